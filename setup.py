@@ -1,0 +1,243 @@
+"""Build of visdet's two operator libraries; everything else is in pyproject.toml.
+
+The libraries use libtorch's stable ABI (torch >= 2.10) and no Python API, so one ``py3-none`` wheel serves every Python and
+torch. ``libvisdet_cpu.so`` is always built; ``libvisdet_cuda.so`` (static CUDA runtime) where nvcc is found and torch is a CUDA build.
+
+Environment:
+    VISDET_CUDA            1: the CUDA library or an error; 0: no CUDA library; unset: as found.
+    TORCH_CUDA_ARCH_LIST   GPU architectures as torch writes them, "8.6;9.0+PTX".
+    CUDA_HOME              the CUDA toolkit, before nvcc on PATH and the nvidia-cuda-nvcc package.
+    CXX, CXXFLAGS          the C++ compiler and further flags.
+    MAX_JOBS               compilations at a time.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = Path("visdet/ops/csrc")
+# torch 2.10, the oldest supported: 0x02 major, 0x0a minor (0x0210 would be 2.16).
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+# cpu/<op>.cpp is compiled once per instruction set (see csrc/cpu/vec.h).
+X86_ISAS = {
+    "baseline": [],
+    "avx2": ["-march=x86-64-v3"],
+    "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+}
+WHEEL_ARCHITECTURES = ["75", "80", "86", "89", "90", "100", "120"]
+
+
+def notice(*lines):
+    """Print a message that stands out in a build log."""
+    width = max(len(line) for line in lines) + 4
+    print("=" * width, *(f"  {line}" for line in lines), "=" * width, sep="\n", file=sys.stderr, flush=True)
+
+
+def find_nvcc():
+    """Return the path of nvcc from CUDA_HOME, PATH or site-packages, or None."""
+    candidates = []
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            candidates.append(Path(os.environ[variable]) / "bin" / "nvcc")
+    if shutil.which("nvcc"):
+        candidates.append(Path(shutil.which("nvcc")))
+    for site in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path}:
+        if site:
+            candidates += sorted(Path(site).glob("nvidia/*/bin/nvcc"), reverse=True)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def cuda_architectures(nvcc, for_wheel):
+    """Return nvcc's -gencode flags."""
+    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
+    known = {line.strip().removeprefix("sm_") for line in listed.splitlines() if line.startswith("sm_")}
+    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if wanted:
+        with_ptx = {name.removesuffix("+PTX").replace(".", "") for name in wanted if name.endswith("+PTX")}
+        names = [name.removesuffix("+PTX").replace(".", "") for name in wanted]
+    elif for_wheel:
+        names = [name for name in WHEEL_ARCHITECTURES if name in known]
+        with_ptx = {names[-1]}
+    else:
+        names = present_gpus() or ["90"]
+        with_ptx = {names[-1]}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"visdet: {nvcc} knows no architecture {unknown}; it knows {sorted(known)}")
+    flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
+    return flags + [f"-gencode=arch=compute_{name},code=compute_{name}" for name in sorted(with_ptx)]
+
+
+def present_gpus():
+    """Return the compute capabilities of this machine's GPUs, such as ['90']; empty without a GPU."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True)
+    found = {line.strip().replace(".", "") for line in answer.stdout.splitlines() if answer.returncode == 0}
+    return sorted((name for name in found if name.isdigit()), key=int)
+
+
+def cuda_decision(torch):
+    """Return nvcc's path, or None; say loudly why not."""
+    wish = os.environ.get("VISDET_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise SystemExit(f"visdet: VISDET_CUDA must be 0, 1 or unset, got {wish!r}")
+    if wish == "0":
+        notice("visdet: the CUDA library is NOT built: VISDET_CUDA=0.")
+        return None
+    nvcc = find_nvcc()
+    missing = None
+    if nvcc is None:
+        missing = "no nvcc in CUDA_HOME, on PATH or in site-packages (pip install nvidia-cuda-nvcc)"
+    elif torch.version.cuda is None and wish != "1":
+        missing = f"torch {torch.__version__} is a CPU-only build"
+    if missing is None:
+        return nvcc
+    if wish == "1":
+        raise SystemExit(f"visdet: VISDET_CUDA=1, but {missing}")
+    notice(
+        "visdet: the CUDA library is NOT built:",
+        f"{missing}.",
+        "Operators will run on the CPU only. VISDET_CUDA=1 turns this into an error, VISDET_CUDA=0 silences it.",
+    )
+    return None
+
+
+class BuildOps(build_ext):
+    """Compile the libraries with ninja into the package folder (editable) or the build folder."""
+
+    def run(self):
+        import torch
+        from torch.utils.cpp_extension import include_paths, library_paths
+
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        out_dir = (ROOT if in_place else ROOT / self.build_lib) / "visdet" / "ops"
+        objects = ROOT / "build" / f"ops-{'editable' if in_place else 'wheel'}-torch{torch.__version__}"
+        out_dir.mkdir(parents=True, exist_ok=True)
+        objects.mkdir(parents=True, exist_ok=True)
+        includes = [f"-isystem {path}" for path in include_paths()] + [f"-I{ROOT / CSRC}"]
+        rpath_free_libraries = [f"-L{path}" for path in library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
+        common = ["-O3", "-std=c++17", STABLE_ABI, *includes, *os.environ.get("CXXFLAGS", "").split()]
+
+        rules = NinjaFile()
+        rules.add_cpu_library(out_dir / "libvisdet_cpu.so", objects, common, rpath_free_libraries)
+        nvcc = cuda_decision(torch)
+        cuda_library = out_dir / "libvisdet_cuda.so"
+        if nvcc is not None:
+            gencode = cuda_architectures(nvcc, for_wheel=not in_place)
+            rules.add_cuda_library(cuda_library, objects, common, rpath_free_libraries, nvcc, gencode)
+            print("visdet: CUDA library with", nvcc, " ".join(gencode), flush=True)
+        elif cuda_library.exists():
+            cuda_library.unlink()  # left from an earlier build: it would not match these sources
+        rules.run(objects)
+
+    def get_outputs(self):
+        return [str(path) for path in self.get_output_mapping()]
+
+    def get_output_mapping(self):
+        built = Path(self.build_lib) / "visdet" / "ops"
+        return {str(path): str(Path("visdet/ops") / path.name) for path in built.glob("libvisdet_*.so")}
+
+
+class NinjaFile:
+    """The rules of one build."""
+
+    def __init__(self):
+        self.lines = []
+        self.outputs = []
+
+    def compile(self, command, source, target):
+        name = f"r{len(self.outputs)}"
+        depfile = f"{target}.d"
+        self.lines += [
+            f"rule {name}",
+            f"  command = {command} -MD -MF {depfile} -c $in -o $out",
+            f"  depfile = {depfile}",
+            "  deps = gcc",
+            f"build {target}: {name} {source}",
+        ]
+        self.outputs.append(target)
+        return str(target)
+
+    def link(self, command, objects, target, libraries):
+        name = f"r{len(self.outputs)}"
+        self.lines += [f"rule {name}", f"  command = {command} $in -o $out {' '.join(libraries)}"]
+        self.lines += [f"build {target}: {name} {' '.join(objects)}"]
+        self.outputs.append(target)
+
+    def add_cpu_library(self, library, objects, common, libraries):
+        cxx = os.environ.get("CXX", "g++")
+        flags = [*common, "-fPIC", "-fvisibility=hidden", "-Wall"]
+        flags += ["-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
+        is_x86 = platform.machine() in ("x86_64", "AMD64")
+        built = []
+        for source in sorted((ROOT / CSRC).glob("*.cpp")):
+            command = " ".join([cxx, *flags, *(["-DVISDET_HAS_X86_ISAS"] if is_x86 else [])])
+            built.append(self.compile(command, source, objects / f"{source.stem}.o"))
+        for source in sorted((ROOT / CSRC / "cpu").glob("*.cpp")):
+            for isa, isa_flags in X86_ISAS.items() if is_x86 else [("baseline", [])]:
+                defines = [f"-DVISDET_ISA={isa}"] + (["-DVISDET_HAS_X86_ISAS"] if is_x86 else [])
+                defines += ["-DVISDET_ISA_BASELINE"] if isa == "baseline" else []
+                command = " ".join([cxx, *flags, *isa_flags, *defines])
+                built.append(self.compile(command, source, objects / f"cpu_{source.stem}_{isa}.o"))
+        self.link(f"{cxx} -shared", built, library, libraries)
+
+    def add_cuda_library(self, library, objects, common, libraries, nvcc, gencode):
+        # USE_CUDA: the stable headers declare the stream shims only then.
+        flags = [
+            *common,
+            "-DUSE_CUDA",
+            "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
+            "--expt-relaxed-constexpr",
+            *gencode,
+        ]
+        built = []
+        for source in sorted((ROOT / CSRC / "cuda").glob("*.cu")):
+            built.append(
+                self.compile(" ".join([str(nvcc), *flags]), source, objects / f"cuda_{source.stem}.o")
+            )
+        roots = [nvcc.resolve().parent.parent, nvcc.parent.parent]
+        toolkit = [f"-L{root / lib}" for root in roots for lib in ("lib64", "lib") if (root / lib).is_dir()]
+        self.link(
+            f"{nvcc} -shared -cudart static {gencode[0]}",
+            built,
+            library,
+            [*toolkit, *libraries, "-ltorch_cuda"],
+        )
+
+    def run(self, objects):
+        path = objects / "build.ninja"
+        path.write_text("\n".join([*self.lines, "default " + " ".join(map(str, self.outputs)), ""]))
+        ninja = shutil.which("ninja") or next(iter(Path(sysconfig.get_path("scripts")).glob("ninja*")), None)
+        if ninja is None:
+            raise SystemExit("visdet: ninja is needed to build the operators: pip install ninja")
+        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        if subprocess.run([str(ninja), "-f", str(path), *jobs]).returncode != 0:
+            raise SystemExit("visdet: the operators did not build; the compiler's messages are above.")
+
+
+class Wheel(bdist_wheel):
+    """One wheel for every Python: the libraries use no Python API."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("visdet.ops._libraries", sources=[])],
+    cmdclass={"build_ext": BuildOps, "bdist_wheel": Wheel},
+)

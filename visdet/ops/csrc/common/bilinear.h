@@ -1,0 +1,63 @@
+// Bilinear sampling of a zero-padded map: THE border rule, written once for host and device.
+//
+// A map of H x W texels has texel (0, 0) centred at pixel coordinate (0, 0). A sample at (x, y) counts iff
+// -1 < x < W and -1 < y < H; a corner outside the map counts as zero. NaN fails every comparison, so it counts nothing.
+// This is grid_sample(2 * loc - 1, bilinear, zeros, align_corners=False) at x = loc_x * W - 0.5, y = loc_y * H - 0.5.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define VISDET_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define VISDET_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+namespace visdet {
+
+// The four texels around a sample. Texels outside the map have their index clamped into it and is_inside false, so that
+// a reader may load all four without a branch and multiply by zero.
+template <typename Coord>
+struct Bilinear {
+  int32_t index[4];   // y * W + x of corners 00, 01 (x + 1), 10 (y + 1), 11
+  bool is_inside[4];  // whether that corner is a texel of the map
+  Coord fx, fy;       // fractions of the way to corner 01 and to corner 10
+
+  // The interpolation weight of each corner, zero outside the map.
+  VISDET_HOST_DEVICE void corner_weights(Coord (&w)[4]) const {
+    w[0] = is_inside[0] ? (1 - fy) * (1 - fx) : Coord(0);
+    w[1] = is_inside[1] ? (1 - fy) * fx : Coord(0);
+    w[2] = is_inside[2] ? fy * (1 - fx) : Coord(0);
+    w[3] = is_inside[3] ? fy * fx : Coord(0);
+  }
+};
+
+// Returns whether the sample at pixel coordinates (x, y) counts, and its corners in `out` if it does.
+template <typename Coord>
+VISDET_HOST_DEVICE bool locate(Coord x, Coord y, int32_t H, int32_t W, Bilinear<Coord>& out) {
+  const bool counts = x > Coord(-1) && y > Coord(-1) && x < Coord(W) && y < Coord(H);
+  if (!counts) return false;
+#if defined(__CUDA_ARCH__)
+  const Coord x_floor = floor(x), y_floor = floor(y);
+#else
+  const Coord x_floor = std::floor(x), y_floor = std::floor(y);
+#endif
+  const int32_t x0 = static_cast<int32_t>(x_floor), y0 = static_cast<int32_t>(y_floor);
+  const bool left = x0 >= 0, right = x0 + 1 < W, top = y0 >= 0, bottom = y0 + 1 < H;
+  const int32_t xl = left ? x0 : 0, xr = right ? x0 + 1 : W - 1;
+  const int32_t yt = (top ? y0 : 0) * W, yb = (bottom ? y0 + 1 : H - 1) * W;
+  out.index[0] = yt + xl;
+  out.index[1] = yt + xr;
+  out.index[2] = yb + xl;
+  out.index[3] = yb + xr;
+  out.is_inside[0] = top && left;
+  out.is_inside[1] = top && right;
+  out.is_inside[2] = bottom && left;
+  out.is_inside[3] = bottom && right;
+  out.fx = x - x_floor;
+  out.fy = y - y_floor;
+  return true;
+}
+
+}  // namespace visdet

@@ -1,0 +1,50 @@
+// Argument checks shared by every operator. A failed check raises a RuntimeError in Python whose text names the
+// operator, the argument, what was expected and what came.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace visdet {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline std::string shape_text(const Tensor& tensor) {
+  std::string text = "[";
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (d) text += ", ";
+    text += std::to_string(tensor.size(d));
+  }
+  return text + "]";
+}
+
+inline const char* dtype_text(const Tensor& tensor) { return torch::headeronly::toString(tensor.scalar_type()); }
+
+inline bool is_value_dtype(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::Half ||
+         type == ScalarType::BFloat16;
+}
+
+// Coordinates and sums of values of this type: float64 for float64, float32 for everything else.
+inline ScalarType accumulate_dtype(ScalarType type) {
+  return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+}  // namespace visdet
+
+// VISDET_CHECK(op, condition, message...): the message starts with the operator's name and holds no source path.
+#define VISDET_CHECK(op, condition, ...) \
+  if (!(condition)) ::visdet::fail(op, ": ", __VA_ARGS__)

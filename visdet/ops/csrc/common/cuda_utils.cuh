@@ -1,0 +1,87 @@
+// What every CUDA operator shares: the current stream, launch checks, and value types with conversions.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include "checks.h"
+
+namespace visdet {
+
+inline cudaStream_t current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline void check_launch(const char* op) {
+  const cudaError_t error = cudaGetLastError();
+  VISDET_CHECK(op, error == cudaSuccess, "the CUDA kernel did not start: ", cudaGetErrorString(error),
+               error == cudaErrorNoKernelImageForDevice
+                   ? ". This build has no code for this GPU: rebuild with TORCH_CUDA_ARCH_LIST naming its compute "
+                     "capability (python -m visdet.doctor shows it)."
+                   : "");
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <typename T>
+struct AccumulateType {
+  using type = float;
+};
+template <>
+struct AccumulateType<double> {
+  using type = double;
+};
+
+__device__ __forceinline__ float to_accumulate(float v) { return v; }
+__device__ __forceinline__ double to_accumulate(double v) { return v; }
+__device__ __forceinline__ float to_accumulate(__half v) { return __half2float(v); }
+__device__ __forceinline__ float to_accumulate(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+template <typename T, typename A>
+__device__ __forceinline__ T from_accumulate(A v);
+template <>
+__device__ __forceinline__ float from_accumulate<float, float>(float v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ double from_accumulate<double, double>(double v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ __half from_accumulate<__half, float>(float v) {
+  return __float2half_rn(v);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_accumulate<__nv_bfloat16, float>(float v) {
+  return __float2bfloat16_rn(v);
+}
+
+// N values moved by one load or store of N * sizeof(T) bytes.
+template <typename T, int N>
+struct alignas(N * sizeof(T)) Pack {
+  T at[N];
+};
+
+// Calls f(T{}, A{}) with the value type T of a tensor and the type A its sums are taken in.
+template <typename F>
+void dispatch_value_type(ScalarType type, const F& f) {
+  switch (type) {
+    case ScalarType::Double:
+      return f(double{}, double{});
+    case ScalarType::Float:
+      return f(float{}, float{});
+    case ScalarType::Half:
+      return f(__half{}, float{});
+    case ScalarType::BFloat16:
+      return f(__nv_bfloat16{}, float{});
+    default:
+      fail("visdet: unsupported value type ", torch::headeronly::toString(type));
+  }
+}
+
+}  // namespace visdet

@@ -1,0 +1,169 @@
+"""Multi-scale deformable attention: a weighted sum of bilinear samples from a flattened feature pyramid."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _library
+
+__all__ = ["ms_deform_attn", "ms_deform_attn_reference"]
+
+# Levels that travel with a CUDA launch; a longer table is read from the device (kMaxHostLevels in cuda/ms_deform_attn.cu).
+MAX_HOST_LEVELS = 16
+
+
+def ms_deform_attn(
+    value: Tensor,  # [B, S, G, C]
+    level_shapes: Tensor | Sequence[Sequence[int]],  # [L, 2] (height, width)
+    level_starts: Tensor | Sequence[int] | None,  # [L]
+    locations: Tensor,  # [B, Q, G, L, P, 2] (x, y) in 0..1
+    weights: Tensor,  # [B, Q, G, L, P]
+    im2col_step: int | None = None,
+) -> Tensor:  # [B, Q, G * C]
+    """Return each query's and head's weighted sum of L * P bilinear samples of ``value``.
+
+    ``out[b, q, g] = sum_{l, p} weights[b, q, g, l, p] * bilinear(value[b, level l, g], locations[b, q, g, l, p])``
+
+    Pixel coordinates are ``x = loc_x * W - 0.5``, ``y = loc_y * H - 0.5``. A sample counts iff ``-1 < x < W`` and
+    ``-1 < y < H``; a corner outside the map counts as zero (``grid_sample`` of ``2 * loc - 1``: bilinear, zeros,
+    align_corners=False). A sample with a NaN or infinite coordinate contributes nothing, whatever its weight, and
+    has zero gradients.
+
+    Args:
+        value: float64, float32, float16 or bfloat16, channels last; the levels one after another, S = sum of H_l * W_l.
+        level_shapes: (height, width) of each level. A sequence or a CPU tensor is checked against S and travels with
+            the launch; a tensor on ``value``'s device is read there without a synchronisation, and a level that does
+            not lie within S then yields NaN.
+        level_starts: first row of each level; None for levels without gaps.
+        locations: float32 (float64 for float64 values); other types are converted.
+        weights: any numbers, usually a softmax over L * P; type as ``locations``.
+        im2col_step: ignored; accepted because mmcv's function takes it last. B need not divide by anything.
+
+    Returns:
+        The sums, in the type of ``value``, accumulated in float32 (float64 for float64). B, Q, P or C of 0 give an empty
+        or zero result.
+
+    Differentiable once with respect to ``value``, ``locations`` and ``weights``. Deterministic on the CPU for any number of
+    threads. On CUDA the forward is; the gradient of ``value`` is under ``torch.use_deterministic_algorithms(True)``.
+    Under autocast every tensor keeps its type: coordinates and weights are never rounded to 16 bits here.
+
+    Raises:
+        RuntimeError: a shape, type or device does not fit; the message names the argument.
+        TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor a sequence of integers.
+        NotBuiltError: the library for ``value``'s device is not built.
+
+    Source: Deformable DETR, arXiv 2010.04159, eq. 3; the signature is mmcv's.
+    """
+    shapes = _as_int64(level_shapes, "level_shapes")
+    starts = level_starts_of(shapes) if level_starts is None else _as_int64(level_starts, "level_starts")
+    for name, tensor in (("locations", locations), ("weights", weights)):
+        if tensor.device != value.device:
+            raise RuntimeError(
+                f"ms_deform_attn: {name} must be on value's device {value.device}, got {tensor.device}"
+            )
+    coordinate_dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    locations = locations.to(coordinate_dtype)
+    weights = weights.to(coordinate_dtype)
+    if value.device.type not in ("cpu", "cuda", "meta"):
+        return ms_deform_attn_reference(value, shapes, starts, locations, weights)
+    if value.is_cuda and len(shapes) > MAX_HOST_LEVELS:
+        shapes, starts = shapes.to(value.device), starts.to(value.device)
+    _library.require_cpu()
+    return torch.ops.visdet.ms_deform_attn(value, shapes, starts, locations, weights)
+
+
+def ms_deform_attn_reference(
+    value: Tensor,  # [B, S, G, C]
+    level_shapes: Tensor,  # [L, 2] (height, width)
+    level_starts: Tensor,  # [L]
+    locations: Tensor,  # [B, Q, G, L, P, 2] (x, y) in 0..1
+    weights: Tensor,  # [B, Q, G, L, P]
+) -> Tensor:  # [B, Q, G * C]
+    """Return what ``ms_deform_attn`` returns, in plain torch: the definition the kernels are tested against."""
+    B, _, G, C = value.shape
+    _, Q, _, _, P, _ = locations.shape
+    out = torch.zeros(B, G, C, Q, dtype=locations.dtype, device=value.device)
+    for level, ((H, W), start) in enumerate(zip(level_shapes.tolist(), level_starts.tolist(), strict=True)):
+        location = locations[:, :, :, level]  # [B, Q, G, P, 2]
+        x, y = location[..., 0] * W - 0.5, location[..., 1] * H - 0.5
+        counts = (x > -1) & (x < W) & (y > -1) & (y < H)
+        grid = torch.where(counts[..., None], 2 * location - 1, -3.0).transpose(1, 2).reshape(B * G, Q, P, 2)
+        weight = torch.where(counts, weights[:, :, :, level], 0.0).transpose(1, 2).reshape(B * G, 1, Q, P)
+        maps = value[:, start : start + H * W].to(out.dtype).permute(0, 2, 3, 1).reshape(B * G, C, H, W)
+        samples = F.grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+        out = out + (samples * weight).sum(-1).view(B, G, C, Q)
+    return out.permute(0, 3, 1, 2).reshape(B, Q, G * C).to(value.dtype)
+
+
+def level_starts_of(level_shapes: Tensor) -> Tensor:
+    """Return the first row [L] of each level [L, 2] (height, width) of a flattened pyramid without gaps."""
+    areas = level_shapes.prod(1)
+    return areas.cumsum(0) - areas
+
+
+def _as_int64(levels: Any, name: str) -> Tensor:
+    if isinstance(levels, Tensor):
+        return levels.to(torch.int64)
+    try:
+        return torch.tensor(levels, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"ms_deform_attn: {name} must be an integer tensor or a sequence of integers, got {levels!r}"
+        ) from error
+
+
+def _fake(
+    value: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    torch._check(
+        value.dim() == 4, lambda: f"ms_deform_attn: value must be [B, S, G, C], got {tuple(value.shape)}"
+    )
+    torch._check(
+        locations.dim() == 6,
+        lambda: f"ms_deform_attn: locations must be [B, Q, G, L, P, 2], got {tuple(locations.shape)}",
+    )
+    return value.new_empty(value.shape[0], locations.shape[1], value.shape[2] * value.shape[3])
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    value: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        value.new_empty(value.shape),
+        locations.new_empty(locations.shape),
+        weights.new_empty(weights.shape),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    value, level_shapes, level_starts, locations, weights = ctx.saved_tensors
+    grad_value, grad_locations, grad_weights = torch.ops.visdet.ms_deform_attn_backward(
+        grad_output,
+        value,
+        level_shapes,
+        level_starts,
+        locations,
+        weights,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return grad_value, None, None, grad_locations, grad_weights
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::ms_deform_attn", _fake)
+    torch.library.register_fake("visdet::ms_deform_attn_backward", _fake_backward)
+    torch.library.register_autograd("visdet::ms_deform_attn", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("ms_deform_attn", "ms_deform_attn_backward")

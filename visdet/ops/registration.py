@@ -1,0 +1,11 @@
+"""Puts every public operator into ``OPS``; the registry imports this module at its first look-up."""
+
+import inspect
+
+from visdet import ops
+from visdet.registry import OPS
+
+for _name in ops.__all__:
+    _member = getattr(ops, _name)
+    if inspect.isfunction(_member) and _name != "build_info":
+        OPS.register_module(name=_name, module=_member)

@@ -1,0 +1,144 @@
+"""visdet's registries: one child, in scope ``visdet``, of every registry mmengine knows, and ``OPS`` for functions.
+
+A registry imports the packages named in its ``locations`` at its first look-up, so
+``MODELS.build(dict(type='MultiScaleDeformableAttention', ...))`` and ``type='visdet.DeformableDETR'`` in a foreign
+config work with nothing imported before. An unknown name raises a ``KeyError`` with the nearest names and the files that
+register them.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mmengine import registry as mmengine_registry
+from mmengine.registry import Registry as _MMEngineRegistry
+
+__all__ = [
+    "DATASETS",
+    "DATA_SAMPLERS",
+    "EVALUATOR",
+    "FUNCTIONS",
+    "HOOKS",
+    "INFERENCERS",
+    "LOG_PROCESSORS",
+    "LOOPS",
+    "METRICS",
+    "MODELS",
+    "MODEL_WRAPPERS",
+    "OPS",
+    "OPTIMIZERS",
+    "OPTIM_WRAPPERS",
+    "OPTIM_WRAPPER_CONSTRUCTORS",
+    "PARAM_SCHEDULERS",
+    "RUNNERS",
+    "RUNNER_CONSTRUCTORS",
+    "TASK_UTILS",
+    "TRANSFORMS",
+    "VISBACKENDS",
+    "VISUALIZERS",
+    "WEIGHT_INITIALIZERS",
+    "Registry",
+]
+
+SCOPE = "visdet"
+
+
+def _origin(registered: Any) -> str:
+    """Return the file and the import path that define a registered object."""
+    module = getattr(registered, "__module__", "?")
+    try:
+        path = inspect.getsourcefile(registered) or "?"
+    except TypeError:
+        path = "?"
+    return f"registered by {module} ({path})"
+
+
+class Registry(_MMEngineRegistry):
+    """An mmengine registry whose look-up of an unknown name raises a ``KeyError`` that names the nearest ones.
+
+    ``name in registry`` stays a plain question: it answers ``False`` and raises nothing.
+    """
+
+    def get(self, key: str) -> Any:
+        """Return what ``key`` names in this registry or its parents.
+
+        Raises:
+            KeyError: the name is unknown; the message lists the nearest names and where they are registered.
+        """
+        try:
+            registered = super().get(key)
+        except RuntimeError:  # mmengine's way to say that a dotted path does not import
+            registered = None
+        if registered is None:
+            raise KeyError(self._unknown_name_message(key))
+        return registered
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            return isinstance(key, str) and self.get(key) is not None
+        except KeyError:
+            return False
+
+    def _unknown_name_message(self, key: str) -> str:
+        known: dict[str, Any] = {}
+        level: _MMEngineRegistry | None = self
+        while level is not None:
+            known = {**level.module_dict, **known}
+            level = level.parent
+        wanted = key.rsplit(".", 1)[-1]
+        by_lower_case = {name.lower(): name for name in known}
+        nearest = difflib.get_close_matches(wanted.lower(), list(by_lower_case), n=3, cutoff=0.55)
+        lines = [f"{key!r} is not in the {self.scope}::{self.name} registry ({len(known)} names)."]
+        if nearest:
+            lines.append("Did you mean:")
+            for lower in nearest:
+                name = by_lower_case[lower]
+                lines.append(f"  {name!r}, {_origin(known[name])}")
+        lines.append(
+            "A class of your own needs @MODELS.register_module() (or its registry's) and its file imported: "
+            "custom_imports = dict(imports=['my_package.my_module'], allow_failed_imports=False) in the config."
+        )
+        return _ReadableMessage("\n".join(lines))
+
+
+class _ReadableMessage(str):
+    """A string whose repr is itself, so that ``KeyError`` prints its lines as lines."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _child(parent_name: str, locations: list[str], build_func: Callable | None = None) -> Registry:
+    parent = getattr(mmengine_registry, parent_name)
+    return Registry(parent.name, build_func=build_func, parent=parent, scope=SCOPE, locations=locations)
+
+
+MODELS = _child("MODELS", ["visdet.models"])
+MODEL_WRAPPERS = _child("MODEL_WRAPPERS", ["visdet.engine"])
+WEIGHT_INITIALIZERS = _child("WEIGHT_INITIALIZERS", ["visdet.models"])
+TASK_UTILS = _child("TASK_UTILS", ["visdet.models"])
+
+DATASETS = _child("DATASETS", ["visdet.datasets"])
+DATA_SAMPLERS = _child("DATA_SAMPLERS", ["visdet.datasets"])
+TRANSFORMS = _child("TRANSFORMS", ["visdet.datasets"])
+
+METRICS = _child("METRICS", ["visdet.evaluation"])
+EVALUATOR = _child("EVALUATOR", ["visdet.evaluation"])
+
+RUNNERS = _child("RUNNERS", ["visdet.engine"])
+RUNNER_CONSTRUCTORS = _child("RUNNER_CONSTRUCTORS", ["visdet.engine"])
+LOOPS = _child("LOOPS", ["visdet.engine"])
+HOOKS = _child("HOOKS", ["visdet.engine"])
+LOG_PROCESSORS = _child("LOG_PROCESSORS", ["visdet.engine"])
+OPTIMIZERS = _child("OPTIMIZERS", ["visdet.engine"])
+OPTIM_WRAPPERS = _child("OPTIM_WRAPPERS", ["visdet.engine"])
+OPTIM_WRAPPER_CONSTRUCTORS = _child("OPTIM_WRAPPER_CONSTRUCTORS", ["visdet.engine"])
+PARAM_SCHEDULERS = _child("PARAM_SCHEDULERS", ["visdet.engine"])
+INFERENCERS = _child("INFERENCERS", ["visdet.engine"])
+FUNCTIONS = _child("FUNCTIONS", ["visdet.engine"])
+
+VISUALIZERS = _child("VISUALIZERS", ["visdet.visualization"])
+VISBACKENDS = _child("VISBACKENDS", ["visdet.visualization"])
+
+OPS = Registry("op", scope=SCOPE, locations=["visdet.ops.registration"])

@@ -1,0 +1,103 @@
+"""Reading a COCO annotation file, with the checks that data sets and metrics share."""
+
+import json
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+from mmengine.fileio import get_text
+
+__all__ = ["listed", "load_coco_json", "match_categories"]
+
+_REQUIRED_KEYS = {
+    "images": ("id", "file_name", "height", "width"),
+    "annotations": ("id", "image_id", "category_id", "bbox"),
+    "categories": ("id", "name"),
+}
+
+
+def load_coco_json(path: str, backend_args: dict | None = None, needs_annotations: bool = True) -> dict:
+    """Return the content of COCO annotation file ``path``, its keys checked.
+
+    Args:
+        path: local path or a URL that one of mmengine's file backends reads.
+        backend_args: which backend, as in ``mmengine.fileio``.
+        needs_annotations: ``False`` accepts a file without ``annotations`` (test images), and gives it an
+            empty list.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not JSON, a key is missing (the message names file, record and key), or ids repeat.
+
+    Source: the format is https://cocodataset.org/#format-data.
+    """
+    try:
+        content = json.loads(get_text(path, backend_args=backend_args))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"annotation file {path} does not exist") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"annotation file {path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"annotation file {path} must hold a JSON object, got a {type(content).__name__}")
+    if not needs_annotations:
+        content.setdefault("annotations", [])
+    for section, keys in _REQUIRED_KEYS.items():
+        if not isinstance(content.get(section), list):
+            found = ", ".join(sorted(content)) or "nothing"
+            raise ValueError(
+                f"annotation file {path} needs a list under the key {section!r}; its keys: {found}"
+            )
+        _check_records(content[section], section, keys, path)
+    return content
+
+
+def _check_records(records: list, section: str, keys: Sequence[str], path: str) -> None:
+    for position, record in enumerate(records):
+        for key in keys:
+            if not isinstance(record, dict) or key not in record:
+                raise ValueError(
+                    f"annotation file {path}: {section}[{position}] has no key {key!r}: {record!r:.200}"
+                )
+    seen = set()
+    for record in records:
+        if record["id"] in seen:
+            raise ValueError(f"annotation file {path}: id {record['id']!r} occurs twice in {section!r}")
+        seen.add(record["id"])
+
+
+def match_categories(categories: Sequence[dict], classes: Sequence[str], path: str) -> dict[int, int]:
+    """Return {category id of the file: label}, where a label is the position of the category's name in
+    ``classes``.
+
+    Names decide, not the order or the ids of the file.
+
+    Raises:
+        ValueError: two categories share a name of ``classes``, or no class is in the file at all.
+    """
+    label_of = {name: label for label, name in enumerate(classes)}
+    names = [category["name"] for category in categories]
+    repeated = sorted({name for name in names if name in label_of and names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"annotation file {path}: several categories are named {', '.join(repeated)}")
+    matched = {
+        category["id"]: label_of[category["name"]] for category in categories if category["name"] in label_of
+    }
+    if not matched:
+        hint = [
+            f"{name!r} (did you mean {near[0]!r}?)"
+            for name in classes
+            if (near := get_close_matches(name, names))
+        ]
+        raise ValueError(
+            f"annotation file {path}: none of its {len(names)} categories ({listed(names)}) is among the "
+            f"{len(classes)} classes ({listed(classes)}). "
+            + (f"Near misses: {listed(hint)}. " if hint else "")
+            + "Name the file's categories in the config: metainfo=dict(classes=(...))."
+        )
+    return matched
+
+
+def listed(names: Iterable[str], limit: int = 10) -> str:
+    """Return the names joined by commas, the ones past ``limit`` as a count."""
+    names = list(names)
+    rest = f", … {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(str, names[:limit])) + rest
