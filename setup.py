@@ -1,7 +1,8 @@
 """Build of visdet's two operator libraries; everything else is in pyproject.toml.
 
-The libraries use libtorch's stable ABI (torch >= 2.10) and no Python API, so one ``py3-none`` wheel serves every Python and
-torch. ``libvisdet_cpu.so`` is always built; ``libvisdet_cuda.so`` (static CUDA runtime) where nvcc is found and torch is a CUDA build.
+The libraries use libtorch's stable ABI (torch >= 2.10) and no Python API, so one ``py3-none`` wheel serves
+every Python and torch. ``libvisdet_cpu.so`` is always built; ``libvisdet_cuda.so`` (static CUDA runtime)
+where nvcc is found and torch is a CUDA build.
 
 Environment:
     VISDET_CUDA            1: the CUDA library or an error; 0: no CUDA library; unset: as found.
@@ -108,7 +109,7 @@ def cuda_decision(torch):
     notice(
         "visdet: the CUDA library is NOT built:",
         f"{missing}.",
-        "Operators will run on the CPU only. VISDET_CUDA=1 turns this into an error, VISDET_CUDA=0 silences it.",
+        "Operators will run on the CPU only. VISDET_CUDA=1 makes this an error, VISDET_CUDA=0 a choice.",
     )
     return None
 
@@ -217,7 +218,7 @@ class NinjaFile:
 
     def run(self, objects):
         path = objects / "build.ninja"
-        path.write_text("\n".join([*self.lines, "default " + " ".join(map(str, self.outputs)), ""]))
+        path.write_text("\n".join([f"builddir = {objects}", *self.lines, "default " + " ".join(map(str, self.outputs)), ""]))
         ninja = shutil.which("ninja") or next(iter(Path(sysconfig.get_path("scripts")).glob("ninja*")), None)
         if ninja is None:
             raise SystemExit("visdet: ninja is needed to build the operators: pip install ninja")
@@ -237,7 +238,8 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(
-    ext_modules=[Extension("visdet.ops._libraries", sources=[])],
-    cmdclass={"build_ext": BuildOps, "bdist_wheel": Wheel},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("visdet.ops._libraries", sources=[])],
+        cmdclass={"build_ext": BuildOps, "bdist_wheel": Wheel},
+    )

@@ -1,4 +1,4 @@
-"""Access to the golden vectors: peers' inputs, weights, outputs and losses, kept beside a developer's checkout."""
+"""Access to the golden vectors: peers' inputs, weights and results, kept beside a developer's checkout."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def golden(name: str) -> dict[str, np.ndarray]:
-    """Return the arrays of golden file ``name`` (without ``.npz``), or skip the test where the file is absent."""
+    """Return the arrays of golden file ``name`` (without ``.npz``), or skip where the file is absent."""
     path = SHARED / "golden" / f"{name}.npz"
     if not path.exists():
         pytest.skip(f"golden vectors are not part of a user's clone: no ../shared/data/golden/{name}.npz")
@@ -24,7 +24,7 @@ def published_shapes(name: str) -> dict[str, tuple[int, ...]]:
     path = SHARED / "state_dicts" / f"{name}.json"
     if not path.exists():
         pytest.skip(
-            f"published state-dict lists are not part of a user's clone: no ../shared/data/state_dicts/{name}.json"
+            f"state-dict lists are not part of a user's clone: no ../shared/data/state_dicts/{name}.json"
         )
     return {key: tuple(shape) for key, shape in json.loads(path.read_text()).items()}
 

@@ -1,9 +1,9 @@
-"""visdet's registries: one child, in scope ``visdet``, of every registry mmengine knows, and ``OPS`` for functions.
+"""visdet's registries: a child in scope ``visdet`` of every registry mmengine knows, and ``OPS`` for functions.
 
 A registry imports the packages named in its ``locations`` at its first look-up, so
-``MODELS.build(dict(type='MultiScaleDeformableAttention', ...))`` and ``type='visdet.DeformableDETR'`` in a foreign
-config work with nothing imported before. An unknown name raises a ``KeyError`` with the nearest names and the files that
-register them.
+``MODELS.build(dict(type='MultiScaleDeformableAttention', ...))`` and ``type='visdet.DeformableDETR'`` in a
+foreign config work with nothing imported before. An unknown name raises a ``KeyError`` with the nearest names
+and the files that register them.
 """
 
 import difflib
@@ -33,6 +33,7 @@ __all__ = [
     "PARAM_SCHEDULERS",
     "RUNNERS",
     "RUNNER_CONSTRUCTORS",
+    "STRATEGIES",
     "TASK_UTILS",
     "TRANSFORMS",
     "VISBACKENDS",
@@ -55,7 +56,7 @@ def _origin(registered: Any) -> str:
 
 
 class Registry(_MMEngineRegistry):
-    """An mmengine registry whose look-up of an unknown name raises a ``KeyError`` that names the nearest ones.
+    """An mmengine registry that answers an unknown name with a ``KeyError`` naming the nearest ones.
 
     ``name in registry`` stays a plain question: it answers ``False`` and raises nothing.
     """
@@ -96,7 +97,7 @@ class Registry(_MMEngineRegistry):
                 name = by_lower_case[lower]
                 lines.append(f"  {name!r}, {_origin(known[name])}")
         lines.append(
-            "A class of your own needs @MODELS.register_module() (or its registry's) and its file imported: "
+            "A class of your own needs @MODELS.register_module() (or its registry's) and its file imported, by "
             "custom_imports = dict(imports=['my_package.my_module'], allow_failed_imports=False) in the config."
         )
         return _ReadableMessage("\n".join(lines))
@@ -135,6 +136,7 @@ OPTIMIZERS = _child("OPTIMIZERS", ["visdet.engine"])
 OPTIM_WRAPPERS = _child("OPTIM_WRAPPERS", ["visdet.engine"])
 OPTIM_WRAPPER_CONSTRUCTORS = _child("OPTIM_WRAPPER_CONSTRUCTORS", ["visdet.engine"])
 PARAM_SCHEDULERS = _child("PARAM_SCHEDULERS", ["visdet.engine"])
+STRATEGIES = _child("STRATEGIES", ["visdet.engine"])
 INFERENCERS = _child("INFERENCERS", ["visdet.engine"])
 FUNCTIONS = _child("FUNCTIONS", ["visdet.engine"])
 

@@ -13,13 +13,14 @@ from visdet.ops.ms_deform_attn import level_starts_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 
-# Largest |difference| / largest |value| of the output against the float64 reference on the same (rounded) values. The 16-bit
-# outputs are rounded once, to a relative 2^-11 and 2^-8 of themselves; gradients of value likewise.
+# Largest |difference| / largest |value| of the output against the float64 reference on the same (rounded)
+# values. The 16-bit outputs are rounded once, to a relative 2^-11 and 2^-8 of themselves; gradients of
+# value likewise.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
 
 def make_case(B, Q, G, C, P, shapes, dtype=torch.float64, device="cpu", seed=0, spread=0.15):
-    """Return value, shapes, starts, locations (some outside), weights; positions stay off the texel centres."""
+    """Return value, shapes, starts, locations (some outside), weights; positions keep off texel centres."""
     generator = torch.Generator().manual_seed(seed)
     level_shapes = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
     S, L = int(level_shapes.prod(1).sum()), len(shapes)

@@ -72,7 +72,7 @@ def explain_missing_cuda(*operators: str) -> None:
 
 
 def build_info() -> dict[str, Any]:
-    """Return ``{"cpu": {...}, "cuda": {...}}``: path, whether it is loaded, why not, and the CPU instruction set in use."""
+    """Return {"cpu": ..., "cuda": ...}: path, whether it is loaded, why not; and the CPU instruction set used."""
     info: dict[str, Any] = {}
     for name, problem in _problems.items():
         path = _FOLDER / f"libvisdet_{name}.so"

@@ -11,7 +11,8 @@ from . import _library
 
 __all__ = ["ms_deform_attn", "ms_deform_attn_reference"]
 
-# Levels that travel with a CUDA launch; a longer table is read from the device (kMaxHostLevels in cuda/ms_deform_attn.cu).
+# Levels that travel with a CUDA launch; a longer table is read from the device (kMaxHostLevels in
+# cuda/ms_deform_attn.cu).
 MAX_HOST_LEVELS = 16
 
 
@@ -25,30 +26,32 @@ def ms_deform_attn(
 ) -> Tensor:  # [B, Q, G * C]
     """Return each query's and head's weighted sum of L * P bilinear samples of ``value``.
 
-    ``out[b, q, g] = sum_{l, p} weights[b, q, g, l, p] * bilinear(value[b, level l, g], locations[b, q, g, l, p])``
+    ``out[b, q, g] = sum_{l, p} weights[b, q, g, l, p] * bilinear(value[b, l, g], locations[b, q, g, l, p])``
 
-    Pixel coordinates are ``x = loc_x * W - 0.5``, ``y = loc_y * H - 0.5``. A sample counts iff ``-1 < x < W`` and
-    ``-1 < y < H``; a corner outside the map counts as zero (``grid_sample`` of ``2 * loc - 1``: bilinear, zeros,
-    align_corners=False). A sample with a NaN or infinite coordinate contributes nothing, whatever its weight, and
-    has zero gradients.
+    Pixel coordinates are ``x = loc_x * W - 0.5``, ``y = loc_y * H - 0.5``. A sample counts iff
+    ``-1 < x < W`` and ``-1 < y < H``; a corner outside the map counts as zero (``grid_sample`` of ``2 * loc - 1``:
+    bilinear, zeros, align_corners=False). A sample with a NaN or infinite coordinate contributes nothing,
+    whatever its weight, and has zero gradients.
 
     Args:
-        value: float64, float32, float16 or bfloat16, channels last; the levels one after another, S = sum of H_l * W_l.
-        level_shapes: (height, width) of each level. A sequence or a CPU tensor is checked against S and travels with
-            the launch; a tensor on ``value``'s device is read there without a synchronisation, and a level that does
-            not lie within S then yields NaN.
+        value: float64, float32, float16 or bfloat16, channels last; the levels one after another, S = sum
+            of H_l * W_l.
+        level_shapes: (height, width) of each level. A sequence or a CPU tensor is checked against S and
+            travels with the launch; a tensor on ``value``'s device is read there without a synchronisation,
+            and a level that does not lie within S then yields NaN.
         level_starts: first row of each level; None for levels without gaps.
         locations: float32 (float64 for float64 values); other types are converted.
         weights: any numbers, usually a softmax over L * P; type as ``locations``.
         im2col_step: ignored; accepted because mmcv's function takes it last. B need not divide by anything.
 
     Returns:
-        The sums, in the type of ``value``, accumulated in float32 (float64 for float64). B, Q, P or C of 0 give an empty
-        or zero result.
+        The sums, in the type of ``value``, accumulated in float32 (float64 for float64). B, Q, P or C of 0
+        give an empty or zero result.
 
-    Differentiable once with respect to ``value``, ``locations`` and ``weights``. Deterministic on the CPU for any number of
-    threads. On CUDA the forward is; the gradient of ``value`` is under ``torch.use_deterministic_algorithms(True)``.
-    Under autocast every tensor keeps its type: coordinates and weights are never rounded to 16 bits here.
+    Differentiable once with respect to ``value``, ``locations`` and ``weights``. Deterministic on the CPU
+    for any number of threads. On CUDA the forward is; the gradient of ``value`` is under
+    ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type: coordinates
+    and weights are never rounded to 16 bits here.
 
     Raises:
         RuntimeError: a shape, type or device does not fit; the message names the argument.
@@ -82,7 +85,7 @@ def ms_deform_attn_reference(
     locations: Tensor,  # [B, Q, G, L, P, 2] (x, y) in 0..1
     weights: Tensor,  # [B, Q, G, L, P]
 ) -> Tensor:  # [B, Q, G * C]
-    """Return what ``ms_deform_attn`` returns, in plain torch: the definition the kernels are tested against."""
+    """Return what ``ms_deform_attn`` returns, in plain torch: the definition kernels are tested against."""
     B, _, G, C = value.shape
     _, Q, _, _, P, _ = locations.shape
     out = torch.zeros(B, G, C, Q, dtype=locations.dtype, device=value.device)

@@ -8,9 +8,9 @@ __all__ = ["DetDataSample"]
 class DetDataSample(BaseDataElement):
     """Ground truth, predictions and meta information of one image.
 
-    Meta information (``set_metainfo``): ``img_id``, ``img_path``, ``ori_shape``, ``img_shape`` (height, width of the
-    image without padding), ``batch_input_shape`` (height, width of the padded batch), ``scale_factor`` (width, height
-    ratios img_shape / ori_shape), ``flip``, ``flip_direction``.
+    Meta information (``set_metainfo``): ``img_id``, ``img_path``, ``ori_shape``, ``img_shape`` (height,
+    width of the image without padding), ``batch_input_shape`` (height, width of the padded batch),
+    ``scale_factor`` (width, height ratios img_shape / ori_shape), ``flip``, ``flip_direction``.
 
     Attributes:
         gt_instances: ``bboxes`` [N, 4] xyxy in pixels of ``img_shape``, ``labels`` [N] int64.

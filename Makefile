@@ -1,0 +1,70 @@
+# make demo   set up, then train, evaluate and draw a Deformable DETR on generated images (two CPU cores, minutes)
+# make test   set up, then lint, compile every .cu file, and run the tests
+# make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 2
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+# The pair the package is developed with. Any torch >= 2.10 serves: make setup TORCH="torch torchvision".
+TORCH ?= torch==2.14.1 torchvision==0.29.1
+CONFIG ?= configs/deformable_detr/deformable-detr_shapes.py
+WORK_DIR ?= work_dirs/$(basename $(notdir $(CONFIG)))
+SOURCES := setup.py $(shell find visdet/ops/csrc -type f)
+LINTED := visdet tools tests configs benchmarks setup.py
+
+.PHONY: setup demo train test lint format cuda-check abi-check wheel bench clean
+
+setup: $(VENV)/.installed $(VENV)/.built
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel ninja
+	$(BIN)/python tools/install_requirements.py --extra test --extra lint
+	touch $@
+
+$(VENV)/.built: $(SOURCES) $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	$(BIN)/python -m visdet.doctor
+	touch $@
+
+demo: setup
+	$(BIN)/python tools/train.py $(CONFIG) --work-dir $(WORK_DIR)
+
+train: setup
+	$(BIN)/python tools/train.py $(CONFIG)
+
+test: setup lint cuda-check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix $(LINTED)
+	$(BIN)/ruff format $(LINTED)
+	$(BIN)/clang-format -i $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
+
+# Every .cu file for sm_90, on a machine with or without a GPU; nvcc comes from the package registry where there is none.
+cuda-check: setup
+	$(BIN)/python tools/cuda_check.py
+
+# Built with the newest torch, loaded and run under the oldest supported one, in a virtual environment of its own.
+OLDEST_TORCH ?= torch==2.10.* torchvision==0.25.*
+abi-check: setup
+	$(PYTHON) -m venv $(VENV)-oldest-torch
+	$(VENV)-oldest-torch/bin/python -m pip install --quiet $(OLDEST_TORCH) numpy pytest pytest-timeout
+	OMP_NUM_THREADS=1 $(VENV)-oldest-torch/bin/python -m pytest tests/ops
+
+wheel: setup
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls -l dist/*.whl
+
+clean:
+	rm -rf build dist visdet_ops.egg-info visdet/ops/*.so .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,83 @@
+"""The dependency direction of the package, read from the sources; and what a bare import pulls in."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1] / "visdet"
+
+# What each folder may import of visdet besides itself. An op knows no module, a model knows no data set.
+ALLOWED = {
+    "ops": set(),
+    "structures": set(),
+    "registry": set(),
+    "models": {"ops", "structures", "registry"},
+    "datasets": {"structures", "registry"},
+    "evaluation": {"structures", "registry"},
+    "engine": {"structures", "registry"},
+    "visualization": {"structures", "registry"},
+}
+EXCEPTIONS = {
+    "ops/registration.py": {"registry", "ops"}
+}  # puts the operators into OPS; nothing imports it but the registry
+
+
+def imported_parts(path):
+    """Return the parts of visdet that a file imports, anywhere in it."""
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            parts |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("visdet.")}
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            if node.module == "visdet":
+                parts |= {alias.name for alias in node.names}
+            elif node.module.startswith("visdet."):
+                parts.add(node.module.split(".")[1])
+        if isinstance(node, ast.ImportFrom) and node.level > 0:
+            base = path.relative_to(ROOT).parts[: -node.level]
+            target = [*base, *(node.module or "").split(".")]
+            if not base:  # from . or .. that reaches visdet itself
+                parts |= {target[0]} if target and target[0] else {alias.name for alias in node.names}
+            else:
+                parts.add(target[0])
+    return parts
+
+
+@pytest.mark.parametrize("part", ALLOWED)
+def test_imports_follow_the_direction(part):
+    files = [ROOT / f"{part}.py"] if part == "registry" else sorted((ROOT / part).rglob("*.py"))
+    assert files
+    for path in files:
+        allowed = ALLOWED[part] | {part} | EXCEPTIONS.get(str(path.relative_to(ROOT)), set())
+        extra = imported_parts(path) - allowed
+        assert not extra, (
+            f"{path.relative_to(ROOT.parent)} imports {sorted(extra)}; {part} may import {sorted(allowed)}"
+        )
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "ops").mkdir()
+    file = tmp_path / "ops" / "a.py"
+    file.write_text(
+        "import visdet.models.x\nfrom visdet import engine\nfrom visdet.datasets import y\n"
+        "from ..evaluation import z\nfrom .b import c\n"
+    )
+    assert imported_parts(file) == {"models", "engine", "datasets", "evaluation", "ops"}
+
+
+def test_ops_import_with_torch_alone():
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.split('.')[0] in ('mmengine', 'torchvision', 'cv2', 'mmcv'):\n"
+        "            raise ImportError(f'{name} must not be needed')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import visdet.ops\n"
+        "assert not {'mmengine', 'torchvision', 'cv2'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)

@@ -1,0 +1,87 @@
+"""Registries: found with nothing imported before, from foreign scopes, and helpful about wrong names."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import mmengine.registry
+import pytest
+
+import visdet.ops
+from visdet import registry
+from visdet.registry import MODELS, OPS
+
+ROOT = Path(__file__).resolve().parents[1]
+ATTENTION = "dict(type='{}', embed_dims=32, num_heads=4, num_levels=2, num_points=3)"
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_every_mmengine_registry_has_a_child_in_our_scope():
+    roots = {
+        name: root
+        for name, root in vars(mmengine.registry).items()
+        if name.isupper() and isinstance(root, mmengine.registry.Registry)
+    }
+    assert len(roots) > 15
+    for name, root in roots.items():
+        assert getattr(registry, name).parent is root and getattr(registry, name).scope == "visdet"
+        assert root.children["visdet"] is getattr(registry, name)
+
+
+def test_ops_hold_the_public_functions():
+    assert OPS.get("ms_deform_attn") is visdet.ops.ms_deform_attn
+    assert "ms_deform_attn" in OPS and "build_info" not in OPS
+
+
+def test_op_is_found_with_nothing_imported_before():
+    assert "<function ms_deform_attn" in run(
+        "from visdet.registry import OPS; print(OPS.get('ms_deform_attn'))"
+    )
+
+
+def test_module_is_built_with_nothing_imported_before():
+    out = run(
+        f"from visdet.registry import MODELS; print(MODELS.build({ATTENTION.format('MultiScaleDeformableAttention')}))"
+    )
+    assert "sampling_offsets" in out
+
+
+def test_module_is_built_from_a_foreign_config():
+    code = (
+        "from mmengine.registry import DefaultScope, MODELS\n"
+        "DefaultScope.get_instance('test', scope_name='mmengine')\n"
+        f"print(MODELS.build({ATTENTION.format('visdet.MultiScaleDeformableAttention')}))"
+    )
+    out = run(code)
+    assert "sampling_offsets" in out and "Failed to" not in out
+
+
+def test_unknown_name_answers_with_the_nearest_and_where_they_are():
+    with pytest.raises(KeyError) as caught:
+        MODELS.build(dict(type="MultiScaleDeformableAttenton"))
+    message = str(caught.value)
+    assert "'MultiScaleDeformableAttenton' is not in the visdet::model registry" in message
+    assert "'MultiScaleDeformableAttention', registered by visdet.models" in message and ".py)" in message
+    assert "custom_imports" in message
+
+
+def test_unknown_op_answers_with_the_nearest():
+    with pytest.raises(KeyError, match="Did you mean"):
+        OPS.get("ms_deform_atn")
+
+
+def test_unknown_name_reached_through_mmengine_gets_the_same_answer():
+    in_our_scope = mmengine.registry.DefaultScope.overwrite_default_scope("visdet")
+    with in_our_scope, pytest.raises(KeyError, match="'DeformableDETR', registered by"):
+        mmengine.registry.MODELS.build(dict(type="DeformableDTER"))
+
+
+def test_membership_is_a_plain_question():
+    assert "NoSuchThing" not in MODELS
+    assert "no.such.package.Thing" not in MODELS
+    assert "MultiScaleDeformableAttention" in MODELS

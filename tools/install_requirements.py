@@ -1,0 +1,40 @@
+"""Install the dependencies pyproject.toml names, and an OpenCV that imports on this machine."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pip_install(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--extra", action="append", default=[], help="an optional-dependencies group; repeatable")
+    extras = parser.parse_args().extra
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    unknown = set(extras) - set(project["optional-dependencies"])
+    if unknown:
+        parser.error(f"no extra {sorted(unknown)}; there are {sorted(project['optional-dependencies'])}")
+    requirements = list(project["dependencies"])
+    for extra in extras:
+        requirements += project["optional-dependencies"][extra]
+    pip_install(*requirements)
+
+    # mmengine asks for opencv-python, whose wheel needs the system's libGL; a server often has none.
+    if subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True).returncode != 0:
+        print("opencv-python does not import here (no libGL?): using opencv-python-headless instead", flush=True)
+        pip_install("--force-reinstall", "--no-deps", "opencv-python-headless")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""``python -m visdet.doctor``: versions, libraries, which backend serves each operator, and what to do about gaps."""
+
+import importlib.metadata
+import inspect
+import platform
+import sys
+
+__all__ = ["main", "report"]
+
+# Distribution, what it is for, how to get it.
+_PACKAGES = {
+    "torch": "everything",
+    "torchvision": "transforms, backbones' weights, box operators",
+    "mmengine": "registries, configs, the training loop",
+    "numpy": "data",
+    "scipy": "Hungarian matching",
+    "opencv-python": "mmengine's visualizer",
+    "faster-coco-eval": "COCO metrics (or pycocotools)",
+    "tensorboard": "training curves",
+}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _packages(advice: list[str]) -> list[str]:
+    lines = [f"  {'Python':18} {platform.python_version()}  ({sys.executable})"]
+    for name, purpose in _PACKAGES.items():
+        version = _version(name) or (_version("opencv-python-headless") if name == "opencv-python" else None)
+        lines.append(f"  {name:18} {version or 'MISSING'}  ({purpose})")
+        if version is None:
+            advice.append(f"pip install {name}   # {purpose}")
+    try:
+        import cv2  # noqa: F401
+    except ImportError as error:
+        advice.append(
+            f"OpenCV does not import ({error}): pip install --force-reinstall opencv-python-headless"
+        )
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        advice.append(
+            f"torchvision does not import ({error}): install torch and torchvision as a matching pair"
+        )
+    return lines
+
+
+def _libraries(info: dict, advice: list[str]) -> list[str]:
+    lines = []
+    for name in ("cpu", "cuda"):
+        library = info[name]
+        state = "loaded" if library["loaded"] else f"NOT LOADED: {library['problem']}"
+        isa = f", {library['isa']} kernels" if library.get("isa") else ""
+        lines.append(f"  {name:5} {state}{isa}  ({library['path']})")
+    if not info["cpu"]["loaded"]:
+        advice.append("build the operators: pip install --no-build-isolation -e . (or make setup)")
+    elif not info["cuda"]["loaded"]:
+        advice.append(
+            "for CUDA operators: install a CUDA build of torch and nvcc (pip install nvidia-cuda-nvcc), "
+            "then VISDET_CUDA=1 pip install --no-build-isolation -e ."
+        )
+    return lines
+
+
+def _operators(info: dict) -> list[str]:
+    from visdet import ops
+
+    lines = [f"  {'operator':24} {'cpu':22} {'cuda':22} other devices"]
+    for name in ops.__all__:
+        function = getattr(ops, name)
+        is_operator = inspect.isfunction(function) and hasattr(ops, f"{name}_reference")
+        if not is_operator:
+            continue
+        cpu = "visdet (C++)" if info["cpu"]["loaded"] else "none: not built"
+        cuda = "visdet (CUDA)" if info["cuda"]["loaded"] else "none: not built"
+        lines.append(f"  {name:24} {cpu:22} {cuda:22} plain torch")
+    return lines
+
+
+def _gpus(info: dict, advice: list[str]) -> list[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        reason = "torch is a CPU-only build" if torch.version.cuda is None else "no usable GPU or driver"
+        return [f"  none ({reason}); everything runs on the CPU"]
+    lines = [f"  CUDA {torch.version.cuda} in torch"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        memory = properties.total_memory / 2**30
+        lines.append(f"  {index}: {properties.name}, compute capability {capability}, {memory:.0f} GiB")
+        if info["cuda"]["loaded"]:
+            try:
+                probe = torch.ones(1, 1, 1, 1, device=f"cuda:{index}")
+                torch.ops.visdet.ms_deform_attn(
+                    probe,
+                    torch.tensor([[1, 1]]),
+                    torch.tensor([0]),
+                    probe.new_full((1, 1, 1, 1, 1, 2), 0.5),
+                    probe.new_ones(1, 1, 1, 1, 1),
+                )
+                torch.cuda.synchronize(index)
+                lines.append("     visdet's kernels run on it")
+            except RuntimeError as error:
+                lines.append(f"     visdet's kernels do NOT run on it: {error}")
+                advice.append(
+                    f'rebuild for it: TORCH_CUDA_ARCH_LIST="{capability}" pip install --no-build-isolation -e .'
+                )
+    return lines
+
+
+def report() -> tuple[str, list[str]]:
+    """Return the text of the report and the list of things to do."""
+    import visdet
+    from visdet.ops import build_info
+
+    advice: list[str] = []
+    info = build_info()
+    sections = {
+        f"visdet {visdet.__version__}": _packages(advice),
+        "Operator libraries": _libraries(info, advice),
+        "Operators": _operators(info),
+        "GPUs": _gpus(info, advice),
+        "To do": [f"  {line}" for line in advice] or ["  nothing: all is well"],
+    }
+    return "\n".join("\n".join([title, *lines, ""]) for title, lines in sections.items()), advice
+
+
+def main() -> int:
+    """Print the report; return 1 if the CPU operators are missing, else 0."""
+    from visdet.ops import build_info
+
+    text, _ = report()
+    print(text)
+    return 0 if build_info()["cpu"]["loaded"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
