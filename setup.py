@@ -179,7 +179,8 @@ class NinjaFile:
     def add_cpu_library(self, library, objects, common, libraries):
         cxx = os.environ.get("CXX", "g++")
         flags = [*common, "-fPIC", "-fvisibility=hidden", "-Wall"]
-        flags += ["-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
+        # Selects instead of branches need the licence to evaluate both sides.
+        flags += ["-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         built = []
         for source in sorted((ROOT / CSRC).glob("*.cpp")):

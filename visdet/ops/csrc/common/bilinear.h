@@ -5,7 +5,6 @@
 // This is grid_sample(2 * loc - 1, bilinear, zeros, align_corners=False) at x = loc_x * W - 0.5, y = loc_y * H - 0.5.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #if defined(__CUDACC__)
@@ -33,17 +32,18 @@ struct Bilinear {
   }
 };
 
-// Returns whether the sample at pixel coordinates (x, y) counts, and its corners in `out` if it does.
+// Returns whether the sample at pixel coordinates (x, y) counts, and its corners in `out`; those of a sample that does
+// not count are texels of the map (it must have one) with is_inside false. No branches: host loops over samples become
+// vector code.
 template <typename Coord>
 VISDET_HOST_DEVICE bool locate(Coord x, Coord y, int32_t H, int32_t W, Bilinear<Coord>& out) {
-  const bool counts = x > Coord(-1) && y > Coord(-1) && x < Coord(W) && y < Coord(H);
-  if (!counts) return false;
-#if defined(__CUDA_ARCH__)
-  const Coord x_floor = floor(x), y_floor = floor(y);
-#else
-  const Coord x_floor = std::floor(x), y_floor = std::floor(y);
-#endif
-  const int32_t x0 = static_cast<int32_t>(x_floor), y0 = static_cast<int32_t>(y_floor);
+  const bool counts = (x > Coord(-1)) & (y > Coord(-1)) & (x < Coord(W)) & (y < Coord(H));
+  x = counts ? x : Coord(0);
+  y = counts ? y : Coord(0);
+  // floor, of a number in (-1, 2^31): truncation, less one where it went up.
+  int32_t x0 = static_cast<int32_t>(x), y0 = static_cast<int32_t>(y);
+  x0 -= static_cast<Coord>(x0) > x;
+  y0 -= static_cast<Coord>(y0) > y;
   const bool left = x0 >= 0, right = x0 + 1 < W, top = y0 >= 0, bottom = y0 + 1 < H;
   const int32_t xl = left ? x0 : 0, xr = right ? x0 + 1 : W - 1;
   const int32_t yt = (top ? y0 : 0) * W, yb = (bottom ? y0 + 1 : H - 1) * W;
@@ -51,13 +51,13 @@ VISDET_HOST_DEVICE bool locate(Coord x, Coord y, int32_t H, int32_t W, Bilinear<
   out.index[1] = yt + xr;
   out.index[2] = yb + xl;
   out.index[3] = yb + xr;
-  out.is_inside[0] = top && left;
-  out.is_inside[1] = top && right;
-  out.is_inside[2] = bottom && left;
-  out.is_inside[3] = bottom && right;
-  out.fx = x - x_floor;
-  out.fy = y - y_floor;
-  return true;
+  out.is_inside[0] = counts & top & left;
+  out.is_inside[1] = counts & top & right;
+  out.is_inside[2] = counts & bottom & left;
+  out.is_inside[3] = counts & bottom & right;
+  out.fx = x - static_cast<Coord>(x0);
+  out.fy = y - static_cast<Coord>(y0);
+  return counts;
 }
 
 }  // namespace visdet

@@ -1,9 +1,10 @@
 // ms_deform_attn on the CPU. The contract is in ../ms_deform_attn.h; how this file is compiled, in vec.h.
 //
-// Forward: parallel over (b, q); for each head the samples that count are listed once (four row offsets, four merged
-// weights), then the list is summed in registers, a block of channels at a time. Backward: parallel over (b, g): one
-// task owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C] scratch (2 MB at the usual sizes: it
-// stays in the cache), so there are no races and the result does not depend on the number of threads.
+// A row is one (b, q, g). Its samples are located a block at a time, in vector code: four row offsets and four weights
+// each, in arrays; then each sample's four rows of channels are walked, without branches (a sample that does not count
+// has weight zero). Forward: parallel over tiles of queries, one head after another in a tile. Backward: parallel over
+// (b, g); one task owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C] scratch, so there are no
+// races and the result does not depend on the number of threads.
 #include "../common/bilinear.h"
 #include "vec.h"
 
@@ -12,197 +13,258 @@ namespace visdet {
 // The tensors of one call, all contiguous.
 template <typename T, typename A>
 struct MsDeformAttnArrays {
-  int64_t B, S, G, C, Q, L, P;
-  const int64_t* level_shapes;  // [L, 2]
-  const int64_t* level_starts;  // [L]
-  const T* value;               // [B, S, G, C]
-  const A* locations;           // [B, Q, G, L, P, 2]
-  const A* weights;             // [B, Q, G, L, P]
-  T* output;                    // [B, Q, G, C]           forward
-  const T* grad_output;         // [B, Q, G, C]           backward
-  T* grad_value;                // [B, S, G, C]
-  A* grad_locations;            // [B, Q, G, L, P, 2]
-  A* grad_weights;              // [B, Q, G, L, P]
+  int64_t B, S, G, C, Q, K;  // K = L * P samples a row
+  // Of each of the K samples: the geometry of its level.
+  const int32_t* H;      // [K]
+  const int32_t* W;      // [K]
+  const int64_t* start;  // [K]
+
+  const int64_t* order;  // [Q] the order in which queries are worked on, or null for their own
+  const T* value;        // [B, S, G, C] forward, [B, G, S, C] backward
+  const A* locations;    // [B, Q, G, K, 2]
+  const A* weights;      // [B, Q, G, K]
+  T* output;             // [B, Q, G, C]     forward
+  const T* grad_output;  // [B, Q, G, C]     backward
+  T* grad_value;         // [B, S, G, C]
+  A* grad_locations;     // [B, Q, G, K, 2]
+  A* grad_weights;       // [B, Q, G, K]
 };
 
 namespace VISDET_ISA {
 
-constexpr int kMaxSamples = 64;  // samples listed before they are summed: 3.5 KB, in the first-level cache
+// Rows of one head are G * K samples apart, which the hardware does not foresee: ask for them this many rows ahead.
+constexpr int kAhead = 2;
 
-// The samples of one query and head that count: rows of value[b, :, g, :] and their weights.
+template <typename T, typename A>
+VISDET_INLINE void prefetch_row(const MsDeformAttnArrays<T, A>& a, int64_t row) {
+  const char* location = reinterpret_cast<const char*>(a.locations + row * a.K * 2);
+  const char* weight = reinterpret_cast<const char*>(a.weights + row * a.K);
+  const int64_t bytes = a.K * static_cast<int64_t>(sizeof(A));
+  for (int64_t at = 0; at < 2 * bytes; at += 64) __builtin_prefetch(location + at);
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(weight + at);
+}
+
+constexpr int kBlock = 32;  // samples located at a time: the arrays below take 3 KB of the first-level cache
+
+// Forward: the samples k0 .. k0 + count of a row.
 template <typename A>
-struct SampleList {
-  int count = 0;
-  int64_t offset[kMaxSamples][4];  // element offset of each corner
-  A weight[kMaxSamples][4];        // attention weight * corner weight
+struct Samples {
+  int64_t offset[4][kBlock];  // element of value where each corner's channels begin
+  A weight[4][kBlock];        // attention weight * corner weight
 };
 
-// acc[c] += the listed samples, for NV registers of channels.
+template <typename T, typename A>
+VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, int64_t row, int64_t k0, int count,
+                                  int64_t texel_stride, Samples<A>& out) {
+  const A* location = a.locations + (row * a.K + k0) * 2;
+  const A* weight = a.weights + row * a.K + k0;
+  const int32_t *H = a.H + k0, *W = a.W + k0;
+  const int64_t* start = a.start + k0;
+#pragma GCC ivdep
+  for (int i = 0; i < count; ++i) {
+    Bilinear<A> at;
+    const bool counts = locate(location[2 * i] * W[i] - A(0.5), location[2 * i + 1] * H[i] - A(0.5), H[i], W[i], at);
+    A corner_weight[4];
+    at.corner_weights(corner_weight);
+    const A w = counts ? weight[i] : A(0);
+    for (int k = 0; k < 4; ++k) {
+      out.offset[k][i] = (start[i] + at.index[k]) * texel_stride;
+      out.weight[k][i] = corner_weight[k] * w;
+    }
+  }
+}
+
+// acc[c] += the samples, for NV registers of channels. A sum for each corner: four chains of additions instead of one.
 template <int NV, typename T, typename A>
-VISDET_INLINE void sum_samples(const SampleList<A>& list, const T* value, A* acc) {
+VISDET_INLINE void sum_samples(const Samples<A>& samples, int count, const T* value, A* acc) {
   constexpr int W = kLanes<A>;
-  Vec<A> sum[NV];
-#pragma GCC unroll 8
-  for (int v = 0; v < NV; ++v) sum[v] = load(acc + v * W);
-  for (int i = 0; i < list.count; ++i) {
+  Vec<A> sum[4][NV] = {};
+  for (int i = 0; i < count; ++i) {
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      const T* row = value + list.offset[i][k];
-      const A w = list.weight[i][k];
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) sum[v] += load(row + v * W) * w;
+      const T* row = value + samples.offset[k][i];
+      const A w = samples.weight[k][i];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) sum[k][v] += load(row + v * W) * w;
     }
   }
-#pragma GCC unroll 8
-  for (int v = 0; v < NV; ++v) store(acc + v * W, sum[v]);
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) {
+    store(acc + v * W, load(acc + v * W) + ((sum[0][v] + sum[1][v]) + (sum[2][v] + sum[3][v])));
+  }
 }
 
 template <typename T, typename A>
-VISDET_INLINE void sum_all_channels(const SampleList<A>& list, const T* value, A* acc, int64_t C) {
+VISDET_INLINE void sum_all_channels(const Samples<A>& samples, int count, const T* value, A* acc, int64_t C) {
   constexpr int W = kLanes<A>;
   int64_t c = 0;
-  for (; c + 4 * W <= C; c += 4 * W) sum_samples<4>(list, value + c, acc + c);
-  for (; c + 2 * W <= C; c += 2 * W) sum_samples<2>(list, value + c, acc + c);
-  for (; c + W <= C; c += W) sum_samples<1>(list, value + c, acc + c);
+  for (; c + 4 * W <= C; c += 4 * W) sum_samples<4>(samples, count, value + c, acc + c);
+  for (; c + 2 * W <= C; c += 2 * W) sum_samples<2>(samples, count, value + c, acc + c);
+  for (; c + W <= C; c += W) sum_samples<1>(samples, count, value + c, acc + c);
   if (c == C) return;
-  for (int i = 0; i < list.count; ++i) {
+  for (int i = 0; i < count; ++i) {
     for (int k = 0; k < 4; ++k) {
-      const T* row = value + list.offset[i][k];
-      for (int64_t t = c; t < C; ++t) acc[t] += to_accumulate(row[t]) * list.weight[i][k];
+      const T* row = value + samples.offset[k][i];
+      for (int64_t t = c; t < C; ++t) acc[t] += to_accumulate(row[t]) * samples.weight[k][i];
     }
   }
 }
 
-// Rows [begin, end) of the flattened (b, q); acc is a scratch of C numbers.
+// Queries [begin, end) of the working order, batch entry b, one head after another: the samples of a tile's queries and
+// one head lie in a window that fits the second-level cache. acc is a scratch of C numbers.
 template <typename T, typename A>
-void forward_rows(const MsDeformAttnArrays<T, A>& a, A* acc, int64_t begin, int64_t end) {
-  const int64_t row_stride = a.G * a.C;
-  for (int64_t row = begin; row < end; ++row) {
-    const T* value_b = a.value + row / a.Q * a.S * row_stride;
-    for (int64_t g = 0; g < a.G; ++g) {
-      const int64_t first = (row * a.G + g) * a.L * a.P;
-      const T* value = value_b + g * a.C;
+void forward_tile(const MsDeformAttnArrays<T, A>& a, A* acc, int64_t b, int64_t begin, int64_t end) {
+  const int64_t texel_stride = a.G * a.C;
+  const auto row_of = [&](int64_t i, int64_t g) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
+  Samples<A> samples;
+  for (int64_t g = 0; g < a.G; ++g) {
+    const T* value = a.value + (b * a.S * a.G + g) * a.C;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = row_of(i, g);
+      prefetch_row(a, row_of(i + kAhead < end ? i + kAhead : end - 1, g));
       for (int64_t c = 0; c < a.C; ++c) acc[c] = 0;
-      SampleList<A> list;
-      for (int64_t l = 0; l < a.L; ++l) {
-        const int32_t H = static_cast<int32_t>(a.level_shapes[2 * l]),
-                      W = static_cast<int32_t>(a.level_shapes[2 * l + 1]);
-        const int64_t start = a.level_starts[l];
-        for (int64_t p = 0; p < a.P; ++p) {
-          const int64_t sample = first + l * a.P + p;
-          const A x = a.locations[2 * sample] * W - A(0.5), y = a.locations[2 * sample + 1] * H - A(0.5);
-          Bilinear<A> at;
-          if (!locate(x, y, H, W, at)) continue;
-          A corner_weight[4];
-          at.corner_weights(corner_weight);
-          for (int k = 0; k < 4; ++k) {
-            list.offset[list.count][k] = (start + at.index[k]) * row_stride;
-            list.weight[list.count][k] = corner_weight[k] * a.weights[sample];
-          }
-          if (++list.count == kMaxSamples) {
-            sum_all_channels(list, value, acc, a.C);
-            list.count = 0;
-          }
-        }
+      for (int64_t k0 = 0; k0 < a.K; k0 += kBlock) {
+        const int count = static_cast<int>(a.K - k0 < kBlock ? a.K - k0 : kBlock);
+        locate_samples(a, row, k0, count, texel_stride, samples);
+        sum_all_channels(samples, count, value, acc, a.C);
       }
-      sum_all_channels(list, value, acc, a.C);
-      T* out = a.output + (row * a.G + g) * a.C;
-      for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], out[c]);
+      for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], a.output[row * a.C + c]);
     }
   }
 }
 
-// dots[k] += <g, corner k> and grad rows += coefficient[k] * g, for NV registers of channels.
+// Backward: the same samples, with what their gradients need.
+template <typename A>
+struct GradSamples {
+  int64_t offset[4][kBlock];   // element of the head's value and gradient, both [S, C]
+  A corner_weight[4][kBlock];  // zero for a corner or a sample that does not count
+  A weight[kBlock];            // attention weight, zero for a sample that does not count
+  A is_inside[4][kBlock];      // 1 or 0
+  A fx[kBlock], fy[kBlock];
+  A dot[4][kBlock];  // <grad_output, corner>
+};
+
+template <typename T, typename A>
+VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, int64_t row, int64_t k0, int count,
+                                       GradSamples<A>& out) {
+  const A* location = a.locations + (row * a.K + k0) * 2;
+  const A* weight = a.weights + row * a.K + k0;
+  const int32_t *H = a.H + k0, *W = a.W + k0;
+  const int64_t* start = a.start + k0;
+#pragma GCC ivdep
+  for (int i = 0; i < count; ++i) {
+    Bilinear<A> at;
+    const bool counts = locate(location[2 * i] * W[i] - A(0.5), location[2 * i + 1] * H[i] - A(0.5), H[i], W[i], at);
+    A corner_weight[4];
+    at.corner_weights(corner_weight);
+    for (int k = 0; k < 4; ++k) {
+      out.offset[k][i] = (start[i] + at.index[k]) * a.C;
+      out.corner_weight[k][i] = corner_weight[k];
+      out.is_inside[k][i] = at.is_inside[k] ? A(1) : A(0);
+    }
+    out.weight[i] = counts ? weight[i] : A(0);
+    out.fx[i] = at.fx;
+    out.fy[i] = at.fy;
+  }
+}
+
+// From the dots to grad_weights and grad_locations.
+template <typename T, typename A>
+VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, int64_t row, int64_t k0, int count,
+                                       const GradSamples<A>& in) {
+  A* grad_location = a.grad_locations + (row * a.K + k0) * 2;
+  A* grad_weight = a.grad_weights + row * a.K + k0;
+#pragma GCC ivdep
+  for (int i = 0; i < count; ++i) {
+    A d[4], sum = 0;
+    for (int k = 0; k < 4; ++k) {
+      d[k] = in.is_inside[k][i] != 0 ? in.dot[k][i] : A(0);
+      sum += in.corner_weight[k][i] * d[k];
+    }
+    const A fx = in.fx[i], fy = in.fy[i], w = in.weight[i];
+    grad_weight[i] = sum;
+    grad_location[2 * i] = a.W[k0 + i] * w * ((1 - fy) * (d[1] - d[0]) + fy * (d[3] - d[2]));
+    grad_location[2 * i + 1] = a.H[k0 + i] * w * ((1 - fx) * (d[2] - d[0]) + fx * (d[3] - d[1]));
+  }
+}
+
+// For NV registers of channels of one sample: dots[k] += <g, corner k>, and its grad row += coefficient[k] * g.
 template <int NV, typename T, typename A>
 VISDET_INLINE void scatter_block(const A* g, const T* const (&rows)[4], A* const (&grads)[4], const A (&coefficient)[4],
                                  Vec<A> (&dots)[4]) {
   constexpr int W = kLanes<A>;
   Vec<A> g_vec[NV];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) g_vec[v] = load(g + v * W);
 #pragma GCC unroll 4
   for (int k = 0; k < 4; ++k) {
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       dots[k] += load(rows[k] + v * W) * g_vec[v];
-      if (coefficient[k] != 0) store(grads[k] + v * W, load(grads[k] + v * W) + g_vec[v] * coefficient[k]);
+      store(grads[k] + v * W, load(grads[k] + v * W) + g_vec[v] * coefficient[k]);
     }
   }
 }
 
 template <typename T, typename A>
-VISDET_INLINE void scatter_all_channels(const A* g, const T* value, A* grad, const int64_t (&offset)[4],
-                                        const int64_t (&grad_offset)[4], const A (&coefficient)[4], int64_t C,
-                                        A (&d)[4]) {
+VISDET_INLINE void scatter_samples(const MsDeformAttnArrays<T, A>& a, const A* g, const T* value, A* grad, int count,
+                                   GradSamples<A>& samples) {
   constexpr int W = kLanes<A>;
-  Vec<A> dots[4] = {};
-  const T* rows[4];
-  A* grads[4];
-  int64_t c = 0;
-  const auto advance = [&](int64_t to) {
-    for (int k = 0; k < 4; ++k) rows[k] = value + offset[k] + to, grads[k] = grad + grad_offset[k] + to;
-  };
-  for (; c + 2 * W <= C; c += 2 * W) advance(c), scatter_block<2>(g + c, rows, grads, coefficient, dots);
-  for (; c + W <= C; c += W) advance(c), scatter_block<1>(g + c, rows, grads, coefficient, dots);
-  for (int k = 0; k < 4; ++k) {
-    d[k] = horizontal_sum<A>(dots[k]);
-    for (int64_t t = c; t < C; ++t) {
-      d[k] += to_accumulate(value[offset[k] + t]) * g[t];
-      grad[grad_offset[k] + t] += coefficient[k] * g[t];
+  for (int i = 0; i < count; ++i) {
+    const T* rows[4];
+    A* grads[4];
+    A coefficient[4], sums[4];
+    Vec<A> dots[4] = {};
+    for (int k = 0; k < 4; ++k) {
+      rows[k] = value + samples.offset[k][i];
+      grads[k] = grad + samples.offset[k][i];
+      coefficient[k] = samples.corner_weight[k][i] * samples.weight[i];
+    }
+    int64_t c = 0;
+    const auto advance = [&](int64_t by) {
+      c += by;
+      for (int k = 0; k < 4; ++k) rows[k] += by, grads[k] += by;
+    };
+    for (; c + 2 * W <= a.C; advance(2 * W)) scatter_block<2>(g + c, rows, grads, coefficient, dots);
+    for (; c + W <= a.C; advance(W)) scatter_block<1>(g + c, rows, grads, coefficient, dots);
+    horizontal_sums(dots, sums);
+    for (int k = 0; k < 4; ++k) {
+      for (int64_t t = 0; c + t < a.C; ++t) {
+        sums[k] += to_accumulate(rows[k][t]) * g[c + t];
+        grads[k][t] += coefficient[k] * g[c + t];
+      }
+      samples.dot[k][i] = sums[k];
     }
   }
 }
 
-// One task: all gradients of batch entry b and head g. grad is a scratch of S * C numbers, g_row one of C.
+// One task: all gradients of batch entry b and head g; value is [B, G, S, C]. grad is a scratch of S * C numbers, g_row
+// one of C.
 template <typename T, typename A>
 void backward_head(const MsDeformAttnArrays<T, A>& a, A* grad, A* g_row, int64_t b, int64_t g) {
-  const int64_t row_stride = a.G * a.C;
-  const T* value = a.value + b * a.S * row_stride + g * a.C;
+  const T* value = a.value + (b * a.G + g) * a.S * a.C;
+  const auto row_of = [&](int64_t i) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
   std::memset(grad, 0, sizeof(A) * static_cast<size_t>(a.S * a.C));
-  for (int64_t q = 0; q < a.Q; ++q) {
-    const int64_t row = (b * a.Q + q) * a.G + g;
+  GradSamples<A> samples;
+  for (int64_t i = 0; i < a.Q; ++i) {
+    const int64_t row = row_of(i);
+    prefetch_row(a, row_of(i + kAhead < a.Q ? i + kAhead : i));
     for (int64_t c = 0; c < a.C; ++c) g_row[c] = to_accumulate(a.grad_output[row * a.C + c]);
-    for (int64_t l = 0; l < a.L; ++l) {
-      const int32_t H = static_cast<int32_t>(a.level_shapes[2 * l]),
-                    W = static_cast<int32_t>(a.level_shapes[2 * l + 1]);
-      const int64_t start = a.level_starts[l];
-      for (int64_t p = 0; p < a.P; ++p) {
-        const int64_t sample = (row * a.L + l) * a.P + p;
-        const A x = a.locations[2 * sample] * W - A(0.5), y = a.locations[2 * sample + 1] * H - A(0.5);
-        Bilinear<A> at;
-        if (!locate(x, y, H, W, at)) {
-          a.grad_weights[sample] = a.grad_locations[2 * sample] = a.grad_locations[2 * sample + 1] = 0;
-          continue;
-        }
-        const A weight = a.weights[sample];
-        A corner_weight[4], coefficient[4], d[4];
-        int64_t offset[4], grad_offset[4];
-        at.corner_weights(corner_weight);
-        for (int k = 0; k < 4; ++k) {
-          coefficient[k] = corner_weight[k] * weight;
-          offset[k] = (start + at.index[k]) * row_stride;
-          grad_offset[k] = (start + at.index[k]) * a.C;
-        }
-        scatter_all_channels(g_row, value, grad, offset, grad_offset, coefficient, a.C, d);
-        A grad_weight = 0;
-        for (int k = 0; k < 4; ++k) {
-          if (!at.is_inside[k]) d[k] = 0;
-          grad_weight += corner_weight[k] * d[k];
-        }
-        a.grad_weights[sample] = grad_weight;
-        a.grad_locations[2 * sample] = W * weight * ((1 - at.fy) * (d[1] - d[0]) + at.fy * (d[3] - d[2]));
-        a.grad_locations[2 * sample + 1] = H * weight * ((1 - at.fx) * (d[2] - d[0]) + at.fx * (d[3] - d[1]));
-      }
+    for (int64_t k0 = 0; k0 < a.K; k0 += kBlock) {
+      const int count = static_cast<int>(a.K - k0 < kBlock ? a.K - k0 : kBlock);
+      locate_grad_samples(a, row, k0, count, samples);
+      scatter_samples(a, g_row, value, grad, count, samples);
+      finish_grad_samples(a, row, k0, count, samples);
     }
   }
   for (int64_t s = 0; s < a.S; ++s) {
-    T* out = a.grad_value + (b * a.S + s) * row_stride + g * a.C;
+    T* out = a.grad_value + ((b * a.S + s) * a.G + g) * a.C;
     for (int64_t c = 0; c < a.C; ++c) from_accumulate(grad[s * a.C + c], out[c]);
   }
 }
 
-#define VISDET_INSTANTIATE(T, A)                                                           \
-  template void forward_rows<T, A>(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t); \
+#define VISDET_INSTANTIATE(T, A)                                                                    \
+  template void forward_tile<T, A>(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t); \
   template void backward_head<T, A>(const MsDeformAttnArrays<T, A>&, A*, A*, int64_t, int64_t);
 VISDET_INSTANTIATE(float, float)
 VISDET_INSTANTIATE(double, double)
@@ -220,34 +282,75 @@ VISDET_INSTANTIATE(BFloat16, float)
 
 #include <algorithm>
 #include <tuple>
+#include <vector>
 
 #include "../ms_deform_attn.h"
 #include "dispatch.h"
 
 namespace visdet {
 
-#define VISDET_DECLARE(isa)                                                      \
-  namespace isa {                                                                \
-  template <typename T, typename A>                                              \
-  void forward_rows(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t);      \
-  template <typename T, typename A>                                              \
-  void backward_head(const MsDeformAttnArrays<T, A>&, A*, A*, int64_t, int64_t); \
+#define VISDET_DECLARE(isa)                                                          \
+  namespace isa {                                                                    \
+  template <typename T, typename A>                                                  \
+  void forward_tile(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t); \
+  template <typename T, typename A>                                                  \
+  void backward_head(const MsDeformAttnArrays<T, A>&, A*, A*, int64_t, int64_t);     \
   }
 VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
 #undef VISDET_DECLARE
 
 namespace {
 
-// Queries a thread takes at the least: some microseconds of work, above the cost of waking a thread.
-constexpr int64_t kForwardGrain = 16;
+// Queries of a tile. An encoder's queries are the texels of the pyramid itself; taken in 8 x 8 squares, their samples
+// share most of their texels. Other queries are taken in order.
+constexpr int64_t kTileSide = 8, kTileQueries = kTileSide * kTileSide;
+
+// The queries in the order they are worked on, or nothing for their own order. It is a matter of locality alone:
+// results do not depend on it.
+std::vector<int64_t> query_order(const MsDeformAttnProblem& problem, const int64_t* level_shapes) {
+  std::vector<int64_t> order;
+  if (problem.Q != problem.S) return order;
+  order.reserve(static_cast<size_t>(problem.Q));
+  int64_t start = 0;
+  for (int64_t l = 0; l < problem.L; ++l) {
+    const int64_t H = level_shapes[2 * l], W = level_shapes[2 * l + 1];
+    for (int64_t y0 = 0; y0 < H; y0 += kTileSide) {
+      for (int64_t x0 = 0; x0 < W; x0 += kTileSide) {
+        for (int64_t y = y0; y < std::min(y0 + kTileSide, H); ++y) {
+          for (int64_t x = x0; x < std::min(x0 + kTileSide, W); ++x) order.push_back(start + y * W + x);
+        }
+      }
+    }
+    start += H * W;
+  }
+  return order;
+}
+
+// The level of each of a row's K samples, and the order of queries.
+struct Geometry {
+  std::vector<int32_t> H, W;
+  std::vector<int64_t> start, order;
+
+  Geometry(const MsDeformAttnProblem& problem, const int64_t* level_shapes, const int64_t* level_starts)
+      : order(query_order(problem, level_shapes)) {
+    for (int64_t l = 0; l < problem.L; ++l) {
+      H.insert(H.end(), static_cast<size_t>(problem.P), static_cast<int32_t>(level_shapes[2 * l]));
+      W.insert(W.end(), static_cast<size_t>(problem.P), static_cast<int32_t>(level_shapes[2 * l + 1]));
+      start.insert(start.end(), static_cast<size_t>(problem.P), level_starts[l]);
+    }
+  }
+};
+
+// value [B, S, G, C] as [B, G, S, C]: a backward task walks one head's values and gradients at the same offsets.
+Tensor headwise(const Tensor& value) { return contiguous(torch::stable::transpose(value, 1, 2)); }
 
 template <typename T, typename A>
-MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Tensor& value, const Tensor& level_shapes,
-                                   const Tensor& level_starts, const Tensor& locations, const Tensor& weights) {
+MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& value,
+                                   const Tensor& locations, const Tensor& weights) {
   MsDeformAttnArrays<T, A> a{};
-  a.B = problem.B, a.S = problem.S, a.G = problem.G, a.C = problem.C, a.Q = problem.Q, a.L = problem.L, a.P = problem.P;
-  a.level_shapes = level_shapes.const_data_ptr<int64_t>();
-  a.level_starts = level_starts.const_data_ptr<int64_t>();
+  a.B = problem.B, a.S = problem.S, a.G = problem.G, a.C = problem.C, a.Q = problem.Q, a.K = problem.L * problem.P;
+  a.H = geometry.H.data(), a.W = geometry.W.data(), a.start = geometry.start.data();
+  a.order = geometry.order.empty() ? nullptr : geometry.order.data();
   a.value = static_cast<const T*>(value.const_data_ptr());
   a.locations = static_cast<const A*>(locations.const_data_ptr());
   a.weights = static_cast<const A*>(weights.const_data_ptr());
@@ -261,18 +364,25 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, con
                level_starts = contiguous(level_starts_in), locations = contiguous(locations_in),
                weights = contiguous(weights_in);
   check_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
-  Tensor output = new_empty(value, {problem.B, problem.Q, problem.G * problem.C});
+  const Geometry geometry(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
+
+  Tensor output = new_empty(value_in, {problem.B, problem.Q, problem.G * problem.C});
   if (output.numel() == 0) return output;
 
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    auto a = arrays_of<T, A>(problem, value, level_shapes, level_starts, locations, weights);
+    auto a = arrays_of<T, A>(problem, geometry, value, locations, weights);
+
     a.output = static_cast<T*>(output.mutable_data_ptr());
-    const auto run = VISDET_BEST_ISA(forward_rows, T, A);
-    torch::stable::parallel_for(0, problem.B * problem.Q, kForwardGrain, [&](int64_t begin, int64_t end) {
+    const auto run = VISDET_BEST_ISA(forward_tile, T, A);
+    const int64_t tiles = (problem.Q + kTileQueries - 1) / kTileQueries;
+    torch::stable::parallel_for(0, problem.B * tiles, 1, [&](int64_t begin, int64_t end) {
       Scratch<A> acc(problem.C);
-      run(a, acc.data(), begin, end);
+      for (int64_t tile = begin; tile < end; ++tile) {
+        const int64_t first = tile % tiles * kTileQueries;
+        run(a, acc.data(), tile / tiles, first, std::min(first + kTileQueries, problem.Q));
+      }
     });
   });
   return output;
@@ -284,11 +394,12 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
                                                            bool /*deterministic: always*/) {
   const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
-  const Tensor grad_output = contiguous(grad_output_in), value = contiguous(value_in),
+  const Tensor grad_output = contiguous(grad_output_in), value = headwise(value_in),
                level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
                locations = contiguous(locations_in), weights = contiguous(weights_in);
   check_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
-  Tensor grad_value = new_empty(value, value.sizes()), grad_locations = new_empty(locations, locations.sizes()),
+  const Geometry geometry(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
+  Tensor grad_value = new_empty(value, value_in.sizes()), grad_locations = new_empty(locations, locations.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
   if (problem.Q == 0 || problem.C == 0) {
     zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
@@ -298,7 +409,7 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    auto a = arrays_of<T, A>(problem, value, level_shapes, level_starts, locations, weights);
+    auto a = arrays_of<T, A>(problem, geometry, value, locations, weights);
     a.grad_output = static_cast<const T*>(grad_output.const_data_ptr());
     a.grad_value = static_cast<T*>(grad_value.mutable_data_ptr());
     a.grad_locations = static_cast<A*>(grad_locations.mutable_data_ptr());

@@ -158,18 +158,31 @@ VISDET_INLINE void store(A* to, Vec<A> v) {
   std::memcpy(to, &v, sizeof(v));
 }
 
-template <typename A>
-VISDET_INLINE A horizontal_sum(Vec<A> v) {
-  // Halves are added pairwise: the same order in every instruction set would need the same width, so it is fixed per
-  // set.
-  A lanes[kLanes<A>];
-  std::memcpy(lanes, &v, sizeof(v));
-#pragma GCC unroll 8
-  for (int step = kLanes<A> / 2; step > 0; step /= 2) {
-#pragma GCC unroll 16
-    for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+// sums[k] = the sum over the lanes of v[k]. The order of additions is fixed for each instruction set.
+VISDET_INLINE void horizontal_sums(const Vec<float> (&v)[4], float (&sums)[4]) {
+#if defined(__AVX2__)
+  __m256 half[4];
+  for (int k = 0; k < 4; ++k) {
+#if defined(__AVX512F__)
+    half[k] = _mm256_add_ps(_mm512_castps512_ps256(v[k]), _mm512_extractf32x8_ps(v[k], 1));
+#else
+    half[k] = v[k];
+#endif
   }
-  return lanes[0];
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+  for (int k = 0; k < 4; ++k) {
+    sums[k] = 0;
+    for (int i = 0; i < kLanes<float>; ++i) sums[k] += v[k][i];
+  }
+#endif
+}
+VISDET_INLINE void horizontal_sums(const Vec<double> (&v)[4], double (&sums)[4]) {
+  for (int k = 0; k < 4; ++k) {
+    sums[k] = 0;
+    for (int i = 0; i < kLanes<double>; ++i) sums[k] += v[k][i];
+  }
 }
 
 }  // namespace VISDET_ISA
