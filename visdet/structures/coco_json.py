@@ -1,6 +1,7 @@
 """Reading a COCO annotation file, with the checks that data sets and metrics share."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -26,7 +27,8 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not JSON, a key is missing (the message names file, record and key), or ids repeat.
+        ValueError: not JSON, a key is missing, a size or box is not made of numbers, or ids repeat; the message
+            names the file, the record and the key.
 
     Source: the format is https://cocodataset.org/#format-data.
     """
@@ -47,7 +49,26 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
                 f"annotation file {path} needs a list under the key {section!r}; its keys: {found}"
             )
         _check_records(content[section], section, keys, path)
+    for image in content["images"]:
+        if (
+            not _are_numbers([image["width"], image["height"]], 2)
+            or min(image["width"], image["height"]) <= 0
+        ):
+            raise ValueError(
+                f"annotation file {path}: width and height must be positive numbers: {image!r:.200}"
+            )
+    for annotation in content["annotations"]:
+        if not _are_numbers(annotation["bbox"], 4):
+            raise ValueError(f"annotation file {path}: bbox must be four finite numbers: {annotation!r:.200}")
     return content
+
+
+def _are_numbers(values: object, count: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) == count
+        and all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
+    )
 
 
 def _check_records(records: list, section: str, keys: Sequence[str], path: str) -> None:
@@ -82,10 +103,11 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
         category["id"]: label_of[category["name"]] for category in categories if category["name"] in label_of
     }
     if not matched:
+        by_lower_case = {name.lower(): name for name in names}
         hint = [
-            f"{name!r} (did you mean {near[0]!r}?)"
+            f"{name!r} (did you mean {by_lower_case[near[0]]!r}?)"
             for name in classes
-            if (near := get_close_matches(name, names))
+            if (near := get_close_matches(name.lower(), by_lower_case, n=1))
         ]
         raise ValueError(
             f"annotation file {path}: none of its {len(names)} categories ({listed(names)}) is among the "

@@ -1,0 +1,272 @@
+"""CocoDataset: records by hand, and every mistake in a file or a config."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from coco_files import NAMES, annotation, build, warnings_logged, write_coco
+
+from visdet.datasets import CocoDataset, ShapesDataset
+from visdet.datasets.coco import COCO_CLASSES
+from visdet.registry import DATASETS
+
+__all__ = ["warnings_logged"]  # a fixture
+
+
+def test_records_by_hand(tmp_path, warnings_logged):
+    write_coco(
+        tmp_path,
+        [
+            annotation(7, 1, [5, 6, 10, 12], 20),
+            annotation(0, 1, [0, 0, 40, 30], 10, iscrowd=1),
+            annotation(3, 1, [1.5, 2.25, 3, 4], 30, ignore=True),
+        ],
+    )
+    dataset = build(tmp_path)
+    assert len(dataset) == 2
+    assert dataset.get_data_info(0) == dict(
+        img_path=f"{tmp_path}/images/1.png",
+        img_id=1,
+        height=30,
+        width=40,
+        instances=[
+            dict(bbox=[5.0, 6.0, 15.0, 18.0], bbox_label=1, ignore_flag=0),
+            dict(bbox=[0.0, 0.0, 40.0, 30.0], bbox_label=0, ignore_flag=1),
+        ],
+        sample_idx=0,
+    )
+    assert dataset.get_data_info(1)["instances"] == []
+    assert dataset.get_cat_ids(0) == [1, 0]
+    assert not warnings_logged
+
+
+def test_labels_follow_the_config_and_not_the_file(tmp_path):
+    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], 10), annotation(2, 1, [5, 6, 10, 12], 30)])
+    dataset = build(tmp_path, metainfo=dict(classes=("bird", "dog", "cat")))
+    assert dataset.get_cat_ids(0) == [2, 0]
+
+
+def test_metainfo(tmp_path):
+    assert len(COCO_CLASSES) == len(set(COCO_CLASSES)) == 80
+    assert (COCO_CLASSES[0], COCO_CLASSES[9], COCO_CLASSES[79]) == ("person", "traffic light", "toothbrush")
+    lazy = CocoDataset(ann_file="none.json", lazy_init=True)
+    assert lazy.metainfo["classes"] == COCO_CLASSES
+    assert len(set(lazy.metainfo["palette"])) == 80
+    chosen = ShapesDataset(lazy_init=True, metainfo=dict(classes=tuple("abcdefgh")))
+    assert len(chosen.metainfo["palette"]) == 8
+    own = CocoDataset(lazy_init=True, metainfo=dict(classes=["a", "b"], palette=[[1, 2, 3], [4, 5, 6]]))
+    assert own.metainfo["classes"] == ("a", "b")
+    assert own.metainfo["palette"] == [(1, 2, 3), (4, 5, 6)]
+
+
+@pytest.mark.parametrize(
+    "metainfo, message",
+    [
+        (dict(classes="cat"), r"must be a tuple of names, got 'cat'; for one class write \('cat',\)"),
+        (dict(classes=("cat", "dog", "cat")), "must be distinct names"),
+        (dict(classes=()), "must be distinct names"),
+        (dict(classes=("cat", "dog"), palette=[(1, 2, 3)]), "colour for each of 2 classes, got 1"),
+    ],
+)
+def test_wrong_metainfo(metainfo, message):
+    with pytest.raises(ValueError, match=message):
+        CocoDataset(lazy_init=True, metainfo=metainfo)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(data_prefix=dict(img_path="images/")), "data_prefix must be dict"),
+        (dict(filter_cfg=dict(filter_empty=True)), r"filter_cfg knows .* got \['filter_empty'\]"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CocoDataset(lazy_init=True, **arguments)
+    with pytest.raises(TypeError, match="proposal_file"):
+        DATASETS.build(dict(type="CocoDataset", proposal_file="x"))
+
+
+def test_boxes_of_other_categories_are_left_out_with_a_warning(tmp_path, warnings_logged):
+    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], 10), annotation(2, 1, [5, 6, 10, 12], 30)])
+    dataset = build(tmp_path, metainfo=dict(classes=("cat", "dog")))
+    assert dataset.get_cat_ids(0) == [0]
+    (message,) = warnings_logged
+    assert "ann.json" in message and "1 of its boxes" in message and "bird (1)" in message
+
+
+def test_categories_beyond_the_default_classes_are_refused(tmp_path):
+    annotations = [annotation(1, 1, [5, 6, 10, 12], 10), annotation(2, 1, [5, 6, 10, 12], 20)]
+    write_coco(tmp_path, annotations, names=("person", "forklift"))
+    with pytest.raises(ValueError, match=r"ann\.json has categories .* forklift\. .*'person', 'forklift'"):
+        build(tmp_path, metainfo=None)
+
+
+def test_a_file_without_any_of_the_classes(tmp_path):
+    write_coco(tmp_path, [], names=("Cat", "Dogs"))
+    with pytest.raises(ValueError, match=r"ann\.json: none of its 2 categories .*did you mean 'Dogs'"):
+        build(tmp_path)
+
+
+def test_classes_that_the_file_lacks(tmp_path, warnings_logged):
+    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])], names=("cat",))
+    build(tmp_path)
+    assert len(warnings_logged) == 1
+    assert "no category for 2 of the 3 classes: dog, bird" in warnings_logged[0]
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (
+            lambda c: c.pop("images"),
+            r"needs a list under the key 'images'; its keys: annotations, categories",
+        ),
+        (lambda c: c.pop("annotations"), "needs a list under the key 'annotations'"),
+        (lambda c: c.update(categories={}), "needs a list under the key 'categories'"),
+        (lambda c: c["images"][1].pop("width"), r"images\[1\] has no key 'width'"),
+        (lambda c: c["annotations"][0].pop("bbox"), r"annotations\[0\] has no key 'bbox'"),
+        (lambda c: c["categories"][2].pop("name"), r"categories\[2\] has no key 'name'"),
+        (lambda c: c["annotations"][1].update(bbox=[1, 2, 3]), "bbox must be four finite numbers: .*'id': 2"),
+        (
+            lambda c: c["annotations"][1].update(bbox=[1, 2, 3, float("nan")]),
+            "bbox must be four finite numbers",
+        ),
+        (
+            lambda c: c["images"][0].update(height=None),
+            "width and height must be positive numbers: .*'id': 1",
+        ),
+        (lambda c: c["annotations"][1].update(id=1), "id 1 occurs twice in 'annotations'"),
+        (lambda c: c["images"][1].update(id=1), "id 1 occurs twice in 'images'"),
+        (lambda c: c["categories"][1].update(name="cat"), "several categories are named cat"),
+    ],
+)
+def test_a_file_with_a_mistake_is_named(tmp_path, damage, message):
+    content = write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12]), annotation(2, 1, [5, 6, 10, 12])])
+    damage(content)
+    (tmp_path / "ann.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"annotation file {tmp_path}/ann\.json.*{message}"):
+        build(tmp_path)
+
+
+def test_a_file_that_is_no_json_or_missing(tmp_path):
+    (tmp_path / "ann.json").write_text('{"images": [')
+    with pytest.raises(ValueError, match=r"ann\.json is not valid JSON"):
+        build(tmp_path)
+    (tmp_path / "ann.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"must hold a JSON object, got a list"):
+        build(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"annotation file .*absent\.json does not exist"):
+        build(tmp_path, ann_file="absent.json")
+
+
+def test_fields_that_may_be_null(tmp_path):
+    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], area=None, iscrowd=None, ignore=None)])
+    assert build(tmp_path).get_data_info(0)["instances"][0]["ignore_flag"] == 0
+
+
+def test_test_images_need_no_annotations(tmp_path):
+    content = write_coco(tmp_path, [])
+    del content["annotations"]
+    (tmp_path / "ann.json").write_text(json.dumps(content))
+    assert len(build(tmp_path, test_mode=True)) == 2
+
+
+def test_missing_images_are_found_before_training(tmp_path):
+    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])], sizes=((40, 30),) * 4)
+    (tmp_path / "images/2.png").unlink()
+    (tmp_path / "images/4.png").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"2 of the 4 images of .*ann\.json are missing: .*2\.png, .*4\.png"
+    ):
+        build(tmp_path)
+    with pytest.raises(FileNotFoundError, match="4 of the 4 images"):
+        build(tmp_path, data_prefix=dict(img="nowhere/"))
+    assert len(build(tmp_path, indices=1)) == 1  # only the images in use are needed
+
+
+def test_bad_boxes_are_clipped_or_dropped_with_one_warning(tmp_path, warnings_logged):
+    good = [5, 6, 10, 12]
+    boxes = [good, [-5, 3, 15, 10], [50, 0, 10, 10], [3, 3, 0, 5], [3, 3, 5, 0.5]]
+    boxes += [[38, 28, 2.9, 2.9]]  # sticks out by less than a pixel, as COCO's rounding does
+    annotations = [annotation(i, 1, box) for i, box in enumerate(boxes, start=1)]
+    annotations += [annotation(20, 99, good), annotation(21, 1, good, area=0)]
+    write_coco(tmp_path, annotations)
+    dataset = build(tmp_path)
+    kept = [instance["bbox"] for instance in dataset.get_data_info(0)["instances"]]
+    assert kept == [[5, 6, 15, 18], [0, 3, 10, 13], [38, 28, 40, 30]]
+    (message,) = warnings_logged
+    assert "ann.json" in message
+    assert "of 8 boxes 5 are dropped" in message and "1 are clipped" in message
+    for reason in (
+        "1 outside their image",
+        "2 under 1 pixel wide or high",
+        "1 of an image that is not in the file",
+        "1 of zero area",
+    ):
+        assert reason in message
+
+
+def test_boxes_in_fractions_are_refused(tmp_path):
+    write_coco(tmp_path, [annotation(1, 1, [0.1, 0.2, 0.3, 0.4])])
+    with pytest.raises(ValueError, match=r"No box is left"):
+        build(tmp_path)
+
+
+def test_filtering(tmp_path):
+    annotations = [annotation(1, 1, [5, 6, 10, 12]), annotation(2, 2, [1, 1, 9, 9], iscrowd=1)]
+    write_coco(tmp_path, annotations, sizes=((40, 30), (40, 30), (40, 30), (40, 15)))
+
+    def ids(**arguments):
+        dataset = build(tmp_path, **arguments)
+        return [dataset.get_data_info(i)["img_id"] for i in range(len(dataset))]
+
+    assert ids() == [1, 2, 3, 4]
+    assert ids(filter_cfg=dict(filter_empty_gt=True)) == [1]
+    assert ids(filter_cfg=dict(filter_empty_gt=False, min_size=16)) == [1, 2, 3]
+    assert ids(filter_cfg=dict(filter_empty_gt=True, min_size=16), test_mode=True) == [1, 2, 3, 4]
+    assert ids(filter_cfg=dict(min_size=16), indices=[2, 0]) == [3, 1]
+    with pytest.raises(ValueError, match=r"no image is left of the 4 in .*ann\.json"):
+        ids(filter_cfg=dict(min_size=99))
+
+
+@pytest.mark.parametrize("serialize_data", [True, False])
+def test_lazy_and_serialized(tmp_path, serialize_data):
+    write_coco(tmp_path, [annotation(1, 2, [5, 6, 10, 12])])
+    dataset = build(tmp_path, lazy_init=True, serialize_data=serialize_data, indices=-1)
+    assert not dataset._fully_initialized
+    dataset.full_init()
+    assert len(dataset) == 1
+    assert dataset.get_data_info(0)["img_id"] == 2
+
+
+def test_a_pipeline_that_gives_up(tmp_path):
+    write_coco(tmp_path, [])
+    torch.manual_seed(0)
+    takes_the_second = [lambda record: record if record["img_id"] == 2 else None]
+    assert build(tmp_path, pipeline=takes_the_second)[0]["img_id"] == 2
+    with pytest.raises(Exception, match="None"):
+        build(tmp_path, pipeline=takes_the_second, test_mode=True)[0]
+
+
+def test_built_from_the_registry_with_nothing_set(tmp_path):
+    write_coco(
+        tmp_path, [annotation(1, 1, [5, 6, 10, 12], 20), annotation(2, 1, [1, 1, 9, 9], 10, iscrowd=1)]
+    )
+    pipeline = [dict(type="LoadImageFromFile"), dict(type="LoadAnnotations"), dict(type="PackDetInputs")]
+    config = dict(
+        type="CocoDataset",
+        ann_file=f"{tmp_path}/ann.json",
+        data_prefix=dict(img=f"{tmp_path}/images"),
+        metainfo=dict(classes=NAMES),
+        pipeline=pipeline,
+    )
+    item = DATASETS.build(config)[0]
+    expected = np.random.default_rng(1).integers(0, 256, (30, 40, 3), dtype=np.uint8)[..., ::-1]
+    assert np.array_equal(item["inputs"].permute(1, 2, 0).numpy(), expected)  # BGR, as mmcv's
+    sample = item["data_samples"]
+    assert sample.gt_instances.bboxes.tolist() == [[5, 6, 15, 18]]
+    assert sample.gt_instances.labels.tolist() == [1]
+    assert sample.ignored_instances.bboxes.tolist() == [[1, 1, 10, 10]]
+    assert (sample.img_id, sample.ori_shape, sample.img_shape) == (1, (30, 40), (30, 40))

@@ -1,0 +1,319 @@
+"""Boxes follow the pixels: a painted rectangle is found again after every transform."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision import tv_tensors
+
+from visdet.datasets.transforms import (
+    Pad,
+    RandomChoice,
+    RandomChoiceResize,
+    RandomCrop,
+    RandomFlip,
+    RandomResize,
+    Resize,
+    TorchvisionTransform,
+)
+
+QUICK = settings(max_examples=40, deadline=None)
+
+
+def painted(height, width, box):
+    """Return results with a white rectangle on black, and its box."""
+    x1, y1, x2, y2 = box
+    image = torch.zeros(3, height, width, dtype=torch.uint8)
+    image[:, y1:y2, x1:x2] = 255
+    boxes = torch.tensor([box], dtype=torch.float32)
+    return dict(
+        img=tv_tensors.Image(image),
+        img_shape=(height, width),
+        ori_shape=(height, width),
+        gt_bboxes=tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)),
+        gt_bboxes_labels=torch.tensor([3]),
+        gt_ignore_flags=torch.tensor([False]),
+    )
+
+
+def white_box(results, threshold=128):
+    """Return xyxy around the pixels above ``threshold``, or None."""
+    rows, columns = torch.nonzero(results["img"][0] >= threshold, as_tuple=True)
+    if not len(rows):
+        return None
+    return [columns.min().item(), rows.min().item(), columns.max().item() + 1, rows.max().item() + 1]
+
+
+def check_consistent(results):
+    height, width = results["img_shape"]
+    assert results["img"].shape == (3, height, width)
+    assert isinstance(results["img"], tv_tensors.Image)
+    assert isinstance(results["gt_bboxes"], tv_tensors.BoundingBoxes)
+    assert results["gt_bboxes"].canvas_size == (height, width)
+    assert len(results["gt_bboxes"]) == len(results["gt_bboxes_labels"]) == len(results["gt_ignore_flags"])
+
+
+@st.composite
+def scenes(draw, min_box=4):
+    height, width = draw(st.integers(12, 60)), draw(st.integers(12, 60))
+    x1, y1 = draw(st.integers(0, width - min_box)), draw(st.integers(0, height - min_box))
+    x2, y2 = draw(st.integers(x1 + min_box, width)), draw(st.integers(y1 + min_box, height))
+    return height, width, (x1, y1, x2, y2)
+
+
+@QUICK
+@given(scenes(), st.sampled_from(["horizontal", "vertical", "diagonal"]))
+def test_flip(scene, direction):
+    results = RandomFlip(prob=1.0, direction=direction)(painted(*scene))
+    check_consistent(results)
+    assert results["gt_bboxes"].tolist() == [white_box(results)]
+    assert (results["flip"], results["flip_direction"]) == (True, direction)
+    restored = RandomFlip(prob=1.0, direction=direction)(results)
+    assert restored["gt_bboxes"].tolist() == [list(scene[2])]
+
+
+def test_flip_by_hand_and_not_at_all():
+    results = RandomFlip(prob=1.0)(painted(20, 30, (1, 2, 9, 6)))
+    assert results["gt_bboxes"].tolist() == [[21, 2, 29, 6]]
+    results = RandomFlip(prob=0.0)(painted(20, 30, (1, 2, 9, 6)))
+    assert results["gt_bboxes"].tolist() == [[1, 2, 9, 6]]
+    assert (results["flip"], results["flip_direction"]) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "prob, expected",
+    [(0.5, (0.25, 0.25, 0.5)), ([0.3, 0.6], (0.3, 0.6, 0.1)), (1.0, (0.5, 0.5, 0.0))],
+)
+def test_flip_frequencies(prob, expected):
+    torch.manual_seed(0)
+    flip = RandomFlip(prob=prob, direction=["horizontal", "vertical"])
+    drawn = [flip(dict(img=torch.zeros(3, 2, 2)))["flip_direction"] for _ in range(2000)]
+    for direction, probability in zip(("horizontal", "vertical", None), expected, strict=True):
+        assert abs(drawn.count(direction) / 2000 - probability) < 0.04
+
+
+@QUICK
+@given(scenes(), st.integers(12, 90), st.integers(12, 90), st.booleans(), st.sampled_from(["cv2", "pillow"]))
+def test_resize(scene, target_w, target_h, keep_ratio, backend):
+    results = Resize(scale=(target_w, target_h), keep_ratio=keep_ratio, backend=backend)(painted(*scene))
+    check_consistent(results)
+    height, width = results["img_shape"]
+    if not keep_ratio:
+        assert (height, width) == (target_h, target_w)
+    assert results["scale_factor"] == (width / scene[1], height / scene[0])
+    found = white_box(results)
+    if found is not None:  # shrunk to under a pixel it may be gone
+        assert np.abs(np.array(found) - results["gt_bboxes"][0].numpy()).max() <= 1.0
+
+
+@pytest.mark.parametrize(
+    "size, scale, expected",
+    [
+        ((640, 480), (1333, 800), (1067, 800)),
+        ((480, 640), (1333, 800), (800, 1067)),
+        ((640, 427), (1333, 800), (1199, 800)),
+        ((500, 100), (1333, 800), (1333, 267)),
+        ((640, 480), (400, 4200), (533, 400)),
+        (
+            (640, 480),
+            (4200, 400),
+            (533, 400),
+        ),  # (width, height) or (height, width): the order does not matter
+        ((1333, 800), (1333, 800), (1333, 800)),
+        ((333, 500), (480, 1333), (480, 721)),
+    ],
+)
+def test_sizes_of_the_detr_recipe(size, scale, expected):
+    """Sizes (width, height) by hand: int(side * factor + 0.5)."""
+    assert Resize(scale=scale, keep_ratio=True).new_size(size[1], size[0]) == expected[::-1]
+
+
+def test_resize_by_factor_and_twice():
+    assert Resize(scale_factor=(0.5, 2.0)).new_size(10, 21) == (20, 11)
+    assert Resize(scale=8).new_size(3, 5) == (8, 8)
+    results = painted(20, 40, (4, 2, 12, 10))
+    Resize(scale=(80, 60))(results)
+    assert results["scale_factor"] == (2.0, 3.0)
+    Resize(scale=(40, 30))(results)
+    assert results["scale_factor"] == (1.0, 1.5)
+    assert results["gt_bboxes"].tolist() == [[4, 3, 12, 15]]
+
+
+@pytest.mark.parametrize("size", [(50, 37), (13, 90), (7, 5)])
+def test_resize_samples_as_opencv(size):
+    pixels = np.random.default_rng(0).integers(0, 256, (29, 31, 3), dtype=np.uint8)
+    results = dict(img=tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1)), img_shape=(29, 31))
+    resized = Resize(scale=size)(results)["img"].permute(1, 2, 0).numpy()
+    expected = cv2.resize(pixels, size, interpolation=cv2.INTER_LINEAR)
+    assert np.abs(resized.astype(int) - expected).max() <= 1
+
+
+def test_clipping_of_boxes_is_optional():
+    for clips, expected in ((True, [0, 0, 40, 20]), (False, [-10, 0, 60, 20])):
+        results = painted(10, 20, (0, 0, 20, 10))
+        results["gt_bboxes"][:] = torch.tensor([-5.0, 0, 30, 10])
+        resized = Resize(scale=(40, 20), clip_object_border=clips)(results)
+        assert resized["gt_bboxes"].tolist() == [expected]
+
+
+def test_random_sizes():
+    torch.manual_seed(0)
+    choice = RandomChoiceResize(scales=[(30, 20), (40, 50), (12, 12)])
+    shapes = {choice(painted(20, 20, (0, 0, 9, 9)))["img_shape"] for _ in range(60)}
+    assert shapes == {(20, 30), (50, 40), (12, 12)}
+    ranged = RandomResize(scale=[(20, 30), (24, 40)], keep_ratio=False)
+    shapes = {ranged(painted(20, 20, (0, 0, 9, 9)))["img_shape"] for _ in range(300)}
+    assert {h for h, _ in shapes} == set(range(30, 41)) and {w for _, w in shapes} == set(range(20, 25))
+    by_ratio = RandomResize(scale=(100, 60), ratio_range=(0.5, 1.0))
+    for _ in range(50):
+        h, w = by_ratio(painted(20, 20, (0, 0, 9, 9)))["img_shape"]
+        assert 50 <= w <= 100 and 30 <= h <= 60 and abs(w * 0.6 - h) <= 1
+
+
+@QUICK
+@given(
+    scenes(),
+    st.integers(0, 2**31),
+    st.sampled_from(["absolute", "absolute_range", "relative", "relative_range"]),
+)
+def test_crop(scene, seed, crop_type):
+    torch.manual_seed(seed)
+    crop_size = (17, 23) if crop_type.startswith("absolute") else (0.4, 0.7)
+    results = RandomCrop(crop_size, crop_type, allow_negative_crop=True)(painted(*scene))
+    check_consistent(results)
+    found = white_box(results)
+    assert results["gt_bboxes"].tolist() == ([] if found is None else [found])
+    height, width = results["img_shape"]
+    if crop_type == "absolute":
+        assert (width, height) == (min(17, scene[1]), min(23, scene[0]))
+    if crop_type == "absolute_range":
+        assert min(17, scene[1]) <= width <= min(23, scene[1]) and min(17, scene[0]) <= height <= min(
+            23, scene[0]
+        )
+    if crop_type == "relative":
+        assert (width, height) == (int(scene[1] * 0.4 + 0.5), int(scene[0] * 0.7 + 0.5))
+    if crop_type == "relative_range":
+        assert (
+            int(scene[1] * 0.4 + 0.5) <= width <= scene[1] and int(scene[0] * 0.7 + 0.5) <= height <= scene[0]
+        )
+
+
+def test_crops_without_a_box():
+    torch.manual_seed(0)
+    outcomes = [RandomCrop((10, 10))(painted(60, 60, (0, 0, 4, 4))) for _ in range(300)]
+    assert None in outcomes and any(outcome is not None for outcome in outcomes)
+    for outcome in outcomes:
+        assert outcome is None or outcome["gt_bboxes"].tolist() == [white_box(outcome)]
+    unclipped = RandomCrop((10, 10), bbox_clip_border=False)(painted(30, 30, (0, 0, 30, 30)))
+    x1, y1, x2, y2 = unclipped["gt_bboxes"][0].tolist()
+    assert (x2 - x1, y2 - y1) == (30, 30) and x1 <= 0 and y2 >= 10
+
+
+def test_crop_covers_every_place():
+    torch.manual_seed(0)
+    crop = RandomCrop((10, 10), allow_negative_crop=True)
+    image = torch.arange(12 * 12).reshape(1, 12, 12).expand(3, 12, 12)
+    starts = {
+        int(crop(dict(img=tv_tensors.Image(image), img_shape=(12, 12)))["img"][0, 0, 0]) for _ in range(200)
+    }
+    assert starts == {row * 12 + column for row in range(3) for column in range(3)}
+
+
+@QUICK
+@given(scenes(), st.integers(1, 33), st.booleans())
+def test_pad(scene, divisor, to_square):
+    results = Pad(size_divisor=divisor, pad_to_square=to_square, pad_val=9)(painted(*scene))
+    check_consistent(results)
+    assert results["gt_bboxes"].tolist() == [white_box(results)] == [list(scene[2])]
+    height, width = results["img_shape"]
+    assert height % divisor == width % divisor == 0 and height >= scene[0] and width >= scene[1]
+    if to_square:
+        assert height == width
+    assert (results["img"][:, scene[0] :] == 9).all() and (results["img"][:, :, scene[1] :] == 9).all()
+
+
+def test_pad_to_a_size():
+    results = Pad(size=(50, 40), pad_val=dict(img=7))(painted(20, 30, (0, 0, 5, 5)))
+    assert results["img_shape"] == results["pad_shape"] == (40, 50)
+    with pytest.raises(ValueError, match=r"Pad: size .*\(50, 40\) is smaller than the image, 60x20"):
+        Pad(size=(50, 40))(painted(20, 60, (0, 0, 5, 5)))
+
+
+@QUICK
+@given(scenes(min_box=8), st.integers(0, 2**31))
+def test_torchvision_transforms_by_name(scene, seed):
+    torch.manual_seed(seed)
+    transform = TorchvisionTransform("RandomAffine", degrees=0, translate=(0.3, 0.3))
+    results = transform(painted(*scene))
+    check_consistent(results)
+    found = white_box(results)
+    for box in results["gt_bboxes"].tolist():
+        assert np.abs(np.array(box) - found).max() <= 1.0
+    assert (len(results["gt_bboxes"]) == 1) == (found is not None)
+
+
+def test_other_uses_of_torchvision_transforms():
+    results = TorchvisionTransform("GaussianBlur", kernel_size=3)(
+        dict(img=painted(9, 9, (2, 2, 5, 5))["img"])
+    )
+    assert results["img_shape"] == (9, 9)
+    with pytest.raises(ValueError, match="v2 has no transform 'RandomCorp'"):
+        TorchvisionTransform("RandomCorp")
+    with pytest.raises(TypeError):
+        TorchvisionTransform("GaussianBlur", kernel=3)
+
+
+def test_random_choice():
+    torch.manual_seed(0)
+    pipelines = [
+        [dict(type="Resize", scale=(10, 10))],
+        dict(type="Resize", scale=(20, 20)),
+        [lambda results: None],
+    ]
+    choice = RandomChoice(pipelines, prob=[0.5, 0.3, 0.2])
+    outcomes = [choice(painted(15, 15, (0, 0, 9, 9))) for _ in range(600)]
+    widths = [outcome and outcome["img_shape"][1] for outcome in outcomes]
+    for width, probability in ((10, 0.5), (20, 0.3), (None, 0.2)):
+        assert abs(widths.count(width) / 600 - probability) < 0.06
+    assert len({RandomChoice(pipelines)(painted(15, 15, (0, 0, 9, 9))) is None for _ in range(40)}) == 2
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: Resize(), "either scale or scale_factor"),
+        (lambda: Resize(scale=(0, 5)), "scale must be a positive number"),
+        (lambda: Resize(scale=(1, 2, 3)), r"scale must be .* got \(1, 2, 3\)"),
+        (lambda: Resize(scale=5, interpolation="area"), "interpolation must be .* got 'area'"),
+        (lambda: Resize(scale=5, backend="tf"), "backend must be .* got 'tf'"),
+        (lambda: RandomChoiceResize(scales=[]), "scales must not be empty"),
+        (lambda: RandomResize(scale=(10, 20)), "RandomResize: scale must be"),
+        (lambda: RandomResize(scale=[(1, 2), (3, 4)], ratio_range=(1, 2)), "RandomResize: scale must be"),
+        (lambda: RandomResize(scale=(10, 20), ratio_range=(2, 1)), "ratio_range must be 0 < lowest"),
+        (lambda: RandomFlip(prob=1.5), "prob must be"),
+        (lambda: RandomFlip(prob=[0.1], direction=["horizontal", "vertical"]), "one per direction"),
+        (lambda: RandomFlip(prob=0.5, direction="left"), "direction must be .* got 'left'"),
+        (lambda: RandomCrop((5, 5), crop_type="abs"), "crop_type must be .* got 'abs'"),
+        (lambda: RandomCrop((0.5, 0.5)), "positive integers"),
+        (lambda: RandomCrop((9, 5), crop_type="absolute_range"), r"\(smallest, largest\)"),
+        (lambda: RandomCrop((2, 0.5), crop_type="relative"), r"in \(0, 1\]"),
+        (lambda: RandomCrop((5, 5), recompute_bbox=True), "needs instance masks"),
+        (lambda: Pad(), "give either size, or size_divisor"),
+        (lambda: Pad(size=(5, 5), size_divisor=2), "give either size, or size_divisor"),
+        (lambda: Pad(size_divisor=2, padding_mode="wrap"), "padding_mode must be .* got 'wrap'"),
+        (lambda: RandomChoice([]), "transforms must not be empty"),
+        (lambda: RandomChoice([[]], prob=[0.4]), "1 numbers that sum to 1"),
+    ],
+)
+def test_wrong_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_unknown_keywords_of_the_inner_resize_show_at_once():
+    with pytest.raises(TypeError, match="keep_aspect"):
+        RandomChoiceResize([(9, 9)], keep_aspect=True)
+    with pytest.raises(TypeError, match="keep_aspect"):
+        RandomResize([(9, 9), (10, 10)], keep_aspect=True)

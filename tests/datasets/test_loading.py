@@ -1,0 +1,158 @@
+"""Reading image files of every kind, and annotations."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from visdet.datasets.transforms import FilterAnnotations, LoadAnnotations, LoadImageFromFile
+
+RGB = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
+
+
+def load(path, height=None, width=None, **arguments):
+    results = dict(img_path=str(path))
+    if height is not None:
+        results.update(height=height, width=width)
+    return LoadImageFromFile(**arguments)(results)
+
+
+def pixels(results):
+    return results["img"].permute(1, 2, 0).numpy()
+
+
+def test_rgb_and_bgr(tmp_path):
+    Image.fromarray(RGB).save(tmp_path / "a.png")
+    results = load(tmp_path / "a.png", channel_order="rgb")
+    assert np.array_equal(pixels(results), RGB)
+    assert results["img"].dtype == torch.uint8
+    assert results["img_shape"] == results["ori_shape"] == (6, 9)
+    assert np.array_equal(pixels(load(tmp_path / "a.png")), RGB[..., ::-1])
+    as_float = load(tmp_path / "a.png", to_float32=True, channel_order="rgb")["img"]
+    assert as_float.dtype == torch.float32
+    assert np.array_equal(as_float.permute(1, 2, 0).numpy(), RGB)
+
+
+def test_grey_alpha_and_palette(tmp_path):
+    grey = RGB[..., 0]
+    alpha = np.random.default_rng(1).integers(0, 256, (6, 9), dtype=np.uint8)
+    palette = Image.fromarray(RGB).quantize(8)
+    cases = {
+        "grey": (Image.fromarray(grey), np.repeat(grey[..., None], 3, 2)),
+        "grey-alpha": (Image.fromarray(np.dstack([grey, alpha]), "LA"), np.repeat(grey[..., None], 3, 2)),
+        "rgba": (Image.fromarray(np.dstack([RGB, alpha])), RGB),
+        "palette": (palette, np.array(palette.convert("RGB"))),
+        "bilevel": (
+            Image.fromarray(grey > 127),
+            np.repeat(255 * (grey > 127)[..., None].astype(np.uint8), 3, 2),
+        ),
+    }
+    for name, (image, expected) in cases.items():
+        image.save(tmp_path / f"{name}.png")
+        assert np.array_equal(pixels(load(tmp_path / f"{name}.png", channel_order="rgb")), expected), name
+    palette.save(tmp_path / "transparent.png", transparency=3)
+    loaded = pixels(load(tmp_path / "transparent.png", channel_order="rgb"))
+    assert np.array_equal(loaded, np.array(palette.convert("RGB")))
+
+
+def test_sixteen_bits_keep_the_upper_byte(tmp_path):
+    values = np.random.default_rng(2).integers(0, 65536, (6, 9)).astype(np.uint16)
+    for name in ("deep.png", "deep.tif"):
+        Image.fromarray(values).save(tmp_path / name)
+        expected = np.repeat((values >> 8).astype(np.uint8)[..., None], 3, 2)
+        assert np.array_equal(pixels(load(tmp_path / name)), expected)
+    Image.fromarray(values.astype(np.float32)).save(tmp_path / "float.tif")
+    with pytest.raises(ValueError, match=r"float\.tif .*convert the file to 8 or 16 bits"):
+        load(tmp_path / "float.tif")
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation(tmp_path, orientation):
+    path = tmp_path / "a.png"
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(RGB).save(path, exif=exif)
+    with Image.open(path) as stored:
+        upright = np.array(ImageOps.exif_transpose(stored))
+    assert (upright.shape[:2] == (9, 6)) == (orientation >= 5)
+    assert np.array_equal(pixels(load(path, channel_order="rgb")), upright)
+    assert np.array_equal(pixels(load(path, *upright.shape[:2], channel_order="rgb")), upright)
+    as_stored = load(path, channel_order="rgb", color_type="color_ignore_orientation")
+    assert np.array_equal(pixels(as_stored), RGB)
+    if orientation >= 5:  # the annotation file has the stored size: its boxes were drawn on that image
+        assert np.array_equal(pixels(load(path, 6, 9, channel_order="rgb")), RGB)
+
+
+def test_a_size_that_contradicts_the_annotation_file(tmp_path):
+    Image.fromarray(RGB).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"a\.png is 9x6 pixels .* says 10x6"):
+        load(tmp_path / "a.png", 6, 10)
+
+
+def test_damaged_and_missing_files_are_named(tmp_path):
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(3).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(
+        buffer, "jpeg"
+    )
+    (tmp_path / "cut.jpg").write_bytes(buffer.getvalue()[:600])
+    (tmp_path / "text.jpg").write_text("not an image")
+    (tmp_path / "empty.png").write_bytes(b"")
+    for name in ("cut.jpg", "text.jpg", "empty.png"):
+        with pytest.raises(ValueError, match=rf"cannot read image {tmp_path}/{name} \(\d+ bytes\)"):
+            load(tmp_path / name)
+        assert load(tmp_path / name, ignore_empty=True) is None
+    with pytest.raises(FileNotFoundError, match=r"image .*gone\.jpg does not exist"):
+        load(tmp_path / "gone.jpg")
+
+
+@pytest.mark.parametrize(
+    "arguments", [dict(color_type="grey"), dict(channel_order="gbr"), dict(imdecode_backend="cv2")]
+)
+def test_wrong_arguments_of_the_reader(arguments):
+    (name,) = arguments
+    with pytest.raises(ValueError, match=rf"LoadImageFromFile: {name} must be one of .*, got"):
+        LoadImageFromFile(**arguments)
+
+
+INSTANCES = [
+    dict(bbox=[1.0, 2.0, 5.0, 4.0], bbox_label=2, ignore_flag=0),
+    dict(bbox=[0.0, 0.0, 9.0, 6.0], bbox_label=0, ignore_flag=1),
+]
+
+
+def test_annotations():
+    results = LoadAnnotations()(dict(img_shape=(6, 9), instances=INSTANCES))
+    assert results["gt_bboxes"].tolist() == [[1, 2, 5, 4], [0, 0, 9, 6]]
+    assert results["gt_bboxes"].canvas_size == (6, 9)
+    assert results["gt_bboxes_labels"].tolist() == [2, 0]
+    assert results["gt_ignore_flags"].tolist() == [False, True]
+
+
+def test_annotations_of_a_resized_or_an_empty_image():
+    results = LoadAnnotations()(dict(img_shape=(12, 27), scale_factor=(3.0, 2.0), instances=INSTANCES))
+    assert results["gt_bboxes"].tolist() == [[3, 4, 15, 8], [0, 0, 27, 12]]
+    empty = LoadAnnotations()(dict(img_shape=(6, 9), instances=[]))
+    assert empty["gt_bboxes"].shape == (0, 4) and empty["gt_bboxes"].dtype == torch.float32
+    assert empty["gt_bboxes_labels"].dtype == torch.int64 and empty["gt_ignore_flags"].dtype == torch.bool
+
+
+def test_wrong_use_of_annotations():
+    with pytest.raises(ValueError, match="LoadAnnotations must come before RandomFlip"):
+        LoadAnnotations()(dict(img_shape=(6, 9), flip=True, instances=INSTANCES))
+    with pytest.raises(ValueError, match="with_mask=True is not supported"):
+        LoadAnnotations(with_mask=True)
+
+
+def test_filter_annotations():
+    def results():
+        return LoadAnnotations()(dict(img_shape=(6, 9), instances=INSTANCES))
+
+    kept = FilterAnnotations(min_gt_bbox_wh=(4, 2))(results())  # a box stays only if it is larger
+    assert kept["gt_bboxes"].tolist() == [[0, 0, 9, 6]]
+    assert kept["gt_bboxes_labels"].tolist() == [0] and kept["gt_ignore_flags"].tolist() == [True]
+    assert FilterAnnotations(min_gt_bbox_wh=(9, 9))(results()) is None
+    assert len(FilterAnnotations(min_gt_bbox_wh=(9, 9), keep_empty=False)(results())["gt_bboxes"]) == 0
+    empty = LoadAnnotations()(dict(img_shape=(6, 9), instances=[]))
+    assert FilterAnnotations()(empty) is empty

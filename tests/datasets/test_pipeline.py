@@ -1,0 +1,184 @@
+"""Colours, packing, and the DETR training pipeline from files to batches."""
+
+import colorsys
+
+import numpy as np
+import pytest
+import torch
+from coco_files import NAMES, annotation, write_coco
+from mmengine.registry import DefaultScope
+from mmengine.runner import Runner
+from torchvision import tv_tensors
+
+from visdet.datasets.transforms import PackDetInputs, PhotoMetricDistortion
+from visdet.datasets.transforms.photometric import _scale_saturation
+from visdet.registry import DATASETS, TRANSFORMS
+
+SCALES = [(side, 1333) for side in range(480, 801, 32)]
+DETR_PIPELINE = [
+    dict(type="LoadImageFromFile", backend_args=None),
+    dict(type="LoadAnnotations", with_bbox=True),
+    dict(type="RandomFlip", prob=0.5),
+    dict(
+        type="RandomChoice",
+        transforms=[
+            [dict(type="RandomChoiceResize", scales=SCALES, keep_ratio=True)],
+            [
+                dict(
+                    type="RandomChoiceResize", scales=[(400, 4200), (500, 4200), (600, 4200)], keep_ratio=True
+                ),
+                dict(
+                    type="RandomCrop",
+                    crop_type="absolute_range",
+                    crop_size=(384, 600),
+                    allow_negative_crop=True,
+                ),
+                dict(type="RandomChoiceResize", scales=SCALES, keep_ratio=True),
+            ],
+        ],
+    ),
+    dict(type="PackDetInputs"),
+]
+
+
+def colour_image(seed=0, shape=(3, 11, 13)):
+    generator = torch.Generator().manual_seed(seed)
+    return tv_tensors.Image(torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8))
+
+
+def test_photometric_distortion_keeps_dtype_shape_and_range():
+    torch.manual_seed(0)
+    distort = TRANSFORMS.build(dict(type="PhotoMetricDistortion"))
+    image = colour_image()
+    outputs = [distort(dict(img=image.clone()))["img"] for _ in range(40)]
+    assert all(output.dtype == torch.uint8 and output.shape == image.shape for output in outputs)
+    assert sum(torch.equal(output, image) for output in outputs) < 8
+    assert len({output.sum().item() for output in outputs}) > 20
+    as_float = distort(dict(img=tv_tensors.Image(image.float())))["img"]
+    assert as_float.dtype == torch.float32 and as_float.min() >= 0 and as_float.max() <= 255
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 1.3, 4.0])
+def test_saturation_is_that_of_hsv(factor):
+    image = colour_image(1, (3, 5, 7)).as_subclass(torch.Tensor).float() / 255
+    scaled = _scale_saturation(image, factor)
+    for before, after in zip(image.flatten(1).T.tolist(), scaled.flatten(1).T.tolist(), strict=True):
+        hue, saturation, value = colorsys.rgb_to_hsv(*before)
+        expected = colorsys.hsv_to_rgb(hue, min(saturation * factor, 1.0), value)
+        assert np.allclose(after, expected, atol=1e-5)
+
+
+def test_brightness_alone_by_hand():
+    only_brightness = dict(contrast_range=(1, 1), saturation_range=(1, 1), hue_delta=0)
+    image = tv_tensors.Image(torch.full((3, 2, 2), 100, dtype=torch.uint8))
+    torch.manual_seed(0)
+    values = {
+        PhotoMetricDistortion(brightness_delta=20, **only_brightness)(dict(img=image))["img"][0, 0, 0].item()
+        for _ in range(300)
+    }
+    assert min(values) == 80 and max(values) == 120 and 100 in values
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(contrast_range=(1.5, 0.5)), "contrast_range must be 0 <= lowest <= highest"),
+        (dict(saturation_range=(-1, 1)), "saturation_range must be"),
+        (dict(hue_delta=200), "hue_delta be in 0..180"),
+    ],
+)
+def test_wrong_arguments_of_the_distortion(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PhotoMetricDistortion(**arguments)
+
+
+def test_packing():
+    boxes = torch.tensor([[1.0, 2, 3, 4], [0, 0, 9, 9], [5, 5, 6, 6]])
+    packed = PackDetInputs(meta_keys=("img_id", "img_shape", "scale_factor"))(
+        dict(
+            img=colour_image(),
+            img_id=4,
+            img_shape=(11, 13),
+            gt_bboxes=tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(11, 13)),
+            gt_bboxes_labels=torch.tensor([7, 8, 9]),
+            gt_ignore_flags=torch.tensor([False, True, False]),
+        )
+    )
+    assert type(packed["inputs"]) is torch.Tensor and packed["inputs"].is_contiguous()
+    sample = packed["data_samples"]
+    assert sorted(sample.metainfo) == ["img_id", "img_shape"]
+    assert type(sample.gt_instances.bboxes) is torch.Tensor
+    assert sample.gt_instances.bboxes.tolist() == [[1, 2, 3, 4], [5, 5, 6, 6]]
+    assert sample.gt_instances.labels.tolist() == [7, 9]
+    assert sample.ignored_instances.bboxes.tolist() == [[0, 0, 9, 9]]
+    assert sample.ignored_instances.labels.tolist() == [8]
+
+
+def test_packing_an_image_without_annotations():
+    packed = PackDetInputs()(dict(img=colour_image(), img_path="a.png"))
+    assert "gt_instances" not in packed["data_samples"]
+    assert packed["data_samples"].img_path == "a.png"
+
+
+@pytest.fixture
+def detr_data(tmp_path):
+    annotations = [
+        annotation(1, 1, [50, 40, 200, 150]),
+        annotation(2, 1, [300, 200, 20, 30], 30),
+        annotation(3, 2, [10, 10, 100, 300], 20),
+        annotation(4, 2, [0, 0, 240, 360], 20, iscrowd=1),
+    ]
+    write_coco(tmp_path, annotations, sizes=((400, 300), (240, 360), (120, 90)))
+    return dict(
+        type="CocoDataset",
+        data_root=str(tmp_path),
+        ann_file="ann.json",
+        data_prefix=dict(img="images/"),
+        metainfo=dict(classes=NAMES),
+        filter_cfg=dict(filter_empty_gt=False),
+        pipeline=DETR_PIPELINE,
+    )
+
+
+def test_the_detr_recipe(detr_data):
+    torch.manual_seed(0)
+    dataset = DATASETS.build(detr_data)
+    cropped = 0
+    for index in [0, 1, 2] * 8:
+        item = dataset[index]
+        sample, image = item["data_samples"], item["inputs"]
+        height, width = image.shape[1:]
+        assert image.dtype == torch.uint8 and sample.img_shape == (height, width)
+        assert min(height, width) in range(480, 801, 32) or max(height, width) == 1333
+        assert max(height, width) <= 1333
+        boxes = sample.gt_instances.bboxes
+        assert (boxes[:, :2] >= 0).all() and (boxes[:, 2:] <= torch.tensor([width, height])).all()
+        assert (boxes[:, 2:] > boxes[:, :2]).all()
+        assert len(boxes) == len(sample.gt_instances.labels) <= (2, 1, 0)[index]
+        ratio = sample.ori_shape[1] / sample.ori_shape[0]
+        cropped += abs(width / height / ratio - 1) > 0.02
+    assert 4 <= cropped <= 20  # about half of the draws
+
+
+def test_batches_of_a_loader_repeat_with_the_seed(detr_data):
+    DefaultScope.get_instance("test_pipeline", scope_name="visdet")
+    with DefaultScope.overwrite_default_scope("visdet"):
+        batches = []
+        for _ in range(2):
+            loader = Runner.build_dataloader(
+                dict(
+                    batch_size=2,
+                    num_workers=1,
+                    sampler=dict(type="DefaultSampler", shuffle=True),
+                    batch_sampler=dict(type="AspectRatioBatchSampler"),
+                    dataset=detr_data,
+                ),
+                seed=3,
+            )
+            assert len(loader) == 2
+            batches.append([(batch["inputs"], batch["data_samples"]) for batch in loader])
+    first, second = batches
+    assert [len(inputs) for inputs, _ in first] == [2, 1]
+    for (images, samples), (images_again, samples_again) in zip(first, second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(images, images_again, strict=True))
+        assert [s.img_id for s in samples] == [s.img_id for s in samples_again]

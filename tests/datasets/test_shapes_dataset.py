@@ -1,0 +1,186 @@
+"""The shapes set: what is drawn, and that its folder is whole whatever happens while it is written."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from visdet.datasets import ShapesDataset, make_shapes, shapes, shapes_images
+from visdet.datasets.shapes_images import SHAPE_CLASSES, draw_shapes
+from visdet.registry import DATASETS
+
+FORK = multiprocessing.get_context("fork")
+SMALL = dict(num_train=12, num_val=5, image_size=64)
+
+
+def digests(folder):
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_drawings():
+    labels, visible = [], 0
+    for index in range(150):
+        pixels, objects = draw_shapes(np.random.default_rng([0, 0, index]), 128)
+        assert pixels.shape == (128, 128, 3) and pixels.dtype == np.uint8
+        assert len(objects) <= 6
+        for item in objects:
+            x1, y1, x2, y2 = item.bbox
+            assert 0 <= x1 < x2 <= 128 and 0 <= y1 < y2 <= 128
+            assert 0 < item.area <= (x2 - x1) * (y2 - y1)
+            labels.append(item.label)
+            visible += item.area > 0.3 * (x2 - x1) * (y2 - y1)
+    counts = np.bincount(labels, minlength=len(SHAPE_CLASSES))
+    assert len(labels) > 350 and counts.min() > 0.1 * len(labels)
+    assert visible > 0.8 * len(labels)
+
+
+def test_boxes_are_tight(monkeypatch):
+    """Red shapes on grey: where red covers more than half of a pixel is known from the colours alone."""
+    red = np.array([255.0, 0.0, 0.0], dtype=np.float32)
+    monkeypatch.setattr(shapes_images, "_background", lambda rng, size: np.full((size, size, 3), 128.0))
+    monkeypatch.setattr(
+        shapes_images, "_surface", lambda rng, local, around: np.broadcast_to(red, (*local.shape[:2], 3))
+    )
+    seeds = [seed for seed in range(300) if np.random.default_rng(seed).integers(1, 7) == 1]
+    assert len(seeds) > 30
+    for seed in seeds:
+        pixels, (item,) = draw_shapes(np.random.default_rng(seed), 96)
+        # Noise of 3 levels leaves a pixel in doubt only where red covers about half of it.
+        surely, perhaps = (pixels[..., 0].astype(int) - pixels[..., 1] > level for level in (150, 105))
+        for mask, is_inside in ((surely, True), (perhaps, False)):
+            rows, columns = np.nonzero(mask)
+            box = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
+            excess = np.array([-1, -1, 1, 1]) * (box - item.bbox)
+            assert (excess <= 0).all() if is_inside else (excess >= 0).all()
+        assert surely.sum() <= item.area <= perhaps.sum()
+
+
+def test_the_edge_of_a_shape_hides_what_is_below_and_shows_nothing(monkeypatch):
+    red = np.array([255.0, 0.0, 0.0], dtype=np.float32)
+    monkeypatch.setattr(shapes_images, "_surface", lambda rng, local, around: red)
+    for seed in range(12):
+        canvas, owner = np.full((64, 64, 3), 128.0), np.full((64, 64), 7)
+        shapes_images._paint(np.random.default_rng(seed), canvas, owner, 0)
+        coverage = (canvas[..., 0] - canvas[..., 1]) / 255
+        assert np.array_equal(owner == 0, coverage > 0.5)
+        assert np.array_equal(owner == -1, (coverage > 0.1) & (coverage <= 0.5))
+
+
+def test_an_image_is_a_function_of_its_seed():
+    first, again, other = (draw_shapes(np.random.default_rng(seed), 64) for seed in (5, 5, 6))
+    assert np.array_equal(first[0], again[0]) and first[1] == again[1]
+    assert not np.array_equal(first[0], other[0])
+
+
+def test_files_do_not_depend_on_the_workers(tmp_path):
+    one = digests(make_shapes(tmp_path / "one", num_workers=1, **SMALL))
+    three = digests(make_shapes(tmp_path / "three", num_workers=3, **SMALL))
+    assert one == three
+    assert len(one) == 12 + 5 + 3
+    other_seed = digests(make_shapes(tmp_path / "other", num_workers=1, seed=1, **SMALL))
+    assert other_seed["train/000003.jpg"] != one["train/000003.jpg"]
+    assert one["train/000003.jpg"] != one["val/000003.jpg"]
+
+
+def test_it_is_a_coco_data_set_that_makes_itself(tmp_path):
+    config = dict(
+        type="ShapesDataset",
+        data_root=f"{tmp_path}/data/shapes/",
+        ann_file="annotations/instances_val.json",
+        data_prefix=dict(img="val/"),
+        generator=dict(num_train=3, num_val=9, image_size=64),
+        pipeline=[dict(type="LoadImageFromFile"), dict(type="LoadAnnotations"), dict(type="PackDetInputs")],
+    )
+    lazy = DATASETS.build(dict(config, lazy_init=True))
+    assert not Path(tmp_path, "data").exists()
+    assert lazy.metainfo["classes"] == SHAPE_CLASSES
+    dataset = DATASETS.build(config)
+    assert len(dataset) == 9
+    content = json.loads(Path(tmp_path, "data/shapes/annotations/instances_val.json").read_text())
+    assert sum(len(dataset[i]["data_samples"].gt_instances) for i in range(9)) == len(content["annotations"])
+    assert dataset[8]["inputs"].shape == (3, 64, 64)
+    with Image.open(dataset.get_data_info(0)["img_path"]) as image:
+        assert image.size == (64, 64)
+
+
+def test_a_whole_folder_is_left_alone_and_another_recipe_replaces_it(tmp_path, monkeypatch):
+    folder = make_shapes(tmp_path / "shapes", num_workers=1, **SMALL)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with monkeypatch.context() as patch:
+        patch.setattr(shapes, "_draw_all", lambda *_: pytest.fail("drawn again"))
+        make_shapes(folder, num_workers=1, **SMALL)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    make_shapes(folder, num_workers=1, **(SMALL | dict(num_train=4)))
+    assert len(list((folder / "train").iterdir())) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".shapes.lock", "shapes"]
+
+
+def test_a_folder_of_the_users_is_never_touched(tmp_path):
+    (tmp_path / "shapes").mkdir()
+    (tmp_path / "shapes" / "thesis.txt").write_text("do not delete")
+    with pytest.raises(FileExistsError, match=r"shapes is not empty and has no shapes\.json"):
+        make_shapes(tmp_path / "shapes", num_workers=1, **SMALL)
+    assert (tmp_path / "shapes" / "thesis.txt").read_text() == "do not delete"
+
+
+def test_killed_while_drawing(tmp_path):
+    folder = tmp_path / "shapes"
+    process = FORK.Process(target=make_shapes, args=(folder,), kwargs=dict(num_train=20000, num_workers=2))
+    process.start()
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".shapes.partial-*/train/*.jpg")):
+        assert time.monotonic() < deadline and process.is_alive()
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not folder.exists()
+    time.sleep(0.3)
+    num_drawn = len(list(tmp_path.rglob("*.jpg")))
+    time.sleep(0.3)
+    assert len(list(tmp_path.rglob("*.jpg"))) == num_drawn  # the orphaned workers have stopped
+    make_shapes(folder, num_workers=1, **SMALL)  # waits for no lock of the dead
+    assert len(list((folder / "train").iterdir())) == 12
+    assert len(list((folder / "val").iterdir())) == 5
+
+
+def test_processes_that_start_at_once(tmp_path):
+    results = FORK.Queue()
+
+    def start():
+        drawn = []
+        draw_all = shapes._draw_all
+        shapes._draw_all = lambda *arguments: (drawn.append(1), draw_all(*arguments))
+        make_shapes(tmp_path / "shapes", num_workers=1, **SMALL)
+        results.put((len(drawn), len(list((tmp_path / "shapes" / "train").iterdir()))))
+
+    processes = [FORK.Process(target=start) for _ in range(3)]
+    for process in processes:
+        process.start()
+    outcomes = sorted(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    assert outcomes == [(0, 12), (0, 12), (1, 12)]
+
+
+def test_a_failing_worker_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "draw_shapes", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="2 of 2 drawing processes failed"):
+        make_shapes(tmp_path / "shapes", num_workers=2, **SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == [".shapes.lock"]
+
+
+def test_rejections(tmp_path):
+    with pytest.raises(ValueError, match="num_val must be positive, got 0"):
+        make_shapes(tmp_path / "x", num_val=0)
+    with pytest.raises(ValueError, match="image_size must be at least 32 pixels, got 16"):
+        make_shapes(tmp_path / "x", image_size=16)
+    with pytest.raises(TypeError, match="num_images"):
+        ShapesDataset(data_root=str(tmp_path / "x"), generator=dict(num_images=3))

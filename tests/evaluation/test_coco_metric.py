@@ -1,0 +1,310 @@
+"""CocoMetric: APs by hand, both backends, every mistake in a file, several processes."""
+
+import json
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+import torch
+from mmengine.structures import InstanceData
+
+from visdet.evaluation import coco_metric
+from visdet.registry import METRICS
+from visdet.structures import DetDataSample
+
+CLASSES = ("cat", "dog")
+BACKENDS = ("faster_coco_eval", "pycocotools")
+
+
+def truth(path, boxes, num_images=1, classes=CLASSES, first_id=0):
+    """Write ground truth of (image id, label, xywh, crowd) and return the path; category ids are 7, 8, ..."""
+    annotations = [
+        dict(
+            id=first_id + i,
+            image_id=image,
+            category_id=7 + label,
+            bbox=xywh,
+            area=xywh[2] * xywh[3],
+            iscrowd=crowd,
+        )
+        for i, (image, label, xywh, crowd) in enumerate(boxes)
+    ]
+    images = [dict(id=i, file_name=f"{i}.jpg", height=200, width=300) for i in range(num_images)]
+    categories = [dict(id=7 + i, name=name) for i, name in enumerate(classes)]
+    path.write_text(json.dumps(dict(images=images, annotations=annotations, categories=categories)))
+    return str(path)
+
+
+def sample(image_id, detections):
+    """Return what the evaluator hands over for detections of (label, xyxy, score)."""
+    prediction = InstanceData(
+        bboxes=torch.tensor([xyxy for _, xyxy, _ in detections], dtype=torch.float32).reshape(-1, 4),
+        scores=torch.tensor([score for _, _, score in detections], dtype=torch.float32),
+        labels=torch.tensor([label for label, _, _ in detections], dtype=torch.int64),
+    )
+    data_sample = DetDataSample(metainfo=dict(img_id=image_id))
+    data_sample.pred_instances = prediction
+    return data_sample.to_dict()
+
+
+def evaluate(ann_file, detections_of_image, classes=CLASSES, **arguments):
+    metric = METRICS.build(dict(type="CocoMetric", ann_file=ann_file, **arguments))
+    metric.dataset_meta = dict(classes=classes)
+    for image_id, detections in detections_of_image.items():
+        metric.process({}, [sample(image_id, detections)])
+    metrics = metric.evaluate(len(detections_of_image))
+    assert all(type(value) is float for value in metrics.values())
+    # pycocotools adds the least float to its denominators, so its 1 is not quite 1.
+    for row in [metrics, *metric.classwise_results]:
+        row.update({key: round(value, 9) for key, value in row.items() if isinstance(value, float)})
+    return metrics, metric
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def test_a_perfect_detection(tmp_path, backend):
+    ann_file = truth(tmp_path / "a.json", [(0, 0, [10, 10, 20, 20], 0)])
+    metrics, metric = evaluate(ann_file, {0: [(0, [10, 10, 30, 30], 0.9)]}, backend=backend)
+    assert metrics == {
+        "coco/bbox_mAP": 1.0,
+        "coco/bbox_mAP_50": 1.0,
+        "coco/bbox_mAP_75": 1.0,
+        "coco/bbox_mAP_s": 1.0,
+        "coco/bbox_mAP_m": -1.0,
+        "coco/bbox_mAP_l": -1.0,
+    }
+    assert [(row["name"], row["num_boxes"], row["mAP"]) for row in metric.classwise_results] == [
+        ("cat", 1, 1.0),
+        ("dog", 0, -1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "detections, expected",
+    [
+        # IoU 0.62 counts at the thresholds 0.50, 0.55, 0.60 of ten.
+        ([(0, [0, 0, 62, 50], 0.9)], (0.3, 1.0, 0.0)),
+        # A false alarm above the hit: precision 1/2 at every recall.
+        ([(0, [100, 100, 150, 150], 0.95), (0, [0, 0, 100, 50], 0.9)], (0.5, 0.5, 0.5)),
+        # A false alarm below the hit costs nothing.
+        ([(0, [100, 100, 150, 150], 0.5), (0, [0, 0, 100, 50], 0.9)], (1.0, 1.0, 1.0)),
+        # A second detection of the same box is a false alarm, here below the hit.
+        ([(0, [0, 0, 100, 50], 0.5), (0, [0, 0, 100, 50], 0.9)], (1.0, 1.0, 1.0)),
+        # The right box with the wrong label.
+        ([(1, [0, 0, 100, 50], 0.9)], (0.0, 0.0, 0.0)),
+        ([], (0.0, 0.0, 0.0)),
+    ],
+)
+def test_one_box_by_hand(tmp_path, backend, detections, expected):
+    ann_file = truth(tmp_path / "a.json", [(0, 0, [0, 0, 100, 50], 0)])
+    metrics, _ = evaluate(ann_file, {0: detections}, backend=backend)
+    values = [metrics[f"coco/bbox_{item}"] for item in ("mAP", "mAP_50", "mAP_75")]
+    assert values == pytest.approx(expected, abs=1e-6)
+
+
+def test_half_of_the_boxes_found(tmp_path, backend):
+    """Precision 1 at the recalls 0, 0.01 .. 0.50: 51 of 101 points."""
+    ann_file = truth(
+        tmp_path / "a.json", [(0, 0, [0, 0, 100, 50], 0), (1, 0, [9, 9, 100, 50], 0)], num_images=2
+    )
+    metrics, _ = evaluate(
+        ann_file, {0: [(0, [0, 0, 100, 50], 0.9)], 1: []}, backend=backend, metric_items=["mAP", "AR@100"]
+    )
+    assert metrics == {"coco/bbox_mAP": pytest.approx(51 / 101), "coco/bbox_AR@100": pytest.approx(0.5)}
+
+
+def test_crowds_neither_count_nor_cost(tmp_path, backend):
+    boxes = [(0, 0, [0, 0, 50, 50], 0), (0, 0, [100, 100, 100, 90], 1)]
+    ann_file = truth(tmp_path / "a.json", boxes)
+    detections = [(0, [110, 110, 150, 150], 0.99), (0, [120, 120, 160, 160], 0.98), (0, [0, 0, 50, 50], 0.5)]
+    metrics, metric = evaluate(ann_file, {0: detections}, backend=backend)
+    assert metrics["coco/bbox_mAP"] == 1.0
+    assert metric.classwise_results[0]["num_boxes"] == 1
+
+
+def test_areas(tmp_path, backend):
+    """32 x 31 is small, 32 x 33 medium, 96 x 97 large."""
+    boxes = [(0, 0, [0, 0, 32, 31], 0), (0, 0, [50, 0, 32, 33], 0), (0, 0, [100, 0, 96, 97], 0)]
+    ann_file = truth(tmp_path / "a.json", boxes)
+    metrics, _ = evaluate(
+        ann_file, {0: [(0, [0, 0, 32, 31], 0.9), (0, [100, 0, 196, 97], 0.8)]}, backend=backend
+    )
+    assert [metrics[f"coco/bbox_mAP_{area}"] for area in "sml"] == [1.0, 0.0, 1.0]
+
+
+def test_at_most_100_detections_count_for_ap(tmp_path, backend):
+    ann_file = truth(tmp_path / "a.json", [(0, 0, [0, 0, 50, 50], 0)])
+    misses = [(0, [100, 100, 120, 120], 0.9 - 0.001 * i) for i in range(100)]
+    late = [*misses, (0, [0, 0, 50, 50], 0.1)]
+    items = ["mAP", "mAP_50", "AR@100", "AR@300", "AR_s@300", "AR_m@300"]
+    metrics, _ = evaluate(ann_file, {0: late}, backend=backend, proposal_nums=(100, 300), metric_items=items)
+    assert list(metrics.values()) == [0.0, 0.0, 0.0, 1.0, -1.0, 1.0]
+
+
+def test_labels_follow_names_and_id_zero_counts(tmp_path, backend):
+    """Classes in another order than the file's categories; annotation id 0 is a box like any other."""
+    ann_file = truth(tmp_path / "a.json", [(0, 0, [0, 0, 50, 50], 0), (0, 1, [60, 60, 50, 50], 0)])
+    detections = [(1, [0, 0, 50, 50], 0.9), (0, [60, 60, 110, 110], 0.9)]
+    metrics, metric = evaluate(
+        ann_file, {0: detections}, classes=("dog", "cat"), backend=backend, classwise=True
+    )
+    assert metrics["coco/bbox_mAP"] == 1.0
+    assert (metrics["coco/bbox_mAP/dog"], metrics["coco/bbox_mAP/cat"]) == (1.0, 1.0)
+    assert [row["name"] for row in metric.classwise_results] == ["dog", "cat"]
+
+
+def test_a_file_without_boxes(tmp_path, backend):
+    ann_file = truth(tmp_path / "a.json", [])
+    metrics, _ = evaluate(ann_file, {0: [(0, [0, 0, 50, 50], 0.9)]}, backend=backend)
+    assert set(metrics.values()) == {-1.0}
+
+
+def test_one_threshold(tmp_path, backend):
+    ann_file = truth(tmp_path / "a.json", [(0, 0, [0, 0, 100, 50], 0)])
+    metrics, _ = evaluate(ann_file, {0: [(0, [0, 0, 62, 50], 0.9)]}, backend=backend, iou_thrs=0.6)
+    assert (metrics["coco/bbox_mAP"], metrics["coco/bbox_mAP_50"]) == (1.0, -1.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_backends_agree(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    boxes, detections = [], {image: [] for image in range(12)}
+    for image in detections:
+        for _ in range(rng.integers(0, 8)):
+            xywh = [*rng.uniform(0, 150, 2), *rng.uniform(5, 140, 2)]
+            label = int(rng.integers(2))
+            boxes.append((image, label, xywh, int(rng.random() < 0.15)))
+            for _ in range(rng.integers(0, 3)):
+                xyxy = np.array([xywh[0], xywh[1], xywh[0] + xywh[2], xywh[1] + xywh[3]])
+                detections[image].append((label, (xyxy + rng.normal(0, 6, 4)).tolist(), float(rng.random())))
+        if rng.random() < 0.5:
+            detections[image].append((int(rng.integers(2)), [1, 1, 50, 50], float(rng.random())))
+    ann_file = truth(tmp_path / "a.json", boxes, num_images=12)
+    items = ["mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l", "AR@100", "AR_l@1000"]
+    fast, slow = (
+        evaluate(ann_file, detections, backend=name, metric_items=items, classwise=True)[0]
+        for name in BACKENDS
+    )
+    assert 0 < fast["coco/bbox_mAP"] < 1
+    assert fast == pytest.approx(slow, abs=1e-9)
+
+
+def test_ground_truth_from_the_samples():
+    """Boxes of the samples are in pixels of the resized image, detections in pixels of the original."""
+    metric = METRICS.build(dict(type="CocoMetric"))
+    metric.dataset_meta = dict(classes=CLASSES)
+    item = sample(5, [(1, [10, 10, 60, 60], 0.9), (0, [0, 0, 5, 5], 0.8)])
+    item["scale_factor"] = (2.0, 0.5)
+    item["gt_instances"] = dict(bboxes=torch.tensor([[20.0, 5, 120, 30]]), labels=torch.tensor([1]))
+    item["ignored_instances"] = dict(bboxes=torch.tensor([[0.0, 0, 200, 50]]), labels=torch.tensor([0]))
+    metric.process({}, [item])
+    assert metric.evaluate(1)["coco/bbox_mAP"] == 1.0
+    assert [row["num_boxes"] for row in metric.classwise_results] == [0, 1]
+    with pytest.raises(ValueError, match="without an ann_file the data samples must hold gt_instances"):
+        metric.process({}, [sample(6, [])])
+
+
+def test_writing_detections(tmp_path):
+    ann_file = truth(tmp_path / "a.json", [])
+    detections = {0: [(1, [10, 20, 40, 25], 0.75)]}
+    metrics, _ = evaluate(ann_file, detections, format_only=True, outfile_prefix=f"{tmp_path}/out/run")
+    assert metrics == {}
+    assert json.loads((tmp_path / "out" / "run.bbox.json").read_text()) == [
+        dict(image_id=0, category_id=8, bbox=[10.0, 20.0, 30.0, 5.0], score=0.75)
+    ]
+
+
+def test_images_that_do_not_fit_the_file(tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(coco_metric, "print_log", lambda message, **_: messages.append(message))
+    ann_file = truth(tmp_path / "a.json", [(0, 0, [0, 0, 9, 9], 0), (1, 0, [0, 0, 9, 9], 0)], num_images=3)
+    metrics, _ = evaluate(ann_file, {0: [(0, [0, 0, 9, 9], 0.9)]})
+    assert metrics["coco/bbox_mAP"] == 1.0  # of the one image that was evaluated
+    assert len(messages) == 1 and "2 of the 3 images" in messages[0] and "a.json" in messages[0]
+    with pytest.raises(ValueError, match=r"a\.json does not have 2 of the 3 evaluated images: ids 8, 9"):
+        evaluate(ann_file, {0: [], 9: [], 8: []})
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (dict(metric="segm"), ValueError, "metric must be 'bbox', got 'segm'"),
+        (dict(format_only=True), ValueError, "needs an outfile_prefix"),
+        (dict(metric_items=["mAP", "AP90"]), ValueError, r"metric_items must be of .* got \['AP90'\]"),
+        (dict(metric_items=["AR@7"]), ValueError, r"got \['AR@7'\]"),
+        (dict(backend="detectron"), ValueError, "backend must be one of .* got 'detectron'"),
+        (dict(ann_file="nowhere.json"), FileNotFoundError, "annotation file nowhere.json does not exist"),
+    ],
+)
+def test_rejections(arguments, error, message):
+    with pytest.raises(error, match=message):
+        METRICS.build(dict(type="CocoMetric", **arguments))
+
+
+def test_a_file_that_does_not_fit_shows_before_the_first_batch(tmp_path):
+    ann_file = truth(tmp_path / "a.json", [])
+    metric = METRICS.build(dict(type="CocoMetric", ann_file=ann_file))
+    with pytest.raises(ValueError, match=r"a\.json: none of its 2 categories"):
+        metric.dataset_meta = dict(classes=("lion",))
+    (tmp_path / "b.json").write_text('{"images": []}')
+    with pytest.raises(ValueError, match="needs a list under the key 'annotations'"):
+        METRICS.build(dict(type="CocoMetric", ann_file=f"{tmp_path}/b.json"))
+
+
+def test_the_other_backend_stands_in(tmp_path, monkeypatch):
+    from visdet.evaluation import box_evaluation
+
+    real = box_evaluation.importlib.import_module
+
+    def without_the_first(name):
+        if name.startswith("faster_coco_eval"):
+            raise ImportError(name)
+        return real(name)
+
+    monkeypatch.setattr(box_evaluation.importlib, "import_module", without_the_first)
+    assert "pycocotools" in box_evaluation.import_backend()[1].__module__
+    with pytest.raises(ImportError, match="CocoMetric needs faster_coco_eval, which is not installed"):
+        box_evaluation.import_backend("faster_coco_eval")
+
+
+def _evaluate_share(rank, world_size, port, ann_file, detections, queue):
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    metric = METRICS.build(dict(type="CocoMetric", ann_file=ann_file))
+    metric.dataset_meta = dict(classes=CLASSES)
+    images = sorted(detections)
+    padded = [*images, *images][: -(-len(images) // world_size) * world_size]  # as DefaultSampler does
+    for image in padded[rank::world_size]:
+        metric.process({}, [sample(image, detections[image])])
+    queue.put((rank, metric.evaluate(len(images)), len(metric.classwise_results)))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_give_the_numbers_of_one(tmp_path):
+    boxes = [(image, image % 2, [10, 10, 40, 50], 0) for image in range(5)]
+    detections = {image: [(image % 2, [10, 10, 50, 60 + 6 * image], 0.9 - 0.1 * image)] for image in range(5)}
+    ann_file = truth(tmp_path / "a.json", boxes, num_images=5)
+    expected, _ = evaluate(ann_file, detections)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    port = 20000 + os.getpid() % 20000
+    processes = [
+        context.Process(target=_evaluate_share, args=(rank, 2, port, ann_file, detections, queue))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    outcomes = sorted((queue.get(timeout=90) for _ in processes), key=lambda outcome: outcome[0])
+    for process in processes:
+        process.join()
+    assert 0 < expected["coco/bbox_mAP"] < 1
+    for _, metrics, _ in outcomes:
+        assert metrics == pytest.approx(expected)
+    assert [num_rows for _, _, num_rows in outcomes] == [2, 0]

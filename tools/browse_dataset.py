@@ -1,0 +1,73 @@
+"""Show the images that a config's data set gives to the model, with their boxes, after all transforms.
+
+python tools/browse_dataset.py CONFIG --output-dir work_dirs/browse --not-show
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from mmengine.config import DictAction
+from mmengine.registry import init_default_scope
+
+from visdet.engine import load_config, say, tool_session
+from visdet.registry import DATASETS, VISUALIZERS
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="a Python config file")
+    parser.add_argument("--output-dir", help="write the pictures here, and sheet.png with the first twelve")
+    parser.add_argument("--not-show", action="store_true", help="open no window")
+    parser.add_argument("--split", choices=("train", "val", "test"), default="train")
+    parser.add_argument("--number", type=int, default=24, help="how many images (default: %(default)s)")
+    parser.add_argument(
+        "--show-interval", type=float, default=0, help="seconds per window; 0 waits for a key"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the augmentations (default: %(default)s)")
+    parser.add_argument(
+        "--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="changes of the config"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with tool_session():
+        cfg, _ = load_config(args.config, args.cfg_options)
+        init_default_scope(cfg.get("default_scope", "visdet"))
+        torch.manual_seed(args.seed)
+        dataset = DATASETS.build(cfg[f"{args.split}_dataloader"].dataset)
+        visualizer = VISUALIZERS.build({"type": "visdet.DetLocalVisualizer", "name": "browse_dataset"})
+        visualizer.dataset_meta = dataset.metainfo
+        # What the model takes for blue: a wrong channel order shows as wrong colours.
+        is_bgr = cfg.get("model", {}).get("data_preprocessor", {}).get("bgr_to_rgb", False)
+        has_screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+        show = has_screen and not args.not_show
+        folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(args.config).stem}")
+        images, samples = [], []
+        for index in range(min(args.number, len(dataset))):
+            item = dataset[index]
+            channels = item["inputs"].flip(0) if is_bgr else item["inputs"]
+            image, sample = channels.permute(1, 2, 0).numpy(), item["data_samples"]
+            name = f"{index:05d}_{Path(sample.get('img_path', 'image')).stem}"
+            out_file = Path(folder, f"{name}.png") if folder else None
+            if show or out_file:
+                visualizer.add_datasample(
+                    name, image, sample, show=show, wait_time=args.show_interval, out_file=out_file
+                )
+            if len(images) < 12:
+                images.append(image)
+                samples.append(sample)
+        if folder:
+            visualizer.add_contact_sheet(
+                "sheet", images, samples, columns=4, out_file=Path(folder, "sheet.png")
+            )
+            say(f"pictures in {folder}, an overview in {folder}/sheet.png")
+
+
+if __name__ == "__main__":
+    main()

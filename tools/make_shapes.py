@@ -1,0 +1,25 @@
+"""Draw the shapes data set; training does it by itself where it is missing.
+
+python tools/make_shapes.py data/shapes
+"""
+
+import argparse
+
+from visdet.datasets import make_shapes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", default="data/shapes", help="default: %(default)s")
+    parser.add_argument("--num-train", type=int, default=4000, help="default: %(default)s")
+    parser.add_argument("--num-val", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--image-size", type=int, default=128, help="in pixels; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--num-workers", type=int, help="processes; default: one per core")
+    make_shapes(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

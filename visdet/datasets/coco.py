@@ -1,0 +1,306 @@
+"""Detection data sets in COCO format: one JSON file and a folder of images."""
+
+import logging
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from mmengine.dataset import BaseDataset
+from mmengine.fileio import join_path
+from mmengine.logging import print_log
+
+from visdet.registry import DATASETS, TRANSFORMS
+from visdet.structures.coco_json import listed, load_coco_json, match_categories
+from visdet.structures.palette import class_palette
+
+__all__ = ["COCO_CLASSES", "CocoDataset"]
+
+# The 80 categories of COCO 2017, in the order of its JSON files.
+_COCO_NAMES = """
+person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire hydrant, stop
+sign, parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, bear, zebra, giraffe, backpack,
+umbrella, handbag, tie, suitcase, frisbee, skis, snowboard, sports ball, kite, baseball bat, baseball
+glove, skateboard, surfboard, tennis racket, bottle, wine glass, cup, fork, knife, spoon, bowl, banana,
+apple, sandwich, orange, broccoli, carrot, hot dog, pizza, donut, cake, chair, couch, potted plant, bed,
+dining table, toilet, tv, laptop, mouse, remote, keyboard, cell phone, microwave, oven, toaster, sink,
+refrigerator, book, clock, vase, scissors, teddy bear, hair drier, toothbrush
+"""
+COCO_CLASSES = tuple(" ".join(_COCO_NAMES.split()).split(", "))
+
+# A box may stick out this far before it counts as a mistake of the file: COCO's own boxes do, by rounding.
+_OVERHANG_PX = 1.0
+_MIN_SIDE_PX = 1.0
+
+
+@DATASETS.register_module()
+class CocoDataset(BaseDataset):
+    """A detection data set: a COCO JSON file and a folder of images.
+
+    An item is what the pipeline makes of a record ``dict(img_path, img_id, height, width, instances,
+    sample_idx)``; an instance is ``dict(bbox=[x1, y1, x2, y2] in pixels of the image, bbox_label,
+    ignore_flag)``, where ``ignore_flag`` is 1 for crowd regions. Labels are positions in
+    ``metainfo['classes']``, matched by name.
+
+    When the file is loaded, before any training, its keys, its categories and every box are checked, and that
+    all image files exist. Boxes are clipped to the image; those that lie outside or are under one pixel wide
+    or high are dropped; one warning gives the counts.
+
+    Args:
+        ann_file: the JSON file, relative to ``data_root``.
+        data_root: folder that ``ann_file`` and ``data_prefix`` are relative to.
+        data_prefix: ``dict(img=folder of the images)``.
+        metainfo: ``dict(classes=(...), palette=[(r, g, b), ...])``. Without ``classes``: COCO's 80; a file
+            with other categories is then refused. With ``classes``: boxes of other categories are left out.
+            The palette is made up where it is not given.
+        filter_cfg: ``dict(filter_empty_gt=bool, min_size=int)``: leave out images without a box that is not a
+            crowd, and images whose shorter side is under ``min_size`` pixels. Ignored in ``test_mode``.
+        pipeline: transforms, as configs or callables.
+        test_mode: keep every image, and never replace one whose pipeline returns ``None``.
+        indices: the first n images, or a list of positions.
+        serialize_data: keep the records as one byte buffer that worker processes share.
+        lazy_init: load the file at the first use instead of now.
+        max_refetch: how many other images to try when the pipeline returns ``None`` in training.
+        backend_args: mmengine's file backend, for a JSON file that is not on a local disk.
+        return_classes: for models that read the class names as text; visdet has none, so ``True`` only warns.
+
+    Raises:
+        FileNotFoundError: the JSON file or images are missing.
+        ValueError: a key is missing, categories do not fit the classes, or nothing is left to train on.
+
+    Source: mmdet's CocoDataset (names, filtering rules). Differences: labels follow the order of ``classes``
+    and not of the file, boxes are clipped, and mistakes are reported.
+    """
+
+    METAINFO = {"classes": COCO_CLASSES}
+
+    def __init__(
+        self,
+        ann_file: str = "",
+        data_root: str = "",
+        data_prefix: dict | None = None,
+        metainfo: dict | None = None,
+        filter_cfg: dict | None = None,
+        pipeline: Sequence[dict | Callable] = (),
+        test_mode: bool = False,
+        indices: int | Sequence[int] | None = None,
+        serialize_data: bool = True,
+        lazy_init: bool = False,
+        max_refetch: int = 1000,
+        backend_args: dict | None = None,
+        return_classes: bool = False,
+    ) -> None:
+        name = type(self).__name__
+        data_prefix = {"img": ""} if data_prefix is None else data_prefix
+        if set(data_prefix) != {"img"}:
+            raise ValueError(
+                f"{name}: data_prefix must be dict(img='folder of the images'), got {dict(data_prefix)}"
+            )
+        unknown = set(filter_cfg or {}) - {"filter_empty_gt", "min_size"}
+        if unknown:
+            raise ValueError(f"{name}: filter_cfg knows filter_empty_gt and min_size, got {sorted(unknown)}")
+        if return_classes:
+            print_log(f"{name}: return_classes=True has no effect", logger="current", level=logging.WARNING)
+        self.backend_args = backend_args
+        self._classes_are_chosen = "classes" in (metainfo or {})
+        super().__init__(
+            ann_file=ann_file,
+            metainfo=metainfo,
+            data_root=data_root,
+            data_prefix=data_prefix,
+            filter_cfg=filter_cfg,
+            indices=indices,
+            serialize_data=serialize_data,
+            # Built here, so that bare names mean visdet's transforms when no default scope is set.
+            pipeline=[TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline],
+            test_mode=test_mode,
+            lazy_init=lazy_init,
+            max_refetch=max_refetch,
+        )
+
+    @classmethod
+    def _load_metainfo(cls, metainfo: dict | None = None) -> dict:
+        loaded = super()._load_metainfo(metainfo)
+        if "classes" in (metainfo or {}) and "palette" not in metainfo:
+            loaded.pop("palette", None)  # the default palette belongs to the default classes
+        classes = loaded["classes"]
+        if isinstance(classes, str) or not all(isinstance(name, str) for name in classes):
+            raise ValueError(
+                f"{cls.__name__}: metainfo['classes'] must be a tuple of names, got {classes!r}"
+                + (f"; for one class write ({classes!r},)" if isinstance(classes, str) else "")
+            )
+        repeated = [name for name, count in Counter(classes).items() if count > 1]
+        if repeated or not classes:
+            raise ValueError(
+                f"{cls.__name__}: metainfo['classes'] must be distinct names, got {tuple(classes)}"
+            )
+        palette = loaded.setdefault("palette", class_palette(len(classes)))
+        if len(palette) < len(classes):
+            raise ValueError(
+                f"{cls.__name__}: metainfo['palette'] must have a colour for each of {len(classes)} classes, "
+                f"got {len(palette)}"
+            )
+        loaded.update(classes=tuple(classes), palette=[tuple(colour) for colour in palette])
+        return loaded
+
+    def full_init(self) -> None:
+        """Load, filter, cut to ``indices``, check that the image files exist, and serialize."""
+        if self._fully_initialized:
+            return
+        self.data_list = self.load_data_list()
+        num_in_file = len(self.data_list)
+        self.data_list = self.filter_data()
+        if self._indices is not None:
+            self.data_list = self._get_unserialized_subset(self._indices)
+        if not self.data_list:
+            raise ValueError(
+                f"{type(self).__name__}: no image is left of the {num_in_file} in {self.ann_file} "
+                f"(filter_cfg={self.filter_cfg}, indices={self._indices})"
+            )
+        self._check_image_files()
+        if self.serialize_data:
+            self.data_bytes, self.data_address = self._serialize_data()
+        self._fully_initialized = True
+
+    def load_data_list(self) -> list[dict]:
+        """Return one record per image of the file, in the file's order, all boxes checked."""
+        content = load_coco_json(self.ann_file, self.backend_args, needs_annotations=not self.test_mode)
+        label_of_category = self._match_categories(content)
+        annotations_of_image = defaultdict(list)
+        for annotation in content["annotations"]:
+            annotations_of_image[annotation["image_id"]].append(annotation)
+        tally = Counter()
+        records = []
+        for image in content["images"]:
+            annotations = annotations_of_image.pop(image["id"], [])
+            records.append(self._parse_image(image, annotations, label_of_category, tally))
+        num_orphans = sum(map(len, annotations_of_image.values()))
+        tally.update({"boxes": num_orphans, "of an image that is not in the file": num_orphans})
+        self._report_boxes(tally)
+        return records
+
+    def _match_categories(self, content: dict) -> dict[int, int]:
+        """Return {category id: label}, and say which classes and categories have no partner."""
+        classes = self._metainfo["classes"]
+        categories = content["categories"]
+        matched = match_categories(categories, classes, self.ann_file)
+        num_boxes = Counter(annotation["category_id"] for annotation in content["annotations"])
+        names = {category["id"]: category["name"] for category in categories}
+        left_out = {
+            names.get(key, f"id {key}"): count for key, count in num_boxes.items() if key not in matched
+        }
+        if left_out and not self._classes_are_chosen:
+            raise ValueError(
+                f"annotation file {self.ann_file} has categories that are not among the default classes of "
+                f"{type(self).__name__}: {listed(left_out)}. Name the classes to train on in the data set's "
+                f"config, metainfo=dict(classes={tuple(names.values())!r:.500}), and set "
+                "the model's num_classes"
+            )
+        if left_out:
+            self._warn(
+                f"{sum(left_out.values())} of its boxes are left out, because their categories are not in "
+                f"metainfo['classes']: {listed([f'{name} ({count})' for name, count in left_out.items()])}"
+            )
+        absent = [name for label, name in enumerate(classes) if label not in set(matched.values())]
+        if absent:
+            self._warn(
+                f"it has no category for {len(absent)} of the {len(classes)} classes: {listed(absent)}"
+            )
+        return matched
+
+    def _parse_image(self, image: dict, annotations: list, label_of_category: dict, tally: Counter) -> dict:
+        width, height = image["width"], image["height"]
+        instances = []
+        for annotation in annotations:
+            label = label_of_category.get(annotation["category_id"])
+            if label is None or annotation.get("ignore", False):
+                continue
+            tally["boxes"] += 1
+            bbox, problem = _clip_box(annotation, width, height)
+            if problem is not None:
+                tally[problem] += 1
+            if bbox is None:
+                continue
+            ignore_flag = int(bool(annotation.get("iscrowd", 0)))
+            instances.append({"bbox": bbox, "bbox_label": label, "ignore_flag": ignore_flag})
+        return {
+            "img_path": join_path(self.data_prefix["img"], image["file_name"]),
+            "img_id": image["id"],
+            "height": height,
+            "width": width,
+            "instances": instances,
+        }
+
+    def _report_boxes(self, tally: Counter) -> None:
+        total, clipped = tally.pop("boxes", 0), tally.pop("clipped", 0)
+        dropped = {problem: count for problem, count in tally.items() if count}
+        num_dropped = sum(dropped.values())
+        if not num_dropped and not clipped:
+            return
+        reasons = ", ".join(f"{count} {problem}" for problem, count in dropped.items())
+        reasons = f" ({reasons})" if reasons else ""
+        message = (
+            f"of {total} boxes {num_dropped} are dropped{reasons} and {clipped} are "
+            "clipped to their image; a COCO bbox is [x, y, width, height] in pixels"
+        )
+        if total and num_dropped >= total:
+            raise ValueError(f"annotation file {self.ann_file}: {message}. No box is left.")
+        self._warn(message)
+
+    def filter_data(self) -> list[dict]:
+        """Return the records that ``filter_cfg`` keeps."""
+        if self.test_mode or not self.filter_cfg:
+            return self.data_list
+        needs_box = self.filter_cfg.get("filter_empty_gt", False)
+        min_size = self.filter_cfg.get("min_size", 0)
+        return [
+            record
+            for record in self.data_list
+            if min(record["width"], record["height"]) >= min_size
+            and (not needs_box or any(not instance["ignore_flag"] for instance in record["instances"]))
+        ]
+
+    def _check_image_files(self) -> None:
+        """Raise where image files are absent: one listing of each folder, not one look-up per file."""
+        if self.backend_args is not None:
+            return
+        names_of_folder = defaultdict(list)
+        for record in self.data_list:
+            folder, name = os.path.split(record["img_path"])
+            if "://" not in folder:
+                names_of_folder[folder].append(name)
+        missing = []
+        for folder, names in names_of_folder.items():
+            present = set(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else set()
+            missing += [os.path.join(folder, name) for name in names if name not in present]
+        if missing:
+            raise FileNotFoundError(
+                f"{type(self).__name__}: {len(missing)} of the {len(self.data_list)} images of "
+                f"{self.ann_file} are missing: {listed(missing, 3)} (the folder is data_prefix['img'])"
+            )
+
+    def get_cat_ids(self, idx: int) -> list[int]:
+        """Return the labels of the boxes of image ``idx``, crowds included."""
+        return [instance["bbox_label"] for instance in self.get_data_info(idx)["instances"]]
+
+    def _rand_another(self) -> int:
+        # torch's generator is seeded in every worker process, numpy's only where a seed is configured.
+        return int(torch.randint(len(self), ()))
+
+    def _warn(self, message: str) -> None:
+        print_log(f"annotation file {self.ann_file}: {message}", logger="current", level=logging.WARNING)
+
+
+def _clip_box(annotation: dict, width: int, height: int) -> tuple[list[float] | None, str | None]:
+    """Return the box as xyxy clipped to its image (``None``: useless) and what is wrong with it, if any."""
+    x, y, w, h = annotation["bbox"]
+    if w < _MIN_SIDE_PX or h < _MIN_SIDE_PX:
+        return None, f"under {_MIN_SIDE_PX:g} pixel wide or high"
+    area = annotation.get("area")
+    if area is not None and area <= 0:
+        return None, "of zero area"
+    box = [max(x, 0.0), max(y, 0.0), min(x + w, float(width)), min(y + h, float(height))]
+    if box[2] <= box[0] or box[3] <= box[1]:
+        return None, "outside their image"
+    overhang = max(-x, -y, x + w - width, y + h - height)
+    return box, "clipped" if overhang > _OVERHANG_PX else None

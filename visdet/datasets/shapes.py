@@ -1,0 +1,221 @@
+"""The shapes data set: made, not downloaded, and stored as a COCO data set like any other."""
+
+import contextlib
+import fcntl
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from mmengine.logging import print_log
+from PIL import Image
+
+from visdet.registry import DATASETS
+from visdet.structures.palette import class_palette
+
+from .coco import CocoDataset
+from .shapes_images import SHAPE_CLASSES, draw_shapes
+
+__all__ = ["ShapesDataset", "make_shapes"]
+
+_GENERATOR_VERSION = 1
+_STAMP = "shapes.json"
+_SPLITS = ("train", "val")
+
+
+@DATASETS.register_module()
+class ShapesDataset(CocoDataset):
+    """CocoDataset over the shapes images, which it makes first where ``data_root`` does not hold them.
+
+    Six classes told apart by outline alone (circle, square, triangle, star, cross, ring), with random
+    colours, textures, sizes and occlusion, over noise. See :func:`make_shapes` for what is written.
+
+    Args:
+        generator: arguments of :func:`make_shapes` other than the folder: ``num_train``, ``num_val``,
+            ``image_size``, ``seed``. Every data set and metric that shares a ``data_root`` must agree on
+            them.
+        **coco_arguments: CocoDataset's.
+    """
+
+    METAINFO = {"classes": SHAPE_CLASSES, "palette": class_palette(len(SHAPE_CLASSES))}
+
+    def __init__(self, generator: dict | None = None, **coco_arguments) -> None:
+        self._generator = dict(generator or {})
+        super().__init__(**coco_arguments)
+
+    def full_init(self) -> None:
+        if not self._fully_initialized:
+            make_shapes(self.data_root, **self._generator)
+        super().full_init()
+
+
+def make_shapes(
+    folder: str | Path,
+    num_train: int = 4000,
+    num_val: int = 400,
+    image_size: int = 128,
+    seed: int = 0,
+    num_workers: int | None = None,
+) -> Path:
+    """Write the shapes data set into ``folder``, unless it is there, and return the folder.
+
+    It holds ``train/*.jpg``, ``val/*.jpg``, ``annotations/instances_{train,val}.json`` and a stamp,
+    ``shapes.json``, with the generator's version and the arguments. Image i of a split is drawn from
+    ``numpy.random.default_rng([seed, split, i])``, so the files do not depend on ``num_workers``.
+
+    The folder appears whole or not at all: everything is written beside it and renamed. Processes that start
+    at once wait for the first one. A folder with another stamp is replaced; one without a stamp is never touched.
+
+    Args:
+        folder: where to write.
+        num_train: images in the train split.
+        num_val: images in the val split.
+        image_size: height and width of an image in pixels.
+        seed: the seed.
+        num_workers: processes that draw; by default one per core.
+
+    Raises:
+        FileExistsError: the folder is not empty and was not written by this function.
+        ValueError: a number is not positive.
+        RuntimeError: a drawing process failed.
+    """
+    for name, number in (("num_train", num_train), ("num_val", num_val)):
+        if number < 1:
+            raise ValueError(f"make_shapes: {name} must be positive, got {number}")
+    if image_size < 32:
+        raise ValueError(f"make_shapes: image_size must be at least 32 pixels, got {image_size}")
+    folder = Path(folder)
+    stamp = {
+        "generator_version": _GENERATOR_VERSION,
+        "num_train": num_train,
+        "num_val": num_val,
+        "image_size": image_size,
+        "seed": seed,
+    }
+    if _read_stamp(folder) == stamp:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _exclusive(folder.parent / f".{folder.name}.lock"):
+        if _read_stamp(folder) != stamp:
+            _write_and_rename(folder, stamp, num_workers or len(os.sched_getaffinity(0)))
+    return folder
+
+
+def _read_stamp(folder: Path) -> dict | None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return json.loads((folder / _STAMP).read_text())
+    return None
+
+
+@contextlib.contextmanager
+def _exclusive(lock_file: Path):
+    """Hold ``lock_file``. A POSIX lock belongs to one process: it ends with it and no child inherits it."""
+    with open(lock_file, "w") as handle:
+        fcntl.lockf(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _write_and_rename(folder: Path, stamp: dict, num_workers: int) -> None:
+    if folder.exists() and any(folder.iterdir()) and _read_stamp(folder) is None:
+        raise FileExistsError(
+            f"make_shapes: {folder.resolve()} is not empty and has no {_STAMP}, so it was not made by "
+            "make_shapes; give another data_root or empty it"
+        )
+    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):  # of a run that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    counts = {"train": stamp["num_train"], "val": stamp["num_val"]}
+    start = time.monotonic()
+    print_log(f"drawing {sum(counts.values())} shapes images into {folder} …", logger="current")
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    partial.chmod(0o755)
+    try:
+        _draw_all(partial, counts, stamp, num_workers)
+        (partial / "annotations").mkdir()
+        for split, count in counts.items():
+            annotations = partial / "annotations" / f"instances_{split}.json"
+            annotations.write_text(json.dumps(_merge(partial, split, count, stamp["image_size"])))
+        for part in partial.glob("*.part.json"):
+            part.unlink()
+        (partial / _STAMP).write_text(json.dumps(stamp, indent=1) + "\n")
+        if folder.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+            folder.rename(replaced / folder.name)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    print_log(f"drew them in {time.monotonic() - start:.0f} s", logger="current", level=logging.INFO)
+
+
+def _draw_all(partial: Path, counts: dict[str, int], stamp: dict, num_workers: int) -> None:
+    """Draw every image, each worker every ``num_workers``-th one."""
+    for split in counts:
+        (partial / split).mkdir()
+    # Forked: the children draw with numpy and Pillow alone, and need not import torch again.
+    context = multiprocessing.get_context("fork")
+    workers = [
+        context.Process(target=_draw_share, args=(partial, counts, stamp, worker, num_workers, os.getpid()))
+        for worker in range(num_workers)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    failed = [worker.exitcode for worker in workers if worker.exitcode != 0]
+    if failed:
+        raise RuntimeError(
+            f"make_shapes: {len(failed)} of {num_workers} drawing processes failed, exit codes {failed}"
+        )
+
+
+def _draw_share(partial: Path, counts: dict, stamp: dict, worker: int, num_workers: int, parent: int) -> None:
+    for split_number, split in enumerate(_SPLITS):
+        objects_of_image = {}
+        for index in range(worker, counts[split], num_workers):
+            if os.getppid() != parent:  # the parent was killed, nobody waits for the rest
+                return
+            rng = np.random.default_rng([stamp["seed"], split_number, index])
+            pixels, objects = draw_shapes(rng, stamp["image_size"])
+            Image.fromarray(pixels).save(partial / split / _file_name(index), quality=92, subsampling=0)
+            objects_of_image[index] = [(item.label, item.bbox, item.area) for item in objects]
+        (partial / f"{split}-{worker}.part.json").write_text(json.dumps(objects_of_image))
+
+
+def _merge(partial: Path, split: str, count: int, image_size: int) -> dict:
+    """Return the COCO JSON of a split, from what the workers wrote."""
+    objects_of_image = {}
+    for part in partial.glob(f"{split}-*.part.json"):
+        objects_of_image.update(json.loads(part.read_text()))
+    images, annotations = [], []
+    for index in range(count):
+        image_id = index + 1
+        images.append(
+            {"id": image_id, "file_name": _file_name(index), "height": image_size, "width": image_size}
+        )
+        for label, (x1, y1, x2, y2), area in objects_of_image[str(index)]:
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": image_id,
+                    "category_id": label + 1,
+                    "bbox": [x1, y1, x2 - x1, y2 - y1],
+                    "area": area,
+                    "iscrowd": 0,
+                }
+            )
+    return {
+        "info": {"description": f"visdet shapes, {split}", "version": str(_GENERATOR_VERSION)},
+        "categories": [{"id": label + 1, "name": name} for label, name in enumerate(SHAPE_CLASSES)],
+        "images": images,
+        "annotations": annotations,
+    }
+
+
+def _file_name(index: int) -> str:
+    return f"{index:06d}.jpg"

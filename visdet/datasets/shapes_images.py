@@ -1,0 +1,168 @@
+"""Drawing of the images of the shapes data set: textured shapes over a cloudy background."""
+
+import colorsys
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+__all__ = ["SHAPE_CLASSES", "ShapeObject", "draw_shapes"]
+
+SHAPE_CLASSES = ("circle", "square", "triangle", "star", "cross", "ring")
+
+_SUPERSAMPLING = 4
+_MIN_VISIBLE = 0.25
+
+
+@dataclass(frozen=True)
+class ShapeObject:
+    """An annotated shape: its label, the box (x1, y1, x2, y2) around its visible pixels, and their number."""
+
+    label: int
+    bbox: tuple[int, int, int, int]
+    area: int
+
+
+def draw_shapes(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[ShapeObject]]:
+    """Return an RGB image, uint8 [size, size, 3], and the shapes in it that are at least a quarter visible.
+
+    One to six shapes of log-uniform radius (6 pixels to 0.28 * size), random proportions, turn, colour and
+    texture are painted one over another. Classes differ in outline alone. The image is a function of ``rng``.
+    """
+    canvas = _background(rng, size)
+    owner = np.full((size, size), -1, dtype=np.int16)
+    painted = [_paint(rng, canvas, owner, index) for index in range(rng.integers(1, 7))]
+    objects = []
+    for index, (label, full_area) in enumerate(painted):
+        rows, columns = np.nonzero(owner == index)
+        if len(rows) < _MIN_VISIBLE * full_area or not len(rows):
+            continue
+        bbox = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
+        objects.append(ShapeObject(label, bbox, len(rows)))
+    canvas += rng.normal(0.0, 3.0, canvas.shape)
+    return canvas.clip(0, 255).round().astype(np.uint8), objects
+
+
+def _background(rng: np.random.Generator, size: int) -> np.ndarray:
+    """Return clouds, float32 [size, size, 3]: noise of four octaves that mixes two muted colours."""
+    clouds = np.zeros((size, size), dtype=np.float32)
+    for octave in range(4):
+        cells = 3 * 2**octave
+        grid = Image.fromarray(rng.random((cells, cells), dtype=np.float32))
+        clouds += np.asarray(grid.resize((size, size), Image.Resampling.BICUBIC)) / 2**octave
+    clouds = (clouds - clouds.min()) / np.ptp(clouds)
+    low, high = (_colour(rng, saturation=(0.05, 0.5), value=(0.15, 0.8)) for _ in range(2))
+    return low + clouds[..., None] * (high - low)
+
+
+def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, index: int) -> tuple[int, float]:
+    """Paint a random shape onto ``canvas``, mark in ``owner`` what it covers; return (label, whole area)."""
+    size = len(canvas)
+    label = int(rng.integers(len(SHAPE_CLASSES)))
+    radius = 6.0 * (0.28 * size / 6.0) ** rng.random()
+    stretch = math.exp(rng.uniform(-0.25, 0.25))
+    turn = rng.uniform(0, 2 * math.pi)
+    center = rng.uniform(0.75 * radius, size - 0.75 * radius, 2)
+
+    cos, sin = math.cos(turn), math.sin(turn)
+    to_image = np.array([[cos, -sin], [sin, cos]]) @ np.diag([stretch, 1 / stretch]) * radius
+    outlines = [outline @ to_image.T + center for outline in _outlines(SHAPE_CLASSES[label])]
+    area = _polygon_area(outlines[0]) - sum(_polygon_area(hole) for hole in outlines[1:])
+
+    margin = 3 + int(0.3 * radius)  # room for the shadow
+    left, top = np.maximum(np.floor(outlines[0].min(axis=0)).astype(int) - margin, 0)
+    right, bottom = np.minimum(np.ceil(outlines[0].max(axis=0)).astype(int) + margin, size)
+    patch = canvas[top:bottom, left:right]
+    coverage = _coverage([outline - (left, top) for outline in outlines], patch.shape[1], patch.shape[0])
+
+    blurred = coverage.filter(ImageFilter.GaussianBlur(1 + 0.08 * radius))
+    shift = 1 + 0.06 * radius
+    moved = blurred.transform(blurred.size, Image.Transform.AFFINE, (1, 0, -shift, 0, 1, -shift))
+    patch *= 1 - 0.45 * np.asarray(moved, dtype=np.float32)[..., None] / 255
+    alpha = np.asarray(coverage, dtype=np.float32)[..., None] / 255
+
+    ys, xs = np.mgrid[top:bottom, left:right] + 0.5
+    local = np.stack([xs - center[0], ys - center[1]], axis=-1) @ np.linalg.inv(to_image).T
+    surface = _surface(rng, local, around=patch.mean(axis=(0, 1)))
+    patch += alpha * (surface - patch)
+    owned = owner[top:bottom, left:right]
+    owned[
+        alpha[..., 0] > 0.1
+    ] = -1  # a fringe along the edge belongs to nobody, or it would widen hidden boxes
+    owned[alpha[..., 0] > 0.5] = index
+    return label, area
+
+
+def _outlines(name: str) -> list[np.ndarray]:
+    """Return the polygons of a shape of radius about 1: the outline [n, 2], then its holes."""
+    if name == "circle":
+        return [_regular_polygon(64)]
+    if name == "square":
+        return [_regular_polygon(4, 1.15, phase=math.pi / 4)]
+    if name == "triangle":
+        return [_regular_polygon(3, 1.2)]
+    if name == "star":
+        points = _regular_polygon(10, 1.15)
+        points[1::2] *= 0.45
+        return [points]
+    if name == "cross":
+        quarter = np.array([(0.34, 0.34), (0.34, 1.0), (-0.34, 1.0)])
+        quarter_turn = np.array([(0.0, -1.0), (1.0, 0.0)])
+        return [np.concatenate([quarter @ np.linalg.matrix_power(quarter_turn, k).T for k in range(4)])]
+    return [_regular_polygon(64), _regular_polygon(64, 0.55)]
+
+
+def _regular_polygon(num_points: int, radius: float = 1.0, phase: float = 0.0) -> np.ndarray:
+    angles = phase + np.arange(num_points) * (2 * math.pi / num_points)
+    return radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+def _polygon_area(points: np.ndarray) -> float:
+    x, y = points.T
+    return 0.5 * abs(float(np.sum(x * np.roll(y, -1) - y * np.roll(x, -1))))
+
+
+def _coverage(outlines: list[np.ndarray], width: int, height: int) -> Image.Image:
+    """Return how much of each pixel the shape covers, 0..255."""
+    fine = Image.new("L", (width * _SUPERSAMPLING, height * _SUPERSAMPLING), 0)
+    draw = ImageDraw.Draw(fine)
+    for fill, outline in zip((255, 0), outlines, strict=False):
+        # Pillow puts pixel centres at whole numbers, the outlines have them at halves.
+        draw.polygon([tuple(point) for point in outline * _SUPERSAMPLING - 0.5], fill=fill)
+    return fine.reduce(_SUPERSAMPLING)
+
+
+def _surface(rng: np.random.Generator, local: np.ndarray, around: np.ndarray) -> np.ndarray:
+    """Return colours, float32 [h, w, 3], at the coordinates ``local`` [h, w, 2] of a shape of radius 1."""
+    colour = _colour(rng, saturation=(0.4, 1.0), value=(0.5, 1.0))
+    for _ in range(8):
+        if np.abs(colour - around).max() > 80:
+            break
+        colour = _colour(rng, saturation=(0.4, 1.0), value=(0.3, 1.0))
+    second = (
+        (colour * rng.uniform(0.5, 0.75))
+        if rng.random() < 0.5
+        else colour + rng.uniform(0.3, 0.6) * (255 - colour)
+    )
+    u, v = local[..., 0], local[..., 1]
+    frequency = rng.uniform(5.0, 10.0)
+    kind = rng.integers(5)
+    if kind == 0:
+        pattern = np.zeros_like(u)
+    elif kind == 1:
+        pattern = np.sin(frequency * u)
+    elif kind == 2:
+        pattern = 2.0 * np.sin(0.7 * frequency * u) * np.sin(0.7 * frequency * v)
+    elif kind == 3:
+        pattern = 4.0 * np.cos(frequency * u) * np.cos(frequency * v) - 1.5
+    else:
+        pattern = 0.3 * (u + v)
+    mix = 1 / (1 + np.exp(-4.0 * pattern)) if kind else pattern
+    light = 1.05 - 0.15 * np.hypot(u - 0.3, v - 0.3)
+    return ((colour + mix[..., None] * (second - colour)) * light[..., None]).astype(np.float32)
+
+
+def _colour(rng: np.random.Generator, saturation: tuple, value: tuple) -> np.ndarray:
+    rgb = colorsys.hsv_to_rgb(rng.random(), rng.uniform(*saturation), rng.uniform(*value))
+    return 255 * np.array(rgb, dtype=np.float32)

@@ -1,0 +1,72 @@
+"""What every transform has in common, and the random numbers it may use."""
+
+from abc import ABCMeta, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torchvision import tv_tensors
+
+__all__ = ["BaseTransform", "choose", "set_boxes", "set_image", "uniform", "uniform_int"]
+
+
+class BaseTransform(metaclass=ABCMeta):
+    """A step of a data pipeline: takes the dict of results, changes it, returns it.
+
+    Keys of the dict: ``img`` (``tv_tensors.Image``, uint8 [3, H, W]), ``img_path``, ``img_id``, ``ori_shape``
+    and ``img_shape`` (height, width), ``scale_factor`` (width, height ratios of ``img`` to the file's image),
+    ``flip``, ``flip_direction``, ``gt_bboxes`` (``tv_tensors.BoundingBoxes`` xyxy [N, 4], float32, pixels of
+    ``img``), ``gt_bboxes_labels`` (int64 [N]), ``gt_ignore_flags`` (bool [N], True for crowd regions).
+
+    Random numbers come from torch's global generator alone. A worker process of a DataLoader has its own,
+    seeded from the loader's (mmengine seeds it with ``seed + rank * num_workers + worker``), so a run with a
+    seed repeats exactly for the same number of workers and ranks. A worker that lives one epoch draws the
+    same numbers in every epoch under mmengine's fixed worker seeds: use ``persistent_workers=True``.
+
+    Source: the names and keywords of the transforms are those of mmcv and mmdet; the image is a torchvision
+    tv_tensor where theirs is a numpy array.
+    """
+
+    @abstractmethod
+    def transform(self, results: dict) -> dict | None:
+        """Return the changed results, or ``None`` to ask the data set for another image."""
+
+    def __call__(self, results: dict) -> dict | None:
+        return self.transform(results)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(
+            f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_")
+        )
+        return f"{type(self).__name__}({settings})"
+
+
+def set_image(results: dict, image: torch.Tensor) -> None:
+    """Store ``image`` [3, H, W] and its shape (height, width)."""
+    results["img"] = tv_tensors.Image(image)
+    results["img_shape"] = tuple(image.shape[-2:])
+
+
+def set_boxes(results: dict, boxes: torch.Tensor, keep: torch.Tensor | None = None) -> None:
+    """Store xyxy ``boxes`` [N, 4] on the canvas of the image, only those where ``keep`` [N] is True."""
+    if keep is not None:
+        boxes = boxes[keep]
+        for key in ("gt_bboxes_labels", "gt_ignore_flags"):
+            if key in results:
+                results[key] = results[key][keep]
+    plain = boxes.as_subclass(torch.Tensor)
+    results["gt_bboxes"] = tv_tensors.BoundingBoxes(plain, format="XYXY", canvas_size=results["img_shape"])
+
+
+def uniform(low: float, high: float) -> float:
+    """Return a number drawn uniformly from [low, high)."""
+    return low + (high - low) * torch.rand(()).item()
+
+
+def uniform_int(low: int, high: int) -> int:
+    """Return an integer drawn uniformly from low..high, both included."""
+    return int(torch.randint(low, high + 1, ()))
+
+
+def choose(probabilities: Sequence[float]) -> int:
+    """Return a position, drawn with the given probabilities (they sum to one)."""
+    return int(torch.multinomial(torch.tensor(probabilities, dtype=torch.float64), 1))

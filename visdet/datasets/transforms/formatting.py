@@ -1,0 +1,57 @@
+"""The last step of a pipeline: what the model gets."""
+
+from collections.abc import Sequence
+
+import torch
+from mmengine.structures import InstanceData
+
+from visdet.registry import TRANSFORMS
+from visdet.structures import DetDataSample
+
+from .base import BaseTransform
+
+__all__ = ["PackDetInputs"]
+
+
+@TRANSFORMS.register_module()
+class PackDetInputs(BaseTransform):
+    """Packs the results as ``dict(inputs=uint8 tensor [3, H, W], data_samples=DetDataSample)``.
+
+    ``gt_instances`` gets the boxes to learn, ``ignored_instances`` the crowd regions, both with ``bboxes``
+    (plain float32 tensor [N, 4], xyxy in pixels of ``img_shape``) and ``labels`` (int64 [N]).
+
+    Args:
+        meta_keys: results that become meta information; those that a pipeline does not set are left out.
+
+    Source: mmdet's PackDetInputs.
+    """
+
+    def __init__(
+        self,
+        meta_keys: Sequence[str] = (
+            "img_id",
+            "img_path",
+            "ori_shape",
+            "img_shape",
+            "scale_factor",
+            "flip",
+            "flip_direction",
+        ),
+    ) -> None:
+        self.meta_keys = tuple(meta_keys)
+
+    def transform(self, results: dict) -> dict:
+        sample = DetDataSample(metainfo={key: results[key] for key in self.meta_keys if key in results})
+        fields = {}
+        if "gt_bboxes" in results:
+            fields["bboxes"] = results["gt_bboxes"].as_subclass(torch.Tensor)
+        if "gt_bboxes_labels" in results:
+            fields["labels"] = results["gt_bboxes_labels"]
+        if fields:
+            num_boxes = len(next(iter(fields.values())))
+            is_ignored = results.get("gt_ignore_flags", torch.zeros(num_boxes, dtype=torch.bool))
+            sample.gt_instances = InstanceData(**{key: value[~is_ignored] for key, value in fields.items()})
+            sample.ignored_instances = InstanceData(
+                **{key: value[is_ignored] for key, value in fields.items()}
+            )
+        return {"inputs": results["img"].as_subclass(torch.Tensor).contiguous(), "data_samples": sample}

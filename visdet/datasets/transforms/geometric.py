@@ -1,0 +1,358 @@
+"""Transforms that move pixels, and the boxes with them."""
+
+from collections.abc import Sequence
+
+import torch
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from visdet.registry import TRANSFORMS
+
+from .base import BaseTransform, choose, set_boxes, set_image, uniform, uniform_int
+
+__all__ = ["Pad", "RandomChoiceResize", "RandomCrop", "RandomFlip", "RandomResize", "Resize"]
+
+
+@TRANSFORMS.register_module()
+class Resize(BaseTransform):
+    """Scales image and boxes, and multiplies ``scale_factor`` (width, height) by what it did.
+
+    With ``keep_ratio`` and ``scale=(a, b)`` the image becomes as large as fits: with
+    ``factor = min(max(a, b) / max(w, h), min(a, b) / min(w, h))`` the new size is ``int(w * factor + 0.5)``,
+    ``int(h * factor + 0.5)``. Without ``keep_ratio`` it becomes (a, b) = (width, height).
+
+    Args:
+        scale: (width, height), or one number for both.
+        scale_factor: used where ``scale`` is not given: the target is ``int(w * factor + 0.5)`` and likewise
+            in h.
+        keep_ratio: keep the image's proportions.
+        clip_object_border: clip the boxes to the image.
+        backend: ``'cv2'`` samples bilinearly without an anti-aliasing filter, as OpenCV does; ``'pillow'``
+            filters, as Pillow does. Both run on torchvision.
+        interpolation: ``'nearest'``, ``'bilinear'`` or ``'bicubic'``.
+
+    Source: mmcv's and mmdet's Resize. Difference: ``scale_factor`` is the product over all resizes of a
+    pipeline.
+    """
+
+    def __init__(
+        self,
+        scale: int | tuple[int, int] | None = None,
+        scale_factor: float | tuple[float, float] | None = None,
+        keep_ratio: bool = False,
+        clip_object_border: bool = True,
+        backend: str = "cv2",
+        interpolation: str = "bilinear",
+    ) -> None:
+        if (scale is None) == (scale_factor is None):
+            raise ValueError(f"Resize: give either scale or scale_factor, got {scale=} and {scale_factor=}")
+        if backend not in ("cv2", "pillow"):
+            raise ValueError(f"Resize: backend must be 'cv2' or 'pillow', got {backend!r}")
+        if interpolation not in ("nearest", "bilinear", "bicubic"):
+            raise ValueError(
+                f"Resize: interpolation must be nearest, bilinear or bicubic, got {interpolation!r}"
+            )
+        self.scale = None if scale is None else _positive_pair("Resize: scale", scale)
+        self.scale_factor = (
+            None if scale_factor is None else _positive_pair("Resize: scale_factor", scale_factor)
+        )
+        self.keep_ratio = keep_ratio
+        self.clip_object_border = clip_object_border
+        self.backend = backend
+        self.interpolation = interpolation
+
+    def new_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the (height, width) that an image of ``height`` x ``width`` gets."""
+        if self.scale is not None:
+            target_w, target_h = self.scale
+        else:
+            target_w, target_h = (
+                int(n * f + 0.5) for n, f in zip((width, height), self.scale_factor, strict=True)
+            )
+        if self.keep_ratio:
+            factor = min(
+                max(target_w, target_h) / max(width, height),
+                min(target_w, target_h) / min(width, height),
+            )
+            target_w, target_h = int(width * factor + 0.5), int(height * factor + 0.5)
+        return max(int(target_h), 1), max(int(target_w), 1)
+
+    def transform(self, results: dict) -> dict:
+        height, width = results["img_shape"]
+        size = self.new_size(height, width)
+        mode = InterpolationMode(self.interpolation)
+        set_image(results, F.resize(results["img"], list(size), mode, antialias=self.backend == "pillow"))
+        previous = results.get("scale_factor", (1.0, 1.0))
+        results["scale_factor"] = (previous[0] * size[1] / width, previous[1] * size[0] / height)
+        results["keep_ratio"] = self.keep_ratio
+        if "gt_bboxes" in results:
+            boxes = F.resize(results["gt_bboxes"], list(size))
+            set_boxes(results, F.clamp_bounding_boxes(boxes) if self.clip_object_border else boxes)
+        return results
+
+
+@TRANSFORMS.register_module()
+class RandomChoiceResize(BaseTransform):
+    """Resizes to one of ``scales``, each as likely.
+
+    Args:
+        scales: a list of (width, height) or of numbers, or a single one.
+        resize_type: the registered transform that does it.
+        **resize_kwargs: its other keywords, such as ``keep_ratio``.
+
+    Source: mmcv's RandomChoiceResize.
+    """
+
+    def __init__(self, scales: Sequence | int, resize_type: str = "Resize", **resize_kwargs) -> None:
+        self.scales = list(scales) if isinstance(scales, list) else [scales]
+        if not self.scales:
+            raise ValueError("RandomChoiceResize: scales must not be empty")
+        self._resizes = [
+            TRANSFORMS.build(dict(type=resize_type, scale=scale, **resize_kwargs)) for scale in self.scales
+        ]
+
+    def transform(self, results: dict) -> dict | None:
+        return self._resizes[uniform_int(0, len(self._resizes) - 1)](results)
+
+
+@TRANSFORMS.register_module()
+class RandomResize(BaseTransform):
+    """Resizes to a scale drawn from a range.
+
+    Args:
+        scale: two (width, height) pairs: each number is drawn from the integers between theirs; or one pair,
+            that ``ratio_range`` multiplies.
+        ratio_range: (lowest, highest) ratio, one draw for width and height.
+        resize_type: the registered transform that does it.
+        **resize_kwargs: its other keywords, such as ``keep_ratio``.
+
+    Source: mmcv's RandomResize.
+    """
+
+    def __init__(
+        self,
+        scale: Sequence,
+        ratio_range: tuple[float, float] | None = None,
+        resize_type: str = "Resize",
+        **resize_kwargs,
+    ) -> None:
+        is_one_pair = all(isinstance(side, int) for side in scale)
+        if len(scale) != 2 or is_one_pair != (ratio_range is not None):
+            raise ValueError(
+                "RandomResize: scale must be one (width, height) with a ratio_range, or two of them without, "
+                f"got {scale=} and {ratio_range=}"
+            )
+        if ratio_range is not None and not 0 < ratio_range[0] <= ratio_range[1]:
+            raise ValueError(f"RandomResize: ratio_range must be 0 < lowest <= highest, got {ratio_range}")
+        self.scale = scale
+        self.ratio_range = ratio_range
+        self._resize_cfg = dict(type=resize_type, **resize_kwargs)
+        self._build(scale if is_one_pair else scale[0])  # wrong keywords show now and not at the first image
+
+    def _build(self, scale: tuple[int, int]) -> BaseTransform:
+        return TRANSFORMS.build(dict(scale=tuple(scale), **self._resize_cfg))
+
+    def transform(self, results: dict) -> dict | None:
+        if self.ratio_range is not None:
+            ratio = uniform(*self.ratio_range)
+            scale = tuple(int(side * ratio) for side in self.scale)
+        else:
+            scale = tuple(uniform_int(min(sides), max(sides)) for sides in zip(*self.scale, strict=True))
+        return self._build(scale)(results)
+
+
+@TRANSFORMS.register_module()
+class RandomFlip(BaseTransform):
+    """Mirrors image and boxes, and sets ``flip`` and ``flip_direction`` (``None`` when not flipped).
+
+    Args:
+        prob: the probability of a flip, shared evenly by the directions, or one for each direction.
+        direction: ``'horizontal'``, ``'vertical'``, ``'diagonal'`` (both), or a list of them.
+
+    Source: mmcv's RandomFlip.
+    """
+
+    def __init__(self, prob: float | Sequence[float], direction: str | Sequence[str] = "horizontal") -> None:
+        directions = [direction] if isinstance(direction, str) else list(direction)
+        if not directions or not set(directions) <= {"horizontal", "vertical", "diagonal"}:
+            raise ValueError(
+                f"RandomFlip: direction must be horizontal, vertical or diagonal, got {direction!r}"
+            )
+        probs = list(prob) if isinstance(prob, (list, tuple)) else [prob / len(directions)] * len(directions)
+        if len(probs) != len(directions) or min(probs) < 0 or sum(probs) > 1 + 1e-9:
+            raise ValueError(
+                f"RandomFlip: prob must be 0..1, or one per direction summing to at most 1, got {prob}"
+            )
+        self.prob = prob
+        self.direction = direction
+        self._directions = [*directions, None]
+        self._probs = [*probs, max(1.0 - sum(probs), 0.0)]
+
+    def transform(self, results: dict) -> dict:
+        direction = self._directions[choose(self._probs)]
+        results["flip"] = direction is not None
+        results["flip_direction"] = direction
+        for flip, directions in (
+            (F.horizontal_flip, "horizontal diagonal"),
+            (F.vertical_flip, "vertical diagonal"),
+        ):
+            if direction is None or direction not in directions.split():
+                continue
+            set_image(results, flip(results["img"]))
+            if "gt_bboxes" in results:
+                set_boxes(results, flip(results["gt_bboxes"]))
+        return results
+
+
+@TRANSFORMS.register_module()
+class RandomCrop(BaseTransform):
+    """Cuts out a rectangle at a random place; drops the boxes that do not reach into it.
+
+    Args:
+        crop_size: read by ``crop_type``. A crop never exceeds the image.
+        crop_type: ``'absolute'``: crop_size is (width, height) in pixels. ``'absolute_range'``: crop_size is
+            (smallest, largest) side in pixels, drawn for height and width separately. ``'relative'``:
+            crop_size is (width, height) as parts of the image, in (0, 1]. ``'relative_range'``: crop_size
+            holds the smallest such parts of (width, height); each is drawn from there to 1.
+        allow_negative_crop: accept a crop without any box; ``False`` returns ``None`` (another image is
+            taken).
+        recompute_bbox: must be ``False``: it needs instance masks, which visdet has not.
+        bbox_clip_border: clip the boxes to the crop.
+
+    Source: mmdet 3.3's RandomCrop. Difference: mmdet reads ``'relative_range'`` as (height, width), the
+    others as (width, height); here all are (width, height).
+    """
+
+    def __init__(
+        self,
+        crop_size: tuple[float, float],
+        crop_type: str = "absolute",
+        allow_negative_crop: bool = False,
+        recompute_bbox: bool = False,
+        bbox_clip_border: bool = True,
+    ) -> None:
+        if crop_type not in ("absolute", "absolute_range", "relative", "relative_range"):
+            raise ValueError(
+                "RandomCrop: crop_type must be absolute, absolute_range, relative or relative_range, "
+                f"got {crop_type!r}"
+            )
+        if recompute_bbox:
+            raise ValueError("RandomCrop: recompute_bbox=True needs instance masks, which visdet has not")
+        first, second = crop_size
+        is_absolute = crop_type.startswith("absolute")
+        if is_absolute and not (
+            isinstance(first, int) and isinstance(second, int) and min(first, second) > 0
+        ):
+            raise ValueError(
+                f"RandomCrop: crop_size must be positive integers for {crop_type!r}, got {crop_size}"
+            )
+        if crop_type == "absolute_range" and first > second:
+            raise ValueError(
+                f"RandomCrop: crop_size must be (smallest, largest) for {crop_type!r}, got {crop_size}"
+            )
+        if not is_absolute and not (0 < first <= 1 and 0 < second <= 1):
+            raise ValueError(f"RandomCrop: crop_size must be in (0, 1] for {crop_type!r}, got {crop_size}")
+        self.crop_size = (first, second)
+        self.crop_type = crop_type
+        self.allow_negative_crop = allow_negative_crop
+        self.bbox_clip_border = bbox_clip_border
+
+    def _draw_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the crop's (height, width), at most the image's."""
+        first, second = self.crop_size
+        if self.crop_type == "absolute":
+            return min(second, height), min(first, width)
+        if self.crop_type == "absolute_range":
+            sides = [uniform_int(min(first, side), min(second, side)) for side in (height, width)]
+            return sides[0], sides[1]
+        if self.crop_type == "relative_range":
+            first, second = uniform(first, 1.0), uniform(second, 1.0)
+        return max(int(height * second + 0.5), 1), max(int(width * first + 0.5), 1)
+
+    def transform(self, results: dict) -> dict | None:
+        height, width = results["img_shape"]
+        crop_h, crop_w = self._draw_size(height, width)
+        top, left = uniform_int(0, height - crop_h), uniform_int(0, width - crop_w)
+        if "gt_bboxes" in results:
+            offset = torch.tensor([left, top, left, top], dtype=torch.float32)
+            boxes = results["gt_bboxes"].as_subclass(torch.Tensor) - offset
+            reaches_in = (boxes[:, :2] < boxes.new_tensor([crop_w, crop_h])).all(1) & (boxes[:, 2:] > 0).all(
+                1
+            )
+            if not reaches_in.any() and not self.allow_negative_crop:
+                return None
+        set_image(results, F.crop(results["img"], top, left, crop_h, crop_w))
+        if "gt_bboxes" in results:
+            set_boxes(results, boxes, reaches_in)
+            if self.bbox_clip_border:
+                set_boxes(results, F.clamp_bounding_boxes(results["gt_bboxes"]))
+        return results
+
+
+@TRANSFORMS.register_module()
+class Pad(BaseTransform):
+    """Adds a border at the right and bottom; ``img_shape`` becomes the padded size, boxes stay.
+
+    Args:
+        size: the padded (width, height).
+        size_divisor: pad height and width to multiples of it.
+        pad_to_square: pad to a square first.
+        pad_val: the border's value, a number or ``dict(img=number)``.
+        padding_mode: ``'constant'``, ``'edge'``, ``'reflect'`` or ``'symmetric'``.
+
+    Raises:
+        ValueError: the image is larger than ``size``.
+
+    Source: mmcv's Pad. A model pads its batches itself (DetDataPreprocessor): use this only for fixed sizes.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, int] | None = None,
+        size_divisor: int | None = None,
+        pad_to_square: bool = False,
+        pad_val: float | dict = 0,
+        padding_mode: str = "constant",
+    ) -> None:
+        if (size is not None) + (size_divisor is not None or pad_to_square) != 1:
+            raise ValueError(
+                "Pad: give either size, or size_divisor and/or pad_to_square, "
+                f"got {size=}, {size_divisor=}, {pad_to_square=}"
+            )
+        if padding_mode not in ("constant", "edge", "reflect", "symmetric"):
+            raise ValueError(
+                f"Pad: padding_mode must be constant, edge, reflect or symmetric, got {padding_mode!r}"
+            )
+        self.size = None if size is None else _positive_pair("Pad: size", size)
+        self.size_divisor = size_divisor
+        self.pad_to_square = pad_to_square
+        self.pad_val = pad_val["img"] if isinstance(pad_val, dict) else pad_val
+        self.padding_mode = padding_mode
+
+    def transform(self, results: dict) -> dict:
+        height, width = results["img_shape"]
+        target_w, target_h = self.size if self.size is not None else (width, height)
+        if self.pad_to_square:
+            target_w = target_h = max(width, height)
+        if self.size_divisor is not None:
+            target_w, target_h = (
+                -(-side // self.size_divisor) * self.size_divisor for side in (target_w, target_h)
+            )
+        if target_w < width or target_h < height:
+            raise ValueError(
+                f"Pad: size (width, height) = {self.size} is smaller than the image, {width}x{height}: "
+                f"{results.get('img_path')}"
+            )
+        border = [0, 0, target_w - width, target_h - height]
+        set_image(results, F.pad(results["img"], border, fill=self.pad_val, padding_mode=self.padding_mode))
+        results["pad_shape"] = results["img_shape"]
+        if "gt_bboxes" in results:
+            set_boxes(results, results["gt_bboxes"])
+        return results
+
+
+def _positive_pair(what: str, value: float | Sequence[float]) -> tuple:
+    pair = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
+    if len(pair) != 2 or min(pair) <= 0:
+        raise ValueError(f"{what} must be a positive number or (width, height), got {value!r}")
+    return pair

@@ -1,0 +1,192 @@
+"""Reading images and annotations."""
+
+import io
+
+import numpy as np
+import torch
+from mmengine import fileio
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from visdet.registry import TRANSFORMS
+
+from .base import BaseTransform, set_boxes, set_image
+
+__all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
+
+_COLOR_TYPES = ("color", "color_ignore_orientation")
+
+
+@TRANSFORMS.register_module()
+class LoadImageFromFile(BaseTransform):
+    """Reads ``img_path`` into ``img`` (uint8 [3, H, W]) and sets ``img_shape`` and ``ori_shape``.
+
+    Grey and palette images become three channels, alpha is dropped, 16-bit images keep their upper byte. The
+    EXIF orientation is applied, as image viewers do; where only the stored orientation has the height and
+    width of the annotation file, that one is taken, because there the boxes were drawn on it.
+
+    Args:
+        to_float32: give float32 values 0..255.
+        color_type: ``'color'``, or ``'color_ignore_orientation'`` to leave the EXIF orientation alone.
+        channel_order: ``'bgr'`` (mmcv's default, which goes with ``bgr_to_rgb=True`` in the data
+            preprocessor) or ``'rgb'``.
+        imdecode_backend: ``'pillow'``, the only one.
+        ignore_empty: return ``None`` for an image that cannot be read, so that the data set takes another
+            one.
+        backend_args: mmengine's file backend.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no image, is damaged, or differs in size from the annotation file; named in
+            the message.
+
+    Source: mmcv's LoadImageFromFile. Differences: Pillow decodes, so pixels may differ by 1 from OpenCV's.
+    """
+
+    def __init__(
+        self,
+        to_float32: bool = False,
+        color_type: str = "color",
+        channel_order: str = "bgr",
+        imdecode_backend: str = "pillow",
+        ignore_empty: bool = False,
+        backend_args: dict | None = None,
+    ) -> None:
+        for argument, value, allowed in (
+            ("color_type", color_type, _COLOR_TYPES),
+            ("channel_order", channel_order, ("bgr", "rgb")),
+            ("imdecode_backend", imdecode_backend, ("pillow",)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"LoadImageFromFile: {argument} must be one of {allowed}, got {value!r}")
+        self.to_float32 = to_float32
+        self.color_type = color_type
+        self.channel_order = channel_order
+        self.ignore_empty = ignore_empty
+        self.backend_args = backend_args
+
+    def transform(self, results: dict) -> dict | None:
+        try:
+            rgb = self._read(results["img_path"], (results.get("height"), results.get("width")))
+        except (FileNotFoundError, ValueError):
+            if self.ignore_empty:
+                return None
+            raise
+        pixels = rgb[..., ::-1].copy() if self.channel_order == "bgr" else rgb
+        # A view in channels-last order: resizing is faster on it, and PackDetInputs makes it contiguous.
+        image = torch.from_numpy(pixels).permute(2, 0, 1)
+        set_image(results, image.float() if self.to_float32 else image)
+        results["ori_shape"] = results["img_shape"]
+        return results
+
+    def _read(self, path: str, expected_shape: tuple) -> np.ndarray:
+        """Return RGB values, uint8 [H, W, 3]."""
+        try:
+            content = fileio.get(path, backend_args=self.backend_args)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"LoadImageFromFile: image {path} does not exist") from error
+        try:
+            with Image.open(io.BytesIO(content)) as stored:
+                stored.load()
+                image = ImageOps.exif_transpose(stored) if self.color_type == "color" else stored
+                if None not in expected_shape and image.size[::-1] != expected_shape == stored.size[::-1]:
+                    image = stored
+                rgb = _to_rgb(image)
+        except (
+            UnidentifiedImageError,
+            OSError,
+            SyntaxError,
+            ValueError,
+            Image.DecompressionBombError,
+        ) as error:
+            raise ValueError(
+                f"LoadImageFromFile: cannot read image {path} ({len(content)} bytes): {error}"
+            ) from error
+        if None not in expected_shape and rgb.shape[:2] != expected_shape:
+            raise ValueError(
+                f"LoadImageFromFile: image {path} is {rgb.shape[1]}x{rgb.shape[0]} pixels (width x height), "
+                f"but its annotation file says {expected_shape[1]}x{expected_shape[0]}: boxes would not fit"
+            )
+        return rgb
+
+
+def _to_rgb(image: Image.Image) -> np.ndarray:
+    """Return the RGB values of an image of any mode, uint8 [H, W, 3]."""
+    if image.mode.startswith(("I", "F")):
+        values = np.asarray(image)
+        if image.mode == "F" or (values.size and (values.min() < 0 or values.max() > 65535)):
+            raise ValueError(
+                f"values of mode {image.mode} do not fit 16 bits; convert the file to 8 or 16 bits"
+            )
+        upper_byte = (values.astype(np.uint16) >> 8).astype(np.uint8)
+        return np.repeat(upper_byte[..., None], 3, axis=2)
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow asks for this step; the colours of the palette stay
+    return np.array(image.convert("RGB"))
+
+
+@TRANSFORMS.register_module()
+class LoadAnnotations(BaseTransform):
+    """Turns ``instances`` into ``gt_bboxes``, ``gt_bboxes_labels`` and ``gt_ignore_flags``.
+
+    The boxes are in pixels of the current ``img``: after a ``Resize`` they are scaled by ``scale_factor``. A
+    flip or a crop cannot be made up for, so load annotations before them.
+
+    Args:
+        with_bbox: load the boxes and the ignore flags.
+        with_label: load the labels.
+        with_mask: must be ``False``: visdet has no instance masks.
+
+    Source: mmdet's LoadAnnotations. Difference: mmdet leaves boxes in the file's pixels when a ``Resize``
+    came first.
+    """
+
+    def __init__(self, with_bbox: bool = True, with_label: bool = True, with_mask: bool = False) -> None:
+        if with_mask:
+            raise ValueError("LoadAnnotations: with_mask=True is not supported, visdet has no instance masks")
+        self.with_bbox = with_bbox
+        self.with_label = with_label
+
+    def transform(self, results: dict) -> dict:
+        if results.get("flip", False):
+            raise ValueError(
+                "LoadAnnotations must come before RandomFlip: the boxes of the file are not flipped"
+            )
+        instances = results.get("instances", [])
+        if self.with_bbox:
+            boxes = torch.tensor([item["bbox"] for item in instances], dtype=torch.float32).reshape(-1, 4)
+            set_boxes(results, boxes * torch.tensor(results.get("scale_factor", (1.0, 1.0))).repeat(2))
+            flags = [bool(item["ignore_flag"]) for item in instances]
+            results["gt_ignore_flags"] = torch.tensor(flags, dtype=torch.bool)
+        if self.with_label:
+            labels = [item["bbox_label"] for item in instances]
+            results["gt_bboxes_labels"] = torch.tensor(labels, dtype=torch.int64)
+        return results
+
+
+@TRANSFORMS.register_module()
+class FilterAnnotations(BaseTransform):
+    """Drops boxes that augmentation has made too small.
+
+    Args:
+        min_gt_bbox_wh: a box stays if it is wider and higher than this, in pixels (width, height).
+        keep_empty: as mmdet's, which is named the other way round: ``True`` returns ``None`` (another image
+            is taken) when no box stays, ``False`` returns the image without boxes. An image that had no box
+            is returned as it is.
+
+    Source: mmdet's FilterAnnotations.
+    """
+
+    def __init__(self, min_gt_bbox_wh: tuple[float, float] = (1.0, 1.0), keep_empty: bool = True) -> None:
+        self.min_gt_bbox_wh = tuple(min_gt_bbox_wh)
+        self.keep_empty = keep_empty
+
+    def transform(self, results: dict) -> dict | None:
+        boxes = results["gt_bboxes"]
+        if not len(boxes):
+            return results
+        sizes = (boxes[:, 2:] - boxes[:, :2]).as_subclass(torch.Tensor)
+        keep = (sizes > sizes.new_tensor(self.min_gt_bbox_wh)).all(dim=1)
+        if self.keep_empty and not keep.any():
+            return None
+        set_boxes(results, boxes, keep)
+        return results

@@ -1,0 +1,84 @@
+"""Transforms that change colours and leave the geometry alone."""
+
+import torch
+from torchvision.transforms.v2 import functional as F
+
+from visdet.registry import TRANSFORMS
+
+from .base import BaseTransform, set_image, uniform
+
+__all__ = ["PhotoMetricDistortion"]
+
+
+@TRANSFORMS.register_module()
+class PhotoMetricDistortion(BaseTransform):
+    """Changes brightness, contrast, saturation, hue and the order of the channels, each with probability one
+    half.
+
+    In order: brightness ``+ d``, contrast ``* a`` (here or after the hue, one half each), saturation ``* s``,
+    hue ``+ h``, a random permutation of the channels. Saturation is that of HSV: each channel moves away from
+    the brightest one, ``v - (v - c) * s``, as far as black allows.
+
+    Args:
+        brightness_delta: d is uniform in ±this, on the scale 0..255.
+        contrast_range: (lowest, highest) a.
+        saturation_range: (lowest, highest) s.
+        hue_delta: h is uniform in ±this, in degrees.
+
+    Source: SSD's augmentation, with mmdet's names and defaults. Differences: values are kept in 0..255 after
+    each step and the dtype is kept, where mmdet goes on with unbounded float32.
+    """
+
+    def __init__(
+        self,
+        brightness_delta: float = 32,
+        contrast_range: tuple[float, float] = (0.5, 1.5),
+        saturation_range: tuple[float, float] = (0.5, 1.5),
+        hue_delta: float = 18,
+    ) -> None:
+        for name, pair in (("contrast_range", contrast_range), ("saturation_range", saturation_range)):
+            if len(pair) != 2 or not 0 <= pair[0] <= pair[1]:
+                raise ValueError(f"PhotoMetricDistortion: {name} must be 0 <= lowest <= highest, got {pair}")
+        if not 0 <= hue_delta <= 180 or brightness_delta < 0:
+            raise ValueError(
+                "PhotoMetricDistortion: brightness_delta must not be negative and hue_delta be in 0..180, "
+                f"got {brightness_delta} and {hue_delta}"
+            )
+        self.brightness_delta = brightness_delta
+        self.contrast_range = tuple(contrast_range)
+        self.saturation_range = tuple(saturation_range)
+        self.hue_delta = hue_delta
+
+    def transform(self, results: dict) -> dict:
+        dtype = results["img"].dtype
+        image = results["img"].as_subclass(torch.Tensor).float() / 255
+        contrast_comes_first = _coin()
+        if _coin():
+            image = (image + uniform(-self.brightness_delta, self.brightness_delta) / 255).clamp(0, 1)
+        contrast = uniform(*self.contrast_range) if _coin() else 1.0
+        if contrast_comes_first:
+            image = (image * contrast).clamp(0, 1)
+        if _coin():
+            image = _scale_saturation(image, uniform(*self.saturation_range))
+        if _coin():
+            # Read as BGR a hue turns the other way round, which is as likely: channel order does not matter.
+            image = F.adjust_hue(image, uniform(-self.hue_delta, self.hue_delta) / 360)
+        if not contrast_comes_first:
+            image = (image * contrast).clamp(0, 1)
+        if _coin():
+            image = image[torch.randperm(3)]
+        image = image * 255
+        set_image(results, image.round().to(dtype) if not dtype.is_floating_point else image)
+        return results
+
+
+def _coin() -> bool:
+    return uniform(0, 1) < 0.5
+
+
+def _scale_saturation(image: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return ``image`` [3, H, W] with its HSV saturation times ``factor``, at most 1; hue and value stay."""
+    value = image.amax(dim=0)
+    chroma = value - image.amin(dim=0)
+    most = value / chroma.clamp(min=1e-6)
+    return value - (value - image) * most.clamp(max=factor)

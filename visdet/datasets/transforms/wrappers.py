@@ -1,0 +1,87 @@
+"""Transforms made of transforms."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from mmengine.dataset import Compose
+from torchvision.transforms import v2
+
+from visdet.registry import TRANSFORMS
+
+from .base import BaseTransform, choose, set_boxes, set_image
+
+__all__ = ["RandomChoice", "TorchvisionTransform"]
+
+
+@TRANSFORMS.register_module()
+class RandomChoice(BaseTransform):
+    """Applies one of several pipelines.
+
+    Args:
+        transforms: the pipelines, each a list of transforms or a single one.
+        prob: their probabilities, summing to 1; without them each is as likely.
+
+    Source: mmcv's RandomChoice.
+    """
+
+    def __init__(
+        self,
+        transforms: Sequence[dict | Callable | Sequence[dict | Callable]],
+        prob: Sequence[float] | None = None,
+    ) -> None:
+        if not transforms:
+            raise ValueError("RandomChoice: transforms must not be empty")
+        if prob is not None and (len(prob) != len(transforms) or min(prob) < 0 or abs(sum(prob) - 1) > 1e-6):
+            raise ValueError(
+                f"RandomChoice: prob must be {len(transforms)} numbers that sum to 1, got {list(prob)}"
+            )
+        self.prob = prob
+        self.transforms = [_compose(steps) for steps in transforms]
+
+    def transform(self, results: dict) -> dict | None:
+        probabilities = self.prob or [1 / len(self.transforms)] * len(self.transforms)
+        return self.transforms[choose(probabilities)](results)
+
+
+def _compose(steps: dict | Callable | Sequence[dict | Callable]) -> Compose:
+    steps = list(steps) if isinstance(steps, (list, tuple)) else [steps]
+    return Compose([TRANSFORMS.build(step) if isinstance(step, dict) else step for step in steps])
+
+
+@TRANSFORMS.register_module()
+class TorchvisionTransform(BaseTransform):
+    """Applies any transform of ``torchvision.transforms.v2`` to image and boxes, by its name.
+
+    ``dict(type='TorchvisionTransform', transform='RandomRotation', degrees=10)``. Boxes are clipped to the
+    new image, and those left with under one pixel of width or height are dropped. ``scale_factor`` is not
+    changed, so use transforms that move pixels for training only.
+
+    Args:
+        transform: the name of a class in ``torchvision.transforms.v2``.
+        **arguments: its arguments.
+
+    Raises:
+        ValueError: torchvision has no such transform, or it changed the number of boxes.
+    """
+
+    def __init__(self, transform: str, **arguments) -> None:
+        transform_class = getattr(v2, transform, None)
+        if not (isinstance(transform_class, type) and issubclass(transform_class, v2.Transform)):
+            raise ValueError(
+                f"TorchvisionTransform: torchvision.transforms.v2 has no transform {transform!r}"
+            )
+        self.transform_name = transform
+        self.arguments = arguments
+        self._transform = transform_class(**arguments)
+
+    def transform(self, results: dict) -> dict:
+        if "gt_bboxes" not in results:
+            set_image(results, self._transform(results["img"]))
+            return results
+        image, boxes = self._transform(results["img"], results["gt_bboxes"])
+        if len(boxes) != len(results["gt_bboxes"]):
+            raise ValueError(f"TorchvisionTransform: {self.transform_name} changed the number of boxes")
+        set_image(results, image)
+        boxes = v2.functional.clamp_bounding_boxes(boxes).as_subclass(torch.Tensor)
+        set_boxes(results, boxes, keep=(boxes[:, 2:] - boxes[:, :2] >= 1).all(dim=1))
+        return results

@@ -1,0 +1,5 @@
+"""Metrics."""
+
+from .coco_metric import CocoMetric
+
+__all__ = ["CocoMetric"]

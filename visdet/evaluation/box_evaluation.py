@@ -1,0 +1,124 @@
+"""COCO's precision and recall arrays, and the numbers read from them."""
+
+import contextlib
+import importlib
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["AREAS", "BoxEvaluation", "evaluate_boxes", "import_backend"]
+
+# Name: module and class of the annotation index and of the evaluator.
+_BACKENDS = {
+    "faster_coco_eval": ("faster_coco_eval.COCO", "faster_coco_eval.COCOeval_faster"),
+    "pycocotools": ("pycocotools.coco.COCO", "pycocotools.cocoeval.COCOeval"),
+}
+
+AREAS = ("all", "s", "m", "l")
+_MAX_DETS_OF_AP = 100
+
+
+def import_backend(name: str | None = None) -> tuple[type, type]:
+    """Return the classes COCO and COCOeval of a library: the one named, else the first that is installed.
+
+    Raises:
+        ValueError: no backend has this name.
+        ImportError: it is not installed.
+    """
+    if name is not None and name not in _BACKENDS:
+        raise ValueError(f"CocoMetric: backend must be one of {tuple(_BACKENDS)}, got {name!r}")
+    for candidate in [name] if name else _BACKENDS:
+        with contextlib.suppress(ImportError):
+            index, evaluator = (path.rpartition(".") for path in _BACKENDS[candidate])
+            return tuple(
+                getattr(importlib.import_module(module), cls) for module, _, cls in (index, evaluator)
+            )
+    raise ImportError(f"CocoMetric needs {name or ' or '.join(_BACKENDS)}, which is not installed")
+
+
+@dataclass(frozen=True)
+class BoxEvaluation:
+    """COCO's arrays of one evaluation.
+
+    Attributes:
+        precision: [IoU thresholds, 101 recalls, classes, areas, max. detections]; -1 where a class has no
+            box.
+        recall: [IoU thresholds, classes, areas, max. detections].
+        iou_thrs: the thresholds.
+        max_dets: detections counted per image.
+    """
+
+    precision: np.ndarray
+    recall: np.ndarray
+    iou_thrs: np.ndarray
+    max_dets: Sequence[int]
+
+    def average_precision(
+        self, iou: float | None = None, area: str = "all", label: int | None = None
+    ) -> float:
+        """Return AP at 100 detections, of all thresholds and classes or one; -1 without ground truth."""
+        values = self.precision[..., AREAS.index(area), self.max_dets.index(_MAX_DETS_OF_AP)]
+        values = values[self._thresholds(iou)]
+        return _mean_of_defined(values if label is None else values[..., label])
+
+    def average_recall(self, max_dets: int, area: str = "all") -> float:
+        """Return AR over all thresholds and classes, with ``max_dets`` detections per image."""
+        return _mean_of_defined(self.recall[..., AREAS.index(area), self.max_dets.index(max_dets)])
+
+    def _thresholds(self, iou: float | None) -> np.ndarray:
+        return np.ones(len(self.iou_thrs), dtype=bool) if iou is None else np.isclose(self.iou_thrs, iou)
+
+
+def _mean_of_defined(values: np.ndarray) -> float:
+    defined = values[values > -1]
+    return float(defined.mean()) if defined.size else -1.0
+
+
+def evaluate_boxes(
+    truth: dict,
+    detections: Sequence[dict],
+    image_ids: Iterable[int],
+    num_classes: int,
+    iou_thrs: np.ndarray,
+    max_dets: Iterable[int],
+    backend: tuple[type, type],
+) -> BoxEvaluation:
+    """Match detections to ground truth as COCO does.
+
+    Args:
+        truth: ``images`` (``id``) and ``annotations`` (``id`` from 1 on, ``image_id``, ``category_id`` below
+            num_classes, ``bbox`` [x, y, width, height], ``area``, ``iscrowd``) in COCO's form.
+        detections: ``image_id``, ``category_id``, ``bbox`` and ``score`` in COCO's form.
+        image_ids: the images that count.
+        num_classes: number of categories.
+        iou_thrs: IoU thresholds.
+        max_dets: numbers of detections per image; 100 is always evaluated.
+        backend: from :func:`import_backend`.
+    """
+    boxes = [
+        {**row, "id": i, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0}
+        for i, row in enumerate(detections, start=1)
+    ]
+    categories = [{"id": label, "name": str(label)} for label in range(num_classes)]
+    index_class, evaluator_class = backend
+    max_dets = sorted({_MAX_DETS_OF_AP, *max_dets})
+    with contextlib.redirect_stdout(io.StringIO()):  # COCO's code prints its progress
+        indexes = []
+        for annotations in (truth["annotations"], boxes):
+            index = index_class()
+            index.dataset = {"images": truth["images"], "annotations": annotations, "categories": categories}
+            index.createIndex()
+            indexes.append(index)
+        evaluator = evaluator_class(*indexes, "bbox")
+        evaluator.params.imgIds = sorted(image_ids)
+        evaluator.params.catIds = list(range(num_classes))
+        evaluator.params.iouThrs = np.asarray(iou_thrs)
+        evaluator.params.maxDets = max_dets
+        evaluator.evaluate()
+        evaluator.accumulate()
+    shape = (len(iou_thrs), len(evaluator.params.recThrs), num_classes, len(AREAS), len(max_dets))
+    precision = np.asarray(evaluator.eval["precision"]).reshape(shape)
+    recall = np.asarray(evaluator.eval["recall"]).reshape(shape[:1] + shape[2:])
+    return BoxEvaluation(precision, recall, np.asarray(iou_thrs), max_dets)

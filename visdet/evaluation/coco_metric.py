@@ -1,0 +1,293 @@
+"""Average precision and recall of boxes, as COCO defines them."""
+
+import io
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from mmengine.dist import is_main_process
+from mmengine.evaluator import BaseMetric
+from mmengine.logging import print_log
+from rich.console import Console
+from rich.table import Table
+
+from visdet.registry import METRICS
+from visdet.structures.coco_json import listed, load_coco_json, match_categories
+
+from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
+
+__all__ = ["CocoMetric"]
+
+# The arguments of BoxEvaluation.average_precision behind each name.
+_PRECISIONS = {
+    "mAP": {},
+    "mAP_50": {"iou": 0.5},
+    "mAP_75": {"iou": 0.75},
+    "mAP_s": {"area": "s"},
+    "mAP_m": {"area": "m"},
+    "mAP_l": {"area": "l"},
+}
+
+
+@METRICS.register_module()
+class CocoMetric(BaseMetric):
+    """COCO's box AP: ``coco/bbox_mAP``, ``coco/bbox_mAP_50``, ``_75``, ``_s``, ``_m``, ``_l``.
+
+    AP counts at most 100 detections per image; small, medium and large are areas under 32², under 96² and
+    from 96² pixels. A number with no ground truth to measure it on is -1, as in COCO's own code. Nothing is
+    rounded. Only images that were evaluated count; a warning says so where they are fewer than the file's.
+
+    ``classwise_results`` holds, after an evaluation and on the main process, one dict per class: ``name``,
+    ``num_boxes`` (without crowds), ``mAP``, ``mAP_50``, ``mAP_75``, ``mAP_s``, ``mAP_m``, ``mAP_l``.
+
+    Args:
+        ann_file: the COCO JSON file with the ground truth. ``None`` takes the ground truth from the data
+            samples, where the area of a box is its width times its height.
+        metric: ``'bbox'``.
+        classwise: log a table of AP per class, and return ``coco/bbox_mAP/<class>`` as well.
+        format_only: write the detections and evaluate nothing.
+        outfile_prefix: write the detections to ``<outfile_prefix>.bbox.json``, in COCO's result format.
+        iou_thrs: IoU thresholds to average over, by default 0.50, 0.55, .. 0.95.
+        proposal_nums: detections per image that ``AR@n`` allows.
+        metric_items: what to return, of ``mAP``, ``mAP_50``, ``mAP_75``, ``mAP_s``, ``mAP_m``, ``mAP_l``,
+            ``AR@n`` for each n of ``proposal_nums``, and ``AR_s@n``, ``AR_m@n``, ``AR_l@n`` for the largest;
+            by default the APs.
+        backend: ``'faster_coco_eval'`` or ``'pycocotools'``, which give the same numbers; by default the
+            first that is installed.
+        backend_args: mmengine's file backend for ``ann_file``.
+        collect_device: where the results of several processes are gathered, ``'cpu'`` or ``'gpu'``.
+        prefix: in place of ``coco``.
+
+    Raises:
+        FileNotFoundError: ``ann_file`` does not exist.
+        ValueError: ``ann_file`` lacks keys, or fits neither the classes of the data set nor its images. All
+            but the last is found before training.
+
+    Source: mmdet's CocoMetric (names and keywords). Differences: labels are matched to categories by name;
+    every AP is at 100 detections, where mmdet takes the largest of ``proposal_nums`` for all but ``mAP``.
+    """
+
+    default_prefix = "coco"
+
+    def __init__(
+        self,
+        ann_file: str | None = None,
+        metric: str | Sequence[str] = "bbox",
+        classwise: bool = False,
+        format_only: bool = False,
+        outfile_prefix: str | None = None,
+        iou_thrs: float | Sequence[float] | None = None,
+        proposal_nums: Sequence[int] = (100, 300, 1000),
+        metric_items: Sequence[str] | None = None,
+        backend: str | None = None,
+        backend_args: dict | None = None,
+        collect_device: str = "cpu",
+        prefix: str | None = None,
+    ) -> None:
+        super().__init__(collect_device=collect_device, prefix=prefix)
+        if metric not in ("bbox", ["bbox"], ("bbox",)):
+            raise ValueError(f"CocoMetric: metric must be 'bbox', got {metric!r}")
+        if format_only and outfile_prefix is None:
+            raise ValueError("CocoMetric: format_only=True needs an outfile_prefix to write to, got None")
+        self.classwise = classwise
+        self.format_only = format_only
+        self.outfile_prefix = outfile_prefix
+        self.iou_thrs = np.linspace(0.5, 0.95, 10) if iou_thrs is None else np.atleast_1d(iou_thrs)
+        self.proposal_nums = sorted(proposal_nums)
+        recalls = [f"AR@{n}" for n in self.proposal_nums]
+        recalls += [f"AR_{area}@{self.proposal_nums[-1]}" for area in AREAS[1:]]
+        self.metric_items = list(metric_items or _PRECISIONS)
+        unknown = [item for item in self.metric_items if item not in [*_PRECISIONS, *recalls]]
+        if unknown:
+            raise ValueError(f"CocoMetric: metric_items must be of {[*_PRECISIONS, *recalls]}, got {unknown}")
+        self.classwise_results: list[dict] = []
+        self._backend = import_backend(backend)
+        self._ann_file = ann_file
+        # Only the main process evaluates. It reads the file now, so that a wrong one shows before training.
+        reads_file = ann_file is not None and is_main_process()
+        self._content = load_coco_json(ann_file, backend_args, not format_only) if reads_file else None
+        self._label_of_category: dict[int, int] = {}
+
+    @property
+    def dataset_meta(self) -> dict | None:
+        """Meta information of the data set; ``classes`` names the labels."""
+        return self._dataset_meta
+
+    @dataset_meta.setter
+    def dataset_meta(self, dataset_meta: dict) -> None:
+        self._dataset_meta = dataset_meta
+        if self._content is not None:
+            categories = self._content["categories"]
+            self._label_of_category = match_categories(categories, dataset_meta["classes"], self._ann_file)
+
+    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
+        """Keep the detections of a batch, boxes in pixels of the original image.
+
+        Args:
+            data_batch: not used.
+            data_samples: dicts with ``img_id`` and ``pred_instances`` (``bboxes`` [N, 4] xyxy, ``scores``
+                [N], ``labels`` [N]); without an ``ann_file`` also with ``gt_instances`` and ``scale_factor``.
+        """
+        for sample in data_samples:
+            predicted = sample["pred_instances"]
+            result = {
+                "img_id": sample["img_id"],
+                "bboxes": _numpy(predicted["bboxes"]).reshape(-1, 4),
+                "scores": _numpy(predicted["scores"]),
+                "labels": _numpy(predicted["labels"]).astype(int),
+            }
+            if self._ann_file is None:
+                result["truth"] = _truth_of_sample(sample)
+            self.results.append(result)
+
+    def compute_metrics(self, results: list[dict]) -> dict[str, float]:
+        """Return the numbers asked for, without the prefix."""
+        if self._dataset_meta is None:
+            raise ValueError("CocoMetric: set dataset_meta, which names the classes, before evaluating")
+        classes = self._dataset_meta["classes"]
+        self.classwise_results = []
+        results = list({result["img_id"]: result for result in results}.values())
+        detections = _detections(results)
+        if self.outfile_prefix is not None:
+            self._write(detections)
+        if self.format_only:
+            return {}
+        truth = _truth_of_results(results) if self._ann_file is None else self._truth_of_file()
+        image_ids = {result["img_id"] for result in results}
+        self._check_images(image_ids, {image["id"] for image in truth["images"]})
+        evaluation = evaluate_boxes(
+            truth, detections, image_ids, len(classes), self.iou_thrs, self.proposal_nums, self._backend
+        )
+        self.classwise_results = _classwise(evaluation, truth, image_ids, classes)
+        metrics = {f"bbox_{item}": _value_of(evaluation, item) for item in self.metric_items}
+        if self.classwise:
+            metrics.update({f"bbox_mAP/{row['name']}": row["mAP"] for row in self.classwise_results})
+            print_log("\n" + _as_table(self.classwise_results), logger="current")
+        return metrics
+
+    def _truth_of_file(self) -> dict:
+        """Return images and annotations of the file, category ids replaced by labels, crowds marked."""
+        annotations = []
+        for annotation in self._content["annotations"]:
+            label = self._label_of_category.get(annotation["category_id"])
+            if label is not None:
+                _, _, width, height = annotation["bbox"]
+                area = annotation.get("area")
+                area = width * height if area is None else area
+                iscrowd = annotation.get("iscrowd") or 0
+                annotations.append(
+                    _annotation(annotation["image_id"], label, annotation["bbox"], area, iscrowd)
+                )
+        return {"images": self._content["images"], "annotations": _numbered(annotations)}
+
+    def _check_images(self, evaluated: set, in_file: set) -> None:
+        unknown = sorted(evaluated - in_file)
+        if unknown:
+            raise ValueError(
+                f"CocoMetric: ann_file {self._ann_file} does not have {len(unknown)} of the {len(evaluated)} "
+                f"evaluated images: ids {listed(unknown, 5)}. Evaluator and data set must name the same file."
+            )
+        if evaluated != in_file:
+            print_log(
+                f"CocoMetric: {len(in_file - evaluated)} of the {len(in_file)} images of {self._ann_file} "
+                "were not evaluated and do not count",
+                logger="current",
+                level=logging.WARNING,
+            )
+
+    def _write(self, detections: list[dict]) -> None:
+        """Write the detections with the category ids of ``ann_file``."""
+        category_of_label = {label: category for category, label in self._label_of_category.items()}
+        rows = [
+            {**row, "category_id": category_of_label.get(row["category_id"], row["category_id"])}
+            for row in detections
+        ]
+        path = Path(f"{self.outfile_prefix}.bbox.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows))
+        print_log(f"wrote {len(rows)} detections to {path}", logger="current")
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().float().cpu().numpy()
+
+
+def _annotation(image_id: int, label: int, xywh: Sequence[float], area: float, iscrowd: int) -> dict:
+    return {
+        "image_id": image_id,
+        "category_id": label,
+        "bbox": list(xywh),
+        "area": area,
+        "iscrowd": int(iscrowd),
+    }
+
+
+def _numbered(annotations: list[dict]) -> list[dict]:
+    """Return the annotations with ids from 1 on: COCO's code takes a match with id 0 for none."""
+    return [{**annotation, "id": i} for i, annotation in enumerate(annotations, start=1)]
+
+
+def _xywh(xyxy: Sequence[float]) -> list[float]:
+    x1, y1, x2, y2 = map(float, xyxy)
+    return [x1, y1, x2 - x1, y2 - y1]
+
+
+def _detections(results: list[dict]) -> list[dict]:
+    """Return all detections in COCO's result format, labels for categories."""
+    return [
+        {"image_id": result["img_id"], "category_id": int(label), "bbox": _xywh(bbox), "score": float(score)}
+        for result in results
+        for bbox, score, label in zip(result["bboxes"], result["scores"], result["labels"], strict=True)
+    ]
+
+
+def _truth_of_sample(sample: dict) -> list[dict]:
+    """Return the ground truth of a data sample, in pixels of the original image."""
+    scale = np.tile(np.asarray(sample.get("scale_factor", (1.0, 1.0))), 2)
+    annotations = []
+    for iscrowd, field in enumerate(("gt_instances", "ignored_instances")):
+        instances = sample.get(field)
+        if not instances:
+            if iscrowd:
+                continue
+            raise ValueError("CocoMetric: without an ann_file the data samples must hold gt_instances")
+        for bbox, label in zip(_numpy(instances["bboxes"]) / scale, instances["labels"], strict=True):
+            xywh = _xywh(bbox)
+            annotations.append(_annotation(sample["img_id"], int(label), xywh, xywh[2] * xywh[3], iscrowd))
+    return annotations
+
+
+def _truth_of_results(results: list[dict]) -> dict:
+    annotations = [annotation for result in results for annotation in result["truth"]]
+    return {"images": [{"id": result["img_id"]} for result in results], "annotations": _numbered(annotations)}
+
+
+def _value_of(evaluation: BoxEvaluation, item: str) -> float:
+    if item in _PRECISIONS:
+        return evaluation.average_precision(**_PRECISIONS[item])
+    name, _, max_dets = item.partition("@")
+    return evaluation.average_recall(int(max_dets), name.removeprefix("AR_") if "_" in name else "all")
+
+
+def _classwise(evaluation: BoxEvaluation, truth: dict, image_ids: set, classes: Sequence[str]) -> list[dict]:
+    counts = np.zeros(len(classes), dtype=int)
+    for annotation in truth["annotations"]:
+        counts[annotation["category_id"]] += annotation["image_id"] in image_ids and not annotation["iscrowd"]
+    return [
+        {"name": name, "num_boxes": int(counts[label])}
+        | {item: evaluation.average_precision(label=label, **choice) for item, choice in _PRECISIONS.items()}
+        for label, name in enumerate(classes)
+    ]
+
+
+def _as_table(rows: list[dict]) -> str:
+    table = Table("class", "boxes", *_PRECISIONS)
+    for row in rows:
+        values = (f"{row[item]:.3f}" if row[item] >= 0 else "–" for item in _PRECISIONS)
+        table.add_row(row["name"], str(row["num_boxes"]), *values)
+    text = io.StringIO()
+    Console(file=text, width=100).print(table)
+    return text.getvalue()

@@ -1,0 +1,143 @@
+"""Drawing of boxes, labels and sheets of pictures on plain RGB arrays."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+__all__ = ["contact_sheet", "draw_boxes", "enlarge", "side_by_side"]
+
+_BACKGROUND = (24, 26, 30)
+_CAPTION_COLOUR = (225, 228, 232)
+
+
+def enlarge(image: np.ndarray, min_side: int = 480) -> tuple[np.ndarray, int]:
+    """Return the image [H, W, 3], enlarged by a whole factor so that small ones are easy to look at, and the
+    factor.
+
+    The factor is the least that brings the longer side to ``min_side`` pixels, at most 8.
+    """
+    factor = min(max(1, -(-min_side // max(image.shape[:2]))), 8)
+    if factor == 1:
+        return image, 1
+    size = (image.shape[1] * factor, image.shape[0] * factor)
+    return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC)), factor
+
+
+def draw_boxes(
+    image: np.ndarray,
+    boxes: np.ndarray,
+    texts: Sequence[str],
+    colours: Sequence[tuple[int, int, int]],
+    line_width: int | None = None,
+) -> np.ndarray:
+    """Return a copy of the image with boxes and their labels drawn.
+
+    Larger boxes are drawn first, all labels last, so that nothing small is hidden. A label sits on top of its
+    box, or inside where the image ends.
+
+    Args:
+        image: RGB, uint8 [H, W, 3].
+        boxes: xyxy in pixels of ``image`` [N, 4].
+        texts: N labels; an empty one draws none.
+        colours: N RGB colours.
+        line_width: pixels; by default it grows with the image.
+    """
+    canvas = Image.fromarray(image).convert("RGB")
+    draw = ImageDraw.Draw(canvas)
+    scale = (max(canvas.size) / 512) ** 0.5
+    line_width = line_width or max(2, round(3 * scale))
+    font = _font(max(11, round(14 * scale)))
+    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    order = np.argsort(-areas, kind="stable")
+    for i in order:
+        x1, y1, x2, y2 = (round(float(side)) for side in boxes[i])
+        x2, y2 = max(x2 - 1, x1), max(y2 - 1, y1)  # Pillow paints the last row and column as well
+        # A dark line around the coloured one keeps it visible on any background.
+        draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline=(0, 0, 0), width=line_width + 2)
+        draw.rectangle((x1, y1, x2, y2), outline=tuple(colours[i]), width=line_width)
+    taken: list[tuple[int, int, int, int]] = []
+    for i in order:
+        if texts[i]:
+            taken.append(_draw_label(draw, canvas.size, boxes[i], texts[i], tuple(colours[i]), font, taken))
+    return np.asarray(canvas)
+
+
+def _draw_label(
+    draw: ImageDraw.ImageDraw,
+    canvas_size: tuple[int, int],
+    box: np.ndarray,
+    text: str,
+    colour: tuple[int, int, int],
+    font: ImageFont.FreeTypeFont,
+    taken: Sequence[tuple[int, int, int, int]],
+) -> tuple[int, int, int, int]:
+    """Draw a label at the first corner of its box that is free, and return the place it takes."""
+    ascent, descent = font.getmetrics()
+    pad = max(2, ascent // 5)
+    width, height = round(draw.textlength(text, font=font)) + 2 * pad, ascent + descent + pad // 2
+    x1, y1, x2, y2 = (round(float(side)) for side in box)
+    places = []
+    for x, y in ((x1 - 1, y1 - height), (x1, y1), (x2 - width, y1 - height), (x1 - 1, y2), (x1, y2 - height)):
+        inside_x = min(max(x, 0), max(canvas_size[0] - width, 0))
+        inside_y = min(max(y, 0), max(canvas_size[1] - height, 0))
+        places.append((abs(inside_y - y), (inside_x, inside_y, inside_x + width, inside_y + height)))
+    fitting = [
+        place for moved, place in places if not moved and not any(_overlap(place, other) for other in taken)
+    ]
+    place = fitting[0] if fitting else min(places)[1]
+    draw.rectangle((*place[:2], place[2] - 1, place[3] - 1), fill=colour)
+    luminance = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]
+    text_colour = (0, 0, 0) if luminance > 140 else (255, 255, 255)
+    draw.text((place[0] + pad, place[1] + pad // 4), text, fill=text_colour, font=font)
+    return place
+
+
+def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def side_by_side(images: Sequence[np.ndarray], captions: Sequence[str] | None = None) -> np.ndarray:
+    """Return images of one height next to each other, with captions above where they are given."""
+    return contact_sheet([images], captions, gap=max(4, images[0].shape[0] // 64))
+
+
+def contact_sheet(
+    rows: Sequence[Sequence[np.ndarray]], captions: Sequence[str] | None = None, gap: int = 8
+) -> np.ndarray:
+    """Return one picture of ``rows`` of RGB images, each cell as large as the largest image.
+
+    Args:
+        rows: images, uint8 [H, W, 3]; rows may differ in length.
+        captions: a text above each column.
+        gap: pixels between images.
+    """
+    images = [image for row in rows for image in row]
+    if not images:
+        raise ValueError("contact_sheet: rows must hold at least one image")
+    cell_h, cell_w = (max(image.shape[axis] for image in images) for axis in (0, 1))
+    num_columns = max(len(row) for row in rows)
+    font = _font(max(13, round(cell_h / 30)))
+    top = sum(font.getmetrics()) + gap if captions else 0
+    width = num_columns * (cell_w + gap) + gap
+    height = top + len(rows) * (cell_h + gap) + gap
+    sheet = Image.new("RGB", (width, height), _BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    for column, caption in enumerate(captions or ()):
+        center = gap + column * (cell_w + gap) + cell_w / 2
+        draw.text((center, gap + top / 2 - gap / 2), caption, fill=_CAPTION_COLOUR, font=font, anchor="mm")
+    for r, row in enumerate(rows):
+        for c, image in enumerate(row):
+            left = gap + c * (cell_w + gap) + (cell_w - image.shape[1]) // 2
+            upper = top + gap + r * (cell_h + gap) + (cell_h - image.shape[0]) // 2
+            sheet.paste(Image.fromarray(image), (left, upper))
+    return np.asarray(sheet)
+
+
+@functools.lru_cache(maxsize=32)
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    # matplotlib brings this font along; the system may have none.
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans-Bold.ttf"), size)

@@ -1,0 +1,206 @@
+"""Pictures of ground truth and predictions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from mmengine.dist import master_only
+from mmengine.structures import InstanceData
+from mmengine.visualization import Visualizer
+from PIL import Image
+
+from visdet.registry import VISUALIZERS
+from visdet.structures import DetDataSample
+from visdet.structures.palette import class_palette
+
+from .drawing import contact_sheet, draw_boxes, enlarge, side_by_side
+
+__all__ = ["DetLocalVisualizer"]
+
+_IGNORED_COLOUR = (150, 150, 150)
+
+
+@VISUALIZERS.register_module()
+class DetLocalVisualizer(Visualizer):
+    """Draws detection samples: ground truth on the left, predictions on the right, small images enlarged.
+
+    ``dataset_meta`` (``classes``, ``palette``) gives names and colours; without it labels are numbers.
+
+    Args:
+        name: name of the instance.
+        image: an RGB image to start from.
+        vis_backends: where pictures and numbers go, such as ``[dict(type='LocalVisBackend')]`` and
+            ``dict(type='TensorboardVisBackend')``.
+        save_dir: the folder of the backends.
+        line_width: of the boxes, in pixels; by default it grows with the picture.
+        min_side: images with a shorter longer side are enlarged by a whole factor, up to this many pixels or
+            more.
+
+    Source: mmdet's DetLocalVisualizer (interface).
+    """
+
+    def __init__(
+        self,
+        name: str = "visualizer",
+        image: np.ndarray | None = None,
+        vis_backends: Sequence[dict] | None = None,
+        save_dir: str | None = None,
+        line_width: int | None = None,
+        min_side: int = 480,
+    ) -> None:
+        super().__init__(name=name, image=image, vis_backends=vis_backends, save_dir=save_dir)
+        self.line_width = line_width
+        self.min_side = min_side
+
+    @classmethod
+    def get_instance(cls, name: str = "visualizer", **arguments) -> "DetLocalVisualizer":
+        """Return the instance called ``name``, made with ``arguments`` if it is new. mmengine's needs the name."""
+        return super().get_instance(name, **arguments)
+
+    def draw_sample(
+        self,
+        image: np.ndarray,
+        data_sample: DetDataSample | None = None,
+        draw_gt: bool = True,
+        draw_pred: bool = True,
+        pred_score_thr: float = 0.3,
+    ) -> list[np.ndarray]:
+        """Return the pictures of one sample: ground truth, then predictions, as far as they exist and are
+        wanted.
+
+        Args:
+            image: RGB, uint8 [H, W, 3]: either the original image or the one the pipeline made of it. Boxes
+                are brought onto it by ``scale_factor``: ground truth is in pixels of ``img_shape``,
+                predictions are in pixels of ``ori_shape``.
+            data_sample: what to draw; ``None`` gives the bare image.
+            draw_gt: draw ``gt_instances``, and ``ignored_instances`` in grey.
+            draw_pred: draw ``pred_instances``.
+            pred_score_thr: draw predictions with a higher score only.
+        """
+        image = np.ascontiguousarray(image.clip(0, 255).astype(np.uint8))
+        canvas, factor = enlarge(image, self.min_side)
+        if data_sample is None:
+            return [canvas]
+        sample = data_sample.detach().cpu()
+        to_truth, to_predictions = _box_scales(sample, image.shape[:2])
+        pictures = []
+        if draw_gt and "gt_instances" in sample:
+            truth = sample.gt_instances
+            picture = canvas
+            if "ignored_instances" in sample:
+                picture = self._draw(picture, sample.ignored_instances, to_truth * factor, _IGNORED_COLOUR)
+            pictures.append(self._draw(picture, truth, to_truth * factor))
+        if draw_pred and "pred_instances" in sample:
+            predictions = sample.pred_instances
+            confident = predictions[predictions.scores > pred_score_thr]
+            pictures.append(self._draw(canvas, confident, to_predictions * factor))
+        return pictures or [canvas]
+
+    def _draw(
+        self, canvas: np.ndarray, instances: InstanceData, scale: np.ndarray, colour: tuple | None = None
+    ) -> np.ndarray:
+        if not len(instances):
+            return canvas
+        meta = self.dataset_meta or {}
+        labels = instances.labels.tolist()
+        classes = meta.get("classes") or [str(label) for label in range(max(labels) + 1)]
+        palette = meta.get("palette") or class_palette(len(classes))
+        texts = [classes[label] for label in labels]
+        if "scores" in instances:
+            texts = [
+                f"{text} {score:.2f}" for text, score in zip(texts, instances.scores.tolist(), strict=True)
+            ]
+        colours = [colour or tuple(palette[label]) for label in labels]
+        boxes = instances.bboxes.to(torch.float64).numpy() * scale
+        return draw_boxes(canvas, boxes, texts, colours, self.line_width)
+
+    @master_only
+    def add_datasample(
+        self,
+        name: str,
+        image: np.ndarray,
+        data_sample: DetDataSample | None = None,
+        draw_gt: bool = True,
+        draw_pred: bool = True,
+        show: bool = False,
+        wait_time: float = 0,
+        out_file: str | None = None,
+        pred_score_thr: float = 0.3,
+        step: int = 0,
+    ) -> None:
+        """Draw a sample, and show it, write it to ``out_file``, or hand it to the backends.
+
+        Args:
+            name: the picture's name in the backends and the window's title.
+            image: see :meth:`draw_sample`, as are ``data_sample``, ``draw_gt``, ``draw_pred``,
+                ``pred_score_thr``.
+            show: open a window and wait ``wait_time`` seconds, or for a key if that is 0.
+            out_file: write the picture here instead of to the backends.
+            step: the step that backends file the picture under.
+        """
+        pictures = self.draw_sample(image, data_sample, draw_gt, draw_pred, pred_score_thr)
+        captions = ("ground truth", "prediction") if len(pictures) == 2 else None
+        drawn = side_by_side(pictures, captions) if len(pictures) > 1 else pictures[0]
+        self._publish(name, drawn, show, wait_time, out_file, step)
+
+    @master_only
+    def add_contact_sheet(
+        self,
+        name: str,
+        images: Sequence[np.ndarray],
+        data_samples: Sequence[DetDataSample],
+        columns: int = 2,
+        pred_score_thr: float = 0.3,
+        out_file: str | None = None,
+        step: int = 0,
+    ) -> None:
+        """Draw many samples on one sheet, ``columns`` of them (each ground truth and prediction) in a row.
+
+        Args:
+            name: see :meth:`add_datasample`, as are ``out_file`` and ``step``.
+            images: RGB images, see :meth:`draw_sample`.
+            data_samples: as many samples.
+            columns: samples per row.
+            pred_score_thr: draw predictions with a higher score only.
+        """
+        samples = zip(images, data_samples, strict=True)
+        pairs = [self.draw_sample(image, sample, pred_score_thr=pred_score_thr) for image, sample in samples]
+        groups = [pairs[start : start + columns] for start in range(0, len(pairs), columns)]
+        rows = [[picture for pair in group for picture in pair] for group in groups]
+        captions = ("ground truth", "prediction") * min(columns, len(pairs))
+        has_both = all(len(pair) == 2 for pair in pairs)
+        self._publish(name, contact_sheet(rows, captions if has_both else None), out_file=out_file, step=step)
+
+    def _publish(
+        self,
+        name: str,
+        drawn: np.ndarray,
+        show: bool = False,
+        wait_time: float = 0,
+        out_file: str | None = None,
+        step: int = 0,
+    ) -> None:
+        self.set_image(drawn)
+        if show:
+            self.show(drawn, win_name=name, wait_time=wait_time)
+        if out_file is not None:
+            path = Path(out_file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(drawn).save(path)
+        else:
+            # LocalVisBackend loses a picture whose name has a slash: it makes no folders.
+            self.add_image(name.replace("/", "_"), drawn, step)
+
+
+def _box_scales(sample: DetDataSample, image_shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the factors that bring true and predicted xyxy boxes onto an image of ``image_shape``."""
+    scale_factor = np.tile(np.asarray(sample.get("scale_factor", (1.0, 1.0)), dtype=np.float64), 2)
+    img_shape = tuple(sample.get("img_shape", image_shape))
+    ori_shape = tuple(sample.get("ori_shape", img_shape))
+    ones = np.ones(4)
+    if image_shape == img_shape != ori_shape:
+        return ones, scale_factor
+    if image_shape == ori_shape != img_shape:
+        return 1 / scale_factor, ones
+    return ones, ones
