@@ -1,0 +1,2 @@
+_base_ = "./deformable-detr_r50_16xb2-50e_coco.py"
+model = dict(with_box_refine=True)

@@ -1,0 +1,48 @@
+"""Every model config builds; the published ones have the published names and shapes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from golden import published_shapes
+from mmengine.config import Config
+
+from visdet.registry import MODELS
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PUBLISHED = {
+    "deformable-detr_r50_16xb2-50e_coco": "base",
+    "deformable-detr-refine_r50_16xb2-50e_coco": "refine",
+    "deformable-detr-refine-twostage_r50_16xb2-50e_coco": "two_stage",
+}
+
+
+def build(path):
+    with torch.device("meta"):
+        return MODELS.build(Config.fromfile(path).model)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(CONFIGS.glob("*/*.py")) if not path.parent.name.startswith("_")],
+    ids=lambda path: path.stem,
+)
+def test_config_builds_and_dumps(path):
+    config = Config.fromfile(path)
+    assert config.default_scope == "visdet"
+    assert build(path).training
+    again = Config.fromstring(config.pretty_text, ".py")
+    assert again.model == config.model
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_fit(name):
+    published = published_shapes(f"deformable_detr_mmdet_{PUBLISHED[name]}")
+    own = build(CONFIGS / "deformable_detr" / f"{name}.py").state_dict()
+    assert {key: tuple(value.shape) for key, value in own.items()} == published
+
+
+def test_shared_branches_are_stored_for_every_layer():
+    model = build(CONFIGS / "deformable_detr" / "deformable-detr_r50_16xb2-50e_coco.py")
+    assert model.bbox_head.cls_branches[0] is model.bbox_head.cls_branches[5]
+    assert sum(parameter.numel() for parameter in model.parameters()) == 40_118_934

@@ -1,0 +1,129 @@
+"""DetDataPreprocessor: pixels, padding, sizes, and each of its options."""
+
+import pytest
+import torch
+from mmengine.structures import InstanceData, PixelData
+from torch import nn
+
+from visdet.models import DetDataPreprocessor
+from visdet.registry import MODELS
+from visdet.structures import DetDataSample
+
+MEAN, STD = [10.0, 20.0, 30.0], [1.0, 2.0, 4.0]
+
+
+def images(*sizes):
+    torch.manual_seed(0)
+    return [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in sizes]
+
+
+def samples(count):
+    out = [DetDataSample() for _ in range(count)]
+    for sample in out:
+        sample.gt_instances = InstanceData(bboxes=torch.zeros(1, 4), labels=torch.zeros(1, dtype=torch.int64))
+    return out
+
+
+def test_pixels_padding_and_sizes():
+    given = images((4, 6), (5, 3))
+    preprocess = DetDataPreprocessor(MEAN, STD, pad_size_divisor=4, pad_value=-7)
+    out = preprocess({"inputs": given, "data_samples": samples(2)})
+    batch = out["inputs"]
+    assert batch.shape == (2, 3, 8, 8)
+    assert batch.dtype == torch.float32
+    for i, image in enumerate(given):
+        height, width = image.shape[-2:]
+        expected = (image.float() - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+        torch.testing.assert_close(batch[i, :, :height, :width], expected)
+        assert (batch[i, :, height:] == -7).all()
+        assert (batch[i, :, :, width:] == -7).all()
+    assert [s.batch_input_shape for s in out["data_samples"]] == [(8, 8), (8, 8)]
+    assert [s.img_shape for s in out["data_samples"]] == [(4, 6), (5, 3)]
+    assert [s.pad_shape for s in out["data_samples"]] == [(4, 8), (8, 4)]
+
+
+@pytest.mark.parametrize("option", ["bgr_to_rgb", "rgb_to_bgr"])
+def test_channels_are_reversed_before_the_mean(option):
+    (image,) = images((2, 3))
+    out = DetDataPreprocessor(MEAN, [1.0] * 3, **{option: True})({"inputs": [image]})["inputs"]
+    torch.testing.assert_close(out[0, 0], image[2].float() - 10)
+    torch.testing.assert_close(out[0, 2], image[0].float() - 30)
+
+
+def test_stacked_inputs_and_no_samples():
+    given = torch.stack(images((4, 5), (4, 5)))
+    out = DetDataPreprocessor(pad_size_divisor=3)({"inputs": given})
+    assert out["data_samples"] is None
+    torch.testing.assert_close(out["inputs"][:, :, :4, :5], given.float())
+    assert out["inputs"].shape == (2, 3, 6, 6)
+
+
+def test_the_pipelines_image_size_stands():
+    (sample,) = samples(1)
+    sample.set_metainfo({"img_shape": (3, 5)})
+    (sample,) = DetDataPreprocessor()({"inputs": images((4, 6)), "data_samples": [sample]})["data_samples"]
+    assert sample.img_shape == (3, 5)
+    assert sample.batch_input_shape == (4, 6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_masks_and_segmentation_are_padded_while_training(training):
+    given = samples(2)
+    given[0].gt_instances.masks = torch.ones(1, 4, 6, dtype=torch.uint8)
+    given[0].set_data({"gt_sem_seg": PixelData(sem_seg=torch.ones(1, 4, 6, dtype=torch.uint8))})
+    preprocess = DetDataPreprocessor(pad_mask=True, mask_pad_value=2, pad_seg=True, seg_pad_value=9)
+    given = preprocess({"inputs": images((4, 6), (5, 8)), "data_samples": given}, training)["data_samples"]
+    masks, segmentation = given[0].gt_instances.masks, given[0].gt_sem_seg.sem_seg
+    assert masks.shape == segmentation.shape == ((1, 5, 8) if training else (1, 4, 6))
+    if training:
+        assert (masks[:, 4:] == 2).all()
+        assert (segmentation[:, :, 6:] == 9).all()
+        assert (masks[:, :4, :6] == 1).all()
+
+
+class Boxes:
+    """A container of boxes, as other frameworks have them."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __len__(self):
+        return len(self.tensor)
+
+
+@pytest.mark.parametrize("boxtype2tensor", [True, False])
+def test_box_containers(boxtype2tensor):
+    (sample,) = samples(1)
+    boxes = Boxes(torch.ones(1, 4))
+    sample.gt_instances = InstanceData(bboxes=boxes)
+    preprocess = DetDataPreprocessor(boxtype2tensor=boxtype2tensor)
+    (sample,) = preprocess({"inputs": images((4, 6)), "data_samples": [sample]})["data_samples"]
+    assert sample.gt_instances.bboxes is (boxes.tensor if boxtype2tensor else boxes)
+
+
+@MODELS.register_module()
+class NegateForTest(nn.Module):
+    def forward(self, inputs, data_samples):
+        return -inputs, data_samples
+
+
+def test_batch_augments_run_while_training():
+    preprocess = DetDataPreprocessor(batch_augments=[{"type": "NegateForTest"}])
+    given = images((4, 6))
+    out = preprocess({"inputs": given}, training=True)["inputs"]
+    assert torch.equal(out, -preprocess({"inputs": given}, training=False)["inputs"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bgr_to_rgb": True, "rgb_to_bgr": True}, ValueError, "must not both be True"),
+        ({"mean": MEAN}, ValueError, "mean and std must be given together"),
+        ({"pad_size_divisor": 0}, ValueError, "pad_size_divisor must be at least 1, got 0"),
+        ({"batch_augments": [{"type": "BatchSyncRandomSize"}]}, KeyError, "BatchSyncRandomSize"),
+        ({"pad_divisor": 32}, TypeError, "pad_divisor"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        MODELS.build({"type": "DetDataPreprocessor", **options})

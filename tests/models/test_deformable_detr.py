@@ -1,0 +1,404 @@
+"""Deformable DETR at toy size: every variant, padding, empty images, types, refusals."""
+
+import copy
+
+import pytest
+import torch
+from mmengine.structures import InstanceData
+
+from visdet.registry import MODELS
+from visdet.structures import DetDataSample
+
+VARIANTS = {
+    "base": {},
+    "refine": {"with_box_refine": True},
+    "two_stage": {"with_box_refine": True, "as_two_stage": True},
+    "shared_two_stage": {"as_two_stage": True},
+}
+BATCH = (64, 96)  # height, width
+
+
+def config(embed_dims=16, **options):
+    attention = {"embed_dims": embed_dims, "num_heads": 2, "num_levels": 3, "num_points": 2, "dropout": 0.0}
+    feed_forward = {"embed_dims": embed_dims, "feedforward_channels": 24}
+    return {
+        "type": "DeformableDETR",
+        "num_queries": 7,
+        "num_feature_levels": 3,
+        "data_preprocessor": {"type": "DetDataPreprocessor"},
+        "backbone": {"type": "ResNet", "depth": 18, "base_channels": 4, "out_indices": (2, 3)},
+        "neck": {
+            "type": "ChannelMapper",
+            "in_channels": [16, 32],
+            "kernel_size": 1,
+            "out_channels": embed_dims,
+            "act_cfg": None,
+            "norm_cfg": {"type": "GN", "num_groups": 4},
+            "num_outs": 3,
+        },
+        "encoder": {"num_layers": 2, "layer_cfg": {"self_attn_cfg": attention, "ffn_cfg": feed_forward}},
+        "decoder": {
+            "num_layers": 2,
+            "layer_cfg": {
+                "self_attn_cfg": {"embed_dims": embed_dims, "num_heads": 2, "dropout": 0.0},
+                "cross_attn_cfg": attention,
+                "ffn_cfg": feed_forward,
+            },
+        },
+        "positional_encoding": {"num_feats": embed_dims // 2, "normalize": True, "offset": -0.5},
+        "bbox_head": {"type": "DeformableDETRHead", "num_classes": 3},
+        "train_cfg": {
+            "assigner": {
+                "type": "HungarianAssigner",
+                "match_costs": [
+                    {"type": "FocalLossCost", "weight": 2.0},
+                    {"type": "BBoxL1Cost", "weight": 5.0, "box_format": "xywh"},
+                    {"type": "IoUCost", "iou_mode": "giou", "weight": 2.0},
+                ],
+            }
+        },
+        "test_cfg": {"max_per_img": 5},
+        **options,
+    }
+
+
+def build(variant="two_stage", **options):
+    torch.manual_seed(0)
+    model = MODELS.build(config(**VARIANTS[variant], **options))
+    model.init_weights()
+    for branch in model.bbox_head.reg_branches:  # a start of zeros would hide errors
+        torch.nn.init.normal_(branch[-1].weight, std=0.2)
+    return model
+
+
+def batch(counts=(3, 1), sizes=(BATCH, BATCH)):
+    torch.manual_seed(1)
+    images = torch.randn(len(counts), 3, *BATCH)
+    samples = []
+    for image, count, (height, width) in zip(images, counts, sizes, strict=True):
+        image[:, height:], image[:, :, width:] = 0, 0
+        sample = DetDataSample(metainfo={"img_shape": (height, width)})
+        corner, size = torch.rand(count, 2) * 30, 4 + torch.rand(count, 2) * 20
+        sample.gt_instances = InstanceData(
+            bboxes=torch.cat((corner, corner + size), dim=-1), labels=torch.randint(0, 3, (count,))
+        )
+        samples.append(sample)
+    return images, samples
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_modes(variant):
+    model = build(variant)
+    images, samples = batch()
+    losses = model.train()(images, samples, mode="loss")
+    names = {
+        f"{p}loss_{n}" for p in ("", "d0.", *["enc_"] * model.as_two_stage) for n in ("cls", "bbox", "iou")
+    }
+    assert set(losses) == names
+    assert all(
+        loss.dim() == 0 and loss.isfinite() and loss.dtype == torch.float32 for loss in losses.values()
+    )
+    model.parse_losses(losses)[0].backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+    model.eval()
+    with torch.no_grad():
+        logits, boxes = model(images, samples, mode="tensor")
+        predicted = model(images, samples, mode="predict")
+    assert logits.shape == (2, 2, 7, 3)
+    assert boxes.shape == (2, 2, 7, 4)
+    assert ((boxes >= 0) & (boxes <= 1)).all()
+    assert not any(name.startswith("enc_") for name in model(images, samples, mode="loss"))
+    for sample in predicted:
+        instances = sample.pred_instances
+        assert instances.bboxes.shape == (5, 4)
+        assert (instances.scores.diff() <= 0).all()
+        assert ((instances.labels >= 0) & (instances.labels < 3)).all()
+        assert (instances.bboxes >= 0).all()
+        assert (instances.bboxes <= torch.tensor([96, 64, 96, 64])).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_lowers_the_loss(variant):
+    model = build(variant).train()
+    images, samples = batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    history = []
+    for _ in range(15):
+        loss, _ = model.parse_losses(model(images, samples, mode="loss"))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+    assert history[-1] < 0.8 * history[0]
+
+
+class CornerFeatures(torch.nn.Module):
+    """A backbone whose maps show the same numbers in the corner that an image covers, and noise in the padding."""
+
+    def __init__(self, height, width):
+        super().__init__()
+        self.corners = {
+            stride: torch.randn(1, 16, height // stride, width // stride) for stride in (8, 16, 32)
+        }
+
+    def forward(self, images):
+        outs = []
+        for stride, corner in self.corners.items():
+            out = torch.randn(1, 16, images.shape[-2] // stride, images.shape[-1] // stride)
+            out[..., : corner.shape[-2], : corner.shape[-1]] = corner
+            outs.append(out)
+        return tuple(outs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_changes_nothing(variant):
+    """An image in the corner of a larger batch gets the boxes it gets alone, behind the convolutions' borders."""
+    model = build(variant).eval()
+    size = (32, 64)
+    model.backbone, model.neck = CornerFeatures(*size), torch.nn.Identity()
+    sample = DetDataSample(metainfo={"img_shape": size})
+    alone = model(torch.zeros(1, 3, *size), [sample], mode="tensor")
+    padded = model(torch.zeros(1, 3, *BATCH), [sample], mode="tensor")
+    for in_batch, by_itself in zip(padded, alone, strict=True):
+        torch.testing.assert_close(in_batch, by_itself, rtol=1e-4, atol=1e-4)
+    (small,) = model(torch.zeros(1, 3, *size), [sample.clone()], mode="predict")
+    (large,) = model(torch.zeros(1, 3, *BATCH), [sample.clone()], mode="predict")
+    torch.testing.assert_close(large.pred_instances.bboxes, small.pred_instances.bboxes, rtol=1e-3, atol=1e-2)
+
+
+@torch.no_grad()
+def test_sizes_are_the_batchs_where_samples_say_nothing():
+    model = build().eval()
+    images, _ = batch()
+    expected = model(images, [DetDataSample(metainfo={"img_shape": BATCH}) for _ in images], mode="tensor")
+    for samples in (None, [DetDataSample(), DetDataSample()]):
+        for out, reference in zip(model(images, samples, mode="tensor"), expected, strict=True):
+            assert torch.equal(out, reference)
+    assert len(model(images, mode="predict")[0].pred_instances) == 5
+
+
+@torch.no_grad()
+def test_predictions_are_in_pixels_of_the_original_image():
+    model = build().eval()
+    images, samples = batch(sizes=(BATCH, (48, 80)))
+    plain = [sample.pred_instances.bboxes for sample in model(images, copy.deepcopy(samples), mode="predict")]
+    for sample in samples:
+        sample.set_metainfo({"scale_factor": (0.5, 2.0)})
+    scaled = [sample.pred_instances.bboxes for sample in model(images, samples, mode="predict")]
+    for a, b in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(b, a / torch.tensor([0.5, 2.0, 0.5, 2.0]))
+
+
+@pytest.mark.parametrize("embed_dims", [8, 24])
+def test_two_stages_at_any_width(embed_dims):
+    model = build("two_stage", embed_dims=embed_dims)
+    assert model.pos_trans_fc.weight.shape == (2 * embed_dims, 2 * embed_dims)
+    assert model.bbox_head.cls_branches[0].in_features == embed_dims
+    sum(model(*batch(), mode="loss").values()).backward()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("counts", [(0, 2), (0, 0)])
+def test_images_without_objects(variant, counts):
+    """The loss stays connected to every parameter, so that no process of a group waits for a gradient in vain."""
+    model = build(variant).train()
+    losses = model(*batch(counts), mode="loss")
+    assert all(loss.isfinite() for loss in losses.values())
+    if not any(counts):
+        assert all(losses[name] == 0 for name in losses if not name.endswith("cls"))
+        assert losses["loss_cls"] > 0
+    sum(losses.values()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_more_objects_than_queries():
+    model = build("base", num_queries=2)
+    losses = model(*batch((5, 4)), mode="loss")
+    assert all(loss.isfinite() for loss in losses.values())
+
+
+@torch.no_grad()
+def test_fewer_pixels_than_queries():
+    model = build("two_stage", num_queries=500).eval()
+    images, samples = batch()
+    logits, _ = model(images, samples, mode="tensor")
+    assert logits.shape[2] == 4 * 6 + 2 * 3 + 1 * 2
+
+
+def test_a_diverged_model_reports_a_loss_that_is_not_finite():
+    model = build("refine").train()
+    images, samples = batch()
+    losses = model(images * float("nan"), samples, mode="loss")
+    assert not losses["loss_cls"].isfinite()
+
+
+def test_autocast():
+    model = build("refine").train()
+    images, samples = batch()
+    exact = model(images, samples, mode="loss")
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(images, samples, mode="loss")
+        logits, boxes = model(images, samples, mode="tensor")
+    assert logits.dtype == boxes.dtype == torch.float32
+    for name, loss in rounded.items():
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, exact[name], rtol=0.1, atol=0.05)
+    sum(rounded.values()).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_encoder_checkpointing_changes_nothing():
+    images, samples = batch()
+    gradients = []
+    for num_cp in (-1, 2):
+        model = build("refine").train()
+        model.encoder.num_cp = num_cp
+        sum(model(images, samples, mode="loss").values()).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_init_weights():
+    model = MODELS.build(config(**VARIANTS["refine"]))
+    model.init_weights()
+    head = model.bbox_head
+    torch.testing.assert_close(head.cls_branches[1].bias.sigmoid(), torch.full((3,), 0.01))
+    assert head.reg_branches[0][-1].bias.tolist() == [0, 0, -2, -2]
+    assert head.reg_branches[1][-1].bias.tolist() == [0, 0, 0, 0]
+    assert not head.reg_branches[0][-1].weight.any()
+    attention = model.encoder.layers[0].self_attn
+    assert not attention.sampling_offsets.weight.any()
+    assert attention.sampling_offsets.bias.abs().max() == 2  # as many pixels as points
+    assert 0.5 < model.level_embed.std() < 2
+    two_stage = MODELS.build(config(**VARIANTS["two_stage"]))
+    two_stage.init_weights()
+    assert not two_stage.bbox_head.reg_branches[0][-1].bias.any()
+
+
+def test_building_leaves_the_config_alone():
+    given = config(**VARIANTS["two_stage"])
+    before = copy.deepcopy(given)
+    MODELS.build(given)
+    assert given == before
+
+
+def test_mmengine_steps():
+    """The whole path of a training loop: collated lists in, losses out."""
+    from mmengine.optim import OptimWrapper
+
+    model = build().train()
+    _, samples = batch(sizes=((60, 90), (40, 96)))
+    data = {
+        "inputs": [torch.randint(0, 256, (3, *sample.img_shape), dtype=torch.uint8) for sample in samples],
+        "data_samples": samples,
+    }
+    logged = model.train_step(data, OptimWrapper(torch.optim.SGD(model.parameters(), lr=1e-4)))
+    assert logged["loss"] > 0
+    with torch.no_grad():
+        predicted = model.eval().val_step(data)
+    assert [sample.batch_input_shape for sample in predicted] == [(60, 96)] * 2
+    assert all(len(sample.pred_instances) == 5 for sample in predicted)
+
+
+def _without(part):
+    return config(**{part: None})
+
+
+def _changed(part, **options):
+    given = config()
+    given[part] = {**given[part], **options}
+    return given
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (_without("encoder"), ValueError, "encoder must be given"),
+        (_without("bbox_head"), ValueError, "bbox_head must be given"),
+        (
+            config(num_feature_levels=4),
+            ValueError,
+            "num_feature_levels is 4, but the encoder's .* num_levels=3",
+        ),
+        (
+            _changed("positional_encoding", num_feats=6),
+            ValueError,
+            "num_feats must be the encoder's .* 16, got 12",
+        ),
+        (_changed("bbox_head", embed_dims=256), ValueError, "bbox_head.embed_dims must be .* 16, got 256"),
+        (_changed("bbox_head", num_classes=0), ValueError, "num_classes must be at least 1, got 0"),
+        (_changed("bbox_head", type="DeformableDETRHed"), KeyError, "DeformableDETRHead"),
+        (_changed("decoder", return_intermediate=False), ValueError, "return_intermediate must be True"),
+        (_changed("decoder", post_norm_cfg={"type": "LN"}), ValueError, "post_norm_cfg must be None"),
+        (_changed("encoder", num_cp=3), ValueError, "num_cp <= num_layers, got 2 and 3"),
+        (config(num_query=300), TypeError, "unexpected keyword argument 'num_query'"),
+    ],
+)
+def test_configs_that_cannot_work(given, error, message):
+    with pytest.raises(error, match=message):
+        MODELS.build(given)
+
+
+def test_layers_must_be_batch_first():
+    given = config()
+    given["decoder"]["layer_cfg"]["self_attn_cfg"]["batch_first"] = False
+    with pytest.raises(ValueError, match="self_attn_cfg must be batch_first"):
+        MODELS.build(given)
+
+
+def _labels_out_of_range(samples):
+    samples[1].gt_instances.labels[0] = 3
+    return samples
+
+
+def _too_large(samples):
+    samples[1].set_metainfo({"img_shape": (64, 97)})
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("change", "mode", "error", "message"),
+    [
+        (
+            lambda i, s: (i, s),
+            "losses",
+            ValueError,
+            "mode must be 'tensor', 'predict' or 'loss', got 'losses'",
+        ),
+        (lambda i, s: (i, None), "loss", ValueError, "mode 'loss' needs data_samples"),
+        (
+            lambda i, s: (i[0], s),
+            "tensor",
+            TypeError,
+            r"inputs must be a \[B, 3, H, W\] tensor, got \(3, 64, 96\)",
+        ),
+        (
+            lambda i, s: (list(i), s),
+            "tensor",
+            TypeError,
+            "got list; raw samples go through model.data_preprocessor",
+        ),
+        (lambda i, s: (i, s[:1]), "tensor", ValueError, "one per image: got 1 for 2 images"),
+        (
+            lambda i, s: (i, _too_large(s)),
+            "tensor",
+            ValueError,
+            r"data_samples\[1\].img_shape .* got \(64, 97\)",
+        ),
+        (
+            lambda i, s: (i, [DetDataSample()] * 2),
+            "loss",
+            ValueError,
+            r"data_samples\[0\] has no gt_instances",
+        ),
+        (lambda i, s: (i, _labels_out_of_range(s)), "loss", ValueError, r"labels must lie in 0..2"),
+    ],
+)
+def test_calls_that_cannot_work(change, mode, error, message):
+    model = build("base")
+    with pytest.raises(error, match=message):
+        model(*change(*batch()), mode=mode)

@@ -1,0 +1,195 @@
+"""Blocks shared by the detectors: names, defaults, numbers, refusals."""
+
+import json
+import math
+
+import pytest
+import torch
+from golden import golden, under
+from torch import nn
+
+from visdet.models.layers import (
+    FFN,
+    ConvModule,
+    MultiheadAttention,
+    SinePositionalEncoding,
+    build_activation_layer,
+    build_norm_layer,
+    sine_embedding,
+)
+from visdet.models.necks import ChannelMapper
+
+
+def names(module):
+    return set(module.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("norm_cfg", "expected"),
+    [
+        (None, {"conv.weight", "conv.bias"}),
+        ({"type": "GN", "num_groups": 2}, {"conv.weight", "gn.weight", "gn.bias"}),
+        (
+            {"type": "BN"},
+            {
+                "conv.weight",
+                "bn.weight",
+                "bn.bias",
+                "bn.running_mean",
+                "bn.running_var",
+                "bn.num_batches_tracked",
+            },
+        ),
+    ],
+)
+def test_conv_module_names(norm_cfg, expected):
+    assert names(ConvModule(3, 4, 1, norm_cfg=norm_cfg)) == expected
+
+
+def test_conv_module_is_conv_norm_activation():
+    torch.manual_seed(0)
+    block = ConvModule(3, 4, 3, padding=1, norm_cfg={"type": "GN", "num_groups": 2})
+    x = torch.randn(2, 3, 5, 7)
+    torch.testing.assert_close(block(x), torch.relu(block.gn(block.conv(x))))
+    linear = ConvModule(3, 4, 3, act_cfg=None)
+    torch.testing.assert_close(linear(x), linear.conv(x))
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"type": "BN"}, nn.BatchNorm2d),
+        ({"type": "SyncBN"}, nn.SyncBatchNorm),
+        ({"type": "LN"}, nn.LayerNorm),
+        ({"type": "GN", "num_groups": 4}, nn.GroupNorm),
+        ({"type": nn.LayerNorm}, nn.LayerNorm),
+    ],
+)
+def test_norm_by_name(config, kind):
+    given = dict(config)
+    layer = build_norm_layer({**config, "requires_grad": False}, 8)
+    assert isinstance(layer, kind)
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    assert config == given  # configs are never changed
+    assert build_norm_layer({**config, "eps": 0.5}, 8).eps == 0.5
+
+
+def test_activation_by_name():
+    assert isinstance(build_activation_layer({"type": "GELU"}), nn.GELU)
+    assert build_activation_layer({"type": "ReLU"}).inplace
+    assert not build_activation_layer({"type": "ReLU", "inplace": False}).inplace
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: build_norm_layer({"type": "BatchNorm"}, 8), KeyError, "BatchNorm"),
+        (lambda: build_norm_layer({"type": "GN"}, 8), TypeError, "needs num_groups"),
+        (lambda: build_activation_layer({"type": "Relu"}), KeyError, "ReLU"),
+        (lambda: FFN(num_fcs=1), ValueError, "num_fcs must be at least 2, got 1"),
+        (
+            lambda: MultiheadAttention(10, 3),
+            ValueError,
+            "embed_dims must be divisible by num_heads, got 10 and 3",
+        ),
+        (lambda: SinePositionalEncoding(5), ValueError, "num_feats must be even and positive, got 5"),
+        (lambda: SinePositionalEncoding(4)(None), ValueError, "got neither"),
+        (lambda: ChannelMapper([4, 8], 4, num_outs=1), ValueError, "num_outs must be at least"),
+        (
+            lambda: ChannelMapper([4, 8], 4)((torch.zeros(1, 4, 2, 2),)),
+            ValueError,
+            "must be 2 feature maps, got 1",
+        ),
+    ],
+)
+def test_bad_calls(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_channel_mapper_names_and_shapes():
+    neck = ChannelMapper(
+        [4, 8], 6, kernel_size=1, norm_cfg={"type": "GN", "num_groups": 2}, act_cfg=None, num_outs=4
+    )
+    assert {name.rsplit(".", 2)[0] for name in names(neck)} == {
+        "convs.0",
+        "convs.1",
+        "extra_convs.0",
+        "extra_convs.1",
+    }
+    assert neck.extra_convs[0].conv.weight.shape == (6, 8, 3, 3)  # on the last input, not on the last output
+    assert neck.extra_convs[1].conv.weight.shape == (6, 6, 3, 3)
+    outs = neck((torch.randn(2, 4, 9, 13), torch.randn(2, 8, 5, 7)))
+    assert [tuple(out.shape) for out in outs] == [(2, 6, 9, 13), (2, 6, 5, 7), (2, 6, 3, 4), (2, 6, 2, 2)]
+
+
+def test_ffn_names_and_sum():
+    torch.manual_seed(0)
+    ffn = FFN(8, 12)
+    assert names(ffn) == {f"layers.{i}.{p}" for i in ("0.0", "1") for p in ("weight", "bias")}
+    x, identity = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    inner = ffn.layers[1](torch.relu(ffn.layers[0][0](x)))
+    torch.testing.assert_close(ffn(x), x + inner)
+    torch.testing.assert_close(ffn(x, identity), identity + inner)
+    ffn.add_identity = False
+    torch.testing.assert_close(ffn(x), inner)
+    assert "layers.1.0.weight" in names(FFN(8, 12, num_fcs=3))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_multihead_attention_adds_positions_to_queries_and_keys_only(batch_first):
+    torch.manual_seed(0)
+    attention = MultiheadAttention(8, 2, batch_first=batch_first)
+    assert names(attention) == {
+        "attn.in_proj_weight", "attn.in_proj_bias", "attn.out_proj.weight", "attn.out_proj.bias"
+    }  # fmt: skip
+    query, position = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    place = query + position
+    expected = query + attention.attn(place, place, query, need_weights=False)[0]
+    torch.testing.assert_close(attention(query, query_pos=position), expected)
+
+
+def test_multihead_attention_masks():
+    torch.manual_seed(0)
+    attention = MultiheadAttention(8, 2, batch_first=True).eval()
+    query, key = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[:, 3:] = True
+    alone = attention(query, key[:, :3], key[:, :3])
+    torch.testing.assert_close(attention(query, key, key, key_padding_mask=padding), alone)
+    forbidden = padding[:1].expand(3, 5)
+    torch.testing.assert_close(attention(query, key, key, attn_mask=forbidden), alone)
+
+
+def test_dropout_of_one_attention_leaves_the_next_alone():
+    first = MultiheadAttention(8, 2, dropout=0.5)
+    assert (first.attn.dropout, first.dropout_layer.p) == (0.5, 0.5)
+    later = MultiheadAttention(8, 2)
+    assert later.attn.dropout == 0.0
+    assert isinstance(later.dropout_layer, nn.Identity)
+    explicit = MultiheadAttention(8, 2, dropout_layer={"type": "Dropout", "drop_prob": 0.25})
+    assert explicit.dropout_layer.p == 0.25
+
+
+def test_sine_embedding_by_hand():
+    angle = 3.0
+    expected = [math.sin(angle), math.cos(angle), math.sin(angle / 100), math.cos(angle / 100)]
+    torch.testing.assert_close(sine_embedding(torch.tensor(angle), 4), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("name", ["SinePositionalEncoding", "SinePositionalEncoding_plain"])
+def test_positional_encoding_golden(name):
+    arrays = golden("modules")
+    encoding = SinePositionalEncoding(**json.loads(str(arrays[f"{name}/config"])))
+    given, expected = under(arrays, f"{name}/input"), under(arrays, f"{name}/output")
+    torch.testing.assert_close(encoding(given["mask"]), expected["masked"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        encoding(None, given["shape_only"]), expected["unmasked"], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_positional_encoding_without_mask_is_that_of_an_empty_mask(normalize):
+    encoding = SinePositionalEncoding(6, normalize=normalize, offset=-0.5)
+    mask = torch.zeros(2, 5, 7, dtype=torch.bool)
+    torch.testing.assert_close(encoding(None, torch.zeros(2, 3, 5, 7)), encoding(mask))

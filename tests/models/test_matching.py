@@ -1,0 +1,152 @@
+"""Costs and assignment: by hand, against a peer, and with numbers that are not finite."""
+
+import json
+
+import pytest
+import torch
+from golden import golden, under
+from mmengine.structures import InstanceData
+
+from visdet.models.matching import (
+    BBoxL1Cost,
+    ClassificationCost,
+    FocalLossCost,
+    HungarianAssigner,
+    IoUCost,
+    PaddedTargets,
+)
+from visdet.registry import TASK_UTILS
+from visdet.structures import DetDataSample
+
+COSTS = [
+    {"type": "FocalLossCost", "weight": 2.0},
+    {"type": "BBoxL1Cost", "weight": 5.0, "box_format": "xywh"},
+    {"type": "IoUCost", "iou_mode": "giou", "weight": 2.0},
+]
+
+
+def sample(boxes, labels):
+    out = DetDataSample()
+    out.gt_instances = InstanceData(
+        bboxes=torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
+        labels=torch.tensor(labels, dtype=torch.int64),
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def peer():
+    arrays = golden("modules")
+    config = json.loads(str(arrays["HungarianAssigner/config"]))
+    return config, under(arrays, "HungarianAssigner/input"), under(arrays, "HungarianAssigner/output")
+
+
+def test_golden_costs_and_assignment(peer):
+    config, given, expected = peer
+    predicted = InstanceData(scores=given["pred_scores"], bboxes=given["pred_bboxes"])
+    true = InstanceData(bboxes=given["gt_bboxes"], labels=given["gt_labels"])
+    meta = {"img_shape": config["img_shape"]}
+    costs = [TASK_UTILS.build(cost)(predicted, true, meta) for cost in config["match_costs"]]
+    for cost, name in zip(costs, ("focal", "bbox_l1", "giou"), strict=True):
+        torch.testing.assert_close(cost, expected[f"cost/{name}"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sum(costs), expected["cost/total"], rtol=1e-5, atol=1e-5)
+
+    assigner = TASK_UTILS.build({"type": "HungarianAssigner", "match_costs": config["match_costs"]})
+    result = assigner.assign(predicted, true, meta)
+    assert torch.equal(result.gt_inds, expected["gt_inds"])
+    assert torch.equal(result.labels, expected["labels"])
+    nothing = assigner.assign(predicted, true[:0], meta)
+    assert torch.equal(nothing.gt_inds, expected["empty_gt/gt_inds"])
+    assert torch.equal(nothing.labels, expected["empty_gt/labels"])
+
+
+def test_costs_by_hand():
+    predicted = InstanceData(scores=torch.tensor([[0.0, 0.0]]), bboxes=torch.tensor([[0.0, 0.0, 40.0, 20.0]]))
+    true = InstanceData(bboxes=torch.tensor([[20.0, 10.0, 60.0, 30.0]]), labels=torch.tensor([1]))
+    meta = {"img_shape": (50, 100)}  # height, width
+    assert float(ClassificationCost(weight=2.0)(predicted, true)) == -1.0
+    assert float(FocalLossCost()(predicted, true)) == pytest.approx((0.25 - 0.75) * 0.25 * 0.6931472)
+    assert float(BBoxL1Cost(box_format="xyxy")(predicted, true, meta)) == pytest.approx(0.2 + 0.2 + 0.2 + 0.2)
+    assert float(BBoxL1Cost(box_format="xywh", weight=5.0)(predicted, true, meta)) == pytest.approx(5 * 0.4)
+    assert float(IoUCost(iou_mode="iou")(predicted, true)) == pytest.approx(-2 / 14)
+    assert float(IoUCost(weight=3.0)(predicted, true)) == pytest.approx(-3 * (2 / 14 - 4 / 18))
+
+
+def test_batch_of_layers_matches_as_image_by_image():
+    torch.manual_seed(0)
+    layers, queries = 3, 7
+    samples = [
+        sample([[1, 2, 20, 30], [5, 5, 40, 30], [0, 0, 64, 48]], [0, 2, 1]),
+        sample([], []),
+        sample([[3, 3, 9, 9]] * 9, [1] * 9),  # more boxes than queries
+    ]
+    sizes = [(48, 64), (30, 30), (20, 40)]
+    targets = PaddedTargets.from_samples(samples, sizes, torch.device("cpu"))
+    assert targets.boxes_xyxy.shape == (3, 9, 4)
+    assert targets.counts == [3, 0, 9]
+    logits = torch.randn(layers, 3, queries, 4)
+    corner = torch.rand(layers, 3, queries, 2) * 20
+    boxes = torch.cat((corner, corner + torch.rand(layers, 3, queries, 2) * 20), dim=-1)
+
+    assigner = HungarianAssigner(COSTS)
+    matches = assigner.match(logits, boxes, targets)
+    assert matches.query_index.shape == (layers, 3 + 0 + 7)
+    for layer in range(layers):
+        gt_inds = torch.zeros(3 * queries, dtype=torch.int64)
+        gt_inds[matches.query_index[layer]] = matches.target_index[layer] % 9 + 1
+        for image, one in enumerate(samples):
+            predicted = InstanceData(scores=logits[layer, image], bboxes=boxes[layer, image])
+            alone = assigner.assign(predicted, one.gt_instances, {"img_shape": sizes[image]})
+            assert torch.equal(gt_inds.view(3, queries)[image], alone.gt_inds)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_costs_that_are_not_finite_do_not_stop_the_solver(bad):
+    samples = [sample([[0, 0, 10, 10], [20, 20, 30, 30]], [0, 1])]
+    targets = PaddedTargets.from_samples(samples, [(40, 40)], torch.device("cpu"))
+    logits = torch.zeros(1, 1, 3, 2)
+    boxes = torch.tensor([[[[20.0, 20, 30, 30], [bad] * 4, [0, 0, 10, 10]]]])
+    matches = HungarianAssigner(COSTS).match(logits, boxes, targets)
+    assert dict(zip(matches.query_index[0].tolist(), matches.target_index[0].tolist(), strict=True)) == {
+        0: 1,
+        2: 0,
+    }
+
+    everything = HungarianAssigner(COSTS).match(logits + bad, boxes * 0 + bad, targets)
+    assert sorted(everything.target_index[0].tolist()) == [0, 1]
+
+
+def test_no_ground_truth_at_all():
+    targets = PaddedTargets.from_samples([sample([], []), sample([], [])], [(8, 8)] * 2, torch.device("cpu"))
+    matches = HungarianAssigner(COSTS).match(torch.zeros(2, 2, 5, 3), torch.zeros(2, 2, 5, 4), targets)
+    assert matches.query_index.shape == matches.target_index.shape == (2, 0)
+    assert matches.query_index.dtype == torch.int64
+
+
+def test_one_cost_may_stand_without_a_list():
+    assert len(HungarianAssigner(COSTS[1]).match_costs) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: HungarianAssigner([]), TypeError, "match_costs must be MatchCosts"),
+        (lambda: HungarianAssigner([1.0]), TypeError, "match_costs must be MatchCosts"),
+        (lambda: HungarianAssigner([{"type": "FocalLosCost"}]), KeyError, "FocalLossCost"),
+        (lambda: BBoxL1Cost(box_format="cxcywh"), ValueError, "box_format must be 'xyxy' or 'xywh'"),
+        (lambda: IoUCost(iou_mode="ciou"), ValueError, "iou_mode must be 'iou' or 'giou'"),
+    ],
+)
+def test_bad_configs(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_bad_ground_truth():
+    without = DetDataSample()
+    with pytest.raises(ValueError, match=r"data_samples\[0\] has no gt_instances"):
+        PaddedTargets.from_samples([without], [(8, 8)], torch.device("cpu"))
+    flat = DetDataSample()
+    flat.gt_instances = InstanceData(bboxes=torch.zeros(2, 5), labels=torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"bboxes \[N, 4\] and labels \[N\], got \(2, 5\) and \(2,\)"):
+        PaddedTargets.from_samples([flat], [(8, 8)], torch.device("cpu"))

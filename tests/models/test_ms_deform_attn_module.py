@@ -1,0 +1,147 @@
+"""MultiScaleDeformableAttention: against a peer, its start, its layouts, its types."""
+
+import json
+import math
+
+import pytest
+import torch
+from golden import golden, under
+from mmengine.registry import MODELS as ROOT_MODELS
+
+from visdet.models.layers import MultiScaleDeformableAttention
+from visdet.registry import MODELS
+
+SHAPES = torch.tensor([[5, 7], [3, 4]])
+S = 5 * 7 + 3 * 4
+
+
+def module(**options):
+    torch.manual_seed(0)
+    attention = MultiScaleDeformableAttention(
+        **{"embed_dims": 12, "num_heads": 3, "num_levels": 2, "num_points": 2, "batch_first": True, **options}
+    ).eval()
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return attention
+
+
+def inputs(reference_size=2):
+    torch.manual_seed(1)
+    return {
+        "query": torch.randn(2, 6, 12),
+        "value": torch.randn(2, S, 12),
+        "query_pos": torch.randn(2, 6, 12),
+        "reference_points": torch.rand(2, 6, 2, reference_size),
+        "spatial_shapes": SHAPES,
+    }
+
+
+@pytest.mark.parametrize("name", ["MultiScaleDeformableAttention", "MultiScaleDeformableAttention_box_refs"])
+def test_golden(name):
+    arrays = golden("modules")
+    attention = MultiScaleDeformableAttention(**json.loads(str(arrays[f"{name}/config"]))).double()
+    attention.load_state_dict(under(arrays, f"{name}/state"), strict=True)
+    out = attention(**under(arrays, f"{name}/input"))
+    torch.testing.assert_close(out, under(arrays, f"{name}/output")["output"], rtol=1e-6, atol=1e-6)
+
+
+def test_registered_here_and_in_the_root():
+    config = {"type": "MultiScaleDeformableAttention", "embed_dims": 16, "num_heads": 4}
+    assert isinstance(MODELS.build(config), MultiScaleDeformableAttention)
+    assert isinstance(ROOT_MODELS.build({**config, "type": "visdet.MultiScaleDeformableAttention"}),
+                      MultiScaleDeformableAttention)  # fmt: skip
+    for name in ("MultiScaleDeformableAttention", "MultiheadAttention", "FFN"):
+        assert ROOT_MODELS.get(name) is not None
+
+
+def test_starts_as_a_ring_of_uniform_weights():
+    attention = MultiScaleDeformableAttention(embed_dims=32, num_heads=8, num_levels=3, num_points=2)
+    bias = attention.sampling_offsets.bias.detach().view(8, 3, 2, 2)
+    assert torch.equal(bias[:, 0], bias[:, 2])
+    torch.testing.assert_close(bias[:, :, 1], 2 * bias[:, :, 0])
+    torch.testing.assert_close(bias[0, 0, 0], torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(bias[1, 0, 0], torch.tensor([1.0, 1.0]))
+    torch.testing.assert_close(bias[4, 0, 0], torch.tensor([-1.0, 0.0]), atol=1e-6, rtol=0)
+    for parameter in (attention.sampling_offsets.weight, *attention.attention_weights.parameters()):
+        assert not parameter.any()
+    assert attention.value_proj.weight.abs().max().item() <= math.sqrt(6 / 64)
+
+
+def test_reference_boxes_scale_the_offsets():
+    """A box of the size 2 * num_points / (W, H) makes an offset of one worth one pixel, as a point does."""
+    attention, given = module(num_levels=1), inputs()
+    given.update(value=given["value"][:, :35], spatial_shapes=SHAPES[:1])
+    points = given["reference_points"][:, :, :1]
+    boxes = torch.cat((points, torch.tensor([4 / 7, 4 / 5]).expand_as(points)), dim=-1)
+    as_points = attention(**{**given, "reference_points": points})
+    as_boxes = attention(**{**given, "reference_points": boxes})
+    torch.testing.assert_close(as_boxes, as_points)
+
+
+def test_layouts_agree():
+    attention, given = module(), inputs()
+    expected = attention(**given)
+    attention.batch_first = False
+    turned = {k: v.transpose(0, 1) if k in ("query", "value", "query_pos") else v for k, v in given.items()}
+    torch.testing.assert_close(attention(**turned).transpose(0, 1), expected)
+
+
+def test_one_reference_serves_the_whole_batch_and_all_levels():
+    attention, given = module(), inputs()
+    shared = given["reference_points"][:1, :, :1]
+    expected = attention(**{**given, "reference_points": shared.expand(2, -1, 2, -1)})
+    torch.testing.assert_close(attention(**{**given, "reference_points": shared}), expected)
+
+
+def test_padded_values_count_as_zero():
+    attention, given = module(), inputs()
+    mask = torch.rand(2, S) < 0.5
+    expected = attention(**given, key_padding_mask=mask)
+    given["value"] = given["value"].masked_fill(mask.unsqueeze(-1), 1e6)
+    torch.testing.assert_close(attention(**given, key_padding_mask=mask), expected)
+
+
+def test_identity_and_default_value():
+    attention = module(num_levels=1)
+    query, identity = torch.randn(2, 35, 12), torch.randn(2, 35, 12)
+    given = {"reference_points": torch.rand(2, 35, 1, 2), "spatial_shapes": SHAPES[:1]}
+    difference = attention(query, identity=identity, **given) - attention(query, value=query, **given)
+    torch.testing.assert_close(difference, identity - query)
+
+
+@pytest.mark.parametrize("reference_size", [2, 4])
+def test_autocast_keeps_locations_in_float32(reference_size, monkeypatch):
+    from visdet.models.layers import ms_deform_attn as page
+
+    attention, given, seen = module(), inputs(reference_size), []
+
+    def watched(value, shapes, starts, locations, weights):
+        seen.extend((value.dtype, locations.dtype, weights.dtype))
+        return op(value, shapes, starts, locations, weights)
+
+    op = page.ms_deform_attn
+    monkeypatch.setattr(page, "ms_deform_attn", watched)
+    exact = attention(**given)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = attention(**given)
+    assert seen == [torch.float32] * 3 + [torch.bfloat16, torch.float32, torch.float32]
+    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: MultiScaleDeformableAttention(embed_dims=10, num_heads=4),
+            "embed_dims must be divisible .* 10 and 4",
+        ),
+        (lambda: module()(torch.zeros(2, 6, 12)), "reference_points and spatial_shapes must be given"),
+        (
+            lambda: module()(**{**inputs(), "reference_points": torch.zeros(2, 6, 2, 3)}),
+            r"reference_points must be \[B, Q, L, 2\] or \[B, Q, L, 4\], got \(2, 6, 2, 3\)",
+        ),
+    ],
+)
+def test_bad_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

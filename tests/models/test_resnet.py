@@ -1,0 +1,199 @@
+"""ResNet: torchvision's names and numbers, freezing, and where pretrained weights come from."""
+
+from urllib.error import URLError
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from visdet.models.backbones import ResNet
+from visdet.models.backbones import pretrained as pretrained_page
+from visdet.registry import MODELS
+
+
+def tiny(**options):
+    torch.manual_seed(0)
+    return ResNet(**{"depth": 18, "base_channels": 4, **options})
+
+
+@pytest.mark.parametrize("depth", [18, 34, 50, 101, 152])
+def test_names_and_shapes_are_torchvisions(depth):
+    with torch.device("meta"):
+        ours = ResNet(depth).state_dict()
+        theirs = torchvision.models.get_model(f"resnet{depth}").state_dict()
+    expected = {name: value.shape for name, value in theirs.items() if not name.startswith("fc.")}
+    assert {name: value.shape for name, value in ours.items()} == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("depth", [18, 50])
+def test_features_are_torchvisions(depth):
+    torch.manual_seed(0)
+    theirs = torchvision.models.get_model(f"resnet{depth}").eval()
+    ours = ResNet(depth).eval()
+    ours.load_state_dict(theirs.state_dict(), strict=False)
+    x = torch.randn(1, 3, 64, 96)
+    stages = []
+    y = theirs.maxpool(theirs.relu(theirs.bn1(theirs.conv1(x))))
+    for stage in (theirs.layer1, theirs.layer2, theirs.layer3, theirs.layer4):
+        y = stage(y)
+        stages.append(y)
+    outs = ours(x)
+    for out, expected in zip(outs, stages, strict=True):
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert [tuple(out.shape[-2:]) for out in outs] == [(16, 24), (8, 12), (4, 6), (2, 3)]
+
+
+def test_caffe_style_strides_in_the_first_convolution():
+    block = ResNet(50, style="caffe").layer2[0]
+    assert (block.conv1.stride, block.conv2.stride) == ((2, 2), (1, 1))
+    block = ResNet(50).layer2[0]
+    assert (block.conv1.stride, block.conv2.stride) == ((1, 1), (2, 2))
+
+
+def test_dilated_last_stage_keeps_the_resolution():
+    backbone = tiny(strides=(1, 2, 2, 1), dilations=(1, 1, 1, 2), out_indices=(2, 3))
+    assert [tuple(out.shape) for out in backbone(torch.randn(1, 3, 64, 64))] == [(1, 16, 4, 4), (1, 32, 4, 4)]
+
+
+def test_frozen_stages_neither_learn_nor_count():
+    backbone = tiny(frozen_stages=1, norm_eval=False).train()
+    before = {name: value.clone() for name, value in backbone.state_dict().items()}
+    sum(out.sum() for out in backbone(torch.randn(2, 3, 32, 32))).backward()
+    for name, parameter in backbone.named_parameters():
+        is_frozen = name.startswith(("conv1", "bn1", "layer1"))
+        assert (parameter.grad is None) == is_frozen, name
+    for name, value in backbone.state_dict().items():
+        if name.endswith("running_mean"):
+            assert torch.equal(value, before[name]) == name.startswith(("bn1", "layer1")), name
+
+
+@pytest.mark.parametrize("norm_eval", [True, False])
+def test_norm_eval(norm_eval):
+    backbone = tiny(norm_eval=norm_eval).train()
+    norms = [module for module in backbone.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert all(norm.training is not norm_eval for norm in norms)
+    assert backbone.layer1.training
+
+
+def test_norm_without_gradient_and_group_norm_names():
+    backbone = tiny(norm_cfg={"type": "BN", "requires_grad": False})
+    assert not backbone.layer4[1].bn2.weight.requires_grad
+    assert "layer4.1.gn2.weight" in tiny(norm_cfg={"type": "GN", "num_groups": 2}).state_dict()
+
+
+def test_checkpointing_changes_nothing():
+    plain, saving = tiny(norm_eval=True), tiny(norm_eval=True, with_cp=True)
+    saving.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    for backbone in (plain, saving):
+        backbone.train()(x)[-1].square().sum().backward()
+    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_blocks_start_as_the_identity():
+    backbone = tiny()
+    backbone.init_weights()
+    assert not backbone.layer1[0].bn2.weight.any()
+    assert backbone.bn1.weight.min() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depth": 20}, r"depth must be one of \[18, 34, 50, 101, 152\], got 20"),
+        ({"num_stages": 5}, "num_stages must be 1 to 4"),
+        ({"num_stages": 2}, r"out_indices must be stages 0..1, got \(0, 1, 2, 3\)"),
+        ({"style": "tensorflow"}, "style must be 'pytorch' or 'caffe'"),
+        ({"frozen_stages": 5}, "frozen_stages must be -1..4, got 5"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**options)
+
+
+def from_checkpoint(checkpoint, **options):
+    backbone = tiny(init_cfg={"type": "Pretrained", "checkpoint": str(checkpoint), **options})
+    backbone.init_weights()
+    return backbone
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"state_dict": s, "meta": {}}])
+def test_weights_from_a_file(tmp_path, wrap):
+    source = tiny()
+    nn.init.normal_(source.layer4[1].bn2.weight)
+    contents = {**source.state_dict(), "fc.weight": torch.zeros(2, 32), "fc.bias": torch.zeros(2)}
+    torch.save(wrap(contents), tmp_path / "weights.pth")
+    loaded = from_checkpoint(tmp_path / "weights.pth")
+    for name, value in source.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_weights_under_a_prefix(tmp_path):
+    source = {f"backbone.{name}": value for name, value in tiny().state_dict().items()}
+    torch.save({**source, "neck.weight": torch.zeros(1)}, tmp_path / "detector.pth")
+    loaded = from_checkpoint(tmp_path / "detector.pth", prefix="backbone")
+    assert torch.equal(loaded.conv1.weight, source["backbone.conv1.weight"])
+
+
+def test_missing_file_is_an_error_unless_random_weights_are_allowed(tmp_path, monkeypatch):
+    with pytest.raises(RuntimeError, match=r"nowhere.pth.* not available.*if_unavailable='random'"):
+        from_checkpoint(tmp_path / "nowhere.pth")
+    said = []
+    monkeypatch.setattr(pretrained_page, "print_log", lambda text, **_: said.append(text))
+    from_checkpoint(tmp_path / "nowhere.pth", if_unavailable="random")
+    assert "STARTS FROM RANDOM WEIGHTS" in said[0]
+    assert "nowhere.pth" in said[0]
+
+
+def test_weights_from_torchvision_and_without_a_network(monkeypatch):
+    asked = []
+
+    def download(self, **options):
+        asked.append(self.name)
+        if len(asked) > 1:
+            raise URLError("no network")
+        return torchvision.models.resnet18(num_classes=2).state_dict()
+
+    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", download)
+    backbone = ResNet(18, init_cfg={"type": "Pretrained", "checkpoint": "torchvision://resnet18"})
+    backbone.init_weights()
+    assert asked == ["IMAGENET1K_V1"]
+    with pytest.raises(RuntimeError, match=r"torchvision://resnet18.*not available.*no network"):
+        backbone.init_weights()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        ("torchvision://resnet19", "torchvision has no model 'resnet19'"),
+        ("torchvision://resnet50.IMAGENET22K", "has weights IMAGENET1K_V1, IMAGENET1K_V2, not 'IMAGENET22K'"),
+    ],
+)
+def test_unknown_torchvision_weights(checkpoint, message):
+    with pytest.raises(ValueError, match=message):
+        from_checkpoint(checkpoint)
+
+
+def test_weights_of_another_architecture(tmp_path):
+    torch.save(tiny(depth=34).state_dict(), tmp_path / "r34.pth")
+    with pytest.raises(
+        RuntimeError, match=r"r34.pth' do not fit the ResNet of this config: surplus: layer1.2"
+    ):
+        from_checkpoint(tmp_path / "r34.pth")
+    torch.save(tiny(base_channels=8).state_dict(), tmp_path / "wide.pth")
+    with pytest.raises(RuntimeError, match=r"other shape: conv1.weight \(8, 3, 7, 7\) where \(4, 3, 7, 7\)"):
+        from_checkpoint(tmp_path / "wide.pth")
+
+
+def test_unknown_choice_for_unavailable_weights():
+    with pytest.raises(ValueError, match="if_unavailable must be 'error' or 'random', got 'warn'"):
+        from_checkpoint("anything.pth", if_unavailable="warn")
+
+
+def test_build_names_the_unknown_keyword():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'deep_stem'"):
+        MODELS.build({"type": "ResNet", "depth": 50, "deep_stem": True})

@@ -1,0 +1,32 @@
+"""Detectors and their parts; importing this package registers them."""
+
+from .backbones import ResNet
+from .base_detector import BaseDetector
+from .data_preprocessor import DetDataPreprocessor
+from .deformable_detr import DeformableDETR, DeformableDETRHead
+from .layers import FFN, ConvModule, MultiheadAttention, MultiScaleDeformableAttention, SinePositionalEncoding
+from .losses import FocalLoss, GIoULoss, L1Loss
+from .matching import BBoxL1Cost, ClassificationCost, FocalLossCost, HungarianAssigner, IoUCost
+from .necks import ChannelMapper
+
+__all__ = [
+    "FFN",
+    "BBoxL1Cost",
+    "BaseDetector",
+    "ChannelMapper",
+    "ClassificationCost",
+    "ConvModule",
+    "DeformableDETR",
+    "DeformableDETRHead",
+    "DetDataPreprocessor",
+    "FocalLoss",
+    "FocalLossCost",
+    "GIoULoss",
+    "HungarianAssigner",
+    "IoUCost",
+    "L1Loss",
+    "MultiScaleDeformableAttention",
+    "MultiheadAttention",
+    "ResNet",
+    "SinePositionalEncoding",
+]

@@ -1,0 +1,5 @@
+"""Backbones: images to feature maps."""
+
+from .resnet import ResNet
+
+__all__ = ["ResNet"]

@@ -1,0 +1,107 @@
+"""Pretrained backbone weights: torchvision's, or a file."""
+
+import logging
+
+from mmengine.logging import print_log
+from mmengine.runner import CheckpointLoader
+from torch import Tensor, nn
+
+__all__ = ["load_pretrained"]
+
+_TORCHVISION = "torchvision://"
+
+
+def load_pretrained(
+    backbone: nn.Module,
+    checkpoint: str,
+    prefix: str | None = None,
+    map_location: str = "cpu",
+    if_unavailable: str = "error",
+) -> None:
+    """Load classification weights into a backbone; a classifier's ``fc.*`` and stages that are not built are left out.
+
+    In a config: ``init_cfg=dict(type='Pretrained', checkpoint='torchvision://resnet50', if_unavailable='random')``.
+
+    Args:
+        backbone: the module to fill, with torchvision's parameter names.
+        checkpoint: ``'torchvision://resnet50'`` (ImageNet-1k, the original recipe), ``'torchvision://resnet50.IMAGENET1K_V2'``,
+            or a path or URL of a state dict, bare or under ``state_dict``.
+        prefix: take only entries under this prefix, e.g. ``'backbone.'``.
+        map_location: device the file is read to.
+        if_unavailable: what to do if the weights can be neither found nor downloaded: 'error', or 'random' to warn and
+            keep the random initialisation.
+
+    Raises:
+        RuntimeError: the weights are unavailable and 'random' was not asked for, or are those of another architecture.
+    """
+    if if_unavailable not in ("error", "random"):
+        raise ValueError(f"init_cfg: if_unavailable must be 'error' or 'random', got {if_unavailable!r}")
+    try:
+        state_dict = _read(checkpoint, map_location)
+    except OSError as error:  # no such file, no network, HTTP errors
+        message = (
+            f"pretrained weights {checkpoint!r} of {type(backbone).__name__} are not available ({error}). Download "
+            "them where there is a network and give their path: init_cfg=dict(type='Pretrained', checkpoint='PATH')"
+        )
+        if if_unavailable == "error":
+            raise RuntimeError(
+                f"{message}; or allow training from random weights: init_cfg=dict(..., if_unavailable='random')."
+            ) from error
+        print_log(
+            f"{message}. The backbone STARTS FROM RANDOM WEIGHTS.", logger="current", level=logging.WARNING
+        )
+        return
+    if prefix is not None:
+        prefix = prefix.rstrip(".") + "."
+        state_dict = {
+            key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)
+        }
+    _fill(backbone, state_dict, checkpoint)
+
+
+def _read(checkpoint: str, map_location: str) -> dict[str, Tensor]:
+    if checkpoint.startswith(_TORCHVISION):
+        return _read_torchvision(checkpoint[len(_TORCHVISION) :])
+    contents = CheckpointLoader.load_checkpoint(checkpoint, map_location=map_location, logger="silent")
+    return contents.get("state_dict", contents)
+
+
+def _read_torchvision(name: str) -> dict[str, Tensor]:
+    from torchvision.models import get_model_weights
+
+    model_name, _, variant = name.partition(".")
+    try:
+        available = get_model_weights(model_name)
+    except ValueError as error:
+        raise ValueError(f"init_cfg: torchvision has no model {model_name!r}") from error
+    variants = [weights.name for weights in available]
+    variant = variant or variants[0]
+    if variant not in variants:
+        raise ValueError(
+            f"init_cfg: torchvision's {model_name} has weights {', '.join(variants)}, not {variant!r}"
+        )
+    return available[variant].get_state_dict(progress=False, check_hash=True)
+
+
+def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -> None:
+    own = backbone.state_dict()
+    missing = [key for key in own if key not in state_dict and not key.endswith("num_batches_tracked")]
+    reshaped = [
+        f"{key} {tuple(state_dict[key].shape)} where {tuple(own[key].shape)} is needed"
+        for key in own
+        if key in state_dict and state_dict[key].shape != own[key].shape
+    ]
+    # A stage that was not built may be in the file, but a block too many means another depth.
+    stages = {key.split(".")[0] for key in own}
+    surplus = [key for key in state_dict if key not in own and key.split(".")[0] in stages]
+    if missing or reshaped or surplus:
+        details = "; ".join(
+            f"{label}: {', '.join(keys[:3])}{' ...' if len(keys) > 3 else ''} ({len(keys)})"
+            for label, keys in (("missing", missing), ("other shape", reshaped), ("surplus", surplus))
+            if keys
+        )
+        raise RuntimeError(
+            f"pretrained weights {checkpoint!r} do not fit the {type(backbone).__name__} of this config: {details}"
+        )
+    backbone.load_state_dict({key: state_dict[key] for key in own if key in state_dict}, strict=False)
+    print_log(f"loaded {checkpoint!r} into {type(backbone).__name__}", logger="current")

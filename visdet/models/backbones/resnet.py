@@ -1,0 +1,256 @@
+"""ResNet backbones with torchvision's parameter names."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from visdet.registry import MODELS
+
+from ..layers.normalization import build_norm_layer, norm_abbreviation
+from .pretrained import load_pretrained
+
+__all__ = ["ResNet"]
+
+_BN = {"type": "BN", "requires_grad": True}
+_DEFAULT_INIT = [
+    {"type": "Kaiming", "layer": "Conv2d"},
+    {"type": "Constant", "val": 1, "layer": ["_BatchNorm", "GroupNorm"]},
+]
+
+
+def _norm(norm_cfg: dict[str, Any], channels: int, index: int) -> tuple[str, nn.Module]:
+    """Return a norm layer and the name torchvision gives it: bn1, bn2, ... (gn1, ... for group norm)."""
+    layer = build_norm_layer(norm_cfg, channels)
+    return f"{norm_abbreviation(type(layer))}{index}", layer
+
+
+class ResidualBlock(nn.Module):
+    """Convolutions with a norm each, plus the input; the last norm adds before the final ReLU.
+
+    Args:
+        convs: the convolutions in order, registered as conv1, conv2, ...
+        norm_cfg: norm after each, registered as bn1, bn2, ...
+        downsample: brings the input to the output's shape; None where it already has it.
+        with_cp: recompute activations in the backward pass instead of keeping them.
+    """
+
+    def __init__(
+        self,
+        convs: Sequence[nn.Conv2d],
+        norm_cfg: dict[str, Any],
+        downsample: nn.Module | None,
+        with_cp: bool,
+    ) -> None:
+        super().__init__()
+        self.norm_names = []
+        for index, conv in enumerate(convs, start=1):
+            name, norm = _norm(norm_cfg, conv.out_channels, index)
+            self.norm_names.append(name)
+            self.add_module(f"conv{index}", conv)
+            self.add_module(name, norm)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = downsample
+        self.with_cp = with_cp
+
+    @property
+    def last_norm(self) -> nn.Module:
+        return getattr(self, self.norm_names[-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [B, C', H', W'] from x [B, C, H, W]."""
+        if self.with_cp and x.requires_grad:
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        out = x
+        for index, name in enumerate(self.norm_names, start=1):
+            out = getattr(self, name)(getattr(self, f"conv{index}")(out))
+            if index < len(self.norm_names):
+                out = self.relu(out)
+        identity = x if self.downsample is None else self.downsample(x)
+        return self.relu(out + identity)
+
+
+def _basic_convs(in_channels: int, channels: int, stride: int, dilation: int, style: str) -> list[nn.Conv2d]:
+    return [
+        nn.Conv2d(in_channels, channels, 3, stride, padding=dilation, dilation=dilation, bias=False),
+        nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+    ]
+
+
+def _bottleneck_convs(
+    in_channels: int, channels: int, stride: int, dilation: int, style: str
+) -> list[nn.Conv2d]:
+    stride1, stride2 = (1, stride) if style == "pytorch" else (stride, 1)
+    return [
+        nn.Conv2d(in_channels, channels, 1, stride1, bias=False),
+        nn.Conv2d(channels, channels, 3, stride2, padding=dilation, dilation=dilation, bias=False),
+        nn.Conv2d(channels, channels * 4, 1, bias=False),
+    ]
+
+
+@MODELS.register_module()
+class ResNet(BaseModule):
+    """ResNet-18, 34, 50, 101 or 152 that returns the feature maps of chosen stages.
+
+    Args:
+        depth: 18, 34, 50, 101 or 152.
+        in_channels: of the image. stem_channels: of the first convolution, default ``base_channels``.
+        base_channels: of the first stage; each further stage doubles them.
+        num_stages: stages built, 1 to 4. strides, dilations: of each stage.
+        out_indices: stages to return, counted from 0.
+        style: where a bottleneck strides: 'pytorch' its 3x3 convolution, 'caffe' its first 1x1.
+        frozen_stages: the stem and that many stages neither learn nor update their statistics; -1 freezes nothing,
+            0 the stem alone.
+        norm_cfg: see ``build_norm_layer``.
+        norm_eval: batch norm uses its stored statistics while training too.
+        with_cp: recompute each block's activations in the backward pass instead of keeping them.
+        zero_init_residual: start each block as the identity.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)``, see ``load_pretrained``, or mmengine initialisers;
+            default Kaiming normal convolutions, norm scale 1 and shift 0.
+
+    Source: He et al., CVPR 2016; parameter names are torchvision's, keywords mmdet's.
+    """
+
+    ARCHITECTURES = {
+        18: (_basic_convs, 1, (2, 2, 2, 2)),
+        34: (_basic_convs, 1, (3, 4, 6, 3)),
+        50: (_bottleneck_convs, 4, (3, 4, 6, 3)),
+        101: (_bottleneck_convs, 4, (3, 4, 23, 3)),
+        152: (_bottleneck_convs, 4, (3, 8, 36, 3)),
+    }
+
+    def __init__(
+        self,
+        depth: int,
+        in_channels: int = 3,
+        stem_channels: int | None = None,
+        base_channels: int = 64,
+        num_stages: int = 4,
+        strides: Sequence[int] = (1, 2, 2, 2),
+        dilations: Sequence[int] = (1, 1, 1, 1),
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        style: str = "pytorch",
+        frozen_stages: int = -1,
+        norm_cfg: dict[str, Any] = _BN,
+        norm_eval: bool = True,
+        with_cp: bool = False,
+        zero_init_residual: bool = True,
+        init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
+    ) -> None:
+        _check_options(depth, num_stages, strides, dilations, out_indices, style, frozen_stages)
+        from_checkpoint = isinstance(init_cfg, dict) and init_cfg.get("type") == "Pretrained"
+        super().__init__(_DEFAULT_INIT if from_checkpoint or init_cfg is None else init_cfg)
+        self.pretrained = dict(init_cfg) if from_checkpoint else None
+        _, expansion, num_blocks = self.ARCHITECTURES[depth]
+        self.depth = depth
+        self.style = style
+        self.norm_cfg = norm_cfg
+        self.with_cp = with_cp
+        self.out_indices = tuple(out_indices)
+        self.frozen_stages = frozen_stages
+        self.norm_eval = norm_eval
+        self.zero_init_residual = zero_init_residual
+
+        stem_channels = stem_channels or base_channels
+        self.conv1 = nn.Conv2d(in_channels, stem_channels, 7, stride=2, padding=3, bias=False)
+        self.norm1_name, norm1 = _norm(norm_cfg, stem_channels, 1)
+        self.add_module(self.norm1_name, norm1)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+
+        self.stage_names = []
+        for stage in range(num_stages):
+            channels_in = stem_channels if stage == 0 else base_channels * 2 ** (stage - 1) * expansion
+            blocks = self._stage(
+                channels_in, base_channels * 2**stage, num_blocks[stage], strides[stage], dilations[stage]
+            )
+            self.stage_names.append(f"layer{stage + 1}")
+            self.add_module(self.stage_names[-1], blocks)
+        self._freeze()
+
+    def _stage(
+        self, channels_in: int, channels: int, num_blocks: int, stride: int, dilation: int
+    ) -> nn.Sequential:
+        """Return the blocks of one stage; the first of them strides."""
+        make_convs, expansion, _ = self.ARCHITECTURES[self.depth]
+        blocks = []
+        for _ in range(num_blocks):
+            downsample = None
+            if stride != 1 or channels_in != channels * expansion:
+                downsample = nn.Sequential(
+                    nn.Conv2d(channels_in, channels * expansion, 1, stride, bias=False),
+                    build_norm_layer(self.norm_cfg, channels * expansion),
+                )
+            convs = make_convs(channels_in, channels, stride, dilation, self.style)
+            blocks.append(ResidualBlock(convs, self.norm_cfg, downsample, self.with_cp))
+            channels_in, stride = channels * expansion, 1
+        return nn.Sequential(*blocks)
+
+    def init_weights(self) -> None:
+        """Draw all weights, then load the pretrained ones the config names."""
+        super().init_weights()
+        if self.zero_init_residual:
+            for block in self.modules():
+                if isinstance(block, ResidualBlock):
+                    nn.init.zeros_(block.last_norm.weight)
+        if self.pretrained is not None:
+            options = {name: value for name, value in self.pretrained.items() if name != "type"}
+            load_pretrained(self, **options)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W]."""
+        x = self.relu(getattr(self, self.norm1_name)(self.conv1(x)))
+        x = self.maxpool(x)
+        outs = []
+        for stage, name in enumerate(self.stage_names):
+            x = getattr(self, name)(x)
+            if stage in self.out_indices:
+                outs.append(x)
+        return tuple(outs)
+
+    def train(self, mode: bool = True) -> "ResNet":
+        """Set the mode, keeping frozen parts, and with ``norm_eval`` every batch norm, in evaluation mode."""
+        super().train(mode)
+        self._freeze()
+        if mode and self.norm_eval:
+            for module in self.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+        return self
+
+    def _freeze(self) -> None:
+        if self.frozen_stages < 0:
+            return
+        stages = [getattr(self, name) for name in self.stage_names[: self.frozen_stages]]
+        for module in (self.conv1, getattr(self, self.norm1_name), *stages):
+            module.eval()
+            module.requires_grad_(False)
+
+
+def _check_options(
+    depth: int,
+    num_stages: int,
+    strides: Sequence[int],
+    dilations: Sequence[int],
+    out_indices: Sequence[int],
+    style: str,
+    frozen_stages: int,
+) -> None:
+    if depth not in ResNet.ARCHITECTURES:
+        raise ValueError(f"ResNet: depth must be one of {sorted(ResNet.ARCHITECTURES)}, got {depth}")
+    if not 1 <= num_stages <= 4 or len(strides) < num_stages or len(dilations) < num_stages:
+        raise ValueError(
+            "ResNet: num_stages must be 1 to 4 with a stride and a dilation for each, "
+            f"got num_stages={num_stages}, strides={tuple(strides)}, dilations={tuple(dilations)}"
+        )
+    if not all(0 <= index < num_stages for index in out_indices):
+        raise ValueError(f"ResNet: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}")
+    if style not in ("pytorch", "caffe"):
+        raise ValueError(f"ResNet: style must be 'pytorch' or 'caffe', got {style!r}")
+    if not -1 <= frozen_stages <= num_stages:
+        raise ValueError(f"ResNet: frozen_stages must be -1..{num_stages}, got {frozen_stages}")

@@ -1,0 +1,101 @@
+"""The contract between mmengine's loops and a detector."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mmengine.model import BaseModel
+from torch import Tensor
+
+from visdet.registry import MODELS
+from visdet.structures import DetDataSample
+
+__all__ = ["BaseDetector", "image_sizes"]
+
+
+def image_sizes(inputs: Tensor, data_samples: Sequence[DetDataSample] | None) -> list[tuple[int, int]]:
+    """Return (height, width) of each image without its padding: ``img_shape``, or the batch's size if that is unknown.
+
+    Raises:
+        ValueError: more or fewer samples than images, or an ``img_shape`` larger than the batch.
+    """
+    batch_height, batch_width = inputs.shape[-2:]
+    if data_samples is None:
+        return [(batch_height, batch_width)] * len(inputs)
+    if len(data_samples) != len(inputs):
+        raise ValueError(
+            f"data_samples must be one per image: got {len(data_samples)} for {len(inputs)} images"
+        )
+    sizes = []
+    for index, sample in enumerate(data_samples):
+        height, width = (int(n) for n in sample.metainfo.get("img_shape", (batch_height, batch_width))[:2])
+        if not (0 < height <= batch_height and 0 < width <= batch_width):
+            raise ValueError(
+                f"data_samples[{index}].img_shape must be a (height, width) within the batch's "
+                f"({batch_height}, {batch_width}), got ({height}, {width})"
+            )
+        sizes.append((height, width))
+    return sizes
+
+
+class BaseDetector(BaseModel, ABC):
+    """A detector that mmengine's Runner can train, validate and test.
+
+    Args:
+        data_preprocessor: config or module that turns collated samples into a batch.
+        init_cfg: mmengine's initialisation.
+    """
+
+    def __init__(
+        self,
+        data_preprocessor: dict[str, Any] | torch.nn.Module | None = None,
+        init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
+    ) -> None:
+        if isinstance(data_preprocessor, dict):  # from this scope, whatever the default scope is
+            data_preprocessor = MODELS.build(data_preprocessor)
+        super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
+
+    def forward(
+        self, inputs: Tensor, data_samples: Sequence[DetDataSample] | None = None, mode: str = "tensor"
+    ) -> dict[str, Tensor] | list[DetDataSample] | tuple[Tensor, ...]:
+        """Run the detector on a batch that ``data_preprocessor`` has prepared.
+
+        Args:
+            inputs: [B, 3, H, W] normalised images, padded at the bottom and right.
+            data_samples: one per image: ``img_shape`` (default: no padding), and ground truth for 'loss'.
+            mode: 'loss' returns {name: scalar}; 'predict' returns the samples with ``pred_instances`` filled in;
+                'tensor' returns the head's raw outputs.
+        """
+        if not isinstance(inputs, Tensor) or inputs.dim() != 4:
+            got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+            raise TypeError(
+                f"{type(self).__name__}: inputs must be a [B, 3, H, W] tensor, got {got}; "
+                "raw samples go through model.data_preprocessor first"
+            )
+        if mode == "loss":
+            if data_samples is None:
+                raise ValueError(f"{type(self).__name__}: mode 'loss' needs data_samples with gt_instances")
+            return self.loss(inputs, data_samples)
+        if mode == "predict":
+            if data_samples is None:
+                data_samples = [DetDataSample() for _ in inputs]
+            return self.predict(inputs, data_samples)
+        if mode == "tensor":
+            return self.raw_outputs(inputs, data_samples)
+        raise ValueError(f"{type(self).__name__}: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
+
+    def _dump_init_info(self) -> None:
+        """Keep mmengine from logging two lines for every parameter it initialises."""
+
+    @abstractmethod
+    def loss(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> dict[str, Tensor]:
+        """Return the losses by name."""
+
+    @abstractmethod
+    def predict(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> list[DetDataSample]:
+        """Return the samples with ``pred_instances`` filled in."""
+
+    @abstractmethod
+    def raw_outputs(self, inputs: Tensor, data_samples: Sequence[DetDataSample] | None) -> tuple[Tensor, ...]:
+        """Return what the head computes, before any post-processing."""

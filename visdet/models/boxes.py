@@ -1,0 +1,51 @@
+"""Axis-aligned boxes: layouts and overlaps, each written once for losses, costs and heads."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["cxcywh_to_xyxy", "elementwise_overlaps", "xyxy_to_cxcywh"]
+
+
+def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:
+    """Return the corners (x1, y1, x2, y2) [..., 4] of boxes given by centre and size (cx, cy, w, h) [..., 4]."""
+    centers, sizes = boxes_cxcywh.split(2, dim=-1)
+    half = sizes * 0.5
+    return torch.cat((centers - half, centers + half), dim=-1)
+
+
+def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
+    """Return centre and size (cx, cy, w, h) [..., 4] of boxes given by their corners (x1, y1, x2, y2) [..., 4]."""
+    low, high = boxes_xyxy.split(2, dim=-1)
+    return torch.cat(((low + high) * 0.5, high - low), dim=-1)
+
+
+def elementwise_overlaps(boxes_a: Tensor, boxes_b: Tensor, mode: str = "iou", eps: float = 1e-6) -> Tensor:
+    """Return IoU in [0, 1] or generalised IoU in [-1, 1] of broadcast boxes (x1, y1, x2, y2).
+
+    IoU = |A ∩ B| / |A ∪ B|;  GIoU = IoU - |hull \\ (A ∪ B)| / |hull|, with hull the smallest box around both.
+    For all pairs pass ``boxes_a[..., :, None, :]`` and ``boxes_b[..., None, :, :]``.
+
+    Args:
+        boxes_a: [..., 4], any unit.
+        boxes_b: [..., 4], broadcast against ``boxes_a``, same unit.
+        mode: ``'iou'`` or ``'giou'``.
+        eps: least area of a denominator, in the unit squared; two boxes without area overlap by 0.
+
+    Returns:
+        [...] of the broadcast shape. Differentiable; NaN coordinates give NaN.
+
+    Source: Rezatofighi et al., Generalized Intersection over Union, CVPR 2019.
+    """
+    low_a, high_a = boxes_a.split(2, dim=-1)
+    low_b, high_b = boxes_b.split(2, dim=-1)
+    intersection = (torch.minimum(high_a, high_b) - torch.maximum(low_a, low_b)).clamp(min=0).prod(dim=-1)
+    union = (high_a - low_a).prod(dim=-1) + (high_b - low_b).prod(dim=-1) - intersection
+    union = union.clamp(min=eps)
+    iou = intersection / union
+    if mode == "iou":
+        return iou
+    if mode != "giou":
+        raise ValueError(f"elementwise_overlaps: mode must be 'iou' or 'giou', got {mode!r}")
+    hull = (torch.maximum(high_a, high_b) - torch.minimum(low_a, low_b)).clamp(min=0).prod(dim=-1)
+    hull = hull.clamp(min=eps)
+    return iou - (hull - union) / hull

@@ -1,0 +1,223 @@
+"""Deformable DETR: the detector."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from mmengine.model import xavier_init
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+from visdet.structures import DetDataSample
+
+from ..base_detector import BaseDetector, image_sizes
+from ..layers.positional_encoding import SinePositionalEncoding
+from ..layers.precision import in_full_precision
+from .flat_pyramid import FlatPyramid, flatten_pyramid
+from .proposals import pixel_proposals, proposal_embedding
+from .transformer import DeformableDetrTransformerDecoder, DeformableDetrTransformerEncoder
+
+__all__ = ["DecoderStart", "DeformableDETR"]
+
+
+class DecoderStart(NamedTuple):
+    """What the decoder starts from.
+
+    Attributes:
+        query, query_pos: [B, Q, C].
+        references: [B, Q, 2] points, or in two stages [B, Q, 4] boxes (cx, cy, w, h), in 0..1 of the image.
+        encoder_logits: [B, S, classes], and encoder_boxes: [B, S, 4] (cx, cy, w, h) of every pixel, for the loss of the
+            first stage; None outside training and without it.
+    """
+
+    query: Tensor
+    query_pos: Tensor
+    references: Tensor
+    encoder_logits: Tensor | None = None
+    encoder_boxes: Tensor | None = None
+
+
+@MODELS.register_module()
+class DeformableDETR(BaseDetector):
+    """Deformable DETR: base, with iterative box refinement, and in two stages.
+
+    images -> backbone -> neck -> flat pyramid -> encoder -> start of the decoder -> decoder -> head.
+
+    Args:
+        backbone, neck: configs; the neck returns ``num_feature_levels`` maps of the encoder's width.
+        encoder, decoder: keywords of ``DeformableDetrTransformerEncoder`` and ``DeformableDetrTransformerDecoder``.
+        positional_encoding: keywords of ``SinePositionalEncoding``; ``num_feats`` is half the encoder's width.
+        bbox_head: config of the head; ``embed_dims`` is the encoder's unless given.
+        num_queries: number of objects the decoder looks for.
+        train_cfg, test_cfg: of the head.
+        data_preprocessor: config, see ``DetDataPreprocessor``.
+        with_box_refine: every decoder layer has branches of its own and refines the boxes of the layer before.
+        as_two_stage: the decoder starts from the encoder's best proposals instead of learned queries.
+        num_feature_levels: levels of the pyramid.
+
+    Source: Zhu et al., Deformable DETR, ICLR 2021; keywords and parameter names are mmdet's. Different: two stages work
+    at any width (a multiple of 4), and predictions without ``scale_factor`` stay in pixels of the network's input.
+    """
+
+    def __init__(
+        self,
+        backbone: dict[str, Any],
+        neck: dict[str, Any] | None = None,
+        encoder: dict[str, Any] | None = None,
+        decoder: dict[str, Any] | None = None,
+        positional_encoding: dict[str, Any] | None = None,
+        bbox_head: dict[str, Any] | None = None,
+        num_queries: int = 100,
+        train_cfg: dict[str, Any] | None = None,
+        test_cfg: dict[str, Any] | None = None,
+        data_preprocessor: dict[str, Any] | None = None,
+        init_cfg: dict[str, Any] | None = None,
+        with_box_refine: bool = False,
+        as_two_stage: bool = False,
+        num_feature_levels: int = 4,
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        for name, config in (
+            ("encoder", encoder),
+            ("decoder", decoder),
+            ("positional_encoding", positional_encoding),
+            ("bbox_head", bbox_head),
+        ):
+            if config is None:
+                raise ValueError(f"DeformableDETR: {name} must be given")
+        self.num_queries = num_queries
+        self.with_box_refine = with_box_refine
+        self.as_two_stage = as_two_stage
+        self.backbone = MODELS.build(backbone)
+        self.neck = nn.Identity() if neck is None else MODELS.build(neck)
+        self.encoder = DeformableDetrTransformerEncoder(**encoder)
+        self.decoder = DeformableDetrTransformerDecoder(**decoder)
+        self.positional_encoding = SinePositionalEncoding(**positional_encoding)
+        self.embed_dims = self.encoder.embed_dims
+        self.bbox_head = MODELS.build(
+            {
+                "embed_dims": self.embed_dims,
+                **bbox_head,
+                "train_cfg": train_cfg,
+                "test_cfg": test_cfg,
+                "share_pred_layer": not with_box_refine,
+                "num_pred_layer": self.decoder.num_layers + int(as_two_stage),
+                "as_two_stage": as_two_stage,
+            }
+        )
+        self._check_widths(num_feature_levels)
+        self.level_embed = nn.Parameter(torch.randn(num_feature_levels, self.embed_dims))
+        if as_two_stage:
+            self.memory_trans_fc = nn.Linear(self.embed_dims, self.embed_dims)
+            self.memory_trans_norm = nn.LayerNorm(self.embed_dims)
+            self.pos_trans_fc = nn.Linear(self.embed_dims * 2, self.embed_dims * 2)
+            self.pos_trans_norm = nn.LayerNorm(self.embed_dims * 2)
+        else:
+            self.query_embedding = nn.Embedding(num_queries, self.embed_dims * 2)  # query_pos, then query
+            self.reference_points_fc = nn.Linear(self.embed_dims, 2)
+
+    def _check_widths(self, num_feature_levels: int) -> None:
+        """Refuse parts that do not fit together, before the first batch does."""
+        widths = {
+            "decoder embed_dims": self.decoder.embed_dims,
+            "bbox_head.embed_dims": self.bbox_head.embed_dims,
+            "2 * positional_encoding.num_feats": 2 * self.positional_encoding.num_feats,
+        }
+        for name, width in widths.items():
+            if width != self.embed_dims:
+                raise ValueError(
+                    f"DeformableDETR: {name} must be the encoder's embed_dims {self.embed_dims}, got {width}"
+                )
+        for name, attention in (
+            ("encoder", self.encoder.layers[0].self_attn),
+            ("decoder", self.decoder.layers[0].cross_attn),
+        ):
+            if attention.num_levels != num_feature_levels:
+                raise ValueError(
+                    f"DeformableDETR: num_feature_levels is {num_feature_levels}, but the {name}'s deformable "
+                    f"attention has num_levels={attention.num_levels}"
+                )
+
+    def init_weights(self) -> None:
+        """Draw the weights of all parts; each part's rule is its own."""
+        super().init_weights()
+        nn.init.normal_(self.level_embed)
+        if self.as_two_stage:
+            nn.init.xavier_uniform_(self.memory_trans_fc.weight)
+            nn.init.xavier_uniform_(self.pos_trans_fc.weight)
+        else:
+            nn.init.normal_(self.query_embedding.weight)
+            xavier_init(self.reference_points_fc, distribution="uniform")
+
+    def loss(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> dict[str, Tensor]:
+        sizes = image_sizes(inputs, data_samples)
+        hidden_states, references, start = self.forward_transformer(inputs, sizes)
+        return self.bbox_head.loss(
+            hidden_states, references, data_samples, sizes, start.encoder_logits, start.encoder_boxes
+        )
+
+    def predict(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> list[DetDataSample]:
+        sizes = image_sizes(inputs, data_samples)
+        hidden_states, references, _ = self.forward_transformer(inputs, sizes)
+        results = self.bbox_head.predict(hidden_states, references, data_samples, sizes)
+        for sample, instances in zip(data_samples, results, strict=True):
+            sample.pred_instances = instances
+        return list(data_samples)
+
+    def raw_outputs(
+        self, inputs: Tensor, data_samples: Sequence[DetDataSample] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return class logits [D, B, Q, C] and boxes (cx, cy, w, h) [D, B, Q, 4] in 0..1 of D decoder layers."""
+        hidden_states, references, _ = self.forward_transformer(inputs, image_sizes(inputs, data_samples))
+        return self.bbox_head(hidden_states, references)
+
+    def forward_transformer(
+        self, inputs: Tensor, sizes: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, list[Tensor], DecoderStart]:
+        """Return the decoder's hidden states [D, B, Q, C], its D + 1 references, and what it started from."""
+        pyramid = flatten_pyramid(
+            self.extract_feat(inputs), sizes, inputs.shape[-2:], self.positional_encoding, self.level_embed
+        )
+        memory = self.encoder(pyramid)
+        start = self.proposals(memory, pyramid) if self.as_two_stage else self.learned_queries(len(inputs))
+        hidden_states, references = self.decoder(
+            start.query,
+            start.query_pos,
+            memory,
+            start.references,
+            pyramid,
+            reg_branches=self.bbox_head.reg_branches if self.with_box_refine else None,
+        )
+        return hidden_states, references, start
+
+    def extract_feat(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the neck's maps [B, C, H_l, W_l] of images [B, 3, H, W]."""
+        return self.neck(self.backbone(inputs))
+
+    def learned_queries(self, batch_size: int) -> DecoderStart:
+        """Return the learned queries for each image, and the points they look at first."""
+        query_pos, query = (
+            self.query_embedding.weight.unsqueeze(0).expand(batch_size, -1, -1).chunk(2, dim=-1)
+        )
+        return DecoderStart(
+            query, query_pos, in_full_precision(self.reference_points_fc, query_pos).sigmoid()
+        )
+
+    def proposals(self, memory: Tensor, pyramid: FlatPyramid) -> DecoderStart:
+        """Return the encoder's best proposals as the decoder's start; the logit of class 0 ranks them.
+
+        Args:
+            memory: [B, S, C].
+        """
+        classify, regress = self.bbox_head.cls_branches[-1], self.bbox_head.reg_branches[-1]
+        origin, usable = pixel_proposals(pyramid)
+        output_memory = self.memory_trans_norm(self.memory_trans_fc(memory.masked_fill(~usable, 0.0)))
+        logits = in_full_precision(classify, output_memory)
+        box_logits = in_full_precision(regress, output_memory) + origin
+        best = logits[..., 0].topk(min(self.num_queries, logits.shape[1]), dim=1).indices
+        best_boxes = box_logits.gather(1, best.unsqueeze(-1).expand(-1, -1, 4)).detach().sigmoid()
+        embedding = proposal_embedding(best_boxes, self.embed_dims // 2)
+        query_pos, query = self.pos_trans_norm(self.pos_trans_fc(embedding)).chunk(2, dim=-1)
+        if not self.training:
+            return DecoderStart(query, query_pos, best_boxes)
+        return DecoderStart(query, query_pos, best_boxes, logits, box_logits.sigmoid())

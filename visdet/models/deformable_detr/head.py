@@ -1,0 +1,237 @@
+"""Classes and boxes from the decoder's hidden states: forward, loss, prediction."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mmengine import dist
+from mmengine.model import BaseModule
+from mmengine.structures import InstanceData
+from torch import Tensor, nn
+
+from visdet.registry import MODELS, TASK_UTILS
+from visdet.structures import DetDataSample
+
+from ..boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
+from ..layers.precision import at_least_float32, in_full_precision
+from ..matching.padded_targets import PaddedTargets
+from ..transfer import to_device
+from .transformer import refine_boxes
+
+__all__ = ["DeformableDETRHead"]
+
+_FOCAL = {"type": "FocalLoss", "use_sigmoid": True, "gamma": 2.0, "alpha": 0.25, "loss_weight": 2.0}
+_L1 = {"type": "L1Loss", "loss_weight": 5.0}
+_GIOU = {"type": "GIoULoss", "loss_weight": 2.0}
+_TRAIN = {
+    "assigner": {
+        "type": "HungarianAssigner",
+        "match_costs": [
+            {"type": "FocalLossCost", "weight": 2.0},
+            {"type": "BBoxL1Cost", "weight": 5.0, "box_format": "xywh"},
+            {"type": "IoUCost", "iou_mode": "giou", "weight": 2.0},
+        ],
+    }
+}
+_TEST = {"max_per_img": 100}
+_PRIOR_PROBABILITY = 0.01  # of a class at the start, so that the many negatives do not swamp the first steps
+
+
+@MODELS.register_module()
+class DeformableDETRHead(BaseModule):
+    """One classifier and one box regressor per decoder layer, and the set loss on what they predict.
+
+    Args:
+        num_classes: classes C without background.
+        embed_dims: channels of the hidden states.
+        num_reg_fcs: hidden linear layers of a box regressor.
+        sync_cls_avg_factor: normalise the class loss by the mean number of boxes over all processes.
+        loss_cls: loss over class logits; must be a sigmoid loss (``use_sigmoid=True``).
+        loss_bbox: loss over boxes (cx, cy, w, h) in 0..1. loss_iou: loss over boxes (x1, y1, x2, y2) in pixels.
+        train_cfg: ``assigner``. test_cfg: ``max_per_img``.
+        share_pred_layer, num_pred_layer, as_two_stage: set by the detector: whether all layers share one pair of
+            branches, how many pairs there are, and whether the last pair serves the encoder's proposals.
+
+    Source: Zhu et al., Deformable DETR; names and defaults are mmdet's.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        embed_dims: int = 256,
+        num_reg_fcs: int = 2,
+        sync_cls_avg_factor: bool = False,
+        loss_cls: dict[str, Any] = _FOCAL,
+        loss_bbox: dict[str, Any] = _L1,
+        loss_iou: dict[str, Any] = _GIOU,
+        train_cfg: dict[str, Any] | None = _TRAIN,
+        test_cfg: dict[str, Any] | None = _TEST,
+        share_pred_layer: bool = False,
+        num_pred_layer: int = 6,
+        as_two_stage: bool = False,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        if num_classes < 1:
+            raise ValueError(f"DeformableDETRHead: num_classes must be at least 1, got {num_classes}")
+        self.num_classes = num_classes
+        self.embed_dims = embed_dims
+        self.sync_cls_avg_factor = sync_cls_avg_factor
+        self.as_two_stage = as_two_stage
+        self.test_cfg = dict(test_cfg or {})
+        self.assigner = TASK_UTILS.build(train_cfg["assigner"]) if train_cfg else None
+        self.loss_cls = MODELS.build(loss_cls)
+        self.loss_bbox = MODELS.build(loss_bbox)
+        self.loss_iou = MODELS.build(loss_iou)
+        if not getattr(self.loss_cls, "use_sigmoid", False):
+            raise ValueError(f"DeformableDETRHead: loss_cls must have use_sigmoid=True, got {loss_cls}")
+
+        def reg_branch() -> nn.Sequential:
+            hidden = [
+                layer for _ in range(num_reg_fcs) for layer in (nn.Linear(embed_dims, embed_dims), nn.ReLU())
+            ]
+            return nn.Sequential(*hidden, nn.Linear(embed_dims, 4))
+
+        distinct = 1 if share_pred_layer else num_pred_layer
+        repeats = num_pred_layer // distinct
+        self.cls_branches = nn.ModuleList(
+            [nn.Linear(embed_dims, num_classes) for _ in range(distinct)] * repeats
+        )
+        self.reg_branches = nn.ModuleList([reg_branch() for _ in range(distinct)] * repeats)
+
+    def init_weights(self) -> None:
+        """Start with rare classes and boxes at their references; reference points get boxes of side sigmoid(-2)."""
+        for classify in self.cls_branches:
+            nn.init.constant_(classify.bias, -math.log((1 - _PRIOR_PROBABILITY) / _PRIOR_PROBABILITY))
+        for regress in self.reg_branches:
+            nn.init.zeros_(regress[-1].weight)
+            nn.init.zeros_(regress[-1].bias)
+        if not self.as_two_stage:
+            nn.init.constant_(self.reg_branches[0][-1].bias[2:], -2.0)
+        self.is_init = True
+
+    def forward(self, hidden_states: Tensor, references: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return class logits [D, B, Q, C] and boxes (cx, cy, w, h) [D, B, Q, 4] in 0..1, of every decoder layer.
+
+        Args:
+            hidden_states: [D, B, Q, embed_dims].
+            references: at least D of [B, Q, 2 or 4], the references each layer started from.
+        """
+        layers = [self.decode(index, hidden, references[index]) for index, hidden in enumerate(hidden_states)]
+        logits, boxes = zip(*layers, strict=True)
+        return torch.stack(logits), torch.stack(boxes)
+
+    def decode(self, layer: int, hidden: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [B, Q, C] and boxes [B, Q, 4] of one decoder layer (hidden [B, Q, embed_dims])."""
+        deltas = in_full_precision(self.reg_branches[layer], hidden)
+        return in_full_precision(self.cls_branches[layer], hidden), refine_boxes(deltas, reference)
+
+    def loss(
+        self,
+        hidden_states: Tensor,
+        references: Sequence[Tensor],
+        data_samples: Sequence[DetDataSample],
+        image_sizes: Sequence[tuple[int, int]],
+        encoder_logits: Tensor | None = None,
+        encoder_boxes: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return ``loss_cls``, ``loss_bbox`` and ``loss_iou`` of the last layer, each a scalar.
+
+        Those of the other layers are ``d0.loss_cls``, ..., those of the encoder's proposals ``enc_loss_cls``, ...
+
+        Args:
+            hidden_states, references: as in ``forward``.
+            data_samples: with ``gt_instances``. image_sizes: (height, width) of each image without padding.
+            encoder_logits: [B, S, C]. encoder_boxes: [B, S, 4]. For them any object is of class 0.
+        """
+        if self.assigner is None:
+            raise ValueError("DeformableDETRHead: train_cfg with an assigner is needed for the loss")
+        targets = PaddedTargets.from_samples(data_samples, image_sizes, hidden_states.device)
+        targets, out_of_range = targets.with_labels_below(self.num_classes)
+        losses = {}
+        logits, boxes = self(hidden_states, references)
+        by_layer = self._set_losses(logits, boxes, targets)
+        if bool(out_of_range):  # asked here, after matching has waited for the device anyway
+            raise ValueError(
+                f"loss: gt_instances.labels must lie in 0..{self.num_classes - 1} (num_classes={self.num_classes})"
+            )
+        for layer in range(len(logits)):
+            prefix = "" if layer == len(logits) - 1 else f"d{layer}."
+            losses.update({f"{prefix}{name}": values[layer] for name, values in by_layer.items()})
+        if encoder_logits is not None and encoder_boxes is not None:
+            objects = targets.without_classes()
+            encoder = self._set_losses(encoder_logits.unsqueeze(0), encoder_boxes.unsqueeze(0), objects)
+            losses.update({f"enc_{name}": values[0] for name, values in encoder.items()})
+        return losses
+
+    def _set_losses(self, logits: Tensor, boxes: Tensor, targets: PaddedTargets) -> dict[str, Tensor]:
+        """Return the losses [D] of D layers, each against its own matching.
+
+        Args:
+            logits: [D, B, Q, C]. boxes: [D, B, Q, 4] (cx, cy, w, h) in 0..1.
+        """
+        logits, boxes = at_least_float32(logits), at_least_float32(boxes)
+        num_layers, _, num_queries, _ = logits.shape
+        boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
+        matches = self.assigner.match(logits, boxes_px, targets)
+
+        labels = torch.full((num_layers, logits[0, ..., 0].numel()), self.num_classes, device=logits.device)
+        labels.scatter_(1, matches.query_index, targets.labels.flatten()[matches.target_index])
+        loss_cls = self.loss_cls(logits.flatten(0, 2), labels.flatten(), reduction_override="none")
+
+        index = matches.query_index.unsqueeze(-1).expand(-1, -1, 4)
+        matched, matched_px = (predicted.flatten(1, 2).gather(1, index) for predicted in (boxes, boxes_px))
+        true_px = targets.boxes_xyxy.flatten(0, 1)[matches.target_index]  # [D, M, 4]
+        true = xyxy_to_cxcywh(targets.boxes_xyxy / targets.image_whwh).flatten(0, 1)[matches.target_index]
+        loss_bbox = self.loss_bbox(matched, true, reduction_override="none")
+        loss_iou = self.loss_iou(matched_px, true_px, reduction_override="none")
+
+        num_boxes = sum(min(count, num_queries) for count in targets.counts)
+        mean_boxes = _mean_over_processes(num_boxes, logits.device)
+        cls_boxes = mean_boxes if self.sync_cls_avg_factor else max(num_boxes, 1)
+        return {
+            "loss_cls": loss_cls.reshape(num_layers, -1).sum(1) / cls_boxes,
+            "loss_bbox": loss_bbox.reshape(num_layers, -1).sum(1) / mean_boxes,
+            "loss_iou": loss_iou.reshape(num_layers, -1).sum(1) / mean_boxes,
+        }
+
+    def predict(
+        self,
+        hidden_states: Tensor,
+        references: Sequence[Tensor],
+        data_samples: Sequence[DetDataSample],
+        image_sizes: Sequence[tuple[int, int]],
+    ) -> list[InstanceData]:
+        """Return the ``max_per_img`` best (query, class) pairs of each image, best first.
+
+        ``bboxes`` [K, 4] xyxy are clipped to the image and then divided by the sample's ``scale_factor`` (width,
+        height): pixels of the original image. Without ``scale_factor`` they stay in pixels of the network's input.
+        """
+        last = len(hidden_states) - 1
+        logits, boxes = self.decode(last, hidden_states[last], references[last])
+        scores = at_least_float32(logits).sigmoid().flatten(1)
+        scores, pairs = scores.topk(min(self.test_cfg.get("max_per_img", logits.shape[1]), scores.shape[1]))
+        query = torch.div(pairs, self.num_classes, rounding_mode="floor")
+        boxes = cxcywh_to_xyxy(at_least_float32(boxes).gather(1, query.unsqueeze(-1).expand(-1, -1, 4)))
+        limits, scales = [], []
+        for sample, (height, width) in zip(data_samples, image_sizes, strict=True):
+            factor = sample.metainfo.get("scale_factor")
+            scale_x, scale_y = (1.0, 1.0) if factor is None else (float(number) for number in factor[:2])
+            limits.append([[width, height, width, height]])
+            scales.append([[scale_x, scale_y, scale_x, scale_y]])
+        limit, scale = to_device([limits, scales], boxes.device, boxes.dtype)  # [B, 1, 4] each
+        boxes = torch.minimum((boxes * limit).clamp(min=0), limit) / scale
+        return [
+            InstanceData(bboxes=boxes_xyxy, scores=image_scores, labels=image_pairs % self.num_classes)
+            for boxes_xyxy, image_scores, image_pairs in zip(boxes, scores, pairs, strict=True)
+        ]
+
+
+def _mean_over_processes(count: int, device: torch.device) -> Tensor | int:
+    """Return the mean of a count over all processes, at least 1."""
+    if dist.get_world_size() == 1:
+        return max(count, 1)
+    total = torch.tensor(float(count), device=device)
+    dist.all_reduce(total, op="mean")
+    return total.clamp(min=1.0)

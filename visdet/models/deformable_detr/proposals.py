@@ -1,0 +1,36 @@
+"""Proposals of the encoder: the first of the two stages."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..layers.positional_encoding import sine_embedding
+from .flat_pyramid import FlatPyramid
+
+__all__ = ["pixel_proposals", "proposal_embedding"]
+
+
+def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
+    """Return one box per pixel of the pyramid, as logits, and which of them are usable.
+
+    The box of a pixel in level l is centred on it, with both sides 0.05·2^l of the image. A box is usable if the pixel
+    is no padding and all four numbers lie within 0.01..0.99.
+
+    Returns:
+        logits of (cx, cy, w, h) [B or 1, S, 4], +inf where unusable; usable [B or 1, S, 1] bool.
+    """
+    num_levels, num_pixels = len(pyramid.level_shapes), pyramid.centers.shape[1]
+    side_of_level = 0.05 * 2.0 ** torch.arange(num_levels, dtype=torch.float32, device=pyramid.centers.device)
+    side = side_of_level.repeat_interleave(pyramid.level_shapes.prod(1), output_size=num_pixels)
+    side = side.view(1, -1, 1).expand_as(pyramid.centers)
+    boxes = torch.cat((pyramid.centers, side), dim=-1)
+    usable = ((boxes > 0.01) & (boxes < 0.99)).all(dim=-1, keepdim=True)
+    if pyramid.padding_mask is not None:
+        usable = usable & ~pyramid.padding_mask.unsqueeze(-1)
+    return torch.logit(boxes).masked_fill(~usable, math.inf), usable
+
+
+def proposal_embedding(boxes_cxcywh: Tensor, num_feats: int) -> Tensor:
+    """Return the sine embedding [..., 4·num_feats] of boxes (cx, cy, w, h) [..., 4] in 0..1, one after another."""
+    return sine_embedding(boxes_cxcywh * (2 * math.pi), num_feats).flatten(-2)

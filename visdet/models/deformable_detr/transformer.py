@@ -1,0 +1,243 @@
+"""Encoder and decoder of Deformable DETR."""
+
+from typing import Any
+
+import torch
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..layers.feed_forward import FFN
+from ..layers.ms_deform_attn import MultiScaleDeformableAttention
+from ..layers.multihead_attention import MultiheadAttention
+from ..layers.normalization import build_norm_layer
+from ..layers.precision import in_full_precision
+from .flat_pyramid import FlatPyramid
+
+__all__ = [
+    "DeformableDetrTransformerDecoder",
+    "DeformableDetrTransformerDecoderLayer",
+    "DeformableDetrTransformerEncoder",
+    "DeformableDetrTransformerEncoderLayer",
+    "refine_boxes",
+]
+
+_LN = {"type": "LN"}
+
+
+def refine_boxes(deltas: Tensor, reference: Tensor) -> Tensor:
+    """Return sigmoid(deltas + logit(reference)) [..., 4], boxes (cx, cy, w, h) in 0..1.
+
+    Args:
+        deltas: [..., 4]. reference: [..., 4] boxes, or [..., 2] points, which leave width and height to ``deltas``.
+    """
+    origin = torch.logit(reference, eps=1e-5)
+    if origin.shape[-1] == 2:
+        origin = torch.cat((origin, torch.zeros_like(origin)), dim=-1)
+    return (deltas + origin).sigmoid()
+
+
+def _batch_first(cfg: dict[str, Any], owner: str, name: str) -> dict[str, Any]:
+    if not cfg.get("batch_first", True):
+        raise ValueError(f"{owner}: {name} must be batch_first, got batch_first={cfg['batch_first']}")
+    return {**cfg, "batch_first": True}
+
+
+def _init_transformer(module: nn.Module) -> None:
+    """Draw all matrices by Xavier's rule, and leave deformable attention its own start."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+    for child in module.modules():
+        if isinstance(child, MultiScaleDeformableAttention):
+            child.init_weights()
+
+
+class DeformableDetrTransformerEncoderLayer(BaseModule):
+    """Deformable self-attention over the pyramid and a feed-forward block, each followed by a norm.
+
+    Args:
+        self_attn_cfg: of ``MultiScaleDeformableAttention``. ffn_cfg: of ``FFN``. norm_cfg: of the two norms.
+    """
+
+    def __init__(
+        self,
+        self_attn_cfg: dict[str, Any],
+        ffn_cfg: dict[str, Any],
+        norm_cfg: dict[str, Any] = _LN,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        self_attn_cfg = _batch_first(self_attn_cfg, "encoder layer", "self_attn_cfg")
+        self.self_attn = MultiScaleDeformableAttention(**self_attn_cfg)
+        self.embed_dims = self.self_attn.embed_dims
+        self.ffn = FFN(**ffn_cfg)
+        self.norms = nn.ModuleList(build_norm_layer(norm_cfg, self.embed_dims) for _ in range(2))
+
+    def forward(self, query: Tensor, reference_points: Tensor, pyramid: FlatPyramid) -> Tensor:
+        """Return [B, S, C] from query [B, S, C], the pyramid's pixels, at reference_points [B or 1, S, L, 2]."""
+        query = self.self_attn(
+            query,
+            query_pos=pyramid.positions,
+            key_padding_mask=pyramid.padding_mask,
+            reference_points=reference_points,
+            spatial_shapes=pyramid.level_shapes,
+            level_start_index=pyramid.level_starts,
+        )
+        return self.norms[1](self.ffn(self.norms[0](query)))
+
+
+class DeformableDetrTransformerEncoder(BaseModule):
+    """A stack of encoder layers.
+
+    Args:
+        num_layers: number of layers. layer_cfg: of each.
+        num_cp: recompute the activations of that many layers in the backward pass instead of keeping them.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        layer_cfg: dict[str, Any],
+        num_cp: int = -1,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        if num_layers < 1 or num_cp > num_layers:
+            raise ValueError(
+                f"encoder: need num_layers >= 1 and num_cp <= num_layers, got {num_layers} and {num_cp}"
+            )
+        self.num_layers = num_layers
+        self.num_cp = num_cp
+        self.layers = nn.ModuleList(
+            DeformableDetrTransformerEncoderLayer(**layer_cfg) for _ in range(num_layers)
+        )
+        self.embed_dims = self.layers[0].embed_dims
+
+    def init_weights(self) -> None:
+        _init_transformer(self)
+        self.is_init = True
+
+    def forward(self, pyramid: FlatPyramid) -> Tensor:
+        """Return the memory [B, S, C]."""
+        memory, reference_points = pyramid.features, pyramid.reference_points
+        for index, layer in enumerate(self.layers):
+            if index < self.num_cp and torch.is_grad_enabled():
+                memory = checkpoint(layer, memory, reference_points, pyramid, use_reentrant=False)
+            else:
+                memory = layer(memory, reference_points, pyramid)
+        return memory
+
+
+class DeformableDetrTransformerDecoderLayer(BaseModule):
+    """Self-attention of the queries, deformable attention to the memory, and a feed-forward block; a norm after each.
+
+    Args:
+        self_attn_cfg: of ``MultiheadAttention``. cross_attn_cfg: of ``MultiScaleDeformableAttention``.
+        ffn_cfg: of ``FFN``. norm_cfg: of the three norms.
+    """
+
+    def __init__(
+        self,
+        self_attn_cfg: dict[str, Any],
+        cross_attn_cfg: dict[str, Any],
+        ffn_cfg: dict[str, Any],
+        norm_cfg: dict[str, Any] = _LN,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        self_attn_cfg = _batch_first(self_attn_cfg, "decoder layer", "self_attn_cfg")
+        cross_attn_cfg = _batch_first(cross_attn_cfg, "decoder layer", "cross_attn_cfg")
+        self.self_attn = MultiheadAttention(**self_attn_cfg)
+        self.cross_attn = MultiScaleDeformableAttention(**cross_attn_cfg)
+        self.embed_dims = self.self_attn.embed_dims
+        self.ffn = FFN(**ffn_cfg)
+        self.norms = nn.ModuleList(build_norm_layer(norm_cfg, self.embed_dims) for _ in range(3))
+
+    def forward(
+        self,
+        query: Tensor,
+        query_pos: Tensor,
+        memory: Tensor,
+        reference_points: Tensor,
+        pyramid: FlatPyramid,
+        self_attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return [B, Q, C] from query, query_pos [B, Q, C], memory [B, S, C], reference_points [B, Q, L, 2 or 4]."""
+        query = self.self_attn(query, query_pos=query_pos, attn_mask=self_attn_mask)
+        query = self.norms[0](query)
+        query = self.cross_attn(
+            query,
+            value=memory,
+            query_pos=query_pos,
+            key_padding_mask=pyramid.padding_mask,
+            reference_points=reference_points,
+            spatial_shapes=pyramid.level_shapes,
+            level_start_index=pyramid.level_starts,
+        )
+        query = self.norms[1](query)
+        return self.norms[2](self.ffn(query))
+
+
+class DeformableDetrTransformerDecoder(BaseModule):
+    """A stack of decoder layers, each of which may move the references of the next.
+
+    Args:
+        num_layers: number of layers. layer_cfg: of each.
+        return_intermediate: must be True: the head reads every layer.
+        post_norm_cfg: must be None: the layers end with a norm.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        layer_cfg: dict[str, Any],
+        post_norm_cfg: dict[str, Any] | None = None,
+        return_intermediate: bool = True,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        if num_layers < 1:
+            raise ValueError(f"decoder: num_layers must be at least 1, got {num_layers}")
+        if post_norm_cfg is not None:
+            raise ValueError(f"decoder: post_norm_cfg must be None, got {post_norm_cfg}")
+        if not return_intermediate:
+            raise ValueError("decoder: return_intermediate must be True, the head reads every layer")
+        self.num_layers = num_layers
+        self.layers = nn.ModuleList(
+            DeformableDetrTransformerDecoderLayer(**layer_cfg) for _ in range(num_layers)
+        )
+        self.embed_dims = self.layers[0].embed_dims
+
+    def init_weights(self) -> None:
+        _init_transformer(self)
+        self.is_init = True
+
+    def forward(
+        self,
+        query: Tensor,
+        query_pos: Tensor,
+        memory: Tensor,
+        references: Tensor,
+        pyramid: FlatPyramid,
+        reg_branches: nn.ModuleList | None = None,
+        self_attn_mask: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the hidden states [D, B, Q, C] of all layers, and D + 1 references: the first, and one after each.
+
+        Args:
+            query, query_pos: [B, Q, C]. memory: [B, S, C].
+            references: [B, Q, 2] points or [B, Q, 4] boxes (cx, cy, w, h), in 0..1 of the image.
+            reg_branches: box deltas from each layer's output refine the references; None leaves them alone. No gradient
+                flows from one layer's references into the layer before.
+            self_attn_mask: [Q, Q] bool, True where a query must not see another.
+        """
+        hidden_states, all_references = [], [references]
+        for index, layer in enumerate(self.layers):
+            query = layer(query, query_pos, memory, pyramid.on_levels(references), pyramid, self_attn_mask)
+            if reg_branches is not None:
+                with torch.no_grad():
+                    references = refine_boxes(in_full_precision(reg_branches[index], query), references)
+            hidden_states.append(query)
+            all_references.append(references)
+        return torch.stack(hidden_states), all_references

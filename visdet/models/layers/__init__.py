@@ -1,0 +1,28 @@
+"""Layers shared by the detector families."""
+
+from .activation import build_activation_layer
+from .conv_module import ConvModule
+from .dropout import build_dropout
+from .feed_forward import FFN
+from .ms_deform_attn import MultiScaleDeformableAttention
+from .multihead_attention import MultiheadAttention
+from .normalization import build_norm_layer, norm_abbreviation
+from .positional_encoding import SinePositionalEncoding, sine_embedding
+from .precision import at_least_float32, in_full_precision
+from .root_registration import register_in_root
+
+__all__ = [
+    "FFN",
+    "ConvModule",
+    "MultiScaleDeformableAttention",
+    "MultiheadAttention",
+    "SinePositionalEncoding",
+    "at_least_float32",
+    "build_activation_layer",
+    "build_dropout",
+    "build_norm_layer",
+    "in_full_precision",
+    "norm_abbreviation",
+    "register_in_root",
+    "sine_embedding",
+]

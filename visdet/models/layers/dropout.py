@@ -1,0 +1,23 @@
+"""Dropout layers by config."""
+
+from typing import Any
+
+from torch import nn
+
+from visdet.registry import MODELS
+
+__all__ = ["build_dropout"]
+
+
+def build_dropout(dropout_layer: dict[str, Any] | None) -> nn.Module:
+    """Return the layer of ``dict(type='Dropout', drop_prob=p)`` or of another registered type; identity for None.
+
+    Source: the keyword ``drop_prob`` is mmcv's.
+    """
+    if dropout_layer is None:
+        return nn.Identity()
+    options = dict(dropout_layer)
+    if options.get("type") == "Dropout":
+        options.pop("type")
+        return nn.Dropout(options.pop("drop_prob", 0.5), **options)
+    return MODELS.build(options)

@@ -1,0 +1,74 @@
+"""The transformer's feed-forward block."""
+
+from typing import Any
+
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from .activation import build_activation_layer
+from .dropout import build_dropout
+from .root_registration import register_in_root
+
+__all__ = ["FFN"]
+
+_RELU = {"type": "ReLU"}
+
+
+@register_in_root
+@MODELS.register_module()
+class FFN(BaseModule):
+    """``identity + dropout_layer(Linear(... dropout(act(Linear(x)))))``.
+
+    Parameter names: ``layers.0.0``, ``layers.1.0``, ... of hidden linear layers, ``layers.{num_fcs-1}`` of the last.
+
+    Args:
+        embed_dims: channels of input and output.
+        feedforward_channels: hidden channels.
+        num_fcs: number of linear layers, at least 2.
+        act_cfg: activation after each hidden layer.
+        ffn_drop: dropout probability after every linear layer.
+        dropout_layer: dropout of the block's output before it is added, e.g. ``dict(type='Dropout', drop_prob=0.1)``.
+        add_identity: whether to add the input (or ``identity``).
+
+    Source: names and defaults are mmcv's.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        feedforward_channels: int = 1024,
+        num_fcs: int = 2,
+        act_cfg: dict[str, Any] = _RELU,
+        ffn_drop: float = 0.0,
+        dropout_layer: dict[str, Any] | None = None,
+        add_identity: bool = True,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        if num_fcs < 2:
+            raise ValueError(f"FFN: num_fcs must be at least 2, got {num_fcs}")
+        self.embed_dims = embed_dims
+        blocks: list[nn.Module] = []
+        in_channels = embed_dims
+        for _ in range(num_fcs - 1):
+            blocks.append(
+                nn.Sequential(
+                    nn.Linear(in_channels, feedforward_channels),
+                    # In place, autograd would copy the gradient: a linear layer's output is a view.
+                    build_activation_layer(act_cfg, inplace=False),
+                    nn.Dropout(ffn_drop),
+                )
+            )
+            in_channels = feedforward_channels
+        self.layers = nn.Sequential(*blocks, nn.Linear(in_channels, embed_dims), nn.Dropout(ffn_drop))
+        self.dropout_layer = build_dropout(dropout_layer)
+        self.add_identity = add_identity
+
+    def forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
+        """Return [..., embed_dims] from x [..., embed_dims]; ``identity`` replaces x in the sum."""
+        out = self.dropout_layer(self.layers(x))
+        if not self.add_identity:
+            return out
+        return out + (x if identity is None else identity)

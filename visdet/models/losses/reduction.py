@@ -1,0 +1,33 @@
+"""How the losses weigh and sum their elements."""
+
+from torch import Tensor
+
+__all__ = ["REDUCTIONS", "reduce_loss"]
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def reduce_loss(
+    loss: Tensor, weight: Tensor | None, reduction: str, avg_factor: float | Tensor | None = None
+) -> Tensor:
+    """Return the weighted elements, their sum, or their mean.
+
+    Args:
+        loss: [...]. weight: broadcast against ``loss``, or None.
+        reduction: 'none', 'mean' or 'sum'. The mean of no elements is 0.
+        avg_factor: divides the sum in place of the number of elements; only with 'mean' ('none' ignores it).
+
+    Raises:
+        ValueError: an unknown reduction, or ``avg_factor`` with 'sum'.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    if weight is not None:
+        loss = loss * weight
+    if reduction == "none":
+        return loss
+    if avg_factor is None:
+        return loss.sum() if reduction == "sum" else loss.sum() / max(loss.numel(), 1)
+    if reduction == "sum":
+        raise ValueError("avg_factor divides a mean: it cannot be used with reduction='sum'")
+    return loss.sum() / avg_factor

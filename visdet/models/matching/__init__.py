@@ -1,0 +1,17 @@
+"""Assignment of predictions to ground truth."""
+
+from .hungarian_assigner import AssignResult, HungarianAssigner, Matches
+from .match_costs import BBoxL1Cost, ClassificationCost, FocalLossCost, IoUCost, MatchCost
+from .padded_targets import PaddedTargets
+
+__all__ = [
+    "AssignResult",
+    "BBoxL1Cost",
+    "ClassificationCost",
+    "FocalLossCost",
+    "HungarianAssigner",
+    "IoUCost",
+    "MatchCost",
+    "Matches",
+    "PaddedTargets",
+]

@@ -1,0 +1,128 @@
+"""One-to-one assignment of predictions to ground truth at least total cost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.structures import InstanceData
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from visdet.registry import TASK_UTILS
+
+from ..transfer import to_device
+from .match_costs import MatchCost, single_image_targets
+from .padded_targets import PaddedTargets
+
+__all__ = ["AssignResult", "HungarianAssigner", "Matches"]
+
+_INVALID_COST = 1e8  # of a pair with a NaN or infinite cost: chosen last, and the solver stays well-defined
+
+
+@dataclass(frozen=True)
+class AssignResult:
+    """The assignment of one image in mmdet's form.
+
+    Attributes:
+        num_gts: number of ground-truth boxes.
+        gt_inds: [Q] int64, 0 for background, otherwise 1 + index of the assigned ground truth.
+        labels: [Q] int64, -1 for background, otherwise the assigned class.
+        max_overlaps: always None here.
+    """
+
+    num_gts: int
+    gt_inds: Tensor
+    labels: Tensor
+    max_overlaps: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Matches:
+    """The matched pairs of a batch, the same number M for each of D decoder layers.
+
+    Attributes:
+        query_index: [D, M] int64 into the flattened [B·Q] predictions.
+        target_index: [D, M] int64 into the flattened [B·N] padded targets.
+    """
+
+    query_index: Tensor
+    target_index: Tensor
+
+
+@TASK_UTILS.register_module()
+class HungarianAssigner:
+    """Matches every ground-truth box with one prediction (as far as there are enough) at least total cost.
+
+    A pair whose cost is NaN or infinite costs 1e8, so a diverging model is reported by its loss, not by the solver.
+
+    Args:
+        match_costs: a cost, its config, or a list of either; they are added.
+
+    Raises:
+        TypeError: no costs, or something that is no ``MatchCost``.
+
+    Source: Carion et al., DETR, ECCV 2020; the solver is ``scipy.optimize.linear_sum_assignment``.
+    """
+
+    def __init__(
+        self, match_costs: Sequence[dict[str, Any] | MatchCost] | dict[str, Any] | MatchCost
+    ) -> None:
+        if isinstance(match_costs, (dict, MatchCost)):
+            match_costs = [match_costs]
+        self.match_costs = [
+            TASK_UTILS.build(cost) if isinstance(cost, dict) else cost for cost in match_costs
+        ]
+        if not self.match_costs or not all(isinstance(cost, MatchCost) for cost in self.match_costs):
+            raise TypeError(
+                f"HungarianAssigner: match_costs must be MatchCosts or their configs, got {match_costs!r}"
+            )
+
+    def cost(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
+        """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] (pixels), all finite."""
+        total = sum(cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs)
+        return torch.where(total.isfinite(), total, _INVALID_COST)
+
+    @torch.no_grad()
+    def match(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Matches:
+        """Return the matches of D decoder layers and B images.
+
+        Args:
+            logits: [D, B, Q, C]. boxes_xyxy: [D, B, Q, 4] in pixels. targets: of B images.
+        """
+        # The solver runs on the host: this copy is the one point where training waits for the device.
+        cost = self.cost(logits, boxes_xyxy, targets).cpu().numpy()
+        num_queries, num_padded = cost.shape[-2:]
+        query_index, target_index = [], []
+        for cost_of_layer in cost:
+            queries, chosen = [], []
+            for image, count in enumerate(targets.counts):
+                rows, columns = linear_sum_assignment(cost_of_layer[image, :, :count])
+                queries.append(rows + image * num_queries)
+                chosen.append(columns + image * num_padded)
+            query_index.append(np.concatenate(queries))
+            target_index.append(np.concatenate(chosen))
+        pairs = to_device(np.array([query_index, target_index], dtype=np.int64), logits.device)
+        return Matches(query_index=pairs[0], target_index=pairs[1])
+
+    @torch.no_grad()
+    def assign(
+        self, pred_instances: InstanceData, gt_instances: InstanceData, img_meta: dict[str, Any] | None = None
+    ) -> AssignResult:
+        """Return the assignment of one image, mmdet's interface.
+
+        Args:
+            pred_instances: ``scores`` [Q, C] logits and ``bboxes`` [Q, 4] xyxy in pixels.
+            gt_instances: ``bboxes`` [N, 4] xyxy in pixels, ``labels`` [N].
+            img_meta: ``img_shape`` (height, width).
+        """
+        targets = single_image_targets(gt_instances, img_meta)
+        cost = self.cost(pred_instances.get("scores"), pred_instances.bboxes, targets)
+        rows, columns = (torch.from_numpy(index) for index in linear_sum_assignment(cost.cpu().numpy()))
+        gt_inds = targets.labels.new_zeros(len(pred_instances))
+        labels = torch.full_like(gt_inds, -1)
+        rows, columns = rows.to(gt_inds.device), columns.to(gt_inds.device)
+        gt_inds[rows] = columns + 1
+        labels[rows] = targets.labels[columns]
+        return AssignResult(num_gts=len(gt_instances), gt_inds=gt_inds, labels=labels)

@@ -1,0 +1,158 @@
+"""Costs of assigning a prediction to a ground-truth box.
+
+Each cost serves one image (``cost(pred_instances, gt_instances, img_meta)``, mmdet's form) and, by ``pairwise``, all
+images and decoder layers at once.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from mmengine.structures import InstanceData
+from torch import Tensor
+
+from visdet.registry import TASK_UTILS
+
+from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
+from ..layers.precision import at_least_float32
+from .padded_targets import PaddedTargets
+
+__all__ = [
+    "BBoxL1Cost",
+    "ClassificationCost",
+    "FocalLossCost",
+    "IoUCost",
+    "MatchCost",
+    "single_image_targets",
+]
+
+
+def single_image_targets(gt_instances: InstanceData, img_meta: dict[str, Any] | None) -> PaddedTargets:
+    """Return the targets of one image, without a batch axis; without ``img_shape`` boxes count as 0..1 of the image."""
+    height, width = (img_meta or {}).get("img_shape", (1, 1))[:2]
+    boxes = gt_instances.bboxes
+    return PaddedTargets(
+        boxes_xyxy=boxes,
+        labels=gt_instances.labels,
+        image_whwh=boxes.new_tensor([[width, height, width, height]]),
+        counts=[len(boxes)],
+    )
+
+
+class MatchCost(ABC):
+    """A weighted cost of every pair of prediction and target; smaller is better.
+
+    Args:
+        weight: factor on the cost.
+    """
+
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+
+    def __call__(
+        self, pred_instances: InstanceData, gt_instances: InstanceData, img_meta: dict[str, Any] | None = None
+    ) -> Tensor:
+        """Return the cost [Q, N] of one image.
+
+        Args:
+            pred_instances: ``scores`` [Q, C] logits, ``bboxes`` [Q, 4] xyxy in pixels, as far as the cost needs them.
+            gt_instances: ``bboxes`` [N, 4] xyxy in pixels, ``labels`` [N].
+            img_meta: ``img_shape`` (height, width).
+        """
+        return self.pairwise(
+            pred_instances.get("scores"),
+            pred_instances.get("bboxes"),
+            single_image_targets(gt_instances, img_meta),
+        )
+
+    @abstractmethod
+    def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
+        """Return the cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] (pixels) against targets [..., N]."""
+
+
+@TASK_UTILS.register_module()
+class FocalLossCost(MatchCost):
+    """Focal loss of the target's class as a positive minus that as a negative, with p + eps inside the logarithms.
+
+    Args:
+        alpha, gamma: as in ``FocalLoss``. eps: keeps the logarithms finite. weight: factor on the cost.
+
+    Source: Zhu et al., Deformable DETR; names and defaults are mmdet's.
+    """
+
+    def __init__(
+        self, alpha: float = 0.25, gamma: float = 2.0, eps: float = 1e-12, weight: float = 1.0
+    ) -> None:
+        super().__init__(weight)
+        self.alpha = alpha
+        self.gamma = gamma
+        self.eps = eps
+
+    def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
+        p = _of_target_class(logits, targets.labels).sigmoid()
+        positive = -(p + self.eps).log() * self.alpha * (1 - p).pow(self.gamma)
+        negative = -(1 - p + self.eps).log() * (1 - self.alpha) * p.pow(self.gamma)
+        return self.weight * (positive - negative)
+
+
+@TASK_UTILS.register_module()
+class ClassificationCost(MatchCost):
+    """Minus the softmax probability of the target's class.
+
+    Source: Carion et al., DETR, ECCV 2020; names and defaults are mmdet's.
+    """
+
+    def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
+        return -self.weight * _of_target_class(logits.softmax(dim=-1), targets.labels)
+
+
+@TASK_UTILS.register_module()
+class BBoxL1Cost(MatchCost):
+    """Σ |difference| of the four coordinates, each divided by the image's width or height.
+
+    Args:
+        box_format: compare corners ('xyxy') or centre and size ('xywh').
+        weight: factor on the cost.
+
+    Source: Carion et al., DETR; names and defaults are mmdet's.
+    """
+
+    def __init__(self, box_format: str = "xyxy", weight: float = 1.0) -> None:
+        super().__init__(weight)
+        if box_format not in ("xyxy", "xywh"):
+            raise ValueError(f"BBoxL1Cost: box_format must be 'xyxy' or 'xywh', got {box_format!r}")
+        self.box_format = box_format
+
+    def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
+        predicted, true = boxes_xyxy / targets.image_whwh, targets.boxes_xyxy / targets.image_whwh
+        if self.box_format == "xywh":
+            predicted, true = xyxy_to_cxcywh(predicted), xyxy_to_cxcywh(true)
+        return self.weight * (predicted.unsqueeze(-2) - true.unsqueeze(-3)).abs().sum(dim=-1)
+
+
+@TASK_UTILS.register_module()
+class IoUCost(MatchCost):
+    """Minus the IoU or generalised IoU.
+
+    Args:
+        iou_mode: 'iou' or 'giou'. weight: factor on the cost.
+
+    Source: Carion et al., DETR; names and defaults are mmdet's.
+    """
+
+    def __init__(self, iou_mode: str = "giou", weight: float = 1.0) -> None:
+        super().__init__(weight)
+        if iou_mode not in ("iou", "giou"):
+            raise ValueError(f"IoUCost: iou_mode must be 'iou' or 'giou', got {iou_mode!r}")
+        self.iou_mode = iou_mode
+
+    def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
+        overlaps = elementwise_overlaps(
+            boxes_xyxy.unsqueeze(-2), targets.boxes_xyxy.unsqueeze(-3), mode=self.iou_mode
+        )
+        return -self.weight * overlaps
+
+
+def _of_target_class(values: Tensor, labels: Tensor) -> Tensor:
+    """Return values [..., Q, C] of each target's class, [..., Q, N], for labels [..., N] of fewer leading axes."""
+    index = labels.unsqueeze(-2).expand(*values.shape[:-1], labels.shape[-1])
+    return at_least_float32(values).gather(-1, index)

@@ -1,0 +1,72 @@
+"""A neck that brings every level to one width and adds coarser levels."""
+
+from typing import Any
+
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..layers.conv_module import ConvModule
+
+__all__ = ["ChannelMapper"]
+
+_RELU = {"type": "ReLU"}
+_XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
+
+
+@MODELS.register_module()
+class ChannelMapper(BaseModule):
+    """One convolution per input level; further levels by 3x3 convolutions of stride 2, the first on the last input.
+
+    Args:
+        in_channels: channels of each input level.
+        out_channels: channels of every output level.
+        kernel_size: of the convolution of an input level.
+        norm_cfg, act_cfg, bias: as in ``ConvModule``.
+        num_outs: number of output levels, at least ``len(in_channels)``, which is the default.
+
+    Source: names and defaults are mmdet's.
+    """
+
+    def __init__(
+        self,
+        in_channels: list[int] | tuple[int, ...],
+        out_channels: int,
+        kernel_size: int = 3,
+        norm_cfg: dict[str, Any] | None = None,
+        act_cfg: dict[str, Any] | None = _RELU,
+        bias: bool | str = "auto",
+        num_outs: int | None = None,
+        init_cfg: dict[str, Any] | list[dict[str, Any]] | None = _XAVIER,
+    ) -> None:
+        super().__init__(init_cfg)
+        num_outs = len(in_channels) if num_outs is None else num_outs
+        if num_outs < len(in_channels):
+            raise ValueError(
+                f"ChannelMapper: num_outs must be at least the number of inputs {len(in_channels)}, got {num_outs}"
+            )
+        options = {"norm_cfg": norm_cfg, "act_cfg": act_cfg, "bias": bias}
+        self.convs = nn.ModuleList(
+            ConvModule(channels, out_channels, kernel_size, padding=(kernel_size - 1) // 2, **options)
+            for channels in in_channels
+        )
+        self.extra_convs = nn.ModuleList(
+            ConvModule(
+                in_channels[-1] if i == 0 else out_channels, out_channels, 3, stride=2, padding=1, **options
+            )
+            for i in range(num_outs - len(in_channels))
+        )
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return ``num_outs`` maps [B, out_channels, H_l, W_l] from ``len(in_channels)`` maps [B, C_l, H_l, W_l]."""
+        if len(inputs) != len(self.convs):
+            raise ValueError(
+                f"ChannelMapper: inputs must be {len(self.convs)} feature maps, got {len(inputs)}"
+            )
+        outs = [conv(level) for conv, level in zip(self.convs, inputs, strict=True)]
+        coarsest = inputs[-1]
+        for conv in self.extra_convs:
+            coarsest = conv(coarsest)
+            outs.append(coarsest)
+        return tuple(outs)
