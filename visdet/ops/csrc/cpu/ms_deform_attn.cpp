@@ -46,6 +46,21 @@ VISDET_INLINE void prefetch_row(const MsDeformAttnArrays<T, A>& a, int64_t row) 
 
 constexpr int kBlock = 32;  // samples located at a time: the arrays below take 3 KB of the first-level cache
 
+// The blocks of some queries' samples, one after another. The next step's samples are located, and their rows asked
+// for, before this step's are summed: the reads are all over the pyramid, and would otherwise be waited for.
+struct Steps {
+  int64_t K, blocks, total;
+  Steps(int64_t queries, int64_t K) : K(K), blocks((K + kBlock - 1) / kBlock), total(queries * blocks) {}
+  int64_t query(int64_t step) const { return step / blocks; }
+  int64_t first(int64_t step) const { return step % blocks * kBlock; }
+  int count(int64_t step) const {
+    const int64_t left = K - first(step);
+    return static_cast<int>(left < kBlock ? left : kBlock);
+  }
+  bool is_first(int64_t step) const { return step % blocks == 0; }
+  bool is_last(int64_t step) const { return step % blocks == blocks - 1; }
+};
+
 // Forward: the samples k0 .. k0 + count of a row.
 template <typename A>
 struct Samples {
@@ -70,6 +85,18 @@ VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, int64_t row
     for (int k = 0; k < 4; ++k) {
       out.offset[k][i] = (start[i] + at.index[k]) * texel_stride;
       out.weight[k][i] = corner_weight[k] * w;
+    }
+  }
+}
+
+// Ask for the C numbers at each corner of the samples, which are read (or written) one step later.
+template <typename T>
+VISDET_INLINE void prefetch_corners(const int64_t (&offset)[4][kBlock], int count, const T* from, int64_t C) {
+  const int64_t bytes = C * static_cast<int64_t>(sizeof(T));
+  for (int i = 0; i < count; ++i) {
+    for (int k = 0; k < 4; ++k) {
+      const char* row = reinterpret_cast<const char*>(from + offset[k][i]);
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
     }
   }
 }
@@ -116,19 +143,27 @@ template <typename T, typename A>
 void forward_tile(const MsDeformAttnArrays<T, A>& a, A* acc, int64_t b, int64_t begin, int64_t end) {
   const int64_t texel_stride = a.G * a.C;
   const auto row_of = [&](int64_t i, int64_t g) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
-  Samples<A> samples;
+  const Steps steps(end - begin, a.K);
+  Samples<A> samples[2];
   for (int64_t g = 0; g < a.G; ++g) {
     const T* value = a.value + (b * a.S * a.G + g) * a.C;
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = row_of(i, g);
-      prefetch_row(a, row_of(i + kAhead < end ? i + kAhead : end - 1, g));
-      for (int64_t c = 0; c < a.C; ++c) acc[c] = 0;
-      for (int64_t k0 = 0; k0 < a.K; k0 += kBlock) {
-        const int count = static_cast<int>(a.K - k0 < kBlock ? a.K - k0 : kBlock);
-        locate_samples(a, row, k0, count, texel_stride, samples);
-        sum_all_channels(samples, count, value, acc, a.C);
+    const auto prepare = [&](int64_t s) {
+      const int64_t i = begin + steps.query(s);
+      prefetch_row(a, row_of(i + kAhead < end ? i + kAhead : i, g));
+      locate_samples(a, row_of(i, g), steps.first(s), steps.count(s), texel_stride, samples[s % 2]);
+      prefetch_corners(samples[s % 2].offset, steps.count(s), value, a.C);
+    };
+    if (steps.total > 0) prepare(0);
+    for (int64_t s = 0; s < steps.total; ++s) {
+      if (s + 1 < steps.total) prepare(s + 1);
+      if (steps.is_first(s)) {
+        for (int64_t c = 0; c < a.C; ++c) acc[c] = 0;
       }
-      for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], a.output[row * a.C + c]);
+      sum_all_channels(samples[s % 2], steps.count(s), value, acc, a.C);
+      if (steps.is_last(s)) {
+        const int64_t row = row_of(begin + steps.query(s), g);
+        for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], a.output[row * a.C + c]);
+      }
     }
   }
 }
@@ -245,17 +280,24 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* grad, A* g_row, int64_t
   const T* value = a.value + (b * a.G + g) * a.S * a.C;
   const auto row_of = [&](int64_t i) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
   std::memset(grad, 0, sizeof(A) * static_cast<size_t>(a.S * a.C));
-  GradSamples<A> samples;
-  for (int64_t i = 0; i < a.Q; ++i) {
-    const int64_t row = row_of(i);
+  const Steps steps(a.Q, a.K);
+  GradSamples<A> samples[2];
+  const auto prepare = [&](int64_t s) {
+    const int64_t i = steps.query(s);
     prefetch_row(a, row_of(i + kAhead < a.Q ? i + kAhead : i));
-    for (int64_t c = 0; c < a.C; ++c) g_row[c] = to_accumulate(a.grad_output[row * a.C + c]);
-    for (int64_t k0 = 0; k0 < a.K; k0 += kBlock) {
-      const int count = static_cast<int>(a.K - k0 < kBlock ? a.K - k0 : kBlock);
-      locate_grad_samples(a, row, k0, count, samples);
-      scatter_samples(a, g_row, value, grad, count, samples);
-      finish_grad_samples(a, row, k0, count, samples);
+    locate_grad_samples(a, row_of(i), steps.first(s), steps.count(s), samples[s % 2]);
+    prefetch_corners(samples[s % 2].offset, steps.count(s), value, a.C);
+    prefetch_corners(samples[s % 2].offset, steps.count(s), grad, a.C);
+  };
+  if (steps.total > 0) prepare(0);
+  for (int64_t s = 0; s < steps.total; ++s) {
+    if (s + 1 < steps.total) prepare(s + 1);
+    const int64_t row = row_of(steps.query(s));
+    if (steps.is_first(s)) {
+      for (int64_t c = 0; c < a.C; ++c) g_row[c] = to_accumulate(a.grad_output[row * a.C + c]);
     }
+    scatter_samples(a, g_row, value, grad, steps.count(s), samples[s % 2]);
+    finish_grad_samples(a, row, steps.first(s), steps.count(s), samples[s % 2]);
   }
   for (int64_t s = 0; s < a.S; ++s) {
     T* out = a.grad_value + ((b * a.S + s) * a.G + g) * a.C;
@@ -368,6 +410,7 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, con
 
   Tensor output = new_empty(value_in, {problem.B, problem.Q, problem.G * problem.C});
   if (output.numel() == 0) return output;
+  if (problem.L * problem.P == 0) return zero_(output);
 
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
