@@ -1,5 +1,6 @@
 # make demo   set up, then train, evaluate and draw a Deformable DETR on generated images (two CPU cores, minutes)
 # make test   set up, then lint, compile every .cu file, and run the tests
+# make bench  operators against plain torch and installed peers, checked first; table and plot in work_dirs/bench
 # make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
 PYTHON ?= python3
 VENV ?= .venv
@@ -61,6 +62,9 @@ abi-check: setup
 	$(PYTHON) -m venv $(VENV)-oldest-torch
 	$(VENV)-oldest-torch/bin/python -m pip install --quiet $(OLDEST_TORCH) numpy pytest pytest-timeout
 	OMP_NUM_THREADS=1 $(VENV)-oldest-torch/bin/python -m pytest tests/ops
+
+bench: setup
+	$(BIN)/python -m benchmarks.run --out work_dirs/bench
 
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .

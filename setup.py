@@ -180,7 +180,13 @@ class NinjaFile:
         cxx = os.environ.get("CXX", "g++")
         flags = [*common, "-fPIC", "-fvisibility=hidden", "-Wall"]
         # Selects instead of branches need the licence to evaluate both sides.
-        flags += ["-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
+        flags += [
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            "-Wno-psabi",
+            "-Wno-unknown-pragmas",
+            "-Wno-maybe-uninitialized",
+        ]
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         built = []
         for source in sorted((ROOT / CSRC).glob("*.cpp")):
@@ -219,7 +225,11 @@ class NinjaFile:
 
     def run(self, objects):
         path = objects / "build.ninja"
-        path.write_text("\n".join([f"builddir = {objects}", *self.lines, "default " + " ".join(map(str, self.outputs)), ""]))
+        path.write_text(
+            "\n".join(
+                [f"builddir = {objects}", *self.lines, "default " + " ".join(map(str, self.outputs)), ""]
+            )
+        )
         ninja = shutil.which("ninja") or next(iter(Path(sysconfig.get_path("scripts")).glob("ninja*")), None)
         if ninja is None:
             raise SystemExit("visdet: ninja is needed to build the operators: pip install ninja")

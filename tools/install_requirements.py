@@ -19,7 +19,9 @@ def pip_install(*arguments: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--extra", action="append", default=[], help="an optional-dependencies group; repeatable")
+    parser.add_argument(
+        "--extra", action="append", default=[], help="an optional-dependencies group; repeatable"
+    )
     extras = parser.parse_args().extra
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     unknown = set(extras) - set(project["optional-dependencies"])
@@ -32,7 +34,9 @@ def main() -> None:
 
     # mmengine asks for opencv-python, whose wheel needs the system's libGL; a server often has none.
     if subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True).returncode != 0:
-        print("opencv-python does not import here (no libGL?): using opencv-python-headless instead", flush=True)
+        print(
+            "opencv-python does not import here (no libGL?): using opencv-python-headless instead", flush=True
+        )
         pip_install("--force-reinstall", "--no-deps", "opencv-python-headless")
 
 

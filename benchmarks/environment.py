@@ -1,0 +1,93 @@
+"""Which device, versions, clocks and commit a measurement belongs to."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+__all__ = ["clocks", "describe"]
+
+ROOT = Path(__file__).resolve().parents[1]
+_QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu"
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Return label: value of everything a number needs beside it."""
+    facts = {"device": _device_name(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["multiprocessors"] = str(properties.multi_processor_count)
+        facts["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+        facts["driver"] = clocks(device).get("driver_version", "unknown")
+    else:
+        facts["threads"] = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
+        facts["load before"] = f"{os.getloadavg()[0]:.2f}"  # what else the cores were busy with
+        facts["instruction set"] = _instruction_set()
+    return {
+        **facts,
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda or "none",
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def clocks(device: torch.device) -> dict[str, str]:
+    """Return nvidia-smi's answer on driver, clocks, power and temperature now; empty where there is none."""
+    if device.type != "cuda":
+        return {}
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    which = [f"--id=GPU-{uuid.removeprefix('GPU-')}"] if uuid else []
+    command = ("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
+    answer = _output(*command, *which) or _output(*command)
+    if not answer:
+        return {}
+    return dict(
+        zip(_QUERY.split(","), (value.strip() for value in answer.splitlines()[0].split(",")), strict=False)
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _instruction_set() -> str:
+    from visdet.ops import build_info
+
+    return build_info()["cpu"]["isa"] or "not built"
+
+
+def _commit() -> str:
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    if not commit:
+        return "unknown"
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit} with changes" if changed else commit
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,184 @@
+"""One case in one type: gate, times, peers, and the figures that follow from them, as plain numbers for JSON."""
+
+import dataclasses
+import gc
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .case import PASSES, Call, Case, Peer, Work, dtype_name
+from .floors import Floors
+from .gate import Gate, check, relative_error
+from .timing import time_pass
+
+__all__ = ["measure", "passes_for"]
+
+SECONDS = {"cuda": 0.15, "cpu": 1.0}  # of repetition for one figure
+QUICK_SECONDS = {"cuda": 0.02, "cpu": 0.05}
+
+
+def passes_for(device: torch.device) -> tuple[str, ...]:
+    """Return the passes of ``device``; on a CPU filling fresh memory is no part of what the operator promises."""
+    return PASSES if device.type == "cuda" else PASSES[:4]
+
+
+def measure(
+    case: Case, dtype: torch.dtype, device: torch.device, floors: Floors, quick: bool = False
+) -> dict[str, Any]:
+    """Return what was found on ``case`` in ``dtype``; a red gate has no times."""
+    result: dict[str, Any] = {
+        "op": case.op,
+        "case": case.name,
+        "sizes": case.sizes,
+        "dtype": dtype_name(dtype),
+        "passes": {},
+        "failures": {},  # pass: why it could not be timed
+        "peers": {},
+    }
+    try:
+        arguments = case.make(dtype, device)
+        gate, grad_output = check(case, arguments)
+    except RuntimeError as error:  # out of memory, not built, not implemented for this type
+        result["gate"] = {"passed": False, "problems": [_first_line(error)], "errors": {}}
+        return result
+    result["gate"] = {
+        "passed": not gate.problems,
+        "problems": gate.problems,
+        "errors": gate.errors,
+        "tolerance": gate.tolerance,
+    }
+    if gate.problems:
+        return result
+    seconds = (QUICK_SECONDS if quick else SECONDS)[device.type]
+    _add_passes(result, case, dtype, case.call(arguments), grad_output, floors, seconds)
+    for peer in case.peers:
+        entry = _measure_peer(peer, case, arguments, grad_output, gate, seconds)
+        if entry is not None:
+            result["peers"][peer.name] = entry
+    if case.peers:
+        _add_ratios(result, case, dtype, device)
+    return result
+
+
+def _add_passes(
+    result: dict[str, Any],
+    case: Case,
+    dtype: torch.dtype,
+    call: Call,
+    grad_output: Tensor,
+    floors: Floors,
+    seconds: float,
+) -> None:
+    """Time the operator's passes; one that fails leaves its reason and the others stay."""
+    device = grad_output.device
+    work = case.work(dtype)
+    is_h200 = device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
+    goals = case.goals_us.get(dtype, {}) if is_h200 else {}
+    passes = result["passes"]
+    for kind in passes_for(device):
+        try:
+            timing = time_pass(call, kind, grad_output, case.graph, seconds)
+        except RuntimeError as error:
+            result["failures"][kind] = _first_line(error)
+            continue
+        parts = [work["forward"], work["backward"]] if kind == "both" else [work[kind.split("_")[0]]]
+        passes[kind] = {
+            "time": dataclasses.asdict(timing),
+            **_figures(parts, timing.median_us, floors, case.graph),
+        }
+        if kind in goals:
+            passes[kind]["goal_us"] = goals[kind]
+
+
+def _figures(parts: list[Work], median_us: float, floors: Floors, warm: bool) -> dict[str, Any]:
+    """Return counts, rates and the floor of a pass of one or two parts; parts run one after another."""
+    moved, gathered, flops = (
+        sum(getattr(part, name) for part in parts) for name in ("moved", "gathered", "flops")
+    )
+    bounds = [floors.bound(part, warm) for part in parts]
+    floor_us = sum(seconds for seconds, _ in bounds) * 1e6
+    return {
+        "moved_bytes": moved,
+        "gathered_bytes": gathered,
+        "flops": flops,
+        "moved_tb_s": moved / median_us / 1e6,
+        "gathered_tb_s": gathered / median_us / 1e6,
+        "tflop_s": flops / median_us / 1e6,
+        "floor_us": floor_us,
+        "floor_of": " + ".join(dict.fromkeys(resource for _, resource in bounds)),
+        "percent_of_floor": 100 * floor_us / median_us,
+    }
+
+
+def _measure_peer(
+    peer: Peer, case: Case, arguments: tuple[Any, ...], grad_output: Tensor, gate: Gate, seconds: float
+) -> dict[str, Any] | None:
+    """Return a peer's times and its forward error, None where it is not installed; a failure is a line of text."""
+    try:
+        adapt = peer.load()
+    except (ImportError, OSError):
+        return None
+    entry: dict[str, Any] = {"passes": {}}
+    needed = peer.memory(arguments)
+    if needed > _free_bytes(grad_output.device):
+        entry["problem"] = f"not run: needs about {needed / 2**30:.0f} GiB"
+        return entry
+    try:
+        call = adapt(*arguments)
+        with torch.no_grad():
+            output = call.function(*call.arguments)
+        entry["output_error"] = max(relative_error(output[chosen], exact) for chosen, exact in gate.expected)
+        del output
+        for kind in ("forward", "backward", "both"):
+            entry["passes"][kind] = dataclasses.asdict(
+                _time_peer(call, kind, grad_output, case.graph, seconds)
+            )
+    except Exception as error:  # another project's failure is a result, whatever its type
+        entry["problem"] = _first_line(error)
+    gc.collect()
+    return entry
+
+
+def _time_peer(call: Call, kind: str, grad_output: Tensor, graph: bool, seconds: float) -> Any:
+    """Time a peer as the operator is timed; one that cannot be captured in a graph is timed without."""
+    if graph and grad_output.is_cuda:
+        try:
+            return time_pass(call, kind, grad_output, True, seconds)
+        except RuntimeError as error:
+            warnings.warn(f"no CUDA graph: {_first_line(error)}", stacklevel=2)
+            torch.cuda.synchronize()
+    return time_pass(call, kind, grad_output, False, seconds)
+
+
+def _add_ratios(result: dict[str, Any], case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    """Put how many times slower each peer is beside its times, and the ratio wanted beside the operator's."""
+    for entry in result["peers"].values():
+        entry["times_slower"] = {
+            kind: timing["median_us"] / result["passes"][kind]["time"]["median_us"]
+            for kind, timing in entry["passes"].items()
+            if kind in result["passes"]
+        }
+    if device.type == "cpu" and dtype == torch.float32:
+        slower = result["peers"].get(case.peers[0].name, {}).get("times_slower", {})
+        for kind in slower.keys() & case.goals_ratio.keys():
+            result["passes"][kind].update(ratio=slower[kind], goal_ratio=case.goals_ratio[kind])
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return sys.maxsize
+    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return kibibytes[0] << 10 if kibibytes else sys.maxsize
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]

@@ -1,0 +1,1 @@
+"""One file per operator, each with a list ``CASES``; ``benchmarks.run`` finds them by looking into this folder."""

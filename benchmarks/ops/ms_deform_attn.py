@@ -1,0 +1,273 @@
+"""ms_deform_attn: the encoder, decoder and many-image shapes, and the sizes that kernels specialise away."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visdet.ops import ms_deform_attn, ms_deform_attn_reference
+from visdet.ops.ms_deform_attn import level_starts_of
+
+from ..case import Call, Case, Peer, Work
+
+__all__ = ["CASES", "grid_sample_path", "make_arguments", "work_of"]
+
+Levels = tuple[tuple[int, int], ...]  # (height, width)
+
+PYRAMID: Levels = ((100, 134), (50, 67), (25, 34), (13, 17))  # 800 x 1066 pixels at strides 8 to 64
+MANY_IMAGES: Levels = ((92, 160), (46, 80), (23, 40), (20, 12))
+OFFSET_PIXELS = 3.0  # standard deviation of a local sample around its query, in pixels of each level
+TEXEL_MARGIN = 1e-3  # positions keep this far from texel centres, where the gradient of a location jumps
+L1_BYTES = 228 << 10  # of one SM: a level's map of one head and image that fits is read at the rate of L1
+
+# The sums are float32 and positions are off by half an ulp of their pixel coordinate (4e-6 at width 134): plain
+# torch in float32 is off by as much, up to 8e-6 on these cases. The output and the gradient of value are rounded
+# once to 16 bits, at most a relative 2^-8 (bfloat16) or 2^-11 (float16).
+VALUE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+COORDINATE_TOLERANCE = 2e-5
+
+# Operations of one sample, besides those per channel. Position: 2 multiplications, 2 subtractions; fractions and their
+# complements: 4; corner weights: 6. Backward: those again, weight gradient 7, location gradient 2 x 7.
+SAMPLE_FLOPS = {"forward": 14, "backward": 35}
+# Operations of one sample and channel: four corners, a multiplication and an addition each; backward does that
+# twice, for the four dot products and for the gradient of value.
+CHANNEL_FLOPS = {"forward": 8, "backward": 16}
+
+
+def make_arguments(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    B: int,
+    Q: int,
+    G: int,
+    C: int,
+    P: int,
+    levels: Levels,
+    local: bool,
+) -> tuple[Any, ...]:
+    """Return value, level_shapes (on the CPU), level_starts, locations, weights.
+
+    ``local``: Q = S queries at the texel centres, samples at N(0, 3 pixels of each level) around them; otherwise
+    samples are uniform in 0..1. Weights are a softmax over L * P. Only value has the type ``dtype``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    level_shapes = torch.tensor(levels)
+    S, L = int(level_shapes.prod(1).sum()), len(levels)
+    size = level_shapes.flip(1).float()[:, None]  # [L, 1, 2] (width, height)
+    if local:
+        centres = torch.cat([_texel_centres(H, W) for H, W in levels])  # [S, 2]
+        offsets = torch.randn(B, S, G, L, P, 2, generator=generator) * OFFSET_PIXELS
+        locations = centres[:, None, None, None] + offsets / size
+    else:
+        locations = torch.rand(B, Q, G, L, P, 2, generator=generator)
+    pixels = locations * size - 0.5
+    fractions = (pixels - pixels.floor()).clamp(TEXEL_MARGIN, 1 - TEXEL_MARGIN)
+    locations = (pixels.floor() + fractions + 0.5) / size
+    weights = torch.randn(B, Q, G, L * P, generator=generator).softmax(-1).view(B, Q, G, L, P)
+    value = torch.randn(B, S, G, C, generator=generator).to(dtype)
+    starts = level_starts_of(level_shapes)
+    return value.to(device), level_shapes, starts, locations.to(device), weights.to(device)
+
+
+def _texel_centres(H: int, W: int) -> Tensor:
+    y, x = torch.meshgrid((torch.arange(H) + 0.5) / H, (torch.arange(W) + 0.5) / W, indexing="ij")
+    return torch.stack([x, y], -1).reshape(-1, 2)
+
+
+def work_of(
+    dtype: torch.dtype, *, B: int, Q: int, G: int, C: int, P: int, levels: Levels, local: bool
+) -> dict[str, Work]:
+    """Return the bytes and operations of forward and backward.
+
+    Samples read four corners of C values, and the backward adds four corners of C float32 to the gradient.
+    Local samples are taken to be served by L1, as are uniform ones on levels small enough for it; the others come
+    from L2, one image at a time. Of value, rows that no sample can reach are not counted as moved.
+    """
+    element = dtype.itemsize
+    S = sum(H * W for H, W in levels)
+    samples = B * Q * G * len(levels) * P
+    reached = sum(min(H * W, 4 * Q * P) for H, W in levels) * B * G * C * element
+    output = B * Q * G * C * element
+    coordinates = samples * 3 * 4  # x, y and weight in float32
+    corners = 4 * C * B * Q * G * P  # values read on one level
+    read = corners * element * len(levels)
+    added = corners * 4 * len(levels)
+
+    def beyond_l1(size: int) -> int:
+        return 0 if local else corners * size * sum(H * W * C * size > L1_BYTES for H, W in levels)
+
+    return {
+        "forward": Work(
+            moved=reached + coordinates + output,
+            flops=samples * (CHANNEL_FLOPS["forward"] * C + SAMPLE_FLOPS["forward"]),
+            gathered=read,
+            rows=beyond_l1(element),
+            rows_footprint=S * G * C * element,
+        ),
+        "backward": Work(
+            moved=output + reached + 2 * coordinates + B * S * G * C * element,
+            flops=samples * (CHANNEL_FLOPS["backward"] * C + SAMPLE_FLOPS["backward"]),
+            gathered=read + added,
+            rows=beyond_l1(element),
+            reductions=beyond_l1(4),
+            rows_footprint=S * G * C * element,
+            reductions_footprint=S * G * C * 4,
+        ),
+    }
+
+
+def grid_sample_path(
+    value: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    """Return what users without a compiled operator compute: grid_sample per level, stacked, weighted, summed.
+
+    16-bit values are widened first: grid_sample wants its grid in the same type, and coordinates of 16 bits miss.
+    """
+    B, _, G, C = value.shape
+    _, Q, _, L, P, _ = locations.shape
+    grids = 2 * locations - 1
+    maps = value.to(locations.dtype).split([H * W for H, W in level_shapes.tolist()], dim=1)
+    samples = []
+    for level, (H, W) in enumerate(level_shapes.tolist()):
+        level_map = maps[level].flatten(2).transpose(1, 2).reshape(B * G, C, H, W)
+        grid = grids[:, :, :, level].transpose(1, 2).flatten(0, 1)
+        samples.append(F.grid_sample(level_map, grid, padding_mode="zeros", align_corners=False))
+    weights = weights.transpose(1, 2).reshape(B * G, 1, Q, L * P)
+    summed = (torch.stack(samples, dim=-2).flatten(-2) * weights).sum(-1).view(B, G * C, Q)
+    return summed.transpose(1, 2).contiguous().to(value.dtype)
+
+
+def _torch_memory(arguments: tuple[Any, ...]) -> int:
+    """Estimate grid_sample_path forward and backward: samples, stack, product and gradients of two of them."""
+    value, _, _, _, weights = arguments
+    return 5 * weights.numel() * value.shape[-1] * weights.element_size()
+
+
+def _load_torch() -> Any:
+    return lambda *arguments: Call(grid_sample_path, arguments, (0, 3, 4))
+
+
+def _load_mmcv() -> Any:
+    from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction
+
+    def adapt(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Call:
+        tensors = (value, shapes.to(value.device), starts.to(value.device), locations, weights)
+        return Call(
+            MultiScaleDeformableAttnFunction.apply, (*tensors, _im2col_step(value.shape[0])), (0, 3, 4)
+        )
+
+    return adapt
+
+
+def _load_dcnv4() -> Any:
+    from DCNv4.functions import FlashDeformAttnFunction
+
+    def adapt(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Call:
+        # It takes logits behind the locations, in the type of value; the softmax of log(weights) is weights.
+        packed = torch.cat([locations.flatten(3), weights.log().flatten(3)], -1).to(value.dtype)
+        tensors = (value, shapes.to(value.device), starts.to(value.device), packed)
+        arguments = (*tensors, _im2col_step(value.shape[0]), weights.shape[-1])
+        return Call(FlashDeformAttnFunction.apply, arguments, (0, 3))
+
+    return adapt
+
+
+def _im2col_step(B: int) -> int:
+    """Return the batch entries of one launch: 64 as everywhere, or the largest that divides a larger batch."""
+    return 64 if B <= 64 else math.gcd(64, B)
+
+
+PEERS = (Peer("torch", _load_torch, _torch_memory), Peer("mmcv", _load_mmcv), Peer("DCNv4", _load_dcnv4))
+
+
+def _tolerance(dtype: torch.dtype) -> dict[str, float]:
+    value = VALUE_TOLERANCE[dtype]
+    return {
+        "output": value,
+        "value": value,
+        "locations": COORDINATE_TOLERANCE,
+        "weights": COORDINATE_TOLERANCE,
+    }
+
+
+def _case(
+    name: str,
+    B: int = 2,
+    Q: int = 0,  # 0: S
+    G: int = 8,
+    C: int = 32,
+    P: int = 4,
+    levels: Levels = PYRAMID,
+    local: bool = False,
+    **others: Any,
+) -> Case:
+    Q = Q or sum(H * W for H, W in levels)
+    numbers = dict(B=B, Q=Q, G=G, C=C, P=P, levels=levels, local=local)
+    pyramid = " ".join(f"{H}x{W}" for H, W in levels)
+    where = f"N(0, {OFFSET_PIXELS:g} px) around the query" if local else "uniform"
+    return Case(
+        op="ms_deform_attn",
+        name=name,
+        sizes=f"B{B} Q{Q} G{G} C{C} L{len(levels)} P{P}, levels {pyramid}, samples {where}",
+        make=partial(make_arguments, **numbers),
+        function=ms_deform_attn,
+        reference=ms_deform_attn_reference,
+        differentiable={"value": 0, "locations": 3, "weights": 4},
+        work=partial(work_of, **numbers),
+        tolerance=_tolerance,
+        peers=PEERS,
+        batched=(0, 3, 4),
+        **others,
+    )
+
+
+def _goals(single: dict[str, float], half: dict[str, float]) -> dict[torch.dtype, dict[str, float]]:
+    return {torch.float32: single, torch.bfloat16: half, torch.float16: half}
+
+
+CASES = [
+    _case("tiny", Q=13, G=3, C=20, levels=((7, 5), (3, 4))),
+    _case(
+        "encoder",
+        local=True,
+        checked_batches=(1,),
+        goals_us=_goals(
+            {"forward": 110, "backward": 420, "backward_deterministic": 700},
+            {"forward": 70, "backward": 380, "backward_deterministic": 700},
+        ),
+        goals_ratio={"forward": 25, "both": 15},
+    ),
+    _case("encoder-uniform", checked_batches=(1,)),
+    _case("encoder-p8", P=8, local=True, checked_batches=(1,)),
+    _case("encoder-c64", C=64, local=True, checked_batches=(1,)),
+    _case("encoder-c31", C=31, local=True, checked_batches=(1,)),
+    _case(
+        "decoder-q300",
+        Q=300,
+        graph=True,
+        goals_us=_goals({"forward": 6}, {"forward": 5}),
+        goals_ratio={"forward": 40},
+    ),
+    _case(
+        "decoder-q900",
+        Q=900,
+        graph=True,
+        goals_us=_goals({"forward": 10}, {"forward": 7}),
+        goals_ratio={"forward": 40},
+    ),
+    _case(
+        "images-48",
+        B=48,
+        Q=15422,
+        G=1,
+        P=8,
+        levels=MANY_IMAGES,
+        checked_batches=(0, 47),
+        heavy=True,
+        goals_us=_goals({"forward": 850}, {"forward": 480}),
+    ),
+]

@@ -1,0 +1,228 @@
+"""The table (md and json), the plot and the short table on the terminal."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["short_table", "write_plot", "write_tables"]
+
+Report = dict[str, Any]  # "environment", "clocks", "floors", "command", "results"; all of it plain JSON
+
+
+def write_tables(report: Report, folder: Path) -> None:
+    """Write bench.json and bench.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "bench.md").write_text("\n".join(_markdown(report)) + "\n")
+
+
+def short_table(report: Report) -> str:
+    """Return case, type, pass, time, percent of the floor, peers' ratios and goals, aligned."""
+    peers = _peers(report)
+    rows = [["case", "dtype", "pass", "median", "floor", *peers, "goal"]]
+    for result in report["results"]:
+        name = [f"{result['op']}/{result['case']}", result["dtype"]]
+        if not result["gate"]["passed"]:
+            rows.append([*name, "not timed: red gate", *[""] * (len(peers) + 3)])
+        for kind, figures in result["passes"].items():
+            ratios = [_ratio(result, peer, kind) for peer in peers]
+            median, percent = _time(figures["time"]["median_us"]), f"{figures['percent_of_floor']:.0f} %"
+            rows.append([*name, _label(kind), median, percent, *ratios, _goal(figures)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < 3 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def write_plot(report: Report, folder: Path) -> Path | None:
+    """Write bench.png: a bar for each implementation, a line at the floor; None without matplotlib or times."""
+    bars = [
+        (result, kind)
+        for result in report["results"]
+        for kind in ("forward", "backward")
+        if kind in result["passes"]
+    ]
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    if not bars:
+        return None
+    names = ["visdet", *_peers(report)]
+    height = 0.8 / len(names)
+    figure = Figure(figsize=(10, 1.5 + len(bars) * (0.15 + 0.14 * len(names))), layout="constrained")
+    axes = figure.add_subplot()
+    for number, name in enumerate(names):
+        places, times = [], []
+        for row, (result, kind) in enumerate(bars):
+            median = _median(result, name, kind)
+            if median is not None:
+                places.append(row + (number - (len(names) - 1) / 2) * height)
+                times.append(median)
+        axes.barh(places, times, height, label=name)
+        for place, time in zip(places, times, strict=True):
+            axes.annotate(
+                _time(time), (time, place), (3, 0), textcoords="offset points", va="center", fontsize=6
+            )
+    floors = [result["passes"][kind]["floor_us"] for result, kind in bars]
+    axes.scatter(floors, range(len(bars)), marker="|", s=150, color="black", label="floor", zorder=3)
+    axes.set_yticks(
+        range(len(bars)), [f"{result['case']} {result['dtype']} {kind}" for result, kind in bars], fontsize=7
+    )
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.margins(x=0.12)
+    axes.set_xlabel("median time of one call, µs")
+    axes.set_title(f"{report['environment']['device']}, torch {report['environment']['torch']}", fontsize=9)
+    axes.legend(fontsize=7)
+    path = folder / "bench.png"
+    FigureCanvasAgg(figure).print_png(str(path))
+    return path
+
+
+def _markdown(report: Report) -> list[str]:
+    facts = {**report["environment"], "floors": report["floors"], "command": f"`{report['command']}`"}
+    lines = ["# Benchmarks", "", *(f"- {label}: {value}" for label, value in facts.items())]
+    for moment, clocks in report["clocks"].items():
+        if clocks:
+            lines.append(
+                f"- clocks {moment}: " + ", ".join(f"{label} {value}" for label, value in clocks.items())
+            )
+    lines += ["", "## Cases", ""]
+    lines += [f"- {name}: {sizes}" for name, sizes in _sizes(report).items()]
+    lines += ["", "## Times", "", *_times(report), "", *_NOTES, "", "## Gate", "", *_gates(report)]
+    problems = [
+        f"- {result['case']} {result['dtype']}, {_label(kind)}: {problem}"
+        for result in report["results"]
+        for kind, problem in result["failures"].items()
+    ]
+    problems += [
+        f"- {result['case']} {result['dtype']}, {peer}: {entry['problem']}"
+        for result in report["results"]
+        for peer, entry in result["peers"].items()
+        if "problem" in entry
+    ]
+    return [*lines, "", "## What could not be timed", "", *problems] if problems else lines
+
+
+_NOTES = [
+    "Moved: every input once and every output once. Gathered: what all samples read or add, wherever from. The",
+    "floor is the largest time of any resource for the counted bytes (benchmarks/floors.py). A ratio is the peer's",
+    "time over ours. The deterministic backward includes torch's filling of fresh memory, `unfilled` leaves it out.",
+]
+
+
+def _times(report: Report) -> list[str]:
+    peers = _peers(report)
+    # Of a GPU TB/s and TFLOP/s, of a CPU GB/s and GFLOP/s.
+    prefix, scale = ("T", 1.0) if "multiprocessors" in report["environment"] else ("G", 1e3)
+    header = [
+        *(
+            "case",
+            "dtype",
+            "pass",
+            "median",
+            "20–80 %",
+            f"moved {prefix}B/s",
+            f"gathered {prefix}B/s",
+            f"{prefix}FLOP/s",
+        ),
+        *("floor", "% of floor", *peers, "goal"),
+    ]
+    rows = []
+    for result in report["results"]:
+        for kind, figures in result["passes"].items():
+            time = figures["time"]
+            rows.append(
+                [result["case"], result["dtype"], _label(kind), _time(time["median_us"])]
+                + [f"{_time(time['low_us'])} – {_time(time['high_us'])}"]
+                + [f"{figures[name] * scale:.3g}" for name in ("moved_tb_s", "gathered_tb_s", "tflop_s")]
+                + [
+                    f"{_time(figures['floor_us'])} ({figures['floor_of']})",
+                    f"{figures['percent_of_floor']:.0f}",
+                ]
+                + [_peer(result, peer, kind) for peer in peers]
+                + [_goal(figures)]
+            )
+    return _table(header, rows)
+
+
+def _gates(report: Report) -> list[str]:
+    """Return the errors against float64, of the operator and of its peers' outputs."""
+    peers = _peers(report)
+    tensors = list(dict.fromkeys(name for result in report["results"] for name in result["gate"]["errors"]))
+    rows = []
+    for result in report["results"]:
+        gate = result["gate"]
+        errors = [f"{gate['errors'][name]:.1e}" if name in gate["errors"] else "" for name in tensors]
+        outputs = [result["peers"].get(peer, {}).get("output_error") for peer in peers]
+        rows.append(
+            [result["case"], result["dtype"], "green" if gate["passed"] else "**red**", *errors]
+            + ["" if error is None else f"{error:.1e}" for error in outputs]
+            + ["; ".join(gate["problems"])]
+        )
+    header = ["case", "dtype", "gate", *(_tensor(name) for name in tensors)]
+    return _table([*header, *(f"output of {peer}" for peer in peers), "problem"], rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    cells = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+
+
+def _tensor(name: str) -> str:
+    return name if name == "output" else f"gradient of {name}"
+
+
+def _sizes(report: Report) -> dict[str, str]:
+    return {f"{result['op']}/{result['case']}": result["sizes"] for result in report["results"]}
+
+
+def _peers(report: Report) -> list[str]:
+    return list(dict.fromkeys(peer for result in report["results"] for peer in result["peers"]))
+
+
+def _label(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
+def _median(result: dict[str, Any], name: str, kind: str) -> float | None:
+    if name == "visdet":
+        return result["passes"][kind]["time"]["median_us"]
+    timing = result["peers"].get(name, {}).get("passes", {}).get(kind)
+    return None if timing is None else timing["median_us"]
+
+
+def _ratio(result: dict[str, Any], peer: str, kind: str) -> str:
+    ratio = result["peers"].get(peer, {}).get("times_slower", {}).get(kind)
+    return "" if ratio is None else f"{peer} {ratio:.3g}x"
+
+
+def _peer(result: dict[str, Any], peer: str, kind: str) -> str:
+    median = _median(result, peer, kind) if peer in result["peers"] else None
+    return "" if median is None else f"{_time(median)} ({result['peers'][peer]['times_slower'][kind]:.3g}×)"
+
+
+def _goal(figures: dict[str, Any]) -> str:
+    if "goal_us" in figures:
+        verdict = "met" if figures["time"]["median_us"] <= figures["goal_us"] else "missed"
+        return f"≤ {_time(figures['goal_us'])} {verdict}"
+    if "ratio" in figures:
+        return (
+            f"≥ {figures['goal_ratio']:g}x {'met' if figures['ratio'] >= figures['goal_ratio'] else 'missed'}"
+        )
+    return ""
+
+
+def _time(us: float) -> str:
+    """Return ``us`` with three significant digits or more, in ms from 10 ms on."""
+    if us >= 1e4:
+        return f"{us / 1e3:.0f} ms" if us >= 1e5 else f"{us / 1e3:.1f} ms"
+    return f"{us:.0f} µs" if us >= 100 else f"{us:.3g} µs"

@@ -1,0 +1,138 @@
+"""``python -m benchmarks.run``: every named case of every operator, correctness first, then times.
+
+Needs torch, numpy and the built operators; triton for its do_bench on a GPU and matplotlib for the plot where they
+are installed. Exit status 1: a gate was red, a pass failed, or no case was selected.
+"""
+
+import argparse
+import importlib
+import os
+import pkgutil
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from . import ops
+from .case import Case, dtype_name
+from .environment import clocks, describe
+from .floors import floors_of
+from .measure import measure
+from .report import short_table, write_plot, write_tables
+
+__all__ = ["all_cases", "main", "run"]
+
+
+def all_cases() -> list[Case]:
+    """Return the cases of every file in benchmarks/ops."""
+    names = sorted(module.name for module in pkgutil.iter_modules(ops.__path__))
+    return [case for name in names for case in importlib.import_module(f"{ops.__name__}.{name}").CASES]
+
+
+def select(cases: Sequence[Case], words: Sequence[str], device: torch.device) -> list[Case]:
+    """Return the cases whose ``op/name`` contains one of ``words``, or all; heavy ones on a CPU by name only."""
+
+    def is_named(text: str) -> bool:
+        return any(word in text for word in words)
+
+    return [
+        case
+        for case in cases
+        if (not words or is_named(case.title))
+        and (device.type == "cuda" or not case.heavy or is_named(case.name))
+    ]
+
+
+def run(
+    cases: Sequence[Case],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    out: Path,
+    quick: bool = False,
+    command: str = "",
+) -> bool:
+    """Measure ``cases`` in ``dtypes``, write the report to ``out`` after each, and return whether all were green."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    environment = describe(device)
+    floors = floors_of(device, environment["device"])
+    report = {
+        "environment": environment,
+        "clocks": {"before": clocks(device)},
+        "floors": floors.source,
+        "command": command,
+        "results": [],
+    }
+    print(", ".join(f"{label} {value}" for label, value in environment.items()), flush=True)
+    for case in cases:
+        for dtype in dtypes:
+            if dtype not in case.dtypes:
+                continue
+            print(f"{case.title} {dtype_name(dtype)} ...", flush=True)
+            result = measure(case, dtype, device, floors, quick)
+            for problem in result["gate"]["problems"]:
+                print(f"  RED GATE, not timed: {problem}", flush=True)
+            for kind, problem in result["failures"].items():
+                print(f"  FAILED: {kind}: {problem}", flush=True)
+            report["results"].append(result)
+            report["clocks"]["after"] = clocks(device)
+            write_tables(report, out)
+    plot = write_plot(report, out)
+    print("\n" + short_table(report) + "\n")
+    print(
+        f"wrote {', '.join(str(out / name) for name in ('bench.md', 'bench.json'))}"
+        + (f", {plot}" if plot else "")
+    )
+    return all(result["gate"]["passed"] and not result["failures"] for result in report["results"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default_device, help="cpu, cuda or cuda:N (%(default)s)")
+    parser.add_argument(
+        "--cases", nargs="+", default=[], metavar="WORD", help="cases whose op/name contains a WORD"
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=["float32", "bfloat16", "float16"],
+        help="types of the values (all three on a GPU, float32 on a CPU)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a tenth of the repetitions, for a first look")
+    parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
+    parser.add_argument("--list", action="store_true", help="name the cases and leave")
+    options = parser.parse_args(arguments)
+
+    cases = all_cases()
+    if options.list:
+        print("\n".join(f"{case.title}: {case.sizes}" for case in cases))
+        return 0
+    device = torch.device(options.device)
+    chosen = select(cases, options.cases, device)
+    if not chosen:
+        print(f"no case matches {' '.join(options.cases)}; --list names them", file=sys.stderr)
+        return 1
+    names = options.dtypes or (["float32", "bfloat16", "float16"] if device.type == "cuda" else ["float32"])
+    words = [
+        os.path.basename(sys.executable),
+        "-m",
+        "benchmarks.run",
+        *(sys.argv[1:] if arguments is None else arguments),
+    ]
+    green = run(
+        chosen,
+        [getattr(torch, name) for name in names],
+        device,
+        options.out,
+        options.quick,
+        shlex.join(words),
+    )
+    return 0 if green else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

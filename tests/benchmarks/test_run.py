@@ -1,0 +1,317 @@
+"""The benchmark harness: a tiny case from end to end on the CPU, the gate, and every count by hand."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
+
+from benchmarks import measure as measuring  # noqa: E402
+from benchmarks import timing  # noqa: E402
+from benchmarks.case import Call, Peer, Work  # noqa: E402
+from benchmarks.floors import H200, Floors, floors_of  # noqa: E402
+from benchmarks.measure import measure  # noqa: E402
+from benchmarks.ops.ms_deform_attn import (  # noqa: E402
+    CASES,
+    MANY_IMAGES,
+    PYRAMID,
+    grid_sample_path,
+    make_arguments,
+    work_of,
+)
+from benchmarks.report import short_table, write_tables  # noqa: E402
+from benchmarks.run import all_cases, main, run, select  # noqa: E402
+from visdet.ops import ms_deform_attn, ms_deform_attn_reference  # noqa: E402
+
+CPU = torch.device("cpu")
+TINY = next(case for case in CASES if case.name == "tiny")
+FLOORS = Floors(source="made up", copy=1e10)
+
+
+def scaled(factor):
+    """Return the operator with every output off by ``factor``."""
+    return lambda *arguments: ms_deform_attn(*arguments) * factor
+
+
+def test_tiny_case_from_end_to_end(tmp_path, capsys):
+    options = ["--device", "cpu", "--cases", "attn/tiny", "--dtypes", "float32", "bfloat16", "--quick"]
+    assert main([*options, "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert {"device", "threads", "torch", "CUDA of torch", "commit"} <= report["environment"].keys()
+    assert [result["dtype"] for result in report["results"]] == ["float32", "bfloat16"]
+    for result in report["results"]:
+        assert result["gate"]["passed"]
+        assert result["gate"]["errors"].keys() == {"output", "value", "locations", "weights"}
+        assert list(result["passes"]) == ["forward", "backward", "both", "backward_deterministic"]
+        for figures in result["passes"].values():
+            time = figures["time"]
+            assert 0 < time["low_us"] <= time["median_us"] <= time["high_us"]
+            assert figures["moved_tb_s"] == pytest.approx(figures["moved_bytes"] / time["median_us"] / 1e6)
+            assert figures["percent_of_floor"] == pytest.approx(100 * figures["floor_us"] / time["median_us"])
+        assert result["peers"]["torch"]["passes"].keys() == {"forward", "backward", "both"}
+        assert result["peers"]["torch"]["output_error"] < 5e-3
+    text = (tmp_path / "bench.md").read_text()
+    assert "| tiny | float32 | forward |" in text and "GB/s" in text and "green" in text
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "ms_deform_attn/tiny  bfloat16  backward" in printed
+
+
+def test_runs_without_mmengine_and_matplotlib(tmp_path):
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.split('.')[0] in ('mmengine', 'torchvision', 'matplotlib', 'mmcv'):\n"
+        "            raise ImportError(f'{name} must not be needed')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "from benchmarks.run import main\n"
+        f"sys.exit(main(['--device', 'cpu', '--cases', 'tiny', '--quick', '--out', {str(tmp_path)!r}]))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.md"}
+
+
+def test_red_gate_is_not_timed(tmp_path, monkeypatch, capsys):
+    def never(*_):
+        raise AssertionError("timed behind a red gate")
+
+    monkeypatch.setattr(measuring, "time_pass", never)
+    wrong = dataclasses.replace(TINY, function=scaled(1.001))
+    assert not run([wrong], [torch.float32], CPU, tmp_path, quick=True)
+    [result] = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert result["passes"] == {} and result["peers"] == {}
+    assert result["gate"]["errors"]["output"] == pytest.approx(1e-3, rel=0.01)
+    assert "**red**" in (tmp_path / "bench.md").read_text()
+    assert "RED GATE, not timed: output: error 1.00e-03 > 2e-05" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_gate_sees_what_is_not_finite(factor):
+    result = measure(
+        dataclasses.replace(TINY, function=scaled(factor)), torch.float32, CPU, FLOORS, quick=True
+    )
+    assert not result["gate"]["passed"] and result["gate"]["errors"]["output"] == float("inf")
+
+
+def test_gate_compares_the_chosen_batches_of_the_full_call():
+    def wrong_in_last(*arguments):
+        return ms_deform_attn(*arguments) * torch.tensor([1.0, 1.1])[:, None, None]
+
+    def passed(function, batches):
+        case = dataclasses.replace(TINY, function=function, checked_batches=batches, peers=())
+        return measure(case, torch.float32, CPU, FLOORS, quick=True)["gate"]["passed"]
+
+    assert passed(ms_deform_attn, (1,)) and passed(ms_deform_attn, (0, 1))
+    assert not passed(wrong_in_last, (1,)) and not passed(wrong_in_last, (0, 1))
+    assert passed(wrong_in_last, (0,))
+
+
+def test_gate_wants_equal_bits_in_deterministic_mode():
+    noise = iter(range(1000))
+
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (1 + 2e-7 * (next(noise) % 2))
+
+    case = dataclasses.replace(TINY, function=lambda *arguments: Noisy.apply(ms_deform_attn(*arguments)))
+    gate = measure(case, torch.float32, CPU, FLOORS, quick=True)["gate"]
+    assert gate["problems"] == ["two deterministic backward passes differ"]
+
+
+def test_a_pass_that_fails_is_reported_and_leaves_the_others(monkeypatch, tmp_path):
+    def fails_backward(call, kind, *others):
+        if kind == "backward":
+            raise RuntimeError("no such luck\nmore")
+        return timing.time_pass(call, kind, *others)
+
+    monkeypatch.setattr(measuring, "time_pass", fails_backward)
+    assert not run([dataclasses.replace(TINY, peers=())], [torch.float32], CPU, tmp_path, quick=True)
+    [result] = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert result["failures"] == {"backward": "RuntimeError: no such luck"}
+    assert result["passes"].keys() == {"forward", "both", "backward_deterministic"}
+    assert "- tiny float32, backward: RuntimeError: no such luck" in (tmp_path / "bench.md").read_text()
+
+
+def test_peers_missing_failing_and_too_large(tmp_path):
+    def missing():
+        raise ImportError("not installed")
+
+    def failing():
+        def call(*_):
+            raise ValueError("only on Tuesdays")
+
+        return lambda *arguments: Call(call, arguments, (0, 3, 4))
+
+    def doubled():
+        return lambda *arguments: Call(scaled(2), arguments, (0, 3, 4))
+
+    peers = (
+        Peer("doubled", doubled),
+        Peer("missing", missing),
+        Peer("failing", failing),
+        Peer("large", doubled, memory=lambda arguments: 1 << 60),
+    )
+    case = dataclasses.replace(TINY, peers=peers, goals_ratio={"forward": 1e-9, "both": 1e9})
+    result = measure(case, torch.float32, CPU, FLOORS, quick=True)
+    assert result["gate"]["passed"] and result["peers"].keys() == {"doubled", "failing", "large"}
+    assert result["peers"]["doubled"]["output_error"] == pytest.approx(1)
+    assert result["peers"]["failing"]["problem"] == "ValueError: only on Tuesdays"
+    assert result["peers"]["large"]["problem"] == "not run: needs about 1073741824 GiB"
+    report = {"environment": {}, "clocks": {}, "floors": "", "command": "", "results": [result]}
+    assert "≥ 1e-09x met" in short_table(report) and "≥ 1e+09x missed" in short_table(report)
+    write_tables(report, tmp_path)
+    assert "failing: ValueError: only on Tuesdays" in (tmp_path / "bench.md").read_text()
+
+
+def test_counts_of_one_sample_by_hand():
+    # One sample of two channels on a 2 x 3 map: it reads 4 of 6 rows.
+    sizes = dict(B=1, Q=1, G=1, C=2, P=1, levels=((2, 3),), local=True)
+    assert work_of(torch.float32, **sizes) == {
+        # 4 rows x 2 x 4 B, x y weight, an output of 2; 8 per channel and 14
+        "forward": Work(moved=32 + 12 + 8, flops=2 * 8 + 14, gathered=32, rows_footprint=48),
+        # gradient of the output, the rows, locations and weights with their gradients, the gradient of value
+        "backward": Work(
+            moved=8 + 32 + 24 + 48,
+            flops=2 * 16 + 35,
+            gathered=32 + 32,
+            rows_footprint=48,
+            reductions_footprint=48,
+        ),
+    }
+    half = work_of(torch.bfloat16, **sizes)
+    assert half["forward"].moved == 16 + 12 + 4 and half["forward"].gathered == 16
+    assert half["backward"].moved == 4 + 16 + 24 + 24 and half["backward"].gathered == 16 + 32
+
+
+def test_counts_of_the_named_cases():
+    encoder = dict(B=2, Q=17821, G=8, C=32, P=4, levels=PYRAMID)
+    local = work_of(torch.float32, local=True, **encoder)["forward"]
+    assert local.gathered == 2 * 17821 * 8 * 16 * 4 * 128 == 2_335_834_112
+    value = output = 2 * 17821 * 8 * 32 * 4
+    samples = 2 * 17821 * 8 * 16
+    assert local.moved == value + samples * 3 * 4 + output
+    assert local.rows == 0
+    # 13400 x 128 B and 3350 x 128 B are beyond L1, 850 x 128 B is not; in 16 bit 3350 x 64 B is not either.
+    assert work_of(torch.float32, local=False, **encoder)["forward"].rows == local.gathered // 2
+    assert work_of(torch.float16, local=False, **encoder)["forward"].rows == local.gathered // 8
+    assert work_of(torch.float16, local=False, **encoder)["backward"].reductions == local.gathered // 2
+    # Of 300 queries x 4 points x 4 corners no more than 4800 rows of the first level are read.
+    few = work_of(torch.float32, local=False, **{**encoder, "Q": 300})["forward"]
+    assert few.moved == 2 * 8 * ((4800 + 3350 + 850 + 221) * 128 + 300 * (16 * 12 + 128))
+    assert sum(H * W for H, W in MANY_IMAGES) == 19560
+
+
+def test_floor_is_the_slowest_resource():
+    floors = Floors(
+        source="", copy=10.0, l1=100.0, rows=((10, 40.0), (30, 20.0)), reductions=((10, 10.0), (20, 5.0))
+    )
+    assert floors.bound(Work(moved=50, flops=1)) == (5.0, "copy")
+    assert floors.bound(Work(moved=20, flops=1), warm=True) == (pytest.approx(20 / 30), "cache")
+    assert floors.bound(Work(moved=50, flops=1, gathered=800)) == (8.0, "L1")
+    assert floors.bound(Work(50, 1, 400, rows=400, rows_footprint=5)) == (10.0, "L2 rows")
+    assert floors.bound(Work(50, 1, 400, rows=400, rows_footprint=90)) == (20.0, "L2 rows")
+    assert floors.bound(Work(50, 1, 400, reductions=100, reductions_footprint=15)) == (
+        pytest.approx(100 / 7.5),
+        "L2 reductions",
+    )
+    assert Floors(source="", copy=10.0).bound(Work(50, 1, 10**9, rows=10**9), warm=True) == (5.0, "copy")
+
+
+def test_floors_are_known_or_measured():
+    assert floors_of(torch.device("cuda"), "NVIDIA H200") is H200
+    measured = floors_of(CPU, "some CPU")
+    assert 1e8 < measured.copy < 1e13 and measured.l1 is None and measured.rows is None
+
+
+def test_arguments_are_the_shapes_they_say_and_keep_off_texel_centres():
+    levels = ((9, 12), (4, 5))
+    value, shapes, starts, locations, weights = make_arguments(
+        torch.float16, CPU, B=2, Q=128, G=3, C=5, P=4, levels=levels, local=True
+    )
+    assert value.shape == (2, 128, 3, 5) and value.dtype == torch.float16
+    assert locations.shape == (2, 128, 3, 2, 4, 2) and locations.dtype == torch.float32
+    assert shapes.tolist() == [[9, 12], [4, 5]] and starts.tolist() == [0, 108]
+    torch.testing.assert_close(weights.sum((-1, -2)), torch.ones(2, 128, 3))
+    size = shapes.flip(1)[:, None]
+    pixels = locations.double() * size - 0.5
+    distance = (pixels - pixels.round()).abs()
+    assert distance.min() > 0.9e-3
+    # Query 13 is at texel (x=1, y=1) of the first level; over all heads and points offsets average out.
+    centred = (locations[:, :, :, 0] * torch.tensor([12, 9]) - 0.5).mean((0, 2, 3))
+    assert (centred[13] - torch.tensor([1.0, 1.0])).abs().max() < 3 * 3 / 24**0.5
+
+
+def test_plain_torch_path_is_the_same_function():
+    arguments = make_arguments(
+        torch.float32, CPU, B=2, Q=11, G=3, C=5, P=4, levels=((7, 5), (3, 4)), local=False
+    )
+    torch.testing.assert_close(grid_sample_path(*arguments), ms_deform_attn_reference(*arguments))
+
+
+def test_optional_peers_get_the_arguments_they_want(monkeypatch):
+    seen = {}
+
+    class Function:
+        @staticmethod
+        def apply(*arguments):
+            seen["arguments"] = arguments
+
+    for name in ("mmcv", "mmcv.ops", "mmcv.ops.multi_scale_deform_attn", "DCNv4", "DCNv4.functions"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["mmcv.ops.multi_scale_deform_attn"].MultiScaleDeformableAttnFunction = Function
+    sys.modules["DCNv4.functions"].FlashDeformAttnFunction = Function
+    arguments = TINY.make(torch.float32, CPU)
+    peers = {peer.name: peer.load()(*arguments) for peer in TINY.peers}
+    assert list(peers) == ["torch", "mmcv", "DCNv4"]
+    assert peers["mmcv"].arguments[5] == 64 and peers["mmcv"].differentiable == (0, 3, 4)
+    packed, step, points = peers["DCNv4"].arguments[3:]
+    assert packed.shape == (2, 13, 3, 2 * 4 * 3) and (step, points) == (64, 4)
+    torch.testing.assert_close(packed[..., 16:].softmax(-1).view_as(arguments[4]), arguments[4])
+
+
+def test_deterministic_restores_the_switches():
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    with pytest.raises(KeyError), timing.deterministic(fill=False):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        raise KeyError
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_selection(capsys):
+    cases = all_cases()
+    titles = [case.title for case in cases]
+    assert len(set(titles)) == len(titles) and {case.title for case in CASES} <= set(titles)
+    heavy = [case for case in cases if case.heavy]
+    assert heavy and not set(titles) - {case.title for case in select(cases, [], torch.device("cuda"))}
+    assert not any(case.heavy for case in select(cases, [], CPU) + select(cases, ["ms_deform_attn"], CPU))
+    assert heavy[0] in select(cases, [heavy[0].name], CPU)
+    assert main(["--cases", "no-such-case"]) == 1
+    assert "--list names them" in capsys.readouterr().err
+    assert main(["--list"]) == 0
+    assert "ms_deform_attn/decoder-q300: B2 Q300 G8 C32 L4 P4" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+def test_tiny_case_on_a_gpu_with_and_without_a_graph(tmp_path, monkeypatch):
+    graphed = dataclasses.replace(TINY, name="tiny-graph", graph=True)
+    assert run([TINY, graphed], [torch.float32, torch.float16], torch.device("cuda"), tmp_path, quick=True)
+    results = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert all(len(result["passes"]) == 5 and not result["failures"] for result in results)
+    assert results[2]["passes"]["both"]["time"]["method"] == "CUDA graph"
+    monkeypatch.setitem(sys.modules, "triton.testing", None)
+    assert run([TINY], [torch.float32], torch.device("cuda"), tmp_path, quick=True)
