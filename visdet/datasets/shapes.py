@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import logging
 import multiprocessing
 import os
 import shutil
@@ -12,7 +11,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from mmengine.logging import print_log
 from PIL import Image
 
 from visdet.registry import DATASETS
@@ -130,7 +128,7 @@ def _write_and_rename(folder: Path, stamp: dict, num_workers: int) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     counts = {"train": stamp["num_train"], "val": stamp["num_val"]}
     start = time.monotonic()
-    print_log(f"drawing {sum(counts.values())} shapes images into {folder} …", logger="current")
+    print(f"drawing {sum(counts.values())} shapes images into {folder} …", flush=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     partial.chmod(0o755)
     try:
@@ -150,7 +148,7 @@ def _write_and_rename(folder: Path, stamp: dict, num_workers: int) -> None:
         shutil.rmtree(partial, ignore_errors=True)
     for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    print_log(f"drew them in {time.monotonic() - start:.0f} s", logger="current", level=logging.INFO)
+    print(f"drew them in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def _draw_all(partial: Path, counts: dict[str, int], stamp: dict, num_workers: int) -> None:

@@ -67,6 +67,49 @@ struct alignas(N * sizeof(T)) Pack {
   T at[N];
 };
 
+// Values of a pack in the type of sums, and back. A word of two bfloat16 is two float32 after a shift and a mask.
+template <typename T, int N, typename A>
+__device__ __forceinline__ void unpack(const Pack<T, N>& pack, A (&to)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = to_accumulate(pack.at[i]);
+}
+template <int N>
+__device__ __forceinline__ void unpack(const Pack<__nv_bfloat16, N>& pack, float (&to)[N]) {
+  if constexpr (N % 2 == 0) {
+    const auto* words = reinterpret_cast<const uint32_t*>(&pack);
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      to[i] = __uint_as_float(words[i / 2] << 16);
+      to[i + 1] = __uint_as_float(words[i / 2] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = to_accumulate(pack.at[i]);
+  }
+}
+template <int N>
+__device__ __forceinline__ void unpack(const Pack<__half, N>& pack, float (&to)[N]) {
+  if constexpr (N % 2 == 0) {
+    const auto* words = reinterpret_cast<const __half2*>(&pack);
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const float2 pair = __half22float2(words[i / 2]);
+      to[i] = pair.x, to[i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = to_accumulate(pack.at[i]);
+  }
+}
+
+template <typename T, int N, typename A>
+__device__ __forceinline__ void store_pack(T* to, const A (&values)[N]) {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int i = 0; i < N; ++i) pack.at[i] = from_accumulate<T>(values[i]);
+  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
 // Calls f(T{}, A{}) with the value type T of a tensor and the type A its sums are taken in.
 template <typename F>
 void dispatch_value_type(ScalarType type, const F& f) {

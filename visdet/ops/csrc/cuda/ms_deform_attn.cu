@@ -1,16 +1,9 @@
-// ms_deform_attn on CUDA. The contract is in ../ms_deform_attn.h.
-//
-// A row is one (b, q, g). LANES neighbouring threads own a row's channels, VEC of them each (16 bytes), and SPLIT such
-// groups share the row's L * P samples. The threads of a row first compute its samples' metadata once (four clamped
-// texel indices, four merged weights), 32 bytes a sample in shared memory that only they read (a warp barrier
-// suffices), then walk the samples with branch-free loads: outside corners read a texel inside the map with weight
-// zero. Blocks take rows of one head, queries in order: their samples overlap in the first-level cache. Races: the
-// forward writes each output once. The backward adds grad_value with atomics from every row that touches a texel;
-// grad_locations and grad_weights are written once. In deterministic mode one group of threads walks all queries of a
-// head, so that each texel's sums are taken in query order.
+// ms_deform_attn on CUDA. The contract is in ../ms_deform_attn.h; how the work is laid out, above the forward and the
+// backward below.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "../common/bilinear.h"
@@ -20,40 +13,52 @@
 namespace visdet {
 namespace {
 
-constexpr int kThreads = 256;        // eight warps: enough groups to hide latency, small enough a tail
-constexpr int kSamplesPerPass = 16;  // metadata in shared memory: 16 * 32 B a row
-constexpr int kMaxHostLevels = 16;   // levels that travel as kernel arguments; more are copied to the device
+constexpr int kMaxHostLevels = 16;  // levels that travel as kernel arguments; more are copied to the device
 
 // Level geometry by value (from the host) or by pointer (on the device).
 struct Levels {
   const int64_t* shapes;  // [L, 2] on the device, or null
   const int64_t* starts;  // [L] on the device, or null
-  int32_t H[kMaxHostLevels], W[kMaxHostLevels];
-  int64_t start[kMaxHostLevels];
+  int32_t H[kMaxHostLevels], W[kMaxHostLevels], start[kMaxHostLevels];
+  bool follow;  // by value: the levels follow one another from row 0 to row S without a gap
 };
 
-struct Level {
-  int64_t start;
-  int32_t H, W;  // H = 0 for a level that does not lie within S
-};
-
-template <typename A>
-struct Sample {
-  int32_t row[4];  // texel of each corner, counted from the first row of value
-  A weight[4];     // attention weight * corner weight
+struct alignas(16) Level {
+  int32_t start, H, W;  // H = 0 for a level that does not lie within S
+  int32_t reserved;
 };
 
 __device__ __forceinline__ Level read_level(const Levels& levels, int l, int64_t S) {
-  if (levels.shapes == nullptr) return {levels.start[l], levels.H[l], levels.W[l]};
+  if (levels.shapes == nullptr) return {levels.start[l], levels.H[l], levels.W[l], 0};
   const int64_t H = levels.shapes[2 * l], W = levels.shapes[2 * l + 1], start = levels.starts[l];
   const bool fits = H > 0 && W > 0 && start >= 0 && H <= S && W <= S && start + H * W <= S;
-  return fits ? Level{start, static_cast<int32_t>(H), static_cast<int32_t>(W)} : Level{0, 0, 0};
+  return fits ? Level{static_cast<int32_t>(start), static_cast<int32_t>(H), static_cast<int32_t>(W), 0}
+              : Level{0, 0, 0, 0};
 }
 
-// All threads of the block: the level table into shared memory.
-__device__ __forceinline__ void load_levels(const Levels& levels, int L, int64_t S, Level* table) {
-  for (int l = threadIdx.x; l < L; l += blockDim.x) table[l] = read_level(levels, l, S);
-  __syncthreads();
+// All threads of the block: the level table into shared memory. Returns whether the levels follow one another from row
+// 0 to row S without a gap.
+__device__ __forceinline__ bool load_levels(const Levels& levels, int L, int64_t S, Level* table) {
+  if (levels.shapes == nullptr) {
+    for (int l = threadIdx.x; l < L; l += blockDim.x) table[l] = read_level(levels, l, S);
+    __syncthreads();
+    return levels.follow;
+  }
+  bool follow = true;
+#pragma unroll 1
+  for (int l = threadIdx.x; l < L; l += blockDim.x) {
+    const Level level = read_level(levels, l, S);
+    table[l] = level;
+    int64_t before = 0;
+#pragma unroll 1
+    for (int k = 0; k < l; ++k) {
+      const Level other = read_level(levels, k, S);
+      before += static_cast<int64_t>(other.H) * other.W;
+    }
+    follow = follow && level.H > 0 && level.start == before;
+    if (l == L - 1) follow = follow && before + static_cast<int64_t>(level.H) * level.W == S;
+  }
+  return __syncthreads_and(follow);
 }
 
 template <typename A>
@@ -61,188 +66,722 @@ __device__ __forceinline__ A quiet_nan() {
   return static_cast<A>(__int_as_float(0x7fffffff));
 }
 
-// value[b, :, g, :] with lanes of a row; one load of VEC values.
+// One load of VEC values.
 template <typename T, int VEC, typename A>
-__device__ __forceinline__ void load_pack(const T* from, A (&to)[VEC]) {
-  const Pack<T, VEC> pack = *reinterpret_cast<const Pack<T, VEC>*>(from);
-#pragma unroll
-  for (int i = 0; i < VEC; ++i) to[i] = to_accumulate(pack.at[i]);
+__device__ __forceinline__ void load_pack(const void* from, A (&to)[VEC]) {
+  const Pack<T, VEC> pack = *static_cast<const Pack<T, VEC>*>(from);  // a copy: one load
+  unpack(pack, to);
 }
 
-template <typename T, typename A, int VEC, int LANES, int SPLIT>
-__global__ void __launch_bounds__(kThreads)
+// Lanes of a warp in the group of `size` threads that this thread belongs to.
+template <int SIZE>
+__device__ __forceinline__ unsigned group_mask() {
+  if constexpr (SIZE == 32) return 0xffffffffu;
+  return ((1u << (SIZE % 32)) - 1) << (threadIdx.x % 32 / SIZE * SIZE);
+}
+
+// Forward.
+//
+// A row is one (b, q, g). LANES neighbouring threads own a row's channels, VEC of them each (16 bytes), and SPLIT such
+// groups share the row's L * P samples; a group walks ROWS rows. Its threads first compute the samples' metadata (four
+// clamped texel indices, four merged weights: 32 bytes in shared memory, which only their warp reads, so a warp barrier
+// suffices), then walk them with branch-free loads: a corner outside reads a texel inside with weight zero. The next
+// samples' locations are fetched meanwhile. A block owns neighbouring queries of one head, or of the few heads whose
+// rows share a 128-byte line, so that the first-level cache serves most loads. Each output is written once. The bound
+// is the path from that cache to the registers: 64 bytes of value and 32 of metadata a sample and thread.
+
+constexpr int kForwardThreads = 1024;  // at most: 64 registers a thread hold four samples' loads in flight
+constexpr int kBand = 16;              // rows of the bands in which an encoder's queries are taken
+
+// The e-th query of a pyramid's own texels, in bands of kBand rows and column by column within one, so that consecutive
+// queries fill a square: their samples share texels, which the first-level cache then serves.
+__device__ __forceinline__ uint32_t pyramid_query(uint32_t e, const Level* table) {
+  int l = 0;
+  while (e >= static_cast<uint32_t>(table[l].start) + static_cast<uint32_t>(table[l].H) * table[l].W) ++l;
+  const Level level = table[l];
+  const uint32_t i = e - level.start, H = level.H, W = level.W;
+  const uint32_t band_size = min(kBand, level.H) * W;
+  const uint32_t band = i / band_size, j = i - band * band_size;
+  const uint32_t height = min(static_cast<uint32_t>(kBand), H - band * kBand);
+  const uint32_t x = j / height, y = band * kBand + (j - x * height);
+  return level.start + y * W + x;
+}
+
+template <typename A>
+struct alignas(16) Sample {
+  uint32_t row[4];  // texel of each corner, counted from the first row of value
+  A weight[4];      // attention weight * corner weight
+};
+
+constexpr int greatest(int a, int b) { return a > b ? a : b; }
+constexpr int least(int a, int b) { return a < b ? a : b; }
+
+// How a group of LANES * SPLIT threads walks the samples of its ROWS rows: kPass samples of kRowsAtOnce rows at a time.
+template <int LANES, int SPLIT, int ROWS>
+struct Walk {
+  static constexpr int kGroup = LANES * SPLIT;
+  static constexpr int kRowsAtOnce = least(ROWS, greatest(1, kGroup / 4));
+  static constexpr int kPass = greatest(4, kGroup / kRowsAtOnce);
+  static constexpr int kBatch = kRowsAtOnce * kPass;  // samples whose metadata is in shared memory
+  static constexpr int kMine = kBatch / kGroup;       // of which each thread computes so many
+  template <typename A>
+  static constexpr int group_bytes() {
+    return sizeof(Sample<A>) * kBatch + 16;  // 16: neighbouring groups read from different banks
+  }
+};
+
+struct ForwardSizes {
+  int64_t S;
+  int32_t Q, G, C, L, P;
+  uint32_t heads;        // B * G / heads of a block
+  uint32_t texel_bytes;  // from one row of value to the next
+  int32_t head_bits;     // log2 of the heads of a block
+};
+
+template <typename T, typename A, int VEC, int LANES, int SPLIT, int ROWS>
+__global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registers
     forward_kernel(const T* __restrict__ value, const Levels levels, const A* __restrict__ locations,
-                   const A* __restrict__ weights, T* __restrict__ output, const MsDeformAttnProblem problem) {
-  constexpr int kGroup = LANES * SPLIT;     // threads of a row
-  constexpr int kRows = kThreads / kGroup;  // rows of a block
-  extern __shared__ char shared[];
-  auto* samples = reinterpret_cast<Sample<A>*>(shared);  // [kRows, kSamplesPerPass]
-  auto* table = reinterpret_cast<Level*>(shared + sizeof(Sample<A>) * kRows * kSamplesPerPass);  // [L]
-  const int L = static_cast<int>(problem.L), P = static_cast<int>(problem.P), K = L * P;
-  load_levels(levels, L, problem.S, table);
+                   const A* __restrict__ weights, T* __restrict__ output, const ForwardSizes sizes) {
+  using W = Walk<LANES, SPLIT, ROWS>;
+  extern __shared__ __align__(16) char shared[];
+  const uint32_t head_block = blockIdx.y + blockIdx.z * 65535u;
+  if (head_block >= sizes.heads) return;
+  const int groups = blockDim.x / W::kGroup, group = threadIdx.x / W::kGroup, lane = threadIdx.x % W::kGroup;
+  auto* my_samples = reinterpret_cast<Sample<A>*>(shared + group * W::template group_bytes<A>());
+  auto* table = reinterpret_cast<Level*>(shared + groups * W::template group_bytes<A>());  // [L]
+  const int L = sizes.L, P = sizes.P, K = L * P, G = sizes.G, C = sizes.C;
+  const bool follow = load_levels(levels, L, sizes.S, table);
+  const bool is_pyramid = follow && sizes.Q == sizes.S;
 
-  const int64_t tiles = (problem.Q + kRows - 1) / kRows;
-  const int64_t head = blockIdx.x / tiles;  // b * G + g
-  const int64_t b = head / problem.G, g = head % problem.G;
-  const int row_in_block = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
-  const int64_t q = (blockIdx.x % tiles) * kRows + row_in_block;
-  if (q >= problem.Q) return;  // whole groups leave; only warp barriers with this group's mask follow
-  const unsigned mask = kGroup == 32 ? 0xffffffffu : ((1u << kGroup) - 1) << (threadIdx.x % 32 / kGroup * kGroup);
+  const uint32_t head_blocks = static_cast<uint32_t>(G) >> sizes.head_bits, b = head_block / head_blocks;
+  const int g = ((head_block - b * head_blocks) << sizes.head_bits) + (group & ((1 << sizes.head_bits) - 1));
+  const int slot = group >> sizes.head_bits, slots = groups >> sizes.head_bits;
 
-  const int64_t row = (b * problem.Q + q) * problem.G + g;
-  const int64_t texel_stride = problem.G * problem.C;
-  const T* value_head = value + b * problem.S * texel_stride + g * problem.C;
-  Sample<A>* my_samples = samples + row_in_block * kSamplesPerPass;
+  // The first samples of the queries whose samples this lane prepares: -1 past the last query.
+  constexpr int kTurns = ROWS / W::kRowsAtOnce;
+  int32_t row[kTurns];
+#pragma unroll
+  for (int t = 0; t < kTurns; ++t) {
+    const int r = t * W::kRowsAtOnce + lane / W::kPass;
+    const int64_t e = (static_cast<int64_t>(blockIdx.x) * ROWS + r) * slots + slot;
+    row[t] = -1;
+    if (e < sizes.Q) row[t] = (is_pyramid ? pyramid_query(e, table) : static_cast<int32_t>(e)) * G + g;
+  }
+
   const int channel_lane = lane % LANES, part = lane / LANES;
-
-  for (int64_t c0 = 0; c0 < problem.C; c0 += LANES * VEC) {
-    const int64_t c = c0 + channel_lane * VEC;
-    A sum[VEC] = {};
-    for (int k0 = 0; k0 < K; k0 += kSamplesPerPass) {
-      const int count = min(kSamplesPerPass, K - k0);
-      __syncwarp(mask);  // the previous pass has been read
-      for (int i = lane; i < count; i += kGroup) {
-        const int64_t index = row * K + k0 + i;
-        const Level level = table[(k0 + i) / P];
-        const A weight = level.H > 0 ? weights[index] : quiet_nan<A>();
-        Bilinear<A> at;
-        Sample<A> sample = {};
-        const A x = locations[2 * index] * level.W - A(0.5), y = locations[2 * index + 1] * level.H - A(0.5);
-        if (level.H > 0 && locate(x, y, level.H, level.W, at)) {
-          at.corner_weights(sample.weight);
+  const uint32_t texel_bytes = sizes.texel_bytes;
+  const int64_t image_rows = static_cast<int64_t>(b) * sizes.Q * G;
+  const A* image_locations = locations + image_rows * K * 2;
+  const A* image_weights = weights + image_rows * K;
+  for (int c0 = 0; c0 < C; c0 += LANES * VEC) {
+    const int c = c0 + channel_lane * VEC;
+    const char* base = reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + c);
+    A sum[ROWS][VEC] = {};
+    A x[W::kMine], y[W::kMine], weight[W::kMine];
+    const auto fetch = [&](int turn, int k) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            sample.row[k] = static_cast<int32_t>(level.start) + at.index[k];
-            sample.weight[k] *= weight;
-          }
-        } else if (level.H == 0) {
-          sample.weight[0] = weight;
-        }
-        my_samples[i] = sample;
+      for (int m = 0; m < W::kMine; ++m, k += W::kGroup) {
+        x[m] = y[m] = weight[m] = 0;
+        if (row[turn] < 0 || k >= K) continue;
+        const uint32_t index = static_cast<uint32_t>(row[turn]) * K + k;
+        const Pack<A, 2> location = reinterpret_cast<const Pack<A, 2>*>(image_locations)[index];
+        x[m] = location.at[0], y[m] = location.at[1], weight[m] = image_weights[index];
       }
-      __syncwarp(mask);  // this pass's metadata is complete
-      if (c < problem.C) {
-#pragma unroll 4
-        for (int i = part; i < count; i += SPLIT) {
-          const Sample<A> sample = my_samples[i];
+    };
+    int k = lane % W::kPass, l = 0, p = k;
+    fetch(0, k);
+#pragma unroll 1
+    for (int k0 = 0; k0 < K; k0 += W::kPass) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            A corner[VEC];
-            load_pack<T, VEC>(value_head + sample.row[k] * texel_stride + c, corner);
+      for (int turn = 0; turn < kTurns; ++turn) {
+        __syncwarp();  // the previous samples have been read
+        int at_l = l, at_p = p;
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) sum[v] += corner[v] * sample.weight[k];
+        for (int m = 0; m < W::kMine; ++m, at_p += W::kGroup) {
+          while (at_p >= P) at_p -= P, ++at_l;
+          Sample<A> sample = {};
+          if (at_l < L) {
+            const Level level = table[at_l];
+            Bilinear<A> at;
+            if (locate(x[m] * level.W - A(0.5), y[m] * level.H - A(0.5), level.H, level.W, at)) {
+              at.corner_weights(sample.weight);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                sample.row[i] = level.start + at.index[i];
+                sample.weight[i] *= weight[m];
+              }
+            }
+            if (level.H == 0) sample = Sample<A>{{}, {quiet_nan<A>()}};
+          }
+          my_samples[lane + m * W::kGroup] = sample;
+        }
+        if (turn == kTurns - 1) l = at_l, p = at_p - W::kMine * W::kGroup + W::kPass;
+        __syncwarp();  // these samples are complete
+        fetch(turn + 1 < kTurns ? turn + 1 : 0, turn + 1 < kTurns ? k : k + W::kPass);
+        if (c < C) {
+#pragma unroll
+          for (int r = 0; r < W::kRowsAtOnce; ++r) {
+#pragma unroll
+            for (int i = 0; i < W::kPass; i += SPLIT) {
+              const Sample<A> sample = my_samples[r * W::kPass + i + part];
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                A corner[VEC];
+                load_pack<T, VEC>(base + static_cast<uint64_t>(sample.row[j]) * texel_bytes, corner);
+#pragma unroll
+                for (int v = 0; v < VEC; ++v) sum[turn * W::kRowsAtOnce + r][v] += corner[v] * sample.weight[j];
+              }
+            }
           }
         }
       }
+      k += W::kPass;
     }
 #pragma unroll
-    for (int step = LANES; step < kGroup; step *= 2) {
+    for (int r = 0; r < ROWS; ++r) {
+      const int32_t to =
+          __shfl_sync(0xffffffffu, row[r / W::kRowsAtOnce], r % W::kRowsAtOnce * W::kPass % W::kGroup, W::kGroup);
 #pragma unroll
-      for (int v = 0; v < VEC; ++v) sum[v] += __shfl_xor_sync(mask, sum[v], step);
-    }
-    if (part == 0 && c < problem.C) {
-      Pack<T, VEC> pack;
+      for (int step = LANES; step < W::kGroup; step *= 2) {
 #pragma unroll
-      for (int v = 0; v < VEC; ++v) pack.at[v] = from_accumulate<T>(sum[v]);
-      *reinterpret_cast<Pack<T, VEC>*>(output + row * problem.C + c) = pack;
+        for (int v = 0; v < VEC; ++v) sum[r][v] += __shfl_xor_sync(0xffffffffu, sum[r][v], step);
+      }
+      if (part == 0 && c < C && to >= 0) store_pack<T, VEC>(output + (image_rows + to) * C + c, sum[r]);
     }
   }
 }
 
-template <int VEC>
-__device__ __forceinline__ void add_pack(float* to, const float (&values)[VEC]) {
-#if __CUDA_ARCH__ >= 900
-  constexpr bool kHasVectorReduction = VEC == 4;
-#else
-  constexpr bool kHasVectorReduction = false;
-#endif
-  if constexpr (kHasVectorReduction) {
-    atomicAdd(reinterpret_cast<float4*>(to), make_float4(values[0], values[1], values[2], values[3]));
-  } else {
-#pragma unroll
-    for (int v = 0; v < VEC; ++v) atomicAdd(to + v, values[v]);
+// Backward.
+//
+// A cell is the square between four texel centres that a sample falls into: (H + 1) * (W + 1) of them a level, border
+// cells included. count_kernel counts the samples of each (batch, head, cell) and gives each its rank, scan_kernel
+// turns counts into places, scatter_kernel writes the samples there as records, 16 bytes each. In gather_kernel a block
+// owns a tile of texels and the cells around it: a group of LANES threads takes a cell, holds its four texels of value
+// and their four gradients in registers and walks the records, reading one row of grad_output each. So every sample
+// costs one row instead of four of value and four atomic ones, and grad_value is written once, in its own type: no
+// atomics, no zero-fill, no float32 copy. Cells on the seam of two tiles are walked by both for grad_value; one of them
+// writes grad_weights and grad_locations. No two threads write one address but count_kernel's integers. Their ranks are
+// the only thing that differs between runs: in deterministic mode order_kernel sorts the records of each cell by
+// sample. Scratch: 20 bytes a sample (36 with order_kernel), 4 a cell.
+
+constexpr int kSampleThreads = 256;  // one thread a sample
+constexpr int kScanThreads = 1024;   // one block a (batch, head, level)
+constexpr int kGatherThreads = 256;
+constexpr int kSlots = 96;  // cells of a tile times the groups that share a cell: 48 KB of sums at 128 bytes a corner
+
+// The tile of a level: its cells, and how many groups share a cell. The more records a cell holds, the smaller the
+// tile.
+struct Tile {
+  int32_t cells_x, cells_y, part_bits;  // 2^part_bits groups share a cell
+  __host__ __device__ constexpr int texels_x() const { return cells_x - 1; }
+  __host__ __device__ constexpr int texels_y() const { return cells_y - 1; }
+};
+
+// samples: of the level for one (batch, head).
+__host__ __device__ __forceinline__ Tile tile_of_shape(int shape) {
+  return shape == 0 ? Tile{12, 8, 0} : shape == 1 ? Tile{8, 6, 1} : Tile{6, 4, 2};
+}
+__host__ __device__ __forceinline__ int tile_shape_of(int64_t samples, int64_t H, int64_t W) {
+  const int64_t cells = (H + 1) * (W + 1);
+  return samples >= 128 * cells ? 2 : samples >= 48 * cells ? 1 : 0;
+}
+
+__host__ __device__ __forceinline__ int64_t tiles_of(const Tile& tile, int64_t H, int64_t W) {
+  return H > 0 ? (H + tile.texels_y() - 1) / tile.texels_y() * ((W + tile.texels_x() - 1) / tile.texels_x()) : 0;
+}
+
+template <typename A>
+struct alignas(16) Record {
+  int32_t sample;  // query << point_bits | point
+  A fx, fy, weight;
+};
+
+__host__ __device__ __forceinline__ int64_t cells_of(int64_t H, int64_t W) { return H > 0 ? (H + 1) * (W + 1) : 0; }
+
+// The cell of a sample that counts.
+template <typename A>
+__device__ __forceinline__ int64_t cell_of(A x, A y, const Level& level) {
+  return (static_cast<int64_t>(floor(y)) + 1) * (level.W + 1) + static_cast<int32_t>(floor(x)) + 1;
+}
+
+// What the kernels below need to know of a level, worked out once on the device, where level_shapes may be.
+struct alignas(16) LevelPlan {
+  Level level;
+  int64_t first_slot;  // of its cells among those of its (batch, head); one entry more: the end of the last cell
+  int32_t tiles, tile_shape;
+};
+
+__global__ void plan_kernel(const Levels levels, LevelPlan* __restrict__ plan, int L, int64_t S, int64_t samples) {
+  int64_t slot = 0;
+  for (int l = 0; l < L; ++l) {
+    const Level level = read_level(levels, l, S);
+    const int shape = tile_shape_of(samples, level.H, level.W);
+    plan[l] = {level, slot, static_cast<int32_t>(tiles_of(tile_of_shape(shape), level.H, level.W)), shape};
+    slot += cells_of(level.H, level.W) + 1;
   }
 }
 
-template <int VEC>
-__device__ __forceinline__ void add_pack(double* to, const double (&values)[VEC]) {
-#pragma unroll
-  for (int v = 0; v < VEC; ++v) atomicAdd(to + v, values[v]);
+// Which samples a thread of the sample kernels takes: sample k of kTurns queries of one head, `step` queries apart.
+constexpr int kTurns = 4;  // loads in flight
+struct SampleWalk {
+  uint32_t head, query, step, k_first, k_step, G;
+  int64_t first_row;  // of the head
+  bool idle;
+
+  __device__ __forceinline__ SampleWalk(const MsDeformAttnProblem& problem, uint32_t K, bool head_after_head) {
+    const bool is_short = K <= kSampleThreads;
+    const uint32_t in_block = is_short ? threadIdx.x / K : 0, Q = problem.Q;
+    step = is_short ? kSampleThreads / K : 1;
+    G = problem.G;
+    const uint32_t blocks = (Q + step * kTurns - 1) / (step * kTurns);
+    const uint32_t heads = static_cast<uint32_t>(problem.B) * G;
+    head = head_after_head ? blockIdx.x / blocks : blockIdx.x % heads;
+    query = (head_after_head ? blockIdx.x % blocks : blockIdx.x / heads) * step * kTurns + in_block;
+    const uint32_t b = head / G;
+    first_row = static_cast<int64_t>(b) * Q * G + (head - b * G);
+    k_first = threadIdx.x - in_block * K;
+    k_step = is_short ? K : kSampleThreads;
+    idle = in_block >= step;
+  }
+  __device__ __forceinline__ uint32_t q(int t) const { return query + t * step; }
+  __device__ __forceinline__ int64_t row(int t) const { return first_row + static_cast<int64_t>(q(t)) * G; }
+};
+
+// All threads of the block: the plan into shared memory.
+__device__ __forceinline__ void load_plan(const LevelPlan* plan, int L, LevelPlan* table) {
+  for (int l = threadIdx.x; l < L; l += blockDim.x) table[l] = plan[l];
+  __syncthreads();
 }
 
-// grad_value is zero-filled, in the type of sums. ordered: one group of threads walks every query of its head.
-template <typename T, typename A, int VEC, int LANES>
-__global__ void __launch_bounds__(kThreads)
-    backward_kernel(const T* __restrict__ grad_output, const T* __restrict__ value, const Levels levels,
-                    const A* __restrict__ locations, const A* __restrict__ weights, A* __restrict__ grad_value,
-                    A* __restrict__ grad_locations, A* __restrict__ grad_weights, const MsDeformAttnProblem problem,
-                    bool ordered) {
-  constexpr int kRows = kThreads / LANES;
-  extern __shared__ char shared[];
-  auto* table = reinterpret_cast<Level*>(shared);  // [L]
-  const int L = static_cast<int>(problem.L), P = static_cast<int>(problem.P), K = L * P;
-  load_levels(levels, L, problem.S, table);
-
-  const int row_in_block = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-  const int64_t tiles = ordered ? 1 : (problem.Q + kRows - 1) / kRows;
-  const int64_t head = blockIdx.x / tiles;
-  const int64_t b = head / problem.G, g = head % problem.G;
-  const int64_t first = ordered ? 0 : (blockIdx.x % tiles) * kRows + row_in_block;
-  const int64_t last = ordered ? (row_in_block == 0 ? problem.Q : 0) : min(first + 1, problem.Q);
-  const unsigned mask = LANES == 32 ? 0xffffffffu : ((1u << LANES) - 1) << (threadIdx.x % 32 / LANES * LANES);
-  const int64_t texel_stride = problem.G * problem.C;
-  const int64_t head_offset = b * problem.S * texel_stride + g * problem.C;
-
-  for (int64_t q = first; q < last; ++q) {
-    const int64_t row = (b * problem.Q + q) * problem.G + g;
-    for (int i = 0; i < K; ++i) {
-      const int64_t index = row * K + i;
-      const Level level = table[i / P];
+template <typename A>
+__global__ void __launch_bounds__(kSampleThreads)
+    count_kernel(const LevelPlan* __restrict__ plan, const A* __restrict__ locations, int32_t* __restrict__ counts,
+                 int32_t* __restrict__ ranks, A* __restrict__ grad_locations, A* __restrict__ grad_weights,
+                 const MsDeformAttnProblem problem, int64_t head_slots) {
+  extern __shared__ __align__(16) char shared[];
+  auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
+  load_plan(plan, static_cast<int>(problem.L), table);
+  const uint32_t P = problem.P, K = problem.L * P, Q = problem.Q;
+  const SampleWalk walk(problem, K, false);  // spreads the atomics
+  if (walk.idle) return;
+  for (uint32_t k = walk.k_first; k < K; k += walk.k_step) {
+    const uint32_t l = k / P;
+    const Level level = table[l].level;
+    Pack<A, 2> location[kTurns];
+    int32_t rank[kTurns];
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      location[t] = {quiet_nan<A>(), 0};
+      if (walk.q(t) < Q) location[t] = reinterpret_cast<const Pack<A, 2>*>(locations)[walk.row(t) * K + k];
+    }
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const A x = location[t].at[0] * level.W - A(0.5), y = location[t].at[1] * level.H - A(0.5);
       Bilinear<A> at;
-      const A x = locations[2 * index] * level.W - A(0.5), y = locations[2 * index + 1] * level.H - A(0.5);
-      const A weight = weights[index];
-      A d[4] = {}, corner_weight[4] = {};
-      const bool counts = level.H > 0 && locate(x, y, level.H, level.W, at);
-      if (counts) {
-        at.corner_weights(corner_weight);
-        for (int64_t c = lane * VEC; c < problem.C; c += LANES * VEC) {
-          A g_out[VEC];
-          load_pack<T, VEC>(grad_output + row * problem.C + c, g_out);
+      rank[t] = -1;
+      if (level.H > 0 && locate(x, y, level.H, level.W, at)) {
+        rank[t] = atomicAdd(counts + walk.head * head_slots + table[l].first_slot + cell_of(x, y, level), 1);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      if (walk.q(t) >= Q) continue;
+      const int64_t index = walk.row(t) * K + k;
+      ranks[index] = rank[t];
+      if (rank[t] < 0) {
+        const A nothing = level.H > 0 ? A(0) : quiet_nan<A>();
+        grad_weights[index] = nothing;
+        reinterpret_cast<Pack<A, 2>*>(grad_locations)[index] = {nothing, nothing};
+      }
+    }
+  }
+}
+
+// counts -> starts, in place: one block a (batch, head, level).
+__global__ void __launch_bounds__(kScanThreads)
+    scan_kernel(const LevelPlan* __restrict__ plan, int32_t* __restrict__ counts, int L, int64_t head_slots) {
+  constexpr int kEach = 4;
+  __shared__ int32_t warp_sums[kScanThreads / 32];
+  const int l = blockIdx.x % L, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t cells = cells_of(plan[l].level.H, plan[l].level.W);
+  int32_t* mine = counts + static_cast<int64_t>(blockIdx.x / L) * head_slots + plan[l].first_slot;
+  int32_t carry = 0;
+  for (int64_t from = 0; from < cells; from += kScanThreads * kEach) {
+    int32_t count[kEach], total = 0;
+    const int64_t first = from + threadIdx.x * kEach;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) count[i] = first + i < cells ? mine[first + i] : 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) total += count[i];
+    int32_t inclusive = total;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t other = __shfl_up_sync(0xffffffffu, inclusive, step);
+      if (lane >= step) inclusive += other;
+    }
+    if (lane == 31) warp_sums[warp] = inclusive;
+    __syncthreads();  // the warps' sums are complete
+    int32_t of_warp = warp_sums[lane];
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t other = __shfl_up_sync(0xffffffffu, of_warp, step);
+      if (lane >= step) of_warp += other;
+    }
+    const int32_t before = __shfl_sync(0xffffffffu, of_warp, warp) - warp_sums[warp];
+    int32_t start = carry + before + inclusive - total;
+    carry += __shfl_sync(0xffffffffu, of_warp, 31);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (first + i < cells) mine[first + i] = start;
+      start += count[i];
+    }
+    __syncthreads();  // warp_sums may be written again
+  }
+  if (threadIdx.x == 0) mine[cells] = carry;
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kSampleThreads)
+    scatter_kernel(const LevelPlan* __restrict__ plan, const A* __restrict__ locations, const A* __restrict__ weights,
+                   const int32_t* __restrict__ starts, const int32_t* __restrict__ ranks,
+                   Record<A>* __restrict__ records, const MsDeformAttnProblem problem, int64_t head_slots,
+                   int point_bits) {
+  extern __shared__ __align__(16) char shared[];
+  auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
+  load_plan(plan, static_cast<int>(problem.L), table);
+  const uint32_t P = problem.P, K = problem.L * P, Q = problem.Q;
+  const SampleWalk walk(problem, K, true);  // keeps the records being written in the cache
+  if (walk.idle) return;
+  for (uint32_t k = walk.k_first; k < K; k += walk.k_step) {
+    const uint32_t l = k / P, p = k - l * P;
+    const Level level = table[l].level;
+    Pack<A, 2> location[kTurns];
+    A weight[kTurns];
+    int32_t rank[kTurns], start[kTurns];
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const int64_t index = walk.row(t) * K + k;
+      rank[t] = -1;
+      if (walk.q(t) < Q) {
+        rank[t] = ranks[index], weight[t] = weights[index];
+        location[t] = reinterpret_cast<const Pack<A, 2>*>(locations)[index];
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      if (rank[t] < 0) continue;
+      location[t].at[0] = location[t].at[0] * level.W - A(0.5),
+      location[t].at[1] = location[t].at[1] * level.H - A(0.5);
+      start[t] =
+          starts[walk.head * head_slots + table[l].first_slot + cell_of(location[t].at[0], location[t].at[1], level)];
+    }
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      if (rank[t] < 0) continue;
+      const A x = location[t].at[0], y = location[t].at[1];
+      records[(walk.head * problem.L + l) * problem.Q * problem.P + start[t] + rank[t]] = {
+          static_cast<int32_t>((walk.q(t) << point_bits) | p), x - floor(x), y - floor(y), weight[t]};
+    }
+  }
+}
+
+// One step of a reduction in which each lane keeps half of the sums.
+template <typename A>
+__device__ __forceinline__ A exchange(unsigned mask, bool upper, A low, A high, int step) {
+  return (upper ? high : low) + __shfl_xor_sync(mask, upper ? low : high, step);
+}
+
+template <typename T, typename A, int VEC, int LANES>
+__global__ void __launch_bounds__(kGatherThreads, 2)
+    gather_kernel(const T* __restrict__ grad_output, const T* __restrict__ value, const LevelPlan* __restrict__ plan,
+                  const int32_t* __restrict__ starts, const Record<A>* __restrict__ records, T* __restrict__ grad_value,
+                  A* __restrict__ grad_locations, A* __restrict__ grad_weights, const MsDeformAttnProblem problem,
+                  int64_t head_slots, int point_bits, int first_level, int last_level, bool add) {
+  constexpr int kGroups = kGatherThreads / LANES, kChannels = LANES * VEC;
+  constexpr int kBatch = LANES < 4 ? LANES : 4;  // records a group walks at a time
+  extern __shared__ __align__(16) char shared[];
+  auto* planes = reinterpret_cast<A*>(shared);                                       // [4, kSlots, kChannels]
+  auto* batches = planes + static_cast<size_t>(4) * kSlots * kChannels;              // [kGroups, kBatch, 4]
+  auto* batch_queries = reinterpret_cast<int32_t*>(batches + kGroups * kBatch * 4);  // [kGroups, kBatch]
+  __shared__ int32_t slot_begin[kSlots], slot_end[kSlots];
+  const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  A* my_weights = batches + group * kBatch * 4;
+  int32_t* my_queries = batch_queries + group * kBatch;
+  const int64_t samples = problem.Q * problem.P;  // of a level
+  const int32_t G = static_cast<int32_t>(problem.G), C = static_cast<int32_t>(problem.C);
+  const uint32_t row_bytes = static_cast<uint32_t>(G * C * sizeof(T));
+  constexpr unsigned kAll = 0xffffffffu;
+  // One head after another, so that its rows of grad_output stay in the second-level cache.
+  const uint32_t head = blockIdx.y + blockIdx.z * 65535u;
+  if (head >= static_cast<uint32_t>(problem.B) * G) return;
+  const uint32_t b = head / G, g = head - b * G;
+  const int64_t image_value = (static_cast<int64_t>(b) * problem.S * G + g) * C;
+  const int64_t image_output = (static_cast<int64_t>(b) * problem.Q * G + g) * C;
+
+  for (uint32_t task = blockIdx.x;; task += gridDim.x) {
+    // The last level first: it is the coarsest, whose tiles take longest.
+    uint32_t in_level = task;
+    int l = last_level - 1;
+    while (l >= first_level && in_level >= static_cast<uint32_t>(plan[l].tiles)) in_level -= plan[l--].tiles;
+    if (l < first_level) return;
+    const Level level = plan[l].level;
+    const Tile tile = tile_of_shape(plan[l].tile_shape);
+    const int32_t texels_x = tile.texels_x(), texels_y = tile.texels_y();
+    const uint32_t tiles_x = static_cast<uint32_t>(level.W + texels_x - 1) / texels_x, tile_y = in_level / tiles_x;
+    const int32_t y_first = tile_y * texels_y, x_first = (in_level - tile_y * tiles_x) * texels_x;
+    const int32_t* level_starts = starts + head * head_slots + plan[l].first_slot;
+    const Record<A>* level_records = records + (static_cast<int64_t>(head) * problem.L + l) * samples;
+    const uint32_t cells_x_inverse = 65536u / tile.cells_x + 1, texels_x_inverse = 65536u / texels_x + 1;
+    const auto cell_at = [&](int cell, int& x, int& y) {
+      y = static_cast<uint32_t>(cell) * cells_x_inverse >> 16, x = cell - y * tile.cells_x;
+    };
+
+    // Slot = cell * parts + part: a part takes every parts-th batch of the cell's records. Cell (x, y) lies between
+    // texels x - 1 and x, y - 1 and y.
+    for (int slot = threadIdx.x; slot < kSlots; slot += kGatherThreads) {
+      int x_in_tile, y_in_tile;
+      cell_at(slot >> tile.part_bits, x_in_tile, y_in_tile);
+      const int32_t x = x_first + x_in_tile, y = y_first + y_in_tile;
+      int32_t begin = 0, end = 0;
+      if (x <= level.W && y <= level.H) {
+        const int64_t at = static_cast<int64_t>(y) * (level.W + 1) + x;
+        begin = level_starts[at] + (slot & ((1 << tile.part_bits) - 1)) * kBatch, end = level_starts[at + 1];
+      }
+      slot_begin[slot] = begin, slot_end[slot] = end;
+    }
+    __syncthreads();  // the slots' records are known
+    const int32_t step = kBatch << tile.part_bits;
+    const int32_t samples_per_query = static_cast<int32_t>(problem.G * problem.L * problem.P);
+    const int64_t first_index = ((static_cast<int64_t>(b) * problem.Q * G + g) * problem.L + l) * problem.P;
+    for (int32_t c0 = 0; c0 < C; c0 += kChannels) {
+      const int32_t c = c0 + lane * VEC;
+      const bool has_channels = c < C;
+      const char* value_base = reinterpret_cast<const char*>(value + image_value + c);
+      const char* g_base = reinterpret_cast<const char*>(grad_output + image_output + c);
+      const int mine = lane % kBatch;  // the record of a batch that this lane prepares
+      // Loaded ahead, of this or the next slot. Past the end: a record of weight zero.
+      const auto load_record = [&](int32_t i, int32_t end) { return i < end ? level_records[i] : Record<A>{}; };
+      Record<A> next = load_record(slot_begin[group] + mine, slot_end[group]);
+      for (int slot = group; slot < kSlots; slot += kGroups) {
+        const int32_t begin = slot_begin[slot], end = slot_end[slot];
+        const bool is_last = slot + kGroups >= kSlots;
+        const int32_t next_begin = is_last ? 0 : slot_begin[slot + kGroups];
+        const int32_t next_end = is_last ? 0 : slot_end[slot + kGroups];
+        // The groups of a warp walk together, as long as the longest.
+        int32_t turns = end > begin ? (end - begin + step - 1) / step : 0;
+#pragma unroll
+        for (int s = LANES; s < 32; s *= 2) turns = max(turns, __shfl_xor_sync(kAll, turns, s));
+        A sum[4][VEC] = {};
+        A corner[4][VEC] = {};
+        bool owns = false;  // of two tiles that walk the cell, the one it begins in writes the samples' own gradients
+        if (turns == 0) {
+          next = load_record(next_begin + mine, next_end);
+        } else {
+          int x_in_tile, y_in_tile;
+          cell_at(slot >> tile.part_bits, x_in_tile, y_in_tile);
+          const int32_t x = x_first + x_in_tile, y = y_first + y_in_tile;
+          owns = (x_in_tile < texels_x || x == level.W) && (y_in_tile < texels_y || y == level.H);
+          const bool reads = begin < end && has_channels && owns;
+          const bool left = x > 0 && reads, right = x < level.W && reads, top = y > 0, bottom = y < level.H;
+          const bool is_inside[4] = {top && left, top && right, bottom && left, bottom && right};
+          const int32_t texel = level.start + (y - 1) * level.W + x - 1;
+          const int32_t texels[4] = {texel, texel + 1, texel + level.W, texel + level.W + 1};
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            if (!at.is_inside[k]) continue;
-            const int64_t offset = head_offset + (level.start + at.index[k]) * texel_stride + c;
-            A corner[VEC], add[VEC];
-            load_pack<T, VEC>(value + offset, corner);
+            if (is_inside[k])
+              load_pack<T, VEC>(value_base + static_cast<uint64_t>(static_cast<uint32_t>(texels[k])) * row_bytes,
+                                corner[k]);
+          }
+        }
+        for (int32_t turn = 0, i = begin; turn < turns; ++turn, i += step) {
+          const Record<A> record = next;
+          const int32_t q = record.sample >> point_bits;
+          if (lane < kBatch) {
+            Pack<A, 4> corner_weights;
+            const A bottom = record.fy * record.weight, top = record.weight - bottom;
+            corner_weights.at[1] = top * record.fx, corner_weights.at[0] = top - corner_weights.at[1];
+            corner_weights.at[3] = bottom * record.fx, corner_weights.at[2] = bottom - corner_weights.at[3];
+            reinterpret_cast<Pack<A, 4>*>(my_weights)[mine] = corner_weights;
+            my_queries[mine] = q;
+          }
+          __syncwarp();  // the batch is complete
+          Pack<T, VEC> g_pack[kBatch];
+#pragma unroll
+          for (int u = 0; u < kBatch; ++u) {
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) g_pack[u].at[v] = from_accumulate<T>(A(0));
+            if (has_channels && i < end) {
+              g_pack[u] = *reinterpret_cast<const Pack<T, VEC>*>(
+                  g_base + static_cast<uint64_t>(static_cast<uint32_t>(my_queries[u])) * row_bytes);
+            }
+          }
+          const bool exists = i + mine < end;
+          if (turn + 1 < turns) {
+            next = load_record(i + step + mine, end);
+          } else {
+            next = load_record(next_begin + mine, next_end);
+          }
+#pragma unroll
+          for (int u = 0; u < kBatch; ++u) {
+            const Pack<A, 4> corner_weights = reinterpret_cast<const Pack<A, 4>*>(my_weights)[u];
+            A g_out[VEC];
+            unpack(g_pack[u], g_out);
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
-              d[k] += corner[v] * g_out[v];
-              add[v] = weight * corner_weight[k] * g_out[v];
+#pragma unroll
+              for (int k = 0; k < 4; ++k) sum[k][v] += corner_weights.at[k] * g_out[v];
             }
-            add_pack<VEC>(grad_value + offset, add);
+          }
+          __syncwarp();  // the batch has been read
+          A d[4];        // lane i: the dots of record i % kBatch
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            A dot[kBatch] = {};
+#pragma unroll
+            for (int u = 0; u < kBatch; ++u) {
+              A g_out[VEC];
+              unpack(g_pack[u], g_out);
+#pragma unroll
+              for (int v = 0; v < VEC; ++v) dot[u] += corner[k][v] * g_out[v];
+            }
+            d[k] = dot[0];
+            if constexpr (kBatch == 2) d[k] = exchange(kAll, lane & 1, dot[0], dot[1], 1);
+            if constexpr (kBatch == 4) {
+              const A even = exchange(kAll, lane & 1, dot[0], dot[1], 1);
+              const A odd = exchange(kAll, lane & 1, dot[2], dot[3], 1);
+              d[k] = exchange(kAll, lane & 2, even, odd, 2);
+            }
+#pragma unroll
+            for (int s = kBatch; s < LANES; s *= 2) d[k] += __shfl_xor_sync(kAll, d[k], s);
+          }
+          if (owns && exists && lane < kBatch) {
+            const A fx = record.fx, fy = record.fy, weight = record.weight;
+            const int64_t index =
+                static_cast<int64_t>(q) * samples_per_query + (record.sample & ((1 << point_bits) - 1)) + first_index;
+            const A top = d[0] + fx * (d[1] - d[0]), bottom = d[2] + fx * (d[3] - d[2]);
+            A grad_weight = top + fy * (bottom - top);
+            const A left = d[2] - d[0], right = d[3] - d[1];
+            Pack<A, 2> grad = {level.W * weight * ((d[1] - d[0]) + fy * (right - left)),
+                               level.H * weight * (left + fx * (right - left))};
+            auto* to = reinterpret_cast<Pack<A, 2>*>(grad_locations) + index;
+            if (c0 > 0) grad_weight += grad_weights[index], grad.at[0] += to->at[0], grad.at[1] += to->at[1];
+            grad_weights[index] = grad_weight;
+            *to = grad;
           }
         }
-      }
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int step = LANES / 2; step > 0; step /= 2) d[k] += __shfl_xor_sync(mask, d[k], step);
-      }
-      if (lane == 0) {
-        A grad_weight = 0, grad_x = 0, grad_y = 0;
-        if (counts) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) grad_weight += corner_weight[k] * d[k];
-          grad_x = level.W * weight * ((1 - at.fy) * (d[1] - d[0]) + at.fy * (d[3] - d[2]));
-          grad_y = level.H * weight * ((1 - at.fx) * (d[2] - d[0]) + at.fx * (d[3] - d[1]));
-        } else if (level.H == 0) {
-          grad_weight = grad_x = grad_y = quiet_nan<A>();
+        for (int k = 0; k < 4; ++k) {
+          store_pack<A, VEC>(planes + (k * kSlots + slot) * kChannels + lane * VEC, sum[k]);
         }
-        grad_weights[index] = grad_weight;
-        grad_locations[2 * index] = grad_x;
-        grad_locations[2 * index + 1] = grad_y;
+      }
+      __syncthreads();  // the slots' sums are complete
+      for (int texel = group; texel < texels_x * texels_y; texel += kGroups) {
+        const int y_in_tile = static_cast<uint32_t>(texel) * texels_x_inverse >> 16,
+                  x_in_tile = texel - y_in_tile * texels_x;
+        const int32_t x = x_first + x_in_tile, y = y_first + y_in_tile;
+        if (x >= level.W || y >= level.H || !has_channels) continue;
+        A sum[VEC] = {};
+        T* to = grad_value + image_value + c + (level.start + static_cast<int64_t>(y) * level.W + x) * (G * C);
+        if (add) load_pack<T, VEC>(to, sum);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {  // the texel is corner k of this cell
+          const int cell = (y_in_tile + 1 - k / 2) * tile.cells_x + x_in_tile + 1 - k % 2;
+#pragma unroll 1
+          for (int part = 0; part < 1 << tile.part_bits; ++part) {
+            A of_part[VEC];
+            load_pack<A, VEC>(planes + (k * kSlots + (cell << tile.part_bits) + part) * kChannels + lane * VEC,
+                              of_part);
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sum[v] += of_part[v];
+          }
+        }
+        store_pack<T, VEC>(to, sum);
+      }
+      __syncthreads();  // planes and slots may be written again
+    }
+  }
+}
+
+// The records of each cell in the order of their samples; a warp takes a cell. Up to 32 records it compares each with
+// each; more it marks in a bitmap of kBitmap samples at a time, whose set bits it counts.
+constexpr int kOrderThreads = 128;
+constexpr int kBitmapWords = 1024;  // of a warp: 32 a lane
+
+template <typename A>
+__global__ void __launch_bounds__(kOrderThreads)
+    order_kernel(const LevelPlan* __restrict__ plan, const int32_t* __restrict__ starts,
+                 const Record<A>* __restrict__ records, Record<A>* __restrict__ ordered,
+                 const MsDeformAttnProblem problem, int64_t head_slots) {
+  constexpr int kPadded = kBitmapWords + 32;  // one word more every 32: a lane's own words lie in different banks
+  __shared__ uint32_t bitmaps[kOrderThreads / 32][kPadded];
+  __shared__ int32_t befores[kOrderThreads / 32][kPadded];  // set bits of earlier words
+  const int lane = threadIdx.x % 32;
+  uint32_t* bitmap = bitmaps[threadIdx.x / 32];
+  int32_t* before = befores[threadIdx.x / 32];
+  const uint32_t head = blockIdx.y + blockIdx.z * 65535u;
+  if (head >= static_cast<uint32_t>(problem.B * problem.G)) return;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kOrderThreads / 32);
+  int64_t cell = static_cast<int64_t>(blockIdx.x) * (kOrderThreads / 32) + threadIdx.x / 32;
+  for (int l = static_cast<int>(problem.L) - 1; l >= 0; --l) {  // the cells with most records first
+    const int64_t cells = cells_of(plan[l].level.H, plan[l].level.W), first = head * head_slots + plan[l].first_slot;
+    for (; cell < cells; cell += warps) {
+      const int64_t at = first + cell;
+      const int32_t begin = starts[at], end = starts[at + 1], count = end - begin;
+      if (count == 0) continue;
+      const int64_t offset = (static_cast<int64_t>(head) * problem.L + l) * problem.Q * problem.P + begin;
+      const Record<A>* from = records + offset;
+      Record<A>* to = ordered + offset;
+      if (count <= 32) {
+        const Record<A> record = from[min(lane, count - 1)];
+        int32_t rank = 0;
+        for (int n = 0; n < count; ++n) rank += __shfl_sync(0xffffffffu, record.sample, n) < record.sample;
+        if (lane < count) to[rank] = record;
+        continue;
+      }
+      int32_t lowest = INT32_MAX, highest = 0;
+      for (int32_t i = lane; i < count; i += 32) {
+        lowest = min(lowest, from[i].sample), highest = max(highest, from[i].sample);
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+        lowest = min(lowest, __shfl_xor_sync(0xffffffffu, lowest, step));
+        highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+      }
+      int32_t placed = 0;
+      for (int64_t window = lowest; window <= highest; window += kBitmapWords * 32) {
+        for (int i = lane; i < kPadded; i += 32) bitmap[i] = 0;
+        __syncwarp();
+        for (int32_t i = lane; i < count; i += 32) {
+          const int64_t bit = from[i].sample - window;
+          if (bit >= 0 && bit < kBitmapWords * 32) atomicOr(&bitmap[bit / 32 + bit / 1024], 1u << (bit % 32));
+        }
+        __syncwarp();
+        int32_t total = 0;
+        for (int i = 0; i < 32; ++i) total += __popc(bitmap[lane * 33 + i]);
+        int32_t inclusive = total;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+          const int32_t other = __shfl_up_sync(0xffffffffu, inclusive, step);
+          if (lane >= step) inclusive += other;
+        }
+        int32_t sum = placed + inclusive - total;
+        for (int i = 0; i < 32; ++i) {
+          before[lane * 33 + i] = sum;
+          sum += __popc(bitmap[lane * 33 + i]);
+        }
+        placed = __shfl_sync(0xffffffffu, sum, 31);
+        __syncwarp();
+        for (int32_t i = lane; i < count; i += 32) {
+          const Record<A> record = from[i];
+          const int64_t bit = record.sample - window;
+          if (bit < 0 || bit >= kBitmapWords * 32) continue;
+          const int word = static_cast<int>(bit / 32 + bit / 1024);
+          to[before[word] + __popc(bitmap[word] & ((1u << (bit % 32)) - 1))] = record;
+        }
+        __syncwarp();
       }
     }
+    cell -= cells;
   }
 }
 
@@ -253,11 +792,16 @@ Levels levels_of(const MsDeformAttnProblem& problem, const Tensor& shapes, const
     check_levels(problem, host_shapes, host_starts);
     VISDET_CHECK("ms_deform_attn", problem.L <= kMaxHostLevels, "level_shapes on the CPU may name ", kMaxHostLevels,
                  " levels at the most, got ", problem.L, "; pass them on value's device");
+    int64_t row = 0;
+    levels.follow = true;
     for (int64_t l = 0; l < problem.L; ++l) {
+      levels.follow = levels.follow && host_starts[l] == row;
+      row += host_shapes[2 * l] * host_shapes[2 * l + 1];
       levels.H[l] = static_cast<int32_t>(host_shapes[2 * l]);
       levels.W[l] = static_cast<int32_t>(host_shapes[2 * l + 1]);
-      levels.start[l] = host_starts[l];
+      levels.start[l] = static_cast<int32_t>(host_starts[l]);
     }
+    levels.follow = levels.follow && row == problem.S;
   } else {
     levels.shapes = shapes.const_data_ptr<int64_t>();
     levels.starts = starts.const_data_ptr<int64_t>();
@@ -265,65 +809,147 @@ Levels levels_of(const MsDeformAttnProblem& problem, const Tensor& shapes, const
   return levels;
 }
 
+void check_sizes(const MsDeformAttnProblem& problem) {
+  VISDET_CHECK("ms_deform_attn", problem.S <= INT32_MAX, "value must have fewer than 2^31 rows S, got ", problem.S);
+  // 32-bit offsets within one image's samples and one texel's bytes.
+  const double samples = 1.0 * problem.Q * problem.G * problem.L * problem.P;
+  VISDET_CHECK("ms_deform_attn", samples <= INT32_MAX && problem.Q * problem.G <= INT32_MAX,
+               "Q * G * L * P must be under 2^31, got ", problem.Q, " * ", problem.G, " * ", problem.L, " * ",
+               problem.P);
+  VISDET_CHECK("ms_deform_attn", 8.0 * problem.G * problem.C <= INT32_MAX, "G * C must be under 2^28, got ", problem.G,
+               " * ", problem.C);
+  VISDET_CHECK("ms_deform_attn", problem.B * problem.G <= INT32_MAX, "B * G must be under 2^31, got ", problem.B, " * ",
+               problem.G);
+}
+
 bool aligned(const Tensor& tensor, size_t bytes) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
 }
 
-// Calls f(integral_constant LANES) with the smallest power of two of threads, up to a warp, that covers `packs` loads.
-template <typename F>
-void dispatch_lanes(int64_t packs, const F& f) {
-  if (packs <= 1) return f(std::integral_constant<int, 1>{});
-  if (packs <= 2) return f(std::integral_constant<int, 2>{});
-  if (packs <= 4) return f(std::integral_constant<int, 4>{});
-  if (packs <= 8) return f(std::integral_constant<int, 8>{});
-  if (packs <= 16) return f(std::integral_constant<int, 16>{});
-  return f(std::integral_constant<int, 32>{});
+// Contiguous, and at an address where a pair of coordinates can be read at once.
+Tensor contiguous_pairs(const Tensor& tensor) {
+  const Tensor dense = contiguous(tensor);
+  return aligned(dense, 16) ? dense : clone(dense);
+}
+
+int multiprocessors(int32_t device) {
+  int count = 0;
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return std::max(count, 1);
+}
+
+template <typename Kernel>
+void allow_shared(Kernel kernel, size_t bytes) {
+  if (bytes > 48 * 1024) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  }
+}
+
+unsigned grid_size(int64_t blocks) {
+  VISDET_CHECK("ms_deform_attn", blocks <= INT32_MAX, "B * G * Q is too large: ", blocks, " blocks");
+  return static_cast<unsigned>(blocks);
+}
+
+// x: blocks of a head; y and z: heads, read back as y + 65535 * z.
+dim3 head_grid(int64_t blocks, int64_t heads) {
+  return dim3(grid_size(blocks), static_cast<unsigned>(std::min<int64_t>(heads, 65535)),
+              static_cast<unsigned>(ceil_div(heads, 65535)));
+}
+
+// Calls f(VEC, LANES): loads of 16 bytes where channels and addresses allow it, else of one value. LANES is the
+// smallest of a few powers of two that covers a row, MOST at the most (a wider row takes several turns).
+template <typename T, int MOST, typename F>
+void dispatch_row(int64_t C, bool is_aligned, const F& f) {
+  constexpr int kVec = 16 / sizeof(T);
+  const auto call = [&](auto vec, auto lanes) { f(vec, lanes); };
+  if (C % kVec == 0 && is_aligned) {
+    const std::integral_constant<int, kVec> vec;
+    const int64_t packs = C / kVec;
+    if constexpr (MOST >= 32) {
+      if (packs > 16) return call(vec, std::integral_constant<int, 32>{});
+    }
+    if constexpr (MOST >= 16) {
+      if (packs > 8) return call(vec, std::integral_constant<int, 16>{});
+    }
+    if constexpr (MOST >= 8) {
+      if (packs > 4) return call(vec, std::integral_constant<int, 8>{});
+    }
+    return call(vec, std::integral_constant<int, 4>{});
+  }
+  const std::integral_constant<int, 1> vec;
+  return call(vec, std::integral_constant<int, least(MOST * kVec, 32)>{});
 }
 
 Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, const Tensor& level_starts_in,
                       const Tensor& locations_in, const Tensor& weights_in) {
   const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
-  VISDET_CHECK("ms_deform_attn", problem.S <= INT32_MAX, "value must have fewer than 2^31 rows S, got ", problem.S);
+  check_sizes(problem);
   const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
   const Tensor value = contiguous(value_in), level_shapes = contiguous(level_shapes_in),
-               level_starts = contiguous(level_starts_in), locations = contiguous(locations_in),
+               level_starts = contiguous(level_starts_in), locations = contiguous_pairs(locations_in),
                weights = contiguous(weights_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts);
   Tensor output = new_empty(value, {problem.B, problem.Q, problem.G * problem.C});
   if (output.numel() == 0) return output;
   if (problem.S == 0) return zero_(output);
   const cudaStream_t stream = current_stream(value);
+  const int64_t heads = problem.B * problem.G;
+  const int sms = multiprocessors(value.get_device_index());
 
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    const auto launch = [&](auto vec, auto lanes) {
+    dispatch_row<T, 32>(problem.C, aligned(value, 16), [&](auto vec, auto lanes) {
       constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
-      // Few rows (a decoder): let several groups share a row's samples, so that the machine is full.
-      constexpr int kSplit = kLanes <= 8 ? 4 : 1;
-      const auto run = [&](auto kernel, int split) {
-        const int rows = kThreads / (kLanes * split);
-        const int64_t blocks = problem.B * problem.G * ceil_div(problem.Q, rows);
-        VISDET_CHECK("ms_deform_attn", blocks <= INT32_MAX,
-                     "B * G * Q is too large: ", problem.B * problem.G * problem.Q);
-        const size_t shared = sizeof(Sample<A>) * rows * kSamplesPerPass + sizeof(Level) * problem.L;
-        if (shared > 48 * 1024) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-        kernel<<<static_cast<unsigned>(blocks), kThreads, shared, stream>>>(
+      const auto run = [&](auto kernel, auto walk, int rows, int threads, int head_bits) {
+        using W = decltype(walk);
+        const int groups = threads / W::kGroup;
+        const ForwardSizes sizes{problem.S,
+                                 static_cast<int32_t>(problem.Q),
+                                 static_cast<int32_t>(problem.G),
+                                 static_cast<int32_t>(problem.C),
+                                 static_cast<int32_t>(problem.L),
+                                 static_cast<int32_t>(problem.P),
+                                 static_cast<uint32_t>(heads >> head_bits),
+                                 static_cast<uint32_t>(problem.G * problem.C * sizeof(T)),
+                                 head_bits};
+        const dim3 grid = head_grid(ceil_div(problem.Q, int64_t{groups >> head_bits} * rows), sizes.heads);
+        const size_t shared = static_cast<size_t>(W::template group_bytes<A>()) * groups + sizeof(Level) * problem.L;
+        allow_shared(kernel, shared);
+        kernel<<<grid, threads, shared, stream>>>(
             static_cast<const T*>(value.const_data_ptr()), levels, static_cast<const A*>(locations.const_data_ptr()),
-            static_cast<const A*>(weights.const_data_ptr()), static_cast<T*>(output.mutable_data_ptr()), problem);
+            static_cast<const A*>(weights.const_data_ptr()), static_cast<T*>(output.mutable_data_ptr()), sizes);
       };
-      if (problem.B * problem.Q * problem.G * kLanes < 132 * 1024) {
-        run(forward_kernel<T, A, kVec, kLanes, kSplit>, kSplit);
+      // Few queries (a decoder): one block a multiprocessor, so that a head's queries meet in one first-level cache,
+      // and as many threads a row as then fit the block.
+      const int64_t blocks_per_head = std::max<int64_t>(1, sms / heads);
+      const int64_t rows = ceil_div(problem.Q, blocks_per_head);
+      const auto threads = [&](int group) { return ceil_div(rows * group, 32) * 32; };
+      constexpr int kSplit4 = least(4, greatest(1, 16 / kLanes)), kSplit2 = least(2, greatest(1, 8 / kLanes));
+      if (threads(kLanes * kSplit4) <= kForwardThreads) {
+        run(forward_kernel<T, A, kVec, kLanes, kSplit4, 1>, Walk<kLanes, kSplit4, 1>{}, 1,
+            static_cast<int>(threads(kLanes * kSplit4)), 0);
+      } else if (threads(kLanes * kSplit2) <= kForwardThreads) {
+        run(forward_kernel<T, A, kVec, kLanes, kSplit2, 1>, Walk<kLanes, kSplit2, 1>{}, 1,
+            static_cast<int>(threads(kLanes * kSplit2)), 0);
       } else {
-        run(forward_kernel<T, A, kVec, kLanes, 1>, 1);
+        // Rows of neighbouring heads that share a 128-byte line are read together: alone, they would all fall into the
+        // same banks of the cache.
+        int head_bits = 0;
+        while ((problem.C * static_cast<int64_t>(sizeof(T)) << (head_bits + 1)) <= 128 &&
+               problem.G % (int64_t{2} << head_bits) == 0) {
+          ++head_bits;
+        }
+        // An encoder's queries lie close together: two rows a group halve the block's starting cost (163 against 171 us
+        // in float32; in 16 bit, and where queries share nothing, more warps win).
+        constexpr int kRows = sizeof(T) == 4 ? 2 : 1;
+        if (problem.Q == problem.S && kRows > 1) {
+          run(forward_kernel<T, A, kVec, kLanes, 1, kRows>, Walk<kLanes, 1, kRows>{}, kRows, 512, head_bits);
+        } else {
+          run(forward_kernel<T, A, kVec, kLanes, 1, 1>, Walk<kLanes, 1, 1>{}, 1, 256, head_bits);
+        }
       }
-    };
-    constexpr int kVec = 16 / sizeof(T);
-    if (problem.C % kVec == 0 && aligned(value, 16)) {
-      dispatch_lanes(problem.C / kVec, [&](auto lanes) { launch(std::integral_constant<int, kVec>{}, lanes); });
-    } else {
-      dispatch_lanes(problem.C, [&](auto lanes) { launch(std::integral_constant<int, 1>{}, lanes); });
-    }
+    });
   });
   check_launch("ms_deform_attn");
   return output;
@@ -335,43 +961,102 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
                                                            bool deterministic) {
   const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
+  check_sizes(problem);
   const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
   const Tensor grad_output = contiguous(grad_output_in), value = contiguous(value_in),
                level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
-               locations = contiguous(locations_in), weights = contiguous(weights_in);
+               locations = contiguous_pairs(locations_in), weights = contiguous(weights_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts);
-  Tensor grad_sum = new_zeros(value, value.sizes(), accumulate_dtype(value.scalar_type())),
-         grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
-  if (problem.C == 0 || problem.S == 0) {
-    zero_(grad_locations), zero_(grad_weights);
-  } else if (grad_weights.numel() > 0) {
-    const cudaStream_t stream = current_stream(value);
-    dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-      using T = decltype(value_tag);
-      using A = decltype(accumulate_tag);
-      const auto launch = [&](auto vec, auto lanes) {
-        constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
-        const int64_t blocks = problem.B * problem.G * (deterministic ? 1 : ceil_div(problem.Q, kThreads / kLanes));
-        VISDET_CHECK("ms_deform_attn", blocks <= INT32_MAX,
-                     "B * G * Q is too large: ", problem.B * problem.G * problem.Q);
-        backward_kernel<T, A, kVec, kLanes>
-            <<<static_cast<unsigned>(blocks), kThreads, sizeof(Level) * problem.L, stream>>>(
-                static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()),
-                levels, static_cast<const A*>(locations.const_data_ptr()),
-                static_cast<const A*>(weights.const_data_ptr()), static_cast<A*>(grad_sum.mutable_data_ptr()),
-                static_cast<A*>(grad_locations.mutable_data_ptr()), static_cast<A*>(grad_weights.mutable_data_ptr()),
-                problem, deterministic);
-      };
-      // Four sums a thread: one 16-byte reduction in float32.
-      if (problem.C % 4 == 0 && aligned(value, 16) && aligned(grad_output, 16)) {
-        dispatch_lanes(problem.C / 4, [&](auto lanes) { launch(std::integral_constant<int, 4>{}, lanes); });
-      } else {
-        dispatch_lanes(problem.C, [&](auto lanes) { launch(std::integral_constant<int, 1>{}, lanes); });
+  Tensor grad_value = new_empty(value, value.sizes()), grad_locations = new_empty(locations, locations.sizes()),
+         grad_weights = new_empty(weights, weights.sizes());
+  if (problem.C == 0 || problem.S == 0 || grad_weights.numel() == 0) {
+    zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
+    return {grad_value, grad_locations, grad_weights};
+  }
+  const cudaStream_t stream = current_stream(value);
+  const int sms = multiprocessors(value.get_device_index());
+  const int L = static_cast<int>(problem.L);
+  const int64_t heads = problem.B * problem.G;
+  int point_bits = 0;
+  while ((int64_t{1} << point_bits) < problem.P) ++point_bits;
+  VISDET_CHECK("ms_deform_attn_backward", problem.Q <= (int64_t{INT32_MAX} >> point_bits),
+               "Q * P must be under 2^31, got ", problem.Q, " * ", problem.P);
+
+  // Levels that tile value: every row of grad_value is written once. Otherwise (or when only the device knows) rows may
+  // belong to no level or to several: zero, then one launch a level adds.
+  const bool tiles_value = problem.levels_on_host && levels.follow;
+  if (!tiles_value) zero_(grad_value);
+  int64_t head_slots = 0, most_tiles = 0, all_tiles = 0;
+  for (int l = 0; l < L; ++l) {
+    // On the device H + W <= S + 1.
+    const int64_t cells = problem.levels_on_host ? cells_of(levels.H[l], levels.W[l]) : 2 * problem.S + 2;
+    const int64_t in_level = problem.Q * problem.P;
+    const int64_t tiles =
+        problem.levels_on_host
+            ? tiles_of(tile_of_shape(tile_shape_of(in_level, levels.H[l], levels.W[l])), levels.H[l], levels.W[l])
+            : ceil_div(problem.S, 64);
+    head_slots += cells + 1;
+    most_tiles = std::max(most_tiles, tiles), all_tiles += tiles;
+  }
+  const int64_t samples = grad_weights.numel();
+  Tensor starts = new_zeros(level_shapes, {heads * head_slots}, ScalarType::Int, std::nullopt, value.device());
+  Tensor ranks = new_empty(weights, {samples}, ScalarType::Int);
+
+  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    const int64_t record_bytes = samples * sizeof(Record<A>);
+    Tensor records = new_empty(weights, {record_bytes}, ScalarType::Byte);
+    const auto* location_data = static_cast<const A*>(locations.const_data_ptr());
+    const auto* weight_data = static_cast<const A*>(weights.const_data_ptr());
+    auto* grad_location_data = static_cast<A*>(grad_locations.mutable_data_ptr());
+    auto* grad_weight_data = static_cast<A*>(grad_weights.mutable_data_ptr());
+    auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
+    auto* rank_data = static_cast<int32_t*>(ranks.mutable_data_ptr());
+
+    const int64_t K = problem.L * problem.P, rows = K <= kSampleThreads ? kSampleThreads / K : 1;
+    const unsigned sample_blocks = grid_size(heads * ceil_div(problem.Q, rows * kTurns));
+    const size_t table_bytes = sizeof(LevelPlan) * L;
+    Tensor plan_bytes = new_empty(weights, {static_cast<int64_t>(table_bytes)}, ScalarType::Byte);
+    auto* plan = static_cast<LevelPlan*>(plan_bytes.mutable_data_ptr());
+    plan_kernel<<<1, 1, 0, stream>>>(levels, plan, L, problem.S, problem.Q * problem.P);
+    count_kernel<A><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(
+        plan, location_data, start_data, rank_data, grad_location_data, grad_weight_data, problem, head_slots);
+    scan_kernel<<<grid_size(heads * L), kScanThreads, 0, stream>>>(plan, start_data, L, head_slots);
+    scatter_kernel<A><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(
+        plan, location_data, weight_data, start_data, rank_data, static_cast<Record<A>*>(records.mutable_data_ptr()),
+        problem, head_slots, point_bits);
+    if (deterministic) {
+      Tensor ordered = new_empty(weights, {record_bytes}, ScalarType::Byte);
+      // A few cells a warp at the least.
+      const int64_t blocks =
+          std::min(ceil_div(head_slots, kOrderThreads / 32 * 4), std::max<int64_t>(1, sms * 64 / heads));
+      order_kernel<A><<<head_grid(blocks, heads), kOrderThreads, 0, stream>>>(
+          plan, start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
+          static_cast<Record<A>*>(ordered.mutable_data_ptr()), problem, head_slots);
+      records = ordered;
+    }
+    const bool is_aligned = aligned(value, 16) && aligned(grad_output, 16);
+    // Of a row, at most 128 bytes of sums at a time: the planes of a tile's cells must fit shared memory.
+    dispatch_row<T, (128 / (16 / sizeof(T)) / sizeof(A))>(problem.C, is_aligned, [&](auto vec, auto lanes) {
+      constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
+      constexpr int kBatch = least(kLanes, 4), kGroups = kGatherThreads / kLanes;
+      const auto kernel = gather_kernel<T, A, kVec, kLanes>;
+      const size_t shared = sizeof(A) * 4 * kSlots * kLanes * kVec + kGroups * kBatch * (4 * sizeof(A) + 4);
+      allow_shared(kernel, shared);
+      for (int l = 0; l < (tiles_value ? 1 : L); ++l) {
+        // Where only the device knows the number of tiles, a block takes further ones.
+        const dim3 grid = head_grid(tiles_value ? all_tiles : most_tiles, heads);
+        kernel<<<grid, kGatherThreads, shared, stream>>>(
+            static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), plan,
+            start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
+            static_cast<T*>(grad_value.mutable_data_ptr()), grad_location_data, grad_weight_data, problem, head_slots,
+            point_bits, tiles_value ? 0 : l, tiles_value ? L : l + 1, !tiles_value);
       }
     });
-    check_launch("ms_deform_attn_backward");
-  }
-  return {torch::stable::to(grad_sum, value.scalar_type()), grad_locations, grad_weights};
+  });
+  check_launch("ms_deform_attn_backward");
+  return {grad_value, grad_locations, grad_weights};
 }
 
 }  // namespace
