@@ -1,0 +1,18 @@
+# A short schedule for small models on small images. The cosine ends with training, so that
+# `--cfg-options train_cfg.max_iters=400` is a whole schedule of 400 iterations.
+train_cfg = dict(type="IterBasedTrainLoop", max_iters=1600, val_begin=800, val_interval=400)
+val_cfg = dict(type="ValLoop")
+test_cfg = dict(type="TestLoop")
+
+optim_wrapper = dict(
+    type="OptimWrapper",
+    optimizer=dict(type="AdamW", lr=5e-4, weight_decay=1e-4),
+    clip_grad=dict(max_norm=0.5, norm_type=2),
+)
+
+param_scheduler = [
+    dict(type="LinearLR", start_factor=0.01, begin=0, end=50, by_epoch=False),
+    dict(type="CosineAnnealingLR", eta_min_ratio=0.01, begin=50, by_epoch=False),
+]
+
+auto_scale_lr = dict(base_batch_size=16)

@@ -1,0 +1,287 @@
+"""Checkpoint files: plain types, read without running code, written whole."""
+
+import os
+import pathlib
+import pickle
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from mmengine.logging import HistoryBuffer
+from toy_run import toy_config, toy_runner, train
+
+from visdet.engine import CheckpointError, newest_readable_checkpoint, read_checkpoint, write_checkpoint
+from visdet.engine.plain_state import restore_message_hub, to_plain
+
+
+class RunsCode:
+    """Unpickling this creates the file ``ran`` in the current folder."""
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path("ran"),)
+
+
+def test_our_checkpoint_is_tensors_and_plain_types(tmp_path):
+    train(tmp_path, train_cfg__max_iters=10)
+    for name in ("iter_10.pth", "best_toy_accuracy_iter_10.pth"):
+        checkpoint = torch.load(tmp_path / name, weights_only=True)
+        assert set(checkpoint) >= {"meta", "state_dict", "message_hub"}
+    checkpoint = torch.load(tmp_path / "iter_10.pth", weights_only=True)
+    assert checkpoint["meta"]["iter"] == 10
+    assert checkpoint["meta"]["dataset_meta"]["classes"] == ("dark", "bright")
+    assert len(checkpoint["meta"]["random_states"]) == 1
+    history = restore_message_hub(checkpoint["message_hub"])["log_scalars"]["train/loss"]
+    assert isinstance(history, HistoryBuffer) and len(history.data[0]) == 10
+    assert checkpoint["state_dict"]._metadata[""], "versions by which modules migrate old weights"
+
+
+def test_to_plain_converts_what_weights_only_would_refuse(tmp_path):
+    history = HistoryBuffer([1.0, 2.0, 4.0], [1, 1, 2])
+    state = {
+        "scalar": np.float64(0.5),
+        "count": np.int64(3),
+        "flag": np.bool_(True),
+        "array": np.arange(3),
+        "path": pathlib.Path("a/b"),
+        "set": {7},
+        "counter": Counter({3: 1}),
+        "history": history,
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "nested": (1, [None, "x", b"y", 2.5, True]),
+        "object": pytest,
+    }
+    write_checkpoint(state, tmp_path / "plain.pth")
+    plain = torch.load(tmp_path / "plain.pth", weights_only=True)
+    assert plain["scalar"] == 0.5 and type(plain["scalar"]) is float
+    assert plain["count"] == 3 and type(plain["count"]) is int
+    assert plain["flag"] is True
+    assert plain["array"] == [0, 1, 2]
+    assert plain["path"] == "a/b" and plain["set"] == [7] and plain["counter"] == {3: 1}
+    assert plain["nested"] == (1, [None, "x", b"y", 2.5, True])
+    assert torch.equal(plain["parameter"], torch.ones(2)) and not plain["parameter"].requires_grad
+    assert plain["object"].startswith("<module 'pytest'")
+    hub = {
+        "log_scalars": {"h": plain["history"]},
+        "runtime_info": {},
+        "resumed_keys": {"h": True, "gone": True},
+    }
+    restored = restore_message_hub(hub)
+    assert restored["log_scalars"]["h"].mean(2) == history.mean(2) == 2.0
+    assert restored["resumed_keys"] == {"h": True}
+
+
+def test_to_plain_keeps_the_latest_of_a_long_history():
+    plain = to_plain(HistoryBuffer(list(range(10_500)), [1] * 10_500))
+    assert plain["history_values"].tolist() == list(range(500, 10_500))
+
+
+def test_a_checkpoint_of_mmengine_is_read_by_the_list(tmp_path):
+    """What mmengine's own runner saves: history buffers and numpy scalars, which weights_only refuses."""
+    hub = {
+        "log_scalars": {"train/loss": HistoryBuffer([1.0, 0.5], [1, 1])},
+        "runtime_info": {"best_score": np.float64(0.25), "shape": np.arange(4.0).reshape(2, 2)},
+        "resumed_keys": {"train/loss": True},
+    }
+    foreign = {
+        "meta": {"iter": 2, "epoch": 0},
+        "state_dict": OrderedDict(w=torch.nn.Parameter(torch.arange(3.0))),
+        "message_hub": hub,
+        "param_schedulers": [{"milestones": Counter([4, 8])}],
+    }
+    path = tmp_path / "foreign.pth"
+    torch.save(foreign, path)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path, weights_only=True)
+    checkpoint = read_checkpoint(path)
+    assert checkpoint["state_dict"]["w"].tolist() == [0, 1, 2]
+    assert checkpoint["message_hub"]["log_scalars"]["train/loss"].mean(2) == 0.75
+    assert checkpoint["message_hub"]["runtime_info"]["best_score"] == 0.25
+    assert checkpoint["message_hub"]["runtime_info"]["shape"].tolist() == [[0, 1], [2, 3]]
+    assert checkpoint["param_schedulers"][0]["milestones"] == {4: 1, 8: 1}
+
+
+def test_a_checkpoint_of_mmengines_runner_resumes(tmp_path):
+    """Saved by mmengine's own method, with its types."""
+    from mmengine.runner import Runner
+
+    runner = toy_runner(tmp_path, train_cfg__max_iters=10)
+    runner.save_checkpoint = lambda *args, **kwargs: Runner.save_checkpoint(runner, *args, **kwargs)
+    runner.train()
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "iter_10.pth", weights_only=True)
+    assert train(tmp_path, resume="auto").iter == 20
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_code_in_a_checkpoint_does_not_run(tmp_path, monkeypatch, zipped):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "extra": RunsCode()}, "bad.pth", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"bad\.pth holds a pathlib.*trust_checkpoint=True"):
+        read_checkpoint("bad.pth")
+    assert not os.path.exists("ran")
+    read_checkpoint("bad.pth", trust=True)
+    assert os.path.exists("ran")
+
+
+def test_getattr_in_a_checkpoint_reaches_history_buffers_only(tmp_path):
+    class Sneaky:
+        def __reduce__(self):
+            return getattr, (HistoryBuffer, "__init__")
+
+    torch.save({"x": Sneaky()}, tmp_path / "sneaky.pth")
+    with pytest.raises(CheckpointError, match="getattr"):
+        read_checkpoint(tmp_path / "sneaky.pth")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"PK\x03\x04" + b"\0" * 300], ids=["empty", "text", "cut"]
+)
+def test_a_file_that_is_no_checkpoint(tmp_path, content):
+    path = tmp_path / "broken.pth"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"broken\.pth \({len(content)} bytes\) cannot be read"):
+        read_checkpoint(path)
+
+
+def test_every_cut_of_a_checkpoint_is_noticed(tmp_path):
+    write_checkpoint({"optimizer": {}, "w": torch.arange(2000.0)}, tmp_path / "whole.pth")
+    whole = (tmp_path / "whole.pth").read_bytes()
+    for length in range(0, len(whole), 611):
+        (tmp_path / "cut.pth").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_checkpoint(tmp_path / "cut.pth")
+
+
+def test_a_missing_checkpoint_names_what_is_there(tmp_path):
+    write_checkpoint({}, tmp_path / "iter_200.pth")
+    with pytest.raises(CheckpointError, match=r"iter_20\.pth does not exist. Did you mean iter_200\.pth\?"):
+        read_checkpoint(tmp_path / "iter_20.pth")
+    with pytest.raises(CheckpointError, match="nor does its folder"):
+        read_checkpoint(tmp_path / "no" / "iter_20.pth")
+    with pytest.raises(CheckpointError, match=r"is a folder; give one of its files: iter_200\.pth"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "w.pth"
+    write_checkpoint({"w": 1}, path)
+
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_checkpoint({"w": 2}, path)
+    assert read_checkpoint(path) == {"w": 1}
+
+
+def test_newest_readable_checkpoint_prefers_the_pointer_and_passes_over_weights(tmp_path):
+    assert newest_readable_checkpoint(tmp_path) == (None, [])
+    for age, (name, content) in enumerate(
+        {
+            "iter_1.pth": {"optimizer": {}},
+            "iter_2.pth": {"optimizer": {}},
+            "best.pth": {"state_dict": {}},
+        }.items()
+    ):
+        write_checkpoint(content, tmp_path / name)
+        os.utime(tmp_path / name, (age, age))
+    assert newest_readable_checkpoint(tmp_path) == (str(tmp_path / "iter_2.pth"), [])
+    (tmp_path / "last_checkpoint").write_text("/elsewhere/iter_1.pth")
+    assert newest_readable_checkpoint(tmp_path) == (str(tmp_path / "iter_1.pth"), [])
+
+
+def test_old_checkpoints_go_after_the_new_one_is_written(tmp_path):
+    runner = toy_runner(
+        tmp_path, default_hooks__checkpoint__max_keep_ckpts=2, default_hooks__checkpoint__interval=5
+    )
+    seen, save = [], runner.save_checkpoint
+
+    def save_and_look(out_dir, filename, *args, **kwargs):
+        before = sorted(path.name for path in tmp_path.glob("iter_*.pth"))
+        save(out_dir, filename, *args, **kwargs)
+        seen.append((filename, before))
+
+    runner.save_checkpoint = save_and_look
+    runner.train()
+    assert ("iter_15.pth", ["iter_10.pth", "iter_5.pth"]) in seen, (
+        "both old ones were there until the third was written"
+    )
+    assert sorted(path.name for path in tmp_path.glob("iter_*.pth")) == ["iter_15.pth", "iter_20.pth"]
+    assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "iter_20.pth")
+
+
+def test_the_best_checkpoint_stays_until_a_better_one_is_written(tmp_path):
+    runner = toy_runner(tmp_path, train_cfg__val_interval=5)
+    accuracies, evaluate = iter((0.1, 0.3, 0.2, 0.4)), runner.val_loop.evaluator.evaluate
+    runner.val_loop.evaluator.evaluate = lambda size: {**evaluate(size), "toy/accuracy": next(accuracies)}
+    seen, save = [], runner.save_checkpoint
+
+    def save_and_look(out_dir, filename, *args, **kwargs):
+        before = [path.name for path in tmp_path.glob("best_*")]
+        save(out_dir, filename, *args, **kwargs)
+        if filename.startswith("best_"):
+            seen.append((filename, before))
+
+    runner.save_checkpoint = save_and_look
+    runner.train()
+    five, ten, twenty = (f"best_toy_accuracy_iter_{i}.pth" for i in (5, 10, 20))
+    assert seen == [(five, []), (ten, [five]), (twenty, [ten])]
+    assert [path.name for path in tmp_path.glob("best_*")] == [twenty]
+
+
+def test_a_wrong_architecture_is_refused_and_counted(tmp_path):
+    train(tmp_path / "wide", train_cfg__max_iters=5, model__channels=12)
+    with pytest.raises(CheckpointError) as caught:
+        train(tmp_path / "narrow", load_from=str(tmp_path / "wide" / "iter_5.pth"))
+    message = str(caught.value)
+    assert "iter_5.pth does not fit ToyDetector" in message
+    assert "8 of another shape (conv.weight [12, 3, 3, 3] for [8, 3, 3, 3], " in message
+    assert "and 4 more" in message and "strict_load=False" in message
+
+
+def test_missing_and_unexpected_keys_are_named(tmp_path):
+    state = toy_runner(tmp_path).model.state_dict()
+    state["neck.weight"] = state.pop("conv.weight")
+    torch.save({"state_dict": state}, tmp_path / "renamed.pth")
+    with pytest.raises(CheckpointError, match=r"1 missing \(conv.weight\); 1 unexpected \(neck.weight\)"):
+        train(tmp_path / "run", load_from=str(tmp_path / "renamed.pth"))
+
+
+def test_strict_load_false_loads_what_fits(tmp_path):
+    train(tmp_path / "two", train_cfg__max_iters=5)
+    runner = toy_runner(
+        tmp_path / "three",
+        load_from=str(tmp_path / "two" / "iter_5.pth"),
+        strict_load=False,
+        model__num_classes=3,
+    )
+    runner.load_or_resume()
+    saved = read_checkpoint(tmp_path / "two" / "iter_5.pth")["state_dict"]
+    assert torch.equal(runner.model.conv.weight, saved["conv.weight"])
+    assert runner.model.bbox_head.cls.weight.shape == (3, 8)
+    torch.save({"other": torch.ones(2)}, tmp_path / "nothing.pth")
+    with pytest.raises(CheckpointError, match="does not fit"):
+        train(tmp_path / "four", load_from=str(tmp_path / "nothing.pth"), strict_load=False)
+
+
+def test_a_checkpoint_without_weights(tmp_path):
+    torch.save({"epoch": 3}, tmp_path / "no_weights.pth")
+    cfg = toy_config(tmp_path / "run", load_from=str(tmp_path / "no_weights.pth"))
+    assert cfg.load_from.endswith("no_weights.pth")
+    with pytest.raises(CheckpointError, match="holds no weights: found keys epoch"):
+        train(tmp_path / "run", load_from=str(tmp_path / "no_weights.pth"))
+
+
+def test_weights_of_a_wrapped_model_and_of_other_layouts_load(tmp_path):
+    state = toy_runner(tmp_path).model.state_dict()
+    for name, content in {
+        "ddp": {"state_dict": {f"module.{key}": value for key, value in state.items()}},
+        "model": {"model": dict(state)},
+        "bare": dict(state),
+    }.items():
+        torch.save(content, tmp_path / f"{name}.pth")
+        runner = toy_runner(tmp_path / name, load_from=str(tmp_path / f"{name}.pth"))
+        runner.load_or_resume()
+        assert torch.equal(runner.model.conv.weight, state["conv.weight"]), name

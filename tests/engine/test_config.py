@@ -1,0 +1,244 @@
+"""Configs: clear errors before anything is built, and what is filled in."""
+
+import os
+from pathlib import Path
+
+import pytest
+from mmengine.config import Config
+from toy_run import CONFIG, toy_config
+
+from visdet.engine import (
+    ConfigError,
+    UserError,
+    check_required_keys,
+    check_work_dir,
+    complete_config,
+    load_config,
+)
+from visdet.engine.foreign_scope import adopt_mmdet_scope
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "a_config.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_missing_config_names_near_ones(tmp_path):
+    written(tmp_path, "model = dict()")
+    with pytest.raises(ConfigError, match=r"a_confg\.py does not exist; did you mean .*a_config\.py\?"):
+        load_config(str(tmp_path / "a_confg.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = dict(", "cannot be read: SyntaxError"),
+        ("model = dict(type=Missing)", "cannot be read: NameError"),
+        ("_base_ = ['./nowhere.py']", "nowhere.py"),
+        ("custom_imports = dict(imports=['no_such_module_anywhere'])", "no_such_module_anywhere"),
+        ("_base_ = 'mmdet::a/b.py'", "write the base as a relative path|mmdet"),
+    ],
+    ids=["syntax", "name", "base", "import", "package-base"],
+)
+def test_a_config_that_does_not_run(tmp_path, text, message):
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(path)
+    assert path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("trian_dataloader", "train_dataloader"),
+        ("val_evalautor", "val_evaluator"),
+        ("workdir", "work_dir"),
+        ("load_form", "load_from"),
+        ("custom_hook", "custom_hooks"),
+    ],
+)
+def test_a_misspelt_key_names_the_nearest(tmp_path, wrong, right):
+    with pytest.raises(ConfigError, match=rf"unknown key '{wrong}'; did you mean '{right}'\?"):
+        load_config(written(tmp_path, f"{wrong} = 1"))
+    with pytest.raises(ConfigError, match=rf"'{wrong}'.*did you mean '{right}'"):
+        load_config(CONFIG, {f"{wrong}.batch_size": 2})
+
+
+def test_helper_variables_of_configs_are_left_alone(tmp_path):
+    """Names that stock configs use for their own purposes."""
+    names = [
+        *(
+            "train_pipeline",
+            "val_pipeline",
+            "test_pipeline",
+            "tta_pipeline",
+            "tta_model",
+            "train_pipeline_stage2",
+        ),
+        *(
+            "dataset_type",
+            "data_root",
+            "metainfo",
+            "backend_args",
+            "file_client_args",
+            "classes",
+            "num_classes",
+        ),
+        *(
+            "max_epochs",
+            "max_iters",
+            "base_lr",
+            "img_scale",
+            "img_scales",
+            "image_size",
+            "interval",
+            "optimizer",
+        ),
+        *("train_dataset", "val_dataset", "batch_augments", "norm_cfg", "pretrained", "vis_backends"),
+    ]
+    cfg, _ = load_config(written(tmp_path, "\n".join(f"{name} = 1" for name in names)))
+    assert set(names) <= set(cfg)
+
+
+def test_options_reach_lists_and_new_keys_of_known_sections():
+    options = {
+        "param_scheduler.1.eta_min_ratio": 0.5,
+        "train_cfg.max_iters": 7,
+        "randomness.deterministic": True,
+    }
+    cfg, remarks = load_config(CONFIG, options)
+    assert cfg.param_scheduler[1].eta_min_ratio == 0.5 and cfg.train_cfg.max_iters == 7
+    assert cfg.randomness == {"seed": 5, "deterministic": True} and remarks == []
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("param_scheduler.9.end", "param_scheduler.9.end=3 does not fit"),
+        ("nonsense.x", "unknown key 'nonsense'"),
+    ],
+)
+def test_an_option_that_means_nothing(option, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(CONFIG, {option: 3})
+
+
+def test_changing_a_helper_variable_is_remarked_on(tmp_path):
+    path = written(tmp_path, "data_root = 'a/'\nmodel = dict(root=data_root)")
+    cfg, remarks = load_config(path, {"data_root": "b/"})
+    assert cfg.model.root == "a/"
+    assert len(remarks) == 1 and "data_root changes a helper variable" in remarks[0]
+
+
+def test_work_dir_follows_the_config_unless_given(tmp_path):
+    assert load_config(CONFIG)[0].work_dir == os.path.join("work_dirs", "toy_config")
+    assert load_config(CONFIG, {"work_dir": "x"})[0].work_dir == "x"
+    assert load_config(CONFIG, {"work_dir": "x"}, "y")[0].work_dir == "y"
+
+
+def test_an_unwritable_work_dir(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"work_dir .*file/run cannot be written: Not a directory"):
+        check_work_dir(str(tmp_path / "file" / "run"))
+    with pytest.raises(UserError, match="work_dir /proc/visdet cannot be written"):
+        check_work_dir("/proc/visdet")
+    check_work_dir(str(tmp_path / "new" / "run"))
+    assert os.listdir(tmp_path / "new" / "run") == []
+
+
+def test_required_keys():
+    cfg = Config({"model": {}, "train_cfg": {"max_iters": 3}})
+    with pytest.raises(ConfigError, match="lacks train_dataloader, optim_wrapper"):
+        check_required_keys(cfg, for_training=True)
+    with pytest.raises(ConfigError, match="lacks test_dataloader, test_cfg, test_evaluator"):
+        check_required_keys(cfg, for_training=False)
+    with pytest.raises(ConfigError, match="mmdetection 2"):
+        check_required_keys(Config({"data": {}, "model": {}}), for_training=True)
+
+
+def test_completing_an_iteration_based_config():
+    cfg = Config(
+        {
+            "train_cfg": {"type": "IterBasedTrainLoop", "max_iters": 90, "val_interval": 30},
+            "param_scheduler": [
+                {"type": "CosineAnnealingLR", "by_epoch": False, "begin": 10},
+                {"type": "CosineAnnealingLR", "by_epoch": False, "begin": 90},
+            ],
+            "train_dataloader": {"num_workers": 0, "persistent_workers": True},
+            "val_dataloader": {"num_workers": 2, "persistent_workers": True},
+        }
+    )
+    complete_config(cfg)
+    assert cfg.default_scope == "visdet"
+    assert cfg.train_dataloader.persistent_workers is False and cfg.val_dataloader.persistent_workers is True
+    assert cfg.default_hooks.checkpoint == {"type": "CheckpointHook", "by_epoch": False, "interval": 30}
+    assert cfg.default_hooks.logger == {"type": "LoggerHook", "log_metric_by_epoch": False}
+    assert cfg.log_processor == {"by_epoch": False}
+    assert "end" not in cfg.param_scheduler[0] and cfg.param_scheduler[1].end == 91
+
+
+def test_completing_an_epoch_based_config_keeps_what_it_says():
+    cfg = Config(
+        {
+            "train_cfg": {"type": "EpochBasedTrainLoop", "max_epochs": 12},
+            "default_hooks": {"checkpoint": {"type": "CheckpointHook", "interval": 4}, "logger": None},
+            "param_scheduler": {"type": "CosineAnnealingLR", "T_max": 5},
+        }
+    )
+    complete_config(cfg)
+    assert cfg.default_hooks.checkpoint == {"type": "CheckpointHook", "interval": 4, "by_epoch": True}
+    assert cfg.default_hooks.logger is None
+    assert cfg.log_processor == {"by_epoch": True}
+    assert cfg.param_scheduler == {"type": "CosineAnnealingLR", "T_max": 5}
+
+
+def test_stock_mmdet_configs_are_read_in_our_scope():
+    cfg = Config(
+        {
+            "default_scope": "mmdet",
+            "model": {"type": "mmdet.DeformableDETR", "backbone": {"type": "ResNet", "_scope_": "mmdet"}},
+            "train_pipeline": [{"type": "mmcv.LoadImageFromFile"}, {"type": "mmengine.Thing"}],
+        }
+    )
+    remarks = adopt_mmdet_scope(cfg)
+    assert cfg.default_scope == "visdet"
+    assert cfg.model == {"type": "DeformableDETR", "backbone": {"type": "ResNet"}}
+    assert [step["type"] for step in cfg.train_pipeline] == ["LoadImageFromFile", "mmengine.Thing"]
+    assert remarks == ["an mmdet config: read with default_scope='visdet' (3 type prefixes dropped)"]
+    assert adopt_mmdet_scope(Config({"default_scope": "visdet", "model": {"type": "mmdet.X"}})) == []
+
+
+@pytest.mark.parametrize("schedule", ["schedule_50e_adamw", "schedule_shapes"])
+def test_the_bases_merge_and_fit_each_other(tmp_path, schedule):
+    base = ROOT / "configs" / "_base_"
+    names = [f"{base}/default_runtime.py", f"{base}/schedules/{schedule}.py"]
+    cfg, _ = load_config(written(tmp_path, f"_base_ = {names!r}"))
+    complete_config(cfg)
+    by_epoch = schedule == "schedule_50e_adamw"
+    assert cfg.default_hooks.checkpoint.by_epoch is by_epoch
+    assert cfg.default_hooks.checkpoint.interval == (1 if by_epoch else cfg.train_cfg.val_interval)
+    assert cfg.log_processor.by_epoch is by_epoch and cfg.log_processor.window_size == 50
+
+
+def test_the_published_learning_rates(tmp_path):
+    """AdamW 2e-4, a tenth of it for the backbone and the layers that say where to look, a tenth after epoch 40."""
+    from mmengine.optim import build_optim_wrapper
+    from torch import nn
+
+    schedule = Config.fromfile(ROOT / "configs/_base_/schedules/schedule_50e_adamw.py")
+    expected = {"backbone": 2e-5, "sampling_offsets": 2e-5, "reference_points_fc": 2e-5, "value_proj": 2e-4}
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in expected})
+    wrapper = build_optim_wrapper(model, schedule.optim_wrapper)
+    rates = {id(p): group["lr"] for group in wrapper.param_groups for p in group["params"]}
+    for name, rate in expected.items():
+        assert [rates[id(p)] for p in model[name].parameters()] == pytest.approx([rate, rate]), name
+    assert {group["weight_decay"] for group in wrapper.param_groups} == {1e-4}
+    assert wrapper.clip_grad_kwargs == {"max_norm": 0.1, "norm_type": 2}
+    assert schedule.param_scheduler[0].milestones == [40] and schedule.train_cfg.max_epochs == 50
+
+
+def test_toy_config_names_its_run(tmp_path):
+    assert toy_config(tmp_path).experiment_name != toy_config(tmp_path).experiment_name

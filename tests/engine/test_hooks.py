@@ -1,0 +1,235 @@
+"""Progress, reports, guards and pictures."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from toy_run import losses, toy_runner, train, weights
+
+from visdet.engine import ConfigError, NonFiniteLossError
+from visdet.engine import console as console_module
+from visdet.engine.hooks import progress_hook, run_report_hook
+from visdet.engine.hooks.check_invalid_loss_hook import CheckInvalidLossHook
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY = Path(__file__).resolve().parent
+DRAWING = {
+    "visualizer__type": "DetLocalVisualizer",
+    "default_hooks__visualization": {"type": "DetVisualizationHook", "num_val_pictures": 3},
+}
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> io.StringIO:
+    """A console that believes to be a terminal, and what it has written."""
+    screen = io.StringIO()
+    shared = Console(file=screen, force_terminal=True, width=120, highlight=False, color_system=None)
+    for module in (console_module, progress_hook, run_report_hook):
+        monkeypatch.setattr(module, "console", shared)
+    return screen
+
+
+def test_a_pipe_gets_one_line_per_interval(tmp_path, capsys):
+    train(tmp_path)
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith("iter")]
+    assert len(lines) == 4 and "\r" not in printed and "\x1b" not in printed
+    number = r"\d+\.\d+"
+    assert re.fullmatch(
+        rf"iter 5/20  loss {number}  \(cls {number}  bbox {number}  other layers {number}\)  lr 1\.00e-02  "
+        rf"{number} s/it  \(data {number}\)  eta 0:00:\d\d",
+        lines[0],
+    )
+    assert re.search(
+        rf"^val  iter 10/20  toy/accuracy {number}  toy/images 13  \({number} s\)$", printed, re.M
+    )
+
+
+def test_the_shown_loss_is_the_smoothed_one(tmp_path, capsys):
+    runner = train(tmp_path, log_processor__window_size=5)
+    shown = re.findall(r"^iter (\d+)/20  loss (\d+\.\d+)", capsys.readouterr().out, re.M)
+    for iteration, loss in shown:
+        window = [losses(runner)[i] for i in range(int(iteration) - 4, int(iteration) + 1)]
+        assert float(loss) == pytest.approx(sum(window) / 5, abs=1e-4)
+
+
+def test_the_start_up_dump_is_in_the_log_and_not_on_the_terminal(tmp_path, capsys):
+    runner = train(tmp_path)
+    printed = capsys.readouterr().out
+    log = Path(runner.logger.log_file).read_text()
+    assert "System environment" in log and "Hooks will be executed" in log and "Config:" in log
+    assert "Iter(train) [20/20]" in log and "d0.loss_cls" in log
+    assert "System environment" not in printed and "mmengine - INFO" not in printed
+    assert printed.count("\n") < 30
+
+
+def test_the_summary_says_what_is_trained_on_what(tmp_path, capsys):
+    train(tmp_path)
+    printed = capsys.readouterr().out
+    assert re.search(r"^model      ToyDetector, 0\.3 k parameters \(0\.3 k trained\)$", printed, re.M)
+    assert re.search(r"^train      24 images, batch 4 x 1 process, 20 iterations$", printed, re.M)
+    assert re.search(r"^val        13 images, every 10 iterations$", printed, re.M)
+    assert re.search(r"^optimizer  AdamW, learning rate 1\.0e-02, float32$", printed, re.M)
+    assert re.search(r"^start      from scratch$", printed, re.M)
+    assert re.search(rf"last checkpoint +{tmp_path}/iter_20\.pth$", printed, re.M)
+    assert f"tensorboard --logdir {tmp_path}" in printed
+
+
+def test_warnings_reach_the_terminal_and_remarks_of_mmengine_do_not(tmp_path, capsys):
+    runner = toy_runner(tmp_path)
+    runner.logger.warning("look [here]")
+    runner.logger.warning('"FileClient" will be deprecated in future')
+    runner.logger.info("only in the file")
+    printed = capsys.readouterr().out
+    assert printed == "warning: look [here]\n"
+
+
+def test_a_terminal_gets_a_live_bar(tmp_path, terminal, monkeypatch):
+    monkeypatch.setattr(progress_hook, "_REFRESH_SECONDS", 0.0)
+    train(tmp_path)
+    screen = terminal.getvalue()
+    assert re.search(r"train .*20/20 .*loss \d+\.\d+  lr \d\.\d\de-\d\d .* eta 0:00:00", screen)
+    assert re.search(r"val .*3/3", screen)
+    assert "iter 5/20" not in screen, "the bar replaces the plain lines"
+    assert re.search(r"val  iter 20/20  toy/accuracy", screen), "results stay above the bar"
+    assert screen.index("from scratch") < screen.index("\x1b[?25l"), "the summary comes before the bar"
+    assert screen.endswith(f"analyze_logs.py {tmp_path}\n"), "and the report after it"
+
+
+def test_a_failing_run_gives_the_terminal_back(tmp_path, terminal):
+    with pytest.raises(NonFiniteLossError):
+        train(tmp_path, model__explode_at=4)
+    screen = terminal.getvalue()
+    assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+@pytest.mark.slow
+def test_a_real_terminal_in_a_process_of_its_own(tmp_path):
+    """Workers are forked while the bar is up; their output and warnings must not stop the run."""
+    command = [sys.executable, "tools/train.py", str(TOY / "toy_config.py"), "--work-dir", str(tmp_path)]
+    command += ["--cfg-options", "train_dataloader.num_workers=1", "val_dataloader.num_workers=1"]
+    controller, terminal_end = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TOY}", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=terminal_end, stderr=terminal_end, stdin=subprocess.DEVNULL
+    )
+    os.close(terminal_end)
+    screen = b""
+    while True:
+        try:
+            part = os.read(controller, 65536)
+        except OSError:  # the terminal's other end is closed
+            break
+        if not part:
+            break
+        screen += part
+    assert process.wait(timeout=120) == 0, screen.decode()
+    text = screen.decode()
+    assert "\x1b[?25l" in text and "\x1b[?25h" in text, "the cursor was hidden and shown again"
+    assert re.search(r"val  iter 20/20  toy/accuracy", text)
+
+
+def test_ap_per_class_is_printed_at_the_end(tmp_path, capsys):
+    runner = toy_runner(tmp_path)
+    metric = runner.val_loop.evaluator.metrics[0]
+    metric.classwise_results = [
+        {"name": "dark", "num_boxes": 7, "mAP": 0.5, "mAP_50": 0.75, "mAP_s": -1.0},
+        {"name": "bright", "num_boxes": 6, "mAP": 0.25, "mAP_50": 0.5, "mAP_s": 0.125},
+    ]
+    report = next(hook for hook in runner.hooks if isinstance(hook, run_report_hook.RunReportHook))
+    report.after_val_epoch(
+        runner, {"coco/bbox_mAP": 0.375, "coco/bbox_mAP_50": 0.625, "coco/bbox_mAP_s": 0.125}
+    )
+    report._print_metrics(runner.val_evaluator)
+    rows = [re.findall(r"[\w.\-]+", line) for line in capsys.readouterr().out.splitlines()]
+    assert ["class", "boxes", "mAP", "mAP_50", "mAP_s"] in rows
+    assert ["dark", "7", "0.500", "0.750", "-"] in rows
+    assert ["bright", "6", "0.250", "0.500", "0.125"] in rows
+    assert ["all", "13", "0.375", "0.625", "0.125"] in rows
+
+
+def test_a_loss_that_is_no_number_stops_before_it_is_saved(tmp_path):
+    with pytest.raises(NonFiniteLossError) as caught:
+        train(tmp_path, model__explode_at=12, default_hooks__checkpoint__interval=4)
+    message = str(caught.value)
+    assert message.startswith("iteration 12: loss = nan, loss_cls = nan, d0.loss_cls = nan. Training stopped")
+    assert str(tmp_path / "iter_10.pth") in message, "saved again after validation, for the best score"
+    assert not (tmp_path / "iter_12.pth").exists()
+
+
+def test_skipping_leaves_the_weights_alone(tmp_path, capsys):
+    skip = {"default_hooks__invalid_loss": {"type": "CheckInvalidLossHook", "action": "skip"}}
+    runner = toy_runner(tmp_path, model__explode_at=3, train_cfg__max_iters=6, **skip)
+    before = {}
+    runner.register_hook(Snapshots(before))
+    runner.train()
+    assert torch.equal(before[3], before[2]) and not torch.equal(before[4], before[3])
+    assert all(torch.isfinite(value).all() for value in weights(runner).values())
+    assert (
+        "iteration 3: loss = nan" in (printed := capsys.readouterr().out)
+        and "the update was skipped" in printed
+    )
+
+
+def test_skipping_gives_up_in_the_end(tmp_path):
+    skip = {"default_hooks__invalid_loss": {"type": "CheckInvalidLossHook", "action": "skip", "max_skips": 1}}
+    with pytest.raises(NonFiniteLossError, match="iteration 3"):
+        train(tmp_path, model__explode_at=3, **skip)
+    with pytest.raises(ValueError, match="action must be 'stop' or 'skip', got 'ignore'"):
+        CheckInvalidLossHook(action="ignore")
+
+
+def test_every_validation_writes_a_sheet(tmp_path):
+    images = {f"{part}_dataloader__dataset__image_dir": str(tmp_path / "images") for part in ("train", "val")}
+    train(tmp_path / "run", **DRAWING, **images)
+    sheets = sorted((tmp_path / "run" / "val_pictures").iterdir())
+    assert [sheet.name for sheet in sheets] == ["iter_10.png", "iter_20.png"]
+    with Image.open(sheets[0]) as sheet:
+        assert sheet.width > 500 and sheet.height > 500
+    assert list((tmp_path / "run").glob("*/vis_data/events.out.tfevents*")), "TensorBoard has them too"
+
+
+def test_a_visualizer_without_sheets_is_refused_before_training(tmp_path):
+    with pytest.raises(ConfigError, match=r"visualizer is Visualizer.*num_val_pictures=0"):
+        train(tmp_path, default_hooks__visualization=DRAWING["default_hooks__visualization"])
+
+
+def test_pictures_of_a_test_go_where_they_are_asked_to(tmp_path):
+    options = {
+        **DRAWING,
+        "default_hooks__visualization__test_out_dir": str(tmp_path / "pictures"),
+        "test_dataloader__dataset__image_dir": str(tmp_path / "images"),
+        "test_dataloader__dataset__count": 2,
+    }
+    toy_runner(tmp_path / "run", **options).test()
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["000.png", "001.png"]
+
+
+def test_a_default_hook_can_be_removed_and_changed(tmp_path, capsys):
+    runner = train(
+        tmp_path,
+        default_hooks__report=None,
+        default_hooks__progress={"type": "ProgressHook", "interval": 10},
+        val_dataloader=None, val_cfg=None, val_evaluator=None,
+    )  # fmt: skip
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in printed] == ["10/20", "20/20"]
+    assert runner.iter == 20
+
+
+class Snapshots(progress_hook.Hook):
+    """Keeps a copy of a weight after every iteration."""
+
+    def __init__(self, into: dict[int, torch.Tensor]) -> None:
+        self.into = into
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        self.into[runner.iter + 1] = runner.model.conv.weight.detach().clone()

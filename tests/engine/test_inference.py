@@ -1,0 +1,122 @@
+"""A trained model on files, and the detections of a test as a file."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from mmengine.structures import InstanceData
+from PIL import Image
+from toy_run import toy_config, toy_runner, train
+
+from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
+from visdet.engine.inference import detections_of, image_of
+from visdet.engine.prepare import write_detections
+from visdet.structures import DetDataSample
+
+PIPELINE = [
+    {"type": "LoadImageFromFile", "channel_order": "rgb"},
+    {"type": "LoadAnnotations", "with_bbox": True},
+    {"type": "PackDetInputs"},
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> str:
+    """A checkpoint of the toy detector."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(folder, train_cfg__max_iters=10)
+    return str(folder / "iter_10.pth")
+
+
+@pytest.fixture
+def image(tmp_path) -> str:
+    pixels = np.full((32, 32, 3), 128, dtype=np.uint8)
+    pixels[8:20, 6:22] = (230, 200, 180)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    return str(tmp_path / "image.png")
+
+
+def test_a_detector_answers_as_the_model_does(tmp_path, trained, image):
+    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    sample = detector(image)
+    assert not detector.model.training and detector.dataset_meta["classes"] == ("dark", "bright")
+    pixels = torch.from_numpy(np.array(Image.open(image))).permute(2, 0, 1)[None].float() / 255
+    logits, boxes = detector.model(pixels)
+    assert torch.allclose(sample.pred_instances.bboxes, boxes * 32)
+    assert torch.equal(sample.pred_instances.labels, logits.argmax(-1))
+    assert sample.ori_shape == (32, 32) and sample.img_path == image
+    assert not sample.pred_instances.bboxes.requires_grad
+    assert np.array_equal(image_of(sample), np.asarray(Image.open(image)))
+
+
+def test_an_image_that_is_none_is_named(tmp_path, trained):
+    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained)
+    (tmp_path / "text.jpg").write_text("hello")
+    with pytest.raises(ValueError, match=r"cannot read image .*text\.jpg"):
+        detector(tmp_path / "text.jpg")
+
+
+def test_what_a_detector_refuses(tmp_path, trained):
+    with pytest.raises(ConfigError, match=r"test_dataloader\.dataset has no pipeline"):
+        Detector(toy_config(tmp_path), trained)
+    with pytest.raises(UserError, match="device 'nonsense' is not there"):
+        Detector(toy_config(tmp_path), trained, "nonsense")
+    with pytest.raises(CheckpointError, match="of another shape"):
+        Detector(toy_config(tmp_path, model__channels=4), trained)
+    bare = tmp_path / "bare.pth"
+    torch.save(toy_runner(tmp_path / "run").model.state_dict(), bare)
+    with pytest.raises(ConfigError, match="what the classes are called"):
+        Detector(toy_config(tmp_path), str(bare))
+    named = toy_config(
+        tmp_path,
+        test_dataloader__dataset__pipeline=PIPELINE,
+        test_dataloader__dataset__metainfo={"classes": ["x", "y"]},
+    )
+    assert Detector(named, str(bare)).dataset_meta["classes"] == ("x", "y")
+
+
+def test_detections_are_sorted_rounded_and_cut():
+    sample = DetDataSample(metainfo={"img_path": "a.jpg", "ori_shape": (40, 50)})
+    sample.pred_instances = InstanceData(
+        bboxes=torch.tensor([[0.0, 1.0, 2.004, 3.0], [4.0, 5.0, 6.0, 7.126], [1.0, 1.0, 2.0, 2.0]]),
+        scores=torch.tensor([0.5, 0.900004, 0.1]),
+        labels=torch.tensor([1, 0, 1]),
+    )
+    expected = {
+        "file": "a.jpg",
+        "height": 40,
+        "width": 50,
+        "detections": [
+            {"class": "dark", "label": 0, "score": 0.9, "bbox_xyxy": [4.0, 5.0, 6.0, 7.13]},
+            {"class": "bright", "label": 1, "score": 0.5, "bbox_xyxy": [0.0, 1.0, 2.0, 3.0]},
+        ],
+    }
+    assert detections_of(sample, ("dark", "bright"), score_thr=0.5) == expected
+    assert detections_of(sample.to_dict(), ("dark", "bright"), score_thr=0.5) == expected
+    json.dumps(expected)
+
+
+def test_images_of_a_folder(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name in ("2.JPG", "1.png", "b/3.webp", "notes.txt"):
+        (tmp_path / name).write_bytes(b"")
+    names = ["1.png", "2.JPG", "b/3.webp"]
+    assert find_images(str(tmp_path)) == [str(tmp_path / name) for name in names]
+    assert find_images(str(tmp_path / "notes.txt")) == [str(tmp_path / "notes.txt")], (
+        "a file is taken at its word"
+    )
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="has no image"):
+        find_images(str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="neither an image file nor a folder"):
+        find_images(str(tmp_path / "nowhere"))
+
+
+def test_a_test_writes_the_detections_of_every_image(tmp_path, trained):
+    cfg = toy_config(tmp_path, load_from=trained)
+    write_detections(cfg, str(tmp_path / "out" / "found.json"))
+    metrics = build_runner(cfg).test()
+    found = json.loads((tmp_path / "out" / "found.json").read_text())
+    assert len(found) == 13 and all(len(image["detections"]) == 1 for image in found)
+    assert metrics["toy/images"] == 13

@@ -1,0 +1,62 @@
+"""Reading logs and drawing them."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from visdet.engine import UserError, draw_curves, read_scalars
+
+
+def write(path, records) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_a_resumed_run_is_one_curve(tmp_path):
+    """The second log starts at step 30, so what the first one had from there on was trained again."""
+    write(
+        tmp_path / "a" / "vis_data" / "scalars.json",
+        [{"loss": 1.0 / s, "lr": 0.1, "step": s} for s in (10, 20, 30, 40)],
+    )
+    write(
+        tmp_path / "b" / "vis_data" / "scalars.json",
+        [{"loss": 9.0, "lr": 0.1, "step": 30}, {"coco/bbox_mAP": 0.5, "step": 30}],
+    )
+    curves = read_scalars(str(tmp_path))
+    assert curves["loss"] == {10: 0.1, 20: 0.05, 30: 9.0}
+    assert curves["coco/bbox_mAP"] == {30: 0.5}
+
+
+def test_a_killed_run_may_end_in_half_a_line(tmp_path):
+    path = write(tmp_path / "scalars.json", [{"loss": 1.0, "step": 1}])
+    with open(path, "a") as file:
+        file.write('{"loss": 0.5, "st')
+    assert read_scalars(path) == {"loss": {1: 1.0}}
+
+
+def test_what_is_no_log(tmp_path):
+    with pytest.raises(UserError, match="no log there"):
+        read_scalars(str(tmp_path))
+    with pytest.raises(UserError, match="line 1 is not a record of scalars: 'hello'"):
+        (tmp_path / "x.json").write_text("hello")
+        read_scalars(str(tmp_path / "x.json"))
+    with pytest.raises(UserError, match="no number yet"):
+        read_scalars(write(tmp_path / "y.json", []))
+
+
+def test_the_picture_has_a_panel_for_what_there_is(tmp_path):
+    loss = {"loss": {1: 2.0, 2: 1.0}}
+    full = {**loss, "lr": {1: 0.1, 2: 0.1}, "coco/bbox_mAP": {2: 0.3}, "coco/bbox_mAP/cat": {2: 0.3}}
+    widths = []
+    for name, runs in {"one": {"a": loss}, "three": {"a": full, "b": loss}}.items():
+        draw_curves(runs, str(tmp_path / "out" / f"{name}.png"))
+        with Image.open(tmp_path / "out" / f"{name}.png") as picture:
+            widths.append(picture.width)
+    assert widths[1] == pytest.approx(3 * widths[0], rel=0.05)
+
+
+def test_a_log_without_any_known_curve(tmp_path):
+    with pytest.raises(UserError, match="neither a loss nor"):
+        draw_curves({"a": {"memory": {1: 2.0}}}, str(tmp_path / "x.png"))

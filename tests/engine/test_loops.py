@@ -1,0 +1,145 @@
+"""Training loops and the batches of indices they iterate."""
+
+import itertools
+
+import pytest
+import torch
+from mmengine.dataset import DefaultSampler, InfiniteSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from toy_run import losses, toy_config, train
+
+from visdet.engine import ConfigError, EpochBasedTrainLoop, IterBasedTrainLoop, enable_auto_scale_lr
+from visdet.engine.prepare import build_runner
+from visdet.engine.resumable_batches import ResumableBatches
+
+
+def batches(endless: bool, sampler=DefaultSampler, workers: int = 0) -> tuple[ResumableBatches, DataLoader]:
+    dataset = list(range(10))
+    loader = DataLoader(
+        dataset,
+        batch_sampler=BatchSampler(sampler(dataset, shuffle=True, seed=3), batch_size=4, drop_last=False),
+        collate_fn=list,
+        num_workers=workers,
+    )
+    return ResumableBatches.install(loader, endless), loader
+
+
+def first(loader: DataLoader, count: int) -> list[list[int]]:
+    iterator = iter(loader)
+    return [next(iterator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("sampler", [DefaultSampler, InfiniteSampler])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_start_continues_the_sequence(sampler, workers):
+    whole = first(batches(True, sampler)[1], 9)
+    resumed, loader = batches(True, sampler, workers)
+    resumed.start = 4
+    assert first(loader, 5) == whole[4:]
+
+
+def test_endless_batches_go_through_epochs():
+    _, loader = batches(endless=True)
+    nine = first(loader, 9)
+    epochs = [sorted(itertools.chain(*nine[i : i + 3])) for i in (0, 3, 6)]
+    assert epochs == [list(range(10))] * 3, "every epoch has every index once"
+    assert nine[:3] != nine[3:6], "and an order of its own"
+
+
+def test_a_start_holds_for_one_epoch():
+    resumed, loader = batches(endless=False)
+    resumed.start = 2
+    assert [len(batch) for batch in loader] == [2]
+    assert [len(batch) for batch in loader] == [4, 4, 2]
+    assert len(loader) == 3
+
+
+def test_an_empty_data_set_is_an_error_and_not_an_endless_loop():
+    loader = DataLoader(
+        [1, 2], batch_sampler=BatchSampler(DefaultSampler([1, 2]), batch_size=4, drop_last=True)
+    )
+    ResumableBatches.install(loader, endless=True)
+    with pytest.raises(ValueError, match="gives no batch: BatchSampler of batch size 4"):
+        next(iter(loader))
+
+
+def test_an_iterable_data_set_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    with pytest.raises(ValueError, match="map-style data set, got Stream"):
+        ResumableBatches.install(DataLoader(Stream(), batch_size=None), endless=True)
+
+
+@pytest.mark.parametrize(
+    ("train_cfg", "loop"),
+    [
+        ({"by_epoch": False, "max_iters": 3}, IterBasedTrainLoop),
+        ({"by_epoch": True, "max_epochs": 1}, EpochBasedTrainLoop),
+    ],
+)
+def test_by_epoch_chooses_our_loops(tmp_path, train_cfg, loop):
+    runner = build_runner(toy_config(tmp_path, train_cfg={"_delete_": True, **train_cfg}))
+    assert type(runner.build_train_loop(runner._train_loop)) is loop
+
+
+def test_mmengines_own_runner_runs_our_loops_and_hooks(tmp_path):
+    from mmengine.runner import Runner
+
+    cfg = toy_config(tmp_path, train_cfg__max_iters=6, default_hooks__checkpoint__by_epoch=False)
+    cfg.default_hooks.checkpoint.interval = 2
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    assert type(runner.train_loop) is IterBasedTrainLoop and (tmp_path / "iter_6.pth").exists()
+
+
+def test_an_odd_max_iters_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"max_iters must be a whole number, got 2\.5"):
+        train(tmp_path, train_cfg__max_iters=2.5)
+
+
+def test_epochs_validate_and_save_when_due(tmp_path):
+    runner = train(
+        tmp_path,
+        train_cfg={"_delete_": True, "type": "EpochBasedTrainLoop", "max_epochs": 3, "val_begin": 2},
+        param_scheduler=[],
+    )
+    assert (runner.epoch, runner.iter) == (3, 18)
+    assert sorted(path.name for path in tmp_path.glob("epoch_*")) == [
+        "epoch_1.pth",
+        "epoch_2.pth",
+        "epoch_3.pth",
+    ]
+    assert len(runner.message_hub.get_scalar("val/toy/accuracy").data[0]) == 2
+
+
+def test_the_learning_rate_scales_with_the_batch(tmp_path):
+    cfg = toy_config(
+        tmp_path, auto_scale_lr={"base_batch_size": 16}, param_scheduler=[], train_cfg__max_iters=2
+    )
+    enable_auto_scale_lr(cfg)
+    runner = build_runner(cfg)
+    runner.train()
+    assert runner.optim_wrapper.get_lr()["lr"] == [pytest.approx(1e-2 * 4 / 16)]
+    with pytest.raises(ConfigError, match="auto_scale_lr = dict"):
+        enable_auto_scale_lr(toy_config(tmp_path))
+
+
+def test_a_cosine_without_an_end_ends_with_training(tmp_path):
+    runner = train(tmp_path, train_cfg__max_iters=12)
+    assert runner.param_schedulers[1].end == 12
+    assert runner.optim_wrapper.get_lr()["lr"][0] < 0.1 * 1e-2
+    assert set(losses(runner)) == set(range(1, 13))
+
+
+def test_a_run_shorter_than_the_warm_up_is_possible(tmp_path):
+    assert train(tmp_path, train_cfg__max_iters=3).iter == 3
+
+
+def test_equal_seeds_give_equal_runs(tmp_path):
+    first_run, second_run = train(tmp_path / "a"), train(tmp_path / "b")
+    assert losses(first_run) == losses(second_run)
+    other = train(tmp_path / "c", randomness__seed=6)
+    assert losses(other) != losses(first_run)
+    assert torch.is_tensor(other.model.conv.weight)

@@ -1,0 +1,127 @@
+"""Mixed precision on the CPU; the GPU where there is one."""
+
+import pytest
+import torch
+from torch import nn
+from toy_run import losses, toy_runner, train
+
+from visdet.engine import AmpOptimWrapper, ConfigError, enable_amp
+from visdet.registry import OPTIM_WRAPPERS
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def wrapper(model: nn.Module, lr: float = 0.1, **options) -> AmpOptimWrapper:
+    return AmpOptimWrapper(torch.optim.SGD(model.parameters(), lr=lr), **options)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return request.param
+
+
+def linear(device: str = "cpu") -> nn.Linear:
+    model = nn.Linear(4, 1, bias=False).to(device)
+    nn.init.ones_(model.weight)
+    return model
+
+
+def test_forward_runs_in_bfloat16_and_the_rest_in_float32(device):
+    model = linear(device)
+    amp = wrapper(model)
+    with amp.optim_context(model):
+        output = model(torch.full((2, 4), 0.5, device=device))
+    assert output.dtype is torch.bfloat16
+    amp.update_params(output.float().sum())
+    assert model.weight.dtype is torch.float32
+    assert torch.allclose(model.weight, torch.full((1, 4), 0.9, device=device), atol=1e-3)
+    assert amp.loss_scaler is None and "loss_scaler" not in amp.state_dict()
+
+
+def test_gradients_accumulate(device):
+    model = linear(device)
+    amp = wrapper(model, accumulative_counts=2)
+    inputs = torch.ones(1, 4, device=device)
+    with amp.optim_context(model):
+        amp.update_params(model(inputs).float().sum())
+    assert torch.equal(model.weight, torch.ones(1, 4, device=device)), "the first of two only accumulates"
+    with amp.optim_context(model):
+        amp.update_params(model(inputs).float().sum())
+    assert torch.allclose(model.weight, torch.full((1, 4), 0.9, device=device)), (
+        "the mean of two equal gradients"
+    )
+
+
+def test_gradients_are_clipped(device):
+    model = linear(device)
+    amp = wrapper(model, lr=1.0, clip_grad={"max_norm": 0.5})
+    with amp.optim_context(model):
+        amp.update_params(model(torch.ones(1, 4, device=device)).float().sum())
+    assert torch.allclose(model.weight, torch.full((1, 4), 0.75, device=device), atol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="float16 training needs a GPU")
+def test_float16_scales_the_loss_and_clips_unscaled_gradients():
+    model = linear("cuda")
+    amp = wrapper(model, lr=1.0, dtype="float16", loss_scale=128.0, clip_grad={"max_norm": 0.5})
+    with amp.optim_context(model):
+        loss = model(torch.ones(1, 4, device="cuda")).float().sum()
+    amp.update_params(loss)
+    assert torch.allclose(model.weight, torch.full((1, 4), 0.75, device="cuda"), atol=1e-3)
+    assert amp.state_dict()["loss_scaler"]["scale"] == 128.0
+    weight = model.weight.detach().clone()
+    with amp.optim_context(model):
+        loss = model(torch.full((1, 4), float("inf"), device="cuda")).float().sum()
+    amp.update_params(loss)
+    assert torch.equal(model.weight, weight), "a step with infinite gradients is skipped"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype must be 'bfloat16' or 'float16', got 'int8'"),
+        ({"dtype": "float16"}, "'float16' needs a GPU; on a CPU use 'bfloat16'"),
+        ({"dtype": torch.float32}, "got torch.float32"),
+    ],
+)
+def test_rejections(options, message):
+    with pytest.raises(ValueError, match=message):
+        wrapper(linear(), **options)
+
+
+def test_the_state_of_a_scaled_run_loads_without_a_scaler():
+    amp = wrapper(linear())
+    state = {**amp.state_dict(), "loss_scaler": {"scale": 4.0}}
+    amp.load_state_dict(state)
+    assert "loss_scaler" in state, "the caller's state is left alone"
+
+
+def test_the_name_means_this_class_in_our_scope():
+    assert OPTIM_WRAPPERS.get("AmpOptimWrapper") is AmpOptimWrapper
+
+
+def test_amp_training_learns_and_stays_near_float32(tmp_path):
+    runner = toy_runner(tmp_path / "amp", optim_wrapper__type="AmpOptimWrapper", train_cfg__max_iters=30)
+    runner.train()
+    assert isinstance(runner.optim_wrapper, AmpOptimWrapper)
+    full = train(tmp_path / "float32", train_cfg__max_iters=30)
+    assert losses(runner)[30] < 0.8 * losses(runner)[1]
+    assert losses(runner) != losses(full), "the forward pass ran in another precision"
+    assert losses(runner)[1] == pytest.approx(losses(full)[1], rel=0.02)
+
+
+def test_enable_amp(tmp_path):
+    from toy_run import toy_config
+
+    cfg = toy_config(tmp_path)
+    enable_amp(cfg)
+    assert cfg.optim_wrapper.type == "AmpOptimWrapper" and cfg.optim_wrapper.optimizer.type == "AdamW"
+    enable_amp(cfg)
+    cfg.optim_wrapper.type = "ApexOptimWrapper"
+    with pytest.raises(
+        ConfigError, match=r"--amp needs .* to be 'OptimWrapper', the config has 'ApexOptimWrapper'"
+    ):
+        enable_amp(cfg)

@@ -1,0 +1,136 @@
+"""The tools from the command line, on the toy detector."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from toolbox import TOY_CONFIG, fail, fail_here, kill_when, start, succeed, succeed_here
+
+from visdet.engine import read_checkpoint, read_scalars
+
+
+def test_train_test_and_curves(tmp_path, monkeypatch, capsys):
+    def tool(*arguments):
+        return succeed_here(monkeypatch, capsys, *arguments)
+
+    printed = tool("train", TOY_CONFIG, "--work-dir", tmp_path, "--amp", "--cfg-options", "randomness.seed=1")
+    assert "bfloat16 autocast" in printed and "val  iter 20/20" in printed
+    printed = tool("test", TOY_CONFIG, tmp_path / "iter_20.pth", "--work-dir", tmp_path / "test")
+    assert "test  toy/accuracy" in printed
+    printed = tool("analyze_logs", tmp_path, "--out", tmp_path / "figures" / "curves.png")
+    assert printed.startswith(f"{tmp_path}: ") and "loss 0." in printed
+    assert (tmp_path / "figures" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    scalars = read_scalars(str(tmp_path))
+    assert list(scalars["loss"]) == [5, 10, 15, 20] and list(scalars["toy/accuracy"]) == [10, 20]
+
+
+@pytest.mark.slow
+def test_kill_9_and_resume(tmp_path):
+    """Killed at some moment between and during writes: whatever is there can be read, and training goes on."""
+    options = (
+        "train_cfg.max_iters=100000",
+        "train_cfg.val_interval=5",
+        "default_hooks.checkpoint.interval=1",
+    )
+    process = start("train", TOY_CONFIG, "--work-dir", tmp_path, "--cfg-options", *options)
+    pointer = tmp_path / "last_checkpoint"
+
+    def has_saved_often() -> bool:
+        return pointer.exists() and int(re.findall(r"iter_(\d+)", pointer.read_text())[0]) > 6
+
+    kill_when(process, has_saved_often, timeout=120)
+    for path in tmp_path.glob("*.pth"):
+        torch.load(path, weights_only=True)
+    last = Path((tmp_path / "last_checkpoint").read_text())
+    reached = read_checkpoint(last)["meta"]["iter"]
+    printed = succeed("train", TOY_CONFIG, "--work-dir", tmp_path, "--resume", "--cfg-options",
+                      f"train_cfg.max_iters={reached + 5}")  # fmt: skip
+    resumed = int(printed.split("at iteration ")[1].split()[0])
+    assert resumed in (reached, reached + 1)
+    assert f"iter {reached + 5}/{reached + 5}" in printed
+
+
+@pytest.mark.slow
+def test_two_processes_on_the_cpu(tmp_path):
+    """Each trains on its own half, all end with the same weights, and metrics see every image once; then resume."""
+    config = tmp_path / "record.py"
+    config.write_text(
+        f"_base_ = [{TOY_CONFIG!r}]\ncustom_hooks = [dict(type='RecordProcesses')]\n"
+        "train_cfg = dict(max_iters=9, val_interval=3)\ndefault_hooks = dict(checkpoint=dict(interval=3))\n"
+    )
+    printed = succeed("train", config, "--work-dir", tmp_path, "--launcher", "pytorch", processes=2)
+    assert "batch 4 x 2 processes, 9 iterations" in printed
+    assert printed.count("iter 9/9") == 2, "one process prints: a training line and a validation line"
+    assert "toy/images 13" in printed
+    first, second = json.loads((tmp_path / "processes.json").read_text())
+    assert first["wrapped"] == second["wrapped"] == "MMDistributedDataParallel"
+    assert first["weights"] == second["weights"]
+    for begin in (0, 12, 24):
+        epoch = first["images"][begin : begin + 12] + second["images"][begin : begin + 12]
+        assert sorted(epoch) == list(range(24)), "an epoch is shared out"
+    states = read_checkpoint(tmp_path / "iter_6.pth")["meta"]["random_states"]
+    assert len(states) == 2
+
+    succeed(
+        "train", config, "--work-dir", tmp_path / "rest", "--resume", tmp_path / "iter_6.pth", processes=2
+    )
+    resumed = json.loads((tmp_path / "rest" / "processes.json").read_text())
+    for before, after in zip((first, second), resumed, strict=True):
+        assert after["images"] == before["images"][24:]
+        assert after["weights"] == pytest.approx(before["weights"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        ("train", [TOY_CONFIG.replace("config", "confg")], "toy_confg.py does not exist; did you mean"),
+        (
+            "train",
+            [TOY_CONFIG, "--cfg-options", "trian_dataloader.batch_size=2"],
+            "did you mean 'train_dataloader'",
+        ),
+        (
+            "train",
+            [TOY_CONFIG, "--cfg-options", "model.chanels=2"],
+            "ToyDetector does not know the keyword 'chanels'",
+        ),
+        (
+            "train",
+            [TOY_CONFIG, "--cfg-options", "custom_hooks=[1]"],
+            "hook should be an instance of Hook or dict",
+        ),
+        ("train", [TOY_CONFIG, "--work-dir", "/proc/nowhere"], "work_dir /proc/nowhere cannot be written"),
+        ("train", [TOY_CONFIG, "--launcher", "pytorch"], "--launcher pytorch needs torchrun"),
+        ("train", [TOY_CONFIG, "--resume", "iter_1.pth"], "iter_1.pth does not exist"),
+        ("train", [TOY_CONFIG, "--auto-scale-lr"], "auto_scale_lr = dict(base_batch_size=...)"),
+        ("test", [TOY_CONFIG, "iter_1.pth"], "iter_1.pth does not exist"),
+        (
+            "test",
+            [TOY_CONFIG, "iter_1.pth", "--out", "found.pkl"],
+            "--out must name a .json file, got 'found.pkl'",
+        ),
+        ("infer", [TOY_CONFIG, "iter_1.pth", "nothing"], "nothing is neither an image file nor a folder"),
+        ("infer", [TOY_CONFIG, "iter_1.pth", "."], "folder . has no image (.bmp"),
+        ("analyze_logs", ["."], "no log there"),
+        ("print_config", ["none.py"], "none.py does not exist"),
+    ],
+)
+def test_a_mistake_ends_in_one_message(tmp_path, monkeypatch, capsys, tool, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in fail_here(monkeypatch, capsys, tool, *arguments)
+
+
+def test_a_mistake_sets_the_exit_status():
+    assert "nowhere.py does not exist" in fail("train", "nowhere.py")
+
+
+def test_print_config(tmp_path, monkeypatch, capsys):
+    printed = succeed_here(
+        monkeypatch, capsys, "print_config", TOY_CONFIG, "--cfg-options", "train_cfg.max_iters=77"
+    )
+    (tmp_path / "printed.py").write_text(printed)
+    again = succeed_here(monkeypatch, capsys, "print_config", tmp_path / "printed.py")
+    assert "max_iters=77" in printed
+    assert again.replace("work_dirs/printed", "work_dirs/toy_config") == printed

@@ -1,0 +1,115 @@
+"""The tools in processes of their own."""
+
+import itertools
+import os
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY = ROOT / "tests" / "engine"
+TOY_CONFIG = str(TOY / "toy_config.py")
+ENVIRONMENT = {
+    **{
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "VISDET_TRACEBACK")
+    },
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{TOY}",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "COLUMNS": "120",
+}
+
+_names = itertools.count()
+
+
+def start(tool: str, *arguments: object, processes: int = 0, **popen) -> subprocess.Popen:
+    """Start ``tools/<tool>.py``, under torchrun where ``processes`` says how many."""
+    launch = [sys.executable]
+    if processes:
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*launch, f"tools/{tool}.py", *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **popen
+    )
+
+
+def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], timeout: float) -> None:
+    """Send SIGKILL to a process as soon as ``is_time``; fail if it ends, or ``timeout`` seconds pass, before."""
+    deadline = time.monotonic() + timeout
+    while not is_time() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    came_to_it = is_time() and process.poll() is None
+    process.kill()
+    out, err = process.communicate()
+    assert came_to_it, out + err
+
+
+def run(
+    tool: str, *arguments: object, processes: int = 0, timeout: float = 300
+) -> subprocess.CompletedProcess:
+    """Run a tool to its end."""
+    process = start(tool, *arguments, processes=processes)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"{tool} ran longer than {timeout} s\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def succeed(tool: str, *arguments: object, **options) -> str:
+    """Run a tool that must succeed and return what it printed."""
+    done = run(tool, *arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def fail(tool: str, *arguments: object, **options) -> str:
+    """Run a tool that must fail with one message and return the message."""
+    done = run(tool, *arguments, **options)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith("error: "), done.stderr
+    return done.stderr.removeprefix("error: ")
+
+
+def run_here(monkeypatch, capsys, tool: str, *arguments: object) -> tuple[int, str, str]:
+    """Run a tool in this process; return its exit status, and what it printed to both streams."""
+    arguments = [str(argument) for argument in arguments]
+    if tool in (
+        "train",
+        "test",
+    ):  # mmengine keeps one log per name, and names runs by the second they start in
+        arguments += [] if "--cfg-options" in arguments else ["--cfg-options"]
+        arguments.append(f"experiment_name={tool}{next(_names)}")
+    monkeypatch.setattr(sys, "argv", [f"tools/{tool}.py", *arguments])
+    monkeypatch.syspath_prepend(str(TOY))
+    for name in ("RANK", "WORLD_SIZE", "VISDET_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+    status = 0
+    try:
+        runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
+    except SystemExit as stop:
+        status = stop.code
+    return status, *capsys.readouterr()
+
+
+def succeed_here(monkeypatch, capsys, tool: str, *arguments: object) -> str:
+    """Run a tool in this process, where it must succeed, and return what it printed."""
+    status, out, err = run_here(monkeypatch, capsys, tool, *arguments)
+    assert status == 0, out + err
+    return out
+
+
+def fail_here(monkeypatch, capsys, tool: str, *arguments: object) -> str:
+    """Run a tool in this process, where it must fail with one message, and return the message."""
+    status, _, message = run_here(monkeypatch, capsys, tool, *arguments)
+    assert status == 1 and message.startswith("error: ") and "Traceback" not in message, message
+    return message.removeprefix("error: ")

@@ -1,0 +1,36 @@
+"""Draw curves of loss, learning rate and AP of one or several runs into a PNG.
+
+python tools/analyze_logs.py work_dirs/deformable-detr_shapes
+"""
+
+import argparse
+from pathlib import Path
+
+from visdet.engine import draw_curves, read_scalars, say, tool_session
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="WORK_DIR|JSON", help="a run's folder, or a scalars.json")
+    parser.add_argument("--out", help="the PNG; default: curves.png beside the first log")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with tool_session():
+        first = Path(args.runs[0])
+        out_file = args.out or str((first if first.is_dir() else first.parent) / "curves.png")
+        runs = {str(Path(run)): read_scalars(run) for run in args.runs}
+        draw_curves(runs, out_file)
+        for run, curves in runs.items():
+            last = {name: list(curve.values())[-1] for name, curve in curves.items()}
+            shown = [name for name in last if name in ("loss", "lr") or name.endswith("bbox_mAP")]
+            say(f"{run}: " + "  ".join(f"{name} {last[name]:.4g}" for name in shown))
+        say(f"curves: {out_file}")
+
+
+if __name__ == "__main__":
+    main()

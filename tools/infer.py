@@ -1,0 +1,57 @@
+"""Detect objects in image files: a JSON file of all detections, and each image with its detections drawn.
+
+python tools/infer.py CONFIG CHECKPOINT IMAGE|FOLDER
+"""
+
+import argparse
+import sys
+
+from mmengine.config import DictAction
+
+from visdet.engine import Detector, check_work_dir, detect_files, find_images, load_config, say, tool_session
+from visdet.registry import VISUALIZERS
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="the config the checkpoint was trained with")
+    parser.add_argument("checkpoint", help="a file or an http(s) address")
+    parser.add_argument("images", help="an image file, or a folder of them")
+    parser.add_argument(
+        "--out-dir", default="work_dirs/detections", help="where to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--score-thr", type=float, default=0.3, help="lowest score to keep (default: %(default)s)"
+    )
+    parser.add_argument("--device", help="'cpu', 'cuda:1', ...; default: the GPU if there is one")
+    parser.add_argument(
+        "--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="changes of the config"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with tool_session():
+        cfg, _ = load_config(args.config, args.cfg_options)
+        images = find_images(args.images)
+        check_work_dir(args.out_dir)
+        detector = Detector(cfg, args.checkpoint, args.device)
+        drawing = {**cfg.get("visualizer", {"type": "DetLocalVisualizer"}), "vis_backends": None}
+        found, failures = detect_files(
+            detector, VISUALIZERS.build(drawing), images, args.out_dir, args.score_thr
+        )
+        total = sum(len(image["detections"]) for image in found)
+        say(
+            f"{total} detections in {len(found)} images: {args.out_dir}/predictions.json, {args.out_dir}/pictures"
+        )
+        for failure in failures:
+            print(f"error: {failure}", file=sys.stderr)
+        if failures:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

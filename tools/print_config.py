@@ -1,0 +1,34 @@
+"""Print a config with its bases merged in.
+
+python tools/print_config.py CONFIG --cfg-options train_cfg.max_iters=100
+"""
+
+import argparse
+
+from mmengine.config import DictAction
+
+from visdet.engine import load_config, tool_session
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="a Python config file")
+    parser.add_argument(
+        "--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="changes of the config"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with tool_session():
+        cfg, remarks = load_config(args.config, args.cfg_options)
+        for remark in remarks:
+            print(f"# {remark}")
+        print(cfg.pretty_text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Measure a checkpoint on the test set of its config.
+
+python tools/test.py CONFIG CHECKPOINT
+"""
+
+import argparse
+
+from mmengine.config import DictAction
+
+from visdet.engine import (
+    build_runner,
+    check_required_keys,
+    checked_launcher,
+    draw_detections,
+    load_config,
+    say,
+    tool_session,
+    write_detections,
+)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="the config the checkpoint was trained with")
+    parser.add_argument("checkpoint", help="a file or an http(s) address")
+    parser.add_argument("--work-dir", help="where to write; default: work_dirs/<name of the config>")
+    parser.add_argument("--out", metavar="FILE.json", help="write the detections of every image there")
+    parser.add_argument("--show-dir", metavar="FOLDER", help="draw detections beside the ground truth there")
+    parser.add_argument(
+        "--launcher", choices=("none", "pytorch"), help="default: 'pytorch' under torchrun, 'none' otherwise"
+    )
+    parser.add_argument(
+        "--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="changes of the config"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with tool_session():
+        launcher = checked_launcher(args.launcher)
+        cfg, remarks = load_config(args.config, args.cfg_options, args.work_dir)
+        check_required_keys(cfg, for_training=False)
+        cfg.launcher = launcher
+        cfg.load_from, cfg.resume = args.checkpoint, False
+        if args.out:
+            write_detections(cfg, args.out)
+        if args.show_dir:
+            draw_detections(cfg, args.show_dir)
+        for remark in remarks:
+            say(remark)
+        build_runner(cfg).test()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Train a model by a config.
+
+python tools/train.py configs/deformable_detr/deformable-detr_shapes.py
+torchrun --nproc-per-node 2 tools/train.py CONFIG
+"""
+
+import argparse
+
+from mmengine.config import DictAction
+
+from visdet.engine import (
+    build_runner,
+    check_required_keys,
+    checked_launcher,
+    enable_amp,
+    enable_auto_scale_lr,
+    load_config,
+    say,
+    set_resume,
+    tool_session,
+)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="a Python config file")
+    parser.add_argument("--work-dir", help="where to write; default: work_dirs/<name of the config>")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        metavar="auto|PATH",
+        help="continue from the newest checkpoint of the work_dir, or from PATH",
+    )
+    parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast, on CPU or GPU")
+    parser.add_argument(
+        "--auto-scale-lr", action="store_true", help="scale the learning rate by the total batch size"
+    )
+    parser.add_argument(
+        "--launcher", choices=("none", "pytorch"), help="default: 'pytorch' under torchrun, 'none' otherwise"
+    )
+    parser.add_argument(
+        "--cfg-options",
+        nargs="+",
+        action=DictAction,
+        metavar="KEY=VALUE",
+        help="e.g. train_cfg.max_iters=100",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with tool_session():
+        launcher = checked_launcher(args.launcher)
+        cfg, remarks = load_config(args.config, args.cfg_options, args.work_dir)
+        check_required_keys(cfg, for_training=True)
+        cfg.launcher = launcher
+        if args.amp:
+            enable_amp(cfg)
+        if args.auto_scale_lr:
+            enable_auto_scale_lr(cfg)
+        if args.resume:
+            set_resume(cfg, args.resume)
+        for remark in remarks:
+            say(remark)
+        build_runner(cfg).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""A pickle reader that knows the types of mmengine's and mmdet's checkpoints and refuses every other one."""
+
+import codecs
+import collections
+import pathlib
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.logging import HistoryBuffer
+
+__all__ = ["AllowedPickle", "DisallowedGlobalError"]
+
+
+class DisallowedGlobalError(pickle.UnpicklingError):
+    """A pickle names a type or function outside the list; the message is its dotted name."""
+
+
+def _statistic_of_history(owner: Any, name: str) -> Any:
+    """Stand in for ``getattr``, which pickled history buffers use to name their statistics methods."""
+    if owner is HistoryBuffer and name in ("mean", "max", "min", "current"):
+        return getattr(HistoryBuffer, name)
+    raise DisallowedGlobalError(f"getattr({owner!r}, {name!r})")
+
+
+_scalar = np.float64(0).__reduce__()[0]
+_reconstruct = np.zeros(1).__reduce__()[0]
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _statistic_of_history,
+    ("__builtin__", "getattr"): _statistic_of_history,
+    ("builtins", "set"): set,
+    ("__builtin__", "set"): set,
+    ("builtins", "slice"): slice,
+    ("builtins", "complex"): complex,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "Counter"): collections.Counter,
+    ("collections", "defaultdict"): collections.defaultdict,
+    ("_codecs", "encode"): codecs.encode,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("mmengine.logging.history_buffer", "HistoryBuffer"): HistoryBuffer,
+    ("numpy", "dtype"): np.dtype,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy.core.multiarray", "scalar"): _scalar,
+    ("numpy._core.multiarray", "scalar"): _scalar,
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch", "Tensor"): torch.Tensor,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    ("torch._utils", "_rebuild_tensor"): torch._utils._rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype) or (name.endswith("Storage") and isinstance(found, type)):
+            return found
+        raise DisallowedGlobalError(f"{module}.{name}")
+
+
+class AllowedPickle:
+    """What ``torch.load`` needs of a pickle module."""
+
+    __name__ = "visdet.engine.allowed_pickle"
+    Unpickler = _Unpickler
+
+    @staticmethod
+    def load(file: Any, **options: Any) -> Any:
+        """Return the object that ``file`` holds."""
+        return _Unpickler(file, **options).load()

@@ -1,0 +1,168 @@
+"""Checkpoint files: written whole or not at all, read without running code that a file brings along."""
+
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from mmengine.runner import CheckpointLoader
+
+from .allowed_pickle import AllowedPickle, DisallowedGlobalError
+from .errors import CheckpointError, nearest_names
+from .plain_state import to_plain
+
+__all__ = ["newest_readable_checkpoint", "read_checkpoint", "register_checkpoint_readers", "write_checkpoint"]
+
+LAST_CHECKPOINT = "last_checkpoint"
+_URL_SCHEMES = ("http://", "https://")
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Write tensors and plain types to ``path``: after a crash the file is the old one or the new one, never a part."""
+    buffer = io.BytesIO()
+    torch.save(to_plain(checkpoint), buffer)
+    write_atomically(path, buffer.getbuffer())
+
+
+def write_atomically(path: str | Path, content: bytes | memoryview) -> None:
+    """Replace the file at ``path`` by one with ``content``, in one step, on the disk when the call returns."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_checkpoint(
+    path: str | Path, map_location: Any = "cpu", trust: bool = False, verify: bool = False
+) -> dict[str, Any]:
+    """Return the content of a checkpoint file or URL.
+
+    Tensors and plain types are read as they are. Checkpoints of mmengine and mmdet carry a few more types,
+    which an explicit list allows. Anything else could run code while it is read.
+
+    Args:
+        path: a file, or an http(s) address, kept in torch's hub cache.
+        map_location: as for ``torch.load``.
+        trust: read whatever the file holds, running its code where it brings some.
+        verify: compare the file with the checksums in it, which ``torch.load`` ignores.
+
+    Raises:
+        CheckpointError: no such file; damaged or cut short; types outside the list while ``trust`` is False.
+    """
+    check_checkpoint_exists(path)
+    source, path = str(path), _downloaded(str(path))
+    try:
+        if verify:
+            _verify(path)
+        if trust:
+            return torch.load(path, map_location=map_location, weights_only=False)
+        if _holds_plain_types(path):
+            return torch.load(path, map_location=map_location, weights_only=True)
+        return torch.load(path, map_location=map_location, pickle_module=AllowedPickle, weights_only=False)
+    except DisallowedGlobalError as error:
+        raise CheckpointError(
+            f"checkpoint {source} holds a {error}, which is not a tensor or a plain type. If you trust its origin, "
+            "read it whole with `--cfg-options trust_checkpoint=True`: that can run code from the file."
+        ) from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0][:160]
+        raise CheckpointError(
+            f"checkpoint {source} ({os.path.getsize(path)} bytes) cannot be read; it is damaged, cut short or no "
+            f"checkpoint: {reason}"
+        ) from error
+
+
+def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> None:
+    """Raise a CheckpointError, with what is there instead, where ``path`` is neither a file nor an address."""
+    path = str(path)
+    if path.startswith(_URL_SCHEMES) or os.path.isfile(path) or (folder_is_fine and os.path.isdir(path)):
+        return
+    raise CheckpointError(_missing_message(path))
+
+
+def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tuple[str | None, list[str]]:
+    """Return the newest checkpoint of a run that can be read whole, and a remark on each newer one that cannot.
+
+    Candidates are the file that ``last_checkpoint`` names and every other ``*.pth`` of the folder that holds
+    the state of training, by age.
+    """
+    work_dir = Path(work_dir)
+    candidates = sorted(work_dir.glob("*.pth"), key=lambda path: path.stat().st_mtime, reverse=True)
+    pointer = work_dir / LAST_CHECKPOINT
+    if pointer.is_file() and (named := pointer.read_text().strip()):
+        # Only the name: the folder may have been moved or copied since.
+        last = work_dir / Path(named).name
+        candidates = [last, *(path for path in candidates if path != last)]
+    remarks = []
+    for path in candidates:
+        try:
+            if "optimizer" in read_checkpoint(path, trust=trust, verify=True):
+                return str(path), remarks
+        except CheckpointError as error:
+            remarks.append(f"skipping a checkpoint: {error}")
+    return None, remarks
+
+
+def register_checkpoint_readers() -> None:
+    """Make mmengine read local and http(s) checkpoints by :func:`read_checkpoint`, in ``init_cfg`` too."""
+
+    def load_from_file_or_url(filename: str, map_location: Any = None) -> dict[str, Any]:
+        return read_checkpoint(os.path.expanduser(filename), map_location=map_location)
+
+    for prefix in ("", *_URL_SCHEMES):
+        CheckpointLoader.register_scheme(prefix, load_from_file_or_url, force=True)
+
+
+def _verify(path: str) -> None:
+    with zipfile.ZipFile(path) as archive:
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"the checksum of {damaged} in it does not fit")
+
+
+def _holds_plain_types(path: str) -> bool:
+    """Return whether ``torch.load(weights_only=True)`` knows every type in the file, without reading its tensors."""
+    if not zipfile.is_zipfile(path):
+        return False
+    return not torch.serialization.get_unsafe_globals_in_checkpoint(path)
+
+
+def _downloaded(path: str) -> str:
+    """Return the local file of a checkpoint, fetching it where ``path`` is an address."""
+    if not path.startswith(_URL_SCHEMES):
+        return path
+    cached = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(path).path).name
+    if not cached.exists():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.hub.download_url_to_file(path, str(cached), progress=False)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path} cannot be fetched: {error}") from error
+    return str(cached)
+
+
+def _missing_message(path: str) -> str:
+    folder = Path(path).parent
+    if Path(path).is_dir():
+        return f"checkpoint {path} is a folder; give one of its files: {_listed(Path(path))}"
+    if not folder.is_dir():
+        return f"checkpoint {path} does not exist, nor does its folder"
+    near = nearest_names(Path(path).name, [file.name for file in folder.glob("*.pth")])
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Its folder has: {_listed(folder)}"
+    return f"checkpoint {path} does not exist. {hint}"
+
+
+def _listed(folder: Path) -> str:
+    names = sorted(file.name for file in folder.glob("*.pth"))
+    return ", ".join(names[:8]) or "no *.pth file"

@@ -1,0 +1,18 @@
+"""Hooks that mmengine lacks, and its checkpoint hook made safe."""
+
+from .check_invalid_loss_hook import CheckInvalidLossHook, NonFiniteLossError
+from .checkpoint_hook import CheckpointHook
+from .num_class_check_hook import NumClassCheckHook
+from .progress_hook import ProgressHook
+from .run_report_hook import RunReportHook
+from .visualization_hook import DetVisualizationHook
+
+__all__ = [
+    "CheckInvalidLossHook",
+    "CheckpointHook",
+    "DetVisualizationHook",
+    "NonFiniteLossError",
+    "NumClassCheckHook",
+    "ProgressHook",
+    "RunReportHook",
+]

@@ -1,0 +1,91 @@
+"""mmengine's checkpoint hook, safe against being killed at any moment."""
+
+import os
+
+from mmengine.dist import is_main_process
+from mmengine.hooks import CheckpointHook as _CheckpointHook
+
+from visdet.registry import HOOKS
+
+from ..checkpoint import LAST_CHECKPOINT, write_atomically
+from ..random_state import gather_random_states
+
+__all__ = ["CheckpointHook"]
+
+
+@HOOKS.register_module()
+class CheckpointHook(_CheckpointHook):
+    """Saves checkpoints with the random state of every process; removes an old one only after the new one is whole.
+
+    Args: see :class:`mmengine.hooks.CheckpointHook`. Local folders only for ``max_keep_ckpts`` and
+    ``save_best`` to clean up.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args:  # mmengine keeps unknown keywords, to fail on them at the first checkpoint
+            raise TypeError(
+                f"CheckpointHook.__init__() got an unexpected keyword argument {next(iter(self.args))!r}"
+            )
+
+    def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
+        meta["random_states"] = gather_random_states()
+        name = self.filename_tmpl.format(step)
+        self.last_ckpt = os.path.join(self.out_dir, name)
+        runner.message_hub.update_info("last_ckpt", self.last_ckpt)
+        outdated = self._keep(runner, step) if self.max_keep_ckpts > 0 else []
+        runner.save_checkpoint(
+            self.out_dir,
+            name,
+            self.file_client_args,
+            save_optimizer=self.save_optimizer,
+            save_param_scheduler=self.save_param_scheduler,
+            meta=meta,
+            by_epoch=self.by_epoch,
+            backend_args=self.backend_args,
+        )
+        if is_main_process():
+            write_atomically(os.path.join(runner.work_dir, LAST_CHECKPOINT), self.last_ckpt.encode())
+            for old_step in outdated:
+                _remove(os.path.join(self.out_dir, self.filename_tmpl.format(old_step)))
+
+    def _keep(self, runner, step: int) -> list[int]:
+        """Add ``step`` to the steps whose checkpoints stay and return those that no longer do."""
+        steps = [kept for kept in self.keep_ckpt_ids if kept != step] + [step]
+        outdated, kept = steps[: -self.max_keep_ckpts], steps[-self.max_keep_ckpts :]
+        self.keep_ckpt_ids.clear()
+        self.keep_ckpt_ids.extend(kept)
+        runner.message_hub.update_info("keep_ckpt_ids", kept)
+        return outdated
+
+    def _save_best_checkpoint(self, runner, metrics: dict) -> None:
+        if not self.save_best:
+            return
+        # mmengine removes the previous best before it writes the new one; hidden from it, the file stays
+        # until then.
+        previous = self._best_paths()
+        self._set_best_paths(dict.fromkeys(previous))
+        super()._save_best_checkpoint(runner, metrics)
+        current = self._best_paths()
+        for key, path in previous.items():
+            if current.get(key) is None:
+                current[key] = path
+            elif path and path != current[key] and is_main_process():
+                _remove(path)
+        self._set_best_paths(current)
+
+    def _best_paths(self) -> dict[str, str | None]:
+        if len(self.key_indicators) == 1:
+            return {"": self.best_ckpt_path}
+        return dict(self.best_ckpt_path_dict)
+
+    def _set_best_paths(self, paths: dict[str, str | None]) -> None:
+        if len(self.key_indicators) == 1:
+            self.best_ckpt_path = paths[""]
+        else:
+            self.best_ckpt_path_dict = paths
+
+
+def _remove(path: str) -> None:
+    if os.path.isfile(path):
+        os.remove(path)

@@ -1,0 +1,195 @@
+"""Progress on the terminal: a live bar where there is one, a plain line per interval in a pipe."""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+from mmengine.hooks import Hook, LoggerHook
+from mmengine.runner import EpochBasedTrainLoop
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from visdet.registry import HOOKS
+
+from ..console import console, is_main_process, say
+
+__all__ = ["ProgressHook"]
+
+_REFRESH_SECONDS = 0.2
+
+
+@HOOKS.register_module()
+class ProgressHook(Hook):
+    """Shows loss, its parts, learning rate, time and remaining time while training, and metrics when they are known.
+
+    On a terminal one live line per running loop; otherwise one line every ``interval`` iterations. The log
+    file and TensorBoard are the logger hook's.
+
+    Args:
+        interval: iterations between plain lines; default: the logger hook's.
+    """
+
+    priority = "LOW"  # after the timer and the runtime information are up to date
+
+    def __init__(self, interval: int | None = None) -> None:
+        self.interval = interval
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._redrawn_at = 0.0
+        self._stage_began = 0.0
+
+    def before_run(self, runner) -> None:
+        """Take over the terminal."""
+        if self.interval is None:
+            loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
+            self.interval = loggers[0].interval if loggers else 50
+        if is_main_process() and console.is_terminal:
+            # Drawn by hand: a drawing thread could hold a lock at the moment a data worker is forked.
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+                console=console,
+                auto_refresh=False,
+                transient=True,
+            )
+            os.register_at_fork(after_in_child=_write_past_the_bar)
+
+    def on_exit(self, runner) -> None:
+        """Give the terminal back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def before_train(self, runner) -> None:
+        """Begin the training bar."""
+        self._begin("train", runner.max_iters, runner.iter)
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
+        """Show the iteration."""
+        done = runner.iter + 1
+        if self._progress is None:
+            if done % self.interval == 0 or done == runner.max_iters:
+                say(self._train_line(runner, outputs or {}, with_parts=True))
+        else:
+            self._advance("train", done, self._train_line(runner, outputs or {}, with_parts=False))
+
+    def after_train(self, runner) -> None:
+        """End the training bar."""
+        self._end("train")
+
+    def before_val(self, runner) -> None:
+        """Begin the validation bar."""
+        self._begin("val", len(runner.val_dataloader), 0)
+
+    def after_val_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+        """Show the batch."""
+        self._advance("val", batch_idx + 1, "")
+
+    def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
+        """Show the metrics, as a line that stays."""
+        self._end("val")
+        self._say_metrics(f"val  {self._position(runner, 0)}", metrics)
+
+    def before_test(self, runner) -> None:
+        """Begin the test bar."""
+        self._begin("test", len(runner.test_dataloader), 0)
+
+    def after_test_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+        """Show the batch."""
+        self._advance("test", batch_idx + 1, "")
+
+    def after_test_epoch(self, runner, metrics: dict | None = None) -> None:
+        """Show the metrics."""
+        self._end("test")
+        self._say_metrics("test", metrics)
+
+    def _begin(self, stage: str, total: int, done: int) -> None:
+        self._stage_began = time.monotonic()
+        if self._progress is not None:
+            self._tasks[stage] = self._progress.add_task(stage, total=total, completed=done, status="")
+
+    def _advance(self, stage: str, done: int, status: str) -> None:
+        if self._progress is None:
+            return
+        self._progress.start()  # only now, so that what is said before the first batch needs no bar below it
+        self._progress.update(self._tasks[stage], completed=done, status=status)
+        if time.monotonic() - self._redrawn_at > _REFRESH_SECONDS:
+            self._progress.refresh()
+            self._redrawn_at = time.monotonic()
+
+    def _end(self, stage: str) -> None:
+        if self._progress is not None and stage in self._tasks:
+            self._progress.remove_task(self._tasks.pop(stage))
+            if self._tasks:
+                self._progress.refresh()
+            else:
+                self._progress.stop()
+
+    def _say_metrics(self, head: str, metrics: dict | None) -> None:
+        shown = [f"{name} {_number(value)}" for name, value in _main_scalars(metrics or {}).items()]
+        seconds = time.monotonic() - self._stage_began
+        say("  ".join([head, *shown, f"({seconds:.1f} s)"]), style="bold")
+
+    def _train_line(self, runner, outputs: dict, with_parts: bool) -> str:
+        """Return position, smoothed losses, learning rate, time per iteration and remaining time."""
+        hub, window = runner.message_hub, runner.log_processor.window_size
+
+        def smoothed(name: str) -> float:
+            return float(hub.get_scalar(f"train/{name}").mean(window))
+
+        words = [] if not with_parts else [self._position(runner, 1)]
+        if "loss" in outputs:
+            words.append(f"loss {smoothed('loss'):.4f}")
+        if with_parts and (
+            parts := _loss_parts({name: smoothed(name) for name in outputs if name != "loss"})
+        ):
+            words.append(f"({parts})")
+        lr = hub.get_scalar("train/lr" if "train/lr" in hub.log_scalars else "train/base_lr").current()
+        words.append(f"lr {lr:.2e}")
+        if "train/time" in hub.log_scalars:
+            words.append(f"{smoothed('time'):.3f} s/it")
+            if with_parts:
+                words.append(f"(data {smoothed('data_time'):.3f})")
+            words.append(f"eta {timedelta(seconds=int(hub.get_info('eta')))}")
+        return "  ".join(words)
+
+    def _position(self, runner, ahead: int) -> str:
+        """Return where training is, ``ahead`` iterations from the runner's count."""
+        if runner._train_loop is None or isinstance(runner._train_loop, dict):
+            return ""
+        position = f"iter {runner.iter + ahead}/{runner.max_iters}"
+        if isinstance(runner.train_loop, EpochBasedTrainLoop):
+            position = f"epoch {min(runner.epoch + ahead, runner.max_epochs)}/{runner.max_epochs}  {position}"
+        return position
+
+
+def _loss_parts(losses: dict[str, float]) -> str:
+    """Return the last layer's losses one by one, and those of the layers before it (``d0.loss_cls``) as one sum."""
+    main = {name.removeprefix("loss_"): value for name, value in losses.items() if name.startswith("loss")}
+    layers = sum(value for name, value in losses.items() if "loss" in name and not name.startswith("loss"))
+    if layers:
+        main["other layers"] = layers
+    return "  ".join(f"{name} {value:.4f}" for name, value in main.items())
+
+
+def _main_scalars(metrics: dict) -> dict[str, int | float]:
+    """Return the metrics that are numbers, without those of single classes."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and name.count("/") < 2
+    }
+
+
+def _number(value: int | float) -> str:
+    """Return a count as it is, a measure with four digits, and COCO's -1, for nothing to measure, as a dash."""
+    if value == -1:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4f}"
+
+
+def _write_past_the_bar() -> None:
+    """In a data worker: print to the real streams, because the bar's are the parent's to draw on."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__

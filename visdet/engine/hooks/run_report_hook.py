@@ -1,0 +1,152 @@
+"""What a run is, at its start, and what came of it, at its end."""
+
+import os
+
+import torch
+from mmengine.dist import get_world_size
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.model import is_model_wrapper
+from mmengine.runner import EpochBasedTrainLoop
+from rich.table import Table
+
+import visdet
+from visdet.registry import HOOKS
+
+from ..console import console, is_main_process, say
+from .visualization_hook import val_pictures_folder
+
+__all__ = ["RunReportHook"]
+
+
+@HOOKS.register_module()
+class RunReportHook(Hook):
+    """Prints a short summary before training, and at the end AP per class and where everything was written."""
+
+    priority = "LOWEST"
+
+    def __init__(self) -> None:
+        self.metrics: dict = {}
+
+    def before_train(self, runner) -> None:
+        """Say what is trained on what, how long, and where it goes."""
+        if not is_main_process():
+            return
+        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        total = sum(parameter.numel() for parameter in model.parameters())
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        loader, processes = runner.train_dataloader, get_world_size()
+        batch = loader.batch_size or getattr(loader.batch_sampler, "batch_size", "?")
+        length = f"{runner.max_epochs} epochs, " if isinstance(runner.train_loop, EpochBasedTrainLoop) else ""
+        rows = {
+            "visdet": f"{visdet.__version__}, torch {torch.__version__}, {_device()}, seed {runner.seed}",
+            "model": f"{type(model).__name__}, {_millions(total)} parameters ({_millions(trained)} trained)",
+            "train": f"{len(loader.dataset)} images, batch {batch} x {processes} "
+            f"process{'es' if processes > 1 else ''}, {length}{runner.max_iters} iterations",
+        }
+        if runner.val_loop is not None:
+            unit = "epoch" if isinstance(runner.train_loop, EpochBasedTrainLoop) else "iteration"
+            every = f"every {unit}" if runner.val_interval == 1 else f"every {runner.val_interval} {unit}s"
+            begin = f" from {runner.val_begin} on" if runner.val_begin > runner.val_interval else ""
+            rows["val"] = f"{len(runner.val_dataloader.dataset)} images, {every}{begin}"
+        rows["optimizer"] = _optimizer(runner.optim_wrapper)
+        rows["start"] = _start(runner)
+        rows["writes to"] = f"{_short(runner.work_dir)} (log: {_short(runner.logger.log_file)})"
+        for name, row in rows.items():
+            say(f"{name:<10} {row}")
+
+    def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
+        """Remember the newest metrics."""
+        self.metrics = metrics or {}
+
+    def after_test_epoch(self, runner, metrics: dict | None = None) -> None:
+        """Remember the metrics."""
+        self.metrics = metrics or {}
+
+    def after_train(self, runner) -> None:
+        """Print AP per class and where to find what."""
+        if not is_main_process():
+            return
+        if runner.val_loop is not None:
+            self._print_metrics(runner.val_evaluator)
+        say("written:")
+        hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+        for label, path in (
+            ("last checkpoint", hooks[0].last_ckpt if hooks else None),
+            ("best checkpoint", runner.message_hub.get_info("best_ckpt")),
+            ("log", runner.logger.log_file),
+            ("pictures", _existing(val_pictures_folder(runner))),
+            ("TensorBoard", _existing(os.path.join(runner.log_dir, "vis_data"))),
+        ):
+            if path:
+                say(f"  {label:<16} {_short(path)}")
+        say("look at it:")
+        say(f"  tensorboard --logdir {_short(runner.work_dir)}")
+        say(f"  python tools/analyze_logs.py {_short(runner.work_dir)}")
+
+    def after_test(self, runner) -> None:
+        """Print AP per class."""
+        if is_main_process():
+            self._print_metrics(runner.test_evaluator)
+            say(f"log: {_short(runner.logger.log_file)}")
+
+    def _print_metrics(self, evaluator) -> None:
+        """Print a table with a row per class and one for all of them, where a metric of the evaluator has classes."""
+        for metric in evaluator.metrics:
+            rows = getattr(metric, "classwise_results", None)
+            if not rows:
+                continue
+            numbers = [name for name in rows[0] if name.startswith("mAP")]
+            table = Table("class", "boxes", *numbers)
+            for column in table.columns[1:]:
+                column.justify = "right"
+            for row in rows:
+                table.add_row(row["name"], str(row["num_boxes"]), *(_number(row[name]) for name in numbers))
+            table.add_section()
+            means = {name.rsplit("bbox_", 1)[-1]: value for name, value in self.metrics.items()}
+            total = str(sum(row["num_boxes"] for row in rows))
+            table.add_row("all", total, *(_number(means.get(name)) for name in numbers), style="bold")
+            console.print(table)
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU ({torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''})"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.2f} M" if count >= 1e5 else f"{count / 1e3:.1f} k"
+
+
+def _optimizer(wrapper) -> str:
+    dtype = getattr(wrapper, "cast_dtype", None)
+    precision = "float32" if dtype is None else f"{str(dtype).removeprefix('torch.')} autocast"
+    rates = sorted(
+        {group["initial_lr"] if "initial_lr" in group else group["lr"] for group in wrapper.param_groups}
+    )
+    shown = " / ".join(f"{rate:.1e}" for rate in rates)
+    counts = wrapper._accumulative_counts
+    return f"{type(wrapper.optimizer).__name__}, learning rate {shown}, {precision}" + (
+        f", gradients of {counts} iterations" if counts > 1 else ""
+    )
+
+
+def _start(runner) -> str:
+    if runner.iter > 0:
+        return f"resumed from {_short(runner._load_from)} at iteration {runner.iter}"
+    return f"weights of {runner._load_from}" if runner._load_from else "from scratch"
+
+
+def _number(value: float | None) -> str:
+    """Return three digits; a dash where there was nothing to measure, which COCO marks by -1."""
+    return "-" if value is None or value < 0 else f"{value:.3f}"
+
+
+def _existing(path: str) -> str | None:
+    return path if os.path.isdir(path) else None
+
+
+def _short(path: str) -> str:
+    """Return ``path`` relative to the current folder where it lies below it."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

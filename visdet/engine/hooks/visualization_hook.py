@@ -1,0 +1,143 @@
+"""Pictures of predictions beside the ground truth."""
+
+import os
+
+from mmengine.dist import get_rank
+from mmengine.hooks import Hook
+
+from visdet.registry import HOOKS
+from visdet.structures import DetDataSample
+
+from ..errors import ConfigError
+from ..inference import image_of
+
+__all__ = ["DetVisualizationHook", "val_pictures_folder"]
+
+
+def val_pictures_folder(runner) -> str:
+    """Return the folder that a run's validation pictures go to."""
+    return os.path.join(runner.work_dir, "val_pictures")
+
+
+@HOOKS.register_module()
+class DetVisualizationHook(Hook):
+    """Draws predictions while validating and testing.
+
+    While training, every validation writes one sheet of the first ``num_val_pictures`` images, ground truth
+    beside predictions, to ``val_pictures/iter_<iteration>.png`` in the work_dir and to the visualizer's
+    backends (TensorBoard), so that the same images can be followed through training.
+
+    Args:
+        draw: draw an image of every ``interval``-th validation batch, and while testing every image, into the
+            visualizer's backends.
+        interval: in batches.
+        score_thr: draw predictions with a higher score.
+        show: open a window for what ``draw`` draws.
+        wait_time: seconds that a window stays; 0 waits for a key.
+        test_out_dir: folder for the pictures of a test, relative to the run's log folder; of a distributed
+            test, those of the main process.
+        num_val_pictures: images on the sheet; 0 for no sheet.
+
+    Raises:
+        ConfigError: before the run, the visualizer draws no sheets.
+
+    Source: mmdet's hook of the same name; ``num_val_pictures`` is ours.
+    """
+
+    def __init__(
+        self,
+        draw: bool = False,
+        interval: int = 50,
+        score_thr: float = 0.3,
+        show: bool = False,
+        wait_time: float = 0.0,
+        test_out_dir: str | None = None,
+        num_val_pictures: int = 8,
+    ) -> None:
+        self.draw = draw
+        self.interval = interval
+        self.score_thr = score_thr
+        self.show = show
+        self.wait_time = wait_time
+        self.test_out_dir = test_out_dir
+        self.num_val_pictures = num_val_pictures
+        self._sheet: list[DetDataSample] = []
+        self._images_tested = 0
+
+    def before_train(self, runner) -> None:
+        """Check that the visualizer can do what validation will ask for."""
+        if self.num_val_pictures and not hasattr(runner.visualizer, "add_contact_sheet"):
+            raise ConfigError(
+                f"DetVisualizationHook draws sheets with DetLocalVisualizer, but visualizer is "
+                f"{type(runner.visualizer).__name__}; change it, or set "
+                "default_hooks.visualization.num_val_pictures=0"
+            )
+
+    def before_val_epoch(self, runner) -> None:
+        """Start a sheet."""
+        self._sheet = []
+
+    def after_val_iter(
+        self, runner, batch_idx: int, data_batch=None, outputs: list[DetDataSample] | None = None
+    ) -> None:
+        """Keep the first images for the sheet; with ``draw``, draw the first of every so many batches."""
+        if get_rank() != 0:
+            return
+        self._sheet += outputs[: self.num_val_pictures - len(self._sheet)]
+        if self.draw and batch_idx % self.interval == 0:
+            self._draw(runner, outputs[0], "val_img", _train_iteration(runner) + batch_idx, None)
+
+    def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
+        """Draw the sheet."""
+        if not self._sheet or not _is_training(runner):
+            return
+        step = _train_iteration(runner)
+        images = [image_of(sample) for sample in self._sheet]
+        for out_file in (os.path.join(val_pictures_folder(runner), f"iter_{step}.png"), None):
+            runner.visualizer.add_contact_sheet(
+                "val_pictures",
+                images,
+                self._sheet,
+                pred_score_thr=self.score_thr,
+                out_file=out_file,
+                step=step,
+            )
+        self._sheet = []
+
+    def before_test_epoch(self, runner) -> None:
+        """Start counting images."""
+        self._images_tested = 0
+
+    def after_test_iter(
+        self, runner, batch_idx: int, data_batch=None, outputs: list[DetDataSample] | None = None
+    ) -> None:
+        """Draw every image, if asked for."""
+        if not (self.draw or self.test_out_dir):
+            return
+        for sample in outputs:
+            self._images_tested += 1
+            path = None
+            if self.test_out_dir is not None:
+                name = os.path.splitext(os.path.basename(sample.img_path))[0]
+                path = os.path.join(runner.log_dir, self.test_out_dir, f"{name}.png")
+            self._draw(runner, sample, "test_img", self._images_tested, path)
+
+    def _draw(self, runner, sample: DetDataSample, name: str, step: int, path: str | None) -> None:
+        runner.visualizer.add_datasample(
+            name,
+            image_of(sample),
+            data_sample=sample,
+            show=self.show,
+            wait_time=self.wait_time,
+            out_file=path,
+            pred_score_thr=self.score_thr,
+            step=step,
+        )
+
+
+def _is_training(runner) -> bool:
+    return runner._train_loop is not None and not isinstance(runner._train_loop, dict)
+
+
+def _train_iteration(runner) -> int:
+    return runner.iter if _is_training(runner) else 0

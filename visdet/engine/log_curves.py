@@ -1,0 +1,100 @@
+"""Curves of loss, learning rate and AP from the logs of runs."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from .errors import UserError
+
+__all__ = ["draw_curves", "read_scalars"]
+
+Curve = dict[int, float]
+
+
+def read_scalars(path: str) -> dict[str, Curve]:
+    """Return {name: {step: value}} of a run.
+
+    Args:
+        path: a JSON-lines file of scalars, or a folder; of a folder every ``vis_data/scalars.json`` below it,
+            the oldest first, so that a resumed run continues the curve and replaces what it trained again.
+
+    Raises:
+        UserError: there is no such log, or no number in it.
+    """
+    given = Path(path)
+    files = [given] if given.is_file() else sorted(given.rglob("vis_data/scalars.json"))
+    if not files:
+        raise UserError(f"{path}: no log there (looked for vis_data/scalars.json in it and below)")
+    curves: dict[str, Curve] = defaultdict(dict)
+    for file in files:
+        first_step_of_file: dict[str, int] = {}
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                step = int(record.pop("step"))
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+                if number == 1:
+                    raise UserError(f"{file}: line 1 is not a record of scalars: {line[:80]!r}") from None
+                continue  # the last line of a run that was killed
+            for name, value in record.items():
+                if isinstance(value, int | float):
+                    begin = first_step_of_file.setdefault(name, step)
+                    if begin == step:
+                        curves[name] = {s: v for s, v in curves[name].items() if s < step}
+                    curves[name][step] = value
+    if not curves:
+        raise UserError(f"{path}: the log has no number yet")
+    return dict(curves)
+
+
+def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
+    """Draw loss, learning rate and AP of runs, by their labels, side by side into a PNG.
+
+    Panels without a curve are left out.
+
+    Raises:
+        UserError: there is no such curve at all.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = {title: names for title, names in _panels(runs).items() if names}
+    if not panels:
+        raise UserError(f"{', '.join(runs)}: neither a loss nor a learning rate nor an AP in the log")
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(6 * len(panels), 4), layout="constrained", squeeze=False
+    )
+    for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
+        for label, curves in runs.items():
+            for name in names:
+                if name in curves:
+                    steps, values = zip(*sorted(curves[name].items()), strict=True)
+                    short = name.rsplit("/", 1)[-1]
+                    axis.plot(
+                        steps,
+                        values,
+                        marker="o" if len(steps) < 20 else None,
+                        linewidth=1.2,
+                        label=short if len(runs) == 1 else f"{label}: {short}",
+                    )
+        axis.set_title(title)
+        axis.set_xlabel("iteration" if title != "AP" else "iteration or epoch of validation")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+        if title == "loss":
+            axis.set_yscale("log")
+    Path(out_file).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_file, dpi=110)
+    plt.close(figure)
+
+
+def _panels(runs: dict[str, dict[str, Curve]]) -> dict[str, list[str]]:
+    """Return the names of the curves of each panel."""
+    names = sorted({name for curves in runs.values() for name in curves})
+    return {
+        "loss": [name for name in names if name == "loss" or name.startswith("loss_")],
+        "learning rate": [name for name in names if name in ("lr", "base_lr")][:1],
+        "AP": [name for name in names if name.endswith(("mAP", "mAP_50", "mAP_75")) and name.count("/") < 2],
+    }

@@ -1,0 +1,152 @@
+"""mmengine's two training loops, resumable at any iteration without reading data again."""
+
+from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
+from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
+from mmengine.runner.base_loop import BaseLoop
+from mmengine.runner.utils import calc_dynamic_intervals
+from torch import nn
+from torch.utils.data import DataLoader
+
+from visdet.registry import LOOPS
+
+from .random_state import preserved_random_state
+from .resumable_batches import ResumableBatches, reseed_workers
+
+__all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop"]
+
+
+@LOOPS.register_module()
+class EpochBasedTrainLoop(_EpochBasedTrainLoop):
+    """Epoch-based training that resumes inside an epoch where the checkpoint was saved inside one.
+
+    Differences from mmengine's: a resumed run continues with the next batch of the epoch; the random state
+    continues where the checkpoint left it; workers get new seeds each epoch; validation leaves the random
+    state alone.
+
+    Args: see :class:`mmengine.runner.EpochBasedTrainLoop`.
+    """
+
+    def __init__(
+        self,
+        runner,
+        dataloader: DataLoader | dict,
+        max_epochs: int,
+        val_begin: int = 1,
+        val_interval: int = 1,
+        dynamic_intervals: list[tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(runner, dataloader, max_epochs, val_begin, val_interval, dynamic_intervals)
+        self._batches = ResumableBatches.install(self.dataloader, endless=False)
+
+    def run(self) -> nn.Module:
+        """Train to the last epoch, validate when it is due, and return the model.
+
+        A run that was finished before it was resumed is validated once.
+        """
+        self.runner.call_hook("before_train")
+        was_finished = self._epoch >= self._max_epochs
+        while self._epoch < self._max_epochs and not self.stop_training:
+            self.run_epoch()
+            self._decide_current_val_interval()
+            due = self._epoch % self.val_interval == 0 or self._epoch == self._max_epochs
+            if self._epoch >= self.val_begin and due:
+                _validate(self.runner)
+        if was_finished:
+            _validate(self.runner)
+        self.runner.call_hook("after_train")
+        return self.runner.model
+
+    def run_epoch(self) -> None:
+        """Train on what is left of the current epoch: all of it, but for a run resumed inside it."""
+        self.runner.call_hook("before_train_epoch")
+        self.runner.model.train()
+        done = self._iter - self._epoch * len(self.dataloader)
+        start = self._batches.start = done if 0 < done < len(self.dataloader) else 0
+        reseed_workers(self.dataloader, self.runner.seed, self._iter)
+        # Creating the iterator draws a random number. The run before drew it ahead of its checkpoint if that
+        # was saved inside the epoch, and did not if it was saved at its end.
+        if start == 0:
+            _restore_random_state(self.runner)
+        batches = iter(self.dataloader)
+        if start > 0:
+            _restore_random_state(self.runner)
+        for batch_idx, data_batch in enumerate(batches, start):
+            self.run_iter(batch_idx, data_batch)
+        self.runner.call_hook("after_train_epoch")
+        self._epoch += 1
+
+
+@LOOPS.register_module()
+class IterBasedTrainLoop(_IterBasedTrainLoop):
+    """Iteration-based training that resumes at its iteration without loading what was trained on before.
+
+    Differences from mmengine's: the data order of a resumed run is that of an uninterrupted one, found by
+    counting index batches instead of loading them; the random state continues where the checkpoint left it; a
+    finite sampler goes on with its next epoch without restarting the workers; validation leaves the random
+    state alone.
+
+    Args: see :class:`mmengine.runner.IterBasedTrainLoop`.
+    """
+
+    def __init__(
+        self,
+        runner,
+        dataloader: DataLoader | dict,
+        max_iters: int,
+        val_begin: int = 1,
+        val_interval: int = 1000,
+        dynamic_intervals: list[tuple[int, int]] | None = None,
+    ) -> None:
+        # Not IterBasedTrainLoop's own constructor: it starts the workers, on batches a resumed run has seen.
+        BaseLoop.__init__(self, runner, dataloader)
+        if int(max_iters) != max_iters:
+            raise ValueError(f"IterBasedTrainLoop: max_iters must be a whole number, got {max_iters}")
+        self._max_iters = int(max_iters)
+        self._max_epochs = 1
+        self._epoch = 0
+        self._iter = 0
+        self.val_begin = val_begin
+        self.val_interval = val_interval
+        self.stop_training = False
+        self.dynamic_milestones, self.dynamic_intervals = calc_dynamic_intervals(
+            val_interval, dynamic_intervals
+        )
+        self.runner.visualizer.dataset_meta = getattr(self.dataloader.dataset, "metainfo", None)
+        self._batches = ResumableBatches.install(self.dataloader, endless=True)
+
+    def run(self) -> nn.Module:
+        """Train to the last iteration, validate when it is due, and return the model.
+
+        A run that was finished before it was resumed is validated once.
+        """
+        self.runner.call_hook("before_train")
+        self.runner.call_hook("before_train_epoch")  # the whole training counts as one epoch
+        was_finished = self._iter >= self._max_iters
+        self._batches.start = self._iter
+        reseed_workers(self.dataloader, self.runner.seed, self._iter)
+        self.dataloader_iterator = iter(self.dataloader)
+        _restore_random_state(self.runner)
+        while self._iter < self._max_iters and not self.stop_training:
+            self.runner.model.train()
+            self.run_iter(next(self.dataloader_iterator))
+            self._decide_current_val_interval()
+            due = self._iter % self.val_interval == 0 or self._iter == self._max_iters
+            if self._iter >= self.val_begin and due:
+                _validate(self.runner)
+        if was_finished:
+            _validate(self.runner)
+        self.runner.call_hook("after_train_epoch")
+        self.runner.call_hook("after_train")
+        return self.runner.model
+
+
+def _validate(runner) -> None:
+    if runner.val_loop is not None:
+        with preserved_random_state():
+            runner.val_loop.run()
+
+
+def _restore_random_state(runner) -> None:
+    """Continue with a resumed checkpoint's random state; mmengine's own runner keeps none."""
+    if hasattr(runner, "restore_random_state"):
+        runner.restore_random_state()

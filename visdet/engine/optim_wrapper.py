@@ -1,0 +1,116 @@
+"""Mixed-precision training on any device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mmengine.optim import OptimWrapper
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from visdet.registry import OPTIM_WRAPPERS
+
+__all__ = ["AmpOptimWrapper"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@OPTIM_WRAPPERS.register_module()
+class AmpOptimWrapper(OptimWrapper):
+    """Runs the forward pass under ``torch.autocast`` on the device of the parameters, CPU or GPU.
+
+    Parameters, gradients and optimizer state stay float32. bfloat16, the default, has float32's range and
+    needs no loss scaling; float16 is for GPUs without bfloat16 and scales the loss by a ``GradScaler``, which
+    skips steps with infinite gradients. Gradient clipping sees unscaled gradients.
+
+    Args:
+        optimizer: its first parameter tells the device.
+        dtype: 'bfloat16' (also for None) or 'float16', or the torch dtype.
+        loss_scale: for float16: 'dynamic', a fixed factor, or the keywords of ``torch.amp.GradScaler``.
+        accumulative_counts: update the parameters every so many iterations.
+        clip_grad: keywords of ``torch.nn.utils.clip_grad_norm_``, or of ``clip_grad_value_`` with
+            type='value'.
+
+    Raises:
+        ValueError: an unknown dtype or loss_scale, float16 on a CPU, bfloat16 on a GPU that lacks it.
+
+    Source: the name and keywords are mmengine's ``AmpOptimWrapper``, which works on accelerators only and
+    defaults to float16.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        dtype: str | torch.dtype | None = None,
+        loss_scale: str | float | dict = "dynamic",
+        accumulative_counts: int = 1,
+        clip_grad: dict | None = None,
+    ) -> None:
+        super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
+        self.device_type = optimizer.param_groups[0]["params"][0].device.type
+        self.cast_dtype = self._checked_dtype(dtype)
+        self.loss_scaler, self._fixed_scale = None, None
+        if self.cast_dtype is torch.float16:
+            self.loss_scaler = torch.amp.GradScaler(self.device_type, **self._scaler_keywords(loss_scale))
+
+    def _checked_dtype(self, dtype: str | torch.dtype | None) -> torch.dtype:
+        name = "bfloat16" if dtype is None else str(dtype).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise ValueError(f"AmpOptimWrapper: dtype must be 'bfloat16' or 'float16', got {dtype!r}")
+        if name == "float16" and self.device_type == "cpu":
+            raise ValueError("AmpOptimWrapper: dtype 'float16' needs a GPU; on a CPU use 'bfloat16'")
+        if name == "bfloat16" and self.device_type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise ValueError(
+                f"AmpOptimWrapper: {torch.cuda.get_device_name()} has no bfloat16; use "
+                "optim_wrapper.dtype='float16'"
+            )
+        return _DTYPES[name]
+
+    def _scaler_keywords(self, loss_scale: str | float | dict) -> dict[str, Any]:
+        if loss_scale == "dynamic":
+            return {}
+        if isinstance(loss_scale, dict):
+            return dict(loss_scale)
+        if isinstance(loss_scale, int | float):
+            self._fixed_scale = float(loss_scale)
+            return {"init_scale": self._fixed_scale}
+        raise ValueError(
+            f"AmpOptimWrapper: loss_scale must be 'dynamic', a number or a dict, got {loss_scale!r}"
+        )
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """Run the block under autocast, without gradient synchronisation where gradients only accumulate."""
+        with super().optim_context(model), torch.autocast(self.device_type, dtype=self.cast_dtype):
+            yield
+
+    def backward(self, loss: Tensor, **backward_args: Any) -> None:
+        """Accumulate the gradients of ``loss``, scaled for float16."""
+        super().backward(loss if self.loss_scaler is None else self.loss_scaler.scale(loss), **backward_args)
+
+    def step(self, **step_args: Any) -> None:
+        """Clip the gradients and update the parameters."""
+        if self.loss_scaler is None:
+            super().step(**step_args)
+            return
+        if self.clip_grad_kwargs:
+            self.loss_scaler.unscale_(self.optimizer)
+            self._clip_grad()
+        self.loss_scaler.step(self.optimizer, **step_args)
+        self.loss_scaler.update(self._fixed_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer and, for float16, of the scaler under 'loss_scaler'."""
+        state = super().state_dict()
+        if self.loss_scaler is not None:
+            state["loss_scaler"] = self.loss_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this wrapper or of one without a scaler."""
+        state = dict(state_dict)
+        scaler_state = state.pop("loss_scaler", None)
+        if scaler_state and self.loss_scaler is not None:
+            self.loss_scaler.load_state_dict(scaler_state)
+        super().load_state_dict(state)

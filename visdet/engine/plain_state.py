@@ -1,0 +1,65 @@
+"""Checkpoints as tensors and plain types, so that ``torch.load(weights_only=True)`` reads them."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.logging import HistoryBuffer
+
+__all__ = ["restore_message_hub", "to_plain"]
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+# Enough for every smoothing window in use; a whole history of twenty scalars grows to 100 MB in a long run.
+_HISTORY_LENGTH = 10_000
+
+
+def to_plain(value: Any) -> Any:
+    """Return ``value`` with tensors, None, numbers, strings, dicts, lists and tuples only.
+
+    numpy scalars and arrays become numbers and lists, paths strings, sets lists, and mmengine's
+    ``HistoryBuffer`` a dict of its latest values and counts. Anything else is kept as its ``repr``:
+    information, not state. A module's state dict keeps the ``_metadata`` by which modules migrate old weights.
+    """
+    if type(value) in _PLAIN or type(value) in (torch.Size, torch.dtype):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, HistoryBuffer):
+        values, counts = (
+            torch.from_numpy(np.array(part[-_HISTORY_LENGTH:], dtype=np.float64)) for part in value.data
+        )
+        return {"history_values": values, "history_counts": counts}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return to_plain(value.tolist())
+    if isinstance(value, Mapping):
+        plain = {to_plain(key): to_plain(item) for key, item in value.items()}
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            plain = OrderedDict(plain)
+            plain._metadata = value._metadata
+        return plain
+    if isinstance(value, tuple):
+        return tuple(to_plain(item) for item in value)
+    if isinstance(value, list | set | frozenset):
+        return [to_plain(item) for item in value]
+    if isinstance(value, _PLAIN):  # subclasses: a str enum, numpy's float64
+        return next(kind(value) for kind in (bool, int, float, str, bytes) if isinstance(value, kind))
+    if isinstance(value, PurePath):
+        return str(value)
+    return repr(value)
+
+
+def restore_message_hub(message_hub: dict) -> dict:
+    """Return a message hub's state as mmengine loads it, from a plain one; one of mmengine's own is left as it is."""
+    scalars = {}
+    for name, history in message_hub["log_scalars"].items():
+        if isinstance(history, Mapping) and "history_values" in history:
+            history = HistoryBuffer(history["history_values"].numpy(), history["history_counts"].numpy())
+        scalars[name] = history
+    known = {*scalars, *message_hub["runtime_info"]}
+    resumed = {name: flag for name, flag in message_hub["resumed_keys"].items() if name in known and flag}
+    return {**message_hub, "log_scalars": scalars, "resumed_keys": resumed}

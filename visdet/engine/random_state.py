@@ -1,0 +1,71 @@
+"""The state of every random number generator that training draws from."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.dist import get_world_size
+
+__all__ = ["gather_random_states", "get_random_state", "preserved_random_state", "set_random_state"]
+
+
+_preserved: list[dict[str, Any]] = []
+
+
+def get_random_state() -> dict[str, Any]:
+    """Return the states of python's, numpy's and torch's generators, and of the current GPU's, as plain types."""
+    algorithm, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)  # noqa: NPY002 (transforms may use it)
+    state = {
+        "python": random.getstate(),
+        "numpy": (
+            str(algorithm),
+            torch.from_numpy(keys.astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached_gaussian),
+        ),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Set the generators to ``state``, an answer of :func:`get_random_state`; a GPU's only where there is one."""
+    random.setstate(state["python"])
+    algorithm, keys, position, has_gauss, cached_gaussian = state["numpy"]
+    keys = keys.numpy().astype(np.uint32)
+    np.random.set_state((algorithm, keys, position, has_gauss, cached_gaussian))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def gather_random_states() -> list[dict[str, Any]]:
+    """Return the random state of every process, by rank. Every process of the group must call this.
+
+    Inside :func:`preserved_random_state` it is the state that training will continue with.
+    """
+    state = _preserved[-1] if _preserved else get_random_state()
+    if get_world_size() == 1:
+        return [state]
+    states: list[Any] = [None] * get_world_size()
+    torch.distributed.all_gather_object(states, state)
+    return states
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Undo, at the end of the block, whatever the block drew from the generators.
+
+    Validation runs inside, so that how often one validates has no influence on training.
+    """
+    _preserved.append(get_random_state())
+    try:
+        yield
+    finally:
+        set_random_state(_preserved.pop())

@@ -1,0 +1,302 @@
+"""mmengine's Runner with checkpoints that survive, resumes that continue, and CPU processes under torchrun."""
+
+import copy
+import logging
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import mmengine
+import torch
+from mmengine.config import Config
+from mmengine.dist import master_only
+from mmengine.fileio import LocalBackend, get_file_backend
+from mmengine.logging import MMLogger
+from mmengine.model import is_model_wrapper
+from mmengine.runner import Runner
+from mmengine.runner.base_loop import BaseLoop
+from mmengine.runner.checkpoint import weights_to_cpu
+from torch import nn
+
+from visdet.registry import RUNNERS
+
+from .checkpoint import (
+    newest_readable_checkpoint,
+    read_checkpoint,
+    register_checkpoint_readers,
+    write_checkpoint,
+)
+from .config import complete_config
+from .console import ConsoleHandler, say
+from .distributed import start_process_group
+from .errors import CheckpointError
+from .plain_state import restore_message_hub, to_plain
+from .random_state import set_random_state
+from .weights import load_weights, weights_of
+
+__all__ = ["DetRunner"]
+
+# Beside mmengine's own six; a config changes one under its key in default_hooks, or removes it with None.
+_DEFAULT_HOOKS = {
+    "num_class_check": {"type": "NumClassCheckHook"},
+    "invalid_loss": {"type": "CheckInvalidLossHook"},
+    "progress": {"type": "ProgressHook"},
+    "report": {"type": "RunReportHook"},
+}
+
+
+@RUNNERS.register_module()
+class DetRunner(Runner):
+    """Trains and tests by a config, as mmengine's Runner, and differs from it in this:
+
+    * Checkpoints hold tensors and plain types and are written in one step. Reading one runs no code from the
+      file, unless the config says ``trust_checkpoint=True``.
+    * A resumed run continues with the seed, data order and random state of the run before; a damaged newest
+      checkpoint is passed over. ``load_from`` refuses weights that do not fit, unless ``strict_load=False``.
+    * ``launcher='pytorch'`` works without GPUs, by gloo.
+    * The terminal shows warnings, progress and results; environment, config and every log line go to the log
+      file.
+
+    Args: see :class:`mmengine.runner.Runner`; ``from_cfg`` completes the config first
+        (:func:`complete_config`).
+    """
+
+    @classmethod
+    def from_cfg(cls, cfg: Config) -> "DetRunner":
+        """Build a runner from a config, which is left as it is."""
+        cfg = copy.deepcopy(cfg)
+        complete_config(cfg)
+        return super().from_cfg(cfg)
+
+    def setup_env(self, env_cfg: dict) -> None:
+        """Join the process group and set what ``env_cfg`` says."""
+        register_checkpoint_readers()
+        self._random_state: dict[str, Any] | None = None
+        self._checkpoint: tuple[str, dict] | None = None
+        start_process_group(self.launcher, env_cfg.get("dist_cfg", {}).get("timeout"))
+        if self.distributed:  # what mmengine sets too, with a warning from every process
+            for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+                os.environ.setdefault(variable, "1")
+        super().setup_env(env_cfg)
+
+    def build_logger(
+        self, log_level: int | str = "INFO", log_file: str | None = None, **options: Any
+    ) -> MMLogger:
+        """Build the log, which goes to its file whole and to the terminal from warnings up."""
+        logger = super().build_logger(log_level, log_file, **options)
+        logger.handlers[:] = [h for h in logger.handlers if type(h) is not logging.StreamHandler]
+        logger.handlers.append(ConsoleHandler())
+        return logger
+
+    def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
+        """Move the model to its device and wrap it for distributed training, on the CPU too."""
+        if self.distributed and model_wrapper_cfg is None and not torch.cuda.is_available():
+            model_wrapper_cfg = {
+                "type": "MMDistributedDataParallel",
+                "device_ids": None,
+                "broadcast_buffers": False,
+                "find_unused_parameters": self.cfg.get("find_unused_parameters", False),
+            }
+        with warnings.catch_warnings():
+            # mmengine's way to leave batch statistics to each process; torch has renamed the argument.
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+            return super().wrap_model(model_wrapper_cfg, model)
+
+    def build_train_loop(self, loop: BaseLoop | dict) -> BaseLoop:
+        """Build the training loop; ``by_epoch`` chooses this package's loops."""
+        if isinstance(loop, dict) and "type" not in loop:
+            loop = copy.deepcopy(loop)
+            loop["type"] = "EpochBasedTrainLoop" if loop.pop("by_epoch", True) else "IterBasedTrainLoop"
+        return super().build_train_loop(loop)
+
+    def register_default_hooks(self, hooks: dict | None = None) -> None:
+        """Register mmengine's default hooks, this package's, and those of the config."""
+        merged = {**copy.deepcopy(_DEFAULT_HOOKS), **(hooks or {})}
+        ours = {name: hook for name, hook in merged.items() if not (name in _DEFAULT_HOOKS and hook is None)}
+        super().register_default_hooks(ours)
+
+    def train(self) -> nn.Module:
+        """Train, from the checkpoint to resume if there is one, and return the model."""
+        self._find_checkpoint_to_resume()
+        return self._announcing_the_end(super().train)
+
+    def val(self) -> dict:
+        """Validate and return the metrics."""
+        return self._announcing_the_end(super().val)
+
+    def test(self) -> dict:
+        """Test and return the metrics."""
+        return self._announcing_the_end(super().test)
+
+    def _announcing_the_end(self, stage: Any) -> Any:
+        """Run a stage; hooks that own the terminal let go of it (``on_exit``) however the stage ends."""
+        try:
+            return stage()
+        finally:
+            self.call_hook("on_exit")
+
+    def _find_checkpoint_to_resume(self) -> None:
+        """Settle which checkpoint to resume and take over its seed, which the data order depends on."""
+        if not self._resume:
+            return
+        folder = self._load_from or self.work_dir
+        if os.path.isdir(folder):
+            self._load_from, remarks = newest_readable_checkpoint(folder, self._trusts_checkpoints)
+            for remark in remarks:
+                self.logger.warning(remark)
+            if self._load_from is None:
+                self._resume = False
+                say(f"resume: no checkpoint in {folder}, starting from scratch")
+                return
+        checkpoint = read_checkpoint(self._load_from, trust=self._trusts_checkpoints)
+        lacking = [key for key in ("optimizer", "message_hub", "meta") if key not in checkpoint]
+        if lacking:
+            raise CheckpointError(
+                f"checkpoint {self._load_from} cannot be resumed: it has no {', '.join(lacking)}. To start training "
+                f"from its weights, drop --resume and use --cfg-options load_from={self._load_from}"
+            )
+        self._checkpoint = (self._load_from, checkpoint)
+        seed = checkpoint["meta"].get("seed")
+        if seed is not None and self._randomness_cfg.get("seed") is None:
+            self._randomness_cfg["seed"] = seed
+            self.set_randomness(**self._randomness_cfg)
+
+    @cached_property
+    def _config_text(self) -> str:
+        """The config as a file, formatted once: that takes longer than writing a small checkpoint."""
+        return self.cfg.pretty_text
+
+    @property
+    def _trusts_checkpoints(self) -> bool:
+        return bool(self.cfg.get("trust_checkpoint", False))
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        map_location: Any = "cpu",
+        strict: bool | None = None,
+        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+    ) -> dict:
+        """Load a checkpoint's weights into the model and return the checkpoint.
+
+        Args:
+            filename: a file or an http(s) address.
+            map_location: accepted for mmengine's sake; tensors are read to the CPU and copied from there.
+            strict: refuse weights that do not fit; default: the config's ``strict_load``, always when
+                resuming.
+            revise_keys: (regular expression, replacement) pairs for the keys.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or its weights do not fit.
+        """
+        cached, self._checkpoint = self._checkpoint, None
+        if cached is not None and cached[0] == filename:
+            checkpoint = cached[1]
+        else:
+            checkpoint = read_checkpoint(filename, trust=self._trusts_checkpoints)
+        if strict is None:
+            strict = self._resume or self.cfg.get("strict_load", True)
+        checkpoint = {**checkpoint, "state_dict": weights_of(checkpoint, filename)}
+        if "message_hub" in checkpoint:
+            checkpoint["message_hub"] = restore_message_hub(checkpoint["message_hub"])
+        self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
+        model = self.model.module if is_model_wrapper(self.model) else self.model
+        load_weights(model, checkpoint["state_dict"], filename, strict, revise_keys)
+        self._has_loaded = True
+        self.logger.info(f"weights loaded from {filename}")
+        return checkpoint
+
+    def resume(
+        self,
+        filename: str,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+        map_location: Any = "cpu",
+    ) -> None:
+        """Continue from a checkpoint: weights, optimizer, schedules, counters, and random state."""
+        if self._checkpoint is None:
+            self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
+        meta = self._checkpoint[1]["meta"]
+        states = meta.pop("random_states", None)
+        if states is not None and len(states) == self.world_size:
+            self._random_state = states[self.rank]
+        elif states is not None:
+            self.logger.warning(
+                f"{filename} is of a run of {len(states)} processes, this one has {self.world_size}: data order and "
+                "random numbers differ from the run before"
+            )
+        # mmengine compares pickles, which differ between equal objects; ours it finds to be the same.
+        dataset_meta = getattr(self.train_dataloader.dataset, "metainfo", None)
+        if to_plain(dataset_meta) == to_plain(meta.get("dataset_meta")):
+            meta["dataset_meta"] = dataset_meta
+        super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
+
+    def restore_random_state(self) -> None:
+        """Set the random state that a resumed checkpoint was saved with; once, and nothing in a fresh run."""
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+
+    @master_only
+    def save_checkpoint(
+        self,
+        out_dir: str,
+        filename: str,
+        file_client_args: dict | None = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: dict | None = None,
+        by_epoch: bool = True,
+        backend_args: dict | None = None,
+    ) -> None:
+        """Write a checkpoint in one step, in mmengine's layout.
+
+        Args:
+            out_dir: a local folder; any other storage that mmengine knows is left to mmengine.
+            meta: 'epoch' and 'iter' by default as they will be when the current step is done.
+        """
+        backend = get_file_backend(out_dir, backend_args=backend_args)
+        if file_client_args is not None or not isinstance(backend, LocalBackend):
+            super().save_checkpoint(
+                out_dir,
+                filename,
+                file_client_args,
+                save_optimizer,
+                save_param_scheduler,
+                meta,
+                by_epoch,
+                backend_args,
+            )
+            return
+        model = self.model.module if is_model_wrapper(self.model) else self.model
+        checkpoint = {
+            "meta": {
+                "epoch": self.epoch + int(by_epoch),
+                "iter": self.iter + int(not by_epoch),
+                **(meta or {}),
+                "cfg": self._config_text,
+                "seed": self.seed,
+                "experiment_name": self.experiment_name,
+                "time": time.strftime("%Y%m%d_%H%M%S"),
+                "mmengine_version": mmengine.__version__,
+                "dataset_meta": getattr(self.train_dataloader.dataset, "metainfo", None),
+            },
+            "state_dict": weights_to_cpu(model.state_dict()),
+            "message_hub": self.message_hub.state_dict(),
+        }
+        if save_optimizer:
+            checkpoint["optimizer"] = self.optim_wrapper.state_dict()
+        if save_param_scheduler and self.param_schedulers is not None:
+            checkpoint["param_schedulers"] = _states(self.param_schedulers)
+        self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+        write_checkpoint(checkpoint, os.path.join(out_dir, filename))
+
+
+def _states(schedulers: list | dict) -> list | dict:
+    """Return the states of schedulers, which are a list, or lists by the name of their optimizer."""
+    if isinstance(schedulers, dict):
+        return {name: _states(of_one_optimizer) for name, of_one_optimizer in schedulers.items()}
+    return [scheduler.state_dict() for scheduler in schedulers]

@@ -1,0 +1,93 @@
+"""Weights into a model, or a report of why they do not fit."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from mmengine.logging import print_log
+from torch import Tensor, nn
+
+from .errors import CheckpointError
+
+__all__ = ["load_weights", "weights_of"]
+
+_SHOWN = 4
+
+
+def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
+    """Return the state dict of a checkpoint: under 'state_dict' or 'model', or the checkpoint itself.
+
+    Raises:
+        CheckpointError: there are no tensors.
+    """
+    found = checkpoint
+    for key in ("state_dict", "model"):
+        if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
+            found = checkpoint[key]
+            break
+    if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
+        kind = (
+            f"keys {', '.join(map(str, list(found)[:6]))}"
+            if isinstance(found, dict)
+            else type(found).__name__
+        )
+        raise CheckpointError(f"checkpoint {source} holds no weights: found {kind}")
+    return found
+
+
+def load_weights(
+    model: nn.Module,
+    state_dict: dict[str, Tensor],
+    source: str,
+    strict: bool = True,
+    revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+) -> None:
+    """Load ``state_dict`` into ``model``.
+
+    Counters of batches seen by a normalisation layer (``num_batches_tracked``) may be missing.
+
+    Args:
+        source: where the weights come from, for messages.
+        strict: refuse weights that do not fit; otherwise load those that do and log the others.
+        revise_keys: (regular expression, replacement) pairs for the keys.
+
+    Raises:
+        CheckpointError: keys are missing or unexpected or shapes differ, and ``strict``; or nothing fits at
+            all.
+    """
+    weights = state_dict
+    for pattern, replacement in revise_keys:
+        weights = OrderedDict((re.sub(pattern, replacement, key), value) for key, value in weights.items())
+    expected = model.state_dict()
+    differing = {
+        key: f"{key} {list(value.shape)} for {list(expected[key].shape)}"
+        for key, value in weights.items()
+        if key in expected and value.shape != expected[key].shape
+    }
+    fitting = OrderedDict((key, value) for key, value in weights.items() if key not in differing)
+    if hasattr(state_dict, "_metadata"):
+        fitting._metadata = state_dict._metadata  # versions, by which a module migrates old weights
+    missing, unexpected = model.load_state_dict(fitting, strict=False)
+    missing = [key for key in missing if key not in differing and not key.endswith("num_batches_tracked")]
+    if not (missing or unexpected or differing):
+        return
+    report = f"checkpoint {source} does not fit {type(model).__name__}: " + "; ".join(
+        _counted(what, keys)
+        for what, keys in (
+            ("missing", missing),
+            ("unexpected", list(unexpected)),
+            ("of another shape", list(differing.values())),
+        )
+        if keys
+    )
+    if strict or len(unexpected) == len(fitting):
+        raise CheckpointError(
+            f"{report}.\nLoad the weights that fit, to fine-tune, with `--cfg-options strict_load=False`."
+        )
+    print_log(f"{report}; the rest was loaded", logger="current", level=30)
+
+
+def _counted(what: str, keys: list[str]) -> str:
+    more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return f"{len(keys)} {what} ({', '.join(keys[:_SHOWN])}{more})"
