@@ -55,7 +55,7 @@ def run(
 ) -> bool:
     """Measure ``cases`` in ``dtypes``, write the report to ``out`` after each, and return whether all were green."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     environment = describe(device)
     floors = floors_of(device, environment["device"])
     report = {

@@ -67,5 +67,6 @@ model = dict(
             ],
         )
     ),
-    test_cfg=dict(max_per_img=30),
+    test_cfg=dict(max_per_img=100),
 )
+randomness = dict(seed=0)

@@ -61,7 +61,7 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, inde
     size = len(canvas)
     label = int(rng.integers(len(SHAPE_CLASSES)))
     radius = 6.0 * (0.28 * size / 6.0) ** rng.random()
-    stretch = math.exp(rng.uniform(-0.25, 0.25))
+    stretch = math.exp(rng.uniform(-0.15, 0.15))
     turn = rng.uniform(0, 2 * math.pi)
     center = rng.uniform(0.75 * radius, size - 0.75 * radius, 2)
 
@@ -137,13 +137,13 @@ def _surface(rng: np.random.Generator, local: np.ndarray, around: np.ndarray) ->
     """Return colours, float32 [h, w, 3], at the coordinates ``local`` [h, w, 2] of a shape of radius 1."""
     colour = _colour(rng, saturation=(0.4, 1.0), value=(0.5, 1.0))
     for _ in range(8):
-        if np.abs(colour - around).max() > 80:
+        if np.abs(colour - around).max() > 110:
             break
         colour = _colour(rng, saturation=(0.4, 1.0), value=(0.3, 1.0))
     second = (
-        (colour * rng.uniform(0.5, 0.75))
+        (colour * rng.uniform(0.7, 0.9))
         if rng.random() < 0.5
-        else colour + rng.uniform(0.3, 0.6) * (255 - colour)
+        else colour + rng.uniform(0.1, 0.35) * (255 - colour)
     )
     u, v = local[..., 0], local[..., 1]
     frequency = rng.uniform(5.0, 10.0)

@@ -14,11 +14,11 @@ test_pipeline = [
     dict(type="PackDetInputs"),
 ]
 
-# Reading an image takes 0.6 ms: one worker keeps up with any model here, and leaves the cores to it.
+# Reading an image takes 0.6 ms, and on two cores a worker process would be in the way of the model (0.18 s an iteration
+# without one, 0.21 s with one).
 train_dataloader = dict(
     batch_size=16,
-    num_workers=1,
-    persistent_workers=True,
+    num_workers=0,
     sampler=dict(type="InfiniteSampler", shuffle=True),
     dataset=dict(
         type=dataset_type,
@@ -31,8 +31,7 @@ train_dataloader = dict(
 )
 val_dataloader = dict(
     batch_size=16,
-    num_workers=1,
-    persistent_workers=True,
+    num_workers=0,
     drop_last=False,
     sampler=dict(type="DefaultSampler", shuffle=False),
     dataset=dict(
