@@ -12,7 +12,7 @@ import torch
 from mmengine.runner import CheckpointLoader
 
 from .allowed_pickle import AllowedPickle, DisallowedGlobalError
-from .errors import CheckpointError, nearest_names
+from .errors import CheckpointError, MissingCheckpointError, nearest_names
 from .plain_state import to_plain
 
 __all__ = ["newest_readable_checkpoint", "read_checkpoint", "register_checkpoint_readers", "write_checkpoint"]
@@ -85,11 +85,11 @@ def read_checkpoint(
 
 
 def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> None:
-    """Raise a CheckpointError, with what is there instead, where ``path`` is neither a file nor an address."""
+    """Raise a MissingCheckpointError, with what is there instead, where ``path`` is neither a file nor an address."""
     path = str(path)
     if path.startswith(_URL_SCHEMES) or os.path.isfile(path) or (folder_is_fine and os.path.isdir(path)):
         return
-    raise CheckpointError(_missing_message(path))
+    raise MissingCheckpointError(_missing_message(path))
 
 
 def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tuple[str | None, list[str]]:
@@ -148,7 +148,7 @@ def _downloaded(path: str) -> str:
         try:
             torch.hub.download_url_to_file(path, str(cached), progress=False)
         except OSError as error:
-            raise CheckpointError(f"checkpoint {path} cannot be fetched: {error}") from error
+            raise MissingCheckpointError(f"checkpoint {path} cannot be fetched: {error}") from error
     return str(cached)
 
 

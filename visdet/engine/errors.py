@@ -1,5 +1,6 @@
 """One clear message, without a wall of traceback, for a mistake in a config, a file or a command."""
 
+import atexit
 import difflib
 import inspect
 import os
@@ -35,17 +36,21 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, unreadable, or made for another model."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """A checkpoint that is not there, or cannot be fetched."""
+
+
 @contextmanager
 def tool_session() -> Iterator[None]:
     """Run a tool's body: known mistakes end in one message on stderr and exit status 1, bugs in a traceback.
 
-    ``VISDET_TRACEBACK=1`` in the environment shows the traceback of known mistakes too. The process group of
-    a distributed run is taken down at the end of the body; after an error torchrun does it.
+    ``VISDET_TRACEBACK=1`` in the environment shows the traceback of known mistakes too. The processes of a
+    distributed run end together at the end of the body; after an error torchrun ends them.
     """
     try:
         yield
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+            _end_together()
     except KeyboardInterrupt:
         print("interrupted; `--resume` continues from the newest checkpoint", file=sys.stderr)
         sys.exit(130)
@@ -56,6 +61,19 @@ def tool_session() -> Iterator[None]:
         rank = os.environ.get("RANK")
         print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def _end_together() -> None:
+    """End this process when every process of the group is done, with exit status 0.
+
+    Python's exit handlers run; the destructors of C++ libraries do not, because they race with the group's threads
+    ("terminate called without an active exception", now and then, after all work was done).
+    """
+    torch.distributed.barrier()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def explain(error: BaseException) -> str | None:
