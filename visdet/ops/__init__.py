@@ -1,6 +1,21 @@
 """Operators: tensors in, tensors out, on CPU and CUDA. Needs torch alone."""
 
 from ._library import NotBuiltError, build_info
+from .deformable_aggregation import (
+    deformable_aggregation,
+    deformable_aggregation_function,
+    deformable_aggregation_reference,
+    feature_maps_format,
+)
 from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 
-__all__ = ["NotBuiltError", "build_info", "ms_deform_attn", "ms_deform_attn_reference"]
+__all__ = [
+    "NotBuiltError",
+    "build_info",
+    "deformable_aggregation",
+    "deformable_aggregation_function",
+    "deformable_aggregation_reference",
+    "feature_maps_format",
+    "ms_deform_attn",
+    "ms_deform_attn_reference",
+]

@@ -11,14 +11,14 @@
 // The instruction sets setup.py compiled besides the baseline.
 #if defined(VISDET_HAS_X86_ISAS)
 #define VISDET_FOR_EACH_OTHER_ISA(macro) macro(avx2) macro(avx512)
-// The function `name<T, A>` of the best instruction set this processor has.
-#define VISDET_BEST_ISA(name, T, A)                                     \
-  (::visdet::best_isa() == ::visdet::Isa::kAvx512 ? &avx512::name<T, A> \
-   : ::visdet::best_isa() == ::visdet::Isa::kAvx2 ? &avx2::name<T, A>   \
-                                                  : &baseline::name<T, A>)
+// The function `name<types...>` of the best instruction set this processor has.
+#define VISDET_BEST_ISA(name, ...)                                             \
+  (::visdet::best_isa() == ::visdet::Isa::kAvx512 ? &avx512::name<__VA_ARGS__> \
+   : ::visdet::best_isa() == ::visdet::Isa::kAvx2 ? &avx2::name<__VA_ARGS__>   \
+                                                  : &baseline::name<__VA_ARGS__>)
 #else
 #define VISDET_FOR_EACH_OTHER_ISA(macro)
-#define VISDET_BEST_ISA(name, T, A) (&baseline::name<T, A>)
+#define VISDET_BEST_ISA(name, ...) (&baseline::name<__VA_ARGS__>)
 #endif
 
 namespace visdet {

@@ -1,0 +1,238 @@
+"""Deformable aggregation: a weighted sum of bilinear samples of several cameras' feature pyramids."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _library
+
+__all__ = [
+    "deformable_aggregation",
+    "deformable_aggregation_function",
+    "deformable_aggregation_reference",
+    "feature_maps_format",
+]
+
+
+def deformable_aggregation(
+    features: Tensor,  # [B, S, C]
+    level_shapes: Tensor | Sequence[Any],  # [V, L, 2] (height, width)
+    level_starts: Tensor | Sequence[Any],  # [V, L]
+    locations: Tensor,  # [B, Q, P, V, 2] (x, y) in 0..1
+    weights: Tensor,  # [B, Q, P, V, L, G]
+) -> Tensor:  # [B, Q, C]
+    """Return each query's weighted sum of samples over P points, V cameras and L levels.
+
+    ``out[b, q, c] = sum_{p, v, l} weights[b, q, p, v, l, g] * bilinear(features[b, v, l, c], locations[b, q, p, v])``
+    with ``g = c // (C // G)``. A (point, camera) pair counts iff ``0 < x < 1`` and ``0 < y < 1``, strictly, where
+    ``grid_sample`` goes on for another half texel; it is then sampled in every level at pixel ``x * W - 0.5``,
+    ``y * H - 0.5``, and a corner outside the map counts as zero. Any other pair, one with a NaN coordinate
+    included, contributes nothing, whatever its weight, and has gradients of exactly zero.
+
+    Args:
+        features: float64, float32, float16 or bfloat16; S rows hold the maps camera by camera, level by level.
+        level_shapes: (height, width) of each camera's levels, a tensor or nested sequences.
+        level_starts: first row of each map; the maps must lie within S and not overlap.
+        locations: float32 (float64 for float64 features); other types are converted.
+        weights: any numbers, usually a softmax over P * V * L; float32 (float64) or the type of ``features``,
+            other types are converted to the type of ``locations``. G divides C.
+
+    Returns:
+        The sums, in the type of ``features``, accumulated in float32 (float64 for float64). B, Q, P, V or L of 0
+        give an empty or zero result.
+
+    Differentiable once with respect to ``features``, ``locations`` and ``weights``. Deterministic on the CPU for any
+    number of threads, forward and backward. Under autocast every tensor keeps its type.
+
+    There is no CUDA kernel yet: elsewhere than on the CPU the plain-torch definition computes the same result, and
+    reads tables that are on the device with a synchronisation.
+
+    Raises:
+        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
+        TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
+        NotBuiltError: the CPU library is not built.
+
+    Source: Sparse4D, arXiv 2211.10581, and SparseDrive, arXiv 2405.19620; the border rule is that of their kernel.
+    """
+    shapes = _as_int64(level_shapes, "level_shapes").cpu()
+    starts = _as_int64(level_starts, "level_starts").cpu()
+    for name, tensor in (("locations", locations), ("weights", weights)):
+        if tensor.device != features.device:
+            raise RuntimeError(
+                f"deformable_aggregation: {name} must be on features' device {features.device}, got {tensor.device}"
+            )
+    coordinate_dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
+    locations = locations.to(coordinate_dtype)
+    if weights.dtype != features.dtype:
+        weights = weights.to(coordinate_dtype)
+    if features.device.type not in ("cpu", "meta"):
+        return deformable_aggregation_reference(features, shapes, starts, locations, weights)
+    _library.require_cpu()
+    return torch.ops.visdet.deformable_aggregation(features, shapes, starts, locations, weights)
+
+
+def deformable_aggregation_reference(
+    features: Tensor,  # [B, S, C]
+    level_shapes: Tensor,  # [V, L, 2] (height, width)
+    level_starts: Tensor,  # [V, L]
+    locations: Tensor,  # [B, Q, P, V, 2] (x, y) in 0..1
+    weights: Tensor,  # [B, Q, P, V, L, G]
+) -> Tensor:  # [B, Q, C]
+    """Return what ``deformable_aggregation`` returns, in plain torch: the definition kernels are tested against."""
+    B, _, C = features.shape
+    _, Q, _, _, _, G = weights.shape
+    out = torch.zeros(B, Q, C, dtype=locations.dtype, device=features.device)
+    for camera, (shapes, starts) in enumerate(zip(level_shapes.tolist(), level_starts.tolist(), strict=True)):
+        location = locations[:, :, :, camera]  # [B, Q, P, 2]
+        is_visible = ((location > 0) & (location < 1)).all(-1, keepdim=True)  # [B, Q, P, 1]
+        grid = torch.where(is_visible, 2 * location - 1, -3.0)
+        for level, ((H, W), start) in enumerate(zip(shapes, starts, strict=True)):
+            weight = torch.where(is_visible, weights[:, :, :, camera, level].to(out.dtype), 0.0)
+            weight = weight.repeat_interleave(C // G, -1) if C else weight[..., :0]  # [B, Q, P, C]
+            maps = features[:, start : start + H * W].to(out.dtype).transpose(1, 2).reshape(B, C, H, W)
+            samples = F.grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+            out = out + (samples.permute(0, 2, 3, 1) * weight).sum(2)
+    return out.to(features.dtype)
+
+
+def deformable_aggregation_function(
+    feature_maps: Tensor,  # [B, S, C]
+    spatial_shape: Tensor,  # [V, L, 2] (height, width)
+    scale_start_index: Tensor,  # [V, L]
+    sampling_location: Tensor,  # [B, Q, P, V, 2] (x, y) in 0..1
+    weights: Tensor,  # [B, Q, P, V, L, G]
+) -> Tensor:  # [B, Q, C]
+    """Return ``deformable_aggregation`` of the same arguments, under SparseDrive's name and argument names."""
+    return deformable_aggregation(feature_maps, spatial_shape, scale_start_index, sampling_location, weights)
+
+
+def feature_maps_format(feature_maps: Sequence[Any], inverse: bool = False) -> list[Any]:
+    """Return feature maps flattened for ``deformable_aggregation``, or with ``inverse`` the maps of flattened ones.
+
+    Args:
+        feature_maps: one [B, V, C, H, W] per level, or a list of such lists for camera groups of different sizes.
+            With ``inverse``: what this function returned, ``[features, level_shapes, level_starts]``.
+        inverse: whether to go back.
+
+    Returns:
+        ``[features [B, S, C], level_shapes [V, L, 2], level_starts [V, L]]``, the tables int64 on the CPU, where the
+        operator wants them, so that nothing synchronises. With ``inverse``, a list with one list of
+        [B, V, C, H, W] maps for each run of cameras of equal shapes (one run: still a list with one list).
+
+    Raises:
+        ValueError: no maps, or maps that differ in B, V or C where they must not.
+
+    Source: SparseDrive's function of this name, whose tables are on the device of the maps.
+    """
+    return _unflatten(*feature_maps) if inverse else _flatten(feature_maps)
+
+
+def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
+    if len(feature_maps) == 0:
+        raise ValueError("feature_maps_format: feature_maps must hold at least one map, got none")
+    groups = [feature_maps] if isinstance(feature_maps[0], Tensor) else feature_maps
+    flat, shapes = [], []
+    for maps in groups:
+        B, V, C = maps[0].shape[:3]
+        for level in maps:
+            if level.dim() != 5 or level.shape[:3] != (B, V, C):
+                raise ValueError(
+                    f"feature_maps_format: each level must be [B, V, C, H, W] = [{B}, {V}, {C}, H, W], "
+                    f"got {list(level.shape)}"
+                )
+        flat.append(torch.cat([level.flatten(-2) for level in maps], -1).transpose(-1, -2).flatten(1, 2))
+        shapes += [[list(level.shape[-2:]) for level in maps]] * V
+    level_shapes = torch.tensor(shapes, dtype=torch.int64)
+    areas = level_shapes.prod(-1).flatten()
+    level_starts = (areas.cumsum(0) - areas).view(level_shapes.shape[:2])
+    return [torch.cat(flat, 1), level_shapes, level_starts]
+
+
+def _unflatten(features: Tensor, level_shapes: Tensor, level_starts: Tensor) -> list[list[Tensor]]:
+    shapes, starts = level_shapes.tolist(), level_starts.tolist()
+    groups: list[list[Tensor]] = []
+    first = 0
+    for last in range(1, len(shapes) + 1):
+        if last < len(shapes) and shapes[last] == shapes[first]:
+            continue
+        groups.append(
+            [
+                torch.stack(
+                    [features[:, row[level] : row[level] + H * W] for row in starts[first:last]], 1
+                )  # [B, V, H * W, C]
+                .transpose(-1, -2)
+                .unflatten(-1, (H, W))
+                for level, (H, W) in enumerate(shapes[first])
+            ]
+        )
+        first = last
+    return groups
+
+
+def _as_int64(levels: Any, name: str) -> Tensor:
+    if isinstance(levels, Tensor):
+        return levels.to(torch.int64)
+    try:
+        return torch.tensor(levels, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"deformable_aggregation: {name} must be an integer tensor or nested sequences of integers, "
+            f"got {levels!r}"
+        ) from error
+
+
+def _fake(
+    features: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    torch._check(
+        features.dim() == 3,
+        lambda: f"deformable_aggregation: features must be [B, S, C], got {tuple(features.shape)}",
+    )
+    torch._check(
+        locations.dim() == 5,
+        lambda: f"deformable_aggregation: locations must be [B, Q, P, V, 2], got {tuple(locations.shape)}",
+    )
+    return features.new_empty(features.shape[0], locations.shape[1], features.shape[2])
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    features: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        features.new_empty(features.shape),
+        locations.new_empty(locations.shape),
+        weights.new_empty(weights.shape),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    features, level_shapes, level_starts, locations, weights = ctx.saved_tensors
+    grad_features, grad_locations, grad_weights = torch.ops.visdet.deformable_aggregation_backward(
+        grad_output,
+        features,
+        level_shapes,
+        level_starts,
+        locations,
+        weights,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return grad_features, None, None, grad_locations, grad_weights
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::deformable_aggregation", _fake)
+    torch.library.register_fake("visdet::deformable_aggregation_backward", _fake_backward)
+    torch.library.register_autograd("visdet::deformable_aggregation", _backward, setup_context=_setup_context)
