@@ -100,8 +100,8 @@ constexpr int kTile = 512;  // pairs looked at between two compactions
 // many. Pairs are taken camera by camera, so that blocks which run together read the same camera's maps, which fit the
 // second-level cache when the whole pyramid does not; split s of n takes every n-th, for the same reason.
 template <typename A>
-__device__ __forceinline__ int compact_visible(const Pack<A, 2>* __restrict__ locations, int tile, int split,
-                                               const Sizes& sizes, int32_t* visible) {
+__device__ __forceinline__ int compact_visible(const Pack<A, 2>* __restrict__ locations, int tile, int per_split,
+                                               int split, const Sizes& sizes, int32_t* visible) {
   constexpr int kTurns = kTile / kThreads;
   __shared__ int32_t counts[kTurns * kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -109,6 +109,8 @@ __device__ __forceinline__ int compact_visible(const Pack<A, 2>* __restrict__ lo
   int32_t pairs[kTurns];
 #pragma unroll
   for (int t = 0; t < kTurns; ++t) {
+    ballots[t] = 0;
+    if (tile + t * kThreads >= per_split) break;
     const int i = (tile + t * kThreads + threadIdx.x) * sizes.splits + split, v = i / sizes.P;
     pairs[t] = (i - v * sizes.P) * sizes.V + v;
     ballots[t] = __ballot_sync(kAll, v < sizes.V && is_visible(locations[pairs[t]]));
@@ -118,6 +120,7 @@ __device__ __forceinline__ int compact_visible(const Pack<A, 2>* __restrict__ lo
   int total = 0;
 #pragma unroll
   for (int t = 0; t < kTurns; ++t) {
+    if (tile + t * kThreads >= per_split) break;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       if (w == warp && ballots[t] >> lane & 1) {
@@ -178,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
       if (!at[n].is_active) at[n].c = at[n].g = 0;  // reads, but does not write
     }
     for (int tile = 0; tile < per_split; tile += kTile) {
-      const int count = compact_visible(my_locations, tile, split, sizes, visible);
+      const int count = compact_visible(my_locations, tile, per_split, split, sizes, visible);
       const int mine = (count - warp + kWarps - 1) / kWarps * L;  // samples of this warp
       for (int s0 = 0; s0 < mine; s0 += 32) {
         const int s = s0 + lane;
@@ -336,7 +339,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
     }
   }
   for (int tile = 0; tile < per_split; tile += kTile) {
-    const int count = compact_visible(my_locations, tile, split, sizes, visible);
+    const int count = compact_visible(my_locations, tile, per_split, split, sizes, visible);
     const int mine = (count - warp + kWarps - 1) / kWarps * L;
     A grad_x = 0, grad_y = 0;
     for (int s0 = 0; s0 < mine; s0 += 32) {
@@ -544,8 +547,8 @@ __global__ void __launch_bounds__(kOrderThreads)
 
 constexpr int kTexelThreads = 256;
 constexpr int kTexelWarps = kTexelThreads / 32;
-constexpr int kTexelTurns = 4;   // rows a warp takes
-constexpr int kSharedRow = 256;  // records from which on the block's warps share a row
+constexpr int kSharedRow = 128;  // records from which on the block's warps share a row
+constexpr int kShare = 16;       // of which each takes so many at a time
 
 template <typename T, typename TW, typename A, int VEC, int NP>
 __global__ void __launch_bounds__(kTexelThreads)
@@ -558,9 +561,9 @@ __global__ void __launch_bounds__(kTexelThreads)
   const int L = sizes.L, V = sizes.V, G = sizes.G, C = sizes.C, map_count = V * L;
   load_maps(maps, map_count, table);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t blocks = (sizes.S + kTexelWarps * kTexelTurns - 1) / (kTexelWarps * kTexelTurns);
+  const int64_t blocks = (sizes.S + kTexelWarps - 1) / kTexelWarps;
   const int64_t b = blockIdx.x / blocks, samples = sizes.Q * sizes.P;
-  const int64_t first_row = (blockIdx.x - b * blocks) * (kTexelWarps * kTexelTurns);
+  const int64_t first_row = (b * blocks + blocks - 1 - blockIdx.x) * kTexelWarps;
   const int32_t* my_starts = starts + b * sizes.slots;
   const TW* my_weights = weights + b * samples * V * L * G;
   const char* my_output = reinterpret_cast<const char*>(grad_output + b * sizes.Q * C);
@@ -590,6 +593,7 @@ __global__ void __launch_bounds__(kTexelThreads)
   };
   // Adds to `sum` the share of part `part` of `parts` in a row's gradient.
   const auto add_records = [&](int64_t row, int part, int parts, const Channels(&at)[NP], A(&sum)[NP][VEC]) {
+    const int unit = parts > 1 ? kShare : 32;
     for_each_map(row, [&](int m, int64_t cell) {
       const Record<A>* my_records = records + (b * map_count + m) * samples;
 #pragma unroll 1
@@ -597,16 +601,16 @@ __global__ void __launch_bounds__(kTexelThreads)
         const int32_t* run = my_starts + table[m].first_cell + cell + below * (table[m].W + 1);
         const int32_t begin = run[0], middle = run[1], end = run[2];
 #pragma unroll 1
-        for (int32_t i0 = begin + part * 32; i0 < end; i0 += parts * 32) {
+        for (int32_t i0 = begin + part * unit; i0 < end; i0 += parts * unit) {
           const int32_t i = i0 + lane;
           A corner = 0;
           int32_t query = 0, line = 0;
-          if (i < end) {
+          if (lane < unit && i < end) {
             const Record<A> record = my_records[i];
             corner = (below ? 1 - record.fy : record.fy) * (i < middle ? record.fx : 1 - record.fx);
             query = record.query, line = record.sample * (V * L) + m;
           }
-          const int here = min(32, end - i0);
+          const int here = min(unit, end - i0);
 #pragma unroll 4
           for (int j = 0; j < here; ++j) {
             const A of_corner = __shfl_sync(kAll, corner, j);
@@ -625,63 +629,60 @@ __global__ void __launch_bounds__(kTexelThreads)
     });
   };
 
-  for (int turn = 0; turn < kTexelTurns; ++turn) {
-    const int64_t row = first_row + turn * kTexelWarps + warp;
-    const bool is_mine = row < sizes.S;
-    const bool is_long = is_mine && count_records(row) >= kSharedRow;
-    __shared__ bool long_rows[kTexelWarps];
-    if (lane == 0) long_rows[warp] = is_long;
-    const bool any_long = __syncthreads_or(is_long);
-    for (int n0 = 0; n0 < sizes.packs; n0 += NP) {
-      Channels at[NP];
-      A sum[NP][VEC] = {};
+  const int64_t row = first_row + warp;
+  const bool is_mine = row < sizes.S;
+  const bool is_long = is_mine && count_records(row) >= kSharedRow;
+  __shared__ bool long_rows[kTexelWarps];
+  if (lane == 0) long_rows[warp] = is_long;
+  const bool any_long = __syncthreads_or(is_long);
+  for (int n0 = 0; n0 < sizes.packs; n0 += NP) {
+    Channels at[NP];
+    A sum[NP][VEC] = {};
+#pragma unroll
+    for (int n = 0; n < NP; ++n) {
+      at[n] = channels_of<VEC>(sizes, lane, n0 + n);
+      at[n].is_active = at[n].is_active && n0 + n < sizes.packs;
+      if (!at[n].is_active) at[n].c = at[n].g = 0;
+    }
+    const auto store = [&](int64_t to) {
 #pragma unroll
       for (int n = 0; n < NP; ++n) {
-        at[n] = channels_of<VEC>(sizes, lane, n0 + n);
-        at[n].is_active = at[n].is_active && n0 + n < sizes.packs;
-        if (!at[n].is_active) at[n].c = at[n].g = 0;
+        if (at[n].is_active) store_pack<T, VEC>(my_features + to * C + at[n].c, sum[n]);
       }
-      const auto store = [&](int64_t to) {
-#pragma unroll
-        for (int n = 0; n < NP; ++n) {
-          if (at[n].is_active) store_pack<T, VEC>(my_features + to * C + at[n].c, sum[n]);
-        }
-      };
-      if (is_mine && !is_long) {
-        add_records(row, 0, 1, at, sum);
-        store(row);
-      }
-      if (!any_long) continue;
-      for (int w = 0; w < kTexelWarps; ++w) {
-        if (!long_rows[w]) continue;
-#pragma unroll
-        for (int n = 0; n < NP; ++n) {
-#pragma unroll
-          for (int v = 0; v < VEC; ++v) sum[n][v] = 0;
-        }
-        const int64_t shared_row = first_row + turn * kTexelWarps + w;
-        add_records(shared_row, warp, kTexelWarps, at, sum);
-#pragma unroll
-        for (int n = 0; n < NP; ++n) {
-#pragma unroll
-          for (int v = 0; v < VEC; ++v) planes[warp][n * VEC + v][lane] = sum[n][v];
-        }
-        __syncthreads();
-        if (warp == w) {
-#pragma unroll
-          for (int n = 0; n < NP; ++n) {
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) {
-              sum[n][v] = 0;
-              for (int other = 0; other < kTexelWarps; ++other) sum[n][v] += planes[other][n * VEC + v][lane];
-            }
-          }
-          store(shared_row);
-        }
-        __syncthreads();  // planes may be written again
-      }
+    };
+    if (is_mine && !is_long) {
+      add_records(row, 0, 1, at, sum);
+      store(row);
     }
-    __syncthreads();  // long_rows may be written again
+    if (!any_long) continue;
+    for (int w = 0; w < kTexelWarps; ++w) {
+      if (!long_rows[w]) continue;
+#pragma unroll
+      for (int n = 0; n < NP; ++n) {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) sum[n][v] = 0;
+      }
+      const int64_t shared_row = first_row + w;
+      add_records(shared_row, warp, kTexelWarps, at, sum);
+#pragma unroll
+      for (int n = 0; n < NP; ++n) {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) planes[warp][n * VEC + v][lane] = sum[n][v];
+      }
+      __syncthreads();
+      if (warp == w) {
+#pragma unroll
+        for (int n = 0; n < NP; ++n) {
+#pragma unroll
+          for (int v = 0; v < VEC; ++v) {
+            sum[n][v] = 0;
+            for (int other = 0; other < kTexelWarps; ++other) sum[n][v] += planes[other][n * VEC + v][lane];
+          }
+        }
+        store(shared_row);
+      }
+      __syncthreads();  // planes may be written again
+    }
   }
 }
 
@@ -773,11 +774,14 @@ Sizes sizes_of(const DeformableAggregationProblem& problem, int64_t slots, int v
   return sizes;
 }
 
-// Blocks of a query, so that `waves` times the blocks a GPU holds at once come together, of 64 pairs at the least.
-int32_t splits_of(const DeformableAggregationProblem& problem, int32_t device, double waves) {
-  const double wanted = waves * 8 * multiprocessors(device) / static_cast<double>(problem.B * problem.Q);
+// Blocks that share a query's pairs, at least 64 each. One, where the queries alone fill three quarters of the GPU;
+// otherwise as many as make two full turns of the blocks it holds at once (one and a part would leave it idle at the
+// end: 92 against 84 us on the map head).
+int32_t splits_of(const DeformableAggregationProblem& problem, int32_t device) {
+  const int64_t queries = problem.B * problem.Q, at_once = int64_t{8} * multiprocessors(device);
+  if (4 * queries >= 3 * at_once) return 1;
   const int64_t most = ceil_div(problem.P * problem.V, 64);
-  return static_cast<int32_t>(std::max<int64_t>(1, std::min<int64_t>(most, static_cast<int64_t>(wanted + 0.5))));
+  return static_cast<int32_t>(std::max<int64_t>(1, std::min(most, 2 * at_once / queries)));
 }
 
 // Calls f(VEC) with the values of a 16-byte load, or 1 where groups or addresses do not allow it.
@@ -811,7 +815,7 @@ Tensor deformable_aggregation(const Tensor& features_in, const Tensor& level_sha
     dispatch_vec<T>(sizes_of(problem, 0, 1), aligned(features, 16), [&](auto vec) {
       constexpr int kVec = decltype(vec)::value;
       Sizes sizes = sizes_of(problem, plan.slots, kVec);
-      sizes.splits = splits_of(problem, device, 1.0);
+      sizes.splits = splits_of(problem, device);
       Tensor partial = output;
       if (sizes.splits > 1) {
         partial = new_empty(locations, {sizes.splits, problem.B, problem.Q, problem.C});
@@ -877,7 +881,7 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward(
     dispatch_vec<T>(sizes_of(problem, 0, 1), aligned(features, 16) && aligned(grad_output, 16), [&](auto vec) {
       constexpr int kVec = decltype(vec)::value;
       Sizes sizes = sizes_of(problem, plan.slots, kVec);
-      sizes.splits = splits_of(problem, device, 2.0);
+      sizes.splits = splits_of(problem, device);
       const auto run_pairs = [&](auto kernel) {
         allow_shared(kernel, plan.table_bytes);
         kernel<<<grid_size(problem.B * problem.Q * sizes.splits), kThreads, plan.table_bytes, stream>>>(
@@ -908,10 +912,9 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward(
       }
       const auto run_texels = [&](auto kernel) {
         allow_shared(kernel, plan.table_bytes);
-        kernel<<<grid_size(problem.B * ceil_div(problem.S, kTexelWarps * kTexelTurns)), kTexelThreads, plan.table_bytes,
-                 stream>>>(output_data, weight_data, plan.maps, start_data,
-                           static_cast<const Record<A>*>(records.const_data_ptr()),
-                           static_cast<T*>(grad_features.mutable_data_ptr()), sizes);
+        kernel<<<grid_size(problem.B * ceil_div(problem.S, kTexelWarps)), kTexelThreads, plan.table_bytes, stream>>>(
+            output_data, weight_data, plan.maps, start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
+            static_cast<T*>(grad_features.mutable_data_ptr()), sizes);
       };
       if (kVec > 1 && sizes.packs == 1) {
         run_texels(texel_kernel<T, TW, A, kVec, 1>);
