@@ -14,13 +14,13 @@ import cv2
 import numpy as np
 
 from visdet.registry import DATASETS
+from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_matrix
 
 from .driving_renderer import GROUND_Z, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 from .info_files import save_infos
 from .nuscenes import NuScenes3DDetTrackDataset
-from .polylines import clip_line, clip_polygon
 
 __all__ = ["DRIVING_MAP_CLASSES", "DrivingScenesDataset", "make_driving_scenes"]
 

@@ -42,8 +42,8 @@ class NuScenes3DDetTrackDataset(Dataset):
         data_root: where ``samples/`` lies.
         classes, map_classes: what labels count; map classes are those of ``map_annos`` 0, 1, 2 …
         load_interval: keep every n-th frame.
-        with_velocity: append the velocity to the boxes; unknown (NaN) velocities become 0.
-        test_mode: no random augmentation.
+        with_velocity: append the velocity to the boxes.
+        test_mode: no random augmentation, and unknown velocities stay NaN for the metrics instead of becoming 0.
         use_valid_flag: keep boxes with a lidar or radar point instead of those with a lidar point.
         num_cameras: cameras a frame must have.
         data_aug_conf: ``H, W`` of the files, ``final_dim`` (height, width), ``resize_lim, bot_pct_lim, rot_lim``
@@ -201,7 +201,7 @@ class NuScenes3DDetTrackDataset(Dataset):
             "map_location": info.get("map_location"),
             "lidar2ego_translation": info["lidar2ego_translation"],
             "lidar2ego_rotation": info["lidar2ego_rotation"],
-            "ego2global_translation": info["ego2global_translation"],
+            "ego2global_translation": np.asarray(info["ego2global_translation"], dtype=np.float64),
             "ego2global_rotation": info["ego2global_rotation"],
             "lidar2global": _lidar_to_global(info),
         }
@@ -257,7 +257,9 @@ class NuScenes3DDetTrackDataset(Dataset):
             )
         names = np.asarray(info["gt_names"])[mask]
         if self.with_velocity:
-            velocity = np.nan_to_num(np.asarray(info["gt_velocity"], dtype=np.float64)).reshape(-1, 2)[mask]
+            velocity = np.array(info["gt_velocity"], dtype=np.float64).reshape(-1, 2)[mask]
+            if not self.test_mode:
+                velocity = np.nan_to_num(velocity)
             boxes = np.concatenate([boxes, velocity], axis=1)
         labels = [self._label_of_class.get(str(name), -1) for name in names]
         annotations = {
@@ -265,6 +267,8 @@ class NuScenes3DDetTrackDataset(Dataset):
             "gt_labels_3d": np.array(labels, dtype=np.int64),
             "gt_names": names,
         }
+        if "gt_attributes" in info:
+            annotations["gt_attributes"] = np.asarray(info["gt_attributes"])[mask]
         if "instance_inds" in info:
             annotations["instance_inds"] = np.asarray(info["instance_inds"], dtype=np.int64).reshape(-1)[mask]
         if "gt_agent_fut_trajs" in info:

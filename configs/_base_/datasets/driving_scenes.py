@@ -79,6 +79,12 @@ val_dataloader = dict(
 )
 test_dataloader = val_dataloader
 
+val_evaluator = [
+    dict(type="NuScenesMetric", class_range=detection_range),
+    dict(type="VectorMapMetric"),
+]
+test_evaluator = val_evaluator
+
 data_preprocessor = dict(
     type="DrivingDataPreprocessor",
     mean=[123.675, 116.28, 103.53],

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from visdet.registry import TRANSFORMS
+from visdet.structures.polylines import closed_orders, open_orders, resample, simplify_line
 from visdet.structures.poses import inverse_pose, wrap_angle
 
-from ..polylines import closed_orders, open_orders, resample, simplify_line
 from .base import BaseTransform
 
 __all__ = [
@@ -25,6 +25,7 @@ _PER_BOX_KEYS = (
     "gt_bboxes_3d",
     "gt_labels_3d",
     "gt_names",
+    "gt_attributes",
     "instance_inds",
     "gt_agent_fut_trajs",
     "gt_agent_fut_masks",
@@ -268,7 +269,7 @@ class PackDrivingInputs(BaseTransform):
 
     Args:
         keys: what goes into ``data_samples``; by default all of DEFAULT_KEYS that the record has.
-        meta_keys: what goes into ``img_metas``, where the record has it; ``token`` and ``scene_token`` always do.
+        meta_keys: what goes into ``img_metas``, where the record has it; ALWAYS_META always go there too.
 
     Raises:
         KeyError: the record lacks one of ``keys``.
@@ -283,10 +284,13 @@ class PackDrivingInputs(BaseTransform):
         "focal",
         "gt_depth",
         *_TENSOR_KEYS,
+        "gt_attributes",
         "fut_boxes",
         "vectors",
         "vector_labels",
     )
+
+    ALWAYS_META = ("token", "scene_token", "ego2global_translation")
 
     def __init__(
         self,
@@ -294,7 +298,7 @@ class PackDrivingInputs(BaseTransform):
         meta_keys: Sequence[str] = ("T_global", "T_global_inv", "timestamp", "instance_id"),
     ) -> None:
         self.keys = tuple(keys) if keys is not None else None
-        self.meta_keys = tuple(dict.fromkeys([*meta_keys, "token", "scene_token"]))
+        self.meta_keys = tuple(dict.fromkeys([*meta_keys, *self.ALWAYS_META]))
 
     def transform(self, results: dict) -> dict:
         keys = self.keys
