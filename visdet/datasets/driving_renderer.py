@@ -207,7 +207,8 @@ class Renderer:
     def _paint_parts(self, image: np.ndarray, camera: Camera, parts: "Parts"):
         """Paint all parts from far to near; return the owner of each painted face, its plane, and the face ids [H, W].
 
-        Ids count from 1; a plane is the vector n with n . p = 1 for points p of it in camera coordinates.
+        Ids count from 1; a plane is the vector n with n . p = 1 for points p of it in camera coordinates, followed by
+        the least and the largest depth of the face.
         """
         face_ids = np.zeros((self.height, self.width), np.int32)
         corners = (parts.corners - camera.translation) @ camera.rotation  # [m, 8, 3]
@@ -229,10 +230,11 @@ class Renderer:
                 projected = np.round(np.clip(projected, -4000, 4000) * 2**_SUBPIXEL).astype(np.int32)
                 color = parts.face_color(part, face)
                 owners.append(parts.owners[part])
-                planes.append(normals[face] / (normals[face] @ faces[face, 0]))
+                plane = normals[face] / (normals[face] @ faces[face, 0])
+                planes.append((*plane, polygon[:, 2].min(), polygon[:, 2].max()))
                 cv2.fillConvexPoly(image, projected, color, cv2.LINE_AA, _SUBPIXEL)
                 cv2.fillConvexPoly(face_ids, projected, len(owners), cv2.LINE_8, _SUBPIXEL)
-        return np.array(owners, dtype=np.int64), np.array(planes).reshape(-1, 3), face_ids
+        return np.array(owners, dtype=np.int64), np.array(planes).reshape(-1, 5), face_ids
 
     def _depth_points(self, index: int, planes: np.ndarray, face_ids: np.ndarray) -> np.ndarray:
         """Return points in the lidar frame that a grid of pixels shows, [m, 3]."""
@@ -241,7 +243,11 @@ class Renderer:
         ids, rays = face_ids[rows, columns], self._rays[index][rows, columns]
         depth = self._ground[index][2][rows, columns].copy()
         on_face = ids > 0
-        depth[on_face] = 1 / np.einsum("pi,pi->p", planes[ids[on_face] - 1], rays[on_face])
+        face = planes[ids[on_face] - 1]
+        # A pixel on the rim of a face seen from the side may miss the face, and meet its plane far away.
+        depth[on_face] = np.clip(
+            1 / np.einsum("pi,pi->p", face[:, :3], rays[on_face]), face[:, 3], face[:, 4]
+        )
         seen = np.isfinite(depth) & (depth > 0) & (depth < 70)
         camera = self.cameras[index]
         return (rays[seen] * depth[seen][:, None]) @ camera.rotation.T + camera.translation

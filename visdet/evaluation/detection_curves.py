@@ -136,6 +136,6 @@ def average_precision(curve: Curve, min_recall: float = 0.1, min_precision: floa
 
 
 def tp_error(curve: Curve, name: str, min_recall: float = 0.1) -> float:
-    """Return the mean of a running error over the recalls from ``min_recall`` to the last one reached, 1 without one."""
+    """Return the mean of a running error over the recalls from ``min_recall`` to the last reached, 1 without one."""
     first, last = round(100 * min_recall) + 1, curve.max_recall_index
     return float(curve.errors[name][first : last + 1].mean()) if last >= first else 1.0
