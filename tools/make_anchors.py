@@ -16,6 +16,7 @@ import numpy as np
 from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, make_driving_scenes
 from visdet.datasets.anchors import detection_anchors, map_anchors, motion_anchors, planning_anchors
 from visdet.datasets.driving_world import DRIVING_CLASSES
+from visdet.engine import tool_session
 
 
 def main() -> None:
@@ -36,6 +37,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     args = parser.parse_args()
 
+    with tool_session():
+        make(args)
+
+
+def make(args: argparse.Namespace) -> None:
     path, classes = Path(args.infos), args.classes or NuScenes3DDetTrackDataset.METAINFO["classes"]
     if path.suffix not in (".npz", ".pkl", ".pickle"):
         path = make_driving_scenes(path) / "driving_infos_train.npz"
@@ -49,10 +55,10 @@ def main() -> None:
     }
     out_dir = Path(args.out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    for name, make in makers.items():
+    for name, anchors_of in makers.items():
         number = getattr(args, name)
         if number:
-            anchors = make(number).astype(np.float32)
+            anchors = anchors_of(number).astype(np.float32)
             np.save(out_dir / f"kmeans_{name}_{number}.npy", anchors)
             print(
                 f"{out_dir / f'kmeans_{name}_{number}.npy'}: {list(anchors.shape)} from {len(infos)} frames"

@@ -2,7 +2,7 @@
 
 import numpy as np
 from datasets.driving_files import SMALL, driving_scenes
-from toolbox import run, succeed
+from toolbox import fail, succeed
 
 from visdet.datasets import load_infos
 from visdet.datasets.anchors import cluster, detection_anchors, map_anchors, motion_anchors, planning_anchors
@@ -75,4 +75,4 @@ def test_tool(tmp_path):
 
 
 def test_tool_without_a_file(tmp_path):
-    assert "none.npz does not exist" in run("make_anchors", tmp_path / "none.npz").stderr
+    assert "none.npz does not exist" in fail("make_anchors", tmp_path / "none.npz")
