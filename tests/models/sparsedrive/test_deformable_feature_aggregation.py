@@ -197,8 +197,8 @@ def test_rejections():
         make_module(attn_drop=1.0)
     with pytest.raises(ValueError, match="kps_generator must be a config, got None"):
         make_module(kps_generator=None)
-    with pytest.raises(ValueError, match="num_learnable_pts must be at least 1, got 0"):
-        MODELS.build({"type": "SparsePoint3DKeyPointsGenerator"})
+    with pytest.raises(ValueError, match="num_learnable_pts of at least 1, got 0"):
+        MODELS.build({"type": "SparsePoint3DKeyPointsGenerator"})(torch.zeros(1, 2, 40), None)
     with pytest.raises(ValueError, match="fix_scale must hold triples"):
         MODELS.build({"type": "SparseBox3DKeyPointsGenerator", "fix_scale": [0.0, 1.0]})
     with pytest.warns(UserWarning, match="temporal_fusion_module is never called"):

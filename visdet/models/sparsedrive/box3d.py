@@ -13,6 +13,7 @@ from ..layers.precision import at_least_float32
 __all__ = [
     "CNS",
     "COS_YAW",
+    "MAX_LOG_SIZE",
     "SIN_YAW",
     "VX",
     "VY",
@@ -34,7 +35,7 @@ YAW = 6  # of an annotated box
 CNS, YNS = 0, 1  # centerness and yawness in a quality prediction
 
 _MIN_SIZE_M = 1e-3  # a degenerate annotation stays finite
-_MAX_LOG_SIZE = 10.0  # 22 km: a diverging size stays finite
+MAX_LOG_SIZE = 10.0  # 22 km: a diverging size stays finite
 
 
 def encode_box(box: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def decode_box(anchor: Tensor) -> Tensor:
     return torch.cat(
         [
             anchor[..., :W],
-            anchor[..., W:SIN_YAW].clamp(max=_MAX_LOG_SIZE).exp(),
+            anchor[..., W:SIN_YAW].clamp(max=MAX_LOG_SIZE).exp(),
             yaw[..., None],
             anchor[..., VX:],
         ],

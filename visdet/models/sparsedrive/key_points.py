@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32, in_full_precision
-from .box3d import COS_YAW, SIN_YAW, VX, H, L, W, X, Y, Z
+from .box3d import COS_YAW, MAX_LOG_SIZE, SIN_YAW, VX, H, L, W, X, Y, Z
 
 __all__ = ["SparseBox3DKeyPointsGenerator", "SparsePoint3DKeyPointsGenerator"]
 
@@ -67,7 +67,7 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
         ``instance_feature`` the learnable points are left out. Always in float32 (float64 for float64 anchors).
         """
         anchor = at_least_float32(anchor)
-        size = anchor[..., None, [W, L, H]].exp()  # [B, N, 1, 3]
+        size = anchor[..., None, [W, L, H]].clamp(max=MAX_LOG_SIZE).exp()  # [B, N, 1, 3]
         points = self.fix_scale * size
         if self.num_learnable_pts > 0 and instance_feature is not None:
             scale = in_full_precision(self.learnable_fc, instance_feature).sigmoid() - 0.5
@@ -134,7 +134,8 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
     Args:
         embed_dims: width of the instance feature.
         num_sample: points of an anchor; it is [B, N, num_sample * 2], x and y in metres.
-        num_learnable_pts: offsets in the ground plane of each point and height, at least 1.
+        num_learnable_pts: offsets in the ground plane of each point and height; 0 for a generator that only projects
+            anchors from frame to frame.
         fix_height: heights in metres above ``ground_height``.
         ground_height: z of the ground in metres.
 
@@ -153,21 +154,19 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         ground_height: float = 0,
     ) -> None:
         super().__init__()
-        if num_learnable_pts < 1:
-            raise ValueError(
-                f"SparsePoint3DKeyPointsGenerator: num_learnable_pts must be at least 1, got {num_learnable_pts}"
-            )
         self.embed_dims = embed_dims
         self.num_sample = num_sample
         self.num_learnable_pts = num_learnable_pts
         self.fix_height = tuple(fix_height)
         self.ground_height = ground_height
         self.num_pts = num_sample * len(self.fix_height) * num_learnable_pts
-        self.learnable_fc = nn.Linear(embed_dims, self.num_pts * 2)
+        if num_learnable_pts > 0:
+            self.learnable_fc = nn.Linear(embed_dims, self.num_pts * 2)
 
     def init_weights(self) -> None:
         """Initialise the learnable points' Linear."""
-        xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
+        if self.num_learnable_pts > 0:
+            xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
 
     def forward(
         self,
@@ -178,6 +177,11 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         temp_timestamps: Sequence[Tensor] | Tensor | None = None,  # one [B] per earlier frame
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """Return key points [B, N, num_pts, 3] in metres; with earlier frames, also a list of theirs (maps stand)."""
+        if self.num_learnable_pts < 1:
+            raise ValueError(
+                "SparsePoint3DKeyPointsGenerator: key points need num_learnable_pts of at least 1, "
+                f"got {self.num_learnable_pts}"
+            )
         anchor = at_least_float32(anchor)
         sizes = (self.num_sample, len(self.fix_height), self.num_learnable_pts, 2)
         offset = in_full_precision(self.learnable_fc, instance_feature).unflatten(-1, sizes)

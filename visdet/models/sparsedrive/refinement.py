@@ -58,7 +58,7 @@ class SparseBox3DRefinementModule(BaseModule):
         self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
         self.quality_layers = _class_branch(embed_dims, 2) if with_quality_estimation else None
 
-    def init_weight(self) -> None:
+    def init_weights(self) -> None:
         """Set the class bias to a prior of 1 %."""
         if self.cls_layers is not None:
             nn.init.constant_(self.cls_layers[-1].bias, bias_init_with_prob(_PRIOR))
@@ -132,7 +132,7 @@ class SparsePoint3DRefinementModule(BaseModule):
         )
         self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
 
-    def init_weight(self) -> None:
+    def init_weights(self) -> None:
         """Set the class bias to a prior of 1 %."""
         if self.cls_layers is not None:
             nn.init.constant_(self.cls_layers[-1].bias, bias_init_with_prob(_PRIOR))
