@@ -7,7 +7,12 @@ from .deformable_aggregation import (
     deformable_aggregation_reference,
     feature_maps_format,
 )
-from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
+from .ms_deform_attn import (
+    ms_deform_attn,
+    ms_deform_attn_fused,
+    ms_deform_attn_fused_reference,
+    ms_deform_attn_reference,
+)
 
 __all__ = [
     "NotBuiltError",
@@ -17,5 +22,7 @@ __all__ = [
     "deformable_aggregation_reference",
     "feature_maps_format",
     "ms_deform_attn",
+    "ms_deform_attn_fused",
+    "ms_deform_attn_fused_reference",
     "ms_deform_attn_reference",
 ]
