@@ -18,6 +18,7 @@ from PIL import Image
 
 from visdet.engine import load_config, tool_session
 from visdet.engine.checkpoint import read_checkpoint, register_checkpoint_readers
+from visdet.engine.errors import UserError
 from visdet.engine.weights import load_weights, weights_of
 from visdet.registry import DATASETS, MODELS
 from visdet.visualization.driving_views import draw_frame, scene_of_prediction, scene_of_samples, write_gif
@@ -55,7 +56,7 @@ def main() -> None:
         bounds = np.append(dataset.scene_starts, len(dataset))
         for scene in args.scenes:
             if not 0 <= scene < len(bounds) - 1:
-                raise IndexError(
+                raise UserError(
                     f"--scenes: the data set has {len(bounds) - 1} scenes, there is no number {scene}"
                 )
             frames = range(bounds[scene], min(bounds[scene + 1], bounds[scene] + args.max_frames))
