@@ -126,17 +126,21 @@ def test_golden_vectors(suffix):
         assert relative_error(grad, arrays[f"output/grad_{name}"]) < 1e-12
 
 
-def test_gradcheck():
-    features, shapes, starts, locations, weights = make_case(2, 3, 2, 2, 6)
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradcheck(device):
+    features, shapes, starts, locations, weights = make_case(2, 3, 2, 2, 6, device=device)
     leaves = [tensor.requires_grad_() for tensor in (features, locations, weights)]
-    assert torch.autograd.gradcheck(lambda f, x, w: deformable_aggregation(f, shapes, starts, x, w), leaves)
+    assert torch.autograd.gradcheck(
+        lambda f, x, w: deformable_aggregation(f, shapes, starts, x, w), leaves, nondet_tol=1e-12
+    )
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "sizes", [(0, 5, 3, 2, 4), (2, 0, 3, 2, 4), (2, 5, 0, 2, 4), (2, 5, 3, 2, 0)], ids=str
 )
-def test_empty_sizes(sizes):
-    case = make_case(*sizes, dtype=torch.float32)
+def test_empty_sizes(sizes, device):
+    case = make_case(*sizes, dtype=torch.float32, device=device)
     output, grads = gradients(deformable_aggregation, case, torch.ones(sizes[0], sizes[1], sizes[4]))
     assert output.shape == (sizes[0], sizes[1], sizes[4]) and (output == 0).all()
     assert [grad.shape for grad in grads] == [case[0].shape, case[3].shape, case[4].shape]
@@ -244,9 +248,11 @@ def test_autocast_keeps_every_type():
         assert deformable_aggregation(case[0].bfloat16(), *case[1:]).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(dtype):
-    features, shapes, starts, locations, weights = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=dtype)
+def test_opcheck(dtype, device):
+    case = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=dtype, device=device)
+    features, shapes, starts, locations, weights = case
     leaves = (features.requires_grad_(), shapes, starts, locations.requires_grad_(), weights.requires_grad_())
     opcheck(torch.ops.visdet.deformable_aggregation.default, leaves)
 
@@ -319,3 +325,180 @@ def test_feature_maps_format_rejects():
         ValueError, match=r"each level must be \[B, V, C, H, W\] = \[2, 3, 4, H, W\], got \[2, 1, 4, 2, 3\]"
     ):
         feature_maps_format([torch.zeros(2, 3, 4, 4, 6), torch.zeros(2, 1, 4, 2, 3)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_features_at_an_odd_address(device):
+    # A slice that begins one element into its storage cannot be read 16 bytes at a time.
+    case = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32, device=device)
+    shifted = torch.empty(case[0].numel() + 1, device=device)[1:].view_as(case[0]).copy_(case[0])
+    output, grads = gradients(deformable_aggregation, (shifted, *case[1:]), torch.ones(3, 9, 256))
+    expected, expected_grads = gradients(deformable_aggregation, case, torch.ones(3, 9, 256))
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_many_pairs_on_few_texels(deterministic, device):
+    # Every sample falls into one of four cells: hundreds of records a texel, 1200 pairs a query.
+    generator = torch.Generator().manual_seed(0)
+    case = list(make_case(1, 30, 400, 2, 16, [[(3, 3)]] * 3, device=device))
+    case[3] = (torch.rand(1, 30, 400, 3, 2, generator=generator, dtype=torch.float64) * 0.2 + 0.4).to(device)
+    grad_output = torch.randn(1, 30, 16, generator=generator, dtype=torch.float64)
+    expected, expected_grads = gradients(deformable_aggregation_reference, case, grad_output)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        output, grads = gradients(deformable_aggregation, case, grad_output)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_on_request(dtype, device):
+    case = make_case(2, 200, 30, 8, 64, dtype=dtype, device=device)
+    grad_output = torch.randn(2, 200, 64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [gradients(deformable_aggregation, case, grad_output) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for output, grads in runs[1:]:
+        assert torch.equal(output, runs[0][0])
+        assert all(torch.equal(*pair) for pair in zip(grads, runs[0][1], strict=True))
+
+
+def test_saves_the_inputs_and_nothing_else():
+    features, shapes, starts, locations, weights = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        deformable_aggregation(
+            features.requires_grad_(), shapes, starts, locations.requires_grad_(), weights.requires_grad_()
+        )
+    inputs = {tensor.data_ptr() for tensor in (features, shapes, starts, locations, weights)}
+    assert {tensor.data_ptr() for tensor in saved} == inputs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tables_as_lists_and_on_the_device(device):
+    case = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32, device=device)
+    shapes, starts = case[1:3]
+    expected, expected_grads = gradients(deformable_aggregation, case, torch.ones(3, 9, 256))
+    for tables in ((shapes.tolist(), starts.tolist()), (shapes.to(device), starts.to(device).int())):
+        output, grads = gradients(
+            lambda f, h, s, x, w, tables=tables: deformable_aggregation(f, *tables, x, w),
+            case,
+            torch.ones(3, 9, 256),
+        )
+        assert torch.equal(output, expected)
+        torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_maps_than_travel_with_a_launch(device):
+    case = make_case(1, 5, 2, 2, 8, [[(3, 4)] * 5] * 20, device=device)
+    output, grads = gradients(deformable_aggregation, case, torch.ones(1, 5, 8))
+    expected, expected_grads = gradients(deformable_aggregation_reference, case, torch.ones(1, 5, 8))
+    torch.testing.assert_close((output, *grads), (expected, *expected_grads))
+
+
+@pytest.mark.cuda
+def test_tables_on_the_device_that_leave_features_yield_nan():
+    features, shapes, starts, locations, weights = make_case(
+        2, 5, 3, 2, 4, dtype=torch.float32, device="cuda"
+    )
+    locations[:] = 0.4
+    wrong = shapes.clone()
+    wrong[1, 1] = torch.tensor([1 << 40, 1 << 40])
+    case = (features, wrong.cuda(), starts.cuda(), locations, weights)
+    output, grads = gradients(deformable_aggregation, case, torch.ones(2, 5, 4))
+    assert output.isnan().all() and grads[0].isfinite().all()
+    assert grads[2][:, :, :, 1, 1].isnan().all() and grads[2][:, :, :, [0, 2]].isfinite().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ((1 << 30, 1, 1, 1, 1), "features must have fewer than 2.30 rows S on CUDA, got 1073741824"),
+        ((4, 1 << 16, 1 << 15, 1, 1), r"Q \* P \* V \* L must be under 2.30 on CUDA"),
+        ((513, 1, 1, 513, 1), r"V \* L must be at most 512 on CUDA, got 513 \* 1"),
+    ],
+)
+def test_limits_on_cuda(sizes, message):
+    S, Q, P, V, L = sizes
+    features = torch.zeros(1, device="cuda").expand(1, S, 1)
+    locations = torch.zeros(1, device="cuda").expand(1, Q, P, V, 2)
+    weights = torch.zeros(1, device="cuda").expand(1, Q, P, V, L, 1)
+    tables = torch.ones(V, L, 2, dtype=torch.int64), torch.arange(V * L).view(V, L)
+    with pytest.raises(RuntimeError, match="deformable_aggregation: " + message):
+        deformable_aggregation(features, *tables, locations, weights)
+
+
+@pytest.mark.cuda
+def test_current_stream_and_graph_capture():
+    features, shapes, starts, locations, weights = make_case(
+        *CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32, device="cuda"
+    )
+    expected = deformable_aggregation(features, shapes, starts, locations, weights)
+    grad_output = torch.ones_like(expected)
+    leaf = features.clone().requires_grad_()
+
+    def step():
+        output = deformable_aggregation(leaf, shapes, starts, locations, weights)
+        return output, torch.autograd.grad(output, leaf, grad_output)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, grad = step()
+    with torch.no_grad():
+        leaf.mul_(2)
+    graph.replay()
+    torch.testing.assert_close(output, expected * 2)
+    assert grad.isfinite().all()
+
+
+@pytest.mark.cuda
+def test_no_synchronisation():
+    case = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32, device="cuda")
+    features, shapes, starts, locations, weights = case
+    maps = [torch.randn(3, 3, 16, H, W, device="cuda") for H, W in ((4, 6), (2, 3))]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(deformable_aggregation_function, case, torch.ones(3, 9, 256, device="cuda"))
+        on_device = (
+            features,
+            shapes.cuda(non_blocking=True),
+            starts.cuda(non_blocking=True),
+            locations,
+            weights,
+        )
+        gradients(deformable_aggregation_function, on_device, torch.ones(3, 9, 256, device="cuda"))
+        feature_maps_format(feature_maps_format(maps), inverse=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+def test_more_than_two_to_the_31_elements():
+    # features have 2^31 + 2^20 elements in bfloat16 (4.3 GB); the last rows are sampled and get a gradient.
+    C, H, W = 1024, 1024, 2050
+    features = torch.zeros(1, H * W, C, dtype=torch.bfloat16, device="cuda")
+    features[:, -1] = 3
+    centre = torch.tensor([(W - 0.5) / W, (H - 0.5) / H], device="cuda").expand(1, 2, 1, 1, 2)
+    weights = torch.ones(1, 2, 1, 1, 1, 8, device="cuda")
+    out = deformable_aggregation(features.requires_grad_(), [[(H, W)]], [[0]], centre, weights)
+    torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)
+    (grad,) = torch.autograd.grad(out.sum(), features)
+    torch.testing.assert_close(grad[0, -1], torch.full_like(grad[0, -1], 2), rtol=1e-2, atol=0)
+    assert not grad[0, :-W].any()

@@ -1,5 +1,6 @@
 """Detectors and their parts; importing this package registers them."""
 
+from . import sparsedrive
 from .backbones import ResNet
 from .base_detector import BaseDetector
 from .data_preprocessor import DetDataPreprocessor
@@ -31,4 +32,5 @@ __all__ = [
     "MultiheadAttention",
     "ResNet",
     "SinePositionalEncoding",
+    "sparsedrive",
 ]

@@ -16,6 +16,8 @@ __all__ = [
     "feature_maps_format",
 ]
 
+_MAX_HOST_MAPS = 64  # maps V * L whose table travels as an argument of the CUDA kernels
+
 
 def deformable_aggregation(
     features: Tensor,  # [B, S, C]
@@ -44,11 +46,15 @@ def deformable_aggregation(
         The sums, in the type of ``features``, accumulated in float32 (float64 for float64). B, Q, P, V or L of 0
         give an empty or zero result.
 
-    Differentiable once with respect to ``features``, ``locations`` and ``weights``. Deterministic on the CPU for any
-    number of threads, forward and backward. Under autocast every tensor keeps its type.
+    Differentiable once with respect to ``features``, ``locations`` and ``weights``. Under autocast every tensor keeps
+    its type.
 
-    There is no CUDA kernel yet: elsewhere than on the CPU the plain-torch definition computes the same result, and
-    reads tables that are on the device with a synchronisation.
+    Level tables on the CPU (or sequences) are checked; on CUDA, tables on the device are read there, without a
+    synchronisation, and a map that does not lie within S yields NaN. The forward is deterministic everywhere, the
+    backward on the CPU, for any number of threads, and on CUDA under ``torch.use_deterministic_algorithms(True)``;
+    otherwise the order in which CUDA sums a feature's gradient may change between runs. The CUDA backward takes 20
+    bytes of scratch memory a sample (B * Q * P * V * L; 36 when deterministic), and CUDA wants S < 2^30,
+    Q * P * V * L < 2^30 and V * L <= 512.
 
     Raises:
         RuntimeError: a shape, type, size or device does not fit; the message names the argument.
@@ -57,8 +63,14 @@ def deformable_aggregation(
 
     Source: Sparse4D, arXiv 2211.10581, and SparseDrive, arXiv 2405.19620; the border rule is that of their kernel.
     """
-    shapes = _as_int64(level_shapes, "level_shapes").cpu()
-    starts = _as_int64(level_starts, "level_starts").cpu()
+    _library.require_cpu()
+    shapes = _as_int64(level_shapes, "level_shapes")
+    starts = _as_int64(level_starts, "level_starts")
+    is_cuda = features.device.type == "cuda"
+    if is_cuda and (shapes.is_cuda != starts.is_cuda or shapes.numel() > 2 * _MAX_HOST_MAPS):
+        shapes, starts = shapes.to(features.device), starts.to(features.device)
+    elif not is_cuda:
+        shapes, starts = shapes.cpu(), starts.cpu()
     for name, tensor in (("locations", locations), ("weights", weights)):
         if tensor.device != features.device:
             raise RuntimeError(
@@ -68,9 +80,8 @@ def deformable_aggregation(
     locations = locations.to(coordinate_dtype)
     if weights.dtype != features.dtype:
         weights = weights.to(coordinate_dtype)
-    if features.device.type not in ("cpu", "meta"):
+    if features.device.type not in ("cpu", "cuda", "meta"):
         return deformable_aggregation_reference(features, shapes, starts, locations, weights)
-    _library.require_cpu()
     return torch.ops.visdet.deformable_aggregation(features, shapes, starts, locations, weights)
 
 
@@ -236,3 +247,4 @@ if _library.is_loaded("cpu"):
     torch.library.register_fake("visdet::deformable_aggregation", _fake)
     torch.library.register_fake("visdet::deformable_aggregation_backward", _fake_backward)
     torch.library.register_autograd("visdet::deformable_aggregation", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("deformable_aggregation", "deformable_aggregation_backward")

@@ -1,7 +1,17 @@
 """Losses of classes and boxes."""
 
 from .box_losses import GIoULoss, L1Loss
+from .cross_entropy_loss import CrossEntropyLoss
 from .focal_loss import FocalLoss, sigmoid_focal_loss
+from .gaussian_focal_loss import GaussianFocalLoss
 from .reduction import reduce_loss
 
-__all__ = ["FocalLoss", "GIoULoss", "L1Loss", "reduce_loss", "sigmoid_focal_loss"]
+__all__ = [
+    "CrossEntropyLoss",
+    "FocalLoss",
+    "GIoULoss",
+    "GaussianFocalLoss",
+    "L1Loss",
+    "reduce_loss",
+    "sigmoid_focal_loss",
+]

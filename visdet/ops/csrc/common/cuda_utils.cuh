@@ -6,6 +6,9 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
 
 #include "checks.h"
 
@@ -108,6 +111,50 @@ __device__ __forceinline__ void store_pack(T* to, const A (&values)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) pack.at[i] = from_accumulate<T>(values[i]);
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+template <typename A>
+__device__ __forceinline__ A quiet_nan() {
+  return static_cast<A>(__int_as_float(0x7fffffff));
+}
+
+// One load of VEC values.
+template <typename T, int VEC, typename A>
+__device__ __forceinline__ void load_pack(const void* from, A (&to)[VEC]) {
+  const Pack<T, VEC> pack = *static_cast<const Pack<T, VEC>*>(from);  // a copy: one load
+  unpack(pack, to);
+}
+
+// One step of a reduction in which each lane keeps half of the sums.
+template <typename A>
+__device__ __forceinline__ A exchange(unsigned mask, bool upper, A low, A high, int step) {
+  return (upper ? high : low) + __shfl_xor_sync(mask, upper ? low : high, step);
+}
+
+constexpr int greatest(int a, int b) { return a > b ? a : b; }
+constexpr int least(int a, int b) { return a < b ? a : b; }
+
+inline bool aligned(const Tensor& tensor, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
+}
+
+// Contiguous, and at an address where a pair of coordinates can be read at once.
+inline Tensor contiguous_pairs(const Tensor& tensor) {
+  const Tensor dense = contiguous(tensor);
+  return aligned(dense, 16) ? dense : clone(dense);
+}
+
+inline int multiprocessors(int32_t device) {
+  int count = 0;
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return std::max(count, 1);
+}
+
+template <typename Kernel>
+void allow_shared(Kernel kernel, size_t bytes) {
+  if (bytes > 48 * 1024) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  }
 }
 
 // Calls f(T{}, A{}) with the value type T of a tensor and the type A its sums are taken in.

@@ -8,6 +8,7 @@
 
 #include "../common/bilinear.h"
 #include "../common/cuda_utils.cuh"
+#include "../common/order_records.cuh"
 #include "../ms_deform_attn.h"
 
 namespace visdet {
@@ -61,18 +62,6 @@ __device__ __forceinline__ bool load_levels(const Levels& levels, int L, int64_t
   return __syncthreads_and(follow);
 }
 
-template <typename A>
-__device__ __forceinline__ A quiet_nan() {
-  return static_cast<A>(__int_as_float(0x7fffffff));
-}
-
-// One load of VEC values.
-template <typename T, int VEC, typename A>
-__device__ __forceinline__ void load_pack(const void* from, A (&to)[VEC]) {
-  const Pack<T, VEC> pack = *static_cast<const Pack<T, VEC>*>(from);  // a copy: one load
-  unpack(pack, to);
-}
-
 // Lanes of a warp in the group of `size` threads that this thread belongs to.
 template <int SIZE>
 __device__ __forceinline__ unsigned group_mask() {
@@ -112,9 +101,6 @@ struct alignas(16) Sample {
   uint32_t row[4];  // texel of each corner, counted from the first row of value
   A weight[4];      // attention weight * corner weight
 };
-
-constexpr int greatest(int a, int b) { return a > b ? a : b; }
-constexpr int least(int a, int b) { return a < b ? a : b; }
 
 // How a group of LANES * SPLIT threads walks the samples of its ROWS rows: kPass samples of kRowsAtOnce rows at a time.
 template <int LANES, int SPLIT, int ROWS>
@@ -485,12 +471,6 @@ __global__ void __launch_bounds__(kSampleThreads)
   }
 }
 
-// One step of a reduction in which each lane keeps half of the sums.
-template <typename A>
-__device__ __forceinline__ A exchange(unsigned mask, bool upper, A low, A high, int step) {
-  return (upper ? high : low) + __shfl_xor_sync(mask, upper ? low : high, step);
-}
-
 template <typename T, typename A, int VEC, int LANES>
 __global__ void __launch_bounds__(kGatherThreads, 2)
     gather_kernel(const T* __restrict__ grad_output, const T* __restrict__ value, const LevelPlan* __restrict__ plan,
@@ -702,22 +682,15 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
   }
 }
 
-// The records of each cell in the order of their samples; a warp takes a cell. Up to 32 records it compares each with
-// each; more it marks in a bitmap of kBitmap samples at a time, whose set bits it counts.
+// The records of each cell in the order of their samples; a warp takes a cell.
 constexpr int kOrderThreads = 128;
-constexpr int kBitmapWords = 1024;  // of a warp: 32 a lane
 
 template <typename A>
 __global__ void __launch_bounds__(kOrderThreads)
     order_kernel(const LevelPlan* __restrict__ plan, const int32_t* __restrict__ starts,
                  const Record<A>* __restrict__ records, Record<A>* __restrict__ ordered,
                  const MsDeformAttnProblem problem, int64_t head_slots) {
-  constexpr int kPadded = kBitmapWords + 32;  // one word more every 32: a lane's own words lie in different banks
-  __shared__ uint32_t bitmaps[kOrderThreads / 32][kPadded];
-  __shared__ int32_t befores[kOrderThreads / 32][kPadded];  // set bits of earlier words
-  const int lane = threadIdx.x % 32;
-  uint32_t* bitmap = bitmaps[threadIdx.x / 32];
-  int32_t* before = befores[threadIdx.x / 32];
+  __shared__ OrderBitmap bitmaps[kOrderThreads / 32];
   const uint32_t head = blockIdx.y + blockIdx.z * 65535u;
   if (head >= static_cast<uint32_t>(problem.B * problem.G)) return;
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (kOrderThreads / 32);
@@ -727,59 +700,8 @@ __global__ void __launch_bounds__(kOrderThreads)
     for (; cell < cells; cell += warps) {
       const int64_t at = first + cell;
       const int32_t begin = starts[at], end = starts[at + 1], count = end - begin;
-      if (count == 0) continue;
       const int64_t offset = (static_cast<int64_t>(head) * problem.L + l) * problem.Q * problem.P + begin;
-      const Record<A>* from = records + offset;
-      Record<A>* to = ordered + offset;
-      if (count <= 32) {
-        const Record<A> record = from[min(lane, count - 1)];
-        int32_t rank = 0;
-        for (int n = 0; n < count; ++n) rank += __shfl_sync(0xffffffffu, record.sample, n) < record.sample;
-        if (lane < count) to[rank] = record;
-        continue;
-      }
-      int32_t lowest = INT32_MAX, highest = 0;
-      for (int32_t i = lane; i < count; i += 32) {
-        lowest = min(lowest, from[i].sample), highest = max(highest, from[i].sample);
-      }
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-        lowest = min(lowest, __shfl_xor_sync(0xffffffffu, lowest, step));
-        highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, step));
-      }
-      int32_t placed = 0;
-      for (int64_t window = lowest; window <= highest; window += kBitmapWords * 32) {
-        for (int i = lane; i < kPadded; i += 32) bitmap[i] = 0;
-        __syncwarp();
-        for (int32_t i = lane; i < count; i += 32) {
-          const int64_t bit = from[i].sample - window;
-          if (bit >= 0 && bit < kBitmapWords * 32) atomicOr(&bitmap[bit / 32 + bit / 1024], 1u << (bit % 32));
-        }
-        __syncwarp();
-        int32_t total = 0;
-        for (int i = 0; i < 32; ++i) total += __popc(bitmap[lane * 33 + i]);
-        int32_t inclusive = total;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-          const int32_t other = __shfl_up_sync(0xffffffffu, inclusive, step);
-          if (lane >= step) inclusive += other;
-        }
-        int32_t sum = placed + inclusive - total;
-        for (int i = 0; i < 32; ++i) {
-          before[lane * 33 + i] = sum;
-          sum += __popc(bitmap[lane * 33 + i]);
-        }
-        placed = __shfl_sync(0xffffffffu, sum, 31);
-        __syncwarp();
-        for (int32_t i = lane; i < count; i += 32) {
-          const Record<A> record = from[i];
-          const int64_t bit = record.sample - window;
-          if (bit < 0 || bit >= kBitmapWords * 32) continue;
-          const int word = static_cast<int>(bit / 32 + bit / 1024);
-          to[before[word] + __popc(bitmap[word] & ((1u << (bit % 32)) - 1))] = record;
-        }
-        __syncwarp();
-      }
+      order_records(records + offset, ordered + offset, count, bitmaps[threadIdx.x / 32]);
     }
     cell -= cells;
   }
@@ -820,29 +742,6 @@ void check_sizes(const MsDeformAttnProblem& problem) {
                " * ", problem.C);
   VISDET_CHECK("ms_deform_attn", problem.B * problem.G <= INT32_MAX, "B * G must be under 2^31, got ", problem.B, " * ",
                problem.G);
-}
-
-bool aligned(const Tensor& tensor, size_t bytes) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
-}
-
-// Contiguous, and at an address where a pair of coordinates can be read at once.
-Tensor contiguous_pairs(const Tensor& tensor) {
-  const Tensor dense = contiguous(tensor);
-  return aligned(dense, 16) ? dense : clone(dense);
-}
-
-int multiprocessors(int32_t device) {
-  int count = 0;
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return std::max(count, 1);
-}
-
-template <typename Kernel>
-void allow_shared(Kernel kernel, size_t bytes) {
-  if (bytes > 48 * 1024) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  }
 }
 
 unsigned grid_size(int64_t blocks) {

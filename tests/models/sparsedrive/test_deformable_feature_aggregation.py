@@ -1,0 +1,210 @@
+"""DeformableFeatureAggregation and its key points: golden vectors, by hand, and what configs may ask."""
+
+import math
+
+import pytest
+import torch
+from sparsedrive_golden import built, close
+
+from visdet.ops import feature_maps_format
+from visdet.registry import MODELS
+
+BOX_POINTS = {
+    "type": "SparseBox3DKeyPointsGenerator",
+    "num_learnable_pts": 2,
+    "fix_scale": [[0, 0, 0], [0.45, 0, 0]],
+}
+LINE_POINTS = {
+    "type": "SparsePoint3DKeyPointsGenerator",
+    "num_sample": 4,
+    "num_learnable_pts": 2,
+    "fix_height": (0, 1),
+    "ground_height": -1.5,
+}
+
+
+def make_module(**changes):
+    config = {
+        "type": "DeformableFeatureAggregation",
+        "embed_dims": 16,
+        "num_groups": 4,
+        "num_levels": 2,
+        "num_cams": 2,
+        "kps_generator": BOX_POINTS,
+        "use_deformable_func": True,
+        **changes,
+    }
+    torch.manual_seed(0)
+    module = MODELS.build(config)
+    torch.nn.init.normal_(module.weights_fc.weight, std=0.3)
+    return module
+
+
+def make_inputs(B=2, N=5, anchor_dims=11, C=16):
+    """Return instance features, anchors in front of both cameras, embeddings, maps, metas."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    anchor = draw(B, N, anchor_dims) * 0.5
+    # Camera 0 looks along +x, camera 1 along -x: u = 32 + 30 * lateral / depth.
+    forward = torch.tensor([[32.0, -30, 0, 160], [16, 0, -30, 80], [1, 0, 0, 5], [0, 0, 0, 1]])
+    backward = torch.tensor([[-32.0, 30, 0, 160], [-16, 0, -30, 80], [-1, 0, 0, 5], [0, 0, 0, 1]])
+    metas = {
+        "projection_mat": torch.stack([forward, backward]).expand(B, -1, -1, -1),
+        "image_wh": torch.tensor([64.0, 32.0]).expand(B, 2, 2),
+    }
+    maps = [draw(B, 2, C, 8, 16), draw(B, 2, C, 4, 8)]
+    return draw(B, N, C), anchor, draw(B, N, C), maps, metas
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("use_deformable_func", [False, True])
+@pytest.mark.parametrize(
+    "case", ["DeformableFeatureAggregation", "DeformableFeatureAggregation_add_no_camera_embed"]
+)
+def test_matches_golden(case, use_deformable_func, flat):
+    module, given, expected = built(case, "DeformableFeatureAggregation")
+    module.use_deformable_func = use_deformable_func
+    metas = {"projection_mat": given["projection_mat"], "image_wh": given["image_wh"]}
+    maps = [given[f"feature_maps/{level}"] for level in range(3)]
+    features = feature_maps_format(maps)
+    for actual, name in zip(features, ("feature", "spatial_shape", "start_index"), strict=True):
+        close(actual, expected[f"flat_{name}"])
+    points = module.kps_generator(given["anchor"], given["instance_feature"])
+    close(points, expected["key_points"])
+    close(module.project_points(points, **metas), expected["points_2d"])
+    close(module._get_weights(given["instance_feature"], given["anchor_embed"], metas), expected["weights"])
+    output = module(
+        given["instance_feature"], given["anchor"], given["anchor_embed"], features if flat else maps, metas
+    )
+    close(output, expected["output"])
+
+
+@pytest.mark.parametrize("kind", ["SparseBox3DKeyPointsGenerator", "SparsePoint3DKeyPointsGenerator"])
+def test_key_points_match_golden(kind):
+    module, given, expected = built(kind)
+    leaves = [given[name].requires_grad_() for name in ("anchor", "instance_feature")]
+    points = module(*leaves)
+    close(points, expected["key_points"])
+    grads = torch.autograd.grad(points, leaves, given["grad_output"])
+    close(grads[0], expected["grad_anchor"])
+    close(grads[1], expected["grad_instance_feature"])
+    times = given["T_cur2temp"], given["cur_timestamp"], given["temp_timestamps"]
+    again, earlier = module(*leaves, *times)
+    close(again, expected["key_points"])
+    close(torch.stack(earlier), expected["temp_key_points"])
+    close(torch.stack(module.anchor_projection(leaves[0], times[0])), expected["projection"])
+    if kind == "SparseBox3DKeyPointsGenerator":
+        close(module(leaves[0]), expected["fixed_only"])
+        close(
+            torch.stack(module.anchor_projection(leaves[0], *times)), expected["projection_with_timestamps"]
+        )
+        intervals = times[1] - times[2]
+        close(
+            torch.stack(module.anchor_projection(leaves[0], times[0], time_intervals=intervals)),
+            expected["projection_with_time_intervals"],
+        )
+        close(module.distance(leaves[0]), expected["distance"])
+
+
+def test_box_key_points_by_hand():
+    # A box of 4 x 2 x 1 m at (10, 0, 0), heading along y: its front face is at y = 0.45 * 4.
+    anchor = torch.tensor([[[10.0, 0, 0, math.log(4), math.log(2), 0, 1, 0, 0, 0, 0]]])
+    module = MODELS.build(
+        {"type": "SparseBox3DKeyPointsGenerator", "fix_scale": [[0.45, 0, 0], [0, 0.45, 0.5]]}
+    )
+    expected = torch.tensor([[[[10.0, 1.8, 0], [9.1, 0, 0.5]]]])
+    torch.testing.assert_close(module(anchor), expected)
+
+
+def test_anchor_projection_by_hand():
+    # At 2 m/s along x, 0.5 s later, in a frame turned by +90 degrees: (10, 0) becomes (0, 11), heading -y -> x.
+    anchor = torch.tensor([[[10.0, 0, 0, 0, 0, 0, 0, 1, 2, 0, 0]]])  # sin 0, cos 1
+    turn = torch.tensor([[[0.0, -1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]])
+    module = MODELS.build({"type": "SparseBox3DKeyPointsGenerator"})
+    (moved,) = module.anchor_projection(anchor, [turn], time_intervals=[torch.tensor([-0.5])])
+    torch.testing.assert_close(moved, torch.tensor([[[0.0, 11, 0, 0, 0, 0, 1, 0, 0, 2, 0]]]))
+
+
+def test_line_key_points_by_hand():
+    module = MODELS.build({**LINE_POINTS, "embed_dims": 3, "num_learnable_pts": 1, "num_sample": 2})
+    torch.nn.init.zeros_(module.learnable_fc.weight)
+    torch.nn.init.zeros_(module.learnable_fc.bias)
+    points = module(torch.tensor([[[1.0, 2, 3, 4]]]), torch.zeros(1, 1, 3))
+    assert points.tolist() == [[[[1, 2, -1.5], [1, 2, -0.5], [3, 4, -1.5], [3, 4, -0.5]]]]
+
+
+@pytest.mark.parametrize("use_camera_embed", [False, True])
+@pytest.mark.parametrize("generator", [BOX_POINTS, LINE_POINTS], ids=["box", "line"])
+def test_operator_and_plain_torch_agree(generator, use_camera_embed):
+    module = make_module(kps_generator=generator, use_camera_embed=use_camera_embed)
+    inputs = make_inputs(anchor_dims=11 if generator is BOX_POINTS else 8)
+    results = []
+    for use_deformable_func in (True, False):
+        module.use_deformable_func = use_deformable_func
+        module.zero_grad()
+        output = module(*inputs)
+        output.square().sum().backward()
+        results.append([output, *(p.grad for p in module.parameters() if p.requires_grad)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert all(result.abs().sum() > 0 for result in results[0])
+
+
+def test_config_is_left_alone_and_residual_modes():
+    before = dict(BOX_POINTS)
+    inputs = make_inputs()
+    added = make_module(residual_mode="add").eval()
+    joined = make_module(residual_mode="cat").eval()
+    assert before == BOX_POINTS
+    output = joined(*inputs)
+    assert output.shape == (2, 5, 32) and torch.equal(output[..., 16:], inputs[0])
+    torch.testing.assert_close(added(*inputs), output[..., :16] + inputs[0])
+
+
+def test_attention_dropout_drops_whole_pairs():
+    module = make_module(attn_drop=0.5)
+    instance_feature, _, anchor_embed, _, metas = make_inputs(N=50)
+    weights = module._get_weights(instance_feature, anchor_embed, metas)  # [B, N, V, L, P, G]
+    is_zero = (weights == 0).flatten(-1)
+    whole = (weights == 0).all(5).all(3)
+    assert torch.equal(whole[:, :, :, None, :, None].expand_as(is_zero), is_zero)
+    assert 0.4 < whole.float().mean() < 0.6
+    kept = module.eval()._get_weights(instance_feature, anchor_embed, metas)
+    torch.testing.assert_close(weights[weights != 0], 2 * kept[weights != 0])
+    torch.testing.assert_close(kept.sum((2, 3, 4)), torch.ones(2, 50, 4))
+
+
+def test_autocast_keeps_coordinates_in_float32():
+    module = make_module(use_camera_embed=True).eval()
+    instance_feature, anchor, anchor_embed, maps, metas = make_inputs()
+    expected = module(instance_feature, anchor, anchor_embed, maps, metas)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        points = module.kps_generator(anchor, instance_feature)
+        assert points.dtype == module.project_points(points, **metas).dtype == torch.float32
+        output = module(instance_feature, anchor, anchor_embed, [level.bfloat16() for level in maps], metas)
+    assert (output.float() - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_rejections():
+    with pytest.raises(ValueError, match="num_groups must divide embed_dims = 16, got 3"):
+        make_module(num_groups=3)
+    with pytest.raises(ValueError, match="residual_mode must be 'add' or 'cat', got 'sum'"):
+        make_module(residual_mode="sum")
+    with pytest.raises(ValueError, match=r"attn_drop must be in \[0, 1\), got 1"):
+        make_module(attn_drop=1.0)
+    with pytest.raises(ValueError, match="kps_generator must be a config, got None"):
+        make_module(kps_generator=None)
+    with pytest.raises(ValueError, match="num_learnable_pts of at least 1, got 0"):
+        MODELS.build({"type": "SparsePoint3DKeyPointsGenerator"})(torch.zeros(1, 2, 40), None)
+    with pytest.raises(ValueError, match="fix_scale must hold triples"):
+        MODELS.build({"type": "SparseBox3DKeyPointsGenerator", "fix_scale": [0.0, 1.0]})
+    with pytest.warns(UserWarning, match="temporal_fusion_module is never called"):
+        make_module(temporal_fusion_module={"type": "anything"})
+    inputs = list(make_inputs())
+    with pytest.raises(ValueError, match=r"must be \[B, 3, 4, 4\] \(num_cams = 3\), got \[2, 2, 4, 4\]"):
+        make_module(num_cams=3)(*inputs)
+    with pytest.raises(ValueError, match=r"must be of 2 cameras and 3 levels, got \[2, 2\]"):
+        make_module(num_levels=3)(*inputs)

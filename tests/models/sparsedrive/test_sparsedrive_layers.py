@@ -1,0 +1,119 @@
+"""Attention, feed-forward block, encoders and refinement of SparseDrive."""
+
+import math
+
+import pytest
+import torch
+from sparsedrive_golden import built, close
+
+from visdet.models.sparsedrive import (
+    AsymmetricFFN,
+    MultiheadFlashAttention,
+    SparseBox3DEncoder,
+    SparseBox3DRefinementModule,
+    SparsePoint3DRefinementModule,
+)
+from visdet.models.sparsedrive.box3d import decode_box, encode_box
+from visdet.models.sparsedrive.mlp import linear_relu_ln
+
+
+@pytest.mark.parametrize("case", ["SparseBox3DEncoder_cat", "SparseBox3DEncoder_add", "SparsePoint3DEncoder"])
+def test_encoders_match_golden(case):
+    module, given, expected = built(case, case.split("_")[0])
+    close(module(given["anchor"]), expected["output"])
+
+
+@pytest.mark.parametrize("case", ["SparseBox3DRefinementModule", "SparseBox3DRefinementModule_normalize_yaw"])
+def test_box_refinement_matches_golden(case):
+    module, given, expected = built(case, "SparseBox3DRefinementModule")
+    inputs = [given[name] for name in ("instance_feature", "anchor", "anchor_embed")]
+    anchor, classification, quality = module(*inputs, given["time_interval"])
+    close(anchor, expected["anchor"])
+    close(classification, expected["classification"])
+    close(quality, expected["quality"])
+    close(module(*inputs, 1.0, return_cls=False)[0], expected["anchor_time_interval_1"])
+
+
+def test_line_refinement_matches_golden():
+    module, given, expected = built("SparsePoint3DRefinementModule")
+    anchor, classification, quality = module(
+        given["instance_feature"], given["anchor"], given["anchor_embed"]
+    )
+    close(anchor, expected["anchor"])
+    close(classification, expected["classification"])
+    assert quality is None
+
+
+@pytest.mark.parametrize("case", ["AsymmetricFFN", "AsymmetricFFN_same_width"])
+def test_ffn_matches_golden(case):
+    module, given, expected = built(case, "AsymmetricFFN")
+    close(module(given["x"]), expected["output"])
+
+
+def test_attention_matches_golden():
+    module, given, expected = built("MultiheadFlashAttention")
+    query, key, value, query_pos, key_pos = (
+        given[name] for name in ("query", "key", "value", "query_pos", "key_pos")
+    )
+    close(module(query, query_pos=query_pos), expected["self_attention"])
+    close(module(query, key, value, query_pos=query_pos, key_pos=key_pos), expected["cross_attention"])
+    close(module(query, key, query_pos=query_pos, key_pos=key_pos), expected["key_only"])
+
+
+def test_attention_mask_hides_instances():
+    module = MultiheadFlashAttention(16, 2).eval()
+    x = torch.randn(2, 5, 16)
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    mask[:3, 3:] = True
+    alone = module(x[:, :3])
+    torch.testing.assert_close(module(x, attn_mask=mask)[:, :3], alone)
+
+
+def test_attention_dropout_keyword_leaves_the_config_and_later_instances_alone():
+    config = {"embed_dims": 16, "num_heads": 2, "dropout": 0.3, "dropout_layer": {"type": "Dropout"}}
+    module = MultiheadFlashAttention(**config)
+    assert module.attn.dropout == 0.3 and module.dropout_layer.p == 0.3
+    assert config["dropout_layer"] == {"type": "Dropout"}
+    assert MultiheadFlashAttention(16, 2).attn.dropout == 0.0
+
+
+def test_rejections():
+    with pytest.raises(ValueError, match=r"batch_first must be True, got False"):
+        MultiheadFlashAttention(16, 2, batch_first=False)
+    with pytest.raises(ValueError, match=r"num_fcs must be at least 2, got 1"):
+        AsymmetricFFN(num_fcs=1)
+    with pytest.raises(ValueError, match=r"mode must be 'add' or 'cat', got 'mul'"):
+        SparseBox3DEncoder(8, mode="mul")
+    for module, width in (
+        (SparseBox3DRefinementModule(8, with_cls_branch=False), 11),
+        (SparsePoint3DRefinementModule(8, num_sample=2, with_cls_branch=False), 4),
+    ):
+        with pytest.raises(ValueError, match="return_cls must be False without a class branch"):
+            module(torch.zeros(1, 2, 8), torch.zeros(1, 2, width), torch.zeros(1, 2, 8))
+
+
+def test_linear_relu_ln_order():
+    kinds = [type(layer).__name__ for layer in linear_relu_ln(4, 2, 1, 3)]
+    assert kinds == ["Linear", "ReLU", "Linear", "ReLU", "LayerNorm"]
+
+
+def test_box_code_by_hand():
+    box = torch.tensor([[1.0, 2.0, 3.0, math.e, 1.0, math.e**2, math.pi / 2, 4.0, 5.0]])
+    code = encode_box(box)
+    torch.testing.assert_close(code, torch.tensor([[1.0, 2, 3, 1, 0, 2, 1, 0, 4, 5]]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(decode_box(code), box)
+    assert encode_box(torch.zeros(1, 9)).isfinite().all()
+    assert decode_box(torch.full((1, 11), 1e4)).isfinite().all()
+
+
+def test_anchors_keep_float32_under_autocast():
+    torch.manual_seed(0)
+    encoder = SparseBox3DEncoder([8, 4, 4, 4], mode="cat", output_fc=False)
+    refine = SparseBox3DRefinementModule(20, refine_yaw=True, with_quality_estimation=True)
+    anchor = torch.randn(1, 3, 11) * 30
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        embed = encoder(anchor)
+        refined, classification, _ = refine(embed, anchor, embed)
+    torch.testing.assert_close(embed, encoder(anchor), rtol=0, atol=0)
+    assert refined.dtype == torch.float32 and classification.dtype == torch.bfloat16
+    torch.testing.assert_close(refined, refine(embed, anchor, embed)[0], rtol=0, atol=0)

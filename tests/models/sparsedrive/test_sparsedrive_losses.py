@@ -1,0 +1,150 @@
+"""Losses of SparseDrive: boxes, quality, polylines, depth."""
+
+import math
+
+import pytest
+import torch
+from sparsedrive_golden import built, close, module_case
+
+from visdet.models.losses import CrossEntropyLoss, FocalLoss, GaussianFocalLoss, L1Loss
+from visdet.models.sparsedrive import DenseDepthNet, LinesL1Loss, SparseBox3DLoss
+from visdet.registry import MODELS
+
+BOX_LOSS = {
+    "type": "SparseBox3DLoss",
+    "loss_box": {"type": "L1Loss", "loss_weight": 0.25},
+    "loss_centerness": {"type": "CrossEntropyLoss", "use_sigmoid": True},
+    "loss_yawness": {"type": "GaussianFocalLoss"},
+    "cls_allow_reverse": [5],
+}
+
+
+def gradients(loss, *inputs):
+    return torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+
+
+def test_box_losses_match_golden():
+    _, _, given, expected = module_case("losses")
+    loss = MODELS.build(BOX_LOSS)
+    box, quality = given["box"].requires_grad_(), given["quality"].requires_grad_()
+    target = given["box_target"].clone()
+    out = loss(
+        box,
+        target,
+        weight=given["box_weight"],
+        avg_factor=given["avg_factor"],
+        prefix="det_",
+        suffix="_0",
+        quality=quality,
+        cls_target=given["cls_target"],
+    )
+    assert torch.equal(target, given["box_target"])
+    for name, value in out.items():
+        close(value, expected[f"box3d/{name}"])
+        for source, gradient in zip(("box", "quality"), gradients(value, box, quality), strict=True):
+            if f"box3d/{name}/grad_{source}" in expected:
+                close(gradient, expected[f"box3d/{name}/grad_{source}"])
+    close(loss.reversed_target(box, target, given["cls_target"]), expected["box3d/target_after_reverse"])
+
+
+def test_focal_losses_and_line_loss_match_golden():
+    config, _, given, expected = module_case("losses")
+    gauss = GaussianFocalLoss(**config["gaussian_focal"])
+    pred = given["gauss_pred"].requires_grad_()
+    focal = FocalLoss(**config["focal"])
+    logits = given["focal_pred"].requires_grad_()
+    line = given["line"].requires_grad_()
+    lines = MODELS.build(
+        {
+            "type": "SparseLineLoss",
+            "loss_line": {"type": "LinesL1Loss", "loss_weight": 10.0, "beta": 0.01},
+            "num_sample": 20,
+            "roi_size": (30, 60),
+        }
+    )
+    avg = given["avg_factor"]
+    of_line = lines(line, given["line_target"], weight=given["line_weight"], avg_factor=avg)["loss_line"]
+    for name, value, source, kind in (
+        ("gaussian_focal_avg_factor", gauss(pred, given["gauss_target"], avg_factor=avg), pred, "pred"),
+        ("gaussian_focal_mean", gauss(pred, given["gauss_target"]), pred, "pred"),
+        ("focal_avg_factor", focal(logits, given["focal_target"], avg_factor=avg), logits, "pred"),
+        ("line", of_line, line, "line"),
+    ):
+        close(value, expected[name])
+        close(gradients(value, source)[0], expected[f"{name}/grad_{kind}"])
+
+
+def test_masked_rows_equal_picked_rows():
+    torch.manual_seed(0)
+    loss = MODELS.build(BOX_LOSS)
+    box, target, quality = torch.randn(6, 10), torch.randn(6, 10), torch.randn(6, 2)
+    labels, weight = torch.tensor([5, 0, 5, 1, 5, 2]), torch.rand(6, 10)
+    mask = torch.tensor([True, False, True, True, False, False])
+    masked = loss(box, target, weight, torch.tensor(3.0), quality=quality, cls_target=labels, mask=mask)
+    picked = loss(box[mask], target[mask], weight[mask], 3.0, quality=quality[mask], cls_target=labels[mask])
+    for name, value in picked.items():
+        torch.testing.assert_close(masked[name], value)
+
+
+def test_no_rows_give_a_zero_with_a_gradient():
+    loss = MODELS.build(BOX_LOSS)
+    box, quality = torch.zeros(0, 10, requires_grad=True), torch.zeros(0, 2, requires_grad=True)
+    out = loss(box, torch.zeros(0, 10), avg_factor=1.0, quality=quality, cls_target=torch.zeros(0).long())
+    assert all(float(value.detach()) == 0 for value in out.values())
+    sum(out.values()).backward()
+    assert box.grad is not None and quality.grad is not None
+
+
+def test_quality_targets_by_hand():
+    loss = SparseBox3DLoss(L1Loss(), CrossEntropyLoss(use_sigmoid=True), GaussianFocalLoss())
+    box = torch.zeros(1, 10)
+    target = torch.zeros(1, 10)
+    box[0, 6], target[0, 6], target[0, 0] = 1, 1, 3.0
+    out = loss(box, target, avg_factor=1.0, quality=torch.zeros(1, 2))
+    assert out["loss_cns"].item() == pytest.approx(math.log(2))  # at logit 0 whatever the target
+    assert out["loss_yns"].item() == pytest.approx(0.25 * math.log(2))
+    assert out["loss_box"].item() == 3.0
+
+
+def test_cross_entropy_by_hand():
+    logits = torch.tensor([[0.0, math.log(3)]])
+    assert CrossEntropyLoss()(logits, torch.tensor([1])).item() == pytest.approx(math.log(4 / 3))
+    weighted = CrossEntropyLoss(class_weight=[1.0, 2.0], loss_weight=0.5)
+    assert weighted(logits, torch.tensor([1])).item() == pytest.approx(math.log(4 / 3))
+    with pytest.raises(ValueError, match="use_mask must be False"):
+        CrossEntropyLoss(use_mask=True)
+    with pytest.raises(ValueError, match="class_weight must be None with use_sigmoid"):
+        CrossEntropyLoss(use_sigmoid=True, class_weight=[1.0])
+    with pytest.raises(ValueError, match="label must have the shape of cls_score"):
+        CrossEntropyLoss(use_sigmoid=True)(logits, torch.tensor([1]))
+    with pytest.raises(ValueError, match="pred and target must have one shape"):
+        GaussianFocalLoss()(logits, torch.tensor([1]))
+
+
+def test_lines_l1_by_hand():
+    pred, target = torch.tensor([[0.0, 0, 0, 1]]), torch.zeros(1, 4)
+    assert LinesL1Loss(beta=0, loss_weight=3.0)(pred, target, avg_factor=1.0).item() == 1.5
+    assert LinesL1Loss(beta=2.0)(pred, target, avg_factor=1.0).item() == pytest.approx(0.125)
+
+
+def test_depth_matches_golden():
+    module, given, expected = built("DenseDepthNet")
+    maps = [given[f"feature_maps/{i}"] for i in range(3)]
+    depths = module(maps, given["focal"])
+    for i, depth in enumerate(depths):
+        close(depth, expected[f"depths/{i}"])
+    close(module.loss(depths, [given[f"gt_depth/{i}"] for i in range(3)]), expected["loss"])
+
+
+def test_depth_survives_divergence_and_no_ground_truth():
+    module = DenseDepthNet(embed_dims=2, num_depth_layers=1).train()
+    maps = [torch.full((1, 1, 2, 2, 2), 1e4, requires_grad=True)]
+    torch.nn.init.constant_(module.depth_layers[0].weight, 1.0)
+    depths = module(maps)
+    assert depths[0].isfinite().all()
+    for gt in (torch.full((1, 1, 2, 2), 5.0), torch.zeros(1, 1, 2, 2)):
+        module.loss(module(maps), [gt]).backward()
+        assert maps[0].grad.isfinite().all()
+    assert float(module.loss(depths, [torch.zeros(1, 1, 2, 2)]).detach()) == 0
+    depths[0].data[0, 0, 0, 0] = math.nan
+    assert module.loss(depths, [torch.full((1, 1, 2, 2), 5.0)]).isfinite()

@@ -1,0 +1,147 @@
+"""Decoders, GridMask and FPN."""
+
+import numpy as np
+import pytest
+import torch
+from sparsedrive_golden import built, close
+
+from visdet.models.necks import FPN
+from visdet.models.sparsedrive import GridMask, SparseBox3DDecoder, SparsePoint3DDecoder
+from visdet.registry import TASK_UTILS
+
+
+@pytest.mark.parametrize("variant", ["", "_no_ids", "_threshold_no_quality", "_threshold"])
+def test_box_decoder_matches_golden(variant):
+    decoder, given, expected = built(f"SparseBox3DDecoder{variant}", "SparseBox3DDecoder", TASK_UTILS)
+    results = decoder.decode(
+        [given["cls_scores"]], [given["box_preds"]], given.get("instance_id"), [given.get("quality")]
+    )
+    for i, result in enumerate(results):
+        for name, value in result.items():
+            # The peer leaves cls_scores in the order before the boxes were sorted anew; ours belong to their boxes.
+            stored = "cls_scores_aligned" if name == "cls_scores" else name
+            close(value, expected[f"sample/{i}/{stored}"])
+        for key in expected:
+            if key.startswith(f"sample/{i}/"):
+                assert key.split("/")[-1].removesuffix("_aligned") in result
+
+
+def test_fewer_predictions_than_outputs():
+    (result,) = SparseBox3DDecoder(num_output=300).decode([torch.zeros(1, 4, 3)], [torch.zeros(1, 4, 11)])
+    assert result["boxes_3d"].shape == (12, 10) and sorted(result["labels_3d"].tolist()) == sorted(
+        [0, 1, 2] * 4
+    )
+    (result,) = SparseBox3DDecoder().decode(
+        [torch.zeros(1, 4, 3)], [torch.zeros(1, 4, 11)], torch.arange(4)[None]
+    )
+    assert sorted(result["instance_ids"].tolist()) == [0, 1, 2, 3]
+
+
+def test_centerness_decides_the_order_by_hand():
+    logits = torch.tensor([[[2.0, -9.0], [1.0, -9.0]]])
+    quality = torch.tensor([[[-3.0, 0.0], [3.0, 0.0]]])
+    boxes = torch.zeros(1, 2, 11)
+    boxes[0, 1, 0] = 7.0
+    (result,) = SparseBox3DDecoder(num_output=2).decode([logits], [boxes], torch.tensor([[4, 5]]), [quality])
+    assert result["boxes_3d"][:, 0].tolist() == [7, 0] and result["instance_ids"].tolist() == [5, 4]
+    torch.testing.assert_close(result["cls_scores"], torch.tensor([1.0, 2.0]).sigmoid())
+    torch.testing.assert_close(
+        result["scores_3d"][0], torch.tensor(1.0).sigmoid() * torch.tensor(3.0).sigmoid()
+    )
+
+
+def test_line_decoder_matches_golden():
+    decoder, given, expected = built("SparsePoint3DDecoder", registry=TASK_UTILS)
+    for i, result in enumerate(decoder.decode([given["cls_scores"]], [given["pts_preds"]])):
+        close(np.stack(result["vectors"]), expected[f"sample/{i}/vectors"])
+        close(result["scores"], expected[f"sample/{i}/scores"])
+        close(result["labels"], expected[f"sample/{i}/labels"])
+
+
+def test_line_threshold():
+    logits = torch.tensor([[[3.0, -3.0], [-3.0, -3.0]]])
+    (result,) = SparsePoint3DDecoder(score_threshold=0.5).decode([logits], [torch.zeros(1, 2, 8)])
+    assert len(result["vectors"]) == 1 and result["vectors"][0].shape == (4, 2) and result["labels"] == [0]
+
+
+def test_grid_mask_blanks_stripes():
+    mask = GridMask(True, False, mode=0, prob=1.0).train()
+    images = torch.ones(2, 3, 40, 30)
+    shares = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        out = mask(images)
+        assert torch.equal(out[0], out[1]) and (out == out[..., :1]).all()  # whole rows, alike in every image
+        assert set(out.unique().tolist()) <= {0.0, 1.0}
+        shares.add(round(float(out.mean()), 3))
+    assert len(shares) > 5
+    torch.manual_seed(3)
+    first = mask(images)
+    torch.manual_seed(3)
+    assert torch.equal(first, mask(images))
+
+
+def test_grid_mask_half_stays_on_average():
+    torch.manual_seed(0)
+    images = torch.ones(1, 1, 64, 64)
+    rows = torch.stack([GridMask(True, False, prob=1.0).train()(images).mean() for _ in range(300)])
+    assert 0.4 < float(rows.mean()) < 0.65
+    squares = torch.stack([GridMask(True, True, mode=1, prob=1.0).train()(images).mean() for _ in range(300)])
+    assert 0.6 < float(squares.mean()) < 0.85  # what lies in a stripe of either direction stays
+
+
+def test_grid_mask_applies_as_often_as_asked():
+    torch.manual_seed(0)
+    mask = GridMask(True, True, mode=1, prob=0.3).train()
+    images = torch.ones(1, 1, 32, 32)
+    changed = sum(bool((mask(images) != images).any()) for _ in range(400))
+    assert 80 < changed < 160
+    assert mask.eval()(images) is images
+    mask.set_prob(0, 10)
+    assert mask.train()(images) is images
+
+
+def test_grid_mask_turns_and_fills_with_noise():
+    torch.manual_seed(0)
+    mask = GridMask(True, False, rotate=90, offset=True, prob=1.0).train()
+    outs = [mask(torch.full((1, 1, 32, 32), 5.0)) for _ in range(20)]
+    assert any((out != 5).any() and not ((out == 5) == (out == 5)[..., :1]).all() for out in outs)
+    assert all(((out == 5) | (out.abs() <= 1)).all() for out in outs)
+
+
+def test_fpn_keys_and_sums():
+    torch.manual_seed(0)
+    neck = FPN([4, 6], 5, num_outs=4, add_extra_convs="on_output", relu_before_extra_convs=True).eval()
+    assert [name for name, _ in neck.named_parameters()] == [
+        f"{group}.{i}.conv.{kind}"
+        for group, count in (("lateral_convs", 2), ("fpn_convs", 4))
+        for i in range(count)
+        for kind in ("weight", "bias")
+    ]
+    maps = torch.randn(1, 4, 7, 9), torch.randn(1, 6, 4, 5)
+    outs = neck(maps)
+    fine, coarse = neck.lateral_convs[0](maps[0]), neck.lateral_convs[1](maps[1])
+    up = torch.nn.functional.interpolate(coarse, size=(7, 9), mode="nearest")
+    torch.testing.assert_close(outs[0], neck.fpn_convs[0](fine + up))
+    torch.testing.assert_close(outs[1], neck.fpn_convs[1](coarse))
+    torch.testing.assert_close(outs[2], neck.fpn_convs[2](outs[1]))
+    torch.testing.assert_close(outs[3], neck.fpn_convs[3](outs[2].relu()))
+
+
+@pytest.mark.parametrize("how", [False, "on_input", "on_lateral", True])
+def test_fpn_extra_levels(how):
+    neck = FPN([4, 6, 8], 5, num_outs=4, start_level=1, add_extra_convs=how)
+    outs = neck((torch.randn(1, 4, 16, 16), torch.randn(1, 6, 8, 8), torch.randn(1, 8, 4, 4)))
+    assert [out.shape[-1] for out in outs] == [8, 4, 2, 1]
+    assert len(neck.fpn_convs) == (4 if how else 2)
+
+
+def test_fpn_rejections():
+    with pytest.raises(ValueError, match="add_extra_convs must be a bool or one of"):
+        FPN([4], 4, 1, add_extra_convs="on_top")
+    with pytest.raises(ValueError, match="num_outs must be at least the 2 levels used"):
+        FPN([4, 4], 4, 1)
+    with pytest.raises(ValueError, match="inputs must be 2 feature maps, got 1"):
+        FPN([4, 4], 4, 2)((torch.zeros(1, 4, 2, 2),))
+    with pytest.raises(ValueError, match="conv_cfg must be None"):
+        FPN([4], 4, 1, conv_cfg={"type": "DCNv2"})

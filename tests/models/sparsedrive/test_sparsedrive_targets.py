@@ -1,0 +1,242 @@
+"""Targets of boxes and polylines, and denoising queries."""
+
+import math
+
+import pytest
+import torch
+from sparsedrive_golden import built, close
+
+from visdet.models.sparsedrive import LinesL1Cost, SparseBox3DTarget, SparsePoint3DTarget
+from visdet.models.sparsedrive.base_target import solve_assignments
+from visdet.registry import TASK_UTILS
+
+
+def lists(values, name):
+    """Return values[name/0], values[name/1], ... as a list."""
+    return [values[f"{name}/{i}"] for i in range(sum(key.startswith(f"{name}/") for key in values))]
+
+
+def test_box_target_matches_golden():
+    sampler, given, expected = built("SparseBox3DTarget", registry=TASK_UTILS)
+    boxes, labels = lists(given, "gt_boxes"), lists(given, "gt_labels")
+    out = sampler.sample(given["cls_pred"], given["box_pred"], labels, boxes)
+    for actual, name in zip(out, ("cls_target", "box_target", "reg_weights"), strict=True):
+        close(actual, expected[name])
+    for i in (0, 2):
+        close(sampler.indices[i][0], expected[f"pred_index/{i}"])
+        close(sampler.indices[i][1], expected[f"gt_index/{i}"])
+    assert len(sampler.indices[1][0]) == 0
+    encoded = sampler.encode_reg_target(boxes)
+    for i in range(3):
+        close(encoded[i], expected[f"encoded_gt/{i}"])
+    cls_cost = sampler._cls_cost(given["cls_pred"], labels)
+    weights = [sampler._instance_weights(label, box) for label, box in zip(labels, encoded, strict=True)]
+    box_cost = sampler._box_cost(given["box_pred"], encoded, weights)
+    for i in (0, 2):
+        close(cls_cost[i], expected[f"cls_cost/{i}"])
+        close(box_cost[i], expected[f"box_cost/{i}"])
+    assert cls_cost[1] is None and box_cost[1] is None
+
+
+def test_all_layers_at_once_equal_layer_by_layer():
+    torch.manual_seed(0)
+    sampler = SparseBox3DTarget()
+    cls, box = torch.randn(3, 2, 7, 4), torch.randn(3, 2, 7, 10)
+    labels = [torch.tensor([1, 3, 0]), torch.tensor([2])]
+    boxes = [torch.rand(3, 9) + 0.1, torch.rand(1, 9) + 0.1]
+    together = sampler.sample_layers(cls, box, labels, boxes)
+    last = sampler.indices
+    for layer in range(3):
+        alone = sampler.sample(cls[layer], box[layer], labels, boxes)
+        for a, b in zip(together, alone, strict=True):
+            assert torch.equal(a[layer], b)
+    for a, b in zip(last, sampler.indices, strict=True):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def test_box_target_by_hand():
+    sampler = SparseBox3DTarget(cls_wise_reg_weights={1: [3.0] * 10})
+    cls = torch.zeros(1, 3, 2)
+    box = torch.zeros(1, 3, 10)
+    box[0, 1, 0], box[0, 2, 0] = 10, -10
+    gt = torch.tensor([[-9.0, 0, 0, 1, 1, 1, math.pi / 2, math.nan, 2], [9, 0, 0, 1, 1, 1, 0, 0, 0]])
+    gt[0, 7] = 5.0
+    labels, boxes, weights = sampler.sample(cls, box, [torch.tensor([0, 1])], [gt])
+    assert labels.tolist() == [[2, 1, 0]]
+    torch.testing.assert_close(
+        boxes[0, 2], torch.tensor([-9.0, 0, 0, 0, 0, 0, 1, 0, 5, 2]), atol=1e-6, rtol=0
+    )
+    assert weights[0].sum(-1).tolist() == [0, 30, 10]
+    gt[0, 7] = math.nan
+    _, _, weights = sampler.sample(cls, box, [torch.tensor([0, 1])], [gt])
+    assert weights.sum() == 39
+
+
+def test_nan_and_infinite_costs_are_survived():
+    costs = [torch.tensor([[[math.nan, 1.0], [math.inf, 5.0]]])]
+    ((rows, columns),) = solve_assignments(costs)[0]
+    assert rows.tolist() == [0, 1] and sorted(columns.tolist()) == [0, 1]
+    sampler = SparseBox3DTarget()
+    pred = torch.full((1, 4, 10), math.nan)
+    labels, *_ = sampler.sample(pred[..., :3], pred, [torch.tensor([1])], [torch.ones(1, 9)])
+    assert (labels == 1).sum() == 1
+
+
+def test_no_boxes_anywhere():
+    sampler = SparseBox3DTarget(num_dn_groups=2)
+    empty = [torch.zeros(0, dtype=torch.int64)] * 2
+    labels, boxes, weights = sampler.sample(
+        torch.randn(2, 5, 4), torch.randn(2, 5, 10), empty, [torch.zeros(0, 9)] * 2
+    )
+    assert (labels == 4).all() and not boxes.any() and not weights.any()
+    assert sampler.get_dn_anchors(empty, [torch.zeros(0, 9)] * 2) is None
+
+
+def test_line_target_matches_golden():
+    sampler, given, expected = built("SparsePoint3DTarget", registry=TASK_UTILS)
+    lines, labels = lists(given, "gt_lines"), lists(given, "gt_labels")
+    out = sampler.sample(given["cls_pred"], given["line_pred"], labels, lines)
+    for actual, name in zip(out, ("cls_target", "line_target", "reg_weights"), strict=True):
+        close(actual, expected[name])
+    close(sampler.normalize_line(lines[0].flatten(2)), expected["normalized_gt/0"])
+    for i in (0, 2):
+        preds = {"lines": sampler.normalize_line(given["line_pred"][i]), "scores": given["cls_pred"][i]}
+        gts = {"lines": sampler.normalize_line(lines[i].flatten(2)), "labels": labels[i]}
+        rows, columns, ordering = sampler.assigner.assign(preds, gts)
+        close(rows, expected[f"pred_index/{i}"])
+        close(columns, expected[f"gt_index/{i}"])
+        close(ordering[rows, columns], expected[f"matched_permute_index/{i}"])
+        close(sampler.assigner.pairwise(preds, gts)[0], expected[f"cost/{i}"])
+        close(sampler.indices[i][0], expected[f"pred_index/{i}"])
+
+
+def line_sampler():
+    return TASK_UTILS.build(
+        {
+            "type": "SparsePoint3DTarget",
+            "num_sample": 2,
+            "assigner": {
+                "type": "HungarianLinesAssigner",
+                "cost": {
+                    "type": "MapQueriesCost",
+                    "cls_cost": {"type": "FocalLossCost", "weight": 1.0},
+                    "reg_cost": {"type": "LinesL1Cost", "weight": 10.0, "beta": 0.01, "permute": True},
+                },
+            },
+        }
+    )
+
+
+def test_line_target_takes_the_nearest_ordering():
+    forward = torch.tensor([[0.0, 0, 0, 10]])
+    orderings = torch.stack([forward, torch.tensor([[0.0, 10, 0, 0]])], dim=1)  # [1, 2, 4]
+    predicted = torch.tensor([[[0.0, 9, 0, 1], [5.0, 5, 5, 5]]])
+    labels, lines, weights = line_sampler().sample(
+        torch.zeros(1, 2, 3), predicted, [torch.tensor([2])], [orderings]
+    )
+    assert labels.tolist() == [[2, 3]]
+    assert lines[0, 0].tolist() == [0, 10, 0, 0] and not lines[0, 1].any()
+    assert weights[0].sum(-1).tolist() == [4, 0]
+
+
+def test_lines_l1_cost_by_hand():
+    cost = LinesL1Cost(weight=2.0)(torch.tensor([[0.0, 0, 1, 1]]), torch.tensor([[0.0, 1, 1, 3]]))
+    assert cost.tolist() == [[3.0]]
+    with pytest.raises(ValueError, match="gt_lines must have 3 axes with permute=True, got 2"):
+        LinesL1Cost(permute=True)(torch.zeros(1, 4), torch.zeros(1, 4))
+
+
+def test_no_lines_anywhere():
+    labels, lines, _ = line_sampler().sample(
+        torch.zeros(1, 2, 3),
+        torch.zeros(1, 2, 4),
+        [torch.zeros(0, dtype=torch.int64)],
+        [torch.zeros(0, 2, 2, 2)],
+    )
+    assert labels.tolist() == [[3, 3]] and not lines.any()
+
+
+class FixedDraws:
+    """Stands in for ``torch.rand_like``: returns the given tensors in turn."""
+
+    def __init__(self, *draws):
+        self.draws = list(draws)
+
+    def __call__(self, like):
+        draw = self.draws.pop(0)
+        assert draw.shape == like.shape
+        return draw.clone()
+
+
+def test_denoising_matches_golden(monkeypatch):
+    sampler, given, expected = built("SparseBox3DTarget_denoising", "SparseBox3DTarget", TASK_UTILS)
+    names = ("anchor", "box_target", "cls_target", "attn_mask", "valid_mask", "id_target")
+    made = {}
+    for step, prefix in (("first", ""), ("second", "next_")):
+        draws = FixedDraws(
+            *(given[f"{prefix}{name}"] for name in ("rand_noise", "rand_negative", "rand_flag"))
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "rand_like", draws)
+            made[step] = sampler.get_dn_anchors(
+                *(lists(given, f"{prefix}{name}") for name in ("gt_labels", "gt_boxes", "gt_ids"))
+            )
+        for actual, name in zip(made[step], names, strict=True):
+            close(actual, expected[f"{step}/{name}"])
+
+    anchor, _, cls_target, _, valid, ids = made["first"]
+    anchor = torch.cat([anchor, anchor.new_zeros(*anchor.shape[:2], 1)], -1)
+    monkeypatch.setattr(torch, "randperm", lambda n: given["keep_groups"])
+    sampler.cache_dn(given["first_dn_feature"], anchor, cls_target, valid, ids)
+    for name, value in sampler.dn_metas.items():
+        close(value, expected[f"cached/{name}"])
+    out = sampler.update_dn(
+        given["instance_feature"],
+        given["anchor_last"],
+        *(made["second"][i] for i in (1, 2, 4, 5)),
+        int(given["num_normal"]),
+        given["temporal_valid_mask"],
+    )
+    for actual, name in zip(
+        out,
+        ("instance_feature", "anchor", "box_target", "cls_target", "valid_mask", "id_target"),
+        strict=True,
+    ):
+        close(actual, expected[f"updated/{name}"])
+
+
+def test_denoising_without_temporal_groups_keeps_nothing():
+    sampler = SparseBox3DTarget(num_dn_groups=2)
+    queries = sampler.get_dn_anchors([torch.tensor([1])], [torch.ones(1, 9)], [torch.tensor([5])])
+    anchor, _, cls_target, _, valid, ids = queries
+    assert ids is None and anchor.shape == (1, 4, 10)
+    sampler.cache_dn(torch.zeros(1, 4, 8), anchor, cls_target, valid, ids)
+    assert sampler.dn_metas is None
+
+
+def test_denoising_queries_stay_within_their_noise_and_never_hold_nan():
+    torch.manual_seed(0)
+    sampler = SparseBox3DTarget(num_dn_groups=3, dn_noise_scale=[2.0] * 3 + [0.5] * 7, add_neg_dn=False)
+    box = torch.tensor([[1.0, 2, 3, 1, 1, 1, 0, math.nan, 0]])
+    anchor, target, labels, mask, valid, _ = sampler.get_dn_anchors(
+        [torch.tensor([4]), torch.zeros(0, dtype=torch.int64)], [box, torch.zeros(0, 9)]
+    )
+    assert anchor.isfinite().all() and target.isfinite().all()
+    assert ((anchor[0] - target[0]).abs() <= torch.tensor([2.0] * 3 + [0.5] * 7)).all()
+    assert labels.tolist() == [[4] * 3, [-1] * 3] and valid.tolist() == [[True] * 3, [False] * 3]
+    assert torch.equal(mask, ~torch.eye(3, dtype=torch.bool))
+
+
+def test_rejections_of_targets():
+    with pytest.raises(ValueError, match="num_temp_dn_groups must be at most num_dn_groups 2, got 3"):
+        SparseBox3DTarget(num_dn_groups=2, num_temp_dn_groups=3)
+    with pytest.raises(TypeError, match="assigner must be a HungarianLinesAssigner"):
+        SparsePoint3DTarget(assigner=None)
+    with pytest.raises(TypeError, match="cls_cost must be a FocalLossCost and reg_cost a LinesL1Cost"):
+        TASK_UTILS.build(
+            {
+                "type": "MapQueriesCost",
+                "cls_cost": {"type": "BBoxL1Cost"},
+                "reg_cost": {"type": "LinesL1Cost"},
+            }
+        )

@@ -1,0 +1,53 @@
+"""Focal loss against soft targets."""
+
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..layers.precision import at_least_float32
+from .reduction import reduce_loss
+
+__all__ = ["GaussianFocalLoss"]
+
+_EPS = 1e-12
+
+
+@MODELS.register_module()
+class GaussianFocalLoss(nn.Module):
+    """Focal loss of probabilities p against targets t in 0..1: ``-log(p)·(1-p)^α`` at t = 1, plus everywhere
+    ``-log(1-p)·p^α·(1-t)^γ``.
+
+    Args:
+        alpha, gamma: the exponents. reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
+
+    Computed in float32 or better. Source: Law and Deng, CornerNet; names and defaults are mmdet's.
+    """
+
+    def __init__(
+        self, alpha: float = 2.0, gamma: float = 4.0, reduction: str = "mean", loss_weight: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.alpha = alpha
+        self.gamma = gamma
+        self.reduction = reduction
+        self.loss_weight = loss_weight
+
+    def forward(
+        self,
+        pred: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        avg_factor: float | Tensor | None = None,
+        reduction_override: str | None = None,
+    ) -> Tensor:
+        """Return the loss of probabilities pred [...] against target [...]: a scalar, or [...] for 'none'."""
+        if pred.shape != target.shape:
+            raise ValueError(
+                "GaussianFocalLoss: pred and target must have one shape, "
+                f"got {tuple(pred.shape)} and {tuple(target.shape)}"
+            )
+        pred = at_least_float32(pred)
+        positive = -(pred + _EPS).log() * (1 - pred).pow(self.alpha) * (target == 1)
+        negative = -(1 - pred + _EPS).log() * pred.pow(self.alpha) * (1 - target).pow(self.gamma)
+        loss = positive + negative
+        return self.loss_weight * reduce_loss(loss, weight, reduction_override or self.reduction, avg_factor)

@@ -1,0 +1,107 @@
+"""Feature pyramid network."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..layers.conv_module import ConvModule
+
+__all__ = ["FPN"]
+
+_XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
+_NEAREST = {"mode": "nearest"}
+_EXTRA = ("on_input", "on_lateral", "on_output")
+
+
+@MODELS.register_module()
+class FPN(BaseModule):
+    """Brings every level to one width and adds to each what the coarser ones know.
+
+    Parameter names: ``lateral_convs.N.conv.*`` (1x1), ``fpn_convs.N.conv.*`` (3x3, extra levels after the others).
+
+    Args:
+        in_channels: channels of each input level. out_channels: of every output level.
+        num_outs: output levels. start_level, end_level: the input levels used, the last inclusive, -1 for the last.
+        add_extra_convs: how levels beyond the inputs are made: False by max-pooling the last output, True or
+            'on_input' by a convolution of stride 2 on the last used input, 'on_lateral' on the last lateral map,
+            'on_output' on the last output; further ones each on the one before.
+        relu_before_extra_convs: whether a ReLU comes before every extra convolution but the first.
+        no_norm_on_lateral, conv_cfg, norm_cfg, act_cfg: of the convolutions, see ``ConvModule``; conv_cfg must be None.
+        upsample_cfg: keywords of ``interpolate`` in place of its size.
+
+    Source: Lin et al., CVPR 2017; names and defaults are mmdet's.
+    """
+
+    def __init__(
+        self,
+        in_channels: list[int] | tuple[int, ...],
+        out_channels: int,
+        num_outs: int,
+        start_level: int = 0,
+        end_level: int = -1,
+        add_extra_convs: bool | str = False,
+        relu_before_extra_convs: bool = False,
+        no_norm_on_lateral: bool = False,
+        conv_cfg: None = None,
+        norm_cfg: dict[str, Any] | None = None,
+        act_cfg: dict[str, Any] | None = None,
+        upsample_cfg: dict[str, Any] = _NEAREST,
+        init_cfg: dict[str, Any] | list[dict[str, Any]] | None = _XAVIER,
+    ) -> None:
+        super().__init__(init_cfg)
+        last = len(in_channels) - 1 if end_level in (-1, len(in_channels) - 1) else end_level
+        used = list(in_channels[start_level : last + 1])
+        if conv_cfg is not None:
+            raise ValueError(f"FPN: conv_cfg must be None, got {conv_cfg!r}")
+        if isinstance(add_extra_convs, str) and add_extra_convs not in _EXTRA:
+            raise ValueError(
+                f"FPN: add_extra_convs must be a bool or one of {_EXTRA}, got {add_extra_convs!r}"
+            )
+        if num_outs < len(used) or (last < len(in_channels) - 1 and num_outs != len(used)):
+            raise ValueError(
+                f"FPN: num_outs must be at least the {len(used)} levels used (that number with end_level), "
+                f"got {num_outs}"
+            )
+        self.start_level = start_level
+        self.num_inputs = len(in_channels)
+        self.num_extra = num_outs - len(used)
+        self.add_extra_convs = "on_input" if add_extra_convs is True else add_extra_convs
+        self.relu_before_extra_convs = relu_before_extra_convs
+        self.upsample_cfg = dict(upsample_cfg)
+        options: dict[str, Any] = {"norm_cfg": norm_cfg, "act_cfg": act_cfg, "inplace": False}
+        lateral = {**options, "norm_cfg": None} if no_norm_on_lateral else options
+        self.lateral_convs = nn.ModuleList(ConvModule(width, out_channels, 1, **lateral) for width in used)
+        self.fpn_convs = nn.ModuleList(
+            ConvModule(out_channels, out_channels, 3, padding=1, **options) for _ in used
+        )
+        if self.add_extra_convs:
+            for i in range(self.num_extra):
+                width = used[-1] if i == 0 and self.add_extra_convs == "on_input" else out_channels
+                self.fpn_convs.append(ConvModule(width, out_channels, 3, stride=2, padding=1, **options))
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return ``num_outs`` maps [B, out_channels, H_l, W_l] from the backbone's maps [B, C_l, H_l, W_l]."""
+        if len(inputs) != self.num_inputs:
+            raise ValueError(f"FPN: inputs must be {self.num_inputs} feature maps, got {len(inputs)}")
+        count = len(self.lateral_convs)
+        used = inputs[self.start_level : self.start_level + count]
+        laterals = [conv(level) for conv, level in zip(self.lateral_convs, used, strict=True)]
+        for i in range(count - 1, 0, -1):
+            size = {} if "scale_factor" in self.upsample_cfg else {"size": laterals[i - 1].shape[-2:]}
+            laterals[i - 1] = laterals[i - 1] + F.interpolate(laterals[i], **size, **self.upsample_cfg)
+        outs = [conv(level) for conv, level in zip(self.fpn_convs, laterals, strict=False)]
+        if not self.add_extra_convs:
+            for _ in range(self.num_extra):
+                outs.append(F.max_pool2d(outs[-1], 1, stride=2))
+            return tuple(outs)
+        source = {"on_input": used[-1], "on_lateral": laterals[-1], "on_output": outs[-1]}[
+            self.add_extra_convs
+        ]
+        for i, conv in enumerate(self.fpn_convs[count:]):
+            outs.append(conv(F.relu(source) if i and self.relu_before_extra_convs else source))
+            source = outs[-1]
+        return tuple(outs)

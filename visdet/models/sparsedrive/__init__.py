@@ -1,0 +1,44 @@
+"""SparseDrive: detection, tracking, vector map, motion and planning from cameras, and Sparse4D's detector."""
+
+from .attention import MultiheadFlashAttention
+from .box3d_decoder import SparseBox3DDecoder
+from .box3d_losses import SparseBox3DLoss
+from .box3d_target import SparseBox3DTarget
+from .deformable_feature_aggregation import DeformableFeatureAggregation
+from .depth_net import DenseDepthNet
+from .encoders import SparseBox3DEncoder, SparsePoint3DEncoder
+from .ffn import AsymmetricFFN
+from .grid_mask import GridMask
+from .instance_bank import InstanceBank, InstanceBankState
+from .key_points import SparseBox3DKeyPointsGenerator, SparsePoint3DKeyPointsGenerator
+from .map_assigner import HungarianLinesAssigner, LinesL1Cost, MapQueriesCost
+from .map_decoder import SparsePoint3DDecoder
+from .map_losses import LinesL1Loss, SparseLineLoss
+from .map_target import SparsePoint3DTarget
+from .refinement import SparseBox3DRefinementModule, SparsePoint3DRefinementModule
+
+__all__ = [
+    "AsymmetricFFN",
+    "DeformableFeatureAggregation",
+    "DenseDepthNet",
+    "GridMask",
+    "HungarianLinesAssigner",
+    "InstanceBank",
+    "InstanceBankState",
+    "LinesL1Cost",
+    "LinesL1Loss",
+    "MapQueriesCost",
+    "MultiheadFlashAttention",
+    "SparseBox3DDecoder",
+    "SparseBox3DEncoder",
+    "SparseBox3DKeyPointsGenerator",
+    "SparseBox3DLoss",
+    "SparseBox3DRefinementModule",
+    "SparseBox3DTarget",
+    "SparseLineLoss",
+    "SparsePoint3DDecoder",
+    "SparsePoint3DEncoder",
+    "SparsePoint3DKeyPointsGenerator",
+    "SparsePoint3DRefinementModule",
+    "SparsePoint3DTarget",
+]

@@ -1,0 +1,47 @@
+"""Attention among instances."""
+
+from typing import Any
+
+from visdet.registry import MODELS
+
+from ..layers.multihead_attention import MultiheadAttention
+
+__all__ = ["MultiheadFlashAttention"]
+
+
+@MODELS.register_module()
+class MultiheadFlashAttention(MultiheadAttention):
+    """``MultiheadAttention``, batch first, under SparseDrive's type name and with its parameter names.
+
+    Args: as in ``MultiheadAttention``; ``batch_first`` must be True.
+
+    Source: names and defaults are SparseDrive's. Different: any floating type on any device through
+    ``scaled_dot_product_attention``; ``attn_mask`` works, so denoising does; in ``key_padding_mask`` True means
+    padding, as everywhere else.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        dropout_layer: dict[str, Any] | None = None,
+        init_cfg: dict[str, Any] | None = None,
+        batch_first: bool = True,
+        dropout: float | None = None,
+        bias: bool = True,
+    ) -> None:
+        if not batch_first:
+            raise ValueError("MultiheadFlashAttention: batch_first must be True, got False")
+        super().__init__(
+            embed_dims,
+            num_heads,
+            attn_drop,
+            proj_drop,
+            dropout_layer,
+            batch_first=True,
+            dropout=dropout,
+            bias=bias,
+            init_cfg=init_cfg,
+        )

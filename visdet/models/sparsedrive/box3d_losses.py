@@ -1,0 +1,104 @@
+"""The regression loss of 3-D boxes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..layers.precision import at_least_float32
+from .box3d import CNS, COS_YAW, SIN_YAW, YNS, W, X
+
+__all__ = ["SparseBox3DLoss"]
+
+
+def _built(loss: dict[str, Any] | nn.Module | None) -> nn.Module | None:
+    return MODELS.build(loss) if isinstance(loss, dict) else loss
+
+
+@MODELS.register_module()
+class SparseBox3DLoss(nn.Module):
+    """The loss of box numbers, of centerness (how near the centre is) and of yawness (whether it faces the right way).
+
+    Args:
+        loss_box: loss of the encoded boxes. loss_centerness: of logits against exp(-distance in metres).
+        loss_yawness: of probabilities against whether the yaws are less than a quarter turn apart.
+        cls_allow_reverse: classes that look alike from front and back: a target facing away is turned round.
+
+    Everything in float32 or better. Source: Sparse4D v3, arXiv 2311.11722; names are SparseDrive's. Different: targets
+    are never changed in place; ``mask`` stands for picking rows, which would wait for the device.
+    """
+
+    def __init__(
+        self,
+        loss_box: dict[str, Any] | nn.Module,
+        loss_centerness: dict[str, Any] | nn.Module | None = None,
+        loss_yawness: dict[str, Any] | nn.Module | None = None,
+        cls_allow_reverse: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.loss_box = _built(loss_box)
+        self.loss_cns = _built(loss_centerness)
+        self.loss_yns = _built(loss_yawness)
+        self.cls_allow_reverse = None if cls_allow_reverse is None else list(cls_allow_reverse)
+
+    def forward(
+        self,
+        box: Tensor,
+        box_target: Tensor,
+        weight: Tensor | None = None,
+        avg_factor: float | Tensor | None = None,
+        prefix: str = "",
+        suffix: str = "",
+        quality: Tensor | None = None,
+        cls_target: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return ``{prefix}loss_box{suffix}`` and, with quality, ``…loss_cns…`` and ``…loss_yns…``.
+
+        Args:
+            box, box_target, weight: [n, D] encoded boxes (8 numbers or more). quality: [n, 2] logits.
+            avg_factor: divides each sum. cls_target: [n] int64, for ``cls_allow_reverse``.
+            mask: [n] bool, the rows that count; None for all.
+        """
+        box = at_least_float32(box)
+        if self.cls_allow_reverse is not None and cls_target is not None:
+            box_target = self.reversed_target(box, box_target, cls_target)
+        if mask is not None:
+            weight = (
+                mask[:, None].to(box.dtype) if weight is None else torch.where(mask[:, None], weight, 0.0)
+            )
+        losses = {
+            f"{prefix}loss_box{suffix}": self.loss_box(box, box_target, weight=weight, avg_factor=avg_factor)
+        }
+        if quality is None:
+            return losses
+        quality = at_least_float32(quality)
+        rows = None if mask is None else mask.to(box.dtype)
+        distance = torch.linalg.vector_norm(box_target[:, X:W] - box[:, X:W], dim=-1)
+        losses[f"{prefix}loss_cns{suffix}"] = self.loss_cns(
+            quality[:, CNS], (-distance).exp(), weight=rows, avg_factor=avg_factor
+        )
+        faces_right = (self._yaw_similarity(box, box_target) > 0).to(box.dtype)
+        losses[f"{prefix}loss_yns{suffix}"] = self.loss_yns(
+            quality[:, YNS].sigmoid(), faces_right, weight=rows, avg_factor=avg_factor
+        )
+        return losses
+
+    def reversed_target(self, box: Tensor, box_target: Tensor, cls_target: Tensor) -> Tensor:
+        """Return the targets with (sin, cos) negated where the class allows it and the prediction faces away."""
+        may_turn = torch.zeros_like(cls_target, dtype=torch.bool)
+        for label in self.cls_allow_reverse or ():
+            may_turn = may_turn | (cls_target == label)
+        turn = may_turn & (self._yaw_similarity(box, box_target) < 0)
+        yaw = slice(SIN_YAW, COS_YAW + 1)
+        turned = torch.where(turn[:, None], -box_target[:, yaw], box_target[:, yaw])
+        return torch.cat([box_target[:, :SIN_YAW], turned, box_target[:, COS_YAW + 1 :]], dim=-1)
+
+    @staticmethod
+    def _yaw_similarity(box: Tensor, box_target: Tensor) -> Tensor:
+        yaw = slice(SIN_YAW, COS_YAW + 1)
+        return F.cosine_similarity(box_target[:, yaw], box[:, yaw].detach(), dim=-1)

@@ -1,0 +1,127 @@
+"""Targets of 3-D boxes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from visdet.registry import TASK_UTILS
+
+from .base_target import BaseTargetWithDenoising, focal_cost
+from .box3d import encode_box
+from .denoising import BoxDenoising
+
+__all__ = ["SparseBox3DTarget"]
+
+
+@TASK_UTILS.register_module()
+class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
+    """Matches boxes one to one by focal cost plus weighted L1 cost, and makes noisy copies of them for denoising.
+
+    Args:
+        cls_weight, alpha, gamma, eps: of the class cost. box_weight: of the box cost.
+        reg_weights: of each number of an encoded box in the cost, default 1 with 0 for the velocity.
+        cls_wise_reg_weights: {class: weights} that replace the 1 of a class's boxes, in cost and loss.
+        num_dn_groups: groups of denoising queries. dn_noise_scale: largest noise of each number of a box.
+        max_dn_gt: most boxes of a sample that are denoised, 0 for all. add_neg_dn: with each noisy box one further off,
+            which is background.
+        num_temp_dn_groups: groups carried to the next frame.
+
+    A box with a NaN (an unknown velocity) is matched after all others, with any prediction left; the NaN gets weight 0.
+
+    Source: names and defaults are SparseDrive's. Different: a cost of +infinity counts as 1e8 too; the targets of all
+    decoder layers need one copy to the host; denoising without temporal groups works on any frame.
+    """
+
+    def __init__(
+        self,
+        cls_weight: float = 2.0,
+        alpha: float = 0.25,
+        gamma: float = 2,
+        eps: float = 1e-12,
+        box_weight: float = 0.25,
+        reg_weights: Sequence[float] | None = None,
+        cls_wise_reg_weights: dict[int, Sequence[float]] | None = None,
+        num_dn_groups: int = 0,
+        dn_noise_scale: float | Sequence[float] = 0.5,
+        max_dn_gt: int = 32,
+        add_neg_dn: bool = True,
+        num_temp_dn_groups: int = 0,
+    ) -> None:
+        super().__init__(num_dn_groups, num_temp_dn_groups)
+        self.cls_weight = cls_weight
+        self.box_weight = box_weight
+        self.alpha = alpha
+        self.gamma = gamma
+        self.eps = eps
+        self.reg_weights = [1.0] * 8 + [0.0] * 2 if reg_weights is None else list(reg_weights)
+        self.cls_wise_reg_weights = {
+            int(label): list(weights) for label, weights in (cls_wise_reg_weights or {}).items()
+        }
+        self.dn_noise_scale = dn_noise_scale
+        self.max_dn_gt = max_dn_gt
+        self.add_neg_dn = add_neg_dn
+
+    def encode_reg_target(
+        self, box_target: Sequence[Tensor], device: torch.device | None = None
+    ) -> list[Tensor]:
+        """Return each sample's boxes [N, 7 + v] encoded, [N, 8 + v]."""
+        return [encode_box(box if device is None else box.to(device)) for box in box_target]
+
+    @torch.no_grad()
+    def sample_layers(
+        self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the targets of L decoder layers; see the base class.
+
+        Args:
+            cls_pred: [L, B, Q, C] logits. box_pred: [L, B, Q, D] encoded. cls_target: [N] of each sample.
+            box_target: [N, D - 1] of each sample, yaw in radians.
+        """
+        L, B, Q, C = cls_pred.shape
+        labels = [label.to(cls_pred.device) for label in cls_target]
+        boxes = self.encode_reg_target(box_target, box_pred.device)
+        weights = [self._instance_weights(label, box) for label, box in zip(labels, boxes, strict=True)]
+        # All layers of a sample are one long list of predictions: the costs do not know layers.
+        cls_cost = self._cls_cost(cls_pred.transpose(0, 1).flatten(1, 2), labels)
+        box_cost = self._box_cost(box_pred.transpose(0, 1).flatten(1, 2), boxes, weights)
+        samples = [i for i, label in enumerate(labels) if len(label) > 0]
+        costs = [(cls_cost[i] + box_cost[i]).unflatten(0, (L, Q)) for i in samples]
+
+        cls_out = torch.full((L * B, Q), C, dtype=torch.int64, device=cls_pred.device)
+        box_out = box_pred.new_zeros(L * B, Q, box_pred.shape[-1], dtype=torch.float32)
+        weight_out = torch.zeros_like(box_out)
+        for i, (slot, row, column) in zip(
+            samples, self._assign(costs, samples, B, cls_pred.device), strict=True
+        ):
+            cls_out[slot, row] = labels[i][column]
+            box_out[slot, row] = boxes[i][column]
+            weight_out[slot, row] = weights[i][column]
+        return cls_out.view(L, B, Q), box_out.view(L, B, Q, -1), weight_out.view(L, B, Q, -1)
+
+    def _instance_weights(self, labels: Tensor, boxes: Tensor) -> Tensor:
+        """Return [N, D]: 0 where a number is NaN, else 1 or what the class asks for."""
+        weights = (~boxes.isnan()).to(boxes.dtype)
+        for label, class_weights in self.cls_wise_reg_weights.items():
+            weights = torch.where((labels == label)[:, None], weights.new_tensor(class_weights), weights)
+        return weights
+
+    def _cls_cost(self, cls_pred: Tensor, cls_target: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the class cost [Q, N] of each sample, None for one without boxes."""
+        return [
+            focal_cost(logits, labels, self.alpha, self.gamma, self.eps) * self.cls_weight
+            if len(labels)
+            else None
+            for logits, labels in zip(cls_pred, cls_target, strict=True)
+        ]
+
+    def _box_cost(
+        self, box_pred: Tensor, box_target: Sequence[Tensor], instance_reg_weights: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Return the box cost [Q, N] of each sample, None for one without boxes."""
+        scale = box_pred.new_tensor(self.reg_weights, dtype=torch.float32)
+        costs: list[Tensor | None] = []
+        for boxes, targets, weights in zip(box_pred.float(), box_target, instance_reg_weights, strict=True):
+            distance = (boxes[:, None] - targets).abs() * (weights * scale)
+            costs.append(distance.sum(-1) * self.box_weight if len(targets) else None)
+        return costs

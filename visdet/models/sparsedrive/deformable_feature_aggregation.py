@@ -1,0 +1,184 @@
+"""DeformableFeatureAggregation: what every anchor sees of all cameras and levels, around its key points."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mmengine.model import BaseModule, constant_init, xavier_init
+from torch import Tensor, nn
+
+from visdet.ops import deformable_aggregation, deformable_aggregation_reference, feature_maps_format
+from visdet.registry import MODELS
+
+from ..layers.precision import at_least_float32
+from .mlp import linear_relu_ln
+
+__all__ = ["DeformableFeatureAggregation"]
+
+_MIN_DEPTH_M = 1e-5  # points nearer or behind the camera land far outside the image
+
+
+@MODELS.register_module()
+class DeformableFeatureAggregation(BaseModule):
+    """Project each anchor's 3-D key points into all cameras and sum the features there, weighted per group.
+
+    Weights come from the instance's feature and its anchor's embedding, a softmax over cameras, levels and points
+    together. The sampling is ``visdet.ops.deformable_aggregation``: a point counts in a camera iff it falls strictly
+    inside the image.
+
+    Args:
+        embed_dims: width C of features and instances; num_groups divides it.
+        num_groups: groups of channels with weights of their own.
+        num_levels, num_cams: maps of a sample.
+        proj_drop: dropout of the output.
+        attn_drop: probability in training that a (camera, point) is left out whole; the others are scaled up.
+        kps_generator: config of the key points' generator; its ``embed_dims`` is set to this one's.
+        temporal_fusion_module, use_temporal_anchor_embed: accepted for SparseDrive's configs, which build and never
+            call the one and ignore the other; a module given here is left out with a warning.
+        use_deformable_func: whether the compiled operator samples, on whatever device; otherwise plain torch of the
+            same definition.
+        use_camera_embed: whether the weights also see an encoding of the projection matrix; without, one Linear emits
+            the weights of all cameras.
+        residual_mode: 'add' the instance's feature to the output or 'cat' it behind.
+
+    Source: Sparse4D, arXiv 2211.10581; keywords, defaults and parameter names are SparseDrive's.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_groups: int = 8,
+        num_levels: int = 4,
+        num_cams: int = 6,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        kps_generator: Mapping[str, Any] | None = None,
+        temporal_fusion_module: Mapping[str, Any] | None = None,
+        use_temporal_anchor_embed: bool = True,
+        use_deformable_func: bool = False,
+        use_camera_embed: bool = False,
+        residual_mode: str = "add",
+    ) -> None:
+        super().__init__()
+        if embed_dims % num_groups != 0:
+            raise ValueError(
+                f"DeformableFeatureAggregation: num_groups must divide embed_dims = {embed_dims}, got {num_groups}"
+            )
+        if residual_mode not in ("add", "cat"):
+            raise ValueError(
+                f"DeformableFeatureAggregation: residual_mode must be 'add' or 'cat', got {residual_mode!r}"
+            )
+        if not 0 <= attn_drop < 1:
+            raise ValueError(f"DeformableFeatureAggregation: attn_drop must be in [0, 1), got {attn_drop}")
+        if kps_generator is None:
+            raise ValueError("DeformableFeatureAggregation: kps_generator must be a config, got None")
+        if temporal_fusion_module is not None:
+            warnings.warn(
+                "DeformableFeatureAggregation: temporal_fusion_module is never called and is left out",
+                stacklevel=2,
+            )
+        self.embed_dims = embed_dims
+        self.group_dims = embed_dims // num_groups
+        self.num_groups = num_groups
+        self.num_levels = num_levels
+        self.num_cams = num_cams
+        self.attn_drop = attn_drop
+        self.use_deformable_func = use_deformable_func
+        self.residual_mode = residual_mode
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.kps_generator = MODELS.build({**kps_generator, "embed_dims": embed_dims})
+        self.num_pts = self.kps_generator.num_pts
+        self.output_proj = nn.Linear(embed_dims, embed_dims)
+        weights = num_groups * num_levels * self.num_pts
+        self.camera_encoder: nn.Module | None = None
+        if use_camera_embed:
+            self.camera_encoder = nn.Sequential(*linear_relu_ln(embed_dims, 1, 2, 12))
+        self.weights_fc = nn.Linear(embed_dims, weights if use_camera_embed else weights * num_cams)
+
+    def init_weights(self) -> None:
+        """Start from equal weights."""
+        super().init_weights()
+        constant_init(self.weights_fc, val=0.0, bias=0.0)
+        xavier_init(self.output_proj, distribution="uniform", bias=0.0)
+
+    def forward(
+        self,
+        instance_feature: Tensor,  # [B, N, C]
+        anchor: Tensor,  # [B, N, what the key points' generator takes]
+        anchor_embed: Tensor,  # [B, N, C]
+        feature_maps: Sequence[Any],
+        metas: Mapping[str, Any],
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the aggregated features [B, N, C], or [B, N, 2 C] with ``residual_mode='cat'``.
+
+        Args:
+            feature_maps: what ``feature_maps_format`` returns, or one [B, V, C, H, W] per level.
+            metas: "projection_mat" [B, V, 4, 4], from the anchors' frame to pixels, and "image_wh" [B, V, 2], the
+                images' width and height in pixels (without it the projection must end in 0..1).
+
+        Raises:
+            ValueError: another number of cameras or levels than the config's.
+        """
+        projection = metas["projection_mat"]
+        if projection.dim() != 4 or projection.shape[1] != self.num_cams:
+            raise ValueError(
+                f"DeformableFeatureAggregation: metas['projection_mat'] must be [B, {self.num_cams}, 4, 4] "
+                f"(num_cams = {self.num_cams}), got {list(projection.shape)}"
+            )
+        is_flat = len(feature_maps) == 3 and feature_maps[0].dim() == 3
+        features, level_shapes, level_starts = feature_maps if is_flat else feature_maps_format(feature_maps)
+        if tuple(level_starts.shape) != (self.num_cams, self.num_levels):
+            raise ValueError(
+                f"DeformableFeatureAggregation: feature_maps must be of {self.num_cams} cameras and "
+                f"{self.num_levels} levels, got {list(level_starts.shape)}"
+            )
+        key_points = self.kps_generator(anchor, instance_feature)  # [B, N, P, 3]
+        locations = self.project_points(key_points, projection, metas.get("image_wh"))  # [B, V, N, P, 2]
+        locations = locations.permute(0, 2, 3, 1, 4)  # [B, N, P, V, 2]
+        weights = self._get_weights(instance_feature, anchor_embed, metas)  # [B, N, V, L, P, G]
+        weights = weights.permute(0, 1, 4, 2, 3, 5)  # [B, N, P, V, L, G]
+        if self.use_deformable_func:
+            sampled = deformable_aggregation(features, level_shapes, level_starts, locations, weights)
+        else:
+            widened = locations.to(torch.promote_types(locations.dtype, features.dtype))
+            sampled = deformable_aggregation_reference(features, level_shapes, level_starts, widened, weights)
+        output = self.proj_drop(self.output_proj(sampled.to(instance_feature.dtype)))
+        if self.residual_mode == "add":
+            return output + instance_feature
+        return torch.cat([output, instance_feature.to(output.dtype)], -1)
+
+    def _get_weights(
+        self, instance_feature: Tensor, anchor_embed: Tensor, metas: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """Return weights [B, N, V, L, P, G] that sum to 1 over V, L and P."""
+        B, N = instance_feature.shape[:2]
+        feature = instance_feature + anchor_embed
+        if self.camera_encoder is not None:
+            assert metas is not None
+            matrices = metas["projection_mat"][:, :, :3].flatten(2).to(self.weights_fc.weight.dtype)
+            with torch.autocast(feature.device.type, enabled=False):
+                camera_embed = self.camera_encoder(matrices)  # [B, V, C]
+            feature = feature[:, :, None] + camera_embed[:, None]
+        logits = self.weights_fc(feature).reshape(B, N, -1, self.num_groups)
+        weights = at_least_float32(logits).softmax(-2)
+        weights = weights.reshape(B, N, self.num_cams, self.num_levels, self.num_pts, self.num_groups)
+        if self.training and self.attn_drop > 0:
+            shape = (B, N, self.num_cams, 1, self.num_pts, 1)
+            is_kept = torch.rand(shape, device=weights.device) > self.attn_drop
+            weights = weights * is_kept / (1 - self.attn_drop)
+        return weights
+
+    @staticmethod
+    def project_points(
+        key_points: Tensor,  # [B, N, P, 3]
+        projection_mat: Tensor,  # [B, V, 4, 4]
+        image_wh: Tensor | None = None,  # [B, V, 2]
+    ) -> Tensor:  # [B, V, N, P, 2]
+        """Return where the points fall in each camera, in 0..1 of the image with ``image_wh``, else in pixels."""
+        key_points = at_least_float32(key_points)
+        matrix = projection_mat.to(key_points.dtype)[:, :, None, None]  # [B, V, 1, 1, 4, 4]
+        pixels = (matrix[..., :3, :3] * key_points[:, None, :, :, None, :]).sum(-1) + matrix[..., :3, 3]
+        points = pixels[..., :2] / pixels[..., 2:].clamp(min=_MIN_DEPTH_M)
+        return points if image_wh is None else points / image_wh.to(points.dtype)[:, :, None, None]

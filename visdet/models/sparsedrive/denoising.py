@@ -1,0 +1,209 @@
+"""Denoising queries: noisy copies of the annotated boxes, which a head learns to bring back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..transfer import to_device
+from .base_target import solve_assignments
+
+__all__ = ["BoxDenoising"]
+
+_PADDING, _BACKGROUND = -1, -3  # class targets of a query made from padding, and of one that must be refused
+
+
+def _grouped(x: Tensor, num_groups: int) -> Tensor:
+    """Return x [B, G · n, ...] as [B, G, n, ...]."""
+    return x.unflatten(1, (num_groups, -1))
+
+
+def _fitted(x: Tensor, length: int) -> Tensor:
+    """Return x [B, G, n, ...] cut or padded with zeros to ``length`` along n."""
+    x = x[:, :, :length]
+    missing = length - x.shape[2]
+    return F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing)) if missing > 0 else x
+
+
+class BoxDenoising:
+    """The denoising part of ``SparseBox3DTarget``.
+
+    A query of G groups is a box plus uniform noise within ``dn_noise_scale``; with ``add_neg_dn`` a second one lies one
+    to two scales off and is background. Each group is matched to its boxes anew, by L1 distance: a far query may be the
+    best one. Queries of different groups must not see one another.
+
+    Source: Sparse4D v3, arXiv 2311.11722; names are SparseDrive's.
+    """
+
+    @torch.no_grad()
+    def get_dn_anchors(
+        self,
+        cls_target: Sequence[Tensor],
+        box_target: Sequence[Tensor],
+        gt_instance_id: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None] | None:
+        """Return the queries of a batch, or None without groups or without any box.
+
+        Args:
+            cls_target: [N] of each sample. box_target: [N, 9], yaw in radians; NaN counts as 0.
+            gt_instance_id: [N] of each sample; used with temporal groups only.
+
+        Returns:
+            anchors [B, G·n, 10], encoded boxes they belong to [B, G·n, 10] (zeros for background), classes [B, G·n]
+            (below 0: background), attention mask [G·n, G·n] (True hides), which queries are none of padding [B, G·n],
+            and ids [B, G·n] or None. n is the largest number of boxes, twice that with ``add_neg_dn``.
+        """
+        if self.num_dn_groups <= 0 or max((len(labels) for labels in cls_target), default=0) == 0:
+            return None
+        if self.num_temp_dn_groups <= 0:
+            gt_instance_id = None
+        labels, boxes, ids = self._padded_boxes(cls_target, box_target, gt_instance_id)
+        G, B = self.num_dn_groups, len(labels)
+        labels, boxes = labels.repeat(G, 1), boxes.repeat(G, 1, 1)  # [G·B, N], group by group
+        ids = None if ids is None else ids.repeat(G, 1)
+        anchors = self._with_noise(boxes)
+
+        box_cost = self._box_cost(anchors, boxes, torch.ones_like(boxes))
+        (matches,) = solve_assignments([torch.stack(box_cost)])
+        rows = torch.cat([torch.from_numpy(row) + i * anchors.shape[1] for i, (row, _) in enumerate(matches)])
+        columns = torch.cat(
+            [torch.from_numpy(col) + i * labels.shape[1] for i, (_, col) in enumerate(matches)]
+        )
+        rows, columns = to_device(rows, anchors.device), to_device(columns, anchors.device)
+
+        def of_matched(values: Tensor, others: int) -> Tensor:
+            out = values.new_full((anchors.shape[0] * anchors.shape[1], *values.shape[2:]), others)
+            out[rows] = values.flatten(0, 1)[columns]
+            return out.view(G, B, -1, *values.shape[2:]).transpose(0, 1).flatten(1, 2)
+
+        dn_labels = of_matched(labels, _BACKGROUND)
+        copies = anchors.shape[1] // labels.shape[1]
+        is_box = (labels >= 0).repeat(1, copies).view(G, B, -1).transpose(0, 1).flatten(1)
+        group = torch.arange(G, device=anchors.device).repeat_interleave(anchors.shape[1])
+        return (
+            anchors.unflatten(0, (G, B)).transpose(0, 1).flatten(1, 2),
+            of_matched(boxes, 0),
+            dn_labels,
+            group[:, None] != group,
+            (dn_labels >= 0) | (is_box & (dn_labels == _BACKGROUND)),
+            None if ids is None else of_matched(ids, -1),
+        )
+
+    def _padded_boxes(
+        self,
+        cls_target: Sequence[Tensor],
+        box_target: Sequence[Tensor],
+        gt_instance_id: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return labels [B, N] (-1 in the padding), encoded boxes [B, N, 10] (0) and ids [B, N] (-1) or None."""
+        most = max(len(labels) for labels in cls_target)
+        most = min(most, self.max_dn_gt) if self.max_dn_gt > 0 else most
+
+        def padded(values: Sequence[Tensor], filler: int) -> Tensor:
+            rows = [value[:most] for value in values]
+            return torch.stack(
+                [F.pad(row, (0, 0) * (row.dim() - 1) + (0, most - len(row)), value=filler) for row in rows]
+            )
+
+        labels = padded(cls_target, _PADDING).long()
+        boxes = padded(self.encode_reg_target(box_target, labels.device), 0).nan_to_num()
+        boxes = torch.where(labels[..., None] < 0, 0.0, boxes)
+        ids = None
+        if gt_instance_id is not None:
+            ids = padded([row.to(labels.device) for row in gt_instance_id], -1).long()
+        return labels, boxes, ids
+
+    def _with_noise(self, boxes: Tensor) -> Tensor:
+        """Return noisy boxes [R, N, D], with ``add_neg_dn`` [R, 2 N, D]."""
+        scale = boxes.new_tensor(self.dn_noise_scale)
+        near = boxes + (torch.rand_like(boxes) * 2 - 1) * scale
+        if not self.add_neg_dn:
+            return near
+        distance = torch.rand_like(boxes) + 1
+        sign = torch.where(torch.rand_like(boxes) > 0.5, 1.0, -1.0)
+        return torch.cat([near, boxes + distance * sign * scale], dim=1)
+
+    def update_dn(
+        self,
+        instance_feature: Tensor,
+        anchor: Tensor,
+        dn_reg_target: Tensor,
+        dn_cls_target: Tensor,
+        valid_mask: Tensor,
+        dn_id_target: Tensor | None,
+        num_normal_anchor: int,
+        temporal_valid_mask: Tensor | None,
+    ) -> tuple[Any, ...]:
+        """Put the queries carried from the previous frame in place of the first groups of this frame's.
+
+        Args:
+            instance_feature: [B, N + G·n, C]. anchor: [B, N + G·n, D], the first ``num_normal_anchor`` N of them no
+                denoising queries. dn_reg_target: [B, G·n, 10]. dn_cls_target, valid_mask, dn_id_target: [B, G·n].
+            temporal_valid_mask: [B] bool, which samples have history; None forgets the carried queries.
+
+        Returns:
+            The first six arguments, changed where there is something to carry: a carried query's target is this frame's
+            box of its id, background where the id is gone. Ids must be unique within a group.
+        """
+        unchanged = (instance_feature, anchor, dn_reg_target, dn_cls_target, valid_mask, dn_id_target)
+        if temporal_valid_mask is None:
+            self.dn_metas = None
+        carried = self.dn_metas
+        if carried is None or dn_id_target is None or instance_feature.shape[1] <= num_normal_anchor:
+            return unchanged
+        N, G = num_normal_anchor, self.num_dn_groups
+        ids, reg_target = _grouped(dn_id_target, G), _grouped(dn_reg_target, G)
+        carried_ids = carried["dn_id_target"]
+        T = carried_ids.shape[1]  # temporal groups
+        is_same = carried_ids[..., None] == ids[:, :T, None]  # [B, T, n_carried, n]
+        cls_target = torch.where(is_same.any(-1), carried["dn_cls_target"], _PADDING)
+        of_carried = (
+            carried["dn_instance_feature"],
+            carried["dn_anchor"],
+            torch.einsum("btij,btjd->btid", is_same.to(reg_target.dtype), reg_target[:, :T]),
+            cls_target,
+            carried["valid_mask"],
+            carried_ids,
+        )
+        fresh = (instance_feature[:, N:], anchor[:, N:], *unchanged[2:])
+        merged = []
+        for old, new in zip(of_carried, fresh, strict=True):
+            new = _grouped(new, G)
+            has_history = temporal_valid_mask.view(-1, *[1] * (new.dim() - 1))
+            old = torch.where(has_history, _fitted(old, new.shape[2]).to(new.dtype), new[:, :T])
+            merged.append(torch.cat([old, new[:, T:]], dim=1).flatten(1, 2))
+        merged[0] = torch.cat([instance_feature[:, :N], merged[0]], dim=1)
+        merged[1] = torch.cat([anchor[:, :N], merged[1]], dim=1)
+        return tuple(merged)
+
+    def cache_dn(
+        self,
+        dn_instance_feature: Tensor,
+        dn_anchor: Tensor,
+        dn_cls_target: Tensor,
+        valid_mask: Tensor,
+        dn_id_target: Tensor | None,
+    ) -> None:
+        """Keep ``num_temp_dn_groups`` groups, drawn at random, for the next frame.
+
+        Args:
+            dn_instance_feature: [B, G·n, C]. dn_anchor: [B, G·n, D]. The others: [B, G·n]; without ids nothing is kept.
+        """
+        if self.num_temp_dn_groups <= 0 or dn_id_target is None:
+            self.dn_metas = None
+            return
+        drawn = (torch.randperm(self.num_dn_groups) < self.num_temp_dn_groups).nonzero().flatten()
+        drawn = to_device(drawn, dn_anchor.device)
+        values = {
+            "dn_instance_feature": dn_instance_feature,
+            "dn_anchor": dn_anchor,
+            "dn_cls_target": dn_cls_target,
+            "valid_mask": valid_mask,
+            "dn_id_target": dn_id_target,
+        }
+        self.dn_metas = {
+            name: _grouped(value.detach(), self.num_dn_groups).index_select(1, drawn)
+            for name, value in values.items()
+        }

@@ -1,0 +1,82 @@
+"""Dense depth as an auxiliary task."""
+
+from collections.abc import Sequence
+
+import torch
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+__all__ = ["DenseDepthNet"]
+
+_MAX_LOG_DEPTH = 20.0  # a diverging depth stays finite, and so does its gradient
+
+
+@MODELS.register_module()
+class DenseDepthNet(BaseModule):
+    """Depth of every pixel of the finest levels: ``exp(conv(feature)) · focal / equal_focal``.
+
+    Args:
+        embed_dims: width of the features. num_depth_layers: levels, from the finest.
+        equal_focal: focal length (pixels) at which the convolution's answer is metric.
+        max_depth: metres; predictions count as at most that. loss_weight: factor on the loss.
+
+    In float32 under autocast. Source: Sparse4D v3; names and defaults are SparseDrive's.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_depth_layers: int = 1,
+        equal_focal: float = 100,
+        max_depth: float = 60,
+        loss_weight: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.embed_dims = embed_dims
+        self.num_depth_layers = num_depth_layers
+        self.equal_focal = equal_focal
+        self.max_depth = max_depth
+        self.loss_weight = loss_weight
+        self.depth_layers = nn.ModuleList(nn.Conv2d(embed_dims, 1, 1) for _ in range(num_depth_layers))
+
+    def forward(
+        self,
+        feature_maps: Sequence[Tensor],
+        focal: Tensor | None = None,
+        gt_depths: Sequence[Tensor] | None = None,
+    ) -> list[Tensor] | Tensor:
+        """Return the depths in metres of each level, [B·V, 1, H, W], or with ``gt_depths`` in training the loss.
+
+        Args:
+            feature_maps: [B, V, C, H, W] of each level. focal: [B, V] pixels, default ``equal_focal``.
+        """
+        depths = []
+        with torch.autocast(feature_maps[0].device.type, enabled=False):
+            for layer, feature in zip(self.depth_layers, feature_maps, strict=False):
+                depth = layer(feature.flatten(0, 1).to(layer.weight.dtype)).clamp(max=_MAX_LOG_DEPTH).exp()
+                if focal is not None:
+                    depth = depth * focal.reshape(-1, 1, 1, 1).to(depth.dtype) / self.equal_focal
+                depths.append(depth)
+            if gt_depths is not None and self.training:
+                return self.loss(depths, gt_depths)
+        return depths
+
+    def loss(self, depth_preds: Sequence[Tensor], gt_depths: Sequence[Tensor]) -> Tensor:
+        """Return the mean |difference| over the pixels with a known depth, 0 if there are none.
+
+        Args:
+            depth_preds: [B·V, 1, H, W] of each level. gt_depths: [B, V, H, W] of each, 0 or less where unknown.
+        """
+        total = depth_preds[0].new_zeros(())
+        for pred, gt in zip(depth_preds, gt_depths, strict=False):
+            pred = pred.float().flatten()
+            gt = gt.reshape(-1).to(pred.dtype)
+            is_known = (gt > 0) & ~pred.isnan()
+            # The clamp comes inside, so that a NaN pixel has a gradient of zero, not of NaN.
+            error = (
+                torch.where(is_known, pred, 0.0).clamp(0, self.max_depth) - torch.where(is_known, gt, 0.0)
+            ).abs()
+            total = total + error.sum() / (is_known.sum() * len(depth_preds)).clamp(min=1)
+        return total * self.loss_weight

@@ -1,0 +1,96 @@
+"""Embeddings of anchors: where an instance is, as a vector beside what it looks like."""
+
+from collections.abc import Sequence
+
+import torch
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..layers.precision import in_full_precision
+from .box3d import COS_YAW, SIN_YAW, VX, W, X
+from .mlp import linear_relu_ln
+
+__all__ = ["SparseBox3DEncoder", "SparsePoint3DEncoder"]
+
+
+@MODELS.register_module()
+class SparseBox3DEncoder(BaseModule):
+    """The embedding of box anchors: position, size, yaw and velocity each through a perceptron, added or concatenated.
+
+    Args:
+        embed_dims: width of every part, or the widths of position, size, yaw, velocity and, with ``output_fc``, the
+            output.
+        vel_dims: components of the velocity that count, 0 to 3.
+        mode: 'add' the parts or 'cat' them.
+        output_fc: whether another perceptron follows.
+        in_loops, out_loops: depth of each, see ``linear_relu_ln``.
+
+    Runs in float32 under autocast: bfloat16 would round 60 m to the next quarter metre.
+
+    Source: names and defaults are SparseDrive's.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int | Sequence[int],
+        vel_dims: int = 3,
+        mode: str = "add",
+        output_fc: bool = True,
+        in_loops: int = 1,
+        out_loops: int = 2,
+    ) -> None:
+        super().__init__()
+        if mode not in ("add", "cat"):
+            raise ValueError(f"SparseBox3DEncoder: mode must be 'add' or 'cat', got {mode!r}")
+        widths = [embed_dims] * 5 if isinstance(embed_dims, int) else list(embed_dims)
+        self.embed_dims = embed_dims
+        self.vel_dims = vel_dims
+        self.mode = mode
+
+        def perceptron(input_dims: int, output_dims: int) -> nn.Sequential:
+            return nn.Sequential(*linear_relu_ln(output_dims, in_loops, out_loops, input_dims))
+
+        self.pos_fc = perceptron(3, widths[0])
+        self.size_fc = perceptron(3, widths[1])
+        self.yaw_fc = perceptron(2, widths[2])
+        if vel_dims > 0:
+            self.vel_fc = perceptron(vel_dims, widths[3])
+        self.output_fc = perceptron(widths[-1], widths[-1]) if output_fc else None
+
+    def forward(self, box_3d: Tensor) -> Tensor:
+        """Return [..., C] from anchors [..., 8 + velocities]."""
+        parts = [
+            in_full_precision(self.pos_fc, box_3d[..., X:W]),
+            in_full_precision(self.size_fc, box_3d[..., W:SIN_YAW]),
+            in_full_precision(self.yaw_fc, box_3d[..., SIN_YAW : COS_YAW + 1]),
+        ]
+        if self.vel_dims > 0:
+            parts.append(in_full_precision(self.vel_fc, box_3d[..., VX : VX + self.vel_dims]))
+        if self.mode == "cat":
+            embedding = torch.cat(parts, dim=-1)
+        else:
+            embedding = sum(parts[1:], parts[0])
+        return embedding if self.output_fc is None else in_full_precision(self.output_fc, embedding)
+
+
+@MODELS.register_module()
+class SparsePoint3DEncoder(BaseModule):
+    """The embedding of polyline anchors: all coordinates through one perceptron, in float32 under autocast.
+
+    Args:
+        embed_dims: width of the embedding. num_sample: points of a polyline. coords_dim: coordinates of a point.
+
+    Source: names and defaults are SparseDrive's.
+    """
+
+    def __init__(self, embed_dims: int = 256, num_sample: int = 20, coords_dim: int = 2) -> None:
+        super().__init__()
+        self.embed_dims = embed_dims
+        self.input_dims = num_sample * coords_dim
+        self.pos_fc = nn.Sequential(*linear_relu_ln(embed_dims, 1, 2, self.input_dims))
+
+    def forward(self, anchor: Tensor) -> Tensor:
+        """Return [..., embed_dims] from polylines [..., num_sample · coords_dim] (metres)."""
+        return in_full_precision(self.pos_fc, anchor)

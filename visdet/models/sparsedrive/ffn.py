@@ -1,0 +1,83 @@
+"""The feed-forward block between unequal widths."""
+
+from typing import Any
+
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..layers.activation import build_activation_layer
+from ..layers.dropout import build_dropout
+from ..layers.normalization import build_norm_layer
+
+__all__ = ["AsymmetricFFN"]
+
+_RELU = {"type": "ReLU", "inplace": True}
+
+
+@MODELS.register_module()
+class AsymmetricFFN(BaseModule):
+    """``identity_fc(x') + dropout_layer(Linear(... drop(act(Linear(x')))))`` with ``x' = pre_norm(x)``.
+
+    Parameter names: ``pre_norm.*``, ``layers.0.0.*``, ..., ``layers.{num_fcs-1}.*``, ``identity_fc.*``.
+
+    Args:
+        in_channels: width of the input, default ``embed_dims``.
+        pre_norm: normalisation of the input, e.g. ``dict(type='LN')``; None for none.
+        embed_dims: width of the output. feedforward_channels: hidden width. num_fcs: linear layers, at least 2.
+        act_cfg: activation after each hidden layer. ffn_drop: dropout after every linear layer.
+        dropout_layer: dropout of the block's output before the sum.
+        add_identity: whether to add the (normalised) input, brought to ``embed_dims`` by ``identity_fc``.
+
+    ``identity_fc`` is a linear layer even between equal widths, unless ``feedforward_channels`` is that width too:
+    published checkpoints have it.
+
+    Source: names and defaults are SparseDrive's.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | None = None,
+        pre_norm: dict[str, Any] | None = None,
+        embed_dims: int = 256,
+        feedforward_channels: int = 1024,
+        num_fcs: int = 2,
+        act_cfg: dict[str, Any] = _RELU,
+        ffn_drop: float = 0.0,
+        dropout_layer: dict[str, Any] | None = None,
+        add_identity: bool = True,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        if num_fcs < 2:
+            raise ValueError(f"AsymmetricFFN: num_fcs must be at least 2, got {num_fcs}")
+        in_channels = embed_dims if in_channels is None else in_channels
+        self.embed_dims = embed_dims
+        self.pre_norm = None if pre_norm is None else build_norm_layer(pre_norm, in_channels)
+        blocks: list[nn.Module] = []
+        width = in_channels
+        for _ in range(num_fcs - 1):
+            blocks.append(
+                nn.Sequential(
+                    nn.Linear(width, feedforward_channels),
+                    build_activation_layer(act_cfg),
+                    nn.Dropout(ffn_drop),
+                )
+            )
+            width = feedforward_channels
+        self.layers = nn.Sequential(*blocks, nn.Linear(width, embed_dims), nn.Dropout(ffn_drop))
+        self.dropout_layer = build_dropout(dropout_layer)
+        self.add_identity = add_identity
+        if add_identity:
+            is_plain = in_channels == feedforward_channels == embed_dims
+            self.identity_fc = nn.Identity() if is_plain else nn.Linear(in_channels, embed_dims)
+
+    def forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
+        """Return [..., embed_dims] from x [..., in_channels]; ``identity`` replaces the normalised x in the sum."""
+        if self.pre_norm is not None:
+            x = self.pre_norm(x)
+        out = self.dropout_layer(self.layers(x))
+        if not self.add_identity:
+            return out
+        return self.identity_fc(x if identity is None else identity) + out

@@ -1,0 +1,97 @@
+"""When and where the frames of a batch were taken, and what lies between two of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["FrameClock", "FrameStep"]
+
+
+@dataclass(frozen=True)
+class FrameStep:
+    """From the previous frame of each sample to the current one.
+
+    Attributes:
+        seconds: [B]. previous_to_current: [B, 4, 4] float64, from the previous frame's coordinates to the current.
+        same_scene: [B], whether both frames are of one scene, as far as that is known.
+    """
+
+    seconds: tuple[float, ...]
+    previous_to_current: Tensor
+    same_scene: tuple[bool, ...]
+
+    def is_continued(self, max_time_interval: float) -> list[bool]:
+        """Return for each sample whether the frames are of one scene and at most so many seconds apart."""
+        return [
+            same and abs(seconds) <= max_time_interval
+            for same, seconds in zip(self.same_scene, self.seconds, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class FrameClock:
+    """The time and pose of each sample's frame, on the host and in float64.
+
+    Attributes:
+        timestamp: [B] seconds. to_world, from_world: [B, 4, 4]. scene: [B] tokens, None where unknown.
+    """
+
+    timestamp: tuple[float, ...]
+    to_world: np.ndarray
+    from_world: np.ndarray
+    scene: tuple[str | None, ...]
+
+    @classmethod
+    def of(cls, metas: dict[str, Any] | None) -> "FrameClock":
+        """Return the clock of a batch.
+
+        Args:
+            metas: ``img_metas``, one dict per sample with ``T_global`` and ``T_global_inv`` [4, 4], and where known
+                ``timestamp`` (seconds) and ``scene_token``; ``timestamp`` [B] seconds, needed only on the host or
+                where ``img_metas`` has none.
+
+        Raises:
+            ValueError: no metas, no time, or a time or pose that is not finite.
+        """
+        if metas is None:
+            raise ValueError(
+                "InstanceBank: metas with timestamp and img_metas are needed to carry instances on"
+            )
+        samples: Sequence[dict[str, Any]] = metas["img_metas"]
+        clock = cls(
+            timestamp=_timestamps(metas, samples),
+            to_world=np.stack([np.asarray(sample["T_global"], dtype=np.float64) for sample in samples]),
+            from_world=np.stack([np.asarray(sample["T_global_inv"], dtype=np.float64) for sample in samples]),
+            scene=tuple(sample.get("scene_token") for sample in samples),
+        )
+        if not (np.isfinite(clock.timestamp).all() and np.isfinite(clock.to_world).all()):
+            raise ValueError("InstanceBank: timestamps and T_global must be finite numbers")
+        return clock
+
+    def since(self, previous: "FrameClock") -> FrameStep:
+        """Return what lies between the frames ``previous`` and these."""
+        return FrameStep(
+            seconds=tuple(now - then for now, then in zip(self.timestamp, previous.timestamp, strict=True)),
+            previous_to_current=torch.from_numpy(self.from_world @ previous.to_world),
+            same_scene=tuple(
+                now is None or then is None or now == then
+                for now, then in zip(self.scene, previous.scene, strict=True)
+            ),
+        )
+
+
+def _timestamps(metas: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+    stamps = metas.get("timestamp")
+    if isinstance(stamps, Tensor) and stamps.device.type == "cpu":
+        return tuple(stamps.double().tolist())
+    if all("timestamp" in sample for sample in samples):
+        return tuple(float(sample["timestamp"]) for sample in samples)
+    if stamps is None:
+        raise ValueError("InstanceBank: metas must hold timestamp [B] in seconds")
+    return tuple(
+        torch.as_tensor(stamps).double().tolist()
+    )  # waits for the device: only without host timestamps

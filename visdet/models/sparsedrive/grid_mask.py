@@ -1,0 +1,82 @@
+"""GridMask augmentation on the device."""
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["GridMask"]
+
+
+class GridMask(nn.Module):
+    """Blanks a random grid in all images of a batch alike, in training, with probability ``prob``.
+
+    The grid has period d, uniform in 2..height-1, stripes of ``ratio`` · d, a random phase, and is turned by up to
+    ``rotate`` - 1 degrees.
+
+    Args:
+        use_h, use_w: horizontal and vertical stripes. rotate: degrees, exclusive; 1 for none.
+        offset: fill with noise in -1..1 in place of 0. ratio: part of a period that is a stripe.
+        mode: 0 blanks the stripes, 1 everything else. prob: probability, see also ``set_prob``.
+
+    Source: Chen et al., arXiv 2001.04086; names and defaults are SparseDrive's. Different: random numbers are torch's,
+    drawn on the images' device, which nothing waits for.
+    """
+
+    def __init__(
+        self,
+        use_h: bool,
+        use_w: bool,
+        rotate: int = 1,
+        offset: bool = False,
+        ratio: float = 0.5,
+        mode: int = 0,
+        prob: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.use_h = use_h
+        self.use_w = use_w
+        self.rotate = rotate
+        self.offset = offset
+        self.ratio = ratio
+        self.mode = mode
+        self.st_prob = prob
+        self.prob = prob
+
+    def set_prob(self, epoch: int, max_epoch: int) -> None:
+        """Set the probability to the part of training that is over, times the one given first."""
+        self.prob = self.st_prob * epoch / max_epoch
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return images x [N, C, H, W] with the grid, or as they are outside training."""
+        if not self.training or self.prob <= 0:
+            return x
+        keep = self._mask(*x.shape[-2:], x.device).to(x.dtype)
+        filler = 2 * torch.rand(x.shape[-2:], device=x.device, dtype=x.dtype) - 1 if self.offset else 0.0
+        masked = x * keep + filler * (1 - keep)
+        return torch.where(torch.rand((), device=x.device) <= self.prob, masked, x)
+
+    def _mask(self, height: int, width: int, device: torch.device) -> Tensor:
+        """Return [H, W], 1 where the image stays."""
+        draws = torch.rand(4, device=device)
+        period = (2 + draws[0] * (height - 2)).floor().clamp(max=max(height - 1, 2))
+        stripe = torch.minimum((period * self.ratio + 0.5).floor().clamp(min=1), period - 1)
+        # The grid lies on a plane half as large again, so that turning it uncovers nothing.
+        plane_h, plane_w = int(1.5 * height), int(1.5 * width)
+        rows = torch.arange(height, device=device)[:, None] + (plane_h - height) // 2
+        columns = torch.arange(width, device=device)[None, :] + (plane_w - width) // 2
+        angle = torch.deg2rad((draws[3] * self.rotate).floor())
+        y, x = rows - (plane_h - 1) / 2, columns - (plane_w - 1) / 2
+        turned_rows = (angle.cos() * y + angle.sin() * x + (plane_h - 1) / 2).round()
+        turned_columns = (angle.cos() * x - angle.sin() * y + (plane_w - 1) / 2).round()
+        is_blank = torch.zeros(height, width, dtype=torch.bool, device=device)
+        if self.use_h:
+            is_blank = is_blank | self._in_stripe(turned_rows, period, stripe, draws[1], plane_h)
+        if self.use_w:
+            is_blank = is_blank | self._in_stripe(turned_columns, period, stripe, draws[2], plane_w)
+        return is_blank.float() if self.mode == 1 else 1 - is_blank.float()
+
+    @staticmethod
+    def _in_stripe(position: Tensor, period: Tensor, stripe: Tensor, draw: Tensor, length: int) -> Tensor:
+        """Return whether positions lie in a stripe of the ``length // period`` ones after a random phase."""
+        beyond = position - (draw * period).floor()
+        number = (beyond / period).floor()
+        return (beyond >= 0) & (number < (length / period).floor()) & (beyond - number * period < stripe)

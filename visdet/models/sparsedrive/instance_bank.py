@@ -1,0 +1,330 @@
+"""The instance bank: learned anchors, and the instances of a sequence carried from frame to frame."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..transfer import to_device
+from .frame_clock import FrameClock
+
+__all__ = ["InstanceBank", "InstanceBankState", "select_rows", "topk"]
+
+
+def topk(confidence: Tensor, k: int, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the k largest confidences [B, k] of each sample, and those rows of each input, [B, k, C].
+
+    Args:
+        confidence: [B, Q]. inputs: [B, Q, C] or [B, Q], the latter taken as C = 1.
+    """
+    confidence, index = confidence.topk(k, dim=1)
+    return confidence, [select_rows(x if x.dim() == 3 else x[..., None], index) for x in inputs]
+
+
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return rows ``index`` [B, k] of x [B, Q, C], as [B, k, C]."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+
+@dataclass(frozen=True)
+class InstanceBankState:
+    """What a bank carries from one frame to the next; an immutable value, safe to keep and to put back.
+
+    Attributes:
+        cached_feature: [B, K, C], cached_anchor: [B, K, D], of the K most confident instances, best first; None before
+            the first frame. Between ``get`` and ``cache`` the anchors stand where and when the current frame is.
+        confidence: [B, K] of the cached instances, decayed from frame to frame.
+        temp_confidence: [B, Q] of the instances of the frame cached last.
+        instance_id: [B, Q] int64, the ids of the cached instances, then -1.
+        prev_id: [] int64, the next id.
+        mask: [B] bool, whether a sample's cached instances belong to the current frame's sequence.
+        clock: when and where the samples of the frame cached last were taken.
+        history: the same as ``mask``, on the host.
+    """
+
+    cached_feature: Tensor | None = None
+    cached_anchor: Tensor | None = None
+    confidence: Tensor | None = None
+    temp_confidence: Tensor | None = None
+    instance_id: Tensor | None = None
+    prev_id: Tensor | int = 0
+    mask: Tensor | None = None
+    clock: FrameClock | None = None
+    history: tuple[bool, ...] = ()
+
+
+@MODELS.register_module()
+class InstanceBank(BaseModule):
+    """Learned anchors with their features, and the temporal state of a batch of sequences.
+
+    A frame is ``get`` → (single-frame decoder) → ``update`` → (temporal decoder) → ``cache`` → ``get_instance_id``.
+    All that is remembered lies in ``state``: read it, keep it, put it back.
+
+    A sample's history is dropped, it alone, where more than ``max_time_interval`` seconds passed or its scene changed;
+    the whole state where the batch size or the device changed.
+
+    Args:
+        num_anchor: anchors used, at most as many as ``anchor`` has.
+        embed_dims: width of the features.
+        anchor: [N, D] or [N, points, 2]: numbers, or a ``.npy`` file's path. While a file is missing the anchors are
+            zeros, which a checkpoint replaces; training with them raises.
+        anchor_handler: module or config with ``anchor_projection``, which moves anchors in space and time.
+        num_temp_instances: K, instances carried on; 0 or less for none.
+        default_time_interval: seconds, where there is no previous frame.
+        confidence_decay: factor on a cached confidence per frame.
+        anchor_grad, feat_grad: whether anchors and their features learn.
+        max_time_interval: seconds.
+
+    Source: names and defaults are SparseDrive's. Different: the state is one value; nothing waits for the device; no
+    ids are carried where no instances are.
+    """
+
+    def __init__(
+        self,
+        num_anchor: int,
+        embed_dims: int,
+        anchor: str | Sequence[Any] | np.ndarray | Tensor,
+        anchor_handler: dict[str, Any] | nn.Module | None = None,
+        num_temp_instances: int = 0,
+        default_time_interval: float = 0.5,
+        confidence_decay: float = 0.6,
+        anchor_grad: bool = True,
+        feat_grad: bool = True,
+        max_time_interval: float = 2,
+    ) -> None:
+        super().__init__()
+        if isinstance(anchor_handler, dict):
+            anchor_handler = MODELS.build(anchor_handler)
+        if anchor_handler is not None and not hasattr(anchor_handler, "anchor_projection"):
+            raise TypeError(
+                f"InstanceBank: anchor_handler must have anchor_projection, got {type(anchor_handler).__name__}"
+            )
+        self.embed_dims = embed_dims
+        self.num_temp_instances = num_temp_instances
+        self.default_time_interval = default_time_interval
+        self.confidence_decay = confidence_decay
+        self.max_time_interval = max_time_interval
+        self.anchor_handler = anchor_handler
+        self.missing_anchor_file: str | None = None
+        anchors = self._read_anchors(anchor, num_anchor)[:num_anchor]
+        self.num_anchor = len(anchors)
+        self.anchor_init = anchors
+        if num_temp_instances > self.num_anchor:
+            raise ValueError(
+                f"InstanceBank: num_temp_instances must be at most the number of anchors {self.num_anchor}, "
+                f"got {num_temp_instances}"
+            )
+        self.anchor = nn.Parameter(anchors.clone(), requires_grad=anchor_grad)
+        self.instance_feature = nn.Parameter(
+            torch.zeros(self.num_anchor, embed_dims), requires_grad=feat_grad
+        )
+        self.state = InstanceBankState()
+
+    def _read_anchors(self, anchor: str | Sequence[Any] | np.ndarray | Tensor, num_anchor: int) -> Tensor:
+        """Return anchors [N, D], polylines with their points one after another."""
+        if isinstance(anchor, (str, Path)):
+            if Path(anchor).exists():
+                anchor = np.load(anchor, allow_pickle=False)
+            else:
+                anchor = self._placeholder(str(anchor), num_anchor)
+        anchors = torch.as_tensor(np.asarray(anchor), dtype=torch.float32)
+        return anchors.flatten(1)
+
+    def _placeholder(self, path: str, num_anchor: int) -> np.ndarray:
+        self.missing_anchor_file = path
+        warnings.warn(
+            f"InstanceBank: no anchor file {path}: the anchors are zeros until a checkpoint is loaded",
+            stacklevel=4,
+        )
+        num_sample = getattr(self.anchor_handler, "num_sample", None)
+        return np.zeros((num_anchor, 11 if num_sample is None else 2 * num_sample))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if f"{prefix}anchor" in state_dict:
+            self.missing_anchor_file = None
+
+    def init_weights(self) -> None:
+        """Put the anchors back where they began, and draw the features if they learn."""
+        with torch.no_grad():
+            self.anchor.copy_(self.anchor_init)
+        if self.instance_feature.requires_grad:
+            nn.init.xavier_uniform_(self.instance_feature)
+
+    def reset(self) -> None:
+        """Forget everything, the ids given so far included."""
+        self.state = InstanceBankState()
+
+    def get(
+        self, batch_size: int, metas: dict[str, Any] | None = None, dn_metas: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Return what a frame starts with, and bring the cached anchors to the frame's place and time.
+
+        Args:
+            batch_size: B.
+            metas: ``timestamp`` [B] seconds and ``img_metas``, see ``FrameClock``.
+            dn_metas: temporal denoising queries, whose ``dn_anchor`` [B, groups, n, D] is brought along.
+
+        Returns:
+            features [B, N, C] and anchors [B, N, D] of the learned instances; cached features [B, K, C] and anchors
+            [B, K, D], or None twice; seconds since the previous frame, [B].
+        """
+        if self.missing_anchor_file is not None and self.training:
+            raise FileNotFoundError(
+                f"InstanceBank: training needs the anchor file {self.missing_anchor_file}: "
+                "make it with tools/make_anchors.py, or load a checkpoint"
+            )
+        feature = self.instance_feature.expand(batch_size, -1, -1)
+        anchor = self.anchor.expand(batch_size, -1, -1)
+        state = self.state
+        cached = state.cached_anchor
+        if cached is None or len(cached) != batch_size or cached.device != anchor.device:
+            self.reset()
+            return feature, anchor, None, None, anchor.new_full((batch_size,), self.default_time_interval)
+
+        step = FrameClock.of(metas).since(state.clock)
+        history = step.is_continued(self.max_time_interval)
+        elapsed = to_device(step.seconds, anchor.device, anchor.dtype)
+        intervals = [
+            s if continued and s != 0 else self.default_time_interval
+            for s, continued in zip(step.seconds, history, strict=True)
+        ]
+        if self.anchor_handler is not None:
+            motion = to_device(step.previous_to_current, anchor.device, anchor.dtype)
+            cached = self._project(cached, motion, elapsed)
+            if dn_metas is not None and len(dn_metas["dn_anchor"]) == batch_size:
+                dn_anchor = dn_metas["dn_anchor"]
+                moved = self._project(dn_anchor.flatten(1, 2), motion, elapsed)
+                dn_metas["dn_anchor"] = moved.view_as(dn_anchor)
+        self.state = replace(
+            state, cached_anchor=cached, mask=to_device(history, anchor.device), history=tuple(history)
+        )
+        return (
+            feature,
+            anchor,
+            state.cached_feature,
+            cached,
+            to_device(intervals, anchor.device, anchor.dtype),
+        )
+
+    def _project(self, anchor: Tensor, motion: Tensor, elapsed: Tensor) -> Tensor:
+        return self.anchor_handler.anchor_projection(anchor, [motion], time_intervals=[-elapsed])[0]
+
+    def update(self, instance_feature: Tensor, anchor: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cached instances followed by the most confident others, as many as there are anchors.
+
+        Samples without history, and all of them before the first cached frame, come back unchanged.
+
+        Args:
+            instance_feature: [B, Q, C]. anchor: [B, Q, D]. confidence: [B, Q, classes] logits. Rows after the first
+                ``num_anchor`` are denoising queries and stay where they are.
+        """
+        state = self.state
+        if state.cached_feature is None:
+            return instance_feature, anchor
+        N, has_history = self.num_anchor, state.mask[:, None, None]
+        _, (feature_kept, anchor_kept) = topk(
+            confidence[:, :N].amax(-1), N - self.num_temp_instances, instance_feature, anchor
+        )
+        feature_of_history = torch.cat(
+            [state.cached_feature.to(feature_kept.dtype), feature_kept, instance_feature[:, N:]], dim=1
+        )
+        anchor_of_history = torch.cat([state.cached_anchor, anchor_kept, anchor[:, N:]], dim=1)
+        self.state = replace(
+            state,
+            confidence=torch.where(state.mask[:, None], state.confidence, 0.0),
+            instance_id=None
+            if state.instance_id is None
+            else torch.where(state.mask[:, None], state.instance_id, -1),
+        )
+        return (
+            torch.where(has_history, feature_of_history, instance_feature),
+            torch.where(has_history, anchor_of_history, anchor),
+        )
+
+    def cache(
+        self,
+        instance_feature: Tensor,
+        anchor: Tensor,
+        confidence: Tensor,
+        metas: dict[str, Any] | None = None,
+        feature_maps: Any = None,
+    ) -> None:
+        """Keep the K most confident instances for the next frame; a cached one's confidence decays at most.
+
+        Args:
+            instance_feature: [B, N, C]. anchor: [B, N, D]. confidence: [B, N, classes] logits.
+            metas: as in ``get``. feature_maps: unused.
+        """
+        K = self.num_temp_instances
+        if K <= 0:
+            return
+        confidence = confidence.detach().float().amax(-1).sigmoid()
+        if self.state.confidence is not None:
+            carried = torch.maximum(self.state.confidence * self.confidence_decay, confidence[:, :K])
+            confidence = torch.cat([carried, confidence[:, K:]], dim=1)
+        best, (feature, anchor) = topk(confidence, K, instance_feature.detach(), anchor.detach())
+        self.state = replace(
+            self.state,
+            cached_feature=feature,
+            cached_anchor=anchor,
+            confidence=best,
+            temp_confidence=confidence,
+            clock=FrameClock.of(metas),
+        )
+
+    def get_instance_id(
+        self, confidence: Tensor, anchor: Tensor | None = None, threshold: float | None = None
+    ) -> Tensor:
+        """Return track ids [B, N] int64: those of the cached instances, new ones from one counter, -1 for none.
+
+        Args:
+            confidence: [B, N, classes] logits. anchor: unused.
+            threshold: least probability that starts a track; None starts one everywhere.
+        """
+        confidence = confidence.detach().float().amax(-1).sigmoid()
+        ids = torch.full_like(confidence, -1, dtype=torch.int64)
+        known = self.state.instance_id
+        if known is not None and len(known) == len(ids):
+            ids = known.clone()
+        is_new = ids < 0
+        if threshold is not None:
+            is_new = is_new & (confidence >= threshold)
+        count = is_new.flatten().cumsum(0)  # counted on the device: the host need not wait
+        ids = torch.where(is_new, count.view_as(ids) - 1 + self.state.prev_id, ids)
+        self.state = replace(self.state, prev_id=self.state.prev_id + count[-1])
+        self._keep_ids(ids, confidence)
+        return ids
+
+    def _keep_ids(self, ids: Tensor, confidence: Tensor) -> None:
+        K = self.num_temp_instances
+        if K <= 0:
+            return
+        order = confidence if self.state.temp_confidence is None else self.state.temp_confidence
+        _, (kept,) = topk(order, K, ids)
+        others = kept.new_full((len(ids), self.num_anchor - K), -1)
+        self.state = replace(self.state, instance_id=torch.cat([kept.squeeze(-1), others], dim=1))
+
+
+def _of_state(name: str) -> property:
+    return property(lambda bank: getattr(bank.state, name), doc=f"``state.{name}``")
+
+
+for _name in (
+    "cached_feature",
+    "cached_anchor",
+    "confidence",
+    "temp_confidence",
+    "instance_id",
+    "prev_id",
+    "mask",
+):
+    setattr(InstanceBank, _name, _of_state(_name))

@@ -1,0 +1,228 @@
+"""Where an anchor looks for features: its 3-D key points, and how an anchor moves from one frame to another."""
+
+from collections.abc import Sequence
+
+import torch
+from mmengine.model import BaseModule, xavier_init
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..layers.precision import at_least_float32, in_full_precision
+from .box3d import COS_YAW, MAX_LOG_SIZE, SIN_YAW, VX, H, L, W, X, Y, Z
+
+__all__ = ["SparseBox3DKeyPointsGenerator", "SparsePoint3DKeyPointsGenerator"]
+
+
+@MODELS.register_module()
+class SparseBox3DKeyPointsGenerator(BaseModule):
+    """Key points of box anchors: fixed fractions of the box, and learnable ones from the instance's feature.
+
+    Args:
+        embed_dims: width of the instance feature.
+        num_learnable_pts: points whose place, within half a size of the centre, a Linear predicts.
+        fix_scale: places of the fixed points, in sizes from the centre; default the centre alone.
+
+    Attributes:
+        num_pts: key points of an anchor, fixed ones first.
+
+    Source: SparseDrive's generator of this name; parameter names are its own.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_learnable_pts: int = 0,
+        fix_scale: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        super().__init__()
+        fix_scale = ((0.0, 0.0, 0.0),) if fix_scale is None else fix_scale
+        self.embed_dims = embed_dims
+        self.num_learnable_pts = num_learnable_pts
+        self.fix_scale = nn.Parameter(torch.tensor(fix_scale, dtype=torch.float32), requires_grad=False)
+        if self.fix_scale.dim() != 2 or self.fix_scale.shape[1] != 3:
+            raise ValueError(
+                f"SparseBox3DKeyPointsGenerator: fix_scale must hold triples, got shape {tuple(self.fix_scale.shape)}"
+            )
+        self.num_pts = len(fix_scale) + num_learnable_pts
+        if num_learnable_pts > 0:
+            self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3)
+
+    def init_weights(self) -> None:
+        """Initialise the learnable points' Linear."""
+        if self.num_learnable_pts > 0:
+            xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
+
+    def forward(
+        self,
+        anchor: Tensor,  # [B, N, 8 + v]
+        instance_feature: Tensor | None = None,  # [B, N, C]
+        T_cur2temp_list: Sequence[Tensor] | Tensor | None = None,  # one [B, 4, 4] per earlier frame
+        cur_timestamp: Tensor | None = None,  # [B] seconds
+        temp_timestamps: Sequence[Tensor] | Tensor | None = None,  # one [B] per earlier frame
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Return key points [B, N, num_pts, 3] in metres; with earlier frames, also a list of theirs.
+
+        An anchor stands where its velocity takes it at an earlier frame's time, in that frame's coordinates. Without
+        ``instance_feature`` the learnable points are left out. Always in float32 (float64 for float64 anchors).
+        """
+        anchor = at_least_float32(anchor)
+        size = anchor[..., None, [W, L, H]].clamp(max=MAX_LOG_SIZE).exp()  # [B, N, 1, 3]
+        points = self.fix_scale * size
+        if self.num_learnable_pts > 0 and instance_feature is not None:
+            scale = in_full_precision(self.learnable_fc, instance_feature).sigmoid() - 0.5
+            points = torch.cat([points, scale.unflatten(-1, (self.num_learnable_pts, 3)) * size], -2)
+        cos, sin = anchor[..., None, COS_YAW], anchor[..., None, SIN_YAW]  # [B, N, 1]
+        x, y, z = points.unbind(-1)
+        points = torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + anchor[..., None, [X, Y, Z]]
+        if (
+            T_cur2temp_list is None
+            or cur_timestamp is None
+            or temp_timestamps is None
+            or len(temp_timestamps) == 0
+        ):
+            return points
+        velocity = anchor[..., None, VX:]
+        earlier = []
+        for transform, timestamp in zip(T_cur2temp_list, temp_timestamps, strict=True):
+            interval = (cur_timestamp - timestamp).to(points.dtype)[:, None, None, None]
+            earlier.append(_transform(transform, points - velocity * interval))
+        return points, earlier
+
+    @staticmethod
+    def anchor_projection(
+        anchor: Tensor,  # [B, N, 8 + v]
+        T_src2dst_list: Sequence[Tensor] | Tensor,  # one [B, 4, 4] per destination
+        src_timestamp: Tensor | None = None,  # [B] seconds
+        dst_timestamps: Sequence[Tensor] | Tensor | None = None,
+        time_intervals: Sequence[Tensor]
+        | Tensor
+        | None = None,  # source minus destination, one [B] or [] each
+    ) -> list[Tensor]:
+        """Return the anchors in each destination's frame and, if times are given, where they are at its time."""
+        anchor = at_least_float32(anchor)
+        velocity = anchor[..., VX:]
+        dims = velocity.shape[-1]
+        projected = []
+        for i, transform in enumerate(T_src2dst_list):
+            transform = transform.to(anchor.dtype)[:, None]  # [B, 1, 4, 4]
+            centre = anchor[..., [X, Y, Z]]
+            interval = None
+            if time_intervals is not None:
+                interval = time_intervals[i]
+            elif src_timestamp is not None and dst_timestamps is not None:
+                interval = src_timestamp - dst_timestamps[i]
+            if interval is not None:
+                moved = velocity * interval.to(anchor.dtype).reshape(-1, 1, 1)
+                centre = centre - nn.functional.pad(moved, (0, 3 - dims))
+            centre = _matmul(transform[..., :3, :3], centre) + transform[..., :3, 3]
+            heading = _matmul(transform[..., :2, :2], anchor[..., [COS_YAW, SIN_YAW]])
+            turned = _matmul(transform[..., :dims, :dims], velocity)
+            projected.append(torch.cat([centre, anchor[..., [W, L, H]], heading.flip(-1), turned], -1))
+        return projected
+
+    @staticmethod
+    def distance(anchor: Tensor) -> Tensor:
+        """Return each anchor's distance from the origin in the ground plane, in metres."""
+        return torch.linalg.vector_norm(anchor[..., :2], dim=-1)
+
+
+@MODELS.register_module()
+class SparsePoint3DKeyPointsGenerator(BaseModule):
+    """Key points of polyline anchors: learnable offsets around each of their points, at several heights.
+
+    Args:
+        embed_dims: width of the instance feature.
+        num_sample: points of an anchor; it is [B, N, num_sample * 2], x and y in metres.
+        num_learnable_pts: offsets in the ground plane of each point and height; 0 for a generator that only projects
+            anchors from frame to frame.
+        fix_height: heights in metres above ``ground_height``.
+        ground_height: z of the ground in metres.
+
+    Attributes:
+        num_pts: num_sample * len(fix_height) * num_learnable_pts.
+
+    Source: SparseDrive's generator of this name; parameter names are its own.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_sample: int = 20,
+        num_learnable_pts: int = 0,
+        fix_height: Sequence[float] = (0,),
+        ground_height: float = 0,
+    ) -> None:
+        super().__init__()
+        self.embed_dims = embed_dims
+        self.num_sample = num_sample
+        self.num_learnable_pts = num_learnable_pts
+        self.fix_height = tuple(fix_height)
+        self.ground_height = ground_height
+        self.num_pts = num_sample * len(self.fix_height) * num_learnable_pts
+        if num_learnable_pts > 0:
+            self.learnable_fc = nn.Linear(embed_dims, self.num_pts * 2)
+
+    def init_weights(self) -> None:
+        """Initialise the learnable points' Linear."""
+        if self.num_learnable_pts > 0:
+            xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
+
+    def forward(
+        self,
+        anchor: Tensor,  # [B, N, num_sample * 2]
+        instance_feature: Tensor,  # [B, N, C]
+        T_cur2temp_list: Sequence[Tensor] | Tensor | None = None,  # one [B, 4, 4] per earlier frame
+        cur_timestamp: Tensor | None = None,  # [B] seconds
+        temp_timestamps: Sequence[Tensor] | Tensor | None = None,  # one [B] per earlier frame
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Return key points [B, N, num_pts, 3] in metres; with earlier frames, also a list of theirs (maps stand)."""
+        if self.num_learnable_pts < 1:
+            raise ValueError(
+                "SparsePoint3DKeyPointsGenerator: key points need num_learnable_pts of at least 1, "
+                f"got {self.num_learnable_pts}"
+            )
+        anchor = at_least_float32(anchor)
+        sizes = (self.num_sample, len(self.fix_height), self.num_learnable_pts, 2)
+        offset = in_full_precision(self.learnable_fc, instance_feature).unflatten(-1, sizes)
+        ground = offset + anchor.unflatten(-1, (self.num_sample, 1, 1, 2))
+        heights = torch.tensor(self.fix_height, dtype=ground.dtype, device=ground.device) + self.ground_height
+        z = heights[:, None, None].expand(*ground.shape[:-1], 1)
+        points = torch.cat([ground, z], -1).flatten(2, 4)
+        if (
+            T_cur2temp_list is None
+            or cur_timestamp is None
+            or temp_timestamps is None
+            or len(temp_timestamps) == 0
+        ):
+            return points
+        return points, [_transform(transform, points) for transform in T_cur2temp_list]
+
+    def anchor_projection(
+        self,
+        anchor: Tensor,  # [B, N, num_sample * 2]
+        T_src2dst_list: Sequence[Tensor] | Tensor,  # one [B, 4, 4] per destination
+        src_timestamp: Tensor | None = None,
+        dst_timestamps: Sequence[Tensor] | Tensor | None = None,
+        time_intervals: Sequence[Tensor] | Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return the polylines in each destination's frame; times are accepted and unused, maps do not move."""
+        anchor = at_least_float32(anchor)
+        points = anchor.unflatten(-1, (self.num_sample, 2))
+        projected = []
+        for transform in T_src2dst_list:
+            transform = transform.to(anchor.dtype)[:, None, None]  # [B, 1, 1, 4, 4]
+            moved = _matmul(transform[..., :2, :2], points) + transform[..., :2, 3]
+            projected.append(moved.flatten(-2))
+        return projected
+
+
+def _matmul(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return matrix [..., I, J] times vector [..., J], without autocast's 16-bit products."""
+    return (matrix * vector[..., None, :]).sum(-1)
+
+
+def _transform(transform: Tensor, points: Tensor) -> Tensor:
+    """Return points [B, N, P, 3] moved by transforms [B, 4, 4]."""
+    transform = transform.to(points.dtype)[:, None, None]
+    return _matmul(transform[..., :3, :3], points) + transform[..., :3, 3]

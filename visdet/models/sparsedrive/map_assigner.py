@@ -1,0 +1,127 @@
+"""Assignment of predicted polylines to annotated ones."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visdet.registry import TASK_UTILS
+
+from ..matching.match_costs import FocalLossCost
+from .base_target import focal_cost, solve_assignments
+
+__all__ = ["HungarianLinesAssigner", "LinesL1Cost", "MapQueriesCost"]
+
+
+@TASK_UTILS.register_module()
+class LinesL1Cost:
+    """Mean over the points of the (smooth) L1 distance of two polylines, at best over equivalent orderings.
+
+    Args:
+        weight: factor on the cost. beta: distance below which smooth L1 is quadratic, 0 for plain L1.
+        permute: whether each annotated line comes in several orderings.
+
+    Source: StreamMapNet; names and defaults are SparseDrive's.
+    """
+
+    def __init__(self, weight: float = 1.0, beta: float = 0.0, permute: bool = False) -> None:
+        self.weight = weight
+        self.beta = beta
+        self.permute = permute
+
+    def __call__(self, lines_pred: Tensor, gt_lines: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the cost [Q, N], with ``permute`` also the index of the best ordering, [Q, N] int64.
+
+        Args:
+            lines_pred: [Q, D], D = 2 · points. gt_lines: [N, D], with ``permute`` [N, orderings, D].
+        """
+        expected = 3 if self.permute else 2
+        if gt_lines.dim() != expected:
+            raise ValueError(
+                f"LinesL1Cost: gt_lines must have {expected} axes with permute={self.permute}, got {gt_lines.dim()}"
+            )
+        flat = gt_lines.reshape(-1, gt_lines.shape[-1])
+        if self.beta > 0:
+            pairs = torch.broadcast_tensors(lines_pred[:, None], flat[None])
+            distance = F.smooth_l1_loss(*pairs, reduction="none", beta=self.beta).sum(-1)
+        else:
+            distance = torch.cdist(lines_pred, flat, p=1)
+        distance = distance / (lines_pred.shape[-1] // 2) * self.weight
+        if not self.permute:
+            return distance
+        best = distance.view(len(lines_pred), *gt_lines.shape[:2]).min(-1)
+        return best.values, best.indices
+
+
+@TASK_UTILS.register_module()
+class MapQueriesCost:
+    """The sum of a class cost and a line cost.
+
+    Args:
+        cls_cost: ``FocalLossCost`` or its config. reg_cost: ``LinesL1Cost`` or its config.
+
+    Source: StreamMapNet; names are SparseDrive's.
+    """
+
+    def __init__(
+        self, cls_cost: dict[str, Any] | FocalLossCost, reg_cost: dict[str, Any] | LinesL1Cost
+    ) -> None:
+        self.cls_cost = TASK_UTILS.build(cls_cost) if isinstance(cls_cost, dict) else cls_cost
+        self.reg_cost = TASK_UTILS.build(reg_cost) if isinstance(reg_cost, dict) else reg_cost
+        if not isinstance(self.cls_cost, FocalLossCost) or not isinstance(self.reg_cost, LinesL1Cost):
+            raise TypeError(
+                "MapQueriesCost: cls_cost must be a FocalLossCost and reg_cost a LinesL1Cost, "
+                f"got {type(self.cls_cost).__name__} and {type(self.reg_cost).__name__}"
+            )
+
+    def __call__(
+        self, preds: dict[str, Tensor], gts: dict[str, Tensor], ignore_cls_cost: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the cost [Q, N], with permuted lines also the best orderings; see ``LinesL1Cost``.
+
+        Args:
+            preds: ``lines`` [Q, D] and ``scores`` [Q, C] (logits). gts: ``lines`` and ``labels`` [N].
+        """
+        lines_cost = self.reg_cost(preds["lines"], gts["lines"])
+        cost, *orderings = lines_cost if self.reg_cost.permute else (lines_cost,)
+        if not ignore_cls_cost:
+            focal = self.cls_cost
+            class_cost = focal_cost(preds["scores"], gts["labels"], focal.alpha, focal.gamma, focal.eps)
+            cost = class_cost * focal.weight + cost
+        return (cost, *orderings) if orderings else cost
+
+
+@TASK_UTILS.register_module()
+class HungarianLinesAssigner:
+    """Matches polylines one to one at least total cost; NaN and infinite costs count as 1e8.
+
+    Args:
+        cost: ``MapQueriesCost`` or its config.
+
+    Source: names are SparseDrive's.
+    """
+
+    def __init__(self, cost: dict[str, Any] | MapQueriesCost) -> None:
+        self.cost = TASK_UTILS.build(cost) if isinstance(cost, dict) else cost
+
+    def pairwise(self, preds: dict[str, Tensor], gts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the cost [Q, N] and the best ordering [Q, N] (zeros where lines come in one)."""
+        cost = self.cost(preds, gts)
+        return cost if isinstance(cost, tuple) else (cost, torch.zeros_like(cost, dtype=torch.int64))
+
+    @torch.no_grad()
+    def assign(
+        self, preds: dict[str, Tensor], gts: dict[str, Tensor], ignore_cls_cost: bool = False
+    ) -> tuple[np.ndarray | None, np.ndarray | None, Tensor | None]:
+        """Return matched predictions, matched lines and the best ordering [Q, N], or None thrice if there are none.
+
+        Args: as in ``MapQueriesCost``.
+        """
+        if len(gts["lines"]) == 0 or len(preds["lines"]) == 0:
+            return None, None, None
+        cost = self.cost(preds, gts, ignore_cls_cost)
+        cost, ordering = cost if isinstance(cost, tuple) else (cost, None)
+        ((rows, columns),) = solve_assignments([cost[None]])[0]
+        return rows, columns, ordering

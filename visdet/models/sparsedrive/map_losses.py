@@ -1,0 +1,103 @@
+"""Losses of map polylines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..layers.precision import at_least_float32
+from ..losses.reduction import reduce_loss
+from .map_target import normalize_line
+
+__all__ = ["LinesL1Loss", "SparseLineLoss"]
+
+
+@MODELS.register_module()
+class LinesL1Loss(nn.Module):
+    """Smooth L1 of polylines, divided by the number of their points.
+
+    Args:
+        reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
+        beta: distance below which the loss is quadratic, 0 for plain L1.
+
+    Source: StreamMapNet; names and defaults are SparseDrive's.
+    """
+
+    def __init__(self, reduction: str = "mean", loss_weight: float = 1.0, beta: float = 0.5) -> None:
+        super().__init__()
+        self.reduction = reduction
+        self.loss_weight = loss_weight
+        self.beta = beta
+
+    def forward(
+        self,
+        pred: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        avg_factor: float | Tensor | None = None,
+        reduction_override: str | None = None,
+    ) -> Tensor:
+        """Return the loss of polylines pred [..., 2 · points] against target [..., 2 · points]."""
+        pred = at_least_float32(pred)
+        loss = (
+            F.smooth_l1_loss(pred, target, reduction="none", beta=self.beta)
+            if self.beta > 0
+            else (pred - target).abs()
+        )
+        reduced = reduce_loss(loss, weight, reduction_override or self.reduction, avg_factor)
+        return reduced / (pred.shape[-1] // 2) * self.loss_weight
+
+
+@MODELS.register_module()
+class SparseLineLoss(nn.Module):
+    """A loss of polylines in units of the region they are predicted in.
+
+    Args:
+        loss_line: loss of normalised polylines. num_sample: points of a polyline.
+        roi_size: metres of the region (x, y).
+
+    Source: names and defaults are SparseDrive's.
+    """
+
+    def __init__(
+        self,
+        loss_line: dict[str, Any] | nn.Module,
+        num_sample: int = 20,
+        roi_size: Sequence[float] = (30, 60),
+    ) -> None:
+        super().__init__()
+        self.loss_line = MODELS.build(loss_line) if isinstance(loss_line, dict) else loss_line
+        self.num_sample = num_sample
+        self.roi_size = tuple(roi_size)
+
+    def forward(
+        self,
+        line: Tensor,
+        line_target: Tensor,
+        weight: Tensor | None = None,
+        avg_factor: float | Tensor | None = None,
+        prefix: str = "",
+        suffix: str = "",
+        quality: None = None,
+        cls_target: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return ``{prefix}loss_line{suffix}``.
+
+        Args:
+            line, line_target: [n, 2 · num_sample] metres. weight: [n, 2 · num_sample].
+            avg_factor: divides the sum. quality, cls_target: unused. mask: [n] bool, the rows that count.
+        """
+        line = at_least_float32(line)
+        if mask is not None:
+            weight = mask[:, None].to(line.dtype) if weight is None else weight * mask[:, None]
+        loss = self.loss_line(
+            normalize_line(line, self.num_sample, self.roi_size),
+            normalize_line(line_target, self.num_sample, self.roi_size),
+            weight=weight,
+            avg_factor=avg_factor,
+        )
+        return {f"{prefix}loss_line{suffix}": loss}

@@ -1,0 +1,159 @@
+"""Refinement: from a feature and an anchor to a better anchor, class logits and the quality of the anchor."""
+
+import torch
+import torch.nn.functional as F
+from mmengine.model import BaseModule, bias_init_with_prob
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..layers.precision import in_full_precision
+from .box3d import SIN_YAW, VX
+from .mlp import Scale, linear_relu_ln
+
+__all__ = ["SparseBox3DRefinementModule", "SparsePoint3DRefinementModule"]
+
+_PRIOR = 0.01  # the probability of each class before training
+
+
+def _class_branch(embed_dims: int, num_outputs: int) -> nn.Sequential:
+    return nn.Sequential(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, num_outputs))
+
+
+@MODELS.register_module()
+class SparseBox3DRefinementModule(BaseModule):
+    """Refines box anchors: position and size (and yaw) by a sum, velocity by a displacement over the time step.
+
+    Args:
+        embed_dims: width of the features. output_dim: numbers of an anchor, 8 + velocities. num_cls: classes.
+        normalize_yaw: bring (sin, cos) to length 1.
+        refine_yaw: add the anchor's (sin, cos); otherwise they are predicted anew.
+        with_cls_branch: whether to predict classes.
+        with_quality_estimation: whether to predict centerness and yawness.
+
+    The anchors are computed in float32 under autocast.
+
+    Source: names and defaults are SparseDrive's.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        output_dim: int = 11,
+        num_cls: int = 10,
+        normalize_yaw: bool = False,
+        refine_yaw: bool = False,
+        with_cls_branch: bool = True,
+        with_quality_estimation: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embed_dims = embed_dims
+        self.output_dim = output_dim
+        self.num_cls = num_cls
+        self.normalize_yaw = normalize_yaw
+        self.refine_yaw = refine_yaw
+        self.layers = nn.Sequential(
+            *linear_relu_ln(embed_dims, 2, 2), nn.Linear(embed_dims, output_dim), Scale([1.0] * output_dim)
+        )
+        self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
+        self.quality_layers = _class_branch(embed_dims, 2) if with_quality_estimation else None
+
+    def init_weights(self) -> None:
+        """Set the class bias to a prior of 1 %."""
+        if self.cls_layers is not None:
+            nn.init.constant_(self.cls_layers[-1].bias, bias_init_with_prob(_PRIOR))
+
+    def forward(
+        self,
+        instance_feature: Tensor,
+        anchor: Tensor,
+        anchor_embed: Tensor,
+        time_interval: Tensor | float = 1.0,
+        return_cls: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the refined anchors, class logits and quality.
+
+        Args:
+            instance_feature, anchor_embed: [B, Q, C]. anchor: [B, Q, output_dim].
+            time_interval: seconds since the previous frame, [B] or a number.
+            return_cls: whether to compute the last two.
+
+        Returns:
+            anchors [B, Q, output_dim] in float32, logits [B, Q, num_cls] or None, quality [B, Q, 2] or None.
+        """
+        feature = instance_feature + anchor_embed
+        delta = in_full_precision(self.layers, feature)
+        refined_end = SIN_YAW + 2 if self.refine_yaw else SIN_YAW
+        geometry = delta[..., :refined_end] + anchor[..., :refined_end]
+        yaw = geometry[..., SIN_YAW:] if self.refine_yaw else delta[..., SIN_YAW : SIN_YAW + 2]
+        if self.normalize_yaw:
+            yaw = F.normalize(yaw, dim=-1)
+        parts = [geometry[..., :SIN_YAW], yaw]
+        if self.output_dim > VX:
+            seconds = torch.as_tensor(time_interval, dtype=delta.dtype, device=delta.device).view(-1, 1, 1)
+            parts.append(delta[..., VX:] / seconds + anchor[..., VX:])
+        refined = torch.cat(parts, dim=-1)
+        if not return_cls:
+            return refined, None, None
+        if self.cls_layers is None:
+            raise ValueError("SparseBox3DRefinementModule: return_cls must be False without a class branch")
+        quality = None if self.quality_layers is None else self.quality_layers(feature)
+        return refined, self.cls_layers(instance_feature), quality
+
+
+@MODELS.register_module()
+class SparsePoint3DRefinementModule(BaseModule):
+    """Refines polyline anchors by a sum, in float32 under autocast.
+
+    Args:
+        embed_dims: width of the features. num_sample: points of a polyline. coords_dim: coordinates of a point.
+        num_cls: classes. with_cls_branch: whether to predict them.
+
+    Source: names and defaults are SparseDrive's.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_sample: int = 20,
+        coords_dim: int = 2,
+        num_cls: int = 3,
+        with_cls_branch: bool = True,
+    ) -> None:
+        super().__init__()
+        self.embed_dims = embed_dims
+        self.num_sample = num_sample
+        self.output_dim = num_sample * coords_dim
+        self.num_cls = num_cls
+        self.layers = nn.Sequential(
+            *linear_relu_ln(embed_dims, 2, 2),
+            nn.Linear(embed_dims, self.output_dim),
+            Scale([1.0] * self.output_dim),
+        )
+        self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
+
+    def init_weights(self) -> None:
+        """Set the class bias to a prior of 1 %."""
+        if self.cls_layers is not None:
+            nn.init.constant_(self.cls_layers[-1].bias, bias_init_with_prob(_PRIOR))
+
+    def forward(
+        self,
+        instance_feature: Tensor,
+        anchor: Tensor,
+        anchor_embed: Tensor,
+        time_interval: Tensor | float = 1.0,
+        return_cls: bool = True,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Return refined polylines [B, Q, output_dim] (float32), class logits [B, Q, num_cls] or None, and None.
+
+        Args:
+            instance_feature, anchor_embed: [B, Q, C]. anchor: [B, Q, output_dim] (metres).
+            time_interval: unused, polylines stand still. return_cls: whether to predict classes.
+        """
+        refined = in_full_precision(self.layers, instance_feature + anchor_embed) + anchor
+        if not return_cls:
+            return refined, None, None
+        if self.cls_layers is None:
+            raise ValueError("SparsePoint3DRefinementModule: return_cls must be False without a class branch")
+        return refined, self.cls_layers(instance_feature), None

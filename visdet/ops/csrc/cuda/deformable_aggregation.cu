@@ -1,0 +1,936 @@
+// deformable_aggregation on CUDA. The contract is in ../deformable_aggregation.h; how the work is laid out, above each
+// kernel.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <tuple>
+#include <type_traits>
+
+#include "../common/bilinear.h"
+#include "../common/cuda_utils.cuh"
+#include "../common/order_records.cuh"
+#include "../deformable_aggregation.h"
+
+namespace visdet {
+namespace {
+
+constexpr unsigned kAll = 0xffffffffu;
+constexpr int kMaxHostMaps = 64;  // maps whose geometry travels as a kernel argument
+
+// One camera's map of one level. A cell is the square between four texel centres that a sample falls into, border cells
+// included: (H + 1) * (W + 1) a map.
+struct alignas(16) Map {
+  int32_t start, H, W;  // H = 0 for a map that does not lie within S
+  int32_t reserved;
+  int64_t first_cell;  // of its cells among those of an image, which hold one entry more a map: the end of the last
+  int64_t reserved_too;
+};
+
+// Geometry by value (from the host) or by pointer (worked out by plan_kernel).
+struct Maps {
+  const Map* device;
+  Map host[kMaxHostMaps];
+};
+
+__host__ __device__ __forceinline__ int64_t cells_of(const Map& map) {
+  return map.H > 0 ? (static_cast<int64_t>(map.H) + 1) * (map.W + 1) : 0;
+}
+
+// The maps of tables that are on the device. `slots`: cell entries that an image has room for; maps that overlap may
+// want more, and those past the end count as not within S.
+__global__ void plan_kernel(const int64_t* __restrict__ shapes, const int64_t* __restrict__ starts,
+                            Map* __restrict__ maps, int count, int64_t S, int64_t slots) {
+  for (int m = threadIdx.x; m < count; m += blockDim.x) {
+    const int64_t H = shapes[2 * m], W = shapes[2 * m + 1], start = starts[m];
+    const bool fits = H > 0 && W > 0 && start >= 0 && H <= S && W <= S && start + H * W <= S;
+    maps[m] =
+        fits ? Map{static_cast<int32_t>(start), static_cast<int32_t>(H), static_cast<int32_t>(W), 0, 0, 0} : Map{};
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  int64_t cell = 0;
+  for (int m = 0; m < count; ++m) {
+    if (cell + cells_of(maps[m]) + 1 > slots) maps[m].H = 0;
+    maps[m].first_cell = cell;
+    cell += maps[m].H > 0 ? cells_of(maps[m]) + 1 : 0;
+  }
+}
+
+// All threads of the block: the maps into shared memory.
+__device__ __forceinline__ void load_maps(const Maps& maps, int count, Map* table) {
+  for (int m = threadIdx.x; m < count; m += blockDim.x) table[m] = maps.device ? maps.device[m] : maps.host[m];
+  __syncthreads();
+}
+
+struct Sizes {
+  int64_t B, S, Q, slots;  // slots: cell entries of an image
+  int32_t C, G, P, V, L;
+  int32_t group;       // channels of a group
+  int32_t lanes_bits;  // log2 of the neighbouring lanes that share a group
+  int32_t turns;       // packs of VEC channels that each of them takes of it
+  int32_t packs;       // turns * the rounds in which a warp's lanes cover all groups
+  int32_t splits;      // blocks that share a query's pairs
+};
+
+// The channels of a lane: its n-th pack of VEC.
+struct Channels {
+  int32_t c, g;
+  bool is_active;
+};
+template <int VEC>
+__device__ __forceinline__ Channels channels_of(const Sizes& sizes, int lane, int n) {
+  const int lanes = 1 << sizes.lanes_bits, round = n / sizes.turns, turn = n - round * sizes.turns;
+  const int g = (round << (5 - sizes.lanes_bits)) + (lane >> sizes.lanes_bits);
+  const int in_group = ((lane & (lanes - 1)) + turn * lanes) * VEC;
+  return {g * sizes.group + in_group, g, g < sizes.G && in_group < sizes.group};
+}
+
+template <typename A>
+__device__ __forceinline__ bool is_visible(const Pack<A, 2>& location) {
+  const A x = location.at[0], y = location.at[1];
+  return x > 0 && x < 1 && y > 0 && y < 1;
+}
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTile = 512;  // pairs looked at between two compactions
+
+// All threads of the block: the visible ones among up to kTile pairs of a query into `visible`, in order. Returns how
+// many. Pairs are taken camera by camera, so that blocks which run together read the same camera's maps, which fit the
+// second-level cache when the whole pyramid does not; split s of n takes every n-th, for the same reason.
+template <typename A>
+__device__ __forceinline__ int compact_visible(const Pack<A, 2>* __restrict__ locations, int tile, int per_split,
+                                               int split, const Sizes& sizes, int32_t* visible) {
+  constexpr int kTurns = kTile / kThreads;
+  __shared__ int32_t counts[kTurns * kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  unsigned ballots[kTurns];
+  int32_t pairs[kTurns];
+#pragma unroll
+  for (int t = 0; t < kTurns; ++t) {
+    ballots[t] = 0;
+    if (tile + t * kThreads >= per_split) break;
+    const int i = (tile + t * kThreads + threadIdx.x) * sizes.splits + split, v = i / sizes.P;
+    pairs[t] = (i - v * sizes.P) * sizes.V + v;
+    ballots[t] = __ballot_sync(kAll, v < sizes.V && is_visible(locations[pairs[t]]));
+    if (lane == 0) counts[t * kWarps + warp] = __popc(ballots[t]);
+  }
+  __syncthreads();
+  int total = 0;
+#pragma unroll
+  for (int t = 0; t < kTurns; ++t) {
+    if (tile + t * kThreads >= per_split) break;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      if (w == warp && ballots[t] >> lane & 1) {
+        visible[total + __popc(ballots[t] & ((1u << lane) - 1))] = pairs[t];
+      }
+      total += counts[t * kWarps + w];
+    }
+  }
+  __syncthreads();
+  return total;
+}
+
+// Forward.
+//
+// A block owns a query, or one of `splits` equal parts of its (point, camera) pairs. It first lists the visible pairs
+// in order, so that an invisible one costs its location and nothing else: its weights are not read. The warps take
+// visible pairs in turn; a warp's lanes first compute the metadata of 32 samples (a pair in one level: four clamped
+// texel indices, four corner weights), then all lanes walk the samples, each owning VEC neighbouring channels of one or
+// two packs, with branch-free loads. The warps' sums are added in order: no atomics, and every run gives the same bits.
+// With splits the blocks write float sums that sum_splits_kernel adds in order.
+
+template <typename A>
+struct alignas(16) Sample {
+  uint32_t row[4];  // texel of each corner, counted from the first row of the image
+  A weight[4];
+};
+
+template <typename T, typename TW, typename A, int VEC, int NP>
+__global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
+    forward_kernel(const T* __restrict__ features, const Maps maps, const Pack<A, 2>* __restrict__ locations,
+                   const TW* __restrict__ weights, T* __restrict__ output, A* __restrict__ partial, const Sizes sizes) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ int32_t visible[kTile];
+  __shared__ Sample<A> samples[kThreads];
+  __shared__ int32_t lines[kThreads];
+  __shared__ A planes[kWarps - 1][NP * VEC][32];
+  auto* table = reinterpret_cast<Map*>(shared);  // [V * L]
+  const int L = sizes.L, V = sizes.V, G = sizes.G;
+  load_maps(maps, V * L, table);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Sample<A>* my_samples = samples + warp * 32;
+  int32_t* my_lines = lines + warp * 32;
+  const int64_t query = blockIdx.x / sizes.splits;
+  const int split = blockIdx.x - static_cast<int>(query) * sizes.splits;
+  const int all_pairs = sizes.P * V, per_split = (all_pairs + sizes.splits - 1) / sizes.splits;
+  const Pack<A, 2>* my_locations = locations + query * all_pairs;
+  const TW* my_weights = weights + query * all_pairs * L * G;
+  const char* image = reinterpret_cast<const char*>(features + query / sizes.Q * sizes.S * sizes.C);
+  const uint32_t texel_bytes = sizes.C * sizeof(T);
+
+  for (int n0 = 0; n0 < sizes.packs; n0 += NP) {
+    Channels at[NP];
+    A sum[NP][VEC] = {};
+#pragma unroll
+    for (int n = 0; n < NP; ++n) {
+      at[n] = channels_of<VEC>(sizes, lane, n0 + n);
+      at[n].is_active = at[n].is_active && n0 + n < sizes.packs;
+      if (!at[n].is_active) at[n].c = at[n].g = 0;  // reads, but does not write
+    }
+    for (int tile = 0; tile < per_split; tile += kTile) {
+      const int count = compact_visible(my_locations, tile, per_split, split, sizes, visible);
+      const int mine = (count - warp + kWarps - 1) / kWarps * L;  // samples of this warp
+      for (int s0 = 0; s0 < mine; s0 += 32) {
+        const int s = s0 + lane;
+        if (s < mine) {
+          const int of_warp = s / L, l = s - of_warp * L, pair = visible[of_warp * kWarps + warp];
+          const Pack<A, 2> location = my_locations[pair];
+          const Map map = table[pair % V * L + l];
+          Sample<A> sample = {{}, {quiet_nan<A>(), 0, 0, 0}};
+          if (map.H > 0) {
+            Bilinear<A> where;
+            locate(location.at[0] * map.W - A(0.5), location.at[1] * map.H - A(0.5), map.H, map.W, where);
+            where.corner_weights(sample.weight);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sample.row[k] = map.start + where.index[k];
+          }
+          my_samples[lane] = sample;
+          my_lines[lane] = pair * L + l;
+        }
+        __syncwarp();
+        const int here = min(32, mine - s0);
+#pragma unroll 2
+        for (int i = 0; i < here; ++i) {
+          const Sample<A> sample = my_samples[i];
+          const TW* line = my_weights + static_cast<int64_t>(my_lines[i]) * G;
+          A corner[NP][4][VEC];
+#pragma unroll
+          for (int n = 0; n < NP; ++n) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              load_pack<T, VEC>(image + static_cast<uint64_t>(sample.row[k]) * texel_bytes + at[n].c * sizeof(T),
+                                corner[n][k]);
+            }
+          }
+#pragma unroll
+          for (int n = 0; n < NP; ++n) {
+            const A weight = to_accumulate(line[at[n].g]);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              const A w = sample.weight[k] * weight;
+#pragma unroll
+              for (int v = 0; v < VEC; ++v) sum[n][v] += corner[n][k][v] * w;
+            }
+          }
+        }
+        __syncwarp();  // the samples have been read
+      }
+      __syncthreads();  // and the list
+    }
+    if (warp > 0) {
+#pragma unroll
+      for (int n = 0; n < NP; ++n) {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) planes[warp - 1][n * VEC + v][lane] = sum[n][v];
+      }
+    }
+    __syncthreads();
+    if (warp == 0) {
+#pragma unroll
+      for (int n = 0; n < NP; ++n) {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+#pragma unroll
+          for (int w = 0; w < kWarps - 1; ++w) sum[n][v] += planes[w][n * VEC + v][lane];
+        }
+        if (!at[n].is_active) continue;
+        if (partial == nullptr) {
+          store_pack<T, VEC>(output + query * sizes.C + at[n].c, sum[n]);
+        } else {
+          store_pack<A, VEC>(partial + (split * sizes.B * sizes.Q + query) * sizes.C + at[n].c, sum[n]);
+        }
+      }
+    }
+    __syncthreads();  // planes may be written again
+  }
+}
+
+template <typename T, typename A>
+__global__ void __launch_bounds__(256)
+    sum_splits_kernel(const A* __restrict__ partial, T* __restrict__ output, int64_t count, int splits) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    A sum = 0;
+    for (int s = 0; s < splits; ++s) sum += partial[s * count + i];
+    output[i] = from_accumulate<T>(sum);
+  }
+}
+
+// Backward.
+//
+// pair_kernel walks the visible pairs as the forward does and finishes the gradients of weights and locations; on the
+// way it counts the samples of each cell, which gives each its rank there. scan_kernel turns counts into places and
+// record_kernel writes the samples there. In texel_kernel a warp owns a row of features: the samples of the four cells
+// around the texel are its contributions, each a row of grad_output, which the caches hold. So grad_features is written
+// once, in its own type: no floating-point atomics, no zero-fill, no float32 copy. A row with many records is shared by
+// the warps of its block. Only the ranks differ between runs: in deterministic mode order_kernel sorts each cell.
+// Scratch: 20 bytes a sample of any pair (36 with order_kernel), 4 a cell.
+
+template <typename A>
+struct alignas(16) Record {
+  int32_t sample;  // query * P + point
+  int32_t query;
+  A fx, fy;
+};
+
+template <typename A>
+struct alignas(16) BackwardSample {
+  uint32_t row[4];
+  A fx, fy, W, H;
+  int32_t line, inside, is_last;  // line: of weights; inside: a bit a corner; is_last: the pair's last level
+  int32_t pair;
+};
+
+// HOLD: the packs of grad_output stay in registers (every lane has NP packs, each of another group).
+template <typename T, typename TW, typename A, int VEC, int NP, bool HOLD>
+__global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
+    pair_kernel(const T* __restrict__ grad_output, const T* __restrict__ features, const Maps maps,
+                const Pack<A, 2>* __restrict__ locations, const TW* __restrict__ weights, int32_t* __restrict__ counts,
+                int32_t* __restrict__ ranks, Pack<A, 2>* __restrict__ grad_locations, TW* __restrict__ grad_weights,
+                const Sizes sizes) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ int32_t visible[kTile];
+  __shared__ BackwardSample<A> samples[kThreads];
+  auto* table = reinterpret_cast<Map*>(shared);  // [V * L]
+  const int L = sizes.L, V = sizes.V, G = sizes.G;
+  load_maps(maps, V * L, table);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  BackwardSample<A>* my_samples = samples + warp * 32;
+  const int64_t query = blockIdx.x / sizes.splits;
+  const int split = blockIdx.x - static_cast<int>(query) * sizes.splits;
+  const int all_pairs = sizes.P * V, per_split = (all_pairs + sizes.splits - 1) / sizes.splits;
+  const Pack<A, 2>* my_locations = locations + query * all_pairs;
+  Pack<A, 2>* my_grad_locations = grad_locations + query * all_pairs;
+  const TW* my_weights = weights + query * all_pairs * L * G;
+  TW* my_grad_weights = grad_weights + query * all_pairs * L * G;
+  int32_t* my_ranks = ranks + query * all_pairs * L;
+  const int64_t b = query / sizes.Q;
+  const char* image = reinterpret_cast<const char*>(features + b * sizes.S * sizes.C);
+  const char* my_output = reinterpret_cast<const char*>(grad_output + query * sizes.C);
+  int32_t* my_counts = counts + b * sizes.slots;
+  const uint32_t texel_bytes = sizes.C * sizeof(T);
+  const int lanes = 1 << sizes.lanes_bits, lane_in_group = lane & (lanes - 1);
+  const bool quads = sizes.lanes_bits >= 2;  // a lane ends with one corner's dot product, else with all four
+  const int corner_of_lane = lane & 3;
+
+  Channels at[NP];
+  A held[NP][VEC];
+#pragma unroll
+  for (int n = 0; n < NP; ++n) {
+    at[n] = channels_of<VEC>(sizes, lane, n);
+    if (HOLD) {
+      if (!at[n].is_active) at[n].c = at[n].g = 0;
+      load_pack<T, VEC>(my_output + at[n].c * sizeof(T), held[n]);
+#pragma unroll
+      for (int v = 0; v < VEC; ++v) held[n][v] = at[n].is_active ? held[n][v] : A(0);
+    }
+  }
+  for (int tile = 0; tile < per_split; tile += kTile) {
+    const int count = compact_visible(my_locations, tile, per_split, split, sizes, visible);
+    const int mine = (count - warp + kWarps - 1) / kWarps * L;
+    A grad_x = 0, grad_y = 0;
+    for (int s0 = 0; s0 < mine; s0 += 32) {
+      const int s = s0 + lane;
+      if (s < mine) {
+        const int of_warp = s / L, l = s - of_warp * L, pair = visible[of_warp * kWarps + warp];
+        const Pack<A, 2> location = my_locations[pair];
+        const Map map = table[pair % V * L + l];
+        BackwardSample<A> sample = {
+            {}, quiet_nan<A>(), quiet_nan<A>(), quiet_nan<A>(), quiet_nan<A>(), pair * L + l, 15, l == L - 1, pair};
+        if (map.H > 0) {
+          const A x = location.at[0] * map.W - A(0.5), y = location.at[1] * map.H - A(0.5);
+          Bilinear<A> where;
+          locate(x, y, map.H, map.W, where);
+          sample.fx = where.fx, sample.fy = where.fy, sample.W = map.W, sample.H = map.H, sample.inside = 0;
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            sample.row[k] = map.start + where.index[k];
+            sample.inside |= where.is_inside[k] << k;
+          }
+          const int64_t cell = (static_cast<int64_t>(floor(y)) + 1) * (map.W + 1) + static_cast<int32_t>(floor(x)) + 1;
+          my_ranks[sample.line] = atomicAdd(my_counts + map.first_cell + cell, 1);
+        }
+        my_samples[lane] = sample;
+      }
+      __syncwarp();
+      const int here = min(32, mine - s0);
+#pragma unroll 1
+      for (int i = 0; i < here; ++i) {
+        const BackwardSample<A> sample = my_samples[i];
+        const TW* line = my_weights + static_cast<int64_t>(sample.line) * G;
+        TW* grad_line = my_grad_weights + static_cast<int64_t>(sample.line) * G;
+        const A fx = sample.fx, fy = sample.fy;
+        const int rounds = HOLD ? NP : sizes.packs / sizes.turns, turns = HOLD ? 1 : sizes.turns;
+#pragma unroll(HOLD ? NP : 1)
+        for (int r = 0; r < rounds; ++r) {
+          A dots[4] = {};
+          int g = HOLD ? at[r % NP].g : 0;
+          bool has_group = HOLD ? at[r % NP].is_active : false;
+          for (int t = 0; t < turns; ++t) {
+            Channels channels = HOLD ? at[r % NP] : channels_of<VEC>(sizes, lane, r * turns + t);
+            if (!HOLD) {
+              if (t == 0) g = channels.g, has_group = channels.g < G;
+              if (!channels.is_active) continue;
+            }
+            A corner[4][VEC], grad[VEC];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              load_pack<T, VEC>(image + static_cast<uint64_t>(sample.row[k]) * texel_bytes + channels.c * sizeof(T),
+                                corner[k]);
+            }
+            if (!HOLD) load_pack<T, VEC>(my_output + channels.c * sizeof(T), grad);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+#pragma unroll
+              for (int v = 0; v < VEC; ++v) dots[k] += corner[k][v] * (HOLD ? held[r % NP][v] : grad[v]);
+            }
+          }
+          const A weight = has_group ? to_accumulate(line[g]) : A(0);
+          if (quads) {
+            // Lane j of a group ends with the dot product of corner j % 4.
+            const A even = exchange(kAll, lane & 1, dots[0], dots[1], 1);
+            const A odd = exchange(kAll, lane & 1, dots[2], dots[3], 1);
+            A dot = exchange(kAll, lane & 2, even, odd, 2);
+            for (int step = 4; step < lanes; step *= 2) dot += __shfl_xor_sync(kAll, dot, step);
+            if (!(sample.inside >> corner_of_lane & 1)) dot = 0;
+            const A wx = corner_of_lane & 1 ? fx : 1 - fx, wy = corner_of_lane & 2 ? fy : 1 - fy;
+            if (lane_in_group < 4) {
+              grad_x += weight * dot * (corner_of_lane & 1 ? wy : -wy) * sample.W;
+              grad_y += weight * dot * (corner_of_lane & 2 ? wx : -wx) * sample.H;
+            }
+            A grad = dot * wx * wy;
+            grad += __shfl_xor_sync(kAll, grad, 1);
+            grad += __shfl_xor_sync(kAll, grad, 2);
+            if (lane_in_group == 0 && has_group) grad_line[g] = from_accumulate<TW>(grad);
+          } else {
+            for (int step = 1; step < lanes; step *= 2) {
+#pragma unroll
+              for (int k = 0; k < 4; ++k) dots[k] += __shfl_xor_sync(kAll, dots[k], step);
+            }
+#pragma unroll
+            for (int k = 0; k < 4; ++k) dots[k] = sample.inside >> k & 1 ? dots[k] : A(0);
+            if (lane_in_group == 0 && has_group) {
+              grad_x += weight * sample.W * ((1 - fy) * (dots[1] - dots[0]) + fy * (dots[3] - dots[2]));
+              grad_y += weight * sample.H * ((1 - fx) * (dots[2] - dots[0]) + fx * (dots[3] - dots[1]));
+              grad_line[g] = from_accumulate<TW>((1 - fy) * ((1 - fx) * dots[0] + fx * dots[1]) +
+                                                 fy * ((1 - fx) * dots[2] + fx * dots[3]));
+            }
+          }
+        }
+        if (sample.is_last) {
+#pragma unroll
+          for (int step = 16; step > 0; step /= 2) {
+            grad_x += __shfl_xor_sync(kAll, grad_x, step);
+            grad_y += __shfl_xor_sync(kAll, grad_y, step);
+          }
+          if (lane == 0) my_grad_locations[sample.pair] = {grad_x, grad_y};
+          grad_x = grad_y = 0;
+        }
+      }
+      __syncwarp();  // the samples have been read
+    }
+    __syncthreads();  // and the list
+  }
+}
+
+// counts -> starts, in place: one block a (batch, map).
+constexpr int kScanThreads = 1024;
+__global__ void __launch_bounds__(kScanThreads)
+    scan_kernel(const Maps maps, int32_t* __restrict__ counts, int map_count, int64_t slots) {
+  constexpr int kEach = 4;
+  __shared__ int32_t warp_sums[kScanThreads / 32];
+  const int64_t b = blockIdx.x / map_count;
+  const int m = blockIdx.x - static_cast<int>(b) * map_count;
+  const Map map = maps.device ? maps.device[m] : maps.host[m];
+  if (map.H == 0) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t cells = cells_of(map);
+  int32_t* mine = counts + b * slots + map.first_cell;
+  int32_t carry = 0;
+  for (int64_t from = 0; from < cells; from += kScanThreads * kEach) {
+    int32_t count[kEach], total = 0;
+    const int64_t first = from + threadIdx.x * kEach;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) total += count[i] = first + i < cells ? mine[first + i] : 0;
+    int32_t inclusive = total;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t other = __shfl_up_sync(kAll, inclusive, step);
+      if (lane >= step) inclusive += other;
+    }
+    if (lane == 31) warp_sums[warp] = inclusive;
+    __syncthreads();  // the warps' sums are complete
+    int32_t of_warp = warp_sums[lane];
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t other = __shfl_up_sync(kAll, of_warp, step);
+      if (lane >= step) of_warp += other;
+    }
+    const int32_t before = __shfl_sync(kAll, of_warp, warp) - warp_sums[warp];
+    int32_t start = carry + before + inclusive - total;
+    carry += __shfl_sync(kAll, of_warp, 31);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (first + i < cells) mine[first + i] = start;
+      start += count[i];
+    }
+    __syncthreads();  // warp_sums may be written again
+  }
+  if (threadIdx.x == 0) mine[cells] = carry;
+}
+
+// A thread takes a (query, point, camera) pair and writes its levels' records.
+constexpr int kRecordThreads = 256;
+template <typename A>
+__global__ void __launch_bounds__(kRecordThreads)
+    record_kernel(const Maps maps, const Pack<A, 2>* __restrict__ locations, const int32_t* __restrict__ starts,
+                  const int32_t* __restrict__ ranks, Record<A>* __restrict__ records, const Sizes sizes) {
+  extern __shared__ __align__(16) char shared[];
+  auto* table = reinterpret_cast<Map*>(shared);  // [V * L]
+  const int L = sizes.L, V = sizes.V;
+  load_maps(maps, V * L, table);
+  const int64_t in_image = sizes.Q * sizes.P * V, samples = sizes.Q * sizes.P;
+  const int64_t pair = static_cast<int64_t>(blockIdx.x) * kRecordThreads + threadIdx.x;
+  if (pair >= sizes.B * in_image) return;
+  const Pack<A, 2> location = locations[pair];
+  if (!is_visible(location)) return;
+  const int64_t b = pair / in_image;
+  const int32_t of_image = static_cast<int32_t>(pair - b * in_image), sample = of_image / V, v = of_image - sample * V;
+  for (int l = 0; l < L; ++l) {
+    const int m = v * L + l;
+    const Map map = table[m];
+    if (map.H == 0) continue;
+    const A x = location.at[0] * map.W - A(0.5), y = location.at[1] * map.H - A(0.5);
+    const int64_t cell = (static_cast<int64_t>(floor(y)) + 1) * (map.W + 1) + static_cast<int32_t>(floor(x)) + 1;
+    const int32_t place = starts[b * sizes.slots + map.first_cell + cell] + ranks[pair * L + l];
+    records[(b * V * L + m) * samples + place] = {sample, sample / sizes.P, x - floor(x), y - floor(y)};
+  }
+}
+
+constexpr int kOrderThreads = 128;
+template <typename A>
+__global__ void __launch_bounds__(kOrderThreads)
+    order_kernel(const Maps maps, const int32_t* __restrict__ starts, const Record<A>* __restrict__ records,
+                 Record<A>* __restrict__ ordered, const Sizes sizes) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ OrderBitmap bitmaps[kOrderThreads / 32];
+  auto* table = reinterpret_cast<Map*>(shared);  // [V * L]
+  const int map_count = sizes.V * sizes.L;
+  load_maps(maps, map_count, table);
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kOrderThreads / 32);
+  int64_t cell = static_cast<int64_t>(blockIdx.x) * (kOrderThreads / 32) + threadIdx.x / 32;
+  for (int64_t i = sizes.B * map_count - 1; i >= 0; --i) {  // coarse levels first: their cells hold most
+    const int64_t b = i / map_count;
+    const Map map = table[i - b * map_count];
+    const int64_t cells = cells_of(map);
+    for (; cell < cells; cell += warps) {
+      const int32_t* at = starts + b * sizes.slots + map.first_cell + cell;
+      const int64_t offset = i * sizes.Q * sizes.P + at[0];
+      order_records(records + offset, ordered + offset, at[1] - at[0], bitmaps[threadIdx.x / 32]);
+    }
+    cell -= cells;
+  }
+}
+
+constexpr int kTexelThreads = 256;
+constexpr int kTexelWarps = kTexelThreads / 32;
+constexpr int kSharedRow = 128;  // records from which on the block's warps share a row
+constexpr int kShare = 16;       // of which each takes so many at a time
+
+template <typename T, typename TW, typename A, int VEC, int NP>
+__global__ void __launch_bounds__(kTexelThreads)
+    texel_kernel(const T* __restrict__ grad_output, const TW* __restrict__ weights, const Maps maps,
+                 const int32_t* __restrict__ starts, const Record<A>* __restrict__ records,
+                 T* __restrict__ grad_features, const Sizes sizes) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ A planes[kTexelWarps][NP * VEC][32];
+  auto* table = reinterpret_cast<Map*>(shared);  // [V * L]
+  const int L = sizes.L, V = sizes.V, G = sizes.G, C = sizes.C, map_count = V * L;
+  load_maps(maps, map_count, table);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t blocks = (sizes.S + kTexelWarps - 1) / kTexelWarps;
+  const int64_t b = blockIdx.x / blocks, samples = sizes.Q * sizes.P;
+  const int64_t first_row = (b * blocks + blocks - 1 - blockIdx.x) * kTexelWarps;
+  const int32_t* my_starts = starts + b * sizes.slots;
+  const TW* my_weights = weights + b * samples * V * L * G;
+  const char* my_output = reinterpret_cast<const char*>(grad_output + b * sizes.Q * C);
+  T* my_features = grad_features + b * sizes.S * C;
+  const uint32_t row_bytes = C * sizeof(T);
+
+  // Calls f(m, y * (W + 1) + x) for the maps that hold a row: one, or none, unless maps overlap.
+  const auto for_each_map = [&](int64_t row, const auto& f) {
+    for (int m0 = 0; m0 < map_count; m0 += 32) {
+      const Map map = m0 + lane < map_count ? table[m0 + lane] : Map{};
+      const bool holds = row >= map.start && row < map.start + static_cast<int64_t>(map.H) * map.W;
+      for (unsigned ballot = __ballot_sync(kAll, holds); ballot != 0; ballot &= ballot - 1) {
+        const int m = m0 + __ffs(ballot) - 1;
+        const uint32_t texel = static_cast<uint32_t>(row - table[m].start), W = table[m].W, y = texel / W;
+        f(m, static_cast<int64_t>(y) * (W + 1) + (texel - y * W));
+      }
+    }
+  };
+  const auto count_records = [&](int64_t row) {
+    int64_t count = 0;
+    for_each_map(row, [&](int m, int64_t cell) {
+      const int32_t* at = my_starts + table[m].first_cell + cell;
+      const int32_t* below = at + table[m].W + 1;
+      count += (at[2] - at[0]) + (below[2] - below[0]);
+    });
+    return count;
+  };
+  // Adds to `sum` the share of part `part` of `parts` in a row's gradient.
+  const auto add_records = [&](int64_t row, int part, int parts, const Channels(&at)[NP], A(&sum)[NP][VEC]) {
+    const int unit = parts > 1 ? kShare : 32;
+    for_each_map(row, [&](int m, int64_t cell) {
+      const Record<A>* my_records = records + (b * map_count + m) * samples;
+#pragma unroll 1
+      for (int below = 0; below < 2; ++below) {
+        const int32_t* run = my_starts + table[m].first_cell + cell + below * (table[m].W + 1);
+        const int32_t begin = run[0], middle = run[1], end = run[2];
+#pragma unroll 1
+        for (int32_t i0 = begin + part * unit; i0 < end; i0 += parts * unit) {
+          const int32_t i = i0 + lane;
+          A corner = 0;
+          int32_t query = 0, line = 0;
+          if (lane < unit && i < end) {
+            const Record<A> record = my_records[i];
+            corner = (below ? 1 - record.fy : record.fy) * (i < middle ? record.fx : 1 - record.fx);
+            query = record.query, line = record.sample * (V * L) + m;
+          }
+          const int here = min(unit, end - i0);
+#pragma unroll 4
+          for (int j = 0; j < here; ++j) {
+            const A of_corner = __shfl_sync(kAll, corner, j);
+            const int32_t q = __shfl_sync(kAll, query, j), w = __shfl_sync(kAll, line, j);
+#pragma unroll
+            for (int n = 0; n < NP; ++n) {
+              A grad[VEC];
+              load_pack<T, VEC>(my_output + static_cast<uint64_t>(q) * row_bytes + at[n].c * sizeof(T), grad);
+              const A weight = of_corner * to_accumulate(my_weights[static_cast<int64_t>(w) * G + at[n].g]);
+#pragma unroll
+              for (int v = 0; v < VEC; ++v) sum[n][v] += grad[v] * weight;
+            }
+          }
+        }
+      }
+    });
+  };
+
+  const int64_t row = first_row + warp;
+  const bool is_mine = row < sizes.S;
+  const bool is_long = is_mine && count_records(row) >= kSharedRow;
+  __shared__ bool long_rows[kTexelWarps];
+  if (lane == 0) long_rows[warp] = is_long;
+  const bool any_long = __syncthreads_or(is_long);
+  for (int n0 = 0; n0 < sizes.packs; n0 += NP) {
+    Channels at[NP];
+    A sum[NP][VEC] = {};
+#pragma unroll
+    for (int n = 0; n < NP; ++n) {
+      at[n] = channels_of<VEC>(sizes, lane, n0 + n);
+      at[n].is_active = at[n].is_active && n0 + n < sizes.packs;
+      if (!at[n].is_active) at[n].c = at[n].g = 0;
+    }
+    const auto store = [&](int64_t to) {
+#pragma unroll
+      for (int n = 0; n < NP; ++n) {
+        if (at[n].is_active) store_pack<T, VEC>(my_features + to * C + at[n].c, sum[n]);
+      }
+    };
+    if (is_mine && !is_long) {
+      add_records(row, 0, 1, at, sum);
+      store(row);
+    }
+    if (!any_long) continue;
+    for (int w = 0; w < kTexelWarps; ++w) {
+      if (!long_rows[w]) continue;
+#pragma unroll
+      for (int n = 0; n < NP; ++n) {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) sum[n][v] = 0;
+      }
+      const int64_t shared_row = first_row + w;
+      add_records(shared_row, warp, kTexelWarps, at, sum);
+#pragma unroll
+      for (int n = 0; n < NP; ++n) {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) planes[warp][n * VEC + v][lane] = sum[n][v];
+      }
+      __syncthreads();
+      if (warp == w) {
+#pragma unroll
+        for (int n = 0; n < NP; ++n) {
+#pragma unroll
+          for (int v = 0; v < VEC; ++v) {
+            sum[n][v] = 0;
+            for (int other = 0; other < kTexelWarps; ++other) sum[n][v] += planes[other][n * VEC + v][lane];
+          }
+        }
+        store(shared_row);
+      }
+      __syncthreads();  // planes may be written again
+    }
+  }
+}
+
+constexpr const char* kOp = "deformable_aggregation";
+
+void check_sizes(const DeformableAggregationProblem& problem) {
+  VISDET_CHECK(kOp, problem.S < (1 << 30), "features must have fewer than 2^30 rows S on CUDA, got ", problem.S);
+  VISDET_CHECK(kOp, problem.C < (1 << 28), "features must have fewer than 2^28 channels C on CUDA, got ", problem.C);
+  const double samples = 1.0 * problem.Q * problem.P * problem.V * problem.L;
+  VISDET_CHECK(kOp, samples < (1 << 30), "Q * P * V * L must be under 2^30 on CUDA, got ", problem.Q, " * ", problem.P,
+               " * ", problem.V, " * ", problem.L);
+  VISDET_CHECK(kOp, problem.V * problem.L <= 512, "V * L must be at most 512 on CUDA, got ", problem.V, " * ",
+               problem.L);
+}
+
+unsigned grid_size(int64_t blocks) {
+  VISDET_CHECK(kOp, blocks <= INT32_MAX, "the input is too large: ", blocks, " blocks");
+  return static_cast<unsigned>(blocks);
+}
+
+// The maps as a kernel argument, and the room they may take. Tables on the device are read there: no synchronisation.
+struct Plan {
+  Maps maps;
+  Tensor scratch;  // what maps.device points to
+  int64_t slots;
+  size_t table_bytes;
+};
+
+Plan plan_of(const DeformableAggregationProblem& problem, const Tensor& shapes_in, const Tensor& starts_in,
+             const Tensor& features, cudaStream_t stream) {
+  const Tensor shapes = contiguous(shapes_in), starts = contiguous(starts_in);
+  const int64_t count = problem.V * problem.L;
+  VISDET_CHECK(kOp, shapes.is_cuda() == starts.is_cuda(), "level_shapes and level_starts must be on one device");
+  Plan plan{{}, features, 0, sizeof(Map) * static_cast<size_t>(count)};
+  const auto *shape_data = shapes.const_data_ptr<int64_t>(), *start_data = starts.const_data_ptr<int64_t>();
+  if (!shapes.is_cuda()) {
+    check_camera_levels(problem, shape_data, start_data);
+    VISDET_CHECK(kOp, count <= kMaxHostMaps, "level_shapes on the CPU may name ", kMaxHostMaps,
+                 " maps V * L at the most, got ", count, "; pass the tables on features' device");
+    for (int64_t m = 0; m < count; ++m) {
+      Map& map = plan.maps.host[m];
+      map.start = static_cast<int32_t>(start_data[m]);
+      map.H = static_cast<int32_t>(shape_data[2 * m]), map.W = static_cast<int32_t>(shape_data[2 * m + 1]);
+      map.first_cell = plan.slots;
+      plan.slots += cells_of(map) + 1;
+    }
+    return plan;
+  }
+  VISDET_CHECK(kOp,
+               shapes.get_device_index() == features.get_device_index() &&
+                   starts.get_device_index() == features.get_device_index(),
+               "level_shapes and level_starts must be on the CPU or on the device of features");
+  plan.slots = 2 * problem.S + 3 * count;  // H * W + H + W + 1 <= 2 * H * W + 2
+  plan.scratch = new_empty(features, {static_cast<int64_t>(plan.table_bytes)}, ScalarType::Byte);
+  auto* maps = static_cast<Map*>(plan.scratch.mutable_data_ptr());
+  plan_kernel<<<1, 64, 0, stream>>>(shape_data, start_data, maps, static_cast<int>(count), problem.S, plan.slots);
+  plan.maps.device = maps;
+  return plan;
+}
+
+// Calls f(T{}, TW{}, A{}) for the types of features and weights.
+template <typename F>
+void dispatch_types(const Tensor& features, const Tensor& weights, const F& f) {
+  const bool same = weights.scalar_type() == features.scalar_type();
+  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    if constexpr (std::is_same_v<T, A>) {
+      f(T{}, A{}, A{});
+    } else if (same) {
+      f(T{}, T{}, A{});
+    } else {
+      f(T{}, A{}, A{});
+    }
+  });
+}
+
+Sizes sizes_of(const DeformableAggregationProblem& problem, int64_t slots, int vec) {
+  Sizes sizes{problem.B, problem.S, problem.Q, slots};
+  sizes.C = static_cast<int32_t>(problem.C), sizes.G = static_cast<int32_t>(problem.G);
+  sizes.P = static_cast<int32_t>(problem.P), sizes.V = static_cast<int32_t>(problem.V);
+  sizes.L = static_cast<int32_t>(problem.L);
+  sizes.group = sizes.C / sizes.G;
+  const int32_t packs = sizes.group / vec;
+  while (sizes.lanes_bits < 5 && (1 << sizes.lanes_bits) < packs) ++sizes.lanes_bits;
+  sizes.turns = static_cast<int32_t>(ceil_div(packs, 1 << sizes.lanes_bits));
+  sizes.packs = sizes.turns * static_cast<int32_t>(ceil_div(sizes.G, 32 >> sizes.lanes_bits));
+  sizes.splits = 1;
+  return sizes;
+}
+
+// Blocks that share a query's pairs, at least 64 each. One, where the queries alone fill three quarters of the GPU;
+// otherwise as many as make two full turns of the blocks it holds at once (one and a part would leave it idle at the
+// end: 92 against 84 us on the map head).
+int32_t splits_of(const DeformableAggregationProblem& problem, int32_t device) {
+  const int64_t queries = problem.B * problem.Q, at_once = int64_t{8} * multiprocessors(device);
+  if (4 * queries >= 3 * at_once) return 1;
+  const int64_t most = ceil_div(problem.P * problem.V, 64);
+  return static_cast<int32_t>(std::max<int64_t>(1, std::min(most, 2 * at_once / queries)));
+}
+
+// Calls f(VEC) with the values of a 16-byte load, or 1 where groups or addresses do not allow it.
+template <typename T, typename F>
+void dispatch_vec(const Sizes& sizes_of_16_bytes, bool is_aligned, const F& f) {
+  constexpr int kVec = 16 / sizeof(T);
+  if (sizes_of_16_bytes.group % kVec == 0 && is_aligned) {
+    f(std::integral_constant<int, kVec>{});
+  } else {
+    f(std::integral_constant<int, 1>{});
+  }
+}
+
+Tensor deformable_aggregation(const Tensor& features_in, const Tensor& level_shapes, const Tensor& level_starts,
+                              const Tensor& locations_in, const Tensor& weights_in) {
+  const auto problem = check_deformable_aggregation(features_in, level_shapes, level_starts, locations_in, weights_in);
+  check_sizes(problem);
+  const int32_t device = features_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(features_in);
+  const Tensor features = contiguous(features_in), locations = contiguous_pairs(locations_in),
+               weights = contiguous(weights_in);
+  const Plan plan = plan_of(problem, level_shapes, level_starts, features, stream);
+  Tensor output = new_empty(features, {problem.B, problem.Q, problem.C});
+  if (output.numel() == 0) return output;
+  if (problem.S == 0 || weights.numel() == 0) return zero_(output);
+  dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using TW = decltype(weight_tag);
+    using A = decltype(accumulate_tag);
+    dispatch_vec<T>(sizes_of(problem, 0, 1), aligned(features, 16), [&](auto vec) {
+      constexpr int kVec = decltype(vec)::value;
+      Sizes sizes = sizes_of(problem, plan.slots, kVec);
+      sizes.splits = splits_of(problem, device);
+      Tensor partial = output;
+      if (sizes.splits > 1) {
+        partial = new_empty(locations, {sizes.splits, problem.B, problem.Q, problem.C});
+      }
+      const auto run = [&](auto kernel) {
+        allow_shared(kernel, plan.table_bytes);
+        kernel<<<grid_size(problem.B * problem.Q * sizes.splits), kThreads, plan.table_bytes, stream>>>(
+            static_cast<const T*>(features.const_data_ptr()), plan.maps,
+            static_cast<const Pack<A, 2>*>(locations.const_data_ptr()),
+            static_cast<const TW*>(weights.const_data_ptr()), static_cast<T*>(output.mutable_data_ptr()),
+            sizes.splits > 1 ? static_cast<A*>(partial.mutable_data_ptr()) : nullptr, sizes);
+      };
+      if (kVec > 1 && sizes.packs == 1) {
+        run(forward_kernel<T, TW, A, kVec, 1>);
+      } else {
+        run(forward_kernel<T, TW, A, kVec, 2>);
+      }
+      if (sizes.splits > 1) {
+        const int64_t count = output.numel();
+        sum_splits_kernel<T, A><<<grid_size(std::min<int64_t>(ceil_div(count, 256), 1 << 20)), 256, 0, stream>>>(
+            static_cast<const A*>(partial.const_data_ptr()), static_cast<T*>(output.mutable_data_ptr()), count,
+            sizes.splits);
+      }
+    });
+  });
+  check_launch(kOp);
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward(
+    const Tensor& grad_output_in, const Tensor& features_in, const Tensor& level_shapes, const Tensor& level_starts,
+    const Tensor& locations_in, const Tensor& weights_in, bool deterministic) {
+  const auto problem = check_deformable_aggregation(features_in, level_shapes, level_starts, locations_in, weights_in);
+  check_deformable_aggregation_grad(problem, grad_output_in, features_in);
+  check_sizes(problem);
+  const int32_t device = features_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(features_in);
+  const Tensor grad_output = contiguous(grad_output_in), features = contiguous(features_in),
+               locations = contiguous_pairs(locations_in), weights = contiguous(weights_in);
+  const Plan plan = plan_of(problem, level_shapes, level_starts, features, stream);
+  Tensor grad_features = new_empty(features, features.sizes()),
+         grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  zero_(grad_locations), zero_(grad_weights);
+  if (problem.S == 0 || problem.C == 0 || weights.numel() == 0 || grad_output.numel() == 0) {
+    zero_(grad_features);
+    return {grad_features, grad_locations, grad_weights};
+  }
+  const int64_t map_count = problem.V * problem.L, samples = problem.B * problem.Q * problem.P * map_count;
+  Tensor starts = new_zeros(features, {problem.B * plan.slots}, ScalarType::Int);
+  Tensor ranks = new_empty(features, {samples}, ScalarType::Int);
+  dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using TW = decltype(weight_tag);
+    using A = decltype(accumulate_tag);
+    const int64_t record_bytes = samples * static_cast<int64_t>(sizeof(Record<A>));
+    Tensor records = new_empty(features, {record_bytes}, ScalarType::Byte);
+    const auto* location_data = static_cast<const Pack<A, 2>*>(locations.const_data_ptr());
+    auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
+    auto* rank_data = static_cast<int32_t*>(ranks.mutable_data_ptr());
+    const auto* output_data = static_cast<const T*>(grad_output.const_data_ptr());
+    const auto* weight_data = static_cast<const TW*>(weights.const_data_ptr());
+    dispatch_vec<T>(sizes_of(problem, 0, 1), aligned(features, 16) && aligned(grad_output, 16), [&](auto vec) {
+      constexpr int kVec = decltype(vec)::value;
+      Sizes sizes = sizes_of(problem, plan.slots, kVec);
+      sizes.splits = splits_of(problem, device);
+      const auto run_pairs = [&](auto kernel) {
+        allow_shared(kernel, plan.table_bytes);
+        kernel<<<grid_size(problem.B * problem.Q * sizes.splits), kThreads, plan.table_bytes, stream>>>(
+            output_data, static_cast<const T*>(features.const_data_ptr()), plan.maps, location_data, weight_data,
+            start_data, rank_data, static_cast<Pack<A, 2>*>(grad_locations.mutable_data_ptr()),
+            static_cast<TW*>(grad_weights.mutable_data_ptr()), sizes);
+      };
+      if (kVec > 1 && sizes.turns == 1 && sizes.packs == 1) {
+        run_pairs(pair_kernel<T, TW, A, kVec, 1, true>);
+      } else if (kVec > 1 && sizes.turns == 1 && sizes.packs == 2) {
+        run_pairs(pair_kernel<T, TW, A, kVec, 2, true>);
+      } else {
+        run_pairs(pair_kernel<T, TW, A, kVec, 1, false>);
+      }
+      scan_kernel<<<grid_size(problem.B * map_count), kScanThreads, 0, stream>>>(
+          plan.maps, start_data, static_cast<int>(map_count), plan.slots);
+      const int64_t pairs = problem.B * problem.Q * problem.P * problem.V;
+      record_kernel<A><<<grid_size(ceil_div(pairs, kRecordThreads)), kRecordThreads, plan.table_bytes, stream>>>(
+          plan.maps, location_data, start_data, rank_data, static_cast<Record<A>*>(records.mutable_data_ptr()), sizes);
+      if (deterministic) {
+        Tensor ordered = new_empty(features, {record_bytes}, ScalarType::Byte);
+        const int64_t blocks = std::min<int64_t>(ceil_div(problem.B * plan.slots, kOrderThreads / 32 * 4),
+                                                 int64_t{64} * multiprocessors(device));
+        order_kernel<A><<<grid_size(blocks), kOrderThreads, plan.table_bytes, stream>>>(
+            plan.maps, start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
+            static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
+        records = ordered;
+      }
+      const auto run_texels = [&](auto kernel) {
+        allow_shared(kernel, plan.table_bytes);
+        kernel<<<grid_size(problem.B * ceil_div(problem.S, kTexelWarps)), kTexelThreads, plan.table_bytes, stream>>>(
+            output_data, weight_data, plan.maps, start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
+            static_cast<T*>(grad_features.mutable_data_ptr()), sizes);
+      };
+      if (kVec > 1 && sizes.packs == 1) {
+        run_texels(texel_kernel<T, TW, A, kVec, 1>);
+      } else {
+        run_texels(texel_kernel<T, TW, A, kVec, 2>);
+      }
+    });
+  });
+  check_launch("deformable_aggregation_backward");
+  return {grad_features, grad_locations, grad_weights};
+}
+
+}  // namespace
+}  // namespace visdet
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+  m.impl("deformable_aggregation", TORCH_BOX(&visdet::deformable_aggregation));
+  m.impl("deformable_aggregation_backward", TORCH_BOX(&visdet::deformable_aggregation_backward));
+}
