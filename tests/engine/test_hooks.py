@@ -236,7 +236,7 @@ class Snapshots(progress_hook.Hook):
 
 
 def test_none_leaves_a_hook_out(tmp_path):
-    hooks = {name: None for name in ("visualization", "logger", "num_class_check")}
+    hooks = dict.fromkeys(("visualization", "logger", "num_class_check"))
     runner = toy_runner(tmp_path, **{f"default_hooks__{name}": hook for name, hook in hooks.items()})
     names = {type(hook).__name__ for hook in runner.hooks}
     assert (
