@@ -2,6 +2,20 @@
 
 from . import samplers, transforms
 from .coco import CocoDataset
+from .driving_scenes import DrivingScenesDataset, make_driving_scenes
+from .info_files import load_infos, save_infos
+from .nuscenes import NuScenes3DDetTrackDataset
 from .shapes import ShapesDataset, make_shapes
 
-__all__ = ["CocoDataset", "ShapesDataset", "make_shapes", "samplers", "transforms"]
+__all__ = [
+    "CocoDataset",
+    "DrivingScenesDataset",
+    "NuScenes3DDetTrackDataset",
+    "ShapesDataset",
+    "load_infos",
+    "make_driving_scenes",
+    "make_shapes",
+    "samplers",
+    "save_infos",
+    "transforms",
+]

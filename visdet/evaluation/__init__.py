@@ -1,5 +1,8 @@
 """Metrics."""
 
 from .coco_metric import CocoMetric
+from .driving_metric import DrivingMetric
+from .nuscenes_metric import NuScenesMetric
+from .vector_map_metric import VectorMapMetric
 
-__all__ = ["CocoMetric"]
+__all__ = ["CocoMetric", "DrivingMetric", "NuScenesMetric", "VectorMapMetric"]

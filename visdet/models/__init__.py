@@ -5,6 +5,7 @@ from .backbones import ResNet
 from .base_detector import BaseDetector
 from .data_preprocessor import DetDataPreprocessor
 from .deformable_detr import DeformableDETR, DeformableDETRHead
+from .driving_data_preprocessor import DrivingDataPreprocessor
 from .layers import FFN, ConvModule, MultiheadAttention, MultiScaleDeformableAttention, SinePositionalEncoding
 from .losses import FocalLoss, GIoULoss, L1Loss
 from .matching import BBoxL1Cost, ClassificationCost, FocalLossCost, HungarianAssigner, IoUCost
@@ -20,6 +21,7 @@ __all__ = [
     "DeformableDETR",
     "DeformableDETRHead",
     "DetDataPreprocessor",
+    "DrivingDataPreprocessor",
     "FocalLoss",
     "FocalLossCost",
     "GIoULoss",

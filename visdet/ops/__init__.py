@@ -7,6 +7,8 @@ from .deformable_aggregation import (
     deformable_aggregation_reference,
     feature_maps_format,
 )
+from .gaussian_field import gaussian_field, gaussian_field_reference
+from .mahalanobis_distance import mahalanobis_distance, mahalanobis_distance_reference
 from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 
 __all__ = [
@@ -16,6 +18,10 @@ __all__ = [
     "deformable_aggregation_function",
     "deformable_aggregation_reference",
     "feature_maps_format",
+    "gaussian_field",
+    "gaussian_field_reference",
+    "mahalanobis_distance",
+    "mahalanobis_distance_reference",
     "ms_deform_attn",
     "ms_deform_attn_reference",
 ]

@@ -1,5 +1,6 @@
 """Which images make a batch."""
 
 from .aspect_ratio_batch_sampler import AspectRatioBatchSampler
+from .group_in_batch_sampler import GroupInBatchSampler, SceneSampler
 
-__all__ = ["AspectRatioBatchSampler"]
+__all__ = ["AspectRatioBatchSampler", "GroupInBatchSampler", "SceneSampler"]

@@ -1,0 +1,110 @@
+"""gaussian_field: a training step's sizes, 10^9 pairs, and 10^11 pairs of compact Gaussians with a tolerance."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from visdet.ops import gaussian_field, gaussian_field_reference
+
+from ..case import Call, Case, Peer, Work
+
+__all__ = ["CASES", "make_arguments", "vectorised_path", "work_of"]
+
+# Additions and multiplications of one pair, the exponential counted as one: the difference 3, the solve 9, the
+# square 5, the sum 2. Backward: those twice (once a side), u 9 and three sums 6; s v 3, ten sums 19.
+CHUNK = 2000  # points of the gate's reference at a time: 10^4 Gaussians take half a gigabyte a tensor
+
+PAIR_FLOPS = {"forward": 20, "backward": 75}
+
+
+def make_arguments(
+    dtype: torch.dtype, device: torch.device, *, B: int, N: int, size: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return points and means uniform in the unit cube, factors of about ``size``, and weights."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.rand(B, 3, generator=generator)
+    means = torch.rand(N, 3, generator=generator)
+    lower = 0.3 * size * torch.randn(N, 3, 3, generator=generator)
+    diagonal = size * (0.5 + torch.rand(N, 3, generator=generator))
+    cholesky = lower.tril(-1) + torch.diag_embed(diagonal)
+    weights = torch.randn(N, generator=generator)
+    return tuple(tensor.to(device, dtype) for tensor in (points, means, cholesky, weights))
+
+
+def work_of(dtype: torch.dtype, *, B: int, N: int, size: float) -> dict[str, Work]:
+    """Return the bytes and operations of forward and backward over all pairs."""
+    moved = (B * 4 + N * 13) * dtype.itemsize
+    return {
+        name: Work(moved=moved * (1 if name == "forward" else 2), flops=flops * B * N)
+        for name, flops in PAIR_FLOPS.items()
+    }
+
+
+def vectorised_path(points: Tensor, means: Tensor, cholesky: Tensor, weights: Tensor) -> Tensor:
+    """Return the field as plain torch users compute it: the inverse factors once, then [B, N, 3] at a time."""
+    difference = points[:, None] - means
+    v = torch.einsum("nij,bnj->bni", torch.linalg.inv(cholesky), difference)
+    return torch.exp(-0.5 * v.square().sum(-1)) @ weights
+
+
+def chunked_reference(points: Tensor, means: Tensor, cholesky: Tensor, weights: Tensor) -> Tensor:
+    """Return the definition of the field, a few points at a time, recomputed in the backward."""
+    chunks = [
+        checkpoint(gaussian_field_reference, chunk, means, cholesky, weights, use_reentrant=False)
+        for chunk in points.split(CHUNK)
+    ]
+    return torch.cat(chunks)
+
+
+def _memory(arguments: tuple[Any, ...]) -> int:
+    points, means = arguments[:2]
+    return 16 * len(points) * len(means) * points.element_size()
+
+
+def _load_torch() -> Any:
+    return lambda *arguments: Call(vectorised_path, arguments, (0, 1, 2, 3))
+
+
+def _tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return dict.fromkeys(("output", "points", "means", "cholesky", "weights"), 5e-5)
+
+
+def _case(name: str, B: int, N: int, size: float = 0.1, **others: Any) -> Case:
+    numbers = dict(B=B, N=N, size=size)
+    return Case(
+        op="gaussian_field",
+        name=name,
+        sizes=f"B{B} N{N}, Gaussians of about {size:g} in the unit cube",
+        make=partial(make_arguments, **numbers),
+        function=others.pop("function", gaussian_field),
+        reference=chunked_reference,
+        differentiable={"points": 0, "means": 1, "cholesky": 2, "weights": 3},
+        work=partial(work_of, **numbers),
+        tolerance=_tolerance,
+        peers=(Peer("torch", _load_torch, _memory),),
+        dtypes=(torch.float32,),
+        **others,
+    )
+
+
+CASES = [
+    _case("tiny", B=40, N=30),
+    _case(
+        "step",
+        B=500,
+        N=1000,
+        graph=True,
+        goals_us={torch.float32: {"forward": 6, "backward": 12}},
+    ),
+    _case("cpu", B=5000, N=1000, goals_ratio={"forward": 10, "both": 10}),
+    _case(
+        "pairs-1e9",
+        B=100_000,
+        N=10_000,
+        heavy=True,
+        goals_us={torch.float32: {"forward": 520, "backward": 2200}},
+    ),
+]

@@ -1,0 +1,225 @@
+"""The driving scenes: the pictures show what the annotations say, and the annotations agree with each other."""
+
+import hashlib
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from datasets.driving_files import SMALL, driving_scenes
+
+from visdet.datasets import DrivingScenesDataset, load_infos, make_driving_scenes
+from visdet.datasets.driving_renderer import GROUND_Z, Renderer, boxes_in_lidar
+from visdet.datasets.driving_scenes import _LIDAR_TO_EGO, _ego_pose
+from visdet.datasets.driving_world import DRIVING_CLASSES, Agents, make_world
+from visdet.registry import DATASETS
+from visdet.structures.poses import box_corners, inverse_pose, pose_matrix
+
+TINY = dict(num_train=2, num_val=1, num_frames=2, image_size=(32, 96))
+
+
+@pytest.fixture(scope="module")
+def infos():
+    return list(load_infos(Path(driving_scenes()) / "driving_infos_train.npz")[0])
+
+
+def lidar_pose(info):
+    return pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ pose_matrix(
+        info["lidar2ego_translation"], info["lidar2ego_rotation"]
+    )
+
+
+def digests(folder):
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix != ".npz")
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_files_depend_on_the_seed_alone(tmp_path, capsys):
+    one = make_driving_scenes(tmp_path / "one", **TINY, num_workers=1)
+    two = make_driving_scenes(tmp_path / "two", **TINY, num_workers=2)
+    assert digests(one) == digests(two)
+    assert len(list(one.rglob("*.jpg"))) == 3 * 2 * 6 and len(list(one.rglob("*.bin"))) == 3 * 2
+    for split in ("train", "val"):
+        first, second = (load_infos(folder / f"driving_infos_{split}.npz")[0] for folder in (one, two))
+        np.testing.assert_equal(list(first), list(second))
+    other = make_driving_scenes(tmp_path / "other", **TINY, seed=1, num_workers=1)
+    assert digests(one).keys() == digests(other).keys() and digests(one) != digests(other)
+    assert "drew them in" in capsys.readouterr().out
+
+
+def test_a_folder_is_reused_replaced_or_left_alone(tmp_path, capsys):
+    folder = make_driving_scenes(tmp_path / "set", **TINY, num_workers=1)
+    before = (folder / "driving_scenes.json").stat().st_mtime_ns
+    capsys.readouterr()
+    make_driving_scenes(folder, **TINY)
+    assert capsys.readouterr().out == "" and (folder / "driving_scenes.json").stat().st_mtime_ns == before
+    make_driving_scenes(folder, **TINY | {"num_train": 1}, num_workers=1)
+    assert json.loads((folder / "driving_scenes.json").read_text())["num_train"] == 1
+    assert len(list(folder.rglob("*.bin"))) == 2 * 2
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "keep.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="was not made by make_driving_scenes"):
+        make_driving_scenes(foreign, **TINY)
+    assert (foreign / "keep.txt").read_text() == "mine"
+    assert not list(tmp_path.glob(".*partial*"))
+
+
+def test_arguments_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="num_val must be positive, got 0"):
+        make_driving_scenes(tmp_path / "x", num_val=0)
+    with pytest.raises(ValueError, match=r"image_size must be \(height, width\) of 16 or more"):
+        make_driving_scenes(tmp_path / "x", image_size=(8, 100))
+
+
+def one_box_world(box_xy, yaw, color, label=0):
+    """A world of one agent of 4 x 2 x 1.5 m, given in the lidar frame of frame 0."""
+    world = make_world(np.random.default_rng(0), 2)
+    pose = _ego_pose(world, 0) @ _LIDAR_TO_EGO
+    xy = np.array(box_xy) @ pose[:2, :2].T + pose[:2, 3]
+    turn = np.arctan2(pose[1, 0], pose[0, 0])
+    world.agents = Agents(
+        np.array([label]),
+        np.array([[4.0, 2.0, 1.5]]),
+        np.tile(xy, (1, 2, 1)),
+        np.full((1, 2), yaw + turn),
+        np.zeros((1, 2, 2)),
+        np.array([color], dtype=np.uint8),
+    )
+    return world, pose
+
+
+@pytest.mark.parametrize(
+    ("camera", "xy"),
+    [(0, (0.5, 12.0)), (1, (9.0, 7.0)), (2, (-9.0, 7.0)), (3, (0, -10)), (4, (-9, -3)), (5, (9, -3))],
+)
+def test_a_box_is_painted_where_it_projects(camera, xy):
+    world, pose = one_box_world(xy, 0.4, (0, 0, 255))
+    renderer = Renderer(256, 96)
+    shot = renderer.shoot(world, 0, pose, np.random.default_rng(0))
+    box = boxes_in_lidar(world, 0, pose)
+    np.testing.assert_allclose(box[0], [*xy, GROUND_Z + 0.75, 4, 2, 1.5, 0.4], atol=1e-9)
+    view = renderer.cameras[camera]
+    bottom = box_corners(box)[0]
+    bottom[4:, 2] = GROUND_Z + 0.6 * 1.5  # the body of a car ends there, the dark cabin follows
+    seen = (bottom - view.translation) @ view.rotation @ view.intrinsic.T
+    assert (seen[:, 2] > 0).all()
+    pixels = seen[:, :2] / seen[:, 2:]
+    image = shot.images[camera].astype(int)
+    red = image[..., 2] - image[..., :2].max(axis=-1) > 60
+    rows, columns = np.nonzero(red)
+    drawn = [columns.min(), rows.min(), columns.max(), rows.max()]
+    expected = [*pixels.min(axis=0), *pixels.max(axis=0)]
+    np.testing.assert_allclose(drawn, np.clip(expected, 0, [255, 95, 255, 95]), atol=2.0)
+    assert shot.visible[0] >= red.sum() > 100
+
+
+def test_depth_points_lie_on_the_ground_or_on_the_box():
+    world, pose = one_box_world((0.5, 12.0), 0.4, (0, 0, 255))
+    points = Renderer(256, 96).shoot(world, 0, pose, np.random.default_rng(0)).points
+    (box,) = boxes_in_lidar(world, 0, pose)
+    local = points[:, :2] - box[:2]
+    cos, sin = np.cos(0.4), np.sin(0.4)
+    along, beside = np.abs(local @ [cos, sin]), np.abs(local @ [-sin, cos])
+    # Half a pixel is 3 cm here, but on the rim of the top, seen at 5 degrees, ten times as much.
+    on_box = (along < 2.4) & (beside < 1.4) & (points[:, 2] > GROUND_Z + 0.02)
+    on_ground = np.abs(points[:, 2] - GROUND_Z) < 0.05
+    assert (np.abs(points[on_ground, 2] - GROUND_Z) < 1e-4).mean() > 0.99
+    assert (on_box | on_ground).all() and on_box.sum() > 10 and on_ground.sum() > 1000
+    assert np.percentile(np.maximum(along[on_box] - 2, beside[on_box] - 1), 75) < 0.03
+
+
+def test_hidden_boxes_have_no_points():
+    world, pose = one_box_world((0.0, 10.0), 1.57, (0, 0, 255), label=1)
+    agents = world.agents
+    behind = agents.xy + 30 * (pose[:2, :2] @ [0, 1])
+    world.agents = Agents(
+        np.array([1, 2]),
+        np.array([[4.0, 3.0, 3.0], [0.5, 0.5, 1.7]]),
+        np.concatenate([agents.xy, behind]),
+        np.repeat(agents.yaw, 2, axis=0),
+        np.zeros((2, 2, 2)),
+        np.array([[0, 0, 255], [255, 0, 0]], dtype=np.uint8),
+    )
+    visible = Renderer(256, 96).shoot(world, 0, pose, np.random.default_rng(0)).visible
+    assert visible[0] > 1000 and visible[1] == 0
+
+
+def test_futures_velocities_and_poses_agree(infos):
+    checked = 0
+    for here, after in pairwise(infos):
+        if here["scene_token"] != after["scene_token"]:
+            assert after["sweeps"] == [] and not here["gt_agent_fut_masks"].any()
+            continue
+        assert after["timestamp"] - here["timestamp"] == 500_000 and after["sweeps"]
+        to_here = inverse_pose(lidar_pose(here)) @ lidar_pose(after)
+        np.testing.assert_allclose(here["gt_ego_fut_trajs"][0], to_here[:2, 3], atol=1e-4)
+        places = after["gt_boxes"][:, :3] @ to_here[:3, :3].T + to_here[:3, 3]
+        place_of = dict(zip(after["instance_inds"].tolist(), places, strict=True))
+        name_of = dict(zip(after["instance_inds"].tolist(), after["gt_names"], strict=True))
+        for row, instance in enumerate(here["instance_inds"].tolist()):
+            if instance not in place_of:
+                continue
+            moved = place_of[instance][:2] - here["gt_boxes"][row, :2]
+            np.testing.assert_allclose(here["gt_agent_fut_trajs"][row, 0], moved, atol=1e-4)
+            np.testing.assert_allclose(here["gt_velocity"][row] * 0.5, moved, atol=0.8)
+            assert here["gt_agent_fut_masks"][row, 0] == 1 and name_of[instance] == here["gt_names"][row]
+            checked += 1
+    assert checked > 100
+
+
+def test_annotations(infos):
+    names = np.concatenate([info["gt_names"] for info in infos])
+    assert set(names) == set(DRIVING_CLASSES)
+    for info in infos:
+        assert list(info["cams"]) == [
+            "CAM_FRONT",
+            "CAM_FRONT_RIGHT",
+            "CAM_FRONT_LEFT",
+            "CAM_BACK",
+            "CAM_BACK_LEFT",
+            "CAM_BACK_RIGHT",
+        ]
+        assert (info["num_lidar_pts"][info["valid_flag"]] >= 6).all()
+        assert sorted(info["map_annos"]) == [0, 1, 2]
+        for lines in info["map_annos"].values():
+            for line in lines:
+                assert line.shape[1] == 2 and (np.abs(line) <= np.array([15, 30]) + 1e-9).all()
+        for line in info["map_annos"][0]:
+            np.testing.assert_array_equal(line[0], line[-1])
+        side = info["gt_ego_fut_trajs"].sum(axis=0)[0]
+        assert info["gt_ego_fut_cmd"].tolist() == [float(side >= 2), float(side <= -2), float(abs(side) < 2)]
+        assert info["ego_status"].shape == (10,) and 1 < info["ego_status"][6] < 12
+        # The vehicle drives ahead, which is y in the lidar frame.
+        assert info["gt_ego_fut_trajs"][0, 1] > 0.5
+    frames = [int(info["gt_ego_fut_masks"].sum()) for info in infos[:8]]
+    assert frames == [6, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_nobody_runs_into_anybody():
+    for seed in range(5):
+        world = make_world(np.random.default_rng(seed), 26)
+        agents = world.agents
+        reach = np.minimum(agents.sizes[:, 0], agents.sizes[:, 1]) / 2
+        gaps = np.linalg.norm(agents.xy[:, None] - agents.xy[None], axis=-1).min(axis=-1)
+        gaps[np.diag_indices(len(gaps))] = np.inf
+        assert (gaps > reach[:, None] + reach[None]).all()
+        assert (np.linalg.norm(agents.xy - world.ego_xy, axis=-1).min(axis=-1) > reach + 0.8).all()
+
+
+def test_dataset_makes_its_files_and_is_registered(tmp_path, monkeypatch):
+    config = dict(
+        type="DrivingScenesDataset",
+        data_root=str(tmp_path / "made"),
+        generator=TINY,
+        ann_file="driving_infos_val.npz",
+        test_mode=True,
+    )
+    dataset = DATASETS.build(config)
+    assert isinstance(dataset, DrivingScenesDataset) and len(dataset) == 2
+    assert dataset.metainfo["classes"] == DRIVING_CLASSES
+    record = dataset[0]
+    assert cv2.imread(record["img_filename"][0]).shape == (32, 96, 3)
+    assert SMALL["num_frames"] == 8

@@ -1,0 +1,330 @@
+"""The pipeline of driving frames: what is seen and where it is stay together, whatever is augmented."""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from datasets.driving_files import driving_scenes
+from mmengine.dataset import Compose, pseudo_collate
+
+from visdet.datasets import DrivingScenesDataset
+from visdet.datasets import transforms as T
+from visdet.registry import TRANSFORMS
+from visdet.structures.polylines import clip_line, clip_polygon, resample, simplify_line
+
+CONFIG = dict(resize=1.0, crop=(0, 0, 64, 32), flip=False, rotate=0.0, rotate_3d=0.0)
+
+
+def dataset(pipeline=None, split="train", **arguments):
+    from datasets.driving_files import SMALL
+
+    return DrivingScenesDataset(
+        SMALL, driving_scenes(), ann_file=f"driving_infos_{split}.npz", pipeline=pipeline, **arguments
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        dict(resize=1.5, crop=(10, 8, 80, 46)),
+        dict(flip=True),
+        dict(rotate=17.0),
+        dict(resize=0.8, crop=(-3, -2, 50, 25), flip=True, rotate=-9.0),
+    ],
+)
+def test_projection_follows_the_image(config):
+    """A white blob stays under the projection of its point."""
+    image = np.zeros((32, 64, 3), np.uint8)
+    cv2.circle(image, (40, 14), 3, (255, 255, 255), -1, cv2.LINE_AA)
+    point = np.array([40.0 * 5, 14.0 * 5, 5.0, 1.0])  # the projection is the identity
+    results = {
+        "img": [image],
+        "lidar2img": [np.eye(4)],
+        "cam_intrinsic": [np.eye(3)],
+        "aug_config": CONFIG | config,
+    }
+    results = T.ResizeCropFlipImage()(results)
+    left, top, right, bottom = (CONFIG | config)["crop"]
+    assert results["img"][0].shape == (bottom - top, right - left, 3) and results["img"][0].dtype == np.uint8
+    assert results["img_shape"] == [(bottom - top, right - left)]
+    weight = results["img"][0][..., 0].astype(float)
+    assert weight.sum() > 1000
+    rows, columns = np.indices(weight.shape)
+    center = np.array([(columns * weight).sum(), (rows * weight).sum()]) / weight.sum()
+    u, v, depth, _ = results["lidar2img"][0] @ point
+    # Pixels are counted from their corners here and from their centres there: up to half a pixel.
+    np.testing.assert_allclose([u / depth, v / depth], center, atol=1.1)
+    assert results["cam_intrinsic"][0][0, 0] == (CONFIG | config)["resize"]
+
+
+def test_without_augmentation_nothing_happens():
+    image = np.zeros((32, 64, 3), np.uint8)
+    results = T.ResizeCropFlipImage()({"img": [image], "lidar2img": [np.eye(4)]})
+    assert results["img"][0] is image
+
+
+def test_bbox_rotation_turns_everything():
+    record = dataset(test_mode=True)[2]
+    before = dataset(test_mode=True)[2]
+    angle = 0.7
+    after = T.BBoxRotation()(
+        record | {"aug_config": CONFIG | {"rotate_3d": angle}, "points": np.ones((3, 3), np.float32)}
+    )
+    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    boxes, turned = before["gt_bboxes_3d"], after["gt_bboxes_3d"]
+    assert len(boxes) > 3
+    np.testing.assert_allclose(turned[:, :2], boxes[:, :2] @ turn.T, atol=1e-9)
+    np.testing.assert_allclose(turned[:, 7:], boxes[:, 7:] @ turn.T, atol=1e-9)
+    np.testing.assert_allclose(np.cos(turned[:, 6] - boxes[:, 6]), np.cos(angle), atol=1e-9)
+    np.testing.assert_array_equal(turned[:, 2:6], boxes[:, 2:6])
+    for key in ("gt_ego_fut_trajs", "gt_agent_fut_trajs"):
+        np.testing.assert_allclose(after[key], before[key] @ turn.T, atol=1e-5)
+    np.testing.assert_allclose(after["map_annos"][1][0], before["map_annos"][1][0] @ turn.T, atol=1e-9)
+    np.testing.assert_allclose(
+        after["fut_boxes"][0][:, :2], before["fut_boxes"][0][:, :2] @ turn.T, atol=1e-9
+    )
+    np.testing.assert_allclose(after["points"][0, :2], turn @ [1, 1], atol=1e-6)
+    # The same place in the images and in the world.
+    ones = np.ones((len(boxes), 1))
+    for matrices in (
+        zip(before["lidar2img"], after["lidar2img"], strict=True),
+        [(before["lidar2global"], after["lidar2global"])],
+    ):
+        for old, new in matrices:
+            np.testing.assert_allclose(
+                np.hstack([turned[:, :3], ones]) @ new.T, np.hstack([boxes[:, :3], ones]) @ old.T, atol=1e-6
+            )
+
+
+def test_depth_maps_by_hand():
+    projection = np.diag([10.0, 10.0, 1.0, 1.0])
+    points = np.array(
+        [
+            [1.0, 0.5, 1.0],  # pixel 10, 5
+            [2.2, 1.0, 2.0],  # pixel 11, 5: further away, the same cell at stride 4
+            [300.0, 150.0, 100.0],  # pixel 30, 15, beyond the limit
+            [1.0, 1.0, -1.0],  # behind the camera
+            [3.2, 0.0, 1.0],  # pixel 32: outside
+        ]
+    )
+    results = {"points": points, "lidar2img": [projection, projection], "img_shape": [(16, 32)] * 2}
+    one, four = T.MultiScaleDepthMapGenerator([1, 4], max_depth=60)(results)["gt_depth"]
+    assert one.shape == (2, 16, 32) and four.shape == (2, 4, 8) and one.dtype == np.float32
+    np.testing.assert_array_equal(one[0], one[1])
+    expected = np.full((16, 32), -1.0)
+    expected[5, 10], expected[5, 11], expected[15, 30] = 1, 2, 60
+    np.testing.assert_array_equal(one[0], expected)
+    expected = np.full((4, 8), -1.0)
+    expected[1, 2], expected[3, 7] = 1, 60
+    np.testing.assert_array_equal(four[0], expected)
+
+
+def test_loading_errors(tmp_path):
+    record = dataset()[0]
+    missing = record | {
+        "img_filename": [*record["img_filename"][:3], str(tmp_path / "no.jpg"), *record["img_filename"][4:]]
+    }
+    with pytest.raises(
+        FileNotFoundError, match=r"no.jpg of camera CAM_BACK, frame train-0000-00, does not exist"
+    ):
+        T.LoadMultiViewImageFromFiles()(missing)
+    (tmp_path / "bad.jpg").write_bytes(b"none")
+    with pytest.raises(ValueError, match=r"cannot read image .*bad.jpg \(4 bytes\) of camera CAM_FRONT"):
+        T.LoadMultiViewImageFromFiles()(record | {"img_filename": [str(tmp_path / "bad.jpg")] * 6})
+    with pytest.raises(FileNotFoundError, match=r"LoadPointsFromFile: .* does not exist"):
+        T.LoadPointsFromFile("LIDAR", 3)({"pts_filename": str(tmp_path / "no.bin")})
+    (tmp_path / "bad.bin").write_bytes(b"1234567")
+    with pytest.raises(ValueError, match="must hold rows of 5 float32, got 7 bytes"):
+        T.LoadPointsFromFile("LIDAR", 5)({"pts_filename": str(tmp_path / "bad.bin")})
+    with pytest.raises(ValueError, match=r"use_dim must be below load_dim 3, got \[0, 1, 2, 3\]"):
+        T.LoadPointsFromFile("LIDAR", 3, use_dim=4)
+    with pytest.raises(ValueError, match="images of all cameras must be of one size"):
+        images = [np.zeros((4, 4, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)]
+        T.NuScenesSparse4DAdaptor()({"img": images})
+
+
+def test_filters():
+    record = {
+        "gt_bboxes_3d": np.array([[3.0, 4.0], [30.0, 0.0], [0.0, 1.0], [0.0, 0.0]]),
+        "gt_labels_3d": np.array([0, 0, 1, -1]),
+        "instance_inds": np.arange(4),
+        "gt_agent_fut_trajs": np.arange(4),
+    }
+    kept = T.CircleObjectRangeFilter([5.0, 0.5])(dict(record))
+    assert kept["instance_inds"].tolist() == kept["gt_agent_fut_trajs"].tolist() == [0]
+    kept = T.CircleObjectRangeFilter([50.0])(dict(record))
+    assert kept["instance_inds"].tolist() == [0, 1]
+    assert T.InstanceNameFilter(["a", "b"])(dict(record))["instance_inds"].tolist() == [0, 1, 2]
+    empty = {"gt_bboxes_3d": np.zeros((0, 9)), "gt_labels_3d": np.zeros(0, np.int64)}
+    assert T.InstanceNameFilter(["a"])(T.CircleObjectRangeFilter([5.0])(empty))["gt_bboxes_3d"].shape == (
+        0,
+        9,
+    )
+
+
+def test_orders_of_map_lines():
+    line = np.array([[0.0, 0.0], [3.0, 0.0]])
+    square = np.array([[0.0, 0.0], [3.0, 0.0], [3.0, 3.0], [0.0, 3.0], [0.0, 0.0]])
+    vectorize = T.VectorizeMap((30, 60), False, sample_num=5, permute=True)
+    results = vectorize({"map_annos": {0: [square], 1: [], 2: [line]}})
+    assert results["gt_map_labels"].tolist() == [0, 2]
+    points = results["gt_map_pts"]
+    assert points.shape == (2, 8, 5, 2) and points.dtype == np.float32
+    along = [0, 0.75, 1.5, 2.25, 3.0]
+    np.testing.assert_allclose(points[1, 0], [[x, 0] for x in along])
+    np.testing.assert_allclose(points[1, 1], [[x, 0] for x in along[::-1]])
+    assert (points[1, 2:] == 1e5).all()
+    corners = square[:4].tolist()
+    for order in range(4):
+        start = [corners[(k - order) % 4] for k in range(5)]
+        np.testing.assert_allclose(points[0, order], start)
+        backwards = [corners[::-1][(k - order) % 4] for k in range(5)]
+        np.testing.assert_allclose(points[0, 4 + order], backwards)
+    empty = vectorize({"map_annos": {0: [], 1: [], 2: []}})
+    assert empty["gt_map_pts"].shape == (0, 8, 5, 2) and empty["gt_map_labels"].shape == (0,)
+
+
+def test_vectors_and_normalisation():
+    line = np.array([[-15.0, -30.0], [0.0, 0.05], [15.0, 30.0]])
+    results = T.VectorizeMap((30, 60), True, simplify=True)({"map_annos": {1: [line]}})
+    np.testing.assert_allclose(results["vectors"][0], [[0, 0], [1, 1]], atol=1e-5)
+    results = T.VectorizeMap((30, 60), False, sample_dist=1.0)({"map_annos": {1: [line[:, :2] * [1, 0]]}})
+    assert results["vectors"][0].shape == (31, 2) and results["vector_labels"].tolist() == [1]
+    with pytest.raises(ValueError, match="exactly one of simplify, sample_num > 1 and sample_dist > 0"):
+        T.VectorizeMap((30, 60), False, simplify=True, sample_num=20)
+    with pytest.raises(ValueError, match="permute needs sample_num"):
+        T.VectorizeMap((30, 60), False, sample_dist=1.0, permute=True)
+
+
+def test_polylines_by_hand():
+    np.testing.assert_allclose(
+        resample(np.array([[0, 0], [1, 0], [1, 3.0]]), 5), [[0, 0], [1, 0], [1, 1], [1, 2], [1, 3]]
+    )
+    np.testing.assert_allclose(resample(np.array([[2.0, 1.0], [2.0, 1.0]]), 3), [[2, 1]] * 3)
+    line = np.array([[-20.0, 0.0], [0.0, 0.0], [0.0, 40.0], [3.0, 40.0], [3.0, 0.0]])
+    first, second = clip_line(line, (30, 60))
+    np.testing.assert_allclose(first, [[-15, 0], [0, 0], [0, 30]])
+    np.testing.assert_allclose(second, [[3, 30], [3, 0]])
+    assert clip_line(np.array([[-16.0, 0.0], [-16.0, 5.0]]), (30, 60)) == []
+    assert clip_line(np.array([[0.0, 0.0], [0.1, 0.0]]), (30, 60)) == []
+    clipped = clip_polygon(np.array([[14.0, 0.0], [18.0, 0.0], [18.0, 4.0], [14.0, 4.0]]), (30, 60))
+    assert {tuple(p) for p in clipped.tolist()} == {(14, 0), (15, 0), (15, 4), (14, 4)} and len(clipped) == 5
+    assert clip_polygon(np.array([[20.0, 0.0], [21.0, 0.0], [21.0, 1.0]]), (30, 60)) is None
+    bent = np.array([[0, 0], [1, 0.1], [2, 0], [3, 1.0], [4, 0]])
+    np.testing.assert_allclose(simplify_line(bent, 0.2), [[0, 0], [2, 0], [3, 1], [4, 0]])
+
+
+def test_photometric_distortion_keeps_bytes_and_changes_colours():
+    torch.manual_seed(0)
+    image = np.tile(np.array([30, 120, 200], np.uint8), (8, 8, 1))
+    seen = [T.PhotoMetricDistortionMultiViewImage()({"img": [image.copy()]})["img"][0] for _ in range(60)]
+    assert all(picture.dtype == np.uint8 and picture.shape == image.shape for picture in seen)
+    assert all((picture == picture[0, 0]).all() for picture in seen)
+    assert len({tuple(picture[0, 0]) for picture in seen}) > 40
+    identity = T.PhotoMetricDistortionMultiViewImage(0, (1, 1), (1, 1), 0)
+    same = [identity({"img": [image.copy()]})["img"][0][0, 0] for _ in range(20)]
+    assert all(np.abs(np.sort(color).astype(int) - [30, 120, 200]).max() <= 1 for color in same)
+    assert len({tuple(color) for color in same}) > 2  # channels change places
+
+
+PUBLISHED = [
+    dict(type="LoadMultiViewImageFromFiles", to_float32=True),
+    dict(
+        type="LoadPointsFromFile",
+        coord_type="LIDAR",
+        load_dim=3,
+        use_dim=3,
+        file_client_args=dict(backend="disk"),
+    ),
+    dict(type="ResizeCropFlipImage"),
+    dict(type="MultiScaleDepthMapGenerator", downsample=[4, 8, 16]),
+    dict(type="BBoxRotation"),
+    dict(type="PhotoMetricDistortionMultiViewImage"),
+    dict(
+        type="NormalizeMultiviewImage",
+        mean=[123.675, 116.28, 103.53],
+        std=[58.395, 57.12, 57.375],
+        to_rgb=True,
+    ),
+    dict(type="CircleObjectRangeFilter", class_dist_thred=[55] * 5),
+    dict(type="InstanceNameFilter", classes=["car", "truck", "pedestrian", "bicycle", "traffic_cone"]),
+    dict(
+        type="VectorizeMap", roi_size=(30, 60), simplify=False, normalize=False, sample_num=20, permute=True
+    ),
+    dict(type="NuScenesSparse4DAdaptor"),
+    dict(
+        type="Collect",
+        keys=[
+            "img",
+            "timestamp",
+            "projection_mat",
+            "image_wh",
+            "gt_depth",
+            "focal",
+            "gt_bboxes_3d",
+            "gt_labels_3d",
+            "gt_map_labels",
+            "gt_map_pts",
+            "gt_agent_fut_trajs",
+            "gt_agent_fut_masks",
+            "gt_ego_fut_trajs",
+            "gt_ego_fut_masks",
+            "gt_ego_fut_cmd",
+            "ego_status",
+        ],
+        meta_keys=["T_global", "T_global_inv", "timestamp", "instance_id"],
+    ),
+]
+
+
+def test_the_published_pipeline_runs():
+    augmentation = dict(
+        resize_lim=(1.0, 1.2),
+        final_dim=(48, 112),
+        bot_pct_lim=(0.0, 0.0),
+        rot_lim=(-5.4, 5.4),
+        H=48,
+        W=128,
+        rand_flip=True,
+        rot3d_range=(-0.3, 0.3),
+    )
+    item = dataset(PUBLISHED, data_aug_conf=augmentation)[3]
+    image, samples = item["inputs"]["img"], item["data_samples"]
+    assert image.shape == (6, 3, 48, 112) and image.dtype == torch.float32 and abs(image.mean()) < 2
+    assert samples["projection_mat"].shape == (6, 4, 4) and samples["projection_mat"].dtype == torch.float32
+    assert samples["image_wh"].tolist() == [[112.0, 48.0]] * 6
+    assert [level.shape for level in samples["gt_depth"]] == [(6, 12, 28), (6, 6, 14), (6, 3, 7)]
+    count = len(samples["gt_labels_3d"])
+    assert samples["gt_bboxes_3d"].shape == (count, 9) and samples["gt_agent_fut_trajs"].shape == (
+        count,
+        12,
+        2,
+    )
+    assert samples["gt_map_pts"].shape == (len(samples["gt_map_labels"]), 38, 20, 2)
+    assert samples["gt_ego_fut_trajs"].shape == (6, 2) and samples["ego_status"].shape == (10,)
+    metas = samples["img_metas"]
+    np.testing.assert_allclose(metas["T_global"] @ metas["T_global_inv"], np.eye(4), atol=1e-9)
+    assert len(metas["instance_id"]) == count and metas["token"] == "train-0000-03"
+    with pytest.raises(KeyError, match="frame None has no gt_depth"):
+        TRANSFORMS.build(PUBLISHED[-1])({"img": 0, "timestamp": 0, "projection_mat": 0, "image_wh": 0})
+
+
+def test_frames_of_unequal_content_collate():
+    pipeline = [
+        T.LoadMultiViewImageFromFiles(),
+        T.InstanceNameFilter(["a"] * 5),
+        T.VectorizeMap((30, 60), False, simplify=True),
+        T.NuScenesSparse4DAdaptor(),
+        T.PackDrivingInputs(),
+    ]
+    frames = dataset(pipeline, split="val", test_mode=True)
+    batch = pseudo_collate([frames[i] for i in (0, 6, 9)])
+    samples = batch["data_samples"]
+    assert [len(boxes) for boxes in samples["fut_boxes"]] == [6, 1, 6]
+    assert len({len(vectors) for vectors in samples["vectors"]}) > 1
+    assert samples["img_metas"]["token"] == ["val-0000-00", "val-0000-06", "val-0001-01"]
+    assert all(Path(driving_scenes()).exists() for _ in batch["inputs"]["img"])
+    assert isinstance(Compose([]), Compose)

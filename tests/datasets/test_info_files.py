@@ -1,0 +1,126 @@
+"""Info files: what is written is read, and what a pickle wants to run is not."""
+
+import os
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+
+from visdet.datasets.info_files import InfoTable, frame_keys, load_infos, save_infos
+
+INFOS = [
+    {
+        "token": "a",
+        "scene_token": "s",
+        "timestamp": 1_533_000_000_000_001,
+        "sweeps": [],
+        "gt_boxes": np.arange(14.0).reshape(2, 7),
+        "gt_names": np.array(["car", "pedestrian"]),
+        "valid_flag": np.array([True, False]),
+        "num_lidar_pts": np.array([3, 0]),
+        "gt_agent_fut_trajs": np.ones((2, 12, 2), np.float32),
+        "map_annos": {0: [], 1: [np.eye(2), np.ones((3, 2))], 2: []},
+        "cams": {"CAM_FRONT": {"cam_intrinsic": np.eye(3), "sensor2ego_rotation": [1.0, 0.0, 0.0, 0.0]}},
+        "map_location": None,
+    },
+    {
+        "token": "b",
+        "scene_token": "s",
+        "timestamp": 1_533_000_000_500_001,
+        "sweeps": [{"data_path": "x"}],
+        "gt_boxes": np.zeros((0, 7)),
+        "gt_names": np.array([], dtype=str),
+        "pair": (np.float32(0.5), np.int64(7)),
+    },
+]
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "infos.npz"
+    save_infos(path, INFOS, {"version": "v1.0-mini"})
+    infos, metadata = load_infos(path)
+    assert metadata == {"version": "v1.0-mini"} and len(infos) == 2
+    expected = [INFOS[0], INFOS[1] | {"pair": [0.5, 7]}]
+    for loaded, original in zip(infos, expected, strict=True):
+        np.testing.assert_equal(loaded, original)
+        for key, value in original.items():
+            if isinstance(value, np.ndarray) and value.dtype.kind != "U":
+                assert loaded[key].dtype == value.dtype and loaded[key].shape == value.shape
+    assert list(infos[0]["map_annos"]) == [0, 1, 2]
+    assert infos[-1]["token"] == "b" and [info["token"] for info in infos[0:2]] == ["a", "b"]
+    with pytest.raises(IndexError):
+        infos[2]
+    assert (
+        frame_keys(infos)
+        == frame_keys(INFOS)
+        == [(1_533_000_000_000_001, "s", True), (1_533_000_000_500_001, "s", False)]
+    )
+
+
+def test_a_changed_record_does_not_change_the_table():
+    table = InfoTable.from_infos(INFOS)
+    table[0]["gt_boxes"][:] = -1
+    np.testing.assert_array_equal(table[0]["gt_boxes"], INFOS[0]["gt_boxes"])
+
+
+def test_our_file_needs_no_pickle(tmp_path):
+    save_infos(tmp_path / "infos.npz", INFOS, {})
+    with np.load(tmp_path / "infos.npz", allow_pickle=False) as file:
+        assert all(file[name].dtype != object for name in file.files)
+
+
+def test_what_the_file_cannot_hold(tmp_path):
+    with pytest.raises(TypeError, match="numbers, text, lists, dicts and arrays, got set"):
+        InfoTable.from_infos([INFOS[0] | {"x": {1, 2}}])
+    with pytest.raises(TypeError, match=r"arrays of .* or text, got complex128"):
+        InfoTable.from_infos([INFOS[0] | {"x": np.zeros(2, complex)}])
+    with pytest.raises(ValueError, match=r"must end with .npz, got .*infos.pkl"):
+        save_infos(tmp_path / "infos.pkl", INFOS, {})
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_published_pickles(tmp_path, protocol):
+    path = tmp_path / "infos.pkl"
+    # Names are object arrays in some published files.
+    info = INFOS[0] | {"gt_names": np.array(["car", "bus"], dtype=object), "score": np.float64(0.25)}
+    path.write_bytes(pickle.dumps({"infos": [info], "metadata": {"version": "v1.0-trainval"}}, protocol))
+    infos, metadata = load_infos(path)
+    np.testing.assert_equal(infos[0], info)
+    assert metadata["version"] == "v1.0-trainval"
+
+
+class Harmful:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_other_pickles_are_refused_and_not_run(tmp_path):
+    path = tmp_path / "infos.pkl"
+    path.write_bytes(pickle.dumps({"infos": [Harmful(tmp_path / "harm")], "metadata": {}}))
+    with pytest.raises(ValueError, match=r"infos.pkl cannot be read: it names (posix|nt).mkdir"):
+        load_infos(path)
+    assert not (tmp_path / "harm").exists()
+    path.write_bytes(pickle.dumps([1, 2]))
+    with pytest.raises(ValueError, match="must hold a dict of infos and metadata"):
+        load_infos(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_infos(path)
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"info file .*none.npz does not exist"):
+        load_infos(tmp_path / "none.npz")
+    (tmp_path / "infos.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"must end with .npz or .pkl"):
+        load_infos(tmp_path / "infos.txt")
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    with pytest.raises(ValueError, match="is not one of visdet's"):
+        load_infos(tmp_path / "other.npz")
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04broken")
+    with pytest.raises((ValueError, zipfile.BadZipFile)):
+        load_infos(tmp_path / "broken.npz")

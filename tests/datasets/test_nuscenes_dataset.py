@@ -1,0 +1,215 @@
+"""The loader: records, sequences, and every way a file can be wrong."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets.driving_files import driving_scenes
+
+from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, save_infos
+from visdet.datasets.driving_world import DRIVING_CLASSES
+from visdet.registry import DATASETS
+
+AUGMENTATION = dict(
+    resize_lim=(0.40, 0.47),
+    final_dim=(256, 704),
+    bot_pct_lim=(0.0, 0.0),
+    rot_lim=(-5.4, 5.4),
+    H=900,
+    W=1600,
+    rand_flip=True,
+    rot3d_range=(-0.3, 0.3),
+)
+
+
+@pytest.fixture(scope="module")
+def infos():
+    return list(load_infos(Path(driving_scenes()) / "driving_infos_train.npz")[0])
+
+
+@pytest.fixture
+def dataset_of(tmp_path):
+    def build(infos, **arguments):
+        save_infos(tmp_path / "infos.npz", infos, {"version": "test"})
+        arguments = dict(data_root=driving_scenes(), classes=DRIVING_CLASSES) | arguments
+        return NuScenes3DDetTrackDataset(str(tmp_path / "infos.npz"), **arguments)
+
+    return build
+
+
+def changed(infos, index, **values):
+    infos = copy.deepcopy(infos)
+    infos[index].update(values)
+    return infos
+
+
+def test_a_record(dataset_of, infos):
+    dataset = dataset_of(infos)
+    record, info = dataset[5], infos[5]
+    assert record["token"] == info["token"] and record["timestamp"] == info["timestamp"] / 1e6
+    mask = info["num_lidar_pts"] > 0
+    assert 0 < mask.sum() < len(mask)
+    np.testing.assert_array_equal(record["gt_bboxes_3d"][:, :7], info["gt_boxes"][mask])
+    np.testing.assert_array_equal(record["gt_bboxes_3d"][:, 7:], info["gt_velocity"][mask])
+    assert [DRIVING_CLASSES[label] for label in record["gt_labels_3d"]] == info["gt_names"][mask].tolist()
+    np.testing.assert_array_equal(record["instance_inds"], info["instance_inds"][mask])
+    assert len(record["lidar2img"]) == 6 and all(Path(name).exists() for name in record["img_filename"])
+    # A point one metre ahead of the front camera lies on its axis.
+    camera = info["cams"]["CAM_FRONT"]
+    point = camera["sensor2lidar_translation"] + camera["sensor2lidar_rotation"] @ [0, 0, 1.0]
+    projected = record["lidar2img"][0] @ [*point, 1]
+    np.testing.assert_allclose(projected[:3], [*camera["cam_intrinsic"][:2, 2], 1], atol=1e-9)
+    # x of the lidar is the vehicle's right, y its front.
+    from_lidar = record["lidar2global"][:3, :3]
+    heading = np.array(infos[6]["ego2global_translation"]) - info["ego2global_translation"]
+    assert from_lidar[:, 1] @ heading / np.linalg.norm(heading) > 0.99
+
+
+def test_future_boxes_in_test_mode(dataset_of, infos):
+    dataset = dataset_of(infos, test_mode=True)
+    assert "fut_boxes" not in dataset_of(infos)[0]
+    record, after = dataset[2], dataset[4]
+    assert [len(boxes) for boxes in record["fut_boxes"]] == [
+        len(dataset[2 + k]["gt_bboxes_3d"]) for k in range(1, 6)
+    ]
+    to_here = np.linalg.inv(record["lidar2global"]) @ after["lidar2global"]
+    boxes = record["fut_boxes"][1]
+    np.testing.assert_allclose(
+        boxes[:, :3], after["gt_bboxes_3d"][:, :3] @ to_here[:3, :3].T + to_here[:3, 3], atol=1e-6
+    )
+    turn = np.arctan2(to_here[1, 0], to_here[0, 0])
+    np.testing.assert_allclose(np.cos(boxes[:, 6] - after["gt_bboxes_3d"][:, 6] - turn), 1, atol=1e-9)
+    assert dataset[7]["fut_boxes"] == []
+
+
+def test_frames_are_sorted_scene_after_scene(dataset_of, infos):
+    order = np.random.default_rng(0).permutation(len(infos))
+    dataset = dataset_of([infos[i] for i in order])
+    assert [dataset.get_info(i)["token"] for i in range(len(dataset))] == [info["token"] for info in infos]
+    assert dataset.scene_starts.tolist() == [0, 8, 16]
+    # Two vehicles that record at the same time.
+    interleaved = copy.deepcopy(infos[:16])
+    for info in interleaved[8:]:
+        info["timestamp"] = info["timestamp"] - 3_600_000_000 + 100_000
+    dataset = dataset_of(interleaved)
+    assert [dataset.get_info(i)["scene_token"] for i in range(16)] == ["train-0000"] * 8 + ["train-0001"] * 8
+    with pytest.raises(ValueError, match=r"two frames of scene train-0000 have the time 16"):
+        dataset_of(changed(infos, 1, timestamp=infos[0]["timestamp"]))
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [(1, [8, 8, 8]), (2, [4] * 6), (3, [3, 3, 2] * 3), (-1, [1] * 24), ("all", [1] * 24)],
+)
+def test_sequence_flags(dataset_of, infos, split, expected):
+    flag = dataset_of(infos, with_seq_flag=True, sequences_split_num=split).flag
+    assert np.bincount(flag).tolist() == expected and (np.diff(flag) >= 0).all()
+
+
+def test_load_interval(dataset_of, infos):
+    dataset = dataset_of(infos, load_interval=3, with_seq_flag=True)
+    assert [dataset.get_info(i)["token"] for i in range(3)] == [infos[i]["token"] for i in (0, 3, 6)]
+    assert np.bincount(dataset.flag).tolist() == [3, 3, 2]
+
+
+def test_augmentation_limits(dataset_of, infos):
+    dataset = dataset_of(infos, data_aug_conf=AUGMENTATION)
+    rng = np.random.default_rng(0)
+    draws = [dataset.get_augmentation(rng) for _ in range(300)]
+    resizes = [draw["resize"] for draw in draws]
+    assert 0.40 <= min(resizes) < 0.41 and 0.46 < max(resizes) < 0.47
+    assert 0.4 < np.mean([draw["flip"] for draw in draws]) < 0.6
+    for draw in draws:
+        left, top, right, bottom = draw["crop"]
+        assert (right - left, bottom - top) == (704, 256) and left >= 0
+        assert bottom == int(900 * draw["resize"]) and right <= max(704, draw["resize_dims"][0])
+        assert abs(draw["rotate"]) <= 5.4 and abs(draw["rotate_3d"]) <= 0.3
+    torch.manual_seed(0)
+    one = dataset[0]["aug_config"]
+    torch.manual_seed(0)
+    assert dataset[0]["aug_config"] == one != dataset[0]["aug_config"]
+    assert dataset[dict(idx=0, aug_config="given")]["aug_config"] == "given"
+    test = dataset_of(infos, data_aug_conf=AUGMENTATION, test_mode=True)[0]["aug_config"]
+    assert test == dict(
+        resize=0.44, resize_dims=(704, 396), crop=(0, 140, 704, 396), flip=False, rotate=0.0, rotate_3d=0.0
+    )
+
+
+def test_unknown_classes_and_velocities(dataset_of, infos):
+    velocity = infos[3]["gt_velocity"].copy()
+    velocity[0] = np.nan
+    visible = np.ones(len(velocity), dtype=np.int64)
+    infos = changed(infos, 3, gt_velocity=velocity, num_lidar_pts=visible)
+    record = dataset_of(infos, classes=("truck",))[3]
+    np.testing.assert_array_equal(record["gt_bboxes_3d"][0, 7:], [0, 0])
+    assert set(record["gt_labels_3d"]) == {-1, 0}
+    assert np.isnan(dataset_of(infos, test_mode=True)[3]["gt_bboxes_3d"][0, 7:]).all()
+
+
+def test_frames_without_boxes_or_map(dataset_of, infos):
+    none = {key: infos[0][key][:0] for key in infos[0] if key.startswith("gt_a")} | {
+        "gt_boxes": np.zeros((0, 7)),
+        "gt_names": np.array([], dtype=str),
+        "gt_velocity": np.zeros((0, 2)),
+        "num_lidar_pts": np.zeros(0, np.int64),
+        "valid_flag": np.zeros(0, bool),
+        "instance_inds": np.zeros(0, np.int64),
+        "map_annos": {0: [], 1: [], 2: []},
+    }
+    record = dataset_of(changed(infos, 0, **none))[0]
+    assert record["gt_bboxes_3d"].shape == (0, 9) and record["gt_agent_fut_trajs"].shape == (0, 12, 2)
+
+
+def test_published_paths(dataset_of, infos):
+    cameras = copy.deepcopy(infos[0]["cams"])
+    for camera in cameras.values():
+        camera["data_path"] = "./data/nuscenes/" + camera["data_path"]
+    record = dataset_of(changed(infos, 0, cams=cameras))[0]
+    assert all(Path(name).exists() for name in record["img_filename"])
+
+
+def test_wrong_files(dataset_of, infos, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"info file .*nothing.npz does not exist"):
+        NuScenes3DDetTrackDataset(str(tmp_path / "nothing.npz"))
+    with pytest.raises(ValueError, match="holds no frames"):
+        dataset_of([])
+    with pytest.raises(ValueError, match="sequences_split_num must be a positive number, -1 or 'all', got 0"):
+        dataset_of(infos, with_seq_flag=True, sequences_split_num=0)
+
+
+def test_wrong_frames(dataset_of, infos):
+    cameras = {name: camera for name, camera in infos[0]["cams"].items() if name != "CAM_BACK"}
+    with pytest.raises(
+        ValueError, match=r"train-0000-00 .* must have 6 cameras .*, got 5: CAM_FRONT, CAM_FRONT_RIGHT"
+    ):
+        dataset_of(changed(infos, 0, cams=cameras))[0]
+    assert len(dataset_of(changed(infos, 0, cams=cameras), num_cameras=5)[0]["img_filename"]) == 5
+    for key, value in (
+        ("cam_intrinsic", np.zeros((3, 3))),
+        ("sensor2lidar_rotation", np.full((3, 3), np.nan)),
+    ):
+        cameras = copy.deepcopy(infos[0]["cams"])
+        cameras["CAM_BACK"][key] = value
+        with pytest.raises(ValueError, match=r"train-0000-00: .* of CAM_BACK must be invertible"):
+            dataset_of(changed(infos, 0, cams=cameras))[0]
+    boxes = infos[0]["gt_boxes"].copy()
+    seen = int(np.flatnonzero(infos[0]["num_lidar_pts"])[1])
+    boxes[seen, 3] = np.nan
+    with pytest.raises(ValueError, match=rf"boxes that are NaN or infinite: \[{seen}\]"):
+        dataset_of(changed(infos, 0, gt_boxes=boxes))[0]
+    futures = infos[0]["gt_agent_fut_trajs"].copy()
+    futures[seen] = np.inf
+    with pytest.raises(ValueError, match="NaN or infinite gt_agent_fut_trajs"):
+        dataset_of(changed(infos, 0, gt_agent_fut_trajs=futures))[0]
+    with pytest.raises(ValueError, match="must be a quaternion"):
+        dataset_of(changed(infos, 0, ego2global_rotation=[0.0, 0.0, 0.0, 0.0]))[0]
+    with pytest.raises(ValueError, match="has a pose that is NaN or infinite"):
+        dataset_of(changed(infos, 0, ego2global_translation=[np.nan, 0.0, 0.0]))[0]
+
+
+def test_published_dataset_dict_builds(dataset_of, infos):
+    dataset_of(infos)
+    for name in ("NuScenes3DDataset", "NuScenes3DDetTrackDataset"):
+        assert DATASETS.get(name) is NuScenes3DDetTrackDataset

@@ -1,0 +1,255 @@
+"""nuScenes' detection metrics: by hand, and against the devkit where it is installed."""
+
+import numpy as np
+import pytest
+import torch
+
+from visdet.evaluation import NuScenesMetric
+from visdet.evaluation.detection_curves import TP_ERRORS, Boxes, accumulate, average_precision, tp_error
+from visdet.registry import METRICS
+
+CLASSES = ("car", "pedestrian", "traffic_cone", "barrier")
+
+
+def box(x, y, size=(4.0, 2.0, 1.5), yaw=0.0, velocity=(0.0, 0.0)):
+    return [x, y, 0.0, *size, yaw, *velocity]
+
+
+def frame(rows):
+    """Boxes of (score, box), or of box alone for the truth."""
+    if rows and isinstance(rows[0], tuple):
+        return Boxes(np.array([row for _, row in rows], float), np.array([score for score, _ in rows], float))
+    return Boxes(np.array(rows, float).reshape(-1, 9), np.zeros(len(rows)))
+
+
+def test_perfect_boxes():
+    curve = accumulate([frame([box(0, 0), box(9, 9)])], [frame([(0.9, box(0, 0)), (0.8, box(9, 9))])], 2.0)
+    assert average_precision(curve) == pytest.approx(1.0)
+    assert [tp_error(curve, name) for name in TP_ERRORS] == pytest.approx([0, 0, 0, 0, 1])
+
+
+def test_precision_and_errors_by_hand():
+    """Two cars, found at scores 0.9 and 0.5, one wrong box between them at 0.7."""
+    truths = [frame([box(0, 0, velocity=(3.0, 4.0))]), frame([box(10, 0)])]
+    predictions = [
+        frame([(0.9, box(0.6, 0.8, size=(2.0, 2.0, 1.5), yaw=0.5, velocity=(3.0, 4.5))), (0.7, box(30, 0))]),
+        frame([(0.5, box(10, 0.4))]),
+    ]
+    curve = accumulate(truths, predictions, 2.0)
+    # Recall 0.5 at precision 1 and again at 1/2, recall 1 at 2/3; linear between.
+    recalls = np.linspace(0, 1, 101)
+    precision = np.interp(recalls, [0.5, 0.5, 1.0], [1.0, 0.5, 2 / 3])
+    np.testing.assert_allclose(curve.precision, precision)
+    assert average_precision(curve) == pytest.approx(np.mean(precision[11:] - 0.1) / 0.9)
+    # Errors at confidence 0.9: 1 m, half the volume, 0.5 rad, 0.5 m/s; at 0.5: the mean with 0.4 m and no other error.
+    confidence = np.interp(recalls, [0.5, 0.5, 1.0], [0.9, 0.7, 0.5])
+    np.testing.assert_allclose(curve.confidence, confidence)
+    for name, first, second in (("trans_err", 1.0, 0.7), ("scale_err", 0.5, 0.25), ("orient_err", 0.5, 0.25)):
+        np.testing.assert_allclose(
+            curve.errors[name], np.interp(confidence, [0.5, 0.9], [second, first]), atol=1e-12
+        )
+        assert tp_error(curve, name) == pytest.approx(curve.errors[name][11:].mean())
+    assert curve.errors["vel_err"][0] == pytest.approx(0.5)
+
+
+def test_matching_rules():
+    truth = [frame([box(0, 0), box(3, 0)])]
+    # The better one takes the nearest box, the other one may take the next if that is near enough.
+    both = [frame([(0.9, box(1.4, 0)), (0.8, box(1.3, 0))])]
+    assert accumulate(truth, both, 2.0).precision[-1] == 1.0
+    assert accumulate(truth, both, 1.5).precision[-1] == 0.0
+    assert accumulate(truth, both, 1.5).precision[49] == 1.0
+    # Exactly at the distance is too far.
+    assert accumulate([frame([box(0, 0)])], [frame([(0.5, box(2.0, 0))])], 2.0).confidence.max() == 0
+    # Twice the same box: the second is wrong.
+    twice = [frame([(0.9, box(0, 0)), (0.8, box(0, 0)), (0.7, box(3, 0))])]
+    assert accumulate(truth, twice, 1.0).precision[-1] == pytest.approx(2 / 3)
+
+
+def test_angles_and_sizes():
+    def orientation(truth_yaw, yaw, period=2 * np.pi):
+        return tp_error(
+            accumulate(
+                [frame([box(0, 0, yaw=truth_yaw)])], [frame([(0.5, box(0, 0, yaw=yaw))])], 2.0, period
+            ),
+            "orient_err",
+        )
+
+    assert orientation(3.1, -3.1) == pytest.approx(2 * np.pi - 6.2)
+    assert orientation(0.0, np.pi) == pytest.approx(np.pi)
+    assert orientation(0.1, np.pi, np.pi) == pytest.approx(0.1)
+
+
+def test_empty():
+    for truths, predictions in (([[]], [[]]), ([[box(0, 0)]], [[]]), ([[]], [[(0.5, box(0, 0))]]), ([], [])):
+        curve = accumulate([frame(t) for t in truths], [frame(p) for p in predictions], 2.0)
+        assert average_precision(curve) == 0 and tp_error(curve, "trans_err") == 1
+
+
+def batch_of(boxes, labels, pose=None, attributes=None, token="t0"):
+    samples = {
+        "gt_bboxes_3d": [torch.tensor(boxes, dtype=torch.float32).reshape(-1, 9)],
+        "gt_labels_3d": [torch.tensor(labels, dtype=torch.int64)],
+        "img_metas": {"token": [token], "T_global": [np.eye(4) if pose is None else pose]},
+    }
+    if attributes is not None:
+        samples["gt_attributes"] = [np.array(attributes)]
+    return {"data_samples": samples}
+
+
+def result_of(boxes, scores, labels):
+    boxes = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 9)
+    return [
+        {
+            "img_bbox": {
+                "boxes_3d": boxes,
+                "scores_3d": torch.tensor(scores),
+                "labels_3d": torch.tensor(labels, dtype=torch.int64),
+            }
+        }
+    ]
+
+
+def evaluate(batches, results, **arguments):
+    metric = METRICS.build(dict(type="NuScenesMetric", **arguments))
+    metric.dataset_meta = {"classes": CLASSES}
+    for batch, result in zip(batches, results, strict=True):
+        metric.process(batch, result)
+    return {name.removeprefix("NuScenes/"): value for name, value in metric.evaluate(len(batches)).items()}
+
+
+def test_scores_of_all_classes():
+    """A car found perfectly and a pedestrian missed; cones and barriers are not there."""
+    metrics = evaluate([batch_of([box(5, 5), box(-5, 5)], [0, 1])], [result_of([box(5, 5)], [0.9], [0])])
+    assert metrics["car_AP"] == pytest.approx(1) and metrics["mAP"] == pytest.approx(0.25)
+    # mAOE: car 0, pedestrian 1, barrier 1 (nothing found); a cone has none. mAVE: car 0, pedestrian 1.
+    assert (metrics["mATE"], metrics["mASE"]) == (pytest.approx(0.75), pytest.approx(0.75))
+    assert (metrics["mAOE"], metrics["mAVE"]) == (pytest.approx(2 / 3), pytest.approx(0.5))
+    expected = (5 * 0.25 + 0.25 + 0.25 + 1 / 3 + 0.5) / 9
+    assert metrics["NDS_no_attr"] == pytest.approx(expected) and "NDS" not in metrics
+
+
+def test_attributes():
+    truth = [box(5, 5, velocity=(3.0, 0)), box(8, 8)]
+    attributes = ["vehicle.moving", "vehicle.stopped"]
+    batch = batch_of(truth, [0, 0], attributes=attributes)
+    metrics = evaluate([batch], [result_of(truth, [0.9, 0.8], [0, 0])], classes=("car",))
+    # Moving is right; a car that stands still counts as parked, which is wrong here: running means 0 and 1/2.
+    assert 0 < metrics["mAAE"] < 0.5
+    assert metrics["NDS"] == pytest.approx((5 + 4 + 1 - metrics["mAAE"]) / 10)
+
+
+def test_ranges():
+    boxes = [box(0, 29), box(0, 31), box(0, 49), box(0, 51)]
+    batch = batch_of(boxes, [0, 0, 0, 0])
+    result = result_of(boxes[:1], [0.9], [0])
+    assert evaluate([batch], [result], classes=("car",), class_range=30)["mAP"] == pytest.approx(1)
+    # 1 of 3 within 50 m.
+    third = evaluate([batch], [result], classes=("car",))["mAP"]
+    assert third == pytest.approx(
+        np.mean(np.interp(np.linspace(0, 1, 101), [1 / 3], [1], right=0)[11:] > 0), abs=1e-9
+    )
+    with pytest.raises(ValueError, match="class_range must name bus, got car"):
+        evaluate([batch], [result], classes=("bus",), class_range={"car": 1})
+
+
+def test_boxes_are_compared_in_the_world():
+    """A tilted, turned and moved frame: nothing changes but for the tilt's shortening."""
+    angle = 2.1
+    pose = np.eye(4)
+    pose[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    pose[:3, 3] = (500, -300, 2)
+    truth = [box(5, 5, yaw=1.0, velocity=(3, 1)), box(-8, 12)]
+    predicted = [box(5.3, 5.4, yaw=1.2, velocity=(3, 2)), box(-8, 12)]
+    here = evaluate([batch_of(truth, [0, 0])], [result_of(predicted, [0.9, 0.8], [0, 0])])
+    there = evaluate([batch_of(truth, [0, 0], pose)], [result_of(predicted, [0.9, 0.8], [0, 0])])
+    assert here == pytest.approx(there, abs=1e-5) and here["mATE"] > 0
+
+
+def test_frames_count_once_and_empty_frames_count():
+    batch, empty = batch_of([box(5, 5)], [0]), batch_of([], [], token="t1")
+    result, nothing = result_of([box(5, 5)], [0.9], [0]), result_of([], [], [])
+    wrong = result_of([box(5, 5)], [0.95], [0])
+    one = evaluate([batch, empty], [result, nothing], classes=("car",))
+    assert one["mAP"] == pytest.approx(1)
+    assert evaluate([batch, batch, empty], [result, result, nothing], classes=("car",)) == pytest.approx(one)
+    assert evaluate([batch, empty], [result, wrong], classes=("car",))["mAP"] < 1
+
+
+def test_anchors_as_predictions():
+    anchors = np.zeros((3, 11))
+    anchors[:, :2], anchors[:, 6] = [[5, 5], [0, 0], [-9, 0]], 1
+    metrics = evaluate(
+        [batch_of([box(5, 5)], [0])], [result_of([], [], [])], classes=("car",), anchors=anchors
+    )
+    assert metrics["mAP"] == 0 and metrics["anchors_mAP"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_ground_truth_is_needed():
+    batch = batch_of([box(5, 5)], [0])
+    del batch["data_samples"]["gt_bboxes_3d"]
+    with pytest.raises(ValueError, match="frame t0 has no gt_bboxes_3d"):
+        NuScenesMetric().process(batch, result_of([], [], []))
+
+
+def random_frames(rng, num_frames):
+    truths, predictions = [], []
+    for _ in range(num_frames):
+        count = rng.integers(0, 6)
+        values = np.column_stack(
+            [
+                rng.uniform(-20, 20, (count, 2)),
+                np.zeros(count),
+                rng.uniform(1, 5, (count, 3)),
+                rng.uniform(-4, 4, count),
+                rng.normal(0, 2, (count, 2)),
+            ]
+        )
+        found = np.concatenate([values, values[: count // 2], rng.uniform(-20, 20, (2, 9))])
+        found = found + rng.normal(0, 0.5, found.shape)
+        found[:, 3:6] = np.abs(found[:, 3:6]) + 0.1
+        values[rng.random(count) < 0.1, 7:] = np.nan
+        truths.append(Boxes(values))
+        # Few distinct scores: ties must be broken alike.
+        predictions.append(Boxes(found, rng.integers(1, 10, len(found)) / 10))
+    return truths, predictions
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", ["car", "barrier", "traffic_cone"])
+def test_devkit_gives_the_same_numbers(seed, name):
+    algo = pytest.importorskip("nuscenes.eval.detection.algo", reason="nuscenes-devkit is not installed")
+    from nuscenes.eval.common.data_classes import EvalBoxes
+    from nuscenes.eval.common.utils import center_distance
+    from nuscenes.eval.detection.data_classes import DetectionBox
+
+    truths, predictions = random_frames(np.random.default_rng(seed), 12)
+
+    def boxes_of(frames):
+        boxes = EvalBoxes()
+        for number, item in enumerate(frames):
+            scores = item.scores if item.scores is not None else np.full(len(item.values), -1.0)
+            rows = []
+            for values, score in zip(item.values, scores, strict=True):
+                x, y, z, length, width, height, yaw, vx, vy = values
+                rows.append(
+                    DetectionBox(
+                        sample_token=str(number),
+                        translation=(x, y, z),
+                        size=(width, length, height),
+                        rotation=(np.cos(yaw / 2), 0, 0, np.sin(yaw / 2)),
+                        velocity=(vx, vy),
+                        detection_name=name,
+                        detection_score=float(score),
+                        attribute_name="",
+                    )
+                )
+            boxes.add_boxes(str(number), rows)
+        return boxes
+
+    for distance in (0.5, 1.0, 2.0, 4.0):
+        theirs = algo.accumulate(boxes_of(truths), boxes_of(predictions), name, center_distance, distance)
+        ours = accumulate(truths, predictions, distance, np.pi if name == "barrier" else 2 * np.pi)
+        assert average_precision(ours) == pytest.approx(algo.calc_ap(theirs, 0.1, 0.1), abs=1e-12)
+        for error in ("trans_err", "scale_err", "orient_err", "vel_err"):
+            assert tp_error(ours, error) == pytest.approx(algo.calc_tp(theirs, 0.1, error), abs=1e-9), error

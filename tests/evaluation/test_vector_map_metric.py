@@ -1,0 +1,118 @@
+"""Map average precision, by hand."""
+
+import numpy as np
+import pytest
+
+from visdet.evaluation.vector_map_metric import area_under_curve, chamfer_distance, match_lines
+from visdet.registry import METRICS
+from visdet.structures.polylines import resample
+
+CLASSES = ("ped_crossing", "divider", "boundary")
+
+
+def straight(x, length=10.0):
+    return np.array([[x, 0.0], [x, length]])
+
+
+def objects(lines):
+    array = np.empty(len(lines), dtype=object)
+    array[:] = lines
+    return array
+
+
+def evaluate(frames, **arguments):
+    """frames: (true lines, their labels, predicted lines, scores, labels)."""
+    metric = METRICS.build(dict(type="VectorMapMetric", **arguments))
+    metric.dataset_meta = {"map_classes": CLASSES}
+    for number, (truth, truth_labels, lines, scores, labels) in enumerate(frames):
+        batch = {
+            "data_samples": {
+                "vectors": [objects(truth)],
+                "vector_labels": [np.array(truth_labels, dtype=np.int64)],
+                "img_metas": [{"token": str(number)}],
+            }
+        }
+        metric.process(
+            batch, [{"img_bbox": {"vectors": lines, "scores": np.array(scores), "labels": np.array(labels)}}]
+        )
+    return {name.removeprefix("VectorMap/"): value for name, value in metric.evaluate(len(frames)).items()}
+
+
+def test_chamfer_distance():
+    line, beside = resample(straight(0.0), 50), resample(straight(0.8), 50)
+    assert chamfer_distance(line, beside) == pytest.approx(0.8)
+    assert chamfer_distance(line, line[::-1]) == 0
+    # Three points against the middle one: (1 + 0 + 1) / 3 one way, 0 the other.
+    assert chamfer_distance(np.array([[0, 0], [1, 0], [2, 0.0]]), np.array([[1.0, 0]] * 3)) == pytest.approx(
+        1 / 3
+    )
+
+
+def test_area_under_the_curve():
+    assert area_under_curve(np.array([True, True]), 2) == pytest.approx(1)
+    # Precisions 1, 1/2, 2/3 at recalls 1/2, 1/2, 1.
+    assert area_under_curve(np.array([True, False, True]), 2) == pytest.approx(0.5 * 1 + 0.5 * 2 / 3)
+    assert area_under_curve(np.array([False, True]), 4) == pytest.approx(0.25 * 0.5)
+    assert area_under_curve(np.zeros(0, bool), 3) == area_under_curve(np.zeros(3, bool), 0) == 0
+
+
+def test_thresholds():
+    """A divider 0.8 m off is right from 1 m on."""
+    metrics = evaluate([([straight(0)], [1], [straight(0.8)], [0.5], [1])])
+    assert metrics["divider_AP"] == pytest.approx(2 / 3) and metrics["mAP"] == pytest.approx(2 / 9)
+
+
+def test_the_best_takes_the_line():
+    truth = np.stack([resample(straight(x), 20) for x in (0, 5)])
+    lines = np.stack([resample(straight(x), 20) for x in (0.4, 0.1, 5.2, 9.0)])
+    right = match_lines(lines, np.array([0.9, 0.5, 0.8, 0.7]), truth, (0.15, 0.5))
+    assert right.tolist() == [[False, True, False, False], [True, False, True, False]]
+    assert match_lines(lines[:0], np.zeros(0), truth, (0.5, 1)).shape == (2, 0)
+    assert not match_lines(lines, np.ones(4), truth[:0], (0.5,)).any()
+
+
+def test_direction_and_points_do_not_matter():
+    truth = np.array([[0.0, 0.0], [4.0, 3.0], [8.0, 3.0]])
+    same = resample(truth, 17)[::-1]
+    assert evaluate([([truth], [2], [same], [0.9], [2])])["boundary_AP"] == pytest.approx(1)
+
+
+def test_far_pairs_are_the_same_as_without_the_shortcut():
+    rng = np.random.default_rng(0)
+    truth = rng.uniform(-10, 10, (12, 2, 2))
+    lines = np.concatenate([truth + rng.normal(0, 0.6, truth.shape), rng.uniform(-10, 10, (10, 2, 2))])
+    sampled, sampled_truth = (np.stack([resample(line, 30) for line in part]) for part in (lines, truth))
+    scores = rng.random(len(lines))
+    distances = np.array([[chamfer_distance(a, b) for b in sampled_truth] for a in sampled])
+    for threshold, right in zip(
+        (0.5, 1.5), match_lines(sampled, scores, sampled_truth, (0.5, 1.5)), strict=True
+    ):
+        free, expected = set(range(12)), np.zeros(len(lines), dtype=bool)
+        for line in np.argsort(-scores):
+            nearest = int(distances[line].argmin())
+            if distances[line, nearest] <= threshold and nearest in free:
+                free.remove(nearest)
+                expected[line] = True
+        assert right.tolist() == expected.tolist() and expected.sum() > 1
+
+
+def test_empty_frames_classes_and_short_lines():
+    metrics = evaluate(
+        [([], [], [], [], []), ([straight(0)], [0], [straight(0), np.zeros((1, 2))], [0.5, 0.9], [0, 0])]
+    )
+    assert metrics["ped_crossing_AP"] == pytest.approx(1) and metrics["divider_AP"] == 0
+    # A line where there is none is wrong.
+    more = evaluate([([], [], [straight(0)], [0.9], [0]), ([straight(0)], [0], [straight(0)], [0.5], [0])])
+    assert more["ped_crossing_AP"] == pytest.approx(0.5)
+
+
+def test_anchors_as_predictions():
+    anchors = np.stack([straight(0), straight(7)])
+    metrics = evaluate([([straight(0)], [1], [], [], [])], anchors=anchors)
+    assert metrics["mAP"] == 0 and metrics["anchors_mAP"] == pytest.approx(1 / 3)
+
+
+def test_ground_truth_is_needed():
+    metric = METRICS.build(dict(type="VectorMapMetric"))
+    with pytest.raises(ValueError, match="frame t has no vectors"):
+        metric.process({"data_samples": {"img_metas": [{"token": "t"}]}}, [{"vectors": []}])

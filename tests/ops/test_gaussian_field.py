@@ -1,0 +1,356 @@
+"""mahalanobis_distance and gaussian_field: by hand, against plain torch and golden vectors, and their promises."""
+
+import math
+
+import pytest
+import torch
+from golden import golden, under
+from torch.library import opcheck
+
+from visdet.ops import (
+    gaussian_field,
+    gaussian_field_reference,
+    mahalanobis_distance,
+    mahalanobis_distance_reference,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
+OPS = {
+    "distance": (mahalanobis_distance, mahalanobis_distance_reference),
+    "field": (gaussian_field, gaussian_field_reference),
+}
+
+
+def make_case(B, N, dtype=torch.float64, device="cpu", seed=0, spread=1.0, size=0.6):
+    """Return points, means, cholesky, weights."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    factors = (size * 0.3 * draw(N, 3, 3)).tril(-1) + torch.diag_embed(size * (0.6 + draw(N, 3).sigmoid()))
+    tensors = (draw(B, 3) * spread, draw(N, 3) * spread, factors, draw(N))
+    return [tensor.to(dtype).to(device) for tensor in tensors]
+
+
+def arguments_of(name, case):
+    return case if name == "field" else case[:3]
+
+
+def gradients(function, case, grad_output):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in case]
+    output = function(*leaves)
+    return output, torch.autograd.grad(output, leaves, grad_output.to(output))
+
+
+def relative_error(actual, expected):
+    scale = expected.double().abs().max().clamp(min=1e-30) if expected.numel() else 1.0
+    difference = (actual.double().cpu() - expected.double().cpu()).abs()
+    return (difference.max() / scale).item() if expected.numel() else 0.0
+
+
+def grad_shape(name, B, N):
+    return (B,) if name == "field" else (B, N)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device):
+    # L = [[2, 0, 0], [1, 1, 0], [0, 2, 4]], x - mu = (2, 3, 8): v = (1, 2, 1), |v|^2 = 6.
+    points = torch.tensor([[3.0, 4, 9]], device=device)
+    means = torch.ones(1, 3, device=device)
+    cholesky = torch.tensor([[[2.0, 9, 9], [1, 1, 9], [0, 2, 4]]], device=device)  # 9: not read
+    assert mahalanobis_distance(points, means, cholesky).tolist() == [[6.0]]
+    field = gaussian_field(points, means, cholesky, torch.tensor([5.0], device=device))
+    assert field.item() == pytest.approx(5 * math.exp(-3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1), (17, 11), (5, 131), (300, 40), (1025, 257)], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_matches_reference(name, sizes, dtype, device):
+    function, reference = OPS[name]
+    case = arguments_of(name, make_case(*sizes, dtype=dtype, device=device))
+    exact = [tensor.double().cpu() for tensor in case]
+    grad_output = torch.randn(*grad_shape(name, *sizes), generator=torch.Generator().manual_seed(1)).to(dtype)
+    output, grads = gradients(function, case, grad_output)
+    expected, expected_grads = gradients(reference, exact, grad_output.double())
+    assert output.dtype == dtype and output.device.type == device
+    assert relative_error(output, expected) < TOLERANCE[dtype]
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        assert relative_error(grad, wanted) < 5 * TOLERANCE[dtype]
+    assert (grads[2].triu(1) == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ["random", "cov_tril", "ill_conditioned", "one", "points_at_means"])
+def test_golden_vectors(case, device):
+    arrays = under(golden("gaussian_field"), case)
+    cholesky = arrays["input/cov_chol"] if "input/cov_chol" in arrays else arrays["output/cov_chol"]
+    inputs = [arrays["input/points"], arrays["input/means"], cholesky, arrays["input/weights"]]
+    inputs = [tensor.to(device) for tensor in inputs]
+    names = ("points", "means", "cov_chol", "weights")
+    for name, key in (("distance", "mahalanobis"), ("field", "field")):
+        given = arguments_of(name, inputs)
+        output, grads = gradients(OPS[name][0], given, arrays[f"input/grad_{key}"])
+        # The ill-conditioned factors lose seven digits: the vectors themselves are 1.6e-8 from the exact distances.
+        rtol = 1e-7 if case == "ill_conditioned" else 1e-9
+        torch.testing.assert_close(output.cpu(), arrays[f"output/{key}"], rtol=rtol, atol=1e-12)
+        for grad, argument in zip(grads, names, strict=False):
+            if f"output/{key}/grad_{argument}" in arrays:
+                wanted = arrays[f"output/{key}/grad_{argument}"]
+                assert relative_error(grad, wanted) < rtol
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPS)
+def test_gradcheck(name, device):
+    leaves = [tensor.requires_grad_() for tensor in arguments_of(name, make_case(4, 3, device=device))]
+    assert torch.autograd.gradcheck(OPS[name][0], leaves)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_16_bit_inputs_are_summed_in_float32(name, dtype, device):
+    function, reference = OPS[name]
+    case = arguments_of(name, make_case(20, 300, dtype=dtype, device=device))
+    output = function(*case)
+    expected = reference(*[tensor.double().cpu() for tensor in case])
+    assert output.dtype == dtype
+    assert relative_error(output, expected) < {torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_empty_sizes(name, sizes, device):
+    case = arguments_of(name, make_case(*sizes, device=device))
+    output, grads = gradients(OPS[name][0], case, torch.ones(grad_shape(name, *sizes)))
+    assert output.shape == grad_shape(name, *sizes) and not output.any()
+    assert all(
+        grad.shape == tensor.shape and not grad.any() for grad, tensor in zip(grads, case, strict=True)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPS)
+def test_far_away_and_not_a_number(name, device):
+    case = arguments_of(name, make_case(4, 3, dtype=torch.float32, device=device))
+    case[0][1] = 1e18
+    case[0][2] = math.nan
+    output = OPS[name][0](*case)
+    assert output[2].isnan().all() and output[[0, 3]].isfinite().all()
+    assert (output[1] == 0).all() if name == "field" else (output[1] > 1e30).all()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_non_contiguous_inputs(name):
+    case = arguments_of(name, make_case(9, 7))
+    strided = [torch.stack([tensor, tensor], -1)[..., 0] for tensor in case]
+    assert not any(tensor.is_contiguous() for tensor in strided)
+    expected, expected_grads = gradients(OPS[name][0], case, torch.ones(grad_shape(name, 9, 7)))
+    output, grads = gradients(OPS[name][0], strided, torch.ones(1).expand(grad_shape(name, 9, 7)))
+    assert torch.equal(output, expected)
+    assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-6])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_tolerance_bounds_the_error(dtype, tolerance, device):
+    case = make_case(3000, 500, dtype=dtype, device=device, spread=3.0, size=0.1)
+    grad_output = torch.randn(3000, generator=torch.Generator().manual_seed(1))
+    expected, expected_grads = gradients(gaussian_field, case, grad_output)
+    output, grads = gradients(
+        lambda *tensors: gaussian_field(*tensors, tolerance=tolerance), case, grad_output
+    )
+    error = (output - expected).abs().max().item()
+    assert error <= tolerance + TOLERANCE[dtype]
+    if dtype == torch.float64:
+        assert error > 1e-6 * tolerance  # something was left out
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        assert relative_error(grad, wanted) < 5 * tolerance + 5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tolerance_never_leaves_out_nan_points(device):
+    case = make_case(40, 30, dtype=torch.float32, device=device, size=0.05)
+    case[0][7] = torch.tensor([math.nan, 100.0, 100.0])
+    output = gaussian_field(*case, tolerance=1e-3)
+    assert output[7].isnan() and output.isnan().sum() == 1
+
+
+def bad_factor(value):
+    factor = torch.eye(3).repeat(7, 1, 1)
+    factor[4, 1, 1] = value
+    return factor
+
+
+REJECTIONS = {
+    "points-2": (dict(points=torch.zeros(5, 2)), r"points must be \[B, 3\], got \[5, 2\]"),
+    "points-int": (
+        dict(points=torch.zeros(5, 3, dtype=torch.int64)),
+        "points must be a floating-point tensor",
+    ),
+    "means": (dict(means=torch.zeros(7, 4)), r"means must be \[N, 3\], got \[7, 4\]"),
+    "cholesky": (
+        dict(cholesky=torch.zeros(6, 3, 3)),
+        r"cholesky must be \[N, 3, 3\] = \[7, 3, 3\], got \[6, 3, 3\]",
+    ),
+    "diagonal-zero": (dict(cholesky=bad_factor(0.0)), r"positive diagonals, got \(1, 0, 1\) for Gaussian 4"),
+    "diagonal-negative": (
+        dict(cholesky=bad_factor(-2.0)),
+        r"positive diagonals, got \(1, -2, 1\) for Gaussian 4",
+    ),
+    "diagonal-nan": (dict(cholesky=bad_factor(math.nan)), "positive diagonals"),
+    "weights": (dict(weights=torch.zeros(6)), r"weights must be \[7\], got \[6\]"),
+}
+
+
+@pytest.mark.parametrize("change", REJECTIONS)
+@pytest.mark.parametrize("name", OPS)
+def test_rejects(name, change):
+    changes, message = REJECTIONS[change]
+    if name == "distance" and change == "weights":
+        pytest.skip("distances take no weights")
+    case = make_case(5, 7, dtype=torch.float32)
+    case[2] = torch.eye(3).repeat(7, 1, 1)
+    arguments = dict(zip(("points", "means", "cholesky", "weights"), case, strict=True)) | changes
+    if name == "distance":
+        arguments.pop("weights")
+    with pytest.raises(RuntimeError, match=message) as caught:
+        OPS[name][0](**arguments)
+    assert str(caught.value).startswith(("mahalanobis_distance: ", "gaussian_field: "))
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan, math.inf])
+def test_rejects_tolerance(tolerance):
+    with pytest.raises(ValueError, match="tolerance must be a finite number of at least 0, got"):
+        gaussian_field(*make_case(5, 7), tolerance=tolerance)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_bad_diagonal_on_cuda_yields_nan(value):
+    case = [tensor.cuda() for tensor in make_case(5, 7, dtype=torch.float32)]
+    case[2] = bad_factor(value).cuda()
+    distance = mahalanobis_distance(*case[:3])
+    assert distance[:, 4].isnan().all() and distance[:, :4].isfinite().all()
+    assert gaussian_field(*case).isnan().all()
+    assert gaussian_field(*case, tolerance=1e-3).isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name, device):
+    leaves = [tensor.requires_grad_() for tensor in arguments_of(name, make_case(6, 5, device=device))]
+    if name == "distance":
+        opcheck(torch.ops.visdet.mahalanobis_distance.default, tuple(leaves))
+        return
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    opcheck(torch.ops.visdet.gaussian_field.default, (*leaves, empty, empty, 0.0))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_compiles_without_graph_breaks_for_any_batch(name):
+    function = OPS[name][0]
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for B, N in ((6, 5), (9, 4)):
+        case = arguments_of(name, make_case(B, N))
+        grad_output = torch.ones(grad_shape(name, B, N))
+        output, grads = gradients(compiled, case, grad_output)
+        expected, expected_grads = gradients(function, case, grad_output)
+        assert torch.equal(output, expected)
+        assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_exports(name):
+    class Module(torch.nn.Module):
+        def forward(self, *tensors):
+            return OPS[name][0](*tensors)
+
+    case = tuple(arguments_of(name, make_case(6, 5)))
+    assert torch.equal(torch.export.export(Module(), case).module()(*case), OPS[name][0](*case))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_result_does_not_depend_on_the_number_of_threads(name):
+    case = arguments_of(name, make_case(3000, 150, dtype=torch.float32))
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for number in (1, 2, 7):
+            torch.set_num_threads(number)
+            output, grads = gradients(OPS[name][0], case, torch.ones(grad_shape(name, 3000, 150)))
+            results.append((output, *grads))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tolerance", [0.0, 1e-3])
+def test_every_run_gives_the_same_bits(tolerance, device):
+    case = make_case(5000, 700, dtype=torch.float32, device=device, size=0.2)
+    grad_output = torch.randn(5000)
+    runs = [
+        gradients(lambda *tensors: gaussian_field(*tensors, tolerance=tolerance), case, grad_output)
+        for _ in range(3)
+    ]
+    for output, grads in runs[1:]:
+        assert torch.equal(output, runs[0][0])
+        assert all(torch.equal(*pair) for pair in zip(grads, runs[0][1], strict=True))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_saves_the_inputs_and_nothing_else(name):
+    case = [tensor.requires_grad_() for tensor in arguments_of(name, make_case(6, 5))]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        OPS[name][0](*case)
+    inputs = {tensor.data_ptr() for tensor in case}
+    assert {tensor.data_ptr() for tensor in saved if tensor.numel()} == inputs
+
+
+@pytest.mark.cuda
+def test_current_stream_and_graph_capture():
+    case = make_case(500, 1000, dtype=torch.float32, device="cuda")
+    expected, expected_grads = gradients(gaussian_field, case, torch.ones(500))
+    leaves = [tensor.clone().requires_grad_() for tensor in case]
+    grad_output = torch.ones(500, device="cuda")
+
+    def step():
+        output = gaussian_field(*leaves)
+        return output, torch.autograd.grad(output, leaves, grad_output)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, grads = step()
+    with torch.no_grad():
+        leaves[3].mul_(2)
+    graph.replay()
+    torch.testing.assert_close(output, expected * 2)
+    torch.testing.assert_close(grads[0], expected_grads[0] * 2)
+    torch.testing.assert_close(grads[3], expected_grads[3])
+
+
+@pytest.mark.cuda
+def test_more_than_two_to_the_31_elements():
+    B, N = 70_000, 31_000
+    case = make_case(B, N, dtype=torch.float32, device="cuda")
+    output = mahalanobis_distance(*case[:3])
+    assert output.numel() > 2**31
+    rows = torch.tensor([0, B - 1], device="cuda")
+    torch.testing.assert_close(
+        output[rows], mahalanobis_distance_reference(case[0][rows], *case[1:3]), rtol=1e-4, atol=1e-4
+    )

@@ -1,0 +1,196 @@
+"""A nuScenes data set of two driving scenes: the tables, samples, map expansion and CAN bus as they lie on disk."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+from datasets.driving_files import SMALL, driving_scenes
+
+from visdet.datasets import load_infos
+from visdet.datasets.driving_world import make_world
+from visdet.structures.poses import pose_matrix, quaternion_from_matrix
+
+LOCATION = "boston-seaport"
+CATEGORIES = {
+    "car": "vehicle.car",
+    "truck": "vehicle.truck",
+    "pedestrian": "human.pedestrian.adult",
+    "bicycle": "vehicle.bicycle",
+    "traffic_cone": "movable_object.trafficcone",
+}
+NAMES = ("scene-0061", "scene-0103")  # of the mini split: training and validation
+
+
+def source_infos():
+    return list(load_infos(Path(driving_scenes()) / "driving_infos_val.npz")[0])
+
+
+def write_nuscenes(root: Path, version: str = "v1.0-mini") -> list[dict]:
+    """Write the data set and return the driving infos that it was made from."""
+    infos = source_infos()
+    shutil.copytree(Path(driving_scenes()) / "samples", root / "samples")
+    tables = {
+        name: [] for name in ("scene", "sample", "sample_data", "ego_pose", "sample_annotation", "instance")
+    }
+    tables["attribute"] = [{"token": "moving", "name": "vehicle.moving"}]
+    tables["category"] = [{"token": name, "name": category} for name, category in CATEGORIES.items()]
+    tables["log"] = [{"token": "log", "location": LOCATION}]
+    channels = [*infos[0]["cams"], "LIDAR_TOP"]
+    tables["sensor"] = [{"token": f"sensor-{name}", "channel": name} for name in channels]
+    tables["calibrated_sensor"] = [_calibration(infos[0], name) for name in channels]
+    scenes = [[info for info in infos if info["scene_token"] == scene] for scene in ("val-0000", "val-0001")]
+    for name, frames in zip(NAMES, scenes, strict=True):
+        tokens = [info["token"] for info in frames]
+        tables["scene"].append(
+            {
+                "token": frames[0]["scene_token"],
+                "name": name,
+                "log_token": "log",
+                "first_sample_token": tokens[0],
+            }
+        )
+        for number, info in enumerate(frames):
+            _add_frame(tables, info, tokens, number)
+        _add_annotations(tables, frames)
+    folder = root / version
+    folder.mkdir(parents=True)
+    for name, records in tables.items():
+        (folder / f"{name}.json").write_text(json.dumps(records))
+    _write_can_bus(root / "can_bus", scenes)
+    _write_map(root / "maps" / "expansion")
+    return infos
+
+
+def _calibration(info, name):
+    if name == "LIDAR_TOP":
+        pose = {"translation": info["lidar2ego_translation"], "rotation": info["lidar2ego_rotation"]}
+        intrinsic = []
+    else:
+        camera = info["cams"][name]
+        pose = {"translation": camera["sensor2ego_translation"], "rotation": camera["sensor2ego_rotation"]}
+        intrinsic = camera["cam_intrinsic"].tolist()
+    return {"token": f"cs-{name}", "sensor_token": f"sensor-{name}", "camera_intrinsic": intrinsic, **pose}
+
+
+def _add_frame(tables, info, tokens, number):
+    before = tokens[number - 1] if number else ""
+    after = tokens[number + 1] if number + 1 < len(tokens) else ""
+    token = info["token"]
+    sample = {"token": token, "timestamp": info["timestamp"], "scene_token": info["scene_token"]}
+    tables["sample"].append(sample | {"prev": before, "next": after})
+    pose = {"translation": info["ego2global_translation"], "rotation": info["ego2global_rotation"]}
+    tables["ego_pose"].append({"token": f"ego-{token}", "timestamp": info["timestamp"], **pose})
+    files = {name: camera["data_path"] for name, camera in info["cams"].items()} | {
+        "LIDAR_TOP": info["lidar_path"]
+    }
+    for name, path in files.items():
+        data = {
+            "token": f"{name}-{token}",
+            "sample_token": token,
+            "ego_pose_token": f"ego-{token}",
+            "calibrated_sensor_token": f"cs-{name}",
+            "timestamp": info["timestamp"],
+            "filename": path,
+            "is_key_frame": True,
+            "prev": f"{name}-{before}" if before else "",
+            "next": "",
+        }
+        tables["sample_data"].append(data)
+        # What lies between the key frames must not be taken for one.
+        tables["sample_data"].append(
+            data | {"token": f"between-{name}-{token}", "is_key_frame": False, "filename": "sweeps/none"}
+        )
+
+
+def _add_annotations(tables, frames):
+    """Add the boxes of a scene; those of one agent in successive frames know each other."""
+    last: dict[int, dict] = {}
+    numbers: dict[int, int] = {}
+    for frame, info in enumerate(frames):
+        lidar = lidar_pose(info)
+        for row, agent in enumerate(info["instance_inds"].tolist()):
+            instance = f"{info['scene_token']}-{agent}"
+            if agent not in numbers:
+                numbers[agent] = len(tables["instance"])
+                tables["instance"].append({"token": instance, "category_token": str(info["gt_names"][row])})
+            x, y, z, length, width, height, yaw = info["gt_boxes"][row]
+            turn = np.array([[np.cos(yaw), -np.sin(yaw), 0], [np.sin(yaw), np.cos(yaw), 0], [0, 0, 1]])
+            pose = lidar @ pose_matrix((x, y, z), turn)
+            record = {
+                "token": f"{instance}-{frame}",
+                "sample_token": info["token"],
+                "instance_token": instance,
+                "attribute_tokens": ["moving"] if info["gt_names"][row] == "car" else [],
+                "translation": pose[:3, 3].tolist(),
+                "size": [width, length, height],
+                "rotation": quaternion_from_matrix(pose[:3, :3]),
+                "num_lidar_pts": int(info["num_lidar_pts"][row]),
+                "num_radar_pts": 0,
+                "prev": "",
+                "next": "",
+            }
+            before = last.get(agent)
+            if before is not None and before["token"] == f"{instance}-{frame - 1}":
+                record["prev"], before["next"] = before["token"], record["token"]
+            last[agent] = record
+            tables["sample_annotation"].append(record)
+
+
+def lidar_pose(info):
+    return pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ pose_matrix(
+        info["lidar2ego_translation"], info["lidar2ego_rotation"]
+    )
+
+
+def _write_can_bus(folder, scenes):
+    """Write the messages of the first scene only, 10 ms late."""
+    folder.mkdir()
+    pose, steering = [], []
+    for info in scenes[0]:
+        status = info["ego_status"].tolist()
+        time = info["timestamp"] + 10_000
+        pose.append({"utime": time, "accel": status[:3], "rotation_rate": status[3:6], "vel": status[6:9]})
+        steering.append({"utime": time, "value": status[9]})
+    (folder / f"{NAMES[0]}_pose.json").write_text(json.dumps(pose))
+    (folder / f"{NAMES[0]}_steeranglefeedback.json").write_text(json.dumps(steering))
+
+
+def _write_map(folder):
+    """Write the roads of both scenes in the map expansion's layers."""
+    nodes, layers = [], {name: [] for name in ("polygon", "line", "ped_crossing", "road_segment", "lane")}
+    layers |= {"lane_divider": [], "road_divider": []}
+
+    def tokens_of(points):
+        first = len(nodes)
+        nodes.extend(
+            {"token": f"n{first + k}", "x": float(x), "y": float(y)} for k, (x, y) in enumerate(points)
+        )
+        return [f"n{first + k}" for k in range(len(points))]
+
+    def add_area(layer, points):
+        token = f"p{len(layers['polygon'])}"
+        layers["polygon"].append({"token": token, "exterior_node_tokens": tokens_of(points), "holes": []})
+        layers[layer].append({"token": f"{layer}{token}", "polygon_token": token})
+
+    def add_line(layer, points):
+        token = f"l{len(layers['line'])}"
+        layers["line"].append({"token": token, "node_tokens": tokens_of(points)})
+        layers[layer].append({"token": f"{layer}{token}", "line_token": token})
+
+    for scene in range(2):
+        world = make_world(np.random.default_rng([0, 1, scene]), SMALL["num_frames"] + 6)
+        road, half = world.road, world.road.half_width
+        # Two overlapping road segments: their union is the road.
+        for start, stop in ((-80.0, 40.0), (38.0, 200.0)):
+            outline = [road.line(-half, start, stop), road.line(half, start, stop)[::-1]]
+            add_area("road_segment", np.concatenate(outline))
+        for offset, _ in road.lanes:
+            add_line("road_divider" if offset > 0 else "lane_divider", road.line(offset - 1.75, -80, 200))
+        for crossing in road.crossings:
+            for low, high in ((-half, 0.5), (0.0, half)):  # in two parts that belong together
+                along = np.array([crossing - 1.5, crossing + 1.5])
+                ends = [road.place(along, np.full(2, side))[0] for side in (low, high)]
+                add_area("ped_crossing", np.concatenate([ends[0], ends[1][::-1]]))
+    folder.mkdir(parents=True)
+    (folder / f"{LOCATION}.json").write_text(json.dumps(layers | {"node": nodes}))

@@ -1,0 +1,69 @@
+"""Make the anchors of a driving model by k-means over an info file, as float32 .npy files.
+
+python tools/make_anchors.py data/infos/nuscenes_infos_train.npz --out-dir data/kmeans
+python tools/make_anchors.py data/driving_scenes --out-dir data/driving_scenes --det 128 --map 30 --max-distance 33
+
+A folder instead of an info file stands for the driving scenes, which are drawn there if they are missing. Writes
+kmeans_det_N.npy [N, 11], kmeans_map_N.npy [N, 20, 2], kmeans_motion_K.npy [classes, K, 12, 2] and kmeans_plan_K.npy
+[3, K, 6, 2]; 0 leaves one out.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, make_driving_scenes
+from visdet.datasets.anchors import detection_anchors, map_anchors, motion_anchors, planning_anchors
+from visdet.datasets.driving_world import DRIVING_CLASSES
+from visdet.engine import tool_session
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("infos", help="info file (.npz or .pkl) of the training frames, or a folder")
+    parser.add_argument("--out-dir", default="data/kmeans", help="default: %(default)s")
+    parser.add_argument("--det", type=int, default=900, help="box anchors; default: %(default)s")
+    parser.add_argument("--map", type=int, default=100, help="polyline anchors; default: %(default)s")
+    parser.add_argument("--motion", type=int, default=6, help="modes of each class; default: %(default)s")
+    parser.add_argument("--plan", type=int, default=6, help="modes of each command; default: %(default)s")
+    parser.add_argument("--points", type=int, default=20, help="points of a polyline; default: %(default)s")
+    parser.add_argument(
+        "--max-distance", type=float, default=55.0, help="of boxes, in m; default: %(default)s"
+    )
+    parser.add_argument("--classes", nargs="+", help="default: those of nuScenes, or of the driving scenes")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    args = parser.parse_args()
+
+    with tool_session():
+        make(args)
+
+
+def make(args: argparse.Namespace) -> None:
+    path, classes = Path(args.infos), args.classes or NuScenes3DDetTrackDataset.METAINFO["classes"]
+    if path.suffix not in (".npz", ".pkl", ".pickle"):
+        path = make_driving_scenes(path) / "driving_infos_train.npz"
+        classes = args.classes or DRIVING_CLASSES
+    infos = list(load_infos(path)[0])
+    makers = {
+        "det": lambda n: detection_anchors(infos, n, args.max_distance, args.seed),
+        "map": lambda n: map_anchors(infos, n, args.points, args.seed),
+        "motion": lambda n: motion_anchors(infos, classes, n, args.max_distance, args.seed),
+        "plan": lambda n: planning_anchors(infos, n, args.seed),
+    }
+    out_dir = Path(args.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name, anchors_of in makers.items():
+        number = getattr(args, name)
+        if number:
+            anchors = anchors_of(number).astype(np.float32)
+            np.save(out_dir / f"kmeans_{name}_{number}.npy", anchors)
+            print(
+                f"{out_dir / f'kmeans_{name}_{number}.npy'}: {list(anchors.shape)} from {len(infos)} frames"
+            )
+
+
+if __name__ == "__main__":
+    main()

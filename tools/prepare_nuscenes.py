@@ -1,0 +1,64 @@
+"""Make info files of the raw nuScenes data set, or a safe copy of published ones.
+
+python tools/prepare_nuscenes.py data/nuscenes --version v1.0-trainval --can-bus data/nuscenes --out-dir data/infos
+python tools/prepare_nuscenes.py --convert data/infos/nuscenes_infos_train.pkl
+
+Needs nuScenes' tables, samples and map expansion (maps/expansion/*.json); of packages only shapely, for the map
+(--no-map does without). The CAN bus expansion (can_bus/*.json) gives the vehicle's status; without it that is zeros.
+Writes nuscenes_infos_{train,val,test}.npz, which training opens without unpickling anything.
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.progress import track
+
+from visdet.datasets.info_files import load_infos, save_infos
+from visdet.datasets.nuscenes_converter import NuScenesConverter, split_of_scene
+from visdet.engine import tool_session
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("root", nargs="?", help="the folder with v1.0-…/, samples/ and maps/")
+    parser.add_argument("--version", default="v1.0-trainval", help="default: %(default)s")
+    parser.add_argument("--can-bus", metavar="FOLDER", help="the folder with can_bus/")
+    parser.add_argument("--out-dir", default="data/infos", help="default: %(default)s")
+    parser.add_argument("--no-map", action="store_true", help="leave the map out")
+    parser.add_argument("--convert", metavar="PKL", help="write the .npz of a published info file beside it")
+    args = parser.parse_args()
+    if (args.root is None) == (args.convert is None):
+        parser.error("give either the root folder of nuScenes or --convert")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    with tool_session():
+        if args.convert:
+            infos, metadata = load_infos(args.convert)
+            write(Path(args.convert).with_suffix(".npz"), infos, metadata)
+            return
+        converter = NuScenesConverter(args.root, args.version, args.can_bus, with_map=not args.no_map)
+        infos_of_split: dict[str, list[dict]] = {}
+        for scene in track(converter.tables.scenes(), description="scenes"):
+            split = split_of_scene(args.version, scene["name"])
+            infos_of_split.setdefault(split, []).extend(converter.infos_of_scene(scene))
+        if converter.scenes_without_can_bus:
+            print(
+                f"{len(converter.scenes_without_can_bus)} scenes have no CAN bus messages: ego_status is 0 there"
+            )
+        for split, infos in infos_of_split.items():
+            write(Path(args.out_dir) / f"nuscenes_infos_{split}.npz", infos, {"version": args.version})
+
+
+def write(path: Path, infos: list[dict], metadata: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_infos(path, infos, metadata)
+    print(f"wrote {len(infos)} frames to {path}")
+
+
+if __name__ == "__main__":
+    main()

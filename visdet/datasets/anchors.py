@@ -1,0 +1,119 @@
+"""Anchors of driving models, by k-means over the training frames of an info file."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.cluster.vq import vq
+
+__all__ = ["cluster", "detection_anchors", "map_anchors", "motion_anchors", "planning_anchors"]
+
+_MAP_ANCHOR_LENGTH_M = 8.0
+
+
+def cluster(
+    samples: np.ndarray, num_clusters: int, seed: int = 0, num_rounds: int = 50, max_samples: int = 200_000
+) -> np.ndarray:
+    """Return the centres [num_clusters, d] of ``samples`` [n, d]: k-means++ seeds, then Lloyd's rounds until they rest.
+
+    A cluster that loses its last sample starts again at the sample furthest from its centre. With fewer distinct
+    samples than clusters, samples repeat; without samples the centres are 0.
+
+    Args:
+        samples: float [n, d].
+        num_clusters: k.
+        seed: of the random start.
+        num_rounds: at most so many.
+        max_samples: of more samples so many are drawn.
+    """
+    rng = np.random.default_rng(seed)
+    samples = np.asarray(samples, dtype=np.float64)
+    if len(samples) > max_samples:
+        samples = samples[rng.choice(len(samples), max_samples, replace=False)]
+    distinct = np.unique(samples, axis=0)
+    if len(distinct) <= num_clusters:
+        repeated = distinct if len(distinct) else np.zeros((1, samples.shape[1]))
+        return repeated[np.arange(num_clusters) % len(repeated)]
+    centers = _spread_seeds(samples, num_clusters, rng)
+    for _ in range(num_rounds):
+        nearest, distance = vq(samples, centers, check_finite=False)
+        counts = np.bincount(nearest, minlength=num_clusters)
+        sums = np.stack([np.bincount(nearest, column, num_clusters) for column in samples.T], axis=1)
+        moved = sums / np.maximum(counts, 1)[:, None]
+        empty = np.flatnonzero(counts == 0)
+        moved[empty] = samples[np.argsort(-distance)[: len(empty)]]
+        if np.abs(moved - centers).max() < 1e-4:
+            break
+        centers = moved
+    return centers
+
+
+def _spread_seeds(samples: np.ndarray, num_clusters: int, rng: np.random.Generator) -> np.ndarray:
+    """Return starting centres, each drawn with a probability proportional to its squared distance from the others."""
+    chosen = [samples[rng.integers(len(samples))]]
+    squared = np.full(len(samples), np.inf)
+    for _ in range(num_clusters - 1):
+        squared = np.minimum(squared, ((samples - chosen[-1]) ** 2).sum(axis=1))
+        total = np.cumsum(squared)
+        chosen.append(samples[np.searchsorted(total, rng.random() * total[-1])])
+    return np.array(chosen)
+
+
+def detection_anchors(
+    infos: Sequence[dict], num_anchors: int, max_distance: float = 55.0, seed: int = 0
+) -> np.ndarray:
+    """Return box anchors [num_anchors, 11]: a centre, log sizes 1, 1, 1, sin 1, cos 0, no velocity."""
+    centers = [np.asarray(info["gt_boxes"])[:, :3].reshape(-1, 3) for info in infos]
+    points = np.concatenate([np.zeros((0, 3)), *centers])
+    points = points[np.hypot(points[:, 0], points[:, 1]) < max_distance]
+    rest = np.tile([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], (num_anchors, 1))
+    return np.concatenate([cluster(points, num_anchors, seed), rest], axis=1)
+
+
+def map_anchors(infos: Sequence[dict], num_anchors: int, num_points: int = 20, seed: int = 0) -> np.ndarray:
+    """Return polyline anchors [num_anchors, num_points, 2]: 8 m straight ahead, around the centres of map lines."""
+    means = [
+        np.asarray(line)[:, :2].mean(axis=0)
+        for info in infos
+        for lines in info["map_annos"].values()
+        for line in lines
+    ]
+    ahead = np.linspace(-_MAP_ANCHOR_LENGTH_M / 2, _MAP_ANCHOR_LENGTH_M / 2, num_points)
+    offsets = np.stack([np.zeros(num_points), ahead], axis=-1)
+    return cluster(np.array(means).reshape(-1, 2), num_anchors, seed)[:, None] + offsets
+
+
+def motion_anchors(
+    infos: Sequence[dict], classes: Sequence[str], num_modes: int, max_distance: float = 55.0, seed: int = 0
+) -> np.ndarray:
+    """Return future paths [num classes, num_modes, T, 2] in the agent's frame (x along its heading), metres."""
+    paths: dict[str, list[np.ndarray]] = {name: [] for name in classes}
+    num_steps = 12
+    for info in infos:
+        boxes = np.asarray(info["gt_boxes"]).reshape(-1, 7)
+        futures, masks = np.asarray(info["gt_agent_fut_trajs"]), np.asarray(info["gt_agent_fut_masks"])
+        num_steps = futures.shape[1]
+        usable = (masks.sum(axis=1) == num_steps) & (np.hypot(boxes[:, 0], boxes[:, 1]) < max_distance)
+        cos, sin = np.cos(boxes[:, 6]), np.sin(boxes[:, 6])
+        to_agent = np.stack([np.stack([cos, sin], -1), np.stack([-sin, cos], -1)], axis=1)  # [n, 2, 2]
+        local = np.einsum("nij,ntj->nti", to_agent, futures.cumsum(axis=1))
+        for row in np.flatnonzero(usable):
+            name = str(info["gt_names"][row])
+            if name in paths:
+                paths[name].append(local[row].reshape(-1))
+    centers = [
+        cluster(np.array(found).reshape(-1, 2 * num_steps), num_modes, seed) for found in paths.values()
+    ]
+    return np.stack(centers).reshape(len(classes), num_modes, num_steps, 2)
+
+
+def planning_anchors(infos: Sequence[dict], num_modes: int, seed: int = 0) -> np.ndarray:
+    """Return paths of the vehicle [3, num_modes, T, 2] for right, left and straight, metres in the lidar frame."""
+    paths: list[list[np.ndarray]] = [[], [], []]
+    num_steps = 6
+    for info in infos:
+        future = np.asarray(info["gt_ego_fut_trajs"])
+        num_steps = len(future)
+        if np.sum(info["gt_ego_fut_masks"]) == num_steps:
+            paths[int(np.argmax(info["gt_ego_fut_cmd"]))].append(future.cumsum(axis=0).reshape(-1))
+    centers = [cluster(np.array(found).reshape(-1, 2 * num_steps), num_modes, seed) for found in paths]
+    return np.stack(centers).reshape(3, num_modes, num_steps, 2)

@@ -1,0 +1,342 @@
+"""The embedded driving set: six cameras on a moving vehicle, made instead of downloaded, in nuScenes' form."""
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from visdet.registry import DATASETS
+from visdet.structures.polylines import clip_line, clip_polygon
+from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_matrix
+
+from .driving_renderer import GROUND_Z, Renderer, boxes_in_lidar, dividers_of
+from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
+from .info_files import save_infos
+from .nuscenes import NuScenes3DDetTrackDataset
+
+__all__ = ["DRIVING_MAP_CLASSES", "DrivingScenesDataset", "make_driving_scenes"]
+
+DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
+AGENT_STEPS, EGO_STEPS = 12, 6
+
+_GENERATOR_VERSION = 1
+_STAMP = "driving_scenes.json"
+_SPLITS = ("train", "val")
+_MIN_VISIBLE_PIXELS = 6  # an object with fewer counts as unseen, as one without a lidar point
+_COMMAND_OFFSET_M = 2.0
+_WHEEL_BASE_M = 2.7
+_START_US = 1_600_000_000_000_000
+# The lidar sits above the rear axle and looks to the right along x and ahead along y, as nuScenes' does.
+_LIDAR_TO_EGO = pose_matrix(
+    (0.94, 0.0, -GROUND_Z), np.array([[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+)
+
+
+@DATASETS.register_module()
+class DrivingScenesDataset(NuScenes3DDetTrackDataset):
+    """NuScenes3DDetTrackDataset over the driving scenes, which it makes first where ``data_root`` does not hold them.
+
+    Args:
+        generator: arguments of :func:`make_driving_scenes` other than the folder. Every data set that shares a
+            ``data_root`` must agree on them.
+        **nuscenes_arguments: NuScenes3DDetTrackDataset's; ``ann_file`` is relative to ``data_root``.
+    """
+
+    METAINFO = {"classes": DRIVING_CLASSES, "map_classes": DRIVING_MAP_CLASSES}
+
+    def __init__(
+        self, generator: dict | None = None, data_root: str = "data/driving_scenes/", **nuscenes_arguments
+    ) -> None:
+        make_driving_scenes(data_root, **(generator or {}))
+        super().__init__(data_root=data_root, **nuscenes_arguments)
+
+
+def make_driving_scenes(
+    folder: str | Path,
+    num_train: int = 160,
+    num_val: int = 16,
+    num_frames: int = 20,
+    image_size: tuple[int, int] = (96, 256),
+    roi_size: tuple[float, float] = (30.0, 60.0),
+    seed: int = 0,
+    num_workers: int | None = None,
+) -> Path:
+    """Write the driving scenes into ``folder``, unless they are there, and return the folder.
+
+    It holds ``samples/CAM_*/*.jpg``, ``samples/LIDAR_TOP/*.bin`` (float32 x, y, z of what a grid of camera pixels
+    shows, in the place of a lidar's points), ``driving_infos_{train,val}.npz`` with the fields of nuScenes' info
+    files, and a stamp with the arguments. Scene i of a split is drawn from
+    ``numpy.random.default_rng([seed, split, i])``, so the files do not depend on ``num_workers``.
+
+    The folder appears whole or not at all. Processes that start at once wait for the first one. A folder with another
+    stamp is replaced; one without a stamp is never touched.
+
+    Args:
+        folder: where to write.
+        num_train, num_val: scenes of each split.
+        num_frames: key frames of a scene, 0.5 s apart.
+        image_size: height and width of an image in pixels.
+        roi_size: width (x) and length (y) of the map around the vehicle, m.
+        seed: the seed.
+        num_workers: processes that draw; by default one per core.
+
+    Raises:
+        FileExistsError: the folder is not empty and was not written by this function.
+        ValueError: a number is not positive.
+        RuntimeError: a drawing process failed.
+    """
+    stamp = {
+        "generator_version": _GENERATOR_VERSION,
+        "num_train": num_train,
+        "num_val": num_val,
+        "num_frames": num_frames,
+        "image_size": list(image_size),
+        "roi_size": list(roi_size),
+        "seed": seed,
+    }
+    for name in ("num_train", "num_val", "num_frames"):
+        if stamp[name] < 1:
+            raise ValueError(f"make_driving_scenes: {name} must be positive, got {stamp[name]}")
+    if len(image_size) != 2 or min(image_size) < 16:
+        raise ValueError(
+            f"make_driving_scenes: image_size must be (height, width) of 16 or more, got {image_size}"
+        )
+    folder = Path(folder)
+    if _read_stamp(folder) == stamp:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _exclusive(folder.parent / f".{folder.name}.lock"):
+        if _read_stamp(folder) != stamp:
+            _write_and_rename(folder, stamp, num_workers or len(os.sched_getaffinity(0)))
+    return folder
+
+
+def _read_stamp(folder: Path) -> dict | None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return json.loads((folder / _STAMP).read_text())
+    return None
+
+
+@contextlib.contextmanager
+def _exclusive(lock_file: Path):
+    """Hold ``lock_file``. A POSIX lock belongs to one process: it ends with it and no child inherits it."""
+    with open(lock_file, "w") as handle:
+        fcntl.lockf(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _write_and_rename(folder: Path, stamp: dict, num_workers: int) -> None:
+    if folder.exists() and any(folder.iterdir()) and _read_stamp(folder) is None:
+        raise FileExistsError(
+            f"make_driving_scenes: {folder.resolve()} is not empty and has no {_STAMP}, so it was not made by "
+            "make_driving_scenes; give another data_root or empty it"
+        )
+    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):  # of a run that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    counts = {"train": stamp["num_train"], "val": stamp["num_val"]}
+    start = time.monotonic()
+    print(f"drawing {sum(counts.values())} driving scenes into {folder} …", flush=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    partial.chmod(0o755)
+    try:
+        jobs = [(partial, split, index, stamp) for split in _SPLITS for index in range(counts[split])]
+        Renderer(64, 32)  # fails here, not in every worker, where OpenCV does not work
+        for name in ("LIDAR_TOP", *(camera.name for camera in Renderer(64, 32).cameras)):
+            (partial / "samples" / name).mkdir(parents=True)
+        infos: dict[str, list[dict]] = {split: [] for split in _SPLITS}
+        # Forked: the children draw with numpy and OpenCV alone, and need not import torch again.
+        with multiprocessing.get_context("fork").Pool(num_workers, _start_worker, (os.getpid(),)) as pool:
+            for job, frames in zip(jobs, pool.imap(_draw_scene, jobs), strict=True):
+                infos[job[1]] += frames
+        for split, frames in infos.items():
+            save_infos(
+                partial / f"driving_infos_{split}.npz",
+                frames,
+                {"version": f"driving-scenes-{_GENERATOR_VERSION}"},
+            )
+        (partial / _STAMP).write_text(json.dumps(stamp, indent=1) + "\n")
+        if folder.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+            folder.rename(replaced / folder.name)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    print(f"drew them in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _start_worker(parent: int) -> None:
+    cv2.setNumThreads(0)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def _draw_scene(job: tuple) -> list[dict]:
+    """Write the images and points of one scene and return its infos."""
+    folder, split, index, stamp = job
+    rng = np.random.default_rng([stamp["seed"], _SPLITS.index(split), index])
+    # Beyond the last frame too, so that the commands of the last frames know where the vehicle goes.
+    world = make_world(rng, stamp["num_frames"] + EGO_STEPS)
+    height, width = stamp["image_size"]
+    renderer = Renderer(width, height)
+    scene = f"{split}-{index:04d}"
+    # An hour between scenes: a model that keeps state over time sees that they do not belong together.
+    scene_start = _START_US + (_SPLITS.index(split) * 100_000 + index) * 3_600_000_000
+    num_frames = stamp["num_frames"]
+    poses = [_ego_pose(world, frame) for frame in range(num_frames + EGO_STEPS)]
+    lidar_poses = [pose @ _LIDAR_TO_EGO for pose in poses]
+    infos = []
+    for frame in range(num_frames):
+        ego, lidar = poses[frame], lidar_poses[frame]
+        token = f"{scene}-{frame:02d}"
+        shot = renderer.shoot(world, frame, lidar, rng)
+        shot.points.tofile(folder / "samples" / "LIDAR_TOP" / f"{token}.bin")
+        timestamp = scene_start + round(frame * STEP_S * 1e6)
+        cameras = {}
+        for camera, image in zip(renderer.cameras, shot.images, strict=True):
+            name = f"samples/{camera.name}/{token}.jpg"
+            if not cv2.imwrite(str(folder / name), image, [cv2.IMWRITE_JPEG_QUALITY, 92]):
+                raise OSError(f"make_driving_scenes: cannot write {folder / name}")
+            cameras[camera.name] = _camera_info(camera, name, timestamp, ego)
+        infos.append(
+            {
+                "token": token,
+                "scene_token": scene,
+                "timestamp": timestamp,
+                "frame_idx": frame,
+                "lidar_path": f"samples/LIDAR_TOP/{token}.bin",
+                # Empty on the first frame of a scene, as nuScenes' sweeps are.
+                "sweeps": []
+                if frame == 0
+                else [{"data_path": f"samples/LIDAR_TOP/{scene}-{frame - 1:02d}.bin"}],
+                "cams": cameras,
+                "lidar2ego_translation": _LIDAR_TO_EGO[:3, 3].tolist(),
+                "lidar2ego_rotation": quaternion_from_matrix(_LIDAR_TO_EGO[:3, :3]),
+                "ego2global_translation": ego[:3, 3].tolist(),
+                "ego2global_rotation": quaternion_from_matrix(ego[:3, :3]),
+                "map_location": "driving-scenes",
+                "map_annos": _map_annotations(world, lidar, stamp["roi_size"]),
+                **_agent_annotations(world, frame, num_frames, lidar, shot.visible),
+                **_ego_annotations(world, frame, num_frames, lidar_poses),
+            }
+        )
+    return infos
+
+
+def _ego_pose(world: World, frame: int) -> np.ndarray:
+    yaw = world.ego_yaw[frame]
+    rotation = np.array([[np.cos(yaw), -np.sin(yaw), 0], [np.sin(yaw), np.cos(yaw), 0], [0, 0, 1]])
+    return pose_matrix((*world.ego_xy[frame], 0.0), rotation)
+
+
+def _camera_info(camera, data_path: str, timestamp: int, ego: np.ndarray) -> dict:
+    to_ego = _LIDAR_TO_EGO @ pose_matrix(camera.translation, camera.rotation)
+    return {
+        "data_path": data_path,
+        "type": camera.name,
+        "sample_data_token": Path(data_path).stem + camera.name,
+        "sensor2ego_translation": to_ego[:3, 3].tolist(),
+        "sensor2ego_rotation": quaternion_from_matrix(to_ego[:3, :3]),
+        "ego2global_translation": ego[:3, 3].tolist(),
+        "ego2global_rotation": quaternion_from_matrix(ego[:3, :3]),
+        "timestamp": timestamp,
+        "sensor2lidar_rotation": camera.rotation,
+        "sensor2lidar_translation": camera.translation,
+        "cam_intrinsic": camera.intrinsic,
+    }
+
+
+def _agent_annotations(
+    world: World, frame: int, num_frames: int, lidar: np.ndarray, visible: np.ndarray
+) -> dict:
+    """Return boxes, names, velocities, futures and ids of the agents within sight (70 m).
+
+    Futures end with the scene, as in nuScenes: what comes after is masked.
+    """
+    boxes = boxes_in_lidar(world, frame, lidar)
+    near = np.flatnonzero(np.hypot(boxes[:, 0], boxes[:, 1]) < 70)
+    agents = world.agents
+    known = min(AGENT_STEPS, num_frames - 1 - frame)
+    offsets = np.diff(agents.xy[near, frame : frame + known + 1], axis=1) @ lidar[:2, :2]
+    futures = np.zeros((len(near), AGENT_STEPS, 2), np.float32)
+    masks = np.zeros((len(near), AGENT_STEPS), np.float32)
+    futures[:, :known] = offsets
+    masks[:, :known] = 1
+    pixels = np.where(visible[near] >= _MIN_VISIBLE_PIXELS, visible[near], 0)
+    return {
+        "gt_boxes": boxes[near],
+        "gt_names": np.array([DRIVING_CLASSES[label] for label in agents.labels[near]], dtype=str),
+        "gt_velocity": agents.velocity[near, frame] @ lidar[:2, :2],
+        "num_lidar_pts": pixels,
+        "num_radar_pts": np.zeros_like(pixels),
+        "valid_flag": pixels > 0,
+        "instance_inds": near.astype(np.int64),
+        "gt_agent_fut_trajs": futures,
+        "gt_agent_fut_masks": masks,
+    }
+
+
+def _ego_annotations(world: World, frame: int, num_frames: int, lidar_poses: list[np.ndarray]) -> dict:
+    """Return the future of the ego vehicle in the lidar frame, the command it follows, and its status."""
+    positions = np.stack([pose[:3, 3] for pose in lidar_poses[frame : frame + EGO_STEPS + 1]])
+    to_lidar = inverse_pose(lidar_poses[frame])
+    local = positions @ to_lidar[:3, :3].T + to_lidar[:3, 3]
+    masks = (frame + 1 + np.arange(EGO_STEPS) < num_frames).astype(np.float32)
+    side = local[-1, 0]
+    command = (
+        0 if side >= _COMMAND_OFFSET_M else 1 if side <= -_COMMAND_OFFSET_M else 2
+    )  # right, left, straight
+    speeds, yaws = world.ego_speed, np.unwrap(world.ego_yaw)
+    acceleration, yaw_rate = np.gradient(speeds, STEP_S)[frame], np.gradient(yaws, STEP_S)[frame]
+    speed = speeds[frame]
+    status = [
+        acceleration,
+        yaw_rate * speed,
+        9.8,
+        0,
+        0,
+        yaw_rate,
+        speed,
+        0,
+        0,
+        yaw_rate / max(speed, 1) * _WHEEL_BASE_M,
+    ]
+    return {
+        "gt_ego_fut_trajs": np.diff(local[:, :2], axis=0).astype(np.float32),
+        "gt_ego_fut_masks": masks,
+        "gt_ego_fut_cmd": np.eye(3, dtype=np.float32)[command],
+        "ego_status": np.array(status, dtype=np.float32),
+    }
+
+
+def _map_annotations(world: World, lidar: np.ndarray, roi_size: list[float]) -> dict[int, list[np.ndarray]]:
+    """Return the polylines of each map class within the region around the vehicle, in the lidar frame."""
+    road = world.road
+    here = float(road.stations[np.argmin(((road.xy - lidar[:2, 3]) ** 2).sum(axis=1))])
+    start, stop = here - 50, here + 50
+
+    def local(xy: np.ndarray) -> np.ndarray:
+        return (xy - lidar[:2, 3]) @ lidar[:2, :2]
+
+    lines: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
+    for crossing in road.crossings:
+        if abs(crossing - here) < 50:
+            half = road.half_width
+            ends = [road.line(side * half, crossing - 1.5, crossing + 1.5) for side in (-1, 1)]
+            polygon = clip_polygon(local(np.concatenate([ends[0], ends[1][::-1]])), roi_size)
+            if polygon is not None:
+                lines[0].append(polygon)
+    for offset in dividers_of(road):
+        lines[1] += clip_line(local(road.line(offset, start, stop)), roi_size)
+    for side in (-1, 1):
+        lines[2] += clip_line(local(road.line(side * road.half_width, start, stop)), roi_size)
+    return lines

@@ -1,0 +1,220 @@
+"""Files of frame records ("infos"): a safe one of our own, and published pickles read without running what is in them.
+
+An info is a dict of numbers, strings, lists, dicts and numpy arrays (``models of driving data`` in docs lists the
+keys). Our file is one uncompressed ``.npz`` of plain arrays: the JSON of each info, in which an array is a reference
+into one pool of numbers per type. It is opened without reading the frames; each is decoded when it is asked for, so a
+data set of 28 000 frames costs worker processes little memory.
+"""
+
+import codecs
+import io
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mmengine import fileio
+
+__all__ = ["InfoTable", "frame_keys", "load_infos", "save_infos"]
+
+_FORMAT = "visdet-infos-1"
+_ARRAY = "__array__"
+FrameKey = tuple[int, str, bool]
+_POOL_TYPES = ("float64", "float32", "int64", "int32", "bool")
+
+
+class InfoTable(Sequence):
+    """A sequence of infos that decodes an info when it is asked for: every ``table[i]`` is a new dict.
+
+    Args:
+        text: uint8, the JSON of all infos one after the other.
+        ends: int64 [n], where the JSON of each info ends.
+        pools: the numbers of all arrays of a type, by the type's name.
+        frame_keys: of each info, so that frames can be sorted without decoding them.
+    """
+
+    def __init__(
+        self, text: np.ndarray, ends: np.ndarray, pools: dict[str, np.ndarray], frame_keys: list[FrameKey]
+    ) -> None:
+        self._text, self._ends, self._pools = text, ends, pools
+        self.frame_keys = frame_keys
+
+    @classmethod
+    def from_infos(cls, infos: Iterable[dict]) -> "InfoTable":
+        """Return the table of these infos.
+
+        Raises:
+            TypeError: an info holds something that the file cannot.
+        """
+        pools: dict[str, list[np.ndarray]] = {name: [] for name in _POOL_TYPES}
+        sizes = dict.fromkeys(_POOL_TYPES, 0)
+        texts, keys = [], []
+        for info in infos:
+            texts.append(json.dumps(_encode(info, pools, sizes), separators=(",", ":")).encode())
+            keys.append(_frame_key(info))
+        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        text = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        joined = {name: np.concatenate([np.zeros(0, name), *parts]) for name, parts in pools.items()}
+        return cls(text, ends, joined, keys)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        start = self._ends[index - 1] if index else 0
+        return _decode(json.loads(self._text[start : self._ends[index]].tobytes()), self._pools)
+
+    def __iter__(self) -> Iterator[dict]:
+        return (self[i] for i in range(len(self)))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays the file holds."""
+        keys = np.array(json.dumps(self.frame_keys))
+        pools = {f"pool_{name}": numbers for name, numbers in self._pools.items()}
+        return {"text": self._text, "ends": self._ends, "frame_keys": keys} | pools
+
+
+def frame_keys(infos: Sequence[dict]) -> list[FrameKey]:
+    """Return (timestamp in us, scene token, whether the info has no sweeps, as the first of a scene) of each info."""
+    return infos.frame_keys if isinstance(infos, InfoTable) else [_frame_key(info) for info in infos]
+
+
+def _frame_key(info: dict) -> FrameKey:
+    return info["timestamp"], info["scene_token"], not info.get("sweeps", True)
+
+
+def _encode(value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int]) -> Any:
+    """Return ``value`` as JSON knows it, its arrays put into the pools."""
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and _ARRAY not in value:
+            return {key: _encode(item, pools, sizes) for key, item in value.items()}
+        # The keys of map_annos are class numbers.
+        pairs = [[_plain(key), _encode(item, pools, sizes)] for key, item in value.items()]
+        return {_ARRAY: "dict", "items": pairs}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, pools, sizes) for item in value]
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in "US":
+            return {_ARRAY: "text", "items": value.astype(str).tolist()}
+        name = value.dtype.name
+        if name not in pools:
+            raise TypeError(
+                f"an info file holds arrays of {', '.join(_POOL_TYPES)} or text, got {value.dtype}"
+            )
+        reference = {_ARRAY: name, "at": sizes[name], "shape": list(value.shape)}
+        pools[name].append(np.ascontiguousarray(value).reshape(-1))
+        sizes[name] += value.size
+        return reference
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    raise TypeError(f"an info file holds numbers, text, lists, dicts and arrays, got {type(value).__name__}")
+
+
+def _decode(value: Any, pools: dict[str, np.ndarray]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, pools) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_ARRAY)
+    if kind is None:
+        return {key: _decode(item, pools) for key, item in value.items()}
+    if kind == "dict":
+        return {key: _decode(item, pools) for key, item in value["items"]}
+    if kind == "text":
+        return np.array(value["items"], dtype=str)
+    size = int(np.prod(value["shape"], dtype=np.int64))
+    return pools[kind][value["at"] : value["at"] + size].reshape(value["shape"]).copy()
+
+
+def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
+    """Write an info file.
+
+    Args:
+        path: ends with ``.npz``.
+        infos: the frames.
+        metadata: of the set, among it ``version``; JSON.
+
+    Raises:
+        ValueError: ``path`` does not end with ``.npz``.
+        TypeError: an info holds something that the file cannot.
+    """
+    path = Path(path)
+    if path.suffix != ".npz":
+        raise ValueError(f"save_infos: path must end with .npz, got {path}")
+    header = json.dumps({"format": _FORMAT, "metadata": metadata})
+    with open(path, "wb") as file:
+        np.savez(file, header=np.array(header), **InfoTable.from_infos(infos).arrays())
+
+
+def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
+    """Return the infos and the metadata of a file of ours (``.npz``) or a published one (``.pkl``).
+
+    A pickle may name numpy's arrays and scalars; anything else in it is refused and not run.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not an info file, or its pickle names something else than numpy's types.
+    """
+    try:
+        content = fileio.get(str(path))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"info file {path} does not exist") from error
+    if str(path).endswith(".npz"):
+        return _load_npz(path, content)
+    if not str(path).endswith((".pkl", ".pickle")):
+        raise ValueError(f"info file {path} must end with .npz or .pkl")
+    try:
+        loaded = _NumpyUnpickler(io.BytesIO(content)).load()
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"info file {path} cannot be read: {error}") from error
+    if not isinstance(loaded, dict) or not {"infos", "metadata"} <= set(loaded):
+        raise ValueError(f"info file {path} must hold a dict of infos and metadata")
+    return list(loaded["infos"]), dict(loaded["metadata"])
+
+
+def _load_npz(path: str | Path, content: bytes) -> tuple[InfoTable, dict]:
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            header = json.loads(str(file["header"]))
+            if header["format"] != _FORMAT:
+                raise ValueError(f"its format is {header['format']!r}, known is {_FORMAT!r}")
+            pools = {name: file[f"pool_{name}"] for name in _POOL_TYPES}
+            keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
+            return InfoTable(file["text"], file["ends"], pools, keys), header["metadata"]
+    except (KeyError, ValueError, OSError) as error:
+        raise ValueError(f"info file {path} is not one of visdet's: {error}") from error
+
+
+class _NumpyUnpickler(pickle.Unpickler):
+    _ALLOWED = {
+        ("numpy", "dtype"): np.dtype,
+        ("numpy", "ndarray"): np.ndarray,
+        **{
+            (f"numpy.{core}.multiarray", name): function
+            for core in ("core", "_core")
+            for name, function in (
+                ("scalar", np.float64(0).__reduce__()[0]),
+                ("_reconstruct", np.zeros(1).__reduce__()[0]),
+            )
+        },
+        **{
+            (f"numpy.{core}.numeric", "_frombuffer"): np.zeros(1).__reduce_ex__(5)[0]
+            for core in ("core", "_core")
+        },
+        ("_codecs", "encode"): codecs.encode,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is none of numpy's array types")
+        return self._ALLOWED[module, name]

@@ -1,0 +1,270 @@
+"""From nuScenes' raw tables to info records."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from visdet.structures.poses import inverse_pose, pose_matrix
+
+from .nuscenes_maps import NuScenesMap
+from .nuscenes_tables import NuScenesTables, nearest_message
+
+__all__ = ["NuScenesConverter", "split_of_scene"]
+
+_CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
+_CLASS_OF_CATEGORY = {
+    "movable_object.barrier": "barrier",
+    "vehicle.bicycle": "bicycle",
+    "vehicle.bus.bendy": "bus",
+    "vehicle.bus.rigid": "bus",
+    "vehicle.car": "car",
+    "vehicle.construction": "construction_vehicle",
+    "vehicle.motorcycle": "motorcycle",
+    "human.pedestrian.adult": "pedestrian",
+    "human.pedestrian.child": "pedestrian",
+    "human.pedestrian.construction_worker": "pedestrian",
+    "human.pedestrian.police_officer": "pedestrian",
+    "movable_object.trafficcone": "traffic_cone",
+    "vehicle.trailer": "trailer",
+    "vehicle.truck": "truck",
+}
+_AGENT_STEPS, _EGO_STEPS = 12, 6
+_MAX_FUTURE_S = 6.15  # twelve steps, and what nuScenes' clock may be late
+_MAX_VELOCITY_GAP_S = 1.5
+_COMMAND_OFFSET_M = 2.0
+
+# Numbers of the scenes of nuScenes' validation split; what is not there is for training.
+_VALIDATION = (
+    "3 12-18 35-36 38-39 92-110 221 268-278 329-332 344-346 519-524 552-565 625-627 629-630 632-638 "
+    "770-771 775 777-778 780-784 794-800 802 904-917 919-931 962-963 966-969 971-972 1059-1073"
+)
+_MINI_VALIDATION = "103 916"
+
+
+def split_of_scene(version: str, scene_name: str) -> str:
+    """Return ``train``, ``val`` or ``test`` for a scene like ``scene-0103``."""
+    if version.endswith("test"):
+        return "test"
+    number = int(scene_name.rpartition("-")[2])
+    for run in (_MINI_VALIDATION if version.endswith("mini") else _VALIDATION).split():
+        first, _, last = run.partition("-")
+        if int(first) <= number <= int(last or first):
+            return "val"
+    return "train"
+
+
+class NuScenesConverter:
+    """Makes info records of the key frames of nuScenes.
+
+    Fields, frames and units are those of the files that SparseDrive publishes a script for; ``gt_attributes`` is
+    added, so that the metrics can tell the attribute error. Sensor files are named relative to ``root``.
+
+    Args:
+        root: the folder with ``v1.0-…/``, ``samples/`` and ``maps/``.
+        version: ``v1.0-trainval``, ``v1.0-mini`` or ``v1.0-test`` (which has no annotations).
+        can_bus_root: the folder that holds ``can_bus/``; without it, and for scenes it lacks, ``ego_status`` is 0.
+        with_map: read the map expansion; without it frames have no lines.
+        roi_size: of the map around the vehicle, width (x) and length (y), m.
+
+    Raises:
+        FileNotFoundError: a table or a map is missing.
+        ImportError: ``with_map`` and no shapely.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        version: str,
+        can_bus_root: str | Path | None = None,
+        with_map: bool = True,
+        roi_size: tuple[float, float] = (30.0, 60.0),
+    ) -> None:
+        self.tables = NuScenesTables(root, version)
+        self.root, self.version = Path(root), version
+        self.can_bus_root = Path(can_bus_root) if can_bus_root is not None else None
+        self.with_map, self.roi_size = with_map, roi_size
+        self.scenes_without_can_bus: list[str] = []
+        self._maps: dict[str, NuScenesMap] = {}
+
+    def infos_of_scene(self, scene: dict) -> Iterator[dict]:
+        """Yield the records of a scene in order of time.
+
+        Raises:
+            FileNotFoundError: the file of a lidar sweep or of a camera image is missing.
+        """
+        samples = self.tables.samples(scene)
+        location = self.tables.location(scene)
+        messages = self._can_bus(scene["name"])
+        lidar_poses = [self._lidar_pose(sample) for sample in samples]
+        for number, sample in enumerate(samples):
+            info = self._sensors(sample) | {"map_location": location}
+            info["map_annos"] = self._map(location, lidar_poses[number])
+            if not self.version.endswith("test"):
+                info |= self._annotations(sample, lidar_poses[number])
+                info |= _ego_future(lidar_poses[number : number + _EGO_STEPS + 1])
+                info["ego_status"] = _ego_status(messages, sample["timestamp"])
+            yield info
+
+    def _sensors(self, sample: dict) -> dict:
+        """Return the poses and files of lidar and cameras."""
+        tables = self.tables
+        lidar = tables.data(sample, "LIDAR_TOP")
+        calibration, ego = self._poses(lidar)
+        from_world = inverse_pose(_matrix(ego) @ _matrix(calibration))
+        cameras = {}
+        for name in _CAMERAS:
+            data = tables.data(sample, name)
+            camera, camera_ego = self._poses(data)
+            to_lidar = from_world @ _matrix(camera_ego) @ _matrix(camera)
+            cameras[name] = {
+                "data_path": self._existing(data["filename"]),
+                "type": name,
+                "sample_data_token": data["token"],
+                "sensor2ego_translation": camera["translation"],
+                "sensor2ego_rotation": camera["rotation"],
+                "ego2global_translation": camera_ego["translation"],
+                "ego2global_rotation": camera_ego["rotation"],
+                "timestamp": data["timestamp"],
+                "sensor2lidar_rotation": to_lidar[:3, :3],
+                "sensor2lidar_translation": to_lidar[:3, 3],
+                "cam_intrinsic": np.array(camera["camera_intrinsic"], dtype=np.float64),
+            }
+        return {
+            "token": sample["token"],
+            "scene_token": sample["scene_token"],
+            "timestamp": sample["timestamp"],
+            "lidar_path": self._existing(lidar["filename"]),
+            # Only whether there are any is used: the first frame of a scene has none.
+            "sweeps": [{"sample_data_token": lidar["prev"]}] if lidar["prev"] else [],
+            "cams": cameras,
+            "lidar2ego_translation": calibration["translation"],
+            "lidar2ego_rotation": calibration["rotation"],
+            "ego2global_translation": ego["translation"],
+            "ego2global_rotation": ego["rotation"],
+        }
+
+    def _existing(self, name: str) -> str:
+        if not (self.root / name).exists():
+            raise FileNotFoundError(f"nuScenes file {self.root / name} does not exist")
+        return name
+
+    def _poses(self, data: dict) -> tuple[dict, dict]:
+        """Return the calibration and the vehicle's pose of a sensor's data."""
+        calibration = self.tables.get("calibrated_sensor", data["calibrated_sensor_token"])
+        return calibration, self.tables.get("ego_pose", data["ego_pose_token"])
+
+    def _lidar_pose(self, sample: dict) -> np.ndarray:
+        calibration, ego = self._poses(self.tables.data(sample, "LIDAR_TOP"))
+        return _matrix(ego) @ _matrix(calibration)
+
+    def _annotations(self, sample: dict, lidar_pose: np.ndarray) -> dict:
+        """Return boxes, names, velocities, ids and futures in the lidar frame."""
+        tables, records = self.tables, self.tables.annotations(sample)
+        from_world = inverse_pose(lidar_pose)
+        boxes, velocities = np.zeros((len(records), 7)), np.zeros((len(records), 2))
+        futures = np.zeros((len(records), _AGENT_STEPS, 2), np.float32)
+        masks = np.zeros((len(records), _AGENT_STEPS), np.float32)
+        for row, record in enumerate(records):
+            pose = from_world @ _matrix(record)
+            width, length, height = record["size"]
+            boxes[row] = (*pose[:3, 3], length, width, height, np.arctan2(-pose[0, 1], pose[0, 0]))
+            velocities[row] = (from_world[:3, :3] @ self._velocity(record))[:2]
+            steps = self._future_steps(record, pose)
+            futures[row, : len(steps)] = steps
+            masks[row, : len(steps)] = 1
+        names = [tables.category(record) for record in records]
+        lidar_points = np.array([record["num_lidar_pts"] for record in records], dtype=np.int64)
+        radar_points = np.array([record["num_radar_pts"] for record in records], dtype=np.int64)
+        return {
+            "gt_boxes": boxes,
+            "gt_names": np.array([_CLASS_OF_CATEGORY.get(name, name) for name in names], dtype=str),
+            "gt_attributes": np.array([tables.attribute(record) for record in records], dtype=str),
+            "gt_velocity": velocities,
+            "num_lidar_pts": lidar_points,
+            "num_radar_pts": radar_points,
+            "valid_flag": lidar_points + radar_points > 0,
+            "instance_inds": np.array([tables.instance_number(record) for record in records], dtype=np.int64),
+            "gt_agent_fut_trajs": futures,
+            "gt_agent_fut_masks": masks,
+        }
+
+    def _velocity(self, record: dict) -> np.ndarray:
+        """Return the velocity [3] in the world from the frames around, NaN where they are too far apart."""
+        tables = self.tables
+        first, last = (
+            tables.get("sample_annotation", record[key]) if record[key] else record
+            for key in ("prev", "next")
+        )
+        if first is last:
+            return np.full(3, np.nan)
+        seconds = (self._time(last) - self._time(first)) / 1e6
+        limit = _MAX_VELOCITY_GAP_S * (2 if first is not record and last is not record else 1)
+        moved = np.subtract(last["translation"], first["translation"])
+        return moved / seconds if seconds <= limit else np.full(3, np.nan)
+
+    def _future_steps(self, record: dict, pose: np.ndarray) -> np.ndarray:
+        """Return the way [n, 2] from each annotation of the agent to the next, for the coming 6 s."""
+        start, places = self._time(record), [record["translation"][:2]]
+        heading = _matrix(record)[:2, 0]
+        while record["next"] and len(places) <= _AGENT_STEPS:
+            record = self.tables.get("sample_annotation", record["next"])
+            if self._time(record) - start > _MAX_FUTURE_S * 1e6:
+                break
+            places.append(record["translation"][:2])
+        # Turned in the plane, from the agent's heading in the world to that in the lidar frame.
+        turn = np.arctan2(pose[1, 0], pose[0, 0]) - np.arctan2(heading[1], heading[0])
+        rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+        return np.diff(np.array(places), axis=0) @ rotation.T
+
+    def _time(self, annotation: dict) -> int:
+        return self.tables.get("sample", annotation["sample_token"])["timestamp"]
+
+    def _map(self, location: str, lidar_pose: np.ndarray) -> dict[int, list[np.ndarray]]:
+        if not self.with_map:
+            return {0: [], 1: [], 2: []}
+        if location not in self._maps:
+            self._maps[location] = NuScenesMap(self.root, location, self.roi_size)
+        return self._maps[location].around(lidar_pose)
+
+    def _can_bus(self, scene_name: str) -> tuple[list[dict], list[dict]] | None:
+        """Return the pose and steering messages of a scene, or ``None`` where it has none."""
+        messages = []
+        for kind in ("pose", "steeranglefeedback"):
+            path = self.can_bus_root and self.can_bus_root / "can_bus" / f"{scene_name}_{kind}.json"
+            if path is None or not path.exists():
+                self.scenes_without_can_bus.append(scene_name)
+                return None
+            messages.append(json.loads(path.read_text()))
+        return messages[0], messages[1]
+
+
+def _matrix(record: dict) -> np.ndarray:
+    return pose_matrix(record["translation"], record["rotation"])
+
+
+def _ego_future(lidar_poses: list[np.ndarray]) -> dict:
+    """Return the steps of the vehicle and the command, from the poses of this frame and the coming ones."""
+    from_world = inverse_pose(lidar_poses[0])
+    places = np.array([(from_world @ pose)[:2, 3] for pose in lidar_poses])
+    places = np.concatenate([places, np.repeat(places[-1:], _EGO_STEPS + 1 - len(places), axis=0)])
+    side = places[-1, 0]
+    command = (
+        0 if side >= _COMMAND_OFFSET_M else 1 if side <= -_COMMAND_OFFSET_M else 2
+    )  # right, left, straight
+    return {
+        "gt_ego_fut_trajs": np.diff(places, axis=0).astype(np.float32),
+        "gt_ego_fut_masks": (np.arange(1, _EGO_STEPS + 1) < len(lidar_poses)).astype(np.float32),
+        "gt_ego_fut_cmd": np.eye(3, dtype=np.float32)[command],
+    }
+
+
+def _ego_status(messages: tuple[list[dict], list[dict]] | None, time_us: int) -> np.ndarray:
+    """Return acceleration, rotation rate, velocity (3 each) and steering angle, float32 [10]; 0 where unknown."""
+    if messages is None or not all(messages):
+        return np.zeros(10, dtype=np.float32)
+    pose, steering = (nearest_message(kind, time_us) for kind in messages)
+    return np.array(
+        [*pose["accel"], *pose["rotation_rate"], *pose["vel"], steering["value"]], dtype=np.float32
+    )

@@ -1,0 +1,140 @@
+"""Polylines around a vehicle from nuScenes' map expansion."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["NuScenesMap"]
+
+_EDGE_MARGIN_M = 0.2  # road outlines are cut a little inside the region, so that its edges are no boundaries
+_SAME_DIRECTION = 0.01  # crossings whose directions differ by less than about 8 degrees are one
+
+
+class NuScenesMap:
+    """Pedestrian crossings, dividers and road boundaries of one location.
+
+    Args:
+        root: the folder that holds ``maps/expansion/<location>.json``.
+        location: like ``boston-seaport``.
+        roi_size: width (x) and length (y) of the region around the vehicle, m.
+
+    Raises:
+        FileNotFoundError: the map expansion is missing.
+        ImportError: shapely is missing.
+
+    Source: the classes and rules of SparseDrive's extraction, on shapely 2 and without the devkit.
+    """
+
+    def __init__(self, root: str | Path, location: str, roi_size: Sequence[float] = (30.0, 60.0)) -> None:
+        try:
+            import shapely
+        except ImportError as error:
+            raise ImportError("the map of nuScenes needs shapely 2: pip install shapely") from error
+        self._shapely = shapely
+        path = Path(root) / "maps" / "expansion" / f"{location}.json"
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} does not exist: unpack nuScenes' map expansion (v1.3) into {Path(root) / 'maps'}"
+            )
+        layers = json.loads(path.read_text())
+        self.roi_size = tuple(roi_size)
+        nodes = {node["token"]: (node["x"], node["y"]) for node in layers["node"]}
+        polygons = {record["token"]: self._polygon(record, nodes) for record in layers["polygon"]}
+        lines = {
+            record["token"]: [nodes[token] for token in record["node_tokens"]] for record in layers["line"]
+        }
+
+        def areas(name: str) -> list:
+            found = [polygons[record["polygon_token"]] for record in layers[name]]
+            return [area for area in found if area.is_valid and not area.is_empty]
+
+        self._crossings = shapely.STRtree(areas("ped_crossing"))
+        self._roads = shapely.STRtree(areas("road_segment") + areas("lane"))
+        dividers = [
+            lines[record["line_token"]]
+            for name in ("lane_divider", "road_divider")
+            for record in layers[name]
+        ]
+        self._dividers = shapely.STRtree([shapely.LineString(line) for line in dividers if len(line) > 1])
+
+    def _polygon(self, record: dict, nodes: dict):
+        rings = [record["exterior_node_tokens"], *(hole["node_tokens"] for hole in record["holes"])]
+        outer, *holes = ([nodes[token] for token in ring] for ring in rings)
+        if len(outer) < 3:
+            return self._shapely.Polygon()
+        return self._shapely.Polygon(outer, [hole for hole in holes if len(hole) > 2])
+
+    def around(self, lidar_to_world: np.ndarray) -> dict[int, list[np.ndarray]]:
+        """Return the lines [n, 2] of each class (0 crossing, 1 divider, 2 boundary) in the lidar frame."""
+        shapely = self._shapely
+        half = np.array(self.roi_size) / 2
+        yaw = np.arctan2(lidar_to_world[1, 0], lidar_to_world[0, 0])
+        turn = np.array([[np.cos(yaw), -np.sin(yaw)], [np.sin(yaw), np.cos(yaw)]])
+        center = lidar_to_world[:2, 3]
+        corners = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * half
+        region = shapely.Polygon(corners @ turn.T + center)
+
+        def local(tree) -> list:
+            cut = [tree.geometries[i].intersection(region) for i in tree.query(region, "intersects")]
+            return [
+                shapely.transform(geometry, lambda points: (points - center) @ turn)
+                for geometry in cut
+                if not geometry.is_empty
+            ]
+
+        return {
+            0: [line for area in self._merged(local(self._crossings)) for line in self._outline(area)],
+            1: [
+                np.array(line.coords) for part in local(self._dividers) for line in _parts(part, "LineString")
+            ],
+            2: self._boundaries(local(self._roads), half),
+        }
+
+    def _merged(self, crossings: list) -> list:
+        """Return crossings with those that touch and point the same way made one."""
+        pieces = [piece for crossing in crossings for piece in _parts(crossing, "Polygon") if piece.area > 0]
+        directions = [self._direction(piece) for piece in pieces]
+        tree, left, merged = self._shapely.STRtree(pieces), set(range(len(pieces))), []
+        for index, piece in enumerate(pieces):
+            if index not in left:
+                continue
+            left.remove(index)
+            for other in sorted(tree.query(piece)):
+                if other in left and 1 - abs(directions[index] @ directions[other]) < _SAME_DIRECTION:
+                    piece = piece.union(pieces[other])
+                    left.remove(int(other))
+            merged += _parts(piece, "Polygon")
+        return merged
+
+    def _direction(self, polygon) -> np.ndarray:
+        """Return the unit vector along the longer side of a polygon's smallest rectangle."""
+        sides = np.diff(np.array(polygon.minimum_rotated_rectangle.exterior.coords)[:3], axis=0)
+        longest = sides[np.linalg.norm(sides, axis=1).argmax()]
+        return longest / np.linalg.norm(longest)
+
+    def _outline(self, polygon) -> list[np.ndarray]:
+        """Return the closed outline of a crossing, counter-clockwise."""
+        ring = polygon.exterior if polygon.exterior.is_ccw else polygon.exterior.reverse()
+        return [np.array(ring.coords)]
+
+    def _boundaries(self, roads: list, half: np.ndarray) -> list[np.ndarray]:
+        """Return the edges of the road, the road on their right."""
+        shapely = self._shapely
+        inner = shapely.box(*(-half + _EDGE_MARGIN_M), *(half - _EDGE_MARGIN_M))
+        lines = []
+        for area in _parts(shapely.unary_union(roads), "Polygon"):
+            outer = area.exterior.reverse() if area.exterior.is_ccw else area.exterior
+            holes = [hole if hole.is_ccw else hole.reverse() for hole in area.interiors]
+            for ring in (outer, *holes):
+                cut = _parts(shapely.LineString(ring.coords).intersection(inner), "LineString")
+                merged = shapely.line_merge(shapely.MultiLineString(cut), directed=True)
+                lines += [np.array(line.coords) for line in _parts(merged, "LineString")]
+        return lines
+
+
+def _parts(geometry, kind: str) -> Iterable:
+    """Return the non-empty parts of a geometry that are of one kind."""
+    parts = getattr(geometry, "geoms", [geometry])
+    return [part for part in parts if part.geom_type == kind and not part.is_empty]

@@ -1,0 +1,118 @@
+"""nuScenes' tables as they lie on disk, read without the devkit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["NuScenesTables", "nearest_message"]
+
+_TABLES = (
+    "attribute",
+    "calibrated_sensor",
+    "category",
+    "ego_pose",
+    "instance",
+    "log",
+    "sample",
+    "sample_annotation",
+    "sample_data",
+    "scene",
+    "sensor",
+)
+
+
+class NuScenesTables:
+    """The records of one version of nuScenes by table and token, key frames only.
+
+    Args:
+        root: the folder with ``v1.0-…/``, ``samples/`` and ``maps/``.
+        version: ``v1.0-trainval``, ``v1.0-mini`` or ``v1.0-test``.
+
+    Raises:
+        FileNotFoundError: the folder or one of its tables is missing.
+    """
+
+    def __init__(self, root: str | Path, version: str) -> None:
+        self.root, self.version = Path(root), version
+        folder = self.root / version
+        if not folder.is_dir():
+            raise FileNotFoundError(f"nuScenes {version} is not in {self.root}: there is no {folder}")
+        self._records: dict[str, dict[str, dict]] = {}
+        for name in _TABLES:
+            path = folder / f"{name}.json"
+            if not path.exists():
+                raise FileNotFoundError(f"nuScenes table {path} does not exist")
+            records = json.loads(path.read_text())
+            if name == "sample_data":
+                records = [record for record in records if record["is_key_frame"]]
+            self._records[name] = {record["token"]: record for record in records}
+        self._data_of_sample: dict[str, dict[str, dict]] = {token: {} for token in self._records["sample"]}
+        for record in self._records["sample_data"].values():
+            calibration = self.get("calibrated_sensor", record["calibrated_sensor_token"])
+            channel = self.get("sensor", calibration["sensor_token"])["channel"]
+            self._data_of_sample[record["sample_token"]][channel] = record
+        self._annotations_of_sample: dict[str, list[dict]] = {token: [] for token in self._records["sample"]}
+        for record in self._records["sample_annotation"].values():
+            self._annotations_of_sample[record["sample_token"]].append(record)
+        # nuScenes numbers instances by their place in the table.
+        self._number_of_instance = {token: number for number, token in enumerate(self._records["instance"])}
+
+    def get(self, table: str, token: str) -> dict[str, Any]:
+        """Return a record.
+
+        Raises:
+            KeyError: the table has no such token.
+        """
+        try:
+            return self._records[table][token]
+        except KeyError:
+            raise KeyError(f"nuScenes table {table}.json of {self.version} has no token {token!r}") from None
+
+    def scenes(self) -> list[dict]:
+        """Return all scenes in the table's order."""
+        return list(self._records["scene"].values())
+
+    def samples(self, scene: dict) -> list[dict]:
+        """Return the key frames of a scene in order of time."""
+        samples, token = [], scene["first_sample_token"]
+        while token:
+            samples.append(self.get("sample", token))
+            token = samples[-1]["next"]
+        return samples
+
+    def data(self, sample: dict, channel: str) -> dict:
+        """Return the record of a sensor's data in a key frame.
+
+        Raises:
+            KeyError: the frame has none of this sensor.
+        """
+        try:
+            return self._data_of_sample[sample["token"]][channel]
+        except KeyError:
+            raise KeyError(f"nuScenes frame {sample['token']} has no data of {channel}") from None
+
+    def annotations(self, sample: dict) -> list[dict]:
+        """Return the annotations of a key frame."""
+        return self._annotations_of_sample[sample["token"]]
+
+    def category(self, annotation: dict) -> str:
+        """Return the name of the category of an annotation, like ``vehicle.car``."""
+        instance = self.get("instance", annotation["instance_token"])
+        return self.get("category", instance["category_token"])["name"]
+
+    def attribute(self, annotation: dict) -> str:
+        """Return the name of the first attribute of an annotation, '' without one."""
+        tokens = annotation["attribute_tokens"]
+        return self.get("attribute", tokens[0])["name"] if tokens else ""
+
+    def instance_number(self, annotation: dict) -> int:
+        return self._number_of_instance[annotation["instance_token"]]
+
+    def location(self, scene: dict) -> str:
+        """Return the map a scene drives on."""
+        return self.get("log", scene["log_token"])["location"]
+
+
+def nearest_message(messages: list[dict], time_us: int) -> dict:
+    """Return the CAN bus message (with ``utime``) nearest in time."""
+    return min(messages, key=lambda message: abs(message["utime"] - time_us))

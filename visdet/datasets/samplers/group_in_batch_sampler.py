@@ -1,0 +1,151 @@
+"""Batches in which every slot plays one sequence after another."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+from mmengine.dist import get_dist_info, sync_random_seed
+from torch.utils.data import BatchSampler, Dataset, Sampler
+
+from visdet.registry import DATA_SAMPLERS
+
+__all__ = ["GroupInBatchSampler", "SceneSampler"]
+
+
+@DATA_SAMPLERS.register_module()
+class GroupInBatchSampler(BatchSampler):
+    """Endless batches for models with memory: slot b of a batch holds the next frame of the sequence slot b plays.
+
+    ``dataset.flag`` numbers the sequence of each frame. The slots of all ranks draw from one endless shuffled list
+    of sequences, slot g taking those at g, g + G, g + 2G …, G slots in all, so no two slots play the same sequence
+    at a time and every sequence is played once per round. A batch is a list of ``dict(idx, aug_config)``; with
+    ``dataset.keep_consistent_seq_aug`` the augmentation is drawn once per sequence.
+
+    Every ``iter()`` starts at the beginning, and the k-th batch depends on seed, rank and k alone, so a resumed run
+    finds its place by counting.
+
+    Args:
+        sampler: gives ``dataset`` and ``seed``; its order is not used. mmengine passes it.
+        batch_size: slots of this rank.
+        dataset: in the place of ``sampler``.
+        seed: by default the sampler's, or one that all ranks agree on.
+        skip_prob: probability to leave out a frame, as if the camera had run slower.
+        sequence_flip_prob: probability to play a sequence backwards.
+        rank, world_size: by default of the process group.
+
+    Raises:
+        ValueError: the data set has no ``flag`` or fewer sequences than slots.
+
+    Source: SparseDrive's GroupInBatchSampler, after SOLOFusion's. Differences: it is a batch sampler, all random
+    numbers come from ``seed``, and it starts afresh at every ``iter()``.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler | None = None,
+        batch_size: int = 1,
+        dataset: Dataset | None = None,
+        seed: int | None = None,
+        skip_prob: float = 0.0,
+        sequence_flip_prob: float = 0.0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = True,
+    ) -> None:
+        self.sampler = sampler
+        self.dataset = dataset if dataset is not None else sampler.dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        given_rank, given_world_size = get_dist_info()
+        self.rank = given_rank if rank is None else rank
+        self.world_size = given_world_size if world_size is None else world_size
+        seed = getattr(sampler, "seed", None) if seed is None else seed
+        self.seed = sync_random_seed() if seed is None else seed
+        self.skip_prob = skip_prob
+        self.sequence_flip_prob = sequence_flip_prob
+        flag = getattr(self.dataset, "flag", None)
+        if flag is None:
+            raise ValueError(
+                f"GroupInBatchSampler: {type(self.dataset).__name__} has no flag; set with_seq_flag=True"
+            )
+        self._frames_of_sequence = [np.flatnonzero(flag == number) for number in range(int(flag.max()) + 1)]
+        num_slots = batch_size * self.world_size
+        if len(self._frames_of_sequence) < num_slots:
+            raise ValueError(
+                f"GroupInBatchSampler: {num_slots} slots (batch_size {batch_size} x {self.world_size} ranks) need as "
+                f"many sequences, got {len(self._frames_of_sequence)}; raise sequences_split_num or lower batch_size"
+            )
+
+    def __len__(self) -> int:
+        """Batches that hold as many frames as the data set."""
+        return max(1, len(self.dataset) // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[list[dict]]:
+        first = self.rank * self.batch_size
+        slots = [self._play(slot) for slot in range(first, first + self.batch_size)]
+        while True:
+            yield [next(slot) for slot in slots]
+
+    def _play(self, slot: int) -> Iterator[dict]:
+        """Yield the frames of the sequences of a slot (counted over all ranks), forever."""
+        rng = np.random.default_rng([self.seed, 1, slot])
+        is_consistent = getattr(self.dataset, "keep_consistent_seq_aug", True)
+        for sequence in islice(self._shuffled_sequences(), slot, None, self.batch_size * self.world_size):
+            frames = self._frames_of_sequence[sequence]
+            if rng.random() < self.sequence_flip_prob:
+                frames = frames[::-1]
+            augmentation = self._augmentation(rng)
+            for position, frame in enumerate(frames):
+                # The last frame stays, so that no sequence is left without one.
+                if self.skip_prob and position + 1 < len(frames) and rng.random() < self.skip_prob:
+                    continue
+                if not is_consistent:
+                    augmentation = self._augmentation(rng)
+                yield {"idx": int(frame), "aug_config": augmentation}
+
+    def _augmentation(self, rng: np.random.Generator) -> dict | None:
+        draw = getattr(self.dataset, "get_augmentation", None)
+        return draw(rng) if draw is not None else None
+
+    def _shuffled_sequences(self) -> Iterator[int]:
+        """Yield all sequences in a random order, then again in another one, the same for all ranks."""
+        rng = np.random.default_rng([self.seed, 0])
+        while True:
+            yield from rng.permutation(len(self._frames_of_sequence)).tolist()
+
+
+@DATA_SAMPLERS.register_module()
+class SceneSampler(Sampler[int]):
+    """Every frame once, scene after scene in order, each rank with scenes of its own.
+
+    For the evaluation of models with memory: mmengine's DefaultSampler deals frames out to the ranks in turn, which
+    tears scenes apart. Ranks may differ in length; the driving metrics gather results by token.
+
+    Args:
+        dataset: has ``scene_starts``, or is taken as one scene.
+        shuffle: must be ``False``. seed: not used; mmengine passes it.
+    """
+
+    def __init__(self, dataset: Dataset, shuffle: bool = False, seed: int | None = None) -> None:
+        if shuffle:
+            raise ValueError("SceneSampler: shuffle must be False: frames are played in order")
+        self.dataset = dataset
+        self.seed = seed
+        rank, world_size = get_dist_info()
+        starts = np.asarray(getattr(dataset, "scene_starts", [0]))
+        bounds = np.append(starts, len(dataset))
+        # Contiguous shares of about equal numbers of frames.
+        share = np.minimum(starts * world_size // max(len(dataset), 1), world_size - 1)
+        mine = np.flatnonzero(share == rank)
+        self._frames = np.concatenate(
+            [np.arange(bounds[s], bounds[s + 1]) for s in mine] or [np.zeros(0, int)]
+        )
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._frames.tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: every epoch is the same."""

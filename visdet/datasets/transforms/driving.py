@@ -1,0 +1,312 @@
+"""Boxes, futures and maps around a vehicle, and the packing of a frame for the model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from visdet.registry import TRANSFORMS
+from visdet.structures.polylines import closed_orders, open_orders, resample, simplify_line
+from visdet.structures.poses import inverse_pose, wrap_angle
+
+from .base import BaseTransform
+
+__all__ = [
+    "BBoxRotation",
+    "CircleObjectRangeFilter",
+    "InstanceNameFilter",
+    "NuScenesSparse4DAdaptor",
+    "PackDrivingInputs",
+    "VectorizeMap",
+]
+
+_PER_BOX_KEYS = (
+    "gt_bboxes_3d",
+    "gt_labels_3d",
+    "gt_names",
+    "gt_attributes",
+    "instance_inds",
+    "gt_agent_fut_trajs",
+    "gt_agent_fut_masks",
+)
+
+
+@TRANSFORMS.register_module()
+class BBoxRotation(BaseTransform):
+    """Turns the lidar frame about its z axis by ``aug_config['rotate_3d']`` radians, and all that is given in it.
+
+    Boxes, velocities, futures of agents and vehicle, coming boxes, map lines, points, ``lidar2img``, ``lidar2cam``
+    and ``lidar2global``: the images stay as they are.
+
+    Source: Sparse4D's name. Difference: there only boxes and matrices turn, so a turned frame and its map or futures
+    disagree.
+    """
+
+    def transform(self, results: dict) -> dict:
+        angle = (results.get("aug_config") or {}).get("rotate_3d", 0.0)
+        if not angle:
+            return results
+        turn = np.eye(4)
+        turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+        back, turn_xy = inverse_pose(turn), turn[:2, :2]
+        for key in ("lidar2img", "lidar2cam"):
+            if key in results:
+                results[key] = [matrix @ back for matrix in results[key]]
+        if "lidar2global" in results:
+            results["lidar2global"] = results["lidar2global"] @ back
+        for boxes in (results.get("gt_bboxes_3d"), *results.get("fut_boxes", ())):
+            if boxes is not None:
+                boxes[:, :2] = boxes[:, :2] @ turn_xy.T
+                boxes[:, 6] = wrap_angle(boxes[:, 6] + angle)
+                if boxes.shape[1] > 7:
+                    boxes[:, 7:9] = boxes[:, 7:9] @ turn_xy.T
+        for key in ("gt_agent_fut_trajs", "gt_ego_fut_trajs"):
+            if key in results:
+                results[key] = (results[key] @ turn_xy.T).astype(np.float32)
+        if "map_annos" in results:
+            results["map_annos"] = {
+                label: [np.asarray(line)[:, :2] @ turn_xy.T for line in lines]
+                for label, lines in results["map_annos"].items()
+            }
+        if "points" in results:
+            results["points"] = results["points"].copy()
+            results["points"][:, :2] = results["points"][:, :2] @ turn_xy.T
+        return results
+
+
+@TRANSFORMS.register_module()
+class CircleObjectRangeFilter(BaseTransform):
+    """Drops boxes further away (in x and y) than their class's distance; classes beyond the list are dropped too.
+
+    Args:
+        class_dist_thred: distance of each class in metres.
+    """
+
+    def __init__(
+        self, class_dist_thred: Sequence[float] = (52.5,) * 5 + (31.5,) + (42,) * 3 + (31.5,)
+    ) -> None:
+        self.class_dist_thred = list(class_dist_thred)
+
+    def transform(self, results: dict) -> dict:
+        labels = results["gt_labels_3d"]
+        reach = np.array([*self.class_dist_thred, -1.0])  # -1 for unknown classes
+        known = (labels >= 0) & (labels < len(self.class_dist_thred))
+        distance = np.hypot(results["gt_bboxes_3d"][:, 0], results["gt_bboxes_3d"][:, 1])
+        return _keep_boxes(results, distance <= reach[np.where(known, labels, -1)])
+
+
+@TRANSFORMS.register_module()
+class InstanceNameFilter(BaseTransform):
+    """Drops boxes whose class is none of ``classes`` (their label is -1).
+
+    Args:
+        classes: names, in the order of the labels.
+    """
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self.classes = list(classes)
+
+    def transform(self, results: dict) -> dict:
+        labels = results["gt_labels_3d"]
+        return _keep_boxes(results, (labels >= 0) & (labels < len(self.classes)))
+
+
+def _keep_boxes(results: dict, mask: np.ndarray) -> dict:
+    for key in _PER_BOX_KEYS:
+        if key in results:
+            results[key] = results[key][mask]
+    return results
+
+
+@TRANSFORMS.register_module()
+class VectorizeMap(BaseTransform):
+    """Turns ``map_annos`` {label: lines [n, 2]} into lines of equal numbers of points.
+
+    With ``permute``: ``gt_map_labels`` int64 [m] and ``gt_map_pts`` float32 [m, 2 * (sample_num - 1), sample_num, 2],
+    all orders of points that draw the same line: for a closed line (ends within 1 mm) every starting point in both
+    directions, for an open one the two directions and 1e5 for the rest. Without: ``vectors``, an object array [m] of
+    lines, and ``vector_labels`` int64 [m].
+
+    Args:
+        roi_size: width (x) and length (y) of the region, for ``normalize``.
+        normalize: points as fractions of the region instead of metres.
+        coords_dim: 2 or 3.
+        simplify: straighten lines by up to 0.2 m (Douglas and Peucker) instead of sampling.
+        sample_num: points per line. sample_dist: distance between points. One of the two, or ``simplify``.
+        permute: see above; needs ``sample_num``.
+
+    A map class without lines, and a frame without any, give none.
+
+    Source: SparseDrive's name and keywords. Difference: no shapely, and lines come from ``map_annos``.
+    """
+
+    def __init__(
+        self,
+        roi_size: Sequence[float],
+        normalize: bool,
+        coords_dim: int = 2,
+        simplify: bool = False,
+        sample_num: int = -1,
+        sample_dist: float = -1,
+        permute: bool = False,
+    ) -> None:
+        if [simplify, sample_num > 1, sample_dist > 0].count(True) != 1:
+            raise ValueError(
+                "VectorizeMap: exactly one of simplify, sample_num > 1 and sample_dist > 0 must be given, got "
+                f"simplify={simplify}, sample_num={sample_num}, sample_dist={sample_dist}"
+            )
+        if permute and sample_num < 2:
+            raise ValueError("VectorizeMap: permute needs sample_num")
+        self.roi_size = np.array(roi_size, dtype=np.float64)
+        self.normalize = normalize
+        self.coords_dim = coords_dim
+        self.simplify = simplify
+        self.sample_num = sample_num
+        self.sample_dist = sample_dist
+        self.permute = permute
+
+    def transform(self, results: dict) -> dict:
+        if "map_annos" not in results:
+            return results
+        labels, lines = [], []
+        for label, annotated in results["map_annos"].items():
+            for line in annotated:
+                labels.append(int(label))
+                lines.append(self._vectorize(np.asarray(line, dtype=np.float64)[:, : self.coords_dim]))
+        if self.permute:
+            shape = (-1, 2 * (self.sample_num - 1), self.sample_num, self.coords_dim)
+            orders = [self._orders(line) for line in lines]
+            results["gt_map_labels"] = np.array(labels, dtype=np.int64)
+            results["gt_map_pts"] = np.array(orders, dtype=np.float32).reshape(shape)
+        else:
+            results["vectors"] = object_array(lines)
+            results["vector_labels"] = np.array(labels, dtype=np.int64)
+        return results
+
+    def _vectorize(self, line: np.ndarray) -> np.ndarray:
+        if self.simplify:
+            line = simplify_line(line, 0.2)
+        elif self.sample_num > 1:
+            line = resample(line, self.sample_num)
+        else:
+            length = np.linalg.norm(np.diff(line, axis=0), axis=1).sum()
+            line = resample(line, max(2, int(np.ceil(length / self.sample_dist)) + 1))
+        if self.normalize:
+            line[:, :2] = (line[:, :2] + self.roi_size / 2) / (self.roi_size + 1e-5)
+        return line
+
+    def _orders(self, line: np.ndarray) -> np.ndarray:
+        is_closed = np.allclose(line[0], line[-1], atol=1e-3)
+        return closed_orders(line) if is_closed else open_orders(line)
+
+
+def object_array(items: Sequence[Any]) -> np.ndarray:
+    """Return a 1-D object array: a list that collating leaves in one piece, whatever its items' sizes."""
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    return array
+
+
+@TRANSFORMS.register_module()
+class NuScenesSparse4DAdaptor(BaseTransform):
+    """Gives a record the names and tensors that Sparse4D and SparseDrive read.
+
+    ``img`` tensor [V, 3, H, W] (uint8, or float32 if the images are), ``projection_mat`` float32 [V, 4, 4],
+    ``image_wh`` float32 [V, 2], ``focal`` float32 [V], ``T_global`` and ``T_global_inv`` float64 [4, 4] arrays,
+    ``instance_id``, ground truth as tensors, yaw in [-pi, pi).
+
+    Source: Sparse4D's name.
+    """
+
+    def transform(self, results: dict) -> dict:
+        sizes = {image.shape for image in results["img"]}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"frame {results.get('token')}: images of all cameras must be of one size, got {sorted(sizes)}"
+            )
+        results["img"] = torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image in results["img"]]))
+        results["projection_mat"] = torch.from_numpy(np.stack(results["lidar2img"]).astype(np.float32))
+        shapes = np.array(results["img_shape"], dtype=np.float32)
+        results["image_wh"] = torch.from_numpy(np.ascontiguousarray(shapes[:, 1::-1]))
+        if "cam_intrinsic" in results:
+            intrinsics = np.stack(results["cam_intrinsic"]).astype(np.float32)
+            results["cam_intrinsic"] = torch.from_numpy(intrinsics)
+            results["focal"] = torch.from_numpy(np.ascontiguousarray(intrinsics[:, 0, 0]))
+        results["T_global"] = results["lidar2global"]
+        results["T_global_inv"] = inverse_pose(results["lidar2global"])
+        if "instance_inds" in results:
+            results["instance_id"] = results["instance_inds"]
+        if "gt_bboxes_3d" in results:
+            results["gt_bboxes_3d"][:, 6] = wrap_angle(results["gt_bboxes_3d"][:, 6])
+        if "fut_boxes" in results:
+            results["fut_boxes"] = object_array(results["fut_boxes"])
+        for key, dtype in _TENSOR_KEYS.items():
+            if key in results:
+                results[key] = torch.as_tensor(np.asarray(results[key]), dtype=dtype)
+        if "gt_depth" in results:
+            results["gt_depth"] = [torch.from_numpy(level) for level in results["gt_depth"]]
+        return results
+
+
+_TENSOR_KEYS = {
+    "gt_bboxes_3d": torch.float32,
+    "gt_labels_3d": torch.int64,
+    "gt_map_labels": torch.int64,
+    "gt_map_pts": torch.float32,
+    "gt_agent_fut_trajs": torch.float32,
+    "gt_agent_fut_masks": torch.float32,
+    "gt_ego_fut_trajs": torch.float32,
+    "gt_ego_fut_masks": torch.float32,
+    "gt_ego_fut_cmd": torch.float32,
+    "ego_status": torch.float32,
+}
+
+
+@TRANSFORMS.register_module(name=["PackDrivingInputs", "Collect"])
+class PackDrivingInputs(BaseTransform):
+    """Returns ``dict(inputs=dict(img=...), data_samples=dict(..., img_metas=dict(...)))``.
+
+    Args:
+        keys: what goes into ``data_samples``; by default all of DEFAULT_KEYS that the record has.
+        meta_keys: what goes into ``img_metas``, where the record has it; ALWAYS_META always go there too.
+
+    Raises:
+        KeyError: the record lacks one of ``keys``.
+
+    Source: takes the keywords of mmdet 2's Collect, under whose name it is registered too.
+    """
+
+    DEFAULT_KEYS = (
+        "timestamp",
+        "projection_mat",
+        "image_wh",
+        "focal",
+        "gt_depth",
+        *_TENSOR_KEYS,
+        "gt_attributes",
+        "fut_boxes",
+        "vectors",
+        "vector_labels",
+    )
+
+    ALWAYS_META = ("token", "scene_token", "ego2global_translation")
+
+    def __init__(
+        self,
+        keys: Sequence[str] | None = None,
+        meta_keys: Sequence[str] = ("T_global", "T_global_inv", "timestamp", "instance_id"),
+    ) -> None:
+        self.keys = tuple(keys) if keys is not None else None
+        self.meta_keys = tuple(dict.fromkeys([*meta_keys, *self.ALWAYS_META]))
+
+    def transform(self, results: dict) -> dict:
+        keys = self.keys
+        if keys is None:
+            keys = [key for key in self.DEFAULT_KEYS if key in results]
+        missing = [key for key in keys if key not in results]
+        if missing:
+            raise KeyError(f"PackDrivingInputs: frame {results.get('token')} has no {', '.join(missing)}")
+        samples = {key: results[key] for key in keys if key != "img"}
+        samples["img_metas"] = {key: results[key] for key in self.meta_keys if key in results}
+        return {"inputs": {"img": results["img"]}, "data_samples": samples}

@@ -1,0 +1,301 @@
+"""Images of several cameras at one time, and the depth that lidar points give them."""
+
+from collections.abc import Sequence
+
+import cv2
+import numpy as np
+from mmengine import fileio
+from PIL import Image
+
+from visdet.registry import TRANSFORMS
+
+from .base import BaseTransform, uniform, uniform_int
+
+__all__ = [
+    "LoadMultiViewImageFromFiles",
+    "LoadPointsFromFile",
+    "MultiScaleDepthMapGenerator",
+    "NormalizeMultiviewImage",
+    "PhotoMetricDistortionMultiViewImage",
+    "ResizeCropFlipImage",
+]
+
+
+@TRANSFORMS.register_module()
+class LoadMultiViewImageFromFiles(BaseTransform):
+    """Reads ``img_filename`` into ``img``, a list of BGR uint8 [H, W, 3], and sets ``img_shape``, a list of (H, W).
+
+    Args:
+        to_float32: accepted for published configs; images stay uint8 until they are on the device.
+        color_type: ``'color'`` or ``'unchanged'``; three channels in any case.
+        backend_args: mmengine's file backend.
+
+    Raises:
+        FileNotFoundError: a camera's file is missing.
+        ValueError: a file is no image.
+
+    Source: mmdet3d's name; differences: uint8, a list instead of a stacked array.
+    """
+
+    def __init__(
+        self, to_float32: bool = False, color_type: str = "unchanged", backend_args: dict | None = None
+    ) -> None:
+        if color_type not in ("color", "unchanged"):
+            raise ValueError(
+                f"LoadMultiViewImageFromFiles: color_type must be 'color' or 'unchanged', got {color_type!r}"
+            )
+        self.to_float32 = to_float32
+        self.color_type = color_type
+        self.backend_args = backend_args
+
+    def transform(self, results: dict) -> dict:
+        names = results.get("cam_names", range(len(results["img_filename"])))
+        results["img"] = [
+            self._read(path, name, results.get("token"))
+            for name, path in zip(names, results["img_filename"], strict=True)
+        ]
+        results["filename"] = results["img_filename"]
+        results["img_shape"] = [image.shape[:2] for image in results["img"]]
+        results["ori_shape"] = list(results["img_shape"])
+        return results
+
+    def _read(self, path: str, camera: str, token: str | None) -> np.ndarray:
+        try:
+            content = fileio.get(path, backend_args=self.backend_args)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"LoadMultiViewImageFromFiles: image {path} of camera {camera}, frame {token}, does not exist"
+            ) from error
+        image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR) if content else None
+        if image is None:
+            raise ValueError(
+                f"LoadMultiViewImageFromFiles: cannot read image {path} ({len(content)} bytes) of camera {camera}"
+            )
+        return image
+
+
+@TRANSFORMS.register_module()
+class LoadPointsFromFile(BaseTransform):
+    """Reads ``pts_filename``, float32 rows, into ``points`` [n, len(use_dim)].
+
+    Args:
+        coord_type: ``'LIDAR'``, ``'DEPTH'`` or ``'CAMERA'``; for the reader of the config.
+        load_dim: numbers per point in the file.
+        use_dim: columns to keep, or the number of first columns.
+        file_client_args: mmcv 1's name of ``backend_args``; only ``dict(backend='disk')``.
+        backend_args: mmengine's file backend.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: its size is no multiple of ``load_dim`` numbers.
+
+    Source: mmdet3d's name and keywords, without its shift_height and use_color.
+    """
+
+    def __init__(
+        self,
+        coord_type: str,
+        load_dim: int = 6,
+        use_dim: int | Sequence[int] = (0, 1, 2),
+        file_client_args: dict | None = None,
+        backend_args: dict | None = None,
+    ) -> None:
+        if coord_type not in ("CAMERA", "LIDAR", "DEPTH"):
+            raise ValueError(
+                f"LoadPointsFromFile: coord_type must be CAMERA, LIDAR or DEPTH, got {coord_type!r}"
+            )
+        self.coord_type = coord_type
+        self.load_dim = load_dim
+        self.use_dim = list(range(use_dim)) if isinstance(use_dim, int) else list(use_dim)
+        if max(self.use_dim) >= load_dim:
+            raise ValueError(
+                f"LoadPointsFromFile: use_dim must be below load_dim {load_dim}, got {self.use_dim}"
+            )
+        if file_client_args not in (None, {"backend": "disk"}):
+            raise ValueError(f"LoadPointsFromFile: use backend_args, got file_client_args={file_client_args}")
+        self.backend_args = backend_args
+
+    def transform(self, results: dict) -> dict:
+        path = results["pts_filename"]
+        try:
+            content = fileio.get(path, backend_args=self.backend_args)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"LoadPointsFromFile: {path} does not exist") from error
+        if len(content) % (4 * self.load_dim):
+            raise ValueError(
+                f"LoadPointsFromFile: {path} must hold rows of {self.load_dim} float32, got {len(content)} bytes"
+            )
+        results["points"] = np.frombuffer(content, np.float32).reshape(-1, self.load_dim)[:, self.use_dim]
+        return results
+
+
+@TRANSFORMS.register_module()
+class MultiScaleDepthMapGenerator(BaseTransform):
+    """Draws ``points`` into ``gt_depth``: float32 [V, H / s, W / s] for each s of ``downsample``, -1 where unknown.
+
+    A cell holds the depth (m) of the nearest point whose pixel falls into it, limited to 0.1..max_depth. Points
+    project by ``lidar2img`` into images of ``img_shape``.
+
+    Args:
+        downsample: strides.
+        max_depth: in metres.
+
+    Source: Sparse4D's name and rule.
+    """
+
+    def __init__(self, downsample: int | Sequence[int] = 1, max_depth: float = 60) -> None:
+        self.downsample = [downsample] if isinstance(downsample, int) else list(downsample)
+        self.max_depth = max_depth
+
+    def transform(self, results: dict) -> dict:
+        points = np.asarray(results["points"])[:, :3]
+        maps: list[list[np.ndarray]] = [[] for _ in self.downsample]
+        for projection, (height, width) in zip(results["lidar2img"], results["img_shape"], strict=True):
+            projected = points @ projection[:3, :3].T.astype(np.float32) + projection[:3, 3].astype(
+                np.float32
+            )
+            projected = projected[projected[:, 2] >= 0.1]
+            depth = projected[:, 2]
+            u, v = np.round(projected[:, 0] / depth), np.round(projected[:, 1] / depth)
+            inside = np.flatnonzero((u >= 0) & (u < width) & (v >= 0) & (v < height))
+            inside = inside[np.argsort(-depth[inside], kind="stable")]  # the nearest is drawn last
+            u, v = u[inside].astype(np.int64), v[inside].astype(np.int64)
+            depth = np.clip(depth[inside], 0.1, self.max_depth)
+            for level, stride in zip(maps, self.downsample, strict=True):
+                size = (int(height / stride), int(width / stride))
+                rows, columns = v // stride, u // stride
+                fits = (rows < size[0]) & (columns < size[1])
+                level.append(np.full(size, -1, np.float32))
+                level[-1][rows[fits], columns[fits]] = depth[fits]
+        results["gt_depth"] = [np.stack(level) for level in maps]
+        return results
+
+
+@TRANSFORMS.register_module()
+class ResizeCropFlipImage(BaseTransform):
+    """Resizes, crops, mirrors and rotates all images as ``aug_config`` says, and the camera matrices with them.
+
+    A mirrored image goes with a mirrored projection: boxes stay where they are. Outside the image is black. Without
+    an ``aug_config`` nothing happens.
+
+    Source: Sparse4D's name and geometry. Difference: images are rotated with bilinear interpolation.
+    """
+
+    def transform(self, results: dict) -> dict:
+        config = results.get("aug_config")
+        if config is None:
+            return results
+        for index, image in enumerate(results["img"]):
+            image, matrix = _warp(image, config)
+            results["img"][index] = image
+            results["lidar2img"][index] = matrix @ results["lidar2img"][index]
+            if "cam_intrinsic" in results:
+                results["cam_intrinsic"][index][:2] *= config["resize"]
+        results["img_shape"] = [image.shape[:2] for image in results["img"]]
+        return results
+
+
+def _warp(image: np.ndarray, config: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Return the image [h, w, 3] that ``config`` asks for and the matrix [4, 4] from old to new pixels."""
+    height, width = image.shape[:2]
+    resize = config.get("resize", 1)
+    resized = (int(width * resize), int(height * resize))
+    left, top, right, bottom = config.get("crop", (0, 0, *resized))
+    flip, degrees = config.get("flip", False), config.get("rotate", 0)
+    matrix = np.eye(4)
+    matrix[:2, :2] *= resize
+    matrix[:2, 2] -= (left, top)
+    if flip:
+        matrix = np.diag([-1.0, 1.0, 1.0, 1.0]) @ matrix
+        matrix[0, 2] += right - left
+    if degrees:
+        angle, center = np.deg2rad(degrees), np.array([right - left, bottom - top]) / 2
+        rotation = np.eye(4)
+        rotation[:2, :2] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
+        rotation[:2, 2] = center - rotation[:2, :2] @ center
+        matrix = rotation @ matrix
+    is_same_size = resized == (width, height)
+    if is_same_size and (left, top, right, bottom) == (0, 0, width, height) and not flip and not degrees:
+        return image, matrix
+    picture = Image.fromarray(image)
+    picture = picture if is_same_size else picture.resize(resized)
+    picture = picture.crop((left, top, right, bottom))
+    picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else picture
+    picture = picture.rotate(degrees, resample=Image.Resampling.BILINEAR) if degrees else picture
+    return np.array(picture), matrix
+
+
+@TRANSFORMS.register_module()
+class PhotoMetricDistortionMultiViewImage(BaseTransform):
+    """Changes brightness, contrast, saturation, hue and the order of the channels of each image, each with
+    probability one half.
+
+    Args:
+        brightness_delta: added, uniform in ±this, on the scale 0..255.
+        contrast_range: (lowest, highest) factor.
+        saturation_range: (lowest, highest) factor of HSV's saturation.
+        hue_delta: added, uniform in ±this, in degrees.
+
+    Source: mmdet3d's name and defaults. Difference: values end in 0..255, uint8.
+    """
+
+    def __init__(
+        self,
+        brightness_delta: float = 32,
+        contrast_range: tuple[float, float] = (0.5, 1.5),
+        saturation_range: tuple[float, float] = (0.5, 1.5),
+        hue_delta: float = 18,
+    ) -> None:
+        self.brightness_delta = brightness_delta
+        self.contrast_range = tuple(contrast_range)
+        self.saturation_range = tuple(saturation_range)
+        self.hue_delta = hue_delta
+
+    def transform(self, results: dict) -> dict:
+        results["img"] = [self._distort(image) for image in results["img"]]
+        return results
+
+    def _distort(self, image: np.ndarray) -> np.ndarray:
+        values = image.astype(np.float32)
+        if uniform_int(0, 1):
+            values += uniform(-self.brightness_delta, self.brightness_delta)
+        contrast_comes_first, contrast = uniform_int(0, 1), uniform_int(0, 1)
+        if contrast and contrast_comes_first:
+            values *= uniform(*self.contrast_range)
+        saturate, turn = uniform_int(0, 1), uniform_int(0, 1)
+        if saturate or turn:
+            hsv = cv2.cvtColor(np.clip(values, 0, 255) / 255, cv2.COLOR_BGR2HSV)
+            if saturate:
+                hsv[..., 1] = np.minimum(hsv[..., 1] * uniform(*self.saturation_range), 1)
+            if turn:
+                hsv[..., 0] = (hsv[..., 0] + uniform(-self.hue_delta, self.hue_delta)) % 360
+            values = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR) * 255
+        if contrast and not contrast_comes_first:
+            values *= uniform(*self.contrast_range)
+        if uniform_int(0, 1):
+            order = [0, 1, 2]
+            for last in (2, 1):
+                other = uniform_int(0, last)
+                order[last], order[other] = order[other], order[last]
+            values = values[..., order]
+        return np.clip(np.round(values), 0, 255).astype(np.uint8)
+
+
+@TRANSFORMS.register_module()
+class NormalizeMultiviewImage(BaseTransform):
+    """Subtracts ``mean`` and divides by ``std``, giving float32 images, after making them RGB if ``to_rgb``.
+
+    Published pipelines have it. Normalising in DrivingDataPreprocessor instead moves a quarter of the bytes.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], to_rgb: bool = True) -> None:
+        self.mean = np.array(mean, dtype=np.float32)
+        self.std = np.array(std, dtype=np.float32)
+        self.to_rgb = to_rgb
+
+    def transform(self, results: dict) -> dict:
+        order = slice(None, None, -1) if self.to_rgb else slice(None)
+        results["img"] = [
+            (image[..., order].astype(np.float32) - self.mean) / self.std for image in results["img"]
+        ]
+        return results

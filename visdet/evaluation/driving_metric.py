@@ -1,0 +1,61 @@
+"""What the metrics of driving models have in common."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.dist import all_gather_object
+from mmengine.evaluator import BaseMetric
+from mmengine.logging import print_log
+
+__all__ = ["DrivingMetric", "as_array", "frames_of_batch"]
+
+
+class DrivingMetric(BaseMetric):
+    """A metric over frames that have a ``token``.
+
+    Each process keeps a dict per frame, with ``token``; at the end the frames of all processes are gathered and
+    every token counts once, so samplers may repeat frames and ranks may see different numbers of them.
+    """
+
+    def evaluate(self, size: int) -> dict[str, Any]:
+        """Return the metrics over the frames of all processes, by name; ``size`` is not needed."""
+        gathered = [frame for part in all_gather_object(self.results) for frame in part]
+        frames = list({frame["token"]: frame for frame in gathered}.values())
+        if not frames:
+            print_log(f"{type(self).__name__}: no frame was evaluated", logger="current")
+        metrics = self.compute_metrics(frames)
+        self.results.clear()
+        return {f"{self.prefix}/{name}" if self.prefix else name: value for name, value in metrics.items()}
+
+    @abstractmethod
+    def compute_metrics(self, results: list[dict]) -> dict[str, float]:
+        """Return the metrics over these frames."""
+
+
+def frames_of_batch(data_batch: dict, predictions: Sequence[dict]) -> Iterator[tuple[dict, dict, dict]]:
+    """Yield (metas, ground truth, prediction) of each frame of a collated batch.
+
+    ``metas`` is ``img_metas`` of the frame, ground truth the rest of its data samples, the prediction what is under
+    ``img_bbox`` if there is such a key.
+    """
+    samples = data_batch["data_samples"]
+    for index, prediction in enumerate(predictions):
+        metas = samples["img_metas"]
+        meta = (
+            metas[index] if isinstance(metas, list) else {key: value[index] for key, value in metas.items()}
+        )
+        truth = {key: value[index] for key, value in samples.items() if key not in ("img_metas", "gt_depth")}
+        yield meta, truth, prediction.get("img_bbox", prediction)
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Return a tensor or a sequence as a numpy array, floating point as float64."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.double() if value.is_floating_point() else value
+        return value.numpy()
+    array = np.asarray(value)
+    return array.astype(np.float64) if array.dtype.kind == "f" else array

@@ -1,0 +1,259 @@
+"""nuScenes' detection metrics: mAP over centre distances, five errors, NDS."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mmengine.logging import print_log
+from rich.console import Console
+from rich.table import Table
+
+from visdet.registry import METRICS
+
+from .detection_curves import TP_ERRORS, Boxes, Curve, accumulate, average_precision, tp_error
+from .driving_metric import DrivingMetric, as_array, frames_of_batch
+
+__all__ = ["CLASS_RANGE", "NuScenesMetric"]
+
+# Boxes further away from the vehicle do not count, in m.
+CLASS_RANGE = {
+    "car": 50,
+    "truck": 50,
+    "bus": 50,
+    "trailer": 50,
+    "construction_vehicle": 50,
+    "pedestrian": 40,
+    "motorcycle": 40,
+    "bicycle": 40,
+    "traffic_cone": 30,
+    "barrier": 30,
+}
+_ERROR_NAMES = {
+    "trans_err": "mATE",
+    "scale_err": "mASE",
+    "orient_err": "mAOE",
+    "vel_err": "mAVE",
+    "attr_err": "mAAE",
+}
+# Errors that mean nothing for a class.
+_UNDEFINED = {"traffic_cone": ("orient_err", "vel_err", "attr_err"), "barrier": ("vel_err", "attr_err")}
+_MAX_BOXES = 500
+_DISTANCES = (0.5, 1.0, 2.0, 4.0)
+_TP_DISTANCE = 2.0
+
+
+@METRICS.register_module()
+class NuScenesMetric(DrivingMetric):
+    """mAP over centre distances of 0.5, 1, 2 and 4 m, the true-positive errors at 2 m, and the detection score.
+
+    ``NDS_no_attr = (5 mAP + sum of max(0, 1 - e)) / 9`` over the errors e of translation, scale, orientation and
+    velocity. ``NDS``, over 10 with the attribute error, is given where frames carry attributes
+    (``gt_attributes``); predicted attributes follow from class and speed, as published results do.
+
+    Ground truth: ``gt_bboxes_3d`` [n, 9], ``gt_labels_3d`` and ``img_metas`` (``token, T_global`` and, for the
+    distance to the vehicle, ``ego2global_translation``) of the batch. Predictions: ``boxes_3d`` [m, 9 or 10],
+    ``scores_3d``, ``labels_3d``. Boxes are compared in the world. A frame without boxes is a frame like any other;
+    a class without boxes has AP 0.
+
+    Args:
+        classes: names of the labels; by default those of the data set.
+        class_range: the distance up to which boxes of a class count, or one for all.
+        anchors: box anchors [N, 11] (file or array): also report the mAP of predicting them in every frame for every
+            class, the least that a model must beat.
+        prefix, collect_device: mmengine's.
+
+    Raises:
+        ValueError: a predicted frame has no ground truth, or a class has no range.
+
+    Source: the same matching, curves and errors as nuscenes-devkit (detection_cvpr_2019). Difference: bicycles in racks
+    are not left out, since info files do not tell.
+    """
+
+    default_prefix = "NuScenes"
+
+    def __init__(
+        self,
+        classes: Sequence[str] | None = None,
+        class_range: Mapping[str, float] | float | None = None,
+        anchors: str | np.ndarray | None = None,
+        prefix: str | None = None,
+        collect_device: str = "cpu",
+    ) -> None:
+        super().__init__(collect_device=collect_device, prefix=prefix)
+        self.classes = tuple(classes) if classes is not None else None
+        self.class_range = CLASS_RANGE if class_range is None else class_range
+        self.anchors = anchors
+
+    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
+        """Keep the boxes of a batch, in the world."""
+        for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
+            if "gt_bboxes_3d" not in truth:
+                raise ValueError(
+                    f"NuScenesMetric: frame {meta['token']} has no gt_bboxes_3d; the test pipeline drops them"
+                )
+            pose = np.asarray(meta["T_global"], dtype=np.float64)
+            best = np.argsort(-as_array(prediction["scores_3d"]), kind="stable")[:_MAX_BOXES]
+            self.results.append(
+                {
+                    "token": meta["token"],
+                    "pose": pose,
+                    "vehicle": np.asarray(meta.get("ego2global_translation", pose[:3, 3]), dtype=np.float64)[
+                        :2
+                    ],
+                    "gt_boxes": _in_world(truth["gt_bboxes_3d"], pose),
+                    "gt_labels": as_array(truth["gt_labels_3d"]),
+                    "gt_attributes": truth.get("gt_attributes"),
+                    "boxes": _in_world(as_array(prediction["boxes_3d"])[best], pose),
+                    "scores": as_array(prediction["scores_3d"])[best],
+                    "labels": as_array(prediction["labels_3d"])[best],
+                }
+            )
+
+    def compute_metrics(self, results: list[dict]) -> dict[str, float]:
+        """Return mAP, the errors, NDS, and AP of each class."""
+        classes = self.classes or self.dataset_meta["classes"]
+        with_attributes = bool(results) and all(frame["gt_attributes"] is not None for frame in results)
+        metrics, rows, errors = {}, [], {name: [] for name in TP_ERRORS}
+        for label, name in enumerate(classes):
+            truths, predictions = self._boxes_of_class(results, label, name)
+            curves = _curves(truths, predictions, name)
+            precisions = {distance: average_precision(curve) for distance, curve in curves.items()}
+            row = {f"AP@{distance}": value for distance, value in precisions.items()}
+            row["AP"] = float(np.mean(list(precisions.values())))
+            for error in TP_ERRORS:
+                undefined = error in _UNDEFINED.get(name, ())
+                row[error] = np.nan if undefined else tp_error(curves[_TP_DISTANCE], error)
+                errors[error].append(row[error])
+            metrics[f"{name}_AP"] = row["AP"]
+            rows.append((name, sum(len(frame.values) for frame in truths), row))
+        mean_precision = float(np.mean([row["AP"] for _, _, row in rows]))
+        means = {error: _nan_mean(values) for error, values in errors.items()}
+        summary = _summary(mean_precision, means, with_attributes)
+        if self.anchors is not None:
+            summary["anchors_mAP"] = self._precision_of_anchors(results, classes)
+        print_log(_as_text(rows, summary), logger="current")
+        return summary | metrics
+
+    def _boxes_of_class(self, results: list[dict], label: int, name: str) -> tuple[list[Boxes], list[Boxes]]:
+        reach = self._range_of(name)
+        truths, predictions = [], []
+        for frame in results:
+            keep = (frame["gt_labels"] == label) & _within(frame["gt_boxes"], frame["vehicle"], reach)
+            attributes = frame["gt_attributes"]
+            truths.append(
+                Boxes(
+                    frame["gt_boxes"][keep],
+                    None,
+                    None if attributes is None else np.asarray(attributes)[keep],
+                )
+            )
+            keep = (frame["labels"] == label) & _within(frame["boxes"], frame["vehicle"], reach)
+            boxes = frame["boxes"][keep]
+            predictions.append(Boxes(boxes, frame["scores"][keep], _attributes(name, boxes)))
+        return truths, predictions
+
+    def _range_of(self, name: str) -> float:
+        if not isinstance(self.class_range, Mapping):
+            return float(self.class_range)
+        if name not in self.class_range:
+            raise ValueError(
+                f"NuScenesMetric: class_range must name {name}, got {', '.join(self.class_range)}"
+            )
+        return self.class_range[name]
+
+    def _precision_of_anchors(self, results: list[dict], classes: Sequence[str]) -> float:
+        """Return the mAP of the anchors as predictions of every class in every frame."""
+        anchors = np.load(self.anchors) if isinstance(self.anchors, (str, Path)) else np.asarray(self.anchors)
+        yaw = np.arctan2(anchors[:, 6], anchors[:, 7])
+        boxes = np.column_stack([anchors[:, :3], np.exp(anchors[:, 3:6]), yaw, anchors[:, 8:10]])
+        scores, values = np.linspace(1, 0.5, len(boxes)), []
+        for label, name in enumerate(classes):
+            constant = [
+                frame
+                | {
+                    "boxes": _in_world(boxes, frame["pose"]),
+                    "scores": scores,
+                    "labels": np.full(len(boxes), label),
+                }
+                for frame in results
+            ]
+            truths, predictions = self._boxes_of_class(constant, label, name)
+            values += [
+                average_precision(accumulate(truths, predictions, distance)) for distance in _DISTANCES
+            ]
+        return float(np.mean(values))
+
+
+def _curves(truths: list[Boxes], predictions: list[Boxes], name: str) -> dict[float, Curve]:
+    period = np.pi if name == "barrier" else 2 * np.pi
+    return {distance: accumulate(truths, predictions, distance, period) for distance in _DISTANCES}
+
+
+def _in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
+    """Return boxes [n, 9] (x, y, z, length, width, height, yaw, vx, vy) in the world; missing velocities are 0."""
+    boxes = as_array(boxes)[:, :9]
+    boxes = np.pad(boxes.astype(np.float64), ((0, 0), (0, 9 - boxes.shape[1])))
+    turn = pose[:2, :2]
+    heading = np.stack([np.cos(boxes[:, 6]), np.sin(boxes[:, 6])], axis=-1) @ turn.T
+    boxes[:, :3] = boxes[:, :3] @ pose[:3, :3].T + pose[:3, 3]
+    boxes[:, 6] = np.arctan2(heading[:, 1], heading[:, 0])
+    boxes[:, 7:9] = boxes[:, 7:9] @ turn.T
+    return boxes
+
+
+def _within(boxes: np.ndarray, vehicle: np.ndarray, reach: float) -> np.ndarray:
+    return np.linalg.norm(boxes[:, :2] - vehicle, axis=1) < reach
+
+
+def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:
+    """Return the attribute that class and speed suggest for each box."""
+    moving = np.linalg.norm(boxes[:, 7:9], axis=1) > 0.2
+    by_motion = {
+        "car": ("vehicle.parked", "vehicle.moving"),
+        "truck": ("vehicle.parked", "vehicle.moving"),
+        "trailer": ("vehicle.parked", "vehicle.moving"),
+        "construction_vehicle": ("vehicle.parked", "vehicle.moving"),
+        "bus": ("vehicle.stopped", "vehicle.moving"),
+        "bicycle": ("cycle.without_rider", "cycle.with_rider"),
+        "motorcycle": ("cycle.without_rider", "cycle.with_rider"),
+        "pedestrian": ("pedestrian.standing", "pedestrian.moving"),
+    }.get(name, ("", ""))
+    return np.array(by_motion)[moving.astype(np.int64)]
+
+
+def _nan_mean(values: list[float]) -> float:
+    known = [value for value in values if not np.isnan(value)]
+    return float(np.mean(known)) if known else float("nan")
+
+
+def _summary(mean_precision: float, errors: dict[str, float], with_attributes: bool) -> dict[str, float]:
+    """Return mAP, the mean errors and the detection scores."""
+    # An error that no class defines counts as the worst.
+    scores = {name: max(0.0, 1 - value) if not np.isnan(value) else 0.0 for name, value in errors.items()}
+    without = sum(score for name, score in scores.items() if name != "attr_err")
+    summary = {"mAP": mean_precision, "NDS_no_attr": (5 * mean_precision + without) / 9}
+    if with_attributes:
+        summary["NDS"] = (5 * mean_precision + without + scores["attr_err"]) / 10
+    names = {name: label for name, label in _ERROR_NAMES.items() if with_attributes or name != "attr_err"}
+    return summary | {label: errors[name] for name, label in names.items()}
+
+
+def _as_text(rows: list[tuple], summary: dict[str, float]) -> str:
+    columns = [
+        *(f"AP@{distance}" for distance in _DISTANCES),
+        "AP",
+        "trans_err",
+        "scale_err",
+        "orient_err",
+        "vel_err",
+    ]
+    table = Table("class", "boxes", *columns)
+    for name, count, row in rows:
+        table.add_row(
+            name, str(count), *("–" if np.isnan(row[key]) else f"{row[key]:.3f}" for key in columns)
+        )
+    text = io.StringIO()
+    Console(file=text, width=120).print(table)
+    return text.getvalue() + "  ".join(f"{key} {value:.4f}" for key, value in summary.items())

@@ -1,0 +1,188 @@
+"""Average precision of map polylines under their Chamfer distance."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mmengine.logging import print_log
+from rich.console import Console
+from rich.table import Table
+from scipy.spatial.distance import cdist
+
+from visdet.registry import METRICS
+from visdet.structures.polylines import resample
+
+from .driving_metric import DrivingMetric, as_array, frames_of_batch
+
+__all__ = ["VectorMapMetric", "area_under_curve", "chamfer_distance", "match_lines"]
+
+_EPSILON = np.finfo(np.float32).eps
+
+
+@METRICS.register_module()
+class VectorMapMetric(DrivingMetric):
+    """AP of each map class at several Chamfer distances, their mean ``mAP``.
+
+    Lines, predicted and true, become ``num_points`` points evenly spaced by length. In each frame the predictions of a
+    class, best first, are right if the nearest true line is not further than the threshold and was not taken
+    before. AP is the area under precision (made falling) over recall.
+
+    Ground truth: ``vectors`` (lines [n, 2] in metres, lidar frame) and ``vector_labels`` of the batch. Predictions:
+    ``vectors``, ``scores``, ``labels``; lines of fewer than two points are dropped. A class without lines has AP 0.
+
+    Args:
+        classes: names of the labels; by default the data set's ``map_classes``.
+        thresholds: Chamfer distances in m.
+        num_points: per line.
+        anchors: polylines [N, P, 2] (file or array): also report the mAP of predicting them in every frame for every
+            class, the least that a model must beat.
+        prefix, collect_device: mmengine's.
+
+    Source: SparseDrive's (StreamMapNet's) evaluation, without shapely.
+    """
+
+    default_prefix = "VectorMap"
+
+    def __init__(
+        self,
+        classes: Sequence[str] | None = None,
+        thresholds: Sequence[float] = (0.5, 1.0, 1.5),
+        num_points: int = 200,
+        anchors: str | np.ndarray | None = None,
+        prefix: str | None = None,
+        collect_device: str = "cpu",
+    ) -> None:
+        super().__init__(collect_device=collect_device, prefix=prefix)
+        self.classes = tuple(classes) if classes is not None else None
+        self.thresholds = tuple(thresholds)
+        self.num_points = num_points
+        self.anchors = anchors
+
+    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
+        """Keep the lines of a batch."""
+        for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
+            if "vectors" not in truth:
+                raise ValueError(
+                    f"VectorMapMetric: frame {meta['token']} has no vectors; the test pipeline must make them"
+                )
+            lines = [as_array(line) for line in prediction["vectors"]]
+            usable = np.array([len(line) > 1 for line in lines], dtype=bool)
+            self.results.append(
+                {
+                    "token": meta["token"],
+                    "gt_lines": [as_array(line) for line in truth["vectors"]],
+                    "gt_labels": as_array(truth["vector_labels"]),
+                    "lines": [line for line, keep in zip(lines, usable, strict=True) if keep],
+                    "scores": as_array(prediction["scores"]).reshape(-1)[usable],
+                    "labels": as_array(prediction["labels"]).reshape(-1)[usable],
+                }
+            )
+
+    def compute_metrics(self, results: list[dict]) -> dict[str, float]:
+        """Return mAP, and AP of each class."""
+        classes = self.classes or self.dataset_meta["map_classes"]
+        sampled = [self._sample(frame) for frame in results]
+        table = {name: self._precisions(sampled, label) for label, name in enumerate(classes)}
+        metrics = {"mAP": float(np.mean([np.mean(row) for row in table.values()]))}
+        if self.anchors is not None:
+            anchors = (
+                np.load(self.anchors) if isinstance(self.anchors, (str, Path)) else np.asarray(self.anchors)
+            )
+            lines = _resample_all(list(anchors), self.num_points)
+            scores, values = np.linspace(1, 0.5, len(lines)), []
+            for label in range(len(classes)):
+                constant = {"lines": lines, "scores": scores, "labels": np.full(len(lines), label)}
+                values.append(self._precisions([frame | constant for frame in sampled], label))
+            metrics["anchors_mAP"] = float(np.mean(values))
+        for name, row in table.items():
+            metrics[f"{name}_AP"] = float(np.mean(row))
+        counts = {
+            name: sum(int((f["gt_labels"] == k).sum()) for f in results) for k, name in enumerate(classes)
+        }
+        print_log(self._as_text(table, counts, metrics), logger="current")
+        return metrics
+
+    def _sample(self, frame: dict) -> dict[str, Any]:
+        return frame | {
+            "gt_lines": _resample_all(frame["gt_lines"], self.num_points),
+            "lines": _resample_all(frame["lines"], self.num_points),
+        }
+
+    def _precisions(self, frames: list[dict], label: int) -> list[float]:
+        """Return AP of one class at each threshold."""
+        num_truths, scores, hits = 0, [np.zeros(0)], [np.zeros((len(self.thresholds), 0), dtype=bool)]
+        for frame in frames:
+            truth = frame["gt_lines"][frame["gt_labels"] == label]
+            mine = frame["labels"] == label
+            num_truths += len(truth)
+            scores.append(frame["scores"][mine])
+            hits.append(match_lines(frame["lines"][mine], frame["scores"][mine], truth, self.thresholds))
+        order = np.argsort(-np.concatenate(scores), kind="stable")
+        return [area_under_curve(row[order], num_truths) for row in np.concatenate(hits, axis=1)]
+
+    def _as_text(
+        self, table: dict[str, list[float]], counts: dict[str, int], metrics: dict[str, float]
+    ) -> str:
+        view = Table("class", "lines", *(f"AP@{threshold}" for threshold in self.thresholds), "AP")
+        for name, row in table.items():
+            view.add_row(name, str(counts[name]), *(f"{value:.3f}" for value in [*row, np.mean(row)]))
+        text = io.StringIO()
+        Console(file=text, width=100).print(view)
+        names = [name for name in ("mAP", "anchors_mAP") if name in metrics]
+        return text.getvalue() + "  ".join(f"{name} {metrics[name]:.4f}" for name in names)
+
+
+def match_lines(
+    lines: np.ndarray, scores: np.ndarray, truth: np.ndarray, thresholds: Sequence[float]
+) -> np.ndarray:
+    """Return whether each of the lines [m, P, 2] is right at each threshold, bool [T, m], given the truth [n, P, 2].
+
+    The best-scored line of a true one counts; further lines nearest to the same true one are wrong.
+    """
+    right = np.zeros((len(thresholds), len(lines)), dtype=bool)
+    if not len(lines) or not len(truth):
+        return right
+    distances = _distances(lines, truth, max(thresholds))
+    nearest, distance = distances.argmin(axis=1), distances.min(axis=1)
+    for row, threshold in zip(right, thresholds, strict=True):
+        free = np.ones(len(truth), dtype=bool)
+        for line in np.argsort(-scores, kind="stable"):
+            if distance[line] <= threshold and free[nearest[line]]:
+                free[nearest[line]] = False
+                row[line] = True
+    return right
+
+
+def _distances(lines: np.ndarray, truth: np.ndarray, reach: float) -> np.ndarray:
+    """Return Chamfer distances [m, n], infinite for pairs whose bounding boxes are further apart than ``reach``."""
+    low, high = lines.min(axis=1)[:, None], lines.max(axis=1)[:, None]
+    truth_low, truth_high = truth.min(axis=1)[None], truth.max(axis=1)[None]
+    gap = np.maximum(np.maximum(low - truth_high, truth_low - high), 0)
+    distances = np.full((len(lines), len(truth)), np.inf)
+    for i, j in zip(*np.nonzero(np.linalg.norm(gap, axis=-1) <= reach), strict=True):
+        distances[i, j] = chamfer_distance(lines[i], truth[j])
+    return distances
+
+
+def chamfer_distance(line: np.ndarray, other: np.ndarray) -> float:
+    """Return the mean distance of the points of each line [P, 2] to the nearest of the other's, averaged both ways."""
+    between = cdist(line, other)
+    return float((between.min(axis=1).mean() + between.min(axis=0).mean()) / 2)
+
+
+def area_under_curve(is_right: np.ndarray, num_truths: int) -> float:
+    """Return the area under precision over recall of predictions [m], best first."""
+    found = np.cumsum(is_right)
+    recall = np.concatenate([[0.0], found / max(num_truths, _EPSILON), [1.0]])
+    precision = np.concatenate([[0.0], found / np.arange(1, len(found) + 1), [0.0]])
+    falling = np.maximum.accumulate(precision[::-1])[::-1]
+    return float(np.sum(np.diff(recall) * falling[1:]))
+
+
+def _resample_all(lines: Sequence[np.ndarray], num_points: int) -> np.ndarray:
+    """Return lines of ``num_points`` points evenly spaced by length, [n, num_points, 2]."""
+    return np.array([resample(np.asarray(line)[:, :2], num_points) for line in lines]).reshape(
+        -1, num_points, 2
+    )

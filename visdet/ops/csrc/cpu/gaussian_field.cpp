@@ -1,0 +1,482 @@
+// mahalanobis_distance and gaussian_field on the CPU. The contract is in ../gaussian_field.h; how this file is
+// compiled, in vec.h.
+//
+// A vector's lanes are Gaussians: each block of as many Gaussians as a vector has lanes is kept as ten rows, its
+// means, factors and weights. Triangular systems are solved by substitution: an explicit inverse costs as much and
+// loses the digits of ill-conditioned factors. Forward and the gradient of points are parallel over points, the
+// gradients of Gaussians over blocks, so there are no races and no dependence on the number of threads.
+#include "vec.h"
+
+namespace visdet {
+
+template <typename A>
+struct GaussianArrays {
+  int64_t B, N;
+  const A* points;                // [B, 3]
+  const A* means;                 // [N, 3]
+  const A* cholesky;              // [N, 3, 3]
+  const A* weights;               // [N], or null
+  const int64_t* point_order;     // [B], or null: as they come
+  const int64_t* gaussian_order;  // [N], or null
+  A cutoff;                       // tolerance / N, or 0: leave out nothing
+  A* blocks;                      // [ceil(N / lanes), kRows, lanes]
+  const A* grad_output;           // [B, N] or [B]
+  A* output;                      // [B, N] or [B]
+  A* grad_points;                 // [B, 3]
+  A* grad_means;                  // [N, 3]
+  A* grad_cholesky;               // [N, 3, 3]
+  A* grad_weights;                // [N], or null
+};
+
+namespace VISDET_ISA {
+
+// Rows of a block: mean, factor row by row with the reciprocals of its diagonal, weight; then the box of the
+// block (only the first lane of each).
+enum { kX, kY, kZ, k00, k10, k11, k20, k21, k22, kWeight, kLow, kHigh = kLow + 3, kRows = kHigh + 3 };
+
+template <typename A>
+struct ExpOf;
+template <>
+struct ExpOf<float> {
+  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+  static constexpr float kLeast = -87.0f, kMagic = 12582912.0f;  // 1.5 * 2^23
+  static constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
+  static constexpr int kTerms = 7, kMantissa = 23;
+  static constexpr int32_t kOne = 0x3f800000;
+};
+template <>
+struct ExpOf<double> {
+  typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
+  static constexpr double kLeast = -708.0, kMagic = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double kLn2High = 0x1.62e42fefa38p-1, kLn2Low = 0x1.ef35793c7673p-45;
+  static constexpr int kTerms = 13, kMantissa = 52;
+  static constexpr int64_t kOne = 0x3ff0000000000000;
+};
+
+// exp(x) of x <= 0, to about an ulp; 0 below the smallest normal number.
+template <typename A>
+VISDET_INLINE Vec<A> exp_nonpositive(Vec<A> x) {
+  using E = ExpOf<A>;
+  constexpr A kInverse[] = {1,
+                            1,
+                            A(1) / 2,
+                            A(1) / 6,
+                            A(1) / 24,
+                            A(1) / 120,
+                            A(1) / 720,
+                            A(1) / 5040,
+                            A(1) / 40320,
+                            A(1) / 362880,
+                            A(1) / 3628800,
+                            A(1) / 39916800,
+                            A(1) / 479001600,
+                            A(1) / 6227020800.0};
+  const Vec<A> shifted = x * A(1.4426950408889634) + E::kMagic;  // its low bits are the exponent
+  const Vec<A> n = shifted - E::kMagic;
+  const Vec<A> r = (x - n * E::kLn2High) - n * E::kLn2Low;
+  Vec<A> sum = r * kInverse[E::kTerms] + kInverse[E::kTerms - 1];
+#pragma GCC unroll 16
+  for (int i = E::kTerms - 2; i >= 0; --i) sum = sum * r + kInverse[i];
+  typename E::Int bits;
+  std::memcpy(&bits, &shifted, sizeof(bits));
+  bits = (bits << E::kMantissa) + E::kOne;
+  Vec<A> scale;
+  std::memcpy(&scale, &bits, sizeof(scale));
+  const Vec<A> zero = {};
+  return x < E::kLeast ? zero : sum * scale;
+}
+
+// Writes blocks [begin, end). Returns the first Gaussian whose factor has a diagonal that is not positive, or -1.
+template <typename A>
+int64_t prepare_blocks(const GaussianArrays<A>& a, int64_t begin, int64_t end) {
+  constexpr int W = kLanes<A>;
+  int64_t bad = -1;
+  for (int64_t block = begin; block < end; ++block) {
+    A* rows = a.blocks + block * kRows * W;
+    for (int i = 0; i < kRows * W; ++i) rows[i] = 0;
+    for (int d = 0; d < 3; ++d) rows[(kLow + d) * W] = A(__builtin_inf()), rows[(kHigh + d) * W] = -A(__builtin_inf());
+    for (int lane = 0; lane < W && block * W + lane < a.N; ++lane) {
+      const int64_t i = block * W + lane, n = a.gaussian_order ? a.gaussian_order[i] : i;
+      const A *mean = a.means + 3 * n, *l = a.cholesky + 9 * n;
+      if (!(l[0] > 0 && l[4] > 0 && l[8] > 0)) bad = bad < 0 ? n : bad;
+      const A weight = a.weights ? a.weights[n] : A(0);
+      const A values[kLow] = {mean[0], mean[1], mean[2], 1 / l[0], l[3], 1 / l[4], l[6], l[7], 1 / l[8], weight};
+      for (int row = 0; row < kLow; ++row) rows[row * W + lane] = values[row];
+      if (a.cutoff > 0) {
+        const A size = weight < 0 ? -weight : weight;
+        if (size <= a.cutoff) continue;  // below the tolerance everywhere
+        const A radius = __builtin_sqrt(2 * __builtin_log(static_cast<double>(size / a.cutoff)));
+        const A reach[3] = {radius * l[0], radius * A(__builtin_sqrt(static_cast<double>(l[3] * l[3] + l[4] * l[4]))),
+                            radius * A(__builtin_sqrt(static_cast<double>(l[6] * l[6] + l[7] * l[7] + l[8] * l[8])))};
+        for (int d = 0; d < 3; ++d) {
+          A &low = rows[(kLow + d) * W], &high = rows[(kHigh + d) * W];
+          const A below = mean[d] - reach[d], above = mean[d] + reach[d];
+          low = below < low ? below : low, high = above > high ? above : high;
+        }
+      }
+    }
+  }
+  return bad;
+}
+
+// Whether a block has nothing to say at a point. NaN points are not left out.
+template <typename A>
+VISDET_INLINE bool is_outside(const A* rows, const A* point) {
+  constexpr int W = kLanes<A>;
+  bool outside = false;
+  for (int d = 0; d < 3; ++d) outside |= point[d] < rows[(kLow + d) * W] || point[d] > rows[(kHigh + d) * W];
+  const A sum = point[0] + point[1] + point[2];
+  return outside && sum == sum;
+}
+
+// v = L^-1 (point - mean) of a block's Gaussians; returns |v|^2.
+template <typename A>
+VISDET_INLINE Vec<A> whiten(const A* rows, const A* point, Vec<A> (&v)[3]) {
+  constexpr int W = kLanes<A>;
+  const Vec<A> dx = point[0] - load(rows + kX * W), dy = point[1] - load(rows + kY * W),
+               dz = point[2] - load(rows + kZ * W);
+  v[0] = dx * load(rows + k00 * W);
+  v[1] = (dy - load(rows + k10 * W) * v[0]) * load(rows + k11 * W);
+  v[2] = (dz - load(rows + k20 * W) * v[0] - load(rows + k21 * W) * v[1]) * load(rows + k22 * W);
+  return v[0] * v[0] + v[1] * v[1] + v[2] * v[2];
+}
+
+// u = L^-T v.
+template <typename A>
+VISDET_INLINE void whiten_back(const A* rows, const Vec<A> (&v)[3], Vec<A> (&u)[3]) {
+  constexpr int W = kLanes<A>;
+  u[2] = v[2] * load(rows + k22 * W);
+  u[1] = (v[1] - load(rows + k21 * W) * u[2]) * load(rows + k11 * W);
+  u[0] = (v[0] - load(rows + k10 * W) * u[1] - load(rows + k20 * W) * u[2]) * load(rows + k00 * W);
+}
+
+// As many lanes of a row of length N as there are from `first` on.
+template <typename A>
+VISDET_INLINE Vec<A> load_part(const A* from, int64_t first, int64_t N) {
+  constexpr int W = kLanes<A>;
+  if (first + W <= N) return load(from + first);
+  Vec<A> out = {};
+  for (int64_t i = first; i < N; ++i) out[i - first] = from[i];
+  return out;
+}
+
+template <typename A>
+void distances_of_point(const GaussianArrays<A>& a, int64_t b) {
+  constexpr int W = kLanes<A>;
+  A* to = a.output + b * a.N;
+  for (int64_t first = 0; first < a.N; first += W) {
+    Vec<A> v[3];
+    const Vec<A> distance = whiten(a.blocks + first * kRows, a.points + 3 * b, v);
+    if (first + W <= a.N) {
+      store(to + first, distance);
+    } else {
+      for (int64_t i = first; i < a.N; ++i) to[i] = distance[i - first];
+    }
+  }
+}
+
+// The gradient of one point. IS_FIELD: of the field, else of its row of distances.
+template <typename A, bool IS_FIELD>
+void grad_of_point(const GaussianArrays<A>& a, int64_t b) {
+  constexpr int W = kLanes<A>;
+  Vec<A> sums[4] = {};
+  const A* point = a.points + 3 * b;
+  for (int64_t first = 0; first < a.N; first += W) {
+    const A* rows = a.blocks + first * kRows;
+    if (IS_FIELD && a.cutoff > 0 && is_outside(rows, point)) continue;
+    Vec<A> v[3], u[3];
+    const Vec<A> distance = whiten(rows, point, v);
+    const Vec<A> s = IS_FIELD ? load(rows + kWeight * W) * exp_nonpositive<A>(distance * A(-0.5))
+                              : load_part(a.grad_output + b * a.N, first, a.N);
+    whiten_back(rows, v, u);
+    for (int d = 0; d < 3; ++d) sums[d] += s * u[d];
+  }
+  A total[4];
+  horizontal_sums(sums, total);
+  const A factor = IS_FIELD ? -a.grad_output[b] : A(2);
+  for (int d = 0; d < 3; ++d) a.grad_points[3 * b + d] = factor * total[d];
+}
+
+// The field at one point.
+template <typename A>
+void field_of_point(const GaussianArrays<A>& a, int64_t b) {
+  constexpr int W = kLanes<A>;
+  Vec<A> sums[4] = {};
+  const A* point = a.points + 3 * b;
+  for (int64_t first = 0; first < a.N; first += W) {
+    const A* rows = a.blocks + first * kRows;
+    if (a.cutoff > 0 && is_outside(rows, point)) continue;
+    Vec<A> v[3];
+    sums[0] += load(rows + kWeight * W) * exp_nonpositive<A>(whiten(rows, point, v) * A(-0.5));
+  }
+  A total[4];
+  horizontal_sums(sums, total);
+  a.output[b] = total[0];
+}
+
+// The gradients of one block of Gaussians. IS_FIELD as above.
+template <typename A, bool IS_FIELD>
+void grad_of_block(const GaussianArrays<A>& a, int64_t block) {
+  constexpr int W = kLanes<A>;
+  const A* rows = a.blocks + block * kRows * W;
+  const int64_t first = block * W;
+  Vec<A> sum = {}, sum_v[3] = {}, sum_vv[6] = {};  // of s, s v, s v v^T
+  for (int64_t b = 0; b < a.B; ++b) {
+    const A* point = a.points + 3 * b;
+    if (IS_FIELD && a.cutoff > 0 && is_outside(rows, point)) continue;
+    Vec<A> v[3];
+    const Vec<A> distance = whiten(rows, point, v);
+    const Vec<A> s = IS_FIELD ? a.grad_output[b] * exp_nonpositive<A>(distance * A(-0.5))
+                              : load_part(a.grad_output + b * a.N, first, a.N);
+    sum += s;
+    for (int i = 0, k = 0; i < 3; ++i) {
+      const Vec<A> sv = s * v[i];
+      sum_v[i] += sv;
+      for (int j = 0; j <= i; ++j, ++k) sum_vv[k] += sv * v[j];
+    }
+  }
+  // d distance / d (mean, L) = -2 (u, tril(u v^T)); d field / d distance = -weight exp / 2.
+  const Vec<A> factor = IS_FIELD ? load(rows + kWeight * W) : Vec<A>{} - A(2);
+  Vec<A> grad_mean[3], column[3][3];
+  whiten_back(rows, sum_v, grad_mean);
+  const int at[3][3] = {{0, 1, 3}, {1, 2, 4}, {3, 4, 5}};  // of the symmetric sum_vv
+  for (int j = 0; j < 3; ++j) {
+    const Vec<A> vv[3] = {sum_vv[at[0][j]], sum_vv[at[1][j]], sum_vv[at[2][j]]};
+    whiten_back(rows, vv, column[j]);
+  }
+  for (int lane = 0; lane < W && first + lane < a.N; ++lane) {
+    const int64_t i = first + lane, n = a.gaussian_order ? a.gaussian_order[i] : i;
+    if (a.grad_weights) a.grad_weights[n] = sum[lane];
+    for (int d = 0; d < 3; ++d) {
+      a.grad_means[3 * n + d] = (grad_mean[d] * factor)[lane];
+      for (int j = 0; j < 3; ++j) a.grad_cholesky[9 * n + 3 * d + j] = j <= d ? (column[j][d] * factor)[lane] : A(0);
+    }
+  }
+}
+
+template <typename A>
+int64_t lanes_of() {
+  return kLanes<A>;
+}
+
+#define VISDET_INSTANTIATE(A)                                                     \
+  template int64_t prepare_blocks<A>(const GaussianArrays<A>&, int64_t, int64_t); \
+  template void distances_of_point<A>(const GaussianArrays<A>&, int64_t);         \
+  template void field_of_point<A>(const GaussianArrays<A>&, int64_t);             \
+  template void grad_of_point<A, true>(const GaussianArrays<A>&, int64_t);        \
+  template void grad_of_point<A, false>(const GaussianArrays<A>&, int64_t);       \
+  template void grad_of_block<A, true>(const GaussianArrays<A>&, int64_t);        \
+  template void grad_of_block<A, false>(const GaussianArrays<A>&, int64_t);       \
+  template int64_t lanes_of<A>();
+VISDET_INSTANTIATE(float)
+VISDET_INSTANTIATE(double)
+#undef VISDET_INSTANTIATE
+
+}  // namespace VISDET_ISA
+}  // namespace visdet
+
+#if defined(VISDET_ISA_BASELINE)
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <tuple>
+
+#include "../gaussian_field.h"
+#include "dispatch.h"
+
+namespace visdet {
+
+#define VISDET_DECLARE(isa)                                           \
+  namespace isa {                                                     \
+  template <typename A>                                               \
+  int64_t prepare_blocks(const GaussianArrays<A>&, int64_t, int64_t); \
+  template <typename A>                                               \
+  void distances_of_point(const GaussianArrays<A>&, int64_t);         \
+  template <typename A>                                               \
+  void field_of_point(const GaussianArrays<A>&, int64_t);             \
+  template <typename A, bool IS_FIELD>                                \
+  void grad_of_point(const GaussianArrays<A>&, int64_t);              \
+  template <typename A, bool IS_FIELD>                                \
+  void grad_of_block(const GaussianArrays<A>&, int64_t);              \
+  template <typename A>                                               \
+  int64_t lanes_of();                                                 \
+  }
+VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
+#undef VISDET_DECLARE
+
+namespace {
+
+// Pairs of one piece of work.
+constexpr int64_t kGrain = 1 << 15;
+
+template <typename F>
+void dispatch_float(const Tensor& points, const F& f) {
+  points.scalar_type() == ScalarType::Double ? f(double{}) : f(float{});
+}
+
+// The blocks of one call; checks the factors on the way.
+template <typename A>
+Scratch<A> prepare(const char* op, GaussianArrays<A>& a) {
+  const int64_t lanes = VISDET_BEST_ISA(lanes_of, A)(), count = (a.N + lanes - 1) / lanes;
+  Scratch<A> blocks(count * lanes * baseline::kRows);
+  a.blocks = blocks.data();
+  std::atomic<int64_t> bad{-1};
+  const auto run = VISDET_BEST_ISA(prepare_blocks, A);
+  torch::stable::parallel_for(0, count, kGrain / 16, [&](int64_t begin, int64_t end) {
+    const int64_t found = run(a, begin, end);
+    if (found >= 0) bad.store(found);
+  });
+  const int64_t n = bad.load();
+  if (n >= 0) {
+    const A* l = a.cholesky + 9 * n;
+    fail(op, ": cholesky must have positive diagonals, got (", l[0], ", ", l[4], ", ", l[8], ") for Gaussian ", n);
+  }
+  return blocks;
+}
+
+template <typename A>
+GaussianArrays<A> arrays_of(const GaussianProblem& problem, const Tensor& points, const Tensor& means,
+                            const Tensor& cholesky) {
+  GaussianArrays<A> a{};
+  a.B = problem.B, a.N = problem.N;
+  a.points = points.const_data_ptr<A>();
+  a.means = means.const_data_ptr<A>();
+  a.cholesky = cholesky.const_data_ptr<A>();
+  return a;
+}
+
+template <typename A, typename F>
+void for_points(const GaussianArrays<A>& a, const F& run) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, a.N));
+  torch::stable::parallel_for(0, a.B, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) run(a, b);
+  });
+}
+
+template <typename A, typename F>
+void for_blocks(const GaussianArrays<A>& a, const F& run) {
+  const int64_t lanes = VISDET_BEST_ISA(lanes_of, A)();
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, a.B * lanes));
+  torch::stable::parallel_for(0, (a.N + lanes - 1) / lanes, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) run(a, block);
+  });
+}
+
+Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in) {
+  constexpr const char* op = "mahalanobis_distance";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  const Tensor points = contiguous(points_in), means = contiguous(means_in), cholesky = contiguous(cholesky_in);
+  Tensor output = new_empty(points, {problem.B, problem.N});
+  dispatch_float(points, [&](auto tag) {
+    using A = decltype(tag);
+    auto a = arrays_of<A>(problem, points, means, cholesky);
+    a.output = output.mutable_data_ptr<A>();
+    const auto blocks = prepare(op, a);
+    for_points(a, VISDET_BEST_ISA(distances_of_point, A));
+  });
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& grad_output_in, const Tensor& points_in,
+                                                                 const Tensor& means_in, const Tensor& cholesky_in) {
+  constexpr const char* op = "mahalanobis_distance_backward";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  VISDET_CHECK(op,
+               grad_output_in.dim() == 2 && grad_output_in.size(0) == problem.B && grad_output_in.size(1) == problem.N,
+               "grad_output must be [B, N] = [", problem.B, ", ", problem.N, "], got ", shape_text(grad_output_in));
+  const Tensor grad_output = contiguous(grad_output_in), points = contiguous(points_in), means = contiguous(means_in),
+               cholesky = contiguous(cholesky_in);
+  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
+         grad_cholesky = new_empty(cholesky, cholesky.sizes());
+  dispatch_float(points, [&](auto tag) {
+    using A = decltype(tag);
+    auto a = arrays_of<A>(problem, points, means, cholesky);
+    a.grad_output = grad_output.const_data_ptr<A>();
+    a.grad_points = grad_points.mutable_data_ptr<A>();
+    a.grad_means = grad_means.mutable_data_ptr<A>();
+    a.grad_cholesky = grad_cholesky.mutable_data_ptr<A>();
+    const auto blocks = prepare(op, a);
+    for_points(a, VISDET_BEST_ISA(grad_of_point, A, false));
+    for_blocks(a, VISDET_BEST_ISA(grad_of_block, A, false));
+  });
+  return {grad_points, grad_means, grad_cholesky};
+}
+
+// What forward and backward of the field share.
+template <typename A>
+GaussianArrays<A> field_arrays(const GaussianProblem& problem, const Tensor& points, const Tensor& means,
+                               const Tensor& cholesky, const Tensor& weights, const Tensor& gaussian_order,
+                               double tolerance) {
+  auto a = arrays_of<A>(problem, points, means, cholesky);
+  a.weights = weights.const_data_ptr<A>();
+  if (gaussian_order.numel() > 0) a.gaussian_order = gaussian_order.const_data_ptr<int64_t>();
+  a.cutoff = tolerance > 0 && problem.N > 0 ? static_cast<A>(tolerance / static_cast<double>(problem.N)) : A(0);
+  return a;
+}
+
+Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in,
+                      const Tensor& weights_in, const Tensor& point_order, const Tensor& gaussian_order_in,
+                      double tolerance) {
+  constexpr const char* op = "gaussian_field";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  check_vector(op, "weights", weights_in, problem.N, points_in);
+  check_order(op, "point_order", point_order, problem.B, points_in);
+  check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
+  const Tensor points = contiguous(points_in), means = contiguous(means_in), cholesky = contiguous(cholesky_in),
+               weights = contiguous(weights_in), gaussian_order = contiguous(gaussian_order_in);
+  Tensor output = new_empty(points, {problem.B});
+  dispatch_float(points, [&](auto tag) {
+    using A = decltype(tag);
+    auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);
+    a.output = output.mutable_data_ptr<A>();
+    const auto blocks = prepare(op, a);
+    for_points(a, VISDET_BEST_ISA(field_of_point, A));
+  });
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor& grad_output_in,
+                                                                   const Tensor& points_in, const Tensor& means_in,
+                                                                   const Tensor& cholesky_in, const Tensor& weights_in,
+                                                                   const Tensor& point_order,
+                                                                   const Tensor& gaussian_order_in, double tolerance) {
+  constexpr const char* op = "gaussian_field_backward";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  check_vector(op, "weights", weights_in, problem.N, points_in);
+  check_vector(op, "grad_output", grad_output_in, problem.B, points_in);
+  check_order(op, "point_order", point_order, problem.B, points_in);
+  check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
+  const Tensor grad_output = contiguous(grad_output_in), points = contiguous(points_in), means = contiguous(means_in),
+               cholesky = contiguous(cholesky_in), weights = contiguous(weights_in),
+               gaussian_order = contiguous(gaussian_order_in);
+  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
+         grad_cholesky = new_empty(cholesky, cholesky.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  dispatch_float(points, [&](auto tag) {
+    using A = decltype(tag);
+    auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);
+    a.grad_output = grad_output.const_data_ptr<A>();
+    a.grad_points = grad_points.mutable_data_ptr<A>();
+    a.grad_means = grad_means.mutable_data_ptr<A>();
+    a.grad_cholesky = grad_cholesky.mutable_data_ptr<A>();
+    a.grad_weights = grad_weights.mutable_data_ptr<A>();
+    const auto blocks = prepare(op, a);
+    for_points(a, VISDET_BEST_ISA(grad_of_point, A, true));
+    for_blocks(a, VISDET_BEST_ISA(grad_of_block, A, true));
+  });
+  return {grad_points, grad_means, grad_cholesky, grad_weights};
+}
+
+}  // namespace
+}  // namespace visdet
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
+  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::mahalanobis_distance));
+  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::mahalanobis_distance_backward));
+  m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field));
+  m.impl("gaussian_field_backward", TORCH_BOX(&visdet::gaussian_field_backward));
+}
+
+#endif  // VISDET_ISA_BASELINE

@@ -1,0 +1,633 @@
+// mahalanobis_distance and gaussian_field on CUDA. The contract is in ../gaussian_field.h.
+//
+// A pair costs some fifteen instructions and no memory traffic: what one side of it needs is in registers, the other
+// side's is read from shared memory, a tile at a time. The forward and the gradient of points keep points in registers,
+// the gradients of Gaussians keep a Gaussian and its ten sums; so each output has one owner and nothing is added
+// atomically. Where the owners are too few to fill the GPU, the other side is split over blocks, whose sums a second
+// kernel adds in order.
+//
+// With a cutoff both sides come in an order that brings neighbours together, and a block first passes over what lies
+// outside its own box: one comparison with a box for kThreads pairs.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "../common/cuda_utils.cuh"
+#include "../gaussian_field.h"
+
+namespace visdet {
+namespace {
+
+constexpr unsigned kAll = 0xffffffffu;
+constexpr int kThreads = 128;
+
+template <typename A>
+struct Inputs {
+  int64_t B, N;
+  const A* points;                // [B, 3]
+  const A* means;                 // [N, 3]
+  const A* cholesky;              // [N, 3, 3]
+  const A* weights;               // [N]
+  const int64_t* point_order;     // [B], or null: as they come
+  const int64_t* gaussian_order;  // [N], or null
+  A cutoff;                       // tolerance / N, or 0: leave out nothing
+  int64_t part;                   // of the split side, what a block takes
+};
+
+// exp(-distance / 2) is 2^-|v'|^2 with v' = v * kScale in float32, where 2^x is one instruction.
+template <typename A>
+struct Exponent;
+template <>
+struct Exponent<float> {
+  static constexpr float kScale = 0.84932180028801907f;  // sqrt(log2(e) / 2)
+  static __device__ __forceinline__ float apply(float square) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(-square));
+    return result;
+  }
+};
+template <>
+struct Exponent<double> {
+  static constexpr double kScale = 1.0;
+  static __device__ __forceinline__ double apply(double square) { return exp(-0.5 * square); }
+};
+
+// A Gaussian as the inner loops want it: the factor divided by the exponent's scale, its diagonal inverted. A diagonal
+// that is not positive makes everything NaN.
+template <typename A>
+struct alignas(16) Gaussian {
+  A x, y, z, weight;
+  A i00, l10, i11, l20;
+  A l21, i22, reserved, reserved_too;
+};
+
+template <typename A>
+__device__ __forceinline__ Gaussian<A> read_gaussian(const Inputs<A>& in, int64_t n, A scale) {
+  const A *mean = in.means + 3 * n, *l = in.cholesky + 9 * n;
+  const bool is_valid = l[0] > 0 && l[4] > 0 && l[8] > 0;
+  const A nan = quiet_nan<A>();
+  return {mean[0],
+          mean[1],
+          is_valid ? mean[2] : nan,
+          in.weights ? in.weights[n] : A(0),
+          scale / l[0],
+          l[3] / scale,
+          scale / l[4],
+          l[6] / scale,
+          l[7] / scale,
+          scale / l[8],
+          A(0),
+          A(0)};
+}
+
+// v = L^-1 (point - mean); returns |v|^2.
+template <typename A>
+__device__ __forceinline__ A whiten(const Gaussian<A>& g, A x, A y, A z, A (&v)[3]) {
+  const A dx = x - g.x, dy = y - g.y, dz = z - g.z;
+  v[0] = dx * g.i00;
+  v[1] = (dy - g.l10 * v[0]) * g.i11;
+  v[2] = (dz - g.l20 * v[0] - g.l21 * v[1]) * g.i22;
+  return v[0] * v[0] + v[1] * v[1] + v[2] * v[2];
+}
+
+// u = L^-T v.
+template <typename A>
+__device__ __forceinline__ void whiten_back(const Gaussian<A>& g, const A (&v)[3], A (&u)[3]) {
+  u[2] = v[2] * g.i22;
+  u[1] = (v[1] - g.l21 * u[2]) * g.i11;
+  u[0] = (v[0] - g.l10 * u[1] - g.l20 * u[2]) * g.i00;
+}
+
+template <typename A>
+struct Box {
+  A low[3], high[3];
+};
+
+template <typename A>
+__device__ __forceinline__ A infinity() {
+  return static_cast<A>(__int_as_float(0x7f800000));
+}
+template <typename A>
+__device__ __forceinline__ Box<A> nothing() {
+  const A far = infinity<A>();
+  return {{far, far, far}, {-far, -far, -far}};
+}
+
+// The box from `low` to `high`; everything, if one of them is NaN: NaN is never left out.
+template <typename A>
+__device__ __forceinline__ Box<A> box_between(const A (&low)[3], const A (&high)[3]) {
+  Box<A> box;
+  bool is_nan = false;
+#pragma unroll
+  for (int d = 0; d < 3; ++d) is_nan |= isnan(low[d]) || isnan(high[d]);
+#pragma unroll
+  for (int d = 0; d < 3; ++d)
+    box.low[d] = is_nan ? -infinity<A>() : low[d], box.high[d] = is_nan ? infinity<A>() : high[d];
+  return box;
+}
+
+// Where Gaussian n has more to say than the cutoff.
+template <typename A>
+__device__ __forceinline__ Box<A> box_of_gaussian(const Inputs<A>& in, int64_t n) {
+  const A *mean = in.means + 3 * n, *l = in.cholesky + 9 * n, size = abs(in.weights[n]);
+  if (size <= in.cutoff) return nothing<A>();
+  const bool is_valid = l[0] > 0 && l[4] > 0 && l[8] > 0;
+  const A radius = is_valid ? sqrt(2 * log(size / in.cutoff)) : quiet_nan<A>();
+  const A reach[3] = {radius * l[0], radius * sqrt(l[3] * l[3] + l[4] * l[4]),
+                      radius * sqrt(l[6] * l[6] + l[7] * l[7] + l[8] * l[8])};
+  return box_between<A>({mean[0] - reach[0], mean[1] - reach[1], mean[2] - reach[2]},
+                        {mean[0] + reach[0], mean[1] + reach[1], mean[2] + reach[2]});
+}
+
+template <typename A>
+__device__ __forceinline__ bool are_apart(const Box<A>& a, const Box<A>& b) {
+  bool apart = false;
+#pragma unroll
+  for (int d = 0; d < 3; ++d) apart |= a.low[d] > b.high[d] || a.high[d] < b.low[d];
+  return apart;
+}
+
+// All threads of the block: the box around theirs.
+template <typename A>
+__device__ __forceinline__ Box<A> box_of_block(Box<A> box) {
+  __shared__ Box<A> boxes[kThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int d = 0; d < 3; ++d) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      box.low[d] = min(box.low[d], __shfl_xor_sync(kAll, box.low[d], step));
+      box.high[d] = max(box.high[d], __shfl_xor_sync(kAll, box.high[d], step));
+    }
+  }
+  if (lane == 0) boxes[warp] = box;
+  __syncthreads();
+  for (int w = 0; w < kThreads / 32; ++w) {
+    for (int d = 0; d < 3; ++d) {
+      box.low[d] = min(box.low[d], boxes[w].low[d]), box.high[d] = max(box.high[d], boxes[w].high[d]);
+    }
+  }
+  return box;
+}
+
+// All threads of the block: this thread's place in the tile if it keeps its entry, in order, and the tile's length.
+__device__ __forceinline__ int place_in_tile(bool keep, int& place) {
+  __shared__ int32_t counts[kThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned ballot = __ballot_sync(kAll, keep);
+  if (lane == 0) counts[warp] = __popc(ballot);
+  __syncthreads();
+  int total = 0;
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w == warp) place = total + __popc(ballot & ((1u << lane) - 1));
+    total += counts[w];
+  }
+  return total;
+}
+
+// A block takes kThreads * R points and a part of the Gaussians. GRAD: three sums a point, the gradient of the field
+// with respect to it but for -grad_output; else one, the field.
+template <typename A, int R, bool GRAD, bool CULL>
+__global__ void __launch_bounds__(kThreads)
+    point_kernel(const Inputs<A> in, const A* __restrict__ grad_output, A* __restrict__ to, bool is_whole) {
+  constexpr A kScale = Exponent<A>::kScale;
+  constexpr int kSums = GRAD ? 3 : 1;
+  __shared__ Gaussian<A> tile[kThreads];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * R);
+  A x[R], y[R], z[R], sums[R][kSums] = {};
+  int64_t at[R];
+  Box<A> box = nothing<A>();
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const int64_t i = first + r * kThreads + threadIdx.x;
+    at[r] = i < in.B ? (CULL ? in.point_order[i] : i) : -1;
+    x[r] = y[r] = z[r] = 0;
+    if (at[r] < 0) continue;
+    const A* point = in.points + 3 * at[r];
+    x[r] = point[0], y[r] = point[1], z[r] = point[2];
+    if (CULL) {
+      const Box<A> there = box_between<A>({x[r], y[r], z[r]}, {x[r], y[r], z[r]});
+#pragma unroll
+      for (int d = 0; d < 3; ++d) {
+        box.low[d] = min(box.low[d], there.low[d]), box.high[d] = max(box.high[d], there.high[d]);
+      }
+    }
+  }
+  if (CULL) box = box_of_block(box);
+  const int64_t begin = blockIdx.y * in.part, end = min(begin + in.part, in.N);
+  for (int64_t n0 = begin; n0 < end; n0 += kThreads) {
+    const int64_t i = n0 + threadIdx.x, n = i < end ? (CULL ? in.gaussian_order[i] : i) : -1;
+    int count = static_cast<int>(min(static_cast<int64_t>(kThreads), end - n0)), place = threadIdx.x;
+    bool keep = n >= 0;
+    if (CULL) {
+      keep = keep && !are_apart(box, box_of_gaussian(in, n));
+      count = place_in_tile(keep, place);
+    }
+    if (keep) tile[place] = read_gaussian(in, n, kScale);
+    __syncthreads();
+#pragma unroll 2
+    for (int k = 0; k < count; ++k) {
+      const Gaussian<A> g = tile[k];
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        A v[3];
+        const A e = Exponent<A>::apply(whiten(g, x[r], y[r], z[r], v));
+        if constexpr (GRAD) {
+          A u[3];
+          const A s = g.weight * e;
+          whiten_back(g, v, u);
+#pragma unroll
+          for (int d = 0; d < 3; ++d) sums[r][d] += s * u[d];
+        } else {
+          sums[r][0] += g.weight * e;
+        }
+      }
+    }
+    __syncthreads();  // the tile has been read
+  }
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    if (at[r] < 0) continue;
+    // u carries the scale twice.
+    const A factor = GRAD ? (is_whole ? -grad_output[at[r]] : A(-1)) / (kScale * kScale) : A(1);
+#pragma unroll
+    for (int d = 0; d < kSums; ++d) to[(blockIdx.y * in.B + at[r]) * kSums + d] = sums[r][d] * factor;
+  }
+}
+
+// A block takes kThreads Gaussians and a part of the points. Sums over points of s, s v, s v v^T with s = grad_output *
+// exp (FIELD) or grad_output[b, n].
+template <typename A, bool FIELD, bool CULL>
+__global__ void __launch_bounds__(kThreads)
+    gaussian_kernel(const Inputs<A> in, const A* __restrict__ grad_output, A* __restrict__ partial) {
+  constexpr A kScale = FIELD ? Exponent<A>::kScale : A(1);
+  __shared__ Pack<A, 4> tile[kThreads];
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t n = i < in.N ? (CULL ? in.gaussian_order[i] : i) : -1;
+  Gaussian<A> g{};
+  Box<A> box = nothing<A>();
+  if (n >= 0) {
+    g = read_gaussian(in, n, kScale);
+    if (CULL) box = box_of_gaussian(in, n);
+  }
+  if (CULL) box = box_of_block(box);
+  A sum = 0, sum_v[3] = {}, sum_vv[6] = {};
+  const int64_t begin = blockIdx.y * in.part, end = min(begin + in.part, in.B);
+  for (int64_t b0 = begin; b0 < end; b0 += kThreads) {
+    const int64_t j = b0 + threadIdx.x, b = j < end ? (CULL ? in.point_order[j] : j) : -1;
+    int count = static_cast<int>(min(static_cast<int64_t>(kThreads), end - b0)), place = threadIdx.x;
+    bool keep = b >= 0;
+    Pack<A, 4> point{};
+    if (keep) {
+      for (int d = 0; d < 3; ++d) point.at[d] = in.points[3 * b + d];
+      if (FIELD) point.at[3] = grad_output[b];
+    }
+    if (CULL) {
+      const Box<A> there =
+          box_between<A>({point.at[0], point.at[1], point.at[2]}, {point.at[0], point.at[1], point.at[2]});
+      keep = keep && !are_apart(box, there);
+      count = place_in_tile(keep, place);
+    }
+    if (keep) tile[place] = point;
+    __syncthreads();
+#pragma unroll 2
+    for (int k = 0; k < count; ++k) {
+      const Pack<A, 4> p = tile[k];
+      A v[3];
+      const A square = whiten(g, p.at[0], p.at[1], p.at[2], v);
+      A s;
+      if constexpr (FIELD) {
+        s = p.at[3] * Exponent<A>::apply(square);
+      } else {
+        s = n >= 0 ? grad_output[(b0 + k) * in.N + n] : A(0);
+      }
+      sum += s;
+#pragma unroll
+      for (int d = 0, m = 0; d < 3; ++d) {
+        const A sv = s * v[d];
+        sum_v[d] += sv;
+#pragma unroll
+        for (int e = 0; e <= d; ++e, ++m) sum_vv[m] += sv * v[e];
+      }
+    }
+    __syncthreads();  // the tile has been read
+  }
+  if (n < 0) return;
+  // [10, N] of each part, so that neighbouring threads write neighbouring numbers.
+  A* to = partial + blockIdx.y * 10 * in.N + n;
+  to[0] = sum;
+#pragma unroll
+  for (int d = 0; d < 3; ++d) to[(1 + d) * in.N] = sum_v[d];
+#pragma unroll
+  for (int m = 0; m < 6; ++m) to[(4 + m) * in.N] = sum_vv[m];
+}
+
+// Adds the parts in order and turns them into gradients.
+template <typename A, bool FIELD>
+__global__ void __launch_bounds__(kThreads)
+    finish_gaussian_kernel(const Inputs<A> in, const A* __restrict__ partial, int parts, A* __restrict__ grad_means,
+                           A* __restrict__ grad_cholesky, A* __restrict__ grad_weights) {
+  constexpr A kScale = FIELD ? Exponent<A>::kScale : A(1);
+  const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (n >= in.N) return;
+  A sums[10] = {};
+#pragma unroll 4
+  for (int p = 0; p < parts; ++p) {
+#pragma unroll
+    for (int k = 0; k < 10; ++k) sums[k] += partial[(static_cast<int64_t>(p) * 10 + k) * in.N + n];
+  }
+  const Gaussian<A> g = read_gaussian(in, n, kScale);
+  // v carries the scale once, u twice.
+  const A factor = FIELD ? g.weight / (kScale * kScale) : A(-2);
+  const A v[3] = {sums[1], sums[2], sums[3]};
+  A u[3];
+  whiten_back(g, v, u);
+#pragma unroll
+  for (int d = 0; d < 3; ++d) grad_means[3 * n + d] = factor * u[d];
+  const A* s = sums + 4;
+  const A columns[3][3] = {{s[0], s[1], s[3]}, {s[1], s[2], s[4]}, {s[3], s[4], s[5]}};
+#pragma unroll
+  for (int j = 0; j < 3; ++j) {
+    whiten_back(g, columns[j], u);
+#pragma unroll
+    for (int d = 0; d < 3; ++d) grad_cholesky[9 * n + 3 * d + j] = j <= d ? factor / kScale * u[d] : A(0);
+  }
+  if (FIELD) grad_weights[n] = sums[0];
+}
+
+// to[i] = the sum over the parts; times -grad_output[i / 3] for gradients of points.
+template <typename A, bool GRAD>
+__global__ void __launch_bounds__(kThreads)
+    finish_point_kernel(const A* __restrict__ partial, const A* __restrict__ grad_output, A* __restrict__ to,
+                        int64_t count, int parts) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= count) return;
+  A sum = 0;
+#pragma unroll 4
+  for (int p = 0; p < parts; ++p) sum += partial[p * count + i];
+  to[i] = GRAD ? sum * grad_output[i / 3] : sum;
+}
+
+// A thread keeps a Gaussian, a block walks a part of the points: rows of the output, written side by side.
+template <typename A>
+__global__ void __launch_bounds__(kThreads) distance_kernel(const Inputs<A> in, A* __restrict__ output) {
+  const int64_t n = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
+  if (n >= in.N) return;
+  const Gaussian<A> g = read_gaussian(in, n, A(1));
+  const int64_t begin = blockIdx.x * in.part, end = min(begin + in.part, in.B);
+#pragma unroll 4
+  for (int64_t b = begin; b < end; ++b) {
+    A v[3];
+    output[b * in.N + n] = whiten(g, in.points[3 * b], in.points[3 * b + 1], in.points[3 * b + 2], v);
+  }
+}
+
+// A warp takes a point; its lanes share the Gaussians.
+template <typename A>
+__global__ void __launch_bounds__(kThreads)
+    distance_point_kernel(const Inputs<A> in, const A* __restrict__ grad_output, A* __restrict__ grad_points) {
+  const int64_t b = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  if (b >= in.B) return;
+  const int lane = threadIdx.x % 32;
+  const A x = in.points[3 * b], y = in.points[3 * b + 1], z = in.points[3 * b + 2];
+  A sums[3] = {};
+  for (int64_t n = lane; n < in.N; n += 32) {
+    const Gaussian<A> g = read_gaussian(in, n, A(1));
+    A v[3], u[3];
+    whiten(g, x, y, z, v);
+    whiten_back(g, v, u);
+    const A s = grad_output[b * in.N + n];
+#pragma unroll
+    for (int d = 0; d < 3; ++d) sums[d] += s * u[d];
+  }
+#pragma unroll
+  for (int d = 0; d < 3; ++d) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sums[d] += __shfl_xor_sync(kAll, sums[d], step);
+    if (lane == 0) grad_points[3 * b + d] = 2 * sums[d];
+  }
+}
+
+unsigned blocks_of(const char* op, int64_t blocks) {
+  VISDET_CHECK(op, blocks <= INT32_MAX, "the input is too large: ", blocks, " blocks");
+  return static_cast<unsigned>(blocks);
+}
+
+// Splits `count` into parts of whole tiles so that `owners` blocks times the parts come to about `wanted` blocks.
+struct Split {
+  int64_t part;
+  int32_t parts;
+};
+Split split_of(int64_t count, int64_t owners, int64_t wanted, int64_t tile) {
+  const int64_t tiles = std::max<int64_t>(1, ceil_div(count, tile));
+  const int64_t parts = std::clamp<int64_t>(ceil_div(wanted, owners), 1, std::min<int64_t>(tiles, 65535));
+  const int64_t part = ceil_div(tiles, parts) * tile;
+  return {part, static_cast<int32_t>(std::max<int64_t>(1, ceil_div(count, part)))};
+}
+
+template <typename A>
+Inputs<A> inputs_of(const GaussianProblem& problem, const Tensor& points, const Tensor& means, const Tensor& cholesky) {
+  Inputs<A> in{};
+  in.B = problem.B, in.N = problem.N;
+  in.points = points.const_data_ptr<A>();
+  in.means = means.const_data_ptr<A>();
+  in.cholesky = cholesky.const_data_ptr<A>();
+  return in;
+}
+
+template <typename F>
+void dispatch_float(const Tensor& points, const F& f) {
+  points.scalar_type() == ScalarType::Double ? f(double{}) : f(float{});
+}
+
+// Blocks of kThreads that a GPU works on at a time, twice.
+int64_t wanted_blocks(const Tensor& points) { return int64_t{32} * multiprocessors(points.get_device_index()); }
+
+// The field, or (GRAD) the gradient of points.
+template <typename A, bool GRAD>
+void run_points(const char* op, Inputs<A> in, const Tensor& points, const A* grad_output, A* to, cudaStream_t stream) {
+  const auto run = [&](auto rows, auto cull) {
+    constexpr int R = decltype(rows)::value;
+    constexpr bool kCull = decltype(cull)::value;
+    const int64_t owners = ceil_div(in.B, kThreads * R);
+    // A small problem is over before a large grid has started: parts of a quarter of a tile at the least.
+    const Split split = split_of(in.N, owners, R == 1 ? wanted_blocks(points) / 32 : wanted_blocks(points),
+                                 R == 1 ? kThreads / 4 : kThreads);
+    in.part = split.part;
+    const dim3 grid(blocks_of(op, owners), static_cast<unsigned>(split.parts));
+    const int64_t count = in.B * (GRAD ? 3 : 1);
+    if (split.parts == 1) {
+      point_kernel<A, R, GRAD, kCull><<<grid, kThreads, 0, stream>>>(in, grad_output, to, true);
+      return;
+    }
+    Tensor partial = new_empty(points, {split.parts, count});
+    A* partial_data = partial.mutable_data_ptr<A>();
+    point_kernel<A, R, GRAD, kCull><<<grid, kThreads, 0, stream>>>(in, grad_output, partial_data, false);
+    finish_point_kernel<A, GRAD><<<blocks_of(op, ceil_div(count, kThreads)), kThreads, 0, stream>>>(
+        partial_data, grad_output, to, count, split.parts);
+  };
+  const std::integral_constant<int, 1> one;
+  const std::integral_constant<int, sizeof(A) == 4 ? 4 : 2> several;
+  if (in.cutoff > 0) {
+    run(one, std::true_type{});  // small boxes leave out more
+  } else if (in.B <= 16 * kThreads * multiprocessors(points.get_device_index()) / 4) {
+    run(one, std::false_type{});
+  } else {
+    run(several, std::false_type{});
+  }
+}
+
+template <typename A, bool FIELD>
+void run_gaussians(const char* op, Inputs<A> in, const Tensor& points, const A* grad_output, A* grad_means,
+                   A* grad_cholesky, A* grad_weights, cudaStream_t stream) {
+  const int64_t owners = ceil_div(in.N, kThreads);
+  const bool is_small = in.B * in.N <= int64_t{1} << 22;
+  const Split split = split_of(in.B, owners, is_small ? wanted_blocks(points) / 32 : wanted_blocks(points),
+                               is_small ? kThreads / 4 : kThreads);
+  in.part = split.part;
+  const dim3 grid(blocks_of(op, owners), static_cast<unsigned>(split.parts));
+  Tensor partial = new_empty(points, {split.parts, 10, in.N});
+  A* partial_data = partial.mutable_data_ptr<A>();
+  if (FIELD && in.cutoff > 0) {
+    gaussian_kernel<A, FIELD, true><<<grid, kThreads, 0, stream>>>(in, grad_output, partial_data);
+  } else {
+    gaussian_kernel<A, FIELD, false><<<grid, kThreads, 0, stream>>>(in, grad_output, partial_data);
+  }
+  finish_gaussian_kernel<A, FIELD><<<blocks_of(op, owners), kThreads, 0, stream>>>(
+      in, partial_data, split.parts, grad_means, grad_cholesky, grad_weights);
+}
+
+Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in) {
+  constexpr const char* op = "mahalanobis_distance";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
+  const Tensor points = contiguous(points_in), means = contiguous(means_in), cholesky = contiguous(cholesky_in);
+  Tensor output = new_empty(points, {problem.B, problem.N});
+  if (output.numel() == 0) return output;
+  const int64_t columns = ceil_div(problem.N, kThreads);
+  VISDET_CHECK(op, columns <= 65535, "means must be fewer than 2^23 on CUDA, got ", problem.N);
+  dispatch_float(points, [&](auto tag) {
+    using A = decltype(tag);
+    auto in = inputs_of<A>(problem, points, means, cholesky);
+    in.part = std::clamp<int64_t>(ceil_div(problem.B * columns, 4 * wanted_blocks(points)), 1, 64);
+    const dim3 grid(blocks_of(op, ceil_div(problem.B, in.part)), static_cast<unsigned>(columns));
+    distance_kernel<A><<<grid, kThreads, 0, current_stream(points)>>>(in, output.mutable_data_ptr<A>());
+  });
+  check_launch(op);
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& grad_output_in, const Tensor& points_in,
+                                                                 const Tensor& means_in, const Tensor& cholesky_in) {
+  constexpr const char* op = "mahalanobis_distance_backward";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  VISDET_CHECK(op,
+               grad_output_in.dim() == 2 && grad_output_in.size(0) == problem.B && grad_output_in.size(1) == problem.N,
+               "grad_output must be [B, N] = [", problem.B, ", ", problem.N, "], got ", shape_text(grad_output_in));
+  const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
+  const Tensor grad_output = contiguous(grad_output_in), points = contiguous(points_in), means = contiguous(means_in),
+               cholesky = contiguous(cholesky_in);
+  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
+         grad_cholesky = new_empty(cholesky, cholesky.sizes());
+  if (grad_output.numel() == 0) {
+    zero_(grad_points), zero_(grad_means), zero_(grad_cholesky);
+    return {grad_points, grad_means, grad_cholesky};
+  }
+  const cudaStream_t stream = current_stream(points);
+  dispatch_float(points, [&](auto tag) {
+    using A = decltype(tag);
+    const auto in = inputs_of<A>(problem, points, means, cholesky);
+    const A* grad = grad_output.const_data_ptr<A>();
+    distance_point_kernel<A><<<blocks_of(op, ceil_div(problem.B, kThreads / 32)), kThreads, 0, stream>>>(
+        in, grad, grad_points.mutable_data_ptr<A>());
+    run_gaussians<A, false>(op, in, points, grad, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>(),
+                            nullptr, stream);
+  });
+  check_launch(op);
+  return {grad_points, grad_means, grad_cholesky};
+}
+
+// What forward and backward of the field share.
+template <typename A>
+Inputs<A> field_inputs(const GaussianProblem& problem, const Tensor& points, const Tensor& means,
+                       const Tensor& cholesky, const Tensor& weights, const Tensor& point_order,
+                       const Tensor& gaussian_order, double tolerance) {
+  auto in = inputs_of<A>(problem, points, means, cholesky);
+  in.weights = weights.const_data_ptr<A>();
+  if (tolerance > 0 && point_order.numel() > 0 && gaussian_order.numel() > 0) {
+    in.point_order = point_order.const_data_ptr<int64_t>();
+    in.gaussian_order = gaussian_order.const_data_ptr<int64_t>();
+    in.cutoff = static_cast<A>(tolerance / static_cast<double>(problem.N));
+  }
+  return in;
+}
+
+Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in,
+                      const Tensor& weights_in, const Tensor& point_order_in, const Tensor& gaussian_order_in,
+                      double tolerance) {
+  constexpr const char* op = "gaussian_field";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  check_vector(op, "weights", weights_in, problem.N, points_in);
+  check_order(op, "point_order", point_order_in, problem.B, points_in);
+  check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
+  const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
+  const Tensor points = contiguous(points_in), means = contiguous(means_in), cholesky = contiguous(cholesky_in),
+               weights = contiguous(weights_in), point_order = contiguous(point_order_in),
+               gaussian_order = contiguous(gaussian_order_in);
+  Tensor output = new_empty(points, {problem.B});
+  if (problem.B == 0) return output;
+  if (problem.N == 0) return zero_(output);
+  dispatch_float(points, [&](auto tag) {
+    using A = decltype(tag);
+    const auto in = field_inputs<A>(problem, points, means, cholesky, weights, point_order, gaussian_order, tolerance);
+    run_points<A, false>(op, in, points, nullptr, output.mutable_data_ptr<A>(), current_stream(points));
+  });
+  check_launch(op);
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor& grad_output_in,
+                                                                   const Tensor& points_in, const Tensor& means_in,
+                                                                   const Tensor& cholesky_in, const Tensor& weights_in,
+                                                                   const Tensor& point_order_in,
+                                                                   const Tensor& gaussian_order_in, double tolerance) {
+  constexpr const char* op = "gaussian_field_backward";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  check_vector(op, "weights", weights_in, problem.N, points_in);
+  check_vector(op, "grad_output", grad_output_in, problem.B, points_in);
+  check_order(op, "point_order", point_order_in, problem.B, points_in);
+  check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
+  const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
+  const Tensor grad_output = contiguous(grad_output_in), points = contiguous(points_in), means = contiguous(means_in),
+               cholesky = contiguous(cholesky_in), weights = contiguous(weights_in),
+               point_order = contiguous(point_order_in), gaussian_order = contiguous(gaussian_order_in);
+  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
+         grad_cholesky = new_empty(cholesky, cholesky.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  if (problem.B == 0 || problem.N == 0) {
+    zero_(grad_points), zero_(grad_means), zero_(grad_cholesky), zero_(grad_weights);
+    return {grad_points, grad_means, grad_cholesky, grad_weights};
+  }
+  const cudaStream_t stream = current_stream(points);
+  dispatch_float(points, [&](auto tag) {
+    using A = decltype(tag);
+    const auto in = field_inputs<A>(problem, points, means, cholesky, weights, point_order, gaussian_order, tolerance);
+    const A* grad = grad_output.const_data_ptr<A>();
+    run_points<A, true>(op, in, points, grad, grad_points.mutable_data_ptr<A>(), stream);
+    run_gaussians<A, true>(op, in, points, grad, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>(),
+                           grad_weights.mutable_data_ptr<A>(), stream);
+  });
+  check_launch(op);
+  return {grad_points, grad_means, grad_cholesky, grad_weights};
+}
+
+}  // namespace
+}  // namespace visdet
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::mahalanobis_distance));
+  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::mahalanobis_distance_backward));
+  m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field));
+  m.impl("gaussian_field_backward", TORCH_BOX(&visdet::gaussian_field_backward));
+}

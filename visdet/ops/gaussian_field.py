@@ -1,0 +1,129 @@
+"""A weighted sum of 3-D Gaussians at many points, without the points x Gaussians matrix."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+from .mahalanobis_distance import in_computation_type, mahalanobis_distance_reference
+
+__all__ = ["gaussian_field", "gaussian_field_reference"]
+
+_ORDER_BITS = 10  # of each coordinate, in the order that brings neighbours together
+
+
+def gaussian_field(
+    points: Tensor,  # [B, 3]
+    means: Tensor,  # [N, 3]
+    cholesky: Tensor,  # [N, 3, 3] lower
+    weights: Tensor,  # [N]
+    tolerance: float = 0.0,
+) -> Tensor:  # [B]
+    """Return ``field[b] = sum_n weights[n] * exp(-mahalanobis_distance[b, n] / 2)`` in O(B + N) memory.
+
+    Args:
+        points: float64, float32, float16 or bfloat16.
+        means: of any floating type; means, factors and weights are converted to the type of the computation.
+        cholesky: lower factors of the covariances; what stands above the diagonal is not read. On the CPU a diagonal
+            that is not positive is an error; on CUDA, where finding it would synchronise, the field is NaN.
+        weights: any numbers.
+        tolerance: 0 adds every pair. Above 0, Gaussian n may be left out at points where its term is below
+            ``tolerance / N`` in magnitude, so that no value of the field is off by more than ``tolerance``; points
+            and Gaussians are sorted in space on the way, and compact Gaussians cost only where they are. The
+            gradients are those of the terms that were added.
+
+    Returns:
+        The field, summed in float32 (float64 for float64 points), in the type of ``points``.
+
+    Differentiable once with respect to everything but ``tolerance``, all six entries of each factor included (zero
+    above the diagonal). Deterministic, forward and backward. A NaN point has a NaN value.
+
+    Raises:
+        RuntimeError: a shape, type, device or diagonal does not fit; the message names the argument.
+        ValueError: ``tolerance`` is negative or not finite.
+        NotBuiltError: the library for the device is not built.
+
+    Source: the density of a Gaussian mixture; the fused kernels are visdet's own.
+    """
+    _library.require_cpu()
+    if not 0 <= tolerance < float("inf"):
+        raise ValueError(f"gaussian_field: tolerance must be a finite number of at least 0, got {tolerance}")
+    tensors = in_computation_type("gaussian_field", points, means, cholesky, weights)
+    points, means, cholesky, weights, dtype = tensors
+    if points.device.type not in ("cpu", "cuda", "meta"):
+        return gaussian_field_reference(points, means, cholesky, weights).to(dtype)
+    point_order = gaussian_order = torch.empty(0, dtype=torch.int64, device=points.device)
+    if tolerance > 0 and points.dim() == means.dim() == 2 and len(points) > 0 and len(means) > 0:
+        point_order, gaussian_order = _space_order(points.detach()), _space_order(means.detach())
+    field = torch.ops.visdet.gaussian_field(
+        points, means, cholesky, weights, point_order, gaussian_order, float(tolerance)
+    )
+    return field.to(dtype)
+
+
+def gaussian_field_reference(points: Tensor, means: Tensor, cholesky: Tensor, weights: Tensor) -> Tensor:
+    """Return what ``gaussian_field`` returns, in plain torch: the definition kernels are tested against."""
+    return torch.exp(-0.5 * mahalanobis_distance_reference(points, means, cholesky)) @ weights
+
+
+def _space_order(positions: Tensor) -> Tensor:
+    """Return the permutation of positions [M, 3] along a Z-order curve through their box."""
+    low, high = positions.amin(0), positions.amax(0)
+    cells = (positions - low) / (high - low).clamp(min=1e-30) * (2**_ORDER_BITS - 1)
+    cells = cells.nan_to_num(0.0).clamp(0, 2**_ORDER_BITS - 1).to(torch.int64)
+    code = torch.zeros_like(cells[:, 0])
+    for bit in range(_ORDER_BITS):
+        for axis in range(3):
+            code |= (cells[:, axis] >> bit & 1) << (3 * bit + axis)
+    return code.argsort(stable=True)
+
+
+def _fake(
+    points: Tensor,
+    means: Tensor,
+    cholesky: Tensor,
+    weights: Tensor,
+    point_order: Tensor,
+    gaussian_order: Tensor,
+    tolerance: float,
+) -> Tensor:
+    torch._check(
+        points.dim() == 2, lambda: f"gaussian_field: points must be [B, 3], got {tuple(points.shape)}"
+    )
+    return points.new_empty(points.shape[0])
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    points: Tensor,
+    means: Tensor,
+    cholesky: Tensor,
+    weights: Tensor,
+    point_order: Tensor,
+    gaussian_order: Tensor,
+    tolerance: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        points.new_empty(points.shape),
+        means.new_empty(means.shape),
+        cholesky.new_empty(cholesky.shape),
+        weights.new_empty(weights.shape),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+    ctx.tolerance = inputs[-1]
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.visdet.gaussian_field_backward(grad_output, *ctx.saved_tensors, ctx.tolerance)
+    return (*grads, None, None, None)
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::gaussian_field", _fake)
+    torch.library.register_fake("visdet::gaussian_field_backward", _fake_backward)
+    torch.library.register_autograd("visdet::gaussian_field", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("gaussian_field", "gaussian_field_backward")

@@ -1,0 +1,89 @@
+"""Squared Mahalanobis distances between 3-D points and Gaussians."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+
+__all__ = ["mahalanobis_distance", "mahalanobis_distance_reference"]
+
+
+def mahalanobis_distance(
+    points: Tensor,  # [B, 3]
+    means: Tensor,  # [N, 3]
+    cholesky: Tensor,  # [N, 3, 3] lower
+) -> Tensor:  # [B, N]
+    """Return ``distance[b, n] = |v|^2`` with ``cholesky[n] @ v = points[b] - means[n]``: squared, nothing added.
+
+    Args:
+        points: float64, float32, float16 or bfloat16.
+        means: of any floating type; means and factors are converted to the type of the computation.
+        cholesky: lower factors of the covariances; what stands above the diagonal is not read. On the CPU a diagonal
+            that is not positive is an error; on CUDA, where finding it would synchronise, that Gaussian's distances
+            are NaN.
+
+    Returns:
+        The distances, computed in float32 (float64 for float64 points) and returned in the type of ``points``.
+
+    Differentiable once with respect to everything, all six entries of each factor included (zero above the
+    diagonal). Deterministic. A NaN point, or Gaussian, has NaN distances.
+
+    Raises:
+        RuntimeError: a shape, type, device or diagonal does not fit; the message names the argument.
+        NotBuiltError: the library for the device is not built.
+
+    Source: the triangular solve of a Gaussian's exponent; the fused kernels are visdet's own.
+    """
+    _library.require_cpu()
+    points, means, cholesky, dtype = in_computation_type("mahalanobis_distance", points, means, cholesky)
+    if points.device.type not in ("cpu", "cuda", "meta"):
+        return mahalanobis_distance_reference(points, means, cholesky).to(dtype)
+    return torch.ops.visdet.mahalanobis_distance(points, means, cholesky).to(dtype)
+
+
+def mahalanobis_distance_reference(points: Tensor, means: Tensor, cholesky: Tensor) -> Tensor:
+    """Return what ``mahalanobis_distance`` returns, in plain torch: the definition kernels are tested against."""
+    difference = (points[:, None] - means).permute(1, 2, 0)  # [N, 3, B]
+    v = torch.linalg.solve_triangular(cholesky.tril(), difference, upper=False)
+    return v.square().sum(1).t()
+
+
+def in_computation_type(op: str, points: Tensor, *others: Tensor) -> tuple[Any, ...]:
+    """Return points and the other tensors in float32, or float64 where points are, and the type of points."""
+    if not points.is_floating_point():
+        raise RuntimeError(f"{op}: points must be a floating-point tensor, got {points.dtype}")
+    dtype = torch.float64 if points.dtype == torch.float64 else torch.float32
+    return (points.to(dtype), *(other.to(dtype) for other in others), points.dtype)
+
+
+def _fake(points: Tensor, means: Tensor, cholesky: Tensor) -> Tensor:
+    torch._check(
+        points.dim() == 2, lambda: f"mahalanobis_distance: points must be [B, 3], got {tuple(points.shape)}"
+    )
+    torch._check(
+        means.dim() == 2, lambda: f"mahalanobis_distance: means must be [N, 3], got {tuple(means.shape)}"
+    )
+    return points.new_empty(points.shape[0], means.shape[0])
+
+
+def _fake_backward(
+    grad_output: Tensor, points: Tensor, means: Tensor, cholesky: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return points.new_empty(points.shape), means.new_empty(means.shape), cholesky.new_empty(cholesky.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+    return torch.ops.visdet.mahalanobis_distance_backward(grad_output, *ctx.saved_tensors)
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::mahalanobis_distance", _fake)
+    torch.library.register_fake("visdet::mahalanobis_distance_backward", _fake_backward)
+    torch.library.register_autograd("visdet::mahalanobis_distance", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("mahalanobis_distance", "mahalanobis_distance_backward")

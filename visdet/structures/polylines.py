@@ -1,0 +1,114 @@
+"""Polylines: points along them, and their parts within a rectangle around the origin."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["clip_line", "clip_polygon", "closed_orders", "open_orders", "resample", "simplify_line"]
+
+_MIN_LENGTH_M = 0.5
+_MIN_AREA_M2 = 1.0
+
+
+def resample(line: np.ndarray, num_points: int) -> np.ndarray:
+    """Return ``num_points`` points evenly spaced by length along a polyline [n, d], its ends included.
+
+    A line without length gives its first point ``num_points`` times.
+    """
+    line = np.asarray(line, dtype=np.float64)
+    steps = np.linalg.norm(np.diff(line, axis=0), axis=1)
+    along = np.concatenate([[0.0], np.cumsum(steps)])
+    wanted = np.linspace(0, along[-1], num_points)
+    return np.stack([np.interp(wanted, along, line[:, axis]) for axis in range(line.shape[1])], axis=1)
+
+
+def clip_line(line: np.ndarray, roi_size: Sequence[float]) -> list[np.ndarray]:
+    """Return the parts of a polyline [n, 2] within the rectangle |x| <= roi_size[0] / 2, |y| <= roi_size[1] / 2.
+
+    Parts shorter than 0.5 m are dropped.
+    """
+    half = np.asarray(roi_size, dtype=np.float64) / 2
+    line = np.asarray(line, dtype=np.float64)[:, :2]
+    start, delta = line[:-1], np.diff(line, axis=0)
+    # Each segment start + t * delta is inside for entry <= t <= leave.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bounds = np.stack([(-half - start) / delta, (half - start) / delta])
+    parallel = delta == 0
+    inside = np.abs(start) <= half
+    low = np.where(parallel, np.where(inside, -np.inf, np.inf), bounds.min(axis=0))
+    high = np.where(parallel, np.where(inside, np.inf, -np.inf), bounds.max(axis=0))
+    entry, leave = np.maximum(low.max(axis=1), 0), np.minimum(high.min(axis=1), 1)
+    parts: list[list[np.ndarray]] = []
+    is_open = False
+    for segment in range(len(delta)):
+        if entry[segment] >= leave[segment]:
+            is_open = False
+            continue
+        if not is_open or entry[segment] > 0:
+            parts.append([start[segment] + entry[segment] * delta[segment]])
+        parts[-1].append(start[segment] + leave[segment] * delta[segment])
+        is_open = leave[segment] == 1
+    lines = [np.array(part) for part in parts]
+    return [part for part in lines if np.linalg.norm(np.diff(part, axis=0), axis=1).sum() >= _MIN_LENGTH_M]
+
+
+def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float]) -> np.ndarray | None:
+    """Return the closed outline [m, 2] (last point = first) of a convex polygon's part within the rectangle.
+
+    ``None`` where less than 1 m² of it is inside.
+    """
+    half = np.asarray(roi_size, dtype=np.float64) / 2
+    points = np.asarray(polygon, dtype=np.float64)[:, :2]
+    for axis, sign in ((0, 1), (0, -1), (1, 1), (1, -1)):
+        reach = half[axis] - sign * points[:, axis]  # positive inside
+        after, reach_after = np.roll(points, -1, axis=0), np.roll(reach, -1)
+        kept = []
+        for point, to, inside, inside_after in zip(points, after, reach, reach_after, strict=True):
+            if inside >= 0:
+                kept.append(point)
+            if (inside >= 0) != (inside_after >= 0):
+                kept.append(point + (to - point) * inside / (inside - inside_after))
+        if len(kept) < 3:
+            return None
+        points = np.array(kept)
+    x, y = points.T
+    area = abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
+    return np.concatenate([points, points[:1]]) if area >= _MIN_AREA_M2 else None
+
+
+def simplify_line(line: np.ndarray, tolerance: float) -> np.ndarray:
+    """Return a polyline [m, d] of some of the points of ``line`` [n, d] that passes within ``tolerance`` of the others.
+
+    Source: Douglas and Peucker. The ends stay.
+    """
+    keep = np.zeros(len(line), dtype=bool)
+    keep[[0, -1]] = True
+    spans = [(0, len(line) - 1)]
+    while spans:
+        first, last = spans.pop()
+        if last - first < 2:
+            continue
+        inner, chord = line[first + 1 : last] - line[first], line[last] - line[first]
+        along = np.clip(inner @ chord / max(chord @ chord, 1e-12), 0, 1)
+        distance = np.linalg.norm(inner - along[:, None] * chord, axis=1)
+        worst = int(distance.argmax())
+        if distance[worst] > tolerance:
+            middle = first + 1 + worst
+            keep[middle] = True
+            spans += [(first, middle), (middle, last)]
+    return line[keep]
+
+
+def open_orders(line: np.ndarray, padding: float = 1e5) -> np.ndarray:
+    """Return the 2 orders of an open line [n, d], filled up with ``padding`` to [2 * (n - 1), n, d]."""
+    orders = np.full((2 * (len(line) - 1), *line.shape), padding)
+    orders[0], orders[1] = line, line[::-1]
+    return orders
+
+
+def closed_orders(line: np.ndarray) -> np.ndarray:
+    """Return the orders of a closed line [n, d] (last point = first): all starts, both ways, [2 * (n - 1), n, d]."""
+    ring = line[:-1]
+    starts = (np.arange(len(ring)) - np.arange(len(ring))[:, None]) % len(ring)
+    rings = np.concatenate([ring[starts], ring[::-1][starts]])
+    return np.concatenate([rings, rings[:, :1]], axis=1)

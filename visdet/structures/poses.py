@@ -1,0 +1,90 @@
+"""Rigid transforms and boxes in space, in numpy: what the driving data, their metrics and their pictures share."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = [
+    "box_corners",
+    "inverse_pose",
+    "pose_matrix",
+    "quaternion_from_matrix",
+    "rotation_from_quaternion",
+    "wrap_angle",
+]
+
+
+def rotation_from_quaternion(quaternion_wxyz: Sequence[float]) -> np.ndarray:
+    """Return the rotation matrix [3, 3] of a quaternion (w, x, y, z) of any length but zero.
+
+    Raises:
+        ValueError: the quaternion is zero or not finite.
+    """
+    quaternion = np.asarray(quaternion_wxyz, dtype=np.float64)
+    length = np.linalg.norm(quaternion)
+    if quaternion.shape != (4,) or not np.isfinite(length) or length < 1e-8:
+        raise ValueError(f"rotation must be a quaternion (w, x, y, z) that is not zero, got {quaternion}")
+    w, x, y, z = quaternion / length
+    return np.array(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
+            [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
+            [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
+        ]
+    )
+
+
+def quaternion_from_matrix(rotation: np.ndarray) -> list[float]:
+    """Return the quaternion (w, x, y, z), w >= 0, of a rotation matrix [3, 3]."""
+    r = np.asarray(rotation, dtype=np.float64)
+    # The eigenvector of the largest eigenvalue: exact for rotations, the nearest one for noisy matrices.
+    k = np.array(
+        [
+            [r[0, 0] + r[1, 1] + r[2, 2], r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]],
+            [r[2, 1] - r[1, 2], r[0, 0] - r[1, 1] - r[2, 2], r[0, 1] + r[1, 0], r[0, 2] + r[2, 0]],
+            [r[0, 2] - r[2, 0], r[0, 1] + r[1, 0], r[1, 1] - r[0, 0] - r[2, 2], r[1, 2] + r[2, 1]],
+            [r[1, 0] - r[0, 1], r[0, 2] + r[2, 0], r[1, 2] + r[2, 1], r[2, 2] - r[0, 0] - r[1, 1]],
+        ]
+    )
+    vector = np.linalg.eigh(k)[1][:, -1]
+    return [float(value) for value in (vector if vector[0] >= 0 else -vector)]
+
+
+def pose_matrix(translation: Sequence[float], rotation: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return the 4x4 float64 matrix of a rotation (a quaternion wxyz, or [3, 3]) followed by a translation."""
+    matrix = np.eye(4)
+    rotation = np.asarray(rotation, dtype=np.float64)
+    matrix[:3, :3] = rotation if rotation.shape == (3, 3) else rotation_from_quaternion(rotation)
+    matrix[:3, 3] = translation
+    return matrix
+
+
+def inverse_pose(pose: np.ndarray) -> np.ndarray:
+    """Return the inverse of a rigid transform [4, 4]."""
+    inverse = np.eye(4)
+    inverse[:3, :3] = pose[:3, :3].T
+    inverse[:3, 3] = -pose[:3, :3].T @ pose[:3, 3]
+    return inverse
+
+
+def wrap_angle(angle: np.ndarray) -> np.ndarray:
+    """Return the angle in [-pi, pi)."""
+    return angle - 2 * np.pi * np.floor(angle / (2 * np.pi) + 0.5)
+
+
+def box_corners(boxes: np.ndarray) -> np.ndarray:
+    """Return the corners [n, 8, 3] of boxes [n, >=7] (x, y, z of the centre, length, width, height, yaw).
+
+    Corners 0..3 are the bottom (front left, front right, rear right, rear left), 4..7 the top in the same order.
+    """
+    boxes = np.asarray(boxes)
+    signs = np.array(
+        [[1, 1, -1], [1, -1, -1], [-1, -1, -1], [-1, 1, -1], [1, 1, 1], [1, -1, 1], [-1, -1, 1], [-1, 1, 1]]
+    )
+    local = signs * (boxes[:, None, 3:6] / 2)
+    cos, sin = np.cos(boxes[:, None, 6]), np.sin(boxes[:, None, 6])
+    rotated = np.stack(
+        [local[..., 0] * cos - local[..., 1] * sin, local[..., 0] * sin + local[..., 1] * cos, local[..., 2]],
+        axis=-1,
+    )
+    return rotated + boxes[:, None, :3]
