@@ -17,7 +17,7 @@ from .map_losses import LinesL1Loss, SparseLineLoss
 from .map_target import SparsePoint3DTarget
 from .refinement import SparseBox3DRefinementModule, SparsePoint3DRefinementModule
 from .sparse4d_head import Sparse4DHead, Sparse4DState
-from .sparsedrive import SparseDrive
+from .sparsedrive import Sparse4D, SparseDrive
 from .sparsedrive_head import SparseDriveHead
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "LinesL1Loss",
     "MapQueriesCost",
     "MultiheadFlashAttention",
+    "Sparse4D",
     "Sparse4DHead",
     "Sparse4DState",
     "SparseBox3DDecoder",

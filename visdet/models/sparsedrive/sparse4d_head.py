@@ -185,8 +185,8 @@ class Sparse4DHead(Sparse4DLoss, BaseModule):
             denoising: queries to bring back; in training those of the ground truth in ``metas`` by default.
 
         Returns:
-            ``classification`` [B, N, classes], ``prediction`` [B, N, D], ``quality`` [B, N, 2] or None of each layer; of
-            the last ``instance_feature``, ``anchor_embed`` [B, N, C] and ``instance_id`` [B, N]; ``dn_*`` and
+            ``classification`` [B, N, classes], ``prediction`` [B, N, D], ``quality`` [B, N, 2] or None of each layer;
+            of the last ``instance_feature``, ``anchor_embed`` [B, N, C] and ``instance_id`` [B, N]; ``dn_*`` and
             ``temp_dn_*`` what belongs to denoising, for ``loss``.
         """
         feature_maps = [feature_maps] if isinstance(feature_maps, Tensor) else feature_maps
@@ -239,7 +239,7 @@ class Sparse4DHead(Sparse4DLoss, BaseModule):
         return output
 
     def _start(self, batch_size: int, metas: dict[str, Any]) -> tuple[Tensor, Tensor, _Memory, Tensor]:
-        """Return the learned instances, the previous frame's brought to this one, and the seconds between."""
+        """Return the learned instances, the previous frame's brought to this, and the seconds between."""
         bank, carried = self.instance_bank, None
         if self.sampler is not None and self.sampler.dn_metas is not None:
             if len(self.sampler.dn_metas["dn_anchor"]) == batch_size:

@@ -11,7 +11,7 @@ from visdet.registry import MODELS
 
 from .grid_mask import GridMask
 
-__all__ = ["SparseDrive"]
+__all__ = ["Sparse4D", "SparseDrive"]
 
 
 @MODELS.register_module()
@@ -53,7 +53,7 @@ class SparseDrive(BaseModel):
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
         for name, value in (("train_cfg", train_cfg), ("test_cfg", test_cfg), ("pretrained", pretrained)):
             if value is not None:
-                raise ValueError(f"SparseDrive: {name} must be None, got {value!r}")
+                raise ValueError(f"{type(self).__name__}: {name} must be None, got {value!r}")
         self.img_backbone = MODELS.build(img_backbone)
         self.img_neck = None if img_neck is None else MODELS.build(img_neck)
         self.head = MODELS.build(head)
@@ -115,7 +115,7 @@ class SparseDrive(BaseModel):
             [B, V, C, H_l, W_l] of each level, flattened by ``feature_maps_format`` with ``use_deformable_func``.
         """
         if img.dim() != 5:
-            raise ValueError(f"SparseDrive: images must be [B, V, 3, H, W], got {list(img.shape)}")
+            raise ValueError(f"{type(self).__name__}: images must be [B, V, 3, H, W], got {list(img.shape)}")
         B, V = img.shape[:2]
         img = img.flatten(0, 1)
         if self.grid_mask is not None:
@@ -149,7 +149,7 @@ class SparseDrive(BaseModel):
         images = inputs["img"] if isinstance(inputs, dict) else inputs
         if not isinstance(images, Tensor):
             raise TypeError(
-                f"SparseDrive: inputs must be a [B, V, 3, H, W] tensor, got {type(images).__name__}; "
+                f"{type(self).__name__}: inputs must be a [B, V, 3, H, W] tensor, got {type(images).__name__}; "
                 "raw samples go through model.data_preprocessor first"
             )
         if data_samples is None:
@@ -162,7 +162,7 @@ class SparseDrive(BaseModel):
             return self.predict(images, data_samples)
         if mode == "tensor":
             return self.head(self.extract_feat(images), data_samples)
-        raise ValueError(f"SparseDrive: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
+        raise ValueError(f"{type(self).__name__}: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
 
     def loss(self, images: Tensor, data: dict[str, Any]) -> dict[str, Tensor]:
         """Return the losses of the head, and ``loss_dense_depth`` with a depth branch."""
@@ -182,4 +182,18 @@ class SparseDrive(BaseModel):
     def predict(self, images: Tensor, data: dict[str, Any]) -> list[dict[str, Any]]:
         """Return ``dict(img_bbox=results)`` of each sample."""
         outs = self.head(self.extract_feat(images), data)
-        return [{"img_bbox": result} for result in self.head.post_process(outs, data)]
+        return [{"img_bbox": result} for result in self._results(outs, data)]
+
+    def _results(self, outs: Any, data: dict[str, Any]) -> list[dict[str, Any]]:
+        return self.head.post_process(outs, data)
+
+
+@MODELS.register_module()
+class Sparse4D(SparseDrive):
+    """Sparse4D: SparseDrive's detector with ``Sparse4DHead`` alone as its head.
+
+    Source: arXiv 2311.11722; keywords and parameter names are Sparse4D's.
+    """
+
+    def _results(self, outs: Any, data: dict[str, Any]) -> list[dict[str, Any]]:
+        return self.head.post_process(outs)
