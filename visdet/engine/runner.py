@@ -47,6 +47,7 @@ _DEFAULT_HOOKS = {
     "progress": {"type": "ProgressHook"},
     "report": {"type": "RunReportHook"},
 }
+_MMENGINE_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
 
 
 @RUNNERS.register_module()
@@ -116,7 +117,8 @@ class DetRunner(Runner):
     def register_default_hooks(self, hooks: dict | None = None) -> None:
         """Register mmengine's default hooks, this package's, and those of the config."""
         merged = {**copy.deepcopy(_DEFAULT_HOOKS), **(hooks or {})}
-        ours = {name: hook for name, hook in merged.items() if not (name in _DEFAULT_HOOKS and hook is None)}
+        # None leaves a hook out, whoever named it; mmengine does that for its own alone.
+        ours = {name: hook for name, hook in merged.items() if hook is not None or name in _MMENGINE_HOOKS}
         super().register_default_hooks(ours)
 
     def train(self) -> nn.Module:

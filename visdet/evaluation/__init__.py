@@ -3,6 +3,7 @@
 from .coco_metric import CocoMetric
 from .driving_metric import DrivingMetric
 from .nuscenes_metric import NuScenesMetric
+from .tracking_metric import TrackingMetric
 from .vector_map_metric import VectorMapMetric
 
-__all__ = ["CocoMetric", "DrivingMetric", "NuScenesMetric", "VectorMapMetric"]
+__all__ = ["CocoMetric", "DrivingMetric", "NuScenesMetric", "TrackingMetric", "VectorMapMetric"]

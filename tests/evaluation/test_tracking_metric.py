@@ -1,0 +1,232 @@
+"""Tracking: events by hand, and against the devkit where it is installed."""
+
+import numpy as np
+import pytest
+import torch
+
+from visdet.evaluation.clear_mot import (
+    Counts,
+    Frame,
+    count_events,
+    interpolate,
+    motar_curve,
+    recall_thresholds,
+)
+from visdet.registry import METRICS
+
+
+def truth(**places):
+    return Frame(
+        np.array([int(k[1:]) for k in places]), np.array(list(places.values()), float).reshape(-1, 2)
+    )
+
+
+def tracks(scores=1.0, **places):
+    frame = truth(**places)
+    frame.scores = np.full(len(frame.ids), scores)
+    return frame
+
+
+def numbers(counts):
+    return counts.matches, counts.switches, counts.misses, counts.false_alarms
+
+
+def test_events_by_hand():
+    scene = [
+        (truth(o1=(0, 0), o2=(10, 0)), tracks(t5=(0.5, 0), t6=(10, 1))),  # two matches
+        (truth(o1=(1, 0), o2=(11, 0)), tracks(t5=(1, 0), t7=(11, 0))),  # a match and a switch
+        (truth(o1=(2, 0), o2=(12, 0)), tracks(t7=(12, 0))),  # a miss and a match
+        (truth(o1=(3, 0)), tracks(t8=(3, 0), t9=(50, 0))),  # back under another name, and a false alarm
+    ]
+    counts = count_events([scene], 2.0)
+    assert numbers(counts) == (4, 2, 1, 1) and counts.objects == 7
+    assert counts.distance == pytest.approx(1.5) and counts.motp == pytest.approx(1.5 / 6)
+    assert counts.mota == pytest.approx(1 - 4 / 7)
+    # misses + switches + false alarms - (1 - recall) objects = 4 - 3.
+    assert counts.motar == pytest.approx(1 - 1 / 4)
+
+
+def test_an_object_keeps_its_track_though_another_is_nearer():
+    scene = [
+        (truth(o1=(0, 0)), tracks(t5=(0.1, 0))),
+        (truth(o1=(0, 0)), tracks(t5=(1.5, 0), t6=(0, 0))),
+        (truth(o1=(0, 0)), tracks(t5=(2.0, 0), t6=(0, 0))),  # two metres are too far
+    ]
+    assert numbers(count_events([scene], 2.0)) == (2, 1, 0, 2)
+    # Each scene starts afresh.
+    assert numbers(count_events([scene[:1], scene[2:]], 2.0)) == (2, 0, 0, 1)
+
+
+def test_assignment_is_the_best_of_all():
+    scene = [(truth(o1=(0, 0), o2=(1, 0)), tracks(t5=(0.9, 0), t6=(-1.5, 0)))]
+    counts = count_events([scene], 2.0)
+    assert numbers(counts) == (2, 0, 0, 0) and counts.distance == pytest.approx(0.1 + 1.5)
+
+
+def test_empty():
+    nothing, none = truth(), tracks()
+    assert numbers(count_events([[(nothing, none)], []], 2.0)) == (0, 0, 0, 0)
+    assert numbers(count_events([[(truth(o1=(0, 0)), none)]], 2.0)) == (0, 0, 1, 0)
+    assert np.isnan(Counts().motar) and np.isnan(Counts().mota) and np.isnan(Counts().motp)
+
+
+def test_thresholds():
+    thresholds = recall_thresholds([0.9, 0.5, 0.7], 4, 4, 0.25)
+    np.testing.assert_allclose(thresholds, [np.nan, 0.5, 0.7, 0.9])
+    assert np.isnan(recall_thresholds([], 4, 3, 0.1)).all()
+    scene = [
+        (
+            truth(o1=(0, 0), o2=(9, 0)),
+            Frame(np.array([1, 2]), np.array([[0, 0], [9, 0.0]]), np.array([0.9, 0.4])),
+        )
+    ]
+    curve = motar_curve([scene], 2.0, 3, 0.5)
+    assert [numbers(point) for point in curve] == [(2, 0, 0, 0), (1, 0, 1, 0), (1, 0, 1, 0)]
+
+
+def test_gaps_are_filled():
+    frames = [tracks(t1=(0, 0)), tracks(), tracks(t2=(5, 5)), tracks(t1=(4, 8))]
+    filled = interpolate(frames, [0.0, 1.0, 2.0, 4.0])
+    assert [frame.ids.tolist() for frame in filled] == [[1], [1], [2, 1], [1]]
+    np.testing.assert_allclose(filled[1].places, [[1, 2]])
+    np.testing.assert_allclose(filled[2].places, [[5, 5], [2, 4]])
+
+
+def metric_over(frames, **arguments):
+    """frames: (true boxes, ids), (predicted boxes, ids, scores); class car."""
+    metric = METRICS.build(dict(type="TrackingMetric", **arguments))
+    metric.dataset_meta = {"classes": ("traffic_cone", "car", "truck")}
+    for number, ((boxes, ids), (found, tracks_, scores)) in enumerate(frames):
+        batch = {
+            "data_samples": {
+                "gt_bboxes_3d": [_boxes(boxes)],
+                "gt_labels_3d": [torch.ones(len(boxes), dtype=torch.int64)],
+                "img_metas": [
+                    {
+                        "token": f"t{number}",
+                        "scene_token": "s",
+                        "timestamp": 0.5 * number,
+                        "T_global": np.eye(4),
+                        "instance_id": np.array(ids, dtype=np.int64),
+                    }
+                ],
+            }
+        }
+        result = {
+            "boxes_3d": _boxes(found),
+            "scores_3d": torch.tensor(scores, dtype=torch.float32),
+            "labels_3d": torch.ones(len(found), dtype=torch.int64),
+            "instance_ids": torch.tensor(tracks_, dtype=torch.int64),
+        }
+        metric.process(batch, [{"img_bbox": result}])
+    return {name.removeprefix("Tracking/"): value for name, value in metric.evaluate(len(frames)).items()}
+
+
+def _boxes(places):
+    boxes = torch.zeros(len(places), 9)
+    boxes[:, :2] = torch.tensor(places, dtype=torch.float32).reshape(-1, 2)
+    return boxes
+
+
+def test_perfect_tracks():
+    frames = [(([(k, 5.0)], [3]), ([(k, 5.5)], [8], [0.9])) for k in range(6)]
+    metrics = metric_over(frames)
+    assert metrics["AMOTA"] == pytest.approx(1) and metrics["AMOTP"] == pytest.approx(0.5)
+    assert (
+        metrics["MOTA"] == pytest.approx(1)
+        and metrics["IDS"] == 0
+        and metrics["car_AMOTA"] == metrics["AMOTA"]
+    )
+    # The same in reversed order: frames are sorted by time. Half the objects: half the recalls are not reached.
+    half = metric_over([(([(k, 5.0), (k, 30.0)], [3, 4]), ([(k, 5.5)], [8], [0.9])) for k in range(6)])
+    # 18 of the 40 recalls from 0.1 to 1 lie at 0.5 or below.
+    assert half["AMOTA"] == pytest.approx(18 / 40) and half["AMOTP"] == pytest.approx(
+        (18 * 0.5 + 22 * 2) / 40
+    )
+    assert half["recall"] == pytest.approx(0.5)
+
+
+def test_what_does_not_count():
+    frames = [
+        (([(k, 5.0)], [3]), ([(k, 5.0), (k, 9.0), (k, 9.5)], [8, -1, 7], [0.9, 0.9, 0.1])) for k in range(4)
+    ]
+    assert metric_over(frames)["AMOTA"] == pytest.approx(1)
+    assert metric_over(frames, score_threshold=0.05)["AMOTA"] == pytest.approx(
+        1
+    )  # a better threshold leaves it out
+    assert metric_over(frames, class_range=3.0) == pytest.approx(
+        dict.fromkeys(("AMOTA", "AMOTP", "MOTA", "recall", "IDS"), float("nan")), nan_ok=True
+    )
+    with pytest.raises(ValueError, match="frame t has no instance_ids"):
+        metric = METRICS.build(dict(type="TrackingMetric"))
+        metric.process({"data_samples": {"img_metas": [{"token": "t"}]}}, [{"boxes_3d": 0}])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_devkit_gives_the_same_numbers(seed):
+    algo = pytest.importorskip("nuscenes.eval.tracking.algo", reason="nuscenes-devkit is not installed")
+    from nuscenes.eval.common.config import config_factory
+    from nuscenes.eval.common.utils import center_distance
+    from nuscenes.eval.tracking.data_classes import TrackingBox
+
+    config = config_factory("tracking_nips_2019")
+    rng = np.random.default_rng(seed)
+    scenes = []
+    for _ in range(2):
+        start, speed = rng.uniform(-10, 10, (5, 2)), rng.normal(0, 1, (5, 2))
+        scene = []
+        for frame in range(8):
+            places = start + speed * frame
+            seen = rng.random(5) < 0.9
+            found = rng.random(5) < 0.8
+            ids = np.arange(5) * 10 + (rng.random(5) < 0.15) * (1 + frame)  # sometimes another identity
+            noisy = places + rng.normal(0, 0.8, (5, 2))
+            alarms = rng.uniform(-10, 10, (2, 2))
+            predicted = Frame(
+                np.concatenate([ids[found], [500 + frame, 600]]),
+                np.concatenate([noisy[found], alarms]),
+                np.concatenate([0.3 + ids[found] % 10 / 100 + ids[found] // 10 / 10, [0.35, 0.55]]),
+            )
+            scene.append((Frame(np.flatnonzero(seen), places[seen]), predicted))
+        scenes.append(scene)
+
+    def boxes(frame, number):
+        scores = frame.scores if frame.scores is not None else np.zeros(len(frame.ids))
+        return [
+            TrackingBox(
+                sample_token=str(number),
+                translation=(*place, 0.0),
+                size=(1, 1, 1),
+                rotation=(1, 0, 0, 0),
+                velocity=(0, 0),
+                tracking_id=str(identity),
+                tracking_name="car",
+                tracking_score=float(score),
+            )
+            for identity, place, score in zip(frame.ids, frame.places, scores, strict=True)
+        ]
+
+    theirs = algo.TrackingEvaluation(
+        {str(s): {f: boxes(t, f) for f, (t, _) in enumerate(scene)} for s, scene in enumerate(scenes)},
+        {str(s): {f: boxes(p, f) for f, (_, p) in enumerate(scene)} for s, scene in enumerate(scenes)},
+        "car",
+        center_distance,
+        2.0,
+        0.1,
+        40,
+        config.metric_worst,
+        verbose=False,
+    ).accumulate()
+    ours = motar_curve(scenes, 2.0)
+    for name, value in (
+        ("motar", lambda c: c.motar),
+        ("motp", lambda c: c.motp),
+        ("mota", lambda c: c.mota),
+        ("ids", lambda c: c.switches),
+        ("fp", lambda c: c.false_alarms),
+    ):
+        expected = [np.nan if point is None else value(point) for point in ours]
+        np.testing.assert_allclose(theirs.get_metric(name), expected, atol=1e-9, err_msg=name)
+    assert (
+        sum(point is not None for point in ours) > 10 and max(point.switches for point in ours if point) > 0
+    )

@@ -1,0 +1,26 @@
+"""Driving scenes drawn by the tool."""
+
+from datasets.driving_files import SMALL, driving_scenes
+from PIL import Image
+from toolbox import ROOT, fail, succeed
+
+BASE = str(ROOT / "configs/_base_/datasets/driving_scenes.py")
+
+
+def test_scenes_are_drawn_without_a_model(tmp_path):
+    config = tmp_path / "config.py"
+    dataset = dict(data_root=driving_scenes(), generator=SMALL, data_aug_conf=None)
+    config.write_text(f"_base_ = {BASE!r}\ntest_dataloader = {dict(dataset=dataset)!r}\n")
+    out = tmp_path / "out"
+    printed = succeed("visualize_driving", config, "--out-dir", out, "--scenes", 1, "--max-frames", 2)
+    assert "wrote 2 pictures" in printed
+    assert sorted(path.name for path in out.iterdir()) == [
+        "scene_001.gif",
+        "scene_001_000.png",
+        "scene_001_001.png",
+    ]
+    with Image.open(out / "scene_001_000.png") as picture:
+        assert picture.width == 3 * 384
+    assert "the data set has 2 scenes, there is no number 5" in fail(
+        "visualize_driving", config, "--scenes", 5
+    )

@@ -1,0 +1,104 @@
+"""Draw driving scenes: camera views with boxes, the view from above, and a GIF per scene.
+
+python tools/visualize_driving.py CONFIG CHECKPOINT --out-dir work_dirs/pictures --scenes 0 1
+python tools/visualize_driving.py CONFIG --out-dir work_dirs/pictures          # the ground truth alone
+
+Takes the test data set of the config and plays whole scenes through the model, frame after frame.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from mmengine.config import DictAction
+from mmengine.dataset import pseudo_collate
+from mmengine.registry import init_default_scope
+from PIL import Image
+
+from visdet.engine import load_config, tool_session
+from visdet.engine.checkpoint import read_checkpoint, register_checkpoint_readers
+from visdet.engine.errors import UserError
+from visdet.engine.weights import load_weights, weights_of
+from visdet.registry import DATASETS, MODELS
+from visdet.visualization.driving_views import draw_frame, scene_of_prediction, scene_of_samples, write_gif
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="a Python config file")
+    parser.add_argument("checkpoint", nargs="?", help="without it the ground truth is drawn")
+    parser.add_argument("--out-dir", default="work_dirs/driving_pictures", help="default: %(default)s")
+    parser.add_argument("--scenes", type=int, nargs="+", default=[0], help="numbers of scenes; default: 0")
+    parser.add_argument("--max-frames", type=int, default=1000, help="of a scene; default: all")
+    parser.add_argument("--score-thr", type=float, default=0.3, help="of boxes; default: %(default)s")
+    parser.add_argument("--map-score-thr", type=float, default=0.4, help="of lines; default: %(default)s")
+    parser.add_argument(
+        "--reach", type=float, default=32.0, help="of the view from above, m; default: %(default)s"
+    )
+    parser.add_argument(
+        "--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="changes of the config"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with tool_session():
+        cfg, _ = load_config(args.config, args.cfg_options)
+        init_default_scope(cfg.get("default_scope", "visdet"))
+        dataset = DATASETS.build(cfg.test_dataloader.dataset)
+        model = load_model(cfg, args.checkpoint) if args.checkpoint else None
+        out_dir = Path(args.out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        bounds = np.append(dataset.scene_starts, len(dataset))
+        for scene in args.scenes:
+            if not 0 <= scene < len(bounds) - 1:
+                raise UserError(
+                    f"--scenes: the data set has {len(bounds) - 1} scenes, there is no number {scene}"
+                )
+            frames = range(bounds[scene], min(bounds[scene + 1], bounds[scene] + args.max_frames))
+            draw_scene(dataset, frames, model, args, out_dir / f"scene_{scene:03d}")
+
+
+def load_model(cfg, checkpoint: str) -> torch.nn.Module:
+    register_checkpoint_readers()
+    model = MODELS.build(cfg.model)
+    load_weights(model, weights_of(read_checkpoint(checkpoint), checkpoint), checkpoint, True)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+@torch.no_grad()
+def draw_scene(
+    dataset, frames: range, model: torch.nn.Module | None, args: argparse.Namespace, name: Path
+) -> None:
+    """Write ``name_NNN.png`` of each frame and ``name.gif``."""
+    pictures = []
+    for number, index in enumerate(frames):
+        item = dataset[index]
+        samples = item["data_samples"]
+        prediction = None
+        if model is not None:
+            result = model.test_step(pseudo_collate([item]))[0]
+            prediction = scene_of_prediction(result, args.score_thr, args.map_score_thr)
+        images = [image.permute(1, 2, 0).numpy()[..., ::-1] for image in item["inputs"]["img"]]
+        picture = draw_frame(
+            [np.ascontiguousarray(image) for image in images],
+            samples["projection_mat"].numpy(),
+            list(dataset.get_info(index)["cams"]),
+            dataset.metainfo["classes"],
+            prediction,
+            scene_of_samples(samples),
+            args.reach,
+            title=samples["img_metas"]["token"],
+        )
+        Image.fromarray(picture).save(f"{name}_{number:03d}.png")
+        pictures.append(picture)
+    write_gif(f"{name}.gif", pictures)
+    print(f"wrote {len(pictures)} pictures {name}_*.png and {name}.gif")
+
+
+if __name__ == "__main__":
+    main()

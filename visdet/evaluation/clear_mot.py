@@ -1,0 +1,171 @@
+"""Tracks against true tracks: matches, misses, false alarms and identity switches, frame by frame."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+__all__ = ["Counts", "Frame", "count_events", "interpolate", "motar_curve", "recall_thresholds"]
+
+_FAR = 1e6
+
+
+@dataclass
+class Frame:
+    """Objects at one time: ids [n], places [n, 2] in metres and, of predictions, the scores [n] of their tracks."""
+
+    ids: np.ndarray
+    places: np.ndarray
+    scores: np.ndarray | None = None
+
+    def above(self, threshold: float) -> "Frame":
+        keep = self.scores >= threshold
+        return Frame(self.ids[keep], self.places[keep], self.scores[keep])
+
+
+@dataclass
+class Counts:
+    """Events of a run over frames. distance: summed over matches and switches; match_scores: of the matches."""
+
+    matches: int = 0
+    switches: int = 0
+    misses: int = 0
+    false_alarms: int = 0
+    distance: float = 0.0
+    match_scores: list[float] = field(default_factory=list)
+
+    @property
+    def objects(self) -> int:
+        return self.matches + self.switches + self.misses
+
+    @property
+    def mota(self) -> float:
+        errors = self.misses + self.switches + self.false_alarms
+        return max(0.0, 1 - errors / self.objects) if self.objects else float("nan")
+
+    @property
+    def motar(self) -> float:
+        """MOTA scaled by the recall, in 0..1; NaN where nothing is matched."""
+        if not self.matches:
+            return float("nan")
+        missing = self.objects - self.matches
+        errors = self.misses + self.switches + self.false_alarms - missing
+        return max(0.0, 1 - errors / self.matches)
+
+    @property
+    def motp(self) -> float:
+        """The mean distance of what is found, m; NaN where nothing is."""
+        found = self.matches + self.switches
+        return self.distance / found if found else float("nan")
+
+
+def count_events(
+    scenes: Sequence[Sequence[tuple[Frame, Frame]]], max_distance: float, threshold: float = -np.inf
+) -> Counts:
+    """Return the events of all scenes; a scene is a list of (truth, prediction) in order of time.
+
+    In each frame an object keeps the track it was matched with last while that is nearer than ``max_distance``; the
+    rest are assigned so that the summed distance is least. A new track for an object that had another is a switch.
+
+    Source: CLEAR MOT (Bernardin and Stiefelhagen, 2008), as motmetrics counts it.
+    """
+    counts = Counts()
+    for scene in scenes:
+        track_of: dict[int, int] = {}
+        for truth, prediction in scene:
+            predicted = prediction.above(threshold)
+            between = np.linalg.norm(truth.places[:, None] - predicted.places[None], axis=-1)
+            between[between >= max_distance] = np.inf
+            _count_frame(counts, track_of, truth, predicted, between)
+    return counts
+
+
+def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame, between: np.ndarray) -> None:
+    pairs = []
+    row_of_track = {track: column for column, track in enumerate(predicted.ids.tolist())}
+    open_rows, open_columns = set(range(len(truth.ids))), set(range(len(predicted.ids)))
+    for row, identity in enumerate(truth.ids.tolist()):
+        column = row_of_track.get(track_of.get(identity, -1), -1)
+        if column in open_columns and np.isfinite(between[row, column]):
+            pairs.append((row, column))
+            open_rows.remove(row)
+            open_columns.remove(column)
+    rows, columns = sorted(open_rows), sorted(open_columns)
+    if rows and columns:
+        cost = np.where(np.isfinite(between), between, _FAR)[np.ix_(rows, columns)]
+        for i, j in zip(*linear_sum_assignment(cost), strict=True):
+            if np.isfinite(between[rows[i], columns[j]]):
+                pairs.append((rows[i], columns[j]))
+    for row, column in pairs:
+        identity, track = int(truth.ids[row]), int(predicted.ids[column])
+        if track_of.get(identity, track) == track:
+            counts.matches += 1
+            counts.match_scores.append(float(predicted.scores[column]))
+        else:
+            counts.switches += 1
+        counts.distance += float(between[row, column])
+        track_of[identity] = track
+    counts.misses += len(truth.ids) - len(pairs)
+    counts.false_alarms += len(predicted.ids) - len(pairs)
+
+
+def recall_thresholds(
+    match_scores: Sequence[float], num_objects: int, num_thresholds: int, min_recall: float
+) -> np.ndarray:
+    """Return the score thresholds [num_thresholds] for recalls from 1 down to ``min_recall``, NaN where not reached."""
+    if not len(match_scores):
+        return np.full(num_thresholds, np.nan)
+    scores = np.sort(match_scores)[::-1]
+    reached = np.arange(1, len(scores) + 1) / num_objects
+    wanted = np.linspace(min_recall, 1, num_thresholds).round(12)
+    thresholds = np.interp(wanted, reached, scores, right=0)
+    thresholds[wanted > reached[-1]] = np.nan
+    return thresholds[::-1]
+
+
+def motar_curve(
+    scenes: Sequence[Sequence[tuple[Frame, Frame]]],
+    max_distance: float,
+    num_thresholds: int = 40,
+    min_recall: float = 0.1,
+) -> list[Counts | None]:
+    """Return the events at each recall threshold, ``None`` where the recall is not reached."""
+    everything = count_events(scenes, max_distance)
+    thresholds = recall_thresholds(
+        everything.match_scores, max(everything.objects, 1), num_thresholds, min_recall
+    )
+    known: dict[float, Counts] = {}
+    for threshold in thresholds:
+        if not np.isnan(threshold) and threshold not in known:
+            known[threshold] = count_events(scenes, max_distance, threshold)
+    return [None if np.isnan(threshold) else known[threshold] for threshold in thresholds]
+
+
+def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:
+    """Return the frames with gaps in tracks filled by straight lines between the frames around."""
+    seen: dict[int, list[tuple[int, np.ndarray, float]]] = {}
+    for number, frame in enumerate(frames):
+        for row, identity in enumerate(frame.ids.tolist()):
+            score = 0.0 if frame.scores is None else float(frame.scores[row])
+            seen.setdefault(identity, []).append((number, frame.places[row], score))
+    added: list[list[tuple[int, np.ndarray, float]]] = [[] for _ in frames]
+    for identity, places in seen.items():
+        for (first, start, score), (last, end, next_score) in pairwise(places):
+            for number in range(first + 1, last):
+                share = (times[number] - times[first]) / (times[last] - times[first])
+                place = start + (end - start) * share
+                added[number].append((identity, place, score + (next_score - score) * share))
+    return [_with_more(frame, more) for frame, more in zip(frames, added, strict=True)]
+
+
+def _with_more(frame: Frame, more: list[tuple[int, np.ndarray, float]]) -> Frame:
+    if not more:
+        return frame
+    ids, places, scores = zip(*more, strict=True)
+    return Frame(
+        np.concatenate([frame.ids, np.array(ids, dtype=np.int64)]),
+        np.concatenate([frame.places, np.array(places)]),
+        None if frame.scores is None else np.concatenate([frame.scores, np.array(scores)]),
+    )

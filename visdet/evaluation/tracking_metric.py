@@ -1,0 +1,167 @@
+"""nuScenes' tracking metrics: AMOTA and AMOTP."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from mmengine.logging import print_log
+from rich.console import Console
+from rich.table import Table
+
+from visdet.registry import METRICS
+
+from .clear_mot import Frame, interpolate, motar_curve
+from .driving_metric import DrivingMetric, as_array, frames_of_batch
+from .nuscenes_metric import CLASS_RANGE
+
+__all__ = ["TrackingMetric"]
+
+_NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")
+_MAX_DISTANCE_M = 2.0
+_MAX_BOXES = 500
+
+
+@METRICS.register_module()
+class TrackingMetric(DrivingMetric):
+    """AMOTA and AMOTP over 40 recalls, and MOTA and identity switches at the best threshold.
+
+    ``AMOTA`` is the mean over recalls of max(0, MOTAR), 0 where a recall is not reached; ``AMOTP`` the mean distance
+    (m), 2 where it is not. A track's score is the mean of its boxes'; gaps in tracks are filled by straight lines.
+    Means over the classes that have boxes; cones, barriers and construction vehicles are not tracked.
+
+    Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d`` and ``img_metas`` with ``instance_id, token, scene_token,
+    timestamp, T_global`` (and ``ego2global_translation``). Predictions: ``boxes_3d, scores_3d, labels_3d``,
+    ``instance_ids`` (boxes with a negative id belong to no track) and, for the threshold, ``cls_scores`` where given.
+
+    Args:
+        classes: names of the labels; by default those of the data set.
+        class_range: the distance up to which boxes of a class count, or one for all.
+        score_threshold: boxes below do not count.
+        prefix, collect_device: mmengine's.
+
+    Source: nuscenes-devkit's tracking evaluation (tracking_nips_2019), without pandas and motmetrics.
+    """
+
+    default_prefix = "Tracking"
+
+    def __init__(
+        self,
+        classes: Sequence[str] | None = None,
+        class_range: Mapping[str, float] | float | None = None,
+        score_threshold: float = 0.2,
+        prefix: str | None = None,
+        collect_device: str = "cpu",
+    ) -> None:
+        super().__init__(collect_device=collect_device, prefix=prefix)
+        self.classes = tuple(classes) if classes is not None else None
+        self.class_range = CLASS_RANGE if class_range is None else class_range
+        self.score_threshold = score_threshold
+
+    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
+        """Keep ids and places of a batch, in the world."""
+        for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
+            if "instance_ids" not in prediction:
+                raise ValueError(
+                    f"TrackingMetric: the prediction of frame {meta['token']} has no instance_ids"
+                )
+            pose = np.asarray(meta["T_global"], dtype=np.float64)
+            scores, ids = as_array(prediction["scores_3d"]), as_array(prediction["instance_ids"])
+            confidence = as_array(prediction.get("cls_scores", prediction["scores_3d"])).reshape(-1)
+            kept = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
+            kept = kept[(confidence[kept] >= self.score_threshold) & (ids[kept] >= 0)]
+            self.results.append(
+                {
+                    "token": meta["token"],
+                    "scene": meta["scene_token"],
+                    "time": float(meta["timestamp"]),
+                    "vehicle": np.asarray(meta.get("ego2global_translation", pose[:3, 3]), dtype=np.float64)[
+                        :2
+                    ],
+                    "gt_ids": as_array(meta["instance_id"]),
+                    "gt_places": _in_world(truth["gt_bboxes_3d"], pose),
+                    "gt_labels": as_array(truth["gt_labels_3d"]),
+                    "ids": ids[kept],
+                    "places": _in_world(prediction["boxes_3d"], pose)[kept],
+                    "labels": as_array(prediction["labels_3d"])[kept],
+                    "scores": scores[kept],
+                }
+            )
+
+    def compute_metrics(self, results: list[dict]) -> dict[str, float]:
+        """Return AMOTA, AMOTP, MOTA, IDS and recall, and AMOTA of each class."""
+        classes = self.classes or self.dataset_meta["classes"]
+        scenes: dict[str, list[dict]] = {}
+        for frame in sorted(results, key=lambda frame: frame["time"]):
+            scenes.setdefault(frame["scene"], []).append(frame)
+        rows = {}
+        for label, name in enumerate(classes):
+            if name not in _NOT_TRACKED:
+                rows[name] = _scores_of_class([self._tracks(scene, label, name) for scene in scenes.values()])
+        rows = {name: row for name, row in rows.items() if row is not None}
+        names = ("AMOTA", "AMOTP", "MOTA", "recall", "IDS")
+        combine = {name: np.sum if name == "IDS" else np.mean for name in names}
+        metrics = {
+            name: float(combine[name]([row[name] for row in rows.values()])) if rows else float("nan")
+            for name in names
+        }
+        table = Table("class", *names)
+        for name, row in rows.items():
+            table.add_row(name, *(f"{row[key]:.3f}" for key in names))
+        text = io.StringIO()
+        Console(file=text, width=100).print(table)
+        summary = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        print_log(text.getvalue() + summary, logger="current")
+        return metrics | {f"{name}_AMOTA": row["AMOTA"] for name, row in rows.items()}
+
+    def _tracks(self, scene: list[dict], label: int, name: str) -> list[tuple[Frame, Frame]]:
+        """Return (truth, prediction) of one class in each frame, gaps filled."""
+        reach = self.class_range[name] if isinstance(self.class_range, Mapping) else float(self.class_range)
+        truths, predictions = [], []
+        for frame in scene:
+            near = np.linalg.norm(frame["gt_places"] - frame["vehicle"], axis=1) < reach
+            keep = near & (frame["gt_labels"] == label)
+            truths.append(Frame(frame["gt_ids"][keep], frame["gt_places"][keep]))
+            near = np.linalg.norm(frame["places"] - frame["vehicle"], axis=1) < reach
+            keep = near & (frame["labels"] == label)
+            predictions.append(Frame(frame["ids"][keep], frame["places"][keep], frame["scores"][keep]))
+        times = [frame["time"] for frame in scene]
+        predictions = _with_track_scores(predictions)
+        return list(zip(interpolate(truths, times), interpolate(predictions, times), strict=True))
+
+
+def _in_world(boxes, pose: np.ndarray) -> np.ndarray:
+    return (as_array(boxes)[:, :3] @ pose[:3, :3].T + pose[:3, 3])[:, :2]
+
+
+def _with_track_scores(frames: list[Frame]) -> list[Frame]:
+    """Return the frames with the score of each box replaced by the mean over its track."""
+    ids = np.concatenate([np.zeros(0, np.int64), *(frame.ids for frame in frames)])
+    scores = np.concatenate([np.zeros(0), *(frame.scores for frame in frames)])
+    tracks, inverse = np.unique(ids, return_inverse=True)
+    means = np.bincount(inverse, scores, len(tracks)) / np.maximum(
+        np.bincount(inverse, minlength=len(tracks)), 1
+    )
+    mean_of = dict(zip(tracks.tolist(), means.tolist(), strict=True))
+    return [
+        Frame(f.ids, f.places, np.array([mean_of[i] for i in f.ids.tolist()], dtype=np.float64))
+        for f in frames
+    ]
+
+
+def _scores_of_class(scenes: list[list[tuple[Frame, Frame]]]) -> dict[str, float] | None:
+    """Return the scores of one class, ``None`` where it has no true boxes."""
+    if not any(len(truth.ids) for scene in scenes for truth, _ in scene):
+        return None
+    curve = motar_curve(scenes, _MAX_DISTANCE_M)
+    motar = [0.0 if point is None or np.isnan(point.motar) else point.motar for point in curve]
+    motp = [_MAX_DISTANCE_M if point is None or np.isnan(point.motp) else point.motp for point in curve]
+    reached = [point for point in curve if point is not None]
+    best = max(reached, key=lambda point: point.mota, default=None)
+    found = 0 if best is None else best.matches + best.switches
+    return {
+        "AMOTA": float(np.mean(motar)),
+        "AMOTP": float(np.mean(motp)),
+        "MOTA": best.mota if best else 0.0,
+        "recall": found / best.objects if best else 0.0,
+        "IDS": best.switches if best else 0,
+    }

@@ -1,0 +1,315 @@
+"""Pictures of driving frames: what the cameras see with the boxes in it, and the scene from above."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from PIL import Image
+
+from visdet.structures.palette import class_palette
+from visdet.structures.poses import box_corners
+
+__all__ = ["Scene", "draw_frame", "scene_of_prediction", "scene_of_samples", "write_gif"]
+
+MAP_COLORS = ((70, 130, 255), (255, 170, 40), (60, 200, 90))  # crossing, divider, boundary
+PLAN_COLOR, TRUTH_COLOR = (255, 60, 200), (40, 230, 230)
+_BACKGROUND, _EGO_COLOR, _TEXT_COLOR = (24, 26, 30), (235, 235, 235), (230, 230, 230)
+_EGO_LENGTH, _EGO_WIDTH = 4.08, 1.73
+# Places of the cameras in the picture, by name: rows of the front and the back.
+_PLACES = (
+    ("CAM_FRONT_LEFT", "CAM_FRONT", "CAM_FRONT_RIGHT"),
+    ("CAM_BACK_LEFT", "CAM_BACK", "CAM_BACK_RIGHT"),
+)
+_EDGES = (
+    [(k, (k + 1) % 4) for k in range(4)]
+    + [(4 + k, 4 + (k + 1) % 4) for k in range(4)]
+    + [(k, 4 + k) for k in range(4)]
+)
+_NEAR = 0.2
+
+
+@dataclass
+class Scene:
+    """What is known or predicted around the vehicle, in its lidar frame (x right, y ahead), metres.
+
+    boxes [n, >= 7], labels [n], ids [n] or None, scores [n] or None; futures: per box a list of (path [T, 2], weight
+    0..1); lines: (label, polyline [m, 2]); plan [T, 2] or None.
+    """
+
+    boxes: np.ndarray
+    labels: np.ndarray
+    ids: np.ndarray | None = None
+    scores: np.ndarray | None = None
+    futures: list[list[tuple[np.ndarray, float]]] = field(default_factory=list)
+    lines: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    plan: np.ndarray | None = None
+
+
+def _numpy(value: Any) -> np.ndarray:
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
+
+
+def scene_of_samples(samples: dict) -> Scene:
+    """Return the ground truth of one frame's ``data_samples``; parts it lacks stay empty."""
+    boxes = _numpy(samples.get("gt_bboxes_3d", np.zeros((0, 9))))
+    scene = Scene(boxes, _numpy(samples.get("gt_labels_3d", np.zeros(0, int))))
+    ids = samples.get("img_metas", {}).get("instance_id")
+    if ids is not None and len(ids) == len(boxes):
+        scene.ids = _numpy(ids)
+    if "gt_agent_fut_trajs" in samples:
+        paths = boxes[:, None, :2] + _numpy(samples["gt_agent_fut_trajs"]).cumsum(axis=1)
+        lengths = _numpy(samples["gt_agent_fut_masks"]).sum(axis=1).astype(int)
+        scene.futures = [[(path[:length], 1.0)] for path, length in zip(paths, lengths, strict=True)]
+    if "vectors" in samples:
+        scene.lines = [
+            (int(k), _numpy(v)) for k, v in zip(samples["vector_labels"], samples["vectors"], strict=True)
+        ]
+    if "gt_ego_fut_trajs" in samples:
+        length = int(_numpy(samples["gt_ego_fut_masks"]).sum())
+        scene.plan = _numpy(samples["gt_ego_fut_trajs"]).cumsum(axis=0)[:length]
+    return scene
+
+
+def scene_of_prediction(
+    result: dict, score_thr: float = 0.3, map_score_thr: float = 0.4, num_modes: int = 3
+) -> Scene:
+    """Return what a model predicts for one frame (with or without the key ``img_bbox``) above the thresholds."""
+    result = result.get("img_bbox", result)
+    kept = (
+        np.flatnonzero(_numpy(result["scores_3d"]) >= score_thr)
+        if "scores_3d" in result
+        else np.zeros(0, int)
+    )
+    boxes = _numpy(result["boxes_3d"])[kept] if len(kept) else np.zeros((0, 9))
+    scene = Scene(boxes, _numpy(result["labels_3d"])[kept] if len(kept) else np.zeros(0, int))
+    if len(kept):
+        scene.scores = _numpy(result["scores_3d"])[kept]
+        scene.ids = _numpy(result["instance_ids"])[kept] if "instance_ids" in result else None
+    if "trajs_3d" in result:
+        for paths, scores in zip(
+            _numpy(result["trajs_3d"])[kept], _numpy(result["trajs_score"])[kept], strict=True
+        ):
+            best = np.argsort(-scores)[:num_modes]
+            scene.futures.append(
+                [(paths[k], float(scores[k] / max(scores[best[0]], 1e-6))) for k in best[::-1]]
+            )
+    if "vectors" in result:
+        for line, score, label in zip(
+            result["vectors"], _numpy(result["scores"]), _numpy(result["labels"]), strict=True
+        ):
+            if score >= map_score_thr:
+                scene.lines.append((int(label), _numpy(line)))
+    if "final_planning" in result:
+        scene.plan = _numpy(result["final_planning"])
+    return scene
+
+
+def draw_frame(
+    images: Sequence[np.ndarray],
+    lidar2img: Sequence[np.ndarray],
+    cam_names: Sequence[str],
+    classes: Sequence[str],
+    prediction: Scene | None = None,
+    truth: Scene | None = None,
+    reach_m: float = 32.0,
+    view_width: int = 384,
+    title: str = "",
+) -> np.ndarray:
+    """Return a picture of one frame: six camera views above, the scene from above below, RGB uint8 [H, W, 3].
+
+    The cameras show the predicted boxes, or the true ones without a prediction. From above, prediction and truth are
+    side by side; the plan is drawn beside the vehicle's true path.
+
+    Args:
+        images: RGB uint8 [h, w, 3] of each camera, as the model saw them.
+        lidar2img: [4, 4] of each camera.
+        cam_names: of each camera; nuScenes' names find their places, others are laid out in order.
+        classes: names of the labels.
+        prediction, truth: at least one of them.
+        reach_m: the view from above shows this far in every direction.
+        view_width: of a camera view in the picture, pixels.
+        title: written above.
+
+    Raises:
+        ValueError: neither prediction nor truth is given.
+    """
+    shown = prediction if prediction is not None else truth
+    if shown is None:
+        raise ValueError("draw_frame: give a prediction, the truth, or both")
+    colors = class_palette(len(classes))
+    views = {}
+    for name, image, projection in zip(cam_names, images, lidar2img, strict=True):
+        view_height = round(image.shape[0] * view_width / image.shape[1])
+        view = cv2.resize(image, (view_width, view_height), interpolation=cv2.INTER_LINEAR)
+        zoom = np.diag([view_width / image.shape[1], view_height / image.shape[0], 1.0, 1.0])
+        _draw_boxes(view, shown, zoom @ np.asarray(projection, dtype=np.float64), colors)
+        _write(view, name.removeprefix("CAM_").replace("_", " ").lower(), (6, 16))
+        views[name] = view
+    panels = [
+        (f"{label} from above", scene)
+        for label, scene in (("prediction", prediction), ("truth", truth))
+        if scene
+    ]
+    cameras = _tile(views)
+    width = cameras.shape[1] // len(panels)
+    true_plan = truth.plan if truth is not None else None
+    above = [
+        _draw_from_above(scene, true_plan, colors, reach_m, width, min(width, view_width * 3 // 2), label)
+        for label, scene in panels
+    ]
+    picture = np.vstack([cameras, np.hstack(above)[:, : cameras.shape[1]]])
+    _write_legend(picture, classes, colors)
+    if title:
+        _write(picture, title, (6, picture.shape[0] - 8))
+    return picture
+
+
+def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the views in two rows; a place without a camera stays dark."""
+    names = list(views)
+    known = {name for row in _PLACES for name in row}
+    if set(names) <= known:
+        rows = _PLACES
+    else:
+        columns = -(-len(names) // 2)
+        rows = (tuple(names[:columns]), tuple(names[columns:]))
+    height = max(view.shape[0] for view in views.values())
+    width = max(view.shape[1] for view in views.values())
+    columns = max(len(row) for row in rows)
+    canvas = np.full((height * len(rows), width * columns, 3), _BACKGROUND, dtype=np.uint8)
+    for i, row in enumerate(rows):
+        for j, name in enumerate(row):
+            if name in views:
+                view = views[name]
+                canvas[i * height : i * height + view.shape[0], j * width : j * width + view.shape[1]] = view
+    return canvas
+
+
+def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:
+    """Draw the boxes into a camera view, from far to near."""
+    order = np.argsort(-np.linalg.norm(scene.boxes[:, :2], axis=1)) if len(scene.boxes) else []
+    corners = box_corners(scene.boxes[:, :7]) if len(scene.boxes) else []
+    for index in order:
+        points = np.hstack([corners[index], np.ones((8, 1))]) @ projection.T
+        if (points[:, 2] < _NEAR).all():
+            continue
+        color = colors[int(scene.labels[index]) % len(colors)]
+        for first, second in _EDGES:
+            _draw_edge(view, points[first], points[second], color, 2 if (first, second) == (0, 1) else 1)
+        inside = points[:, 2] > _NEAR
+        top = (points[inside, :2] / points[inside, 2:3]).min(axis=0)
+        if (
+            scene.ids is not None
+            and scene.ids[index] >= 0
+            and (top > 0).all()
+            and (top < view.shape[1::-1]).all()
+        ):
+            _write(view, str(int(scene.ids[index])), (int(top[0]), int(top[1]) - 2), 0.35, color)
+
+
+def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color, thickness: int) -> None:
+    """Draw the part of an edge (homogeneous pixels) that lies in front of the camera."""
+    if start[2] < _NEAR and end[2] < _NEAR:
+        return
+    if start[2] < _NEAR or end[2] < _NEAR:
+        crossing = start + (end - start) * (_NEAR - start[2]) / (end[2] - start[2])
+        start, end = (crossing, end) if start[2] < _NEAR else (start, crossing)
+    pixels = [
+        tuple(np.clip(point[:2] / point[2], -5000, 5000).round().astype(int).tolist())
+        for point in (start, end)
+    ]
+    cv2.line(view, *pixels, color, thickness, cv2.LINE_AA)
+
+
+def _draw_from_above(
+    scene, true_plan, colors, reach: float, width: int, height: int, label: str
+) -> np.ndarray:
+    """Return the scene from above, the vehicle in the middle looking up."""
+    canvas = np.full((height, width, 3), _BACKGROUND, dtype=np.uint8)
+    scale = min(width, height) / (2 * reach)
+
+    def pixels(points: np.ndarray) -> np.ndarray:
+        points = np.asarray(points, dtype=np.float64)[..., :2]
+        moved = np.stack([width / 2 + points[..., 0] * scale, height / 2 - points[..., 1] * scale], axis=-1)
+        return np.round(np.clip(moved, -1e4, 1e4) * 16).astype(np.int32)
+
+    def path(points: np.ndarray, color, thickness: int = 1, closed: bool = False) -> None:
+        if len(points) > 1:
+            cv2.polylines(canvas, [pixels(points)], closed, color, thickness, cv2.LINE_AA, 4)
+
+    for distance in range(10, int(reach) + 1, 10):
+        radius = round(distance * scale * 16)
+        cv2.circle(canvas, (width * 8, height * 8), radius, (48, 52, 58), 1, cv2.LINE_AA, 4)
+    for kind, line in scene.lines:
+        path(line, MAP_COLORS[kind % len(MAP_COLORS)], 2)
+    for index, box in enumerate(scene.boxes):
+        color = np.array(colors[int(scene.labels[index]) % len(colors)])
+        for future, weight in scene.futures[index] if index < len(scene.futures) else ():
+            strength = 0.25 + 0.6 * weight
+            path(np.vstack([box[:2], future]), (color * strength).astype(int).tolist())
+        corners = box_corners(box[None, :7])[0, :4]
+        path(
+            corners,
+            color.tolist(),
+            2 if scene.scores is None or scene.scores[index] > 0.5 else 1,
+            closed=True,
+        )
+        path(np.stack([box[:2], corners[:2, :2].mean(axis=0)]), color.tolist())
+        if scene.ids is not None and scene.ids[index] >= 0:
+            x, y = pixels(corners[0]) // 16
+            _write(canvas, str(int(scene.ids[index])), (int(x) + 2, int(y)), 0.33)
+    ego = box_corners(np.array([[0, 0, 0, _EGO_LENGTH, _EGO_WIDTH, 1.5, np.pi / 2]]))[0, :4]
+    cv2.fillConvexPoly(canvas, pixels(ego), _EGO_COLOR, cv2.LINE_AA, 4)
+    for plan, color, thickness in ((true_plan, TRUTH_COLOR, 4), (scene.plan, PLAN_COLOR, 2)):
+        if plan is not None and len(plan) and not (color == PLAN_COLOR and plan is true_plan):
+            path(np.vstack([[0, 0], plan]), color, thickness)
+            for point in pixels(plan):
+                cv2.circle(canvas, tuple(point.tolist()), 3 * 16, color, -1, cv2.LINE_AA, 4)
+    _write(canvas, label, (6, 16))
+    return canvas
+
+
+def _write(
+    canvas: np.ndarray, text: str, place: tuple[int, int], size: float = 0.42, color=_TEXT_COLOR
+) -> None:
+    shadow = (place[0] + 1, place[1] + 1)
+    for corner, shade in ((shadow, (0, 0, 0)), (place, tuple(int(c) for c in color))):
+        cv2.putText(canvas, text, corner, cv2.FONT_HERSHEY_SIMPLEX, size, shade, 1, cv2.LINE_AA)
+
+
+def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> None:
+    """Write the names of classes and lines in their colours into the lower right corner."""
+    entries = [*zip(classes, colors, strict=True)]
+    entries += zip(("crossing", "divider", "boundary"), MAP_COLORS, strict=True)
+    entries += [("plan", PLAN_COLOR), ("true path", TRUTH_COLOR)]
+    for row, (name, color) in enumerate(reversed(entries)):
+        _write(
+            picture,
+            name.replace("_", " "),
+            (picture.shape[1] - 96, picture.shape[0] - 8 - 15 * row),
+            0.38,
+            color,
+        )
+
+
+def write_gif(
+    path: str | Path, pictures: Sequence[np.ndarray], frames_per_second: float = 4.0, width: int = 900
+) -> None:
+    """Write RGB pictures [H, W, 3] as an endless GIF of ``width`` pixels.
+
+    Raises:
+        ValueError: there are no pictures.
+    """
+    if not len(pictures):
+        raise ValueError("write_gif: no pictures")
+    frames = []
+    for picture in pictures:
+        image = Image.fromarray(picture)
+        image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
+        frames.append(image.quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE))
+    frames[0].save(
+        path, save_all=True, append_images=frames[1:], duration=round(1000 / frames_per_second), loop=0
+    )
