@@ -19,6 +19,7 @@ from .refinement import SparseBox3DRefinementModule, SparsePoint3DRefinementModu
 from .sparse4d_head import Sparse4DHead, Sparse4DState
 from .sparsedrive import Sparse4D, SparseDrive
 from .sparsedrive_head import SparseDriveHead
+from .temporal_state import temporal_value
 
 __all__ = [
     "AsymmetricFFN",
@@ -49,4 +50,5 @@ __all__ = [
     "SparsePoint3DKeyPointsGenerator",
     "SparsePoint3DRefinementModule",
     "SparsePoint3DTarget",
+    "temporal_value",
 ]
