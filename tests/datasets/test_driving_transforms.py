@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets.driving_files import driving_scenes
 from mmengine.dataset import Compose, pseudo_collate
+from PIL import Image
 
 from visdet.datasets import DrivingScenesDataset
 from visdet.datasets import transforms as T
@@ -58,6 +59,14 @@ def test_projection_follows_the_image(config):
     # Pixels are counted from their corners here and from their centres there: up to half a pixel.
     np.testing.assert_allclose([u / depth, v / depth], center, atol=1.1)
     assert results["cam_intrinsic"][0][0, 0] == (CONFIG | config)["resize"]
+
+
+def test_cropping_while_resizing_changes_nothing():
+    image = np.random.default_rng(0).integers(0, 256, (90, 160, 3), dtype=np.uint8)
+    config = CONFIG | dict(resize=0.44, crop=(3, 10, 67, 39))
+    results = {"img": [image], "lidar2img": [np.eye(4)], "aug_config": config}
+    plain = np.array(Image.fromarray(image).resize((70, 39)).crop((3, 10, 67, 39)))
+    assert np.abs(T.ResizeCropFlipImage()(results)["img"][0].astype(int) - plain).max() <= 1
 
 
 def test_without_augmentation_nothing_happens():
