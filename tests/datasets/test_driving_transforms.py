@@ -167,6 +167,7 @@ def test_filters():
     kept = T.CircleObjectRangeFilter([50.0])(dict(record))
     assert kept["instance_inds"].tolist() == [0, 1]
     assert T.InstanceNameFilter(["a", "b"])(dict(record))["instance_inds"].tolist() == [0, 1, 2]
+    assert T.InstanceNameFilter(["a"])(T.CircleObjectRangeFilter([5.0])({"token": "t"})) == {"token": "t"}
     empty = {"gt_bboxes_3d": np.zeros((0, 9)), "gt_labels_3d": np.zeros(0, np.int64)}
     assert T.InstanceNameFilter(["a"])(T.CircleObjectRangeFilter([5.0])(empty))["gt_bboxes_3d"].shape == (
         0,
@@ -192,6 +193,8 @@ def test_orders_of_map_lines():
         np.testing.assert_allclose(points[0, order], start)
         backwards = [corners[::-1][(k - order) % 4] for k in range(5)]
         np.testing.assert_allclose(points[0, 4 + order], backwards)
+    with pytest.raises(ValueError, match="frame t: a line of map class 1 is NaN or infinite"):
+        vectorize({"map_annos": {1: [line * np.nan]}, "token": "t"})
     empty = vectorize({"map_annos": {0: [], 1: [], 2: []}})
     assert empty["gt_map_pts"].shape == (0, 8, 5, 2) and empty["gt_map_labels"].shape == (0,)
 
