@@ -9,6 +9,7 @@ from golden import golden, under
 from mmengine.registry import MODELS as ROOT_MODELS
 
 from visdet.models.layers import MultiScaleDeformableAttention
+from visdet.ops import ms_deform_attn_reference
 from visdet.registry import MODELS
 
 SHAPES = torch.tensor([[5, 7], [3, 4]])
@@ -78,6 +79,47 @@ def test_reference_boxes_scale_the_offsets():
     torch.testing.assert_close(as_boxes, as_points)
 
 
+@pytest.mark.parametrize("reference_size", [2, 4])
+def test_points_per_level(reference_size):
+    """[2, 2] is 2; and the points that [3, 1] has beyond it are those of a module of one level each."""
+    attention, given = module(num_points=2), inputs(reference_size)
+    listed = module(num_points=[2, 2])
+    listed.load_state_dict(attention.state_dict())
+    torch.testing.assert_close(listed(**given), attention(**given), rtol=0, atol=0)
+
+    uneven = module(num_points=[3, 1])
+    assert (
+        uneven.sampling_offsets.out_features == 3 * 4 * 2 and uneven.attention_weights.out_features == 3 * 4
+    )
+    query = given["query"] + given["query_pos"]
+    value = uneven.value_proj(given["value"]).view(2, S, 3, 4)
+    offsets = uneven.sampling_offsets(query).view(2, 6, 3, 4, 2)
+    weights = uneven.attention_weights(query).view(2, 6, 3, 4).softmax(-1)
+    out = torch.zeros(2, 6, 12)
+    for level, (start, points) in enumerate([(0, slice(0, 3)), (35, slice(3, 4))]):
+        H, W = SHAPES[level].tolist()
+        reference = given["reference_points"][:, :, level, None, None]
+        count = points.stop - points.start
+        scale = reference[..., 2:] * 0.5 / count if reference_size == 4 else 1 / torch.tensor([W, H])
+        locations = reference[..., :2] + offsets[:, :, :, points] * scale
+        out += ms_deform_attn_reference(
+            value[:, start : start + H * W],
+            SHAPES[level : level + 1],
+            torch.zeros(1, dtype=torch.int64),
+            locations[:, :, :, None],
+            weights[:, :, :, None, points],
+        )
+    torch.testing.assert_close(uneven(**given), uneven.output_proj(out) + given["query"])
+    with pytest.raises(ValueError, match=r"num_points must be a number or one for each of the 2 levels"):
+        module(num_points=[3, 6, 3])
+
+
+def test_points_per_level_start_as_rings():
+    attention = MultiScaleDeformableAttention(embed_dims=32, num_heads=8, num_levels=3, num_points=[3, 6, 3])
+    bias = attention.sampling_offsets.bias.detach().view(8, 12, 2)
+    assert bias[0, :, 0].tolist() == [1, 2, 3, 1, 2, 3, 4, 5, 6, 1, 2, 3]
+
+
 def test_layouts_agree():
     attention, given = module(), inputs()
     expected = attention(**given)
@@ -110,21 +152,22 @@ def test_identity_and_default_value():
 
 
 @pytest.mark.parametrize("reference_size", [2, 4])
-def test_autocast_keeps_locations_in_float32(reference_size, monkeypatch):
+def test_autocast_rounds_the_linear_layers_and_nothing_else(reference_size, monkeypatch):
     from visdet.models.layers import ms_deform_attn as page
 
     attention, given, seen = module(), inputs(reference_size), []
 
-    def watched(value, shapes, starts, locations, weights):
-        seen.extend((value.dtype, locations.dtype, weights.dtype))
-        return op(value, shapes, starts, locations, weights)
+    def watched(value, shapes, starts, references, offsets, logits, num_points):
+        seen.extend((value.dtype, references.dtype, offsets.dtype, logits.dtype))
+        return op(value, shapes, starts, references, offsets, logits, num_points)
 
-    op = page.ms_deform_attn
-    monkeypatch.setattr(page, "ms_deform_attn", watched)
+    op = page.ms_deform_attn_fused
+    monkeypatch.setattr(page, "ms_deform_attn_fused", watched)
     exact = attention(**given)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = attention(**given)
-    assert seen == [torch.float32] * 3 + [torch.bfloat16, torch.float32, torch.float32]
+    # 16-bit offsets and logits are the linear layers' results; adding them to the references is the operator's.
+    assert seen == [torch.float32] * 4 + [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
     torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
 
 

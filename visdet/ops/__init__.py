@@ -9,7 +9,12 @@ from .deformable_aggregation import (
 )
 from .gaussian_field import gaussian_field, gaussian_field_reference
 from .mahalanobis_distance import mahalanobis_distance, mahalanobis_distance_reference
-from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
+from .ms_deform_attn import (
+    ms_deform_attn,
+    ms_deform_attn_fused,
+    ms_deform_attn_fused_reference,
+    ms_deform_attn_reference,
+)
 
 __all__ = [
     "NotBuiltError",
@@ -23,5 +28,7 @@ __all__ = [
     "mahalanobis_distance",
     "mahalanobis_distance_reference",
     "ms_deform_attn",
+    "ms_deform_attn_fused",
+    "ms_deform_attn_fused_reference",
     "ms_deform_attn_reference",
 ]

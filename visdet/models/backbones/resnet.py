@@ -112,6 +112,7 @@ class ResNet(BaseModule):
         zero_init_residual: start each block as the identity.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)``, see ``load_pretrained``, or mmengine initialisers;
             default Kaiming normal convolutions, norm scale 1 and shift 0.
+        pretrained: checkpoint, short for ``init_cfg=dict(type='Pretrained', checkpoint=...)``.
 
     Source: He et al., CVPR 2016; parameter names are torchvision's, keywords mmdet's.
     """
@@ -141,7 +142,12 @@ class ResNet(BaseModule):
         with_cp: bool = False,
         zero_init_residual: bool = True,
         init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
+        pretrained: str | None = None,
     ) -> None:
+        if pretrained is not None:
+            if init_cfg is not None:
+                raise ValueError("ResNet: pretrained and init_cfg cannot both be given")
+            init_cfg = {"type": "Pretrained", "checkpoint": pretrained}
         _check_options(depth, num_stages, strides, dilations, out_indices, style, frozen_stages)
         from_checkpoint = isinstance(init_cfg, dict) and init_cfg.get("type") == "Pretrained"
         super().__init__(_DEFAULT_INIT if from_checkpoint or init_cfg is None else init_cfg)

@@ -1,16 +1,16 @@
 """Multi-scale deformable attention as a module."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
 
-from visdet.ops import ms_deform_attn
+from visdet.ops import ms_deform_attn_fused
 from visdet.registry import MODELS
 
-from .precision import at_least_float32
 from .root_registration import register_in_root
 
 __all__ = ["MultiScaleDeformableAttention"]
@@ -22,13 +22,15 @@ class MultiScaleDeformableAttention(BaseModule):
     """Each query attends to ``num_points`` learned positions in every level of a feature pyramid.
 
     location = reference + offset / (W, H) of the level for reference points (x, y), or
-    reference + offset / num_points · (w, h) / 2 for reference boxes (cx, cy, w, h);
+    reference + offset / num_points · (w, h) / 2 for reference boxes (cx, cy, w, h), with the level's own num_points;
     output = identity + dropout(output_proj(Σ softmax(weights) · value_proj(value) sampled at the locations)).
-    Locations are computed in float32 whatever the type of the queries.
+    Locations and weights are computed in float32 whatever the type of the queries, inside ``ms_deform_attn_fused``,
+    which never writes them to memory.
 
     Args:
         embed_dims: channels. num_heads: heads, a divisor of ``embed_dims``.
-        num_levels: levels L of the pyramid. num_points: positions P per query, head and level.
+        num_levels: levels L of the pyramid. num_points: positions P per query, head and level, one number for
+            all levels or one for each (D-FINE has [3, 6, 3]).
         im2col_step: accepted for compatibility, without effect.
         dropout: dropout of the output before the sum.
         batch_first: tensors are [B, Q, C]; otherwise [Q, B, C].
@@ -43,7 +45,7 @@ class MultiScaleDeformableAttention(BaseModule):
         embed_dims: int = 256,
         num_heads: int = 8,
         num_levels: int = 4,
-        num_points: int = 4,
+        num_points: int | Sequence[int] = 4,
         im2col_step: int = 64,
         dropout: float = 0.1,
         batch_first: bool = False,
@@ -59,13 +61,20 @@ class MultiScaleDeformableAttention(BaseModule):
                     f"MultiScaleDeformableAttention: {name} must be divisible by num_heads, "
                     f"got {channels} and {num_heads}"
                 )
+        points = [num_points] * num_levels if isinstance(num_points, int) else list(num_points)
+        if len(points) != num_levels:
+            raise ValueError(
+                "MultiScaleDeformableAttention: num_points must be a number or one for each of the "
+                f"{num_levels} levels, got {num_points}"
+            )
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.num_levels = num_levels
         self.num_points = num_points
         self.batch_first = batch_first
-        self.sampling_offsets = nn.Linear(embed_dims, num_heads * num_levels * num_points * 2)
-        self.attention_weights = nn.Linear(embed_dims, num_heads * num_levels * num_points)
+        self.points_per_level = points
+        self.sampling_offsets = nn.Linear(embed_dims, num_heads * sum(points) * 2)
+        self.attention_weights = nn.Linear(embed_dims, num_heads * sum(points))
         self.value_proj = nn.Linear(embed_dims, value_dims)
         self.output_proj = nn.Linear(value_dims, embed_dims)
         self.dropout = nn.Dropout(dropout)
@@ -76,9 +85,8 @@ class MultiScaleDeformableAttention(BaseModule):
         angle = torch.arange(self.num_heads, dtype=torch.float32) * (2.0 * math.pi / self.num_heads)
         direction = torch.stack((angle.cos(), angle.sin()), dim=-1)
         direction = direction / direction.abs().amax(dim=-1, keepdim=True)  # onto the square of half-width 1
-        distance = torch.arange(1, self.num_points + 1, dtype=torch.float32)
-        ring = direction.view(-1, 1, 1, 2) * distance.view(1, 1, -1, 1)
-        ring = ring.expand(self.num_heads, self.num_levels, self.num_points, 2)
+        distance = torch.cat([torch.arange(1.0, points + 1) for points in self.points_per_level])  # [K]
+        ring = direction.view(-1, 1, 2) * distance.view(1, -1, 1)  # [G, K, 2]
         nn.init.zeros_(self.sampling_offsets.weight)
         with torch.no_grad():
             self.sampling_offsets.bias.copy_(ring.flatten())
@@ -109,12 +117,17 @@ class MultiScaleDeformableAttention(BaseModule):
             query_pos: [B or 1, Q, C], added to the query that predicts offsets and weights.
             key_padding_mask: [B, S] bool, True where a value is padding: it counts as zero.
             reference_points: [B or 1, Q, L or 1, 2] (x, y) or [B or 1, Q, L or 1, 4] (cx, cy, w, h), in 0..1.
-            spatial_shapes: [L, 2] int64 (height, width), best on the device of ``query``.
+            spatial_shapes: [L, 2] int64 (height, width), on the CPU or the device of ``query``.
             level_start_index: [L] int64, the first row of each level in ``value``; default: levels without gaps.
         """
         if reference_points is None or spatial_shapes is None:
             raise ValueError(
                 "MultiScaleDeformableAttention: reference_points and spatial_shapes must be given"
+            )
+        if reference_points.dim() != 4 or reference_points.shape[-1] not in (2, 4):
+            raise ValueError(
+                "MultiScaleDeformableAttention: reference_points must be [B, Q, L, 2] or [B, Q, L, 4], "
+                f"got {tuple(reference_points.shape)}"
             )
         value = query if value is None else value
         identity = query if identity is None else identity
@@ -127,42 +140,16 @@ class MultiScaleDeformableAttention(BaseModule):
         if key_padding_mask is not None:
             value = value.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
         batch_size, num_queries, _ = query.shape
-        samples = (self.num_heads, self.num_levels, self.num_points)
-        weights = self.attention_weights(query).view(batch_size, num_queries, self.num_heads, -1)
-        weights = at_least_float32(weights).softmax(dim=-1).view(batch_size, num_queries, *samples)
-        offsets = at_least_float32(self.sampling_offsets(query))
-        locations = self._locations(offsets, reference_points, spatial_shapes)
-        out = ms_deform_attn(
-            value.unflatten(-1, (self.num_heads, -1)), spatial_shapes, level_start_index, locations, weights
+        out = ms_deform_attn_fused(
+            value.unflatten(-1, (self.num_heads, -1)),
+            spatial_shapes,
+            level_start_index,
+            reference_points,
+            self.sampling_offsets(query).view(batch_size, num_queries, self.num_heads, -1, 2),
+            self.attention_weights(query).view(batch_size, num_queries, self.num_heads, -1),
+            self.points_per_level,
         )
         out = self.output_proj(out)
         if not self.batch_first:
             out = out.transpose(0, 1)
         return self.dropout(out) + identity
-
-    def _locations(self, offsets: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
-        """Return sampling locations [B, Q, G, L, P, 2] (x, y) in 0..1 from offsets [B, Q, G * L * P * 2] in pixels.
-
-        References and scales are spread over the points first, so that the arithmetic runs along L * P * 2 numbers.
-        """
-        batch_size, num_queries, _ = offsets.shape
-        offsets = offsets.view(batch_size, num_queries, self.num_heads, -1)  # [B, Q, G, L * P * 2]
-        if reference_points.shape[-1] == 2:
-            centers = reference_points
-            scale = spatial_shapes.flip(-1).to(offsets).reciprocal()  # [L, 2]
-        elif reference_points.shape[-1] == 4:
-            centers, sizes = reference_points.split(2, dim=-1)
-            scale = sizes * (0.5 / self.num_points)  # [B, Q, L, 2]
-        else:
-            raise ValueError(
-                "MultiScaleDeformableAttention: reference_points must be [B, Q, L, 2] or [B, Q, L, 4], "
-                f"got {tuple(reference_points.shape)}"
-            )
-        centers, scale = self._over_points(centers).unsqueeze(2), self._over_points(scale).unsqueeze(-2)
-        locations = torch.addcmul(centers, offsets, scale)
-        return locations.view(batch_size, num_queries, self.num_heads, self.num_levels, self.num_points, 2)
-
-    def _over_points(self, per_level: Tensor) -> Tensor:
-        """Return numbers [..., L or 1, 2] repeated for every point, [..., L * P * 2]."""
-        shape = (*per_level.shape[:-2], self.num_levels, self.num_points, 2)
-        return per_level.unsqueeze(-2).expand(shape).flatten(-3)

@@ -16,6 +16,10 @@ from .map_decoder import SparsePoint3DDecoder
 from .map_losses import LinesL1Loss, SparseLineLoss
 from .map_target import SparsePoint3DTarget
 from .refinement import SparseBox3DRefinementModule, SparsePoint3DRefinementModule
+from .sparse4d_head import Sparse4DHead, Sparse4DState
+from .sparsedrive import Sparse4D, SparseDrive
+from .sparsedrive_head import SparseDriveHead
+from .temporal_state import temporal_value
 
 __all__ = [
     "AsymmetricFFN",
@@ -29,16 +33,22 @@ __all__ = [
     "LinesL1Loss",
     "MapQueriesCost",
     "MultiheadFlashAttention",
+    "Sparse4D",
+    "Sparse4DHead",
+    "Sparse4DState",
     "SparseBox3DDecoder",
     "SparseBox3DEncoder",
     "SparseBox3DKeyPointsGenerator",
     "SparseBox3DLoss",
     "SparseBox3DRefinementModule",
     "SparseBox3DTarget",
+    "SparseDrive",
+    "SparseDriveHead",
     "SparseLineLoss",
     "SparsePoint3DDecoder",
     "SparsePoint3DEncoder",
     "SparsePoint3DKeyPointsGenerator",
     "SparsePoint3DRefinementModule",
     "SparsePoint3DTarget",
+    "temporal_value",
 ]

@@ -1,7 +1,7 @@
 """Denoising queries: noisy copies of the annotated boxes, which a head learns to bring back."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..transfer import to_device
 from .base_target import solve_assignments
 
-__all__ = ["BoxDenoising"]
+__all__ = ["BoxDenoising", "DenoisingQueries"]
 
 _PADDING, _BACKGROUND = -1, -3  # class targets of a query made from padding, and of one that must be refused
 
@@ -25,6 +25,23 @@ def _fitted(x: Tensor, length: int) -> Tensor:
     x = x[:, :, :length]
     missing = length - x.shape[2]
     return F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing)) if missing > 0 else x
+
+
+class DenoisingQueries(NamedTuple):
+    """The denoising queries of a batch: G groups of n.
+
+    Attributes:
+        anchor: [B, G·n, 10]. reg_target: [B, G·n, 10], the encoded boxes they belong to, zeros for background.
+        cls_target: [B, G·n] int64, below 0 for background. attn_mask: [G·n, G·n] bool, True hides.
+        valid_mask: [B, G·n] bool, which queries are none of padding. id_target: [B, G·n] int64, or None.
+    """
+
+    anchor: Tensor
+    reg_target: Tensor
+    cls_target: Tensor
+    attn_mask: Tensor
+    valid_mask: Tensor
+    id_target: Tensor | None
 
 
 class BoxDenoising:
@@ -43,17 +60,14 @@ class BoxDenoising:
         cls_target: Sequence[Tensor],
         box_target: Sequence[Tensor],
         gt_instance_id: Sequence[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None] | None:
+    ) -> DenoisingQueries | None:
         """Return the queries of a batch, or None without groups or without any box.
 
         Args:
             cls_target: [N] of each sample. box_target: [N, 9], yaw in radians; NaN counts as 0.
             gt_instance_id: [N] of each sample; used with temporal groups only.
 
-        Returns:
-            anchors [B, G·n, 10], encoded boxes they belong to [B, G·n, 10] (zeros for background), classes [B, G·n]
-            (below 0: background), attention mask [G·n, G·n] (True hides), which queries are none of padding [B, G·n],
-            and ids [B, G·n] or None. n is the largest number of boxes, twice that with ``add_neg_dn``.
+        n is the largest number of boxes, twice that with ``add_neg_dn``.
         """
         if self.num_dn_groups <= 0 or max((len(labels) for labels in cls_target), default=0) == 0:
             return None
@@ -82,7 +96,7 @@ class BoxDenoising:
         copies = anchors.shape[1] // labels.shape[1]
         is_box = (labels >= 0).repeat(1, copies).view(G, B, -1).transpose(0, 1).flatten(1)
         group = torch.arange(G, device=anchors.device).repeat_interleave(anchors.shape[1])
-        return (
+        return DenoisingQueries(
             anchors.unflatten(0, (G, B)).transpose(0, 1).flatten(1, 2),
             of_matched(boxes, 0),
             dn_labels,

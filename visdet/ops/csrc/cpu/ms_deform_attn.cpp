@@ -5,6 +5,8 @@
 // has weight zero). Forward: parallel over tiles of queries, one head after another in a tile. Backward: parallel over
 // (b, g); one task owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C] scratch, so there are no
 // races and the result does not depend on the number of threads.
+#include <type_traits>
+
 #include "../common/bilinear.h"
 #include "vec.h"
 
@@ -13,8 +15,9 @@ namespace visdet {
 // The tensors of one call, all contiguous.
 template <typename T, typename A>
 struct MsDeformAttnArrays {
-  int64_t B, S, G, C, Q, K;  // K = L * P samples a row
-  // Of each of the K samples: the geometry of its level.
+  int64_t B, S, G, C, Q, L, K;  // K samples a row
+  // Of each of the K samples: its level and that level's geometry.
+  const int32_t* level;  // [K]
   const int32_t* H;      // [K]
   const int32_t* W;      // [K]
   const int64_t* start;  // [K]
@@ -28,20 +31,168 @@ struct MsDeformAttnArrays {
   T* grad_value;         // [B, S, G, C]
   A* grad_locations;     // [B, Q, G, K, 2]
   A* grad_weights;       // [B, Q, G, K]
+
+  // The fused form has these instead of locations, weights and their gradients.
+  const A* reference_points;  // [B, Q, L, 2 or 4], or null: the plain form
+  const A* share;             // [K] 0.5 / points of the level
+  bool boxes;                 // 4
+  bool wide;                  // offsets and logits, and their gradients, are of type A; else of type T
+  const void* offsets;        // [B, Q, G, K, 2]
+  const void* logits;         // [B, Q, G, K]
+  void* grad_offsets;         // [B, Q, G, K, 2]
+  void* grad_logits;          // [B, Q, G, K]
+  A* grad_reference;          // [B, G, Q, L, 2 or 4], the part of each head; null if nobody asks
 };
 
+constexpr int64_t kRowScratch = 8;
+
 namespace VISDET_ISA {
+
+// exp(x) for x <= 0 to two units in the last place, in vector code: 2^n * exp(r), |r| <= ln(2) / 2, by its Taylor
+// polynomial. Results under 2^-126 are zero; NaN stays NaN.
+VISDET_INLINE float exp_of_negative(float x) {
+  const float n = __builtin_floorf(x * 1.44269504f + 0.5f);
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln(2) in two parts: n times the first is exact
+  float p = 1.0f / 5040;
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const bool is_normal = n >= -126.0f;
+  const int32_t bits = (static_cast<int32_t>(is_normal ? n : 0.0f) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return is_normal ? p * power : (x == x ? 0.0f : x);
+}
+VISDET_INLINE double exp_of_negative(double x) { return __builtin_exp(x); }
 
 // Rows of one head are G * K samples apart, which the hardware does not foresee: ask for them this many rows ahead.
 constexpr int kAhead = 2;
 
 template <typename T, typename A>
 VISDET_INLINE void prefetch_row(const MsDeformAttnArrays<T, A>& a, int64_t row) {
-  const char* location = reinterpret_cast<const char*>(a.locations + row * a.K * 2);
-  const char* weight = reinterpret_cast<const char*>(a.weights + row * a.K);
-  const int64_t bytes = a.K * static_cast<int64_t>(sizeof(A));
+  const bool fused = a.reference_points != nullptr;
+  const int64_t bytes = a.K * static_cast<int64_t>(fused && !a.wide ? sizeof(T) : sizeof(A));
+  const char* location = static_cast<const char*>(fused ? a.offsets : a.locations) + row * bytes * 2;
+  const char* weight = static_cast<const char*>(fused ? a.logits : a.weights) + row * bytes;
   for (int64_t at = 0; at < 2 * bytes; at += 64) __builtin_prefetch(location + at);
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(weight + at);
+}
+
+// One row's samples. The plain form reads and writes the tensors; the fused form works a row out in a scratch of
+// kRowScratch * K numbers.
+template <typename A>
+struct Row {
+  const A* locations;  // [K, 2]
+  const A* weights;    // [K]
+  A* grad_locations;   // [K, 2]
+  A* grad_weights;     // [K]
+};
+
+// Numbers [row * count, (row + 1) * count) of a tensor of type A or T.
+template <typename T, typename A>
+VISDET_INLINE void read_numbers(const void* from, bool wide, int64_t row, int64_t count, A* to) {
+  if (wide) {
+    std::memcpy(to, static_cast<const A*>(from) + row * count, sizeof(A) * static_cast<size_t>(count));
+  } else {
+    const T* numbers = static_cast<const T*>(from) + row * count;
+    for (int64_t i = 0; i < count; ++i) to[i] = to_accumulate(numbers[i]);
+  }
+}
+template <typename T, typename A>
+VISDET_INLINE void write_numbers(const A* from, bool wide, int64_t row, int64_t count, void* to) {
+  if (wide) {
+    std::memcpy(static_cast<A*>(to) + row * count, from, sizeof(A) * static_cast<size_t>(count));
+  } else {
+    T* numbers = static_cast<T*>(to) + row * count;
+    for (int64_t i = 0; i < count; ++i) from_accumulate(from[i], numbers[i]);
+  }
+}
+
+// weights = softmax of the logits in them.
+template <typename A>
+VISDET_INLINE void softmax(A* weights, int64_t K) {
+  A largest = std::is_same<A, float>::value ? A(-3.4028234663852886e38) : A(-1.7976931348623157e308), sum = 0;
+  for (int64_t k = 0; k < K; ++k) largest = weights[k] > largest ? weights[k] : largest;
+#pragma GCC ivdep
+  for (int64_t k = 0; k < K; ++k) weights[k] = exp_of_negative(weights[k] - largest);
+  for (int64_t k = 0; k < K; ++k) sum += weights[k];
+  for (int64_t k = 0; k < K; ++k) weights[k] /= sum;
+}
+
+// Of a sample's offset, what one unit is worth in locations.
+template <typename T, typename A>
+VISDET_INLINE void offset_scale(const MsDeformAttnArrays<T, A>& a, const A* reference, int64_t k, A& x, A& y) {
+  const A* box = reference + a.level[k] * 4;
+  x = a.boxes ? box[2] * a.share[k] : A(1) / a.W[k];
+  y = a.boxes ? box[3] * a.share[k] : A(1) / a.H[k];
+}
+
+template <typename T, typename A>
+VISDET_INLINE Row<A> row_of(const MsDeformAttnArrays<T, A>& a, int64_t row, A* scratch) {
+  if (a.reference_points == nullptr) {
+    return {a.locations + row * a.K * 2, a.weights + row * a.K, a.grad_locations + row * a.K * 2,
+            a.grad_weights + row * a.K};
+  }
+  return {scratch, scratch + 2 * a.K, scratch + 3 * a.K, scratch + 5 * a.K};
+}
+
+// The fused form: from offsets and logits to the row's locations and weights.
+template <typename T, typename A>
+VISDET_INLINE void begin_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* scratch) {
+  if (a.reference_points == nullptr) return;
+  const int64_t K = a.K, D = a.boxes ? 4 : 2;
+  A *locations = scratch, *weights = scratch + 2 * K;
+  read_numbers<T>(a.offsets, a.wide, row, 2 * K, locations);
+  read_numbers<T>(a.logits, a.wide, row, K, weights);
+  softmax(weights, K);
+  const A* reference = a.reference_points + row / a.G * a.L * D;
+  for (int64_t k = 0; k < K; ++k) {
+    A scale_x, scale_y;
+    offset_scale(a, reference, k, scale_x, scale_y);
+    locations[2 * k] = reference[a.level[k] * D] + locations[2 * k] * scale_x;
+    locations[2 * k + 1] = reference[a.level[k] * D + 1] + locations[2 * k + 1] * scale_y;
+  }
+}
+
+// The fused form: from the gradients of the row's locations and weights to those of its offsets, logits and reference
+// points. A sample that does not count gives zero, whatever the box.
+template <typename T, typename A>
+VISDET_INLINE void end_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* scratch) {
+  if (a.reference_points == nullptr) return;
+  const int64_t K = a.K, D = a.boxes ? 4 : 2, query = row / a.G;
+  const A* weights = scratch + 2 * K;
+  A *grad_locations = scratch + 3 * K, *grad_weights = scratch + 5 * K, *offsets = scratch + 6 * K, mean = 0;
+  const A* reference = a.reference_points + query * a.L * D;
+  for (int64_t k = 0; k < K; ++k) mean += weights[k] * grad_weights[k];
+  for (int64_t k = 0; k < K; ++k) grad_weights[k] = weights[k] * (grad_weights[k] - mean);
+  write_numbers<T>(grad_weights, a.wide, row, K, a.grad_logits);
+  if (a.grad_reference != nullptr) {
+    const int64_t b = query / a.Q, q = query - b * a.Q, g = row - query * a.G;
+    A* sums = a.grad_reference + ((b * a.G + g) * a.Q + q) * a.L * D;
+    for (int64_t i = 0; i < a.L * D; ++i) sums[i] = 0;
+    read_numbers<T>(a.offsets, a.wide, row, 2 * K, offsets);
+    for (int64_t k = 0; k < K; ++k) {
+      A* sum = sums + a.level[k] * D;
+      for (int64_t i = 0; i < 2; ++i) {
+        const A grad = grad_locations[2 * k + i];
+        sum[i] += grad;
+        if (a.boxes && grad != 0) sum[2 + i] += grad * offsets[2 * k + i] * a.share[k];
+      }
+    }
+  }
+  for (int64_t k = 0; k < K; ++k) {
+    A scale[2];
+    offset_scale(a, reference, k, scale[0], scale[1]);
+    for (int64_t i = 0; i < 2; ++i) {
+      A& grad = grad_locations[2 * k + i];
+      grad = grad == 0 ? A(0) : grad * scale[i];
+    }
+  }
+  write_numbers<T>(grad_locations, a.wide, row, 2 * K, a.grad_offsets);
 }
 
 constexpr int kBlock = 32;  // samples located at a time: the arrays below take 3 KB of the first-level cache
@@ -69,10 +220,10 @@ struct Samples {
 };
 
 template <typename T, typename A>
-VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, int64_t row, int64_t k0, int count,
+VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, int64_t k0, int count,
                                   int64_t texel_stride, Samples<A>& out) {
-  const A* location = a.locations + (row * a.K + k0) * 2;
-  const A* weight = a.weights + row * a.K + k0;
+  const A* location = row.locations + k0 * 2;
+  const A* weight = row.weights + k0;
   const int32_t *H = a.H + k0, *W = a.W + k0;
   const int64_t* start = a.start + k0;
 #pragma GCC ivdep
@@ -138,19 +289,21 @@ VISDET_INLINE void sum_all_channels(const Samples<A>& samples, int count, const 
 }
 
 // Queries [begin, end) of the working order, batch entry b, one head after another: the samples of a tile's queries and
-// one head lie in a window that fits the second-level cache. acc is a scratch of C numbers.
+// one head lie in a window that fits the second-level cache. scratch: C numbers, and a row's.
 template <typename T, typename A>
-void forward_tile(const MsDeformAttnArrays<T, A>& a, A* acc, int64_t b, int64_t begin, int64_t end) {
+void forward_tile(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t begin, int64_t end) {
   const int64_t texel_stride = a.G * a.C;
-  const auto row_of = [&](int64_t i, int64_t g) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
+  A *acc = scratch, *row_scratch = scratch + a.C;
+  const auto row_at = [&](int64_t i, int64_t g) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
   const Steps steps(end - begin, a.K);
   Samples<A> samples[2];
   for (int64_t g = 0; g < a.G; ++g) {
     const T* value = a.value + (b * a.S * a.G + g) * a.C;
     const auto prepare = [&](int64_t s) {
-      const int64_t i = begin + steps.query(s);
-      prefetch_row(a, row_of(i + kAhead < end ? i + kAhead : i, g));
-      locate_samples(a, row_of(i, g), steps.first(s), steps.count(s), texel_stride, samples[s % 2]);
+      const int64_t i = begin + steps.query(s), row = row_at(i, g);
+      prefetch_row(a, row_at(i + kAhead < end ? i + kAhead : i, g));
+      if (steps.is_first(s)) begin_row(a, row, row_scratch);
+      locate_samples(a, row_of(a, row, row_scratch), steps.first(s), steps.count(s), texel_stride, samples[s % 2]);
       prefetch_corners(samples[s % 2].offset, steps.count(s), value, a.C);
     };
     if (steps.total > 0) prepare(0);
@@ -161,7 +314,7 @@ void forward_tile(const MsDeformAttnArrays<T, A>& a, A* acc, int64_t b, int64_t 
       }
       sum_all_channels(samples[s % 2], steps.count(s), value, acc, a.C);
       if (steps.is_last(s)) {
-        const int64_t row = row_of(begin + steps.query(s), g);
+        const int64_t row = row_at(begin + steps.query(s), g);
         for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], a.output[row * a.C + c]);
       }
     }
@@ -180,10 +333,10 @@ struct GradSamples {
 };
 
 template <typename T, typename A>
-VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, int64_t row, int64_t k0, int count,
+VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, int64_t k0, int count,
                                        GradSamples<A>& out) {
-  const A* location = a.locations + (row * a.K + k0) * 2;
-  const A* weight = a.weights + row * a.K + k0;
+  const A* location = row.locations + k0 * 2;
+  const A* weight = row.weights + k0;
   const int32_t *H = a.H + k0, *W = a.W + k0;
   const int64_t* start = a.start + k0;
 #pragma GCC ivdep
@@ -205,10 +358,10 @@ VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, int64_
 
 // From the dots to grad_weights and grad_locations.
 template <typename T, typename A>
-VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, int64_t row, int64_t k0, int count,
+VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, int64_t k0, int count,
                                        const GradSamples<A>& in) {
-  A* grad_location = a.grad_locations + (row * a.K + k0) * 2;
-  A* grad_weight = a.grad_weights + row * a.K + k0;
+  A* grad_location = row.grad_locations + k0 * 2;
+  A* grad_weight = row.grad_weights + k0;
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     A d[4], sum = 0;
@@ -273,31 +426,35 @@ VISDET_INLINE void scatter_samples(const MsDeformAttnArrays<T, A>& a, const A* g
   }
 }
 
-// One task: all gradients of batch entry b and head g; value is [B, G, S, C]. grad is a scratch of S * C numbers, g_row
-// one of C.
+// One task: all gradients of batch entry b and head g; value is [B, G, S, C]. scratch: S * C numbers, C, and two rows'
+// (the next row begins before the current one ends).
 template <typename T, typename A>
-void backward_head(const MsDeformAttnArrays<T, A>& a, A* grad, A* g_row, int64_t b, int64_t g) {
+void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g) {
+  A *grad = scratch, *g_row = grad + a.S * a.C, *row_scratch = g_row + a.C;
   const T* value = a.value + (b * a.G + g) * a.S * a.C;
-  const auto row_of = [&](int64_t i) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
+  const auto row_at = [&](int64_t i) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
   std::memset(grad, 0, sizeof(A) * static_cast<size_t>(a.S * a.C));
   const Steps steps(a.Q, a.K);
   GradSamples<A> samples[2];
+  const auto scratch_of = [&](int64_t i) { return row_scratch + i % 2 * kRowScratch * a.K; };
   const auto prepare = [&](int64_t s) {
-    const int64_t i = steps.query(s);
-    prefetch_row(a, row_of(i + kAhead < a.Q ? i + kAhead : i));
-    locate_grad_samples(a, row_of(i), steps.first(s), steps.count(s), samples[s % 2]);
+    const int64_t i = steps.query(s), row = row_at(i);
+    prefetch_row(a, row_at(i + kAhead < a.Q ? i + kAhead : i));
+    if (steps.is_first(s)) begin_row(a, row, scratch_of(i));
+    locate_grad_samples(a, row_of(a, row, scratch_of(i)), steps.first(s), steps.count(s), samples[s % 2]);
     prefetch_corners(samples[s % 2].offset, steps.count(s), value, a.C);
     prefetch_corners(samples[s % 2].offset, steps.count(s), grad, a.C);
   };
   if (steps.total > 0) prepare(0);
   for (int64_t s = 0; s < steps.total; ++s) {
     if (s + 1 < steps.total) prepare(s + 1);
-    const int64_t row = row_of(steps.query(s));
+    const int64_t i = steps.query(s), row = row_at(i);
     if (steps.is_first(s)) {
       for (int64_t c = 0; c < a.C; ++c) g_row[c] = to_accumulate(a.grad_output[row * a.C + c]);
     }
     scatter_samples(a, g_row, value, grad, steps.count(s), samples[s % 2]);
-    finish_grad_samples(a, row, steps.first(s), steps.count(s), samples[s % 2]);
+    finish_grad_samples(a, row_of(a, row, scratch_of(i)), steps.first(s), steps.count(s), samples[s % 2]);
+    if (steps.is_last(s)) end_row(a, row, scratch_of(i));
   }
   for (int64_t s = 0; s < a.S; ++s) {
     T* out = a.grad_value + ((b * a.S + s) * a.G + g) * a.C;
@@ -307,7 +464,7 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* grad, A* g_row, int64_t
 
 #define VISDET_INSTANTIATE(T, A)                                                                    \
   template void forward_tile<T, A>(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t); \
-  template void backward_head<T, A>(const MsDeformAttnArrays<T, A>&, A*, A*, int64_t, int64_t);
+  template void backward_head<T, A>(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t);
 VISDET_INSTANTIATE(float, float)
 VISDET_INSTANTIATE(double, double)
 VISDET_INSTANTIATE(Float16, float)
@@ -336,7 +493,7 @@ namespace visdet {
   template <typename T, typename A>                                                  \
   void forward_tile(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t); \
   template <typename T, typename A>                                                  \
-  void backward_head(const MsDeformAttnArrays<T, A>&, A*, A*, int64_t, int64_t);     \
+  void backward_head(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t);         \
   }
 VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
 #undef VISDET_DECLARE
@@ -368,17 +525,25 @@ std::vector<int64_t> query_order(const MsDeformAttnProblem& problem, const int64
   return order;
 }
 
-// The level of each of a row's K samples, and the order of queries.
+// The level of each of a row's K samples, and the order of queries. num_points: of each level, or null for P on each.
 struct Geometry {
-  std::vector<int32_t> H, W;
-  std::vector<int64_t> start, order;
+  std::vector<int32_t> level, H, W;
+  std::vector<int64_t> start, points, order;
 
-  Geometry(const MsDeformAttnProblem& problem, const int64_t* level_shapes, const int64_t* level_starts)
-      : order(query_order(problem, level_shapes)) {
+  Geometry(const MsDeformAttnProblem& problem, const Tensor& level_shapes, const Tensor& level_starts,
+           const int64_t* num_points) {
+    const Tensor dense_shapes = contiguous(level_shapes), dense_starts = contiguous(level_starts);
+    const int64_t* shapes = dense_shapes.const_data_ptr<int64_t>();
+    const int64_t* starts = dense_starts.const_data_ptr<int64_t>();
+    check_levels(problem, shapes, starts);
+    order = query_order(problem, shapes);
     for (int64_t l = 0; l < problem.L; ++l) {
-      H.insert(H.end(), static_cast<size_t>(problem.P), static_cast<int32_t>(level_shapes[2 * l]));
-      W.insert(W.end(), static_cast<size_t>(problem.P), static_cast<int32_t>(level_shapes[2 * l + 1]));
-      start.insert(start.end(), static_cast<size_t>(problem.P), level_starts[l]);
+      const int64_t P = num_points == nullptr ? problem.P : num_points[l];
+      level.insert(level.end(), static_cast<size_t>(P), static_cast<int32_t>(l));
+      H.insert(H.end(), static_cast<size_t>(P), static_cast<int32_t>(shapes[2 * l]));
+      W.insert(W.end(), static_cast<size_t>(P), static_cast<int32_t>(shapes[2 * l + 1]));
+      start.insert(start.end(), static_cast<size_t>(P), starts[l]);
+      points.insert(points.end(), static_cast<size_t>(P), P);
     }
   }
 };
@@ -386,86 +551,168 @@ struct Geometry {
 // value [B, S, G, C] as [B, G, S, C]: a backward task walks one head's values and gradients at the same offsets.
 Tensor headwise(const Tensor& value) { return contiguous(torch::stable::transpose(value, 1, 2)); }
 
+// What both forms of a call have; the arrays of samples are the caller's to fill in.
 template <typename T, typename A>
-MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& value,
-                                   const Tensor& locations, const Tensor& weights) {
+MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& value) {
   MsDeformAttnArrays<T, A> a{};
-  a.B = problem.B, a.S = problem.S, a.G = problem.G, a.C = problem.C, a.Q = problem.Q, a.K = problem.L * problem.P;
+  a.B = problem.B, a.S = problem.S, a.G = problem.G, a.C = problem.C, a.Q = problem.Q, a.L = problem.L, a.K = problem.K;
+  a.level = geometry.level.data();
   a.H = geometry.H.data(), a.W = geometry.W.data(), a.start = geometry.start.data();
   a.order = geometry.order.empty() ? nullptr : geometry.order.data();
   a.value = static_cast<const T*>(value.const_data_ptr());
-  a.locations = static_cast<const A*>(locations.const_data_ptr());
-  a.weights = static_cast<const A*>(weights.const_data_ptr());
   return a;
 }
 
-Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, const Tensor& level_starts_in,
-                      const Tensor& locations_in, const Tensor& weights_in) {
-  const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
-  const Tensor value = contiguous(value_in), level_shapes = contiguous(level_shapes_in),
-               level_starts = contiguous(level_starts_in), locations = contiguous(locations_in),
-               weights = contiguous(weights_in);
-  check_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
-  const Geometry geometry(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
-
-  Tensor output = new_empty(value_in, {problem.B, problem.Q, problem.G * problem.C});
+// fill(arrays) adds the samples.
+template <typename Fill>
+Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& value, const Fill& fill) {
+  Tensor output = new_empty(value, {problem.B, problem.Q, problem.G * problem.C});
   if (output.numel() == 0) return output;
-  if (problem.L * problem.P == 0) return zero_(output);
-
+  if (problem.K == 0) return zero_(output);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    auto a = arrays_of<T, A>(problem, geometry, value, locations, weights);
-
+    auto a = arrays_of<T, A>(problem, geometry, value);
+    fill(a);
     a.output = static_cast<T*>(output.mutable_data_ptr());
     const auto run = VISDET_BEST_ISA(forward_tile, T, A);
     const int64_t tiles = (problem.Q + kTileQueries - 1) / kTileQueries;
     torch::stable::parallel_for(0, problem.B * tiles, 1, [&](int64_t begin, int64_t end) {
-      Scratch<A> acc(problem.C);
+      Scratch<A> scratch(problem.C + kRowScratch * problem.K);
       for (int64_t tile = begin; tile < end; ++tile) {
         const int64_t first = tile % tiles * kTileQueries;
-        run(a, acc.data(), tile / tiles, first, std::min(first + kTileQueries, problem.Q));
+        run(a, scratch.data(), tile / tiles, first, std::min(first + kTileQueries, problem.Q));
       }
     });
   });
   return output;
 }
 
+// fill(arrays) adds the samples and their gradients, none of which is empty. value is headwise.
+template <typename Fill>
+void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& grad_output,
+              const Tensor& value, Tensor& grad_value, const Fill& fill) {
+  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    auto a = arrays_of<T, A>(problem, geometry, value);
+    fill(a);
+    a.grad_output = static_cast<const T*>(grad_output.const_data_ptr());
+    a.grad_value = static_cast<T*>(grad_value.mutable_data_ptr());
+    const auto run = VISDET_BEST_ISA(backward_head, T, A);
+    torch::stable::parallel_for(0, problem.B * problem.G, 1, [&](int64_t begin, int64_t end) {
+      Scratch<A> scratch((problem.S + 1) * problem.C + 2 * kRowScratch * problem.K);
+      for (int64_t task = begin; task < end; ++task) {
+        run(a, scratch.data(), task / problem.G, task % problem.G);
+      }
+    });
+  });
+}
+
+Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes, const Tensor& level_starts,
+                      const Tensor& locations_in, const Tensor& weights_in) {
+  const auto problem = check_ms_deform_attn(value_in, level_shapes, level_starts, locations_in, weights_in);
+  const Tensor value = contiguous(value_in), locations = contiguous(locations_in), weights = contiguous(weights_in);
+  const Geometry geometry(problem, level_shapes, level_starts, nullptr);
+  return forward(problem, geometry, value, [&](auto& a) {
+    using A = std::remove_pointer_t<decltype(a.grad_weights)>;
+    a.locations = static_cast<const A*>(locations.const_data_ptr());
+    a.weights = static_cast<const A*>(weights.const_data_ptr());
+  });
+}
+
 std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_output_in, const Tensor& value_in,
-                                                           const Tensor& level_shapes_in, const Tensor& level_starts_in,
+                                                           const Tensor& level_shapes, const Tensor& level_starts,
                                                            const Tensor& locations_in, const Tensor& weights_in,
                                                            bool /*deterministic: always*/) {
-  const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
+  const auto problem = check_ms_deform_attn(value_in, level_shapes, level_starts, locations_in, weights_in);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
   const Tensor grad_output = contiguous(grad_output_in), value = headwise(value_in),
-               level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
                locations = contiguous(locations_in), weights = contiguous(weights_in);
-  check_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
-  const Geometry geometry(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
+  const Geometry geometry(problem, level_shapes, level_starts, nullptr);
   Tensor grad_value = new_empty(value, value_in.sizes()), grad_locations = new_empty(locations, locations.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
   if (problem.Q == 0 || problem.C == 0) {
     zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
     return {grad_value, grad_locations, grad_weights};
   }
-
-  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    auto a = arrays_of<T, A>(problem, geometry, value, locations, weights);
-    a.grad_output = static_cast<const T*>(grad_output.const_data_ptr());
-    a.grad_value = static_cast<T*>(grad_value.mutable_data_ptr());
+  backward(problem, geometry, grad_output, value, grad_value, [&](auto& a) {
+    using A = std::remove_pointer_t<decltype(a.grad_weights)>;
+    a.locations = static_cast<const A*>(locations.const_data_ptr());
+    a.weights = static_cast<const A*>(weights.const_data_ptr());
     a.grad_locations = static_cast<A*>(grad_locations.mutable_data_ptr());
     a.grad_weights = static_cast<A*>(grad_weights.mutable_data_ptr());
-    const auto run = VISDET_BEST_ISA(backward_head, T, A);
-    torch::stable::parallel_for(0, problem.B * problem.G, 1, [&](int64_t begin, int64_t end) {
-      Scratch<A> grad(problem.S * problem.C), g_row(problem.C);
-      for (int64_t task = begin; task < end; ++task) {
-        run(a, grad.data(), g_row.data(), task / problem.G, task % problem.G);
-      }
-    });
   });
   return {grad_value, grad_locations, grad_weights};
+}
+
+// The inputs of the fused form, contiguous.
+struct FusedInputs {
+  Tensor reference, offsets, logits;
+  std::vector<double> share;  // [K] 0.5 / points of the level
+  std::vector<float> share_float;
+
+  FusedInputs(const Geometry& geometry, const Tensor& reference_in, const Tensor& offsets_in, const Tensor& logits_in)
+      : reference(contiguous(reference_in)), offsets(contiguous(offsets_in)), logits(contiguous(logits_in)) {
+    for (const int64_t points : geometry.points) {
+      share.push_back(0.5 / static_cast<double>(points));
+      share_float.push_back(0.5f / static_cast<float>(points));
+    }
+  }
+
+  const float* share_of(float) const { return share_float.data(); }
+  const double* share_of(double) const { return share.data(); }
+
+  template <typename Arrays>
+  void fill(Arrays& a) const {
+    using A = std::remove_pointer_t<decltype(a.grad_weights)>;
+    a.reference_points = static_cast<const A*>(reference.const_data_ptr());
+    a.boxes = reference.size(3) == 4;
+    a.wide = offsets.scalar_type() == reference.scalar_type();
+    a.offsets = offsets.const_data_ptr(), a.logits = logits.const_data_ptr();
+    a.share = share_of(A{});
+  }
+};
+
+Tensor ms_deform_attn_fused(const Tensor& value_in, const Tensor& level_shapes, const Tensor& level_starts,
+                            const Tensor& reference_points, const Tensor& offsets, const Tensor& logits,
+                            std::vector<int64_t> num_points) {
+  const auto problem =
+      check_ms_deform_attn_fused(value_in, level_shapes, level_starts, reference_points, offsets, logits, num_points);
+  const Tensor value = contiguous(value_in);
+  const Geometry geometry(problem, level_shapes, level_starts, num_points.data());
+  const FusedInputs inputs(geometry, reference_points, offsets, logits);
+  return forward(problem, geometry, value, [&](auto& a) { inputs.fill(a); });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
+    const Tensor& grad_output_in, const Tensor& value_in, const Tensor& level_shapes, const Tensor& level_starts,
+    const Tensor& reference_points, const Tensor& offsets, const Tensor& logits, std::vector<int64_t> num_points,
+    bool needs_reference, bool /*deterministic: always*/) {
+  const auto problem =
+      check_ms_deform_attn_fused(value_in, level_shapes, level_starts, reference_points, offsets, logits, num_points);
+  check_ms_deform_attn_grad(problem, grad_output_in, value_in);
+  const Tensor grad_output = contiguous(grad_output_in), value = headwise(value_in);
+  const Geometry geometry(problem, level_shapes, level_starts, num_points.data());
+  const FusedInputs inputs(geometry, reference_points, offsets, logits);
+  Tensor grad_value = new_empty(value, value_in.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),
+         grad_logits = new_empty(logits, logits.sizes());
+  const int64_t D = inputs.reference.size(3);
+  const std::vector<int64_t> part_sizes{problem.B, problem.G, problem.Q, problem.L, D}, nothing{0};
+  Tensor parts = new_empty(inputs.reference, needs_reference ? part_sizes : nothing);
+  if (problem.Q == 0 || problem.C == 0 || problem.K == 0) {
+    zero_(grad_value), zero_(grad_offsets), zero_(grad_logits), zero_(parts);
+  } else {
+    backward(problem, geometry, grad_output, value, grad_value, [&](auto& a) {
+      using A = std::remove_pointer_t<decltype(a.grad_weights)>;
+      inputs.fill(a);
+      a.grad_offsets = grad_offsets.mutable_data_ptr(), a.grad_logits = grad_logits.mutable_data_ptr();
+      a.grad_reference = needs_reference ? static_cast<A*>(parts.mutable_data_ptr()) : nullptr;
+    });
+  }
+  const int64_t heads[] = {1};
+  return {grad_value, needs_reference ? sum(parts, torch::headeronly::IntHeaderOnlyArrayRef(heads, 1)) : parts,
+          grad_offsets, grad_logits};
 }
 
 }  // namespace
@@ -474,6 +721,8 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
 STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
   m.impl("ms_deform_attn", TORCH_BOX(&visdet::ms_deform_attn));
   m.impl("ms_deform_attn_backward", TORCH_BOX(&visdet::ms_deform_attn_backward));
+  m.impl("ms_deform_attn_fused", TORCH_BOX(&visdet::ms_deform_attn_fused));
+  m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::ms_deform_attn_fused_backward));
 }
 
 #endif  // VISDET_ISA_BASELINE

@@ -6,8 +6,9 @@
 // atomically. Where the owners are too few to fill the GPU, the other side is split over blocks, whose sums a second
 // kernel adds in order.
 //
-// With a cutoff both sides come in an order that brings neighbours together, and a block first passes over what lies
-// outside its own box: one comparison with a box for kThreads pairs.
+// With a cutoff both sides come in an order that brings neighbours together. box_kernel works out the boxes of
+// Gaussians and those of kThreads neighbours; a block passes over groups outside its own box, then over what is outside
+// of the groups that are left.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -24,6 +25,11 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kThreads = 128;
 
 template <typename A>
+struct Box {
+  A low[3], high[3];
+};
+
+template <typename A>
 struct Inputs {
   int64_t B, N;
   const A* points;                // [B, 3]
@@ -33,7 +39,10 @@ struct Inputs {
   const int64_t* point_order;     // [B], or null: as they come
   const int64_t* gaussian_order;  // [N], or null
   A cutoff;                       // tolerance / N, or 0: leave out nothing
-  int64_t part;                   // of the split side, what a block takes
+  const Box<A>* boxes;            // [N] of Gaussians, in gaussian_order
+  const Box<A>* gaussian_groups;  // of kThreads neighbours each
+  const Box<A>* point_groups;
+  int64_t part;  // of the split side, what a block takes
 };
 
 // exp(-distance / 2) is 2^-|v'|^2 with v' = v * kScale in float32, where 2^x is one instruction.
@@ -99,11 +108,6 @@ __device__ __forceinline__ void whiten_back(const Gaussian<A>& g, const A (&v)[3
   u[1] = (v[1] - g.l21 * u[2]) * g.i11;
   u[0] = (v[0] - g.l10 * u[1] - g.l20 * u[2]) * g.i00;
 }
-
-template <typename A>
-struct Box {
-  A low[3], high[3];
-};
 
 template <typename A>
 __device__ __forceinline__ A infinity() {
@@ -187,15 +191,59 @@ __device__ __forceinline__ int place_in_tile(bool keep, int& place) {
   return total;
 }
 
+// A block takes kThreads neighbours: the boxes of Gaussians (GAUSSIANS), and the box around them, or around points.
+template <typename A, bool GAUSSIANS>
+__global__ void __launch_bounds__(kThreads)
+    box_kernel(const Inputs<A> in, Box<A>* __restrict__ boxes, Box<A>* __restrict__ groups) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  Box<A> box = nothing<A>();
+  if (i < (GAUSSIANS ? in.N : in.B)) {
+    if constexpr (GAUSSIANS) {
+      boxes[i] = box = box_of_gaussian(in, in.gaussian_order[i]);
+    } else {
+      const A* point = in.points + 3 * in.point_order[i];
+      box = box_between<A>({point[0], point[1], point[2]}, {point[0], point[1], point[2]});
+    }
+  }
+  box = box_of_block(box);
+  if (threadIdx.x == 0) groups[blockIdx.x] = box;
+}
+
+// Calls f(first, end) for the tiles of kThreads entries of [begin, end) that a block must look at; begin is a multiple
+// of kThreads where groups are left out.
+template <typename A, bool CULL, typename F>
+__device__ __forceinline__ void for_tiles(int64_t begin, int64_t end, const Box<A>& box, const Box<A>* groups,
+                                          const F& f) {
+  if constexpr (!CULL) {
+    for (int64_t first = begin; first < end; first += kThreads) f(first, min(first + kThreads, end));
+  } else {
+    __shared__ int32_t kept[kThreads];
+    const int64_t last = (end + kThreads - 1) / kThreads;
+    for (int64_t g0 = begin / kThreads; g0 < last; g0 += kThreads) {
+      const int64_t g = g0 + threadIdx.x;
+      const bool keep = g < last && !are_apart(box, groups[g]);
+      int place = 0;
+      const int count = place_in_tile(keep, place);
+      if (keep) kept[place] = threadIdx.x;
+      __syncthreads();
+      for (int k = 0; k < count; ++k) {
+        const int64_t first = (g0 + kept[k]) * kThreads;
+        f(first, min(first + kThreads, end));
+      }
+      __syncthreads();  // the list has been read
+    }
+  }
+}
+
 // A block takes kThreads * R points and a part of the Gaussians. GRAD: three sums a point, the gradient of the field
 // with respect to it but for -grad_output; else one, the field.
 template <typename A, int R, bool GRAD, bool CULL>
-__global__ void __launch_bounds__(kThreads)
-    point_kernel(const Inputs<A> in, const A* __restrict__ grad_output, A* __restrict__ to, bool is_whole) {
+__device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, int64_t part,
+                                            const A* __restrict__ grad_output, A* __restrict__ to, bool is_whole) {
   constexpr A kScale = Exponent<A>::kScale;
   constexpr int kSums = GRAD ? 3 : 1;
   __shared__ Gaussian<A> tile[kThreads];
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * R);
+  const int64_t first = owner * (kThreads * R);
   A x[R], y[R], z[R], sums[R][kSums] = {};
   int64_t at[R];
   Box<A> box = nothing<A>();
@@ -216,16 +264,16 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (CULL) box = box_of_block(box);
-  const int64_t begin = blockIdx.y * in.part, end = min(begin + in.part, in.N);
-  for (int64_t n0 = begin; n0 < end; n0 += kThreads) {
-    const int64_t i = n0 + threadIdx.x, n = i < end ? (CULL ? in.gaussian_order[i] : i) : -1;
-    int count = static_cast<int>(min(static_cast<int64_t>(kThreads), end - n0)), place = threadIdx.x;
-    bool keep = n >= 0;
+  const int64_t begin = part * in.part, end = min(begin + in.part, in.N);
+  for_tiles<A, CULL>(begin, end, box, in.gaussian_groups, [&](int64_t first_n, int64_t end_n) {
+    const int64_t i = first_n + threadIdx.x;
+    int count = static_cast<int>(end_n - first_n), place = threadIdx.x;
+    bool keep = i < end_n;
     if (CULL) {
-      keep = keep && !are_apart(box, box_of_gaussian(in, n));
+      keep = keep && !are_apart(box, in.boxes[i]);
       count = place_in_tile(keep, place);
     }
-    if (keep) tile[place] = read_gaussian(in, n, kScale);
+    if (keep) tile[place] = read_gaussian(in, CULL ? in.gaussian_order[i] : i, kScale);
     __syncthreads();
 #pragma unroll 2
     for (int k = 0; k < count; ++k) {
@@ -246,38 +294,38 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     __syncthreads();  // the tile has been read
-  }
+  });
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     if (at[r] < 0) continue;
     // u carries the scale twice.
     const A factor = GRAD ? (is_whole ? -grad_output[at[r]] : A(-1)) / (kScale * kScale) : A(1);
 #pragma unroll
-    for (int d = 0; d < kSums; ++d) to[(blockIdx.y * in.B + at[r]) * kSums + d] = sums[r][d] * factor;
+    for (int d = 0; d < kSums; ++d) to[(part * in.B + at[r]) * kSums + d] = sums[r][d] * factor;
   }
 }
 
 // A block takes kThreads Gaussians and a part of the points. Sums over points of s, s v, s v v^T with s = grad_output *
 // exp (FIELD) or grad_output[b, n].
 template <typename A, bool FIELD, bool CULL>
-__global__ void __launch_bounds__(kThreads)
-    gaussian_kernel(const Inputs<A> in, const A* __restrict__ grad_output, A* __restrict__ partial) {
+__device__ __forceinline__ void gaussian_block(const Inputs<A>& in, int64_t owner, int64_t part,
+                                               const A* __restrict__ grad_output, A* __restrict__ partial) {
   constexpr A kScale = FIELD ? Exponent<A>::kScale : A(1);
   __shared__ Pack<A, 4> tile[kThreads];
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t i = owner * kThreads + threadIdx.x;
   const int64_t n = i < in.N ? (CULL ? in.gaussian_order[i] : i) : -1;
   Gaussian<A> g{};
   Box<A> box = nothing<A>();
   if (n >= 0) {
     g = read_gaussian(in, n, kScale);
-    if (CULL) box = box_of_gaussian(in, n);
+    if (CULL) box = in.boxes[i];
   }
   if (CULL) box = box_of_block(box);
   A sum = 0, sum_v[3] = {}, sum_vv[6] = {};
-  const int64_t begin = blockIdx.y * in.part, end = min(begin + in.part, in.B);
-  for (int64_t b0 = begin; b0 < end; b0 += kThreads) {
-    const int64_t j = b0 + threadIdx.x, b = j < end ? (CULL ? in.point_order[j] : j) : -1;
-    int count = static_cast<int>(min(static_cast<int64_t>(kThreads), end - b0)), place = threadIdx.x;
+  const int64_t begin = part * in.part, end = min(begin + in.part, in.B);
+  for_tiles<A, CULL>(begin, end, box, in.point_groups, [&](int64_t b0, int64_t end_b) {
+    const int64_t j = b0 + threadIdx.x, b = j < end_b ? (CULL ? in.point_order[j] : j) : -1;
+    int count = static_cast<int>(end_b - b0), place = threadIdx.x;
     bool keep = b >= 0;
     Pack<A, 4> point{};
     if (keep) {
@@ -313,10 +361,10 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     __syncthreads();  // the tile has been read
-  }
+  });
   if (n < 0) return;
   // [10, N] of each part, so that neighbouring threads write neighbouring numbers.
-  A* to = partial + blockIdx.y * 10 * in.N + n;
+  A* to = partial + part * 10 * in.N + n;
   to[0] = sum;
 #pragma unroll
   for (int d = 0; d < 3; ++d) to[(1 + d) * in.N] = sum_v[d];
@@ -324,13 +372,29 @@ __global__ void __launch_bounds__(kThreads)
   for (int m = 0; m < 6; ++m) to[(4 + m) * in.N] = sum_vv[m];
 }
 
+// Blocks of points first, then blocks of Gaussians; either may be none.
+template <typename A, int R, bool GRAD, bool FIELD, bool CULL>
+__global__ void __launch_bounds__(kThreads)
+    pair_kernel(const Inputs<A> for_points, const Inputs<A> for_gaussians, const A* __restrict__ grad_output,
+                A* __restrict__ to_points, A* __restrict__ to_gaussians, int point_owners, int point_blocks,
+                int gaussian_owners, bool is_whole) {
+  const int block = blockIdx.x;
+  if (block < point_blocks) {
+    point_block<A, R, GRAD, CULL>(for_points, block % point_owners, block / point_owners, grad_output, to_points,
+                                  is_whole);
+  } else if constexpr (GRAD || !FIELD) {
+    const int other = block - point_blocks;
+    gaussian_block<A, FIELD, CULL>(for_gaussians, other % gaussian_owners, other / gaussian_owners, grad_output,
+                                   to_gaussians);
+  }
+}
+
 // Adds the parts in order and turns them into gradients.
 template <typename A, bool FIELD>
-__global__ void __launch_bounds__(kThreads)
-    finish_gaussian_kernel(const Inputs<A> in, const A* __restrict__ partial, int parts, A* __restrict__ grad_means,
-                           A* __restrict__ grad_cholesky, A* __restrict__ grad_weights) {
+__device__ __forceinline__ void finish_gaussian(const Inputs<A>& in, int64_t n, const A* __restrict__ partial,
+                                                int parts, A* __restrict__ grad_means, A* __restrict__ grad_cholesky,
+                                                A* __restrict__ grad_weights) {
   constexpr A kScale = FIELD ? Exponent<A>::kScale : A(1);
-  const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (n >= in.N) return;
   A sums[10] = {};
 #pragma unroll 4
@@ -359,15 +423,29 @@ __global__ void __launch_bounds__(kThreads)
 
 // to[i] = the sum over the parts; times -grad_output[i / 3] for gradients of points.
 template <typename A, bool GRAD>
-__global__ void __launch_bounds__(kThreads)
-    finish_point_kernel(const A* __restrict__ partial, const A* __restrict__ grad_output, A* __restrict__ to,
-                        int64_t count, int parts) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+__device__ __forceinline__ void finish_point(const A* __restrict__ partial, const A* __restrict__ grad_output,
+                                             A* __restrict__ to, int64_t i, int64_t count, int parts) {
   if (i >= count) return;
   A sum = 0;
-#pragma unroll 4
+#pragma unroll 16
   for (int p = 0; p < parts; ++p) sum += partial[p * count + i];
   to[i] = GRAD ? sum * grad_output[i / 3] : sum;
+}
+
+// Points first, where they came in parts, then Gaussians.
+template <typename A, bool GRAD, bool FIELD>
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const Inputs<A> in, const A* __restrict__ grad_output, const A* __restrict__ of_points,
+                  int point_parts, A* __restrict__ to_points, int64_t point_count, int point_blocks,
+                  const A* __restrict__ of_gaussians, int gaussian_parts, A* __restrict__ grad_means,
+                  A* __restrict__ grad_cholesky, A* __restrict__ grad_weights) {
+  if (blockIdx.x < point_blocks) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    finish_point<A, GRAD>(of_points, grad_output, to_points, i, point_count, point_parts);
+  } else if constexpr (GRAD || !FIELD) {
+    const int64_t n = static_cast<int64_t>(blockIdx.x - point_blocks) * kThreads + threadIdx.x;
+    finish_gaussian<A, FIELD>(in, n, of_gaussians, gaussian_parts, grad_means, grad_cholesky, grad_weights);
+  }
 }
 
 // A thread keeps a Gaussian, a block walks a part of the points: rows of the output, written side by side.
@@ -445,58 +523,75 @@ void dispatch_float(const Tensor& points, const F& f) {
 // Blocks of kThreads that a GPU works on at a time, twice.
 int64_t wanted_blocks(const Tensor& points) { return int64_t{32} * multiprocessors(points.get_device_index()); }
 
-// The field, or (GRAD) the gradient of points.
-template <typename A, bool GRAD>
-void run_points(const char* op, Inputs<A> in, const Tensor& points, const A* grad_output, A* to, cudaStream_t stream) {
-  const auto run = [&](auto rows, auto cull) {
-    constexpr int R = decltype(rows)::value;
-    constexpr bool kCull = decltype(cull)::value;
-    const int64_t owners = ceil_div(in.B, kThreads * R);
-    // A small problem is over before a large grid has started: parts of a quarter of a tile at the least.
-    const Split split = split_of(in.N, owners, R == 1 ? wanted_blocks(points) / 32 : wanted_blocks(points),
-                                 R == 1 ? kThreads / 4 : kThreads);
-    in.part = split.part;
-    const dim3 grid(blocks_of(op, owners), static_cast<unsigned>(split.parts));
-    const int64_t count = in.B * (GRAD ? 3 : 1);
-    if (split.parts == 1) {
-      point_kernel<A, R, GRAD, kCull><<<grid, kThreads, 0, stream>>>(in, grad_output, to, true);
-      return;
-    }
-    Tensor partial = new_empty(points, {split.parts, count});
-    A* partial_data = partial.mutable_data_ptr<A>();
-    point_kernel<A, R, GRAD, kCull><<<grid, kThreads, 0, stream>>>(in, grad_output, partial_data, false);
-    finish_point_kernel<A, GRAD><<<blocks_of(op, ceil_div(count, kThreads)), kThreads, 0, stream>>>(
-        partial_data, grad_output, to, count, split.parts);
-  };
-  const std::integral_constant<int, 1> one;
-  const std::integral_constant<int, sizeof(A) == 4 ? 4 : 2> several;
-  if (in.cutoff > 0) {
-    run(one, std::true_type{});  // small boxes leave out more
-  } else if (in.B <= 16 * kThreads * multiprocessors(points.get_device_index()) / 4) {
-    run(one, std::false_type{});
-  } else {
-    run(several, std::false_type{});
+// Where a pass writes: the field (no grad_output), or the gradients asked for.
+template <typename A>
+struct Outputs {
+  const A* grad_output;
+  A *field, *grad_points, *grad_means, *grad_cholesky, *grad_weights;
+};
+
+// The pass over all pairs. GRAD: gradients of points and Gaussians; without FIELD, those of Gaussians alone.
+template <typename A, int R, bool GRAD, bool FIELD, bool CULL>
+void run_pairs(const char* op, const Inputs<A>& in, const Tensor& points, const Outputs<A>& out, cudaStream_t stream) {
+  // A small problem is over before a large grid has started: then parts may be a quarter of a tile.
+  const bool is_small = !CULL && in.B * in.N <= int64_t{1} << 22;
+  const int64_t wanted = is_small ? multiprocessors(points.get_device_index()) : wanted_blocks(points);
+  const int64_t tile = is_small ? kThreads / 4 : kThreads;
+  constexpr bool kPoints = FIELD, kGaussians = GRAD;
+  const int64_t point_owners = kPoints ? ceil_div(in.B, kThreads * R) : 1;
+  const int64_t gaussian_owners = kGaussians ? ceil_div(in.N, kThreads) : 1;
+  const Split of_gaussians = split_of(in.N, point_owners, wanted, tile);
+  const Split of_points = split_of(in.B, gaussian_owners, wanted, tile);
+  Inputs<A> for_points = in, for_gaussians = in;
+  for_points.part = of_gaussians.part, for_gaussians.part = of_points.part;
+  const int64_t point_blocks = kPoints ? point_owners * of_gaussians.parts : 0;
+  const int64_t gaussian_blocks = kGaussians ? gaussian_owners * of_points.parts : 0;
+  const int64_t point_count = in.B * (GRAD ? 3 : 1);
+  const bool is_whole = of_gaussians.parts == 1;
+  A* to_points = GRAD ? out.grad_points : out.field;
+  Tensor point_parts = points, gaussian_parts = points;
+  A *point_data = to_points, *gaussian_data = nullptr;
+  if (kPoints && !is_whole) {
+    point_parts = new_empty(points, {of_gaussians.parts, point_count});
+    point_data = point_parts.mutable_data_ptr<A>();
   }
+  if (kGaussians) {
+    gaussian_parts = new_empty(points, {of_points.parts, 10, in.N});
+    gaussian_data = gaussian_parts.mutable_data_ptr<A>();
+  }
+  pair_kernel<A, R, GRAD, FIELD, CULL><<<blocks_of(op, point_blocks + gaussian_blocks), kThreads, 0, stream>>>(
+      for_points, for_gaussians, out.grad_output, point_data, gaussian_data, static_cast<int>(point_owners),
+      static_cast<int>(point_blocks), static_cast<int>(gaussian_owners), is_whole);
+  const int64_t point_ends = kPoints && !is_whole ? ceil_div(point_count, kThreads) : 0;
+  const int64_t gaussian_ends = kGaussians ? gaussian_owners : 0;
+  if (point_ends + gaussian_ends == 0) return;
+  finish_kernel<A, GRAD, FIELD><<<blocks_of(op, point_ends + gaussian_ends), kThreads, 0, stream>>>(
+      in, out.grad_output, point_data, of_gaussians.parts, to_points, point_count, static_cast<int>(point_ends),
+      gaussian_data, of_points.parts, out.grad_means, out.grad_cholesky, out.grad_weights);
 }
 
-template <typename A, bool FIELD>
-void run_gaussians(const char* op, Inputs<A> in, const Tensor& points, const A* grad_output, A* grad_means,
-                   A* grad_cholesky, A* grad_weights, cudaStream_t stream) {
-  const int64_t owners = ceil_div(in.N, kThreads);
-  const bool is_small = in.B * in.N <= int64_t{1} << 22;
-  const Split split = split_of(in.B, owners, is_small ? wanted_blocks(points) / 32 : wanted_blocks(points),
-                               is_small ? kThreads / 4 : kThreads);
-  in.part = split.part;
-  const dim3 grid(blocks_of(op, owners), static_cast<unsigned>(split.parts));
-  Tensor partial = new_empty(points, {split.parts, 10, in.N});
-  A* partial_data = partial.mutable_data_ptr<A>();
-  if (FIELD && in.cutoff > 0) {
-    gaussian_kernel<A, FIELD, true><<<grid, kThreads, 0, stream>>>(in, grad_output, partial_data);
-  } else {
-    gaussian_kernel<A, FIELD, false><<<grid, kThreads, 0, stream>>>(in, grad_output, partial_data);
+// The field or its gradients.
+template <typename A, bool GRAD>
+void run_field(const char* op, Inputs<A> in, const Tensor& points, const Outputs<A>& out, cudaStream_t stream) {
+  constexpr int kSeveral = sizeof(A) == 4 ? (GRAD ? 4 : 8) : 2;
+  if (in.point_order == nullptr) {
+    // Several points a thread share the reading of a Gaussian, once there are enough to fill the GPU.
+    if (in.B < int64_t{4} * kThreads * multiprocessors(points.get_device_index())) {
+      run_pairs<A, 1, GRAD, true, false>(op, in, points, out, stream);
+    } else {
+      run_pairs<A, kSeveral, GRAD, true, false>(op, in, points, out, stream);
+    }
+    return;
   }
-  finish_gaussian_kernel<A, FIELD><<<blocks_of(op, owners), kThreads, 0, stream>>>(
-      in, partial_data, split.parts, grad_means, grad_cholesky, grad_weights);
+  const int64_t gaussian_groups = ceil_div(in.N, kThreads), point_groups = ceil_div(in.B, kThreads);
+  Tensor scratch = new_empty(points, {static_cast<int64_t>(sizeof(Box<A>)) * (in.N + gaussian_groups + point_groups)},
+                             ScalarType::Byte);
+  auto* boxes = static_cast<Box<A>*>(scratch.mutable_data_ptr());
+  in.boxes = boxes, in.gaussian_groups = boxes + in.N, in.point_groups = boxes + in.N + gaussian_groups;
+  box_kernel<A, true><<<blocks_of(op, gaussian_groups), kThreads, 0, stream>>>(in, boxes, boxes + in.N);
+  box_kernel<A, false>
+      <<<blocks_of(op, point_groups), kThreads, 0, stream>>>(in, nullptr, boxes + in.N + gaussian_groups);
+  run_pairs<A, 1, GRAD, true, true>(op, in, points, out, stream);  // 1: small boxes leave out more
 }
 
 Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in) {
@@ -542,8 +637,10 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
     const A* grad = grad_output.const_data_ptr<A>();
     distance_point_kernel<A><<<blocks_of(op, ceil_div(problem.B, kThreads / 32)), kThreads, 0, stream>>>(
         in, grad, grad_points.mutable_data_ptr<A>());
-    run_gaussians<A, false>(op, in, points, grad, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>(),
-                            nullptr, stream);
+    run_pairs<A, 1, true, false, false>(
+        op, in, points,
+        {grad, nullptr, nullptr, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>(), nullptr},
+        stream);
   });
   check_launch(op);
   return {grad_points, grad_means, grad_cholesky};
@@ -582,7 +679,7 @@ Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Ten
   dispatch_float(points, [&](auto tag) {
     using A = decltype(tag);
     const auto in = field_inputs<A>(problem, points, means, cholesky, weights, point_order, gaussian_order, tolerance);
-    run_points<A, false>(op, in, points, nullptr, output.mutable_data_ptr<A>(), current_stream(points));
+    run_field<A, false>(op, in, points, {nullptr, output.mutable_data_ptr<A>()}, current_stream(points));
   });
   check_launch(op);
   return output;
@@ -614,9 +711,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
     using A = decltype(tag);
     const auto in = field_inputs<A>(problem, points, means, cholesky, weights, point_order, gaussian_order, tolerance);
     const A* grad = grad_output.const_data_ptr<A>();
-    run_points<A, true>(op, in, points, grad, grad_points.mutable_data_ptr<A>(), stream);
-    run_gaussians<A, true>(op, in, points, grad, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>(),
-                           grad_weights.mutable_data_ptr<A>(), stream);
+    run_field<A, true>(op, in, points,
+                       {grad, nullptr, grad_points.mutable_data_ptr<A>(), grad_means.mutable_data_ptr<A>(),
+                        grad_cholesky.mutable_data_ptr<A>(), grad_weights.mutable_data_ptr<A>()},
+                       stream);
   });
   check_launch(op);
   return {grad_points, grad_means, grad_cholesky, grad_weights};

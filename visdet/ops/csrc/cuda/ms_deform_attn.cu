@@ -21,20 +21,23 @@ struct Levels {
   const int64_t* shapes;  // [L, 2] on the device, or null
   const int64_t* starts;  // [L] on the device, or null
   int32_t H[kMaxHostLevels], W[kMaxHostLevels], start[kMaxHostLevels];
-  bool follow;  // by value: the levels follow one another from row 0 to row S without a gap
+  int32_t P;                    // samples of a row on each level; 0: their number differs, see `end`
+  int32_t end[kMaxHostLevels];  // samples of a row on the levels up to this one
+  bool follow;                  // by value: the levels follow one another from row 0 to row S without a gap
 };
 
 struct alignas(16) Level {
   int32_t start, H, W;  // H = 0 for a level that does not lie within S
-  int32_t reserved;
+  int32_t end;          // samples of a row on the levels up to this one
 };
 
 __device__ __forceinline__ Level read_level(const Levels& levels, int l, int64_t S) {
-  if (levels.shapes == nullptr) return {levels.start[l], levels.H[l], levels.W[l], 0};
+  const int32_t end = levels.P > 0 ? (l + 1) * levels.P : levels.end[l];
+  if (levels.shapes == nullptr) return {levels.start[l], levels.H[l], levels.W[l], end};
   const int64_t H = levels.shapes[2 * l], W = levels.shapes[2 * l + 1], start = levels.starts[l];
   const bool fits = H > 0 && W > 0 && start >= 0 && H <= S && W <= S && start + H * W <= S;
-  return fits ? Level{static_cast<int32_t>(start), static_cast<int32_t>(H), static_cast<int32_t>(W), 0}
-              : Level{0, 0, 0, 0};
+  return fits ? Level{static_cast<int32_t>(start), static_cast<int32_t>(H), static_cast<int32_t>(W), end}
+              : Level{0, 0, 0, end};
 }
 
 // All threads of the block: the level table into shared memory. Returns whether the levels follow one another from row
@@ -61,6 +64,150 @@ __device__ __forceinline__ bool load_levels(const Levels& levels, int L, int64_t
   }
   return __syncthreads_and(follow);
 }
+
+// Where the samples come from. fetch() only loads, so that the loads of the next samples are in flight while the
+// current ones are summed; position() and weight() then do the arithmetic. of_image() moves to one batch entry.
+template <typename A>
+struct GivenSamples {
+  const A* locations;  // [B, Q, G, K, 2]
+  const A* weights;    // [B, Q, G, K]
+
+  struct Raw {
+    A x, y, weight;
+  };
+  struct Row {};
+
+  __device__ __forceinline__ GivenSamples of_image(int64_t, int64_t image_samples) const {
+    return {locations + 2 * image_samples, weights + image_samples};
+  }
+  template <typename Index>
+  __device__ __forceinline__ Raw fetch_position(Index index, Index /*query_level*/) const {
+    const Pack<A, 2> location = reinterpret_cast<const Pack<A, 2>*>(locations)[index];
+    return {location.at[0], location.at[1], A(0)};
+  }
+  template <typename Index>
+  __device__ __forceinline__ void fetch_weight(Index index, Raw& raw) const {
+    raw.weight = weights[index];
+  }
+  __device__ __forceinline__ void position(const Raw& raw, const Level& level, int /*points*/, A& x, A& y) const {
+    x = fma(raw.x, A(level.W), A(-0.5)), y = fma(raw.y, A(level.H), A(-0.5));
+  }
+  __device__ __forceinline__ Row row_of_lanes(bool, uint32_t, int, int, int) const { return {}; }
+  __device__ __forceinline__ Row row_at(int64_t) const { return {}; }
+  __device__ __forceinline__ A weight(const Raw& raw, const Row&) const { return raw.weight; }
+};
+
+// A step of a softmax over numbers that come one by one or from other lanes: their largest, and the sum of exp(number -
+// largest). Starts at the least finite number, so that -inf has weight zero; a row of nothing else is NaN, as in torch.
+template <typename A>
+struct SoftmaxRow {
+  A largest, sum;
+
+  static __device__ __forceinline__ SoftmaxRow nothing() {
+    return {static_cast<A>(sizeof(A) == 4 ? -3.4028234663852886e38 : -1.7976931348623157e308), A(0)};
+  }
+  __device__ __forceinline__ void add(A number) { add(SoftmaxRow{number, A(1)}); }
+  __device__ __forceinline__ void add(const SoftmaxRow& other) {
+    const A top = other.largest > largest ? other.largest : largest;  // a NaN stays out, and makes the sum NaN
+    sum = sum * exp(largest - top) + other.sum * exp(other.largest - top);
+    largest = top;
+  }
+  __device__ __forceinline__ A weight(A number) const { return exp(number - largest) / sum; }
+};
+
+template <typename T, typename A>
+struct FusedSamples {
+  const A* reference_points;  // [B, Q, L, 2 or 4]
+  const char* offsets;        // [B, Q, G, K, 2], of type A if `wide`, else T
+  const char* logits;         // [B, Q, G, K], likewise
+  const SoftmaxRow<A>* rows;  // [B, Q, G] in the backward
+  bool wide, boxes;
+
+  struct Raw {
+    A x, y, weight;  // of type T: the bits, until they are used
+    A center_x, center_y, w, h;
+  };
+  using Row = SoftmaxRow<A>;
+
+  __device__ __forceinline__ int element() const { return wide ? sizeof(A) : sizeof(T); }
+  __device__ __forceinline__ FusedSamples of_image(int64_t image_levels, int64_t image_samples) const {
+    FusedSamples image = *this;
+    image.reference_points += image_levels * (boxes ? 4 : 2);
+    image.offsets += image_samples * 2 * element(), image.logits += image_samples * element();
+    return image;
+  }
+  template <typename Index>
+  __device__ __forceinline__ Raw fetch_position(Index index, Index query_level) const {
+    Raw raw = {};
+    if (wide) {
+      const Pack<A, 2> offset = reinterpret_cast<const Pack<A, 2>*>(offsets)[index];
+      raw.x = offset.at[0], raw.y = offset.at[1];
+    } else if constexpr (sizeof(T) == 2) {
+      raw.x = __uint_as_float(reinterpret_cast<const uint32_t*>(offsets)[index]);
+    }
+    if (boxes) {
+      const Pack<A, 4> box = reinterpret_cast<const Pack<A, 4>*>(reference_points)[query_level];
+      raw.center_x = box.at[0], raw.center_y = box.at[1], raw.w = box.at[2], raw.h = box.at[3];
+    } else {
+      const Pack<A, 2> point = reinterpret_cast<const Pack<A, 2>*>(reference_points)[query_level];
+      raw.center_x = point.at[0], raw.center_y = point.at[1];
+    }
+    return raw;
+  }
+  template <typename Index>
+  __device__ __forceinline__ void fetch_weight(Index index, Raw& raw) const {
+    if (wide) {
+      raw.weight = reinterpret_cast<const A*>(logits)[index];
+    } else if constexpr (sizeof(T) == 2) {
+      raw.weight = __uint_as_float(reinterpret_cast<const uint16_t*>(logits)[index]);
+    }
+  }
+  __device__ __forceinline__ A logit_of(A raw) const {
+    if constexpr (sizeof(T) == 2) {
+      if (!wide) {
+        const uint16_t bits = static_cast<uint16_t>(__float_as_uint(raw));
+        return to_accumulate(*reinterpret_cast<const T*>(&bits));
+      }
+    }
+    return raw;
+  }
+  __device__ __forceinline__ Pack<A, 2> offset_of(const Raw& raw) const {
+    if constexpr (sizeof(T) == 2) {
+      if (!wide) {
+        const uint32_t bits = __float_as_uint(raw.x);
+        A offset[2];
+        unpack(*reinterpret_cast<const Pack<T, 2>*>(&bits), offset);
+        return {offset[0], offset[1]};
+      }
+    }
+    return {raw.x, raw.y};
+  }
+  // Written with fma, so that every kernel finds the same cell.
+  __device__ __forceinline__ void position(const Raw& raw, const Level& level, int points, A& x, A& y) const {
+    const Pack<A, 2> offset = offset_of(raw);
+    const A W = level.W, H = level.H, share = A(0.5) / points;
+    const A center_x = fma(raw.center_x, W, A(-0.5)), center_y = fma(raw.center_y, H, A(-0.5));
+    x = boxes ? fma(offset.at[0], raw.w * W * share, center_x) : center_x + offset.at[0];
+    y = boxes ? fma(offset.at[1], raw.h * H * share, center_y) : center_y + offset.at[1];
+  }
+  // The softmax of a row, worked out by `lanes` neighbouring threads (a power of two) that all come here.
+  __device__ __forceinline__ Row row_of_lanes(bool exists, uint32_t first, int K, int lane, int lanes) const {
+    Row row = Row::nothing();
+    if (exists) {
+      for (int k = lane; k < K; k += lanes) {
+        Raw raw;
+        fetch_weight(first + k, raw);
+        row.add(logit_of(raw.weight));
+      }
+    }
+    for (int step = 1; step < lanes; step *= 2) {
+      row.add(Row{__shfl_xor_sync(0xffffffffu, row.largest, step), __shfl_xor_sync(0xffffffffu, row.sum, step)});
+    }
+    return row;
+  }
+  __device__ __forceinline__ Row row_at(int64_t row) const { return rows[row]; }
+  __device__ __forceinline__ A weight(const Raw& raw, const Row& row) const { return row.weight(logit_of(raw.weight)); }
+};
 
 // Lanes of a warp in the group of `size` threads that this thread belongs to.
 template <int SIZE>
@@ -109,7 +256,7 @@ struct Walk {
   static constexpr int kRowsAtOnce = least(ROWS, greatest(1, kGroup / 4));
   static constexpr int kPass = greatest(4, kGroup / kRowsAtOnce);
   static constexpr int kBatch = kRowsAtOnce * kPass;  // samples whose metadata is in shared memory
-  static constexpr int kMine = kBatch / kGroup;       // of which each thread computes so many
+  static_assert(kBatch == kGroup, "each thread prepares one sample");
   template <typename A>
   static constexpr int group_bytes() {
     return sizeof(Sample<A>) * kBatch + 16;  // 16: neighbouring groups read from different banks
@@ -118,16 +265,16 @@ struct Walk {
 
 struct ForwardSizes {
   int64_t S;
-  int32_t Q, G, C, L, P;
+  int32_t Q, G, C, L, K;
   uint32_t heads;        // B * G / heads of a block
   uint32_t texel_bytes;  // from one row of value to the next
   int32_t head_bits;     // log2 of the heads of a block
 };
 
-template <typename T, typename A, int VEC, int LANES, int SPLIT, int ROWS>
+template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT, int ROWS>
 __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registers
-    forward_kernel(const T* __restrict__ value, const Levels levels, const A* __restrict__ locations,
-                   const A* __restrict__ weights, T* __restrict__ output, const ForwardSizes sizes) {
+    forward_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
+                   const ForwardSizes sizes) {
   using W = Walk<LANES, SPLIT, ROWS>;
   extern __shared__ __align__(16) char shared[];
   const uint32_t head_block = blockIdx.y + blockIdx.z * 65535u;
@@ -135,75 +282,79 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
   const int groups = blockDim.x / W::kGroup, group = threadIdx.x / W::kGroup, lane = threadIdx.x % W::kGroup;
   auto* my_samples = reinterpret_cast<Sample<A>*>(shared + group * W::template group_bytes<A>());
   auto* table = reinterpret_cast<Level*>(shared + groups * W::template group_bytes<A>());  // [L]
-  const int L = sizes.L, P = sizes.P, K = L * P, G = sizes.G, C = sizes.C;
+  const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C;
   const bool follow = load_levels(levels, L, sizes.S, table);
   const bool is_pyramid = follow && sizes.Q == sizes.S;
 
   const uint32_t head_blocks = static_cast<uint32_t>(G) >> sizes.head_bits, b = head_block / head_blocks;
   const int g = ((head_block - b * head_blocks) << sizes.head_bits) + (group & ((1 << sizes.head_bits) - 1));
   const int slot = group >> sizes.head_bits, slots = groups >> sizes.head_bits;
+  const int64_t image_rows = static_cast<int64_t>(b) * sizes.Q * G;
+  const Source image = source.of_image(static_cast<int64_t>(b) * sizes.Q * L, image_rows * K);
 
-  // The first samples of the queries whose samples this lane prepares: -1 past the last query.
+  // The queries whose samples this lane prepares: -1 past the last one.
   constexpr int kTurns = ROWS / W::kRowsAtOnce;
-  int32_t row[kTurns];
+  int32_t query[kTurns];
+  typename Source::Row row[kTurns];
 #pragma unroll
   for (int t = 0; t < kTurns; ++t) {
     const int r = t * W::kRowsAtOnce + lane / W::kPass;
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * ROWS + r) * slots + slot;
-    row[t] = -1;
-    if (e < sizes.Q) row[t] = (is_pyramid ? pyramid_query(e, table) : static_cast<int32_t>(e)) * G + g;
+    query[t] = -1;
+    if (e < sizes.Q) query[t] = is_pyramid ? pyramid_query(e, table) : static_cast<int32_t>(e);
+    row[t] =
+        image.row_of_lanes(query[t] >= 0, static_cast<uint32_t>(query[t] * G + g) * K, K, lane % W::kPass, W::kPass);
   }
 
   const int channel_lane = lane % LANES, part = lane / LANES;
   const uint32_t texel_bytes = sizes.texel_bytes;
-  const int64_t image_rows = static_cast<int64_t>(b) * sizes.Q * G;
-  const A* image_locations = locations + image_rows * K * 2;
-  const A* image_weights = weights + image_rows * K;
   for (int c0 = 0; c0 < C; c0 += LANES * VEC) {
     const int c = c0 + channel_lane * VEC;
     const char* base = reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + c);
     A sum[ROWS][VEC] = {};
-    A x[W::kMine], y[W::kMine], weight[W::kMine];
-    const auto fetch = [&](int turn, int k) {
-#pragma unroll
-      for (int m = 0; m < W::kMine; ++m, k += W::kGroup) {
-        x[m] = y[m] = weight[m] = 0;
-        if (row[turn] < 0 || k >= K) continue;
-        const uint32_t index = static_cast<uint32_t>(row[turn]) * K + k;
-        const Pack<A, 2> location = reinterpret_cast<const Pack<A, 2>*>(image_locations)[index];
-        x[m] = location.at[0], y[m] = location.at[1], weight[m] = image_weights[index];
-      }
+    int k = lane % W::kPass, l = 0;  // the sample of each row that this lane prepares, and its level
+    const auto find_level = [&] {
+      while (l + 1 < L && k >= table[l].end) ++l;
     };
-    int k = lane % W::kPass, l = 0, p = k;
-    fetch(0, k);
+    typename Source::Raw raw;
+    const auto fetch = [&](int turn) {
+      raw = {};
+      if (query[turn] < 0 || k >= K) return;
+      const uint32_t index = static_cast<uint32_t>(query[turn] * G + g) * K + k;
+      raw = image.fetch_position(index, static_cast<uint32_t>(query[turn]) * L + l);
+      image.fetch_weight(index, raw);
+    };
+    find_level();
+    fetch(0);
 #pragma unroll 1
     for (int k0 = 0; k0 < K; k0 += W::kPass) {
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
         __syncwarp();  // the previous samples have been read
-        int at_l = l, at_p = p;
+        Sample<A> sample = {};
+        if (k < K && query[turn] >= 0) {
+          const Level level = table[l];
+          A x, y;
+          image.position(raw, level, level.end - (l > 0 ? table[l - 1].end : 0), x, y);
+          Bilinear<A> at;
+          if (locate(x, y, level.H, level.W, at)) {
+            const A weight = image.weight(raw, row[turn]);
+            at.corner_weights(sample.weight);
 #pragma unroll
-        for (int m = 0; m < W::kMine; ++m, at_p += W::kGroup) {
-          while (at_p >= P) at_p -= P, ++at_l;
-          Sample<A> sample = {};
-          if (at_l < L) {
-            const Level level = table[at_l];
-            Bilinear<A> at;
-            if (locate(x[m] * level.W - A(0.5), y[m] * level.H - A(0.5), level.H, level.W, at)) {
-              at.corner_weights(sample.weight);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                sample.row[i] = level.start + at.index[i];
-                sample.weight[i] *= weight[m];
-              }
+            for (int i = 0; i < 4; ++i) {
+              sample.row[i] = level.start + at.index[i];
+              sample.weight[i] *= weight;
             }
-            if (level.H == 0) sample = Sample<A>{{}, {quiet_nan<A>()}};
           }
-          my_samples[lane + m * W::kGroup] = sample;
+          if (level.H == 0) sample = Sample<A>{{}, {quiet_nan<A>()}};
         }
-        if (turn == kTurns - 1) l = at_l, p = at_p - W::kMine * W::kGroup + W::kPass;
+        my_samples[lane] = sample;
+        if (turn == kTurns - 1) {
+          k += W::kPass;
+          find_level();
+        }
         __syncwarp();  // these samples are complete
-        fetch(turn + 1 < kTurns ? turn + 1 : 0, turn + 1 < kTurns ? k : k + W::kPass);
+        fetch(turn + 1 < kTurns ? turn + 1 : 0);
         if (c < C) {
 #pragma unroll
           for (int r = 0; r < W::kRowsAtOnce; ++r) {
@@ -221,18 +372,17 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
           }
         }
       }
-      k += W::kPass;
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const int32_t to =
-          __shfl_sync(0xffffffffu, row[r / W::kRowsAtOnce], r % W::kRowsAtOnce * W::kPass % W::kGroup, W::kGroup);
+      const int32_t q =
+          __shfl_sync(0xffffffffu, query[r / W::kRowsAtOnce], r % W::kRowsAtOnce * W::kPass % W::kGroup, W::kGroup);
 #pragma unroll
       for (int step = LANES; step < W::kGroup; step *= 2) {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) sum[r][v] += __shfl_xor_sync(0xffffffffu, sum[r][v], step);
       }
-      if (part == 0 && c < C && to >= 0) store_pack<T, VEC>(output + (image_rows + to) * C + c, sum[r]);
+      if (part == 0 && c < C && q >= 0) store_pack<T, VEC>(output + (image_rows + q * G + g) * C + c, sum[r]);
     }
   }
 }
@@ -295,14 +445,19 @@ struct alignas(16) LevelPlan {
   Level level;
   int64_t first_slot;  // of its cells among those of its (batch, head); one entry more: the end of the last cell
   int32_t tiles, tile_shape;
+  int32_t first_point, points;  // of a row's samples
 };
 
-__global__ void plan_kernel(const Levels levels, LevelPlan* __restrict__ plan, int L, int64_t S, int64_t samples) {
+__global__ void plan_kernel(const Levels levels, LevelPlan* __restrict__ plan, int L, int64_t S, int64_t Q) {
   int64_t slot = 0;
+  int32_t first_point = 0;
   for (int l = 0; l < L; ++l) {
     const Level level = read_level(levels, l, S);
-    const int shape = tile_shape_of(samples, level.H, level.W);
-    plan[l] = {level, slot, static_cast<int32_t>(tiles_of(tile_of_shape(shape), level.H, level.W)), shape};
+    const int32_t points = level.end - first_point;
+    const int shape = tile_shape_of(Q * points, level.H, level.W);
+    plan[l] = {level, slot,        static_cast<int32_t>(tiles_of(tile_of_shape(shape), level.H, level.W)),
+               shape, first_point, points};
+    first_point = level.end;
     slot += cells_of(level.H, level.W) + 1;
   }
 }
@@ -311,7 +466,7 @@ __global__ void plan_kernel(const Levels levels, LevelPlan* __restrict__ plan, i
 constexpr int kTurns = 4;  // loads in flight
 struct SampleWalk {
   uint32_t head, query, step, k_first, k_step, G;
-  int64_t first_row;  // of the head
+  int64_t first_row, first_query;  // of the head; of its image
   bool idle;
 
   __device__ __forceinline__ SampleWalk(const MsDeformAttnProblem& problem, uint32_t K, bool head_after_head) {
@@ -324,13 +479,15 @@ struct SampleWalk {
     head = head_after_head ? blockIdx.x / blocks : blockIdx.x % heads;
     query = (head_after_head ? blockIdx.x % blocks : blockIdx.x / heads) * step * kTurns + in_block;
     const uint32_t b = head / G;
-    first_row = static_cast<int64_t>(b) * Q * G + (head - b * G);
+    first_query = static_cast<int64_t>(b) * Q;
+    first_row = first_query * G + (head - b * G);
     k_first = threadIdx.x - in_block * K;
     k_step = is_short ? K : kSampleThreads;
     idle = in_block >= step;
   }
   __device__ __forceinline__ uint32_t q(int t) const { return query + t * step; }
   __device__ __forceinline__ int64_t row(int t) const { return first_row + static_cast<int64_t>(q(t)) * G; }
+  __device__ __forceinline__ int64_t query_level(int t, int64_t L, int l) const { return (first_query + q(t)) * L + l; }
 };
 
 // All threads of the block: the plan into shared memory.
@@ -339,33 +496,35 @@ __device__ __forceinline__ void load_plan(const LevelPlan* plan, int L, LevelPla
   __syncthreads();
 }
 
-template <typename A>
+template <typename A, typename Source>
 __global__ void __launch_bounds__(kSampleThreads)
-    count_kernel(const LevelPlan* __restrict__ plan, const A* __restrict__ locations, int32_t* __restrict__ counts,
+    count_kernel(const LevelPlan* __restrict__ plan, const Source source, int32_t* __restrict__ counts,
                  int32_t* __restrict__ ranks, A* __restrict__ grad_locations, A* __restrict__ grad_weights,
                  const MsDeformAttnProblem problem, int64_t head_slots) {
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
   load_plan(plan, static_cast<int>(problem.L), table);
-  const uint32_t P = problem.P, K = problem.L * P, Q = problem.Q;
+  const uint32_t K = problem.K, Q = problem.Q;
   const SampleWalk walk(problem, K, false);  // spreads the atomics
   if (walk.idle) return;
+  int l = 0;
   for (uint32_t k = walk.k_first; k < K; k += walk.k_step) {
-    const uint32_t l = k / P;
+    while (k >= static_cast<uint32_t>(table[l].level.end)) ++l;
     const Level level = table[l].level;
-    Pack<A, 2> location[kTurns];
+    typename Source::Raw raw[kTurns];
     int32_t rank[kTurns];
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
-      location[t] = {quiet_nan<A>(), 0};
-      if (walk.q(t) < Q) location[t] = reinterpret_cast<const Pack<A, 2>*>(locations)[walk.row(t) * K + k];
+      raw[t] = {};
+      if (walk.q(t) < Q) raw[t] = source.fetch_position(walk.row(t) * K + k, walk.query_level(t, problem.L, l));
     }
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
-      const A x = location[t].at[0] * level.W - A(0.5), y = location[t].at[1] * level.H - A(0.5);
+      A x, y;
+      source.position(raw[t], level, table[l].points, x, y);
       Bilinear<A> at;
       rank[t] = -1;
-      if (level.H > 0 && locate(x, y, level.H, level.W, at)) {
+      if (level.H > 0 && walk.q(t) < Q && locate(x, y, level.H, level.W, at)) {
         rank[t] = atomicAdd(counts + walk.head * head_slots + table[l].first_slot + cell_of(x, y, level), 1);
       }
     }
@@ -426,47 +585,49 @@ __global__ void __launch_bounds__(kScanThreads)
   if (threadIdx.x == 0) mine[cells] = carry;
 }
 
-template <typename A>
+template <typename A, typename Source>
 __global__ void __launch_bounds__(kSampleThreads)
-    scatter_kernel(const LevelPlan* __restrict__ plan, const A* __restrict__ locations, const A* __restrict__ weights,
-                   const int32_t* __restrict__ starts, const int32_t* __restrict__ ranks,
-                   Record<A>* __restrict__ records, const MsDeformAttnProblem problem, int64_t head_slots,
-                   int point_bits) {
+    scatter_kernel(const LevelPlan* __restrict__ plan, const Source source, const int32_t* __restrict__ starts,
+                   const int32_t* __restrict__ ranks, Record<A>* __restrict__ records,
+                   const MsDeformAttnProblem problem, int64_t head_slots, int point_bits) {
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
   load_plan(plan, static_cast<int>(problem.L), table);
-  const uint32_t P = problem.P, K = problem.L * P, Q = problem.Q;
+  const uint32_t K = problem.K, Q = problem.Q;
   const SampleWalk walk(problem, K, true);  // keeps the records being written in the cache
   if (walk.idle) return;
+  int l = 0;
   for (uint32_t k = walk.k_first; k < K; k += walk.k_step) {
-    const uint32_t l = k / P, p = k - l * P;
-    const Level level = table[l].level;
-    Pack<A, 2> location[kTurns];
-    A weight[kTurns];
+    while (k >= static_cast<uint32_t>(table[l].level.end)) ++l;
+    const LevelPlan& at = table[l];
+    const uint32_t p = k - at.first_point;
+    typename Source::Raw raw[kTurns];
+    typename Source::Row row[kTurns];
+    A x[kTurns], y[kTurns];
     int32_t rank[kTurns], start[kTurns];
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
       const int64_t index = walk.row(t) * K + k;
       rank[t] = -1;
       if (walk.q(t) < Q) {
-        rank[t] = ranks[index], weight[t] = weights[index];
-        location[t] = reinterpret_cast<const Pack<A, 2>*>(locations)[index];
+        rank[t] = ranks[index];
+        raw[t] = source.fetch_position(index, walk.query_level(t, problem.L, l));
+        source.fetch_weight(index, raw[t]);
+        row[t] = source.row_at(walk.row(t));
       }
     }
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
       if (rank[t] < 0) continue;
-      location[t].at[0] = location[t].at[0] * level.W - A(0.5),
-      location[t].at[1] = location[t].at[1] * level.H - A(0.5);
-      start[t] =
-          starts[walk.head * head_slots + table[l].first_slot + cell_of(location[t].at[0], location[t].at[1], level)];
+      source.position(raw[t], at.level, at.points, x[t], y[t]);
+      start[t] = starts[walk.head * head_slots + at.first_slot + cell_of(x[t], y[t], at.level)];
     }
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
       if (rank[t] < 0) continue;
-      const A x = location[t].at[0], y = location[t].at[1];
-      records[(walk.head * problem.L + l) * problem.Q * problem.P + start[t] + rank[t]] = {
-          static_cast<int32_t>((walk.q(t) << point_bits) | p), x - floor(x), y - floor(y), weight[t]};
+      records[(static_cast<int64_t>(walk.head) * K + at.first_point) * Q + start[t] + rank[t]] = {
+          static_cast<int32_t>((walk.q(t) << point_bits) | p), x[t] - floor(x[t]), y[t] - floor(y[t]),
+          source.weight(raw[t], row[t])};
     }
   }
 }
@@ -487,7 +648,6 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
   const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
   A* my_weights = batches + group * kBatch * 4;
   int32_t* my_queries = batch_queries + group * kBatch;
-  const int64_t samples = problem.Q * problem.P;  // of a level
   const int32_t G = static_cast<int32_t>(problem.G), C = static_cast<int32_t>(problem.C);
   const uint32_t row_bytes = static_cast<uint32_t>(G * C * sizeof(T));
   constexpr unsigned kAll = 0xffffffffu;
@@ -510,7 +670,7 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
     const uint32_t tiles_x = static_cast<uint32_t>(level.W + texels_x - 1) / texels_x, tile_y = in_level / tiles_x;
     const int32_t y_first = tile_y * texels_y, x_first = (in_level - tile_y * tiles_x) * texels_x;
     const int32_t* level_starts = starts + head * head_slots + plan[l].first_slot;
-    const Record<A>* level_records = records + (static_cast<int64_t>(head) * problem.L + l) * samples;
+    const Record<A>* level_records = records + (head * problem.K + plan[l].first_point) * problem.Q;
     const uint32_t cells_x_inverse = 65536u / tile.cells_x + 1, texels_x_inverse = 65536u / texels_x + 1;
     const auto cell_at = [&](int cell, int& x, int& y) {
       y = static_cast<uint32_t>(cell) * cells_x_inverse >> 16, x = cell - y * tile.cells_x;
@@ -531,8 +691,8 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
     }
     __syncthreads();  // the slots' records are known
     const int32_t step = kBatch << tile.part_bits;
-    const int32_t samples_per_query = static_cast<int32_t>(problem.G * problem.L * problem.P);
-    const int64_t first_index = ((static_cast<int64_t>(b) * problem.Q * G + g) * problem.L + l) * problem.P;
+    const int32_t samples_per_query = static_cast<int32_t>(problem.G * problem.K);
+    const int64_t first_index = (static_cast<int64_t>(b) * problem.Q * G + g) * problem.K + plan[l].first_point;
     for (int32_t c0 = 0; c0 < C; c0 += kChannels) {
       const int32_t c = c0 + lane * VEC;
       const bool has_channels = c < C;
@@ -700,15 +860,119 @@ __global__ void __launch_bounds__(kOrderThreads)
     for (; cell < cells; cell += warps) {
       const int64_t at = first + cell;
       const int32_t begin = starts[at], end = starts[at + 1], count = end - begin;
-      const int64_t offset = (static_cast<int64_t>(head) * problem.L + l) * problem.Q * problem.P + begin;
+      const int64_t offset = (head * problem.K + plan[l].first_point) * problem.Q + begin;
       order_records(records + offset, ordered + offset, count, bitmaps[threadIdx.x / 32]);
     }
     cell -= cells;
   }
 }
 
-Levels levels_of(const MsDeformAttnProblem& problem, const Tensor& shapes, const Tensor& starts) {
+// What the fused form does besides, before and after the kernels above, which give it grad_locations and grad_weights.
+constexpr int kRowThreads = 256;
+
+// The lanes of a warp that share a row's K samples.
+inline int row_lanes_of(int64_t K) {
+  int lanes = 1;
+  while (lanes < 32 && lanes < K) lanes *= 2;
+  return lanes;
+}
+
+// A few lanes a row: its softmax.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kRowThreads)
+    softmax_kernel(const FusedSamples<T, A> source, SoftmaxRow<A>* __restrict__ rows, int64_t count, int K, int lanes) {
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / lanes;
+  const auto of_row = source.of_image(0, row * K);
+  const auto softmax = of_row.row_of_lanes(row < count, 0, K, threadIdx.x % lanes, lanes);
+  if (row < count && threadIdx.x % lanes == 0) rows[row] = softmax;
+}
+
+// A few lanes a row: from the gradients of locations and weights to those of offsets and logits, which are of type I.
+template <typename T, typename A, typename I>
+__global__ void __launch_bounds__(kRowThreads)
+    fused_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<T, A> source,
+                      const A* __restrict__ grad_locations, const A* __restrict__ grad_weights,
+                      I* __restrict__ grad_offsets, I* __restrict__ grad_logits, int64_t count, int G, int L, int K,
+                      int lanes) {
+  extern __shared__ __align__(16) char shared[];
+  auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
+  load_plan(plan, L, table);
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / lanes;
+  const bool exists = row < count;
+  const SoftmaxRow<A> softmax = exists ? source.row_at(row) : SoftmaxRow<A>{};
+  const int64_t query = row / G;
+  A mean = 0;  // of the weights' gradients
+  for (int k = threadIdx.x % lanes; exists && k < K; k += lanes) {
+    typename FusedSamples<T, A>::Raw raw;
+    source.fetch_weight(row * K + k, raw);
+    mean += source.weight(raw, softmax) * grad_weights[row * K + k];
+  }
+  for (int step = 1; step < lanes; step *= 2) mean += __shfl_xor_sync(0xffffffffu, mean, step);
+  int l = 0;
+  for (int k = threadIdx.x % lanes; exists && k < K; k += lanes) {
+    while (k >= table[l].level.end) ++l;
+    const int64_t index = row * K + k;
+    typename FusedSamples<T, A>::Raw raw;
+    source.fetch_weight(index, raw);
+    grad_logits[index] = from_accumulate<I>(source.weight(raw, softmax) * (grad_weights[index] - mean));
+    A scale_x = A(1) / table[l].level.W, scale_y = A(1) / table[l].level.H;
+    if (source.boxes) {
+      const A* box = source.reference_points + (query * L + l) * 4;
+      scale_x = box[2] * (A(0.5) / table[l].points), scale_y = box[3] * (A(0.5) / table[l].points);
+    }
+    // A sample that does not count gives zero, whatever the box.
+    const Pack<A, 2> grad = reinterpret_cast<const Pack<A, 2>*>(grad_locations)[index];
+    const A grad_offset[2] = {grad.at[0] == 0 ? A(0) : grad.at[0] * scale_x,
+                              grad.at[1] == 0 ? A(0) : grad.at[1] * scale_y};
+    store_pack<I, 2>(grad_offsets + 2 * index, grad_offset);
+  }
+}
+
+// A thread a (b, q, level): the gradient of its reference point, summed over heads and points in their order.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kRowThreads)
+    reference_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<T, A> source,
+                          const A* __restrict__ grad_locations, A* __restrict__ grad_reference, int64_t count, int G,
+                          int L, int K) {
+  const int64_t query_level = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
+  if (query_level >= count) return;
+  const int64_t query = query_level / L;
+  const int l = static_cast<int>(query_level - query * L), first = plan[l].first_point, points = plan[l].points;
+  A sum[4] = {};
+  for (int g = 0; g < G; ++g) {
+    for (int p = 0; p < points; ++p) {
+      const int64_t index = (query * G + g) * K + first + p;
+      const Pack<A, 2> grad = reinterpret_cast<const Pack<A, 2>*>(grad_locations)[index];
+      sum[0] += grad.at[0], sum[1] += grad.at[1];
+      if (source.boxes) {
+        const Pack<A, 2> offset = source.offset_of(source.fetch_position(index, query_level));
+        if (grad.at[0] != 0) sum[2] += grad.at[0] * offset.at[0];
+        if (grad.at[1] != 0) sum[3] += grad.at[1] * offset.at[1];
+      }
+    }
+  }
+  if (source.boxes) {
+    const A share = A(0.5) / points;
+    const A grad[4] = {sum[0], sum[1], points > 0 ? sum[2] * share : A(0), points > 0 ? sum[3] * share : A(0)};
+    store_pack<A, 4>(grad_reference + query_level * 4, grad);
+  } else {
+    const A grad[2] = {sum[0], sum[1]};
+    store_pack<A, 2>(grad_reference + query_level * 2, grad);
+  }
+}
+
+// num_points: of each level, or null for P on every one.
+Levels levels_of(const MsDeformAttnProblem& problem, const Tensor& shapes, const Tensor& starts,
+                 const int64_t* num_points) {
   Levels levels{};
+  if (num_points == nullptr) {
+    levels.P = static_cast<int32_t>(problem.P);
+  } else {
+    VISDET_CHECK("ms_deform_attn_fused", problem.L <= kMaxHostLevels, "level_shapes may name ", kMaxHostLevels,
+                 " levels at the most, got ", problem.L);
+    int32_t end = 0;
+    for (int64_t l = 0; l < problem.L; ++l) levels.end[l] = end += static_cast<int32_t>(num_points[l]);
+  }
   if (problem.levels_on_host) {
     const int64_t *host_shapes = shapes.const_data_ptr<int64_t>(), *host_starts = starts.const_data_ptr<int64_t>();
     check_levels(problem, host_shapes, host_starts);
@@ -734,10 +998,9 @@ Levels levels_of(const MsDeformAttnProblem& problem, const Tensor& shapes, const
 void check_sizes(const MsDeformAttnProblem& problem) {
   VISDET_CHECK("ms_deform_attn", problem.S <= INT32_MAX, "value must have fewer than 2^31 rows S, got ", problem.S);
   // 32-bit offsets within one image's samples and one texel's bytes.
-  const double samples = 1.0 * problem.Q * problem.G * problem.L * problem.P;
+  const double samples = 1.0 * problem.Q * problem.G * problem.K;
   VISDET_CHECK("ms_deform_attn", samples <= INT32_MAX && problem.Q * problem.G <= INT32_MAX,
-               "Q * G * L * P must be under 2^31, got ", problem.Q, " * ", problem.G, " * ", problem.L, " * ",
-               problem.P);
+               "Q * G * L * P must be under 2^31, got ", problem.Q, " * ", problem.G, " * ", problem.K);
   VISDET_CHECK("ms_deform_attn", 8.0 * problem.G * problem.C <= INT32_MAX, "G * C must be under 2^28, got ", problem.G,
                " * ", problem.C);
   VISDET_CHECK("ms_deform_attn", problem.B * problem.G <= INT32_MAX, "B * G must be under 2^31, got ", problem.B, " * ",
@@ -779,15 +1042,32 @@ void dispatch_row(int64_t C, bool is_aligned, const F& f) {
   return call(vec, std::integral_constant<int, least(MOST * kVec, 32)>{});
 }
 
-Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, const Tensor& level_starts_in,
-                      const Tensor& locations_in, const Tensor& weights_in) {
-  const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
-  check_sizes(problem);
-  const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
-  const Tensor value = contiguous(value_in), level_shapes = contiguous(level_shapes_in),
-               level_starts = contiguous(level_starts_in), locations = contiguous_pairs(locations_in),
-               weights = contiguous(weights_in);
-  const Levels levels = levels_of(problem, level_shapes, level_starts);
+// The samples of contiguous tensors, as functions of the types.
+auto given_samples(const Tensor& locations, const Tensor& weights) {
+  return [&](auto /*value_tag*/, auto accumulate_tag) {
+    using A = decltype(accumulate_tag);
+    return GivenSamples<A>{static_cast<const A*>(locations.const_data_ptr()),
+                           static_cast<const A*>(weights.const_data_ptr())};
+  };
+}
+auto fused_samples(const Tensor& reference, const Tensor& offsets, const Tensor& logits, const Tensor* softmax) {
+  return [&reference, &offsets, &logits, softmax](auto value_tag, auto accumulate_tag) {
+    using A = decltype(accumulate_tag);
+    const bool wide = offsets.scalar_type() == reference.scalar_type(), boxes = reference.size(3) == 4;
+    const void* rows = softmax == nullptr ? nullptr : softmax->const_data_ptr();
+    return FusedSamples<decltype(value_tag), A>{static_cast<const A*>(reference.const_data_ptr()),
+                                                static_cast<const char*>(offsets.const_data_ptr()),
+                                                static_cast<const char*>(logits.const_data_ptr()),
+                                                static_cast<const SoftmaxRow<A>*>(rows),
+                                                wide,
+                                                boxes};
+  };
+}
+
+// make_source(T{}, A{}) gives the samples of values of type T.
+template <typename MakeSource>
+Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Levels& levels,
+               const MakeSource& make_source) {
   Tensor output = new_empty(value, {problem.B, problem.Q, problem.G * problem.C});
   if (output.numel() == 0) return output;
   if (problem.S == 0) return zero_(output);
@@ -798,6 +1078,8 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, con
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
+    const auto source = make_source(value_tag, accumulate_tag);
+    using Source = std::decay_t<decltype(source)>;
     dispatch_row<T, 32>(problem.C, aligned(value, 16), [&](auto vec, auto lanes) {
       constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
       const auto run = [&](auto kernel, auto walk, int rows, int threads, int head_bits) {
@@ -808,16 +1090,15 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, con
                                  static_cast<int32_t>(problem.G),
                                  static_cast<int32_t>(problem.C),
                                  static_cast<int32_t>(problem.L),
-                                 static_cast<int32_t>(problem.P),
+                                 static_cast<int32_t>(problem.K),
                                  static_cast<uint32_t>(heads >> head_bits),
                                  static_cast<uint32_t>(problem.G * problem.C * sizeof(T)),
                                  head_bits};
         const dim3 grid = head_grid(ceil_div(problem.Q, int64_t{groups >> head_bits} * rows), sizes.heads);
         const size_t shared = static_cast<size_t>(W::template group_bytes<A>()) * groups + sizeof(Level) * problem.L;
         allow_shared(kernel, shared);
-        kernel<<<grid, threads, shared, stream>>>(
-            static_cast<const T*>(value.const_data_ptr()), levels, static_cast<const A*>(locations.const_data_ptr()),
-            static_cast<const A*>(weights.const_data_ptr()), static_cast<T*>(output.mutable_data_ptr()), sizes);
+        kernel<<<grid, threads, shared, stream>>>(static_cast<const T*>(value.const_data_ptr()), levels, source,
+                                                  static_cast<T*>(output.mutable_data_ptr()), sizes);
       };
       // Few queries (a decoder): one block a multiprocessor, so that a head's queries meet in one first-level cache,
       // and as many threads a row as then fit the block.
@@ -826,10 +1107,10 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, con
       const auto threads = [&](int group) { return ceil_div(rows * group, 32) * 32; };
       constexpr int kSplit4 = least(4, greatest(1, 16 / kLanes)), kSplit2 = least(2, greatest(1, 8 / kLanes));
       if (threads(kLanes * kSplit4) <= kForwardThreads) {
-        run(forward_kernel<T, A, kVec, kLanes, kSplit4, 1>, Walk<kLanes, kSplit4, 1>{}, 1,
+        run(forward_kernel<T, A, Source, kVec, kLanes, kSplit4, 1>, Walk<kLanes, kSplit4, 1>{}, 1,
             static_cast<int>(threads(kLanes * kSplit4)), 0);
       } else if (threads(kLanes * kSplit2) <= kForwardThreads) {
-        run(forward_kernel<T, A, kVec, kLanes, kSplit2, 1>, Walk<kLanes, kSplit2, 1>{}, 1,
+        run(forward_kernel<T, A, Source, kVec, kLanes, kSplit2, 1>, Walk<kLanes, kSplit2, 1>{}, 1,
             static_cast<int>(threads(kLanes * kSplit2)), 0);
       } else {
         // Rows of neighbouring heads that share a 128-byte line are read together: alone, they would all fall into the
@@ -843,9 +1124,9 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, con
         // in float32; in 16 bit, and where queries share nothing, more warps win).
         constexpr int kRows = sizeof(T) == 4 ? 2 : 1;
         if (problem.Q == problem.S && kRows > 1) {
-          run(forward_kernel<T, A, kVec, kLanes, 1, kRows>, Walk<kLanes, 1, kRows>{}, kRows, 512, head_bits);
+          run(forward_kernel<T, A, Source, kVec, kLanes, 1, kRows>, Walk<kLanes, 1, kRows>{}, kRows, 512, head_bits);
         } else {
-          run(forward_kernel<T, A, kVec, kLanes, 1, 1>, Walk<kLanes, 1, 1>{}, 1, 256, head_bits);
+          run(forward_kernel<T, A, Source, kVec, kLanes, 1, 1>, Walk<kLanes, 1, 1>{}, 1, 256, head_bits);
         }
       }
     });
@@ -854,24 +1135,24 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, con
   return output;
 }
 
-std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_output_in, const Tensor& value_in,
-                                                           const Tensor& level_shapes_in, const Tensor& level_starts_in,
-                                                           const Tensor& locations_in, const Tensor& weights_in,
-                                                           bool deterministic) {
-  const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
-  check_ms_deform_attn_grad(problem, grad_output_in, value_in);
-  check_sizes(problem);
-  const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
-  const Tensor grad_output = contiguous(grad_output_in), value = contiguous(value_in),
-               level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
-               locations = contiguous_pairs(locations_in), weights = contiguous(weights_in);
-  const Levels levels = levels_of(problem, level_shapes, level_starts);
-  Tensor grad_value = new_empty(value, value.sizes()), grad_locations = new_empty(locations, locations.sizes()),
-         grad_weights = new_empty(weights, weights.sizes());
-  if (problem.C == 0 || problem.S == 0 || grad_weights.numel() == 0) {
-    zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
-    return {grad_value, grad_locations, grad_weights};
-  }
+// Samples of a row on level l.
+int64_t points_on(const Levels& levels, int l) {
+  return levels.P > 0 ? levels.P : levels.end[l] - (l > 0 ? levels.end[l - 1] : 0);
+}
+
+// The plan of the levels, on the device.
+Tensor make_plan(const MsDeformAttnProblem& problem, const Tensor& value, const Levels& levels) {
+  Tensor plan = new_empty(value, {static_cast<int64_t>(sizeof(LevelPlan)) * problem.L}, ScalarType::Byte);
+  plan_kernel<<<1, 1, 0, current_stream(value)>>>(levels, static_cast<LevelPlan*>(plan.mutable_data_ptr()),
+                                                  static_cast<int>(problem.L), problem.S, problem.Q);
+  return plan;
+}
+
+// Fills the three gradients, none of which is empty; grad_locations and grad_weights are of the type of sums.
+template <typename MakeSource>
+void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value, const Levels& levels,
+              const LevelPlan* plan, const MakeSource& make_source, bool deterministic, Tensor& grad_value,
+              Tensor& grad_locations, Tensor& grad_weights) {
   const cudaStream_t stream = current_stream(value);
   const int sms = multiprocessors(value.get_device_index());
   const int L = static_cast<int>(problem.L);
@@ -889,7 +1170,7 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   for (int l = 0; l < L; ++l) {
     // On the device H + W <= S + 1.
     const int64_t cells = problem.levels_on_host ? cells_of(levels.H[l], levels.W[l]) : 2 * problem.S + 2;
-    const int64_t in_level = problem.Q * problem.P;
+    const int64_t in_level = problem.Q * points_on(levels, l);
     const int64_t tiles =
         problem.levels_on_host
             ? tiles_of(tile_of_shape(tile_shape_of(in_level, levels.H[l], levels.W[l])), levels.H[l], levels.W[l])
@@ -898,35 +1179,32 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
     most_tiles = std::max(most_tiles, tiles), all_tiles += tiles;
   }
   const int64_t samples = grad_weights.numel();
-  Tensor starts = new_zeros(level_shapes, {heads * head_slots}, ScalarType::Int, std::nullopt, value.device());
-  Tensor ranks = new_empty(weights, {samples}, ScalarType::Int);
+  Tensor starts = new_zeros(value, {heads * head_slots}, ScalarType::Int);
+  Tensor ranks = new_empty(value, {samples}, ScalarType::Int);
 
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     const int64_t record_bytes = samples * sizeof(Record<A>);
-    Tensor records = new_empty(weights, {record_bytes}, ScalarType::Byte);
-    const auto* location_data = static_cast<const A*>(locations.const_data_ptr());
-    const auto* weight_data = static_cast<const A*>(weights.const_data_ptr());
+    Tensor records = new_empty(value, {record_bytes}, ScalarType::Byte);
+    const auto source = make_source(value_tag, accumulate_tag);
+    using Source = std::decay_t<decltype(source)>;
     auto* grad_location_data = static_cast<A*>(grad_locations.mutable_data_ptr());
     auto* grad_weight_data = static_cast<A*>(grad_weights.mutable_data_ptr());
     auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
     auto* rank_data = static_cast<int32_t*>(ranks.mutable_data_ptr());
 
-    const int64_t K = problem.L * problem.P, rows = K <= kSampleThreads ? kSampleThreads / K : 1;
+    const int64_t K = problem.K, rows = K <= kSampleThreads ? kSampleThreads / K : 1;
     const unsigned sample_blocks = grid_size(heads * ceil_div(problem.Q, rows * kTurns));
     const size_t table_bytes = sizeof(LevelPlan) * L;
-    Tensor plan_bytes = new_empty(weights, {static_cast<int64_t>(table_bytes)}, ScalarType::Byte);
-    auto* plan = static_cast<LevelPlan*>(plan_bytes.mutable_data_ptr());
-    plan_kernel<<<1, 1, 0, stream>>>(levels, plan, L, problem.S, problem.Q * problem.P);
-    count_kernel<A><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(
-        plan, location_data, start_data, rank_data, grad_location_data, grad_weight_data, problem, head_slots);
+    count_kernel<A, Source><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(
+        plan, source, start_data, rank_data, grad_location_data, grad_weight_data, problem, head_slots);
     scan_kernel<<<grid_size(heads * L), kScanThreads, 0, stream>>>(plan, start_data, L, head_slots);
-    scatter_kernel<A><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(
-        plan, location_data, weight_data, start_data, rank_data, static_cast<Record<A>*>(records.mutable_data_ptr()),
-        problem, head_slots, point_bits);
+    scatter_kernel<A, Source><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(
+        plan, source, start_data, rank_data, static_cast<Record<A>*>(records.mutable_data_ptr()), problem, head_slots,
+        point_bits);
     if (deterministic) {
-      Tensor ordered = new_empty(weights, {record_bytes}, ScalarType::Byte);
+      Tensor ordered = new_empty(value, {record_bytes}, ScalarType::Byte);
       // A few cells a warp at the least.
       const int64_t blocks =
           std::min(ceil_div(head_slots, kOrderThreads / 32 * 4), std::max<int64_t>(1, sms * 64 / heads));
@@ -954,8 +1232,124 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
       }
     });
   });
+}
+
+Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, const Tensor& level_starts_in,
+                      const Tensor& locations_in, const Tensor& weights_in) {
+  const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
+  check_sizes(problem);
+  const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
+  const Tensor value = contiguous(value_in), level_shapes = contiguous(level_shapes_in),
+               level_starts = contiguous(level_starts_in), locations = contiguous_pairs(locations_in),
+               weights = contiguous(weights_in);
+  const Levels levels = levels_of(problem, level_shapes, level_starts, nullptr);
+  const Tensor output = forward(problem, value, levels, given_samples(locations, weights));
+  check_launch("ms_deform_attn");
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_output_in, const Tensor& value_in,
+                                                           const Tensor& level_shapes_in, const Tensor& level_starts_in,
+                                                           const Tensor& locations_in, const Tensor& weights_in,
+                                                           bool deterministic) {
+  const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
+  check_ms_deform_attn_grad(problem, grad_output_in, value_in);
+  check_sizes(problem);
+  const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
+  const Tensor grad_output = contiguous(grad_output_in), value = contiguous(value_in),
+               level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
+               locations = contiguous_pairs(locations_in), weights = contiguous(weights_in);
+  const Levels levels = levels_of(problem, level_shapes, level_starts, nullptr);
+  Tensor grad_value = new_empty(value, value.sizes()), grad_locations = new_empty(locations, locations.sizes()),
+         grad_weights = new_empty(weights, weights.sizes());
+  if (problem.C == 0 || problem.S == 0 || grad_weights.numel() == 0) {
+    zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
+    return {grad_value, grad_locations, grad_weights};
+  }
+  const Tensor plan = make_plan(problem, value, levels);
+  backward(problem, grad_output, value, levels, static_cast<const LevelPlan*>(plan.const_data_ptr()),
+           given_samples(locations, weights), deterministic, grad_value, grad_locations, grad_weights);
   check_launch("ms_deform_attn_backward");
   return {grad_value, grad_locations, grad_weights};
+}
+
+Tensor ms_deform_attn_fused(const Tensor& value_in, const Tensor& level_shapes_in, const Tensor& level_starts_in,
+                            const Tensor& reference_in, const Tensor& offsets_in, const Tensor& logits_in,
+                            std::vector<int64_t> num_points) {
+  const auto problem = check_ms_deform_attn_fused(value_in, level_shapes_in, level_starts_in, reference_in, offsets_in,
+                                                  logits_in, num_points);
+  check_sizes(problem);
+  const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
+  const Tensor value = contiguous(value_in), level_shapes = contiguous(level_shapes_in),
+               level_starts = contiguous(level_starts_in), reference = contiguous_pairs(reference_in),
+               offsets = contiguous_pairs(offsets_in), logits = contiguous(logits_in);
+  const Levels levels = levels_of(problem, level_shapes, level_starts, num_points.data());
+  const Tensor output = forward(problem, value, levels, fused_samples(reference, offsets, logits, nullptr));
+  check_launch("ms_deform_attn_fused");
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
+    const Tensor& grad_output_in, const Tensor& value_in, const Tensor& level_shapes_in, const Tensor& level_starts_in,
+    const Tensor& reference_in, const Tensor& offsets_in, const Tensor& logits_in, std::vector<int64_t> num_points,
+    bool needs_reference, bool deterministic) {
+  const auto problem = check_ms_deform_attn_fused(value_in, level_shapes_in, level_starts_in, reference_in, offsets_in,
+                                                  logits_in, num_points);
+  check_ms_deform_attn_grad(problem, grad_output_in, value_in);
+  check_sizes(problem);
+  const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
+  const Tensor grad_output = contiguous(grad_output_in), value = contiguous(value_in),
+               level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
+               reference = contiguous_pairs(reference_in), offsets = contiguous_pairs(offsets_in),
+               logits = contiguous(logits_in);
+  const Levels levels = levels_of(problem, level_shapes, level_starts, num_points.data());
+  Tensor grad_value = new_empty(value, value.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),
+         grad_logits = new_empty(logits, logits.sizes());
+  Tensor grad_reference = needs_reference ? new_empty(reference, reference.sizes()) : new_empty(reference, {0});
+  if (problem.C == 0 || problem.S == 0 || logits.numel() == 0) {
+    zero_(grad_value), zero_(grad_reference), zero_(grad_offsets), zero_(grad_logits);
+    return {grad_value, grad_reference, grad_offsets, grad_logits};
+  }
+  const Tensor plan_bytes = make_plan(problem, value, levels);
+  const auto* plan = static_cast<const LevelPlan*>(plan_bytes.const_data_ptr());
+  Tensor grad_locations = new_empty(reference, offsets.sizes()), grad_weights = new_empty(reference, logits.sizes());
+  const int64_t rows = problem.B * problem.Q * problem.G;
+  Tensor softmax = new_empty(reference, {rows, 2});
+  const int lanes = row_lanes_of(problem.K), K = static_cast<int>(problem.K), L = static_cast<int>(problem.L),
+            G = static_cast<int>(problem.G);
+  const unsigned row_blocks = grid_size(ceil_div(rows * lanes, kRowThreads));
+  const cudaStream_t stream = current_stream(value);
+  const auto make_source = fused_samples(reference, offsets, logits, &softmax);
+  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    softmax_kernel<T, A><<<row_blocks, kRowThreads, 0, stream>>>(
+        make_source(value_tag, accumulate_tag), static_cast<SoftmaxRow<A>*>(softmax.mutable_data_ptr()), rows, K,
+        lanes);
+  });
+  backward(problem, grad_output, value, levels, plan, make_source, deterministic, grad_value, grad_locations,
+           grad_weights);
+  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    const auto source = make_source(value_tag, accumulate_tag);
+    const auto* location_data = static_cast<const A*>(grad_locations.const_data_ptr());
+    const auto run = [&](auto type) {
+      using I = decltype(type);
+      fused_grad_kernel<T, A, I><<<row_blocks, kRowThreads, sizeof(LevelPlan) * L, stream>>>(
+          plan, source, location_data, static_cast<const A*>(grad_weights.const_data_ptr()),
+          static_cast<I*>(grad_offsets.mutable_data_ptr()), static_cast<I*>(grad_logits.mutable_data_ptr()), rows, G, L,
+          K, lanes);
+    };
+    source.wide ? run(accumulate_tag) : run(value_tag);
+    if (needs_reference) {
+      const int64_t count = problem.B * problem.Q * L;
+      reference_grad_kernel<T, A><<<grid_size(ceil_div(count, kRowThreads)), kRowThreads, 0, stream>>>(
+          plan, source, location_data, static_cast<A*>(grad_reference.mutable_data_ptr()), count, G, L, K);
+    }
+  });
+  check_launch("ms_deform_attn_fused_backward");
+  return {grad_value, grad_reference, grad_offsets, grad_logits};
 }
 
 }  // namespace
@@ -964,4 +1358,6 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
 STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
   m.impl("ms_deform_attn", TORCH_BOX(&visdet::ms_deform_attn));
   m.impl("ms_deform_attn_backward", TORCH_BOX(&visdet::ms_deform_attn_backward));
+  m.impl("ms_deform_attn_fused", TORCH_BOX(&visdet::ms_deform_attn_fused));
+  m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::ms_deform_attn_fused_backward));
 }

@@ -1,0 +1,13 @@
+# Anchors: tools/make_anchors.py data/infos/nuscenes_infos_train.npz --out-dir data/kmeans
+_base_ = [
+    "../_base_/models/sparsedrive_r50.py",
+    "../_base_/datasets/nuscenes_driving.py",
+    "../_base_/schedules/schedule_sparsedrive_stage1.py",
+    "../_base_/default_runtime.py",
+]
+
+model = dict(data_preprocessor={{_base_.data_preprocessor}})
+default_hooks = dict(visualization=None)
+model_wrapper_cfg = dict(
+    type="MMDistributedDataParallel", broadcast_buffers=False, find_unused_parameters=False
+)

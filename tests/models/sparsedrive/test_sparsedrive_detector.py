@@ -1,0 +1,317 @@
+"""The detector as a whole: temporal state, training, empty targets, errors."""
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from tiny_driving import CONFIG, NUM_DET, frame, tiny_config, tiny_model
+
+from visdet.models.sparsedrive import SparseDrive
+from visdet.registry import MODELS
+
+
+def raw(model, images, data):
+    """Return the head's outputs as one flat dict of tensors."""
+    with torch.no_grad():
+        det, lines, *_ = model(images, data, mode="tensor")
+    out = {}
+    for name, outs in (("det", det), ("map", lines)):
+        for key, value in (outs or {}).items():
+            for i, tensor in enumerate(value if isinstance(value, list) else [value]):
+                if tensor is not None and key != "instance_id":
+                    out[f"{name}.{key}.{i}"] = tensor
+    return out
+
+
+def test_a_batch_of_two_sequences_equals_two_single_runs():
+    both = tiny_model().eval()
+    single = [copy.deepcopy(both), copy.deepcopy(both)]
+    scenes = [
+        ("a", "x"),
+        ("a", "x"),
+        ("b", "x"),
+        ("b", "x"),
+    ]  # the first sample's scene ends after two frames
+    for i, pair in enumerate(scenes):
+        times, poses = [0.5 * i, 3 + 0.4 * i], [np.eye(4), np.eye(4)]
+        poses[0][1, 3], poses[1][0, 3] = 2.0 * i, -1.0 * i
+        images, data = frame(times, seed=[(i, 0), (i, 1)], scenes=pair, poses=poses)
+        together = raw(both, images, data)
+        assert both.head.det_head.instance_bank.state.clock.scene == pair
+        for sample in range(2):
+            alone_images, alone_data = frame(
+                times[sample : sample + 1],
+                seed=[(i, sample)],
+                scenes=pair[sample : sample + 1],
+                poses=poses[sample : sample + 1],
+            )
+            assert torch.equal(alone_images[0], images[sample])
+            alone = raw(single[sample], alone_images, alone_data)
+            for name, value in alone.items():
+                torch.testing.assert_close(together[name][sample], value[0], atol=2e-4, rtol=2e-4, msg=name)
+        if i == 2:
+            fresh = copy.deepcopy(single[0])
+            fresh.reset_temporal_state()
+            for name, value in raw(fresh, *frame(times[:1], seed=[(i, 0)], poses=poses[:1])).items():
+                torch.testing.assert_close(together[name][0], value[0], atol=2e-4, rtol=2e-4, msg=name)
+
+
+def test_history_matters_and_can_be_put_back():
+    model = tiny_model().eval()
+    first, second = frame([0.0], seed=0), frame([0.5], seed=1)
+    _, state = model.step(*first)
+    with torch.no_grad():
+        outs, after = model.step(*second, state)
+        again, _ = model.step(*second, state)
+        without, _ = model.step(*second)
+    assert torch.equal(outs[0]["prediction"][-1], again[0]["prediction"][-1])
+    assert torch.equal(outs[0]["instance_id"], again[0]["instance_id"])
+    assert not torch.allclose(outs[0]["prediction"][-1], without[0]["prediction"][-1])
+    assert model.temporal_state is not after and after["det"].bank.clock.timestamp == (0.5,)
+
+
+def test_evaluation_starts_anew_and_training_goes_on():
+    model = tiny_model().train()
+    model(*frame([0.0], seed=0), mode="loss")
+    state = model.temporal_state
+    assert state["det"].bank.cached_anchor is not None and state["det"].denoising is not None
+    model.eval()
+    assert model.temporal_state["det"].bank.cached_anchor is None
+    model(*frame([9.0], seed=5), mode="predict")
+    model.train()
+    assert model.temporal_state["det"].bank.cached_anchor is state["det"].bank.cached_anchor
+    model.reset_temporal_state()
+    assert model.temporal_state["det"].bank.cached_anchor is None
+
+
+def test_state_is_no_part_of_the_weights_and_survives_a_copy():
+    model = tiny_model().train()
+    names = set(model.state_dict())
+    model(*frame([0.0], seed=0), mode="loss")
+    assert set(model.state_dict()) == names
+    again = copy.deepcopy(model)
+    assert torch.equal(
+        again.temporal_state["det"].bank.cached_anchor, model.temporal_state["det"].bank.cached_anchor
+    )
+
+
+def test_the_state_survives_a_checkpoint(tmp_path):
+    model = tiny_model().train()
+    model(*frame([0.0], scenes=["a"]), mode="loss")
+    torch.save(model.temporal_state_dict(), tmp_path / "state.pth")
+    other = tiny_model().train()
+    other.load_state_dict(model.state_dict())
+    other.load_temporal_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
+    outcomes = []
+    for one in (model, other):
+        torch.manual_seed(0)
+        one.eval().train()  # a validation in between
+        outcomes.append(one(*frame([0.5], seed=1, scenes=["a"]), mode="loss"))
+    for name, loss in outcomes[0].items():
+        assert torch.equal(loss, outcomes[1][name]), name
+    assert len(outcomes[0]) > 20
+    with pytest.raises(ValueError, match="unknown 'Elsewhere'"):
+        other.load_temporal_state_dict({"kind": "Elsewhere"})
+
+
+def test_a_state_put_in_is_not_changed():
+    model = tiny_model().train()
+    pose = np.eye(4)
+    pose[0, 3] = 5.0
+    model(*frame([0.0]), mode="loss")
+    state = model.temporal_state
+    before = state["det"].denoising["dn_anchor"].clone(), state["det"].bank.cached_anchor.clone()
+    model(*frame([0.5], seed=1, poses=[pose]), mode="loss")
+    assert torch.equal(state["det"].denoising["dn_anchor"], before[0])
+    assert torch.equal(state["det"].bank.cached_anchor, before[1])
+
+
+def test_every_parameter_gets_a_gradient_whatever_the_targets():
+    for num_boxes, num_lines in (([4, 3], [3, 2]), ([0, 2], [0, 1]), ([0, 0], [0, 0])):
+        model = tiny_model().train()
+        for time, seed in ((0.0, 0), (0.5, 1)):
+            model.zero_grad()
+            images, data = frame([time] * 2, seed, num_boxes=num_boxes, num_lines=num_lines)
+            losses = model(images, data, mode="loss")
+            assert all(loss.isfinite() for loss in losses.values())
+            sum(losses.values()).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+def test_loss_names_do_not_depend_on_the_targets():
+    names = []
+    for boxes, lines in ((4, 3), (0, 0)):
+        model = tiny_model().train()
+        names.append(list(model(*frame([0.0], num_boxes=[boxes], num_lines=[lines]), mode="loss")))
+    assert names[0] == names[1]
+    assert (
+        "det_loss_box_dn_2" in names[0] and "map_loss_line_2" in names[0] and "loss_dense_depth" in names[0]
+    )
+
+
+def test_no_depth_ground_truth():
+    model = tiny_model().train()
+    images, data = frame([0.0])
+    del data["gt_depth"]
+    loss = model(images, data, mode="loss")["loss_dense_depth"]
+    assert float(loss.detach()) == 0 and loss.requires_grad
+
+
+def test_denoising_over_frames_with_changing_numbers_of_boxes():
+    model = tiny_model().train()
+    dn = model.head.det_head
+    for i, count in enumerate((3, 1, 5, 0, 2)):
+        losses = model(*frame([0.5 * i], seed=i, num_boxes=[count]), mode="loss")
+        assert all(loss.isfinite() for loss in losses.values())
+        carried = dn.state.denoising
+        assert (carried is None) == (count == 0)
+        if carried is not None:
+            assert carried["dn_anchor"].shape[:3] == (1, 2, 2 * count)
+
+
+def test_denoising_queries_are_invisible_to_the_others():
+    model = tiny_model().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    images, data = frame([0.0])
+    with torch.no_grad():
+        with_dn = model(images, data, mode="tensor")[0]
+        model.reset_temporal_state()
+        model.head.det_head.sampler.num_dn_groups = 0
+        without = model(images, data, mode="tensor")[0]
+    assert "dn_prediction" in with_dn and "dn_prediction" not in without
+    assert with_dn["prediction"][-1].shape == (1, NUM_DET, 11)
+    torch.testing.assert_close(with_dn["prediction"][-1], without["prediction"][-1], atol=1e-4, rtol=1e-4)
+
+
+def test_sparse4d_alone():
+    config = tiny_config()
+    config = {**config, "type": "Sparse4D", "head": config["head"]["det_head"]}
+    model = MODELS.build(config)
+    model.init_weights()
+    losses = model.train()(*frame([0.0]), mode="loss")
+    assert "det_loss_cls_dn_0" in losses
+    (result,) = model.eval()(*frame([0.0]), mode="predict")
+    assert len(result["img_bbox"]["boxes_3d"]) == NUM_DET
+
+
+def test_results_of_samples_are_their_own():
+    model = tiny_model().eval()
+    first, second = model(*frame([0.0, 0.0]), mode="predict")
+    assert not torch.equal(first["img_bbox"]["boxes_3d"], second["img_bbox"]["boxes_3d"])
+    assert {
+        "boxes_3d",
+        "scores_3d",
+        "labels_3d",
+        "cls_scores",
+        "instance_ids",
+        "vectors",
+        "scores",
+        "labels",
+    } == set(first["img_bbox"])
+
+
+def test_bfloat16_stays_close_and_boxes_stay_float32():
+    model = tiny_model().eval()
+    images, data = frame([0.0])
+    with torch.no_grad():
+        exact = model(images, data, mode="tensor")[0]
+        model.reset_temporal_state()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rough = model(images, data, mode="tensor")[0]
+            losses = model.train()(images, data, mode="loss")
+    assert rough["prediction"][-1].dtype == torch.float32
+    assert float((rough["prediction"][0] - exact["prediction"][0]).abs().max()) < 0.3
+    assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.values())
+
+
+@pytest.mark.parametrize("use_deformable_func", [True, False])
+def test_plain_torch_aggregation_agrees(use_deformable_func):
+    config = tiny_config()
+    config.use_deformable_func = use_deformable_func
+    for name in ("det_head", "map_head"):
+        config.head[name].deformable_model.use_deformable_func = use_deformable_func
+    model = MODELS.build(config)
+    model.load_state_dict(tiny_model().state_dict())
+    ours, theirs = raw(model.eval(), *frame([0.0])), raw(tiny_model().eval(), *frame([0.0]))
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], atol=1e-4, rtol=1e-4)
+
+
+def test_nan_in_annotations_gives_finite_losses():
+    model = tiny_model().train()
+    images, data = frame([0.0])
+    data["gt_bboxes_3d"][0][1, 7:] = math.nan
+    data["gt_bboxes_3d"][0][2, 3:6] = 0.0
+    losses = model(images, data, mode="loss")
+    assert all(loss.isfinite() for loss in losses.values())
+
+
+def test_errors_say_what_is_wrong():
+    model = tiny_model().eval()
+    images, data = frame([0.0])
+    fewer = {**data, "projection_mat": data["projection_mat"][:, :3], "image_wh": data["image_wh"][:, :3]}
+    with pytest.raises(ValueError, match=r"must be \[B, 6, 4, 4\] \(num_cams = 6\), got \[1, 3, 4, 4\]"):
+        model(images[:, :3], fewer, mode="tensor")
+    with pytest.raises(ValueError, match=r"images must be \[B, V, 3, H, W\], got \[6, 3, 32, 64\]"):
+        model(images[0], data)
+    with pytest.raises(TypeError, match=r"inputs must be a \[B, V, 3, H, W\] tensor, got list"):
+        model([images], data)
+    with pytest.raises(ValueError, match="mode must be 'tensor', 'predict' or 'loss', got 'test'"):
+        model(images, data, mode="test")
+    with pytest.raises(
+        ValueError, match="data_samples with projection_mat, timestamp and img_metas are needed"
+    ):
+        model(images)
+    with pytest.raises(ValueError, match="SparseDrive: train_cfg must be None"):
+        SparseDrive({}, {}, train_cfg={"a": 1})
+    with pytest.raises(ValueError, match="with_motion_plan needs with_det and with_map"):
+        MODELS.build({"type": "SparseDriveHead", "task_config": {"with_det": True, "with_motion_plan": True}})
+    with pytest.raises(ValueError, match="task_config must have a task"):
+        MODELS.build({"type": "SparseDriveHead", "task_config": {}})
+    config = tiny_config().head.det_head
+    config.operation_order = ["gnn", "sum"]
+    with pytest.raises(ValueError, match=r"operation_order must be of .*, got \['sum'\]"):
+        MODELS.build(config)
+
+
+@pytest.mark.filterwarnings("ignore:InstanceBank. no anchor file")
+def test_the_config_is_left_alone():
+    config = Config.fromfile(CONFIG).model
+    before = copy.deepcopy(config)
+    with torch.device("meta"):
+        MODELS.build(config)
+    assert config == before
+
+
+def test_fixed_key_points_survive_initialisation():
+    model = tiny_model()
+    fixed = model.head.det_head.layers[0].kps_generator.fix_scale
+    assert fixed[1].tolist() == pytest.approx([0.45, 0, 0])
+    bias = model.head.det_head.layers[3].cls_layers[-1].bias
+    torch.testing.assert_close(bias.sigmoid(), torch.full_like(bias, 0.01))
+
+
+def test_a_tiny_batch_is_learned():
+    torch.manual_seed(0)
+    model = tiny_model().train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    totals = []
+    frames = [frame([0.0], seed=0), frame([0.5], seed=1)]
+    for _, (images, data) in zip(range(60), itertools.cycle(frames), strict=False):
+        if data["timestamp"][0] == 0:
+            model.reset_temporal_state()
+        optimizer.zero_grad()
+        total = sum(model(images, data, mode="loss").values())
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 25)
+        optimizer.step()
+        totals.append(float(total.detach()))
+    assert np.mean(totals[-4:]) < 0.5 * np.mean(totals[:4]), totals

@@ -1,0 +1,110 @@
+"""A tiny SparseDrive, and frames of an imagined drive that need no data."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from mmengine.config import Config
+
+from visdet.registry import MODELS
+
+CONFIG = Path(__file__).resolve().parents[3] / "configs" / "_base_" / "models" / "sparsedrive_toy.py"
+HEIGHT, WIDTH, NUM_CAMERAS = 32, 64, 6
+NUM_DET, NUM_MAP = 24, 8
+
+
+def tiny_config(with_map=True, **overrides):
+    """Return the toy model's config with few anchors, drawn at random; ``overrides`` are 'a.b.c' style keys."""
+    config = Config.fromfile(CONFIG)
+    generator = np.random.default_rng(0)
+    boxes = np.zeros((NUM_DET, 11))
+    boxes[:, :3] = generator.uniform((-20, -20, -2), (20, 20, 0), (NUM_DET, 3))
+    boxes[:, 3:7] = 1
+    lines = generator.uniform((-15, -30), (15, 30), (NUM_MAP, 1, 2)) + np.linspace(0, 4, 20)[None, :, None]
+    for name, anchors, carried in (("det", boxes, 8), ("map", lines, 3)):
+        bank = config.model.head[f"{name}_head"].instance_bank
+        bank.update(anchor=anchors.tolist(), num_anchor=len(anchors), num_temp_instances=carried)
+    config.model.img_backbone.base_channels = 8
+    config.model.img_neck.in_channels = [8, 16, 32]
+    config.model.head.task_config.with_map = with_map
+    config.merge_from_dict({f"model.{key.replace('__', '.')}": value for key, value in overrides.items()})
+    return config.model
+
+
+def tiny_model(seed=0, **overrides):
+    """Return the model of ``tiny_config``, initialised."""
+    torch.manual_seed(seed)
+    model = MODELS.build(tiny_config(**overrides))
+    model.init_weights()
+    return model
+
+
+def cameras():
+    """Return projections [V, 4, 4] of a ring of pinhole cameras, x right, y forward, z up."""
+    matrices = []
+    for i in range(NUM_CAMERAS):
+        yaw = 2 * np.pi * i / NUM_CAMERAS
+        right, forward = (np.cos(yaw), -np.sin(yaw), 0), (np.sin(yaw), np.cos(yaw), 0)
+        axes = np.eye(4)
+        axes[:3, :3] = [right, (0, 0, -1), forward]
+        intrinsic = np.eye(4)
+        intrinsic[:2, :3] = [[WIDTH / 1.4, 0, WIDTH / 2], [0, WIDTH / 1.4, HEIGHT / 2]]
+        matrices.append(intrinsic @ axes)
+    return np.stack(matrices)
+
+
+def frame(times, seed=0, scenes=None, num_boxes=None, num_lines=None, poses=None):
+    """Return (images, data) of one frame of each sample; sample i draws from seed + i, whatever the batch."""
+    B = len(times)
+    draws = (
+        [np.random.default_rng([seed, i]) for i in range(B)]
+        if isinstance(seed, int)
+        else [np.random.default_rng(list(s)) for s in seed]
+    )
+    num_boxes = [4] * B if num_boxes is None else num_boxes
+    num_lines = [3] * B if num_lines is None else num_lines
+    images = torch.stack(
+        [torch.from_numpy(d.normal(size=(NUM_CAMERAS, 3, HEIGHT, WIDTH))).float() for d in draws]
+    )
+    poses = [np.eye(4)] * B if poses is None else poses
+    data = {
+        "projection_mat": torch.from_numpy(cameras()).float().expand(B, -1, -1, -1).contiguous(),
+        "image_wh": torch.tensor([WIDTH, HEIGHT]).float().expand(B, NUM_CAMERAS, 2).contiguous(),
+        "timestamp": torch.tensor(times, dtype=torch.float64),
+        "focal": torch.full((B, NUM_CAMERAS), WIDTH / 1.4),
+        "img_metas": [],
+        "gt_bboxes_3d": [],
+        "gt_labels_3d": [],
+        "gt_map_pts": [],
+        "gt_map_labels": [],
+    }
+    for i, draw in enumerate(draws):
+        n, m = num_boxes[i], num_lines[i]
+        boxes = np.zeros((n, 9))
+        boxes[:, :3] = draw.uniform((-15, -15, -2), (15, 15, 0), (n, 3))
+        boxes[:, 3:6] = draw.uniform(1, 4, (n, 3))
+        boxes[:, 6] = draw.uniform(-3, 3, n)
+        boxes[:, 7:] = draw.normal(size=(n, 2))
+        data["gt_bboxes_3d"].append(torch.from_numpy(boxes).float())
+        data["gt_labels_3d"].append(torch.from_numpy(draw.integers(0, 5, n)))
+        starts = draw.uniform((-10, -25), (10, 25), (m, 1, 1, 2))
+        line = starts + np.linspace(0, 5, 20)[None, None, :, None]
+        lines = np.full((m, 38, 20, 2), 1e5)
+        lines[:, :1], lines[:, 1:2] = line, line[:, :, ::-1]
+        data["gt_map_pts"].append(torch.from_numpy(lines).float())
+        data["gt_map_labels"].append(torch.from_numpy(draw.integers(0, 3, m)))
+        meta = {
+            "T_global": poses[i],
+            "T_global_inv": np.linalg.inv(poses[i]),
+            "timestamp": times[i],
+            "instance_id": np.arange(n),
+        }
+        if scenes is not None:
+            meta["scene_token"] = scenes[i]
+        data["img_metas"].append(meta)
+    levels = [(HEIGHT // s, WIDTH // s) for s in (4, 8, 16)]
+    data["gt_depth"] = [
+        torch.stack([torch.from_numpy(d.uniform(-5, 30, (NUM_CAMERAS, *level))).float() for d in draws])
+        for level in levels
+    ]
+    return images, data

@@ -1,0 +1,369 @@
+"""Sparse4D's head: a decoder over instances, for boxes and for polylines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from visdet.registry import MODELS, TASK_UTILS
+
+from ..transfer import to_device
+from .denoising import DenoisingQueries
+from .instance_bank import InstanceBankState
+from .sparse4d_loss import Sparse4DLoss
+from .temporal_state import temporal_value
+
+__all__ = ["Sparse4DHead", "Sparse4DState"]
+
+
+@temporal_value
+@dataclass(frozen=True)
+class Sparse4DState:
+    """What a head carries from frame to frame.
+
+    Attributes:
+        bank: the instances. denoising: the denoising queries, None for none.
+    """
+
+    bank: InstanceBankState = field(default_factory=InstanceBankState)
+    denoising: dict[str, Tensor] | None = None
+
+
+@dataclass
+class _Memory:
+    """The previous frame's instances [B, K, C], None for none, their embeddings, and which samples have them."""
+
+    feature: Tensor | None
+    embed: Tensor | None
+    history: tuple[bool, ...]
+
+
+def _built(config: dict[str, Any] | None, registry: Any) -> Any:
+    return None if config is None else registry.build(config)
+
+
+@MODELS.register_module()
+class Sparse4DHead(Sparse4DLoss, BaseModule):
+    """Instances, each a feature and an anchor, refined by decoder layers that look into the images and at one another.
+
+    Args:
+        instance_bank, anchor_encoder: configs of the anchors' home and of their embedding.
+        graph_model, temp_graph_model: attention among the instances and to those of the previous frame (None for none).
+        norm_layer, ffn, deformable_model, refine_layer: configs of the other operations.
+        num_decoder: decoder layers, for the default ``operation_order``.
+        num_single_frame_decoder: decoder layers before the previous frame's instances join; -1: they never do.
+        loss_cls, loss_reg: losses. sampler: targets. decoder: from predictions to results.
+        gt_cls_key, gt_reg_key, gt_id_key: where the ground truth lies in the data (ids in ``img_metas``).
+        with_instance_id: whether the instances get track ids. task_prefix: of the losses' names.
+        reg_weights: of each regressed number, whose count it is. cls_threshold_to_reg: only instances of at least this
+            probability learn to regress; 0 or less for all.
+        operation_order: of 'temp_gnn', 'gnn', 'norm', 'ffn', 'deformable' and 'refine'.
+        decouple_attn: feature and embedding enter attention side by side, not added.
+        dn_loss_weight: accepted; neither the peer nor this class uses it.
+
+    The temporal state is ``state``, a value: read it after a frame, put it back before the next. A sample whose history
+    was dropped is treated as in a first frame, whatever the others of its batch.
+
+    Source: Sparse4D v3, arXiv 2311.11722; SparseDrive, arXiv 2405.19620; names and defaults are theirs.
+    """
+
+    OPERATIONS = ("temp_gnn", "gnn", "norm", "ffn", "deformable", "refine")
+
+    def __init__(
+        self,
+        instance_bank: dict[str, Any],
+        anchor_encoder: dict[str, Any],
+        graph_model: dict[str, Any],
+        norm_layer: dict[str, Any],
+        ffn: dict[str, Any],
+        deformable_model: dict[str, Any],
+        refine_layer: dict[str, Any],
+        num_decoder: int = 6,
+        num_single_frame_decoder: int = -1,
+        temp_graph_model: dict[str, Any] | None = None,
+        loss_cls: dict[str, Any] | None = None,
+        loss_reg: dict[str, Any] | None = None,
+        decoder: dict[str, Any] | None = None,
+        sampler: dict[str, Any] | None = None,
+        gt_cls_key: str = "gt_labels_3d",
+        gt_reg_key: str = "gt_bboxes_3d",
+        gt_id_key: str = "instance_id",
+        with_instance_id: bool = True,
+        task_prefix: str = "det",
+        reg_weights: Sequence[float] | None = None,
+        operation_order: Sequence[str] | None = None,
+        cls_threshold_to_reg: float = -1,
+        dn_loss_weight: float = 5.0,
+        decouple_attn: bool = True,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        if operation_order is None:
+            layer_ops = ["temp_gnn", "gnn", "norm", "deformable", "norm", "ffn", "norm", "refine"]
+            operation_order = (layer_ops * num_decoder)[3:]
+        unknown = set(operation_order) - set(self.OPERATIONS)
+        if unknown:
+            raise ValueError(
+                f"Sparse4DHead: operation_order must be of {self.OPERATIONS}, got {sorted(unknown)}"
+            )
+        self.num_decoder = num_decoder
+        self.num_single_frame_decoder = num_single_frame_decoder
+        self.gt_cls_key, self.gt_reg_key, self.gt_id_key = gt_cls_key, gt_reg_key, gt_id_key
+        self.with_instance_id = with_instance_id
+        self.task_prefix = task_prefix
+        self.reg_weights = [1.0] * 10 if reg_weights is None else list(reg_weights)
+        self.cls_threshold_to_reg = cls_threshold_to_reg
+        self.decouple_attn = decouple_attn
+        self.operation_order = list(operation_order)
+
+        self.instance_bank = MODELS.build(instance_bank)
+        self.anchor_encoder = MODELS.build(anchor_encoder)
+        self.sampler = _built(sampler, TASK_UTILS)
+        self.decoder = _built(decoder, TASK_UTILS)
+        self.loss_cls = _built(loss_cls, MODELS)
+        self.loss_reg = _built(loss_reg, MODELS)
+        configs = {
+            "temp_gnn": temp_graph_model,
+            "gnn": graph_model,
+            "norm": norm_layer,
+            "ffn": ffn,
+            "deformable": deformable_model,
+            "refine": refine_layer,
+        }
+        self.layers = nn.ModuleList(_built(configs[op], MODELS) for op in self.operation_order)
+        self.embed_dims = self.instance_bank.embed_dims
+        C = self.embed_dims
+        self.fc_before = nn.Linear(C, 2 * C, bias=False) if decouple_attn else nn.Identity()
+        self.fc_after = nn.Linear(2 * C, C, bias=False) if decouple_attn else nn.Identity()
+
+    def init_weights(self) -> None:
+        """Draw every matrix of the operations but refinement's by Xavier, then let each part set its own."""
+        for op, layer in zip(self.operation_order, self.layers, strict=True):
+            if layer is not None and op != "refine":
+                for parameter in layer.parameters():
+                    if parameter.dim() > 1 and parameter.requires_grad:
+                        nn.init.xavier_uniform_(parameter)
+        for part in (self.instance_bank, self.anchor_encoder, *self.layers):
+            if isinstance(part, BaseModule):
+                part.init_weights()
+
+    @property
+    def state(self) -> Sparse4DState:
+        """What the next frame starts from."""
+        return Sparse4DState(
+            self.instance_bank.state, None if self.sampler is None else self.sampler.dn_metas
+        )
+
+    @state.setter
+    def state(self, state: Sparse4DState) -> None:
+        self.instance_bank.state = state.bank
+        if self.sampler is not None:
+            self.sampler.dn_metas = state.denoising
+
+    def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
+        """Return noisy copies of the ground truth in ``metas``, or None where the sampler makes none."""
+        if self.sampler is None or self.sampler.num_dn_groups <= 0:
+            return None
+        ids = None
+        if all(self.gt_id_key in sample for sample in metas["img_metas"]):
+            device = self.instance_bank.anchor.device
+            ids = [to_device(sample[self.gt_id_key], device) for sample in metas["img_metas"]]
+        return self.sampler.get_dn_anchors(metas[self.gt_cls_key], metas[self.gt_reg_key], ids)
+
+    def forward(
+        self,
+        feature_maps: Tensor | Sequence[Any],
+        metas: dict[str, Any],
+        denoising: DenoisingQueries | None = None,
+    ) -> dict[str, Any]:
+        """Return every decoder layer's predictions, and carry the instances on to the next frame.
+
+        Args:
+            feature_maps: what ``feature_maps_format`` returns, or [B, V, C, H, W] of each level.
+            metas: ``projection_mat``, ``image_wh``, ``timestamp``, ``img_metas``.
+            denoising: queries to bring back; in training those of the ground truth in ``metas`` by default.
+
+        Returns:
+            ``classification`` [B, N, classes], ``prediction`` [B, N, D], ``quality`` [B, N, 2] or None of each layer;
+            of the last ``instance_feature``, ``anchor_embed`` [B, N, C] and ``instance_id`` [B, N]; ``dn_*`` and
+            ``temp_dn_*`` what belongs to denoising, for ``loss``.
+        """
+        feature_maps = [feature_maps] if isinstance(feature_maps, Tensor) else feature_maps
+        bank = self.instance_bank
+        if denoising is None and self.training:
+            denoising = self.denoising_queries(metas)
+        feature, anchor, memory, time_interval = self._start(len(feature_maps[0]), metas)
+        attn_mask, updated = None, None
+        if denoising is not None:
+            feature, anchor, attn_mask = self._join(feature, anchor, denoising)
+        embed = self.anchor_encoder(anchor)
+        classification, prediction, quality = [], [], []
+        for op, layer in zip(self.operation_order, self.layers, strict=True):
+            if layer is None:
+                continue
+            if op == "temp_gnn":
+                feature = self._attend_to_memory(layer, feature, embed, memory, attn_mask)
+            elif op == "gnn":
+                feature = self._attend(layer, feature, embed, value=feature, attn_mask=attn_mask)
+            elif op in ("norm", "ffn"):
+                feature = layer(feature)
+            elif op == "deformable":
+                feature = layer(feature, anchor, embed, feature_maps, metas)
+            else:
+                anchor, cls, qt = layer(feature, anchor, embed, time_interval=time_interval)
+                classification.append(cls)
+                prediction.append(anchor)
+                quality.append(qt)
+                if len(prediction) == self.num_single_frame_decoder:
+                    feature, anchor = bank.update(feature, anchor, cls)
+                    feature, anchor, updated = self._update_denoising(feature, anchor, denoising)
+                embed = self.anchor_encoder(anchor)
+                if len(prediction) > self.num_single_frame_decoder and memory.embed is not None:
+                    memory.embed = embed[:, : bank.num_temp_instances]
+
+        N = bank.num_anchor
+        output = self._denoising_output(classification, prediction, denoising, updated)
+        self._cache_denoising(feature[:, N:], anchor[:, N:], updated or denoising)
+        output.update(
+            classification=[cls[:, :N] for cls in classification],
+            prediction=[anchors[:, :N] for anchors in prediction],
+            quality=[None if qt is None else qt[:, :N] for qt in quality],
+            instance_feature=feature[:, :N],
+            anchor_embed=embed[:, :N],
+        )
+        bank.cache(feature[:, :N], anchor[:, :N], cls[:, :N], metas, feature_maps)
+        if self.with_instance_id:
+            threshold = None if self.decoder is None else self.decoder.score_threshold
+            output["instance_id"] = bank.get_instance_id(cls[:, :N], anchor[:, :N], threshold)
+        return output
+
+    def _start(self, batch_size: int, metas: dict[str, Any]) -> tuple[Tensor, Tensor, _Memory, Tensor]:
+        """Return the learned instances, the previous frame's brought to this, and the seconds between."""
+        bank, carried = self.instance_bank, None
+        if self.sampler is not None and self.sampler.dn_metas is not None:
+            if len(self.sampler.dn_metas["dn_anchor"]) == batch_size:
+                carried = dict(self.sampler.dn_metas)  # a copy: the state put in may be someone else's
+            self.sampler.dn_metas = carried
+        feature, anchor, temp_feature, temp_anchor, time_interval = bank.get(batch_size, metas, carried)
+        temp_embed = None if temp_anchor is None else self.anchor_encoder(temp_anchor)
+        return feature, anchor, _Memory(temp_feature, temp_embed, bank.state.history), time_interval
+
+    def _attend(
+        self,
+        layer: nn.Module,
+        query: Tensor,
+        query_pos: Tensor,
+        key: Tensor | None = None,
+        key_pos: Tensor | None = None,
+        value: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return instances [B, Q, C] after attention; positions beside the features with ``decouple_attn``."""
+        if self.decouple_attn:
+            query, query_pos = torch.cat([query, query_pos], dim=-1), None
+            if key is not None:
+                key, key_pos = torch.cat([key, key_pos], dim=-1), None
+        if value is not None:
+            value = self.fc_before(value)
+        return self.fc_after(
+            layer(query, key, value, query_pos=query_pos, key_pos=key_pos, attn_mask=attn_mask)
+        )
+
+    def _attend_to_memory(
+        self, layer: nn.Module, feature: Tensor, embed: Tensor, memory: _Memory, attn_mask: Tensor | None
+    ) -> Tensor:
+        """Return instances after attention to the previous frame's; where there is none, to one another."""
+        if memory.feature is None or not any(memory.history):
+            return self._attend(layer, feature, embed, attn_mask=attn_mask)
+        if all(memory.history):
+            return self._attend(layer, feature, embed, memory.feature, memory.embed, memory.feature)
+        known = [i for i, has_history in enumerate(memory.history) if has_history]
+        others = [i for i, has_history in enumerate(memory.history) if not has_history]
+        place = torch.tensor(known + others).argsort()
+        old, new, place = (to_device(index, feature.device) for index in (known, others, place))
+        past = memory.feature[old]
+        with_history = self._attend(layer, feature[old], embed[old], past, memory.embed[old], past)
+        without = self._attend(layer, feature[new], embed[new], attn_mask=attn_mask)
+        return torch.cat([with_history, without])[place]
+
+    @staticmethod
+    def _join(feature: Tensor, anchor: Tensor, denoising: DenoisingQueries) -> tuple[Tensor, Tensor, Tensor]:
+        """Return features and anchors with the denoising queries behind, and the mask that keeps the two apart."""
+        N, count = anchor.shape[1], denoising.anchor.shape[1]
+        missing = anchor.shape[-1] - denoising.anchor.shape[-1]  # the vertical velocity, 0
+        dn_anchor = nn.functional.pad(denoising.anchor, (0, missing))
+        feature = torch.cat([feature, feature.new_zeros(len(feature), count, feature.shape[-1])], dim=1)
+        attn_mask = torch.ones(N + count, N + count, dtype=torch.bool, device=anchor.device)
+        attn_mask[:N, :N] = False
+        attn_mask[N:, N:] = denoising.attn_mask
+        return feature, torch.cat([anchor, dn_anchor], dim=1), attn_mask
+
+    def _update_denoising(
+        self, feature: Tensor, anchor: Tensor, denoising: DenoisingQueries | None
+    ) -> tuple[Tensor, Tensor, DenoisingQueries | None]:
+        """Put the carried queries in; None where there are none to carry."""
+        if denoising is None or denoising.id_target is None or self.sampler.num_temp_dn_groups <= 0:
+            return feature, anchor, None
+        feature, anchor, reg_target, cls_target, valid_mask, id_target = self.sampler.update_dn(
+            feature,
+            anchor,
+            denoising.reg_target,
+            denoising.cls_target,
+            denoising.valid_mask,
+            denoising.id_target,
+            self.instance_bank.num_anchor,
+            self.instance_bank.mask,
+        )
+        updated = denoising._replace(
+            reg_target=reg_target, cls_target=cls_target, valid_mask=valid_mask, id_target=id_target
+        )
+        return feature, anchor, updated
+
+    def _denoising_output(
+        self,
+        classification: Sequence[Tensor],
+        prediction: Sequence[Tensor],
+        denoising: DenoisingQueries | None,
+        updated: DenoisingQueries | None,
+    ) -> dict[str, Any]:
+        if denoising is None:
+            return {}
+        N = self.instance_bank.num_anchor
+        output: dict[str, Any] = {
+            "dn_prediction": [anchors[:, N:] for anchors in prediction],
+            "dn_classification": [cls[:, N:] for cls in classification],
+            "dn_reg_target": denoising.reg_target,
+            "dn_cls_target": denoising.cls_target,
+            "dn_valid_mask": denoising.valid_mask,
+        }
+        if updated is not None:
+            output.update(
+                temp_dn_reg_target=updated.reg_target,
+                temp_dn_cls_target=updated.cls_target,
+                temp_dn_valid_mask=updated.valid_mask,
+                dn_id_target=updated.id_target,
+            )
+        return output
+
+    def _cache_denoising(self, feature: Tensor, anchor: Tensor, denoising: DenoisingQueries | None) -> None:
+        if self.sampler is None:
+            return
+        if denoising is None:
+            self.sampler.dn_metas = None
+        else:
+            self.sampler.cache_dn(
+                feature, anchor, denoising.cls_target, denoising.valid_mask, denoising.id_target
+            )
+
+    def post_process(self, model_outs: dict[str, Any], output_idx: int = -1) -> list[dict[str, Any]]:
+        """Return the results of each sample, see the decoder."""
+        return self.decoder.decode(
+            model_outs["classification"],
+            model_outs["prediction"],
+            model_outs.get("instance_id"),
+            model_outs.get("quality"),
+            output_idx=output_idx,
+        )

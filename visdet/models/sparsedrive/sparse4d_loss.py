@@ -1,0 +1,153 @@
+"""The losses of Sparse4D's head."""
+
+from typing import Any
+
+import torch
+from mmengine import dist
+from torch import Tensor
+
+__all__ = ["Sparse4DLoss", "mean_over_processes"]
+
+
+def mean_over_processes(counts: Tensor) -> Tensor:
+    """Return the mean of a tensor over all processes of a distributed run, itself in a run of one."""
+    if dist.get_world_size() == 1:
+        return counts
+    total = counts.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+class Sparse4DLoss:
+    """The loss of ``Sparse4DHead``: classes and boxes (or lines) of matched instances, and of denoising queries.
+
+    All layers are matched with one copy to the host, all counts are averaged over the processes at once, in every
+    process alike whatever its ground truth: no process waits for another that has nothing to add.
+    """
+
+    def loss(
+        self, model_outs: dict[str, Any], data: dict[str, Any], feature_maps: Any = None
+    ) -> dict[str, Tensor]:
+        """Return ``{prefix}_loss_cls_{i}`` and what ``loss_reg`` names, of each decoder layer i.
+
+        Args:
+            model_outs: what ``forward`` returned. data: ground truth under ``gt_cls_key`` and ``gt_reg_key``, one
+                tensor per sample. feature_maps: unused.
+        """
+        device_type = model_outs["prediction"][0].device.type
+        with torch.autocast(device_type, enabled=False):
+            cls = torch.stack([x.float() for x in model_outs["classification"]])  # [L, B, N, classes]
+            reg = torch.stack([x.float() for x in model_outs["prediction"]])[..., : len(self.reg_weights)]
+            cls_target, reg_target, reg_weight = self.sampler.sample_layers(
+                cls, reg, data[self.gt_cls_key], data[self.gt_reg_key]
+            )
+            is_matched = (cls_target >= 0) & (cls_target < cls.shape[-1])
+            queries = self._denoising_targets(model_outs, cls)
+            counts = [is_matched.sum(dim=(1, 2)).float()]
+            counts += [valid.sum().float().view(1) for _, _, valid in queries]
+            num_positive = mean_over_processes(torch.cat(counts)).clamp(min=1.0)
+
+            losses: dict[str, Tensor] = {}
+            for layer, qt in enumerate(model_outs["quality"]):
+                losses |= self._layer_loss(
+                    layer,
+                    cls[layer],
+                    reg[layer],
+                    None if qt is None else qt.float(),
+                    (cls_target[layer], reg_target[layer], reg_weight[layer], is_matched[layer]),
+                    num_positive[layer],
+                )
+            if queries:
+                losses |= self._denoising_loss(model_outs, cls, queries, num_positive[len(cls) :])
+            return losses
+
+    def _layer_loss(
+        self,
+        layer: int,
+        cls: Tensor,
+        reg: Tensor,
+        quality: Tensor | None,
+        targets: tuple[Tensor, Tensor, Tensor, Tensor],
+        num_positive: Tensor,
+    ) -> dict[str, Tensor]:
+        cls, reg, quality = (None if x is None else x.flatten(0, 1) for x in (cls, reg, quality))
+        cls_target, reg_target, reg_weight, is_matched = (x.flatten(0, 1) for x in targets)
+        background = cls.shape[-1]
+        cls_loss = self.loss_cls(
+            cls, torch.where(is_matched, cls_target, background), avg_factor=num_positive
+        )
+        learns = is_matched
+        if self.cls_threshold_to_reg > 0:
+            learns = learns & (cls.detach().amax(-1).sigmoid() > self.cls_threshold_to_reg)
+        reg_losses = self.loss_reg(
+            reg,
+            reg_target[..., : reg.shape[-1]].nan_to_num(nan=0.0),
+            weight=reg_weight * reg.new_tensor(self.reg_weights),
+            avg_factor=num_positive,
+            prefix=f"{self.task_prefix}_",
+            suffix=f"_{layer}",
+            quality=quality,
+            cls_target=cls_target,
+            mask=learns,
+        )
+        return {f"{self.task_prefix}_loss_cls_{layer}": cls_loss, **reg_losses}
+
+    def _denoising_targets(
+        self, model_outs: dict[str, Any], cls: Tensor
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return (class, box, valid) of the queries, [n], [n, D] and [n], before and after the carried ones joined.
+
+        Without queries in this process, while another may have some: those of no query. Without denoising: [].
+        """
+        if not (self.training and self.sampler.num_dn_groups > 0) and "dn_prediction" not in model_outs:
+            return []
+        D = len(self.reg_weights)
+        if "dn_prediction" not in model_outs:
+            empty = torch.zeros(0, dtype=torch.int64, device=cls.device)
+            return [(empty, cls.new_zeros(0, D), empty.bool())] * 2
+        later = "temp_" if "temp_dn_valid_mask" in model_outs else ""
+        return [
+            (
+                model_outs[f"{prefix}dn_cls_target"].flatten(0, 1),
+                model_outs[f"{prefix}dn_reg_target"].flatten(0, 1)[:, :D],
+                model_outs[f"{prefix}dn_valid_mask"].flatten(0, 1),
+            )
+            for prefix in ("", later)
+        ]
+
+    def _denoising_loss(
+        self,
+        model_outs: dict[str, Any],
+        cls: Tensor,
+        queries: list[tuple[Tensor, Tensor, Tensor]],
+        num_valid: Tensor,
+    ) -> dict[str, Tensor]:
+        losses: dict[str, Tensor] = {}
+        num_layers, _, _, background = cls.shape
+        for layer in range(num_layers):
+            is_later = int(layer >= self.num_single_frame_decoder >= 0)
+            cls_target, reg_target, is_valid = queries[is_later]
+            if "dn_prediction" in model_outs:
+                scores = model_outs["dn_classification"][layer].float().flatten(0, 1)
+                boxes = model_outs["dn_prediction"][layer].float().flatten(0, 1)
+            else:
+                scores = cls[layer].flatten(0, 1)[:0]
+                boxes = model_outs["prediction"][layer].float().flatten(0, 1)[:0]
+            is_box = is_valid & (cls_target >= 0)
+            name = f"{self.task_prefix}_loss_cls_dn_{layer}"
+            losses[name] = self.loss_cls(
+                scores,
+                torch.where(cls_target >= 0, cls_target, background),
+                weight=is_valid.to(scores.dtype),
+                avg_factor=num_valid[is_later],
+            )
+            losses |= self.loss_reg(
+                boxes[:, : reg_target.shape[1]],
+                reg_target,
+                weight=boxes.new_tensor(self.reg_weights).expand_as(reg_target),
+                avg_factor=num_valid[is_later],
+                prefix=f"{self.task_prefix}_",
+                suffix=f"_dn_{layer}",
+                mask=is_box,
+            )
+        return losses

@@ -1,0 +1,211 @@
+"""The detector SparseDrive, and with other parts Sparse4D."""
+
+from typing import Any
+
+import torch
+from mmengine.model import BaseModel
+from torch import Tensor, nn
+
+from visdet.ops import feature_maps_format
+from visdet.registry import MODELS
+
+from .grid_mask import GridMask
+from .temporal_state import from_plain, to_plain
+
+__all__ = ["Sparse4D", "SparseDrive"]
+
+
+@MODELS.register_module()
+class SparseDrive(BaseModel):
+    """Backbone, neck, dense depth (in training) and head over the images of several cameras.
+
+    Args:
+        img_backbone, img_neck, head, depth_branch: configs; neck and depth branch may be None.
+        use_grid_mask: whether GridMask augments the training images.
+        use_deformable_func: whether the head gets the pyramid flattened, once for all its layers.
+        data_preprocessor: config or module that turns collated frames into a batch.
+        train_cfg, test_cfg, pretrained: accepted; must be None.
+
+    **Temporal state**: frames of a sequence must come in order, sample i of a batch continuing sample i of the one
+    before. ``temporal_state`` is everything remembered, one value that can be read and put back, and ``step`` takes and
+    returns it. A sample starts anew by itself where its scene changes or its clock jumps; all do where the batch size
+    changes or ``reset_temporal_state`` is called. Evaluation starts from nothing, and training goes on afterwards where
+    it was. Nothing of it is a parameter or a buffer: each process of a distributed run has its own, and
+    ``temporal_state_dict`` carries it through a checkpoint.
+
+    Source: arXiv 2405.19620; keywords and parameter names are SparseDrive's.
+    """
+
+    def __init__(
+        self,
+        img_backbone: dict[str, Any],
+        head: dict[str, Any],
+        img_neck: dict[str, Any] | None = None,
+        init_cfg: dict[str, Any] | None = None,
+        train_cfg: None = None,
+        test_cfg: None = None,
+        pretrained: None = None,
+        use_grid_mask: bool = True,
+        use_deformable_func: bool = False,
+        depth_branch: dict[str, Any] | None = None,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+    ) -> None:
+        if isinstance(data_preprocessor, dict):  # from this scope, whatever the default scope is
+            data_preprocessor = MODELS.build(data_preprocessor)
+        super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
+        for name, value in (("train_cfg", train_cfg), ("test_cfg", test_cfg), ("pretrained", pretrained)):
+            if value is not None:
+                raise ValueError(f"{type(self).__name__}: {name} must be None, got {value!r}")
+        self.img_backbone = MODELS.build(img_backbone)
+        self.img_neck = None if img_neck is None else MODELS.build(img_neck)
+        self.head = MODELS.build(head)
+        self.depth_branch = None if depth_branch is None else MODELS.build(depth_branch)
+        self.use_deformable_func = use_deformable_func
+        self.grid_mask = None
+        if use_grid_mask:
+            self.grid_mask = GridMask(True, True, rotate=1, offset=False, ratio=0.5, mode=1, prob=0.7)
+        self._empty_state = self.head.state
+        self._state_of_training = self._empty_state
+
+    def _dump_init_info(self) -> None:
+        """Keep mmengine from logging two lines for every parameter it initialises."""
+
+    @property
+    def temporal_state(self) -> dict[str, Any]:
+        """Everything remembered of the frames so far, one value; put it back to go on from there."""
+        return self.head.state
+
+    @temporal_state.setter
+    def temporal_state(self, state: dict[str, Any]) -> None:
+        self.head.state = state
+
+    def reset_temporal_state(self) -> None:
+        """Forget all frames, and count track ids from 0."""
+        self.head.state = self._empty_state
+
+    def train(self, mode: bool = True) -> "SparseDrive":
+        """Set the mode; evaluation starts without memory, and training goes on with the one it had."""
+        if mode != self.training:
+            if mode:
+                self.temporal_state = self._state_of_training
+            else:
+                self._state_of_training = self.temporal_state
+                self.reset_temporal_state()
+        return super().train(mode)
+
+    def temporal_state_dict(self) -> Any:
+        """Return the training's temporal state as plain types, for a checkpoint."""
+        return to_plain(self.temporal_state if self.training else self._state_of_training)
+
+    def load_temporal_state_dict(self, plain: Any) -> None:
+        """Let training go on from what ``temporal_state_dict`` returned."""
+        self._state_of_training = from_plain(plain, next(self.parameters()).device)
+        if self.training:
+            self.temporal_state = self._state_of_training
+
+    def step(
+        self, images: Tensor, metas: dict[str, Any], state: dict[str, Any] | None = None
+    ) -> tuple[tuple[dict[str, Any] | None, ...], dict[str, Any]]:
+        """Return the head's raw outputs for a frame and the state after it, given the state before (None: nothing).
+
+        Args:
+            images: [B, V, 3, H, W]. metas: as in ``forward``. state: what the previous ``step`` returned.
+        """
+        self.temporal_state = self._empty_state if state is None else state
+        outs = self.head(self.extract_feat(images), metas)
+        return outs, self.temporal_state
+
+    def extract_feat(
+        self, img: Tensor, return_depth: bool = False, metas: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the feature pyramid, and with ``return_depth`` the dense depths (None without a depth branch).
+
+        Args:
+            img: [B, V, 3, H, W] normalised images. metas: ``focal`` [B, V], for depth.
+
+        Returns:
+            [B, V, C, H_l, W_l] of each level, flattened by ``feature_maps_format`` with ``use_deformable_func``.
+        """
+        if img.dim() != 5:
+            raise ValueError(f"{type(self).__name__}: images must be [B, V, 3, H, W], got {list(img.shape)}")
+        B, V = img.shape[:2]
+        img = img.flatten(0, 1)
+        if self.grid_mask is not None:
+            img = self.grid_mask(img)
+        maps = self.img_backbone(img)
+        if self.img_neck is not None:
+            maps = self.img_neck(maps)
+        maps = [level.unflatten(0, (B, V)) for level in maps]
+        depths = None
+        if return_depth and self.depth_branch is not None:
+            depths = self.depth_branch(maps, (metas or {}).get("focal"))
+        features = feature_maps_format(maps) if self.use_deformable_func else maps
+        return (features, depths) if return_depth else features
+
+    def forward(
+        self,
+        inputs: Tensor | dict[str, Tensor],
+        data_samples: dict[str, Any] | None = None,
+        mode: str = "tensor",
+    ) -> Any:
+        """Run the next frame of each sample's sequence.
+
+        Args:
+            inputs: [B, V, 3, H, W] normalised images, or a dict with them as ``img``.
+            data_samples: ``projection_mat`` [B, V, 4, 4] from the boxes' frame to pixels, ``image_wh`` [B, V, 2],
+                ``timestamp`` [B] seconds, ``focal`` [B, V], ``img_metas``: one dict per sample with ``T_global``,
+                ``T_global_inv``, and ``timestamp`` and ``scene_token`` where known; for 'loss' the ground truth.
+            mode: 'loss' returns {name: scalar}; 'predict' a list with ``dict(img_bbox=results)`` of each sample;
+                'tensor' the head's raw outputs.
+        """
+        images = inputs["img"] if isinstance(inputs, dict) else inputs
+        if not isinstance(images, Tensor):
+            raise TypeError(
+                f"{type(self).__name__}: inputs must be a [B, V, 3, H, W] tensor, got {type(images).__name__}; "
+                "raw samples go through model.data_preprocessor first"
+            )
+        if data_samples is None:
+            raise ValueError(
+                "SparseDrive: data_samples with projection_mat, timestamp and img_metas are needed"
+            )
+        if mode == "loss":
+            return self.loss(images, data_samples)
+        if mode == "predict":
+            return self.predict(images, data_samples)
+        if mode == "tensor":
+            return self.head(self.extract_feat(images), data_samples)
+        raise ValueError(f"{type(self).__name__}: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
+
+    def loss(self, images: Tensor, data: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the losses of the head, and ``loss_dense_depth`` with a depth branch."""
+        features, depths = self.extract_feat(images, return_depth=True, metas=data)
+        losses = self.head.loss(self.head(features, data), data)
+        if depths is not None:
+            known = data.get("gt_depth")
+            # Without ground truth a zero keeps the branch in the graph: in a distributed run all must have gradients.
+            losses["loss_dense_depth"] = (
+                sum(depth.sum() for depth in depths) * 0
+                if known is None
+                else self.depth_branch.loss(depths, known)
+            )
+        return losses
+
+    @torch.no_grad()
+    def predict(self, images: Tensor, data: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return ``dict(img_bbox=results)`` of each sample."""
+        outs = self.head(self.extract_feat(images), data)
+        return [{"img_bbox": result} for result in self._results(outs, data)]
+
+    def _results(self, outs: Any, data: dict[str, Any]) -> list[dict[str, Any]]:
+        return self.head.post_process(outs, data)
+
+
+@MODELS.register_module()
+class Sparse4D(SparseDrive):
+    """Sparse4D: SparseDrive's detector with ``Sparse4DHead`` alone as its head.
+
+    Source: arXiv 2311.11722; keywords and parameter names are Sparse4D's.
+    """
+
+    def _results(self, outs: Any, data: dict[str, Any]) -> list[dict[str, Any]]:
+        return self.head.post_process(outs)
