@@ -27,6 +27,7 @@ def build(path):
     [path for path in sorted(CONFIGS.glob("*/*.py")) if not path.parent.name.startswith("_")],
     ids=lambda path: path.stem,
 )
+@pytest.mark.filterwarnings("ignore:InstanceBank. no anchor file")
 def test_config_builds_and_dumps(path):
     config = Config.fromfile(path)
     assert config.default_scope == "visdet"
@@ -40,6 +41,12 @@ def test_published_checkpoints_fit(name):
     published = published_shapes(f"deformable_detr_mmdet_{PUBLISHED[name]}")
     own = build(CONFIGS / "deformable_detr" / f"{name}.py").state_dict()
     assert {key: tuple(value.shape) for key, value in own.items()} == published
+
+
+@pytest.mark.filterwarnings("ignore:InstanceBank. no anchor file")
+def test_published_sparsedrive_checkpoint_fits():
+    own = build(CONFIGS / "sparsedrive" / "sparsedrive_r50_stage1_8xb8_nuscenes.py").state_dict()
+    assert {key: tuple(value.shape) for key, value in own.items()} == published_shapes("sparsedrive_stage1")
 
 
 def test_shared_branches_are_stored_for_every_layer():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets.driving_files import driving_scenes
 from mmengine.dataset import Compose, pseudo_collate
+from PIL import Image
 
 from visdet.datasets import DrivingScenesDataset
 from visdet.datasets import transforms as T
@@ -58,6 +59,14 @@ def test_projection_follows_the_image(config):
     # Pixels are counted from their corners here and from their centres there: up to half a pixel.
     np.testing.assert_allclose([u / depth, v / depth], center, atol=1.1)
     assert results["cam_intrinsic"][0][0, 0] == (CONFIG | config)["resize"]
+
+
+def test_cropping_while_resizing_changes_nothing():
+    image = np.random.default_rng(0).integers(0, 256, (90, 160, 3), dtype=np.uint8)
+    config = CONFIG | dict(resize=0.44, crop=(3, 10, 67, 39))
+    results = {"img": [image], "lidar2img": [np.eye(4)], "aug_config": config}
+    plain = np.array(Image.fromarray(image).resize((70, 39)).crop((3, 10, 67, 39)))
+    assert np.abs(T.ResizeCropFlipImage()(results)["img"][0].astype(int) - plain).max() <= 1
 
 
 def test_without_augmentation_nothing_happens():
@@ -158,6 +167,7 @@ def test_filters():
     kept = T.CircleObjectRangeFilter([50.0])(dict(record))
     assert kept["instance_inds"].tolist() == [0, 1]
     assert T.InstanceNameFilter(["a", "b"])(dict(record))["instance_inds"].tolist() == [0, 1, 2]
+    assert T.InstanceNameFilter(["a"])(T.CircleObjectRangeFilter([5.0])({"token": "t"})) == {"token": "t"}
     empty = {"gt_bboxes_3d": np.zeros((0, 9)), "gt_labels_3d": np.zeros(0, np.int64)}
     assert T.InstanceNameFilter(["a"])(T.CircleObjectRangeFilter([5.0])(empty))["gt_bboxes_3d"].shape == (
         0,
@@ -183,6 +193,8 @@ def test_orders_of_map_lines():
         np.testing.assert_allclose(points[0, order], start)
         backwards = [corners[::-1][(k - order) % 4] for k in range(5)]
         np.testing.assert_allclose(points[0, 4 + order], backwards)
+    with pytest.raises(ValueError, match="frame t: a line of map class 1 is NaN or infinite"):
+        vectorize({"map_annos": {1: [line * np.nan]}, "token": "t"})
     empty = vectorize({"map_annos": {0: [], 1: [], 2: []}})
     assert empty["gt_map_pts"].shape == (0, 8, 5, 2) and empty["gt_map_labels"].shape == (0,)
 

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import zipfile
 
 import numpy as np
 import pytest
@@ -122,5 +121,5 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="is not one of visdet's"):
         load_infos(tmp_path / "other.npz")
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04broken")
-    with pytest.raises((ValueError, zipfile.BadZipFile)):
+    with pytest.raises(ValueError, match="is not one of visdet's"):
         load_infos(tmp_path / "broken.npz")

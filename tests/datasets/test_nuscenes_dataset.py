@@ -203,6 +203,9 @@ def test_wrong_frames(dataset_of, infos):
     futures[seen] = np.inf
     with pytest.raises(ValueError, match="NaN or infinite gt_agent_fut_trajs"):
         dataset_of(changed(infos, 0, gt_agent_fut_trajs=futures))[0]
+    for key in ("ego_status", "gt_ego_fut_trajs"):
+        with pytest.raises(ValueError, match=f"train-0000-00 of .* has NaN or infinite {key}"):
+            dataset_of(changed(infos, 0, **{key: infos[0][key] * np.nan}))[0]
     with pytest.raises(ValueError, match="must be a quaternion"):
         dataset_of(changed(infos, 0, ego2global_rotation=[0.0, 0.0, 0.0, 0.0]))[0]
     with pytest.raises(ValueError, match="has a pose that is NaN or infinite"):

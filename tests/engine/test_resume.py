@@ -4,9 +4,11 @@ import shutil
 
 import pytest
 import torch
+from toy_detection import ToyDetector
 from toy_run import losses, toy_runner, train, weights
 
 from visdet.engine import CheckpointError, read_checkpoint
+from visdet.registry import MODELS
 
 EPOCHS = {
     "train_cfg": {"_delete_": True, "type": "EpochBasedTrainLoop", "max_epochs": 4, "val_interval": 1},
@@ -59,6 +61,35 @@ def test_two_halves_equal_the_whole(tmp_path, loop, sampler):
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 9}
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(rest)[name]), name
+
+
+@MODELS.register_module()
+class ToyTracker(ToyDetector):
+    """Remembers its last losses, outside of the weights, and adds them to the next."""
+
+    memory = 0.0
+
+    def forward(self, inputs, data_samples=None, mode="tensor"):
+        outputs = super().forward(inputs, data_samples, mode)
+        if mode == "loss":
+            outputs["loss_memory"] = torch.as_tensor(self.memory) + 0 * self.conv.bias.sum()
+            self.memory = 0.5 * float(sum(loss.detach() for loss in outputs.values()))
+        return outputs
+
+    def temporal_state_dict(self):
+        return {"memory": self.memory}
+
+    def load_temporal_state_dict(self, plain):
+        self.memory = plain["memory"]
+
+
+def test_a_model_of_sequences_remembers(tmp_path):
+    options = {"model": {"type": "ToyTracker"}, "train_cfg__max_iters": 14}
+    options["default_hooks__checkpoint"] = {"type": "CheckpointHook", "by_epoch": False, "interval": 9}
+    whole = train(tmp_path / "whole", **options)
+    interrupted(tmp_path / "halves", at=9, **options)
+    rest = train(tmp_path / "halves", resume="auto", **options)
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 9}
 
 
 def test_the_seed_of_an_unseeded_run_is_resumed(tmp_path):

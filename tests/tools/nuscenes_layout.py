@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 from datasets.driving_files import SMALL, driving_scenes
+from PIL import Image
+from scipy.spatial.transform import Rotation
 
 from visdet.datasets import load_infos
 from visdet.datasets.driving_world import make_world
-from visdet.structures.poses import pose_matrix, quaternion_from_matrix
+from visdet.structures.poses import pose_matrix, quaternion_from_matrix, rotation_from_quaternion
 
 LOCATION = "boston-seaport"
 CATEGORIES = {
@@ -194,3 +196,48 @@ def _write_map(folder):
                 add_area("ped_crossing", np.concatenate([ends[0], ends[1][::-1]]))
     folder.mkdir(parents=True)
     (folder / f"{LOCATION}.json").write_text(json.dumps(layers | {"node": nodes}))
+
+
+def tilt_and_complete(root: Path, version: str = "v1.0-mini") -> None:
+    """Tilt the vehicle a little, as roads do, and add what the devkit wants to see and the converter does not."""
+    folder = root / version
+
+    def change(table, update):
+        records = json.loads((folder / f"{table}.json").read_text())
+        for record in records:
+            record.update(update(record))
+        (folder / f"{table}.json").write_text(json.dumps(records))
+
+    rng = np.random.default_rng(0)
+    annotations = json.loads((folder / "sample_annotation.json").read_text())
+    tokens: dict[str, list[str]] = {}
+    for record in annotations:
+        tokens.setdefault(record["instance_token"], []).append(record["token"])
+
+    def tilted(record):
+        tilt = Rotation.from_euler("xyz", rng.normal(0, 0.03, 3))
+        return {
+            "rotation": quaternion_from_matrix(
+                rotation_from_quaternion(record["rotation"]) @ tilt.as_matrix()
+            )
+        }
+
+    def ends(record):
+        mine = tokens[record["token"]]
+        return {
+            "nbr_annotations": len(mine),
+            "first_annotation_token": mine[0],
+            "last_annotation_token": mine[-1],
+        }
+
+    change("ego_pose", tilted)
+    change("instance", ends)
+    change("sample_annotation", lambda record: {"visibility_token": ""})
+    change("sample_data", lambda record: {"fileformat": "jpg", "height": 48, "width": 128})
+    change(
+        "sensor", lambda record: {"modality": "lidar" if record["channel"].startswith("LIDAR") else "camera"}
+    )
+    (folder / "visibility.json").write_text("[]")
+    mask = {"token": "mask", "log_tokens": ["log"], "filename": "maps/mask.png", "category": "semantic_prior"}
+    (folder / "map.json").write_text(json.dumps([mask]))
+    Image.new("L", (4, 4)).save(root / "maps" / "mask.png")

@@ -1,18 +1,19 @@
 """Files of frame records ("infos"): a safe one of our own, and published pickles read without running what is in them.
 
-An info is a dict of numbers, strings, lists, dicts and numpy arrays (``models of driving data`` in docs lists the
-keys). Our file is one uncompressed ``.npz`` of plain arrays: the JSON of each info, in which an array is a reference
-into one pool of numbers per type. It is opened without reading the frames; each is decoded when it is asked for, so a
-data set of 28 000 frames costs worker processes little memory.
+An info is a dict of numbers, strings, lists, dicts and numpy arrays (docs/driving_data.md lists the keys). Our file
+is one uncompressed ``.npz`` of plain arrays: the JSON of each info, in which an array is a reference into one pool of
+numbers per type. A frame is decoded when it is asked for, so a data set of 28 000 frames costs worker processes little
+memory.
 """
 
 import codecs
 import io
 import json
 import pickle
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from mmengine import fileio
@@ -166,32 +167,33 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
         ValueError: the file is not an info file, or its pickle names something else than numpy's types.
     """
     try:
-        content = fileio.get(str(path))
+        file: Any = open(path, "rb") if Path(path).exists() else io.BytesIO(fileio.get(str(path)))  # noqa: SIM115
     except FileNotFoundError as error:
         raise FileNotFoundError(f"info file {path} does not exist") from error
-    if str(path).endswith(".npz"):
-        return _load_npz(path, content)
-    if not str(path).endswith((".pkl", ".pickle")):
-        raise ValueError(f"info file {path} must end with .npz or .pkl")
-    try:
-        loaded = _NumpyUnpickler(io.BytesIO(content)).load()
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"info file {path} cannot be read: {error}") from error
+    with file:
+        if str(path).endswith(".npz"):
+            return _load_npz(path, file)
+        if not str(path).endswith((".pkl", ".pickle")):
+            raise ValueError(f"info file {path} must end with .npz or .pkl")
+        try:
+            loaded = _NumpyUnpickler(file).load()
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"info file {path} cannot be read: {error}") from error
     if not isinstance(loaded, dict) or not {"infos", "metadata"} <= set(loaded):
         raise ValueError(f"info file {path} must hold a dict of infos and metadata")
     return list(loaded["infos"]), dict(loaded["metadata"])
 
 
-def _load_npz(path: str | Path, content: bytes) -> tuple[InfoTable, dict]:
+def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        with np.load(opened, allow_pickle=False) as file:
             header = json.loads(str(file["header"]))
             if header["format"] != _FORMAT:
                 raise ValueError(f"its format is {header['format']!r}, known is {_FORMAT!r}")
             pools = {name: file[f"pool_{name}"] for name in _POOL_TYPES}
             keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
             return InfoTable(file["text"], file["ends"], pools, keys), header["metadata"]
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"info file {path} is not one of visdet's: {error}") from error
 
 

@@ -206,14 +206,14 @@ class NuScenes3DDetTrackDataset(Dataset):
             "lidar2global": _lidar_to_global(info),
         }
         if "ego_status" in info:
-            record["ego_status"] = np.asarray(info["ego_status"], dtype=np.float32)
+            record["ego_status"] = self._finite(info, "ego_status")
         if "map_annos" in info:
             record["map_annos"] = info["map_annos"]
         record.update(self._cameras(info))
         if "gt_boxes" in info:
             record.update(self._annotations(info))
         if "gt_ego_fut_trajs" in info:
-            record.update({key: np.asarray(info[key], dtype=np.float32) for key in _EGO_KEYS})
+            record.update({key: self._finite(info, key) for key in _EGO_KEYS})
             if self.test_mode:
                 record["fut_boxes"] = self._future_boxes(index, int(np.sum(info["gt_ego_fut_masks"])))
         return record
@@ -273,11 +273,19 @@ class NuScenes3DDetTrackDataset(Dataset):
             annotations["instance_inds"] = np.asarray(info["instance_inds"], dtype=np.int64).reshape(-1)[mask]
         if "gt_agent_fut_trajs" in info:
             for key in ("gt_agent_fut_trajs", "gt_agent_fut_masks"):
-                values = np.asarray(info[key], dtype=np.float32)[mask]
-                if not np.isfinite(values).all():
-                    raise ValueError(f"frame {info['token']} of {self.ann_file} has NaN or infinite {key}")
-                annotations[key] = values
+                annotations[key] = self._finite(info, key, mask)
         return annotations
+
+    def _finite(self, info: dict, key: str, mask: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Return a part of a record as float32.
+
+        Raises:
+            ValueError: it holds NaN or infinity.
+        """
+        values = np.array(info[key], dtype=np.float32)[mask]
+        if not np.isfinite(values).all():
+            raise ValueError(f"frame {info['token']} of {self.ann_file} has NaN or infinite {key}")
+        return values
 
     def _valid(self, info: dict) -> np.ndarray:
         valid = info["valid_flag"] if self.use_valid_flag else np.asarray(info["num_lidar_pts"]) > 0

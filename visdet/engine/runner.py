@@ -35,6 +35,7 @@ from .distributed import start_process_group
 from .errors import CheckpointError
 from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
+from .temporal_state import restore_temporal_state
 from .weights import load_weights, weights_of
 
 __all__ = ["DetRunner"]
@@ -218,7 +219,7 @@ class DetRunner(Runner):
         resume_param_scheduler: bool = True,
         map_location: Any = "cpu",
     ) -> None:
-        """Continue from a checkpoint: weights, optimizer, schedules, counters, and random state."""
+        """Continue from a checkpoint: weights, optimizer, schedules, counters, random and temporal state."""
         if self._checkpoint is None:
             self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
         meta = self._checkpoint[1]["meta"]
@@ -230,6 +231,9 @@ class DetRunner(Runner):
                 f"{filename} is of a run of {len(states)} processes, this one has {self.world_size}: data order and "
                 "random numbers differ from the run before"
             )
+        remembered = meta.pop("temporal_states", None)
+        if remembered is not None:
+            restore_temporal_state(self.model, remembered, self.rank, self.world_size)
         # mmengine compares pickles, which differ between equal objects; ours it finds to be the same.
         dataset_meta = getattr(self.train_dataloader.dataset, "metainfo", None)
         if to_plain(dataset_meta) == to_plain(meta.get("dataset_meta")):

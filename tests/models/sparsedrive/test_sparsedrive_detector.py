@@ -99,6 +99,37 @@ def test_state_is_no_part_of_the_weights_and_survives_a_copy():
     )
 
 
+def test_the_state_survives_a_checkpoint(tmp_path):
+    model = tiny_model().train()
+    model(*frame([0.0], scenes=["a"]), mode="loss")
+    torch.save(model.temporal_state_dict(), tmp_path / "state.pth")
+    other = tiny_model().train()
+    other.load_state_dict(model.state_dict())
+    other.load_temporal_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
+    outcomes = []
+    for one in (model, other):
+        torch.manual_seed(0)
+        one.eval().train()  # a validation in between
+        outcomes.append(one(*frame([0.5], seed=1, scenes=["a"]), mode="loss"))
+    for name, loss in outcomes[0].items():
+        assert torch.equal(loss, outcomes[1][name]), name
+    assert len(outcomes[0]) > 20
+    with pytest.raises(ValueError, match="unknown 'Elsewhere'"):
+        other.load_temporal_state_dict({"kind": "Elsewhere"})
+
+
+def test_a_state_put_in_is_not_changed():
+    model = tiny_model().train()
+    pose = np.eye(4)
+    pose[0, 3] = 5.0
+    model(*frame([0.0]), mode="loss")
+    state = model.temporal_state
+    before = state["det"].denoising["dn_anchor"].clone(), state["det"].bank.cached_anchor.clone()
+    model(*frame([0.5], seed=1, poses=[pose]), mode="loss")
+    assert torch.equal(state["det"].denoising["dn_anchor"], before[0])
+    assert torch.equal(state["det"].bank.cached_anchor, before[1])
+
+
 def test_every_parameter_gets_a_gradient_whatever_the_targets():
     for num_boxes, num_lines in (([4, 3], [3, 2]), ([0, 2], [0, 1]), ([0, 0], [0, 0])):
         model = tiny_model().train()

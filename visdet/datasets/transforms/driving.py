@@ -79,6 +79,8 @@ class BBoxRotation(BaseTransform):
 class CircleObjectRangeFilter(BaseTransform):
     """Drops boxes further away (in x and y) than their class's distance; classes beyond the list are dropped too.
 
+    A record without boxes' keys (a test split) stays as it is.
+
     Args:
         class_dist_thred: distance of each class in metres.
     """
@@ -89,6 +91,8 @@ class CircleObjectRangeFilter(BaseTransform):
         self.class_dist_thred = list(class_dist_thred)
 
     def transform(self, results: dict) -> dict:
+        if "gt_labels_3d" not in results:
+            return results
         labels = results["gt_labels_3d"]
         reach = np.array([*self.class_dist_thred, -1.0])  # -1 for unknown classes
         known = (labels >= 0) & (labels < len(self.class_dist_thred))
@@ -108,6 +112,8 @@ class InstanceNameFilter(BaseTransform):
         self.classes = list(classes)
 
     def transform(self, results: dict) -> dict:
+        if "gt_labels_3d" not in results:
+            return results
         labels = results["gt_labels_3d"]
         return _keep_boxes(results, (labels >= 0) & (labels < len(self.classes)))
 
@@ -172,6 +178,10 @@ class VectorizeMap(BaseTransform):
         labels, lines = [], []
         for label, annotated in results["map_annos"].items():
             for line in annotated:
+                if not np.isfinite(line).all():
+                    raise ValueError(
+                        f"frame {results.get('token')}: a line of map class {label} is NaN or infinite"
+                    )
                 labels.append(int(label))
                 lines.append(self._vectorize(np.asarray(line, dtype=np.float64)[:, : self.coords_dim]))
         if self.permute:

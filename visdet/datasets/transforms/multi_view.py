@@ -214,15 +214,35 @@ def _warp(image: np.ndarray, config: dict) -> tuple[np.ndarray, np.ndarray]:
         rotation[:2, :2] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
         rotation[:2, 2] = center - rotation[:2, :2] @ center
         matrix = rotation @ matrix
-    is_same_size = resized == (width, height)
-    if is_same_size and (left, top, right, bottom) == (0, 0, width, height) and not flip and not degrees:
-        return image, matrix
+    image = _resize_and_crop(image, resized, (left, top, right, bottom))
+    image = image[:, ::-1] if flip else image
+    if degrees:
+        center = (
+            (right - left - 1) / 2,
+            (bottom - top - 1) / 2,
+        )  # in OpenCV's pixels, counted from their centres
+        turn = cv2.getRotationMatrix2D(center, degrees, 1.0)
+        image = cv2.warpAffine(np.ascontiguousarray(image), turn, image.shape[1::-1], flags=cv2.INTER_LINEAR)
+    return image, matrix
+
+
+def _resize_and_crop(
+    image: np.ndarray, resized: tuple[int, int], crop: tuple[int, int, int, int]
+) -> np.ndarray:
+    """Return the part ``crop`` (left, top, right, bottom) of an image [H, W, 3] resized to (width, height)."""
+    height, width = image.shape[:2]
+    left, top, right, bottom = crop
+    if resized == (width, height) and crop == (0, 0, width, height):
+        return image
     picture = Image.fromarray(image)
-    picture = picture if is_same_size else picture.resize(resized)
-    picture = picture.crop((left, top, right, bottom))
-    picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else picture
-    picture = picture.rotate(degrees, resample=Image.Resampling.BILINEAR) if degrees else picture
-    return np.array(picture), matrix
+    if resized == (width, height):
+        return np.array(picture.crop(crop))
+    if left < 0 or top < 0 or right > resized[0] or bottom > resized[1]:
+        return np.array(picture.resize(resized).crop(crop))
+    # Only what stays is resized: a third less for the published crop.
+    scale_x, scale_y = width / resized[0], height / resized[1]
+    box = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
+    return np.array(picture.resize((right - left, bottom - top), box=box))
 
 
 @TRANSFORMS.register_module()

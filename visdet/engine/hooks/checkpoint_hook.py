@@ -9,13 +9,15 @@ from visdet.registry import HOOKS
 
 from ..checkpoint import LAST_CHECKPOINT, write_atomically
 from ..random_state import gather_random_states
+from ..temporal_state import gather_temporal_states
 
 __all__ = ["CheckpointHook"]
 
 
 @HOOKS.register_module()
 class CheckpointHook(_CheckpointHook):
-    """Saves checkpoints with the random state of every process; removes an old one only after the new one is whole.
+    """Saves checkpoints with the random and temporal state of every process; removes an old one only after the
+    new one is whole.
 
     Args: see :class:`mmengine.hooks.CheckpointHook`. Local folders only for ``max_keep_ckpts`` and
     ``save_best`` to clean up.
@@ -30,6 +32,7 @@ class CheckpointHook(_CheckpointHook):
 
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
         meta["random_states"] = gather_random_states()
+        meta["temporal_states"] = gather_temporal_states(runner.model)
         name = self.filename_tmpl.format(step)
         self.last_ckpt = os.path.join(self.out_dir, name)
         runner.message_hub.update_info("last_ckpt", self.last_ckpt)

@@ -10,28 +10,41 @@ from .encoders import SparseBox3DEncoder, SparsePoint3DEncoder
 from .ffn import AsymmetricFFN
 from .grid_mask import GridMask
 from .instance_bank import InstanceBank, InstanceBankState
+from .instance_queue import InstanceQueue, InstanceQueueState
 from .key_points import SparseBox3DKeyPointsGenerator, SparsePoint3DKeyPointsGenerator
 from .map_assigner import HungarianLinesAssigner, LinesL1Cost, MapQueriesCost
 from .map_decoder import SparsePoint3DDecoder
 from .map_losses import LinesL1Loss, SparseLineLoss
 from .map_target import SparsePoint3DTarget
+from .motion_decoder import HierarchicalPlanningDecoder, SparseBox3DMotionDecoder
+from .motion_planning_head import MotionPlanningHead
+from .motion_refinement import MotionPlanningRefinementModule
+from .motion_target import MotionTarget, PlanningTarget
 from .refinement import SparseBox3DRefinementModule, SparsePoint3DRefinementModule
 from .sparse4d_head import Sparse4DHead, Sparse4DState
 from .sparsedrive import Sparse4D, SparseDrive
 from .sparsedrive_head import SparseDriveHead
+from .temporal_state import temporal_value
 
 __all__ = [
     "AsymmetricFFN",
     "DeformableFeatureAggregation",
     "DenseDepthNet",
     "GridMask",
+    "HierarchicalPlanningDecoder",
     "HungarianLinesAssigner",
     "InstanceBank",
     "InstanceBankState",
+    "InstanceQueue",
+    "InstanceQueueState",
     "LinesL1Cost",
     "LinesL1Loss",
     "MapQueriesCost",
+    "MotionPlanningHead",
+    "MotionPlanningRefinementModule",
+    "MotionTarget",
     "MultiheadFlashAttention",
+    "PlanningTarget",
     "Sparse4D",
     "Sparse4DHead",
     "Sparse4DState",
@@ -39,6 +52,7 @@ __all__ = [
     "SparseBox3DEncoder",
     "SparseBox3DKeyPointsGenerator",
     "SparseBox3DLoss",
+    "SparseBox3DMotionDecoder",
     "SparseBox3DRefinementModule",
     "SparseBox3DTarget",
     "SparseDrive",
@@ -49,4 +63,5 @@ __all__ = [
     "SparsePoint3DKeyPointsGenerator",
     "SparsePoint3DRefinementModule",
     "SparsePoint3DTarget",
+    "temporal_value",
 ]

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .temporal_state import temporal_value
 
 __all__ = ["FrameClock", "FrameStep"]
 
@@ -32,6 +34,7 @@ class FrameStep:
         ]
 
 
+@temporal_value
 @dataclass(frozen=True)
 class FrameClock:
     """The time and pose of each sample's frame, on the host and in float64.
@@ -40,9 +43,11 @@ class FrameClock:
         timestamp: [B] seconds. to_world, from_world: [B, 4, 4]. scene: [B] tokens, None where unknown.
     """
 
+    on_host: ClassVar[bool] = True
+
     timestamp: tuple[float, ...]
-    to_world: np.ndarray
-    from_world: np.ndarray
+    to_world: Tensor
+    from_world: Tensor
     scene: tuple[str | None, ...]
 
     @classmethod
@@ -64,11 +69,11 @@ class FrameClock:
         samples: Sequence[dict[str, Any]] = metas["img_metas"]
         clock = cls(
             timestamp=_timestamps(metas, samples),
-            to_world=np.stack([np.asarray(sample["T_global"], dtype=np.float64) for sample in samples]),
-            from_world=np.stack([np.asarray(sample["T_global_inv"], dtype=np.float64) for sample in samples]),
+            to_world=_poses(samples, "T_global"),
+            from_world=_poses(samples, "T_global_inv"),
             scene=tuple(sample.get("scene_token") for sample in samples),
         )
-        if not (np.isfinite(clock.timestamp).all() and np.isfinite(clock.to_world).all()):
+        if not (np.isfinite(clock.timestamp).all() and clock.to_world.isfinite().all()):
             raise ValueError("InstanceBank: timestamps and T_global must be finite numbers")
         return clock
 
@@ -76,12 +81,16 @@ class FrameClock:
         """Return what lies between the frames ``previous`` and these."""
         return FrameStep(
             seconds=tuple(now - then for now, then in zip(self.timestamp, previous.timestamp, strict=True)),
-            previous_to_current=torch.from_numpy(self.from_world @ previous.to_world),
+            previous_to_current=self.from_world @ previous.to_world,
             same_scene=tuple(
                 now is None or then is None or now == then
                 for now, then in zip(self.scene, previous.scene, strict=True)
             ),
         )
+
+
+def _poses(samples: Sequence[dict[str, Any]], name: str) -> Tensor:
+    return torch.from_numpy(np.stack([np.asarray(sample[name], dtype=np.float64) for sample in samples]))
 
 
 def _timestamps(metas: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[float, ...]:

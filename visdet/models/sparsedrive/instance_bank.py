@@ -15,6 +15,7 @@ from visdet.registry import MODELS
 
 from ..transfer import to_device
 from .frame_clock import FrameClock
+from .temporal_state import temporal_value
 
 __all__ = ["InstanceBank", "InstanceBankState", "select_rows", "topk"]
 
@@ -34,6 +35,7 @@ def select_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
+@temporal_value
 @dataclass(frozen=True)
 class InstanceBankState:
     """What a bank carries from one frame to the next; an immutable value, safe to keep and to put back.

@@ -14,10 +14,12 @@ from ..transfer import to_device
 from .denoising import DenoisingQueries
 from .instance_bank import InstanceBankState
 from .sparse4d_loss import Sparse4DLoss
+from .temporal_state import temporal_value
 
 __all__ = ["Sparse4DHead", "Sparse4DState"]
 
 
+@temporal_value
 @dataclass(frozen=True)
 class Sparse4DState:
     """What a head carries from frame to frame.

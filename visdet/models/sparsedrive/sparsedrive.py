@@ -10,6 +10,7 @@ from visdet.ops import feature_maps_format
 from visdet.registry import MODELS
 
 from .grid_mask import GridMask
+from .temporal_state import from_plain, to_plain
 
 __all__ = ["Sparse4D", "SparseDrive"]
 
@@ -29,7 +30,8 @@ class SparseDrive(BaseModel):
     before. ``temporal_state`` is everything remembered, one value that can be read and put back, and ``step`` takes and
     returns it. A sample starts anew by itself where its scene changes or its clock jumps; all do where the batch size
     changes or ``reset_temporal_state`` is called. Evaluation starts from nothing, and training goes on afterwards where
-    it was. Nothing of it is a parameter or a buffer: each process of a distributed run has its own.
+    it was. Nothing of it is a parameter or a buffer: each process of a distributed run has its own, and
+    ``temporal_state_dict`` carries it through a checkpoint.
 
     Source: arXiv 2405.19620; keywords and parameter names are SparseDrive's.
     """
@@ -90,6 +92,16 @@ class SparseDrive(BaseModel):
                 self._state_of_training = self.temporal_state
                 self.reset_temporal_state()
         return super().train(mode)
+
+    def temporal_state_dict(self) -> Any:
+        """Return the training's temporal state as plain types, for a checkpoint."""
+        return to_plain(self.temporal_state if self.training else self._state_of_training)
+
+    def load_temporal_state_dict(self, plain: Any) -> None:
+        """Let training go on from what ``temporal_state_dict`` returned."""
+        self._state_of_training = from_plain(plain, next(self.parameters()).device)
+        if self.training:
+            self.temporal_state = self._state_of_training
 
     def step(
         self, images: Tensor, metas: dict[str, Any], state: dict[str, Any] | None = None

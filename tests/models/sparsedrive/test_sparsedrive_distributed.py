@@ -1,0 +1,48 @@
+"""The loss over two processes of which one has no objects: nobody waits, and all divide by the same number."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_driving import frame, tiny_model
+from torch.nn.parallel import DistributedDataParallel
+
+COUNTS = (4, 0)
+
+
+def losses_of(model, count):
+    torch.manual_seed(3)
+    return model(*frame([0.0], num_boxes=[count], num_lines=[count and 3]), mode="loss")
+
+
+def run_process(rank, file):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    try:
+        model = DistributedDataParallel(tiny_model().train(), broadcast_buffers=False)
+        for _ in range(2):  # the second frame fails if a gradient of the first was missing
+            losses = losses_of(model, COUNTS[rank])
+            model.zero_grad()
+            sum(losses.values()).backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+        other = gradient.clone()
+        dist.broadcast(other, src=0)
+        assert torch.equal(gradient, other) and gradient.any()
+        model.module.reset_temporal_state()
+        first = losses_of(model, COUNTS[rank])
+        torch.save({name: loss.item() for name, loss in first.items()}, f"{file}.{rank}")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.timeout(240)
+def test_one_process_without_objects(tmp_path):
+    file = tmp_path / "store"
+    torch.multiprocessing.spawn(run_process, args=(str(file),), nprocs=2)
+    together = [torch.load(f"{file}.{rank}") for rank in (0, 1)]
+    assert list(together[0]) == list(together[1])
+    alone = losses_of(tiny_model().train(), COUNTS[0])
+    for name, loss in alone.items():
+        # 4 boxes (or 3 lines) alone are a mean of 2 (1.5) over both: every sum counts twice.
+        factor = 1 if name == "loss_dense_depth" else 2
+        assert together[0][name] == pytest.approx(factor * loss.item(), rel=1e-4, abs=1e-6), name
+    assert together[1]["det_loss_box_0"] == 0 and together[1]["det_loss_box_dn_0"] == 0

@@ -1,0 +1,37 @@
+"""What a model of sequences remembers of the frames so far, carried through a checkpoint."""
+
+from typing import Any
+
+import torch
+from mmengine.dist import get_world_size
+from mmengine.model import is_model_wrapper
+from torch import nn
+
+__all__ = ["gather_temporal_states", "restore_temporal_state"]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if is_model_wrapper(model) else model
+
+
+def gather_temporal_states(model: nn.Module) -> list[Any] | None:
+    """Return what the model of every process remembers, by rank; None for a model without ``temporal_state_dict``.
+
+    Every process of the group must call this.
+    """
+    model = _unwrapped(model)
+    if not hasattr(model, "temporal_state_dict"):
+        return None
+    state = model.temporal_state_dict()
+    if get_world_size() == 1:
+        return [state]
+    states: list[Any] = [None] * get_world_size()
+    torch.distributed.all_gather_object(states, state)
+    return states
+
+
+def restore_temporal_state(model: nn.Module, states: list[Any], rank: int, world_size: int) -> None:
+    """Give the model what process ``rank`` remembered; with another number of processes it starts without memory."""
+    model = _unwrapped(model)
+    if hasattr(model, "load_temporal_state_dict") and len(states) == world_size:
+        model.load_temporal_state_dict(states[rank])

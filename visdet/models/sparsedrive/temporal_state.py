@@ -1,0 +1,59 @@
+"""Temporal states as plain types: what a checkpoint can hold and give back."""
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["from_plain", "temporal_value", "to_plain"]
+
+_KIND = "kind"
+_VALUES: dict[str, type] = {}
+
+
+def temporal_value(cls: type) -> type:
+    """Register a dataclass as part of a temporal state, so that ``from_plain`` can make it again."""
+    _VALUES[cls.__name__] = cls
+    return cls
+
+
+def to_plain(state: Any) -> Any:
+    """Return a state as dicts, lists and tuples of CPU tensors, numbers, strings and None.
+
+    Raises:
+        TypeError: the state holds something else, or a dataclass that is no ``temporal_value``.
+    """
+    if isinstance(state, Tensor):
+        return state.detach().cpu()
+    if state is None or isinstance(state, (bool, int, float, str)):
+        return state
+    if isinstance(state, dict):
+        return {key: to_plain(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(to_plain(value) for value in state)
+    if is_dataclass(state) and type(state).__name__ in _VALUES:
+        values = {field.name: to_plain(getattr(state, field.name)) for field in fields(state)}
+        return {_KIND: type(state).__name__, **values}
+    raise TypeError(f"to_plain: a temporal state must not hold a {type(state).__name__}")
+
+
+def from_plain(plain: Any, device: torch.device | str) -> Any:
+    """Return the state that ``to_plain`` was given, its tensors on ``device``, but for those of a host's clock.
+
+    Raises:
+        ValueError: a kind of value that this version does not know.
+    """
+    if isinstance(plain, Tensor):
+        return plain.to(device)
+    if isinstance(plain, (list, tuple)):
+        return type(plain)(from_plain(value, device) for value in plain)
+    if not isinstance(plain, dict):
+        return plain
+    if _KIND not in plain:
+        return {key: from_plain(value, device) for key, value in plain.items()}
+    kind = _VALUES.get(plain[_KIND])
+    if kind is None:
+        raise ValueError(f"from_plain: a temporal state holds an unknown {plain[_KIND]!r}")
+    place = "cpu" if getattr(kind, "on_host", False) else device
+    return kind(**{key: from_plain(value, place) for key, value in plain.items() if key != _KIND})
