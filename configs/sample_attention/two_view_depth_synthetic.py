@@ -32,7 +32,7 @@ test_dataloader = val_dataloader
 val_evaluator = dict(type="TwoViewDepthMetric")
 test_evaluator = val_evaluator
 
-train_cfg = dict(type="IterBasedTrainLoop", max_iters=800, val_interval=200)
+train_cfg = dict(type="IterBasedTrainLoop", max_iters=600, val_interval=200)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
 
