@@ -51,14 +51,14 @@ def test_a_visualizer_without_sheets_is_refused():
 
 @pytest.mark.slow
 def test_learns_depth_from_a_second_view(tmp_path, monkeypatch, capsys):
-    """In 150 iterations on small pairs, more than the best constant knows."""
+    """In 400 iterations on small pairs, clearly more than the best constant knows."""
     options = [
-        "train_cfg.max_iters=150", "train_cfg.val_interval=150", "train_dataloader.batch_size=8",
+        "train_cfg.max_iters=400", "train_cfg.val_interval=400", "train_dataloader.batch_size=8",
         "val_dataloader.dataset.num_pairs=32",
     ]  # fmt: skip
     succeed_here(
         monkeypatch, capsys, "train", CONFIG, "--work-dir", tmp_path, "--cfg-options", *SMALL, *options
     )
     scalars = read_scalars(str(tmp_path))
-    error = scalars["two_view/inverse_error"][150]
-    assert error < 0.8 * scalars["two_view/inverse_error_constant"][150]
+    error = scalars["two_view/inverse_error"][400]
+    assert error < 0.8 * scalars["two_view/inverse_error_constant"][400]
