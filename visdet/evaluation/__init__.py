@@ -4,6 +4,14 @@ from .coco_metric import CocoMetric
 from .driving_metric import DrivingMetric
 from .nuscenes_metric import NuScenesMetric
 from .tracking_metric import TrackingMetric
+from .two_view_depth_metric import TwoViewDepthMetric
 from .vector_map_metric import VectorMapMetric
 
-__all__ = ["CocoMetric", "DrivingMetric", "NuScenesMetric", "TrackingMetric", "VectorMapMetric"]
+__all__ = [
+    "CocoMetric",
+    "DrivingMetric",
+    "NuScenesMetric",
+    "TrackingMetric",
+    "TwoViewDepthMetric",
+    "VectorMapMetric",
+]
