@@ -416,7 +416,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
 // atomics, no zero-fill, no float32 copy. Cells on the seam of two tiles are walked by both for grad_value; one of them
 // writes the samples' own gradients. No two threads write one address but count_kernel's integers. Their ranks are
 // the only thing that differs between runs: in deterministic mode order_kernel sorts the records of each cell by
-// sample. Scratch: 20 bytes a sample (36 with order_kernel), 4 a cell.
+// sample. Scratch: 20 bytes a sample (36 with order_kernel), 4 a cell. Where samples are few, direct_kernel replaces
+// all of this.
 
 constexpr int kSampleThreads = 256;  // one thread a sample
 constexpr int kScanThreads = 1024;   // one block a (batch, head, level)
