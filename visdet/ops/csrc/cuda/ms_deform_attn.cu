@@ -1415,6 +1415,22 @@ auto fused_samples(const Tensor& reference, const Tensor& offsets, const Tensor&
   };
 }
 
+// Up to so many samples a texel, adding directly is faster than sorting.
+constexpr int64_t kDirectSamples = 4;
+
+// Channels to fill rows up to before the kernels run, so that they can be read 16 bytes at a time: C itself where they
+// can already be, and where samples are too few to pay for the copies.
+int64_t filled_channels(const MsDeformAttnProblem& problem, const Tensor& value) {
+  const int64_t vec = 16 / static_cast<int64_t>(value.element_size());
+  const bool pays = problem.C >= vec && problem.Q * problem.K > kDirectSamples * problem.S;
+  return pays ? ceil_div(problem.C, vec) * vec : problem.C;
+}
+Tensor fill_rows(const Tensor& tensor, const MsDeformAttnProblem& problem, int64_t channels) {
+  const Tensor rows = view(tensor, {problem.B, tensor.size(1), problem.G, problem.C});
+  const int64_t before_and_after[] = {0, channels - problem.C};
+  return pad(rows, {before_and_after, 2});
+}
+
 // make_source(T{}, A{}) gives the samples of values of type T.
 template <typename MakeSource>
 Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Levels& levels,
@@ -1422,6 +1438,15 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
   Tensor output = new_empty(value, {problem.B, problem.Q, problem.G * problem.C});
   if (output.numel() == 0) return output;
   if (problem.S == 0) return zero_(output);
+  if (const int64_t channels = filled_channels(problem, value); channels > problem.C) {
+    MsDeformAttnProblem filled = problem;
+    filled.C = channels;
+    const Tensor wide = forward(filled, fill_rows(value, problem, channels), levels, make_source);
+    Tensor rows = view(output, {problem.B, problem.Q, problem.G, problem.C});
+    Tensor all_rows = view(wide, {problem.B, problem.Q, problem.G, channels});
+    copy_(rows, narrow(all_rows, 3, 0, problem.C));
+    return output;
+  }
   const cudaStream_t stream = current_stream(value);
   const int64_t heads = problem.B * problem.G;
   const int sms = multiprocessors(value.get_device_index());
@@ -1499,9 +1524,6 @@ Tensor make_plan(const MsDeformAttnProblem& problem, const Tensor& value, const 
   return plan;
 }
 
-// Up to so many samples a texel, adding directly is faster than sorting.
-constexpr int64_t kDirectSamples = 4;
-
 template <typename MakeSource, typename MakeGrads>
 void backward_direct(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value,
                      const LevelPlan* plan, const MakeSource& make_source, const MakeGrads& make_grads,
@@ -1535,6 +1557,15 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
               Tensor& grad_value) {
   if (!deterministic && problem.Q * problem.K <= kDirectSamples * problem.S) {
     return backward_direct(problem, grad_output, value, plan, make_source, make_grads, grad_value);
+  }
+  if (const int64_t channels = filled_channels(problem, value); channels > problem.C) {
+    MsDeformAttnProblem filled = problem;
+    filled.C = channels;
+    Tensor wide = new_empty(value, {problem.B, problem.S, problem.G, channels});
+    backward(filled, fill_rows(grad_output, problem, channels), fill_rows(value, problem, channels), levels, plan,
+             make_source, make_grads, deterministic, wide);
+    copy_(grad_value, narrow(wide, 3, 0, problem.C));
+    return;
   }
   const cudaStream_t stream = current_stream(value);
   const int sms = multiprocessors(value.get_device_index());
