@@ -81,6 +81,7 @@ struct GivenSamples {
     A x, y, weight;
   };
   struct Row {};
+  static constexpr bool kNeedsLevel = false;  // to fetch a position
 
   __device__ __forceinline__ GivenSamples of_image(int64_t, int64_t image_samples) const {
     return {locations + 2 * image_samples, weights + image_samples};
@@ -123,6 +124,7 @@ struct FusedSamples {
     A center_x, center_y, w, h;
   };
   using Row = SoftmaxRow<A>;
+  static constexpr bool kNeedsLevel = true;
 
   __device__ __forceinline__ int element() const { return wide ? sizeof(A) : sizeof(T); }
   __device__ __forceinline__ FusedSamples of_image(int64_t image_levels, int64_t image_samples) const {
@@ -338,11 +340,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
     const auto fetch = [&](int turn) {
       raw = {};
       if (query[turn] < 0 || k >= K) return;
+      if constexpr (Source::kNeedsLevel) find_level();
       const uint32_t index = static_cast<uint32_t>(query[turn] * G + g) * K + k;
       raw = image.fetch_position(index, static_cast<uint32_t>(query[turn]) * L + l);
       image.fetch_weight(index, raw);
     };
-    find_level();
     fetch(0);
 #pragma unroll 1
     for (int k0 = 0; k0 < K; k0 += W::kPass) {
@@ -351,6 +353,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
         __syncwarp();  // the previous samples have been read
         Sample<A> sample = {};
         if (k < K && query[turn] >= 0) {
+          find_level();
           const Level level = table[l];
           A x, y;
           image.position(raw, level, level.end - (l > 0 ? table[l - 1].end : 0), x, y);
@@ -367,10 +370,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
           if (level.H == 0) sample = Sample<A>{{}, {quiet_nan<A>()}};
         }
         my_samples[lane] = sample;
-        if (turn == kTurns - 1) {
-          k += W::kPass;
-          find_level();
-        }
+        if (turn == kTurns - 1) k += W::kPass;
         __syncwarp();  // these samples are complete
         fetch(turn + 1 < kTurns ? turn + 1 : 0);
         if (c < C) {
