@@ -229,7 +229,8 @@ class DeformConv2d(nn.Module):
 def rename_offset_layer(state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """Rename in place: before version 2 the offset layer stood beside its convolution, as ``<name>_offset``.
 
-    Loaders that hand each module the whole dictionary reach it (mmengine's does, ``Module.load_state_dict`` does not).
+    It works, as in mmcv, for loaders that hand each module the whole dictionary; torch's since 1.13 hands a child
+    only the entries under its own name.
     """
     version = local_metadata.get("version")
     if version is not None and version >= 2:
