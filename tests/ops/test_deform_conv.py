@@ -11,9 +11,9 @@ from visdet.ops import (
     SAConv2d,
     _torchvision,
     deform_conv2d,
-    deform_conv2d_reference,
     modulated_deform_conv2d,
 )
+from visdet.ops.deform_conv2d import deform_conv2d_reference
 
 
 @pytest.fixture(params=["torchvision", "plain"])

@@ -13,9 +13,9 @@ from visdet.ops import (
     _torchvision,
     deform_roi_pool,
     roi_align,
-    roi_align_reference,
     roi_pool,
 )
+from visdet.ops.roi_align import roi_align_reference
 
 # What a peer's kernels give too: 2 x 2 maps, the whole map as region.
 MAP = torch.tensor([[[[1.0, 2], [3, 4]]]])
@@ -207,3 +207,14 @@ def test_cuda_agrees_with_the_cpu():
             results.append((out.detach().cpu(), grad.cpu()))
         for first, second in zip(*results, strict=True):
             torch.testing.assert_close(first, second)
+
+
+def test_the_doctor_says_who_serves(monkeypatch):
+    pytest.importorskip("mmengine")
+    from visdet import doctor
+
+    monkeypatch.setattr(_torchvision, "_problems", {"cpu": None})
+    assert "on cpu: torchvision" in doctor.report()[0]
+    monkeypatch.setattr(_torchvision, "_problems", {"cpu": "torchvision does not import (why)"})
+    text, advice = doctor.report()
+    assert "on cpu: plain torch" in text and any("does not import (why)" in line for line in advice)

@@ -5,7 +5,7 @@ from .batched_nms import batched_nms, register_nms
 from .bbox_overlaps import bbox_overlaps
 from .carafe import CARAFE, CARAFENaive, CARAFEPack, carafe, carafe_naive
 from .corner_pool import CornerPool, corner_pool
-from .deform_conv2d import DeformConv2d, DeformConv2dPack, deform_conv2d, deform_conv2d_reference
+from .deform_conv2d import DeformConv2d, DeformConv2dPack, deform_conv2d
 from .deform_roi_pool import DeformRoIPool, DeformRoIPoolPack, ModulatedDeformRoIPoolPack, deform_roi_pool
 from .deformable_aggregation import (
     deformable_aggregation,
@@ -36,7 +36,7 @@ from .point_sample import (
     rel_roi_point_to_abs_img_point,
     rel_roi_point_to_rel_img_point,
 )
-from .roi_align import RoIAlign, roi_align, roi_align_reference
+from .roi_align import RoIAlign, roi_align
 from .roi_pool import RoIPool, roi_pool
 from .saconv import ConvAWS2d, SAConv2d
 
@@ -70,7 +70,6 @@ __all__ = [
     "carafe_naive",
     "corner_pool",
     "deform_conv2d",
-    "deform_conv2d_reference",
     "deform_roi_pool",
     "deformable_aggregation",
     "deformable_aggregation_function",
@@ -96,7 +95,6 @@ __all__ = [
     "rel_roi_point_to_abs_img_point",
     "rel_roi_point_to_rel_img_point",
     "roi_align",
-    "roi_align_reference",
     "roi_pool",
     "sigmoid_focal_loss",
     "soft_nms",
