@@ -6,15 +6,19 @@ from .driving_scenes import DrivingScenesDataset, make_driving_scenes
 from .info_files import load_infos, save_infos
 from .nuscenes import NuScenes3DDetTrackDataset
 from .shapes import ShapesDataset, make_shapes
+from .volume import PointSampleDataset, VolumeDataset, make_volume
 
 __all__ = [
     "CocoDataset",
     "DrivingScenesDataset",
     "NuScenes3DDetTrackDataset",
+    "PointSampleDataset",
     "ShapesDataset",
+    "VolumeDataset",
     "load_infos",
     "make_driving_scenes",
     "make_shapes",
+    "make_volume",
     "samplers",
     "save_infos",
     "transforms",

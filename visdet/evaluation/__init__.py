@@ -2,8 +2,16 @@
 
 from .coco_metric import CocoMetric
 from .driving_metric import DrivingMetric
+from .field_metric import FieldMetric
 from .nuscenes_metric import NuScenesMetric
 from .tracking_metric import TrackingMetric
 from .vector_map_metric import VectorMapMetric
 
-__all__ = ["CocoMetric", "DrivingMetric", "NuScenesMetric", "TrackingMetric", "VectorMapMetric"]
+__all__ = [
+    "CocoMetric",
+    "DrivingMetric",
+    "FieldMetric",
+    "NuScenesMetric",
+    "TrackingMetric",
+    "VectorMapMetric",
+]
