@@ -3,5 +3,5 @@ train_cfg = dict(type="IterBasedTrainLoop", max_iters=1000, val_interval=500)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
 
-optim_wrapper = dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=0.02))
+optim_wrapper = dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=0.02, fused=True))
 param_scheduler = [dict(type="CosineAnnealingLR", eta_min_ratio=0.02, by_epoch=False)]
