@@ -2,6 +2,7 @@
 
 from .coco_metric import CocoMetric
 from .driving_metric import DrivingMetric
+from .field_metric import FieldMetric
 from .nuscenes_metric import NuScenesMetric
 from .tracking_metric import TrackingMetric
 from .two_view_depth_metric import TwoViewDepthMetric
@@ -10,6 +11,7 @@ from .vector_map_metric import VectorMapMetric
 __all__ = [
     "CocoMetric",
     "DrivingMetric",
+    "FieldMetric",
     "NuScenesMetric",
     "TrackingMetric",
     "TwoViewDepthMetric",
