@@ -3,7 +3,15 @@
 from .coco_metric import CocoMetric
 from .driving_metric import DrivingMetric
 from .nuscenes_metric import NuScenesMetric
+from .planning_metric import PlanningMetric
 from .tracking_metric import TrackingMetric
 from .vector_map_metric import VectorMapMetric
 
-__all__ = ["CocoMetric", "DrivingMetric", "NuScenesMetric", "TrackingMetric", "VectorMapMetric"]
+__all__ = [
+    "CocoMetric",
+    "DrivingMetric",
+    "NuScenesMetric",
+    "PlanningMetric",
+    "TrackingMetric",
+    "VectorMapMetric",
+]
