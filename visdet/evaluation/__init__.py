@@ -2,6 +2,7 @@
 
 from .coco_metric import CocoMetric
 from .driving_metric import DrivingMetric
+from .motion_metric import MotionMetric
 from .nuscenes_metric import NuScenesMetric
 from .planning_metric import PlanningMetric
 from .tracking_metric import TrackingMetric
@@ -10,6 +11,7 @@ from .vector_map_metric import VectorMapMetric
 __all__ = [
     "CocoMetric",
     "DrivingMetric",
+    "MotionMetric",
     "NuScenesMetric",
     "PlanningMetric",
     "TrackingMetric",
