@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import multiprocessing
+import os
+import signal
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 from datasets.driving_files import SMALL, driving_scenes
 
 from visdet.datasets import DrivingScenesDataset, load_infos, make_driving_scenes
+from visdet.datasets import driving_scenes as driving_scenes_module
 from visdet.datasets.driving_renderer import GROUND_Z, Renderer, boxes_in_lidar
 from visdet.datasets.driving_scenes import _LIDAR_TO_EGO, _ego_pose
 from visdet.datasets.driving_world import DRIVING_CLASSES, Agents, make_world
@@ -65,6 +70,35 @@ def test_a_folder_is_reused_replaced_or_left_alone(tmp_path, capsys):
         make_driving_scenes(foreign, **TINY)
     assert (foreign / "keep.txt").read_text() == "mine"
     assert not list(tmp_path.glob(".*partial*"))
+
+
+def test_killed_while_drawing(tmp_path):
+    folder = tmp_path / "set"
+    arguments = dict(num_train=500, num_workers=2, image_size=(32, 96))
+    process = multiprocessing.get_context("fork").Process(
+        target=make_driving_scenes, args=(folder,), kwargs=arguments
+    )
+    process.start()
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".set.partial-*/samples/CAM_BACK/*.jpg")):
+        assert time.monotonic() < deadline and process.is_alive()
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not folder.exists()
+    time.sleep(0.5)
+    num_drawn = len(list(tmp_path.rglob("*.jpg")))
+    time.sleep(0.3)
+    assert len(list(tmp_path.rglob("*.jpg"))) == num_drawn  # the orphaned workers have stopped
+    make_driving_scenes(folder, **TINY, num_workers=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".set.lock", "set"]
+
+
+def test_a_failing_worker_leaves_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(driving_scenes_module, "make_world", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="make_driving_scenes: 2 of 2 drawing processes failed"):
+        make_driving_scenes(tmp_path / "set", **TINY, num_workers=2)
+    assert [path.name for path in tmp_path.iterdir()] == [".set.lock"]
 
 
 def test_arguments_are_checked(tmp_path):

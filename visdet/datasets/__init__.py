@@ -6,12 +6,14 @@ from .driving_scenes import DrivingScenesDataset, make_driving_scenes
 from .info_files import load_infos, save_infos
 from .nuscenes import NuScenes3DDetTrackDataset
 from .shapes import ShapesDataset, make_shapes
+from .two_view_pairs import TwoViewPairs
 
 __all__ = [
     "CocoDataset",
     "DrivingScenesDataset",
     "NuScenes3DDetTrackDataset",
     "ShapesDataset",
+    "TwoViewPairs",
     "load_infos",
     "make_driving_scenes",
     "make_shapes",

@@ -1,13 +1,7 @@
 """The embedded driving set: six cameras on a moving vehicle, made instead of downloaded, in nuScenes' form."""
 
-import contextlib
-import fcntl
-import json
-import multiprocessing
-import os
-import shutil
-import tempfile
-import time
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
@@ -17,9 +11,10 @@ from visdet.registry import DATASETS
 from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_matrix
 
-from .driving_renderer import GROUND_Z, Renderer, boxes_in_lidar, dividers_of
+from .drawn_folder import draw_in_processes, draw_once, is_orphan
+from .driving_renderer import GROUND_Z, RIG, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
-from .info_files import save_infos
+from .info_files import load_infos, save_infos
 from .nuscenes import NuScenes3DDetTrackDataset
 
 __all__ = ["DRIVING_MAP_CLASSES", "DrivingScenesDataset", "make_driving_scenes"]
@@ -109,80 +104,46 @@ def make_driving_scenes(
         raise ValueError(
             f"make_driving_scenes: image_size must be (height, width) of 16 or more, got {image_size}"
         )
-    folder = Path(folder)
-    if _read_stamp(folder) == stamp:
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _exclusive(folder.parent / f".{folder.name}.lock"):
-        if _read_stamp(folder) != stamp:
-            _write_and_rename(folder, stamp, num_workers or len(os.sched_getaffinity(0)))
-    return folder
+    return draw_once(
+        folder,
+        _STAMP,
+        stamp,
+        maker="make_driving_scenes",
+        what=f"{num_train + num_val} driving scenes",
+        draw=lambda partial: _write(partial, stamp, num_workers),
+    )
 
 
-def _read_stamp(folder: Path) -> dict | None:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return json.loads((folder / _STAMP).read_text())
-    return None
-
-
-@contextlib.contextmanager
-def _exclusive(lock_file: Path):
-    """Hold ``lock_file``. A POSIX lock belongs to one process: it ends with it and no child inherits it."""
-    with open(lock_file, "w") as handle:
-        fcntl.lockf(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _write_and_rename(folder: Path, stamp: dict, num_workers: int) -> None:
-    if folder.exists() and any(folder.iterdir()) and _read_stamp(folder) is None:
-        raise FileExistsError(
-            f"make_driving_scenes: {folder.resolve()} is not empty and has no {_STAMP}, so it was not made by "
-            "make_driving_scenes; give another data_root or empty it"
-        )
-    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):  # of a run that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
+def _write(partial: Path, stamp: dict, num_workers: int | None) -> None:
     counts = {"train": stamp["num_train"], "val": stamp["num_val"]}
-    start = time.monotonic()
-    print(f"drawing {sum(counts.values())} driving scenes into {folder} …", flush=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-    partial.chmod(0o755)
-    try:
-        jobs = [(partial, split, index, stamp) for split in _SPLITS for index in range(counts[split])]
-        Renderer(64, 32)  # fails here, not in every worker, where OpenCV does not work
-        for name in ("LIDAR_TOP", *(camera.name for camera in Renderer(64, 32).cameras)):
-            (partial / "samples" / name).mkdir(parents=True)
-        infos: dict[str, list[dict]] = {split: [] for split in _SPLITS}
-        # Forked: the children draw with numpy and OpenCV alone, and need not import torch again.
-        with multiprocessing.get_context("fork").Pool(num_workers, _start_worker, (os.getpid(),)) as pool:
-            for job, frames in zip(jobs, pool.imap(_draw_scene, jobs), strict=True):
-                infos[job[1]] += frames
-        for split, frames in infos.items():
-            save_infos(
-                partial / f"driving_infos_{split}.npz",
-                frames,
-                {"version": f"driving-scenes-{_GENERATOR_VERSION}"},
-            )
-        (partial / _STAMP).write_text(json.dumps(stamp, indent=1) + "\n")
-        if folder.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-            folder.rename(replaced / folder.name)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    print(f"drew them in {time.monotonic() - start:.0f} s", flush=True)
+    for name in ("LIDAR_TOP", *(name for name, *_ in RIG)):
+        (partial / "samples" / name).mkdir(parents=True)
+    draw_in_processes(_draw_share, (partial, counts, stamp), num_workers, "make_driving_scenes")
+    metadata = {"version": f"driving-scenes-{_GENERATOR_VERSION}"}
+    for split in counts:
+        frames = [info for part in partial.glob(f"{split}-*.part.pkl") for info in load_infos(part)[0]]
+        frames.sort(key=lambda info: info["timestamp"])
+        save_infos(partial / f"driving_infos_{split}.npz", frames, metadata)
+    for part in partial.glob("*.part.pkl"):
+        part.unlink()
 
 
-def _start_worker(parent: int) -> None:
+def _draw_share(folder: Path, counts: dict, stamp: dict, worker: int, num_workers: int, parent: int) -> None:
+    """Draw every ``num_workers``-th scene and write the infos of each split."""
     cv2.setNumThreads(0)
-    if os.getppid() != parent:
-        raise SystemExit(1)
+    for split, count in counts.items():
+        infos = []
+        for index in range(worker, count, num_workers):
+            for info in _draw_scene(folder, split, index, stamp):
+                infos.append(info)
+                if is_orphan(parent):
+                    return
+        content = pickle.dumps({"infos": infos, "metadata": {}})
+        (folder / f"{split}-{worker}.part.pkl").write_bytes(content)
 
 
-def _draw_scene(job: tuple) -> list[dict]:
-    """Write the images and points of one scene and return its infos."""
-    folder, split, index, stamp = job
+def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> Iterator[dict]:
+    """Write the images and points of one scene and yield its infos."""
     rng = np.random.default_rng([stamp["seed"], _SPLITS.index(split), index])
     # Beyond the last frame too, so that the commands of the last frames know where the vehicle goes.
     world = make_world(rng, stamp["num_frames"] + EGO_STEPS)
@@ -194,7 +155,6 @@ def _draw_scene(job: tuple) -> list[dict]:
     num_frames = stamp["num_frames"]
     poses = [_ego_pose(world, frame) for frame in range(num_frames + EGO_STEPS)]
     lidar_poses = [pose @ _LIDAR_TO_EGO for pose in poses]
-    infos = []
     for frame in range(num_frames):
         ego, lidar = poses[frame], lidar_poses[frame]
         token = f"{scene}-{frame:02d}"
@@ -207,29 +167,24 @@ def _draw_scene(job: tuple) -> list[dict]:
             if not cv2.imwrite(str(folder / name), image, [cv2.IMWRITE_JPEG_QUALITY, 92]):
                 raise OSError(f"make_driving_scenes: cannot write {folder / name}")
             cameras[camera.name] = _camera_info(camera, name, timestamp, ego)
-        infos.append(
-            {
-                "token": token,
-                "scene_token": scene,
-                "timestamp": timestamp,
-                "frame_idx": frame,
-                "lidar_path": f"samples/LIDAR_TOP/{token}.bin",
-                # Empty on the first frame of a scene, as nuScenes' sweeps are.
-                "sweeps": []
-                if frame == 0
-                else [{"data_path": f"samples/LIDAR_TOP/{scene}-{frame - 1:02d}.bin"}],
-                "cams": cameras,
-                "lidar2ego_translation": _LIDAR_TO_EGO[:3, 3].tolist(),
-                "lidar2ego_rotation": quaternion_from_matrix(_LIDAR_TO_EGO[:3, :3]),
-                "ego2global_translation": ego[:3, 3].tolist(),
-                "ego2global_rotation": quaternion_from_matrix(ego[:3, :3]),
-                "map_location": "driving-scenes",
-                "map_annos": _map_annotations(world, lidar, stamp["roi_size"]),
-                **_agent_annotations(world, frame, num_frames, lidar, shot.visible),
-                **_ego_annotations(world, frame, num_frames, lidar_poses),
-            }
-        )
-    return infos
+        yield {
+            "token": token,
+            "scene_token": scene,
+            "timestamp": timestamp,
+            "frame_idx": frame,
+            "lidar_path": f"samples/LIDAR_TOP/{token}.bin",
+            # Empty on the first frame of a scene, as nuScenes' sweeps are.
+            "sweeps": [] if frame == 0 else [{"data_path": f"samples/LIDAR_TOP/{scene}-{frame - 1:02d}.bin"}],
+            "cams": cameras,
+            "lidar2ego_translation": _LIDAR_TO_EGO[:3, 3].tolist(),
+            "lidar2ego_rotation": quaternion_from_matrix(_LIDAR_TO_EGO[:3, :3]),
+            "ego2global_translation": ego[:3, 3].tolist(),
+            "ego2global_rotation": quaternion_from_matrix(ego[:3, :3]),
+            "map_location": "driving-scenes",
+            "map_annos": _map_annotations(world, lidar, stamp["roi_size"]),
+            **_agent_annotations(world, frame, num_frames, lidar, shot.visible),
+            **_ego_annotations(world, frame, num_frames, lidar_poses),
+        }
 
 
 def _ego_pose(world: World, frame: int) -> np.ndarray:

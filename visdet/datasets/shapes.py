@@ -1,13 +1,6 @@
 """The shapes data set: made, not downloaded, and stored as a COCO data set like any other."""
 
-import contextlib
-import fcntl
 import json
-import multiprocessing
-import os
-import shutil
-import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +10,7 @@ from visdet.registry import DATASETS
 from visdet.structures.palette import class_palette
 
 from .coco import CocoDataset
+from .drawn_folder import draw_in_processes, draw_once, is_orphan
 from .shapes_images import SHAPE_CLASSES, draw_shapes
 
 __all__ = ["ShapesDataset", "make_shapes"]
@@ -87,7 +81,6 @@ def make_shapes(
             raise ValueError(f"make_shapes: {name} must be positive, got {number}")
     if image_size < 32:
         raise ValueError(f"make_shapes: image_size must be at least 32 pixels, got {image_size}")
-    folder = Path(folder)
     stamp = {
         "generator_version": _GENERATOR_VERSION,
         "num_train": num_train,
@@ -95,88 +88,39 @@ def make_shapes(
         "image_size": image_size,
         "seed": seed,
     }
-    if _read_stamp(folder) == stamp:
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _exclusive(folder.parent / f".{folder.name}.lock"):
-        if _read_stamp(folder) != stamp:
-            _write_and_rename(folder, stamp, num_workers or len(os.sched_getaffinity(0)))
-    return folder
+    return draw_once(
+        folder,
+        _STAMP,
+        stamp,
+        maker="make_shapes",
+        what=f"{num_train + num_val} shapes images",
+        draw=lambda partial: _write(partial, stamp, num_workers),
+    )
 
 
-def _read_stamp(folder: Path) -> dict | None:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return json.loads((folder / _STAMP).read_text())
-    return None
-
-
-@contextlib.contextmanager
-def _exclusive(lock_file: Path):
-    """Hold ``lock_file``. A POSIX lock belongs to one process: it ends with it and no child inherits it."""
-    with open(lock_file, "w") as handle:
-        fcntl.lockf(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _write_and_rename(folder: Path, stamp: dict, num_workers: int) -> None:
-    if folder.exists() and any(folder.iterdir()) and _read_stamp(folder) is None:
-        raise FileExistsError(
-            f"make_shapes: {folder.resolve()} is not empty and has no {_STAMP}, so it was not made by "
-            "make_shapes; give another data_root or empty it"
-        )
-    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):  # of a run that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
+def _write(partial: Path, stamp: dict, num_workers: int | None) -> None:
     counts = {"train": stamp["num_train"], "val": stamp["num_val"]}
-    start = time.monotonic()
-    print(f"drawing {sum(counts.values())} shapes images into {folder} …", flush=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-    partial.chmod(0o755)
-    try:
-        _draw_all(partial, counts, stamp, num_workers)
-        (partial / "annotations").mkdir()
-        for split, count in counts.items():
-            annotations = partial / "annotations" / f"instances_{split}.json"
-            annotations.write_text(json.dumps(_merge(partial, split, count, stamp["image_size"])))
-        for part in partial.glob("*.part.json"):
-            part.unlink()
-        (partial / _STAMP).write_text(json.dumps(stamp, indent=1) + "\n")
-        if folder.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-            folder.rename(replaced / folder.name)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    print(f"drew them in {time.monotonic() - start:.0f} s", flush=True)
+    _draw_all(partial, counts, stamp, num_workers)
+    (partial / "annotations").mkdir()
+    for split, count in counts.items():
+        annotations = partial / "annotations" / f"instances_{split}.json"
+        annotations.write_text(json.dumps(_merge(partial, split, count, stamp["image_size"])))
+    for part in partial.glob("*.part.json"):
+        part.unlink()
 
 
-def _draw_all(partial: Path, counts: dict[str, int], stamp: dict, num_workers: int) -> None:
+def _draw_all(partial: Path, counts: dict[str, int], stamp: dict, num_workers: int | None) -> None:
     """Draw every image, each worker every ``num_workers``-th one."""
     for split in counts:
         (partial / split).mkdir()
-    # Forked: the children draw with numpy and Pillow alone, and need not import torch again.
-    context = multiprocessing.get_context("fork")
-    workers = [
-        context.Process(target=_draw_share, args=(partial, counts, stamp, worker, num_workers, os.getpid()))
-        for worker in range(num_workers)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    failed = [worker.exitcode for worker in workers if worker.exitcode != 0]
-    if failed:
-        raise RuntimeError(
-            f"make_shapes: {len(failed)} of {num_workers} drawing processes failed, exit codes {failed}"
-        )
+    draw_in_processes(_draw_share, (partial, counts, stamp), num_workers, "make_shapes")
 
 
 def _draw_share(partial: Path, counts: dict, stamp: dict, worker: int, num_workers: int, parent: int) -> None:
     for split_number, split in enumerate(_SPLITS):
         objects_of_image = {}
         for index in range(worker, counts[split], num_workers):
-            if os.getppid() != parent:  # the parent was killed, nobody waits for the rest
+            if is_orphan(parent):
                 return
             rng = np.random.default_rng([stamp["seed"], split_number, index])
             pixels, objects = draw_shapes(rng, stamp["image_size"])

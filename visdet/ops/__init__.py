@@ -15,6 +15,8 @@ from .ms_deform_attn import (
     ms_deform_attn_fused_reference,
     ms_deform_attn_reference,
 )
+from .sample_dot import sample_dot, sample_dot_reference
+from .sample_sum import sample_sum, sample_sum_reference
 
 __all__ = [
     "NotBuiltError",
@@ -31,4 +33,8 @@ __all__ = [
     "ms_deform_attn_fused",
     "ms_deform_attn_fused_reference",
     "ms_deform_attn_reference",
+    "sample_dot",
+    "sample_dot_reference",
+    "sample_sum",
+    "sample_sum_reference",
 ]

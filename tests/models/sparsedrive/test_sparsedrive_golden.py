@@ -71,7 +71,7 @@ def check(arrays, prefix, outs):
         value = outs
         for part in name.split("/"):
             value = value[int(part)] if isinstance(value, (list, tuple)) else value[part]
-        close(value, expected, 2e-4)
+        close(value, expected, 2e-5)
         count += 1
     return count
 
@@ -96,14 +96,14 @@ def test_two_frames(case):
         for name, head in (("det", model.head.det_head), ("map", model.head.map_head)):
             bank = head.instance_bank
             for key, expected in under(arrays, f"{prefix}/{name}/bank").items():
-                close(bank.instance_id if key == "kept_instance_id" else getattr(bank, key), expected, 2e-4)
+                close(bank.instance_id if key == "kept_instance_id" else getattr(bank, key), expected, 2e-5)
         for key, expected in under(arrays, f"{prefix}/decoded").items():
             task, sample, name = key.split("/")
             # cls_scores: ours belong to their boxes. planning scores: see the tests of the planning decoder.
             if name == "cls_scores" or task.startswith("planning"):
                 continue
             value = results[int(sample)][name.removesuffix("_aligned")]
-            close(np.stack(value) if name == "vectors" else value, expected, 2e-4)
+            close(np.stack(value) if name == "vectors" else value, expected, 2e-5)
 
 
 def test_features_and_depth(case):
@@ -117,9 +117,9 @@ def test_features_and_depth(case):
     for level, expected in enumerate(
         [v for k, v in sorted(under(arrays, "output/frame0").items()) if k.startswith("feature_maps")]
     ):
-        close(maps[level][0, [0, 4]], expected, 2e-4)
+        close(maps[level][0, [0, 4]], expected, 2e-5)
     for level in range(3):
-        close(depths[level][:6], arrays[f"output/frame0/depth_sample0/{level}"], 2e-4)
+        close(depths[level][:6], arrays[f"output/frame0/depth_sample0/{level}"], 2e-5)
 
 
 def test_losses_and_gradients(case):
@@ -140,20 +140,20 @@ def test_losses_and_gradients(case):
         expected = under(arrays, f"loss/frame{index}")
         assert set(losses) == set(expected) - {"total"}
         for name, value in losses.items():
-            close(value, expected[name], 1e-4)
+            close(value, expected[name], 1e-5)
         for name, outs in zip(("det", "map"), seen["outs"], strict=False):
             for key in ("classification", "prediction"):
-                close(outs[key][-1], arrays[f"train/frame{index}/{name}/{key}"], 2e-4)
+                close(outs[key][-1], arrays[f"train/frame{index}/{name}/{key}"], 2e-5)
         for sample, (pred, gt) in enumerate(model.head.det_head.sampler.indices):
             close(pred, arrays[f"train/frame{index}/det/pred_index/{sample}"])
             close(gt, arrays[f"train/frame{index}/det/gt_index/{sample}"])
         total = sum(losses.values())
-        close(total, expected["total"], 1e-4)
+        close(total, expected["total"], 1e-5)
         total.backward()
         parameters = dict(model.named_parameters())
         names = [str(name) for name in arrays[f"grad_norm/frame{index}/names"]]
         for name, norm in zip(names, arrays[f"grad_norm/frame{index}/values"], strict=True):
-            assert float(parameters[name].grad.norm()) == pytest.approx(norm, rel=2e-3, abs=2e-4), name
+            assert float(parameters[name].grad.norm()) == pytest.approx(norm, rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -5,6 +5,7 @@ from .checkpoint_hook import CheckpointHook
 from .num_class_check_hook import NumClassCheckHook
 from .progress_hook import ProgressHook
 from .run_report_hook import RunReportHook
+from .two_view_depth_hook import TwoViewDepthHook
 from .visualization_hook import DetVisualizationHook
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "NumClassCheckHook",
     "ProgressHook",
     "RunReportHook",
+    "TwoViewDepthHook",
 ]

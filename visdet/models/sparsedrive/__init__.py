@@ -10,11 +10,16 @@ from .encoders import SparseBox3DEncoder, SparsePoint3DEncoder
 from .ffn import AsymmetricFFN
 from .grid_mask import GridMask
 from .instance_bank import InstanceBank, InstanceBankState
+from .instance_queue import InstanceQueue, InstanceQueueState
 from .key_points import SparseBox3DKeyPointsGenerator, SparsePoint3DKeyPointsGenerator
 from .map_assigner import HungarianLinesAssigner, LinesL1Cost, MapQueriesCost
 from .map_decoder import SparsePoint3DDecoder
 from .map_losses import LinesL1Loss, SparseLineLoss
 from .map_target import SparsePoint3DTarget
+from .motion_decoder import HierarchicalPlanningDecoder, SparseBox3DMotionDecoder
+from .motion_planning_head import MotionPlanningHead
+from .motion_refinement import MotionPlanningRefinementModule
+from .motion_target import MotionTarget, PlanningTarget
 from .refinement import SparseBox3DRefinementModule, SparsePoint3DRefinementModule
 from .sparse4d_head import Sparse4DHead, Sparse4DState
 from .sparsedrive import Sparse4D, SparseDrive
@@ -26,13 +31,20 @@ __all__ = [
     "DeformableFeatureAggregation",
     "DenseDepthNet",
     "GridMask",
+    "HierarchicalPlanningDecoder",
     "HungarianLinesAssigner",
     "InstanceBank",
     "InstanceBankState",
+    "InstanceQueue",
+    "InstanceQueueState",
     "LinesL1Cost",
     "LinesL1Loss",
     "MapQueriesCost",
+    "MotionPlanningHead",
+    "MotionPlanningRefinementModule",
+    "MotionTarget",
     "MultiheadFlashAttention",
+    "PlanningTarget",
     "Sparse4D",
     "Sparse4DHead",
     "Sparse4DState",
@@ -40,6 +52,7 @@ __all__ = [
     "SparseBox3DEncoder",
     "SparseBox3DKeyPointsGenerator",
     "SparseBox3DLoss",
+    "SparseBox3DMotionDecoder",
     "SparseBox3DRefinementModule",
     "SparseBox3DTarget",
     "SparseDrive",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
+from ..transfer import to_device
 from .base_target import BaseTargetWithDenoising, focal_cost
 from .box3d import encode_box
 from .denoising import BoxDenoising
@@ -103,7 +104,8 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
         """Return [N, D]: 0 where a number is NaN, else 1 or what the class asks for."""
         weights = (~boxes.isnan()).to(boxes.dtype)
         for label, class_weights in self.cls_wise_reg_weights.items():
-            weights = torch.where((labels == label)[:, None], weights.new_tensor(class_weights), weights)
+            of_class = to_device(class_weights, boxes.device, boxes.dtype)
+            weights = torch.where((labels == label)[:, None], of_class, weights)
         return weights
 
     def _cls_cost(self, cls_pred: Tensor, cls_target: Sequence[Tensor]) -> list[Tensor | None]:
@@ -119,7 +121,7 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
         self, box_pred: Tensor, box_target: Sequence[Tensor], instance_reg_weights: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Return the box cost [Q, N] of each sample, None for one without boxes."""
-        scale = box_pred.new_tensor(self.reg_weights, dtype=torch.float32)
+        scale = to_device(self.reg_weights, box_pred.device, torch.float32)
         costs: list[Tensor | None] = []
         for boxes, targets, weights in zip(box_pred.float(), box_target, instance_reg_weights, strict=True):
             distance = (boxes[:, None] - targets).abs() * (weights * scale)

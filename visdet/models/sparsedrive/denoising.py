@@ -131,7 +131,7 @@ class BoxDenoising:
 
     def _with_noise(self, boxes: Tensor) -> Tensor:
         """Return noisy boxes [R, N, D], with ``add_neg_dn`` [R, 2 N, D]."""
-        scale = boxes.new_tensor(self.dn_noise_scale)
+        scale = to_device(self.dn_noise_scale, boxes.device, boxes.dtype)
         near = boxes + (torch.rand_like(boxes) * 2 - 1) * scale
         if not self.add_neg_dn:
             return near

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32, in_full_precision
-from .box3d import COS_YAW, MAX_LOG_SIZE, SIN_YAW, VX, H, L, W, X, Y, Z
+from ..transfer import to_device
+from .box3d import COS_YAW, MAX_LOG_SIZE, SIN_YAW, VX, W, X
 
 __all__ = ["SparseBox3DKeyPointsGenerator", "SparsePoint3DKeyPointsGenerator"]
 
@@ -67,14 +68,14 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
         ``instance_feature`` the learnable points are left out. Always in float32 (float64 for float64 anchors).
         """
         anchor = at_least_float32(anchor)
-        size = anchor[..., None, [W, L, H]].clamp(max=MAX_LOG_SIZE).exp()  # [B, N, 1, 3]
+        size = anchor[..., None, W:SIN_YAW].clamp(max=MAX_LOG_SIZE).exp()  # [B, N, 1, 3]
         points = self.fix_scale * size
         if self.num_learnable_pts > 0 and instance_feature is not None:
             scale = in_full_precision(self.learnable_fc, instance_feature).sigmoid() - 0.5
             points = torch.cat([points, scale.unflatten(-1, (self.num_learnable_pts, 3)) * size], -2)
         cos, sin = anchor[..., None, COS_YAW], anchor[..., None, SIN_YAW]  # [B, N, 1]
         x, y, z = points.unbind(-1)
-        points = torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + anchor[..., None, [X, Y, Z]]
+        points = torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + anchor[..., None, X:W]
         if (
             T_cur2temp_list is None
             or cur_timestamp is None
@@ -106,7 +107,7 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
         projected = []
         for i, transform in enumerate(T_src2dst_list):
             transform = transform.to(anchor.dtype)[:, None]  # [B, 1, 4, 4]
-            centre = anchor[..., [X, Y, Z]]
+            centre = anchor[..., X:W]
             interval = None
             if time_intervals is not None:
                 interval = time_intervals[i]
@@ -116,9 +117,9 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
                 moved = velocity * interval.to(anchor.dtype).reshape(-1, 1, 1)
                 centre = centre - nn.functional.pad(moved, (0, 3 - dims))
             centre = _matmul(transform[..., :3, :3], centre) + transform[..., :3, 3]
-            heading = _matmul(transform[..., :2, :2], anchor[..., [COS_YAW, SIN_YAW]])
+            heading = _matmul(transform[..., :2, :2], anchor[..., SIN_YAW:VX].flip(-1))  # (cos, sin)
             turned = _matmul(transform[..., :dims, :dims], velocity)
-            projected.append(torch.cat([centre, anchor[..., [W, L, H]], heading.flip(-1), turned], -1))
+            projected.append(torch.cat([centre, anchor[..., W:SIN_YAW], heading.flip(-1), turned], -1))
         return projected
 
     @staticmethod
@@ -186,7 +187,7 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         sizes = (self.num_sample, len(self.fix_height), self.num_learnable_pts, 2)
         offset = in_full_precision(self.learnable_fc, instance_feature).unflatten(-1, sizes)
         ground = offset + anchor.unflatten(-1, (self.num_sample, 1, 1, 2))
-        heights = torch.tensor(self.fix_height, dtype=ground.dtype, device=ground.device) + self.ground_height
+        heights = to_device(self.fix_height, ground.device, ground.dtype) + self.ground_height
         z = heights[:, None, None].expand(*ground.shape[:-1], 1)
         points = torch.cat([ground, z], -1).flatten(2, 4)
         if (

@@ -18,9 +18,9 @@ _EPS_M = 1e-5
 
 def normalize_line(line: Tensor, num_sample: int, roi_size: Sequence[float]) -> Tensor:
     """Return polylines [..., num_sample · 2] (metres about the centre) in 0..1 of a region of ``roi_size`` metres."""
-    size = line.new_tensor(roi_size)
-    points = line.unflatten(-1, (num_sample, -1))
-    return ((points + size / 2) / (size + _EPS_M)).flatten(-2)
+    points = line.unflatten(-1, (num_sample, 2)).unbind(-1)
+    normalized = [(x + size / 2) / (size + _EPS_M) for x, size in zip(points, roi_size, strict=True)]
+    return torch.stack(normalized, dim=-1).flatten(-2)
 
 
 @TASK_UTILS.register_module()

@@ -6,6 +6,8 @@ import torch
 from mmengine import dist
 from torch import Tensor
 
+from ..transfer import to_device
+
 __all__ = ["Sparse4DLoss", "mean_over_processes"]
 
 
@@ -41,6 +43,9 @@ class Sparse4DLoss:
             cls_target, reg_target, reg_weight = self.sampler.sample_layers(
                 cls, reg, data[self.gt_cls_key], data[self.gt_reg_key]
             )
+            # Constants go to the device once, and without waiting for it.
+            reg_scale = to_device(self.reg_weights, reg.device, reg.dtype)
+            reg_weight = reg_weight * reg_scale
             is_matched = (cls_target >= 0) & (cls_target < cls.shape[-1])
             queries = self._denoising_targets(model_outs, cls)
             counts = [is_matched.sum(dim=(1, 2)).float()]
@@ -58,7 +63,7 @@ class Sparse4DLoss:
                     num_positive[layer],
                 )
             if queries:
-                losses |= self._denoising_loss(model_outs, cls, queries, num_positive[len(cls) :])
+                losses |= self._denoising_loss(model_outs, cls, queries, num_positive[len(cls) :], reg_scale)
             return losses
 
     def _layer_loss(
@@ -82,7 +87,7 @@ class Sparse4DLoss:
         reg_losses = self.loss_reg(
             reg,
             reg_target[..., : reg.shape[-1]].nan_to_num(nan=0.0),
-            weight=reg_weight * reg.new_tensor(self.reg_weights),
+            weight=reg_weight,
             avg_factor=num_positive,
             prefix=f"{self.task_prefix}_",
             suffix=f"_{layer}",
@@ -121,6 +126,7 @@ class Sparse4DLoss:
         cls: Tensor,
         queries: list[tuple[Tensor, Tensor, Tensor]],
         num_valid: Tensor,
+        reg_scale: Tensor,
     ) -> dict[str, Tensor]:
         losses: dict[str, Tensor] = {}
         num_layers, _, _, background = cls.shape
@@ -144,7 +150,7 @@ class Sparse4DLoss:
             losses |= self.loss_reg(
                 boxes[:, : reg_target.shape[1]],
                 reg_target,
-                weight=boxes.new_tensor(self.reg_weights).expand_as(reg_target),
+                weight=reg_scale.expand_as(reg_target),
                 avg_factor=num_valid[is_later],
                 prefix=f"{self.task_prefix}_",
                 suffix=f"_dn_{layer}",

@@ -49,6 +49,9 @@ class SparseDriveHead(BaseModule):
             self.map_head = MODELS.build(map_head)
         if self.with_motion_plan:
             self.motion_plan_head = MODELS.build(motion_plan_head)
+            decoder = self.motion_plan_head.motion_decoder
+            if decoder.num_output is None:  # a trajectory for each box of the results
+                decoder.num_output = self.det_head.decoder.num_output
 
     @property
     def with_det(self) -> bool:

@@ -1,0 +1,235 @@
+"""Motion and planning: golden vectors, targets and collisions by hand, and state."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sparsedrive_golden import built, close, module_case
+
+from visdet.models.sparsedrive import (
+    HierarchicalPlanningDecoder,
+    InstanceQueue,
+    MotionTarget,
+    PlanningTarget,
+    SparseBox3DKeyPointsGenerator,
+)
+from visdet.models.sparsedrive.motion_planning_head import MotionPlanningHead, gen_sineembed_for_position
+
+
+def per_sample(values, prefix):
+    count = sum(key.startswith(f"{prefix}/") for key in values)
+    return [values[f"{prefix}/{i}"] for i in range(count)]
+
+
+def test_refinement_matches_golden():
+    module, given, expected = built("MotionPlanningRefinementModule")
+    outs = module(*(given[n] for n in ("motion_query", "plan_query", "ego_feature", "ego_anchor_embed")))
+    for value, name in zip(
+        outs, ("motion_cls", "motion_reg", "plan_cls", "plan_reg", "plan_status"), strict=True
+    ):
+        close(value, expected[name])
+
+
+def test_sine_embedding_matches_golden():
+    config, _, given, expected = module_case("gen_sineembed_for_position")
+    close(gen_sineembed_for_position(given["position"], **config), expected["output"], 1e-3)
+
+
+def test_targets_match_golden():
+    config, _, given, expected = module_case("MotionTarget_PlanningTarget")
+    indices = list(zip(per_sample(given, "pred_index"), per_sample(given, "gt_index"), strict=True))
+    outs = MotionTarget().sample(
+        given["reg_pred"], per_sample(given, "gt_trajs"), per_sample(given, "gt_masks"), {"indices": indices}
+    )
+    names = ("cls_target", "cls_weight", "best_reg", "reg_target", "reg_weight", "num_pos")
+    for value, name in zip(outs, names, strict=True):
+        close(value, expected[f"motion/{name}"])
+    outs = PlanningTarget(**config).sample(
+        given["plan_cls"], given["plan_reg"], given["gt_ego_fut_trajs"], given["gt_ego_fut_masks"], given
+    )
+    names = ("cls_pred", "cls_target", "cls_weight", "best_reg", "reg_target", "reg_weight")
+    for value, name in zip(outs, names, strict=True):
+        close(value, expected[f"planning/{name}"])
+
+
+@pytest.mark.parametrize("variant", ["corrected", "no_rescore"])
+def test_planning_decoder_matches_golden(variant):
+    # "original" shifts the ego's box in two rows instead of two columns: ours is "corrected".
+    config, _, given, expected = module_case("HierarchicalPlanningDecoder")
+    decoder = HierarchicalPlanningDecoder(**{**config, "use_rescore": variant == "corrected"})
+    results = decoder.decode(
+        {"classification": [given["det_classification"]], "prediction": [given["det_anchors"]]},
+        {"classification": [given["motion_classification"]], "prediction": [given["motion_prediction"]]},
+        {
+            "classification": [given["planning_classification"]],
+            "prediction": [given["planning_prediction"]],
+            "anchor_queue": list(given["planning_anchor_queue"].unbind(2)),
+            "period": given["ego_period"],
+        },
+        given,
+    )
+    for i, result in enumerate(results):
+        for name, value in result.items():
+            close(value, expected[f"{variant}/{i}/{name}"])
+
+
+def planning_scene(agent_xy, logit=3.0, plans=2):
+    """Return raw outputs: one standing agent; plan 0 goes 6 m ahead in 6 steps, plan 1 stands."""
+    anchors = torch.zeros(1, 1, 11)
+    anchors[0, 0, :2] = torch.tensor(agent_xy)
+    anchors[0, 0, 3:6] = math.log(2.0)
+    anchors[0, 0, 7] = 1.0  # heading along x
+    steps = torch.zeros(1, 1, 3 * plans, 6, 2)
+    steps[:, :, ::plans, :, 1] = 1.0
+    logits = torch.zeros(1, 1, 3 * plans)
+    logits[..., ::plans] = 1.0
+    det = {"classification": [torch.full((1, 1, 2), logit)], "prediction": [anchors]}
+    motion = {"classification": [torch.zeros(1, 1, 6)], "prediction": [torch.zeros(1, 1, 6, 12, 2)]}
+    planning = {
+        "classification": [logits],
+        "prediction": [steps],
+        "anchor_queue": [torch.zeros(1, 1, 11)],
+        "period": torch.ones(1, 1, dtype=torch.int64),
+    }
+    return det, motion, planning, {"gt_ego_fut_cmd": torch.tensor([[0.0, 0, 1]])}
+
+
+@pytest.mark.parametrize(
+    "agent, logit, moved",
+    [
+        ((0.0, 7.5), 3.0, 0.0),  # in the way: the plan that stands wins
+        ((0.0, 7.5), -3.0, 6.0),  # the same, hardly seen
+        ((5.0, 7.5), 3.0, 6.0),  # beside the way
+        ((0.5, 1.0), 3.0, 6.0),  # every plan collides: none loses
+    ],
+)
+def test_plan_that_collides_loses(agent, logit, moved):
+    decoder = HierarchicalPlanningDecoder(6, 2, use_rescore=True)
+    (result,) = decoder.decode(*planning_scene(agent, logit))
+    assert result["final_planning"][-1].tolist() == pytest.approx([0.0, moved])
+
+
+def test_samples_have_results_of_their_own():
+    decoder = HierarchicalPlanningDecoder(6, 2, use_rescore=True)
+    scenes = [planning_scene((0.0, 7.5)), planning_scene((5.0, 7.5))]
+    joined = [
+        {
+            key: [torch.cat(values) for values in zip(*(part[key] for part in parts), strict=True)]
+            if isinstance(parts[0][key], list)
+            else torch.cat([part[key] for part in parts])
+            for key in parts[0]
+        }
+        for parts in zip(*scenes, strict=True)
+    ]
+    results = decoder.decode(*joined)
+    assert [r["final_planning"][-1, 1].item() for r in results] == pytest.approx([0.0, 6.0])
+
+
+def test_no_future_is_no_target():
+    reg = torch.randn(2, 3, 6, 12, 2, requires_grad=True)
+    empty = [torch.zeros(0, 12, 2)] * 2, [torch.zeros(0, 12)] * 2
+    none = (torch.zeros(0, dtype=torch.int64),) * 2
+    _, counts, best, target, weight, num_pos = MotionTarget().sample(reg, *empty, {"indices": [none, none]})
+    assert not counts.any() and not weight.any() and num_pos.item() == 0 and not target.any()
+    (best * weight[..., None]).sum().backward()
+    assert reg.grad is not None and not reg.grad.any()
+
+
+def make_queue(**changes):
+    torch.manual_seed(0)
+    return InstanceQueue(8, **{"queue_length": 3, "tracking_threshold": 0.2, **changes}).eval()
+
+
+def queue_frame(ids, time, seed, scene="a"):
+    """Return (det_output, maps, metas) of one sample."""
+    generator = torch.Generator().manual_seed(seed)
+    count = len(ids)
+    det = {
+        "instance_feature": torch.randn(1, count, 8, generator=generator),
+        "prediction": [torch.randn(1, count, 11, generator=generator)],
+        "classification": [torch.full((1, count, 2), 2.0)],
+        "instance_id": torch.tensor([ids]),
+    }
+    maps = [torch.randn(1, 6, 8, 4, 6, generator=generator)]
+    pose = np.eye(4)
+    meta = {"T_global": pose, "T_global_inv": pose, "timestamp": time, "scene_token": scene}
+    return det, maps, {"img_metas": [meta]}
+
+
+def run_queue(queue, frames):
+    """Return the outputs of each (frame, continues)."""
+    outs = []
+    for (det, maps, metas), continues in frames:
+        got = queue.get(det, maps, metas, 1, torch.tensor([continues]), SparseBox3DKeyPointsGenerator)
+        queue.cache(det, torch.zeros(1, 1, 8), torch.full((1, 1, 10), 4.0), metas)
+        outs.append(got)
+    return outs
+
+
+def test_queue_follows_ids():
+    queue = make_queue()
+    first, second = queue_frame([5, -1, 7], 0.0, 0), queue_frame([7, 5, -1], 0.5, 1)
+    _, (_, ego_anchor, features, _, is_absent) = run_queue(queue, [(first, True), (second, True)])
+    assert features.shape == (1, 4, 2, 8)
+    torch.testing.assert_close(features[0, 0, 0], first[0]["instance_feature"][0, 2])
+    torch.testing.assert_close(features[0, 1, 0], first[0]["instance_feature"][0, 0])
+    assert is_absent[0].tolist() == [[False, False], [False, False], [True, False], [False, False]]
+    assert queue.state.period.tolist() == [[2, 2, 1]]
+    assert ego_anchor[0, 0, 9].item() == 4.0  # the speed predicted in the frame before
+
+
+def test_queue_starts_anew_with_a_new_sequence():
+    frames = [queue_frame([1, 2], 0.0, 0), queue_frame([1, 2], 0.5, 1)]
+    queue = make_queue()
+    _, after = run_queue(queue, [(frames[0], True), (frames[1], False)])
+    assert queue.state.period.tolist() == [[1, 1]] and queue.state.ego_period.tolist() == [[1]]
+    assert after[4][0, :, 0].all() and not after[4][0, :, 1].any()
+    assert after[1][0, 0, 9].item() == 0.0
+
+
+def test_queue_forgets_the_oldest_and_state_can_be_put_back():
+    frames = [(queue_frame([1, 2], 0.5 * i, i), True) for i in range(5)]
+    queue = make_queue()
+    outs = run_queue(queue, frames[:4])
+    assert outs[-1][2].shape[2] == 3
+    state = queue.state
+    (expected,) = run_queue(queue, frames[4:])
+    queue.reset()
+    assert queue.state.period is None
+    queue.state = state
+    (again,) = run_queue(queue, frames[4:])
+    assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
+
+
+def test_rejections(tmp_path):
+    with pytest.raises(ValueError, match="queue_length must be at least 1, got 0"):
+        InstanceQueue(8)
+    parts = {
+        name: {"type": kind}
+        for name, kind in (
+            ("motion_loss_reg", "L1Loss"),
+            ("plan_loss_reg", "L1Loss"),
+            ("plan_loss_status", "L1Loss"),
+        )
+    } | {
+        "instance_queue": {"type": "InstanceQueue", "embed_dims": 8, "queue_length": 2},
+        "motion_sampler": {"type": "MotionTarget"},
+        "planning_sampler": {"type": "PlanningTarget", "ego_fut_ts": 6, "ego_fut_mode": 6},
+        "motion_decoder": {"type": "SparseBox3DMotionDecoder"},
+        "planning_decoder": {"type": "HierarchicalPlanningDecoder", "ego_fut_ts": 6, "ego_fut_mode": 6},
+        "motion_loss_cls": {"type": "FocalLoss", "use_sigmoid": True},
+        "plan_loss_cls": {"type": "FocalLoss", "use_sigmoid": True},
+    }
+    with pytest.raises(ValueError, match=r"operation_order must be of .* got \['dance'\]"):
+        MotionPlanningHead(operation_order=["dance"])
+    with pytest.raises(
+        FileNotFoundError, match=r"motion_anchor file .* does not exist; tools/make_anchors\.py"
+    ):
+        MotionPlanningHead(**parts, motion_anchor=str(tmp_path / "none.npy"))
+    with pytest.raises(
+        ValueError, match=r"motion_anchor must be \['classes', 6, 12, 2\], got \[5, 6, 6, 2\]"
+    ):
+        MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 6, 2)))
+    with pytest.raises(ValueError, match=r"plan_anchor must be numbers or a \.npy file, got None"):
+        MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 12, 2)))

@@ -1,0 +1,221 @@
+"""The instance queue: what motion and planning remember of the last frames' instances and of the ego."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from visdet.registry import MODELS
+
+from ..transfer import to_device
+from .box3d import VY
+from .frame_clock import FrameClock
+from .temporal_state import temporal_value
+
+__all__ = ["InstanceQueue", "InstanceQueueState"]
+
+_EGO_SIZE_M = (4.08, 1.73, 1.56)
+_GROUND_M = -1.84
+_FORWARD_SPEED = 6  # in the ego's status: the velocity along its x axis
+
+
+@temporal_value
+@dataclass(frozen=True)
+class InstanceQueueState:
+    """What a queue carries from one frame to the next; an immutable value, safe to keep and to put back.
+
+    Attributes:
+        features, anchors: [B, N, C] and [B, N, D] of the last frames, oldest first, in the order and the coordinates of
+            the current frame's instances.
+        period: [B, N] frames each instance has been followed.
+        instance_id: [B, N] int64 of the frame cached last. confidence: [B, N] of its instances.
+        ego_features, ego_anchors: [B, 1, C] and [B, 1, D]. ego_period: [B, 1]. ego_status: [B, 1, 10] as predicted.
+        clock: when and where the frame cached last was taken.
+    """
+
+    features: tuple[Tensor, ...] = ()
+    anchors: tuple[Tensor, ...] = ()
+    period: Tensor | None = None
+    instance_id: Tensor | None = None
+    confidence: Tensor | None = None
+    ego_features: tuple[Tensor, ...] = ()
+    ego_anchors: tuple[Tensor, ...] = ()
+    ego_period: Tensor | None = None
+    ego_status: Tensor | None = None
+    clock: FrameClock | None = None
+
+
+@MODELS.register_module()
+class InstanceQueue(BaseModule):
+    """Features and anchors of the last frames, followed by track id, and the ego's beside them.
+
+    Args:
+        embed_dims: width C of features.
+        queue_length: frames kept, the current one included.
+        tracking_threshold: instances of at most this confidence in the previous frame are not followed.
+        feature_map_scale: accepted; the ego's feature is the mean over the front camera's coarsest map, of any size.
+
+    Source: names and defaults are SparseDrive's. Different: the state is one value; a sample whose history was dropped
+    starts anew for agents and ego alike; images of any size work.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        queue_length: int = 0,
+        tracking_threshold: float = 0,
+        feature_map_scale: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        if queue_length < 1:
+            raise ValueError(f"InstanceQueue: queue_length must be at least 1, got {queue_length}")
+        self.embed_dims = embed_dims
+        self.queue_length = queue_length
+        self.tracking_threshold = tracking_threshold
+
+        def convolution(stride: int) -> list[nn.Module]:
+            conv = nn.Conv2d(embed_dims, embed_dims, 3, stride=stride, padding=1, bias=False)
+            return [conv, nn.BatchNorm2d(embed_dims)]
+
+        self.ego_feature_encoder = nn.Sequential(
+            *convolution(1), *convolution(2), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+        )
+        sizes = [math.log(size) for size in _EGO_SIZE_M]
+        ego_anchor = [0.0, 0.5, _GROUND_M + _EGO_SIZE_M[2] / 2, *sizes, 1.0, 0.0, 0.0, 0.0, 0.0]
+        self.ego_anchor = nn.Parameter(torch.tensor([ego_anchor]), requires_grad=False)
+        self.state = InstanceQueueState()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state = InstanceQueueState()
+
+    def get(
+        self,
+        det_output: dict[str, Any],
+        feature_maps: Sequence[Any],
+        metas: dict[str, Any],
+        batch_size: int,
+        mask: Tensor | None,
+        anchor_handler: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Take in a frame and return what is remembered with it.
+
+        Args:
+            det_output: ``instance_feature`` [B, N, C], ``prediction``, ``instance_id`` [B, N].
+            feature_maps: the pyramid, flattened or [B, V, C, H, W] of each level. metas: see ``FrameClock``.
+            mask: [B] bool, whether a sample continues its sequence; None at the first frame.
+            anchor_handler: its ``anchor_projection`` moves anchors from frame to frame.
+
+        Returns:
+            the ego's feature [B, 1, C] and anchor [B, 1, D]; features [B, N + 1, T, C] and anchors [B, N + 1, T, D] of
+            the last T frames, the ego last; [B, N + 1, T], True where nothing is remembered.
+        """
+        state = self.state
+        if state.period is None or len(state.period) != batch_size or mask is None:
+            state = InstanceQueueState()
+        else:
+            motion = FrameClock.of(metas).since(state.clock).previous_to_current
+            motion = to_device(motion, mask.device, torch.float32)
+
+            def moved(anchors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                return tuple(anchor_handler.anchor_projection(anchor, [motion])[0] for anchor in anchors)
+
+            state = replace(state, anchors=moved(state.anchors), ego_anchors=moved(state.ego_anchors))
+        state = self._follow(state, det_output, mask)
+        ego_feature, ego_anchor, self.state = self._with_ego(state, feature_maps, mask, batch_size)
+        state = self.state
+
+        period = torch.cat([state.period, state.ego_period], dim=1)
+        features = torch.cat(
+            [
+                torch.stack(state.features, 2),
+                torch.stack(state.ego_features, 2).to(state.features[0].dtype),
+            ],
+            dim=1,
+        )
+        anchors = torch.cat([torch.stack(state.anchors, 2), torch.stack(state.ego_anchors, 2)], dim=1)
+        ages = torch.arange(len(state.anchors), 0, -1, device=period.device)
+        return ego_feature, ego_anchor, features, anchors, ages > period[..., None]
+
+    def _follow(
+        self, state: InstanceQueueState, det_output: dict[str, Any], mask: Tensor | None
+    ) -> InstanceQueueState:
+        """Bring what is remembered into the order of this frame's instances, and add the frame."""
+        feature, anchor = det_output["instance_feature"].detach(), det_output["prediction"][-1].detach()
+        features, anchors = state.features, state.anchors
+        if state.period is None:
+            period = torch.zeros(feature.shape[:2], dtype=torch.int64, device=feature.device)
+        else:
+            instance_id = det_output["instance_id"]
+            match = (instance_id[..., None] == state.instance_id[:, None]) & (instance_id >= 0)[..., None]
+            match = match & mask[:, None, None]  # [B, N, N before]
+            if self.tracking_threshold > 0:
+                match = match & (state.confidence > self.tracking_threshold)[:, None]
+            features = tuple(_chosen(match, x) for x in features)
+            anchors = tuple(_chosen(match, x) for x in anchors)
+            period = (match * state.period[:, None]).sum(2)
+        return replace(
+            state,
+            features=(*features, feature)[-self.queue_length :],
+            anchors=(*anchors, anchor)[-self.queue_length :],
+            period=(period + 1).clamp(max=self.queue_length),
+        )
+
+    def _with_ego(
+        self, state: InstanceQueueState, feature_maps: Sequence[Any], mask: Tensor | None, batch_size: int
+    ) -> tuple[Tensor, Tensor, InstanceQueueState]:
+        feature = self.ego_feature_encoder(_front_map(feature_maps)).flatten(1).unsqueeze(1)
+        anchor = self.ego_anchor.expand(batch_size, 1, -1).clone()
+        if state.ego_period is None:
+            period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)
+        else:
+            period = torch.where(mask[:, None], state.ego_period, 0)
+        if state.ego_status is not None:
+            speed = state.ego_status[..., _FORWARD_SPEED]
+            anchor[..., VY] = torch.where(mask[:, None], speed, 0).to(anchor.dtype)
+        state = replace(
+            state,
+            ego_features=(*state.ego_features, feature.detach())[-self.queue_length :],
+            ego_anchors=(*state.ego_anchors, anchor.detach())[-self.queue_length :],
+            ego_period=(period + 1).clamp(max=self.queue_length),
+        )
+        return feature, anchor, state
+
+    def cache(
+        self, det_output: dict[str, Any], ego_feature: Tensor, ego_status: Tensor, metas: dict[str, Any]
+    ) -> None:
+        """Keep what following the instances in the next frame takes.
+
+        Args:
+            det_output: ``classification`` and ``instance_id``. ego_feature: [B, 1, C] after the layers.
+            ego_status: [B, 1, 10] as predicted. metas: as in ``get``.
+        """
+        state = self.state
+        self.state = replace(
+            state,
+            confidence=det_output["classification"][-1].detach().float().sigmoid().amax(-1),
+            instance_id=det_output["instance_id"],
+            ego_status=ego_status.detach(),
+            ego_features=(*state.ego_features[:-1], ego_feature.detach()),
+            clock=FrameClock.of(metas),
+        )
+
+
+def _chosen(match: Tensor, x: Tensor) -> Tensor:
+    """Return for each row of match [B, N, M] (at most one True) its row of x [B, M, D], or zeros."""
+    index = match.to(torch.int8).argmax(-1)
+    rows = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+    return torch.where(match.any(-1, keepdim=True), rows, 0)
+
+
+def _front_map(feature_maps: Sequence[Any]) -> Tensor:
+    """Return the first camera's coarsest map [B, C, H, W] of a flattened or unflattened pyramid."""
+    if len(feature_maps) == 3 and feature_maps[0].dim() == 3:
+        features, shapes, starts = feature_maps
+        (H, W), start = shapes[0, -1].tolist(), int(starts[0, -1])
+        return features[:, start : start + H * W].transpose(1, 2).unflatten(-1, (H, W))
+    return feature_maps[-1][:, 0]

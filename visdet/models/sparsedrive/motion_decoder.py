@@ -1,0 +1,201 @@
+"""From motion and planning predictions to results."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visdet.registry import TASK_UTILS
+
+from .box3d import CNS, COS_YAW, SIN_YAW, L, W, decode_box
+
+__all__ = ["HierarchicalPlanningDecoder", "SparseBox3DMotionDecoder"]
+
+_EGO_SIZE_M = (4.08, 1.73)  # length and width
+_COLLISION = -999.0
+
+
+@TASK_UTILS.register_module()
+class SparseBox3DMotionDecoder:
+    """The trajectories of the boxes that ``SparseBox3DDecoder`` returns, in its order.
+
+    Args:
+        num_output: as the box decoder's; None takes the box decoder's own when both are in a ``SparseDriveHead``.
+        score_threshold, sorted: as the box decoder's.
+
+    Source: the name is SparseDrive's, whose number of outputs is fixed at 300.
+    """
+
+    def __init__(
+        self, num_output: int | None = None, score_threshold: float | None = None, sorted: bool = True
+    ) -> None:
+        self.num_output = num_output
+        self.score_threshold = score_threshold
+        self.sorted = sorted
+
+    @torch.no_grad()
+    def decode(
+        self,
+        cls_scores: list[Tensor],
+        box_preds: list[Tensor],
+        instance_id: Tensor | None = None,
+        quality: list[Tensor | None] | None = None,
+        motion_output: dict[str, Any] | None = None,
+        output_idx: int = -1,
+    ) -> list[dict[str, Tensor]]:
+        """Return of each sample, on the CPU: ``trajs_3d`` [n, M, T, 2] positions in metres, ``trajs_score`` [n, M],
+        ``anchor_queue`` [n, frames, 7 + v] boxes of the last frames, ``period`` [n] frames followed.
+
+        Args: as ``SparseBox3DDecoder.decode``, and what ``MotionPlanningHead`` returned for motion.
+        """
+        assert motion_output is not None
+        probability = cls_scores[output_idx].float().sigmoid()
+        if instance_id is not None:
+            probability = probability.amax(-1, keepdim=True)
+        candidates, num_classes = probability.flatten(1), probability.shape[-1]
+        wanted = 300 if self.num_output is None else self.num_output
+        score, index = candidates.topk(min(wanted, candidates.shape[1]), dim=1, sorted=self.sorted)
+        quality_of_layer = None if quality is None else quality[output_idx]
+        class_score = score
+        if quality_of_layer is not None:
+            centerness = quality_of_layer[..., CNS].float().sigmoid().gather(1, index // num_classes)
+            order = (score * centerness).argsort(dim=1, descending=True)
+            class_score, index = score.gather(1, order), index.gather(1, order)
+        query = index // num_classes
+        batch = torch.arange(len(query), device=query.device)[:, None]
+        centre = box_preds[output_idx][batch, query, :2]
+        steps = motion_output["prediction"][-1][batch, query]
+        queue = torch.stack(motion_output["anchor_queue"], 2)[batch, query]
+        results = {
+            "trajs_3d": steps.cumsum(-2) + centre[:, :, None, None],
+            "trajs_score": motion_output["classification"][-1].float().sigmoid()[batch, query],
+            "anchor_queue": decode_box(queue),
+            "period": motion_output["period"][batch, query],
+        }
+        is_kept = None if self.score_threshold is None else (class_score >= self.score_threshold).cpu()
+        results = {name: value.cpu() for name, value in results.items()}
+        return [
+            {name: value[i] if is_kept is None else value[i][is_kept[i]] for name, value in results.items()}
+            for i in range(len(query))
+        ]
+
+
+@TASK_UTILS.register_module()
+class HierarchicalPlanningDecoder:
+    """The plan: the modes of the command, without those that collide with what others will do, the best of them.
+
+    Args:
+        ego_fut_ts, ego_fut_mode: steps and modes of each command.
+        use_rescore: whether modes that collide lose; if all of them do, none does.
+
+    Source: names and the rule are SparseDrive's (corners of one box in the other). Different: every sample has its own
+    result, and the ego's box is shifted ahead in all its boxes, not in the first two alone.
+    """
+
+    def __init__(self, ego_fut_ts: int, ego_fut_mode: int, use_rescore: bool = False) -> None:
+        self.ego_fut_ts = ego_fut_ts
+        self.ego_fut_mode = ego_fut_mode
+        self.use_rescore = use_rescore
+
+    @torch.no_grad()
+    def decode(
+        self,
+        det_output: dict[str, Any],
+        motion_output: dict[str, Any],
+        planning_output: dict[str, Any],
+        data: dict[str, Any],
+    ) -> list[dict[str, Tensor]]:
+        """Return of each sample, on the CPU: ``planning_score`` [3, M], ``planning`` [3, M, T, 2] positions in metres,
+        ``final_planning`` [T, 2], ``ego_period`` [1], ``ego_anchor_queue`` [1, frames, 7 + v].
+
+        Args:
+            det_output, motion_output, planning_output: raw outputs. data: ``gt_ego_fut_cmd`` [B, 3].
+        """
+        classification = planning_output["classification"][-1].float()
+        B = len(classification)
+        scores = classification.reshape(B, 3, self.ego_fut_mode).clone()
+        plans = planning_output["prediction"][-1].float()
+        plans = plans.reshape(B, 3, self.ego_fut_mode, self.ego_fut_ts, 2).cumsum(-2)
+        batch = torch.arange(B, device=scores.device)
+        command = data["gt_ego_fut_cmd"].argmax(-1)
+        chosen, plan = scores[batch, command], plans[batch, command]
+        if self.use_rescore:
+            chosen = chosen + _COLLISION * self._collides(plan, det_output, motion_output)
+        scores[batch, command] = chosen
+        final = plan[batch, chosen.argmax(-1)]
+        queue = decode_box(torch.stack(planning_output["anchor_queue"], 2))
+        results = {
+            "planning_score": scores.sigmoid(),
+            "planning": plans,
+            "final_planning": final,
+            "ego_period": planning_output["period"],
+            "ego_anchor_queue": queue,
+        }
+        results = {name: value.cpu() for name, value in results.items()}
+        return [{name: value[i] for name, value in results.items()} for i in range(B)]
+
+    def _collides(
+        self,
+        plan: Tensor,  # [B, M, T, 2]
+        det_output: dict[str, Any],
+        motion_output: dict[str, Any],
+        score_threshold: float = 0.5,
+        scale: float = 1.1,
+        ahead: float = 0.5,
+    ) -> Tensor:  # [B, M]
+        """Return 1 for modes whose box meets that of an agent, at its likeliest motion, 0 for the others and where all
+        modes do."""
+        anchors = det_output["prediction"][-1].float()
+        is_seen = det_output["classification"][-1].float().sigmoid().amax(-1) >= score_threshold  # [B, N]
+        motion = motion_output["prediction"][-1].float()[..., : self.ego_fut_ts, :].cumsum(-2)
+        best = motion_output["classification"][-1].argmax(-1)
+        motion = motion.gather(2, best[..., None, None, None].expand(-1, -1, 1, *motion.shape[-2:])).squeeze(
+            2
+        )
+        path = _from_start(motion) + anchors[:, :, None, :2]  # [B, N, T + 1, 2]
+        yaw = _yaws(path, torch.atan2(anchors[..., SIN_YAW], anchors[..., COS_YAW]))[..., 1:]
+        others = path[..., 1:, :], yaw, anchors[:, :, None, W : L + 1].exp().expand(*yaw.shape, 2)
+
+        path = _from_start(plan)
+        yaw = _yaws(path, torch.full(path.shape[:-2], math.pi / 2, device=path.device))[..., 1:]
+        centre = path[..., 1:, :] + ahead * torch.stack([yaw.cos(), yaw.sin()], -1)
+        size = (scale * torch.tensor(_EGO_SIZE_M, device=path.device)).expand(*yaw.shape, 2)
+        ego = (x[:, :, None] for x in (centre, yaw, size))  # [B, M, 1, T, ...]
+        ego_boxes, other_boxes = tuple(ego), tuple(x[:, None] for x in others)
+        meets = _corner_inside(ego_boxes, other_boxes) | _corner_inside(other_boxes, ego_boxes)
+        collides = (meets & is_seen[:, None, :, None]).flatten(2).any(-1)
+        return collides.float() * ~collides.all(-1, keepdim=True)
+
+
+def _from_start(path: Tensor) -> Tensor:
+    """Return a path [..., T, 2] with the point it starts from before it."""
+    return F.pad(path, (0, 0, 1, 0))
+
+
+def _yaws(path: Tensor, start: Tensor, standing: float = 0.5) -> Tensor:
+    """Return the headings [..., T + 1] along a path [..., T + 1, 2]: ``start`` first, and throughout for one that ends
+    within ``standing`` metres of where it began."""
+    ahead = path[..., 2:, :] - path[..., :-2, :]
+    last = path[..., -1:, :] - path[..., -2:-1, :]
+    direction = torch.cat([ahead, last], -2)
+    yaw = torch.cat([start[..., None], torch.atan2(direction[..., 1], direction[..., 0])], -1)
+    stands = torch.linalg.vector_norm(path[..., -1, :] - path[..., 0, :], dim=-1) < standing
+    return torch.where(stands[..., None], start[..., None], yaw)
+
+
+def _corner_inside(boxes: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    """Return whether a corner of each box lies in the other; boxes are (centre [..., 2], yaw [...], size [..., 2])."""
+    (centre, yaw, size), (other_centre, other_yaw, other_size) = boxes, others
+    signs = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0]], device=centre.device)
+    corners = centre[..., None, :] + _turned(0.5 * size[..., None, :] * signs, yaw[..., None])
+    inside = _turned(corners - other_centre[..., None, :], -other_yaw[..., None])
+    return (inside.abs() < 0.5 * other_size[..., None, :]).all(-1).any(-1)
+
+
+def _turned(points: Tensor, yaw: Tensor) -> Tensor:
+    """Return points [..., 2] turned by yaw [...]."""
+    cos, sin = yaw.cos(), yaw.sin()
+    x, y = points.unbind(-1)
+    return torch.stack([cos * x - sin * y, sin * x + cos * y], -1)

@@ -1,0 +1,337 @@
+"""The head of motion and planning: what others will do and what to do, from what was seen."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from visdet.registry import MODELS, TASK_UTILS
+
+from ..layers.precision import in_full_precision
+from .box3d import COS_YAW, SIN_YAW
+from .instance_bank import topk
+from .mlp import linear_relu_ln
+from .sparse4d_loss import mean_over_processes
+
+__all__ = ["MotionPlanningHead", "gen_sineembed_for_position"]
+
+
+def gen_sineembed_for_position(pos_tensor: Tensor, hidden_dim: int = 256) -> Tensor:
+    """Return sines and cosines [..., hidden_dim] of positions [..., 2], those of y first.
+
+    Source: the name and the formula are SparseDrive's.
+    """
+    half = hidden_dim // 2
+    index = torch.arange(half, dtype=torch.float32, device=pos_tensor.device)
+    wavelength = 10000 ** (2 * torch.div(index, 2, rounding_mode="floor") / half)
+    phase = pos_tensor.float()[..., None] * (2 * math.pi) / wavelength  # [..., 2, half]
+    waves = torch.stack([phase[..., 0::2].sin(), phase[..., 1::2].cos()], -1).flatten(-2)
+    return torch.cat([waves[..., 1, :], waves[..., 0, :]], -1)
+
+
+@MODELS.register_module()
+class MotionPlanningHead(BaseModule):
+    """Modes of motion for every instance and of a plan for the ego, which is one instance more.
+
+    Args:
+        fut_ts, fut_mode: steps and modes of agents. ego_fut_ts, ego_fut_mode: of the ego, modes of each command.
+        motion_anchor: [classes, fut_mode, fut_ts, 2] trajectories in an agent's frame, or the .npy file of them.
+        plan_anchor: [3, ego_fut_mode, ego_fut_ts, 2], or the .npy file of them.
+        embed_dims: width C. decouple_attn: feature and embedding enter attention side by side, not added.
+        instance_queue: config of what is remembered.
+        operation_order: of 'temp_gnn', 'gnn', 'norm', 'cross_gnn', 'ffn' and 'refine'.
+        temp_graph_model, graph_model, cross_graph_model: attention of an instance to its own past, of instances to the
+            most certain of them, and to the map.
+        norm_layer, ffn, refine_layer: configs of the other operations.
+        motion_sampler, planning_sampler: targets. motion_loss_cls, motion_loss_reg, plan_loss_cls, plan_loss_reg,
+            plan_loss_status: losses. motion_decoder, planning_decoder: from predictions to results.
+        num_det, num_map: most certain instances and map elements that attention goes to.
+
+    The temporal state is ``state``, a value. Source: arXiv 2405.19620; names and defaults are SparseDrive's. Different:
+    the sine embedding has ``embed_dims`` channels.
+    """
+
+    OPERATIONS = ("temp_gnn", "gnn", "norm", "cross_gnn", "ffn", "refine")
+
+    def __init__(
+        self,
+        fut_ts: int = 12,
+        fut_mode: int = 6,
+        ego_fut_ts: int = 6,
+        ego_fut_mode: int = 3,
+        motion_anchor: Any = None,
+        plan_anchor: Any = None,
+        embed_dims: int = 256,
+        decouple_attn: bool = False,
+        instance_queue: dict[str, Any] | None = None,
+        operation_order: Sequence[str] = (),
+        temp_graph_model: dict[str, Any] | None = None,
+        graph_model: dict[str, Any] | None = None,
+        cross_graph_model: dict[str, Any] | None = None,
+        norm_layer: dict[str, Any] | None = None,
+        ffn: dict[str, Any] | None = None,
+        refine_layer: dict[str, Any] | None = None,
+        motion_sampler: dict[str, Any] | None = None,
+        motion_loss_cls: dict[str, Any] | None = None,
+        motion_loss_reg: dict[str, Any] | None = None,
+        planning_sampler: dict[str, Any] | None = None,
+        plan_loss_cls: dict[str, Any] | None = None,
+        plan_loss_reg: dict[str, Any] | None = None,
+        plan_loss_status: dict[str, Any] | None = None,
+        motion_decoder: dict[str, Any] | None = None,
+        planning_decoder: dict[str, Any] | None = None,
+        num_det: int = 50,
+        num_map: int = 10,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        unknown = set(operation_order) - set(self.OPERATIONS)
+        if unknown:
+            raise ValueError(
+                f"MotionPlanningHead: operation_order must be of {self.OPERATIONS}, got {sorted(unknown)}"
+            )
+        self.fut_ts, self.fut_mode = fut_ts, fut_mode
+        self.ego_fut_ts, self.ego_fut_mode = ego_fut_ts, ego_fut_mode
+        self.embed_dims, self.decouple_attn = embed_dims, decouple_attn
+        self.num_det, self.num_map = num_det, num_map
+        self.operation_order = list(operation_order)
+        self.instance_queue = MODELS.build(instance_queue)
+        self.motion_sampler = TASK_UTILS.build(motion_sampler)
+        self.planning_sampler = TASK_UTILS.build(planning_sampler)
+        self.motion_decoder = TASK_UTILS.build(motion_decoder)
+        self.planning_decoder = TASK_UTILS.build(planning_decoder)
+        self.motion_loss_cls, self.motion_loss_reg = (
+            MODELS.build(motion_loss_cls),
+            MODELS.build(motion_loss_reg),
+        )
+        self.plan_loss_cls, self.plan_loss_reg = MODELS.build(plan_loss_cls), MODELS.build(plan_loss_reg)
+        self.plan_loss_status = MODELS.build(plan_loss_status)
+        configs = {
+            "temp_gnn": temp_graph_model,
+            "gnn": graph_model,
+            "norm": norm_layer,
+            "cross_gnn": cross_graph_model,
+            "ffn": ffn,
+            "refine": refine_layer,
+        }
+        self.layers = nn.ModuleList(MODELS.build(configs[op]) for op in self.operation_order)
+        C = embed_dims
+        self.fc_before = nn.Linear(C, 2 * C, bias=False) if decouple_attn else nn.Identity()
+        self.fc_after = nn.Linear(2 * C, C, bias=False) if decouple_attn else nn.Identity()
+        self.motion_anchor = _anchors("motion_anchor", motion_anchor, (fut_mode, fut_ts, 2))
+        self.plan_anchor = _anchors("plan_anchor", plan_anchor, (ego_fut_mode, ego_fut_ts, 2), 3)
+        self.motion_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
+        self.plan_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
+
+    def init_weights(self) -> None:
+        """Draw every matrix of the operations but refinement's by Xavier, then let refinement set its own."""
+        for op, layer in zip(self.operation_order, self.layers, strict=True):
+            if op == "refine":
+                layer.init_weights()
+                continue
+            for parameter in layer.parameters():
+                if parameter.dim() > 1:
+                    nn.init.xavier_uniform_(parameter)
+
+    @property
+    def state(self) -> Any:
+        """What the next frame starts from."""
+        return self.instance_queue.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.instance_queue.state = state
+
+    def forward(
+        self,
+        det_output: dict[str, Any],
+        map_output: dict[str, Any],
+        feature_maps: Sequence[Any],
+        metas: dict[str, Any],
+        anchor_encoder: nn.Module,
+        mask: Tensor | None,
+        anchor_handler: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the raw outputs of motion and of planning.
+
+        Args:
+            det_output, map_output: raw outputs of the other heads. feature_maps, metas: as theirs.
+            anchor_encoder: embeds boxes, the ego's among them. mask: [B] bool, whether a sample continues its sequence.
+            anchor_handler: moves boxes from frame to frame.
+
+        Returns:
+            two dicts of ``classification`` [B, N, M] and ``prediction`` [B, N, M, T, 2] (steps in metres) per
+            refinement, ``period`` [B, N], ``anchor_queue``, boxes [B, N, D] of the last frames; planning also
+            ``status`` [B, 1, 10] and its N is 1, its modes 3 * M.
+        """
+        if "instance_id" not in det_output:
+            raise ValueError("MotionPlanningHead: detection must give ids: set its head's with_instance_id")
+        feature, embed = det_output["instance_feature"], det_output["anchor_embed"]
+        B, N = feature.shape[:2]
+        probability = det_output["classification"][-1].float().sigmoid()
+        confidence = probability.amax(-1)
+        _, (feature_best, embed_best) = topk(confidence, min(self.num_det, N), feature, embed)
+        map_feature, map_embed = map_output["instance_feature"], map_output["anchor_embed"]
+        map_confidence = map_output["classification"][-1].float().sigmoid().amax(-1)
+        count = min(self.num_map, map_feature.shape[1])
+        _, (map_feature, map_embed) = topk(map_confidence, count, map_feature, map_embed)
+
+        ego_feature, ego_anchor, past, past_anchor, is_absent = self.instance_queue.get(
+            det_output, feature_maps, metas, B, mask, anchor_handler
+        )
+        ego_feature = ego_feature.to(feature.dtype)
+        ego_embed, past_embed = anchor_encoder(ego_anchor), anchor_encoder(past_anchor)
+        memory = past.flatten(0, 1).to(feature.dtype), past_embed.flatten(0, 1), is_absent.flatten(0, 1)
+        motion_modes, plan_modes = self._mode_queries(probability, det_output["prediction"][-1])
+
+        feature, embed = torch.cat([feature, ego_feature], 1), torch.cat([embed, ego_embed], 1)
+        best = torch.cat([feature_best, ego_feature], 1), torch.cat([embed_best, ego_embed], 1)
+        outputs = []
+        for op, layer in zip(self.operation_order, self.layers, strict=True):
+            if op == "temp_gnn":
+                of_each = (x.flatten(0, 1).unsqueeze(1) for x in (feature, embed))
+                attended = self._attend(layer, *of_each, *memory[:2], key_padding_mask=memory[2])
+                feature = attended.reshape(B, N + 1, -1)
+            elif op == "gnn":
+                feature = self._attend(layer, feature, embed, *best)
+            elif op == "cross_gnn":
+                feature = layer(feature, key=map_feature, query_pos=embed, key_pos=map_embed)
+            elif op == "refine":
+                query = (feature + embed).unsqueeze(2)
+                outputs.append(
+                    layer(
+                        motion_modes + query[:, :N], plan_modes + query[:, N:], feature[:, N:], embed[:, N:]
+                    )
+                )
+            else:
+                feature = layer(feature)
+        motion_cls, motion_reg, plan_cls, plan_reg, status = map(list, zip(*outputs, strict=True))
+        queue = self.instance_queue
+        queue.cache(det_output, feature[:, N:], status[-1], metas)
+        state = queue.state
+        motion = dict(classification=motion_cls, prediction=motion_reg)
+        motion |= dict(period=state.period, anchor_queue=list(state.anchors))
+        planning = dict(classification=plan_cls, prediction=plan_reg, status=status)
+        planning |= dict(period=state.ego_period, anchor_queue=list(state.ego_anchors))
+        return motion, planning
+
+    def _attend(
+        self, layer: nn.Module, query: Tensor, query_pos: Tensor, key: Tensor, key_pos: Tensor, **kwargs: Any
+    ) -> Tensor:
+        if not self.decouple_attn:
+            return layer(query, key, key, query_pos=query_pos, key_pos=key_pos, **kwargs)
+        value = self.fc_before(key)
+        query, key = torch.cat([query, query_pos], -1), torch.cat([key, key_pos], -1)
+        return self.fc_after(layer(query, key, value, **kwargs))
+
+    def _mode_queries(self, probability: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries of motion [B, N, M, C], from the end points of the best class's modes in the boxes' frame, and
+        of planning [1, 1, 3 * M, C]."""
+        modes = self.motion_anchor[probability.argmax(-1)][..., -1, :]  # [B, N, M, 2]
+        anchors = anchors.detach().float()
+        yaw = torch.atan2(anchors[..., SIN_YAW], anchors[..., COS_YAW])[..., None]
+        cos, sin = yaw.cos(), yaw.sin()
+        x, y = modes.unbind(-1)
+        ends = torch.stack([cos * x - sin * y, sin * x + cos * y], -1)
+        C = self.embed_dims
+        motion = in_full_precision(self.motion_anchor_encoder, gen_sineembed_for_position(ends, C))
+        plan = gen_sineembed_for_position(self.plan_anchor[..., -1, :], C).flatten(0, 1)
+        return motion, in_full_precision(self.plan_anchor_encoder, plan)[None, None]
+
+    def loss(
+        self,
+        motion_model_outs: dict[str, Any],
+        planning_model_outs: dict[str, Any],
+        data: dict[str, Any],
+        motion_loss_cache: dict[str, Any],
+    ) -> dict[str, Tensor]:
+        """Return ``motion_loss_{cls,reg}_i`` and ``planning_loss_{cls,reg,status}_i`` of each refinement i.
+
+        Args:
+            motion_model_outs, planning_model_outs: what ``forward`` returned. data: ``gt_agent_fut_trajs``,
+                ``gt_agent_fut_masks`` per sample, ``gt_ego_fut_trajs``, ``gt_ego_fut_masks``, ``gt_ego_fut_cmd``,
+                ``ego_status``. motion_loss_cache: ``indices``, detection's last match.
+        """
+        device_type = motion_model_outs["prediction"][0].device.type
+        with torch.autocast(device_type, enabled=False):
+            losses = self._motion_loss(motion_model_outs, data, motion_loss_cache)
+            return losses | self._planning_loss(planning_model_outs, data)
+
+    def _motion_loss(
+        self, outs: dict[str, Any], data: dict[str, Any], cache: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        losses = {}
+        for i, (cls, reg) in enumerate(zip(outs["classification"], outs["prediction"], strict=True)):
+            mode, counts, best, target, weight, num_pos = self.motion_sampler.sample(
+                reg.float(), data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"], cache
+            )
+            num_pos = mean_over_processes(num_pos).clamp(min=1.0).squeeze()
+            cls, mode, counts = (x.flatten(end_dim=1) for x in (cls.float(), mode, counts.float()))
+            losses[f"motion_loss_cls_{i}"] = self.motion_loss_cls(
+                cls, mode, weight=counts, avg_factor=num_pos
+            )
+            losses[f"motion_loss_reg_{i}"] = self.motion_loss_reg(
+                best.flatten(end_dim=1).cumsum(-2),
+                target.flatten(end_dim=1).cumsum(-2),
+                weight=weight.flatten(end_dim=1).unsqueeze(-1),
+                avg_factor=num_pos,
+            )
+        return losses
+
+    def _planning_loss(self, outs: dict[str, Any], data: dict[str, Any]) -> dict[str, Tensor]:
+        losses = {}
+        for i, (cls, reg, status) in enumerate(
+            zip(outs["classification"], outs["prediction"], outs["status"], strict=True)
+        ):
+            cls, mode, counts, best, target, weight = self.planning_sampler.sample(
+                cls.float(), reg.float(), data["gt_ego_fut_trajs"], data["gt_ego_fut_masks"], data
+            )
+            cls, mode, counts = (x.flatten(end_dim=1) for x in (cls, mode, counts.float()))
+            losses[f"planning_loss_cls_{i}"] = self.plan_loss_cls(cls, mode, weight=counts)
+            losses[f"planning_loss_reg_{i}"] = self.plan_loss_reg(
+                best.flatten(end_dim=1),
+                target.flatten(end_dim=1),
+                weight=weight.flatten(end_dim=1).unsqueeze(-1),
+            )
+            given = data["ego_status"].to(status.device, torch.float32)
+            losses[f"planning_loss_status_{i}"] = self.plan_loss_status(status.float().squeeze(1), given)
+        return losses
+
+    def post_process(
+        self,
+        det_output: dict[str, Any],
+        motion_output: dict[str, Any],
+        planning_output: dict[str, Any],
+        data: dict[str, Any],
+    ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+        """Return each sample's motion and planning results, see the decoders."""
+        motion = self.motion_decoder.decode(
+            det_output["classification"],
+            det_output["prediction"],
+            det_output.get("instance_id"),
+            det_output.get("quality"),
+            motion_output,
+        )
+        return motion, self.planning_decoder.decode(det_output, motion_output, planning_output, data)
+
+
+def _anchors(name: str, given: Any, shape: tuple[int, ...], first: int | None = None) -> nn.Parameter:
+    """Return anchors [first, *shape] that do not learn, from numbers or a .npy file."""
+    if isinstance(given, (str, Path)):
+        if not Path(given).exists():
+            raise FileNotFoundError(
+                f"MotionPlanningHead: {name} file {given} does not exist; tools/make_anchors.py makes it"
+            )
+        given = np.load(given, allow_pickle=False)
+    if given is None:
+        raise ValueError(f"MotionPlanningHead: {name} must be numbers or a .npy file, got None")
+    anchors = torch.as_tensor(np.asarray(given), dtype=torch.float32)
+    if anchors.shape[1:] != shape or (first is not None and len(anchors) != first):
+        wanted = ["classes" if first is None else first, *shape]
+        raise ValueError(f"MotionPlanningHead: {name} must be {wanted}, got {list(anchors.shape)}")
+    return nn.Parameter(anchors.clone(), requires_grad=False)

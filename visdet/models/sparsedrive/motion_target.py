@@ -1,0 +1,99 @@
+"""Targets of motion and planning: the mode that comes nearest to what happened learns it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visdet.registry import TASK_UTILS
+
+__all__ = ["MotionTarget", "PlanningTarget", "best_modes"]
+
+
+def best_modes(reg_pred: Tensor, reg_target: Tensor, reg_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mode nearest to the target, [B, N], and its steps, [B, N, T, 2].
+
+    Args:
+        reg_pred: [B, N, M, T, 2] steps in metres. reg_target: [B, N, T, 2]. reg_weight: [B, N, T], 0 for unknown.
+
+    Distances are between positions, the sums of steps, averaged over all T.
+    """
+    distance = torch.linalg.vector_norm(reg_target.cumsum(-2).unsqueeze(2) - reg_pred.cumsum(-2), dim=-1)
+    mode = (distance * reg_weight.unsqueeze(2)).mean(-1).argmin(-1)
+    index = mode[..., None, None, None].expand(-1, -1, 1, *reg_pred.shape[-2:])
+    return mode, reg_pred.gather(2, index).squeeze(2)
+
+
+@TASK_UTILS.register_module()
+class MotionTarget:
+    """Futures of the annotated boxes for the instances that detection matched with them.
+
+    Source: the name and the rule are SparseDrive's.
+    """
+
+    def sample(
+        self,
+        reg_pred: Tensor,
+        gt_reg_target: Sequence[Tensor],
+        gt_reg_mask: Sequence[Tensor],
+        motion_loss_cache: dict[str, Any],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return modes [B, N], whether they count [B, N], their steps, target steps, weights and matched instances [1].
+
+        Args:
+            reg_pred: [B, N, M, T, 2] steps in metres. gt_reg_target: [n, T, 2] steps of each sample's boxes.
+            gt_reg_mask: [n, T]. motion_loss_cache: ``indices``, detection's match of each sample: instances, boxes.
+        """
+        B, N, _, T, _ = reg_pred.shape
+        reg_target, reg_weight = reg_pred.new_zeros(B, N, T, 2), reg_pred.new_zeros(B, N, T)
+        count = 0
+        for i, (instances, boxes) in enumerate(motion_loss_cache["indices"]):
+            if len(gt_reg_target[i]) == 0 or len(instances) == 0:
+                continue
+            reg_target[i, instances] = gt_reg_target[i][boxes].to(reg_pred.dtype)
+            reg_weight[i, instances] = gt_reg_mask[i][boxes].to(reg_pred.dtype)
+            count += len(instances)
+        mode, best = best_modes(reg_pred, reg_target, reg_weight)
+        return mode, reg_weight.any(-1), best, reg_target, reg_weight, reg_pred.new_full((1,), float(count))
+
+
+@TASK_UTILS.register_module()
+class PlanningTarget:
+    """The ego's future for the modes of the command that was given.
+
+    Args:
+        ego_fut_ts: steps. ego_fut_mode: modes of each of the three commands.
+
+    Source: the name and the rule are SparseDrive's.
+    """
+
+    def __init__(self, ego_fut_ts: int, ego_fut_mode: int) -> None:
+        self.ego_fut_ts = ego_fut_ts
+        self.ego_fut_mode = ego_fut_mode
+
+    def sample(
+        self,
+        cls_pred: Tensor,
+        reg_pred: Tensor,
+        gt_reg_target: Tensor,
+        gt_reg_mask: Tensor,
+        data: dict[str, Any],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the command's logits [B, 1, M], mode [B, 1], whether it counts, its steps, target and weights.
+
+        Args:
+            cls_pred: [B, 1, 3 * M]. reg_pred: [B, 1, 3 * M, T, 2] steps in metres. gt_reg_target: [B, T, 2].
+            gt_reg_mask: [B, T]. data: ``gt_ego_fut_cmd`` [B, 3], one-hot: right, left, straight.
+        """
+        B, M, T = len(reg_pred), self.ego_fut_mode, self.ego_fut_ts
+        target, mask = (
+            gt_reg_target.unsqueeze(1).to(reg_pred.dtype),
+            gt_reg_mask.unsqueeze(1).to(reg_pred.dtype),
+        )
+        batch = torch.arange(B, device=reg_pred.device)
+        command = data["gt_ego_fut_cmd"].argmax(-1)
+        cls = cls_pred.reshape(B, 3, 1, M)[batch, command]
+        reg = reg_pred.reshape(B, 3, 1, M, T, 2)[batch, command]
+        mode, best = best_modes(reg, target, mask)
+        return cls, mode, mask.any(-1), best, target, mask
