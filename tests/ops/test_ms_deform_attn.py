@@ -8,10 +8,21 @@ import torch
 from golden import golden, under
 from torch.library import opcheck
 
-from visdet.ops import ms_deform_attn, ms_deform_attn_reference
+from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_reference
 from visdet.ops.ms_deform_attn import level_starts_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+
+
+@pytest.fixture(params=[False, True], ids=["any-order", "deterministic"])
+def deterministic(request, device):
+    """Run on CUDA both ways: the backward has a kernel that sorts (always, in this mode) and one that does not."""
+    if device == "cpu" and request.param:
+        pytest.skip("the CPU has one way")
+    torch.use_deterministic_algorithms(request.param)
+    yield
+    torch.use_deterministic_algorithms(False)
+
 
 # Largest |difference| / largest |value| of the output against the float64 reference on the same (rounded)
 # values. The 16-bit outputs are rounded once, to a relative 2^-11 and 2^-8 of themselves; gradients of
@@ -88,7 +99,7 @@ def test_corner_outside_counts_as_zero_by_hand():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_matches_reference(name, dtype, device):
+def test_matches_reference(name, dtype, device, deterministic):
     case = make_case(*CASES[name], dtype=dtype, device=device)
     exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
     generator = torch.Generator().manual_seed(1)
@@ -122,7 +133,7 @@ def test_golden_vectors():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["B2-Q13-G3-C20-P4-L2", "B2-Q9-G2-C71-P5-L3"])
-def test_gradcheck(name, device):
+def test_gradcheck(name, device, deterministic):
     B, _, G, C, P, shapes = CASES[name]
     value, level_shapes, starts, locations, weights = make_case(B, 3, G, min(C, 5), P, shapes, device=device)
     leaves = [tensor.requires_grad_() for tensor in (value, locations, weights)]
@@ -135,7 +146,7 @@ def test_gradcheck(name, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, -1e30, 2.0**40])
-def test_position_that_is_no_number_contributes_nothing(bad, device):
+def test_position_that_is_no_number_contributes_nothing(bad, device, deterministic):
     case = make_case(*CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.float32, device=device)
     value, shapes, starts, locations, weights = case
     weights_without = weights.clone()
@@ -181,7 +192,7 @@ def test_border_positions(device):
 @pytest.mark.parametrize(
     "sizes", [(0, 5, 2, 4, 3), (2, 0, 2, 4, 3), (2, 5, 0, 4, 3), (2, 5, 2, 0, 3), (2, 5, 2, 4, 0)], ids=str
 )
-def test_empty_sizes(sizes, device):
+def test_empty_sizes(sizes, device, deterministic):
     B, Q, G, C, P = sizes
     case = make_case(B, Q, G, C, P, [(3, 2), (2, 2)], dtype=torch.float32, device=device)
     output, grads = gradients(ms_deform_attn, case, torch.ones(B, Q, G * C, device=device))
@@ -202,7 +213,7 @@ def test_no_levels(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_non_contiguous_inputs(dtype, device):
+def test_non_contiguous_inputs(dtype, device, deterministic):
     value, shapes, starts, locations, weights = make_case(
         *CASES["B3-Q17-G8-C32-P4-L4"], dtype=dtype, device=device
     )
@@ -449,6 +460,35 @@ def test_exports():
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_runs_in_an_aot_inductor_package(fused, tmp_path):
+    value, _, _, locations, weights = make_case(*CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.float32)
+
+    class Plain(torch.nn.Module):
+        def forward(self, value, locations, weights):
+            return ms_deform_attn(value * 2, [(7, 5), (3, 4)], [0, 35], locations, weights).relu()
+
+    class Fused(torch.nn.Module):
+        def forward(self, value, points, offsets, logits):
+            return ms_deform_attn_fused(
+                value * 2, [(7, 5), (3, 4)], [0, 35], points, offsets, logits, [3, 1]
+            ).relu()
+
+    generator = torch.Generator().manual_seed(2)
+    arguments = (value, locations, weights)
+    if fused:
+        sizes = ((2, 13, 2, 4), (2, 13, 3, 4, 2), (2, 13, 3, 4))
+        arguments = (value, *[torch.rand(size, generator=generator) for size in sizes])
+    module = Fused() if fused else Plain()
+    program = torch.export.export(module, arguments, strict=False)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "op.pt2"))
+    packaged = torch._inductor.aoti_load_package(path)
+    for scale in (1.0, 0.5):
+        inputs = (arguments[0] * scale, *arguments[1:])
+        torch.testing.assert_close(packaged(*inputs), module(*inputs))
+
+
 def test_meta_tensors_give_shapes():
     case = make_case(*CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.bfloat16)
     out = ms_deform_attn(*[tensor.to("meta") for tensor in case])
@@ -525,6 +565,70 @@ def test_current_stream_and_graph_capture():
     case[0].mul_(2)
     graph.replay()
     torch.testing.assert_close(out, expected * 2)
+
+
+def wide(*shape, dtype=torch.float32):
+    """Return zeros of any size that take no memory."""
+    return torch.zeros((), dtype=dtype, device="cuda").expand(shape)
+
+
+CUDA_LIMITS = {
+    "rows": (
+        dict(value=(1, 2**31, 1, 0), locations=(1, 1, 1, 1, 1, 2), weights=(1, 1, 1, 1, 1)),
+        "value must have fewer than 2.31 rows S, got 2147483648",
+    ),
+    "samples": (
+        dict(value=(1, 4, 1, 1), locations=(1, 2**20, 1, 1, 2**11, 2), weights=(1, 2**20, 1, 1, 2**11)),
+        r"Q \* G \* L \* P must be under 2.31, got 1048576 \* 1 \* 2048",
+    ),
+    "channels": (
+        dict(value=(1, 4, 2, 2**27), locations=(1, 1, 2, 1, 1, 2), weights=(1, 1, 2, 1, 1)),
+        r"G \* C must be under 2.28, got 2 \* 134217728",
+    ),
+    "heads": (
+        dict(value=(2**30, 4, 2, 1), locations=(2**30, 0, 2, 1, 1, 2), weights=(2**30, 0, 2, 1, 1)),
+        r"B \* G must be under 2.31, got 1073741824 \* 2",
+    ),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CUDA_LIMITS)
+def test_cuda_size_limits(name):
+    shapes, message = CUDA_LIMITS[name]
+    arguments = {key: wide(*shape) for key, shape in shapes.items()}
+    with pytest.raises(RuntimeError, match="ms_deform_attn: " + message):
+        ms_deform_attn(arguments["value"], [(2, 2)], [0], arguments["locations"], arguments["weights"])
+
+
+@pytest.mark.cuda
+def test_cuda_size_limit_of_the_backward():
+    # 2^30 queries of 3 points: a record numbers its query and point in 31 bits.
+    with pytest.raises(RuntimeError, match=r"Q \* P must be under 2.31 .*got 715827882 \* 3"):
+        torch.ops.visdet.ms_deform_attn_backward(
+            wide(1, 715827882, 1),
+            wide(1, 4, 1, 1),
+            torch.tensor([[2, 2]]),
+            torch.tensor([0]),
+            wide(1, 715827882, 1, 1, 3, 2),
+            wide(1, 715827882, 1, 1, 3),
+            False,
+        )
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_second_gpu_while_the_first_is_current():
+    case = make_case(*CASES["B3-Q17-G8-C32-P4-L4"], dtype=torch.float32)
+    grad_output = torch.ones(3, 17, 256)
+    expected, wanted = gradients(ms_deform_attn, case, grad_output)
+    there = [tensor.to("cuda:1") for tensor in case]
+    assert torch.cuda.current_device() == 0
+    output, grads = gradients(ms_deform_attn, there, grad_output.to("cuda:1"))
+    assert output.device == torch.device("cuda:1")
+    torch.testing.assert_close(output.cpu(), expected, rtol=1e-5, atol=1e-5)
+    for grad, same in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad.cpu(), same, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.cuda

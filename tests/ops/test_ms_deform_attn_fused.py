@@ -11,6 +11,17 @@ from visdet.ops.ms_deform_attn import level_starts_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 
+
+@pytest.fixture(params=[False, True], ids=["any-order", "deterministic"])
+def deterministic(request, device):
+    """Run on CUDA both ways: the backward has a kernel that sorts (always, in this mode) and one that does not."""
+    if device == "cpu" and request.param:
+        pytest.skip("the CPU has one way")
+    torch.use_deterministic_algorithms(request.param)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 # Largest |difference| / largest |value| against the float64 reference on the same (rounded) numbers. What is 16 bits
 # wide is rounded once, to a relative 2^-11 and 2^-8 of itself.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
@@ -120,7 +131,7 @@ def test_two_samples_by_hand(device):
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("references", [2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_matches_reference(name, references, types, device):
+def test_matches_reference(name, references, types, device, deterministic):
     dtype, inputs = types
     case = make_case(*CASES[name], references, dtype, inputs, device)
     B, Q, G, C = CASES[name][:4]
@@ -138,7 +149,7 @@ def test_matches_reference(name, references, types, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("references", [2, 4])
-def test_gradcheck(references, device):
+def test_gradcheck(references, device, deterministic):
     value, shapes, starts, *others, num_points = make_case(
         2, 3, 2, 5, [2, 3], [(5, 4), (2, 3)], references, device=device
     )
@@ -153,7 +164,7 @@ def test_gradcheck(references, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("references", [2, 4])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
-def test_position_that_is_no_number_contributes_nothing(bad, references, device):
+def test_position_that_is_no_number_contributes_nothing(bad, references, device, deterministic):
     value, shapes, starts, refs, offsets, logits, points = make_case(
         2, 7, 3, 20, [4, 3], [(7, 5), (3, 4)], references, torch.float32, device=device
     )
@@ -211,7 +222,7 @@ def test_extreme_logits(dtype, device):
 @pytest.mark.parametrize(
     "sizes", [(0, 5, 2, 4, 3), (2, 0, 2, 4, 3), (2, 5, 0, 4, 3), (2, 5, 2, 0, 3), (2, 5, 2, 4, 0)], ids=str
 )
-def test_empty_sizes(sizes, device):
+def test_empty_sizes(sizes, device, deterministic):
     B, Q, G, C, P = sizes
     case = make_case(B, Q, G, C, [P, P], [(3, 2), (2, 2)], dtype=torch.float32, device=device)
     output, grads = gradients(ms_deform_attn_fused, case, torch.ones(B, Q, G * C, device=device))
@@ -222,7 +233,7 @@ def test_empty_sizes(sizes, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_non_contiguous_inputs(dtype, device):
+def test_non_contiguous_inputs(dtype, device, deterministic):
     value, shapes, starts, refs, offsets, logits, points = make_case(
         *CASES["B3-Q17-G8-C32-P4-4-4-4"], 4, dtype, device=device
     )

@@ -6,6 +6,7 @@ from .driving_scenes import DrivingScenesDataset, make_driving_scenes
 from .info_files import load_infos, save_infos
 from .nuscenes import NuScenes3DDetTrackDataset
 from .shapes import ShapesDataset, make_shapes
+from .two_view_pairs import TwoViewPairs
 from .volume import PointSampleDataset, VolumeDataset, make_volume
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "NuScenes3DDetTrackDataset",
     "PointSampleDataset",
     "ShapesDataset",
+    "TwoViewPairs",
     "VolumeDataset",
     "load_infos",
     "make_driving_scenes",

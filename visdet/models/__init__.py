@@ -11,6 +11,7 @@ from .layers import FFN, ConvModule, MultiheadAttention, MultiScaleDeformableAtt
 from .losses import FocalLoss, GIoULoss, L1Loss
 from .matching import BBoxL1Cost, ClassificationCost, FocalLossCost, HungarianAssigner, IoUCost
 from .necks import ChannelMapper
+from .two_view_depth import TwoViewDepth
 
 __all__ = [
     "FFN",
@@ -35,5 +36,6 @@ __all__ = [
     "PointsDataPreprocessor",
     "ResNet",
     "SinePositionalEncoding",
+    "TwoViewDepth",
     "sparsedrive",
 ]

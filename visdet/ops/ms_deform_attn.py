@@ -58,8 +58,9 @@ def ms_deform_attn(
     ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type: coordinates
     and weights are never rounded to 16 bits here.
 
-    On CUDA an image's Q * G * L * P must be under 2^31 and G * C under 2^28. The backward takes scratch memory:
-    20 bytes a sample, 36 in deterministic mode.
+    On CUDA an image's Q * G * L * P must be under 2^31, G * C under 2^28, S and B * G under 2^31, and in the backward
+    Q times P rounded up to a power of two under 2^31. The backward takes scratch memory: 20 bytes a sample, 36 in
+    deterministic mode; with few samples instead a float32 copy of a 16-bit gradient of ``value``.
 
     Raises:
         RuntimeError: a shape, type, size or device does not fit; the message names the argument.
@@ -140,7 +141,7 @@ def ms_deform_attn_fused(
         ``offsets`` and ``reference_points`` zero gradients.
 
     Differentiable once with respect to ``value``, ``reference_points``, ``offsets`` and ``logits``. Everything
-    else (determinism, autocast, limits) is as for ``ms_deform_attn``; the backward on CUDA takes 12 bytes a sample
+    else (determinism, autocast, limits) is as for ``ms_deform_attn``; the backward on CUDA takes 16 bytes a sample
     and 8 a row more of scratch. More than 16 levels on CUDA, and devices without kernels, take the path of
     separate operators.
 

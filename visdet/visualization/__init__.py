@@ -3,10 +3,12 @@
 from .drawing import contact_sheet, draw_boxes, side_by_side
 from .field_visualizer import FieldVisualizer, slice_ellipses
 from .local_visualizer import DetLocalVisualizer
+from .two_view_depth_visualizer import TwoViewDepthVisualizer
 
 __all__ = [
     "DetLocalVisualizer",
     "FieldVisualizer",
+    "TwoViewDepthVisualizer",
     "contact_sheet",
     "draw_boxes",
     "side_by_side",

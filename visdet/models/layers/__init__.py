@@ -1,9 +1,11 @@
 """Layers shared by the detector families."""
 
+from . import detection_ops  # noqa: F401  (registers)
 from .activation import build_activation_layer
 from .conv_module import ConvModule
 from .dropout import build_dropout
 from .feed_forward import FFN
+from .fused_sample_attention import FusedSampleAttention
 from .ms_deform_attn import MultiScaleDeformableAttention
 from .multihead_attention import MultiheadAttention
 from .normalization import build_norm_layer, norm_abbreviation
@@ -14,6 +16,7 @@ from .root_registration import register_in_root
 __all__ = [
     "FFN",
     "ConvModule",
+    "FusedSampleAttention",
     "MultiScaleDeformableAttention",
     "MultiheadAttention",
     "SinePositionalEncoding",

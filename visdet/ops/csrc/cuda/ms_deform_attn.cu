@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <type_traits>
 
 #include "../common/bilinear.h"
 #include "../common/cuda_utils.cuh"
@@ -76,6 +77,7 @@ struct GivenSamples {
     A x, y, weight;
   };
   struct Row {};
+  static constexpr bool kNeedsLevel = false;  // to fetch a position
 
   __device__ __forceinline__ GivenSamples of_image(int64_t, int64_t image_samples) const {
     return {locations + 2 * image_samples, weights + image_samples};
@@ -97,22 +99,12 @@ struct GivenSamples {
   __device__ __forceinline__ A weight(const Raw& raw, const Row&) const { return raw.weight; }
 };
 
-// A step of a softmax over numbers that come one by one or from other lanes: their largest, and the sum of exp(number -
-// largest). Starts at the least finite number, so that -inf has weight zero; a row of nothing else is NaN, as in torch.
+// The softmax of a row: weight = exp(logit - largest) * scale. `largest` is at least the least finite number, so that
+// -inf has weight zero; a row of nothing else is NaN, as in torch.
 template <typename A>
 struct SoftmaxRow {
-  A largest, sum;
-
-  static __device__ __forceinline__ SoftmaxRow nothing() {
-    return {static_cast<A>(sizeof(A) == 4 ? -3.4028234663852886e38 : -1.7976931348623157e308), A(0)};
-  }
-  __device__ __forceinline__ void add(A number) { add(SoftmaxRow{number, A(1)}); }
-  __device__ __forceinline__ void add(const SoftmaxRow& other) {
-    const A top = other.largest > largest ? other.largest : largest;  // a NaN stays out, and makes the sum NaN
-    sum = sum * exp(largest - top) + other.sum * exp(other.largest - top);
-    largest = top;
-  }
-  __device__ __forceinline__ A weight(A number) const { return exp(number - largest) / sum; }
+  A largest, scale;
+  __device__ __forceinline__ A weight(A logit) const { return exp(logit - largest) * scale; }
 };
 
 template <typename T, typename A>
@@ -128,6 +120,7 @@ struct FusedSamples {
     A center_x, center_y, w, h;
   };
   using Row = SoftmaxRow<A>;
+  static constexpr bool kNeedsLevel = true;
 
   __device__ __forceinline__ int element() const { return wide ? sizeof(A) : sizeof(T); }
   __device__ __forceinline__ FusedSamples of_image(int64_t image_levels, int64_t image_samples) const {
@@ -192,18 +185,31 @@ struct FusedSamples {
   }
   // The softmax of a row, worked out by `lanes` neighbouring threads (a power of two) that all come here.
   __device__ __forceinline__ Row row_of_lanes(bool exists, uint32_t first, int K, int lane, int lanes) const {
-    Row row = Row::nothing();
-    if (exists) {
-      for (int k = lane; k < K; k += lanes) {
+    constexpr int kEach = 4;  // loads in flight
+    A largest = static_cast<A>(sizeof(A) == 4 ? -3.4028234663852886e38 : -1.7976931348623157e308), sum = 0;
+    for (int k = lane; exists && k < K; k += kEach * lanes) {
+      A logit[kEach], top = largest;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
         Raw raw;
-        fetch_weight(first + k, raw);
-        row.add(logit_of(raw.weight));
+        raw.weight = 0;
+        if (k + i * lanes < K) fetch_weight(first + k + i * lanes, raw);
+        logit[i] = k + i * lanes < K ? logit_of(raw.weight) : -static_cast<A>(INFINITY);
+        top = logit[i] > top ? logit[i] : top;  // a NaN stays out, and makes the sum NaN
       }
+      sum *= exp(largest - top);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) sum += exp(logit[i] - top);
+      largest = top;
     }
+    A top = largest;
     for (int step = 1; step < lanes; step *= 2) {
-      row.add(Row{__shfl_xor_sync(0xffffffffu, row.largest, step), __shfl_xor_sync(0xffffffffu, row.sum, step)});
+      const A other = __shfl_xor_sync(0xffffffffu, top, step);
+      top = other > top ? other : top;
     }
-    return row;
+    sum *= exp(largest - top);
+    for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    return {top, A(1) / sum};
   }
   __device__ __forceinline__ Row row_at(int64_t row) const { return rows[row]; }
   __device__ __forceinline__ A weight(const Raw& raw, const Row& row) const { return row.weight(logit_of(raw.weight)); }
@@ -320,11 +326,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
     const auto fetch = [&](int turn) {
       raw = {};
       if (query[turn] < 0 || k >= K) return;
+      if constexpr (Source::kNeedsLevel) find_level();
       const uint32_t index = static_cast<uint32_t>(query[turn] * G + g) * K + k;
       raw = image.fetch_position(index, static_cast<uint32_t>(query[turn]) * L + l);
       image.fetch_weight(index, raw);
     };
-    find_level();
     fetch(0);
 #pragma unroll 1
     for (int k0 = 0; k0 < K; k0 += W::kPass) {
@@ -333,6 +339,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
         __syncwarp();  // the previous samples have been read
         Sample<A> sample = {};
         if (k < K && query[turn] >= 0) {
+          find_level();
           const Level level = table[l];
           A x, y;
           image.position(raw, level, level.end - (l > 0 ? table[l - 1].end : 0), x, y);
@@ -349,10 +356,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
           if (level.H == 0) sample = Sample<A>{{}, {quiet_nan<A>()}};
         }
         my_samples[lane] = sample;
-        if (turn == kTurns - 1) {
-          k += W::kPass;
-          find_level();
-        }
+        if (turn == kTurns - 1) k += W::kPass;
         __syncwarp();  // these samples are complete
         fetch(turn + 1 < kTurns ? turn + 1 : 0);
         if (c < C) {
@@ -396,9 +400,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
 // and their four gradients in registers and walks the records, reading one row of grad_output each. So every sample
 // costs one row instead of four of value and four atomic ones, and grad_value is written once, in its own type: no
 // atomics, no zero-fill, no float32 copy. Cells on the seam of two tiles are walked by both for grad_value; one of them
-// writes grad_weights and grad_locations. No two threads write one address but count_kernel's integers. Their ranks are
+// writes the samples' own gradients. No two threads write one address but count_kernel's integers. Their ranks are
 // the only thing that differs between runs: in deterministic mode order_kernel sorts the records of each cell by
-// sample. Scratch: 20 bytes a sample (36 with order_kernel), 4 a cell.
+// sample. Scratch: 20 bytes a sample (36 with order_kernel), 4 a cell. Where samples are few, direct_kernel replaces
+// all of this.
 
 constexpr int kSampleThreads = 256;  // one thread a sample
 constexpr int kScanThreads = 1024;   // one block a (batch, head, level)
@@ -440,26 +445,65 @@ __device__ __forceinline__ int64_t cell_of(A x, A y, const Level& level) {
   return (static_cast<int64_t>(floor(y)) + 1) * (level.W + 1) + static_cast<int32_t>(floor(x)) + 1;
 }
 
+// Where the gradients of the samples go: the plain form's tensors, or, for the fused form's last kernel, 16 bytes a
+// sample with its weight.
+template <typename A>
+struct SampleGrads {
+  A* locations;        // [B, Q, G, K, 2]
+  A* weights;          // [B, Q, G, K]
+  Pack<A, 4>* packed;  // [B, Q, G, K] (weight, gradient of weight, of x, of y), instead of both
+
+  // add: to what another turn of channels has left.
+  __device__ __forceinline__ void put(int64_t index, A weight, A of_weight, A of_x, A of_y, bool add) const {
+    if (packed != nullptr) {
+      if (add) of_weight += packed[index].at[1], of_x += packed[index].at[2], of_y += packed[index].at[3];
+      packed[index] = {weight, of_weight, of_x, of_y};
+    } else {
+      auto* location = reinterpret_cast<Pack<A, 2>*>(locations) + index;
+      if (add) of_weight += weights[index], of_x += location->at[0], of_y += location->at[1];
+      weights[index] = of_weight;
+      *location = {of_x, of_y};
+    }
+  }
+};
+
 // What the kernels below need to know of a level, worked out once on the device, where level_shapes may be.
 struct alignas(16) LevelPlan {
   Level level;
   int64_t first_slot;  // of its cells among those of its (batch, head); one entry more: the end of the last cell
   int32_t tiles, tile_shape;
   int32_t first_point, points;  // of a row's samples
+  bool disjoint, cover;         // of all levels, in the first entry: no row in two of them; every row in one
 };
 
 __global__ void plan_kernel(const Levels levels, LevelPlan* __restrict__ plan, int L, int64_t S, int64_t Q) {
-  int64_t slot = 0;
+  int64_t slot = 0, rows = 0;
   int32_t first_point = 0;
+  bool disjoint = true;
   for (int l = 0; l < L; ++l) {
     const Level level = read_level(levels, l, S);
+    const int64_t area = static_cast<int64_t>(level.H) * level.W;
+    for (int k = 0; k < l; ++k) {
+      const Level other = plan[k].level;
+      disjoint = disjoint && (level.start + area <= other.start ||
+                              other.start + static_cast<int64_t>(other.H) * other.W <= level.start);
+    }
     const int32_t points = level.end - first_point;
     const int shape = tile_shape_of(Q * points, level.H, level.W);
-    plan[l] = {level, slot,        static_cast<int32_t>(tiles_of(tile_of_shape(shape), level.H, level.W)),
-               shape, first_point, points};
-    first_point = level.end;
-    slot += cells_of(level.H, level.W) + 1;
+    const int64_t tiles = tiles_of(tile_of_shape(shape), level.H, level.W);
+    plan[l] = {level, slot, static_cast<int32_t>(tiles), shape, first_point, points, false, false};
+    slot += cells_of(level.H, level.W) + 1, rows += area, first_point = level.end;
   }
+  if (L > 0) plan[0].disjoint = disjoint, plan[0].cover = disjoint && rows == S;
+}
+
+// Rows that belong to no level, or to several, must be zero before gather_kernel.
+__global__ void zero_kernel(const LevelPlan* __restrict__ plan, char* __restrict__ to, int64_t bytes) {
+  if (plan[0].cover) return;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x * 16;
+  int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
+  for (; at + 16 <= bytes; at += stride) *reinterpret_cast<uint4*>(to + at) = uint4{};
+  for (int64_t i = at; i < bytes && i < at + 16; ++i) to[i] = 0;
 }
 
 // Which samples a thread of the sample kernels takes: sample k of kTurns queries of one head, `step` queries apart.
@@ -499,8 +543,8 @@ __device__ __forceinline__ void load_plan(const LevelPlan* plan, int L, LevelPla
 template <typename A, typename Source>
 __global__ void __launch_bounds__(kSampleThreads)
     count_kernel(const LevelPlan* __restrict__ plan, const Source source, int32_t* __restrict__ counts,
-                 int32_t* __restrict__ ranks, A* __restrict__ grad_locations, A* __restrict__ grad_weights,
-                 const MsDeformAttnProblem problem, int64_t head_slots) {
+                 int32_t* __restrict__ ranks, const SampleGrads<A> grads, const MsDeformAttnProblem problem,
+                 int64_t head_slots) {
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
   load_plan(plan, static_cast<int>(problem.L), table);
@@ -535,8 +579,12 @@ __global__ void __launch_bounds__(kSampleThreads)
       ranks[index] = rank[t];
       if (rank[t] < 0) {
         const A nothing = level.H > 0 ? A(0) : quiet_nan<A>();
-        grad_weights[index] = nothing;
-        reinterpret_cast<Pack<A, 2>*>(grad_locations)[index] = {nothing, nothing};
+        A weight = 0;
+        if (grads.packed != nullptr) {
+          source.fetch_weight(index, raw[t]);
+          weight = source.weight(raw[t], source.row_at(walk.row(t)));
+        }
+        grads.put(index, weight, nothing, nothing, nothing, false);
       }
     }
   }
@@ -632,14 +680,41 @@ __global__ void __launch_bounds__(kSampleThreads)
   }
 }
 
-template <typename T, typename A, int VEC, int LANES>
-__global__ void __launch_bounds__(kGatherThreads, 2)
+// The two gradients of a cell's samples are matrix products: with the records as rows, grad_output (records x channels)
+// times the corners (channels x 4) gives the dots, and the corner weights (4 x records) times grad_output the sums. In
+// bfloat16 they run on the tensor cores, a warp a cell, 16 records at a time. The products are exact and added in
+// float32. A corner weight goes in as two bfloat16 numbers, its rounding and the rounding of the rest (relative error
+// 2^-17), in matrix rows 8 apart, whose sums meet in one thread. float16 cannot hold every weight.
+constexpr int kMmaRecords = 16;
+constexpr int kMmaChannels = 32;
+
+__device__ __forceinline__ void multiply_add(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                             uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
+// Of an 8 x 8 matrix of 16-bit numbers, thread 4 r + t holding columns 2 t and 2 t + 1 of row r: its transpose.
+__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
+  uint32_t out = 0;
+#if __CUDA_ARCH__ >= 750
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+#endif
+  return out;
+}
+
+template <typename T, typename A, int VEC, int LANES, bool TENSOR_CORES>
+__global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what fits the registers without spills
     gather_kernel(const T* __restrict__ grad_output, const T* __restrict__ value, const LevelPlan* __restrict__ plan,
                   const int32_t* __restrict__ starts, const Record<A>* __restrict__ records, T* __restrict__ grad_value,
-                  A* __restrict__ grad_locations, A* __restrict__ grad_weights, const MsDeformAttnProblem problem,
-                  int64_t head_slots, int point_bits, int first_level, int last_level, bool add) {
+                  const SampleGrads<A> grads, const MsDeformAttnProblem problem, int64_t head_slots, int point_bits) {
   constexpr int kGroups = kGatherThreads / LANES, kChannels = LANES * VEC;
-  constexpr int kBatch = LANES < 4 ? LANES : 4;  // records a group walks at a time
+  // Records a group (with tensor cores, a warp) walks at a time.
+  constexpr int kBatch = TENSOR_CORES ? kMmaRecords : LANES < 4 ? LANES : 4;
   extern __shared__ __align__(16) char shared[];
   auto* planes = reinterpret_cast<A*>(shared);                                       // [4, kSlots, kChannels]
   auto* batches = planes + static_cast<size_t>(4) * kSlots * kChannels;              // [kGroups, kBatch, 4]
@@ -657,13 +732,16 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
   const uint32_t b = head / G, g = head - b * G;
   const int64_t image_value = (static_cast<int64_t>(b) * problem.S * G + g) * C;
   const int64_t image_output = (static_cast<int64_t>(b) * problem.Q * G + g) * C;
+  // Levels that share rows are the business of one block a head, one after another: nobody has such tables.
+  const bool add = !plan[0].disjoint;
+  if (add && blockIdx.x > 0) return;
 
-  for (uint32_t task = blockIdx.x;; task += gridDim.x) {
+  for (uint32_t task = blockIdx.x;; task += add ? 1 : gridDim.x) {
     // The last level first: it is the coarsest, whose tiles take longest.
     uint32_t in_level = task;
-    int l = last_level - 1;
-    while (l >= first_level && in_level >= static_cast<uint32_t>(plan[l].tiles)) in_level -= plan[l--].tiles;
-    if (l < first_level) return;
+    int l = static_cast<int>(problem.L) - 1;
+    while (l >= 0 && in_level >= static_cast<uint32_t>(plan[l].tiles)) in_level -= plan[l--].tiles;
+    if (l < 0) return;
     const Level level = plan[l].level;
     const Tile tile = tile_of_shape(plan[l].tile_shape);
     const int32_t texels_x = tile.texels_x(), texels_y = tile.texels_y();
@@ -693,125 +771,214 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
     const int32_t step = kBatch << tile.part_bits;
     const int32_t samples_per_query = static_cast<int32_t>(problem.G * problem.K);
     const int64_t first_index = (static_cast<int64_t>(b) * problem.Q * G + g) * problem.K + plan[l].first_point;
+    // From the dots of a record of query q.
+    const auto put_grads = [&](const SampleGrads<A>& to, const Record<A>& record, const A(&d)[4], const Level& level,
+                               int32_t q, bool more) {
+      const A fx = record.fx, fy = record.fy, weight = record.weight;
+      const int64_t index =
+          static_cast<int64_t>(q) * samples_per_query + (record.sample & ((1 << point_bits) - 1)) + first_index;
+      const A top = d[0] + fx * (d[1] - d[0]), bottom = d[2] + fx * (d[3] - d[2]);
+      const A left = d[2] - d[0], right = d[3] - d[1];
+      to.put(index, weight, top + fy * (bottom - top), level.W * weight * ((d[1] - d[0]) + fy * (right - left)),
+             level.H * weight * (left + fx * (right - left)), more);
+    };
     for (int32_t c0 = 0; c0 < C; c0 += kChannels) {
       const int32_t c = c0 + lane * VEC;
       const bool has_channels = c < C;
       const char* value_base = reinterpret_cast<const char*>(value + image_value + c);
       const char* g_base = reinterpret_cast<const char*>(grad_output + image_output + c);
-      const int mine = lane % kBatch;  // the record of a batch that this lane prepares
-      // Loaded ahead, of this or the next slot. Past the end: a record of weight zero.
-      const auto load_record = [&](int32_t i, int32_t end) { return i < end ? level_records[i] : Record<A>{}; };
-      Record<A> next = load_record(slot_begin[group] + mine, slot_end[group]);
-      for (int slot = group; slot < kSlots; slot += kGroups) {
-        const int32_t begin = slot_begin[slot], end = slot_end[slot];
-        const bool is_last = slot + kGroups >= kSlots;
-        const int32_t next_begin = is_last ? 0 : slot_begin[slot + kGroups];
-        const int32_t next_end = is_last ? 0 : slot_end[slot + kGroups];
-        // The groups of a warp walk together, as long as the longest.
-        int32_t turns = end > begin ? (end - begin + step - 1) / step : 0;
-#pragma unroll
-        for (int s = LANES; s < 32; s *= 2) turns = max(turns, __shfl_xor_sync(kAll, turns, s));
-        A sum[4][VEC] = {};
-        A corner[4][VEC] = {};
-        bool owns = false;  // of two tiles that walk the cell, the one it begins in writes the samples' own gradients
-        if (turns == 0) {
-          next = load_record(next_begin + mine, next_end);
-        } else {
+      if constexpr (TENSOR_CORES) {
+        static_assert(kChannels == kMmaChannels, "a matrix covers the channels of a turn");
+        const int warp = threadIdx.x / 32, corner_row = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        // [corner][t]: of records 2 t, 2 t + 1: the rounded weights, the rests; of 2 t + 8, 2 t + 9: the same.
+        auto* warp_weights = reinterpret_cast<uint16_t*>(batches) + warp * 4 * 4 * 8;
+        const int mine = corner_row + t % 2 * 8;  // the record that this lane loads, and finishes if t < 2
+        const int slot_in_pair = corner_row / 2 * 8 + t % 2 * 4 + corner_row % 2;
+        const char* lane_value = reinterpret_cast<const char*>(value + image_value + c0 + t * 8);
+        const char* lane_g = reinterpret_cast<const char*>(grad_output + image_output + c0 + t * 8);
+        const auto load_record = [&](int32_t i, int32_t end) { return i < end ? level_records[i] : Record<A>{}; };
+        constexpr int kWarps = kGatherThreads / 32;
+        Record<A> next = load_record(slot_begin[warp] + mine, slot_end[warp]);
+        for (int slot = warp; slot < kSlots; slot += kWarps) {
+          const int32_t begin = slot_begin[slot], end = slot_end[slot];
+          const bool is_last = slot + kWarps >= kSlots;
+          const int32_t next_begin = is_last ? 0 : slot_begin[slot + kWarps];
+          const int32_t next_end = is_last ? 0 : slot_end[slot + kWarps];
           int x_in_tile, y_in_tile;
           cell_at(slot >> tile.part_bits, x_in_tile, y_in_tile);
           const int32_t x = x_first + x_in_tile, y = y_first + y_in_tile;
-          owns = (x_in_tile < texels_x || x == level.W) && (y_in_tile < texels_y || y == level.H);
-          const bool reads = begin < end && has_channels && owns;
-          const bool left = x > 0 && reads, right = x < level.W && reads, top = y > 0, bottom = y < level.H;
-          const bool is_inside[4] = {top && left, top && right, bottom && left, bottom && right};
-          const int32_t texel = level.start + (y - 1) * level.W + x - 1;
-          const int32_t texels[4] = {texel, texel + 1, texel + level.W, texel + level.W + 1};
+          const bool owns = (x_in_tile < texels_x || x == level.W) && (y_in_tile < texels_y || y == level.H);
+          float sums[4][4] = {};
+          uint4 corner = {};
+          if (begin < end && owns && corner_row < 4) {
+            const int32_t corner_x = x - 1 + corner_row % 2, corner_y = y - 1 + corner_row / 2;
+            if (corner_x >= 0 && corner_x < level.W && corner_y >= 0 && corner_y < level.H) {
+              const uint32_t texel = level.start + corner_y * level.W + corner_x;
+              corner = *reinterpret_cast<const uint4*>(lane_value + static_cast<uint64_t>(texel) * row_bytes);
+            }
+          }
+          if (begin >= end) next = load_record(next_begin + mine, next_end);
+          for (int32_t i = begin; i < end; i += step) {
+            const Record<A> record = next;
+            const int32_t q = record.sample >> point_bits, other = __shfl_xor_sync(kAll, q, 1);
+            uint4 g0 = {}, g1 = {};  // of records corner_row and corner_row + 8
+            const int32_t q0 = t % 2 ? other : q, q1 = t % 2 ? q : other;
+            if (i + corner_row < end) {
+              g0 = *reinterpret_cast<const uint4*>(lane_g +
+                                                   static_cast<uint64_t>(static_cast<uint32_t>(q0)) * row_bytes);
+            }
+            if (i + corner_row + 8 < end) {
+              g1 = *reinterpret_cast<const uint4*>(lane_g +
+                                                   static_cast<uint64_t>(static_cast<uint32_t>(q1)) * row_bytes);
+            }
+            next = i + step < end ? load_record(i + step + mine, end) : load_record(next_begin + mine, next_end);
+            __syncwarp();  // the previous weights have been read
+            if (t < 2) {
+              const A bottom = record.fy * record.weight, top = record.weight - bottom;
+              const A right_top = top * record.fx, right_bottom = bottom * record.fx;
+              const A corner_weights[4] = {top - right_top, right_top, bottom - right_bottom, right_bottom};
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            if (is_inside[k])
-              load_pack<T, VEC>(value_base + static_cast<uint64_t>(static_cast<uint32_t>(texels[k])) * row_bytes,
-                                corner[k]);
+              for (int k = 0; k < 4; ++k) {
+                const auto rounded = from_accumulate<__nv_bfloat16>(static_cast<float>(corner_weights[k]));
+                const auto rest =
+                    from_accumulate<__nv_bfloat16>(static_cast<float>(corner_weights[k]) - to_accumulate(rounded));
+                warp_weights[k * 32 + slot_in_pair] = __bfloat16_as_ushort(rounded);
+                warp_weights[k * 32 + slot_in_pair + 2] = __bfloat16_as_ushort(rest);
+              }
+            }
+            __syncwarp();  // these weights are complete
+            uint4 a = {};
+            if (corner_row < 4) a = reinterpret_cast<const uint4*>(warp_weights)[corner_row * 4 + t];
+            multiply_add(sums[0], a.x, a.y, a.z, a.w, transpose(g0.x), transpose(g1.x));
+            multiply_add(sums[1], a.x, a.y, a.z, a.w, transpose(g0.y), transpose(g1.y));
+            multiply_add(sums[2], a.x, a.y, a.z, a.w, transpose(g0.z), transpose(g1.z));
+            multiply_add(sums[3], a.x, a.y, a.z, a.w, transpose(g0.w), transpose(g1.w));
+            if (!owns) continue;
+            float dots[4] = {};  // corners 2 t and 2 t + 1 of record corner_row, then of record corner_row + 8
+            multiply_add(dots, g0.x, g1.x, g0.y, g1.y, corner.x, corner.y);
+            multiply_add(dots, g0.z, g1.z, g0.w, g1.w, corner.z, corner.w);
+            const float even = __shfl_xor_sync(kAll, t % 2 ? dots[0] : dots[2], 1);
+            const float odd = __shfl_xor_sync(kAll, t % 2 ? dots[1] : dots[3], 1);
+            if (t < 2 && i + mine < end) {
+              const float d[4] = {t ? even : dots[0], t ? odd : dots[1], t ? dots[2] : even, t ? dots[3] : odd};
+              put_grads(grads, record, d, level, q, c0 > 0);
+            }
+          }
+          if (corner_row < 4) {
+            auto* to = planes + (corner_row * kSlots + slot) * kChannels + t * 8;
+            const A low[4] = {sums[0][0] + sums[0][2], sums[0][1] + sums[0][3], sums[1][0] + sums[1][2],
+                              sums[1][1] + sums[1][3]};
+            const A high[4] = {sums[2][0] + sums[2][2], sums[2][1] + sums[2][3], sums[3][0] + sums[3][2],
+                               sums[3][1] + sums[3][3]};
+            store_pack<A, 4>(to, low);
+            store_pack<A, 4>(to + 4, high);
           }
         }
-        for (int32_t turn = 0, i = begin; turn < turns; ++turn, i += step) {
-          const Record<A> record = next;
-          const int32_t q = record.sample >> point_bits;
-          if (lane < kBatch) {
-            Pack<A, 4> corner_weights;
-            const A bottom = record.fy * record.weight, top = record.weight - bottom;
-            corner_weights.at[1] = top * record.fx, corner_weights.at[0] = top - corner_weights.at[1];
-            corner_weights.at[3] = bottom * record.fx, corner_weights.at[2] = bottom - corner_weights.at[3];
-            reinterpret_cast<Pack<A, 4>*>(my_weights)[mine] = corner_weights;
-            my_queries[mine] = q;
-          }
-          __syncwarp();  // the batch is complete
-          Pack<T, VEC> g_pack[kBatch];
+      } else {
+        const int mine = lane % kBatch;  // the record of a batch that this lane prepares
+        // Loaded ahead, of this or the next slot. Past the end: a record of weight zero.
+        const auto load_record = [&](int32_t i, int32_t end) { return i < end ? level_records[i] : Record<A>{}; };
+        Record<A> next = load_record(slot_begin[group] + mine, slot_end[group]);
+        for (int slot = group; slot < kSlots; slot += kGroups) {
+          const int32_t begin = slot_begin[slot], end = slot_end[slot];
+          const bool is_last = slot + kGroups >= kSlots;
+          const int32_t next_begin = is_last ? 0 : slot_begin[slot + kGroups];
+          const int32_t next_end = is_last ? 0 : slot_end[slot + kGroups];
+          // The groups of a warp walk together, as long as the longest.
+          int32_t turns = end > begin ? (end - begin + step - 1) / step : 0;
 #pragma unroll
-          for (int u = 0; u < kBatch; ++u) {
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) g_pack[u].at[v] = from_accumulate<T>(A(0));
-            if (has_channels && i < end) {
-              g_pack[u] = *reinterpret_cast<const Pack<T, VEC>*>(
-                  g_base + static_cast<uint64_t>(static_cast<uint32_t>(my_queries[u])) * row_bytes);
-            }
-          }
-          const bool exists = i + mine < end;
-          if (turn + 1 < turns) {
-            next = load_record(i + step + mine, end);
-          } else {
+          for (int s = LANES; s < 32; s *= 2) turns = max(turns, __shfl_xor_sync(kAll, turns, s));
+          A sum[4][VEC] = {};
+          A corner[4][VEC] = {};
+          bool owns = false;  // of two tiles that walk the cell, the one it begins in writes the samples' own gradients
+          if (turns == 0) {
             next = load_record(next_begin + mine, next_end);
-          }
+          } else {
+            int x_in_tile, y_in_tile;
+            cell_at(slot >> tile.part_bits, x_in_tile, y_in_tile);
+            const int32_t x = x_first + x_in_tile, y = y_first + y_in_tile;
+            owns = (x_in_tile < texels_x || x == level.W) && (y_in_tile < texels_y || y == level.H);
+            const bool reads = begin < end && has_channels && owns;
+            const bool left = x > 0 && reads, right = x < level.W && reads, top = y > 0, bottom = y < level.H;
+            const bool is_inside[4] = {top && left, top && right, bottom && left, bottom && right};
+            const int32_t texel = level.start + (y - 1) * level.W + x - 1;
+            const int32_t texels[4] = {texel, texel + 1, texel + level.W, texel + level.W + 1};
 #pragma unroll
-          for (int u = 0; u < kBatch; ++u) {
-            const Pack<A, 4> corner_weights = reinterpret_cast<const Pack<A, 4>*>(my_weights)[u];
-            A g_out[VEC];
-            unpack(g_pack[u], g_out);
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) {
-#pragma unroll
-              for (int k = 0; k < 4; ++k) sum[k][v] += corner_weights.at[k] * g_out[v];
+            for (int k = 0; k < 4; ++k) {
+              if (is_inside[k])
+                load_pack<T, VEC>(value_base + static_cast<uint64_t>(static_cast<uint32_t>(texels[k])) * row_bytes,
+                                  corner[k]);
             }
           }
-          __syncwarp();  // the batch has been read
-          A d[4];        // lane i: the dots of record i % kBatch
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            A dot[kBatch] = {};
+          for (int32_t turn = 0, i = begin; turn < turns; ++turn, i += step) {
+            const Record<A> record = next;
+            const int32_t q = record.sample >> point_bits;
+            if (lane < kBatch) {
+              Pack<A, 4> corner_weights;
+              const A bottom = record.fy * record.weight, top = record.weight - bottom;
+              corner_weights.at[1] = top * record.fx, corner_weights.at[0] = top - corner_weights.at[1];
+              corner_weights.at[3] = bottom * record.fx, corner_weights.at[2] = bottom - corner_weights.at[3];
+              reinterpret_cast<Pack<A, 4>*>(my_weights)[mine] = corner_weights;
+              my_queries[mine] = q;
+            }
+            __syncwarp();  // the batch is complete
+            Pack<T, VEC> g_pack[kBatch];
 #pragma unroll
             for (int u = 0; u < kBatch; ++u) {
+#pragma unroll
+              for (int v = 0; v < VEC; ++v) g_pack[u].at[v] = from_accumulate<T>(A(0));
+              if (has_channels && i < end) {
+                g_pack[u] = *reinterpret_cast<const Pack<T, VEC>*>(
+                    g_base + static_cast<uint64_t>(static_cast<uint32_t>(my_queries[u])) * row_bytes);
+              }
+            }
+            const bool exists = i + mine < end;
+            if (turn + 1 < turns) {
+              next = load_record(i + step + mine, end);
+            } else {
+              next = load_record(next_begin + mine, next_end);
+            }
+#pragma unroll
+            for (int u = 0; u < kBatch; ++u) {
+              const Pack<A, 4> corner_weights = reinterpret_cast<const Pack<A, 4>*>(my_weights)[u];
               A g_out[VEC];
               unpack(g_pack[u], g_out);
 #pragma unroll
-              for (int v = 0; v < VEC; ++v) dot[u] += corner[k][v] * g_out[v];
-            }
-            d[k] = dot[0];
-            if constexpr (kBatch == 2) d[k] = exchange(kAll, lane & 1, dot[0], dot[1], 1);
-            if constexpr (kBatch == 4) {
-              const A even = exchange(kAll, lane & 1, dot[0], dot[1], 1);
-              const A odd = exchange(kAll, lane & 1, dot[2], dot[3], 1);
-              d[k] = exchange(kAll, lane & 2, even, odd, 2);
-            }
+              for (int v = 0; v < VEC; ++v) {
 #pragma unroll
-            for (int s = kBatch; s < LANES; s *= 2) d[k] += __shfl_xor_sync(kAll, d[k], s);
-          }
-          if (owns && exists && lane < kBatch) {
-            const A fx = record.fx, fy = record.fy, weight = record.weight;
-            const int64_t index =
-                static_cast<int64_t>(q) * samples_per_query + (record.sample & ((1 << point_bits) - 1)) + first_index;
-            const A top = d[0] + fx * (d[1] - d[0]), bottom = d[2] + fx * (d[3] - d[2]);
-            A grad_weight = top + fy * (bottom - top);
-            const A left = d[2] - d[0], right = d[3] - d[1];
-            Pack<A, 2> grad = {level.W * weight * ((d[1] - d[0]) + fy * (right - left)),
-                               level.H * weight * (left + fx * (right - left))};
-            auto* to = reinterpret_cast<Pack<A, 2>*>(grad_locations) + index;
-            if (c0 > 0) grad_weight += grad_weights[index], grad.at[0] += to->at[0], grad.at[1] += to->at[1];
-            grad_weights[index] = grad_weight;
-            *to = grad;
-          }
-        }
+                for (int k = 0; k < 4; ++k) sum[k][v] += corner_weights.at[k] * g_out[v];
+              }
+            }
+            __syncwarp();  // the batch has been read
+            A d[4];        // lane i: the dots of record i % kBatch
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          store_pack<A, VEC>(planes + (k * kSlots + slot) * kChannels + lane * VEC, sum[k]);
+            for (int k = 0; k < 4; ++k) {
+              A dot[kBatch] = {};
+#pragma unroll
+              for (int u = 0; u < kBatch; ++u) {
+                A g_out[VEC];
+                unpack(g_pack[u], g_out);
+#pragma unroll
+                for (int v = 0; v < VEC; ++v) dot[u] += corner[k][v] * g_out[v];
+              }
+              d[k] = dot[0];
+              if constexpr (kBatch == 2) d[k] = exchange(kAll, lane & 1, dot[0], dot[1], 1);
+              if constexpr (kBatch == 4) {
+                const A even = exchange(kAll, lane & 1, dot[0], dot[1], 1);
+                const A odd = exchange(kAll, lane & 1, dot[2], dot[3], 1);
+                d[k] = exchange(kAll, lane & 2, even, odd, 2);
+              }
+#pragma unroll
+              for (int s = kBatch; s < LANES; s *= 2) d[k] += __shfl_xor_sync(kAll, d[k], s);
+            }
+            if (owns && exists && lane < kBatch) {
+              put_grads(grads, record, d, level, q, c0 > 0);
+            }
+          }
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            store_pack<A, VEC>(planes + (k * kSlots + slot) * kChannels + lane * VEC, sum[k]);
+          }
         }
       }
       __syncthreads();  // the slots' sums are complete
@@ -842,6 +1009,89 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
   }
 }
 
+// to[i] += from[i], by reductions at the second-level cache.
+template <int VEC, typename A>
+__device__ __forceinline__ void add_pack(A* to, const A (&from)[VEC]) {
+#if __CUDA_ARCH__ >= 900
+  constexpr bool kFours = VEC % 4 == 0 && sizeof(A) == 4;
+#else
+  constexpr bool kFours = false;
+#endif
+  if constexpr (kFours) {
+#pragma unroll
+    for (int v = 0; v < VEC; v += 4) {
+      atomicAdd(reinterpret_cast<float4*>(to + v), make_float4(from[v], from[v + 1], from[v + 2], from[v + 3]));
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) atomicAdd(to + v, from[v]);
+  }
+}
+
+// Few samples (a decoder), where sorting over the whole pyramid does not pay: a group of LANES threads takes one
+// sample, adds to the four rows of grad_sums, which was zeroed, and works out the sample's own gradients.
+template <typename T, typename A, typename Source, int VEC, int LANES>
+__global__ void __launch_bounds__(kSampleThreads)
+    direct_kernel(const T* __restrict__ grad_output, const T* __restrict__ value, const LevelPlan* __restrict__ plan,
+                  const Source source, A* __restrict__ grad_sums, const SampleGrads<A> grads,
+                  const MsDeformAttnProblem problem) {
+  extern __shared__ __align__(16) char shared[];
+  auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
+  load_plan(plan, static_cast<int>(problem.L), table);
+  const int64_t index = (static_cast<int64_t>(blockIdx.x) * kSampleThreads + threadIdx.x) / LANES;
+  const int lane = threadIdx.x % LANES;
+  const int64_t row = index / problem.K, query = row / problem.G, b = query / problem.Q;
+  if (b >= problem.B) return;
+  const int g = static_cast<int>(row - query * problem.G), k = static_cast<int>(index - row * problem.K);
+  int l = 0;
+  while (k >= table[l].level.end) ++l;
+  const Level level = table[l].level;
+  typename Source::Raw raw = source.fetch_position(index, query * problem.L + l);
+  source.fetch_weight(index, raw);
+  const A weight = source.weight(raw, source.row_at(row));
+  A x, y;
+  source.position(raw, level, table[l].points, x, y);
+  Bilinear<A> at;
+  const bool counts = level.H > 0 && locate(x, y, level.H, level.W, at);
+  A dot[4] = {}, corner_weights[4];
+  if (counts) {
+    at.corner_weights(corner_weights);
+    const int64_t C = problem.C, image = (b * problem.S * problem.G + g) * C;
+    for (int64_t c = lane * VEC; c < C; c += LANES * VEC) {
+      A g_out[VEC];
+      load_pack<T, VEC>(grad_output + row * C + c, g_out);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!at.is_inside[i]) continue;
+        const int64_t offset = image + (level.start + static_cast<int64_t>(at.index[i])) * problem.G * C + c;
+        A corner[VEC], part[VEC];
+        load_pack<T, VEC>(value + offset, corner);
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+          dot[i] += corner[v] * g_out[v];
+          part[v] = corner_weights[i] * weight * g_out[v];
+        }
+        add_pack<VEC>(grad_sums + offset, part);
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dot[i] += __shfl_xor_sync(group_mask<LANES>(), dot[i], step);
+    }
+  }
+  if (lane > 0) return;
+  if (!counts) {
+    const A nothing = level.H > 0 ? A(0) : quiet_nan<A>();
+    return grads.put(index, weight, nothing, nothing, nothing, false);
+  }
+  const A top = dot[0] + at.fx * (dot[1] - dot[0]), bottom = dot[2] + at.fx * (dot[3] - dot[2]);
+  const A left = dot[2] - dot[0], right = dot[3] - dot[1];
+  grads.put(index, weight, top + at.fy * (bottom - top),
+            level.W * weight * ((dot[1] - dot[0]) + at.fy * (right - left)),
+            level.H * weight * (left + at.fx * (right - left)), false);
+}
+
 // The records of each cell in the order of their samples; a warp takes a cell.
 constexpr int kOrderThreads = 128;
 
@@ -867,8 +1117,9 @@ __global__ void __launch_bounds__(kOrderThreads)
   }
 }
 
-// What the fused form does besides, before and after the kernels above, which give it grad_locations and grad_weights.
+// What the fused form does besides, before and after the kernels above.
 constexpr int kRowThreads = 256;
+constexpr int kSoftmaxLanes = 4;
 
 // The lanes of a warp that share a row's K samples.
 inline int row_lanes_of(int64_t K) {
@@ -877,54 +1128,47 @@ inline int row_lanes_of(int64_t K) {
   return lanes;
 }
 
-// A few lanes a row: its softmax.
+// kSoftmaxLanes a row: its softmax.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kRowThreads)
-    softmax_kernel(const FusedSamples<T, A> source, SoftmaxRow<A>* __restrict__ rows, int64_t count, int K, int lanes) {
-  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / lanes;
+    softmax_kernel(const FusedSamples<T, A> source, SoftmaxRow<A>* __restrict__ rows, int64_t count, int K) {
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / kSoftmaxLanes;
+  const int lane = threadIdx.x % kSoftmaxLanes;
   const auto of_row = source.of_image(0, row * K);
-  const auto softmax = of_row.row_of_lanes(row < count, 0, K, threadIdx.x % lanes, lanes);
-  if (row < count && threadIdx.x % lanes == 0) rows[row] = softmax;
+  const auto softmax = of_row.row_of_lanes(row < count, 0, K, lane, kSoftmaxLanes);
+  if (row < count && lane == 0) rows[row] = softmax;
 }
 
 // A few lanes a row: from the gradients of locations and weights to those of offsets and logits, which are of type I.
 template <typename T, typename A, typename I>
 __global__ void __launch_bounds__(kRowThreads)
     fused_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<T, A> source,
-                      const A* __restrict__ grad_locations, const A* __restrict__ grad_weights,
-                      I* __restrict__ grad_offsets, I* __restrict__ grad_logits, int64_t count, int G, int L, int K,
-                      int lanes) {
+                      const Pack<A, 4>* __restrict__ sample_grads, I* __restrict__ grad_offsets,
+                      I* __restrict__ grad_logits, int64_t count, int G, int L, int K, int lanes) {
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
   load_plan(plan, L, table);
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / lanes;
+  const int lane = threadIdx.x & (lanes - 1);
   const bool exists = row < count;
-  const SoftmaxRow<A> softmax = exists ? source.row_at(row) : SoftmaxRow<A>{};
-  const int64_t query = row / G;
+  const Pack<A, 4>* of_row = sample_grads + row * K;
   A mean = 0;  // of the weights' gradients
-  for (int k = threadIdx.x % lanes; exists && k < K; k += lanes) {
-    typename FusedSamples<T, A>::Raw raw;
-    source.fetch_weight(row * K + k, raw);
-    mean += source.weight(raw, softmax) * grad_weights[row * K + k];
-  }
+  for (int k = lane; exists && k < K; k += lanes) mean += of_row[k].at[0] * of_row[k].at[1];
   for (int step = 1; step < lanes; step *= 2) mean += __shfl_xor_sync(0xffffffffu, mean, step);
   int l = 0;
-  for (int k = threadIdx.x % lanes; exists && k < K; k += lanes) {
+  for (int k = lane; exists && k < K; k += lanes) {
     while (k >= table[l].level.end) ++l;
-    const int64_t index = row * K + k;
-    typename FusedSamples<T, A>::Raw raw;
-    source.fetch_weight(index, raw);
-    grad_logits[index] = from_accumulate<I>(source.weight(raw, softmax) * (grad_weights[index] - mean));
+    const Pack<A, 4> grad = of_row[k];
     A scale_x = A(1) / table[l].level.W, scale_y = A(1) / table[l].level.H;
     if (source.boxes) {
-      const A* box = source.reference_points + (query * L + l) * 4;
+      const A* box = source.reference_points + (row / G * L + l) * 4;
       scale_x = box[2] * (A(0.5) / table[l].points), scale_y = box[3] * (A(0.5) / table[l].points);
     }
     // A sample that does not count gives zero, whatever the box.
-    const Pack<A, 2> grad = reinterpret_cast<const Pack<A, 2>*>(grad_locations)[index];
-    const A grad_offset[2] = {grad.at[0] == 0 ? A(0) : grad.at[0] * scale_x,
-                              grad.at[1] == 0 ? A(0) : grad.at[1] * scale_y};
-    store_pack<I, 2>(grad_offsets + 2 * index, grad_offset);
+    const A grad_offset[2] = {grad.at[2] == 0 ? A(0) : grad.at[2] * scale_x,
+                              grad.at[3] == 0 ? A(0) : grad.at[3] * scale_y};
+    store_pack<I, 2>(grad_offsets + 2 * (row * K + k), grad_offset);
+    grad_logits[row * K + k] = from_accumulate<I>(grad.at[0] * (grad.at[1] - mean));
   }
 }
 
@@ -932,33 +1176,27 @@ __global__ void __launch_bounds__(kRowThreads)
 template <typename T, typename A>
 __global__ void __launch_bounds__(kRowThreads)
     reference_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<T, A> source,
-                          const A* __restrict__ grad_locations, A* __restrict__ grad_reference, int64_t count, int G,
-                          int L, int K) {
+                          const Pack<A, 4>* __restrict__ sample_grads, A* __restrict__ grad_reference, int64_t count,
+                          int G, int L, int K) {
   const int64_t query_level = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
   if (query_level >= count) return;
   const int64_t query = query_level / L;
   const int l = static_cast<int>(query_level - query * L), first = plan[l].first_point, points = plan[l].points;
+  const A share = A(0.5) / points;
   A sum[4] = {};
   for (int g = 0; g < G; ++g) {
     for (int p = 0; p < points; ++p) {
       const int64_t index = (query * G + g) * K + first + p;
-      const Pack<A, 2> grad = reinterpret_cast<const Pack<A, 2>*>(grad_locations)[index];
-      sum[0] += grad.at[0], sum[1] += grad.at[1];
+      const Pack<A, 4> grad = sample_grads[index];
+      sum[0] += grad.at[2], sum[1] += grad.at[3];
       if (source.boxes) {
         const Pack<A, 2> offset = source.offset_of(source.fetch_position(index, query_level));
-        if (grad.at[0] != 0) sum[2] += grad.at[0] * offset.at[0];
-        if (grad.at[1] != 0) sum[3] += grad.at[1] * offset.at[1];
+        if (grad.at[2] != 0) sum[2] += grad.at[2] * offset.at[0] * share;
+        if (grad.at[3] != 0) sum[3] += grad.at[3] * offset.at[1] * share;
       }
     }
   }
-  if (source.boxes) {
-    const A share = A(0.5) / points;
-    const A grad[4] = {sum[0], sum[1], points > 0 ? sum[2] * share : A(0), points > 0 ? sum[3] * share : A(0)};
-    store_pack<A, 4>(grad_reference + query_level * 4, grad);
-  } else {
-    const A grad[2] = {sum[0], sum[1]};
-    store_pack<A, 2>(grad_reference + query_level * 2, grad);
-  }
+  for (int i = 0; i < (source.boxes ? 4 : 2); ++i) grad_reference[query_level * (source.boxes ? 4 : 2) + i] = sum[i];
 }
 
 // num_points: of each level, or null for P on every one.
@@ -1007,6 +1245,18 @@ void check_sizes(const MsDeformAttnProblem& problem) {
                problem.G);
 }
 
+// A record of the backward holds its query and its point in 31 bits.
+int point_bits_of(const MsDeformAttnProblem& problem) {
+  int bits = 0;
+  while ((int64_t{1} << bits) < problem.P) ++bits;
+  return bits;
+}
+void check_backward_sizes(const MsDeformAttnProblem& problem) {
+  check_sizes(problem);
+  VISDET_CHECK("ms_deform_attn_backward", problem.Q <= (int64_t{INT32_MAX} >> point_bits_of(problem)),
+               "Q * P must be under 2^31 with P rounded up to a power of two, got ", problem.Q, " * ", problem.P);
+}
+
 unsigned grid_size(int64_t blocks) {
   VISDET_CHECK("ms_deform_attn", blocks <= INT32_MAX, "B * G * Q is too large: ", blocks, " blocks");
   return static_cast<unsigned>(blocks);
@@ -1020,9 +1270,9 @@ dim3 head_grid(int64_t blocks, int64_t heads) {
 
 // Calls f(VEC, LANES): loads of 16 bytes where channels and addresses allow it, else of one value. LANES is the
 // smallest of a few powers of two that covers a row, MOST at the most (a wider row takes several turns).
-template <typename T, int MOST, typename F>
+template <typename T, int MOST, int VEC = 16 / sizeof(T), typename F>
 void dispatch_row(int64_t C, bool is_aligned, const F& f) {
-  constexpr int kVec = 16 / sizeof(T);
+  constexpr int kVec = VEC;
   const auto call = [&](auto vec, auto lanes) { f(vec, lanes); };
   if (C % kVec == 0 && is_aligned) {
     const std::integral_constant<int, kVec> vec;
@@ -1064,6 +1314,22 @@ auto fused_samples(const Tensor& reference, const Tensor& offsets, const Tensor&
   };
 }
 
+// Up to so many samples a texel, adding directly is faster than sorting.
+constexpr int64_t kDirectSamples = 4;
+
+// Channels to fill rows up to before the kernels run, so that they can be read 16 bytes at a time: C itself where they
+// can already be, and where samples are too few to pay for the copies.
+int64_t filled_channels(const MsDeformAttnProblem& problem, const Tensor& value) {
+  const int64_t vec = 16 / static_cast<int64_t>(value.element_size());
+  const bool pays = problem.C >= vec && problem.Q * problem.K > kDirectSamples * problem.S;
+  return pays ? ceil_div(problem.C, vec) * vec : problem.C;
+}
+Tensor fill_rows(const Tensor& tensor, const MsDeformAttnProblem& problem, int64_t channels) {
+  const Tensor rows = view(tensor, {problem.B, tensor.size(1), problem.G, problem.C});
+  const int64_t before_and_after[] = {0, channels - problem.C};
+  return pad(rows, {before_and_after, 2});
+}
+
 // make_source(T{}, A{}) gives the samples of values of type T.
 template <typename MakeSource>
 Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Levels& levels,
@@ -1071,6 +1337,15 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
   Tensor output = new_empty(value, {problem.B, problem.Q, problem.G * problem.C});
   if (output.numel() == 0) return output;
   if (problem.S == 0) return zero_(output);
+  if (const int64_t channels = filled_channels(problem, value); channels > problem.C) {
+    MsDeformAttnProblem filled = problem;
+    filled.C = channels;
+    const Tensor wide = forward(filled, fill_rows(value, problem, channels), levels, make_source);
+    Tensor rows = view(output, {problem.B, problem.Q, problem.G, problem.C});
+    Tensor all_rows = view(wide, {problem.B, problem.Q, problem.G, channels});
+    copy_(rows, narrow(all_rows, 3, 0, problem.C));
+    return output;
+  }
   const cudaStream_t stream = current_stream(value);
   const int64_t heads = problem.B * problem.G;
   const int sms = multiprocessors(value.get_device_index());
@@ -1148,39 +1423,70 @@ Tensor make_plan(const MsDeformAttnProblem& problem, const Tensor& value, const 
   return plan;
 }
 
-// Fills the three gradients, none of which is empty; grad_locations and grad_weights are of the type of sums.
-template <typename MakeSource>
+template <typename MakeSource, typename MakeGrads>
+void backward_direct(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value,
+                     const LevelPlan* plan, const MakeSource& make_source, const MakeGrads& make_grads,
+                     Tensor& grad_value) {
+  const cudaStream_t stream = current_stream(value);
+  const ScalarType sum_type = accumulate_dtype(value.scalar_type());
+  Tensor sums = sum_type == value.scalar_type() ? zero_(grad_value) : new_zeros(value, value.sizes(), sum_type);
+  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    const auto source = make_source(value_tag, accumulate_tag);
+    using Source = std::decay_t<decltype(source)>;
+    // VEC: 16 bytes of sums, so that the lanes' reductions lie side by side.
+    dispatch_row<T, 32, 16 / sizeof(A)>(
+        problem.C, aligned(value, 16) && aligned(grad_output, 16), [&](auto vec, auto lanes) {
+          constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
+          const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
+          direct_kernel<T, A, Source, kVec, kLanes><<<grid_size(ceil_div(samples * kLanes, kSampleThreads)),
+                                                      kSampleThreads, sizeof(LevelPlan) * problem.L, stream>>>(
+              static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), plan,
+              source, static_cast<A*>(sums.mutable_data_ptr()), make_grads(accumulate_tag), problem);
+        });
+  });
+  if (sum_type != value.scalar_type()) copy_(grad_value, sums);
+}
+
+// Fills grad_value and the samples' gradients, none of which is empty. make_grads(A{}) gives the latter's place.
+template <typename MakeSource, typename MakeGrads>
 void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value, const Levels& levels,
-              const LevelPlan* plan, const MakeSource& make_source, bool deterministic, Tensor& grad_value,
-              Tensor& grad_locations, Tensor& grad_weights) {
+              const LevelPlan* plan, const MakeSource& make_source, const MakeGrads& make_grads, bool deterministic,
+              Tensor& grad_value) {
+  if (!deterministic && problem.Q * problem.K <= kDirectSamples * problem.S) {
+    return backward_direct(problem, grad_output, value, plan, make_source, make_grads, grad_value);
+  }
+  if (const int64_t channels = filled_channels(problem, value); channels > problem.C) {
+    MsDeformAttnProblem filled = problem;
+    filled.C = channels;
+    Tensor wide = new_empty(value, {problem.B, problem.S, problem.G, channels});
+    backward(filled, fill_rows(grad_output, problem, channels), fill_rows(value, problem, channels), levels, plan,
+             make_source, make_grads, deterministic, wide);
+    copy_(grad_value, narrow(wide, 3, 0, problem.C));
+    return;
+  }
   const cudaStream_t stream = current_stream(value);
   const int sms = multiprocessors(value.get_device_index());
   const int L = static_cast<int>(problem.L);
   const int64_t heads = problem.B * problem.G;
-  int point_bits = 0;
-  while ((int64_t{1} << point_bits) < problem.P) ++point_bits;
-  VISDET_CHECK("ms_deform_attn_backward", problem.Q <= (int64_t{INT32_MAX} >> point_bits),
-               "Q * P must be under 2^31, got ", problem.Q, " * ", problem.P);
+  const int point_bits = point_bits_of(problem);
 
-  // Levels that tile value: every row of grad_value is written once. Otherwise (or when only the device knows) rows may
-  // belong to no level or to several: zero, then one launch a level adds.
-  const bool tiles_value = problem.levels_on_host && levels.follow;
-  if (!tiles_value) zero_(grad_value);
-  int64_t head_slots = 0, most_tiles = 0, all_tiles = 0;
-  for (int l = 0; l < L; ++l) {
-    // On the device H + W <= S + 1.
-    const int64_t cells = problem.levels_on_host ? cells_of(levels.H[l], levels.W[l]) : 2 * problem.S + 2;
-    const int64_t in_level = problem.Q * points_on(levels, l);
-    const int64_t tiles =
-        problem.levels_on_host
-            ? tiles_of(tile_of_shape(tile_shape_of(in_level, levels.H[l], levels.W[l])), levels.H[l], levels.W[l])
-            : ceil_div(problem.S, 64);
-    head_slots += cells + 1;
-    most_tiles = std::max(most_tiles, tiles), all_tiles += tiles;
+  int64_t head_slots = 0, tiles = 0;
+  for (int l = 0; l < L && problem.levels_on_host; ++l) {
+    const int64_t H = levels.H[l], W = levels.W[l];
+    head_slots += cells_of(H, W) + 1;
+    tiles += tiles_of(tile_of_shape(tile_shape_of(problem.Q * points_on(levels, l), H, W)), H, W);
   }
-  const int64_t samples = grad_weights.numel();
+  if (!problem.levels_on_host) {
+    head_slots = L * (2 * problem.S + 3);  // H + W <= S + 1 of any level
+    tiles = ceil_div(problem.S, 64) + L;   // only the device knows: a block takes further ones
+  }
+  const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
   Tensor starts = new_zeros(value, {heads * head_slots}, ScalarType::Int);
   Tensor ranks = new_empty(value, {samples}, ScalarType::Int);
+  zero_kernel<<<sms * 2, 256, 0, stream>>>(plan, static_cast<char*>(grad_value.mutable_data_ptr()),
+                                           grad_value.numel() * static_cast<int64_t>(grad_value.element_size()));
 
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
@@ -1189,16 +1495,15 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
     Tensor records = new_empty(value, {record_bytes}, ScalarType::Byte);
     const auto source = make_source(value_tag, accumulate_tag);
     using Source = std::decay_t<decltype(source)>;
-    auto* grad_location_data = static_cast<A*>(grad_locations.mutable_data_ptr());
-    auto* grad_weight_data = static_cast<A*>(grad_weights.mutable_data_ptr());
+    const SampleGrads<A> grads = make_grads(accumulate_tag);
     auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
     auto* rank_data = static_cast<int32_t*>(ranks.mutable_data_ptr());
 
     const int64_t K = problem.K, rows = K <= kSampleThreads ? kSampleThreads / K : 1;
     const unsigned sample_blocks = grid_size(heads * ceil_div(problem.Q, rows * kTurns));
     const size_t table_bytes = sizeof(LevelPlan) * L;
-    count_kernel<A, Source><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(
-        plan, source, start_data, rank_data, grad_location_data, grad_weight_data, problem, head_slots);
+    count_kernel<A, Source><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(plan, source, start_data, rank_data,
+                                                                                    grads, problem, head_slots);
     scan_kernel<<<grid_size(heads * L), kScanThreads, 0, stream>>>(plan, start_data, L, head_slots);
     scatter_kernel<A, Source><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(
         plan, source, start_data, rank_data, static_cast<Record<A>*>(records.mutable_data_ptr()), problem, head_slots,
@@ -1217,19 +1522,17 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
     // Of a row, at most 128 bytes of sums at a time: the planes of a tile's cells must fit shared memory.
     dispatch_row<T, (128 / (16 / sizeof(T)) / sizeof(A))>(problem.C, is_aligned, [&](auto vec, auto lanes) {
       constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
-      constexpr int kBatch = least(kLanes, 4), kGroups = kGatherThreads / kLanes;
-      const auto kernel = gather_kernel<T, A, kVec, kLanes>;
+      constexpr int kBatch = least(kLanes, 4), kGroups = kGatherThreads / kLanes;  // scratch enough for either way
+      constexpr bool kTensorCores = std::is_same_v<T, __nv_bfloat16> && kVec * kLanes == kMmaChannels && kVec > 1;
+      const bool whole = problem.C % kMmaChannels == 0;  // no channels are left over in the last turn
+      const auto kernel =
+          whole ? gather_kernel<T, A, kVec, kLanes, kTensorCores> : gather_kernel<T, A, kVec, kLanes, false>;
       const size_t shared = sizeof(A) * 4 * kSlots * kLanes * kVec + kGroups * kBatch * (4 * sizeof(A) + 4);
       allow_shared(kernel, shared);
-      for (int l = 0; l < (tiles_value ? 1 : L); ++l) {
-        // Where only the device knows the number of tiles, a block takes further ones.
-        const dim3 grid = head_grid(tiles_value ? all_tiles : most_tiles, heads);
-        kernel<<<grid, kGatherThreads, shared, stream>>>(
-            static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), plan,
-            start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
-            static_cast<T*>(grad_value.mutable_data_ptr()), grad_location_data, grad_weight_data, problem, head_slots,
-            point_bits, tiles_value ? 0 : l, tiles_value ? L : l + 1, !tiles_value);
-      }
+      kernel<<<head_grid(tiles, heads), kGatherThreads, shared, stream>>>(
+          static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), plan,
+          start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
+          static_cast<T*>(grad_value.mutable_data_ptr()), grads, problem, head_slots, point_bits);
     });
   });
 }
@@ -1254,7 +1557,7 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
                                                            bool deterministic) {
   const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
-  check_sizes(problem);
+  check_backward_sizes(problem);
   const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
   const Tensor grad_output = contiguous(grad_output_in), value = contiguous(value_in),
                level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
@@ -1267,8 +1570,15 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
     return {grad_value, grad_locations, grad_weights};
   }
   const Tensor plan = make_plan(problem, value, levels);
-  backward(problem, grad_output, value, levels, static_cast<const LevelPlan*>(plan.const_data_ptr()),
-           given_samples(locations, weights), deterministic, grad_value, grad_locations, grad_weights);
+  backward(
+      problem, grad_output, value, levels, static_cast<const LevelPlan*>(plan.const_data_ptr()),
+      given_samples(locations, weights),
+      [&](auto accumulate_tag) {
+        using A = decltype(accumulate_tag);
+        return SampleGrads<A>{static_cast<A*>(grad_locations.mutable_data_ptr()),
+                              static_cast<A*>(grad_weights.mutable_data_ptr()), nullptr};
+      },
+      deterministic, grad_value);
   check_launch("ms_deform_attn_backward");
   return {grad_value, grad_locations, grad_weights};
 }
@@ -1296,7 +1606,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   const auto problem = check_ms_deform_attn_fused(value_in, level_shapes_in, level_starts_in, reference_in, offsets_in,
                                                   logits_in, num_points);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
-  check_sizes(problem);
+  check_backward_sizes(problem);
   const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
   const Tensor grad_output = contiguous(grad_output_in), value = contiguous(value_in),
                level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
@@ -1312,40 +1622,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   }
   const Tensor plan_bytes = make_plan(problem, value, levels);
   const auto* plan = static_cast<const LevelPlan*>(plan_bytes.const_data_ptr());
-  Tensor grad_locations = new_empty(reference, offsets.sizes()), grad_weights = new_empty(reference, logits.sizes());
   const int64_t rows = problem.B * problem.Q * problem.G;
-  Tensor softmax = new_empty(reference, {rows, 2});
+  Tensor sample_grads = new_empty(reference, {rows, problem.K, 4}), softmax = new_empty(reference, {rows, 2});
   const int lanes = row_lanes_of(problem.K), K = static_cast<int>(problem.K), L = static_cast<int>(problem.L),
             G = static_cast<int>(problem.G);
-  const unsigned row_blocks = grid_size(ceil_div(rows * lanes, kRowThreads));
   const cudaStream_t stream = current_stream(value);
   const auto make_source = fused_samples(reference, offsets, logits, &softmax);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    softmax_kernel<T, A><<<row_blocks, kRowThreads, 0, stream>>>(
-        make_source(value_tag, accumulate_tag), static_cast<SoftmaxRow<A>*>(softmax.mutable_data_ptr()), rows, K,
-        lanes);
+    softmax_kernel<T, A><<<grid_size(ceil_div(rows * kSoftmaxLanes, kRowThreads)), kRowThreads, 0, stream>>>(
+        make_source(value_tag, accumulate_tag), static_cast<SoftmaxRow<A>*>(softmax.mutable_data_ptr()), rows, K);
   });
-  backward(problem, grad_output, value, levels, plan, make_source, deterministic, grad_value, grad_locations,
-           grad_weights);
+  const auto make_grads = [&](auto accumulate_tag) {
+    using A = decltype(accumulate_tag);
+    return SampleGrads<A>{nullptr, nullptr, static_cast<Pack<A, 4>*>(sample_grads.mutable_data_ptr())};
+  };
+  backward(problem, grad_output, value, levels, plan, make_source, make_grads, deterministic, grad_value);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     const auto source = make_source(value_tag, accumulate_tag);
-    const auto* location_data = static_cast<const A*>(grad_locations.const_data_ptr());
+    const auto* grads = static_cast<const Pack<A, 4>*>(sample_grads.const_data_ptr());
     const auto run = [&](auto type) {
       using I = decltype(type);
-      fused_grad_kernel<T, A, I><<<row_blocks, kRowThreads, sizeof(LevelPlan) * L, stream>>>(
-          plan, source, location_data, static_cast<const A*>(grad_weights.const_data_ptr()),
-          static_cast<I*>(grad_offsets.mutable_data_ptr()), static_cast<I*>(grad_logits.mutable_data_ptr()), rows, G, L,
-          K, lanes);
+      fused_grad_kernel<T, A, I>
+          <<<grid_size(ceil_div(rows * lanes, kRowThreads)), kRowThreads, sizeof(LevelPlan) * L, stream>>>(
+              plan, source, grads, static_cast<I*>(grad_offsets.mutable_data_ptr()),
+              static_cast<I*>(grad_logits.mutable_data_ptr()), rows, G, L, K, lanes);
     };
     source.wide ? run(accumulate_tag) : run(value_tag);
     if (needs_reference) {
       const int64_t count = problem.B * problem.Q * L;
       reference_grad_kernel<T, A><<<grid_size(ceil_div(count, kRowThreads)), kRowThreads, 0, stream>>>(
-          plan, source, location_data, static_cast<A*>(grad_reference.mutable_data_ptr()), count, G, L, K);
+          plan, source, grads, static_cast<A*>(grad_reference.mutable_data_ptr()), count, G, L, K);
     }
   });
   check_launch("ms_deform_attn_fused_backward");

@@ -1,0 +1,201 @@
+"""ms_deform_attn_fused, and the attention module around it, against the same from separate operators."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
+
+from ..case import Call, Case, Peer, Work, dtype_name
+from .ms_deform_attn import COORDINATE_TOLERANCE, PYRAMID, VALUE_TOLERANCE, grid_sample_path, work_of
+from .ms_deform_attn import make_arguments as make_plain_arguments
+
+__all__ = ["CASES"]
+
+ENCODER = dict(B=2, Q=sum(H * W for H, W in PYRAMID), G=8, C=32, P=4, levels=PYRAMID, local=True)
+GRID = (
+    64  # offsets are multiples of 1/64 pixel, references lie between two: no position is at a texel centre,
+)
+# where the gradient of a location jumps, whatever type the offsets have
+MODULE_INPUTS = {
+    name: position
+    for position, name in enumerate(
+        ("query", "memory", "value_weight", "offset_weight", "logit_weight", "output_weight")
+    )
+}
+
+# Gradients of offsets and logits are rounded to their own type. A softmax divides errors by no more than the sum.
+ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+# Of the module. Its positions may be near texel centres, so that single gradients that pass through the offsets differ
+# between two right implementations: those of query and offset_weight say little.
+MODULE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+LOOSE_TOLERANCE = {"query": 2.0, "offset_weight": 0.5}
+
+
+def make_arguments(
+    dtype: torch.dtype, device: torch.device, *, references: int, **sizes: Any
+) -> tuple[Any, ...]:
+    """Return value, level_shapes, level_starts, reference_points, offsets, logits, num_points.
+
+    The locations are those of ms_deform_attn's case, in steps of 1 / GRID pixel. Boxes have the size that makes an
+    offset of one worth a pixel. Offsets and logits have the type of value, as autocast leaves them.
+    """
+    value, level_shapes, starts, locations, weights = make_plain_arguments(dtype, device, **sizes)
+    size = level_shapes.flip(1).to(locations)  # [L, 2] (width, height)
+    points = ((locations.mean((2, 4)) * size * GRID).floor() + 0.5) / GRID / size  # [B, Q, L, 2]
+    offsets = (locations - points[:, :, None, :, None]) * size[:, None]
+    offsets = ((offsets * GRID).round() / GRID).to(dtype).flatten(3, 4)
+    if references == 4:
+        points = torch.cat([points, (2 * sizes["P"] / size).expand_as(points)], -1)
+    logits = weights.log().flatten(3).to(dtype)
+    return value, level_shapes, starts, points, offsets, logits, [sizes["P"]] * len(sizes["levels"])
+
+
+def make_module_arguments(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """Return query, memory, weights of the four linear layers, level_shapes, level_starts, references, dtype."""
+    _, level_shapes, starts, locations, _ = make_plain_arguments(torch.float32, device, **ENCODER)
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(size, generator=generator) * scale).to(device)
+
+    query, memory = (normal(ENCODER["B"], ENCODER["Q"], 256) for _ in range(2))
+    out_features = (256, 8 * 16 * 2, 8 * 16, 256)
+    weights = [
+        normal(size, 256, scale=scale / 16)
+        for size, scale in zip(out_features, (1.0, 3.0, 1.0, 1.0), strict=True)
+    ]
+    return query, memory, *weights, level_shapes, starts, locations.mean((2, 4)), dtype
+
+
+def composed(
+    value: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    reference_points: Tensor,
+    offsets: Tensor,
+    logits: Tensor,
+    num_points: list[int],
+    sample: Any = ms_deform_attn,
+) -> Tensor:
+    """Return the same from separate operators, as other modules do: softmax, locations, then ``sample``."""
+    coordinates = torch.promote_types(offsets.dtype, torch.float32)
+    weights = logits.to(coordinates).softmax(-1).unflatten(3, (len(num_points), -1))
+    offsets = offsets.to(coordinates).unflatten(3, (len(num_points), -1))
+    centers = reference_points[:, :, None, :, None]
+    if reference_points.shape[-1] == 2:
+        locations = centers + offsets / level_shapes.flip(1).to(offsets)[:, None]
+    else:
+        locations = centers[..., :2] + offsets / num_points[0] * centers[..., 2:] * 0.5
+    return sample(value, level_shapes, level_starts, locations, weights)
+
+
+def module(
+    query: Tensor,  # [B, Q, C]
+    memory: Tensor,  # [B, S, C]
+    value_weight: Tensor,
+    offset_weight: Tensor,
+    logit_weight: Tensor,
+    output_weight: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    reference_points: Tensor,
+    dtype: torch.dtype,
+    sample: Any = ms_deform_attn_fused,
+) -> Tensor:
+    """Return what MultiScaleDeformableAttention computes, under autocast where ``dtype`` has 16 bits."""
+    with torch.autocast(
+        query.device.type, dtype, enabled=dtype.itemsize == 2 and query.dtype != torch.float64
+    ):
+        value = F.linear(memory, value_weight).unflatten(-1, (8, -1))
+        offsets = F.linear(query, offset_weight).unflatten(-1, (8, 16, 2))
+        logits = F.linear(query, logit_weight).unflatten(-1, (8, 16))
+        out = sample(value, level_shapes, level_starts, reference_points, offsets, logits, [4] * 4)
+        return F.linear(out, output_weight) + query
+
+
+def module_work(dtype: torch.dtype) -> dict[str, Work]:
+    """Return the work of the sampling and of the linear layers (twice that in the backward)."""
+    work = work_of(dtype, **ENCODER)
+    tokens, features = ENCODER["B"] * ENCODER["Q"], 256 + 256 + 128 + 256
+    flops, moved = 2 * tokens * 256 * features, tokens * (2 * 256 * 4 + features * dtype.itemsize)
+    return {
+        kind: Work(
+            moved=part.moved + times * moved,
+            flops=part.flops + times * flops,
+            gathered=part.gathered,
+            rows_footprint=part.rows_footprint,
+            reductions_footprint=part.reductions_footprint,
+        )
+        for (kind, part), times in zip(work.items(), (1, 2), strict=True)
+    }
+
+
+def _fused_peer(sample: Any) -> Any:
+    return lambda *arguments: Call(partial(composed, sample=sample), arguments, (0, 4, 5))
+
+
+def _module_peer(sample: Any) -> Any:
+    path = partial(composed, sample=sample)
+    return lambda *arguments: Call(partial(module, sample=path), arguments, tuple(range(6)))
+
+
+def _torch_memory(arguments: tuple[Any, ...]) -> int:
+    """Estimate grid_sample_path forward and backward on the encoder's sizes."""
+    return 5 * ENCODER["B"] * ENCODER["Q"] * 8 * 16 * 32 * 4
+
+
+def _fused_case(name: str, references: int, **others: Any) -> Case:
+    return Case(
+        op="ms_deform_attn_fused",
+        name=name,
+        sizes=f"as ms_deform_attn/encoder, offsets and logits in the type of value, {references}-d references",
+        make=partial(make_arguments, references=references, **ENCODER),
+        function=ms_deform_attn_fused,
+        reference=ms_deform_attn_fused_reference,
+        differentiable={"value": 0, "offsets": 4, "logits": 5},
+        work=partial(work_of, **ENCODER),
+        tolerance=lambda dtype: {
+            "output": VALUE_TOLERANCE[dtype],
+            "value": VALUE_TOLERANCE[dtype],
+            "offsets": max(ROUNDING[dtype], COORDINATE_TOLERANCE),
+            "logits": max(ROUNDING[dtype], COORDINATE_TOLERANCE),
+        },
+        peers=(
+            Peer("torch", lambda: _fused_peer(grid_sample_path), _torch_memory),
+            Peer("composed", lambda: _fused_peer(ms_deform_attn)),
+        ),
+        batched=(0, 3, 4, 5),
+        checked_batches=(1,),
+        **others,
+    )
+
+
+def _module_case(dtype: torch.dtype) -> Case:
+    tolerance = dict.fromkeys(("output", *MODULE_INPUTS), MODULE_TOLERANCE[dtype]) | LOOSE_TOLERANCE
+    return Case(
+        op="ms_deform_attn_fused",
+        name=f"module-encoder-{dtype_name(dtype)}",
+        sizes="query and memory [2, 17821, 256] float32, four linear layers under autocast, encoder's samples",
+        make=make_module_arguments,
+        function=module,
+        reference=partial(module, sample=ms_deform_attn_fused_reference),
+        differentiable=MODULE_INPUTS,
+        work=module_work,
+        tolerance=lambda _: tolerance,
+        peers=(
+            Peer("torch", lambda: _module_peer(grid_sample_path), _torch_memory),
+            Peer("composed", lambda: _module_peer(ms_deform_attn)),
+        ),
+        dtypes=(dtype,),
+    )
+
+
+CASES = [
+    _fused_case("encoder", 2),
+    _fused_case("encoder-boxes", 4),
+    *[_module_case(dtype) for dtype in MODULE_TOLERANCE],
+]

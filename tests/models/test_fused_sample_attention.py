@@ -1,0 +1,180 @@
+"""FusedSampleAttention: against plain torch, by hand, its mask, its layouts, its types."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from visdet.models.layers import FusedSampleAttention
+from visdet.registry import MODELS
+
+B, E, C, G, Q, D, H, W = 2, 10, 6, 3, 5, 7, 8, 9
+
+
+def module(**options):
+    torch.manual_seed(0)
+    attention = FusedSampleAttention(
+        **{"embed_dims": E, "num_heads": G, "image_dims": C, "num_octaves": 2, **options}
+    )
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return attention
+
+
+def inputs(dtype=torch.float64):
+    torch.manual_seed(1)
+    return {
+        "query": torch.randn(B, Q, E, dtype=dtype),
+        "images": torch.randn(B, C, H, W, dtype=dtype),
+        "samples": torch.rand(B, Q, D, 2, dtype=dtype) * 2.4 - 1.2,
+        "depths": torch.rand(B, Q, D, dtype=dtype),
+    }
+
+
+def written_out(attention, query, images, samples, depths, sample_mask=None):
+    """The attention with keys, one head, one sample after the other."""
+    sampled = F.grid_sample(images, samples, align_corners=False).permute(0, 2, 3, 1)  # [B, Q, D, C]
+    queries = attention.query_proj(query).view(B, Q, G, C)
+    sums = []
+    for head in range(G):
+        scores = (sampled * queries[:, :, None, head]).sum(-1)
+        if attention.num_octaves:
+            inside = F.grid_sample(torch.ones_like(images[:, :1]), samples, align_corners=False)[:, 0]
+            key = attention.depth_key
+            depth_keys = sampled @ key.weight[:, :, 0, 0].T + inside[..., None] * key.bias
+            for octave in range(attention.num_octaves):
+                angle = 2 * math.pi * 2**octave * depths
+                scores = scores + depth_keys[..., 2 * octave] * angle.sin()
+                scores = scores + depth_keys[..., 2 * octave + 1] * angle.cos()
+        scores = scores / math.sqrt(C)
+        if sample_mask is not None:
+            scores = scores.masked_fill(sample_mask, -math.inf)
+        sums.append((scores.softmax(-1)[..., None] * sampled).sum(2))
+    return attention.output_proj(torch.cat(sums, dim=-1)) + query
+
+
+@pytest.mark.parametrize("num_octaves", [0, 2])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("fused", [True, False])
+def test_is_what_it_says(num_octaves, channels_last, fused):
+    attention = module(num_octaves=num_octaves, fused=fused).double()
+    given = inputs()
+    if channels_last:
+        given["images"] = given["images"].contiguous(memory_format=torch.channels_last)
+    out, weights = attention(**given)
+    torch.testing.assert_close(out, written_out(attention, **given))
+    assert weights.shape == (B, G, Q, D)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, G, Q, dtype=torch.float64))
+
+
+def test_gradients_are_the_definitions():
+    grads = []
+    for fused in (True, False):
+        attention = module(fused=fused).double()
+        given = {name: tensor.requires_grad_() for name, tensor in inputs().items()}
+        out, weights = attention(**given)
+        (out.square().sum() + weights.square().sum()).backward()
+        grads.append([tensor.grad for tensor in (*given.values(), *attention.parameters())])
+    for ours, expected in zip(*grads, strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(ours, expected)
+
+
+def test_finds_the_pixel_that_matches():
+    """A query equal to one pixel of an orthogonal image puts its weight on the sample at that pixel."""
+    attention = FusedSampleAttention(embed_dims=4, num_heads=1, num_octaves=0)
+    for linear, scale in ((attention.query_proj, 100.0), (attention.output_proj, 1.0)):
+        linear.load_state_dict({"weight": scale * torch.eye(4), "bias": torch.zeros(4)})
+    images = torch.eye(4).view(1, 4, 1, 4)  # pixel i is the unit vector i
+    centres = (torch.arange(4.0) + 0.5) / 4 * 2 - 1
+    samples = torch.stack((centres, torch.zeros(4)), dim=-1).expand(1, 2, 4, 2)
+    query = torch.eye(4)[[2, 0]].unsqueeze(0)
+    out, weights = attention(query, images, samples, identity=torch.zeros(1, 2, 4))
+    torch.testing.assert_close(weights[0, 0], torch.eye(4)[[2, 0]])
+    torch.testing.assert_close(out[0], torch.eye(4)[[2, 0]])
+
+
+def test_masked_samples_count_for_nothing():
+    attention, given = module().double(), inputs()
+    mask = torch.rand(B, Q, D) < 0.4
+    mask[..., 0] = False
+    out, weights = attention(**given, sample_mask=mask)
+    torch.testing.assert_close(out, written_out(attention, **given, sample_mask=mask))
+    assert not weights.masked_select(mask.unsqueeze(1)).any()
+
+
+def test_query_without_samples_takes_nothing():
+    attention, given = module().double(), inputs()
+    mask = torch.zeros(B, Q, D, dtype=torch.bool)
+    mask[0, 1] = True
+    given = {name: tensor.requires_grad_() for name, tensor in given.items()}
+    out, weights = attention(**given, sample_mask=mask)
+    assert not weights[0, :, 1].any()
+    torch.testing.assert_close(out[0, 1], given["query"][0, 1] + attention.output_proj.bias)
+    out.sum().backward()
+    assert all(tensor.grad.isfinite().all() for tensor in given.values())
+
+
+def test_starts_without_a_preference_for_any_depth():
+    attention, given = FusedSampleAttention(E, G, C), inputs(torch.float32)
+    out, _ = attention(**given)
+    torch.testing.assert_close(attention(**{**given, "depths": given["depths"] + 0.37})[0], out)
+
+
+def test_identity():
+    attention, given = module().double(), inputs()
+    identity = torch.randn(B, Q, E, dtype=torch.float64)
+    difference = attention(**given, identity=identity)[0] - attention(**given)[0]
+    torch.testing.assert_close(difference, identity - given["query"])
+
+
+def test_autocast_keeps_scores_and_weights_in_float32():
+    attention, given = module(), inputs(torch.float32)
+    exact, exact_weights = attention(**given)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, weights = attention(**given)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, exact_weights, rtol=0.1, atol=0.03)
+    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(("queries", "depth_samples"), [(0, D), (Q, 0)])
+def test_empty(queries, depth_samples):
+    attention, given = module().double(), inputs()
+    given["query"] = given["query"][:, :queries]
+    for name in ("samples", "depths"):
+        given[name] = given[name][:, :queries, :depth_samples]
+    out, weights = attention(**given)
+    assert weights.shape == (B, G, queries, depth_samples)
+    torch.testing.assert_close(out, given["query"] + attention.output_proj.bias)
+
+
+def test_built_from_a_config():
+    built = MODELS.build({"type": "FusedSampleAttention", "embed_dims": 8, "num_heads": 2, "num_octaves": 3})
+    assert isinstance(built, FusedSampleAttention)
+    assert built.depth_key.out_channels == 6 and built.query_proj.out_features == 16
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: FusedSampleAttention(num_heads=0), "num_heads must be at least 1, got 0"),
+        (lambda: FusedSampleAttention(num_octaves=-1), "num_octaves must be at least 0, got -1"),
+        (
+            lambda: module().double()(**{**inputs(), "query": torch.zeros(B, Q, E + 1)}),
+            r"query must be \[B, Q, 10\], got \(2, 5, 11\)",
+        ),
+        (
+            lambda: module().double()(**{**inputs(), "images": torch.zeros(B, H, W, C)}),
+            r"images must be \[B, 6, H, W\], got \(2, 8, 9, 6\)",
+        ),
+        (
+            lambda: module().double()(**{**inputs(), "depths": None}),
+            "depths must be given, num_octaves is 2",
+        ),
+    ],
+)
+def test_bad_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,54 @@
+"""How far predicted depth is from the truth, beside a constant."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from mmengine.evaluator import BaseMetric
+
+from visdet.registry import METRICS
+
+__all__ = ["TwoViewDepthMetric"]
+
+
+@METRICS.register_module()
+class TwoViewDepthMetric(BaseMetric):
+    """Errors of depth maps over all pixels of all pairs, and those of the best constant depth.
+
+    * ``abs_rel``: mean of abs(predicted - true) / true;
+    * ``inverse_error``: mean of abs(1 / predicted - 1 / true), and ``inverse_error_constant``: the same of the
+      constant that minimises it, the median of the true inverse depths, which knows the whole truth but no image;
+    * ``within_10_percent``: share of the pixels with abs(predicted - true) < 0.1 true, and
+      ``within_10_percent_constant`` of the same constant.
+
+    Samples are dicts with ``pred_depth`` and ``gt_depth`` of equal shape. Pixels whose true depth is not positive and
+    finite do not count.
+    """
+
+    default_prefix = "two_view"
+
+    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
+        """Keep the depths of a batch."""
+        for sample in data_samples:
+            predicted = sample["pred_depth"].double().cpu().numpy()
+            truth = sample["gt_depth"].double().cpu().numpy()
+            if predicted.shape != truth.shape:
+                raise ValueError(
+                    f"TwoViewDepthMetric: pred_depth must have gt_depth's shape {truth.shape}, got {predicted.shape}"
+                )
+            known = np.isfinite(truth) & (truth > 0)
+            self.results.append((predicted[known], truth[known]))
+
+    def compute_metrics(self, results: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+        """Return the metrics of all pairs."""
+        predicted = np.concatenate([pair[0] for pair in results])
+        truth = np.concatenate([pair[1] for pair in results])
+        if not truth.size:
+            raise ValueError("TwoViewDepthMetric: no pixel has a positive, finite true depth")
+        constant = 1 / np.median(1 / truth)
+        return {
+            "abs_rel": float(np.mean(np.abs(predicted - truth) / truth)),
+            "inverse_error": float(np.mean(np.abs(1 / predicted - 1 / truth))),
+            "inverse_error_constant": float(np.mean(np.abs(1 / constant - 1 / truth))),
+            "within_10_percent": float(np.mean(np.abs(predicted - truth) < 0.1 * truth)),
+            "within_10_percent_constant": float(np.mean(np.abs(constant - truth) < 0.1 * truth)),
+        }

@@ -1,0 +1,138 @@
+"""Attention over samples of an image, such as those along an epipolar line, as a module."""
+
+from typing import Any
+
+import torch
+from mmengine.model import BaseModule, constant_init, xavier_init
+from torch import Tensor, nn
+
+from visdet import ops
+from visdet.registry import MODELS
+
+from .precision import at_least_float32
+
+__all__ = ["FusedSampleAttention"]
+
+
+@MODELS.register_module()
+class FusedSampleAttention(BaseModule):
+    """Each query attends, in every head, to D given positions of an image; the samples themselves are never stored.
+
+    score[b, g, q, d] = (<query_proj(query)[b, g, q], f> + <depth_key(f), encoding(depth[b, q, d])>) / sqrt(C),
+    where f is the image at samples[b, q, d], bilinear, zero outside, and encoding holds sin and cos of
+    2 pi 2^k depth for k < num_octaves; weights = softmax of the scores over d;
+    output = identity + dropout(output_proj(sum_d weights f, the heads side by side)).
+
+    There is no projection of keys and values: <q, K f> = <K^T q, f> and sum_d w V f = V sum_d w f, so the two
+    projections of the queries and of the sums hold them, and the image is sampled as it is.
+    Scores and weights are float32 (float64 for float64) whatever the type of the image.
+
+    Args:
+        embed_dims: channels E of the queries and of the output.
+        num_heads: heads G.
+        image_dims: channels C of the images; default ``embed_dims``.
+        num_octaves: octaves of the depth encoding; 0 for scores that do not see the depth.
+        dropout: dropout of the output before the sum.
+        fused: False computes in plain torch, through the [B, C, Q, D] tensor of all samples: the definition, for
+            comparison.
+
+    Source: He et al., Epipolar Transformers, CVPR 2020, and Charatan et al., pixelSplat, CVPR 2024 (the idea); the
+    arithmetic is ``visdet.ops.sample_dot`` and ``visdet.ops.sample_sum``.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 128,
+        num_heads: int = 4,
+        image_dims: int | None = None,
+        num_octaves: int = 6,
+        dropout: float = 0.0,
+        fused: bool = True,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        image_dims = embed_dims if image_dims is None else image_dims
+        for name, number, least in (
+            ("embed_dims", embed_dims, 1),
+            ("num_heads", num_heads, 1),
+            ("image_dims", image_dims, 1),
+            ("num_octaves", num_octaves, 0),
+        ):
+            if number < least:
+                raise ValueError(f"FusedSampleAttention: {name} must be at least {least}, got {number}")
+        self.embed_dims = embed_dims
+        self.num_heads = num_heads
+        self.image_dims = image_dims
+        self.num_octaves = num_octaves
+        self.fused = fused
+        self.query_proj = nn.Linear(embed_dims, num_heads * image_dims)
+        self.depth_key = nn.Conv2d(image_dims, 2 * num_octaves, 1) if num_octaves else None
+        self.output_proj = nn.Linear(num_heads * image_dims, embed_dims)
+        self.dropout = nn.Dropout(dropout)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Start without a preference for any depth."""
+        xavier_init(self.query_proj, distribution="uniform")
+        xavier_init(self.output_proj, distribution="uniform")
+        if self.depth_key is not None:
+            constant_init(self.depth_key, 0.0)
+        self.is_init = True
+
+    def forward(
+        self,
+        query: Tensor,  # Float[B, Q, E]
+        images: Tensor,  # Float[B, C, H, W]
+        samples: Tensor,  # Float[B, Q, D, 2]
+        depths: Tensor | None = None,  # Float[B, Q, D]
+        sample_mask: Tensor | None = None,  # Bool[B, Q, D]
+        identity: Tensor | None = None,  # Float[B, Q, E]
+    ) -> tuple[Tensor, Tensor]:  # Float[B, Q, E], Float[B, G, Q, D]
+        """Return the attended queries plus ``identity``, and the weights of the samples.
+
+        Args:
+            query: [B, Q, E].
+            images: [B, C, H, W], NCHW or channels_last.
+            samples: [B, Q, D, 2], (x, y) in -1..1 from edge to edge of the image; outside it is zero.
+            depths: [B, Q, D], the depth of each sample in any unit of which one octave is the whole range; may be left
+                out if ``num_octaves`` is 0.
+            sample_mask: [B, Q, D], True where a sample must get no weight. A query without any sample left has
+                weights of zero, and takes nothing from the image.
+            identity: [B, Q, E], default ``query``.
+        """
+        if query.dim() != 3 or query.shape[-1] != self.embed_dims:
+            raise ValueError(
+                f"FusedSampleAttention: query must be [B, Q, {self.embed_dims}], got {tuple(query.shape)}"
+            )
+        if images.dim() != 4 or images.shape[1] != self.image_dims:
+            raise ValueError(
+                f"FusedSampleAttention: images must be [B, {self.image_dims}, H, W], got {tuple(images.shape)}"
+            )
+        if depths is None:
+            if self.num_octaves:
+                raise ValueError(
+                    f"FusedSampleAttention: depths must be given, num_octaves is {self.num_octaves}"
+                )
+            depths = samples.new_zeros(samples.shape[:-1])
+        identity = query if identity is None else identity
+        dot = ops.sample_dot if self.fused else ops.sample_dot_reference
+        weighted_sum = ops.sample_sum if self.fused else ops.sample_sum_reference
+
+        queries = self.query_proj(query).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, G, Q, C]
+        keys = images
+        if self.depth_key is not None:
+            keys = torch.cat((images, self.depth_key(images).to(images.dtype)), dim=1)
+        scores = dot(keys, samples, queries.to(keys.dtype), depths, self.num_octaves)  # [B, G, Q, D]
+        weights = _masked_softmax(at_least_float32(scores) * self.image_dims**-0.5, sample_mask)
+        found = weighted_sum(images, samples, weights)  # [B, G, Q, C]
+        out = self.output_proj(found.transpose(1, 2).flatten(2).to(query.dtype))
+        return self.dropout(out) + identity, weights
+
+
+def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the softmax over D of scores [B, G, Q, D], zero where mask [B, Q, D] is True."""
+    if mask is None:
+        return scores.softmax(dim=-1)
+    mask = mask.unsqueeze(1)
+    lowest = torch.finfo(scores.dtype).min  # not -inf: a row of those has no softmax
+    return scores.masked_fill(mask, lowest).softmax(dim=-1).masked_fill(mask, 0.0)

@@ -1,0 +1,118 @@
+"""Dot products of queries with bilinear samples of an image, without the tensor of samples."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+from .sample_sum import in_sample_types, sampled
+
+__all__ = ["sample_dot", "sample_dot_reference"]
+
+
+def sample_dot(
+    images: Tensor,  # Float[Tensor, "B C H W"]
+    samples: Tensor,  # Float[Tensor, "B Q D 2"] (x, y) in -1..1
+    queries: Tensor,  # Float[Tensor, "B G Q C-2*num_octaves"]
+    depths: Tensor,  # Float[Tensor, "B Q D"]
+    num_octaves: int = 0,
+) -> Tensor:  # Float[Tensor, "B G Q D"]
+    """Return the dot product of each sample with its query, extended by an encoding of the sample's depth.
+
+    The last ``2 * num_octaves`` channels of the images meet ``sin(2 pi 2^k depth + phase pi / 2)`` at channel
+    ``2 k + phase``; the channels before them meet the query. Sampling is that of ``sample_sum``.
+
+    Args:
+        images: float64, float32, float16 or bfloat16, NCHW or channels last. The kernels read channels last: an NCHW
+            image costs one copy.
+        samples: float32 (float64 for float64 images); other types are converted.
+        queries: converted to the type of ``samples``.
+        depths: in units whose octaves matter; converted to the type of ``samples``. Not read with ``num_octaves=0``.
+        num_octaves: from 0 to 30.
+
+    Returns:
+        The products, summed in the type of ``samples``, in the type of ``images``. A sample outside the image gives 0.
+
+    Differentiable once with respect to all tensors; the gradient of ``images`` has their layout. Saved for the backward
+    are the inputs. Deterministic on the CPU for any number of threads. Under autocast every tensor keeps its type.
+
+    Raises:
+        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
+        NotBuiltError: the library for the device is not built.
+
+    Source: the operator is that of fused_sample_ops; the kernels are visdet's own.
+    """
+    _library.require_cpu()
+    images, (samples, queries, depths) = in_sample_types("sample_dot", images, samples, queries, depths)
+    if images.device.type not in ("cpu", "meta"):
+        return sample_dot_reference(images, samples, queries, depths, num_octaves)
+    return torch.ops.visdet.sample_dot(images, samples, queries, depths, num_octaves)
+
+
+def sample_dot_reference(
+    images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor, num_octaves: int = 0
+) -> Tensor:
+    """Return what ``sample_dot`` returns, in plain torch: the definition kernels are tested against."""
+    taken = sampled(images, samples)  # [B, C, Q, D]
+    channels = images.shape[1] - 2 * num_octaves
+    dots = torch.einsum("bcqd,bgqc->bgqd", taken[:, :channels], queries.to(taken.dtype))
+    octaves = 2.0 ** torch.arange(num_octaves, dtype=taken.dtype, device=taken.device)
+    angles = 2 * math.pi * depths.to(taken.dtype)[..., None] * octaves  # [B, Q, D, num_octaves]
+    encoding = torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
+    dots = dots + torch.einsum("bcqd,bqdc->bqd", taken[:, channels:], encoding)[:, None]
+    return dots.to(images.dtype)
+
+
+def _fake(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor, num_octaves: int) -> Tensor:
+    torch._check(
+        queries.dim() == 4, lambda: f"sample_dot: queries must be [B, G, Q, C], got {tuple(queries.shape)}"
+    )
+    torch._check(
+        samples.dim() == 4, lambda: f"sample_dot: samples must be [B, Q, D, 2], got {tuple(samples.shape)}"
+    )
+    return images.new_empty(*queries.shape[:3], samples.shape[2])
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    images: Tensor,
+    samples: Tensor,
+    queries: Tensor,
+    depths: Tensor,
+    num_octaves: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        torch.empty_like(images),
+        samples.new_empty(samples.shape),
+        queries.new_empty(queries.shape),
+        depths.new_empty(depths.shape),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+    ctx.num_octaves = inputs[-1]
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    images, samples, queries, depths = ctx.saved_tensors
+    grads = torch.ops.visdet.sample_dot_backward(
+        grad_output.to(samples.dtype),
+        images,
+        samples,
+        queries,
+        depths,
+        ctx.num_octaves,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return (*grads, None)
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::sample_dot", _fake)
+    torch.library.register_fake("visdet::sample_dot_backward", _fake_backward)
+    torch.library.register_autograd("visdet::sample_dot", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("sample_dot", "sample_dot_backward")

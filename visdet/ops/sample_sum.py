@@ -1,0 +1,104 @@
+"""Weighted sums of bilinear samples of an image, without the tensor of samples."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _library
+
+__all__ = ["sample_sum", "sample_sum_reference"]
+
+
+def sample_sum(
+    images: Tensor,  # Float[Tensor, "B C H W"]
+    samples: Tensor,  # Float[Tensor, "B Q D 2"] (x, y) in -1..1
+    weights: Tensor,  # Float[Tensor, "B G Q D"]
+) -> Tensor:  # Float[Tensor, "B G Q C"]
+    """Return ``out[b, g, q] = sum_d weights[b, g, q, d] * grid_sample(images[b], samples[b, q, d])``.
+
+    Sampling is that of ``grid_sample(mode="bilinear", padding_mode="zeros", align_corners=False)``: (-1, -1) is the
+    outer corner of the first pixel, a corner outside the image counts as zero, a sample with NaN contributes nothing.
+
+    Args:
+        images: float64, float32, float16 or bfloat16, NCHW or channels last. The kernels read channels last: an NCHW
+            image costs one copy.
+        samples: float32 (float64 for float64 images); other types are converted.
+        weights: any numbers, usually a softmax over D; converted to the type of ``samples``.
+
+    Returns:
+        The sums, taken in the type of ``samples``, in the type of ``images``. Sizes of 0 give empty or zero results.
+
+    Differentiable once with respect to everything; the gradient of ``images`` has their layout. Saved for the backward
+    are the inputs. Deterministic on the CPU for any number of threads. Under autocast every tensor keeps its type.
+
+    Raises:
+        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
+        NotBuiltError: the library for the device is not built.
+
+    Source: the operator is that of fused_sample_ops (attention over samples of an image); the kernels are visdet's own.
+    """
+    _library.require_cpu()
+    images, (samples, weights) = in_sample_types("sample_sum", images, samples, weights)
+    if images.device.type not in ("cpu", "meta"):
+        return sample_sum_reference(images, samples, weights)
+    return torch.ops.visdet.sample_sum(images, samples, weights)
+
+
+def sample_sum_reference(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
+    """Return what ``sample_sum`` returns, in plain torch: the definition kernels are tested against."""
+    taken = sampled(images, samples)  # [B, C, Q, D]
+    return torch.einsum("bcqd,bgqd->bgqc", taken, weights.to(taken.dtype)).to(images.dtype)
+
+
+def sampled(images: Tensor, samples: Tensor) -> Tensor:
+    """Return the samples [B, C, Q, D] of images, in the type of ``samples``; those with NaN are zero."""
+    is_number = samples.isfinite().all(-1, keepdim=True)
+    grid = torch.where(is_number, samples, -3.0)
+    return F.grid_sample(images.to(samples.dtype), grid, padding_mode="zeros", align_corners=False)
+
+
+def in_sample_types(op: str, images: Tensor, *others: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return images, and the other tensors in float32, or float64 where images are."""
+    dtype = torch.float64 if images.dtype == torch.float64 else torch.float32
+    for other in others:
+        if other.device != images.device:
+            raise RuntimeError(
+                f"{op}: all tensors must be on images' device {images.device}, got one on {other.device}"
+            )
+    return images, tuple(other.to(dtype) for other in others)
+
+
+def _fake(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
+    torch._check(
+        images.dim() == 4, lambda: f"sample_sum: images must be [B, C, H, W], got {tuple(images.shape)}"
+    )
+    torch._check(
+        weights.dim() == 4, lambda: f"sample_sum: weights must be [B, G, Q, D], got {tuple(weights.shape)}"
+    )
+    return images.new_empty(*weights.shape[:3], images.shape[1])
+
+
+def _fake_backward(
+    grad_output: Tensor, images: Tensor, samples: Tensor, weights: Tensor, deterministic: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(images), samples.new_empty(samples.shape), weights.new_empty(weights.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+    images, samples, weights = ctx.saved_tensors
+    return torch.ops.visdet.sample_sum_backward(
+        grad_output.to(samples.dtype), images, samples, weights, torch.are_deterministic_algorithms_enabled()
+    )
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::sample_sum", _fake)
+    torch.library.register_fake("visdet::sample_sum_backward", _fake_backward)
+    torch.library.register_autograd("visdet::sample_sum", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("sample_sum", "sample_sum_backward")
