@@ -2,7 +2,9 @@
 
 from .coco_metric import CocoMetric
 from .driving_metric import DrivingMetric
+from .motion_metric import MotionMetric
 from .nuscenes_metric import NuScenesMetric
+from .planning_metric import PlanningMetric
 from .tracking_metric import TrackingMetric
 from .two_view_depth_metric import TwoViewDepthMetric
 from .vector_map_metric import VectorMapMetric
@@ -10,7 +12,9 @@ from .vector_map_metric import VectorMapMetric
 __all__ = [
     "CocoMetric",
     "DrivingMetric",
+    "MotionMetric",
     "NuScenesMetric",
+    "PlanningMetric",
     "TrackingMetric",
     "TwoViewDepthMetric",
     "VectorMapMetric",

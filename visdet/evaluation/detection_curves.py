@@ -7,7 +7,17 @@ import numpy as np
 
 from visdet.structures.poses import wrap_angle
 
-__all__ = ["TP_ERRORS", "Boxes", "Curve", "accumulate", "average_precision", "tp_error"]
+__all__ = [
+    "TP_ERRORS",
+    "Boxes",
+    "Curve",
+    "Matches",
+    "accumulate",
+    "average_precision",
+    "match_frames",
+    "take_nearest",
+    "tp_error",
+]
 
 TP_ERRORS = ("trans_err", "scale_err", "orient_err", "vel_err", "attr_err")
 _RECALLS = np.linspace(0, 1, 101)
@@ -40,6 +50,30 @@ class Curve:
         return int(reached[-1]) if len(reached) else 0
 
 
+@dataclass
+class Matches:
+    """Predictions of one class over all frames, best first, and the true boxes that they took.
+
+    frames, rows, truth_rows [m]: of those that took one: the frame, the row there, and the row of the true box;
+    scores [m]: theirs. precision, confidence [101]: at recalls 0, 0.01 … 1. num_truths, num_false: true boxes, and
+    predictions that took none.
+    """
+
+    frames: np.ndarray
+    rows: np.ndarray
+    truth_rows: np.ndarray
+    scores: np.ndarray
+    precision: np.ndarray
+    confidence: np.ndarray
+    num_truths: int
+    num_false: int
+
+    def running_mean(self, values: np.ndarray, known: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Return the means [101] of the values [m] of the matches up to each recall, of the ``known`` ones."""
+        values, scores = values[known], self.scores[known]
+        return np.interp(self.confidence[::-1], scores[::-1], _running_mean(values)[::-1])[::-1]
+
+
 def accumulate(
     truths: Sequence[Boxes], predictions: Sequence[Boxes], max_distance: float, yaw_period: float = 2 * np.pi
 ) -> Curve:
@@ -50,34 +84,53 @@ def accumulate(
 
     Source: the same numbers as ``accumulate`` of nuscenes-devkit, where equal scores count in reversed order.
     """
+    matches = match_frames(truths, predictions, max_distance)
+    if not len(matches.frames):
+        return Curve(matches.precision, matches.confidence, {name: np.ones(101) for name in TP_ERRORS})
+    errors = _errors(truths, predictions, matches.frames, matches.rows, matches.truth_rows, yaw_period)
+    running = {name: matches.running_mean(values) for name, values in errors.items()}
+    return Curve(matches.precision, matches.confidence, running)
+
+
+def match_frames(truths: Sequence[Boxes], predictions: Sequence[Boxes], max_distance: float) -> Matches:
+    """Return which predictions take which true boxes, as ``accumulate`` describes."""
     num_truths = sum(len(frame.values) for frame in truths)
-    matches = [
-        _match(truth.values, predicted, max_distance)
+    scores = np.concatenate([np.zeros(0), *(frame.scores for frame in predictions)])
+    taken = [
+        take_nearest(truth.values, predicted, max_distance)
         for truth, predicted in zip(truths, predictions, strict=True)
     ]
-    scores = np.concatenate([np.zeros(0), *(frame.scores for frame in predictions)])
-    taken = np.concatenate([np.zeros(0, np.int64), *matches])
-    if num_truths == 0 or not (taken >= 0).any():
-        return Curve(np.zeros(101), np.zeros(101), {name: np.ones(101) for name in TP_ERRORS})
+    taken = np.concatenate([np.zeros(0, np.int64), *taken])
     frame_of = np.repeat(np.arange(len(predictions)), [len(frame.values) for frame in predictions])
     row_of = np.concatenate([np.zeros(0, np.int64), *(np.arange(len(frame.values)) for frame in predictions)])
     order = np.argsort(scores, kind="stable")[::-1]
     is_match = taken[order] >= 0
-    true_positives = np.cumsum(is_match)
-    precision = true_positives / np.arange(1, len(order) + 1)
-    recall = true_positives / num_truths
-    confidence = np.interp(_RECALLS, recall, scores[order], right=0)
+    precision, confidence = np.zeros(101), np.zeros(101)
+    if is_match.any():
+        true_positives = np.cumsum(is_match)
+        recall = true_positives / num_truths
+        precision = np.interp(_RECALLS, recall, true_positives / np.arange(1, len(order) + 1), right=0)
+        confidence = np.interp(_RECALLS, recall, scores[order], right=0)
     matched = order[is_match]
-    errors = _errors(truths, predictions, frame_of[matched], row_of[matched], taken[matched], yaw_period)
-    running = {
-        name: np.interp(confidence[::-1], scores[matched][::-1], _running_mean(values)[::-1])[::-1]
-        for name, values in errors.items()
-    }
-    return Curve(np.interp(_RECALLS, recall, precision, right=0), confidence, running)
+    return Matches(
+        frames=frame_of[matched],
+        rows=row_of[matched],
+        truth_rows=taken[matched],
+        scores=scores[matched],
+        precision=precision,
+        confidence=confidence,
+        num_truths=num_truths,
+        num_false=len(order) - len(matched),
+    )
 
 
-def _match(truth: np.ndarray, predicted: Boxes, max_distance: float) -> np.ndarray:
-    """Return the row of ``truth`` that each prediction takes, -1 for none."""
+def take_nearest(
+    truth: np.ndarray, predicted: Boxes, max_distance: float, allowed: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the row of ``truth`` [n, >= 2] that each prediction [m] takes, -1 for none.
+
+    ``allowed``, bool [m, n]: a prediction whose nearest free box is not allowed takes none, and leaves it free.
+    """
     taken = np.full(len(predicted.values), -1, dtype=np.int64)
     if not len(truth) or not len(predicted.values):
         return taken
@@ -85,7 +138,7 @@ def _match(truth: np.ndarray, predicted: Boxes, max_distance: float) -> np.ndarr
     order = np.argsort(predicted.scores, kind="stable")[::-1]
     for row in order[distances.min(axis=1)[order] < max_distance]:
         nearest = int(distances[row].argmin())
-        if distances[row, nearest] < max_distance:
+        if distances[row, nearest] < max_distance and (allowed is None or allowed[row, nearest]):
             taken[row] = nearest
             distances[:, nearest] = np.inf
     return taken
@@ -135,7 +188,10 @@ def average_precision(curve: Curve, min_recall: float = 0.1, min_precision: floa
     return float(np.maximum(precision, 0).mean() / (1 - min_precision))
 
 
-def tp_error(curve: Curve, name: str, min_recall: float = 0.1) -> float:
-    """Return the mean of a running error over the recalls from ``min_recall`` to the last reached, 1 without one."""
+def tp_error(curve: Curve, name: str, min_recall: float = 0.1, unreached: float = 1.0) -> float:
+    """Return the mean of a running error over the recalls from ``min_recall`` to the last reached.
+
+    ``unreached`` is returned where not even ``min_recall`` is.
+    """
     first, last = round(100 * min_recall) + 1, curve.max_recall_index
-    return float(curve.errors[name][first : last + 1].mean()) if last >= first else 1.0
+    return float(curve.errors[name][first : last + 1].mean()) if last >= first else unreached

@@ -10,7 +10,7 @@ from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
-__all__ = ["DrivingMetric", "as_array", "frames_of_batch"]
+__all__ = ["DrivingMetric", "as_array", "frames_of_batch", "places_in_world"]
 
 
 class DrivingMetric(BaseMetric):
@@ -59,3 +59,8 @@ def as_array(value: Any) -> np.ndarray:
         return value.numpy()
     array = np.asarray(value)
     return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+def places_in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
+    """Return the centres [n, 2] in the world of boxes [n, >= 3], given the pose [4, 4] of their frame."""
+    return (as_array(boxes)[:, :3] @ pose[:3, :3].T + pose[:3, 3])[:, :2]

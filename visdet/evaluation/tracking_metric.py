@@ -11,7 +11,7 @@ from rich.table import Table
 from visdet.registry import METRICS
 
 from .clear_mot import Frame, interpolate, motar_curve
-from .driving_metric import DrivingMetric, as_array, frames_of_batch
+from .driving_metric import DrivingMetric, as_array, frames_of_batch, places_in_world
 from .nuscenes_metric import CLASS_RANGE
 
 __all__ = ["TrackingMetric"]
@@ -78,10 +78,10 @@ class TrackingMetric(DrivingMetric):
                         :2
                     ],
                     "gt_ids": as_array(meta["instance_id"]),
-                    "gt_places": _in_world(truth["gt_bboxes_3d"], pose),
+                    "gt_places": places_in_world(truth["gt_bboxes_3d"], pose),
                     "gt_labels": as_array(truth["gt_labels_3d"]),
                     "ids": ids[kept],
-                    "places": _in_world(prediction["boxes_3d"], pose)[kept],
+                    "places": places_in_world(prediction["boxes_3d"], pose)[kept],
                     "labels": as_array(prediction["labels_3d"])[kept],
                     "scores": scores[kept],
                 }
@@ -127,10 +127,6 @@ class TrackingMetric(DrivingMetric):
         times = [frame["time"] for frame in scene]
         predictions = _with_track_scores(predictions)
         return list(zip(interpolate(truths, times), interpolate(predictions, times), strict=True))
-
-
-def _in_world(boxes, pose: np.ndarray) -> np.ndarray:
-    return (as_array(boxes)[:, :3] @ pose[:3, :3].T + pose[:3, 3])[:, :2]
 
 
 def _with_track_scores(frames: list[Frame]) -> list[Frame]:

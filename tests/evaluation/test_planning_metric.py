@@ -1,0 +1,212 @@
+"""Plans: distances, collisions and both summaries by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from visdet.evaluation.planning_metric import (
+    boxes_intersect,
+    collides,
+    constant_velocity_plan,
+    headings,
+    horizons,
+)
+from visdet.registry import METRICS
+
+AHEAD = np.pi / 2
+EGO = (4.0, 2.0)
+
+
+def box(x, y, length=2.0, width=2.0, yaw=0.0):
+    return [x, y, 0.0, length, width, 1.5, yaw]
+
+
+def straight(step, num_steps=6):
+    """A plan straight ahead, ``step`` metres each."""
+    return np.outer(np.arange(1, num_steps + 1), [0.0, step])
+
+
+@pytest.mark.parametrize(
+    ("other", "meets"),
+    [
+        (box(1.9, 0.0), True),
+        (box(2.1, 0.0), False),
+        (box(2.0, 0.0), True),  # touching
+        (box(2.0, 2.0), True),  # corner on corner
+        (box(0.0, 0.0, 0.1, 0.1, 0.3), True),  # within: no corner of the larger one is in the smaller
+        (box(2.4, 0.0, yaw=np.pi / 4), True),  # 1 + sqrt(2) = 2.414
+        (box(2.42, 0.0, yaw=np.pi / 4), False),
+        (
+            box(1.8, 1.8, yaw=np.pi / 4),
+            False,
+        ),  # only the axis of the turned box parts them: 1 + sqrt(2) < 1.8 * sqrt(2)
+        (box(1.7, 1.7, yaw=np.pi / 4), True),
+        (box(np.nan, 0.0), False),
+    ],
+)
+def test_boxes_that_meet(other, meets):
+    first = np.array(box(0.0, 0.0))
+    assert boxes_intersect(first, np.array([other])).tolist() == [meets]
+    assert boxes_intersect(np.array(other), first[None]).tolist() == [meets]
+
+
+def test_a_cross_meets_though_no_corner_is_inside():
+    assert boxes_intersect(np.array(box(0, 0, 10, 1)), np.array([box(0, 0, 10, 1, AHEAD)])).all()
+
+
+def test_boxes_agree_with_points_in_them():
+    """Against a definition by sampling: a fine grid of the points of one box, asked whether they are in the other."""
+    rng = np.random.default_rng(0)
+    grid = np.stack(np.meshgrid(*[np.linspace(-0.5, 0.5, 201)] * 2), axis=-1).reshape(-1, 2)
+
+    def local(points, b):
+        cos, sin = np.cos(b[6]), np.sin(b[6])
+        return (points - b[:2]) @ np.array([[cos, -sin], [sin, cos]])
+
+    found = set()
+    for _ in range(200):
+        first, second = (
+            np.array(box(*rng.uniform(-3, 3, 2), *rng.uniform(0.5, 4, 2), rng.uniform(-4, 4)))
+            for _ in range(2)
+        )
+        cos, sin = np.cos(first[6]), np.sin(first[6])
+        points = (grid * first[3:5]) @ np.array([[cos, sin], [-sin, cos]]) + first[:2]
+        gap = (np.abs(local(points, second)) - second[3:5] / 2).max(axis=1).min()
+        if abs(gap) < 0.03:  # too close for the grid
+            continue
+        found.add(gap < 0)
+        assert boxes_intersect(first, second[None]).item() == (gap < 0)
+    assert found == {True, False}
+
+
+def test_no_boxes():
+    assert boxes_intersect(np.array(box(0, 0)), np.zeros((0, 7))).shape == (0,)
+    assert not collides(straight(1.0), [np.zeros((0, 7))] * 6, EGO, 0.5).any()
+
+
+def test_headings():
+    np.testing.assert_allclose(headings(straight(2.0)), AHEAD)
+    # A step ahead, then one to the right: chords (1, 1) and, at the end, (1, 0).
+    np.testing.assert_allclose(headings(np.array([[0.0, 1.0], [1.0, 1.0]])), [np.pi / 4, 0])
+    # Hardly moves: ahead, whatever the noise.
+    np.testing.assert_allclose(headings(np.array([[0.3, 0.0], [0.0, 0.0], [0.2, 0.1]])), AHEAD)
+    # A standing vehicle that starts to move to the left.
+    np.testing.assert_allclose(headings(np.array([[0.0, 0.0], [-4.0, 0.0]])), [np.pi, np.pi])
+
+
+def test_the_vehicles_box_is_ahead_of_the_lidar():
+    """4 m long and 0.5 m ahead: from 1.5 m behind to 2.5 m ahead of the lidar."""
+    stay = np.zeros((1, 2))
+    for y, hits in ((3.4, True), (3.6, False), (-2.4, True), (-2.6, False)):
+        assert collides(stay, [np.array([box(0.0, y)])], EGO, 0.5).tolist() == [hits]
+    # In every row of the plan, also to the side: at (-10, 0) and heading left, the box ends at -12.5.
+    plan = np.array([[-5.0, 0.0], [-10.0, 0.0]])
+    for x, hits in ((-13.4, True), (-13.6, False)):
+        assert collides(plan, [np.array([box(x, 0.0)])] * 2, EGO, 0.5).tolist() == [False, hits]
+
+
+def test_both_summaries():
+    summary = horizons(np.array([1.0, 2.0, 3.0, 4.0, 5.0, 9.0]), 2, "L2")
+    assert summary == pytest.approx(
+        {
+            "uniad_L2_1s": 2.0,
+            "uniad_L2_2s": 4.0,
+            "uniad_L2_3s": 9.0,
+            "uniad_L2": 5.0,
+            "vad_L2_1s": 1.5,
+            "vad_L2_2s": 2.5,
+            "vad_L2_3s": 4.0,
+            "vad_L2": 8 / 3,
+        }
+    )
+    assert np.isnan(horizons(np.ones(1), 2, "L2")["vad_L2"])
+
+
+def test_constant_velocity():
+    status = np.zeros(10)
+    status[6:8] = 4.0, 1.0  # ahead and to the left
+    np.testing.assert_allclose(constant_velocity_plan(status, 3), [[-0.5, 2.0], [-1.0, 4.0], [-1.5, 6.0]])
+
+
+def batch(truths):
+    samples = {key: [truth[key] for truth in truths] for key in truths[0]}
+    return {"data_samples": samples | {"img_metas": [{"token": str(i)} for i in range(len(truths))]}}
+
+
+def truth(path, boxes=None, mask=None, speed=None):
+    boxes = boxes if boxes is not None else [np.zeros((0, 7))] * len(path)
+    coming = np.empty(len(boxes), dtype=object)
+    coming[:] = boxes
+    sample = {
+        "gt_ego_fut_trajs": torch.tensor(np.diff(path, axis=0, prepend=np.zeros((1, 2)))),
+        "gt_ego_fut_masks": torch.ones(len(path)) if mask is None else torch.tensor(mask),
+        "fut_boxes": coming,
+    }
+    if speed is not None:
+        sample["ego_status"] = torch.tensor([0.0] * 6 + [speed, 0.0, 0.0, 0.0])
+    return sample
+
+
+def evaluate(truths, plans, **kwargs):
+    metric = METRICS.build({"type": "PlanningMetric", "ego_size": EGO, **kwargs})
+    predictions = [{"img_bbox": {"final_planning": torch.tensor(plan)}} for plan in plans]
+    metric.process(batch(truths), predictions)
+    return {key.removeprefix("Planning/"): value for key, value in metric.evaluate(len(plans)).items()}
+
+
+def test_two_frames_by_hand():
+    """One plan is right, the other falls back by half a metre a step and is hit at the fourth step."""
+    path = straight(2.0)
+    boxes = [np.zeros((0, 7))] * 6
+    boxes[3] = np.array([box(0.0, 3.5)])  # 2.5 to 4.5; the true box is at 6 to 10, the plan's at 4 to 8
+    values = evaluate(
+        [truth(path, speed=4.0), truth(path, boxes, speed=2.0)], [path, straight(1.5)], ego_offset=0.0
+    )
+    for t in range(6):
+        assert values[f"L2@{(t + 1) / 2:g}s"] == pytest.approx(0.25 * (t + 1))
+        assert values[f"collision@{(t + 1) / 2:g}s"] == (0.5 if t == 3 else 0.0)
+    assert values["uniad_L2"] == pytest.approx((0.5 + 1.0 + 1.5) / 3)
+    assert values["vad_L2"] == pytest.approx((0.375 + 0.625 + 0.875) / 3)
+    assert values["uniad_collision_2s"] == 0.5 and values["uniad_collision"] == pytest.approx(0.5 / 3)
+    assert values["vad_collision_2s"] == pytest.approx(0.125)
+    assert values["vad_collision"] == pytest.approx((0.0 + 0.125 + 0.5 / 6) / 3)
+    assert values["truth_collision"] == 0.0 and values["num_frames"] == 2
+    # Straight on at 4 m/s is the first true way, at 2 m/s it falls back by 1 m a step: 2 to 6 at the fourth.
+    assert values["constant_velocity_uniad_L2"] == pytest.approx((1 + 2 + 3) / 3)
+    assert values["constant_velocity_uniad_collision_2s"] == 0.5
+    assert values["standing_still_uniad_L2"] == pytest.approx((4 + 8 + 12) / 3)
+
+
+def test_a_step_where_the_truth_collides_does_not_count():
+    path = straight(2.0)
+    boxes = [np.array([box(0.0, 2.0 * (t + 1))]) if t < 2 else np.zeros((0, 7)) for t in range(6)]
+    values = evaluate([truth(path, boxes)], [path])
+    assert values["uniad_collision"] == values["vad_collision"] == 0.0
+    assert values["truth_collision"] == pytest.approx(2 / 6)
+    assert "constant_velocity_uniad_L2" not in values
+
+
+def test_incomplete_frames_are_left_out():
+    path = straight(2.0)
+    late = truth(path, mask=[1.0] * 5 + [0.0])
+    no_boxes = truth(path, boxes=[np.zeros((0, 7))] * 4)
+    values = evaluate([late, truth(path), no_boxes], [path + 9, path + np.array([3.0, 4.0]), path + 9])
+    assert values["num_frames"] == 1 and values["vad_L2"] == pytest.approx(5.0)
+    values = evaluate([late], [path])
+    assert values["num_frames"] == 0 and np.isnan(values["vad_L2"]) and np.isnan(values["truth_collision"])
+
+
+def test_a_plan_of_nan_is_seen():
+    assert np.isnan(evaluate([truth(straight(1.0))], [np.full((6, 2), np.nan)])["vad_L2"])
+
+
+def test_refusals():
+    sample = truth(straight(1.0))
+    with pytest.raises(ValueError, match=r"frame 0: final_planning must be \[6, 2\], got \[4, 2\]"):
+        evaluate([sample], [straight(1.0, 4)])
+    metric = METRICS.build({"type": "PlanningMetric"})
+    with pytest.raises(ValueError, match="frame 0: the prediction has no final_planning"):
+        metric.process(batch([sample]), [{}])
+    del sample["fut_boxes"]
+    with pytest.raises(ValueError, match="frame 0 has no fut_boxes"):
+        metric.process(batch([sample]), [{"final_planning": straight(1.0)}])

@@ -1,0 +1,252 @@
+"""Predicted paths of other road users against the ways that they took."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from mmengine.logging import print_log
+from rich.console import Console
+from rich.table import Table
+
+from visdet.registry import METRICS
+
+from .detection_curves import Boxes, Curve, match_frames, take_nearest, tp_error
+from .driving_metric import DrivingMetric, as_array, frames_of_batch, places_in_world
+
+__all__ = ["MOTION_CLASSES", "MotionMetric", "displacement_errors", "final_errors", "motion_scores"]
+
+# What the classes of boxes count as; others are not evaluated.
+MOTION_CLASSES = {
+    "car": "car",
+    "truck": "car",
+    "construction_vehicle": "car",
+    "bus": "car",
+    "trailer": "car",
+    "motorcycle": "car",
+    "bicycle": "car",
+    "pedestrian": "pedestrian",
+}
+_RANGE = {"car": 50, "pedestrian": 40}
+_MAX_DISTANCE_M = 2.0
+_MISS_M = 2.0
+_FALSE_ALARM_COST = 0.5
+_MAX_BOXES = 500
+_NAMES = ("minADE", "minFDE", "MR", "EPA")
+
+
+@METRICS.register_module()
+class MotionMetric(DrivingMetric):
+    """minADE, minFDE, miss rate and EPA of the predicted paths, after merging classes.
+
+    Boxes of a merged class, best first, take the nearest free true box within 2 m. Of those that take one, with the
+    best of their K paths in each number:
+
+    * ``minADE``, ``minFDE`` (m): the mean distance over the steps that are known, and that of the last one;
+    * ``MR``: the share whose every path is somewhere more than 2 m off;
+    * ``EPA``: (boxes that take a true one and end within 2 m of its end, less half the boxes that take none), over the
+      number of true boxes. A box whose end is wrong leaves its true box to the next.
+
+    The first three are means over recalls from 0.1 to the highest of what holds up to each recall, as nuScenes' errors
+    of true positives are; NaN where recall does not get that far. The same is given under ``constant_velocity_…`` for
+    the same boxes, each going on with the velocity predicted for it: the least that predicted paths must beat.
+
+    Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d``, ``gt_agent_fut_trajs`` [n, T, 2] (steps), ``gt_agent_fut_masks``
+    [n, T], ``img_metas`` with ``token, T_global`` (and ``ego2global_translation``). Predictions: ``boxes_3d`` [m, 9 or
+    10], ``scores_3d, labels_3d, trajs_3d`` [m, K, T, 2] (places in the lidar frame) and, for the threshold,
+    ``cls_scores`` where given.
+
+    Args:
+        classes: names of the labels; by default those of the data set.
+        class_mapping: what each class counts as; classes that are not named are not evaluated.
+        class_range: the distance from the vehicle up to which boxes of a merged class count, or one for all.
+        score_threshold: boxes below do not count.
+        unknown_is_right: count true boxes whose future is unknown as predicted without error in the first three
+            numbers, instead of leaving them out; published numbers do. In EPA they are never found.
+        steps_per_second: of paths.
+        prefix, collect_device: mmengine's.
+
+    Raises:
+        ValueError: a frame has no ground truth or no paths, or no class is in ``class_mapping``.
+
+    Source: SparseDrive's evaluation (UniAD's EPA, arXiv 2212.09045). Differences: ``unknown_is_right``, and NaN instead
+    of 1 for a recall below 0.1.
+    """
+
+    default_prefix = "Motion"
+
+    def __init__(
+        self,
+        classes: Sequence[str] | None = None,
+        class_mapping: Mapping[str, str] | None = None,
+        class_range: Mapping[str, float] | float | None = None,
+        score_threshold: float = 0.2,
+        unknown_is_right: bool = False,
+        steps_per_second: int = 2,
+        prefix: str | None = None,
+        collect_device: str = "cpu",
+    ) -> None:
+        super().__init__(collect_device=collect_device, prefix=prefix)
+        self.classes = tuple(classes) if classes is not None else None
+        self.class_mapping = dict(MOTION_CLASSES if class_mapping is None else class_mapping)
+        self.class_range = _RANGE if class_range is None else class_range
+        self.score_threshold = score_threshold
+        self.unknown_is_right = unknown_is_right
+        self.steps_per_second = steps_per_second
+
+    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
+        """Keep places and paths of a batch."""
+        for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
+            name = f"MotionMetric: frame {meta['token']}"
+            for key in ("gt_bboxes_3d", "gt_agent_fut_trajs", "gt_agent_fut_masks"):
+                if key not in truth:
+                    raise ValueError(f"{name} has no {key}; the test pipeline must keep it")
+            if "trajs_3d" not in prediction:
+                raise ValueError(f"{name}: the prediction has no trajs_3d")
+            pose = np.asarray(meta["T_global"], dtype=np.float64)
+            paths, steps = as_array(prediction["trajs_3d"]), as_array(truth["gt_agent_fut_trajs"])
+            boxes, gt_boxes = as_array(prediction["boxes_3d"]), as_array(truth["gt_bboxes_3d"])
+            num_steps = steps.shape[1] if len(steps) else paths.shape[-2]
+            if paths.shape != (len(boxes), *paths.shape[1:2], num_steps, 2):
+                raise ValueError(
+                    f"{name}: trajs_3d must be [{len(boxes)}, K, {num_steps}, 2], got {list(paths.shape)}"
+                )
+            steps = steps.reshape(len(gt_boxes), num_steps, 2)
+            known = as_array(truth["gt_agent_fut_masks"]).reshape(len(gt_boxes), num_steps) > 0
+            scores = as_array(prediction["scores_3d"])
+            kept = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
+            confidence = as_array(prediction.get("cls_scores", scores)).reshape(-1)
+            kept = kept[confidence[kept] >= self.score_threshold]
+            self.results.append(
+                {
+                    "token": meta["token"],
+                    "vehicle": np.asarray(meta.get("ego2global_translation", pose[:3, 3]), np.float64)[:2],
+                    "gt_places": places_in_world(gt_boxes, pose),
+                    "gt_labels": as_array(truth["gt_labels_3d"]),
+                    "gt_paths": gt_boxes[:, None, :2] + steps.cumsum(axis=1),
+                    "gt_known": known,
+                    "places": places_in_world(boxes, pose)[kept],
+                    "labels": as_array(prediction["labels_3d"])[kept],
+                    "scores": scores[kept],
+                    "paths": paths[kept],
+                    "constant": self._constant_velocity(boxes[kept], num_steps),
+                }
+            )
+
+    def _constant_velocity(self, boxes: np.ndarray, num_steps: int) -> np.ndarray:
+        """Return one path per box, [m, 1, T, 2]."""
+        times = np.arange(1, num_steps + 1)[:, None] / self.steps_per_second
+        return (boxes[:, None, :2] + times * boxes[:, None, 7:9])[:, None]
+
+    def compute_metrics(self, results: list[dict]) -> dict[str, float]:
+        """Return the four numbers of each merged class, of the model and of constant velocity."""
+        classes = self.classes or self.dataset_meta["classes"]
+        merged = [self.class_mapping.get(name) for name in classes]
+        names = list(dict.fromkeys(name for name in merged if name is not None))
+        if not names:
+            raise ValueError(
+                f"MotionMetric: class_mapping must name one of {', '.join(classes)}, "
+                f"got {', '.join(self.class_mapping)}"
+            )
+        metrics: dict[str, float] = {}
+        table = Table("class", "paths", *_NAMES)
+        for name in names:
+            labels = [label for label, other in enumerate(merged) if other == name]
+            for prefix, key in (("", "paths"), ("constant_velocity_", "constant")):
+                frames = [self._of_class(frame, labels, self._range_of(name), key) for frame in results]
+                scores = motion_scores(frames, self.unknown_is_right)
+                metrics |= {f"{prefix}{name}_{key}": value for key, value in scores.items()}
+                shown = (f"{scores[key]:.3f}" for key in _NAMES)
+                table.add_row(name, prefix.replace("_", " ").strip() or "model", *shown)
+        text = io.StringIO()
+        Console(file=text, width=100).print(table)
+        print_log(text.getvalue(), logger="current")
+        return metrics
+
+    def _range_of(self, name: str) -> float:
+        if not isinstance(self.class_range, Mapping):
+            return float(self.class_range)
+        if name not in self.class_range:
+            raise ValueError(f"MotionMetric: class_range must name {name}, got {', '.join(self.class_range)}")
+        return self.class_range[name]
+
+    @staticmethod
+    def _of_class(frame: dict, labels: Sequence[int], reach: float, key: str) -> dict[str, np.ndarray]:
+        """Return the part of a frame that ``motion_scores`` takes."""
+        near = np.linalg.norm(frame["gt_places"] - frame["vehicle"], axis=1) < reach
+        truth = near & np.isin(frame["gt_labels"], labels)
+        near = np.linalg.norm(frame["places"] - frame["vehicle"], axis=1) < reach
+        mine = near & np.isin(frame["labels"], labels)
+        return {
+            "gt_places": frame["gt_places"][truth],
+            "gt_paths": frame["gt_paths"][truth],
+            "gt_known": frame["gt_known"][truth],
+            "places": frame["places"][mine],
+            "scores": frame["scores"][mine],
+            "paths": frame[key][mine],
+        }
+
+
+def motion_scores(
+    frames: Sequence[dict[str, np.ndarray]], unknown_is_right: bool = False
+) -> dict[str, float]:
+    """Return minADE, minFDE, MR and EPA of one class; see MotionMetric.
+
+    Args:
+        frames: of each, ``gt_places`` [n, 2], ``gt_paths`` [n, T, 2], ``gt_known`` bool [n, T]; ``places`` [m, 2],
+            ``scores`` [m], ``paths`` [m, K, T, 2].
+        unknown_is_right: as in MotionMetric.
+    """
+    truths = [Boxes(frame["gt_places"]) for frame in frames]
+    predictions = [Boxes(frame["places"], frame["scores"]) for frame in frames]
+    matches = match_frames(truths, predictions, _MAX_DISTANCE_M)
+    errors = np.array(
+        [
+            displacement_errors(frames[f]["paths"][row], frames[f]["gt_paths"][t], frames[f]["gt_known"][t])
+            for f, row, t in zip(matches.frames, matches.rows, matches.truth_rows, strict=True)
+        ]
+    ).reshape(-1, 3)
+    if unknown_is_right:
+        errors = np.nan_to_num(errors, nan=0.0, posinf=np.inf)
+    known = ~np.isnan(errors).any(axis=1)
+    scores = dict.fromkeys(_NAMES, float("nan"))
+    if known.any():
+        running = {
+            name: matches.running_mean(column, known) for name, column in zip(_NAMES, errors.T, strict=False)
+        }
+        curve = Curve(matches.precision, matches.confidence, running)
+        scores |= {name: tp_error(curve, name, unreached=float("nan")) for name in running}
+    found = sum(
+        int(
+            (take_nearest(truth.values, predicted, _MAX_DISTANCE_M, final_errors(frame) < _MISS_M) >= 0).sum()
+        )
+        for frame, truth, predicted in zip(frames, truths, predictions, strict=True)
+    )
+    if matches.num_truths:
+        scores["EPA"] = (found - _FALSE_ALARM_COST * matches.num_false) / matches.num_truths
+    return scores
+
+
+def displacement_errors(
+    paths: np.ndarray, truth: np.ndarray, known: np.ndarray
+) -> tuple[float, float, float]:
+    """Return minADE, minFDE (m) and whether it is a miss, of paths [K, T, 2] and the truth [T, 2] where ``known`` [T].
+
+    NaN where nothing is known; a path of NaN is infinitely far.
+    """
+    steps = np.flatnonzero(known)
+    if not len(steps):
+        return np.nan, np.nan, np.nan
+    distances = np.linalg.norm(paths[:, steps] - truth[steps], axis=-1)
+    distances[np.isnan(distances)] = np.inf
+    missed = distances.max(axis=1).min() > _MISS_M
+    return distances.mean(axis=1).min(), distances[:, -1].min(), float(missed)
+
+
+def final_errors(frame: dict[str, np.ndarray]) -> np.ndarray:
+    """Return minFDE [m, n] of the paths of each box to each true box, infinite where that one's future is unknown."""
+    known, paths, truth = frame["gt_known"], frame["paths"], frame["gt_paths"]
+    last = known.shape[1] - 1 - known[:, ::-1].argmax(axis=1)
+    ends = truth[np.arange(len(truth)), last]
+    distances = np.linalg.norm(paths[:, :, last] - ends, axis=-1)  # [m, K, n]
+    distances[np.isnan(distances)] = np.inf
+    return np.where(known.any(axis=1), distances.min(axis=1), np.inf)

@@ -1,0 +1,217 @@
+"""Plans against the way that was driven: distance, and collisions with others."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from mmengine.logging import print_log
+from rich.console import Console
+from rich.table import Table
+
+from visdet.registry import METRICS
+
+from .driving_metric import DrivingMetric, as_array, frames_of_batch
+
+__all__ = ["PlanningMetric", "boxes_intersect", "collides", "constant_velocity_plan", "headings", "horizons"]
+
+_AHEAD = np.pi / 2  # the y axis of the lidar frame
+_STANDING_M = 0.5
+
+
+@METRICS.register_module()
+class PlanningMetric(DrivingMetric):
+    """Distance (L2, m) of the plan to the way that was driven, and the rate of collisions with boxes.
+
+    Both are means over frames of each step, ``L2@0.5s``, ``collision@0.5s`` … Published tables sum them up in two
+    ways, and their numbers do not compare; both are given, for every whole second and as the mean of those:
+
+    * ``uniad_L2_1s``, ``uniad_L2``, …: the value **at** that second (UniAD);
+    * ``vad_L2_1s``, ``vad_L2``, …: the mean of all steps **up to** that second (ST-P3, VAD, SparseDrive).
+
+    The vehicle's box turns with the plan and is shifted ahead by ``ego_offset``. A step where the box of the true way
+    collides too does not count as a collision (its rate is ``truth_collision``, the mean over steps). Frames whose true
+    way or whose coming boxes end early are left out; ``num_frames`` is the number of the others. Without any, values
+    are NaN.
+
+    The same numbers are given for plans that need no model, under ``standing_still_…`` and, where frames have
+    ``ego_status``, ``constant_velocity_…``: straight on as fast as now.
+
+    Ground truth: ``gt_ego_fut_trajs`` [T, 2] (steps), ``gt_ego_fut_masks`` [T], ``fut_boxes`` (T arrays [m, 7] in this
+    frame) and ``ego_status`` [10] (velocity ahead and to the left at 6 and 7). Predictions: ``final_planning`` [T, 2],
+    places in the lidar frame (x to the right, y ahead).
+
+    Args:
+        ego_size: length and width of the vehicle, m.
+        ego_offset: from the lidar to the centre of the vehicle's box, m.
+        steps_per_second: of plans.
+        prefix, collect_device: mmengine's.
+
+    Raises:
+        ValueError: a frame has no ground truth or no plan, or one of another length.
+
+    Source: SparseDrive's evaluation, with separating axes in place of shapely.
+    """
+
+    default_prefix = "Planning"
+
+    def __init__(
+        self,
+        ego_size: Sequence[float] = (4.084, 1.85),
+        ego_offset: float = 0.5,
+        steps_per_second: int = 2,
+        prefix: str | None = None,
+        collect_device: str = "cpu",
+    ) -> None:
+        super().__init__(collect_device=collect_device, prefix=prefix)
+        self.ego_size = tuple(ego_size)
+        self.ego_offset = ego_offset
+        self.steps_per_second = steps_per_second
+
+    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
+        """Keep distances and collisions of each step of a batch."""
+        for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
+            name = f"PlanningMetric: frame {meta['token']}"
+            for key in ("gt_ego_fut_trajs", "gt_ego_fut_masks", "fut_boxes"):
+                if key not in truth:
+                    raise ValueError(
+                        f"{name} has no {key}; the data set needs test_mode=True, and must keep it"
+                    )
+            if "final_planning" not in prediction:
+                raise ValueError(f"{name}: the prediction has no final_planning")
+            path = as_array(truth["gt_ego_fut_trajs"]).cumsum(axis=0)
+            plan = as_array(prediction["final_planning"])
+            if plan.shape != path.shape:
+                raise ValueError(f"{name}: final_planning must be {list(path.shape)}, got {list(plan.shape)}")
+            boxes = truth["fut_boxes"]
+            complete = bool(as_array(truth["gt_ego_fut_masks"]).all()) and len(boxes) >= len(path)
+            frame = {"token": meta["token"], "complete": complete, "steps": len(path)}
+            if complete:
+                status = as_array(truth["ego_status"]) if "ego_status" in truth else None
+                frame |= self._measure(plan, path, [as_array(step) for step in boxes], status)
+            self.results.append(frame)
+
+    def _measure(
+        self, plan: np.ndarray, path: np.ndarray, boxes: list[np.ndarray], status: np.ndarray | None
+    ) -> dict:
+        """Return distance and collisions [T] of the plan and of the baselines, by name."""
+        plans = {"": plan, "standing_still_": np.zeros_like(path)}
+        if status is not None:
+            plans["constant_velocity_"] = constant_velocity_plan(status, len(path), self.steps_per_second)
+        unavoidable = collides(path, boxes, self.ego_size, self.ego_offset)
+        measured = {"truth_collision": unavoidable}
+        for name, candidate in plans.items():
+            hits = collides(candidate, boxes, self.ego_size, self.ego_offset)
+            measured[f"{name}L2"] = np.linalg.norm(candidate - path, axis=1)
+            measured[f"{name}collision"] = hits & ~unavoidable
+        return measured
+
+    def compute_metrics(self, results: list[dict]) -> dict[str, float]:
+        """Return the values of each step and both summaries, of the model and of the baselines."""
+        frames = [frame for frame in results if frame["complete"]]
+        num_steps = max((frame["steps"] for frame in results), default=0)
+        names = ["", "standing_still_"]
+        if frames and all("constant_velocity_L2" in frame for frame in frames):
+            names.append("constant_velocity_")
+        metrics: dict[str, float] = {"num_frames": len(frames)}
+        columns = [f"{(t + 1) / self.steps_per_second:g} s" for t in range(num_steps)]
+        table = Table("plan", "", *columns, "UniAD", "VAD")
+        for name in names:
+            for kind in ("L2", "collision"):
+                steps = _mean_of_steps(frames, f"{name}{kind}", num_steps)
+                summary = horizons(steps, self.steps_per_second, kind)
+                if not name:
+                    metrics |= {
+                        f"{kind}@{(t + 1) / self.steps_per_second:g}s": float(v) for t, v in enumerate(steps)
+                    }
+                metrics |= {f"{name}{key}": value for key, value in summary.items()}
+                row = [*steps, summary[f"uniad_{kind}"], summary[f"vad_{kind}"]]
+                text = [f"{v:.3f}" if kind == "L2" else f"{v:.2%}" for v in row]
+                table.add_row(name.replace("_", " ").strip() or "model", kind, *text)
+        truth = _mean_of_steps(frames, "truth_collision", num_steps)
+        metrics["truth_collision"] = float(truth.mean()) if num_steps else float("nan")
+        text = io.StringIO()
+        Console(file=text, width=120).print(table)
+        print_log(f"{text.getvalue()}{len(frames)} of {len(results)} frames are complete", logger="current")
+        return metrics
+
+
+def _mean_of_steps(frames: list[dict], key: str, num_steps: int) -> np.ndarray:
+    if not frames:
+        return np.full(num_steps, np.nan)
+    return np.mean([frame[key] for frame in frames], axis=0, dtype=np.float64)
+
+
+def horizons(steps: np.ndarray, steps_per_second: int, name: str) -> dict[str, float]:
+    """Return the two summaries of the values [T] of the steps; see PlanningMetric.
+
+    Keys: ``uniad_NAME_1s`` … and their mean ``uniad_NAME``; the same with ``vad``.
+    """
+    summary: dict[str, float] = {}
+    ends = range(steps_per_second, len(steps) + 1, steps_per_second)
+    for convention, value_of in (
+        ("uniad", lambda end: steps[end - 1]),
+        ("vad", lambda end: np.mean(steps[:end])),
+    ):
+        values = [float(value_of(end)) for end in ends]
+        summary |= {f"{convention}_{name}_{second}s": value for second, value in enumerate(values, start=1)}
+        summary[f"{convention}_{name}"] = float(np.mean(values)) if values else float("nan")
+    return summary
+
+
+def constant_velocity_plan(status: np.ndarray, num_steps: int, steps_per_second: int = 2) -> np.ndarray:
+    """Return the places [T, 2] in the lidar frame of going on with the velocity of ``status`` [10]."""
+    ahead, left = status[6], status[7]
+    return np.outer(np.arange(1, num_steps + 1) / steps_per_second, [-left, ahead])
+
+
+def headings(plan: np.ndarray) -> np.ndarray:
+    """Return the heading [T] at each place of a plan [T, 2] that starts at the origin.
+
+    Of the chord between the neighbours; all ahead where first and last place are less than 0.5 m apart.
+    """
+    if np.linalg.norm(plan[-1] - plan[0]) < _STANDING_M:
+        return np.full(len(plan), _AHEAD)
+    places = np.concatenate([np.zeros((1, 2)), plan, plan[-1:]])
+    chord = places[2:] - places[:-2]
+    return np.arctan2(chord[:, 1], chord[:, 0])
+
+
+def collides(
+    plan: np.ndarray, boxes: Sequence[np.ndarray], size: Sequence[float], offset: float
+) -> np.ndarray:
+    """Return whether the vehicle's box meets one of ``boxes[t]`` [m, 7] at each step, bool [T].
+
+    Args:
+        plan: places [T, 2]. boxes: x, y, z, length, width, height, yaw at each step.
+        size: length and width of the vehicle. offset: of its centre, ahead.
+    """
+    yaw = headings(plan)
+    own = np.zeros((len(plan), 7))
+    own[:, :2] = plan + offset * np.stack([np.cos(yaw), np.sin(yaw)], axis=-1)
+    own[:, 3:5], own[:, 6] = size, yaw
+    return np.array([boxes_intersect(box, others).any() for box, others in zip(own, boxes, strict=False)])
+
+
+def boxes_intersect(box: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return whether a box [7] meets each of the others [m, 7] seen from above; touching counts. NaN meets nothing.
+
+    Two rectangles are apart if and only if their shadows are, on an axis along a side of one of them.
+    """
+    others = np.asarray(others, dtype=np.float64).reshape(-1, np.shape(others)[-1] if np.size(others) else 7)
+    apart = others[:, :2] - box[:2]
+    mine, theirs = _half_sides(box[None]), _half_sides(others)
+    meets = np.ones(len(others), dtype=bool)
+    for sides in (np.broadcast_to(mine, theirs.shape), theirs):
+        for k in range(2):
+            axis = sides[:, k]  # its length does not matter
+            reach = sum(np.abs((half * axis[:, None]).sum(axis=-1)).sum(axis=1) for half in (mine, theirs))
+            meets &= np.abs((apart * axis).sum(axis=1)) <= reach
+    return meets
+
+
+def _half_sides(boxes: np.ndarray) -> np.ndarray:
+    """Return the vectors [m, 2, 2] from the centre to the middle of the front and of the left side."""
+    cos, sin = np.cos(boxes[:, 6]), np.sin(boxes[:, 6])
+    along = np.stack([cos, sin], axis=-1) * boxes[:, 3:4] / 2
+    across = np.stack([-sin, cos], axis=-1) * boxes[:, 4:5] / 2
+    return np.stack([along, across], axis=1)
