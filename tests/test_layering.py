@@ -19,6 +19,7 @@ ALLOWED = {
     "evaluation": {"structures", "registry"},
     "engine": {"structures", "registry"},
     "visualization": {"structures", "registry"},
+    "compat": {"ops"},
 }
 EXCEPTIONS = {
     "ops/registration.py": {"registry", "ops"}

@@ -87,6 +87,21 @@ def _operators(info: dict) -> list[str]:
     return lines
 
 
+def _torchvision_operators(advice: list[str]) -> list[str]:
+    import torch
+
+    from visdet.ops import _torchvision
+
+    lines = []
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        problem = _torchvision.problem(device)
+        server = "torchvision" if problem is None else "plain torch, slower"
+        lines.append(f"  nms, roi_align, deform_conv2d on {device}: {server}")
+        if problem is not None:
+            advice.append(f"{problem}: install torch and torchvision as a matching pair")
+    return lines
+
+
 def _gpus(info: dict, advice: list[str]) -> list[str]:
     import torch
 
@@ -130,6 +145,7 @@ def report() -> tuple[str, list[str]]:
         f"visdet {visdet.__version__}": _packages(advice),
         "Operator libraries": _libraries(info, advice),
         "Operators": _operators(info),
+        "Detection operators": _torchvision_operators(advice),
         "GPUs": _gpus(info, advice),
         "To do": [f"  {line}" for line in advice] or ["  nothing: all is well"],
     }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
 
-from ..case import Call, Case, Peer, Work
+from ..case import Call, Case, Peer, Work, dtype_name
 from .ms_deform_attn import COORDINATE_TOLERANCE, PYRAMID, VALUE_TOLERANCE, grid_sample_path, work_of
 from .ms_deform_attn import make_arguments as make_plain_arguments
 
@@ -178,7 +178,7 @@ def _module_case(dtype: torch.dtype) -> Case:
     tolerance = dict.fromkeys(("output", *MODULE_INPUTS), MODULE_TOLERANCE[dtype]) | LOOSE_TOLERANCE
     return Case(
         op="ms_deform_attn_fused",
-        name="module-encoder",
+        name=f"module-encoder-{dtype_name(dtype)}",
         sizes="query and memory [2, 17821, 256] float32, four linear layers under autocast, encoder's samples",
         make=make_module_arguments,
         function=module,

@@ -7,16 +7,20 @@ from .info_files import load_infos, save_infos
 from .nuscenes import NuScenes3DDetTrackDataset
 from .shapes import ShapesDataset, make_shapes
 from .two_view_pairs import TwoViewPairs
+from .volume import PointSampleDataset, VolumeDataset, make_volume
 
 __all__ = [
     "CocoDataset",
     "DrivingScenesDataset",
     "NuScenes3DDetTrackDataset",
+    "PointSampleDataset",
     "ShapesDataset",
     "TwoViewPairs",
+    "VolumeDataset",
     "load_infos",
     "make_driving_scenes",
     "make_shapes",
+    "make_volume",
     "samplers",
     "save_infos",
     "transforms",

@@ -2,6 +2,7 @@
 
 from .coco_metric import CocoMetric
 from .driving_metric import DrivingMetric
+from .field_metric import FieldMetric
 from .motion_metric import MotionMetric
 from .nuscenes_metric import NuScenesMetric
 from .planning_metric import PlanningMetric
@@ -12,6 +13,7 @@ from .vector_map_metric import VectorMapMetric
 __all__ = [
     "CocoMetric",
     "DrivingMetric",
+    "FieldMetric",
     "MotionMetric",
     "NuScenesMetric",
     "PlanningMetric",

@@ -6,6 +6,7 @@ from .base_detector import BaseDetector
 from .data_preprocessor import DetDataPreprocessor
 from .deformable_detr import DeformableDETR, DeformableDETRHead
 from .driving_data_preprocessor import DrivingDataPreprocessor
+from .gaussian_field import LearnableGaussianField, PointsDataPreprocessor
 from .layers import FFN, ConvModule, MultiheadAttention, MultiScaleDeformableAttention, SinePositionalEncoding
 from .losses import FocalLoss, GIoULoss, L1Loss
 from .matching import BBoxL1Cost, ClassificationCost, FocalLossCost, HungarianAssigner, IoUCost
@@ -29,8 +30,10 @@ __all__ = [
     "HungarianAssigner",
     "IoUCost",
     "L1Loss",
+    "LearnableGaussianField",
     "MultiScaleDeformableAttention",
     "MultiheadAttention",
+    "PointsDataPreprocessor",
     "ResNet",
     "SinePositionalEncoding",
     "TwoViewDepth",

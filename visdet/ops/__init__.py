@@ -1,40 +1,108 @@
 """Operators: tensors in, tensors out, on CPU and CUDA. Needs torch alone."""
 
 from ._library import NotBuiltError, build_info
+from .batched_nms import batched_nms, register_nms
+from .bbox_overlaps import bbox_overlaps
+from .carafe import CARAFE, CARAFENaive, CARAFEPack, carafe, carafe_naive
+from .corner_pool import CornerPool, corner_pool
+from .deform_conv2d import DeformConv2d, DeformConv2dPack, deform_conv2d
+from .deform_roi_pool import DeformRoIPool, DeformRoIPoolPack, ModulatedDeformRoIPoolPack, deform_roi_pool
 from .deformable_aggregation import (
     deformable_aggregation,
     deformable_aggregation_function,
     deformable_aggregation_reference,
     feature_maps_format,
 )
+from .focal_loss import SigmoidFocalLoss, SoftmaxFocalLoss, sigmoid_focal_loss, softmax_focal_loss
 from .gaussian_field import gaussian_field, gaussian_field_reference
 from .mahalanobis_distance import mahalanobis_distance, mahalanobis_distance_reference
+from .masked_conv2d import MaskedConv2d, masked_conv2d
+from .modulated_deform_conv2d import ModulatedDeformConv2d, ModulatedDeformConv2dPack, modulated_deform_conv2d
 from .ms_deform_attn import (
     ms_deform_attn,
     ms_deform_attn_fused,
     ms_deform_attn_fused_reference,
     ms_deform_attn_reference,
 )
+from .nms import nms, nms_match, soft_nms
+from .point_sample import (
+    SimpleRoIAlign,
+    abs_img_point_to_rel_img_point,
+    bilinear_grid_sample,
+    denormalize,
+    generate_grid,
+    normalize,
+    point_sample,
+    rel_roi_point_to_abs_img_point,
+    rel_roi_point_to_rel_img_point,
+)
+from .roi_align import RoIAlign, roi_align
+from .roi_pool import RoIPool, roi_pool
+from .saconv import ConvAWS2d, SAConv2d
 from .sample_dot import sample_dot, sample_dot_reference
 from .sample_sum import sample_sum, sample_sum_reference
 
 __all__ = [
+    "CARAFE",
+    "CARAFENaive",
+    "CARAFEPack",
+    "ConvAWS2d",
+    "CornerPool",
+    "DeformConv2d",
+    "DeformConv2dPack",
+    "DeformRoIPool",
+    "DeformRoIPoolPack",
+    "MaskedConv2d",
+    "ModulatedDeformConv2d",
+    "ModulatedDeformConv2dPack",
+    "ModulatedDeformRoIPoolPack",
     "NotBuiltError",
+    "RoIAlign",
+    "RoIPool",
+    "SAConv2d",
+    "SigmoidFocalLoss",
+    "SimpleRoIAlign",
+    "SoftmaxFocalLoss",
+    "abs_img_point_to_rel_img_point",
+    "batched_nms",
+    "bbox_overlaps",
+    "bilinear_grid_sample",
     "build_info",
+    "carafe",
+    "carafe_naive",
+    "corner_pool",
+    "deform_conv2d",
+    "deform_roi_pool",
     "deformable_aggregation",
     "deformable_aggregation_function",
     "deformable_aggregation_reference",
+    "denormalize",
     "feature_maps_format",
     "gaussian_field",
     "gaussian_field_reference",
+    "generate_grid",
     "mahalanobis_distance",
     "mahalanobis_distance_reference",
+    "masked_conv2d",
+    "modulated_deform_conv2d",
     "ms_deform_attn",
     "ms_deform_attn_fused",
     "ms_deform_attn_fused_reference",
     "ms_deform_attn_reference",
+    "nms",
+    "nms_match",
+    "normalize",
+    "point_sample",
+    "register_nms",
+    "rel_roi_point_to_abs_img_point",
+    "rel_roi_point_to_rel_img_point",
+    "roi_align",
+    "roi_pool",
     "sample_dot",
     "sample_dot_reference",
     "sample_sum",
     "sample_sum_reference",
+    "sigmoid_focal_loss",
+    "soft_nms",
+    "softmax_focal_loss",
 ]

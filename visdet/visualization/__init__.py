@@ -1,7 +1,16 @@
 """Drawing of samples and predictions."""
 
 from .drawing import contact_sheet, draw_boxes, side_by_side
+from .field_visualizer import FieldVisualizer, slice_ellipses
 from .local_visualizer import DetLocalVisualizer
 from .two_view_depth_visualizer import TwoViewDepthVisualizer
 
-__all__ = ["DetLocalVisualizer", "TwoViewDepthVisualizer", "contact_sheet", "draw_boxes", "side_by_side"]
+__all__ = [
+    "DetLocalVisualizer",
+    "FieldVisualizer",
+    "TwoViewDepthVisualizer",
+    "contact_sheet",
+    "draw_boxes",
+    "side_by_side",
+    "slice_ellipses",
+]

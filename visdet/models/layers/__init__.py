@@ -1,5 +1,6 @@
 """Layers shared by the detector families."""
 
+from . import detection_ops  # noqa: F401  (registers)
 from .activation import build_activation_layer
 from .conv_module import ConvModule
 from .dropout import build_dropout

@@ -1,0 +1,8 @@
+# Point samples of your own: [M, 4] rows of x, y, z, value in a .npy file, or a .npz file with points and values.
+# POINTS=samples.npz python tools/train.py configs/gaussian_field/gaussian-field_points.py
+_base_ = "./gaussian-field_synthetic.py"
+
+dataset = dict(_delete_=True, type="PointSampleDataset", path="{{$POINTS:data/points.npz}}", volume_size=10.0)
+train_dataloader = dict(dataset=dataset)
+val_dataloader = dict(dataset=dataset)
+test_dataloader = dict(dataset=dataset)

@@ -1,0 +1,11 @@
+# A volume of your own: [D0, D1, D2] in a .npy file, or the only array of a .npz file.
+# VOLUME=scan.npy python tools/train.py configs/gaussian_field/gaussian-field_volume.py
+_base_ = "./gaussian-field_synthetic.py"
+
+dataset = dict(
+    _delete_=True, type="VolumeDataset", path="{{$VOLUME:data/volume.npy}}", key=None, volume_size=10.0
+)
+model = dict(num_gaussians=1000)
+train_dataloader = dict(dataset=dataset)
+val_dataloader = dict(dataset=dataset)
+test_dataloader = dict(dataset=dataset)

@@ -1,0 +1,158 @@
+"""deform_conv2d, modulated_deform_conv2d, their modules, and SAConv2d."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from visdet.ops import (
+    DeformConv2d,
+    DeformConv2dPack,
+    ModulatedDeformConv2dPack,
+    SAConv2d,
+    _torchvision,
+    deform_conv2d,
+    modulated_deform_conv2d,
+)
+from visdet.ops.deform_conv2d import deform_conv2d_reference
+
+
+@pytest.fixture(params=["torchvision", "plain"])
+def backend(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(_torchvision, "serves", lambda device_type: False)
+    elif not _torchvision.serves("cpu"):
+        pytest.skip("torchvision's operators do not load")
+
+
+def arguments(dtype=torch.float64, B=2, C=4, G=2, groups=2, H=6, W=7):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(B, C, H, W, generator=generator)
+    weight = torch.randn(6, C // groups, 3, 2, generator=generator)
+    height, width = (H + 2 * 2 - 2 * 2 - 1) // 2 + 1, W + 2 * 1 - 1
+    offset = torch.randn(B, G * 2 * 6, height, width, generator=generator)
+    mask = torch.rand(B, G * 6, height, width, generator=generator)
+    bias = torch.randn(6, generator=generator)
+    tensors = tuple(t.to(dtype) for t in (x, offset, mask, weight, bias))
+    return tensors, ((2, 1), (2, 1), (2, 1))
+
+
+def test_zero_offsets_are_the_convolution(backend):
+    (x, offset, mask, weight, bias), settings = arguments()
+    expected = F.conv2d(x, weight, None, *settings, groups=2)
+    torch.testing.assert_close(deform_conv2d(x, 0 * offset, weight, *settings, 2, 2), expected)
+    half = modulated_deform_conv2d(x, 0 * offset, 0 * mask + 0.5, weight, bias, *settings, 2, 2)
+    torch.testing.assert_close(half, expected / 2 + bias[:, None, None])
+
+
+def test_offsets_are_y_then_x(backend):
+    x = torch.arange(12.0).view(1, 1, 3, 4)
+    offset = torch.zeros(1, 2, 3, 4)
+    offset[:, 0] = 1  # one row down
+    offset[:, 1] = 0.5
+    out = deform_conv2d(x, offset, torch.ones(1, 1, 1, 1))
+    assert out[0, 0, 0].tolist() == [4.5, 5.5, 6.5, 3.5]  # the last blends 7 with the zero outside
+    assert out[0, 0, 2].tolist() == [0, 0, 0, 0]
+
+
+def test_plain_torch_agrees_with_torchvision():
+    if not _torchvision.serves("cpu"):
+        pytest.skip("torchvision's operators do not load")
+    (x, offset, mask, weight, bias), settings = arguments()
+    leaves = [t.requires_grad_() for t in (x, offset, mask, weight, bias)]
+    served = modulated_deform_conv2d(*leaves, *settings, 2, 2)
+    plain = deform_conv2d_reference(*leaves, *settings, 2)
+    torch.testing.assert_close(served, plain)
+    grad = torch.randn_like(served)
+    for first, second in zip(*(torch.autograd.grad(o, leaves, grad) for o in (served, plain)), strict=True):
+        torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_offset_decides_the_type(dtype, backend):
+    (x, offset, mask, weight, bias), settings = arguments(torch.float32)
+    out = modulated_deform_conv2d(x, offset.to(dtype), mask, weight, bias, *settings, 2, 2)
+    assert out.dtype == dtype
+    expected = modulated_deform_conv2d(x, offset.to(dtype).float(), mask, weight, bias, *settings, 2, 2)
+    torch.testing.assert_close(out, expected.to(dtype))
+
+
+def test_empty_batch(backend):
+    x = torch.zeros(0, 4, 5, 5, requires_grad=True)
+    layer = DeformConv2dPack(4, 6, 3, padding=1)
+    out = layer(x)
+    assert out.shape == (0, 6, 5, 5)
+    out.sum().backward()
+
+
+def test_packs_start_as_plain_convolutions():
+    x = torch.randn(2, 4, 6, 6)
+    layer = DeformConv2dPack(4, 8, 3, padding=1, deform_groups=2)
+    assert layer.conv_offset.out_channels == 2 * 2 * 9
+    torch.testing.assert_close(layer(x), F.conv2d(x, layer.weight, padding=1), rtol=1e-4, atol=1e-5)
+    modulated = ModulatedDeformConv2dPack(4, 8, 3, padding=1, deform_groups=2)
+    assert modulated.conv_offset.out_channels == 2 * 3 * 9
+    expected = F.conv2d(x, modulated.weight, padding=1) / 2
+    torch.testing.assert_close(modulated(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
+def test_checkpoints_of_version_one(pack):
+    model = torch.nn.ModuleDict(dict(conv2=pack(4, 4, 3, padding=1)))
+    state = {
+        k.replace("conv2.conv_offset", "conv2_offset"): torch.ones_like(v)
+        for k, v in model.state_dict().items()
+    }
+    assert "conv2_offset.weight" in state
+    missing, unexpected, errors = [], [], []
+    model["conv2"]._load_from_state_dict(state, "conv2.", {}, True, missing, unexpected, errors)
+    assert not missing and not errors
+    assert set(state) == set(model.state_dict())  # renamed for the layers below
+    assert model.state_dict()._metadata["conv2"]["version"] == 2
+
+
+def test_maps_smaller_than_the_kernel():
+    layer = DeformConv2d(1, 1, 3, padding=1)
+    x = torch.randn(1, 1, 2, 2)
+    out = layer(x, torch.zeros(1, 18, 2, 2))
+    torch.testing.assert_close(out, F.conv2d(x, layer.weight, padding=1))
+
+
+@pytest.mark.parametrize("use_deform", [False, True])
+def test_saconv_blends_two_dilations(use_deform):
+    torch.manual_seed(0)
+    layer = SAConv2d(3, 5, 3, padding=1, bias=False, use_deform=use_deform)
+    x = torch.randn(1, 3, 8, 8)
+    flat = layer.weight.flatten(1)
+    weight = (layer.weight - flat.mean(1)[:, None, None, None]) / (flat.var(1) + 1e-5).sqrt()[
+        :, None, None, None
+    ]
+    small, large = (F.conv2d(x, weight, padding=d, dilation=d) for d in (1, 3))
+    torch.testing.assert_close(layer(x), small, rtol=1e-4, atol=1e-4)  # the switch starts at 1
+    torch.nn.init.constant_(layer.switch.bias, 0.25)
+    torch.testing.assert_close(layer(x), 0.25 * small + 0.75 * large, rtol=1e-4, atol=1e-4)
+    layer.weight_diff.data.fill_(0.1)
+    assert not torch.allclose(layer(x), 0.25 * small + 0.75 * large, atol=1e-2)
+
+
+def test_saconv_takes_a_plain_convolutions_weights():
+    plain, layer = torch.nn.Conv2d(3, 5, 3), SAConv2d(3, 5, 3)
+    layer.load_state_dict(plain.state_dict(), strict=False)
+    torch.testing.assert_close(layer._get_weight(layer.weight), plain.weight)
+
+
+def test_rejections():
+    (x, offset, mask, weight, bias), settings = arguments()
+    for call, message in [
+        (lambda: deform_conv2d(x[0], offset, weight), r"deform_conv2d: input must be \[B, C, H, W\]"),
+        (lambda: deform_conv2d(x, offset[:, 1:], weight, *settings, 2, 2), r"offset must be \[2, 24, 3, 8\]"),
+        (lambda: deform_conv2d(x, offset, weight, *settings, 1, 2), "input must have 2 channels, got 4"),
+        (lambda: deform_conv2d(x[..., :1, :1], offset, weight), "is too small"),
+        (lambda: deform_conv2d(x, offset, weight, *settings, 2, 2, True), "bias must be False"),
+        (
+            lambda: modulated_deform_conv2d(x, offset, mask[:, 1:], weight, bias, *settings, 2, 2),
+            r"mask must be \[2, 12, 3, 8\], got \[2, 11, 3, 8\]",
+        ),
+        (lambda: DeformConv2d(3, 4, 3, groups=2), "in_channels must divide by groups 2, got 3"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -1,0 +1,93 @@
+"""sigmoid_focal_loss and softmax_focal_loss."""
+
+import math
+
+import pytest
+import torch
+
+from visdet.ops import SigmoidFocalLoss, SoftmaxFocalLoss, sigmoid_focal_loss, softmax_focal_loss
+
+
+def test_sigmoid_by_hand():
+    # p = 1/2 for every class: target -0.25 * 0.25 * log 0.5, others -0.75 * 0.25 * log 0.5
+    target, other = 0.0625 * math.log(2), 0.1875 * math.log(2)
+    loss = sigmoid_focal_loss(torch.zeros(2, 3), torch.tensor([1, 3]), reduction="none")
+    torch.testing.assert_close(loss, torch.tensor([[other, target, other], [other] * 3]))
+    mean = sigmoid_focal_loss(torch.zeros(2, 3), torch.tensor([1, 3]))
+    assert mean.item() == pytest.approx((target + 5 * other) / 2)  # by rows, not by elements
+
+
+def test_softmax_by_hand():
+    logits = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]])  # p = 3/4, 1/4
+    loss = softmax_focal_loss(logits, torch.tensor([0, -1]), reduction="none")
+    torch.testing.assert_close(loss, torch.tensor([-0.25 / 16 * math.log(0.75), 0.0]))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.5, 2.0])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sigmoid_is_the_formula(gamma, weighted):
+    torch.manual_seed(0)
+    logits, target = torch.randn(11, 5, dtype=torch.float64) * 3, torch.randint(0, 6, (11,))
+    weight = torch.rand(5, dtype=torch.float64) if weighted else None
+    p = logits.sigmoid()
+    expected = -0.7 * p**gamma * (1 - p).log()
+    for row in range(11):
+        if target[row] < 5:
+            q = p[row, target[row]]
+            expected[row, target[row]] = -0.3 * (1 - q) ** gamma * q.log()
+            expected[row] *= weight[target[row]] if weighted else 1
+    torch.testing.assert_close(sigmoid_focal_loss(logits, target, gamma, 0.3, weight, "none"), expected)
+    summed = sigmoid_focal_loss(logits, target, gamma, 0.3, weight, "sum")
+    torch.testing.assert_close(summed, expected.sum())
+
+
+def test_agrees_with_torchvision():
+    ops = pytest.importorskip("torchvision.ops")
+    torch.manual_seed(0)
+    logits, target = torch.randn(13, 4), torch.randint(0, 5, (13,))
+    one_hot = torch.nn.functional.one_hot(target, 5)[:, :4].float()
+    expected = ops.sigmoid_focal_loss(logits, one_hot, 0.25, 2.0)
+    torch.testing.assert_close(sigmoid_focal_loss(logits, target, reduction="none"), expected)
+
+
+@pytest.mark.parametrize("function", [sigmoid_focal_loss, softmax_focal_loss])
+def test_gradients(function):
+    torch.manual_seed(0)
+    logits = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 1, 2, 3, 0, 1, 2])
+    weight = torch.rand(4, dtype=torch.float64)
+    for reduction in ("none", "mean", "sum"):
+        assert torch.autograd.gradcheck(
+            lambda x, r=reduction: function(x, target, 2.0, 0.25, weight, r), logits
+        )
+
+
+@pytest.mark.parametrize("function", [sigmoid_focal_loss, softmax_focal_loss])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_types_and_large_logits(function, dtype):
+    logits = torch.tensor([[200.0, -200.0], [-200.0, 200.0]], dtype=dtype, requires_grad=True)
+    loss = function(logits, torch.tensor([1, 1]), reduction="none")
+    assert loss.dtype == dtype and loss.isfinite().all()
+    loss.sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_modules_and_empty_input():
+    assert SigmoidFocalLoss(2.0, 0.25, reduction="sum")(torch.zeros(0, 3), torch.zeros(0).long()) == 0
+    module = SoftmaxFocalLoss(2.0, 0.25, weight=torch.tensor([1.0, 2.0]))
+    assert list(module.state_dict()) == ["weight"]
+    assert module(torch.zeros(2, 2), torch.tensor([0, 1])).item() == pytest.approx(0.0625 * math.log(2) * 1.5)
+
+
+@pytest.mark.parametrize("function", [sigmoid_focal_loss, softmax_focal_loss])
+def test_rejections(function):
+    logits, target = torch.zeros(3, 2), torch.zeros(3).long()
+    for arguments, message in [
+        ((logits[0], target), r"input must be \[N, C\], got \[2\]"),
+        ((logits, target.float()), "target must be int64, got torch.float32"),
+        ((logits, target[:2]), r"target must be \[3\], got \[2\]"),
+        ((logits, target, 2.0, 0.25, torch.ones(3)), r"weight must be \[2\], got \[3\]"),
+        ((logits, target, 2.0, 0.25, None, "all"), "reduction must be 'none', 'mean' or 'sum', got 'all'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)

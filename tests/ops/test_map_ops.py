@@ -1,0 +1,159 @@
+"""carafe, masked_conv2d, corner_pool and point_sample; the registration of all detection operators."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from visdet.ops import (
+    CARAFE,
+    CARAFEPack,
+    CornerPool,
+    MaskedConv2d,
+    SimpleRoIAlign,
+    bilinear_grid_sample,
+    carafe,
+    corner_pool,
+    generate_grid,
+    masked_conv2d,
+    point_sample,
+    rel_roi_point_to_abs_img_point,
+    rel_roi_point_to_rel_img_point,
+)
+
+
+def carafe_by_definition(features, masks, K, G, s):
+    B, C, H, W = features.shape
+    padded = F.pad(features, [K // 2] * 4)
+    out = torch.zeros(B, C, H * s, W * s, dtype=features.dtype)
+    for y in range(H * s):
+        for x in range(W * s):
+            window = padded[:, :, y // s : y // s + K, x // s : x // s + K].reshape(B, G, C // G, K * K)
+            kernel = masks[:, :, y, x].reshape(B, G, 1, K * K)
+            out[:, :, y, x] = (window * kernel).sum(-1).reshape(B, C)
+    return out
+
+
+@pytest.mark.parametrize(("K", "G", "s"), [(3, 1, 2), (5, 2, 1), (1, 2, 3)])
+def test_carafe_is_its_definition(K, G, s):
+    torch.manual_seed(0)
+    features = torch.randn(2, 4, 3, 5, dtype=torch.float64, requires_grad=True)
+    masks = torch.randn(2, K * K * G, 3 * s, 5 * s, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(
+        carafe(features, masks, K, G, s), carafe_by_definition(features, masks, K, G, s)
+    )
+    assert torch.autograd.gradcheck(lambda f, m: carafe(f, m, K, G, s), (features, masks))
+    half = CARAFE(K, G, s)(features.bfloat16(), masks.bfloat16())
+    assert half.dtype == torch.bfloat16
+
+
+def test_carafe_pack_starts_as_a_mean():
+    layer = CARAFEPack(8, 2)
+    torch.nn.init.zeros_(layer.content_encoder.weight)
+    x = torch.randn(1, 8, 4, 4)
+    expected = F.avg_pool2d(x, 5, 1, 2).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    torch.testing.assert_close(layer(x), expected)
+    assert {name.split(".")[0] for name in layer.state_dict()} == {"channel_compressor", "content_encoder"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((4, 1, 2), "kernel_size must be odd, got 4"),
+        ((3, 3, 2), "multiple of 3 channels"),
+        ((3, 1, 0), "at least 1"),
+    ],
+)
+def test_carafe_rejections(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        carafe(torch.zeros(1, 4, 2, 2), torch.zeros(1, 9, 4, 4), *sizes)
+    with pytest.raises(ValueError, match=r"masks must be \[1, 9, 4, 4\]"):
+        carafe(torch.zeros(1, 4, 2, 2), torch.zeros(1, 9, 4, 5), 3, 1, 2)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_masked_convolution_is_the_convolution_where_marked(share):
+    torch.manual_seed(0)
+    layer = MaskedConv2d(3, 4, (3, 5), padding=(1, 2)).double()
+    x = torch.randn(2, 3, 6, 7, dtype=torch.float64, requires_grad=True)
+    mask = (torch.rand(2, 6, 7) < share).float()
+    expected = layer(x) * mask[:, None]
+    torch.testing.assert_close(layer(x, mask), expected)
+    grads = [
+        torch.autograd.grad(o.square().sum(), [x, *layer.parameters()]) for o in (layer(x, mask), expected)
+    ]
+    for first, second in zip(*grads, strict=True):
+        torch.testing.assert_close(first, second)
+
+
+def test_masked_convolution_rejections():
+    x, weight = torch.zeros(1, 3, 4, 4), torch.zeros(2, 3, 3, 3)
+    with pytest.raises(ValueError, match="stride must be 1, got 2"):
+        masked_conv2d(x, torch.ones(1, 4, 4), weight, None, 1, 2)
+    with pytest.raises(ValueError, match=r"mask must be \[1, 4, 4\], got \[1, 3, 4\]"):
+        masked_conv2d(x, torch.ones(1, 3, 4), weight)
+    with pytest.raises(ValueError, match="groups and dilation must be 1"):
+        MaskedConv2d(4, 4, 3, groups=2)(torch.zeros(1, 4, 4, 4), torch.ones(1, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("right", [[1, 3, 3], [2, 2, 5]]),
+        ("left", [[3, 3, 2], [5, 5, 5]]),
+        ("bottom", [[1, 3, 2], [2, 3, 5]]),
+        ("top", [[2, 3, 5], [2, 0, 5]]),
+    ],
+)
+def test_corner_pool_by_hand(mode, expected):
+    x = torch.tensor([[[[1.0, 3, 2], [2, 0, 5]]]], requires_grad=True)
+    out = CornerPool(mode)(x)
+    assert out[0, 0].tolist() == expected
+    out.sum().backward()
+    assert x.grad.sum() == 6
+    assert corner_pool(torch.zeros(1, 2, 0, 3), mode).shape == (1, 2, 0, 3)
+
+
+def test_corner_pool_rejects_unknown_modes():
+    with pytest.raises(ValueError, match="mode must be one of"):
+        CornerPool("up")
+
+
+def test_points():
+    x = torch.arange(6.0).view(1, 1, 2, 3)
+    centres = generate_grid(1, (2, 3), "cpu")
+    assert point_sample(x, centres).flatten().tolist() == pytest.approx([0, 1, 2, 3, 4, 5], abs=1e-5)
+    assert point_sample(x, centres.view(1, 2, 3, 2)).shape == (1, 1, 2, 3)
+    rois = torch.tensor([[0.0, 1, 2, 5, 10]])
+    points = torch.tensor([[[0.5, 0.25]]])
+    assert rel_roi_point_to_abs_img_point(rois, points).tolist() == [[[3, 4]]]
+    assert rel_roi_point_to_rel_img_point(rois, points, (8, 6)).tolist() == [[[0.5, 0.5]]]
+    grid = torch.rand(1, 4, 4, 2) * 2 - 1
+    torch.testing.assert_close(bilinear_grid_sample(x, grid), F.grid_sample(x, grid, align_corners=False))
+
+
+def test_simple_roi_align_keeps_the_order_of_regions():
+    x = torch.stack([torch.zeros(1, 4, 4), torch.ones(1, 4, 4)])
+    rois = torch.tensor([[1.0, 0, 0, 4, 4], [0, 0, 0, 4, 4], [1, 1, 1, 3, 3]])
+    assert SimpleRoIAlign(1, 1.0)(x, rois).flatten().tolist() == [1, 0, 1]
+    assert SimpleRoIAlign(2, 1.0)(x, rois[:0]).shape == (0, 1, 2, 2)
+
+
+def test_names_in_the_registries():
+    pytest.importorskip("mmengine")
+    from visdet.registry import MODELS, OPS
+
+    assert MODELS.build(dict(type="DCN", in_channels=4, out_channels=4, kernel_size=3)).kernel_size == (3, 3)
+    assert type(MODELS.build(dict(type="RoIAlign", output_size=7, sampling_ratio=0))).__name__ == "RoIAlign"
+    for name in (
+        "DCNv2",
+        "carafe",
+        "SAC",
+        "ConvAWS",
+        "MaskedConv2d",
+        "CornerPool",
+        "RoIPool",
+        "SigmoidFocalLoss",
+    ):
+        assert name in MODELS, name
+    for name in ("nms", "batched_nms", "soft_nms", "roi_align", "deform_conv2d", "carafe", "point_sample"):
+        assert OPS.get(name).__name__ == name

@@ -1,0 +1,87 @@
+"""Build stock mmdet 3.3 configs on mmcv-lite and visdet's operators: one training step, one prediction each.
+
+Needs mmcv-lite and mmdet in the environment. ``python tools/check_mmdet_configs.py [--device cuda] [CONFIG ...]``.
+"""
+
+import argparse
+import sys
+import time
+import traceback
+from pathlib import Path
+
+CONFIGS = (
+    "faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py",
+    "retinanet/retinanet_r50_fpn_1x_coco.py",
+    "dcnv2/mask-rcnn_r50-mdconv-c3-c5_fpn_1x_coco.py",
+    "dcn/faster-rcnn_r50-dconv-c3-c5_fpn_1x_coco.py",
+    "deformable_detr/deformable-detr-refine-twostage_r50_16xb2-50e_coco.py",
+    "dino/dino-4scale_r50_8xb2-12e_coco.py",
+    "reppoints/reppoints-moment_r50_fpn_1x_coco.py",
+    "vfnet/vfnet_r50_fpn_1x_coco.py",
+    "guided_anchoring/ga-retinanet_r50-caffe_fpn_1x_coco.py",
+    "carafe/faster-rcnn_r50_fpn-carafe_1x_coco.py",
+    "cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py",
+    "pisa/faster-rcnn_r50_fpn_pisa_1x_coco.py",
+)
+
+
+def check(config_path: Path, device: str) -> str:
+    """Return the loss of one training step and the number of predicted boxes, in words."""
+    import torch
+    from mmdet.registry import MODELS
+    from mmdet.testing import demo_mm_inputs
+    from mmengine.config import Config
+
+    torch.manual_seed(0)
+    model_config = Config.fromfile(config_path).model
+    for part in (model_config, model_config.get("backbone", {})):
+        part.pop("init_cfg", None)  # weights from the network are not needed to run
+    model = MODELS.build(model_config).to(device)
+    has_masks = "mask" in config_path.name
+    # CornerNet's hourglass wants 511 and more; DINO picks 900 of the pyramid's places.
+    size = next((size for name, size in (("cornernet", 512), ("dino", 256)) if name in config_path.name), 128)
+    batch = demo_mm_inputs(2, [[3, size, size]] * 2, num_classes=80, with_mask=has_masks, device=device)
+    model.train()
+    if hasattr(model, "init_weights"):
+        model.init_weights()
+    losses = model.forward(**model.data_preprocessor(batch, True), mode="loss")
+    total, _ = model.parse_losses(losses)
+    total.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if not gradients or not all(bool(g.isfinite().all()) for g in gradients):
+        raise RuntimeError("a gradient is missing or not finite")
+    model.eval()
+    batch = demo_mm_inputs(1, [[3, size, size]], num_classes=80, with_mask=has_masks, device=device)
+    with torch.no_grad():
+        samples = model.forward(**model.data_preprocessor(batch, False), mode="predict")
+    return f"loss {total.item():.3f}, {len(samples[0].pred_instances)} boxes"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("configs", nargs="*", default=CONFIGS, help="below mmdet's configs folder")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+
+    from visdet.compat.mmcv_ops import install
+
+    print("mmcv._ext:", "visdet" if install() else "mmcv's own")
+    import mmdet
+    from mmdet.utils import register_all_modules
+
+    register_all_modules(init_default_scope=True)
+    folder = Path(mmdet.__file__).parent / ".mim" / "configs"
+    failed = 0
+    for name in arguments.configs:
+        start = time.perf_counter()
+        try:
+            outcome = "ok    " + check(folder / name, arguments.device)
+        except Exception:
+            failed += 1
+            outcome = "FAILED\n" + traceback.format_exc()
+        print(f"{name}: {outcome} ({time.perf_counter() - start:.1f} s)", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

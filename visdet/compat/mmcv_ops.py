@@ -1,0 +1,62 @@
+"""Provides ``mmcv._ext`` from visdet's operators, so that mmcv-lite runs mmdet with nothing compiled.
+
+``python -m visdet.compat.mmcv_ops tools/train.py CONFIG`` runs a script with it; ``install()`` does so in a program,
+before ``mmcv.ops`` is imported. ``VISDET_MMCV_OPS=1`` makes ``import visdet.compat`` do it.
+"""
+
+import importlib.machinery
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from . import mmcv_ext
+
+__all__ = ["install", "main"]
+
+
+def install() -> bool:
+    """Make ``mmcv._ext`` importable; return whether visdet provides it.
+
+    An installation of mmcv that has its own ``_ext`` is left alone (False). Calling it again changes nothing.
+
+    Raises:
+        ImportError: mmcv is not installed, or ``mmcv._ext`` is broken.
+    """
+    present = sys.modules.get("mmcv._ext")
+    if present is not None:
+        return getattr(present, "__name__", "") == mmcv_ext.__name__
+    spec = importlib.util.find_spec("mmcv")
+    if spec is None or spec.submodule_search_locations is None:
+        raise ImportError("visdet.compat.mmcv_ops: mmcv is not installed; pip install mmcv-lite==2.1.0")
+    for folder in spec.submodule_search_locations:
+        suffixes = (*importlib.machinery.EXTENSION_SUFFIXES, ".py")
+        if any((Path(folder) / f"_ext{suffix}").exists() for suffix in suffixes):
+            return False
+    provided: ModuleType = mmcv_ext
+    sys.modules["mmcv._ext"] = provided
+    if "mmcv" in sys.modules:
+        sys.modules["mmcv"]._ext = provided  # type: ignore[attr-defined]
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Install the provider, then run a script, or a module after ``-m``, with the arguments that follow it."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments == ["-m"]:
+        print("usage: python -m visdet.compat.mmcv_ops SCRIPT|-m MODULE [ARGUMENTS]", file=sys.stderr)
+        return 2
+    install()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Values at points in space: the voxels of a volume, or samples of any kind."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from visdet.registry import DATASETS
+
+__all__ = ["PointSampleDataset", "VolumeDataset", "make_volume"]
+
+
+class _Samples(Dataset):
+    """Points and values by index; a batch is looked up at once and comes as one chunk.
+
+    ``dataset[i]`` is ``dict(inputs=points [1, 3], data_samples=values [1])``; ``__getitems__``, which torch's loader
+    asks for a batch of indices, returns a list of one such dict with all its points.
+    """
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.chunk(torch.tensor([index]))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        return [self.chunk(torch.tensor(indices, dtype=torch.int64))]
+
+    def chunk(self, indices: Tensor) -> dict[str, Tensor]:
+        """Return the points and values of ``indices``."""
+        return {"inputs": self.points_at(indices), "data_samples": self.values[indices]}
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """Return all points [M, 3] and values [M]."""
+        return self.points_at(torch.arange(len(self))), self.values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@DATASETS.register_module()
+class VolumeDataset(_Samples):
+    """The voxels of a volume: point (i, j, k) of the array lies at ``(i + 0.5, j + 0.5, k + 0.5) * voxel_size``.
+
+    Args:
+        path: a ``.npy`` file, or a ``.npz`` file with one array, with shape [D0, D1, D2] and real numbers.
+        key: the array of a ``.npz`` file with several.
+        synthetic: instead of a file, arguments of :func:`make_volume`.
+        volume_size: length of the longest side, which the voxels are scaled to; 0 keeps voxels of size 1.
+        normalize: divide by the largest magnitude, so that one learning rate fits every volume. Metrics then are
+            those of the divided values; PSNR and R2 are the same.
+
+    ``metainfo`` holds ``voxel_size``, ``value_scale`` (multiply a fitted value by it) and ``sides``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: neither or both of ``path`` and ``synthetic``; the array is no volume, is empty, holds NaN or
+            infinity, or has one value everywhere.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        key: str | None = None,
+        synthetic: dict[str, Any] | None = None,
+        volume_size: float = 10.0,
+        normalize: bool = True,
+    ) -> None:
+        if (path is None) == (synthetic is None):
+            raise ValueError("VolumeDataset: give either path or synthetic")
+        name = f"VolumeDataset: {path if path is not None else 'the synthetic volume'}"
+        volume = make_volume(**synthetic) if path is None else _read(path, name, key)[0]
+        if volume.ndim != 3:
+            raise ValueError(f"{name} must be [D0, D1, D2], got {list(volume.shape)}")
+        values, scale = _checked_values(volume, name, normalize)
+        self.shape = volume.shape
+        self.values = values.reshape(-1)
+        self.voxel_size = volume_size / max(volume.shape) if volume_size > 0 else 1.0
+        self.metainfo = {
+            "voxel_size": self.voxel_size,
+            "value_scale": scale,
+            "sides": [self.voxel_size * side for side in volume.shape],
+        }
+
+    @property
+    def volume(self) -> Tensor:
+        """The values [D0, D1, D2]."""
+        return self.values.view(self.shape)
+
+    def points_at(self, indices: Tensor) -> Tensor:
+        """Return the centres [..., 3] of voxels, given by their places in the flattened volume."""
+        _, D1, D2 = self.shape
+        place = torch.stack([indices // (D1 * D2), indices // D2 % D1, indices % D2], -1)
+        return (place.to(torch.float32) + 0.5) * self.voxel_size
+
+
+@DATASETS.register_module()
+class PointSampleDataset(_Samples):
+    """Samples of a scalar at points.
+
+    Args:
+        path: a ``.npy`` file [M, 4] of x, y, z, value, or a ``.npz`` file with ``points`` [M, 3] and ``values`` [M].
+        volume_size: longest side of the box that the points are moved and scaled to; 0 keeps them as they are.
+        normalize: divide the values by the largest magnitude.
+
+    ``metainfo`` holds ``offset`` and ``voxel_size`` (``point * voxel_size + offset`` are the file's coordinates; the
+    scale of the points) and ``value_scale``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the arrays have other shapes, are empty, hold NaN or infinity; all values are equal.
+    """
+
+    def __init__(self, path: str, volume_size: float = 10.0, normalize: bool = True) -> None:
+        name = f"PointSampleDataset: {path}"
+        if str(path).endswith(".npz"):
+            points, values = _read(path, name, "points", "values")
+        else:
+            (table,) = _read(path, name, None)
+            if table.ndim != 2 or table.shape[1] != 4:
+                raise ValueError(f"{name} must be [M, 4] (x, y, z, value), got {list(table.shape)}")
+            points, values = table[:, :3], table[:, 3]
+        if points.ndim != 2 or points.shape[1] != 3 or values.shape != points.shape[:1]:
+            raise ValueError(
+                f"{name}: points must be [M, 3] and values [M], got {list(points.shape)} and {list(values.shape)}"
+            )
+        self.values, value_scale = _checked_values(values, name, normalize)
+        points = np.asarray(points, np.float64)
+        _check_finite(points, f"{name}: points")
+        low, side = points.min(0), float(np.ptp(points, axis=0).max())
+        if side == 0:
+            raise ValueError(f"{name}: all points are at one place")
+        offset, scale = (low, side / volume_size) if volume_size > 0 else (np.zeros(3), 1.0)
+        self._points = torch.from_numpy(((points - offset) / scale).astype(np.float32))
+        self.metainfo = {"offset": offset.tolist(), "voxel_size": scale, "value_scale": value_scale}
+
+    def points_at(self, indices: Tensor) -> Tensor:
+        """Return points [..., 3] by index."""
+        return self._points[indices]
+
+
+def make_volume(size: int | Sequence[int] = 48, num_blobs: int = 12, seed: int = 0) -> np.ndarray:
+    """Return a float32 volume [D0, D1, D2] of smooth blobs, turned and stretched, and a ring that no blob fits.
+
+    Args:
+        size: voxels along each axis: one number, or three.
+        num_blobs: Gaussian blobs, some of them negative.
+        seed: of the blobs.
+    """
+    shape = (size,) * 3 if isinstance(size, int) else tuple(size)
+    if len(shape) != 3 or min(shape) < 1:
+        raise ValueError(f"make_volume: size must be one or three positive numbers, got {size}")
+    rng = np.random.default_rng(seed)
+    axes = [(np.arange(n) + 0.5) / max(shape) for n in shape]
+    points = np.stack(np.meshgrid(*axes, indexing="ij"), -1)  # [D0, D1, D2, 3]
+    sides = np.array(shape) / max(shape)
+    volume = np.zeros(shape)
+    for _ in range(num_blobs):
+        turn, _ = np.linalg.qr(rng.normal(size=(3, 3)))
+        offsets = (points - rng.uniform(0.2, 0.8, 3) * sides) @ (turn / rng.uniform(0.05, 0.14, 3))
+        volume += rng.choice([1.0, 0.7, -0.4]) * np.exp(-0.5 * (offsets**2).sum(-1))
+    along = points - 0.5 * sides
+    from_ring = np.hypot(np.hypot(along[..., 0], along[..., 1]) - 0.3, along[..., 2])
+    return (volume + 0.5 * np.exp(-0.5 * (from_ring / 0.05) ** 2)).astype(np.float32)
+
+
+def _read(path: str, name: str, *keys: str | None) -> list[np.ndarray]:
+    """Return the arrays named ``keys`` of a file; None for the only one."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{name}: there is no such file")
+    if not str(path).endswith((".npy", ".npz")):
+        raise ValueError(f"{name} must be a .npy or .npz file")
+    loaded = np.load(path, allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        return [loaded]
+    with loaded:
+        found = loaded.files
+        if keys == (None,) and len(found) == 1:
+            return [loaded[found[0]]]
+        missing = [key for key in keys if key not in found]
+        if missing:
+            wanted = "one array, or key" if keys == (None,) else f"arrays {', '.join(map(str, keys))}"
+            raise ValueError(f"{name} must have {wanted}; it has {', '.join(found) or 'none'}")
+        return [loaded[key] for key in keys]
+
+
+def _check_finite(array: np.ndarray, name: str) -> None:
+    is_finite = np.isfinite(array)
+    if not is_finite.all():
+        first = np.argwhere(~is_finite)[0].tolist()
+        raise ValueError(
+            f"{name} must be finite, got {(~is_finite).sum()} NaN or infinite numbers, the first at {first}"
+        )
+
+
+def _checked_values(array: np.ndarray, name: str, normalize: bool) -> tuple[Tensor, float]:
+    """Return values in float32, divided by the returned scale."""
+    if array.size == 0:
+        raise ValueError(f"{name} is empty: {list(array.shape)}")
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{name} must hold real numbers, got {array.dtype}")
+    values = np.asarray(array, np.float64)
+    _check_finite(values, name)
+    if values.min() == values.max():
+        raise ValueError(f"{name} has one value everywhere, {values.flat[0]:g}: there is nothing to fit")
+    scale = float(np.abs(values).max()) if normalize else 1.0
+    return torch.from_numpy((values / scale).astype(np.float32)), scale

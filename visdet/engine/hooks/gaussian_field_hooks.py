@@ -1,0 +1,158 @@
+"""What fitting a field of Gaussians needs besides the loop: a start from data, moves between, and pictures."""
+
+import os
+from typing import Any
+
+import torch
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from torch import Tensor, nn
+
+from visdet.registry import HOOKS
+
+from ..console import say
+from ..errors import ConfigError
+
+__all__ = ["FieldVisualizationHook", "InitializeFieldHook", "SplitGaussiansHook"]
+
+_CHUNK = 1 << 16  # points evaluated at once for a picture
+
+
+def _field(runner: Any, hook: Hook) -> nn.Module:
+    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    if not hasattr(model, "masses"):
+        raise ConfigError(
+            f"{type(hook).__name__} is for LearnableGaussianField, but model is {type(model).__name__}"
+        )
+    return model
+
+
+@HOOKS.register_module()
+class InitializeFieldHook(Hook):
+    """Places a field's Gaussians by the training data before the first iteration of a run from scratch.
+
+    A resumed run, and one with ``load_from``, keep the weights they loaded. Every process places the same.
+
+    Args:
+        method: 'kmeans' or 'random', see ``LearnableGaussianField.initialize``.
+        seed: of the draws.
+    """
+
+    def __init__(self, method: str = "kmeans", seed: int = 0) -> None:
+        self.method = method
+        self.seed = seed
+
+    def before_train(self, runner) -> None:
+        """Place the Gaussians."""
+        if runner.iter == 0 and not runner._has_loaded:
+            points, values = runner.train_dataloader.dataset.samples()
+            _field(runner, self).initialize(points, values, self.method, self.seed)
+
+
+@HOOKS.register_module()
+class SplitGaussiansHook(Hook):
+    """Gives up Gaussians that carry next to nothing and splits the heaviest ones into their places.
+
+    The number of Gaussians stays, so optimizer, checkpoints and distributed training do not notice; the optimizer's
+    moments of changed Gaussians start again from zero. What is chosen follows from the weights alone: a resumed run,
+    and every process of a distributed one, chooses the same.
+
+    Args:
+        interval: iterations between two rounds.
+        begin, end: rounds happen after iterations ``begin < i <= end``; ``end`` None for the first half of the run.
+        prune_below: a Gaussian counts as nothing below this share of the mean mass (\\|weight\\| times volume).
+        max_share: of all Gaussians, at most this share is replaced in a round.
+    """
+
+    def __init__(
+        self,
+        interval: int = 100,
+        begin: int = 0,
+        end: int | None = None,
+        prune_below: float = 0.02,
+        max_share: float = 0.1,
+    ) -> None:
+        if interval < 1 or prune_below < 0 or not 0 <= max_share <= 0.5:
+            raise ValueError(
+                "SplitGaussiansHook: interval must be at least 1, prune_below at least 0 and max_share in 0..0.5, "
+                f"got {interval}, {prune_below}, {max_share}"
+            )
+        self.interval, self.begin, self.end = interval, begin, end
+        self.prune_below, self.max_share = prune_below, max_share
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
+        """Prune and split where it is time."""
+        done = runner.iter + 1
+        end = runner.max_iters // 2 if self.end is None else self.end
+        if done % self.interval != 0 or not self.begin < done <= end:
+            return
+        field = _field(runner, self)
+        masses = field.masses()
+        order = masses.argsort(stable=True)
+        most = int(self.max_share * len(order))
+        given_up = order[:most][masses[order[:most]] < self.prune_below * masses.mean()]
+        if len(given_up) == 0:
+            return
+        split = order[len(order) - len(given_up) :]
+        field.split(split, given_up)
+        forget_moments(runner.optim_wrapper.optimizer, torch.cat([split, given_up]), len(order))
+        runner.logger.info(f"split {len(split)} of {len(order)} Gaussians into the places of spent ones")
+
+
+def forget_moments(optimizer: torch.optim.Optimizer, rows: Tensor, count: int) -> None:
+    """Zero an optimizer's state in ``rows`` of every parameter that has ``count`` of them."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.dim() > 0 and len(value) == count:
+                value[rows] = 0
+
+
+@HOOKS.register_module()
+class FieldVisualizationHook(Hook):
+    """After every validation, a picture of truth, fit and error, to ``val_pictures/iter_<iteration>.png``.
+
+    A volume is cut through its middle along each axis; of point samples, three slabs through the middle are shown.
+    The fit has the Gaussians' ellipses (one standard deviation, where the plane cuts the ellipsoid) drawn over it.
+
+    Args:
+        num_ellipses: draw the heaviest so many Gaussians that meet a plane; 0 for none.
+    """
+
+    def __init__(self, num_ellipses: int = 200) -> None:
+        self.num_ellipses = num_ellipses
+
+    def before_run(self, runner) -> None:
+        """Check that the visualizer can draw fields."""
+        if not hasattr(runner.visualizer, "add_field"):
+            raise ConfigError(
+                "FieldVisualizationHook draws with FieldVisualizer, but visualizer is "
+                f"{type(runner.visualizer).__name__}; set visualizer.type='FieldVisualizer'"
+            )
+
+    @torch.no_grad()
+    def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
+        """Draw the picture."""
+        if runner.rank != 0:
+            return
+        field, dataset = _field(runner, self), runner.val_dataloader.dataset
+        step = (
+            runner.iter if runner._train_loop is not None and not isinstance(runner._train_loop, dict) else 0
+        )
+        device = field.means.device
+        keep = field.masses().argsort(descending=True)
+        points, values = dataset.samples()
+        fit = torch.cat([field(chunk.to(device)).cpu() for chunk in points.split(_CHUNK)])
+        path = os.path.join(runner.work_dir, "val_pictures", f"iter_{step}.png")
+        runner.visualizer.add_field(
+            "val_pictures",
+            points,
+            values,
+            fit,
+            shape=getattr(dataset, "shape", None),
+            means=field.means[keep].cpu(),
+            covariances=field.get_covariance()[keep].cpu(),
+            num_ellipses=self.num_ellipses,
+            out_file=path,
+            step=step,
+        )
+        say(f"slices: {path}")

@@ -1,0 +1,38 @@
+"""Finds out whether torchvision's compiled operators serve a device; torchvision is imported at first use only."""
+
+import torch
+
+__all__ = ["problem", "serves"]
+
+_problems: dict[str, str | None] = {}
+
+
+def problem(device_type: str) -> str | None:
+    """Return None if torchvision's operators run on devices of this type, else why not."""
+    if device_type not in _problems:
+        _problems[device_type] = _find_problem(device_type)
+    return _problems[device_type]
+
+
+def _find_problem(device_type: str) -> str | None:
+    try:
+        import torchvision
+    except Exception as error:  # a torchvision built for another torch fails in many ways
+        return f"torchvision does not import ({type(error).__name__}: {error})"
+    key = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}.get(device_type)
+    if key is None:
+        return f"torchvision's operators are not known to run on {device_type}"
+    for name in ("nms", "roi_align", "deform_conv2d"):
+        try:
+            is_there = torch._C._dispatch_has_kernel_for_dispatch_key(f"torchvision::{name}", key)
+        except RuntimeError:  # the operator is not declared: its library did not load
+            is_there = False
+        if not is_there:
+            return f"torchvision {torchvision.__version__} has no {name} for {device_type}: not built, or not loaded"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def serves(device_type: str) -> bool:
+    """Return whether torchvision's operators run on devices of this type; a constant under torch.compile."""
+    return problem(device_type) is None

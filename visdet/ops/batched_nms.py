@@ -1,0 +1,104 @@
+"""Non-maximum suppression per class, with the kind of suppression named by a configuration."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .nms import nms, soft_nms
+
+__all__ = ["batched_nms", "register_nms"]
+
+_KINDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"nms": nms, "soft_nms": soft_nms}
+
+
+def register_nms(name: str, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Let ``batched_nms`` find ``function(boxes, scores, **cfg) -> (dets, keep)`` under ``type=name``.
+
+    Raises:
+        KeyError: the name is taken by another function.
+    """
+    if _KINDS.setdefault(name, function) is not function:
+        raise KeyError(f"register_nms: {name!r} is taken by {_KINDS[name]!r}")
+
+
+def _kind(kind: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    if callable(kind):
+        return kind
+    if kind not in _KINDS:
+        raise KeyError(f"batched_nms: type must be one of {sorted(_KINDS)} or a function, got {kind!r}")
+    return _KINDS[kind]
+
+
+def _shifted_apart(boxes: Tensor, idxs: Tensor) -> Tensor:
+    """Return the boxes moved so far that those of different classes cannot overlap."""
+    if boxes.numel() == 0:
+        return boxes
+    if boxes.shape[-1] == 5:  # rotated: only centres move
+        reach = boxes[:, :2].max() + boxes[:, 2:4].max() + 1
+        return torch.cat([boxes[:, :2] + (idxs.to(boxes) * reach)[:, None], boxes[:, 2:]], 1)
+    return boxes + (idxs.to(boxes) * (boxes.max() + 1))[:, None]
+
+
+def batched_nms(
+    boxes: Tensor,  # [N, 4] (x1, y1, x2, y2), or [N, 5] (x, y, w, h, angle)
+    scores: Tensor,  # [N]
+    idxs: Tensor,  # [N] class of each box
+    nms_cfg: dict | None,
+    class_agnostic: bool = False,
+) -> tuple[Tensor, Tensor]:  # [M, 5] or [M, 6] boxes and scores, [M] int64
+    """Return what suppression within each class leaves, best score first, and the indices into ``boxes``.
+
+    Args:
+        nms_cfg: ``type`` ('nms', 'soft_nms', a name given to ``register_nms`` or a function; 'nms' if absent) and that
+            function's arguments, usually ``iou_threshold``. ``class_agnostic`` in it overrides the argument.
+            ``split_thr`` (10000): from so many boxes on, classes are handled one after another, and ``max_num`` cuts
+            the merged result; each class is cut to it too where it is below that. None sorts only.
+        class_agnostic: boxes of all classes suppress each other (in one go, whatever their number: mmcv
+            splits them by class from ``split_thr`` on).
+
+    16-bit boxes are shifted apart in float32: 80 classes times 1333 pixels are beyond float16 and between whole pixels
+    in bfloat16. The result has the boxes as given and the scores the suppression made of them.
+
+    Raises:
+        KeyError: ``type`` is unknown.
+
+    Source: mmcv's semantics; the trick of shifting classes apart is torchvision's.
+    """
+    if nms_cfg is None:
+        ordered, keep = scores.sort(descending=True, stable=True)
+        return torch.cat([boxes[keep], ordered[:, None]], -1), keep
+    arguments = dict(nms_cfg)
+    class_agnostic = arguments.pop("class_agnostic", class_agnostic)
+    suppress = _kind(arguments.pop("type", "nms"))
+    split_threshold = arguments.pop("split_thr", 10000)
+    wide = boxes if boxes.dtype in (torch.float32, torch.float64) else boxes.float()
+    if class_agnostic or len(boxes) < split_threshold:
+        detections, keep = suppress(
+            wide if class_agnostic else _shifted_apart(wide, idxs), scores.to(wide), **arguments
+        )
+        return torch.cat([boxes[keep], detections[:, -1:].to(boxes)], -1), keep
+    max_num = arguments.pop("max_num", -1)
+    kept_scores, kept = _class_by_class(wide, scores.to(wide), idxs, suppress, arguments)
+    if max_num > 0:
+        kept, kept_scores = kept[:max_num], kept_scores[:max_num]
+    return torch.cat([boxes[kept], kept_scores[:, None].to(boxes)], -1), kept
+
+
+def _class_by_class(
+    boxes: Tensor, scores: Tensor, idxs: Tensor, suppress: Callable, arguments: dict
+) -> tuple[Tensor, Tensor]:
+    """Return (scores, indices) of what is left of all classes, best first."""
+    by_class, members = idxs.sort(stable=True)
+    counts = by_class.unique_consecutive(return_counts=True)[1].tolist()
+    results = [
+        (members_of_one[keep], detections[:, -1])
+        for members_of_one in members.split(counts)
+        for detections, keep in [suppress(boxes[members_of_one], scores[members_of_one], **arguments)]
+    ]
+    kept, kept_scores = (torch.cat(part) for part in zip(*results, strict=True))
+    lowest_first = kept.argsort()  # equal scores keep the order of the boxes
+    kept, kept_scores = kept[lowest_first], kept_scores[lowest_first]
+    kept_scores, order = kept_scores.sort(descending=True, stable=True)
+    return kept_scores, kept[order]

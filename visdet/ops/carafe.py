@@ -1,0 +1,179 @@
+"""CARAFE: upsampling by a kernel predicted for each pixel of the result."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["CARAFE", "CARAFENaive", "CARAFEPack", "carafe", "carafe_naive"]
+
+
+def carafe(
+    features: Tensor,  # [B, C, H, W]
+    masks: Tensor,  # [B, K * K * G, H * s, W * s]
+    kernel_size: int,
+    group_size: int,
+    scale_factor: int,
+) -> Tensor:  # [B, C, H * s, W * s]
+    """Return each pixel (y, x) as the sum of the K x K pixels around (y // s, x // s), weighted by its own kernel.
+
+    Args:
+        masks: kernels, row by row, one for each of G groups of channels; usually a softmax over K * K.
+        kernel_size: K, odd. group_size: G, divides C. scale_factor: s >= 1.
+
+    Pixels outside are zeros. Differentiable with respect to features and masks. Plain torch, any floating type;
+    memory for backward is the inputs' (and one padded copy of the features).
+
+    Raises:
+        ValueError: a shape or number does not fit.
+
+    Source: CARAFE, ICCV 2019; signature and order of the masks are mmcv's.
+    """
+    B, C, H, W = features.shape
+    K, G, s = kernel_size, group_size, scale_factor
+    if K < 1 or K % 2 == 0:
+        raise ValueError(f"carafe: kernel_size must be odd, got {K}")
+    if s < 1:
+        raise ValueError(f"carafe: scale_factor must be at least 1, got {s}")
+    if C % G:
+        raise ValueError(f"carafe: features must have a multiple of {G} channels, got {C}")
+    expected = [B, K * K * G, H * s, W * s]
+    if list(masks.shape) != expected:
+        raise ValueError(f"carafe: masks must be {expected}, got {list(masks.shape)}")
+    return _Carafe.apply(features, masks.to(features.dtype), K, G, s)
+
+
+class _Carafe(torch.autograd.Function):
+    """Sums over the K * K shifts of the map; saves the inputs alone, where autograd would save every product."""
+
+    @staticmethod
+    def forward(features: Tensor, masks: Tensor, K: int, G: int, s: int) -> Tensor:
+        B, C, H, W = features.shape
+        wide = _sum_type(features)
+        padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1)
+        kernels = masks.view(B, G, 1, K * K, H, s, W, s)
+        output = torch.zeros(B, G, C // G, H, s, W, s, dtype=wide, device=features.device)
+        for k in range(K * K):
+            i, j = divmod(k, K)
+            output.addcmul_(padded[:, :, :, i : i + H, :, j : j + W].to(wide), kernels[:, :, :, k].to(wide))
+        return output.view(B, C, H * s, W * s).to(features.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        features, masks, *ctx.sizes = inputs
+        ctx.save_for_backward(features, masks)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        features, masks = ctx.saved_tensors
+        K, G, s = ctx.sizes
+        B, C, H, W = features.shape
+        wide = _sum_type(features)
+        padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1)
+        kernels = masks.view(B, G, 1, K * K, H, s, W, s)
+        grad = grad_output.reshape(B, G, C // G, H, s, W, s).to(wide)
+        grad_padded = torch.zeros(B, G, C // G, H + K - 1, W + K - 1, dtype=wide, device=features.device)
+        grad_masks = torch.empty(B, G, K * K, H, s, W, s, dtype=wide, device=features.device)
+        for k in range(K * K):
+            i, j = divmod(k, K)
+            if ctx.needs_input_grad[0]:
+                grad_padded[..., i : i + H, j : j + W] += (grad * kernels[:, :, :, k].to(wide)).sum((4, 6))
+            if ctx.needs_input_grad[1]:
+                grad_masks[:, :, k] = (grad * padded[:, :, :, i : i + H, :, j : j + W].to(wide)).sum(2)
+        edge = K // 2
+        grad_features = grad_padded[..., edge : edge + H, edge : edge + W].reshape(features.shape)
+        return (
+            grad_features.to(features.dtype) if ctx.needs_input_grad[0] else None,
+            grad_masks.view(masks.shape).to(masks.dtype) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _sum_type(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def carafe_naive(
+    features: Tensor, masks: Tensor, kernel_size: int, group_size: int, scale_factor: int
+) -> Tensor:
+    """``carafe`` under the name of mmcv's first implementation."""
+    return carafe(features, masks, kernel_size, group_size, scale_factor)
+
+
+class CARAFE(nn.Module):
+    """``carafe`` with its settings."""
+
+    def __init__(self, kernel_size: int, group_size: int, scale_factor: int) -> None:
+        super().__init__()
+        self.kernel_size, self.group_size, self.scale_factor = kernel_size, group_size, scale_factor
+
+    def forward(self, features: Tensor, masks: Tensor) -> Tensor:
+        return carafe(features, masks, self.kernel_size, self.group_size, self.scale_factor)
+
+    def extra_repr(self) -> str:
+        return (
+            f"kernel_size={self.kernel_size}, group_size={self.group_size}, scale_factor={self.scale_factor}"
+        )
+
+
+class CARAFENaive(CARAFE):
+    """``CARAFE`` under the name of mmcv's first implementation."""
+
+
+class CARAFEPack(nn.Module):
+    """Upsampler that predicts its own kernels, 'carafe' in configs.
+
+    Args:
+        channels: of the map. scale_factor: of the size.
+        up_kernel, up_group: kernel size and groups of ``carafe``.
+        encoder_kernel, encoder_dilation: of the convolution that predicts the kernels.
+        compressed_channels: what the map is reduced to before.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        scale_factor: int,
+        up_kernel: int = 5,
+        up_group: int = 1,
+        encoder_kernel: int = 3,
+        encoder_dilation: int = 1,
+        compressed_channels: int = 64,
+    ) -> None:
+        super().__init__()
+        self.channels, self.scale_factor = channels, scale_factor
+        self.up_kernel, self.up_group = up_kernel, up_group
+        self.encoder_kernel, self.encoder_dilation = encoder_kernel, encoder_dilation
+        self.compressed_channels = compressed_channels
+        self.channel_compressor = nn.Conv2d(channels, compressed_channels, 1)
+        self.content_encoder = nn.Conv2d(
+            compressed_channels,
+            up_kernel * up_kernel * up_group * scale_factor * scale_factor,
+            encoder_kernel,
+            padding=(encoder_kernel - 1) * encoder_dilation // 2,
+            dilation=encoder_dilation,
+        )
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        nn.init.xavier_uniform_(self.channel_compressor.weight)
+        nn.init.normal_(self.content_encoder.weight, std=0.001)
+        for layer in (self.channel_compressor, self.content_encoder):
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def kernel_normalizer(self, mask: Tensor) -> Tensor:
+        """Return kernels [B, K * K * G, H * s, W * s] that sum to 1."""
+        mask = F.pixel_shuffle(mask, self.scale_factor)
+        return mask.unflatten(1, (-1, self.up_kernel**2)).softmax(2, dtype=mask.dtype).flatten(1, 2)
+
+    def feature_reassemble(self, x: Tensor, mask: Tensor) -> Tensor:
+        return carafe(x, mask, self.up_kernel, self.up_group, self.scale_factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.kernel_normalizer(self.content_encoder(self.channel_compressor(x)))
+        return self.feature_reassemble(x, mask)

@@ -1,0 +1,46 @@
+"""Corner pooling: the running maximum along rows or columns."""
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CornerPool", "corner_pool"]
+
+# Dimension of [B, C, H, W] and whether the maximum runs towards lower indices.
+_DIRECTIONS = {"bottom": (2, False), "left": (3, True), "right": (3, False), "top": (2, True)}
+
+
+def _check(mode: str) -> None:
+    if mode not in _DIRECTIONS:
+        raise ValueError(f"corner_pool: mode must be one of {sorted(_DIRECTIONS)}, got {mode!r}")
+
+
+def corner_pool(x: Tensor, mode: str) -> Tensor:
+    """Return the maximum of each pixel and all pixels before it on its way in a direction, [B, C, H, W].
+
+    ``mode``: 'bottom' and 'right' run towards higher rows and columns, 'top' and 'left' towards lower ones.
+    Differentiable; of equal maxima the last on the way takes the gradient.
+
+    Source: CornerNet, ECCV 2018; modes are mmcv's.
+    """
+    _check(mode)
+    dim, is_reversed = _DIRECTIONS[mode]
+    if x.shape[dim] == 0:
+        return x.clone()
+    if not is_reversed:
+        return torch.cummax(x, dim).values
+    return torch.cummax(x.flip(dim), dim).values.flip(dim)
+
+
+class CornerPool(nn.Module):
+    """``corner_pool`` in one direction."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        _check(mode)
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        return corner_pool(x, self.mode)
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode!r}"

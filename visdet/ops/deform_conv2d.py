@@ -1,0 +1,271 @@
+"""Deformable convolution: each tap of the kernel reads at a learnt offset from its place."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import _torchvision
+from ._renamed import renamed_arguments
+from ._roi_sampling import pair
+
+__all__ = ["DeformConv2d", "DeformConv2dPack", "deform_conv2d", "deform_conv2d_reference"]
+
+Pair = int | tuple[int, int]
+
+
+def output_shape(
+    input: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair
+) -> tuple[int, int]:
+    """Return (height, width) of the result."""
+    settings = zip(
+        input.shape[2:], weight.shape[2:], pair(stride), pair(padding), pair(dilation), strict=True
+    )
+    height, width = ((size + 2 * pad - dil * (k - 1) - 1) // step + 1 for size, k, step, pad, dil in settings)
+    return height, width
+
+
+def check(
+    op: str,
+    input: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    deform_groups: int,
+    groups: int,
+    size: tuple[int, int],
+) -> None:
+    """Raise ValueError where a shape does not fit."""
+    if input.dim() != 4:
+        raise ValueError(f"{op}: input must be [B, C, H, W], got {list(input.shape)}")
+    if min(size) <= 0:
+        raise ValueError(
+            f"{op}: input {list(input.shape[2:])} is too small, the output would be {list(size)}"
+        )
+    if input.shape[1] != weight.shape[1] * groups:
+        raise ValueError(f"{op}: input must have {weight.shape[1] * groups} channels, got {input.shape[1]}")
+    expected = [input.shape[0], deform_groups * 2 * weight.shape[2] * weight.shape[3], *size]
+    if list(offset.shape) != expected:
+        raise ValueError(f"{op}: offset must be {expected}, got {list(offset.shape)}")
+
+
+def deform_conv2d(
+    input: Tensor,  # [B, C, H, W]
+    offset: Tensor,  # [B, G * 2 * KH * KW, H', W'] (y, x) of each tap
+    weight: Tensor,  # [C', C / groups, KH, KW]
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    deform_groups: int = 1,
+    bias: bool = False,
+    im2col_step: int = 32,
+) -> Tensor:  # [B, C', H', W']
+    """Return the convolution whose taps read ``input`` bilinearly at their place plus ``offset`` pixels.
+
+    Args:
+        offset: one field for each of ``deform_groups`` (G) groups of channels; its type is that of the result.
+            float16 and bfloat16 are computed in float32.
+        bias: must be False, as in mmcv.
+        im2col_step: ignored; B need not divide by it.
+
+    Positions outside count as zeros, those within one pixel of the border as a blend with zero. Differentiable
+    with respect to input, offset and weight. Served by torchvision; plain torch where it is missing.
+
+    Raises:
+        ValueError: a shape does not fit, or ``bias`` is asked for.
+
+    Source: Deformable Convolutional Networks, ICCV 2017; the signature is mmcv's.
+    """
+    if bias:
+        raise ValueError(
+            "deform_conv2d: bias must be False; add it to the result, or take modulated_deform_conv2d"
+        )
+    if input.dim() == 4:
+        size = output_shape(input, weight, stride, padding, dilation)
+        check("deform_conv2d", input, offset, weight, deform_groups, groups, size)
+    else:
+        raise ValueError(f"deform_conv2d: input must be [B, C, H, W], got {list(input.shape)}")
+    return convolve(input, offset, None, weight, None, stride, padding, dilation, deform_groups)
+
+
+def convolve(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    deform_groups: int,
+) -> Tensor:
+    """Return the convolution of checked arguments in the type of ``offset``, by torchvision or plain torch."""
+    dtype = offset.dtype if offset.dtype == torch.float64 else torch.float32
+    tensors = [None if t is None else t.to(dtype) for t in (input, offset, mask, weight, bias)]
+    settings = (pair(stride), pair(padding), pair(dilation))
+    x, shift, factor, kernel, shift_of_output = tensors
+    assert x is not None and shift is not None and kernel is not None
+    if x.shape[0] == 0 or not _torchvision.serves(x.device.type):
+        return deform_conv2d_reference(
+            x, shift, factor, kernel, shift_of_output, *settings, deform_groups
+        ).to(offset.dtype)
+    from torchvision.ops import deform_conv2d as torchvision_deform_conv2d
+
+    stride, padding, dilation = settings
+    return torchvision_deform_conv2d(
+        x, shift, kernel, shift_of_output, stride=stride, padding=padding, dilation=dilation, mask=factor
+    ).to(offset.dtype)
+
+
+def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    """Return [M, c, K] samples of maps [M, c, H, W] at y, x [M, K]; corners outside are 0."""
+    H, W = maps.shape[2:]
+    y0, x0 = y.detach().floor(), x.detach().floor()
+    flat = maps.flatten(2)
+    total = flat.new_zeros(())
+    for row in (y0, y0 + 1):
+        for column in (x0, x0 + 1):
+            inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
+            index = torch.where(inside, row * W + column, 0).long()[:, None].expand(-1, flat.shape[1], -1)
+            factor = torch.where(inside, (1 - (y - row).abs()) * (1 - (x - column).abs()), 0)
+            total = total + flat.gather(2, index) * factor[:, None]
+    return total
+
+
+def deform_conv2d_reference(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    deform_groups: int,
+) -> Tensor:
+    """Plain torch: gather the columns of im2col at the moved places, then multiply by the weight."""
+    B, C, H, W = input.shape
+    KH, KW = weight.shape[2:]
+    height, width = output_shape(input, weight, stride, padding, dilation)
+    device, dtype, G = input.device, input.dtype, deform_groups
+    tap_y = torch.arange(KH, device=device).repeat_interleave(KW).to(dtype) * dilation[0] - padding[0]
+    tap_x = torch.arange(KW, device=device).repeat(KH).to(dtype) * dilation[1] - padding[1]
+    row = torch.arange(height, device=device).to(dtype) * stride[0]
+    column = torch.arange(width, device=device).to(dtype) * stride[1]
+    moves = offset.reshape(B * G, KH * KW, 2, height, width)
+    y = (moves[:, :, 0] + tap_y[:, None, None] + row[:, None]).flatten(1)
+    x = (moves[:, :, 1] + tap_x[:, None, None] + column).flatten(1)
+    columns = _bilinear(input.reshape(B * G, C // G, H, W), y, x).view(B, G, C // G, KH * KW, height * width)
+    if mask is not None:
+        columns = columns * mask.reshape(B, G, 1, KH * KW, height * width)
+    groups = C // weight.shape[1]
+    columns = columns.reshape(B, groups, C // groups * KH * KW, height * width)
+    kernel = weight.reshape(groups, weight.shape[0] // groups, -1)
+    output = torch.matmul(kernel, columns).reshape(B, weight.shape[0], height, width)
+    return output if bias is None else output + bias[:, None, None]
+
+
+class DeformConv2d(nn.Module):
+    """Deformable convolution with a weight and no bias; the offset is an input."""
+
+    @renamed_arguments(deformable_groups="deform_groups")
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Pair,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        deform_groups: int = 1,
+        bias: bool = False,
+        im2col_step: int = 32,
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise ValueError(f"DeformConv2d: bias must be False, got {bias!r}")
+        for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+            if channels % groups:
+                raise ValueError(f"DeformConv2d: {name} must divide by groups {groups}, got {channels}")
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel_size = pair(kernel_size)
+        self.stride, self.padding, self.dilation = pair(stride), pair(padding), pair(dilation)
+        self.groups, self.deform_groups, self.im2col_step = groups, deform_groups, im2col_step
+        self.transposed, self.output_padding = False, (0,)  # what code for nn.Conv2d looks at
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, nonlinearity="relu")
+
+    def forward(self, x: Tensor, offset: Tensor) -> Tensor:
+        """Return the convolution; a map smaller than the kernel is padded to it, and the result cut back."""
+        pad_h = max(self.kernel_size[0] - x.shape[2], 0)
+        pad_w = max(self.kernel_size[1] - x.shape[3], 0)
+        if pad_h or pad_w:
+            x, offset = (F.pad(tensor, (0, pad_w, 0, pad_h)) for tensor in (x, offset))
+        output = self._convolve(x, offset)
+        return (
+            output[:, :, : output.shape[2] - pad_h, : output.shape[3] - pad_w].contiguous()
+            if pad_h or pad_w
+            else output
+        )
+
+    def _convolve(self, x: Tensor, offset: Tensor) -> Tensor:
+        return deform_conv2d(
+            x, offset, self.weight, self.stride, self.padding, self.dilation, self.groups, self.deform_groups
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, "
+            f"deform_groups={self.deform_groups}, bias={getattr(self, 'bias', None) is not None}"
+        )
+
+
+def rename_offset_layer(state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """Rename in place: before version 2 the offset layer stood beside its convolution, as ``<name>_offset``.
+
+    It works, as in mmcv, for loaders that hand each module the whole dictionary; torch's since 1.13 hands a child
+    only the entries under its own name.
+    """
+    version = local_metadata.get("version")
+    if version is not None and version >= 2:
+        return
+    for name in ("weight", "bias"):
+        old, new = f"{prefix[:-1]}_offset.{name}", f"{prefix}conv_offset.{name}"
+        if new not in state_dict and old in state_dict:
+            state_dict[new] = state_dict.pop(old)
+
+
+class DeformConv2dPack(DeformConv2d):
+    """Deformable convolution that computes its own offsets by a convolution, 'DCN' in configs. Offsets start at 0."""
+
+    _version = 2
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conv_offset = nn.Conv2d(
+            self.in_channels,
+            self.deform_groups * 2 * self.kernel_size[0] * self.kernel_size[1],
+            kernel_size=self.kernel_size,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+        )
+        self.init_offset()
+
+    def init_offset(self) -> None:
+        nn.init.zeros_(self.conv_offset.weight)
+        if self.conv_offset.bias is not None:
+            nn.init.zeros_(self.conv_offset.bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self._convolve(x, self.conv_offset(x))
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: Any) -> None:
+        rename_offset_layer(state_dict, prefix, local_metadata)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

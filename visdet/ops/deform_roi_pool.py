@@ -1,0 +1,142 @@
+"""Deformable RoI pooling: RoIAlign whose bins move by learnt offsets."""
+
+import torch
+from torch import Tensor, nn
+
+from ._roi_sampling import check_rois, pair, pool_samples
+
+__all__ = ["DeformRoIPool", "DeformRoIPoolPack", "ModulatedDeformRoIPoolPack", "deform_roi_pool"]
+
+
+def deform_roi_pool(
+    input: Tensor,  # [B, C, H, W]
+    rois: Tensor,  # [N, 5] (batch index, x1, y1, x2, y2)
+    offset: Tensor | None,  # [N, 2, PH, PW] (x, y)
+    output_size: int | tuple[int, int],
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = 0,
+    gamma: float = 0.1,
+) -> Tensor:  # [N, C, PH, PW]
+    """Return the mean of bilinear samples in each bin, moved by ``gamma`` * (region's size) * ``offset``.
+
+    Without offset (None or empty) this is ``roi_align`` with aligned=True. Sampling and borders are RoIAlign's.
+    Differentiable with respect to input and offset (mmcv extrapolates the gradient of an offset within a pixel outside
+    the border; here it is that of the clamped sample: 0 across the border). 16-bit types are computed in float32.
+    Plain torch.
+
+    Raises:
+        ValueError: a shape or device does not fit.
+
+    Source: Deformable Convolutional Networks, ICCV 2017; the signature is mmcv's.
+    """
+    check_rois("deform_roi_pool", input, rois)
+    PH, PW = pair(output_size)
+    N = len(rois)
+    has_offset = offset is not None and offset.numel() > 0
+    if has_offset and offset is not None and list(offset.shape) != [N, 2, PH, PW]:
+        raise ValueError(f"deform_roi_pool: offset must be {[N, 2, PH, PW]}, got {list(offset.shape)}")
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    boxes = rois[:, 1:].detach().to(dtype) * spatial_scale - 0.5
+    start = boxes[:, :2].flip(1)  # (y, x)
+    extent = boxes[:, 2:].flip(1) - start
+    bin_size = extent / extent.new_tensor([PH, PW])
+    grid = bin_size.ceil().long() if sampling_ratio <= 0 else torch.full_like(bin_size, sampling_ratio).long()
+    y = start[:, 0, None] + torch.arange(PH, device=rois.device) * bin_size[:, 0, None]
+    x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
+    origin = torch.stack([y[:, :, None].expand(-1, PH, PW), x[:, None, :].expand(-1, PH, PW)], 1)
+    if has_offset and offset is not None:
+        origin = origin + gamma * extent[..., None, None] * offset.to(dtype).flip(1)
+    pooled = pool_samples(
+        input.to(dtype), rois[:, 0].long(), origin, bin_size, grid, lambda samples: samples.mean(2)
+    )
+    return pooled.to(input.dtype)
+
+
+class DeformRoIPool(nn.Module):
+    """``deform_roi_pool`` with its settings."""
+
+    def __init__(
+        self,
+        output_size: int | tuple[int, int],
+        spatial_scale: float = 1.0,
+        sampling_ratio: int = 0,
+        gamma: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.output_size = pair(output_size)
+        self.spatial_scale = float(spatial_scale)
+        self.sampling_ratio = int(sampling_ratio)
+        self.gamma = float(gamma)
+
+    def forward(self, input: Tensor, rois: Tensor, offset: Tensor | None = None) -> Tensor:
+        return deform_roi_pool(
+            input, rois, offset, self.output_size, self.spatial_scale, self.sampling_ratio, self.gamma
+        )
+
+
+class DeformRoIPoolPack(DeformRoIPool):
+    """Deformable RoI pooling with offsets that three linear layers make of the undeformed bins; they start at 0."""
+
+    def __init__(
+        self,
+        output_size: int | tuple[int, int],
+        output_channels: int,
+        deform_fc_channels: int = 1024,
+        spatial_scale: float = 1.0,
+        sampling_ratio: int = 0,
+        gamma: float = 0.1,
+    ) -> None:
+        super().__init__(output_size, spatial_scale, sampling_ratio, gamma)
+        self.output_channels, self.deform_fc_channels = output_channels, deform_fc_channels
+        bins = self.output_size[0] * self.output_size[1]
+        last = nn.Linear(deform_fc_channels, bins * 2)
+        self.offset_fc = nn.Sequential(
+            nn.Linear(bins * output_channels, deform_fc_channels),
+            nn.ReLU(inplace=True),
+            nn.Linear(deform_fc_channels, deform_fc_channels),
+            nn.ReLU(inplace=True),
+            last,
+        )
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def _pool(self, input: Tensor, rois: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the deformed bins [N, C, PH, PW] and the flattened undeformed ones."""
+        if input.shape[1] != self.output_channels:
+            raise ValueError(
+                f"{type(self).__name__}: input must have {self.output_channels} channels, got {input.shape[1]}"
+            )
+        straight = super().forward(input, rois).flatten(1)
+        offset = self.offset_fc(straight).view(-1, 2, *self.output_size)
+        return super().forward(input, rois, offset), straight
+
+    def forward(self, input: Tensor, rois: Tensor) -> Tensor:  # type: ignore[override]
+        return self._pool(input, rois)[0]
+
+
+class ModulatedDeformRoIPoolPack(DeformRoIPoolPack):
+    """The same with a factor in 0..1 for each bin, 0.5 at the start."""
+
+    def __init__(
+        self,
+        output_size: int | tuple[int, int],
+        output_channels: int,
+        deform_fc_channels: int = 1024,
+        spatial_scale: float = 1.0,
+        sampling_ratio: int = 0,
+        gamma: float = 0.1,
+    ) -> None:
+        super().__init__(
+            output_size, output_channels, deform_fc_channels, spatial_scale, sampling_ratio, gamma
+        )
+        bins = self.output_size[0] * self.output_size[1]
+        last = nn.Linear(deform_fc_channels, bins)
+        self.mask_fc = nn.Sequential(
+            nn.Linear(bins * output_channels, deform_fc_channels), nn.ReLU(inplace=True), last, nn.Sigmoid()
+        )
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def forward(self, input: Tensor, rois: Tensor) -> Tensor:  # type: ignore[override]
+        pooled, straight = self._pool(input, rois)
+        return pooled * self.mask_fc(straight).view(-1, 1, *self.output_size)

@@ -1,0 +1,121 @@
+"""Focal losses over integer class targets: independent classes (sigmoid) and exclusive ones (softmax)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["SigmoidFocalLoss", "SoftmaxFocalLoss", "sigmoid_focal_loss", "softmax_focal_loss"]
+
+
+def _check(op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str) -> None:
+    if input.dim() != 2:
+        raise ValueError(f"{op}: input must be [N, C], got {list(input.shape)}")
+    if target.dtype != torch.int64:
+        raise ValueError(f"{op}: target must be int64, got {target.dtype}")
+    if target.shape != input.shape[:1]:
+        raise ValueError(f"{op}: target must be [{input.shape[0]}], got {list(target.shape)}")
+    if weight is not None and weight.shape != input.shape[1:]:
+        raise ValueError(f"{op}: weight must be [{input.shape[1]}], got {list(weight.shape)}")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+
+
+def _reduce(loss: Tensor, reduction: str) -> Tensor:
+    """``mean`` divides by the number of rows, not by that of elements."""
+    if reduction == "none":
+        return loss
+    return loss.sum() / len(loss) if reduction == "mean" else loss.sum()
+
+
+def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
+    """Return weight[target]; 1 for a target that is no class."""
+    is_class = (target >= 0) & (target < len(weight))
+    return torch.where(is_class, weight[target.clamp(0, len(weight) - 1)], 1.0)
+
+
+def sigmoid_focal_loss(
+    input: Tensor,  # [N, C]
+    target: Tensor,  # [N] int64 in 0..C, C: background
+    gamma: float = 2.0,
+    alpha: float = 0.25,
+    weight: Tensor | None = None,  # [C]
+    reduction: str = "mean",
+) -> Tensor:  # [N, C] or a scalar
+    """Return the focal loss of each logit: -α (1-p)^γ log p for the target's class, -(1-α) p^γ log(1-p) for others.
+
+    Args:
+        input: logits; 16-bit types are computed in float32 and the result has the type of ``input``.
+        target: class of each row; a number that is no class (C by convention) is background.
+        weight: factor of all of a row's losses, by the row's target; background counts 1.
+        reduction: 'none' gives [N, C]; 'sum'; 'mean' divides the sum by N, not by N * C.
+
+    Differentiable with respect to ``input``. log p is exact for large logits too, where mmcv cuts it at -87.3.
+
+    Raises:
+        ValueError: a shape, type or ``reduction`` does not fit.
+
+    Source: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017; signature and targets are mmcv's.
+    """
+    _check("sigmoid_focal_loss", input, target, weight, reduction)
+    logits = input if input.dtype in (torch.float32, torch.float64) else input.float()
+    is_target = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
+    against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
+    balance = torch.where(is_target, alpha, 1 - alpha).to(logits.dtype)
+    loss = balance * against.sigmoid().pow(gamma) * F.softplus(against)
+    if weight is not None:
+        loss = loss * _weight_of_target(weight.to(loss), target)[:, None]
+    return _reduce(loss, reduction).to(input.dtype)
+
+
+def softmax_focal_loss(
+    input: Tensor,  # [N, C]
+    target: Tensor,  # [N] int64 in 0..C-1, negative: ignored
+    gamma: float = 2.0,
+    alpha: float = 0.25,
+    weight: Tensor | None = None,  # [C]
+    reduction: str = "mean",
+) -> Tensor:  # [N] or a scalar
+    """Return the focal loss of each row, -α (1-p)^γ log p with p the softmax probability of its target.
+
+    Args: as ``sigmoid_focal_loss``; 'none' gives [N]. A row with a negative target has loss and gradient 0.
+
+    Differentiable with respect to ``input``.
+
+    Raises:
+        ValueError: a shape, type or ``reduction`` does not fit.
+
+    Source: signature and targets are mmcv's.
+    """
+    _check("softmax_focal_loss", input, target, weight, reduction)
+    logits = input if input.dtype in (torch.float32, torch.float64) else input.float()
+    log_p = F.log_softmax(logits, 1).gather(1, target.clamp(min=0)[:, None]).squeeze(1)
+    loss = -alpha * (1 - log_p.exp()).pow(gamma) * log_p
+    if weight is not None:
+        loss = loss * weight.to(loss)[target.clamp(min=0)]
+    loss = torch.where(target >= 0, loss, 0.0)
+    return _reduce(loss, reduction).to(input.dtype)
+
+
+class SigmoidFocalLoss(nn.Module):
+    """``sigmoid_focal_loss`` with its settings; ``weight`` is a buffer."""
+
+    def __init__(
+        self, gamma: float, alpha: float, weight: Tensor | None = None, reduction: str = "mean"
+    ) -> None:
+        super().__init__()
+        self.gamma, self.alpha, self.reduction = gamma, alpha, reduction
+        self.weight: Tensor | None
+        self.register_buffer("weight", weight)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return sigmoid_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)
+
+    def extra_repr(self) -> str:
+        return f"gamma={self.gamma}, alpha={self.alpha}, reduction={self.reduction}"
+
+
+class SoftmaxFocalLoss(SigmoidFocalLoss):
+    """``softmax_focal_loss`` with its settings; ``weight`` is a buffer."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return softmax_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)

@@ -1,0 +1,57 @@
+"""Convolution computed at the marked places only."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._roi_sampling import pair
+
+__all__ = ["MaskedConv2d", "masked_conv2d"]
+
+
+def masked_conv2d(
+    features: Tensor,  # [B, C, H, W]
+    mask: Tensor,  # [B, H, W], counts where > 0
+    weight: Tensor,  # [C', C, KH, KW]
+    bias: Tensor | None = None,  # [C']
+    padding: int | tuple[int, int] = 0,
+    stride: int | tuple[int, int] = 1,
+) -> Tensor:  # [B, C', H', W']
+    """Return the convolution where ``mask`` is positive and 0 elsewhere; only those places are computed.
+
+    ``stride`` must be 1. Differentiable with respect to features, weight and bias (mmcv's has no gradient
+    and takes B = 1 only). An empty mask gives zeros.
+
+    Raises:
+        ValueError: a shape or ``stride`` does not fit.
+
+    Source: guided anchoring, CVPR 2019; the signature is mmcv's.
+    """
+    if pair(stride) != (1, 1):
+        raise ValueError(f"masked_conv2d: stride must be 1, got {stride!r}")
+    if features.dim() != 4:
+        raise ValueError(f"masked_conv2d: features must be [B, C, H, W], got {list(features.shape)}")
+    B, _, H, W = features.shape
+    if list(mask.shape) != [B, H, W]:
+        raise ValueError(f"masked_conv2d: mask must be {[B, H, W]}, got {list(mask.shape)}")
+    (pad_h, pad_w), (KH, KW) = pair(padding), weight.shape[2:]
+    height, width = H + 2 * pad_h - KH + 1, W + 2 * pad_w - KW + 1
+    image, row, column = (mask[:, :height, :width] > 0).nonzero().unbind(1)  # each [K]
+    padded = F.pad(features, (pad_w, pad_w, pad_h, pad_h)).permute(0, 2, 3, 1)  # [B, H + 2p, W + 2p, C]
+    tap_row = row[:, None, None] + torch.arange(KH, device=mask.device)[:, None]
+    tap_column = column[:, None, None] + torch.arange(KW, device=mask.device)
+    taps = padded[image[:, None, None], tap_row, tap_column]  # [K, KH, KW, C]
+    values = F.linear(taps.flatten(1), weight.permute(0, 2, 3, 1).flatten(1), bias)  # [K, C']
+    output = values.new_zeros(B, height, width, weight.shape[0])
+    return output.index_put((image, row, column), values).permute(0, 3, 1, 2).contiguous()
+
+
+class MaskedConv2d(nn.Conv2d):
+    """``nn.Conv2d`` that takes a mask [B, H, W] as a second input; without one it is the plain convolution."""
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return super().forward(input)
+        if self.padding_mode != "zeros" or self.groups != 1 or pair(self.dilation) != (1, 1):  # type: ignore[arg-type]
+            raise ValueError("MaskedConv2d: with a mask, groups and dilation must be 1 and padding zeros")
+        return masked_conv2d(input, mask, self.weight, self.bias, self.padding, self.stride)  # type: ignore[arg-type]

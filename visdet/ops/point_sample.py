@@ -1,0 +1,124 @@
+"""Bilinear samples at points given relative to a map or to regions, as PointRend and Mask2Former use them."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._roi_sampling import pair
+
+__all__ = [
+    "SimpleRoIAlign",
+    "abs_img_point_to_rel_img_point",
+    "bilinear_grid_sample",
+    "denormalize",
+    "generate_grid",
+    "normalize",
+    "point_sample",
+    "rel_roi_point_to_abs_img_point",
+    "rel_roi_point_to_rel_img_point",
+]
+
+
+def bilinear_grid_sample(im: Tensor, grid: Tensor, align_corners: bool = False) -> Tensor:
+    """Return ``grid_sample`` (bilinear, zeros) of im [B, C, H, W] at grid [B, Hg, Wg, 2], [B, C, Hg, Wg]."""
+    return F.grid_sample(im, grid, align_corners=align_corners)
+
+
+def normalize(grid: Tensor) -> Tensor:
+    """Return -1..1 as 0..1."""
+    return (grid + 1.0) / 2.0
+
+
+def denormalize(grid: Tensor) -> Tensor:
+    """Return 0..1 as -1..1."""
+    return grid * 2.0 - 1.0
+
+
+def generate_grid(num_grid: int, size: tuple[int, int], device: torch.device | str) -> Tensor:
+    """Return the centres (x, y) in 0..1 of size = (height, width) cells, row by row, [num_grid, height * width, 2]."""
+    height, width = size
+    y = (torch.arange(height, device=device) + 0.5) / height
+    x = (torch.arange(width, device=device) + 0.5) / width
+    centres = torch.stack([x.expand(height, width), y[:, None].expand(height, width)], -1)
+    return centres.view(1, -1, 2).expand(num_grid, -1, -1)
+
+
+@torch.no_grad()
+def rel_roi_point_to_abs_img_point(rois: Tensor, rel_roi_points: Tensor) -> Tensor:
+    """Return points [N, P, 2] in 0..1 of regions [N, 4] or [N, 5] as pixels (x, y), without gradient."""
+    if len(rel_roi_points) != len(rois) or rois.dim() != 2 or rel_roi_points.dim() != 3:
+        raise ValueError(
+            f"rel_roi_point_to_abs_img_point: rel_roi_points must be [{len(rois)}, P, 2], got "
+            f"{list(rel_roi_points.shape)}"
+        )
+    corners = rois[:, -4:]
+    return rel_roi_points * (corners[:, None, 2:] - corners[:, None, :2]) + corners[:, None, :2]
+
+
+def abs_img_point_to_rel_img_point(
+    abs_img_points: Tensor, img: tuple[int, int] | Tensor, spatial_scale: float = 1.0
+) -> Tensor:
+    """Return points [N, P, 2] in pixels (x, y) as 0..1 of ``img``, (height, width) or a map [B, C, H, W]."""
+    height, width = img.shape[2:] if isinstance(img, Tensor) else img
+    return abs_img_points / abs_img_points.new_tensor([width, height], dtype=torch.float32) * spatial_scale
+
+
+def rel_roi_point_to_rel_img_point(
+    rois: Tensor, rel_roi_points: Tensor, img: tuple[int, int] | Tensor, spatial_scale: float = 1.0
+) -> Tensor:
+    """Return points [N, P, 2] in 0..1 of regions as 0..1 of ``img``."""
+    return abs_img_point_to_rel_img_point(
+        rel_roi_point_to_abs_img_point(rois, rel_roi_points), img, spatial_scale
+    )
+
+
+def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **kwargs: Any) -> Tensor:
+    """Return bilinear samples of input [B, C, H, W] at points (x, y) in 0..1.
+
+    Points [B, P, 2] give [B, C, P]; [B, Hg, Wg, 2] give [B, C, Hg, Wg]. Further arguments are ``grid_sample``'s.
+    Source: PointRend; the signature is mmcv's.
+    """
+    if points.dim() == 3:
+        sampled = F.grid_sample(input, denormalize(points[:, :, None]), align_corners=align_corners, **kwargs)
+        return sampled.squeeze(3)
+    return F.grid_sample(input, denormalize(points), align_corners=align_corners, **kwargs)
+
+
+class SimpleRoIAlign(nn.Module):
+    """One sample at the centre of each bin, PointRend's cheap RoIAlign.
+
+    The regions come out in their own order (mmcv's puts them image by image). ``aligned=False`` samples with
+    align_corners=True.
+    """
+
+    def __init__(
+        self, output_size: int | tuple[int, int], spatial_scale: float, aligned: bool = True
+    ) -> None:
+        super().__init__()
+        self.output_size = pair(output_size)
+        self.spatial_scale = float(spatial_scale)
+        self.use_torchvision = False
+        self.aligned = aligned
+
+    def forward(self, features: Tensor, rois: Tensor) -> Tensor:
+        N, C = len(rois), features.shape[1]
+        cells = generate_grid(N, self.output_size, rois.device)
+        output = features.new_zeros(N, C, *self.output_size)
+        for image in range(len(features)):
+            members = (rois[:, 0].long() == image).nonzero().squeeze(1)
+            if len(members):
+                of_image = features[image : image + 1]
+                points = rel_roi_point_to_rel_img_point(
+                    rois[members], cells[members], of_image, self.spatial_scale
+                )
+                sampled = point_sample(
+                    of_image, points[None].to(features.dtype), align_corners=not self.aligned
+                )
+                sampled = sampled[0].transpose(0, 1).reshape(len(members), C, *self.output_size)
+                output = output.index_copy(0, members, sampled)
+        return output
+
+    def extra_repr(self) -> str:
+        return f"output_size={self.output_size}, spatial_scale={self.spatial_scale}"

@@ -1,0 +1,125 @@
+"""RoIAlign: bilinear samples in the bins of each region, averaged or their maximum."""
+
+import torch
+from torch import Tensor, nn
+
+from . import _torchvision
+from ._renamed import renamed_arguments
+from ._roi_sampling import check_rois, pair, pool_samples
+
+__all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
+
+
+def roi_align(
+    input: Tensor,  # [B, C, H, W]
+    rois: Tensor,  # [N, 5] (batch index, x1, y1, x2, y2)
+    output_size: int | tuple[int, int],
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = 0,
+    pool_mode: str = "avg",
+    aligned: bool = True,
+) -> Tensor:  # [N, C, PH, PW]
+    """Return each region's bins, pooled over bilinear samples.
+
+    Args:
+        rois: corners in the image's pixels; not differentiated.
+        output_size: (height, width) in bins, or one number for both.
+        spatial_scale: pixels of the map per pixel of the image.
+        sampling_ratio: samples down and across each bin; 0: as many as the bin covers pixels, rounded up.
+        pool_mode: 'avg', or 'max' over a bin's samples.
+        aligned: shift by half a pixel, so that pixel centres are at .5 of the map; False is the first version, which
+            also makes regions at least one pixel wide.
+
+    A sample beyond one pixel outside the map is 0, others are clamped to it. No regions give [0, C, PH, PW].
+    Differentiable with respect to ``input``. 'avg' is served by torchvision; float16 on the CPU and bfloat16,
+    which it refuses, are computed in float32. 'max', and everything where torchvision is missing, is plain torch.
+
+    Raises:
+        ValueError: a shape, device or ``pool_mode`` does not fit.
+
+    Source: Mask R-CNN; signature and defaults are mmcv's (torchvision's default is aligned=False).
+    """
+    check_rois("roi_align", input, rois)
+    if pool_mode not in ("avg", "max"):
+        raise ValueError(f"roi_align: pool_mode must be 'avg' or 'max', got {pool_mode!r}")
+    size = pair(output_size)
+    if pool_mode == "max" or not _torchvision.serves(input.device.type):
+        return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
+    from torchvision.ops import roi_align as torchvision_roi_align
+
+    is_native = input.dtype in (torch.float32, torch.float64) or (
+        input.dtype == torch.float16 and input.device.type == "cuda"
+    )
+    values = input if is_native else input.float()
+    pooled = torchvision_roi_align(
+        values, rois.to(values.dtype), size, spatial_scale, sampling_ratio, aligned
+    )
+    return pooled if is_native else pooled.to(input.dtype)
+
+
+def roi_align_reference(
+    input: Tensor,
+    rois: Tensor,
+    output_size: int | tuple[int, int],
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = 0,
+    pool_mode: str = "avg",
+    aligned: bool = True,
+) -> Tensor:
+    """``roi_align`` in plain torch, of both modes."""
+    PH, PW = pair(output_size)
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    boxes = rois[:, 1:].detach().to(dtype) * spatial_scale - (0.5 if aligned else 0.0)
+    start = boxes[:, :2].flip(1)  # (y, x)
+    extent = boxes[:, 2:].flip(1) - start
+    if not aligned:
+        extent = extent.clamp(min=1)
+    bin_size = extent / extent.new_tensor([PH, PW])
+    grid = bin_size.ceil().long() if sampling_ratio <= 0 else torch.full_like(bin_size, sampling_ratio).long()
+    bins_y = start[:, 0, None] + torch.arange(PH, device=rois.device) * bin_size[:, 0, None]
+    bins_x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
+    origin = torch.stack([bins_y[:, :, None].expand(-1, PH, PW), bins_x[:, None, :].expand(-1, PH, PW)], 1)
+
+    def reduce(samples: Tensor) -> Tensor:
+        return samples.mean(2) if pool_mode == "avg" else samples.max(2).values
+
+    return pool_samples(input.to(dtype), rois[:, 0].long(), origin, bin_size, grid, reduce).to(input.dtype)
+
+
+class RoIAlign(nn.Module):
+    """``roi_align`` with its settings; ``use_torchvision`` is accepted and ignored: torchvision serves where it can."""
+
+    @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
+    def __init__(
+        self,
+        output_size: int | tuple[int, int],
+        spatial_scale: float = 1.0,
+        sampling_ratio: int = 0,
+        pool_mode: str = "avg",
+        aligned: bool = True,
+        use_torchvision: bool = False,
+    ) -> None:
+        super().__init__()
+        self.output_size = pair(output_size)
+        self.spatial_scale = float(spatial_scale)
+        self.sampling_ratio = int(sampling_ratio)
+        self.pool_mode = pool_mode
+        self.aligned = aligned
+        self.use_torchvision = use_torchvision
+
+    def forward(self, input: Tensor, rois: Tensor) -> Tensor:
+        return roi_align(
+            input,
+            rois,
+            self.output_size,
+            self.spatial_scale,
+            self.sampling_ratio,
+            self.pool_mode,
+            self.aligned,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"output_size={self.output_size}, spatial_scale={self.spatial_scale}, "
+            f"sampling_ratio={self.sampling_ratio}, pool_mode={self.pool_mode}, aligned={self.aligned}"
+        )
