@@ -1,4 +1,5 @@
 # make demo   set up, then train, evaluate and draw a Deformable DETR on generated images (two CPU cores, minutes)
+# make demo-drive   set up, then train SparseDrive's two stages on generated driving scenes, evaluate and draw it
 # make test   set up, then lint, compile every .cu file, and run the tests
 # make bench  operators against plain torch and installed peers, checked first; table and plot in work_dirs/bench
 # make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
@@ -15,7 +16,7 @@ WORK_DIR ?= work_dirs/$(basename $(notdir $(CONFIG)))
 SOURCES := setup.py $(shell find visdet/ops/csrc -type f)
 LINTED := visdet tools tests configs benchmarks setup.py
 
-.PHONY: setup demo train test lint format cuda-check abi-check wheel bench clean
+.PHONY: setup demo demo-drive train test lint format cuda-check abi-check wheel bench clean
 
 setup: $(VENV)/.installed $(VENV)/.built
 
@@ -41,6 +42,23 @@ demo: setup
 	@echo "Look at    $(WORK_DIR)/val_pictures/  (truth beside detections)   $(WORK_DIR)/curves.png"
 	@echo "Curves     $(BIN)/tensorboard --logdir $(WORK_DIR)"
 	@echo "Detect     $(BIN)/python tools/infer.py $(CONFIG) $(WORK_DIR)/best_*.pth data/shapes/val"
+
+DRIVE := work_dirs/sparsedrive_toy
+DRIVE_SCENES := data/driving_scenes
+demo-drive: setup $(DRIVE_SCENES)/kmeans_det_128.npy
+	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage1.py --work-dir $(DRIVE)_stage1
+	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage2.py --work-dir $(DRIVE)_stage2 \
+		--cfg-options load_from="$$(cat $(DRIVE)_stage1/last_checkpoint)"
+	$(BIN)/python tools/visualize_driving.py configs/sparsedrive/sparsedrive_toy_stage2.py \
+		"$$(cat $(DRIVE)_stage2/last_checkpoint)" --out-dir $(DRIVE)_pictures
+	@$(BIN)/python tools/analyze_logs.py $(DRIVE)_stage2
+	@echo
+	@echo "Look at    $(DRIVE)_pictures/scene_000_*.png  (cameras and the view from above, a picture per frame)"
+	@echo "Play       $(DRIVE)_pictures/scene_000.gif    (the whole scene)"
+	@echo "Curves     $(BIN)/tensorboard --logdir work_dirs"
+
+$(DRIVE_SCENES)/kmeans_det_128.npy: | setup
+	$(BIN)/python tools/make_anchors.py $(DRIVE_SCENES) --out-dir $(DRIVE_SCENES) --det 128 --map 30 --max-distance 33
 
 train: setup
 	$(BIN)/python tools/train.py $(CONFIG)

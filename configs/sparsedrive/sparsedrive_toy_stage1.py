@@ -9,5 +9,12 @@ _base_ = [
 ]
 
 model = dict(data_preprocessor={{_base_.data_preprocessor}})
+val_evaluator = [
+    dict(type="NuScenesMetric", class_range=30, anchors="data/driving_scenes/kmeans_det_128.npy"),
+    dict(type="VectorMapMetric", anchors="data/driving_scenes/kmeans_map_30.npy"),
+    dict(type="TrackingMetric", class_range=30),
+]
+test_evaluator = val_evaluator
+
 default_hooks = dict(visualization=None)
 randomness = dict(seed=0)

@@ -27,7 +27,7 @@ def build(path):
     [path for path in sorted(CONFIGS.glob("*/*.py")) if not path.parent.name.startswith("_")],
     ids=lambda path: path.stem,
 )
-@pytest.mark.filterwarnings("ignore:InstanceBank. no anchor file")
+@pytest.mark.filterwarnings("ignore:(InstanceBank|MotionPlanningHead). no .*anchor file")
 def test_config_builds_and_dumps(path):
     config = Config.fromfile(path)
     assert config.default_scope == "visdet"
@@ -43,10 +43,12 @@ def test_published_checkpoints_fit(name):
     assert {key: tuple(value.shape) for key, value in own.items()} == published
 
 
-@pytest.mark.filterwarnings("ignore:InstanceBank. no anchor file")
-def test_published_sparsedrive_checkpoint_fits():
-    own = build(CONFIGS / "sparsedrive" / "sparsedrive_r50_stage1_8xb8_nuscenes.py").state_dict()
-    assert {key: tuple(value.shape) for key, value in own.items()} == published_shapes("sparsedrive_stage1")
+@pytest.mark.parametrize("stage, batch", [(1, 8), (2, 6)])
+@pytest.mark.filterwarnings("ignore:(InstanceBank|MotionPlanningHead). no .*anchor file")
+def test_published_sparsedrive_checkpoint_fits(stage, batch):
+    own = build(CONFIGS / "sparsedrive" / f"sparsedrive_r50_stage{stage}_8xb{batch}_nuscenes.py").state_dict()
+    published = published_shapes(f"sparsedrive_stage{stage}")
+    assert {key: tuple(value.shape) for key, value in own.items()} == published
 
 
 def test_shared_branches_are_stored_for_every_layer():

@@ -202,10 +202,9 @@ def test_queue_forgets_the_oldest_and_state_can_be_put_back():
     assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
 
 
-def test_rejections(tmp_path):
-    with pytest.raises(ValueError, match="queue_length must be at least 1, got 0"):
-        InstanceQueue(8)
-    parts = {
+def head_parts():
+    """Return the configs that a head cannot do without."""
+    return {
         name: {"type": kind}
         for name, kind in (
             ("motion_loss_reg", "L1Loss"),
@@ -221,15 +220,40 @@ def test_rejections(tmp_path):
         "motion_loss_cls": {"type": "FocalLoss", "use_sigmoid": True},
         "plan_loss_cls": {"type": "FocalLoss", "use_sigmoid": True},
     }
+
+
+def test_rejections():
+    with pytest.raises(ValueError, match="queue_length must be at least 1, got 0"):
+        InstanceQueue(8)
+    parts = head_parts()
     with pytest.raises(ValueError, match=r"operation_order must be of .* got \['dance'\]"):
         MotionPlanningHead(operation_order=["dance"])
-    with pytest.raises(
-        FileNotFoundError, match=r"motion_anchor file .* does not exist; tools/make_anchors\.py"
-    ):
-        MotionPlanningHead(**parts, motion_anchor=str(tmp_path / "none.npy"))
     with pytest.raises(
         ValueError, match=r"motion_anchor must be \['classes', 6, 12, 2\], got \[5, 6, 6, 2\]"
     ):
         MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 6, 2)))
     with pytest.raises(ValueError, match=r"plan_anchor must be numbers or a \.npy file, got None"):
         MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 12, 2)))
+    with pytest.raises(ValueError, match=r"motion_anchor must be \[4, 6, 12, 2\], got \[5, 6, 12, 2\]"):
+        MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 12, 2)), num_classes=4)
+
+
+def test_missing_anchor_files_wait_for_a_checkpoint(tmp_path):
+    sizes = {"ego_fut_mode": 6, "num_classes": 5}
+    files = {name: str(tmp_path / f"{name}.npy") for name in ("motion_anchor", "plan_anchor")}
+    with pytest.warns(
+        UserWarning, match="MotionPlanningHead: no (motion|plan)_anchor file .*npy: zeros"
+    ) as said:
+        head = MotionPlanningHead(**head_parts(), **sizes, **files)
+    assert len(said) == 2
+    assert head.motion_anchor.shape == (5, 6, 12, 2) and head.plan_anchor.shape == (3, 6, 6, 2)
+    with pytest.raises(FileNotFoundError, match=r"needs the motion_anchor file .*make_anchors\.py"):
+        head.train()({}, {}, [], {}, None, None, None)
+    with pytest.raises(ValueError, match="detection must give ids"):  # evaluation gets past the anchors
+        head.eval()({}, {}, [], {}, None, None, None)
+
+    anchors = {"motion_anchor": np.ones((5, 6, 12, 2)), "plan_anchor": np.full((3, 6, 6, 2), 2.0)}
+    head.load_state_dict(MotionPlanningHead(**head_parts(), **sizes, **anchors).state_dict())
+    with pytest.raises(ValueError, match="detection must give ids"):
+        head.train()({}, {}, [], {}, None, None, None)
+    assert (head.motion_anchor == 1).all() and (head.plan_anchor == 2).all()

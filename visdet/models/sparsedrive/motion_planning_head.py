@@ -1,6 +1,7 @@
 """The head of motion and planning: what others will do and what to do, from what was seen."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from .mlp import linear_relu_ln
 from .sparse4d_loss import mean_over_processes
 
 __all__ = ["MotionPlanningHead", "gen_sineembed_for_position"]
+
+_NUSCENES_CLASSES = 10
 
 
 def gen_sineembed_for_position(pos_tensor: Tensor, hidden_dim: int = 256) -> Tensor:
@@ -41,7 +44,8 @@ class MotionPlanningHead(BaseModule):
     Args:
         fut_ts, fut_mode: steps and modes of agents. ego_fut_ts, ego_fut_mode: of the ego, modes of each command.
         motion_anchor: [classes, fut_mode, fut_ts, 2] trajectories in an agent's frame, or the .npy file of them.
-        plan_anchor: [3, ego_fut_mode, ego_fut_ts, 2], or the .npy file of them.
+        plan_anchor: [3, ego_fut_mode, ego_fut_ts, 2], or the .npy file of them. While a file is missing its anchors are
+            zeros, which a checkpoint replaces; training with them raises.
         embed_dims: width C. decouple_attn: feature and embedding enter attention side by side, not added.
         instance_queue: config of what is remembered.
         operation_order: of 'temp_gnn', 'gnn', 'norm', 'cross_gnn', 'ffn' and 'refine'.
@@ -51,6 +55,7 @@ class MotionPlanningHead(BaseModule):
         motion_sampler, planning_sampler: targets. motion_loss_cls, motion_loss_reg, plan_loss_cls, plan_loss_reg,
             plan_loss_status: losses. motion_decoder, planning_decoder: from predictions to results.
         num_det, num_map: most certain instances and map elements that attention goes to.
+        num_classes: classes of ``motion_anchor``; None takes as many as it has, and 10 while its file is missing.
 
     The temporal state is ``state``, a value. Source: arXiv 2405.19620; names and defaults are SparseDrive's. Different:
     the sine embedding has ``embed_dims`` channels.
@@ -87,6 +92,7 @@ class MotionPlanningHead(BaseModule):
         planning_decoder: dict[str, Any] | None = None,
         num_det: int = 50,
         num_map: int = 10,
+        num_classes: int | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
@@ -123,10 +129,37 @@ class MotionPlanningHead(BaseModule):
         C = embed_dims
         self.fc_before = nn.Linear(C, 2 * C, bias=False) if decouple_attn else nn.Identity()
         self.fc_after = nn.Linear(2 * C, C, bias=False) if decouple_attn else nn.Identity()
-        self.motion_anchor = _anchors("motion_anchor", motion_anchor, (fut_mode, fut_ts, 2))
-        self.plan_anchor = _anchors("plan_anchor", plan_anchor, (ego_fut_mode, ego_fut_ts, 2), 3)
+        self.missing_anchor_files: dict[str, str] = {}
+        self.motion_anchor = self._anchors("motion_anchor", motion_anchor, (num_classes, fut_mode, fut_ts, 2))
+        self.plan_anchor = self._anchors("plan_anchor", plan_anchor, (3, ego_fut_mode, ego_fut_ts, 2))
         self.motion_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
         self.plan_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
+
+    def _anchors(self, name: str, given: Any, shape: tuple[int | None, ...]) -> nn.Parameter:
+        """Return anchors of a shape that do not learn, from numbers or a .npy file; the first size may be None."""
+        if given is None:
+            raise ValueError(f"MotionPlanningHead: {name} must be numbers or a .npy file, got None")
+        if isinstance(given, (str, Path)):
+            if Path(given).exists():
+                given = np.load(given, allow_pickle=False)
+            else:
+                self.missing_anchor_files[name] = str(given)
+                warnings.warn(
+                    f"MotionPlanningHead: no {name} file {given}: zeros until a checkpoint is loaded",
+                    stacklevel=3,
+                )
+                given = np.zeros((shape[0] or _NUSCENES_CLASSES, *shape[1:]))
+        anchors = torch.as_tensor(np.asarray(given), dtype=torch.float32)
+        if anchors.shape[1:] != shape[1:] or shape[0] not in (None, len(anchors)):
+            wanted = ["classes" if shape[0] is None else shape[0], *shape[1:]]
+            raise ValueError(f"MotionPlanningHead: {name} must be {wanted}, got {list(anchors.shape)}")
+        return nn.Parameter(anchors.clone(), requires_grad=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name in list(self.missing_anchor_files):
+            if f"{prefix}{name}" in state_dict:
+                del self.missing_anchor_files[name]
 
     def init_weights(self) -> None:
         """Draw every matrix of the operations but refinement's by Xavier, then let refinement set its own."""
@@ -169,6 +202,12 @@ class MotionPlanningHead(BaseModule):
             refinement, ``period`` [B, N], ``anchor_queue``, boxes [B, N, D] of the last frames; planning also
             ``status`` [B, 1, 10] and its N is 1, its modes 3 * M.
         """
+        if self.missing_anchor_files and self.training:
+            name, path = next(iter(self.missing_anchor_files.items()))
+            raise FileNotFoundError(
+                f"MotionPlanningHead: training needs the {name} file {path}: "
+                "make it with tools/make_anchors.py, or load a checkpoint"
+            )
         if "instance_id" not in det_output:
             raise ValueError("MotionPlanningHead: detection must give ids: set its head's with_instance_id")
         feature, embed = det_output["instance_feature"], det_output["anchor_embed"]
@@ -318,20 +357,3 @@ class MotionPlanningHead(BaseModule):
             motion_output,
         )
         return motion, self.planning_decoder.decode(det_output, motion_output, planning_output, data)
-
-
-def _anchors(name: str, given: Any, shape: tuple[int, ...], first: int | None = None) -> nn.Parameter:
-    """Return anchors [first, *shape] that do not learn, from numbers or a .npy file."""
-    if isinstance(given, (str, Path)):
-        if not Path(given).exists():
-            raise FileNotFoundError(
-                f"MotionPlanningHead: {name} file {given} does not exist; tools/make_anchors.py makes it"
-            )
-        given = np.load(given, allow_pickle=False)
-    if given is None:
-        raise ValueError(f"MotionPlanningHead: {name} must be numbers or a .npy file, got None")
-    anchors = torch.as_tensor(np.asarray(given), dtype=torch.float32)
-    if anchors.shape[1:] != shape or (first is not None and len(anchors) != first):
-        wanted = ["classes" if first is None else first, *shape]
-        raise ValueError(f"MotionPlanningHead: {name} must be {wanted}, got {list(anchors.shape)}")
-    return nn.Parameter(anchors.clone(), requires_grad=False)

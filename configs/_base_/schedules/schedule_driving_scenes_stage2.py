@@ -1,0 +1,18 @@
+# A short schedule for the driving scenes with all that a first stage has learned.
+train_cfg = dict(type="IterBasedTrainLoop", max_iters=800, val_interval=400)
+val_cfg = dict(type="ValLoop")
+test_cfg = dict(type="TestLoop")
+
+optim_wrapper = dict(
+    type="OptimWrapper",
+    optimizer=dict(type="AdamW", lr=3e-4, weight_decay=1e-3, fused=True),
+    clip_grad=dict(max_norm=25, norm_type=2),
+    paramwise_cfg=dict(custom_keys={"img_backbone": dict(lr_mult=0.1)}),
+)
+
+param_scheduler = [
+    dict(type="LinearLR", start_factor=0.1, begin=0, end=50, by_epoch=False),
+    dict(type="CosineAnnealingLR", eta_min_ratio=0.01, begin=50, by_epoch=False),
+]
+
+auto_scale_lr = dict(base_batch_size=4)

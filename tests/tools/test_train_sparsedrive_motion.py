@@ -1,0 +1,113 @@
+"""SparseDrive's second stage on a few driving scenes: every key its losses need, training, evaluation, pictures."""
+
+import numpy as np
+import pytest
+import torch
+from datasets.driving_files import SMALL, driving_scenes
+from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
+from toolbox import ROOT, succeed_here
+
+from visdet.engine import load_config, read_checkpoint, read_scalars
+from visdet.registry import DATASETS, MODELS
+
+STAGE = str(ROOT / "configs/sparsedrive/sparsedrive_toy_stage{}.py")
+NUM_DET, NUM_MAP = 32, 8
+ITERATIONS = 4
+
+
+def small_config(folder, stage, **changes):
+    """Write a config of a stage with few anchors, thin features and small images, and return its path."""
+    scenes = driving_scenes()
+    dataset = dict(data_root=scenes, generator=SMALL, data_aug_conf=dict(final_dim=(48, 128), H=48, W=128))
+    rng = np.random.default_rng(0)
+    boxes = np.zeros((NUM_DET, 11), dtype=np.float32)
+    boxes[:, :3] = rng.uniform((-20, -20, -2), (20, 20, 0), (NUM_DET, 3))
+    boxes[:, 3:7] = 1
+    lines = rng.uniform((-15, -30), (15, 30), (NUM_MAP, 1, 2)) + np.linspace(0, 4, 20)[:, None]
+    arrays = {
+        "det": boxes,
+        "map": lines.astype(np.float32),
+        "motion": rng.normal(0, 3, (5, 6, 12, 2)).astype(np.float32),
+        "plan": rng.normal(0, 3, (3, 6, 6, 2)).astype(np.float32),
+    }
+    files = {name: str(folder / f"{name}.npy") for name in arrays}
+    for name, array in arrays.items():
+        np.save(files[name], array)
+    head = dict(
+        det_head=dict(instance_bank=dict(num_anchor=NUM_DET, num_temp_instances=12, anchor=files["det"])),
+        map_head=dict(instance_bank=dict(num_anchor=NUM_MAP, num_temp_instances=3, anchor=files["map"])),
+    )
+    if stage == 2:
+        head["motion_plan_head"] = dict(motion_anchor=files["motion"], plan_anchor=files["plan"])
+    config = dict(
+        _base_=STAGE.format(stage),
+        model=dict(img_backbone=dict(base_channels=8), img_neck=dict(in_channels=[8, 16, 32]), head=head),
+        train_dataloader=dict(batch_size=2, dataset=dataset),
+        val_dataloader=dict(dataset=dataset),
+        test_dataloader=dict(dataset=dataset),
+        train_cfg=dict(max_iters=ITERATIONS, val_interval=ITERATIONS),
+        default_hooks=dict(logger=dict(interval=1)),
+        log_processor=dict(window_size=1),
+        visualizer=dict(name=f"stage{stage}_{folder.name}"),  # mmengine keeps one per name and process
+        **changes,
+    )
+    for name in ("val_evaluator", "test_evaluator"):
+        metrics = Config.fromfile(STAGE.format(stage))[name]
+        for metric, key in zip(metrics, ("det", "map"), strict=False):
+            metric["anchors"] = files[key]
+        config[name] = [dict(metric) for metric in metrics]
+    path = folder / f"small_stage{stage}.py"
+    path.write_text("".join(f"{key} = {value!r}\n" for key, value in config.items()))
+    return str(path)
+
+
+def test_the_pipeline_keeps_what_motion_and_planning_learn_from(tmp_path):
+    cfg, _ = load_config(small_config(tmp_path, 2, load_from=None))
+    dataset = DATASETS.build(cfg.train_dataloader.dataset)
+    frames = [dataset[0], dataset[1]]
+    batch = MODELS.build(cfg.data_preprocessor)(pseudo_collate(frames), training=True)["data_samples"]
+    for name, shape in {
+        "gt_ego_fut_trajs": (2, 6, 2),
+        "gt_ego_fut_masks": (2, 6),
+        "gt_ego_fut_cmd": (2, 3),
+        "ego_status": (2, 10),
+    }.items():
+        assert batch[name].shape == shape and batch[name].dtype == torch.float32, name
+    for trajectories, masks, boxes in zip(
+        batch["gt_agent_fut_trajs"], batch["gt_agent_fut_masks"], batch["gt_bboxes_3d"], strict=True
+    ):
+        assert trajectories.shape == (len(boxes), 12, 2) and masks.shape == (len(boxes), 12)
+    # The vehicle's steps are those between the poses of its frames.
+    poses = [frame["data_samples"]["img_metas"]["T_global"] for frame in frames]
+    step = (np.linalg.inv(poses[0]) @ poses[1])[:2, 3]
+    assert batch["gt_ego_fut_trajs"][0, 0].tolist() == pytest.approx(step.tolist(), abs=1e-3)
+    assert np.hypot(*step) > 0.5 and batch["gt_ego_fut_cmd"].sum(1).tolist() == [1, 1]
+
+
+def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, capsys):
+    first = small_config(tmp_path, 1)
+    printed = succeed_here(monkeypatch, capsys, "train", first, "--work-dir", tmp_path / "one")
+    assert "anchors_mAP" in printed and "AMOTA" in printed
+    learned = tmp_path / "one" / f"iter_{ITERATIONS}.pth"
+
+    second = small_config(tmp_path, 2, load_from=str(learned), param_scheduler=[])
+    printed = succeed_here(monkeypatch, capsys, "train", second, "--work-dir", tmp_path / "two")
+    scalars = read_scalars(str(tmp_path / "two"))
+    for name in ("motion_loss_cls_0", "motion_loss_reg_0", "planning_loss_reg_0", "planning_loss_status_0"):
+        values = list(scalars[name].values())
+        assert len(values) == ITERATIONS and np.isfinite(values).all(), name
+    assert sum(scalars["motion_loss_reg_0"].values()) > 0 < sum(scalars["planning_loss_reg_0"].values())
+    for metric in ("NuScenes", "VectorMap", "Tracking", "Motion", "Planning"):
+        assert any(name.startswith(f"{metric}/") for name in scalars), (metric, sorted(scalars))
+    assert scalars["Planning/num_frames"][ITERATIONS] > 0
+
+    before, after = (
+        read_checkpoint(path)["state_dict"] for path in (learned, tmp_path / "two" / f"iter_{ITERATIONS}.pth")
+    )
+    assert {name for name in after if name not in before} == {
+        name for name in after if name.startswith("head.motion_plan_head.")
+    }
+    # The second stage starts from the first: after four steps of at most 3e-5 each the backbone is where it was.
+    name = "img_backbone.conv1.weight"
+    assert 0 < float((after[name] - before[name]).abs().max()) < 2e-4
