@@ -242,6 +242,8 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
                                             const A* __restrict__ grad_output, A* __restrict__ to, bool is_whole) {
   constexpr A kScale = Exponent<A>::kScale;
   constexpr int kSums = GRAD ? 3 : 1;
+  // The field of several points a thread: 570 us unrolled by 4, 540 by 8, 537 by 16, at 10^9 pairs.
+  constexpr int kUnroll = !GRAD && R > 1 ? 16 : 4;
   __shared__ Gaussian<A> tile[kThreads];
   const int64_t first = owner * (kThreads * R);
   A x[R], y[R], z[R], sums[R][kSums] = {};
@@ -275,7 +277,7 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
     }
     if (keep) tile[place] = read_gaussian(in, CULL ? in.gaussian_order[i] : i, kScale);
     __syncthreads();
-#pragma unroll 4
+#pragma unroll kUnroll
     for (int k = 0; k < count; ++k) {
       const Gaussian<A> g = tile[k];
 #pragma unroll
