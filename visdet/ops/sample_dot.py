@@ -36,7 +36,8 @@ def sample_dot(
         The products, summed in the type of ``samples``, in the type of ``images``. A sample outside the image gives 0.
 
     Differentiable once with respect to all tensors; the gradient of ``images`` has their layout. Saved for the backward
-    are the inputs. Deterministic on the CPU for any number of threads. Under autocast every tensor keeps its type.
+    are the inputs. Deterministic on the CPU for any number of threads; on CUDA the forward always,
+    the backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
 
     Raises:
         RuntimeError: a shape, type, size or device does not fit; the message names the argument.
@@ -46,7 +47,7 @@ def sample_dot(
     """
     _library.require_cpu()
     images, (samples, queries, depths) = in_sample_types("sample_dot", images, samples, queries, depths)
-    if images.device.type not in ("cpu", "meta"):
+    if images.device.type not in ("cpu", "cuda", "meta"):
         return sample_dot_reference(images, samples, queries, depths, num_octaves)
     return torch.ops.visdet.sample_dot(images, samples, queries, depths, num_octaves)
 
