@@ -102,12 +102,21 @@ def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, ca
         assert any(name.startswith(f"{metric}/") for name in scalars), (metric, sorted(scalars))
     assert scalars["Planning/num_frames"][ITERATIONS] > 0
 
-    before, after = (
-        read_checkpoint(path)["state_dict"] for path in (learned, tmp_path / "two" / f"iter_{ITERATIONS}.pth")
-    )
+    trained = tmp_path / "two" / f"iter_{ITERATIONS}.pth"
+    before, after = (read_checkpoint(path)["state_dict"] for path in (learned, trained))
     assert {name for name in after if name not in before} == {
         name for name in after if name.startswith("head.motion_plan_head.")
     }
     # The second stage starts from the first: after four steps of at most 3e-5 each the backbone is where it was.
     name = "img_backbone.conv1.weight"
     assert 0 < float((after[name] - before[name]).abs().max()) < 2e-4
+
+    out = tmp_path / "pictures"
+    succeed_here(
+        monkeypatch, capsys, "visualize_driving", second, trained, "--out-dir", out, "--max-frames", 2
+    )
+    assert sorted(path.name for path in out.iterdir()) == [
+        "scene_000.gif",
+        "scene_000_000.png",
+        "scene_000_001.png",
+    ]
