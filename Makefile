@@ -2,6 +2,7 @@
 # make demo-drive   set up, then train SparseDrive's two stages on generated driving scenes, evaluate and draw it
 # make test   set up, then lint, compile every .cu file, and run the tests
 # make bench  operators against plain torch and installed peers, checked first; table and plot in work_dirs/bench
+# make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
 # make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +17,7 @@ WORK_DIR ?= work_dirs/$(basename $(notdir $(CONFIG)))
 SOURCES := setup.py $(shell find visdet/ops/csrc -type f)
 LINTED := visdet tools tests configs benchmarks setup.py
 
-.PHONY: setup demo demo-drive train test lint format cuda-check abi-check wheel bench clean
+.PHONY: setup demo demo-drive train test lint format cuda-check abi-check check-mmdet wheel bench clean
 
 setup: $(VENV)/.installed $(VENV)/.built
 
@@ -97,3 +98,7 @@ wheel: setup
 
 clean:
 	rm -rf build dist visdet_ops.egg-info visdet/ops/*.so .pytest_cache .ruff_cache .mypy_cache
+
+# PYTHON: of an environment with visdet, mmcv-lite, mmdet and tqdm.
+check-mmdet:
+	$(PYTHON) tools/check_mmdet_configs.py
