@@ -47,8 +47,8 @@ demo: setup
 DRIVE := work_dirs/sparsedrive_toy
 DRIVE_SCENES := data/driving_scenes
 demo-drive: setup $(DRIVE_SCENES)/kmeans_det_128.npy
-	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage1.py --work-dir $(DRIVE)_stage1
-	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage2.py --work-dir $(DRIVE)_stage2 \
+	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage1.py --work-dir $(DRIVE)_stage1 $(AMP)
+	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage2.py --work-dir $(DRIVE)_stage2 $(AMP) \
 		--cfg-options load_from="$$(cat $(DRIVE)_stage1/last_checkpoint)"
 	$(BIN)/python tools/visualize_driving.py configs/sparsedrive/sparsedrive_toy_stage2.py \
 		"$$(cat $(DRIVE)_stage2/last_checkpoint)" --out-dir $(DRIVE)_pictures

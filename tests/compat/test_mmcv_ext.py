@@ -129,6 +129,25 @@ def test_other_entries_say_what_to_do():
         mmcv_ext.knn_forward(torch.zeros(1))
 
 
+@pytest.fixture(autouse=True)
+def no_trace_of_mmcv():
+    """Leave the modules and finders as they were: later tests must not find the package made here."""
+    finders, modules = (
+        list(sys.meta_path),
+        {name: module for name, module in sys.modules.items() if _is_mmcv(name)},
+    )
+    yield
+    sys.meta_path[:] = finders
+    for name in [name for name in sys.modules if _is_mmcv(name)]:
+        del sys.modules[name]
+    sys.modules.update(modules)
+    importlib.invalidate_caches()
+
+
+def _is_mmcv(name):
+    return name == "mmcv" or name.startswith("mmcv.")
+
+
 def fake_mmcv(folder, monkeypatch, with_ext):
     package = folder / "mmcv"
     package.mkdir()
@@ -144,14 +163,12 @@ def test_install_provides_what_is_missing(tmp_path, monkeypatch):
     fake_mmcv(tmp_path, monkeypatch, with_ext=False)
     assert mmcv_ops.install() and mmcv_ops.install()
     assert importlib.import_module("mmcv._ext") is mmcv_ext
-    sys.modules.pop("mmcv._ext")
 
 
 def test_install_leaves_a_compiled_mmcv_alone(tmp_path, monkeypatch):
     fake_mmcv(tmp_path, monkeypatch, with_ext=True)
     assert not mmcv_ops.install()
     assert importlib.import_module("mmcv._ext").own
-    sys.modules.pop("mmcv._ext")
 
 
 def test_scripts_run_with_it(tmp_path):
