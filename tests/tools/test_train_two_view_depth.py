@@ -55,6 +55,7 @@ def test_learns_depth_from_a_second_view(tmp_path, monkeypatch, capsys):
     options = [
         "train_cfg.max_iters=400", "train_cfg.val_interval=400", "train_dataloader.batch_size=8",
         "val_dataloader.dataset.num_pairs=32",
+        "visualizer.name=learns",  # mmengine keeps one visualizer a name and process, with its first folder
     ]  # fmt: skip
     succeed_here(
         monkeypatch, capsys, "train", CONFIG, "--work-dir", tmp_path, "--cfg-options", *SMALL, *options
