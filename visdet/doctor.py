@@ -67,8 +67,6 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
 
 
 def _operators(info: dict) -> list[str]:
-    import torch
-
     from visdet import ops
 
     lines = [f"  {'operator':24} {'cpu':22} {'cuda':22} other devices"]
@@ -79,10 +77,6 @@ def _operators(info: dict) -> list[str]:
             continue
         cpu = "visdet (C++)" if info["cpu"]["loaded"] else "none: not built"
         cuda = "visdet (CUDA)" if info["cuda"]["loaded"] else "none: not built"
-        if cpu != "none: not built" and not torch._C._dispatch_has_kernel_for_dispatch_key(
-            f"visdet::{name}", "CUDA"
-        ):
-            cuda = "plain torch"
         lines.append(f"  {name:24} {cpu:22} {cuda:22} plain torch")
     return lines
 

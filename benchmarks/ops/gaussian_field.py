@@ -1,4 +1,4 @@
-"""gaussian_field: a training step's sizes, 10^9 pairs, and 10^11 pairs of compact Gaussians with a tolerance."""
+"""gaussian_field: a training step's sizes, the CPU's, and 10^9 pairs."""
 
 from functools import partial
 from typing import Any
@@ -15,9 +15,9 @@ __all__ = ["CASES", "make_arguments", "vectorised_path", "work_of"]
 
 # Additions and multiplications of one pair, the exponential counted as one: the difference 3, the solve 9, the
 # square 5, the sum 2. Backward: those twice (once a side), u 9 and three sums 6; s v 3, ten sums 19.
-CHUNK = 2000  # points of the gate's reference at a time: 10^4 Gaussians take half a gigabyte a tensor
-
 PAIR_FLOPS = {"forward": 20, "backward": 75}
+
+CHUNK = 2000  # points of the gate's reference at a time: 10^4 Gaussians take half a gigabyte a tensor
 
 
 def make_arguments(
