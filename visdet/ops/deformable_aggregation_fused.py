@@ -80,8 +80,8 @@ def deformable_aggregation_fused(
         camera_logits = logits.new_empty(0)
     if keep is None:
         keep = torch.empty(0, dtype=torch.bool, device=features.device)
-    space = [tensor.to(wide) for tensor in (key_points, projection, image_wh)]
-    tensors = (features, shapes, starts, *space, logits, camera_logits, keep)
+    points, matrices, sizes = (tensor.to(wide) for tensor in (key_points, projection, image_wh))
+    tensors = (features, shapes, starts, points, matrices, sizes, logits, camera_logits, keep)
     if features.device.type not in ("cpu", "cuda", "meta"):
         return deformable_aggregation_fused_reference(*tensors, keep_scale=keep_scale)
     return torch.ops.visdet.deformable_aggregation_fused(*tensors, float(keep_scale))

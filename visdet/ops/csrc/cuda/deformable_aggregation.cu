@@ -572,7 +572,7 @@ __global__ void __launch_bounds__(kOrderThreads)
 
 constexpr int kTexelThreads = 256;
 constexpr int kTexelWarps = kTexelThreads / 32;
-constexpr int kRows = 8;        // rows of a warp
+constexpr int kRows = 16;       // rows of a warp
 constexpr int kBatch = 4;       // records whose loads are under way at once
 constexpr int kSharedRow = 64;  // records from which on the block's warps share a row
 constexpr int kShare = 16;      // of which each takes so many at a time
