@@ -11,8 +11,8 @@ from torch import Tensor
 
 from visdet import ops
 from visdet.ops import ms_deform_attn as _ms_deform_attn
-from visdet.ops.nms import SOFT_METHODS, kept_indices, soft_nms_loop
-from visdet.ops.roi_pool import roi_pool_argmax
+from visdet.ops.nms import SOFT_METHODS, kept_indices, soft_nms_reference
+from visdet.ops.roi_pool import roi_pool_with_argmax
 
 _METHODS = dict(enumerate(SOFT_METHODS))
 
@@ -72,7 +72,7 @@ def softnms(
 ) -> Tensor:
     dtype = torch.float64 if boxes.dtype == torch.float64 else torch.float32
     arguments = (iou_threshold, sigma, min_score, _METHODS[method], offset)
-    result, keep = soft_nms_loop(boxes.detach().to(dtype), scores.detach().to(dtype), *arguments)
+    result, keep = soft_nms_reference(boxes.detach().to(dtype), scores.detach().to(dtype), *arguments)
     dets[: len(result)] = result
     return keep
 
@@ -125,8 +125,8 @@ def roi_pool_forward(
     spatial_scale: float,
 ) -> None:
     size = (pooled_height, pooled_width)
-    argmax.copy_(roi_pool_argmax(input, rois, size, spatial_scale))
-    output.copy_(ops.roi_pool(input, rois, size, spatial_scale))
+    pooled, index = roi_pool_with_argmax(input, rois, size, spatial_scale)
+    output.copy_(pooled), argmax.copy_(index)
 
 
 def roi_pool_backward(
