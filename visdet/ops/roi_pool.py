@@ -109,6 +109,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     input, rois = inputs[:2]
     ctx.save_for_backward(rois, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for argmax
     ctx.sizes, ctx.dtype = (input.shape[0], *input.shape[2:]), input.dtype
 
 
