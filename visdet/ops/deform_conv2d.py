@@ -153,14 +153,16 @@ def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
     """
     H, W = maps.shape[2:]
     counts = (y > -1) & (y < H) & (x > -1) & (x < W)
+    y, x = torch.where(counts, y, 0), torch.where(counts, x, 0)
     y0, x0 = y.detach().floor(), x.detach().floor()
+    fy, fx = y - y0, x - x0
     flat = maps.flatten(2)
     total = flat.new_zeros(())
-    for row in (y0, y0 + 1):
-        for column in (x0, x0 + 1):
+    for row, wy in ((y0, 1 - fy), (y0 + 1, fy)):
+        for column, wx in ((x0, 1 - fx), (x0 + 1, fx)):
             inside = counts & (row >= 0) & (row < H) & (column >= 0) & (column < W)
             index = torch.where(inside, row * W + column, 0).long()[:, None].expand(-1, flat.shape[1], -1)
-            factor = torch.where(inside, (1 - (y - row).abs()) * (1 - (x - column).abs()), 0)
+            factor = torch.where(inside, wy * wx, 0)
             total = total + flat.gather(2, index) * factor[:, None]
     return total
 
@@ -264,15 +266,17 @@ def rename_offset_layer(state_dict: dict, prefix: str, *_: Any) -> None:
 
 def _rename_offset_layers(module: nn.Module, state_dict: dict, prefix: str, *_: Any) -> None:
     for name, child in module.named_children():
-        if getattr(child, "has_offset_layer", False):
+        if getattr(type(child), "has_offset_layer", False):
             rename_offset_layer(state_dict, f"{prefix}{name}.")
 
 
 def _watch_parents(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Let the parent of a pack rename: loaders hand a child only the entries under its own name."""
-    if getattr(child, "has_offset_layer", False) and not getattr(module, "_renames_offset_layers", False):
+    if getattr(type(child), "has_offset_layer", False) and "_renames_offset_layers" not in module.__dict__:
         module.register_load_state_dict_pre_hook(_rename_offset_layers)
-        module._renames_offset_layers = True  # type: ignore[assignment]
+        module.__dict__["_renames_offset_layers"] = (
+            True  # wrappers forward attributes, their __dict__ is their own
+        )
 
 
 nn.modules.module.register_module_module_registration_hook(_watch_parents)

@@ -83,7 +83,8 @@ def sigmoid_focal_loss_reference(
     logits = input if input.dtype == torch.float64 else input.float()
     is_target = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
     against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
-    balance = torch.where(is_target, alpha, 1 - alpha).to(logits.dtype)
+    share = is_target.to(logits.dtype)
+    balance = alpha * share + (1 - alpha) * (1 - share)
     loss = balance * against.sigmoid().pow(gamma) * -F.logsigmoid(-against)
     if weight.numel() > 0:
         loss = loss * _weight_of_target(weight, target)[:, None]

@@ -37,7 +37,7 @@ def _overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
     return intersection / (area + areas - intersection)
 
 
-def _kept_plain(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """Greedy suppression in plain torch, on the CPU; the order and the result are torchvision's."""
     order = scores.sort(descending=True, stable=True).indices.cpu()
     ordered = boxes.cpu()[order]
@@ -60,7 +60,7 @@ def kept_indices(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: in
         from torchvision.ops import nms as torchvision_nms
 
         return torchvision_nms(boxes, scores, iou_threshold)
-    return _kept_plain(boxes, scores, iou_threshold)
+    return kept_by_plain_torch(boxes, scores, iou_threshold)
 
 
 @renamed_arguments(iou_thr="iou_threshold")

@@ -1,5 +1,6 @@
 """RoIPool: the maximum over the whole pixels that each bin of a region touches."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -82,16 +83,23 @@ def roi_pool_reference(
     image = torch.where(is_region, rois[:, 0], 0).long()
     lowest = -float("inf")
     values = input.detach().to(rois.dtype).nan_to_num(nan=lowest, posinf=float("inf"), neginf=lowest)
-    outputs, places = [input.new_zeros(0, C, PH, PW)], [image.new_zeros(0, C, PH, PW)]
-    for n in range(len(rois) if B else 0):
-        inside = in_row[n, :, None, :, None] & in_column[n, None, :, None, :]  # [PH, PW, H, W]
-        bins = values[image[n], :, None, None].masked_fill(~inside, lowest).flatten(3)  # [C, PH, PW, H * W]
-        is_peak = (bins == bins.amax(-1, keepdim=True)) & inside.flatten(2)
-        place = torch.where(is_peak.any(-1), is_peak.long().argmax(-1), -1)  # the first of equal ones
-        pooled = input[image[n]].flatten(1).gather(1, place.clamp(min=0).flatten(1)).view(place.shape)
-        outputs.append(torch.where(place >= 0, pooled, 0)[None])
-        places.append(place[None])
-    return torch.cat(outputs), torch.cat(places).int()
+    argmax = torch.full((len(rois), C, PH, PW), -1, dtype=torch.int64, device=input.device)
+    if input.numel() == 0 or argmax.numel() == 0:
+        return input.new_zeros(argmax.shape) + 0 * input.sum(), argmax.int()
+    row_of, column_of = torch.arange(H, device=input.device), torch.arange(W, device=input.device)
+    for n, p in itertools.product(range(len(rois)), range(PH)):
+        rows = row_of[in_row[n, p]]
+        if len(rows) == 0:
+            continue
+        best, best_row = values[image[n], :, rows[0] : rows[-1] + 1].max(1)  # down the columns: [C, W]
+        inside = best[:, None].masked_fill(~in_column[n], lowest)  # then along the rows: [C, PW, W]
+        index = (best_row + rows[0])[:, None] * W + column_of  # [C, 1, W]
+        is_peak = (inside == inside.amax(-1, keepdim=True)) & in_column[n]
+        first = index.masked_fill(~is_peak, H * W).amin(-1)
+        argmax[n, :, p] = torch.where(in_column[n].any(-1), first, -1)
+    map_of = (image[:, None] * C + torch.arange(C, device=input.device))[..., None, None]  # [N, C, 1, 1]
+    pooled = input.flatten()[map_of * (H * W) + argmax.clamp(min=0)]
+    return torch.where(argmax >= 0, pooled, 0), argmax.int()
 
 
 def _fake(
@@ -113,7 +121,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.sizes, ctx.dtype = (input.shape[0], *input.shape[2:]), input.dtype
 
 
-def _backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_output: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return (None,) * 5
     rois, argmax = ctx.saved_tensors
     if grad_output.is_cuda and torch.are_deterministic_algorithms_enabled():
         grad = _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *ctx.sizes)
