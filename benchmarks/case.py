@@ -61,7 +61,7 @@ class Case:
     ]  # the arguments, the same numbers on every device
     function: Callable[..., Tensor]
     reference: Callable[..., Tensor]  # plain torch; run in float64 for the gate
-    differentiable: dict[str, int]  # argument name: position
+    differentiable: dict[str, int]  # argument name: position; empty: the forward alone is checked and timed
     work: Callable[[torch.dtype], dict[str, Work]]  # of "forward" and "backward"
     tolerance: Callable[
         [torch.dtype], dict[str, float]
