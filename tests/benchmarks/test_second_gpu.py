@@ -10,7 +10,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[2])
 )  # the benchmarks are no part of the installed package
 
-from benchmarks.run import all_cases  # noqa: E402
+from benchmarks.run import all_cases
 
 TINY = [case for case in all_cases() if case.name == "tiny"]
 
