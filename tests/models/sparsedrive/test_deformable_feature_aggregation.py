@@ -164,6 +164,22 @@ def test_config_is_left_alone_and_residual_modes():
     torch.testing.assert_close(added(*inputs), output[..., :16] + inputs[0])
 
 
+def test_the_kernel_gets_its_arrays_in_order(monkeypatch):
+    module, inputs = make_module(), make_inputs()
+    seen = []
+
+    def record(features, level_shapes, level_starts, locations, weights):
+        seen.extend([locations, weights])
+        return features.new_zeros(*locations.shape[:2], features.shape[-1])
+
+    monkeypatch.setattr(
+        "visdet.models.sparsedrive.deformable_feature_aggregation.deformable_aggregation", record
+    )
+    module.use_deformable_func = True
+    module(*inputs)
+    assert len(seen) == 2 and all(array.is_contiguous() for array in seen)
+
+
 def test_attention_dropout_drops_whole_pairs():
     module = make_module(attn_drop=0.5)
     instance_feature, _, anchor_embed, _, metas = make_inputs(N=50)
