@@ -52,7 +52,11 @@ VISDET_INLINE void columns_of_band(const T* map, int64_t W, int32_t top, int32_t
       row = is_better ? (row - row) + h : row;
     }
     store(best + from, most);
-    for (int lane = 0; lane < kStep; ++lane) best_row[from + lane] = static_cast<int32_t>(row[lane]);
+    if constexpr (sizeof(A) == sizeof(int32_t)) {
+      std::memcpy(best_row + from, &row, sizeof(row));
+    } else {
+      for (int lane = 0; lane < kStep; ++lane) best_row[from + lane] = static_cast<int32_t>(row[lane]);
+    }
   }
 }
 
