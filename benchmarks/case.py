@@ -66,7 +66,7 @@ class Case:
     tolerance: Callable[
         [torch.dtype], dict[str, float]
     ]  # of "output" and each differentiable argument's gradient
-    peers: Sequence[Peer] = ()  # the first is plain torch, always there: the one ratios refer to
+    peers: Sequence[Peer] = ()  # the first, usually plain torch, is the one ratios refer to
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     batched: tuple[int, ...] = ()  # positions of arguments whose first dimension is the batch
     checked_batches: tuple[int, ...] | None = (

@@ -175,11 +175,14 @@ def _case(
     flops: int,
     torchvision: Callable[[Any], Function] | None = None,
     mmcv: Callable[[Any], Function] | None = None,
+    is_contestant: bool = True,
     dtypes: tuple[torch.dtype, ...] = FLOAT32,
     **changes: Any,
 ) -> Case:
+    """Make a case; a reference that is a loop over boxes or regions is no contestant."""
     positions = tuple(differentiable.values())
-    peers = [Peer("torch", lambda: lambda *arguments: Call(reference, arguments, positions))]
+    plain = Peer("torch", lambda: lambda *arguments: Call(reference, arguments, positions))
+    peers = [plain] if is_contestant else []
     peers += [_torchvision(torchvision, positions)] if torchvision else []
     peers += [_mmcv(mmcv, positions)] if mmcv else []
     return Case(
@@ -231,6 +234,7 @@ CASES = [
         lambda boxes, scores, idxs: ops.nms(boxes, scores, 0.7)[0],
         _with_kept(partial(_plain_nms, 0.7)),
         differentiable={},
+        is_contestant=False,
         outputs=0,
         flops=4500 * 4500 * 8,
         torchvision=lambda tv: _with_kept(lambda boxes, scores, _: tv.nms(boxes, scores, 0.7)),
@@ -244,6 +248,7 @@ CASES = [
         partial(_batched, "nms", iou_threshold=0.5),
         _with_kept(partial(_plain_nms, 0.5)),
         differentiable={},
+        is_contestant=False,
         outputs=0,
         flops=80 * 1000 * 1000 * 8,
         torchvision=lambda tv: _with_kept(
@@ -285,6 +290,7 @@ CASES = [
         lambda x, rois: ops.roi_pool(x, rois, 7, 1 / 8),
         lambda x, rois: roi_pool_reference(x, rois, 7, 7, 1 / 8)[0],
         differentiable={"input": 0},
+        is_contestant=False,
         outputs=512 * 256 * 49 * 2,
         flops=512 * 256 * 49 * 9,
         # Other bins: a time to compare with, no result.

@@ -198,9 +198,8 @@ def test_losses_of_extreme_logits(dtype, device):
         expected = sigmoid_focal_loss_reference(
             logits.double(), *arguments[1:2], logits.double().new_empty(0), 2.0, 0.25
         )
-        torch.testing.assert_close(
-            found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-37
-        )
+        rtol = 1e-12 if dtype == torch.float64 else 1e-5 if device == "cpu" else 5e-5  # __expf
+        torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=1e-37)
         grad = torch.ops.visdet.sigmoid_focal_loss_backward(torch.ones_like(logits), *arguments)
         assert grad.isfinite().all()
     nan = torch.full((1, 20), float("nan"), device=device, dtype=dtype)

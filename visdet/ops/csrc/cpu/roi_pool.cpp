@@ -1,7 +1,7 @@
 // roi_pool on the CPU. The contract is in ../roi_pool.h; how this file is compiled, in vec.h.
 //
-// Forward: parallel over regions. Backward: parallel over channels, each adding its regions in order. Bins are a few
-// pixels wide: vectors along rows, or over maxima of columns, took twice the time of the plain loop.
+// Forward: parallel over regions; each row of bins first takes the maximum down the columns of the region, a vector of
+// columns at a time, then along each bin. Backward: parallel over channels, each adding its regions in order.
 #include "vec.h"
 
 namespace visdet {
@@ -23,24 +23,67 @@ struct RoIPoolBins {
 
 namespace VISDET_ISA {
 
-// Region n.
+// The maxima of columns [left, right) over rows [top, bottom), and the first row of each; NaN counts as -inf. Vectors
+// that would pass the end of a row start earlier, so both arrays are written from some column before `left` on.
 template <typename T, typename A>
-void pool_region(const RoIPoolArrays<T>& a, const RoIPoolBins& bins, int64_t n) {
-  const int32_t W = static_cast<int32_t>(a.W);
+VISDET_INLINE void columns_of_band(const T* map, int64_t W, int32_t top, int32_t bottom, int32_t left, int32_t right,
+                                   A* best, int32_t* best_row) {
+  constexpr int kStep = kLanes<A>;
+  if (W < kStep) {
+    for (int32_t w = left; w < right; ++w) {
+      best[w] = -A(__builtin_inf()), best_row[w] = top;
+      for (int32_t h = top; h < bottom; ++h) {
+        const A value = to_accumulate(map[h * W + w]);
+        if (value > best[w]) best[w] = value, best_row[w] = h;
+      }
+    }
+    return;
+  }
+  for (int32_t w = left; w < right; w += kStep) {
+    const int32_t from = w + kStep <= W ? w : static_cast<int32_t>(W) - kStep;
+    Vec<A> most = {};
+    most -= A(__builtin_inf());
+    auto row = most != most;  // integers as wide as A; zeros
+    row += top;
+    for (int32_t h = top; h < bottom; ++h) {
+      const Vec<A> value = load(map + h * W + from);
+      const auto is_better = value > most;
+      most = is_better ? value : most;
+      row = is_better ? (row - row) + h : row;
+    }
+    store(best + from, most);
+    if constexpr (sizeof(A) == sizeof(int32_t)) {
+      std::memcpy(best_row + from, &row, sizeof(row));
+    } else {
+      for (int lane = 0; lane < kStep; ++lane) best_row[from + lane] = static_cast<int32_t>(row[lane]);
+    }
+  }
+}
+
+// Region n. best and best_row: [W] each.
+template <typename T, typename A>
+void pool_region(const RoIPoolArrays<T>& a, const RoIPoolBins& bins, int64_t n, A* best, int32_t* best_row) {
+  int32_t left = static_cast<int32_t>(a.W), right = 0;
+  for (int64_t q = 0; q < a.PW; ++q) {
+    left = bins.columns[2 * q] < left ? bins.columns[2 * q] : left;
+    right = bins.columns[2 * q + 1] > right ? bins.columns[2 * q + 1] : right;
+  }
   for (int64_t c = 0; c < a.C; ++c) {
     const T* map = a.input + (bins.b * a.C + c) * a.H * a.W;
     int64_t at = (n * a.C + c) * a.PH * a.PW;
     for (int64_t p = 0; p < a.PH; ++p) {
       const int32_t top = bins.rows[2 * p], bottom = bins.rows[2 * p + 1];
+      if (top < bottom) columns_of_band(map, a.W, top, bottom, left, right, best, best_row);
       for (int64_t q = 0; q < a.PW; ++q, ++at) {
-        const int32_t left = bins.columns[2 * q], right = bins.columns[2 * q + 1];
-        A best = -A(__builtin_inf());
-        int32_t index = top < bottom && left < right ? top * W + left : -1;
-        for (int32_t h = top; h < bottom; ++h) {
-          for (int32_t i = h * W + left; i < h * W + right; ++i) {
-            const A value = to_accumulate(map[i]);
-            if (value > best) best = value, index = i;
+        const int32_t begin = bins.columns[2 * q], end = bins.columns[2 * q + 1];
+        int32_t index = -1;
+        if (top < bottom && begin < end) {
+          int32_t column = begin;
+          for (int32_t w = begin + 1; w < end; ++w) {
+            const bool is_first = best[w] == best[column] && best_row[w] < best_row[column];
+            column = best[w] > best[column] || is_first ? w : column;
           }
+          index = best_row[column] * static_cast<int32_t>(a.W) + column;
         }
         a.argmax[at] = index;
         if (index >= 0) {
@@ -53,7 +96,8 @@ void pool_region(const RoIPoolArrays<T>& a, const RoIPoolBins& bins, int64_t n) 
   }
 }
 
-#define VISDET_INSTANTIATE(T, A) template void pool_region<T, A>(const RoIPoolArrays<T>&, const RoIPoolBins&, int64_t);
+#define VISDET_INSTANTIATE(T, A) \
+  template void pool_region<T, A>(const RoIPoolArrays<T>&, const RoIPoolBins&, int64_t, A*, int32_t*);
 VISDET_INSTANTIATE(float, float)
 VISDET_INSTANTIATE(double, double)
 VISDET_INSTANTIATE(Float16, float)
@@ -77,10 +121,10 @@ VISDET_INSTANTIATE(BFloat16, float)
 
 namespace visdet {
 
-#define VISDET_DECLARE(isa)                                               \
-  namespace isa {                                                         \
-  template <typename T, typename A>                                       \
-  void pool_region(const RoIPoolArrays<T>&, const RoIPoolBins&, int64_t); \
+#define VISDET_DECLARE(isa)                                                             \
+  namespace isa {                                                                       \
+  template <typename T, typename A>                                                     \
+  void pool_region(const RoIPoolArrays<T>&, const RoIPoolBins&, int64_t, A*, int32_t*); \
   }
 VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
 #undef VISDET_DECLARE
@@ -126,7 +170,8 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
     const A scale = static_cast<A>(spatial_scale);
     const auto run = VISDET_BEST_ISA(pool_region, T, A);
     torch::stable::parallel_for(0, a.N, 1, [&](int64_t begin, int64_t end) {
-      const Scratch<int32_t> intervals(2 * (PH + PW));
+      const Scratch<A> best(a.W);
+      const Scratch<int32_t> best_row(a.W), intervals(2 * (PH + PW));
       int32_t *rows = intervals.data(), *columns = rows + 2 * PH;
       for (int64_t n = begin; n < end; ++n) {
         const A* box = boxes + 5 * n;
@@ -134,7 +179,7 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
         const bool is_region = is_image && write_bins<A>(box[2] * scale, (box[4] + 1) * scale, PH, a.H, rows) &&
                                write_bins<A>(box[1] * scale, (box[3] + 1) * scale, PW, a.W, columns);
         if (!is_region) std::fill(rows, rows + 2 * (PH + PW), 0);
-        run(a, {is_region ? static_cast<int64_t>(box[0]) : 0, rows, columns}, n);
+        run(a, {is_region ? static_cast<int64_t>(box[0]) : 0, rows, columns}, n, best.data(), best_row.data());
       }
     });
   });

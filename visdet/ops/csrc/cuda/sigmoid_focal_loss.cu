@@ -18,7 +18,7 @@ struct FocalSettings {
   bool grad_is_one_number;
 };
 
-// __expf is off by 2 + 1.16 |x| units in the last place: e and what is made of it stay within 1e-5 of themselves.
+// __expf is off by 2 + 1.16 |x| units in the last place: losses as small as exp(-87) stay within 2e-5 of themselves.
 __device__ __forceinline__ float exp_of(float x) { return __expf(x); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
