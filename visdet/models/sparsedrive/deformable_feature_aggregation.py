@@ -181,9 +181,11 @@ class DeformableFeatureAggregation(BaseModule):
         if self.camera_encoder is not None:
             assert metas is not None
             feature = feature[:, :, None] + self._embed_cameras(metas["projection_mat"])[:, None]
-        logits = self.weights_fc(feature).reshape(B, N, -1, self.num_groups)
-        weights = at_least_float32(logits).softmax(-2)
-        weights = weights.reshape(B, N, self.num_cams, self.num_levels, self.num_pts, self.num_groups)
+        sizes = (self.num_cams, self.num_levels, self.num_pts, self.num_groups)
+        # The kernel's order in memory, P before V and L, from the logits on: neither the weights nor their gradients
+        # are then copied.
+        logits = at_least_float32(self.weights_fc(feature).view(B, N, *sizes).permute(0, 1, 4, 2, 3, 5))
+        weights = logits.flatten(2, 4).softmax(-2).view(logits.shape).permute(0, 1, 3, 4, 2, 5)
         keep = self._draw_pairs(instance_feature)
         return weights if keep is None else weights * keep[:, :, :, None, :, None] / (1 - self.attn_drop)
 
@@ -223,8 +225,13 @@ class DeformableFeatureAggregation(BaseModule):
         image_wh: Tensor | None = None,  # [B, V, 2]
     ) -> Tensor:  # [B, V, N, P, 2]
         """Return where the points fall in each camera, in 0..1 of the image with ``image_wh``, else in pixels."""
-        key_points = at_least_float32(key_points)
-        matrix = projection_mat.to(key_points.dtype)[:, :, None, None]  # [B, V, 1, 1, 4, 4]
-        pixels = (matrix[..., :3, :3] * key_points[:, None, :, :, None, :]).sum(-1) + matrix[..., :3, 3]
+        # A sum of three products, not a matrix product: those may be rounded to 10 bits on a GPU, pixels may not. The
+        # cameras come last in memory, as the kernel wants them.
+        points = at_least_float32(key_points)[..., None, None]  # [B, N, P, 3, 1, 1]
+        matrix = projection_mat.to(points.dtype)[:, None, None, :, :3]  # [B, 1, 1, V, 3, 4]
+        pixels = torch.addcmul(matrix[..., 3], points[..., 0, :, :], matrix[..., 0])
+        for axis in (1, 2):
+            pixels = torch.addcmul(pixels, points[..., axis, :, :], matrix[..., axis])  # [B, N, P, V, 3]
         points = pixels[..., :2] / pixels[..., 2:].clamp(min=_MIN_DEPTH_M)
-        return points if image_wh is None else points / image_wh.to(points.dtype)[:, :, None, None]
+        points = points if image_wh is None else points / image_wh.to(points.dtype)[:, None, None]
+        return points.permute(0, 3, 1, 2, 4)
