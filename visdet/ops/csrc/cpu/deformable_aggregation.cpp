@@ -4,6 +4,7 @@
 // Most (point, camera) pairs do not count, and are passed over before anything of theirs but the location is read.
 // Forward: parallel over (b, q). Backward: parallel over (b, v), one task owning camera v's rows of grad_features and
 // its pairs' grad_locations and grad_weights, so there are no races and no dependence on the number of threads.
+// Gradients of 16-bit features are summed in float32 in a scratch of one camera's rows, and rounded once.
 #include "../common/bilinear.h"
 #include "vec.h"
 
@@ -20,7 +21,7 @@ struct DeformableAggregationArrays {
   const TW* weights;            // [B, Q, P, V, L, G]
   T* output;                    // [B, Q, C]     forward
   const T* grad_output;         // [B, Q, C]     backward
-  A* grad_features;             // [B, S, C]     zeroed
+  const int64_t* grad_starts;   // [V, L]        first row of each map in the gradients' sums
   A* grad_locations;            // [B, Q, P, V, 2]     zeroed
   TW* grad_weights;             // [B, Q, P, V, L, G]  zeroed
 };
@@ -36,7 +37,7 @@ VISDET_INLINE bool is_visible(const A* location) {
 // The four corners of a visible pair in one level.
 template <typename A>
 struct Corners {
-  int64_t offset[4];  // element of features[b] where each corner's channels begin
+  int64_t offset[4];  // element of the map where each corner's channels begin
   A weight[4];        // zero for a corner outside the map
   A is_inside[4];     // 1 or 0
   A fx, fy, H, W;
@@ -52,19 +53,18 @@ VISDET_INLINE void locate_corners(const DeformableAggregationArrays<T, TW, A>& a
   locate(location[0] * W - A(0.5), location[1] * H - A(0.5), H, W, at);
   at.corner_weights(out.weight);
   for (int k = 0; k < 4; ++k) {
-    out.offset[k] = (a.level_starts[map] + at.index[k]) * a.C;
+    out.offset[k] = at.index[k] * a.C;
     out.is_inside[k] = at.is_inside[k] ? A(1) : A(0);
   }
   out.fx = at.fx, out.fy = at.fy, out.H = static_cast<A>(H), out.W = static_cast<A>(W);
 }
 
-// acc[c] += weights[g(c)] * the bilinear sample of channel c.
+// acc[c] += weights[g(c)] * the bilinear sample of channel c of a map.
 template <typename T, typename TW, typename A>
-VISDET_INLINE void sum_corners(const T* features, const Corners<A>& at, const TW* weights, int64_t C, int64_t G,
-                               A* acc) {
+VISDET_INLINE void sum_corners(const T* map, const Corners<A>& at, const TW* weights, int64_t C, int64_t G, A* acc) {
   constexpr int W = kLanes<A>;
   const T* rows[4];
-  for (int k = 0; k < 4; ++k) rows[k] = features + at.offset[k];
+  for (int k = 0; k < 4; ++k) rows[k] = map + at.offset[k];
   const int64_t group = C / G;
   for (int64_t g = 0, c = 0; g < G; ++g) {
     const int64_t end = c + group;
@@ -95,23 +95,24 @@ void forward_row(const DeformableAggregationArrays<T, TW, A>& a, A* acc, int64_t
     for (int64_t l = 0; l < a.L; ++l) {
       Corners<A> at;
       locate_corners(a, location, i % a.V, l, at);
-      sum_corners(features, at, a.weights + (pair * a.L + l) * a.G, a.C, a.G, acc);
+      const T* map = features + a.level_starts[i % a.V * a.L + l] * a.C;
+      sum_corners(map, at, a.weights + (pair * a.L + l) * a.G, a.C, a.G, acc);
     }
   }
   for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], a.output[row * a.C + c]);
 }
 
-// One sample's share of the gradients of features, its weights' gradients, and in dots[k] the sum over the groups of
+// One sample's share of the gradients of its map, its weights' gradients, and in dots[k] the sum over the groups of
 // weight * <grad_output, corner k>.
 template <typename T, typename TW, typename A>
-VISDET_INLINE void scatter_corners(const T* features, A* grad_features, const Corners<A>& at, const A* g_row,
-                                   const TW* weights, int64_t C, int64_t G, TW* grad_weights, A (&dots)[4]) {
+VISDET_INLINE void scatter_corners(const T* map, A* grad_map, const Corners<A>& at, const A* g_row, const TW* weights,
+                                   int64_t C, int64_t G, TW* grad_weights, A (&dots)[4]) {
   constexpr int W = kLanes<A>;
   const T* rows[4];
   A* grads[4];
   for (int k = 0; k < 4; ++k) {
-    rows[k] = features + at.offset[k];
-    grads[k] = grad_features + at.offset[k];
+    rows[k] = map + at.offset[k];
+    grads[k] = grad_map + at.offset[k];
     dots[k] = 0;
   }
   const int64_t group = C / G;
@@ -146,11 +147,11 @@ VISDET_INLINE void scatter_corners(const T* features, A* grad_features, const Co
   }
 }
 
-// One task: every gradient that camera v of batch entry b has. g_row is a scratch of C numbers.
+// One task: every gradient that camera v of batch entry b has. g_row is a scratch of C numbers; sums, zeroed, are the
+// gradients of features, where map (v, l) begins at row grad_starts[v, l].
 template <typename T, typename TW, typename A>
-void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, int64_t b, int64_t v) {
+void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, A* sums, int64_t b, int64_t v) {
   const T* features = a.features + b * a.S * a.C;
-  A* grad_features = a.grad_features + b * a.S * a.C;
   for (int64_t q = 0; q < a.Q; ++q) {
     const int64_t row = b * a.Q + q;
     bool is_loaded = false;
@@ -164,11 +165,12 @@ void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, i
       }
       A grad_x = 0, grad_y = 0;
       for (int64_t l = 0; l < a.L; ++l) {
-        const int64_t line = (pair * a.L + l) * a.G;
+        const int64_t line = (pair * a.L + l) * a.G, map = v * a.L + l;
         Corners<A> at;
         A d[4];
         locate_corners(a, location, v, l, at);
-        scatter_corners(features, grad_features, at, g_row, a.weights + line, a.C, a.G, a.grad_weights + line, d);
+        scatter_corners(features + a.level_starts[map] * a.C, sums + a.grad_starts[map] * a.C, at, g_row,
+                        a.weights + line, a.C, a.G, a.grad_weights + line, d);
         grad_x += at.W * ((1 - at.fy) * (d[1] - d[0]) + at.fy * (d[3] - d[2]));
         grad_y += at.H * ((1 - at.fx) * (d[2] - d[0]) + at.fx * (d[3] - d[1]));
       }
@@ -186,7 +188,7 @@ void round_sums(const A* from, T* to, int64_t count) {
 
 #define VISDET_INSTANTIATE(T, TW, A)                                                              \
   template void forward_row<T, TW, A>(const DeformableAggregationArrays<T, TW, A>&, A*, int64_t); \
-  template void backward_camera<T, TW, A>(const DeformableAggregationArrays<T, TW, A>&, A*, int64_t, int64_t);
+  template void backward_camera<T, TW, A>(const DeformableAggregationArrays<T, TW, A>&, A*, A*, int64_t, int64_t);
 VISDET_INSTANTIATE(float, float, float)
 VISDET_INSTANTIATE(double, double, double)
 VISDET_INSTANTIATE(Float16, float, float)
@@ -196,8 +198,6 @@ VISDET_INSTANTIATE(BFloat16, BFloat16, float)
 #undef VISDET_INSTANTIATE
 template void round_sums<Float16, float>(const float*, Float16*, int64_t);
 template void round_sums<BFloat16, float>(const float*, BFloat16*, int64_t);
-template void round_sums<float, float>(const float*, float*, int64_t);
-template void round_sums<double, double>(const double*, double*, int64_t);
 
 }  // namespace VISDET_ISA
 }  // namespace visdet
@@ -210,6 +210,7 @@ template void round_sums<double, double>(const double*, double*, int64_t);
 #include <algorithm>
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
 #include "../deformable_aggregation.h"
 #include "deformable_aggregation_cpu.h"
@@ -217,22 +218,22 @@ template void round_sums<double, double>(const double*, double*, int64_t);
 
 namespace visdet {
 
-#define VISDET_DECLARE(isa)                                                                 \
-  namespace isa {                                                                           \
-  template <typename T, typename TW, typename A>                                            \
-  void forward_row(const DeformableAggregationArrays<T, TW, A>&, A*, int64_t);              \
-  template <typename T, typename TW, typename A>                                            \
-  void backward_camera(const DeformableAggregationArrays<T, TW, A>&, A*, int64_t, int64_t); \
-  template <typename T, typename A>                                                         \
-  void round_sums(const A*, T*, int64_t);                                                   \
+#define VISDET_DECLARE(isa)                                                                     \
+  namespace isa {                                                                               \
+  template <typename T, typename TW, typename A>                                                \
+  void forward_row(const DeformableAggregationArrays<T, TW, A>&, A*, int64_t);                  \
+  template <typename T, typename TW, typename A>                                                \
+  void backward_camera(const DeformableAggregationArrays<T, TW, A>&, A*, A*, int64_t, int64_t); \
+  template <typename T, typename A>                                                             \
+  void round_sums(const A*, T*, int64_t);                                                       \
   }
 VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
 #undef VISDET_DECLARE
 
 namespace {
 
-// (b, q) rows of one piece of work, and numbers rounded in one.
-constexpr int64_t kRowGrain = 8, kRoundGrain = 1 << 16;
+// (b, q) rows of one piece of work.
+constexpr int64_t kRowGrain = 8;
 
 // Calls f(T{}, TW{}, A{}) for the types of features and weights.
 template <typename F>
@@ -274,6 +275,24 @@ DeformableAggregationProblem check_all(const Tensor& features, const Tensor& lev
   return problem;
 }
 
+// The maps of each camera one behind the other.
+struct CameraRows {
+  std::vector<int64_t> starts, of_camera;  // [V, L], each map's first row among its camera's; [V], a camera's rows
+  int64_t most = 0, total = 0;             // of the camera with most, and of all
+
+  CameraRows(const DeformableAggregationProblem& problem, const int64_t* level_shapes) {
+    for (int64_t v = 0; v < problem.V; ++v) {
+      int64_t rows = 0;
+      for (int64_t map = v * problem.L; map < (v + 1) * problem.L; ++map) {
+        starts.push_back(rows);
+        rows += level_shapes[2 * map] * level_shapes[2 * map + 1];
+      }
+      of_camera.push_back(rows);
+      most = std::max(most, rows), total += rows;
+    }
+  }
+};
+
 }  // namespace
 
 Tensor deformable_aggregation_cpu(const Tensor& features_in, const Tensor& level_shapes_in,
@@ -312,10 +331,10 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cpu(
   check_camera_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
   Tensor grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
   zero_(grad_locations), zero_(grad_weights);
-  // Sums of 16-bit features are taken in float32 and rounded once.
-  Tensor sums = new_empty(features, features.sizes(), accumulate_dtype(features.scalar_type()));
-  zero_(sums);
-  Tensor grad_features = sums.scalar_type() == features.scalar_type() ? sums : new_empty(features, features.sizes());
+  const CameraRows rows(problem, level_shapes.const_data_ptr<int64_t>());
+  const bool is_rounded = accumulate_dtype(features.scalar_type()) != features.scalar_type();
+  Tensor grad_features = new_empty(features, features.sizes());
+  if (!is_rounded || rows.total < problem.S || problem.C == 0) zero_(grad_features);
   if (problem.C > 0) {
     dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
       using T = decltype(value_tag);
@@ -323,21 +342,30 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cpu(
       using A = decltype(accumulate_tag);
       auto a = arrays_of<T, TW, A>(problem, features, level_shapes, level_starts, locations, weights);
       a.grad_output = static_cast<const T*>(grad_output.const_data_ptr());
-      a.grad_features = static_cast<A*>(sums.mutable_data_ptr());
+      a.grad_starts = is_rounded ? rows.starts.data() : a.level_starts;
       a.grad_locations = static_cast<A*>(grad_locations.mutable_data_ptr());
       a.grad_weights = static_cast<TW*>(grad_weights.mutable_data_ptr());
       const auto run = VISDET_BEST_ISA(backward_camera, T, TW, A);
+      T* to = static_cast<T*>(grad_features.mutable_data_ptr());
       torch::stable::parallel_for(0, problem.B * problem.V, 1, [&](int64_t begin, int64_t end) {
         Scratch<A> g_row(problem.C);
-        for (int64_t task = begin; task < end; ++task) run(a, g_row.data(), task / problem.V, task % problem.V);
+        const Scratch<A> camera_sums(is_rounded ? rows.most * problem.C : 0);
+        for (int64_t task = begin; task < end; ++task) {
+          const int64_t b = task / problem.V, v = task % problem.V;
+          T* entry = to + b * problem.S * problem.C;
+          if constexpr (std::is_same_v<T, A>) {
+            run(a, g_row.data(), entry, b, v);
+          } else {
+            std::fill_n(camera_sums.data(), rows.of_camera[v] * problem.C, A(0));
+            run(a, g_row.data(), camera_sums.data(), b, v);
+            for (int64_t map = v * problem.L; map < (v + 1) * problem.L; ++map) {
+              VISDET_BEST_ISA(round_sums, T, A)
+              (camera_sums.data() + rows.starts[map] * problem.C, entry + a.level_starts[map] * problem.C,
+               a.level_shapes[2 * map] * a.level_shapes[2 * map + 1] * problem.C);
+            }
+          }
+        }
       });
-      if constexpr (!std::is_same_v<T, A>) {
-        const auto round = VISDET_BEST_ISA(round_sums, T, A);
-        T* to = static_cast<T*>(grad_features.mutable_data_ptr());
-        torch::stable::parallel_for(0, features.numel(), kRoundGrain, [&](int64_t begin, int64_t end) {
-          round(a.grad_features + begin, to + begin, end - begin);
-        });
-      }
     });
   }
   return {grad_features, grad_locations, grad_weights};
