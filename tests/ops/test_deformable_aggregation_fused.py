@@ -295,6 +295,21 @@ def test_saves_the_inputs_and_nothing_else():
     assert saved and all(t.data_ptr() in inputs for t in saved)
 
 
+@pytest.mark.parametrize("cameras", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_result_does_not_depend_on_the_number_of_threads(dtype, cameras):
+    case = make_case(2, 150, 5, 4, 32, cameras=cameras, dtype=dtype, logit_dtype=dtype)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for number in (1, 2, 7):
+            torch.set_num_threads(number)
+            results.append(gradients(deformable_aggregation_fused, case, torch.ones(2, 150, 32)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_deterministic_on_request(dtype):

@@ -51,8 +51,7 @@ def deformable_aggregation_fused(
 
     Differentiable once with respect to ``features``, ``key_points``, ``logits`` and ``camera_logits``. Everything else
     (determinism, autocast, limits) is as for ``deformable_aggregation``; on CUDA the backward takes 8 bytes of scratch
-    a logit more. On the CPU softmax and projection are torch's, before and after the kernel of
-    ``deformable_aggregation``.
+    a logit more.
 
     Raises:
         RuntimeError: a shape, type, size or device does not fit; the message names the argument.
@@ -100,90 +99,22 @@ def deformable_aggregation_fused_reference(
     keep_scale: float = 1.0,
 ) -> Tensor:  # [B, Q, C]
     """Return what ``deformable_aggregation_fused`` returns, in plain torch: the definition for the kernels."""
-    pixels, depth = _project(key_points, projection)
-    locations = _locations(pixels, depth, image_wh, keep)
-    weights = _softmax(logits, camera_logits, key_points.dtype) * keep_scale
-    weights = weights.permute(0, 1, 4, 2, 3, 5)  # [B, Q, P, V, L, G]
-    return deformable_aggregation_reference(features, level_shapes, level_starts, locations, weights)
-
-
-def _project(key_points: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
-    """Return pixels times depth [B, V, Q, P, 3] and the depth [B, V, Q, P, 1] to divide by."""
     matrix = projection[:, :, None, None]  # [B, V, 1, 1, 4, 4]
     pixels = (matrix[..., :3, :3] * key_points[:, None, :, :, None, :]).sum(-1) + matrix[..., :3, 3]
-    return pixels, pixels[..., 2:].clamp(min=_MIN_DEPTH)
-
-
-def _locations(pixels: Tensor, depth: Tensor, image_wh: Tensor, keep: Tensor) -> Tensor:
-    """Return locations [B, Q, P, V, 2], outside the image where a pair is not kept."""
-    locations = pixels[..., :2] / depth / image_wh[:, :, None, None]
+    locations = pixels[..., :2] / pixels[..., 2:].clamp(min=_MIN_DEPTH) / image_wh[:, :, None, None]
     if keep.dim() == 4:
         locations = torch.where(keep.transpose(1, 2)[..., None], locations, -1.0)
-    return locations.permute(0, 2, 3, 1, 4)
-
-
-def _softmax(logits: Tensor, camera_logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the softmax [B, Q, V, L, P, G] over V, L and P."""
-    summed = logits.to(dtype)
+    summed = logits.to(key_points.dtype)
     if camera_logits.dim() == 5:
-        summed = summed[:, :, None] + camera_logits.to(dtype)[:, None]
-    return summed.flatten(2, 4).softmax(2).view(summed.shape)
-
-
-def _cpu(
-    features: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    key_points: Tensor,
-    projection: Tensor,
-    image_wh: Tensor,
-    logits: Tensor,
-    camera_logits: Tensor,
-    keep: Tensor,
-    keep_scale: float,
-) -> Tensor:
-    torch.ops.visdet.check_deformable_aggregation_fused(
-        features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep
+        summed = summed[:, :, None] + camera_logits.to(key_points.dtype)[:, None]
+    weights = summed.flatten(2, 4).softmax(2).view(summed.shape) * keep_scale  # [B, Q, V, L, P, G]
+    return deformable_aggregation_reference(
+        features,
+        level_shapes,
+        level_starts,
+        locations.permute(0, 2, 3, 1, 4),  # [B, Q, P, V, 2]
+        weights.permute(0, 1, 4, 2, 3, 5),  # [B, Q, P, V, L, G]
     )
-    locations = _locations(*_project(key_points, projection), image_wh, keep)
-    weights = (_softmax(logits, camera_logits, key_points.dtype) * keep_scale).permute(0, 1, 4, 2, 3, 5)
-    return torch.ops.visdet.deformable_aggregation(features, level_shapes, level_starts, locations, weights)
-
-
-def _cpu_backward(
-    grad_output: Tensor,
-    features: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    key_points: Tensor,
-    projection: Tensor,
-    image_wh: Tensor,
-    logits: Tensor,
-    camera_logits: Tensor,
-    keep: Tensor,
-    keep_scale: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pixels, depth = _project(key_points, projection)
-    locations = _locations(pixels, depth, image_wh, keep)
-    softmax = _softmax(logits, camera_logits, key_points.dtype)
-    weights = (softmax * keep_scale).permute(0, 1, 4, 2, 3, 5)
-    grad_features, grad_locations, grad_weights = torch.ops.visdet.deformable_aggregation_backward(
-        grad_output, features, level_shapes, level_starts, locations, weights, deterministic
-    )
-    # Through the projection. Pairs outside the image have gradients of zero, and may have any pixels.
-    is_visible = ((locations > 0) & (locations < 1)).all(-1).permute(0, 3, 1, 2)[..., None]  # [B, V, Q, P, 1]
-    xy = grad_locations.permute(0, 3, 1, 2, 4) / image_wh[:, :, None, None] / depth  # [B, V, Q, P, 2]
-    z = -(xy * pixels[..., :2] / depth).sum(-1, keepdim=True) * (pixels[..., 2:] >= _MIN_DEPTH)
-    grad_pixels = torch.where(is_visible, torch.cat([xy, z], -1), 0.0)
-    grad_key_points = torch.einsum("bvij,bvqpi->bqpj", projection[:, :, :3, :3], grad_pixels)
-    # Through the softmax.
-    grad = grad_weights.permute(0, 1, 3, 4, 2, 5) * keep_scale  # [B, Q, V, L, P, G]
-    grad = softmax * (grad - (softmax * grad).sum((2, 3, 4), keepdim=True))
-    if camera_logits.dim() == 5:
-        sums = grad.sum(2).to(logits.dtype), grad.sum(1).to(logits.dtype)
-        return grad_features, grad_key_points, *sums
-    return grad_features, grad_key_points, grad.to(logits.dtype), camera_logits.new_empty(0)
 
 
 def _fake(
@@ -244,8 +175,6 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 if _library.is_loaded("cpu"):
-    torch.library.impl("visdet::deformable_aggregation_fused", "cpu", _cpu)
-    torch.library.impl("visdet::deformable_aggregation_fused_backward", "cpu", _cpu_backward)
     torch.library.register_fake("visdet::deformable_aggregation_fused", _fake)
     torch.library.register_fake("visdet::deformable_aggregation_fused_backward", _fake_backward)
     torch.library.register_autograd(
