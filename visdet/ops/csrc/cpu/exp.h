@@ -1,4 +1,4 @@
-// exp over vectors of the instruction set a kernel file is compiled for. May be included where vec.h may.
+// exp of a vector of numbers that are not positive. Included like vec.h, by every pass.
 #pragma once
 
 #include "vec.h"
