@@ -59,8 +59,8 @@ def declares(operator: str) -> bool:
         return False
     if not hasattr(torch.ops.visdet, operator):
         raise NotBuiltError(
-            f"visdet.ops: {_FOLDER / 'libvisdet_cpu.so'} has no operator {operator!r}: it was built from an older source; "
-            f"{_HOW_TO_BUILD}."
+            f"visdet.ops: {_FOLDER / 'libvisdet_cpu.so'} has no operator {operator!r}: it was built from an older "
+            f"source; {_HOW_TO_BUILD}."
         )
     return True
 
