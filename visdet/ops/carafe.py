@@ -25,8 +25,7 @@ def carafe(
         kernel_size: K, odd. group_size: G, divides C. scale_factor: s >= 1.
 
     Pixels outside are zeros. Differentiable once with respect to features and masks; saved for the backward are the
-    inputs. Sums are taken in float32 (float64 for float64). Deterministic, for any number of threads. The kernels are
-    the CPU's; on CUDA it is plain torch.
+    inputs. Sums are taken in float32 (float64 for float64). Deterministic, for any number of threads.
 
     Raises:
         ValueError: a shape or number does not fit.
@@ -46,8 +45,8 @@ def carafe(
     expected = [B, K * K * G, H * s, W * s]
     if list(masks.shape) != expected:
         raise ValueError(f"carafe: masks must be {expected}, got {list(masks.shape)}")
-    has_kernel = _library.is_loaded("cpu") and features.device.type in ("cpu", "meta")
-    run = torch.ops.visdet.carafe if has_kernel else _Carafe.apply
+    is_served = _library.is_loaded("cpu") and features.device.type in ("cpu", "cuda", "meta")
+    run = torch.ops.visdet.carafe if is_served else carafe_reference
     return run(features, masks.to(features.dtype), K, G, s)
 
 
@@ -65,59 +64,6 @@ def carafe_reference(
         i, j = divmod(k, K)
         output = output + padded[:, :, :, i : i + H, :, j : j + W] * kernels[:, :, :, k]
     return output.view(B, C, H * s, W * s).to(features.dtype)
-
-
-class _Carafe(torch.autograd.Function):
-    """``carafe`` where there is no kernel: saves the inputs alone, where autograd would save every product."""
-
-    @staticmethod
-    def forward(features: Tensor, masks: Tensor, K: int, G: int, s: int) -> Tensor:
-        B, C, H, W = features.shape
-        wide = _sum_type(features)
-        padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1)
-        kernels = masks.view(B, G, 1, K * K, H, s, W, s)
-        output = torch.zeros(B, G, C // G, H, s, W, s, dtype=wide, device=features.device)
-        for k in range(K * K):
-            i, j = divmod(k, K)
-            output.addcmul_(padded[:, :, :, i : i + H, :, j : j + W].to(wide), kernels[:, :, :, k].to(wide))
-        return output.view(B, C, H * s, W * s).to(features.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        features, masks, *ctx.sizes = inputs
-        ctx.save_for_backward(features, masks)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        features, masks = ctx.saved_tensors
-        K, G, s = ctx.sizes
-        B, C, H, W = features.shape
-        wide = _sum_type(features)
-        padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1)
-        kernels = masks.view(B, G, 1, K * K, H, s, W, s)
-        grad = grad_output.reshape(B, G, C // G, H, s, W, s).to(wide)
-        grad_padded = torch.zeros(B, G, C // G, H + K - 1, W + K - 1, dtype=wide, device=features.device)
-        grad_masks = torch.empty(B, G, K * K, H, s, W, s, dtype=wide, device=features.device)
-        for k in range(K * K):
-            i, j = divmod(k, K)
-            if ctx.needs_input_grad[0]:
-                grad_padded[..., i : i + H, j : j + W] += (grad * kernels[:, :, :, k].to(wide)).sum((4, 6))
-            if ctx.needs_input_grad[1]:
-                grad_masks[:, :, k] = (grad * padded[:, :, :, i : i + H, :, j : j + W].to(wide)).sum(2)
-        edge = K // 2
-        grad_features = grad_padded[..., edge : edge + H, edge : edge + W].reshape(features.shape)
-        return (
-            grad_features.to(features.dtype) if ctx.needs_input_grad[0] else None,
-            grad_masks.view(masks.shape).to(masks.dtype) if ctx.needs_input_grad[1] else None,
-            None,
-            None,
-            None,
-        )
-
-
-def _sum_type(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _fake(features: Tensor, masks: Tensor, kernel_size: int, group_size: int, scale_factor: int) -> Tensor:
@@ -150,6 +96,7 @@ if _library.declares("carafe"):
     torch.library.register_fake("visdet::carafe", _fake)
     torch.library.register_fake("visdet::carafe_backward", _fake_backward)
     torch.library.register_autograd("visdet::carafe", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("carafe", "carafe_backward")
 
 
 def carafe_naive(

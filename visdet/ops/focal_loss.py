@@ -60,8 +60,7 @@ def sigmoid_focal_loss(
         reduction: 'none' gives [N, C]; 'sum'; 'mean' divides the sum by N, not by N * C.
 
     Differentiable once with respect to ``input``; saved for the backward are the inputs. log p is exact for large
-    logits too, where mmcv cuts it at -87.3; a NaN logit gives NaN. Deterministic. The kernel is the CPU's; on CUDA it
-    is plain torch.
+    logits too, where mmcv cuts it at -87.3; a NaN logit gives NaN. Deterministic.
 
     Raises:
         ValueError: a shape, type or ``reduction`` does not fit.
@@ -71,8 +70,8 @@ def sigmoid_focal_loss(
     _check("sigmoid_focal_loss", input, target, weight, reduction)
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     weight = input.new_empty(0, dtype=wide) if weight is None else weight.to(wide)
-    has_kernel = _library.is_loaded("cpu") and input.device.type in ("cpu", "meta")
-    run = torch.ops.visdet.sigmoid_focal_loss if has_kernel else sigmoid_focal_loss_reference
+    is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
+    run = torch.ops.visdet.sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference
     logits = input if reduction == "none" else input.to(wide)  # no sum of rounded losses
     return _reduce(run(logits, target, weight, float(gamma), float(alpha)), reduction).to(input.dtype)
 
@@ -170,3 +169,4 @@ if _library.declares("sigmoid_focal_loss"):
     torch.library.register_fake("visdet::sigmoid_focal_loss", _fake)
     torch.library.register_fake("visdet::sigmoid_focal_loss_backward", _fake_backward)
     torch.library.register_autograd("visdet::sigmoid_focal_loss", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("sigmoid_focal_loss", "sigmoid_focal_loss_backward")

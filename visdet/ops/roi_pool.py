@@ -24,8 +24,7 @@ def roi_pool(
     both. A bin without pixels, and a region without area or of no image of the batch, gives 0; NaN counts as -inf.
     Differentiable once with respect to ``input``: the gradient goes to the maximum, the first in reading order of
     equal ones. Saved for the backward are the regions and the place of each maximum, which costs as much to find
-    again as the forward. Deterministic, for any number of threads. The kernels are the CPU's; on CUDA it is plain
-    torch, a loop over regions.
+    again as the forward. Deterministic; on CUDA the backward under ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
         ValueError: a shape or device does not fit.
@@ -41,8 +40,8 @@ def roi_pool_with_argmax(
     """Return ``roi_pool`` and the index into H * W of each bin's maximum; -1 for a bin without pixels."""
     check_rois("roi_pool", input, rois)
     rois = rois.detach().to(torch.float64 if input.dtype == torch.float64 else torch.float32)
-    has_kernel = _library.is_loaded("cpu") and input.device.type in ("cpu", "meta")
-    run = torch.ops.visdet.roi_pool if has_kernel else roi_pool_reference
+    is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
+    run = torch.ops.visdet.roi_pool if is_served else roi_pool_reference
     return run(input, rois, *output_size, float(spatial_scale))
 
 
@@ -126,11 +125,27 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: Any) -> tuple[Tensor | No
     if grad_output is None:
         return (None,) * 5
     rois, argmax = ctx.saved_tensors
-    grad = torch.ops.visdet.roi_pool_backward(grad_output, rois, argmax, *ctx.sizes)
+    if grad_output.is_cuda and torch.are_deterministic_algorithms_enabled():
+        grad = _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *ctx.sizes)
+    else:
+        grad = torch.ops.visdet.roi_pool_backward(grad_output, rois, argmax, *ctx.sizes)
     return grad.to(ctx.dtype), None, None, None, None
+
+
+def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int, H: int, W: int) -> Tensor:
+    """Return the gradient of the input by torch's ordered accumulation: slower than atomic additions."""
+    C = grad_output.shape[1]
+    first = rois[:, :1].clamp(0, max(B - 1, 0)).long() * C + torch.arange(C, device=rois.device)  # [N, C]
+    index = first[..., None, None] * (H * W) + argmax.clamp(min=0)
+    grad = rois.new_zeros(B * C * H * W)
+    if grad.numel() == 0:
+        return grad.view(B, C, H, W)
+    counted = torch.where(argmax >= 0, grad_output, 0)
+    return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)
 
 
 if _library.declares("roi_pool"):
     torch.library.register_fake("visdet::roi_pool", _fake)
     torch.library.register_fake("visdet::roi_pool_backward", _fake_backward)
     torch.library.register_autograd("visdet::roi_pool", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("roi_pool", "roi_pool_backward")
