@@ -61,12 +61,12 @@ class Case:
     ]  # the arguments, the same numbers on every device
     function: Callable[..., Tensor]
     reference: Callable[..., Tensor]  # plain torch; run in float64 for the gate
-    differentiable: dict[str, int]  # argument name: position
+    differentiable: dict[str, int]  # argument name: position; empty: the forward alone is checked and timed
     work: Callable[[torch.dtype], dict[str, Work]]  # of "forward" and "backward"
     tolerance: Callable[
         [torch.dtype], dict[str, float]
     ]  # of "output" and each differentiable argument's gradient
-    peers: Sequence[Peer] = ()  # the first is plain torch, always there: the one ratios refer to
+    peers: Sequence[Peer] = ()  # the first, usually plain torch, is the one ratios refer to
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     batched: tuple[int, ...] = ()  # positions of arguments whose first dimension is the batch
     checked_batches: tuple[int, ...] | None = (

@@ -79,7 +79,7 @@ def _add_passes(
     is_h200 = device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
     goals = case.goals_us.get(dtype, {}) if is_h200 else {}
     passes = result["passes"]
-    for kind in passes_for(device):
+    for kind in passes_for(device) if case.differentiable else ("forward",):
         try:
             timing = time_pass(call, kind, grad_output, case.graph, seconds)
         except RuntimeError as error:
@@ -133,7 +133,7 @@ def _measure_peer(
             output = call.function(*call.arguments)
         entry["output_error"] = max(relative_error(output[chosen], exact) for chosen, exact in gate.expected)
         del output
-        for kind in ("forward", "backward", "both"):
+        for kind in ("forward", "backward", "both") if case.differentiable else ("forward",):
             entry["passes"][kind] = dataclasses.asdict(
                 _time_peer(call, kind, grad_output, case.graph, seconds)
             )

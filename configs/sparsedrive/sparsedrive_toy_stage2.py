@@ -26,7 +26,13 @@ motion_plan_head = dict(
     plan_anchor="data/driving_scenes/kmeans_plan_6.npy",
     embed_dims=embed_dims,
     decouple_attn=True,
-    instance_queue=dict(type="InstanceQueue", embed_dims=embed_dims, queue_length=4, tracking_threshold=0.2),
+    instance_queue=dict(
+        type="InstanceQueue",
+        embed_dims=embed_dims,
+        queue_length=4,
+        tracking_threshold=0.2,
+        ego_motion_from_poses=True,
+    ),
     operation_order=layer * 3 + ["refine"],
     temp_graph_model=dict(
         type="MultiheadAttention",
@@ -77,6 +83,7 @@ motion_plan_head = dict(
 model = dict(
     data_preprocessor={{_base_.data_preprocessor}},
     head=dict(task_config=dict(with_motion_plan=True), motion_plan_head=motion_plan_head),
+    freeze_perception=True,
 )
 
 val_evaluator = [

@@ -10,12 +10,22 @@ import torch
 from visdet import ops
 from visdet.compat import mmcv_ext, mmcv_ops
 
-ROIS = torch.tensor([[0, 0.5, 1, 5.3, 4], [1, 1, 2, 5, 4.5]]).double()
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
+def device(request):
+    """Make every tensor of a test on this device."""
+    with torch.device(request.param):
+        yield request.param
+
+
+def rois():
+    return torch.tensor([[0, 0.5, 1, 5.3, 4], [1, 1, 2, 5, 4.5]]).double()
 
 
 def leaf(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+    generator = torch.Generator("cpu").manual_seed(seed)
+    values = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+    return values.to(torch.get_default_device()).requires_grad_()
 
 
 def gradients(out, inputs):
@@ -24,9 +34,9 @@ def gradients(out, inputs):
 
 
 @pytest.mark.parametrize("mode", ["max", "avg"])
-def test_roi_align(mode):
-    x = leaf(2, 3, 6, 7)
-    expected = ops.roi_align(x, ROIS, 2, 1.0, 2, mode)
+def test_roi_align(mode, device):
+    x, regions = leaf(2, 3, 6, 7), rois()
+    expected = ops.roi_align(x, regions, 2, 1.0, 2, mode)
     grad, (grad_expected,) = gradients(expected, [x])
     settings = dict(aligned_height=2, aligned_width=2, spatial_scale=1.0, sampling_ratio=2, aligned=True)
     settings["pool_mode"] = ("max", "avg").index(mode)
@@ -36,27 +46,27 @@ def test_roi_align(mode):
         x.new_zeros(0),
         torch.zeros_like(x),
     )
-    mmcv_ext.roi_align_forward(x.detach(), ROIS, out, argmax_y, argmax_x, **settings)
-    mmcv_ext.roi_align_backward(grad, ROIS, argmax_y, argmax_x, grad_x, **settings)
+    mmcv_ext.roi_align_forward(x.detach(), regions, out, argmax_y, argmax_x, **settings)
+    mmcv_ext.roi_align_backward(grad, regions, argmax_y, argmax_x, grad_x, **settings)
     torch.testing.assert_close(out, expected.detach())
     torch.testing.assert_close(grad_x, grad_expected)
 
 
-def test_roi_pool():
-    x = leaf(2, 3, 6, 7)
-    expected = ops.roi_pool(x, ROIS, 2)
+def test_roi_pool(device):
+    x, regions = leaf(2, 3, 6, 7), rois()
+    expected = ops.roi_pool(x, regions, 2)
     grad, (grad_expected,) = gradients(expected, [x])
     out, argmax, grad_x = torch.zeros_like(expected), torch.zeros(2, 3, 2, 2).int(), torch.zeros_like(x)
     settings = dict(pooled_height=2, pooled_width=2, spatial_scale=1.0)
-    mmcv_ext.roi_pool_forward(x.detach(), ROIS, out, argmax, **settings)
-    mmcv_ext.roi_pool_backward(grad, ROIS, argmax, grad_x, **settings)
+    mmcv_ext.roi_pool_forward(x.detach(), regions, out, argmax, **settings)
+    mmcv_ext.roi_pool_backward(grad, regions, argmax, grad_x, **settings)
     torch.testing.assert_close(out, expected.detach())
     torch.testing.assert_close(grad_x, grad_expected)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_focal_losses(name, weighted):
+def test_focal_losses(name, weighted, device):
     logits, target = leaf(5, 4), torch.tensor([0, 3, 2, 1, 1])
     weight = torch.rand(4, dtype=torch.float64) if weighted else torch.zeros(0, dtype=torch.float64)
     loss = getattr(ops, f"{name}_focal_loss")
@@ -73,7 +83,7 @@ def test_focal_losses(name, weighted):
     torch.testing.assert_close(grad, grad_expected)
 
 
-def test_modulated_deform_conv():
+def test_modulated_deform_conv(device):
     x, offset, mask, weight, bias = (
         leaf(2, 4, 5, 6),
         leaf(2, 18, 5, 6),
@@ -100,7 +110,7 @@ def test_modulated_deform_conv():
         torch.testing.assert_close(found, wanted)
 
 
-def test_carafe_and_masked_convolution():
+def test_carafe_and_masked_convolution(device):
     x, masks = leaf(1, 4, 3, 3), leaf(1, 9, 6, 6)
     expected = ops.carafe(x, masks, 3, 1, 2)
     grad, grads_expected = gradients(expected, [x, masks])
@@ -122,6 +132,107 @@ def test_carafe_and_masked_convolution():
     )
     unfolded = torch.nn.functional.unfold(x.detach(), 3, padding=1)[0]
     torch.testing.assert_close(column, unfolded[:, [1, 8]])
+
+    image = torch.zeros(1, 2, 3, 3, dtype=torch.float64)
+    mmcv_ext.masked_col2im_forward(
+        torch.tensor([[1.0, 2], [3, 4]]).double(), rows, columns, image, height=3, width=3, channels=2
+    )
+    assert image[0, :, 0, 1].tolist() == [1, 3] and image[0, :, 2, 2].tolist() == [2, 4] and image.sum() == 10
+
+
+def test_carafe_naive(device):
+    x, masks = leaf(1, 4, 3, 3), leaf(1, 18, 6, 6)
+    expected = ops.carafe_naive(x, masks, 3, 2, 2)
+    grad, grads_expected = gradients(expected, [x, masks])
+    out, gx, gm = torch.zeros_like(expected), torch.zeros_like(x), torch.zeros_like(masks)
+    sizes = dict(kernel_size=3, group_size=2, scale_factor=2)
+    mmcv_ext.carafe_naive_forward(x.detach(), masks.detach(), out, **sizes)
+    mmcv_ext.carafe_naive_backward(grad, x.detach(), masks.detach(), gx, gm, **sizes)
+    for found, wanted in zip((out, gx, gm), (expected.detach(), *grads_expected), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_deform_conv_of_version_one(device):
+    torchvision_ops = pytest.importorskip("torchvision.ops")
+    x, offset, weight = leaf(2, 4, 5, 6), leaf(2, 2 * 2 * 6, 3, 4, seed=1), leaf(6, 2, 3, 2, seed=2)
+    expected = torchvision_ops.deform_conv2d(x, offset, weight, None, (2, 1), (1, 0), (1, 2))
+    grad, grads_expected = gradients(expected, [x, offset, weight])
+    settings = dict(kW=2, kH=3, dW=1, dH=2, padW=0, padH=1, dilationW=2, dilationH=1)
+    settings |= dict(group=2, deformable_group=2, im2col_step=2)
+    x, offset, weight = x.detach(), offset.detach(), weight.detach()
+    out, none = torch.full_like(expected, 7.0), x.new_empty(0)
+    mmcv_ext.deform_conv_forward(x, weight, offset, out, none, none, **settings)
+    torch.testing.assert_close(out, expected.detach())
+    gx, go, gw = torch.zeros_like(x), torch.zeros_like(offset), torch.zeros_like(weight)
+    mmcv_ext.deform_conv_backward_input(x, offset, grad, gx, go, weight, none, **settings)
+    mmcv_ext.deform_conv_backward_parameters(x, offset, grad, gw, none, none, scale=0.5, **settings)
+    for found, wanted in zip((gx, go, 2 * gw), grads_expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("with_offset", [False, True])
+def test_deform_roi_pool(with_offset, device):
+    x, regions = leaf(2, 3, 6, 7), rois()
+    offset = leaf(2, 2, 2, 2, seed=3) if with_offset else x.new_zeros(0)
+    expected = ops.deform_roi_pool(x, regions, offset, 2, 0.9, 2, 0.1)
+    inputs = [x, offset] if with_offset else [x]
+    grad, grads_expected = gradients(expected, inputs)
+    settings = dict(pooled_height=2, pooled_width=2, spatial_scale=0.9, sampling_ratio=2, gamma=0.1)
+    out, gx, go = torch.zeros_like(expected), torch.zeros_like(x), torch.zeros_like(offset)
+    x, offset = x.detach(), offset.detach()
+    mmcv_ext.deform_roi_pool_forward(x, regions, offset, out, **settings)
+    mmcv_ext.deform_roi_pool_backward(grad, x, regions, offset, gx, go, **settings)
+    for found, wanted in zip((out, gx, go), (expected.detach(), *grads_expected), strict=False):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_ms_deform_attn(device):
+    shapes = torch.tensor([[4, 5], [2, 3]])
+    starts = torch.tensor([0, 20])
+    value, locations, weights = leaf(2, 26, 2, 4), leaf(2, 3, 2, 2, 4, 2, seed=1), leaf(2, 3, 2, 2, 4, seed=2)
+    locations = (locations.detach() * 0.4 + 0.5).requires_grad_()
+    expected = ops.ms_deform_attn_reference(value, shapes, starts, locations, weights)
+    grad, grads_expected = gradients(expected, [value, locations, weights])
+    value, locations, weights = value.detach(), locations.detach(), weights.detach()
+    out = mmcv_ext.ms_deform_attn_forward(value, shapes, starts, locations, weights, im2col_step=64)
+    torch.testing.assert_close(out, expected.detach())
+    found = [torch.zeros_like(t) for t in (value, locations, weights)]
+    mmcv_ext.ms_deform_attn_backward(value, shapes, starts, locations, weights, grad, *found, im2col_step=64)
+    for one, wanted in zip(found, grads_expected, strict=True):
+        torch.testing.assert_close(one, wanted)
+
+
+BOXES = [
+    [0.0, 0, 10, 10],
+    [5, 0, 15, 10],
+    [0, 0, 10, 9],
+    [20, 20, 30, 30],
+]  # IoU with the first: 1/3, 9/10, 0
+SCORES = [0.9, 0.8, 0.7, 0.6]
+
+
+def test_entries_over_boxes(device):
+    boxes, scores = torch.tensor(BOXES), torch.tensor(SCORES)
+    assert mmcv_ext.nms(boxes, scores, iou_threshold=0.5, offset=0).tolist() == [0, 1, 3]
+    ious = torch.zeros(4, 4)
+    mmcv_ext.bbox_overlaps(boxes, boxes, ious, mode=0, aligned=False, offset=0)
+    torch.testing.assert_close(ious[0], torch.tensor([1, 1 / 3, 0.9, 0]))
+    iofs = torch.zeros(4)
+    mmcv_ext.bbox_overlaps(boxes, boxes.flip(0), iofs, mode=1, aligned=True, offset=1)
+    assert iofs.tolist() == pytest.approx([0, 6 * 10 / (11 * 11), 6 * 10 / (11 * 10), 0])
+    groups = mmcv_ext.nms_match(torch.cat([boxes, scores[:, None]], 1), iou_threshold=0.5)
+    assert groups == [[0, 2], [1], [3]]
+
+
+@pytest.mark.parametrize("method", range(3))
+def test_softnms_writes_into_the_given_tensor(method):
+    boxes, scores, dets = torch.tensor(BOXES), torch.tensor(SCORES), torch.full((4, 5), -1.0)
+    settings = dict(iou_threshold=0.3, sigma=0.5, min_score=1e-3, method=method, offset=0)
+    keep = mmcv_ext.softnms(boxes, scores, dets, **settings)
+    settings["method"] = ("naive", "linear", "gaussian")[method]
+    expected, expected_keep = ops.soft_nms(boxes, scores, **settings)
+    assert torch.equal(keep, expected_keep) and torch.equal(dets[: len(keep)], expected)
+    assert len(keep) == (2, 4, 4)[method] and (dets[len(keep) :] == -1).all()
 
 
 def test_other_entries_say_what_to_do():
@@ -179,3 +290,25 @@ def test_scripts_run_with_it(tmp_path):
     command = [sys.executable, "-m", "visdet.compat.mmcv_ops", str(script), "--a", "b"]
     done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": f"{tmp_path}:."})
     assert done.stdout.strip() == "none: operators by visdet ['--a', 'b']", done.stderr
+
+
+@pytest.mark.parametrize("wish, provided", [("1", "True"), ("0", "False"), ("", "False"), (None, "False")])
+@pytest.mark.parametrize("imported", ["visdet", "visdet.ops"])
+def test_the_environment_switch_acts_at_import(wish, provided, imported, tmp_path):
+    (tmp_path / "mmcv").mkdir()
+    (tmp_path / "mmcv" / "__init__.py").write_text("")
+    script = f"import sys, {imported}; print('mmcv._ext' in sys.modules)"
+    environment = {"PYTHONPATH": f"{tmp_path}:."} | ({} if wish is None else {"VISDET_MMCV_OPS": wish})
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == provided, done.stderr
+
+
+def test_the_switch_without_mmcv_says_so(tmp_path):
+    script = "import sys; sys.modules['mmcv'] = None; import visdet"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ".", "VISDET_MMCV_OPS": "1"},
+    )
+    assert done.returncode and "mmcv is not installed; pip install mmcv-lite" in done.stderr

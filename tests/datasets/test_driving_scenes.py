@@ -18,7 +18,14 @@ from visdet.datasets import DrivingScenesDataset, load_infos, make_driving_scene
 from visdet.datasets import driving_scenes as driving_scenes_module
 from visdet.datasets.driving_renderer import GROUND_Z, Renderer, boxes_in_lidar
 from visdet.datasets.driving_scenes import _LIDAR_TO_EGO, _ego_pose
-from visdet.datasets.driving_world import DRIVING_CLASSES, Agents, make_world
+from visdet.datasets.driving_world import (
+    DRIVING_CLASSES,
+    STEP_S,
+    Agents,
+    _follow,
+    _make_road,
+    make_world,
+)
 from visdet.registry import DATASETS
 from visdet.structures.poses import box_corners, inverse_pose, pose_matrix
 
@@ -225,15 +232,49 @@ def test_annotations(infos):
             np.testing.assert_array_equal(line[0], line[-1])
         side = info["gt_ego_fut_trajs"].sum(axis=0)[0]
         assert info["gt_ego_fut_cmd"].tolist() == [float(side >= 2), float(side <= -2), float(abs(side) < 2)]
-        assert info["ego_status"].shape == (10,) and 1 < info["ego_status"][6] < 12
+        assert info["ego_status"].shape == (10,) and 0 <= info["ego_status"][6] < 12
         # The vehicle drives ahead, which is y in the lidar frame.
-        assert info["gt_ego_fut_trajs"][0, 1] > 0.5
+        assert info["gt_ego_fut_trajs"][0, 1] > -1e-3
     frames = [int(info["gt_ego_fut_masks"].sum()) for info in infos[:8]]
     assert frames == [6, 6, 5, 4, 3, 2, 1, 0]
 
 
+def test_the_vehicle_drives_as_people_do():
+    """It turns, slows down for turns and for others, stops and starts again; its speed never jumps."""
+    worlds = [make_world(np.random.default_rng(seed), 26) for seed in range(40)]
+    speeds = np.stack([world.ego_speed for world in worlds])
+    turned = np.abs([np.ptp(np.unwrap(world.ego_yaw)) for world in worlds])
+    acceleration = np.diff(speeds, axis=1) / STEP_S
+    assert (speeds >= 0).all() and 3.5 < speeds.mean() < 7 and speeds.max() < 9.5
+    assert acceleration.max() < 1.7 and acceleration.min() > -6.1
+    assert 0.2 < (turned > 0.6).mean() < 0.8
+    stops = (speeds.min(axis=1) < 0.3).mean()
+    assert 0.1 < stops < 0.6
+    for world in worlds:
+        travelled = np.diff(world.ego_station)
+        np.testing.assert_allclose(travelled, (world.ego_speed[1:] + world.ego_speed[:-1]) / 4, atol=0.35)
+        pace = np.linalg.norm(np.diff(world.ego_xy, axis=0), axis=1) / STEP_S
+        rate = np.abs(np.diff(np.unwrap(world.ego_yaw))) / STEP_S
+        assert (pace * rate)[pace > 1].max(initial=0) < 3.5  # m/s^2 sideways
+
+
+def test_the_vehicle_waits_behind_a_standing_one_and_in_front_of_a_crossing():
+    road = _make_road(np.random.default_rng(0))
+    road.curvature[:] = 0
+    times = np.arange(0, 15, STEP_S)
+    stations, speeds = _follow(
+        times, road, 0.0, 1, 8.0, lambda _: 8.0, lambda _, station: [(30 - station, 0.0)]
+    )
+    assert speeds[-1] < 0.1 and 27 < stations[-1] < 29 and (np.diff(stations) >= 0).all()
+    leave = 6.0
+    stations, speeds = _follow(
+        times, road, 0.0, 1, 8.0, lambda _: 8.0, lambda now, s: [(30 - s if now < leave else 1e3, 0.0)]
+    )
+    assert speeds[times == leave][0] < 1.5 and speeds[-1] > 7
+
+
 def test_nobody_runs_into_anybody():
-    for seed in range(5):
+    for seed in range(20):
         world = make_world(np.random.default_rng(seed), 26)
         agents = world.agents
         reach = np.minimum(agents.sizes[:, 0], agents.sizes[:, 1]) / 2

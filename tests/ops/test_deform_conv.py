@@ -1,5 +1,7 @@
 """deform_conv2d, modulated_deform_conv2d, their modules, and SAConv2d."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,6 +110,100 @@ def test_checkpoints_of_version_one(pack):
     assert not missing and not errors
     assert set(state) == set(model.state_dict())  # renamed for the layers below
     assert model.state_dict()._metadata["conv2"]["version"] == 2
+
+
+def _version_one(model):
+    """Return the model's state dict as version 1 wrote it, with other numbers."""
+    return {
+        name.replace(".conv_offset.", "_offset."): torch.full_like(value, float(i + 1))
+        for i, (name, value) in enumerate(model.state_dict().items())
+    }
+
+
+class Block(torch.nn.Module):
+    def __init__(self, pack):
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(3, 4, 1)
+        self.conv2 = pack(4, 4, 3, padding=1)
+
+
+@pytest.mark.parametrize("loader", ["torch", "mmengine", "mmengine.load_checkpoint"])
+@pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
+def test_every_loader_renames_the_offsets_of_version_one(pack, loader, tmp_path):
+    model = torch.nn.Sequential(torch.nn.ModuleDict(dict(a=Block(pack))), pack(4, 4, 1), Block(pack))
+    state = _version_one(model)
+    assert {"0.a.conv2_offset.weight", "1_offset.bias", "2.conv2_offset.bias"} <= set(state)
+    expected = dict(zip(model.state_dict(), state.values(), strict=True))
+    if loader == "torch":
+        model.load_state_dict(state)
+    else:
+        checkpoint = pytest.importorskip("mmengine.runner.checkpoint")
+        if loader == "mmengine":
+            checkpoint.load_state_dict(model, state, strict=True)
+        else:
+            torch.save(dict(state_dict=state), tmp_path / "version_1.pth")
+            checkpoint.load_checkpoint(model, str(tmp_path / "version_1.pth"), "cpu", strict=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(_version_one(model))  # the copy renames too
+    model.load_state_dict(model.state_dict())  # version 2 stays as it is
+
+
+@pytest.mark.parametrize("modulated", [False, True])
+def test_taps_of_the_padding_have_no_gradient(modulated, backend):
+    """Where offsets start, at 0, a tap at -1 counts nothing, as in mmcv; torchvision takes the slope inside."""
+    x = torch.arange(1.0, 10).view(1, 1, 3, 3).double()
+    offset = torch.zeros(1, 18, 3, 3, dtype=torch.float64, requires_grad=True)
+    weight, mask = torch.ones(1, 1, 3, 3).double(), torch.ones(1, 9, 3, 3).double()
+    out = (
+        modulated_deform_conv2d(x, offset, mask, weight, None, 1, 1)
+        if modulated
+        else deform_conv2d(x, offset, weight, 1, 1)
+    )
+    torch.testing.assert_close(out, F.conv2d(x, weight, padding=1))
+    (grad,) = torch.autograd.grad(out.sum(), offset)
+    grad = grad.view(9, 2, 3, 3)
+    assert not grad[:3, :, 0].any() and not grad[::3, :, :, 0].any()  # row -1 and column -1
+    assert grad[4, 0].tolist() == [[3, 3, 3], [3, 3, 3], [-7, -8, -9]]  # the centre: down a row
+
+
+def test_offsets_between_whole_pixels_keep_torchvisions_gradient():
+    if not _torchvision.serves("cpu"):
+        pytest.skip("torchvision's operators do not load")
+    from torchvision.ops import deform_conv2d as theirs
+
+    (x, offset, _, weight, _), settings = arguments()
+    leaf = offset.requires_grad_()
+    grads = [
+        torch.autograd.grad(out.square().sum(), leaf)[0]
+        for out in (
+            deform_conv2d(x, leaf, weight, *settings, 2, 2),
+            theirs(x, leaf, weight, None, *settings),
+        )
+    ]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("modulated", [False, True])
+def test_export_and_compile(modulated):
+    if not _torchvision.serves("cpu"):
+        pytest.skip("torchvision's operators do not load")
+    layer = (ModulatedDeformConv2dPack if modulated else DeformConv2dPack)(
+        4, 6, 3, padding=1, deform_groups=2
+    )
+    torch.nn.init.normal_(layer.conv_offset.weight, std=0.1)
+    x = torch.randn(2, 4, 6, 7)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,))
+    torch.testing.assert_close(program.module()(x), layer(x))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in (6, 9):
+        x = torch.randn(1, 4, size, 7, requires_grad=True)
+        expected, found = layer(x), compiled(x)
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, expected)]
+        torch.testing.assert_close(*grads)
 
 
 def test_maps_smaller_than_the_kernel():

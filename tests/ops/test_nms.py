@@ -167,6 +167,60 @@ def test_classes_one_by_one_give_the_same(kind, backend):
     assert torch.equal(limited[1], split[1][:9]) and len(limited[0]) == 9
 
 
+def test_agnostic_boxes_are_split_by_class_too():
+    """As in mmcv: from split_thr boxes on only boxes of the same class suppress each other."""
+    boxes, scores, classes = BOXES[[0, 0, 0]], torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0, 1, 1])
+    cfg = dict(iou_threshold=0.5, class_agnostic=True)
+    assert batched_nms(boxes, scores, classes, cfg)[1].tolist() == [0]
+    assert batched_nms(boxes, scores, classes, cfg | dict(split_thr=4))[1].tolist() == [0]
+    assert batched_nms(boxes, scores, classes, cfg | dict(split_thr=3))[1].tolist() == [0, 1]
+
+
+def batched_nms_by_definition(boxes, scores, classes, threshold, is_agnostic):
+    """Greedy, one box after another; distinct scores only."""
+    overlaps, kept = bbox_overlaps(boxes.double(), boxes.double()), []
+    for i in scores.argsort(descending=True).tolist():
+        rivals = [k for k in kept if is_agnostic or classes[k] == classes[i]]
+        if all(overlaps[k, i] <= threshold for k in rivals):
+            kept.append(i)
+    return kept
+
+
+@pytest.mark.parametrize("is_agnostic", [False, True])
+@pytest.mark.parametrize("split_thr", [1, 150, 151])
+@pytest.mark.parametrize("max_num", [-1, 7])
+def test_batched_nms_is_its_definition(is_agnostic, split_thr, max_num, backend):
+    boxes, scores = random_boxes(150)
+    classes = torch.randint(0, 6, (150,), generator=torch.Generator().manual_seed(3)) * 3
+    cfg = dict(iou_threshold=0.3, split_thr=split_thr, max_num=max_num, class_agnostic=is_agnostic)
+    dets, keep = batched_nms(boxes, scores, classes, cfg)
+    joint = is_agnostic and split_thr == 151
+    expected = batched_nms_by_definition(boxes, scores, classes, 0.3, joint)
+    assert keep.tolist() == expected[: max_num if max_num > 0 else None]
+    assert torch.equal(dets, torch.cat([boxes, scores[:, None]], 1)[keep])
+
+
+def test_export_and_compile():
+    if not _torchvision.serves("cpu"):
+        pytest.skip("torchvision's operators do not load")
+    boxes, scores = random_boxes(60)
+
+    class Nms(torch.nn.Module):
+        def forward(self, boxes, scores, classes):
+            return (
+                *nms(boxes, scores, 0.4, 1, max_num=9),
+                *batched_nms(boxes, scores, classes, dict(iou_threshold=0.4, max_num=9)),
+            )
+
+    arguments = (boxes, scores, torch.arange(60) % 3)
+    expected = Nms()(*arguments)
+    program = torch.export.export(Nms(), arguments)
+    compiled = torch.compile(Nms(), fullgraph=True, backend="eager", dynamic=True)
+    for found in (program.module()(*arguments), compiled(*arguments)):
+        for one, wanted in zip(found, expected, strict=True):
+            assert torch.equal(one, wanted)
+
+
 def test_rotated_boxes_move_by_their_centres():
     seen = []
 

@@ -176,6 +176,19 @@ def test_export_of_roi_align():
     torch.testing.assert_close(program.module()(maps(), ROIS), RoIAlign(2, 1.0, 2)(maps(), ROIS))
 
 
+def test_compilation_of_roi_align():
+    if not _torchvision.serves("cpu"):
+        pytest.skip("torchvision's operators do not load")
+    layer = RoIAlign(2, 1.0, 2)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for count in (5, 3):
+        x = maps().requires_grad_()
+        expected, found = layer(x, ROIS[:count]), compiled(x, ROIS[:count])
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, expected)]
+        torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

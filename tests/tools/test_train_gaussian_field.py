@@ -48,6 +48,7 @@ def test_fits_a_volume_and_resumes(monkeypatch, capsys, tmp_path, volume):
     options = volume_options(volume)
     printed = train(monkeypatch, capsys, tmp_path / "whole", "gaussian-field_volume", *options)
     assert last_r2(printed) > 0.9
+    assert "3840 points, batch 512 x 1 process, 60 iterations" in printed
     assert {p.name for p in (tmp_path / "whole" / "val_pictures").iterdir()} == {"iter_30.png", "iter_60.png"}
 
     halves = tmp_path / "halves"

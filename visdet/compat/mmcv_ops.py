@@ -1,7 +1,7 @@
 """Provides ``mmcv._ext`` from visdet's operators, so that mmcv-lite runs mmdet with nothing compiled.
 
 ``python -m visdet.compat.mmcv_ops tools/train.py CONFIG`` runs a script with it; ``install()`` does so in a program,
-before ``mmcv.ops`` is imported. ``VISDET_MMCV_OPS=1`` makes ``import visdet.compat`` do it.
+before ``mmcv.ops`` is imported. ``VISDET_MMCV_OPS=1`` makes ``import visdet``, or any part of it, do it.
 """
 
 import importlib.machinery
@@ -29,7 +29,9 @@ def install() -> bool:
         return getattr(present, "__name__", "") == mmcv_ext.__name__
     spec = importlib.util.find_spec("mmcv")
     if spec is None or spec.submodule_search_locations is None:
-        raise ImportError("visdet.compat.mmcv_ops: mmcv is not installed; pip install mmcv-lite==2.1.0")
+        raise ImportError(
+            "visdet.compat.mmcv_ops: mmcv is not installed; pip install mmcv-lite==2.1.0, or unset VISDET_MMCV_OPS"
+        )
     for folder in spec.submodule_search_locations:
         suffixes = (*importlib.machinery.EXTENSION_SUFFIXES, ".py")
         if any((Path(folder) / f"_ext{suffix}").exists() for suffix in suffixes):

@@ -22,7 +22,7 @@ __all__ = ["DRIVING_MAP_CLASSES", "DrivingScenesDataset", "make_driving_scenes"]
 DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
 AGENT_STEPS, EGO_STEPS = 12, 6
 
-_GENERATOR_VERSION = 1
+_GENERATOR_VERSION = 2
 _STAMP = "driving_scenes.json"
 _SPLITS = ("train", "val")
 _MIN_VISIBLE_PIXELS = 6  # an object with fewer counts as unseen, as one without a lidar point

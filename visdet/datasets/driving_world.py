@@ -1,5 +1,6 @@
 """The world of the embedded driving set: a road, the ego vehicle on it and everybody else, as functions of time."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,18 +22,24 @@ _MEAN_SIZE = {  # length, width, height, m
 _LANE_WIDTH = 3.5
 _STATION_SPACING = 0.5
 
+_TICK_S = 0.1  # of the drivers
+_ACCELERATION, _BRAKING, _LATERAL_ACCELERATION = 1.6, 2.0, 2.0  # m/s^2, comfortable
+_HEADWAY_S, _STANDING_GAP_M = 1.2, 2.0
+_AHEAD_M = np.arange(0, 40, _STATION_SPACING)  # looked ahead for turns
+
 
 @dataclass
 class Road:
     """A centre line of varying curvature; lateral offsets d are positive to the left of its direction.
 
-    stations [K]: distance along the line, m; xy [K, 2] and heading [K] there, in the world.
+    stations [K]: distance along the line, m; xy [K, 2], heading [K] and curvature [K] there, in the world.
     lanes: (offset, direction) of each lane, direction +1 with the line and -1 against it.
     """
 
     stations: np.ndarray
     xy: np.ndarray
     heading: np.ndarray
+    curvature: np.ndarray  # [K], 1/m, positive to the left
     lanes: list[tuple[float, int]]
     half_width: float
     crossings: list[float]  # the station of the middle of each pedestrian crossing
@@ -83,9 +90,9 @@ def make_world(rng: np.random.Generator, num_frames: int) -> World:
     ego_lane = max(lane for lane, direction in road.lanes if direction > 0)
     if rng.random() < 0.5:
         ego_lane = min(lane for lane, direction in road.lanes if direction > 0)
-    ego_station, ego_speed = _drive(rng, times, rng.uniform(3.0, 9.0))
+    ego_station, ego_speed, met = _drive_ego(rng, road, times, ego_lane)
     ego_xy, ego_yaw = road.place(ego_station, np.full_like(ego_station, ego_lane))
-    agents = _make_agents(rng, road, times, ego_station, ego_lane, (ego_xy, ego_yaw))
+    agents = _make_agents(rng, road, times, ego_station, (ego_xy, ego_yaw), met)
     look = {
         "road": rng.integers(70, 115),
         "verge": rng.integers((50, 80, 45), (90, 130, 80)),
@@ -98,13 +105,23 @@ def make_world(rng: np.random.Generator, num_frames: int) -> World:
 
 def _make_road(rng: np.random.Generator) -> Road:
     stations = np.arange(-90.0, 260.0, _STATION_SPACING)
-    # Straight, a bend to the left and one to the right are as likely; a bend starts and ends smoothly.
+    # A turn to either side is a long bend or a corner, with smooth ends.
     curvature = rng.normal(0, 0.001) + np.zeros_like(stations)
-    turn = rng.integers(-1, 2)
+    turn = rng.choice((-1, 0, 1), p=(0.375, 0.25, 0.375))
     if turn:
-        start, length = rng.uniform(-15, 25), rng.uniform(35, 80)
-        shape = np.clip(np.minimum(stations - start, start + length - stations) / 12.0, 0, 1)
-        curvature = curvature + turn * rng.uniform(0.012, 0.03) * shape
+        if rng.random() < 0.5:
+            start, length, ease, bend = (
+                rng.uniform(-15, 25),
+                rng.uniform(35, 80),
+                12.0,
+                rng.uniform(0.012, 0.03),
+            )
+        else:
+            bend, ease = rng.uniform(0.04, 0.06), 8.0
+            start, length = rng.uniform(0, 40), rng.uniform(0.8, 1.5) / bend + ease
+        curvature = curvature + turn * bend * np.clip(
+            np.minimum(stations - start, start + length - stations) / ease, 0, 1
+        )
     heading = np.cumsum(curvature) * _STATION_SPACING
     origin = int(np.argmin(np.abs(stations)))
     heading = heading - heading[origin] + rng.uniform(-np.pi, np.pi)
@@ -119,28 +136,138 @@ def _make_road(rng: np.random.Generator) -> Road:
     while station < 180:
         crossings.append(station)
         station += rng.uniform(35, 70)
-    return Road(stations, xy, heading, lanes, half_width, crossings)
+    return Road(stations, xy, heading, curvature, lanes, half_width, crossings)
 
 
-def _drive(rng: np.random.Generator, times: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return stations and speeds of a vehicle that starts at 0, keeps its speed and now and then changes it."""
-    change = rng.uniform(-1.2, 1.0) if rng.random() < 0.6 else 0.0
-    begin = rng.uniform(0, times[-1])
-    fine = np.arange(0, times[-1] + 1e-6, 0.05)
-    speeds = np.clip(speed + change * np.clip(fine - begin, 0, 4.0), 1.5, 11.0)
-    travelled = np.concatenate([[0.0], np.cumsum((speeds[1:] + speeds[:-1]) / 2 * 0.05)])
-    return np.interp(times, fine, travelled), np.interp(times, fine, speeds)
+def _drive(
+    rng: np.random.Generator, times: np.ndarray, road: Road, start: float, direction: int, desired: float
+) -> np.ndarray:
+    """Return the stations of a vehicle that keeps its speed, and now and then changes it or stops for a while."""
+    change, begin = rng.uniform(0.0, 1.5), rng.uniform(0, times[-1])
+    hold = rng.uniform(2.0, 8.0)
+    kind = rng.random()
+    factor = 1.0 if kind < 0.5 else change if kind < 0.8 else 0.0
+
+    def wanted(time: float) -> float:
+        return desired * factor if begin <= time < begin + hold else desired
+
+    return _follow(times, road, start, direction, desired, wanted)[0]
 
 
-def _make_agents(rng, road: Road, times, ego_station, ego_lane, ego_motion) -> Agents:
-    """Draw agents one after the other and keep those that hit nobody."""
+def _follow(
+    times: np.ndarray,
+    road: Road,
+    start: float,
+    direction: int,
+    speed: float,
+    wanted: Callable[[float], float],
+    obstacles: Callable[[float, float], Iterable[tuple[float, float]]] = lambda time, station: (),
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return stations [T] and speeds [T] of a driver: as fast as wanted, slow in turns, at a distance from what is ahead.
+
+    Args:
+        wanted: time to speed, m/s. obstacles: time and station to (free way ahead in m, speed in m/s) of each.
+
+    Source: the intelligent driver model, Treiber, Hennecke and Helbing 2000.
+    """
+    stations, speeds, station = np.empty_like(times), np.empty_like(times), start
+    per_frame = round(STEP_S / _TICK_S)
+    # A turn is braked for where it is still ahead: the speed that stopping distance allows.
+    bends = np.maximum(np.abs(road.curvature), 1e-6)
+    limit = np.sqrt(_LATERAL_ACCELERATION / bends)
+    for frame, time in enumerate(times):
+        stations[frame], speeds[frame] = station, speed
+        for tick in range(per_frame):
+            now = time + tick * _TICK_S
+            index = (station - road.stations[0]) / _STATION_SPACING
+            ahead = limit[_ahead(int(index), direction, len(limit))]
+            curve = np.sqrt(ahead**2 + 2 * _BRAKING * _AHEAD_M[: len(ahead)]).min()
+            target = max(min(wanted(now), curve), 0.1)
+            acceleration = _ACCELERATION * (1 - min(speed / target, 2.0) ** 4)
+            for gap, other in obstacles(now, station):
+                closing = speed * (speed - other) / (2 * np.sqrt(_ACCELERATION * _BRAKING))
+                room = _STANDING_GAP_M + max(0.0, _HEADWAY_S * speed + closing)
+                acceleration = min(acceleration, _ACCELERATION * (1 - (room / max(gap, 0.1)) ** 2))
+            before, speed = speed, max(0.0, speed + np.clip(acceleration, -6.0, _ACCELERATION) * _TICK_S)
+            station += direction * (before + speed) / 2 * _TICK_S
+    return stations, speeds
+
+
+def _ahead(index: int, direction: int, count: int) -> slice:
+    """Return the stations of the next metres in the direction of travel, nearest first."""
+    reach = len(_AHEAD_M)
+    index = min(max(index, 0), count - 1)
+    if direction > 0:
+        return slice(index, index + reach)
+    return slice(index, index - reach if index >= reach else None, -1)
+
+
+def _drive_ego(
+    rng: np.random.Generator, road: Road, times: np.ndarray, lane: float
+) -> tuple[np.ndarray, np.ndarray, list[tuple]]:
+    """Return stations and speeds of the ego vehicle, and whom it gives way to, as ``_draw_agent`` returns them.
+
+    It starts at its speed or slower, follows a vehicle ahead in half the scenes, and waits for somebody who crosses.
+    """
+    desired = rng.uniform(4.5, 9.0)
+    speed = desired if rng.random() < 0.6 else rng.uniform(0.0, desired)
+    met: list[tuple] = []
+    obstacles = []
+    if rng.random() < 0.5:
+        gap = rng.uniform(6.0, 22.0)
+        slower = min(desired * rng.uniform(0.4, 1.0), 1.0 + speed)
+        travelled = _drive(rng, times, road, gap + _EGO_ROOM[0], 1, slower)
+        met.append((_car_or_truck(rng), travelled, np.full_like(times, lane), 1))
+        reach = _EGO_ROOM[0] / 2 + _MEAN_SIZE[met[-1][0]][0] * 0.6 + 1.4
+        pace = np.gradient(travelled, STEP_S)
+        obstacles.append(
+            lambda now, station: (
+                np.interp(now, times, travelled) - station - reach,
+                np.interp(now, times, pace),
+            )
+        )
+    ahead = [crossing for crossing in road.crossings if 12 < crossing < 45]
+    if ahead and rng.random() < 0.6:
+        crossing, side, walk = ahead[0], rng.choice((-1, 1)), rng.uniform(1.0, 1.8)
+        way = road.half_width + 0.8 - side * lane  # from the kerb to the middle of the lane
+        arrival = crossing / max(speed, 3.0) + rng.uniform(-1.5, 3.0)
+        offset = side * (way - walk * (times - arrival + way / walk)) + lane
+        met.append(
+            (
+                "pedestrian",
+                np.full_like(times, crossing + rng.uniform(-0.8, 0.8)),
+                np.clip(offset, -road.half_width - 0.8, road.half_width + 0.8),
+                0,
+            )
+        )
+
+        def wait(now: float, station: float) -> tuple[float, float]:
+            is_near = -2.4 < walk * (arrival - now) < 5.0
+            gap = crossing - 2.2 - (station + _EGO_ROOM[0] / 2 + 1.4)
+            return (gap, 0.0) if is_near and gap > -1.0 else (1e3, 0.0)
+
+        obstacles.append(wait)
+    stations, speeds = _follow(
+        times,
+        road,
+        0.0,
+        1,
+        speed,
+        lambda _: desired,
+        lambda now, station: [obstacle(now, station) for obstacle in obstacles],
+    )
+    return stations, speeds, met
+
+
+def _make_agents(rng, road: Road, times, ego_station, ego_motion, met: list[tuple]) -> Agents:
+    """Draw agents one after the other, ``met`` first, and keep those that hit nobody."""
     kept: list[tuple] = []
     ego_xy, ego_yaw = ego_motion
     forward = np.stack([np.cos(ego_yaw), np.sin(ego_yaw)], axis=-1)
     occupied = [(ego_xy + 1.4 * forward, ego_yaw, _EGO_ROOM)]
-    wanted = rng.integers(32, 52)
-    for _ in range(int(wanted)):
-        kind, station, offset, along = _draw_agent(rng, road, times, ego_station)
+    for number in range(int(rng.integers(32, 52))):
+        drawn = met[number] if number < len(met) else _draw_agent(rng, road, times, ego_station)
+        kind, station, offset, along = drawn
         xy, heading = road.place(station, offset)
         yaw = _yaw_of_motion(xy, heading, along)
         size = np.array(_MEAN_SIZE[kind]) * rng.uniform(0.88, 1.12) * rng.uniform(0.95, 1.05, 3)
@@ -168,10 +295,10 @@ def _draw_agent(rng, road: Road, times, ego_station) -> tuple[str, np.ndarray, n
     kind = str(rng.choice(("vehicle", "parked", "pedestrian", "bicycle", "traffic_cone"), p=_SHARES))
     if kind == "vehicle":
         offset, direction = road.lanes[rng.integers(len(road.lanes))]
-        travelled, _ = _drive(rng, times, rng.uniform(2.0, 10.0))
         # Oncoming traffic starts further ahead, so that it is met.
         start = start + 20 if direction < 0 else rng.uniform(-28, 40)
-        return _car_or_truck(rng), start + direction * travelled, still + offset, direction
+        station = _drive(rng, times, road, start, direction, rng.uniform(2.0, 10.0))
+        return _car_or_truck(rng), station, still + offset, direction
     if kind == "parked":
         side = rng.choice((-1, 1))
         offset = side * (road.half_width - 1.35 + rng.uniform(-0.1, 0.1))

@@ -64,6 +64,7 @@ class NuScenes3DDetTrackDataset(Dataset):
     changes, and random numbers can come from the sampler.
     """
 
+    unit = "frames"
     METAINFO: dict[str, Any] = {
         "classes": (
             "car",

@@ -51,6 +51,7 @@ class TwoViewPairs(BaseDataset):
         seed: two data sets with different seeds share no pair.
     """
 
+    unit = "pairs"
     METAINFO = {"dataset_type": "two_view_pairs"}
 
     def __init__(

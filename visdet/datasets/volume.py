@@ -21,6 +21,8 @@ class _Samples(Dataset):
     asks for a batch of indices, returns a list of one such dict with all its points.
     """
 
+    unit = "points"
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.chunk(torch.tensor([index]))
 

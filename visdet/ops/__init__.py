@@ -13,6 +13,7 @@ from .deformable_aggregation import (
     deformable_aggregation_reference,
     feature_maps_format,
 )
+from .deformable_aggregation_fused import deformable_aggregation_fused, deformable_aggregation_fused_reference
 from .focal_loss import SigmoidFocalLoss, SoftmaxFocalLoss, sigmoid_focal_loss, softmax_focal_loss
 from .gaussian_field import gaussian_field, gaussian_field_reference
 from .mahalanobis_distance import mahalanobis_distance, mahalanobis_distance_reference
@@ -75,6 +76,8 @@ __all__ = [
     "deform_roi_pool",
     "deformable_aggregation",
     "deformable_aggregation_function",
+    "deformable_aggregation_fused",
+    "deformable_aggregation_fused_reference",
     "deformable_aggregation_reference",
     "denormalize",
     "feature_maps_format",

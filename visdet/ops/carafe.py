@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CARAFE", "CARAFENaive", "CARAFEPack", "carafe", "carafe_naive"]
+from . import _library
+
+__all__ = ["CARAFE", "CARAFENaive", "CARAFEPack", "carafe", "carafe_naive", "carafe_reference"]
 
 
 def carafe(
@@ -22,14 +24,16 @@ def carafe(
         masks: kernels, row by row, one for each of G groups of channels; usually a softmax over K * K.
         kernel_size: K, odd. group_size: G, divides C. scale_factor: s >= 1.
 
-    Pixels outside are zeros. Differentiable with respect to features and masks. Plain torch, any floating type;
-    memory for backward is the inputs' (and one padded copy of the features).
+    Pixels outside are zeros. Differentiable once with respect to features and masks; saved for the backward are the
+    inputs. Sums are taken in float32 (float64 for float64). Deterministic, for any number of threads.
 
     Raises:
         ValueError: a shape or number does not fit.
 
     Source: CARAFE, ICCV 2019; signature and order of the masks are mmcv's.
     """
+    if features.dim() != 4:
+        raise ValueError(f"carafe: features must be [B, C, H, W], got {list(features.shape)}")
     B, C, H, W = features.shape
     K, G, s = kernel_size, group_size, scale_factor
     if K < 1 or K % 2 == 0:
@@ -41,60 +45,58 @@ def carafe(
     expected = [B, K * K * G, H * s, W * s]
     if list(masks.shape) != expected:
         raise ValueError(f"carafe: masks must be {expected}, got {list(masks.shape)}")
-    return _Carafe.apply(features, masks.to(features.dtype), K, G, s)
+    is_served = _library.is_loaded("cpu") and features.device.type in ("cpu", "cuda", "meta")
+    run = torch.ops.visdet.carafe if is_served else carafe_reference
+    return run(features, masks.to(features.dtype), K, G, s)
 
 
-class _Carafe(torch.autograd.Function):
-    """Sums over the K * K shifts of the map; saves the inputs alone, where autograd would save every product."""
-
-    @staticmethod
-    def forward(features: Tensor, masks: Tensor, K: int, G: int, s: int) -> Tensor:
-        B, C, H, W = features.shape
-        wide = _sum_type(features)
-        padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1)
-        kernels = masks.view(B, G, 1, K * K, H, s, W, s)
-        output = torch.zeros(B, G, C // G, H, s, W, s, dtype=wide, device=features.device)
-        for k in range(K * K):
-            i, j = divmod(k, K)
-            output.addcmul_(padded[:, :, :, i : i + H, :, j : j + W].to(wide), kernels[:, :, :, k].to(wide))
-        return output.view(B, C, H * s, W * s).to(features.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        features, masks, *ctx.sizes = inputs
-        ctx.save_for_backward(features, masks)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        features, masks = ctx.saved_tensors
-        K, G, s = ctx.sizes
-        B, C, H, W = features.shape
-        wide = _sum_type(features)
-        padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1)
-        kernels = masks.view(B, G, 1, K * K, H, s, W, s)
-        grad = grad_output.reshape(B, G, C // G, H, s, W, s).to(wide)
-        grad_padded = torch.zeros(B, G, C // G, H + K - 1, W + K - 1, dtype=wide, device=features.device)
-        grad_masks = torch.empty(B, G, K * K, H, s, W, s, dtype=wide, device=features.device)
-        for k in range(K * K):
-            i, j = divmod(k, K)
-            if ctx.needs_input_grad[0]:
-                grad_padded[..., i : i + H, j : j + W] += (grad * kernels[:, :, :, k].to(wide)).sum((4, 6))
-            if ctx.needs_input_grad[1]:
-                grad_masks[:, :, k] = (grad * padded[:, :, :, i : i + H, :, j : j + W].to(wide)).sum(2)
-        edge = K // 2
-        grad_features = grad_padded[..., edge : edge + H, edge : edge + W].reshape(features.shape)
-        return (
-            grad_features.to(features.dtype) if ctx.needs_input_grad[0] else None,
-            grad_masks.view(masks.shape).to(masks.dtype) if ctx.needs_input_grad[1] else None,
-            None,
-            None,
-            None,
-        )
+def carafe_reference(
+    features: Tensor, masks: Tensor, kernel_size: int, group_size: int, scale_factor: int
+) -> Tensor:
+    """Return what ``carafe`` returns, in plain torch: the definition kernels are tested against."""
+    B, C, H, W = features.shape
+    K, G, s = kernel_size, group_size, scale_factor
+    wide = torch.float64 if features.dtype == torch.float64 else torch.float32
+    padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1).to(wide)
+    kernels = masks.reshape(B, G, 1, K * K, H, s, W, s).to(wide)
+    output = torch.zeros(B, G, C // G, H, s, W, s, dtype=wide, device=features.device)
+    for k in range(K * K):
+        i, j = divmod(k, K)
+        output = output + padded[:, :, :, i : i + H, :, j : j + W] * kernels[:, :, :, k]
+    return output.view(B, C, H * s, W * s).to(features.dtype)
 
 
-def _sum_type(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
+def _fake(features: Tensor, masks: Tensor, kernel_size: int, group_size: int, scale_factor: int) -> Tensor:
+    B, C, H, W = features.shape
+    return features.new_empty(B, C, H * scale_factor, W * scale_factor)
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    features: Tensor,
+    masks: Tensor,
+    kernel_size: int,
+    group_size: int,
+    scale_factor: int,
+) -> tuple[Tensor, Tensor]:
+    return features.new_empty(features.shape), masks.new_empty(masks.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.sizes = inputs[2:]
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.visdet.carafe_backward(grad_output, *ctx.saved_tensors, *ctx.sizes)
+    return (*grads, None, None, None)
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::carafe", _fake)
+    torch.library.register_fake("visdet::carafe_backward", _fake_backward)
+    torch.library.register_autograd("visdet::carafe", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("carafe", "carafe_backward")
 
 
 def carafe_naive(

@@ -70,7 +70,9 @@ def deform_conv2d(
         im2col_step: ignored; B need not divide by it.
 
     Positions outside count as zeros, those within one pixel of the border as a blend with zero. Differentiable
-    with respect to input, offset and weight. Served by torchvision; plain torch where it is missing.
+    with respect to input, offset and weight; at exactly -1, where zero offsets put the taps of a padding of 1, the
+    offset's gradient is 0, as in mmcv (torchvision's is that of a sample inside). Served by torchvision; plain
+    torch where it is missing.
 
     Raises:
         ValueError: a shape does not fit, or ``bias`` is asked for.
@@ -112,23 +114,55 @@ def convolve(
         ).to(offset.dtype)
     from torchvision.ops import deform_conv2d as torchvision_deform_conv2d
 
+    if shift.requires_grad and torch.is_grad_enabled():
+        shift = _off_the_border(shift, kernel.shape[2:], *settings)
     stride, padding, dilation = settings
     return torchvision_deform_conv2d(
         x, shift, kernel, shift_of_output, stride=stride, padding=padding, dilation=dilation, mask=factor
     ).to(offset.dtype)
 
 
+def _places(
+    offset: Tensor, kernel_size: tuple[int, int], stride: Any, padding: Any, dilation: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the unmoved (row, column) of each tap, [KH * KW, H', 1] and [KH * KW, 1, W'], in offset's type."""
+    (KH, KW), (height, width) = kernel_size, offset.shape[2:]
+    device, dtype = offset.device, offset.dtype
+    tap_y = torch.arange(KH, device=device).repeat_interleave(KW).to(dtype) * dilation[0] - padding[0]
+    tap_x = torch.arange(KW, device=device).repeat(KH).to(dtype) * dilation[1] - padding[1]
+    row = torch.arange(height, device=device).to(dtype) * stride[0]
+    column = torch.arange(width, device=device).to(dtype) * stride[1]
+    return tap_y[:, None, None] + row[:, None], tap_x[:, None, None] + column
+
+
+def _off_the_border(offset: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """Return the offsets, those that lead to exactly -1 one less: outside, without a gradient.
+
+    Offsets start at 0, where every tap of the padding is at -1; torchvision gives it the gradient of a sample inside.
+    """
+    y, x = _places(offset, kernel_size, stride, padding, dilation)
+    moves = offset.view(offset.shape[0], -1, len(y), 2, *offset.shape[2:])  # [B, G, KH * KW, 2, H', W']
+    place = moves + torch.stack([y.expand(-1, -1, x.shape[2]), x.expand(-1, y.shape[1], -1)], 1)
+    return torch.where(place == -1, moves - 1, moves).view(offset.shape)
+
+
 def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    """Return [M, c, K] samples of maps [M, c, H, W] at y, x [M, K]; corners outside are 0."""
+    """Return [M, c, K] samples of maps [M, c, H, W] at y, x [M, K]; corners outside are 0.
+
+    A place at or beyond -1, H or W counts nothing, its gradient included.
+    """
     H, W = maps.shape[2:]
+    counts = (y > -1) & (y < H) & (x > -1) & (x < W)
+    y, x = torch.where(counts, y, 0), torch.where(counts, x, 0)
     y0, x0 = y.detach().floor(), x.detach().floor()
+    fy, fx = y - y0, x - x0
     flat = maps.flatten(2)
     total = flat.new_zeros(())
-    for row in (y0, y0 + 1):
-        for column in (x0, x0 + 1):
-            inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    for row, wy in ((y0, 1 - fy), (y0 + 1, fy)):
+        for column, wx in ((x0, 1 - fx), (x0 + 1, fx)):
+            inside = counts & (row >= 0) & (row < H) & (column >= 0) & (column < W)
             index = torch.where(inside, row * W + column, 0).long()[:, None].expand(-1, flat.shape[1], -1)
-            factor = torch.where(inside, (1 - (y - row).abs()) * (1 - (x - column).abs()), 0)
+            factor = torch.where(inside, wy * wx, 0)
             total = total + flat.gather(2, index) * factor[:, None]
     return total
 
@@ -148,14 +182,10 @@ def deform_conv2d_reference(
     B, C, H, W = input.shape
     KH, KW = weight.shape[2:]
     height, width = output_shape(input, weight, stride, padding, dilation)
-    device, dtype, G = input.device, input.dtype, deform_groups
-    tap_y = torch.arange(KH, device=device).repeat_interleave(KW).to(dtype) * dilation[0] - padding[0]
-    tap_x = torch.arange(KW, device=device).repeat(KH).to(dtype) * dilation[1] - padding[1]
-    row = torch.arange(height, device=device).to(dtype) * stride[0]
-    column = torch.arange(width, device=device).to(dtype) * stride[1]
+    G = deform_groups
+    tap_y, tap_x = _places(offset, (KH, KW), stride, padding, dilation)
     moves = offset.reshape(B * G, KH * KW, 2, height, width)
-    y = (moves[:, :, 0] + tap_y[:, None, None] + row[:, None]).flatten(1)
-    x = (moves[:, :, 1] + tap_x[:, None, None] + column).flatten(1)
+    y, x = (moves[:, :, 0] + tap_y).flatten(1), (moves[:, :, 1] + tap_x).flatten(1)
     columns = _bilinear(input.reshape(B * G, C // G, H, W), y, x).view(B, G, C // G, KH * KW, height * width)
     if mask is not None:
         columns = columns * mask.reshape(B, G, 1, KH * KW, height * width)
@@ -226,25 +256,40 @@ class DeformConv2d(nn.Module):
         )
 
 
-def rename_offset_layer(state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """Rename in place: before version 2 the offset layer stood beside its convolution, as ``<name>_offset``.
-
-    It works, as in mmcv, for loaders that hand each module the whole dictionary; torch's since 1.13 hands a child
-    only the entries under its own name.
-    """
-    version = local_metadata.get("version")
-    if version is not None and version >= 2:
-        return
+def rename_offset_layer(state_dict: dict, prefix: str, *_: Any) -> None:
+    """Rename in place: before version 2 the offset layer stood beside its convolution, as ``<name>_offset``."""
     for name in ("weight", "bias"):
         old, new = f"{prefix[:-1]}_offset.{name}", f"{prefix}conv_offset.{name}"
         if new not in state_dict and old in state_dict:
             state_dict[new] = state_dict.pop(old)
 
 
+def _rename_offset_layers(module: nn.Module, state_dict: dict, prefix: str, *_: Any) -> None:
+    for name, child in module.named_children():
+        if getattr(type(child), "has_offset_layer", False):
+            rename_offset_layer(state_dict, f"{prefix}{name}.")
+
+
+def _watch_parents(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Let the parent of a pack rename: loaders hand a child only the entries under its own name."""
+    if getattr(type(child), "has_offset_layer", False) and "_renames_offset_layers" not in module.__dict__:
+        module.register_load_state_dict_pre_hook(_rename_offset_layers)
+        module.__dict__["_renames_offset_layers"] = (
+            True  # wrappers forward attributes, their __dict__ is their own
+        )
+
+
+nn.modules.module.register_module_module_registration_hook(_watch_parents)
+
+
 class DeformConv2dPack(DeformConv2d):
-    """Deformable convolution that computes its own offsets by a convolution, 'DCN' in configs. Offsets start at 0."""
+    """Deformable convolution that computes its own offsets by a convolution, 'DCN' in configs. Offsets start at 0.
+
+    Its state dicts are of version 2; in those of version 1, ``<name>_offset`` is renamed to ``<name>.conv_offset``.
+    """
 
     _version = 2
+    has_offset_layer = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -267,5 +312,5 @@ class DeformConv2dPack(DeformConv2d):
         return self._convolve(x, self.conv_offset(x))
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: Any) -> None:
-        rename_offset_layer(state_dict, prefix, local_metadata)
+        rename_offset_layer(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

@@ -64,13 +64,7 @@ def deformable_aggregation(
     Source: Sparse4D, arXiv 2211.10581, and SparseDrive, arXiv 2405.19620; the border rule is that of their kernel.
     """
     _library.require_cpu()
-    shapes = _as_int64(level_shapes, "level_shapes")
-    starts = _as_int64(level_starts, "level_starts")
-    is_cuda = features.device.type == "cuda"
-    if is_cuda and (shapes.is_cuda != starts.is_cuda or shapes.numel() > 2 * _MAX_HOST_MAPS):
-        shapes, starts = shapes.to(features.device), starts.to(features.device)
-    elif not is_cuda:
-        shapes, starts = shapes.cpu(), starts.cpu()
+    shapes, starts = as_tables(features, level_shapes, level_starts)
     for name, tensor in (("locations", locations), ("weights", weights)):
         if tensor.device != features.device:
             raise RuntimeError(
@@ -181,6 +175,18 @@ def _unflatten(features: Tensor, level_shapes: Tensor, level_starts: Tensor) -> 
         )
         first = last
     return groups
+
+
+def as_tables(
+    features: Tensor, level_shapes: Tensor | Sequence[Any], level_starts: Tensor | Sequence[Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the level tables as int64 tensors where the kernels for ``features`` read them."""
+    shapes, starts = _as_int64(level_shapes, "level_shapes"), _as_int64(level_starts, "level_starts")
+    if features.device.type != "cuda":
+        return shapes.cpu(), starts.cpu()
+    if shapes.is_cuda != starts.is_cuda or shapes.numel() > 2 * _MAX_HOST_MAPS:
+        return shapes.to(features.device), starts.to(features.device)
+    return shapes, starts
 
 
 def _as_int64(levels: Any, name: str) -> Tensor:

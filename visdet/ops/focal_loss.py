@@ -1,10 +1,20 @@
 """Focal losses over integer class targets: independent classes (sigmoid) and exclusive ones (softmax)."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["SigmoidFocalLoss", "SoftmaxFocalLoss", "sigmoid_focal_loss", "softmax_focal_loss"]
+from . import _library
+
+__all__ = [
+    "SigmoidFocalLoss",
+    "SoftmaxFocalLoss",
+    "sigmoid_focal_loss",
+    "sigmoid_focal_loss_reference",
+    "softmax_focal_loss",
+]
 
 
 def _check(op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str) -> None:
@@ -49,7 +59,8 @@ def sigmoid_focal_loss(
         weight: factor of all of a row's losses, by the row's target; background counts 1.
         reduction: 'none' gives [N, C]; 'sum'; 'mean' divides the sum by N, not by N * C.
 
-    Differentiable with respect to ``input``. log p is exact for large logits too, where mmcv cuts it at -87.3.
+    Differentiable once with respect to ``input``; saved for the backward are the inputs. log p is exact for large
+    logits too, where mmcv cuts it at -87.3; a NaN logit gives NaN. Deterministic.
 
     Raises:
         ValueError: a shape, type or ``reduction`` does not fit.
@@ -57,14 +68,27 @@ def sigmoid_focal_loss(
     Source: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017; signature and targets are mmcv's.
     """
     _check("sigmoid_focal_loss", input, target, weight, reduction)
-    logits = input if input.dtype in (torch.float32, torch.float64) else input.float()
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    weight = input.new_empty(0, dtype=wide) if weight is None else weight.to(wide)
+    is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
+    run = torch.ops.visdet.sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference
+    logits = input if reduction == "none" else input.to(wide)  # no sum of rounded losses
+    return _reduce(run(logits, target, weight, float(gamma), float(alpha)), reduction).to(input.dtype)
+
+
+def sigmoid_focal_loss_reference(
+    input: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float
+) -> Tensor:
+    """Return the losses [N, C] in plain torch: the definition kernels are tested against. No weight: [0]."""
+    logits = input if input.dtype == torch.float64 else input.float()
     is_target = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
     against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
-    balance = torch.where(is_target, alpha, 1 - alpha).to(logits.dtype)
-    loss = balance * against.sigmoid().pow(gamma) * F.softplus(against)
-    if weight is not None:
-        loss = loss * _weight_of_target(weight.to(loss), target)[:, None]
-    return _reduce(loss, reduction).to(input.dtype)
+    share = is_target.to(logits.dtype)
+    balance = alpha * share + (1 - alpha) * (1 - share)
+    loss = balance * against.sigmoid().pow(gamma) * -F.logsigmoid(-against)
+    if weight.numel() > 0:
+        loss = loss * _weight_of_target(weight, target)[:, None]
+    return loss.to(input.dtype)
 
 
 def softmax_focal_loss(
@@ -119,3 +143,30 @@ class SoftmaxFocalLoss(SigmoidFocalLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return softmax_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)
+
+
+def _fake(input: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float) -> Tensor:
+    return input.new_empty(input.shape)
+
+
+def _fake_backward(
+    grad_output: Tensor, input: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float
+) -> Tensor:
+    return input.new_empty(input.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.settings = inputs[3:]
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    grad = torch.ops.visdet.sigmoid_focal_loss_backward(grad_output, *ctx.saved_tensors, *ctx.settings)
+    return grad, None, None, None, None
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::sigmoid_focal_loss", _fake)
+    torch.library.register_fake("visdet::sigmoid_focal_loss_backward", _fake_backward)
+    torch.library.register_autograd("visdet::sigmoid_focal_loss", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("sigmoid_focal_loss", "sigmoid_focal_loss_backward")

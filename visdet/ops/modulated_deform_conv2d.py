@@ -102,10 +102,11 @@ class ModulatedDeformConv2dPack(ModulatedDeformConv2d):
     """The same with offsets and masks of a convolution of its own, 'DCNv2' in configs.
 
     ``conv_offset`` starts at zero: offsets 0, masks 0.5. The first two thirds of its channels are the offset
-    field, the last third the masks before the sigmoid.
+    field, the last third the masks before the sigmoid. State dicts: as ``DeformConv2dPack``.
     """
 
     _version = 2
+    has_offset_layer = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -131,5 +132,5 @@ class ModulatedDeformConv2dPack(ModulatedDeformConv2d):
         return super().forward(x, torch.cat([first, second], 1), mask.sigmoid())
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: Any) -> None:
-        rename_offset_layer(state_dict, prefix, local_metadata)
+        rename_offset_layer(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

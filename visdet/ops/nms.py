@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torchvision
+from . import _library, _torchvision
 from ._renamed import renamed_arguments
 
-__all__ = ["nms", "nms_match", "soft_nms"]
+__all__ = ["nms", "nms_match", "soft_nms", "soft_nms_reference"]
 
 SOFT_METHODS = ("naive", "linear", "gaussian")
 
@@ -37,7 +37,7 @@ def _overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
     return intersection / (area + areas - intersection)
 
 
-def _kept_plain(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """Greedy suppression in plain torch, on the CPU; the order and the result are torchvision's."""
     order = scores.sort(descending=True, stable=True).indices.cpu()
     ordered = boxes.cpu()[order]
@@ -60,7 +60,7 @@ def kept_indices(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: in
         from torchvision.ops import nms as torchvision_nms
 
         return torchvision_nms(boxes, scores, iou_threshold)
-    return _kept_plain(boxes, scores, iou_threshold)
+    return kept_by_plain_torch(boxes, scores, iou_threshold)
 
 
 @renamed_arguments(iou_thr="iou_threshold")
@@ -104,45 +104,6 @@ def nms(
     return (detections.numpy(), keep.numpy()) if is_numpy else (detections, keep)
 
 
-def soft_nms_loop(
-    boxes: Tensor,
-    scores: Tensor,
-    iou_threshold: float,
-    sigma: float,
-    min_score: float,
-    method: str,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
-    """Return ([M, 5], [M]) of float32 or float64 tensors on the CPU.
-
-    Each round takes the best box to the front, lowers the scores of the others and drops those below
-    ``min_score``: a hole left by a dropped box is filled from the end, which decides the order of equal scores.
-    """
-    boxes, scores = boxes.clone(), scores.clone()
-    index = torch.arange(len(scores))
-    count, i = len(scores), 0
-    while i < count:
-        best = i + int(scores[i:count].argmax())
-        swap = torch.tensor([i, best])
-        for column in (boxes, scores, index):
-            column[swap] = column[swap.flip(0)]
-        rest = slice(i + 1, count)
-        overlap = _overlaps_with(boxes[i], boxes[rest], offset).nan_to_num(nan=0)  # two boxes without area
-        if method == "gaussian":
-            scores[rest] *= torch.exp(-overlap.square() / sigma)
-        else:
-            factor = 1 - overlap if method == "linear" else torch.zeros_like(overlap)
-            scores[rest] *= torch.where(overlap >= iou_threshold, factor, torch.ones_like(overlap))
-        is_low = scores[rest] < min_score
-        survivors = i + 1 + int((~is_low).sum())
-        holes = i + 1 + is_low[: survivors - i - 1].nonzero().squeeze(1)
-        fillers = (survivors + (~is_low[survivors - i - 1 :]).nonzero().squeeze(1)).flip(0)
-        for column in (boxes, scores, index):
-            column[holes] = column[fillers]
-        count, i = survivors, i + 1
-    return torch.cat([boxes[:count], scores[:count, None]], 1), index[:count]
-
-
 @renamed_arguments(iou_thr="iou_threshold")
 def soft_nms(
     boxes: Any,  # [N, 4] (x1, y1, x2, y2)
@@ -159,29 +120,88 @@ def soft_nms(
     o >= ``iou_threshold``, or by exp(-o² / ``sigma``) (``gaussian``); a score that falls below ``min_score`` goes.
 
     Args: a tensor or a NumPy array, results of the same kind; ``offset`` as in ``nms``. 16-bit types are computed
-    in float32. Runs on the CPU whatever the device, as every implementation of it does. Not differentiable.
+    in float32. ``sigma`` must be positive for ``gaussian``. Not differentiable. NaN scores come last; a NaN overlap
+    counts as 0.
+
+    Runs on the CPU whatever the device: rounds follow one another, and a thousand of them cost less there, copies
+    included, than as many synchronisations of a GPU's blocks.
 
     Raises:
-        ValueError: a shape, ``offset`` or ``method`` does not fit.
+        ValueError: a shape, ``offset``, ``method`` or ``sigma`` does not fit.
 
     Source: Bodla et al., Soft-NMS, ICCV 2017; signature and order of equal scores are mmcv's.
     """
     boxes, scores, is_numpy = _as_tensors("soft_nms", boxes, scores, offset)
     if method not in SOFT_METHODS:
         raise ValueError(f"soft_nms: method must be one of {SOFT_METHODS}, got {method!r}")
+    if method == "gaussian" and not sigma > 0:
+        raise ValueError(f"soft_nms: sigma must be positive, got {sigma!r}")
     dtype = boxes.dtype if boxes.dtype in (torch.float32, torch.float64) else torch.float32
-    detections, keep = soft_nms_loop(
+    run = torch.ops.visdet.soft_nms if _library.is_loaded("cpu") else soft_nms_reference
+    detections, keep = run(
         boxes.detach().to("cpu", dtype),
         scores.detach().to("cpu", dtype),
         float(iou_threshold),
         float(sigma),
         float(min_score),
-        method,
+        SOFT_METHODS.index(method),
         offset,
     )
     if is_numpy:
         return detections.to(boxes.dtype).numpy(), keep.numpy()
     return detections.to(boxes), keep.to(boxes.device)
+
+
+def soft_nms_reference(
+    boxes: Tensor,
+    scores: Tensor,
+    iou_threshold: float,
+    sigma: float,
+    min_score: float,
+    method: int,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    """Return what ``soft_nms`` returns of float32 or float64 tensors on the CPU; ``method`` counts SOFT_METHODS.
+
+    Each round takes the best box to the front, lowers the scores of the others and drops those below
+    ``min_score``: a hole left by a dropped box is filled from the end, which decides the order of equal scores.
+    """
+    boxes, scores = boxes.clone(), scores.clone()
+    index = torch.arange(len(scores))
+    count, i = len(scores), 0
+    while i < count:
+        best = i + int(scores[i:count].nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax())
+        swap = torch.tensor([i, best])
+        for column in (boxes, scores, index):
+            column[swap] = column[swap.flip(0)]
+        rest = slice(i + 1, count)
+        overlap = _overlaps_with(boxes[i], boxes[rest], offset).nan_to_num(nan=0)  # two boxes without area
+        if SOFT_METHODS[method] == "gaussian":
+            scores[rest] *= torch.exp(-overlap.square() / sigma)
+        else:
+            factor = 1 - overlap if SOFT_METHODS[method] == "linear" else torch.zeros_like(overlap)
+            scores[rest] *= torch.where(overlap >= iou_threshold, factor, torch.ones_like(overlap))
+        is_low = scores[rest] < min_score
+        survivors = i + 1 + int((~is_low).sum())
+        holes = i + 1 + is_low[: survivors - i - 1].nonzero().squeeze(1)
+        fillers = (survivors + (~is_low[survivors - i - 1 :]).nonzero().squeeze(1)).flip(0)
+        for column in (boxes, scores, index):
+            column[holes] = column[fillers]
+        count, i = survivors, i + 1
+    return torch.cat([boxes[:count], scores[:count, None]], 1), index[:count]
+
+
+def _fake_soft_nms(
+    boxes: Tensor,
+    scores: Tensor,
+    iou_threshold: float,
+    sigma: float,
+    min_score: float,
+    method: int,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    count = torch.library.get_ctx().new_dynamic_size()
+    return boxes.new_empty(count, 5), boxes.new_empty(count, dtype=torch.int64)
 
 
 def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
@@ -208,3 +228,7 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
         groups.append(torch.cat([order[:1], order[1:][joins]]))
         order = order[1:][~joins]
     return [group.numpy() if is_numpy else group.to(dets.device) for group in groups]
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::soft_nms", _fake_soft_nms)

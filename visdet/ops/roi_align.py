@@ -32,7 +32,8 @@ def roi_align(
 
     A sample beyond one pixel outside the map is 0, others are clamped to it. No regions give [0, C, PH, PW].
     Differentiable with respect to ``input``. 'avg' is served by torchvision; float16 on the CPU and bfloat16,
-    which it refuses, are computed in float32. 'max', and everything where torchvision is missing, is plain torch.
+    which it refuses, are computed in float32; its float16 on CUDA rounds ``rois`` to float16 too. 'max', and
+    everything where torchvision is missing, is plain torch.
 
     Raises:
         ValueError: a shape, device or ``pool_mode`` does not fit.

@@ -1,56 +1,15 @@
 """RoIPool: the maximum over the whole pixels that each bin of a region touches."""
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from . import _library
 from ._roi_sampling import check_rois, pair
 
-__all__ = ["RoIPool", "roi_pool", "roi_pool_argmax"]
-
-
-def _bins(start: Tensor, end: Tensor, count: int, size: int) -> Tensor:
-    """Return [N, count, size] bool: the pixels of each bin of the intervals start..end [N]."""
-    steps = torch.arange(count + 1, device=start.device).to(start)
-    width = (end - start) / count
-    first = (steps[:-1] * width[:, None] + start[:, None]).floor()
-    last = (steps[1:] * width[:, None] + start[:, None]).ceil()
-    pixel = torch.arange(size, device=start.device)
-    return (pixel >= first[..., None]) & (pixel < last[..., None])
-
-
-def roi_pool_argmax(
-    input: Tensor, rois: Tensor, output_size: tuple[int, int], spatial_scale: float
-) -> Tensor:  # [N, C, PH, PW] int64
-    """Return the index into H * W of each bin's maximum, the first of equal ones; -1 for a bin without pixels."""
-    _, C, H, W = input.shape
-    PH, PW = output_size
-    N = len(rois)
-    argmax = torch.full((N, C, PH, PW), -1, dtype=torch.int64, device=input.device)
-    if N == 0 or input.numel() == 0:
-        return argmax
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    boxes = rois[:, 1:].detach().to(dtype)
-    x1, y1 = boxes[:, 0] * spatial_scale, boxes[:, 1] * spatial_scale
-    x2, y2 = (boxes[:, 2] + 1) * spatial_scale, (boxes[:, 3] + 1) * spatial_scale
-    is_region = ((x2 > x1) & (y2 > y1))[:, None, None]
-    in_row = _bins(y1, y2, PH, H) & is_region  # [N, PH, H]
-    in_column = _bins(x1, x2, PW, W) & is_region  # [N, PW, W]
-    lowest = -float("inf")
-    row_of, column_of = torch.arange(H, device=input.device), torch.arange(W, device=input.device)
-    values = input.detach().to(dtype).nan_to_num(nan=lowest, posinf=float("inf"), neginf=lowest)
-    for n in range(N):  # first down the columns, then along the rows of what is left
-        map_of_region = values[rois[n, 0].long()]  # [C, H, W]
-        for p in range(PH):
-            rows = row_of[in_row[n, p]]
-            if len(rows) == 0:
-                continue
-            best, best_row = map_of_region[:, rows[0] : rows[-1] + 1].max(1)  # [C, W]
-            inside = best[:, None].masked_fill(~in_column[n][None], lowest)  # [C, PW, W]
-            peak = inside.amax(-1)
-            index = (best_row + rows[0])[:, None] * W + column_of  # [C, 1, W]
-            first = index.masked_fill((inside != peak[..., None]) | ~in_column[n], H * W).amin(-1)
-            argmax[n, :, p] = torch.where(in_column[n].any(-1), first, -1)
-    return argmax
+__all__ = ["RoIPool", "roi_pool", "roi_pool_reference", "roi_pool_with_argmax"]
 
 
 def roi_pool(
@@ -62,25 +21,28 @@ def roi_pool(
     """Return the maximum of each bin: pixels floor(start) to ceil(end) of x1·scale .. (x2 + 1)·scale, cut in bins.
 
     Corners are not rounded and the far one counts one pixel more, as in mmcv and unlike torchvision, which rounds
-    both. A bin without pixels, and a region without area, gives 0. Differentiable with respect to ``input``: the
-    gradient goes to the maximum, the first in reading order of equal ones. Plain torch, any floating type.
+    both. A bin without pixels, and a region without area or of no image of the batch, gives 0; NaN counts as -inf.
+    Differentiable once with respect to ``input``: the gradient goes to the maximum, the first in reading order of
+    equal ones. Saved for the backward are the regions and the place of each maximum, which costs as much to find
+    again as the forward. Deterministic; on CUDA the backward under ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
         ValueError: a shape or device does not fit.
 
     Source: Fast R-CNN; bins and signature are mmcv's.
     """
+    return roi_pool_with_argmax(input, rois, pair(output_size), spatial_scale)[0]
+
+
+def roi_pool_with_argmax(
+    input: Tensor, rois: Tensor, output_size: tuple[int, int], spatial_scale: float
+) -> tuple[Tensor, Tensor]:  # [N, C, PH, PW] in input's type, int32
+    """Return ``roi_pool`` and the index into H * W of each bin's maximum; -1 for a bin without pixels."""
     check_rois("roi_pool", input, rois)
-    size = pair(output_size)
-    argmax = roi_pool_argmax(input, rois, size, spatial_scale)
-    if argmax.numel() == 0 or input.numel() == 0:
-        return input.new_zeros(argmax.shape) + 0 * input.sum()
-    C, pixels = input.shape[1], input.shape[2] * input.shape[3]
-    first = (
-        rois[:, 0].long()[:, None] * C + torch.arange(C, device=input.device)
-    ) * pixels  # of each map, [N, C]
-    pooled = input.flatten()[first[..., None, None] + argmax.clamp(min=0)]
-    return torch.where(argmax >= 0, pooled, 0)
+    rois = rois.detach().to(torch.float64 if input.dtype == torch.float64 else torch.float32)
+    is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
+    run = torch.ops.visdet.roi_pool if is_served else roi_pool_reference
+    return run(input, rois, *output_size, float(spatial_scale))
 
 
 class RoIPool(nn.Module):
@@ -96,3 +58,94 @@ class RoIPool(nn.Module):
 
     def extra_repr(self) -> str:
         return f"output_size={self.output_size}, spatial_scale={self.spatial_scale}"
+
+
+def _bins(start: Tensor, end: Tensor, count: int, size: int) -> Tensor:
+    """Return [N, count, size] bool: the pixels of each bin of the intervals start..end [N]."""
+    steps = torch.arange(count + 1, device=start.device).to(start)
+    width = (end - start) / count
+    first = (steps[:-1] * width[:, None] + start[:, None]).floor()
+    last = (steps[1:] * width[:, None] + start[:, None]).ceil()
+    pixel = torch.arange(size, device=start.device)
+    return (pixel >= first[..., None]) & (pixel < last[..., None])
+
+
+def roi_pool_reference(
+    input: Tensor, rois: Tensor, PH: int, PW: int, spatial_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return what ``roi_pool_with_argmax`` returns, in plain torch: the definition kernels are tested against."""
+    B, C, H, W = input.shape
+    x1, y1 = rois[:, 1] * spatial_scale, rois[:, 2] * spatial_scale
+    x2, y2 = (rois[:, 3] + 1) * spatial_scale, (rois[:, 4] + 1) * spatial_scale
+    is_region = (x2 > x1) & (y2 > y1) & (rois[:, 0] >= 0) & (rois[:, 0] < B)
+    in_row = _bins(y1, y2, PH, H) & is_region[:, None, None]  # [N, PH, H]
+    in_column = _bins(x1, x2, PW, W) & is_region[:, None, None]  # [N, PW, W]
+    image = torch.where(is_region, rois[:, 0], 0).long()
+    lowest = -float("inf")
+    values = input.detach().to(rois.dtype).nan_to_num(nan=lowest, posinf=float("inf"), neginf=lowest)
+    argmax = torch.full((len(rois), C, PH, PW), -1, dtype=torch.int64, device=input.device)
+    if input.numel() == 0 or argmax.numel() == 0:
+        return input.new_zeros(argmax.shape) + 0 * input.sum(), argmax.int()
+    row_of, column_of = torch.arange(H, device=input.device), torch.arange(W, device=input.device)
+    for n, p in itertools.product(range(len(rois)), range(PH)):
+        rows = row_of[in_row[n, p]]
+        if len(rows) == 0:
+            continue
+        best, best_row = values[image[n], :, rows[0] : rows[-1] + 1].max(1)  # down the columns: [C, W]
+        inside = best[:, None].masked_fill(~in_column[n], lowest)  # then along the rows: [C, PW, W]
+        index = (best_row + rows[0])[:, None] * W + column_of  # [C, 1, W]
+        is_peak = (inside == inside.amax(-1, keepdim=True)) & in_column[n]
+        first = index.masked_fill(~is_peak, H * W).amin(-1)
+        argmax[n, :, p] = torch.where(in_column[n].any(-1), first, -1)
+    map_of = (image[:, None] * C + torch.arange(C, device=input.device))[..., None, None]  # [N, C, 1, 1]
+    pooled = input.flatten()[map_of * (H * W) + argmax.clamp(min=0)]
+    return torch.where(argmax >= 0, pooled, 0), argmax.int()
+
+
+def _fake(
+    input: Tensor, rois: Tensor, pooled_height: int, pooled_width: int, spatial_scale: float
+) -> tuple[Tensor, Tensor]:
+    shape = (rois.shape[0], input.shape[1], pooled_height, pooled_width)
+    return input.new_empty(shape), input.new_empty(shape, dtype=torch.int32)
+
+
+def _fake_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int, H: int, W: int) -> Tensor:
+    return rois.new_empty(B, grad_output.shape[1], H, W)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    input, rois = inputs[:2]
+    ctx.save_for_backward(rois, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for argmax
+    ctx.sizes, ctx.dtype = (input.shape[0], *input.shape[2:]), input.dtype
+
+
+def _backward(ctx: Any, grad_output: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return (None,) * 5
+    rois, argmax = ctx.saved_tensors
+    if grad_output.is_cuda and torch.are_deterministic_algorithms_enabled():
+        grad = _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *ctx.sizes)
+    else:
+        grad = torch.ops.visdet.roi_pool_backward(grad_output, rois, argmax, *ctx.sizes)
+    return grad.to(ctx.dtype), None, None, None, None
+
+
+def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int, H: int, W: int) -> Tensor:
+    """Return the gradient of the input by torch's ordered accumulation: slower than atomic additions."""
+    C = grad_output.shape[1]
+    first = rois[:, :1].clamp(0, max(B - 1, 0)).long() * C + torch.arange(C, device=rois.device)  # [N, C]
+    index = first[..., None, None] * (H * W) + argmax.clamp(min=0)
+    grad = rois.new_zeros(B * C * H * W)
+    if grad.numel() == 0:
+        return grad.view(B, C, H, W)
+    counted = torch.where(argmax >= 0, grad_output, 0)
+    return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::roi_pool", _fake)
+    torch.library.register_fake("visdet::roi_pool_backward", _fake_backward)
+    torch.library.register_autograd("visdet::roi_pool", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("roi_pool", "roi_pool_backward")

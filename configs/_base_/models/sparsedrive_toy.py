@@ -206,6 +206,7 @@ model = dict(
     type="SparseDrive",
     use_grid_mask=False,
     use_deformable_func=True,
+    channels_last=True,
     img_backbone=dict(
         type="ResNet",
         depth=18,

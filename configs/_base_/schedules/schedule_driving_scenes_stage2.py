@@ -5,9 +5,8 @@ test_cfg = dict(type="TestLoop")
 
 optim_wrapper = dict(
     type="OptimWrapper",
-    optimizer=dict(type="AdamW", lr=3e-4, weight_decay=1e-3, fused=True),
+    optimizer=dict(type="AdamW", lr=1e-3, weight_decay=1e-3, fused=True),
     clip_grad=dict(max_norm=25, norm_type=2),
-    paramwise_cfg=dict(custom_keys={"img_backbone": dict(lr_mult=0.1)}),
 )
 
 param_scheduler = [

@@ -164,6 +164,34 @@ def test_config_is_left_alone_and_residual_modes():
     torch.testing.assert_close(added(*inputs), output[..., :16] + inputs[0])
 
 
+def test_a_projection_that_requires_grad_gets_one():
+    inputs = make_inputs()
+    fused = make_module()(*inputs)
+    projection = inputs[-1]["projection_mat"].clone().requires_grad_()
+    metas = {**inputs[-1], "projection_mat": projection}
+    for use_deformable_func in (True, False):
+        output = make_module(use_deformable_func=use_deformable_func)(*inputs[:-1], metas)
+        torch.testing.assert_close(output, fused, rtol=1e-4, atol=1e-4)
+        (grad,) = torch.autograd.grad(output.square().sum(), projection)
+        assert grad.isfinite().all() and grad.abs().sum() > 0
+
+
+def test_the_kernel_gets_its_arrays_in_order(monkeypatch):
+    module, inputs = make_module(), make_inputs()
+    metas = {**inputs[-1], "projection_mat": inputs[-1]["projection_mat"].clone().requires_grad_()}
+    seen = []
+
+    def record(features, level_shapes, level_starts, locations, weights):
+        seen.extend([locations, weights])
+        return features.new_zeros(*locations.shape[:2], features.shape[-1])
+
+    monkeypatch.setattr(
+        "visdet.models.sparsedrive.deformable_feature_aggregation.deformable_aggregation", record
+    )
+    module(*inputs[:-1], metas)
+    assert len(seen) == 2 and all(array.is_contiguous() for array in seen)
+
+
 def test_attention_dropout_drops_whole_pairs():
     module = make_module(attn_drop=0.5)
     instance_feature, _, anchor_embed, _, metas = make_inputs(N=50)

@@ -14,7 +14,8 @@ from visdet.models.sparsedrive import (
     PlanningTarget,
     SparseBox3DKeyPointsGenerator,
 )
-from visdet.models.sparsedrive.motion_planning_head import MotionPlanningHead, gen_sineembed_for_position
+from visdet.models.sparsedrive.motion_planning_head import MotionPlanningHead
+from visdet.models.sparsedrive.sine_embedding import gen_sineembed_for_position
 
 
 def per_sample(values, prefix):
@@ -200,6 +201,36 @@ def test_queue_forgets_the_oldest_and_state_can_be_put_back():
     queue.state = state
     (again,) = run_queue(queue, frames[4:])
     assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
+
+
+def moving_frame(time, place, yaw=0.0):
+    """Return a frame of ``queue_frame`` taken at ``place`` in the world, turned left by ``yaw``."""
+    det, maps, metas = queue_frame([1, 2], time, 0)
+    pose = np.eye(4)
+    pose[:2, :2] = [[math.cos(yaw), -math.sin(yaw)], [math.sin(yaw), math.cos(yaw)]]
+    pose[:2, 3] = place
+    metas["img_metas"][0].update(T_global=pose, T_global_inv=np.linalg.inv(pose))
+    return det, maps, metas
+
+
+def test_the_ego_knows_its_motion_from_poses():
+    queue = make_queue(ego_motion_from_poses=True)
+    frames = [
+        moving_frame(0.0, (0, 0)),
+        moving_frame(0.5, (0, 3)),  # 6 m/s ahead
+        moving_frame(1.0, (-2, 3), yaw=math.pi / 2),  # 4 m/s, and by now that is ahead
+        moving_frame(1.0, (-2, 4), yaw=math.pi / 2),  # no time passed
+        moving_frame(1.5, (5, 5)),
+    ]
+    outs = run_queue(queue, list(zip(frames, [True, True, True, True, False], strict=True)))
+    velocities = [anchor[0, 0, 8:10].tolist() for _, anchor, *_ in outs]
+    # The first frame, and one whose history was dropped, know nothing; the predicted 4 m/s is not taken.
+    for velocity, expected in zip(velocities, [(0, 0), (0, 6), (0, 4), (0, 0), (0, 0)], strict=True):
+        assert velocity == pytest.approx(expected, abs=1e-5)
+    unknown, known, other, standing, dropped = (feature for feature, *_ in outs)
+    torch.testing.assert_close(unknown, dropped)
+    assert not torch.allclose(known, other) and not torch.allclose(standing, unknown)
+    assert not any("motion" in name for name in make_queue().state_dict())
 
 
 def head_parts():

@@ -141,7 +141,7 @@ class ProgressHook(Hook):
 
         words = [] if not with_parts else [self._position(runner, 1)]
         if "loss" in outputs:
-            words.append(f"loss {smoothed('loss'):.4f}")
+            words.append(f"loss {_number(smoothed('loss'))}")
         if with_parts and (
             parts := _loss_parts({name: smoothed(name) for name in outputs if name != "loss"})
         ):
@@ -171,7 +171,7 @@ def _loss_parts(losses: dict[str, float]) -> str:
     layers = sum(value for name, value in losses.items() if "loss" in name and not name.startswith("loss"))
     if layers:
         main["other layers"] = layers
-    return "  ".join(f"{name} {value:.4f}" for name, value in main.items())
+    return "  ".join(f"{name} {_number(value)}" for name, value in main.items())
 
 
 def _main_scalars(metrics: dict) -> dict[str, int | float]:
@@ -184,10 +184,15 @@ def _main_scalars(metrics: dict) -> dict[str, int | float]:
 
 
 def _number(value: int | float) -> str:
-    """Return a count as it is, a measure with four digits, and COCO's -1, for nothing to measure, as a dash."""
+    """Return a count as it is, a measure with four decimals, or three digits where those would be lost.
+
+    COCO's -1, for nothing to measure, is a dash.
+    """
     if value == -1:
         return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4f}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.2e}"
 
 
 def _write_past_the_bar() -> None:

@@ -40,14 +40,14 @@ class RunReportHook(Hook):
         rows = {
             "visdet": f"{visdet.__version__}, torch {torch.__version__}, {_device()}, seed {runner.seed}",
             "model": f"{type(model).__name__}, {_millions(total)} parameters ({_millions(trained)} trained)",
-            "train": f"{len(loader.dataset)} images, batch {batch} x {processes} "
+            "train": f"{_size(loader.dataset)}, batch {batch} x {processes} "
             f"process{'es' if processes > 1 else ''}, {length}{runner.max_iters} iterations",
         }
         if runner.val_loop is not None:
             unit = "epoch" if isinstance(runner.train_loop, EpochBasedTrainLoop) else "iteration"
             every = f"every {unit}" if runner.val_interval == 1 else f"every {runner.val_interval} {unit}s"
             begin = f" from {runner.val_begin} on" if runner.val_begin > runner.val_interval else ""
-            rows["val"] = f"{len(runner.val_dataloader.dataset)} images, {every}{begin}"
+            rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {every}{begin}"
         rows["optimizer"] = _optimizer(runner.optim_wrapper)
         rows["start"] = _start(runner)
         rows["writes to"] = f"{_short(runner.work_dir)} (log: {_short(runner.logger.log_file)})"
@@ -106,6 +106,11 @@ class RunReportHook(Hook):
             total = str(sum(row["num_boxes"] for row in rows))
             table.add_row("all", total, *(_number(means.get(name)) for name in numbers), style="bold")
             console.print(table)
+
+
+def _size(dataset) -> str:
+    """Return how many samples there are, in the dataset's own word for them, if it has one."""
+    return f"{len(dataset)} {getattr(dataset, 'unit', 'images')}"
 
 
 def _device() -> str:

@@ -5,10 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
 
-from visdet.ops import deformable_aggregation, deformable_aggregation_reference, feature_maps_format
+from visdet.ops import (
+    deformable_aggregation,
+    deformable_aggregation_fused,
+    deformable_aggregation_reference,
+    feature_maps_format,
+)
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32
@@ -24,8 +30,9 @@ class DeformableFeatureAggregation(BaseModule):
     """Project each anchor's 3-D key points into all cameras and sum the features there, weighted per group.
 
     Weights come from the instance's feature and its anchor's embedding, a softmax over cameras, levels and points
-    together. The sampling is ``visdet.ops.deformable_aggregation``: a point counts in a camera iff it falls strictly
-    inside the image.
+    together. Projection, softmax and sampling are ``visdet.ops.deformable_aggregation_fused``: a point counts in a
+    camera iff it falls strictly inside the image. Where the projection itself requires a gradient, as when cameras are
+    being calibrated, ``visdet.ops.deformable_aggregation`` samples and torch does the rest.
 
     Args:
         embed_dims: width C of features and instances; num_groups divides it.
@@ -135,15 +142,31 @@ class DeformableFeatureAggregation(BaseModule):
                 f"{self.num_levels} levels, got {list(level_starts.shape)}"
             )
         key_points = self.kps_generator(anchor, instance_feature)  # [B, N, P, 3]
-        locations = self.project_points(key_points, projection, metas.get("image_wh"))  # [B, V, N, P, 2]
-        locations = locations.permute(0, 2, 3, 1, 4)  # [B, N, P, V, 2]
-        weights = self._get_weights(instance_feature, anchor_embed, metas)  # [B, N, V, L, P, G]
-        weights = weights.permute(0, 1, 4, 2, 3, 5)  # [B, N, P, V, L, G]
-        if self.use_deformable_func:
-            sampled = deformable_aggregation(features, level_shapes, level_starts, locations, weights)
+        image_wh = metas.get("image_wh")
+        is_calibrating = projection.requires_grad or (image_wh is not None and image_wh.requires_grad)
+        if self.use_deformable_func and not is_calibrating:
+            logits, camera_logits = self._get_logits(instance_feature, anchor_embed, projection)
+            keep = self._draw_pairs(instance_feature)
+            sampled = deformable_aggregation_fused(
+                features,
+                level_shapes,
+                level_starts,
+                key_points,
+                projection,
+                image_wh,
+                logits,
+                camera_logits,
+                keep,
+                1.0 if keep is None else 1 / (1 - self.attn_drop),
+            )
         else:
-            widened = locations.to(torch.promote_types(locations.dtype, features.dtype))
-            sampled = deformable_aggregation_reference(features, level_shapes, level_starts, widened, weights)
+            locations = self.project_points(key_points, projection, image_wh)  # [B, V, N, P, 2]
+            locations = locations.permute(0, 2, 3, 1, 4)  # [B, N, P, V, 2]
+            weights = self._get_weights(instance_feature, anchor_embed, metas)  # [B, N, V, L, P, G]
+            weights = weights.permute(0, 1, 4, 2, 3, 5)  # [B, N, P, V, L, G]
+            locations = locations.to(torch.promote_types(locations.dtype, features.dtype))
+            sample = deformable_aggregation if self.use_deformable_func else deformable_aggregation_reference
+            sampled = sample(features, level_shapes, level_starts, locations, weights)
         output = self.proj_drop(self.output_proj(sampled.to(instance_feature.dtype)))
         if self.residual_mode == "add":
             return output + instance_feature
@@ -157,18 +180,43 @@ class DeformableFeatureAggregation(BaseModule):
         feature = instance_feature + anchor_embed
         if self.camera_encoder is not None:
             assert metas is not None
-            matrices = metas["projection_mat"][:, :, :3].flatten(2).to(self.weights_fc.weight.dtype)
-            with torch.autocast(feature.device.type, enabled=False):
-                camera_embed = self.camera_encoder(matrices)  # [B, V, C]
-            feature = feature[:, :, None] + camera_embed[:, None]
-        logits = self.weights_fc(feature).reshape(B, N, -1, self.num_groups)
-        weights = at_least_float32(logits).softmax(-2)
-        weights = weights.reshape(B, N, self.num_cams, self.num_levels, self.num_pts, self.num_groups)
-        if self.training and self.attn_drop > 0:
-            shape = (B, N, self.num_cams, 1, self.num_pts, 1)
-            is_kept = torch.rand(shape, device=weights.device) > self.attn_drop
-            weights = weights * is_kept / (1 - self.attn_drop)
-        return weights
+            feature = feature[:, :, None] + self._embed_cameras(metas["projection_mat"])[:, None]
+        sizes = (self.num_cams, self.num_levels, self.num_pts, self.num_groups)
+        # The kernel's order in memory, P before V and L, from the logits on: neither the weights nor their gradients
+        # are then copied.
+        logits = at_least_float32(self.weights_fc(feature).view(B, N, *sizes).permute(0, 1, 4, 2, 3, 5))
+        weights = logits.flatten(2, 4).softmax(-2).view(logits.shape).permute(0, 1, 3, 4, 2, 5)
+        keep = self._draw_pairs(instance_feature)
+        return weights if keep is None else weights * keep[:, :, :, None, :, None] / (1 - self.attn_drop)
+
+    def _get_logits(
+        self, instance_feature: Tensor, anchor_embed: Tensor, projection: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits whose softmax the weights are, [B, N, V, L, P, G].
+
+        With camera embedding: [B, N, L, P, G] and [B, V, L, P, G] to add, as weights_fc is linear.
+        """
+        B, N = instance_feature.shape[:2]
+        sizes = (self.num_levels, self.num_pts, self.num_groups)
+        logits = self.weights_fc(instance_feature + anchor_embed)
+        if self.camera_encoder is None:
+            return logits.view(B, N, self.num_cams, *sizes), None
+        camera_logits = F.linear(self._embed_cameras(projection), self.weights_fc.weight)
+        return logits.view(B, N, *sizes), camera_logits.view(B, self.num_cams, *sizes)
+
+    def _embed_cameras(self, projection: Tensor) -> Tensor:
+        """Return the cameras' embedding [B, V, C], in full precision."""
+        assert self.camera_encoder is not None
+        matrices = projection[:, :, :3].flatten(2).to(self.weights_fc.weight.dtype)
+        with torch.autocast(matrices.device.type, enabled=False):
+            return self.camera_encoder(matrices)
+
+    def _draw_pairs(self, instance_feature: Tensor) -> Tensor | None:
+        """Return which (camera, point) pairs attention dropout leaves, bool [B, N, V, P], in training."""
+        if not self.training or self.attn_drop == 0:
+            return None
+        shape = (*instance_feature.shape[:2], self.num_cams, self.num_pts)
+        return torch.rand(shape, device=instance_feature.device) > self.attn_drop
 
     @staticmethod
     def project_points(
@@ -177,8 +225,13 @@ class DeformableFeatureAggregation(BaseModule):
         image_wh: Tensor | None = None,  # [B, V, 2]
     ) -> Tensor:  # [B, V, N, P, 2]
         """Return where the points fall in each camera, in 0..1 of the image with ``image_wh``, else in pixels."""
-        key_points = at_least_float32(key_points)
-        matrix = projection_mat.to(key_points.dtype)[:, :, None, None]  # [B, V, 1, 1, 4, 4]
-        pixels = (matrix[..., :3, :3] * key_points[:, None, :, :, None, :]).sum(-1) + matrix[..., :3, 3]
+        # A sum of three products, not a matrix product: those may be rounded to 10 bits on a GPU, pixels may not. The
+        # cameras come last in memory, as the kernel wants them.
+        points = at_least_float32(key_points)[..., None, None]  # [B, N, P, 3, 1, 1]
+        matrix = projection_mat.to(points.dtype)[:, None, None, :, :3]  # [B, 1, 1, V, 3, 4]
+        pixels = torch.addcmul(matrix[..., 3], points[..., 0, :, :], matrix[..., 0])
+        for axis in (1, 2):
+            pixels = torch.addcmul(pixels, points[..., axis, :, :], matrix[..., axis])  # [B, N, P, V, 3]
         points = pixels[..., :2] / pixels[..., 2:].clamp(min=_MIN_DEPTH_M)
-        return points if image_wh is None else points / image_wh.to(points.dtype)[:, :, None, None]
+        points = points if image_wh is None else points / image_wh.to(points.dtype)[:, None, None]
+        return points.permute(0, 3, 1, 2, 4)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
+from ..layers.precision import in_full_precision
 from ..transfer import to_device
-from .box3d import VY
-from .frame_clock import FrameClock
+from .box3d import VX, VY
+from .frame_clock import FrameClock, FrameStep
+from .sine_embedding import gen_sineembed_for_position
 from .temporal_state import temporal_value
 
 __all__ = ["InstanceQueue", "InstanceQueueState"]
@@ -58,9 +60,12 @@ class InstanceQueue(BaseModule):
         queue_length: frames kept, the current one included.
         tracking_threshold: instances of at most this confidence in the previous frame are not followed.
         feature_map_scale: accepted; the ego's feature is the mean over the front camera's coarsest map, of any size.
+        ego_motion_from_poses: take the ego's velocity from the poses of this frame and the one before, which the model
+            is given anyway, in place of the one predicted in the frame before: into the ego's anchor, and encoded
+            (with whether it is known) into the ego's feature.
 
-    Source: names and defaults are SparseDrive's. Different: the state is one value; a sample whose history was dropped
-    starts anew for agents and ego alike; images of any size work.
+    Source: names and defaults are SparseDrive's, which has no ``ego_motion_from_poses``. Different: the state is one
+    value; a sample whose history was dropped starts anew for agents and ego alike; images of any size work.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class InstanceQueue(BaseModule):
         queue_length: int = 0,
         tracking_threshold: float = 0,
         feature_map_scale: Sequence[float] | None = None,
+        ego_motion_from_poses: bool = False,
     ) -> None:
         super().__init__()
         if queue_length < 1:
@@ -87,6 +93,10 @@ class InstanceQueue(BaseModule):
         sizes = [math.log(size) for size in _EGO_SIZE_M]
         ego_anchor = [0.0, 0.5, _GROUND_M + _EGO_SIZE_M[2] / 2, *sizes, 1.0, 0.0, 0.0, 0.0, 0.0]
         self.ego_anchor = nn.Parameter(torch.tensor([ego_anchor]), requires_grad=False)
+        self.ego_motion_encoder: nn.Module | None = None
+        if ego_motion_from_poses:
+            hidden = [nn.Linear(embed_dims, embed_dims), nn.ReLU(), nn.Linear(embed_dims, embed_dims)]
+            self.ego_motion_encoder = nn.Sequential(*hidden)
         self.state = InstanceQueueState()
 
     def reset(self) -> None:
@@ -114,19 +124,19 @@ class InstanceQueue(BaseModule):
             the ego's feature [B, 1, C] and anchor [B, 1, D]; features [B, N + 1, T, C] and anchors [B, N + 1, T, D] of
             the last T frames, the ego last; [B, N + 1, T], True where nothing is remembered.
         """
-        state = self.state
+        state, step = self.state, None
         if state.period is None or len(state.period) != batch_size or mask is None:
             state = InstanceQueueState()
         else:
-            motion = FrameClock.of(metas).since(state.clock).previous_to_current
-            motion = to_device(motion, mask.device, torch.float32)
+            step = FrameClock.of(metas).since(state.clock)
+            motion = to_device(step.previous_to_current, mask.device, torch.float32)
 
             def moved(anchors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 return tuple(anchor_handler.anchor_projection(anchor, [motion])[0] for anchor in anchors)
 
             state = replace(state, anchors=moved(state.anchors), ego_anchors=moved(state.ego_anchors))
         state = self._follow(state, det_output, mask)
-        ego_feature, ego_anchor, self.state = self._with_ego(state, feature_maps, mask, batch_size)
+        ego_feature, ego_anchor, self.state = self._with_ego(state, step, feature_maps, mask, batch_size)
         state = self.state
 
         period = torch.cat([state.period, state.ego_period], dim=1)
@@ -166,7 +176,12 @@ class InstanceQueue(BaseModule):
         )
 
     def _with_ego(
-        self, state: InstanceQueueState, feature_maps: Sequence[Any], mask: Tensor | None, batch_size: int
+        self,
+        state: InstanceQueueState,
+        step: FrameStep | None,
+        feature_maps: Sequence[Any],
+        mask: Tensor | None,
+        batch_size: int,
     ) -> tuple[Tensor, Tensor, InstanceQueueState]:
         feature = self.ego_feature_encoder(_front_map(feature_maps)).flatten(1).unsqueeze(1)
         anchor = self.ego_anchor.expand(batch_size, 1, -1).clone()
@@ -174,7 +189,16 @@ class InstanceQueue(BaseModule):
             period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)
         else:
             period = torch.where(mask[:, None], state.ego_period, 0)
-        if state.ego_status is not None:
+        if self.ego_motion_encoder is not None:
+            velocity, is_known = anchor.new_zeros(batch_size, 1, 2), anchor.new_zeros(batch_size, 1, 1)
+            if step is not None:
+                is_known = mask[:, None, None].to(anchor.dtype)
+                velocity = is_known * to_device(_velocity(step), anchor.device, anchor.dtype).unsqueeze(1)
+            anchor[..., VX : VY + 1] = velocity
+            # Waves keep apart speeds that the norms behind would make one: they drop the length of what grows with it.
+            waves = is_known * gen_sineembed_for_position(velocity, self.embed_dims)
+            feature = feature + in_full_precision(self.ego_motion_encoder, waves)
+        elif state.ego_status is not None:
             speed = state.ego_status[..., _FORWARD_SPEED]
             anchor[..., VY] = torch.where(mask[:, None], speed, 0).to(anchor.dtype)
         state = replace(
@@ -210,6 +234,13 @@ def _chosen(match: Tensor, x: Tensor) -> Tensor:
     index = match.to(torch.int8).argmax(-1)
     rows = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
     return torch.where(match.any(-1, keepdim=True), rows, 0)
+
+
+def _velocity(step: FrameStep) -> Tensor:
+    """Return the velocity [B, 2] of the ego since the previous frame, in its own coordinates, on the host."""
+    seconds = torch.tensor(step.seconds, dtype=torch.float64).unsqueeze(-1)
+    moved = -step.previous_to_current[:, :2, 3]  # the previous frame's origin is that far behind
+    return torch.where(seconds == 0, 0.0, moved / seconds)
 
 
 def _front_map(feature_maps: Sequence[Any]) -> Tensor:

@@ -1,6 +1,5 @@
 """The head of motion and planning: what others will do and what to do, from what was seen."""
 
-import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,24 +16,12 @@ from ..layers.precision import in_full_precision
 from .box3d import COS_YAW, SIN_YAW
 from .instance_bank import topk
 from .mlp import linear_relu_ln
+from .sine_embedding import gen_sineembed_for_position
 from .sparse4d_loss import mean_over_processes
 
-__all__ = ["MotionPlanningHead", "gen_sineembed_for_position"]
+__all__ = ["MotionPlanningHead"]
 
 _NUSCENES_CLASSES = 10
-
-
-def gen_sineembed_for_position(pos_tensor: Tensor, hidden_dim: int = 256) -> Tensor:
-    """Return sines and cosines [..., hidden_dim] of positions [..., 2], those of y first.
-
-    Source: the name and the formula are SparseDrive's.
-    """
-    half = hidden_dim // 2
-    index = torch.arange(half, dtype=torch.float32, device=pos_tensor.device)
-    wavelength = 10000 ** (2 * torch.div(index, 2, rounding_mode="floor") / half)
-    phase = pos_tensor.float()[..., None] * (2 * math.pi) / wavelength  # [..., 2, half]
-    waves = torch.stack([phase[..., 0::2].sin(), phase[..., 1::2].cos()], -1).flatten(-2)
-    return torch.cat([waves[..., 1, :], waves[..., 0, :]], -1)
 
 
 @MODELS.register_module()

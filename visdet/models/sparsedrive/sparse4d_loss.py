@@ -66,6 +66,13 @@ class Sparse4DLoss:
                 losses |= self._denoising_loss(model_outs, cls, queries, num_positive[len(cls) :], reg_scale)
             return losses
 
+    def match(self, model_outs: dict[str, Any], data: dict[str, Any]) -> None:
+        """Match the last decoder layer alone with the ground truth, for ``sampler.indices``; arguments as ``loss``'s."""
+        cls, reg = (model_outs[name][-1].detach().float() for name in ("classification", "prediction"))
+        self.sampler.sample(
+            cls, reg[..., : len(self.reg_weights)], data[self.gt_cls_key], data[self.gt_reg_key]
+        )
+
     def _layer_loss(
         self,
         layer: int,

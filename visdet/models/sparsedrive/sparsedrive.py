@@ -24,6 +24,10 @@ class SparseDrive(BaseModel):
         use_grid_mask: whether GridMask augments the training images.
         use_deformable_func: whether the head gets the pyramid flattened, once for all its layers.
         data_preprocessor: config or module that turns collated frames into a batch.
+        channels_last: images go to the backbone with their channels last in memory, which convolutions on CPUs, and
+            on GPUs in 16 bits, are faster with, and flattening the pyramid too; numbers differ by rounding.
+        freeze_perception: backbone, neck, detection and map stay as they were loaded, statistics included, and run
+            without gradients and denoising: motion and planning alone learn, in cheaper steps.
         train_cfg, test_cfg, pretrained: accepted; must be None.
 
     **Temporal state**: frames of a sequence must come in order, sample i of a batch continuing sample i of the one
@@ -49,6 +53,8 @@ class SparseDrive(BaseModel):
         use_deformable_func: bool = False,
         depth_branch: dict[str, Any] | None = None,
         data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        channels_last: bool = False,
+        freeze_perception: bool = False,
     ) -> None:
         if isinstance(data_preprocessor, dict):  # from this scope, whatever the default scope is
             data_preprocessor = MODELS.build(data_preprocessor)
@@ -58,12 +64,23 @@ class SparseDrive(BaseModel):
                 raise ValueError(f"{type(self).__name__}: {name} must be None, got {value!r}")
         self.img_backbone = MODELS.build(img_backbone)
         self.img_neck = None if img_neck is None else MODELS.build(img_neck)
-        self.head = MODELS.build(head)
+        self.head = MODELS.build({**head, "freeze_perception": True} if freeze_perception else head)
         self.depth_branch = None if depth_branch is None else MODELS.build(depth_branch)
         self.use_deformable_func = use_deformable_func
+        self.channels_last = channels_last
         self.grid_mask = None
         if use_grid_mask:
             self.grid_mask = GridMask(True, True, rotate=1, offset=False, ratio=0.5, mode=1, prob=0.7)
+        self.frozen_parts: list[nn.Module] = []
+        if freeze_perception:
+            parts = (
+                self.img_backbone,
+                self.img_neck,
+                self.depth_branch,
+                self.head.det_head,
+                self.head.map_head,
+            )
+            self.frozen_parts = [part.requires_grad_(False) for part in parts if part is not None]
         self._empty_state = self.head.state
         self._state_of_training = self._empty_state
 
@@ -91,7 +108,10 @@ class SparseDrive(BaseModel):
             else:
                 self._state_of_training = self.temporal_state
                 self.reset_temporal_state()
-        return super().train(mode)
+        super().train(mode)
+        for part in self.frozen_parts:
+            part.eval()
+        return self
 
     def temporal_state_dict(self) -> Any:
         """Return the training's temporal state as plain types, for a checkpoint."""
@@ -132,6 +152,8 @@ class SparseDrive(BaseModel):
         img = img.flatten(0, 1)
         if self.grid_mask is not None:
             img = self.grid_mask(img)
+        if self.channels_last:
+            img = img.contiguous(memory_format=torch.channels_last)
         maps = self.img_backbone(img)
         if self.img_neck is not None:
             maps = self.img_neck(maps)
@@ -178,7 +200,11 @@ class SparseDrive(BaseModel):
 
     def loss(self, images: Tensor, data: dict[str, Any]) -> dict[str, Tensor]:
         """Return the losses of the head, and ``loss_dense_depth`` with a depth branch."""
-        features, depths = self.extract_feat(images, return_depth=True, metas=data)
+        if self.frozen_parts:
+            with torch.no_grad():
+                features, depths = self.extract_feat(images), None
+        else:
+            features, depths = self.extract_feat(images, return_depth=True, metas=data)
         losses = self.head.loss(self.head(features, data), data)
         if depths is not None:
             known = data.get("gt_depth")

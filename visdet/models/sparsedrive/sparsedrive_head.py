@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from mmengine.model import BaseModule
 from torch import Tensor
 
@@ -18,6 +19,7 @@ class SparseDriveHead(BaseModule):
     Args:
         task_config: ``with_det``, ``with_map``, ``with_motion_plan``; the last needs the other two.
         det_head, map_head, motion_plan_head: configs of the tasks' heads; those of absent tasks are not built.
+        freeze_perception: detection and map stay as they are; needs motion and planning, which alone learn.
 
     The temporal state of all tasks is ``state``, one value. The motion head takes part through a ``state`` of its own
     or of its ``instance_queue``.
@@ -31,9 +33,11 @@ class SparseDriveHead(BaseModule):
         det_head: dict[str, Any] | None = None,
         map_head: dict[str, Any] | None = None,
         motion_plan_head: dict[str, Any] | None = None,
+        freeze_perception: bool = False,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
+        self.freeze_perception = freeze_perception
         self.task_config = {
             name: bool(task_config.get(name, False)) for name in ("with_det", "with_map", "with_motion_plan")
         }
@@ -43,6 +47,10 @@ class SparseDriveHead(BaseModule):
             )
         if not (self.with_det or self.with_map):
             raise ValueError(f"SparseDriveHead: task_config must have a task, got {dict(task_config)}")
+        if freeze_perception and not self.with_motion_plan:
+            raise ValueError(
+                f"SparseDriveHead: freeze_perception needs with_motion_plan, got {dict(task_config)}"
+            )
         if self.with_det:
             self.det_head = MODELS.build(det_head)
         if self.with_map:
@@ -96,8 +104,9 @@ class SparseDriveHead(BaseModule):
             feature_maps: what ``feature_maps_format`` returns, or [B, V, C, H, W] of each level.
             metas: ``projection_mat``, ``image_wh``, ``timestamp``, ``img_metas``; in training the ground truth too.
         """
-        det_output = self.det_head(feature_maps, metas) if self.with_det else None
-        map_output = self.map_head(feature_maps, metas) if self.with_map else None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
+            det_output = self.det_head(feature_maps, metas) if self.with_det else None
+            map_output = self.map_head(feature_maps, metas) if self.with_map else None
         motion_output = planning_output = None
         if self.with_motion_plan:
             bank = self.det_head.instance_bank
@@ -120,10 +129,13 @@ class SparseDriveHead(BaseModule):
         """
         det_output, map_output, motion_output, planning_output = model_outs
         losses: dict[str, Tensor] = {}
-        if self.with_det:
-            losses.update(self.det_head.loss(det_output, data))
-        if self.with_map:
-            losses.update(self.map_head.loss(map_output, data))
+        if self.freeze_perception:
+            self.det_head.match(det_output, data)  # motion learns from the boxes of the matched instances
+        else:
+            if self.with_det:
+                losses.update(self.det_head.loss(det_output, data))
+            if self.with_map:
+                losses.update(self.map_head.loss(map_output, data))
         if self.with_motion_plan:
             matches = {"indices": self.det_head.sampler.indices}  # of the last decoder layer
             losses.update(self.motion_plan_head.loss(motion_output, planning_output, data, matches))

@@ -212,6 +212,7 @@ template void round_sums<double, double>(const double*, double*, int64_t);
 #include <type_traits>
 
 #include "../deformable_aggregation.h"
+#include "deformable_aggregation_cpu.h"
 #include "dispatch.h"
 
 namespace visdet {
@@ -273,8 +274,10 @@ DeformableAggregationProblem check_all(const Tensor& features, const Tensor& lev
   return problem;
 }
 
-Tensor deformable_aggregation(const Tensor& features_in, const Tensor& level_shapes_in, const Tensor& level_starts_in,
-                              const Tensor& locations_in, const Tensor& weights_in) {
+}  // namespace
+
+Tensor deformable_aggregation_cpu(const Tensor& features_in, const Tensor& level_shapes_in,
+                                  const Tensor& level_starts_in, const Tensor& locations_in, const Tensor& weights_in) {
   const auto problem = check_all(features_in, level_shapes_in, level_starts_in, locations_in, weights_in);
   const Tensor features = contiguous(features_in), level_shapes = contiguous(level_shapes_in),
                level_starts = contiguous(level_starts_in), locations = contiguous(locations_in),
@@ -297,12 +300,10 @@ Tensor deformable_aggregation(const Tensor& features_in, const Tensor& level_sha
   return output;
 }
 
-std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward(const Tensor& grad_output_in,
-                                                                   const Tensor& features_in,
-                                                                   const Tensor& level_shapes_in,
-                                                                   const Tensor& level_starts_in,
-                                                                   const Tensor& locations_in, const Tensor& weights_in,
-                                                                   bool /*deterministic: always*/) {
+std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cpu(
+    const Tensor& grad_output_in, const Tensor& features_in, const Tensor& level_shapes_in,
+    const Tensor& level_starts_in, const Tensor& locations_in, const Tensor& weights_in,
+    bool /*deterministic: always*/) {
   const auto problem = check_all(features_in, level_shapes_in, level_starts_in, locations_in, weights_in);
   check_deformable_aggregation_grad(problem, grad_output_in, features_in);
   const Tensor grad_output = contiguous(grad_output_in), features = contiguous(features_in),
@@ -342,12 +343,11 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward(const Tensor&
   return {grad_features, grad_locations, grad_weights};
 }
 
-}  // namespace
 }  // namespace visdet
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("deformable_aggregation", TORCH_BOX(&visdet::deformable_aggregation));
-  m.impl("deformable_aggregation_backward", TORCH_BOX(&visdet::deformable_aggregation_backward));
+  m.impl("deformable_aggregation", TORCH_BOX(&visdet::deformable_aggregation_cpu));
+  m.impl("deformable_aggregation_backward", TORCH_BOX(&visdet::deformable_aggregation_backward_cpu));
 }
 
 #endif  // VISDET_ISA_BASELINE

@@ -11,6 +11,7 @@
 #include "../common/cuda_utils.cuh"
 #include "../common/order_records.cuh"
 #include "../deformable_aggregation.h"
+#include "deformable_aggregation.cuh"
 
 namespace visdet {
 namespace {
@@ -133,6 +134,28 @@ __device__ __forceinline__ int compact_visible(const Pack<A, 2>* __restrict__ lo
   return total;
 }
 
+// All threads of the block: zeros for the gradients of the pairs that compact_visible left out.
+template <typename A, typename TW>
+__device__ __forceinline__ void zero_invisible(const Pack<A, 2>* __restrict__ locations, int tile, int per_split,
+                                               int split, const Sizes& sizes, Pack<A, 2>* grad_locations,
+                                               TW* grad_weights) {
+  const int numbers = sizes.L * sizes.G, each = numbers % 4 == 0 ? 4 : 1, packs = numbers / each;
+  const int pairs = min(kTile, per_split - tile);
+  for (int n = threadIdx.x; n < pairs * packs; n += kThreads) {
+    const int of_tile = n / packs, pack = n - of_tile * packs;
+    const int i = (tile + of_tile) * sizes.splits + split, v = i / sizes.P;
+    const int pair = (i - v * sizes.P) * sizes.V + v;
+    if (v >= sizes.V || is_visible(locations[pair])) continue;
+    if (pack == 0) grad_locations[pair] = {};
+    TW* to = grad_weights + static_cast<int64_t>(pair) * numbers + pack * each;
+    if (each == 4) {
+      *reinterpret_cast<Pack<TW, 4>*>(to) = {};
+    } else {
+      *to = TW();
+    }
+  }
+}
+
 // Forward.
 //
 // A block owns a query, or one of `splits` equal parts of its (point, camera) pairs. It first lists the visible pairs
@@ -202,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
         }
         __syncwarp();
         const int here = min(32, mine - s0);
-#pragma unroll 2
+#pragma unroll(sizeof(T) == 2 ? 4 : 2)
         for (int i = 0; i < here; ++i) {
           const Sample<A> sample = my_samples[i];
           const TW* line = my_weights + static_cast<int64_t>(my_lines[i]) * G;
@@ -273,9 +296,10 @@ __global__ void __launch_bounds__(256)
 //
 // pair_kernel walks the visible pairs as the forward does and finishes the gradients of weights and locations; on the
 // way it counts the samples of each cell, which gives each its rank there. scan_kernel turns counts into places and
-// record_kernel writes the samples there. In texel_kernel a warp owns a row of features: the samples of the four cells
-// around the texel are its contributions, each a row of grad_output, which the caches hold. So grad_features is written
-// once, in its own type: no floating-point atomics, no zero-fill, no float32 copy. A row with many records is shared by
+// record_kernel writes the samples there. In texel_kernel a warp owns a few rows of features: the samples of the four
+// cells around a texel are its contributions, each a row of grad_output, which the caches hold. So grad_features is
+// written once, in its own type: no floating-point atomics, no zero-fill, no float32 copy. A warp walks the records of
+// all its rows as one list, whose loads do not wait for each other; a row with many records is shared by
 // the warps of its block. Only the ranks differ between runs: in deterministic mode order_kernel sorts each cell.
 // Scratch: 20 bytes a sample of any pair (36 with order_kernel), 4 a cell.
 
@@ -340,6 +364,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
   }
   for (int tile = 0; tile < per_split; tile += kTile) {
     const int count = compact_visible(my_locations, tile, per_split, split, sizes, visible);
+    zero_invisible(my_locations, tile, per_split, split, sizes, my_grad_locations, my_grad_weights);
     const int mine = (count - warp + kWarps - 1) / kWarps * L;
     A grad_x = 0, grad_y = 0;
     for (int s0 = 0; s0 < mine; s0 += 32) {
@@ -547,11 +572,13 @@ __global__ void __launch_bounds__(kOrderThreads)
 
 constexpr int kTexelThreads = 256;
 constexpr int kTexelWarps = kTexelThreads / 32;
-constexpr int kSharedRow = 128;  // records from which on the block's warps share a row
-constexpr int kShare = 16;       // of which each takes so many at a time
+constexpr int kRows = 16;       // rows of a warp
+constexpr int kBatch = 4;       // records whose loads are under way at once
+constexpr int kSharedRow = 64;  // records from which on the block's warps share a row
+constexpr int kShare = 16;      // of which each takes so many at a time
 
 template <typename T, typename TW, typename A, int VEC, int NP>
-__global__ void __launch_bounds__(kTexelThreads)
+__global__ void __launch_bounds__(kTexelThreads, 3)
     texel_kernel(const T* __restrict__ grad_output, const TW* __restrict__ weights, const Maps maps,
                  const int32_t* __restrict__ starts, const Record<A>* __restrict__ records,
                  T* __restrict__ grad_features, const Sizes sizes) {
@@ -561,9 +588,12 @@ __global__ void __launch_bounds__(kTexelThreads)
   const int L = sizes.L, V = sizes.V, G = sizes.G, C = sizes.C, map_count = V * L;
   load_maps(maps, map_count, table);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t blocks = (sizes.S + kTexelWarps - 1) / kTexelWarps;
+  constexpr int kBlockRows = kTexelWarps * kRows;
+  const int64_t blocks = (sizes.S + kBlockRows - 1) / kBlockRows;
   const int64_t b = blockIdx.x / blocks, samples = sizes.Q * sizes.P;
-  const int64_t first_row = (b * blocks + blocks - 1 - blockIdx.x) * kTexelWarps;
+  // Rows `blocks` apart, so that every block has its share of the coarse levels, whose rows have most records.
+  const int64_t block = blockIdx.x - b * blocks;
+  const auto row_of = [&](int n) { return n * blocks + block; };
   const int32_t* my_starts = starts + b * sizes.slots;
   const TW* my_weights = weights + b * samples * V * L * G;
   const char* my_output = reinterpret_cast<const char*>(grad_output + b * sizes.Q * C);
@@ -582,18 +612,8 @@ __global__ void __launch_bounds__(kTexelThreads)
       }
     }
   };
-  const auto count_records = [&](int64_t row) {
-    int64_t count = 0;
-    for_each_map(row, [&](int m, int64_t cell) {
-      const int32_t* at = my_starts + table[m].first_cell + cell;
-      const int32_t* below = at + table[m].W + 1;
-      count += (at[2] - at[0]) + (below[2] - below[0]);
-    });
-    return count;
-  };
-  // Adds to `sum` the share of part `part` of `parts` in a row's gradient.
-  const auto add_records = [&](int64_t row, int part, int parts, const Channels(&at)[NP], A(&sum)[NP][VEC]) {
-    const int unit = parts > 1 ? kShare : 32;
+  // Adds to `sum` this warp's share of the gradient of a row that the block's warps share.
+  const auto add_share = [&](int64_t row, const Channels(&at)[NP], A(&sum)[NP][VEC]) {
     for_each_map(row, [&](int m, int64_t cell) {
       const Record<A>* my_records = records + (b * map_count + m) * samples;
 #pragma unroll 1
@@ -601,16 +621,16 @@ __global__ void __launch_bounds__(kTexelThreads)
         const int32_t* run = my_starts + table[m].first_cell + cell + below * (table[m].W + 1);
         const int32_t begin = run[0], middle = run[1], end = run[2];
 #pragma unroll 1
-        for (int32_t i0 = begin + part * unit; i0 < end; i0 += parts * unit) {
+        for (int32_t i0 = begin + warp * kShare; i0 < end; i0 += kTexelWarps * kShare) {
           const int32_t i = i0 + lane;
           A corner = 0;
           int32_t query = 0, line = 0;
-          if (lane < unit && i < end) {
+          if (lane < kShare && i < end) {
             const Record<A> record = my_records[i];
             corner = (below ? 1 - record.fy : record.fy) * (i < middle ? record.fx : 1 - record.fx);
             query = record.query, line = record.sample * (V * L) + m;
           }
-          const int here = min(unit, end - i0);
+          const int here = min(kShare, end - i0);
 #pragma unroll 4
           for (int j = 0; j < here; ++j) {
             const A of_corner = __shfl_sync(kAll, corner, j);
@@ -629,12 +649,38 @@ __global__ void __launch_bounds__(kTexelThreads)
     });
   };
 
-  const int64_t row = first_row + warp;
-  const bool is_mine = row < sizes.S;
-  const bool is_long = is_mine && count_records(row) >= kSharedRow;
-  __shared__ bool long_rows[kTexelWarps];
-  if (lane == 0) long_rows[warp] = is_long;
+  // Lane r holds the runs of records of row r: of the two cells above the texel, then of the two below.
+  int32_t begin[2] = {}, middle[2] = {}, above = 0, count = 0, map_of_row = -1;
+  bool is_long = false;
+  const int64_t row = row_of(warp * kRows + lane);
+  if (lane < kRows && row < sizes.S) {
+    for (int m = 0; m < map_count; ++m) {
+      if (row < table[m].start || row >= table[m].start + static_cast<int64_t>(table[m].H) * table[m].W) continue;
+      is_long = map_of_row >= 0;  // maps overlap
+      map_of_row = m;
+    }
+    if (map_of_row >= 0) {
+      const Map map = table[map_of_row];
+      const uint32_t texel = static_cast<uint32_t>(row - map.start), y = texel / map.W;
+      const int32_t* run = my_starts + map.first_cell + static_cast<int64_t>(y) * (map.W + 1) + (texel - y * map.W);
+      const int32_t* below = run + map.W + 1;
+      begin[0] = run[0], middle[0] = run[1], above = run[2] - run[0];
+      begin[1] = below[0], middle[1] = below[1], count = above + below[2] - below[0];
+      is_long = is_long || count >= kSharedRow;
+    }
+  }
+  const unsigned long_mask = __ballot_sync(kAll, is_long);
+  __shared__ unsigned long_rows[kTexelWarps];
+  if (lane == 0) long_rows[warp] = long_mask;
   const bool any_long = __syncthreads_or(is_long);
+  if (is_long) count = 0;
+  int32_t last = count;  // of the row's records among those of the warp's rows, plus one
+#pragma unroll
+  for (int step = 1; step < kRows; step *= 2) {
+    const int32_t other = __shfl_up_sync(kAll, last, step);
+    if (lane >= step) last += other;
+  }
+  const int32_t total = __shfl_sync(kAll, last, kRows - 1);
   for (int n0 = 0; n0 < sizes.packs; n0 += NP) {
     Channels at[NP];
     A sum[NP][VEC] = {};
@@ -648,22 +694,73 @@ __global__ void __launch_bounds__(kTexelThreads)
 #pragma unroll
       for (int n = 0; n < NP; ++n) {
         if (at[n].is_active) store_pack<T, VEC>(my_features + to * C + at[n].c, sum[n]);
-      }
-    };
-    if (is_mine && !is_long) {
-      add_records(row, 0, 1, at, sum);
-      store(row);
-    }
-    if (!any_long) continue;
-    for (int w = 0; w < kTexelWarps; ++w) {
-      if (!long_rows[w]) continue;
-#pragma unroll
-      for (int n = 0; n < NP; ++n) {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) sum[n][v] = 0;
       }
-      const int64_t shared_row = first_row + w;
-      add_records(shared_row, warp, kTexelWarps, at, sum);
+    };
+    int current = 0;  // the row that `sum` is of
+    const auto finish_rows = [&](int until) {
+      for (; current < until; ++current) {
+        const int64_t to = row_of(warp * kRows + current);
+        if (!(long_mask >> current & 1) && to < sizes.S) store(to);
+      }
+    };
+    for (int32_t j0 = 0; j0 < total; j0 += 32) {
+      const int32_t j = j0 + lane;
+      int r = 0;
+#pragma unroll
+      for (int k = 0; k < kRows - 1; ++k) r += j >= __shfl_sync(kAll, last, k);
+      const int32_t of_row = j - (__shfl_sync(kAll, last, r) - __shfl_sync(kAll, count, r));
+      const int32_t of_above = __shfl_sync(kAll, above, r), m = __shfl_sync(kAll, map_of_row, r);
+      const bool is_below = of_row >= of_above;
+      const int32_t begins[2] = {__shfl_sync(kAll, begin[0], r), __shfl_sync(kAll, begin[1], r)};
+      const int32_t middles[2] = {__shfl_sync(kAll, middle[0], r), __shfl_sync(kAll, middle[1], r)};
+      A corner = 0;
+      int32_t query = 0, line = 0;
+      if (j < total) {
+        const int32_t i = is_below ? begins[1] + of_row - of_above : begins[0] + of_row;
+        const Record<A> record = records[(b * map_count + m) * samples + i];
+        corner = (is_below ? 1 - record.fy : record.fy) *
+                 (i < (is_below ? middles[1] : middles[0]) ? record.fx : 1 - record.fx);
+        query = record.query, line = record.sample * (V * L) + m;
+      }
+      const int here = min(32, total - j0);
+      for (int i = 0; i < here; i += kBatch) {
+        A grad[kBatch][NP][VEC], weight[kBatch][NP];
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+          const A of_corner = __shfl_sync(kAll, corner, i + u);
+          const int32_t q = __shfl_sync(kAll, query, i + u), w = __shfl_sync(kAll, line, i + u);
+#pragma unroll
+          for (int n = 0; n < NP; ++n) {
+            load_pack<T, VEC>(my_output + static_cast<uint64_t>(q) * row_bytes + at[n].c * sizeof(T), grad[u][n]);
+            weight[u][n] = of_corner * to_accumulate(my_weights[static_cast<int64_t>(w) * G + at[n].g]);
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+          if (i + u >= here) break;
+          finish_rows(__shfl_sync(kAll, r, i + u));
+#pragma unroll
+          for (int n = 0; n < NP; ++n) {
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sum[n][v] += grad[u][n][v] * weight[u][n];
+          }
+        }
+      }
+    }
+    finish_rows(kRows);
+    if (!any_long) continue;
+    for (int n = 0; n < kBlockRows; ++n) {
+      const int w = n / kRows;
+      if (!(long_rows[w] >> (n - w * kRows) & 1)) continue;
+      const int64_t shared_row = row_of(n);
+#pragma unroll
+      for (int i = 0; i < NP; ++i) {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) sum[i][v] = 0;
+      }
+      add_share(shared_row, at, sum);
 #pragma unroll
       for (int n = 0; n < NP; ++n) {
 #pragma unroll
@@ -795,8 +892,10 @@ void dispatch_vec(const Sizes& sizes_of_16_bytes, bool is_aligned, const F& f) {
   }
 }
 
-Tensor deformable_aggregation(const Tensor& features_in, const Tensor& level_shapes, const Tensor& level_starts,
-                              const Tensor& locations_in, const Tensor& weights_in) {
+}  // namespace
+
+Tensor deformable_aggregation_cuda(const Tensor& features_in, const Tensor& level_shapes, const Tensor& level_starts,
+                                   const Tensor& locations_in, const Tensor& weights_in) {
   const auto problem = check_deformable_aggregation(features_in, level_shapes, level_starts, locations_in, weights_in);
   check_sizes(problem);
   const int32_t device = features_in.get_device_index();
@@ -845,7 +944,7 @@ Tensor deformable_aggregation(const Tensor& features_in, const Tensor& level_sha
   return output;
 }
 
-std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward(
+std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cuda(
     const Tensor& grad_output_in, const Tensor& features_in, const Tensor& level_shapes, const Tensor& level_starts,
     const Tensor& locations_in, const Tensor& weights_in, bool deterministic) {
   const auto problem = check_deformable_aggregation(features_in, level_shapes, level_starts, locations_in, weights_in);
@@ -859,9 +958,8 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward(
   const Plan plan = plan_of(problem, level_shapes, level_starts, features, stream);
   Tensor grad_features = new_empty(features, features.sizes()),
          grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
-  zero_(grad_locations), zero_(grad_weights);
   if (problem.S == 0 || problem.C == 0 || weights.numel() == 0 || grad_output.numel() == 0) {
-    zero_(grad_features);
+    zero_(grad_features), zero_(grad_locations), zero_(grad_weights);
     return {grad_features, grad_locations, grad_weights};
   }
   const int64_t map_count = problem.V * problem.L, samples = problem.B * problem.Q * problem.P * map_count;
@@ -912,9 +1010,10 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward(
       }
       const auto run_texels = [&](auto kernel) {
         allow_shared(kernel, plan.table_bytes);
-        kernel<<<grid_size(problem.B * ceil_div(problem.S, kTexelWarps)), kTexelThreads, plan.table_bytes, stream>>>(
-            output_data, weight_data, plan.maps, start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
-            static_cast<T*>(grad_features.mutable_data_ptr()), sizes);
+        kernel<<<grid_size(problem.B * ceil_div(problem.S, kTexelWarps * kRows)), kTexelThreads, plan.table_bytes,
+                 stream>>>(output_data, weight_data, plan.maps, start_data,
+                           static_cast<const Record<A>*>(records.const_data_ptr()),
+                           static_cast<T*>(grad_features.mutable_data_ptr()), sizes);
       };
       if (kVec > 1 && sizes.packs == 1) {
         run_texels(texel_kernel<T, TW, A, kVec, 1>);
@@ -927,10 +1026,9 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward(
   return {grad_features, grad_locations, grad_weights};
 }
 
-}  // namespace
 }  // namespace visdet
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
-  m.impl("deformable_aggregation", TORCH_BOX(&visdet::deformable_aggregation));
-  m.impl("deformable_aggregation_backward", TORCH_BOX(&visdet::deformable_aggregation_backward));
+  m.impl("deformable_aggregation", TORCH_BOX(&visdet::deformable_aggregation_cuda));
+  m.impl("deformable_aggregation_backward", TORCH_BOX(&visdet::deformable_aggregation_backward_cuda));
 }

@@ -1,0 +1,80 @@
+"""The second stage with frozen perception: motion and planning learn, everything below stays as it was."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from tiny_driving import frame, tiny_config
+
+from visdet.registry import MODELS
+
+STAGE2 = Path(__file__).resolve().parents[3] / "configs" / "sparsedrive" / "sparsedrive_toy_stage2.py"
+
+
+def tiny_stage2(**overrides):
+    """Return the toy's second stage, tiny."""
+    generator = np.random.default_rng(0)
+    head = Config.fromfile(STAGE2).model.head.motion_plan_head
+    head.motion_anchor = generator.normal(0, 3, (5, 6, 12, 2)).tolist()
+    head.plan_anchor = generator.normal(0, 3, (3, 6, 6, 2)).tolist()
+    config = tiny_config(freeze_perception=True)
+    config.head.motion_plan_head = head
+    config.head.task_config.with_motion_plan = True
+    config.update(overrides)
+    torch.manual_seed(0)
+    model = MODELS.build(config)
+    model.init_weights()
+    return model
+
+
+def motion_frame(times, **arguments):
+    images, data = frame(times, **arguments)
+    generator = torch.Generator().manual_seed(0)
+    data["gt_agent_fut_trajs"] = [
+        torch.randn(len(boxes), 12, 2, generator=generator) for boxes in data["gt_bboxes_3d"]
+    ]
+    data["gt_agent_fut_masks"] = [torch.ones(len(boxes), 12) for boxes in data["gt_bboxes_3d"]]
+    B = len(times)
+    data["gt_ego_fut_trajs"], data["gt_ego_fut_masks"] = torch.ones(B, 6, 2), torch.ones(B, 6)
+    data["gt_ego_fut_cmd"] = torch.tensor([[0.0, 0, 1]]).expand(B, -1)
+    data["ego_status"] = torch.ones(B, 10)
+    return images, data
+
+
+def test_only_motion_and_planning_learn():
+    model = tiny_stage2().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for time in (0.0, 0.5, 1.0):
+        losses = model(*motion_frame([time, time]), mode="loss")
+        assert all(name.startswith(("motion_loss", "planning_loss")) for name in losses)
+        optimizer.zero_grad()
+        sum(losses.values()).backward()
+        missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert not missing
+        optimizer.step()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed and all(name.startswith("head.motion_plan_head.") for name in changed)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained <= changed
+    assert model.training and not model.img_backbone.training and model.head.motion_plan_head.training
+
+
+def test_motion_learns_from_the_same_instances_as_with_all_losses():
+    frozen, whole = tiny_stage2().train(), tiny_stage2(freeze_perception=False)
+    whole.load_state_dict(frozen.state_dict())
+    whole.train()
+    for part in (whole.img_backbone, whole.img_neck, whole.head.det_head, whole.head.map_head):
+        part.eval()  # statistics as learned, and no denoising
+    for time in (0.0, 0.5):
+        losses = [model(*motion_frame([time, time]), mode="loss") for model in (frozen, whole)]
+        for name, value in losses[0].items():
+            torch.testing.assert_close(value, losses[1][name])
+    assert len(losses[1]) > len(losses[0])
+
+
+def test_frozen_perception_needs_motion():
+    with pytest.raises(ValueError, match="freeze_perception needs with_motion_plan"):
+        MODELS.build(tiny_config(freeze_perception=True))

@@ -1,0 +1,345 @@
+"""deformable_aggregation_fused: by hand, against the plain-torch definition, and its promises."""
+
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from visdet.ops import (
+    deformable_aggregation,
+    deformable_aggregation_fused,
+    deformable_aggregation_fused_reference,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+
+# Largest |difference| / largest |value| against the float64 definition on the same (rounded) inputs.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+SHAPES = [[(8, 16), (4, 8)], [(6, 9), (2, 2)]]  # two cameras, two levels
+# Camera 0 looks along +x, camera 1 along -x: u = 32 + 30 * lateral / depth, in images of 64 x 32 pixels.
+FORWARD = [[32.0, -30, 0, 160], [16, 0, -30, 80], [1, 0, 0, 5], [0, 0, 0, 1]]
+BACKWARD = [[-32.0, 30, 0, 160], [-16, 0, -30, 80], [-1, 0, 0, 5], [0, 0, 0, 1]]
+SIZES = {
+    "B2-Q5-P3-G2-C16": (2, 5, 3, 2, 16),
+    "B1-Q7-P13-G8-C64": (1, 7, 13, 8, 64),
+    "B2-Q3-P150-G3-C9": (2, 3, 150, 3, 9),
+    "B1-Q2-P2-G300-C300": (1, 2, 2, 300, 300),
+}
+
+
+def make_case(B, Q, P, G, C, *, cameras=True, keep=True, dtype=torch.float64, logit_dtype=None, device="cpu"):
+    """Return deformable_aggregation_fused's arguments, half of the points in front of each camera."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    shapes = torch.tensor(SHAPES)
+    V, L = shapes.shape[:2]
+    areas = shapes.prod(-1).flatten()
+    starts = (areas.cumsum(0) - areas).view(V, L)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    logit_dtype = logit_dtype or wide
+    matrices = torch.tensor([FORWARD, BACKWARD]).expand(B, -1, -1, -1) + 0.01 * draw(B, V, 4, 4)
+    return (
+        draw(B, int(areas.sum()), C).to(dtype).to(device),
+        shapes,
+        starts,
+        (3 * draw(B, Q, P, 3)).to(wide).to(device),
+        matrices.to(wide).to(device),
+        torch.tensor([64.0, 32.0], dtype=wide).expand(B, V, 2).to(device),
+        draw(*((B, Q, L, P, G) if cameras else (B, Q, V, L, P, G))).to(logit_dtype).to(device),
+        draw(B, V, L, P, G).to(logit_dtype).to(device) if cameras else None,
+        (draw(B, Q, V, P) > -0.5).to(device) if keep else None,
+        1.5,
+    )
+
+
+def reference_of(case):
+    """Return the definition's arguments: everything in float64, absent tensors empty."""
+    double = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in case]
+    if double[7] is None:
+        double[7] = double[0].new_empty(0)
+    if double[8] is None:
+        double[8] = torch.empty(0, dtype=torch.bool, device=double[0].device)
+    return double
+
+
+DIFFERENTIABLE = {"features": 0, "key_points": 3, "logits": 6, "camera_logits": 7}
+
+
+def gradients(function, case, grad_output):
+    case = list(case)
+    indices = [i for i in DIFFERENTIABLE.values() if case[i] is not None and case[i].numel() > 0]
+    for i in indices:
+        case[i] = case[i].detach().clone().requires_grad_()
+    output = function(*case)
+    return [output, *torch.autograd.grad(output, [case[i] for i in indices], grad_output.to(output))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_point_by_hand(device):
+    # Straight ahead of camera 0, behind camera 1; two levels of one texel each. Logits 0 and log 3 over the two levels
+    # of camera 0, and -inf for camera 1: weights 1/4 and 3/4.
+    features = torch.tensor([[[4.0], [8.0], [100.0], [100.0]]], device=device)
+    shapes = [[(1, 1), (1, 1)]] * 2
+    logits = torch.zeros(1, 1, 2, 2, 1, 1, device=device)
+    logits[0, 0, 0, 1] = math.log(3)
+    logits[0, 0, 1] = -math.inf
+    projection = torch.tensor([[FORWARD, BACKWARD]], device=device)
+    image_wh = torch.tensor([[[64.0, 32.0]] * 2], device=device)
+    point = torch.tensor([[[[10.0, 0.0, 0.0]]]], device=device)
+    out = deformable_aggregation_fused(
+        features, shapes, [[0, 1], [2, 3]], point, projection, image_wh, logits, keep_scale=2.0
+    )
+    torch.testing.assert_close(out, torch.tensor([[[2 * (0.25 * 4 + 0.75 * 8)]]], device=device))
+    # The same where the projection already ends in 0..1.
+    scale = torch.tensor([1 / 64, 1 / 32, 1, 1], device=device)[:, None]
+    scaled = deformable_aggregation_fused(
+        features, shapes, [[0, 1], [2, 3]], point, projection * scale, None, logits
+    )
+    torch.testing.assert_close(scaled, out / 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("cameras", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_matches_reference(name, dtype, cameras, keep, device):
+    case = make_case(*SIZES[name], cameras=cameras, keep=keep, dtype=dtype, logit_dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(1)
+    grad_output = torch.randn(case[0].shape[0], case[3].shape[1], case[0].shape[2], generator=generator).to(
+        dtype
+    )
+    actual = gradients(deformable_aggregation_fused, case, grad_output.to(device))
+    expected = gradients(
+        deformable_aggregation_fused_reference, reference_of(case), grad_output.double().to(device)
+    )
+    for what, ours, theirs in zip(("output", *DIFFERENTIABLE), actual, expected, strict=False):
+        assert ours.dtype == (dtype if what != "key_points" else case[3].dtype)
+        error = (ours.double() - theirs).abs().max() / theirs.abs().max()
+        assert theirs.abs().max() > 0 and error < TOLERANCE[dtype], f"{what}: {error:.1e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cameras", [False, True])
+def test_gradcheck(cameras, device):
+    case = list(make_case(1, 2, 3, 2, 4, cameras=cameras, device=device))
+    indices = [i for i in DIFFERENTIABLE.values() if case[i] is not None]
+
+    def function(*leaves):
+        given = list(case)
+        for i, leaf in zip(indices, leaves, strict=True):
+            given[i] = leaf
+        return deformable_aggregation_fused(*given)
+
+    leaves = [case[i].requires_grad_() for i in indices]
+    assert torch.autograd.gradcheck(function, leaves, nondet_tol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equals_deformable_aggregation_of_softmax_and_projection(device):
+    features, shapes, starts, points, projection, image_wh, logits, _, _, _ = make_case(
+        2, 5, 4, 2, 8, cameras=False, dtype=torch.float32, device=device
+    )
+    pixels = (
+        torch.einsum("bvij,bqpj->bqpvi", projection[..., :3, :3], points)
+        + projection[:, None, None, :, :3, 3]
+    )
+    locations = pixels[..., :2] / pixels[..., 2:].clamp(min=1e-5) / image_wh[:, None, None]
+    weights = logits.flatten(2, 4).softmax(2).view_as(logits).permute(0, 1, 4, 2, 3, 5)
+    expected = deformable_aggregation(features, shapes, starts, locations, weights)
+    actual = deformable_aggregation_fused(features, shapes, starts, points, projection, image_wh, logits)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert expected.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+def test_point_that_is_not_finite_has_no_part(bad, device):
+    case = list(make_case(1, 2, 3, 2, 8, keep=False, dtype=torch.float32, device=device))
+    points = case[3]
+    points[0, 0, 1] = bad
+    case[3] = points.requires_grad_()
+    out = deformable_aggregation_fused(*case)
+    assert out.isfinite().all() and out.abs().max() > 0
+    (grad,) = torch.autograd.grad(out.square().sum(), points)
+    assert grad.isfinite().all() and (grad[0, 0, 1] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_kept_gives_zero(device):
+    case = list(make_case(1, 2, 3, 2, 8, dtype=torch.float32, device=device))
+    case[8] = torch.zeros_like(case[8])
+    results = gradients(deformable_aggregation_fused, case, torch.ones(1, 2, 8))
+    assert all((result == 0).all() for result in results)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 2, 8), (1, 0, 3, 2, 8), (1, 2, 0, 2, 8), (1, 2, 3, 2, 0)])
+@pytest.mark.parametrize("cameras", [False, True])
+def test_empty_sizes(cameras, sizes, device):
+    case = make_case(*sizes, cameras=cameras, dtype=torch.float32, device=device)
+    B, Q, _, _, C = sizes
+    case = [
+        t.requires_grad_() if i in DIFFERENTIABLE.values() and t is not None else t
+        for i, t in enumerate(case)
+    ]
+    out = deformable_aggregation_fused(*case)
+    assert out.shape == (B, Q, C) and (out == 0).all()
+    out.sum().backward()
+    assert all((case[i].grad == 0).all() for i in DIFFERENTIABLE.values() if case[i] is not None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_non_contiguous_inputs(device):
+    case = make_case(2, 5, 3, 2, 16, dtype=torch.float32, device=device)
+    strided = [
+        t.transpose(-1, -2).contiguous().transpose(-1, -2)
+        if isinstance(t, torch.Tensor) and t.dim() > 1
+        else t
+        for t in case
+    ]
+    assert not strided[0].is_contiguous()
+    torch.testing.assert_close(
+        deformable_aggregation_fused(*strided), deformable_aggregation_fused(*case), rtol=0, atol=0
+    )
+
+
+REJECTIONS = {
+    "features": (0, lambda t: t[0], r"features must be \[B, S, C\], got \[218, 8\]"),
+    "key_points": (3, lambda t: t[..., :2], r"key_points must be \[B, Q, P, 3\] = \[1, Q, P, 3\], got"),
+    "projection": (
+        4,
+        lambda t: t[:, :, :3],
+        r"projection must be \[B, V, 4, 4\] = \[1, 2, 4, 4\], got \[1, 2, 3, 4\]",
+    ),
+    "image_wh": (5, lambda t: t[:, :1], r"image_wh must be \[B, V, 2\] = \[1, 2, 2\], got \[1, 1, 2\]"),
+    "logits": (
+        6,
+        lambda t: t[:, :, :1],
+        r"logits must be \[B, Q, L, P, G\] = \[1, 2, 2, 3, G\] beside camera_logits",
+    ),
+    "camera_logits": (
+        7,
+        lambda t: t[..., :1],
+        r"camera_logits must be \[B, V, L, P, G\] = \[1, 2, 2, 3, 2\], got",
+    ),
+    "keep": (8, lambda t: t[:, :, :1], r"keep must be bool \[B, Q, V, P\] = \[1, 2, 2, 3\], got Bool"),
+    "keep's type": (8, lambda t: t.float(), r"keep must be bool"),
+    "integers": (0, lambda t: t.long(), r"features must be float64, float32, float16 or bfloat16, got Long"),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", REJECTIONS)
+def test_rejects_on_cuda(name):
+    index, change, message = REJECTIONS[name]
+    case = list(make_case(1, 2, 3, 2, 8, dtype=torch.float32, device="cuda"))
+    case[index] = change(case[index])
+    with pytest.raises(RuntimeError, match=message):
+        deformable_aggregation_fused(*case)
+
+
+@pytest.mark.parametrize("name", [name for name in REJECTIONS if name != "integers"])
+def test_rejects(name):
+    index, change, message = REJECTIONS[name]
+    case = list(make_case(1, 2, 3, 2, 8, dtype=torch.float32))
+    case[index] = change(case[index])
+    with pytest.raises(RuntimeError, match=message):
+        deformable_aggregation_fused(*case)
+
+
+def test_rejects_a_projection_that_requires_grad():
+    case = list(make_case(1, 2, 3, 2, 8, dtype=torch.float32))
+    case[4] = case[4].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="projection is not differentiable, got one that requires grad"):
+        deformable_aggregation_fused(*case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cameras", [False, True])
+def test_opcheck(cameras, device):
+    case = list(make_case(1, 3, 2, 2, 8, cameras=cameras, dtype=torch.float32, device=device))
+    for i in DIFFERENTIABLE.values():
+        if case[i] is not None:
+            case[i].requires_grad_()
+    if not cameras:
+        case[7] = case[6].new_empty(0)
+    opcheck(torch.ops.visdet.deformable_aggregation_fused.default, tuple(case))
+
+
+def test_compiles_without_graph_breaks_for_any_batch():
+    compiled = torch.compile(deformable_aggregation_fused, fullgraph=True, dynamic=True, backend="aot_eager")
+    for B in (2, 3):
+        case = list(make_case(B, 4, 3, 2, 8, dtype=torch.float32))
+        leaf = case[6].requires_grad_()
+        expected = deformable_aggregation_fused(*case)
+        actual = compiled(*case)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(actual.sum(), leaf), torch.autograd.grad(expected.sum(), leaf)
+        )
+
+
+def test_saves_the_inputs_and_nothing_else():
+    case = list(make_case(1, 4, 3, 2, 8, dtype=torch.float32))
+    case[6].requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        deformable_aggregation_fused(*case)
+    inputs = {t.data_ptr() for t in case if isinstance(t, torch.Tensor)}
+    assert saved and all(t.data_ptr() in inputs for t in saved)
+
+
+@pytest.mark.parametrize("cameras", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_result_does_not_depend_on_the_number_of_threads(dtype, cameras):
+    case = make_case(2, 150, 5, 4, 32, cameras=cameras, dtype=dtype, logit_dtype=dtype)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for number in (1, 2, 7):
+            torch.set_num_threads(number)
+            results.append(gradients(deformable_aggregation_fused, case, torch.ones(2, 150, 32)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_on_request(dtype):
+    case = make_case(2, 60, 13, 8, 64, dtype=dtype, device="cuda")
+    grad_output = torch.randn(2, 60, 64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = [gradients(deformable_aggregation_fused, case, grad_output) for _ in range(4)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.cuda
+def test_graph_capture_without_synchronisation():
+    case = list(make_case(1, 20, 13, 8, 64, dtype=torch.float32, device="cuda"))
+    leaf = case[6].requires_grad_()
+
+    def step():
+        out = deformable_aggregation_fused(*case)
+        return out, *torch.autograd.grad(out.sum(), leaf)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # an error where anything synchronises
+        actual = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,62 @@
+"""Entries of ``mmcv._ext`` for the focal losses."""
+
+import torch
+from torch import Tensor
+
+from visdet import ops
+
+from ._gradients import add_gradients
+
+__all__ = [
+    "sigmoid_focal_loss_backward",
+    "sigmoid_focal_loss_forward",
+    "softmax_focal_loss_backward",
+    "softmax_focal_loss_forward",
+]
+
+
+def sigmoid_focal_loss_forward(
+    input: Tensor, target: Tensor, weight: Tensor, output: Tensor, gamma: float, alpha: float
+) -> None:
+    output.copy_(ops.sigmoid_focal_loss(input, target, gamma, alpha, _given(weight), "none"))
+
+
+def sigmoid_focal_loss_backward(
+    input: Tensor, target: Tensor, weight: Tensor, grad_input: Tensor, gamma: float, alpha: float
+) -> None:
+    def loss(input: Tensor) -> Tensor:
+        return ops.sigmoid_focal_loss(input, target, gamma, alpha, _given(weight), "none")
+
+    add_gradients(loss, [input], torch.ones_like(input), [grad_input])
+
+
+def softmax_focal_loss_forward(
+    softmax: Tensor, target: Tensor, weight: Tensor, output: Tensor, gamma: float, alpha: float
+) -> None:
+    loss = ops.softmax_focal_loss(_logits(softmax), target, gamma, alpha, _given(weight), "none")
+    output.copy_(loss)
+
+
+def softmax_focal_loss_backward(
+    softmax: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    buff: Tensor,
+    grad_input: Tensor,
+    gamma: float,
+    alpha: float,
+) -> None:
+    def loss(logits: Tensor) -> Tensor:
+        return ops.softmax_focal_loss(logits, target, gamma, alpha, _given(weight), "none")
+
+    add_gradients(loss, [_logits(softmax)], torch.ones_like(buff), [grad_input])
+
+
+def _logits(softmax: Tensor) -> Tensor:
+    """Return logits with these probabilities; the wrapper hands over no others."""
+    return softmax.clamp(min=torch.finfo(softmax.dtype).tiny).log()
+
+
+def _given(tensor: Tensor) -> Tensor | None:
+    """The wrappers write an absent tensor as an empty one."""
+    return tensor if tensor.numel() else None

@@ -1,0 +1,232 @@
+"""Entries of ``mmcv._ext`` over maps: deformable and masked convolution, CARAFE, deformable attention."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visdet import ops
+
+from ._gradients import add_gradients
+
+__all__ = [
+    "carafe_backward",
+    "carafe_forward",
+    "carafe_naive_backward",
+    "carafe_naive_forward",
+    "deform_conv_backward_input",
+    "deform_conv_backward_parameters",
+    "deform_conv_forward",
+    "masked_col2im_forward",
+    "masked_im2col_forward",
+    "modulated_deform_conv_backward",
+    "modulated_deform_conv_forward",
+    "ms_deform_attn_backward",
+    "ms_deform_attn_forward",
+]
+
+
+def _deform_settings(settings: dict) -> tuple:
+    stride = (settings["dH"], settings["dW"])
+    padding = (settings["padH"], settings["padW"])
+    dilation = (settings["dilationH"], settings["dilationW"])
+    return stride, padding, dilation, settings["group"], settings["deformable_group"]
+
+
+def deform_conv_forward(
+    input: Tensor,
+    weight: Tensor,
+    offset: Tensor,
+    output: Tensor,
+    columns: Tensor,
+    ones: Tensor,
+    **settings: Any,
+) -> None:
+    output.copy_(ops.deform_conv2d(input, offset, weight, *_deform_settings(settings)))
+
+
+def deform_conv_backward_input(
+    input: Tensor,
+    offset: Tensor,
+    grad_output: Tensor,
+    grad_input: Tensor,
+    grad_offset: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    **settings: Any,
+) -> None:
+    def convolve(input: Tensor, offset: Tensor) -> Tensor:
+        return ops.deform_conv2d(input, offset, weight, *_deform_settings(settings))
+
+    add_gradients(convolve, [input, offset], grad_output, [grad_input, grad_offset])
+
+
+def deform_conv_backward_parameters(
+    input: Tensor,
+    offset: Tensor,
+    grad_output: Tensor,
+    grad_weight: Tensor,
+    columns: Tensor,
+    ones: Tensor,
+    **settings: Any,
+) -> None:
+    def convolve(weight: Tensor) -> Tensor:
+        return ops.deform_conv2d(input, offset, weight, *_deform_settings(settings))
+
+    add_gradients(convolve, [torch.zeros_like(grad_weight)], grad_output * settings["scale"], [grad_weight])
+
+
+def _modulated_settings(settings: dict) -> tuple:
+    pairs = ((settings[f"{name}_h"], settings[f"{name}_w"]) for name in ("stride", "pad", "dilation"))
+    return (*pairs, settings["group"], settings["deformable_group"])
+
+
+def modulated_deform_conv_forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    ones: Tensor,
+    offset: Tensor,
+    mask: Tensor,
+    output: Tensor,
+    columns: Tensor,
+    **settings: Any,
+) -> None:
+    given_bias = bias if settings["with_bias"] else None
+    arguments = (input, offset, mask, weight, given_bias, *_modulated_settings(settings))
+    output.copy_(ops.modulated_deform_conv2d(*arguments))
+
+
+def modulated_deform_conv_backward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    ones: Tensor,
+    offset: Tensor,
+    mask: Tensor,
+    columns: Tensor,
+    grad_input: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+    grad_offset: Tensor,
+    grad_mask: Tensor,
+    grad_output: Tensor,
+    **settings: Any,
+) -> None:
+    has_bias = settings["with_bias"]
+
+    def convolve(input: Tensor, offset: Tensor, mask: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        given_bias = bias if has_bias else None
+        arguments = (input, offset, mask, weight, given_bias, *_modulated_settings(settings))
+        return ops.modulated_deform_conv2d(*arguments)
+
+    outputs = [grad_input, grad_offset, grad_mask, grad_weight, grad_bias if has_bias else None]
+    add_gradients(convolve, [input, offset, mask, weight, bias], grad_output, outputs)
+
+
+def masked_im2col_forward(
+    features: Tensor,
+    mask_h_idx: Tensor,
+    mask_w_idx: Tensor,
+    data_col: Tensor,
+    kernel_h: int,
+    kernel_w: int,
+    pad_h: int,
+    pad_w: int,
+) -> None:
+    padded = torch.nn.functional.pad(features[0], (pad_w, pad_w, pad_h, pad_h))
+    row = mask_h_idx + torch.arange(kernel_h, device=features.device)[:, None, None]
+    column = mask_w_idx + torch.arange(kernel_w, device=features.device)[:, None]
+    data_col.copy_(padded[:, row, column].reshape(data_col.shape))
+
+
+def masked_col2im_forward(
+    col: Tensor,
+    mask_h_idx: Tensor,
+    mask_w_idx: Tensor,
+    output: Tensor,
+    height: int,
+    width: int,
+    channels: int,
+) -> None:
+    output[0, :, mask_h_idx, mask_w_idx] = col
+
+
+def carafe_naive_forward(
+    features: Tensor, masks: Tensor, output: Tensor, kernel_size: int, group_size: int, scale_factor: int
+) -> None:
+    output.copy_(ops.carafe(features, masks, kernel_size, group_size, scale_factor))
+
+
+def carafe_naive_backward(
+    grad_output: Tensor,
+    features: Tensor,
+    masks: Tensor,
+    grad_input: Tensor,
+    grad_masks: Tensor,
+    kernel_size: int,
+    group_size: int,
+    scale_factor: int,
+) -> None:
+    def upsample(features: Tensor, masks: Tensor) -> Tensor:
+        return ops.carafe(features, masks, kernel_size, group_size, scale_factor)
+
+    add_gradients(upsample, [features, masks], grad_output, [grad_input, grad_masks])
+
+
+def carafe_forward(
+    features: Tensor,
+    masks: Tensor,
+    rfeatures: Tensor,
+    routput: Tensor,
+    rmasks: Tensor,
+    output: Tensor,
+    **sizes: int,
+) -> None:
+    rfeatures.copy_(features)  # what the wrapper saves for backward; mmcv's kernels keep it channels last
+    carafe_naive_forward(features, masks, output, **sizes)
+
+
+def carafe_backward(
+    grad_output: Tensor,
+    rfeatures: Tensor,
+    masks: Tensor,
+    rgrad_output: Tensor,
+    rgrad_input_hs: Tensor,
+    rgrad_input: Tensor,
+    rgrad_masks: Tensor,
+    grad_input: Tensor,
+    grad_masks: Tensor,
+    **sizes: int,
+) -> None:
+    carafe_naive_backward(grad_output, rfeatures, masks, grad_input, grad_masks, **sizes)
+
+
+def ms_deform_attn_forward(
+    value: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    im2col_step: int,
+) -> Tensor:
+    return ops.ms_deform_attn(value, level_shapes, level_starts, locations, weights)
+
+
+def ms_deform_attn_backward(
+    value: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    grad_output: Tensor,
+    grad_value: Tensor,
+    grad_locations: Tensor,
+    grad_weights: Tensor,
+    im2col_step: int,
+) -> None:
+    def attend(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+        return ops.ms_deform_attn(value, level_shapes, level_starts, locations, weights)
+
+    outputs: list[Tensor | None] = [grad_value, grad_locations, grad_weights]
+    add_gradients(attend, [value, locations, weights], grad_output, outputs)

@@ -1,0 +1,51 @@
+// carafe: the contract.
+//
+// features [B, C, H, W], masks [B, G * K * K, H * s, W * s] of the same type, K odd, G divides C. With (h, w) =
+// (y / s, x / s) rounded down, g = c / (C / G) likewise, and features 0 outside the map:
+//
+//   output[b, c, y, x] = sum over i, j < K of masks[b, (g * K + i) * K + j, y, x] * features[b, c, h + i - K / 2, w + j
+//   - K / 2]
+//
+// Sums are taken in float32, float64 for float64. Every output and every gradient is a sum with one owner, taken in a
+// fixed order: nothing is added atomically.
+#pragma once
+
+#include "common/checks.h"
+
+namespace visdet {
+
+struct CarafeProblem {
+  int64_t B, C, H, W, G, K, s;
+};
+
+inline void check_carafe_shape(const char* op, const char* name, const Tensor& tensor, const Tensor& features,
+                               int64_t channels, int64_t s) {
+  VISDET_CHECK(op,
+               tensor.dim() == 4 && tensor.size(0) == features.size(0) && tensor.size(1) == channels &&
+                   tensor.size(2) == features.size(2) * s && tensor.size(3) == features.size(3) * s,
+               name, " must be [", features.size(0), ", ", channels, ", ", features.size(2) * s, ", ",
+               features.size(3) * s, "], got ", shape_text(tensor));
+  VISDET_CHECK(op, tensor.scalar_type() == features.scalar_type(), name, " must have features' type ",
+               dtype_text(features), ", got ", dtype_text(tensor));
+  VISDET_CHECK(op,
+               tensor.is_cuda() == features.is_cuda() &&
+                   (!features.is_cuda() || tensor.get_device_index() == features.get_device_index()),
+               name, " must be on the device of features");
+}
+
+inline CarafeProblem check_carafe(const char* op, const Tensor& features, const Tensor& masks, int64_t kernel_size,
+                                  int64_t group_size, int64_t scale_factor) {
+  VISDET_CHECK(op, features.dim() == 4, "features must be [B, C, H, W], got ", shape_text(features));
+  VISDET_CHECK(op, is_value_dtype(features.scalar_type()),
+               "features must be float64, float32, float16 or bfloat16, got ", dtype_text(features));
+  VISDET_CHECK(op, kernel_size >= 1 && kernel_size % 2 == 1 && kernel_size < 256,
+               "kernel_size must be odd and below 256, got ", kernel_size);
+  VISDET_CHECK(op, scale_factor >= 1 && scale_factor < 256, "scale_factor must be from 1 to 255, got ", scale_factor);
+  VISDET_CHECK(op, group_size >= 1 && features.size(1) % group_size == 0, "features must have a multiple of ",
+               group_size, " channels, got ", features.size(1));
+  check_carafe_shape(op, "masks", masks, features, kernel_size * kernel_size * group_size, scale_factor);
+  return {features.size(0), features.size(1), features.size(2), features.size(3),
+          group_size,       kernel_size,      scale_factor};
+}
+
+}  // namespace visdet

@@ -1,0 +1,206 @@
+// carafe on CUDA. The contract is in ../carafe.h; every pass gathers, so nothing races.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "../carafe.h"
+#include "../common/cuda_utils.cuh"
+
+namespace visdet {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kChannels = 8;  // of a thread: one weight is read for so many products
+constexpr int kTaps = 8;      // of a thread of the gradient of masks
+
+struct CarafeSizes {
+  int C, H, W, G, K, s;
+  int chunks;  // of channels or taps, per image and group
+};
+
+// Forward. A thread owns kChannels channels of a pixel of the output, threads are neighbours in a row. A pixel's masks
+// are read once for each chunk of channels, a feature K * K * s * s times: from L1.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kThreads) upsample_kernel(const T* __restrict__ features, const T* __restrict__ masks,
+                                                            T* __restrict__ output, const CarafeSizes z) {
+  const int columns = z.W * z.s, pixels = z.H * z.s * columns, pixel = blockIdx.x * kThreads + threadIdx.x;
+  if (pixel >= pixels) return;
+  const int y = pixel / columns, x = pixel - y * columns, h = y / z.s, w = x / z.s, edge = z.K / 2;
+  const int64_t of_image = blockIdx.y / z.chunks, b = of_image / z.G, g = of_image % z.G;
+  const int per_group = z.C / z.G, first = (blockIdx.y % z.chunks) * kChannels,
+            count = min(per_group - first, kChannels);
+  const int64_t map = z.H * z.W;
+  const T* from = features + (b * z.C + g * per_group + first) * map;
+  const T* mask = masks + (b * z.G + g) * z.K * z.K * static_cast<int64_t>(pixels) + pixel;
+  A sum[kChannels] = {};
+  for (int i = 0; i < z.K; ++i) {
+    const int row = h + i - edge;
+    for (int j = 0; j < z.K; ++j, mask += pixels) {
+      const int column = w + j - edge;
+      const bool is_inside = row >= 0 && row < z.H && column >= 0 && column < z.W;
+      const A weight = to_accumulate(*mask);
+      const T* value = from + row * z.W + column;
+#pragma unroll
+      for (int k = 0; k < kChannels; ++k) {
+        sum[k] += weight * (is_inside && k < count ? to_accumulate(value[k * map]) : A(0));
+      }
+    }
+  }
+  T* to = output + (b * z.C + g * per_group + first) * static_cast<int64_t>(pixels) + pixel;
+#pragma unroll
+  for (int k = 0; k < kChannels; ++k) {
+    if (k < count) to[k * static_cast<int64_t>(pixels)] = from_accumulate<T>(sum[k]);
+  }
+}
+
+// The gradient of masks. A thread owns kTaps taps of a pixel of the output and runs through the group's channels;
+// grad_output is read once for each chunk of taps.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kThreads)
+    grad_masks_kernel(const T* __restrict__ grad_output, const T* __restrict__ features, T* __restrict__ grad_masks,
+                      const CarafeSizes z) {
+  const int columns = z.W * z.s, pixels = z.H * z.s * columns, pixel = blockIdx.x * kThreads + threadIdx.x;
+  if (pixel >= pixels) return;
+  const int y = pixel / columns, x = pixel - y * columns, h = y / z.s, w = x / z.s, edge = z.K / 2, taps = z.K * z.K;
+  const int64_t of_image = blockIdx.y / z.chunks, b = of_image / z.G, g = of_image % z.G;
+  const int per_group = z.C / z.G, first = (blockIdx.y % z.chunks) * kTaps;
+  const int64_t map = z.H * z.W;
+  int at[kTaps];  // of each tap in the map, or -1
+#pragma unroll
+  for (int k = 0; k < kTaps; ++k) {
+    const int tap = first + k, row = h + tap / z.K - edge, column = w + tap % z.K - edge;
+    at[k] = tap < taps && row >= 0 && row < z.H && column >= 0 && column < z.W ? row * z.W + column : -1;
+  }
+  const T* from = features + (b * z.C + g * per_group) * map;
+  const T* grad = grad_output + (b * z.C + g * per_group) * static_cast<int64_t>(pixels) + pixel;
+  A sum[kTaps] = {};
+  for (int c = 0; c < per_group; ++c, from += map, grad += pixels) {
+    const A of_pixel = to_accumulate(*grad);
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) {
+      sum[k] += of_pixel * (at[k] >= 0 ? to_accumulate(from[at[k]]) : A(0));
+    }
+  }
+  T* to = grad_masks + ((b * z.G + g) * taps + first) * static_cast<int64_t>(pixels) + pixel;
+#pragma unroll
+  for (int k = 0; k < kTaps; ++k) {
+    if (first + k < taps) to[k * static_cast<int64_t>(pixels)] = from_accumulate<T>(sum[k]);
+  }
+}
+
+// The gradient of features. A thread owns kChannels channels of a pixel of the map and gathers from the
+// K * K * s * s pixels of the output that read it.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kThreads)
+    grad_features_kernel(const T* __restrict__ grad_output, const T* __restrict__ masks, T* __restrict__ grad_features,
+                         const CarafeSizes z) {
+  const int columns = z.W * z.s, pixels = z.H * z.s * columns, place = blockIdx.x * kThreads + threadIdx.x;
+  if (place >= z.H * z.W) return;
+  const int h = place / z.W, w = place - h * z.W, edge = z.K / 2;
+  const int64_t of_image = blockIdx.y / z.chunks, b = of_image / z.G, g = of_image % z.G, map = z.H * z.W;
+  const int per_group = z.C / z.G, first = (blockIdx.y % z.chunks) * kChannels,
+            count = min(per_group - first, kChannels);
+  const T* grad = grad_output + (b * z.C + g * per_group + first) * static_cast<int64_t>(pixels);
+  const T* mask = masks + (b * z.G + g) * z.K * z.K * static_cast<int64_t>(pixels);
+  A sum[kChannels] = {};
+  for (int i = 0; i < z.K; ++i) {
+    const int row = h - i + edge;
+    for (int j = 0; j < z.K; ++j, mask += pixels) {
+      const int column = w - j + edge;
+      if (row < 0 || row >= z.H || column < 0 || column >= z.W) continue;
+      for (int y = row * z.s; y < (row + 1) * z.s; ++y) {
+        for (int x = column * z.s; x < (column + 1) * z.s; ++x) {
+          const int pixel = y * columns + x;
+          const A weight = to_accumulate(mask[pixel]);
+#pragma unroll
+          for (int k = 0; k < kChannels; ++k) {
+            if (k < count) sum[k] += weight * to_accumulate(grad[k * static_cast<int64_t>(pixels) + pixel]);
+          }
+        }
+      }
+    }
+  }
+  T* to = grad_features + (b * z.C + g * per_group + first) * map + place;
+#pragma unroll
+  for (int k = 0; k < kChannels; ++k) {
+    if (k < count) to[k * map] = from_accumulate<T>(sum[k]);
+  }
+}
+
+CarafeSizes sizes_of(const char* op, const CarafeProblem& p) {
+  VISDET_CHECK(op, p.H <= INT32_MAX / p.s / p.s / p.W, "the output must have fewer than 2^31 pixels, got ", p.H * p.s,
+               " x ", p.W * p.s);
+  CarafeSizes z{};
+  z.C = static_cast<int>(p.C), z.H = static_cast<int>(p.H), z.W = static_cast<int>(p.W);
+  z.G = static_cast<int>(p.G), z.K = static_cast<int>(p.K), z.s = static_cast<int>(p.s);
+  return z;
+}
+
+// Blocks for `pixels`, and a row of them for each chunk of each group of each image.
+dim3 grid_of(const char* op, const CarafeProblem& p, int64_t pixels, int chunks) {
+  const int64_t rows = p.B * p.G * chunks;
+  VISDET_CHECK(op, rows <= 65535, "B * C must be fewer than 2^19 on CUDA, got ", p.B, " * ", p.C);
+  return dim3(static_cast<unsigned>(ceil_div(pixels, kThreads)), static_cast<unsigned>(rows));
+}
+
+Tensor carafe(const Tensor& features_in, const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
+  constexpr const char* op = "carafe";
+  const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
+  const torch::stable::accelerator::DeviceGuard guard(features_in.get_device_index());
+  const Tensor features = contiguous(features_in), masks = contiguous(masks_in);
+  Tensor output = new_empty(features, {problem.B, problem.C, problem.H * s, problem.W * s});
+  if (output.numel() == 0) return output;
+  CarafeSizes sizes = sizes_of(op, problem);
+  sizes.chunks = static_cast<int>(ceil_div(problem.C / G, kChannels));
+  const dim3 grid = grid_of(op, problem, problem.H * problem.W * s * s, sizes.chunks);
+  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    upsample_kernel<T, A><<<grid, kThreads, 0, current_stream(features)>>>(
+        static_cast<const T*>(features.const_data_ptr()), static_cast<const T*>(masks.const_data_ptr()),
+        static_cast<T*>(output.mutable_data_ptr()), sizes);
+  });
+  check_launch(op);
+  return output;
+}
+
+std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const Tensor& features_in,
+                                           const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
+  constexpr const char* op = "carafe_backward";
+  const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
+  check_carafe_shape(op, "grad_output", grad_output_in, features_in, problem.C, s);
+  const torch::stable::accelerator::DeviceGuard guard(features_in.get_device_index());
+  const Tensor grad_output = contiguous(grad_output_in), features = contiguous(features_in),
+               masks = contiguous(masks_in);
+  Tensor grad_features = new_empty(features, features.sizes()), grad_masks = new_empty(masks, masks.sizes());
+  if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
+  CarafeSizes by_channels = sizes_of(op, problem), by_taps = by_channels;
+  by_channels.chunks = static_cast<int>(ceil_div(problem.C / G, kChannels));
+  by_taps.chunks = static_cast<int>(ceil_div(K * K, kTaps));
+  const int64_t places = problem.H * problem.W;
+  const dim3 over_places = grid_of(op, problem, places, by_channels.chunks);
+  const dim3 over_pixels = grid_of(op, problem, places * s * s, by_taps.chunks);
+  const cudaStream_t stream = current_stream(features);
+  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    const T* grad = static_cast<const T*>(grad_output.const_data_ptr());
+    grad_features_kernel<T, A>
+        <<<over_places, kThreads, 0, stream>>>(grad, static_cast<const T*>(masks.const_data_ptr()),
+                                               static_cast<T*>(grad_features.mutable_data_ptr()), by_channels);
+    grad_masks_kernel<T, A>
+        <<<over_pixels, kThreads, 0, stream>>>(grad, static_cast<const T*>(features.const_data_ptr()),
+                                               static_cast<T*>(grad_masks.mutable_data_ptr()), by_taps);
+  });
+  check_launch(op);
+  return {grad_features, grad_masks};
+}
+
+}  // namespace
+}  // namespace visdet
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+  m.impl("carafe", TORCH_BOX(&visdet::carafe));
+  m.impl("carafe_backward", TORCH_BOX(&visdet::carafe_backward));
+}

@@ -1,0 +1,133 @@
+// roi_pool on CUDA. The contract is in ../roi_pool.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "../common/cuda_utils.cuh"
+#include "../roi_pool.h"
+
+namespace visdet {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ __forceinline__ float times(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double plus(double a, double b) { return __dadd_rn(a, b); }
+
+// Bin k of `count` in start..end, cut to 0..size; empty where its ends are NaN, of a region without end.
+template <typename A>
+__device__ __forceinline__ void bin_of(A start, A end, int k, int64_t count, int64_t size, int& begin, int& stop) {
+  const A width = plus(end, -start) / static_cast<A>(count), limit = static_cast<A>(size);
+  const A first = floor(plus(times(A(k), width), start)), last = ceil(plus(times(A(k + 1), width), start));
+  begin = static_cast<int>(first < limit ? (first > 0 ? first : A(0)) : limit);
+  stop = static_cast<int>(last > 0 ? (last < limit ? last : limit) : A(0));
+}
+
+// A thread owns an element of the output. The pixels that neighbouring bins share are read twice.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kThreads)
+    pool_kernel(const T* __restrict__ input, const A* __restrict__ rois, T* __restrict__ output,
+                int32_t* __restrict__ argmax, const RoIPoolProblem size, const A scale) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= size.N * size.C * size.PH * size.PW) return;
+  const int q = static_cast<int>(i % size.PW), p = static_cast<int>(i / size.PW % size.PH);
+  const int64_t map = i / (size.PW * size.PH), c = map % size.C, n = map / size.C;
+  const A* roi = rois + 5 * n;
+  const A x1 = times(roi[1], scale), y1 = times(roi[2], scale);
+  const A x2 = times(plus(roi[3], A(1)), scale), y2 = times(plus(roi[4], A(1)), scale);
+  int32_t index = -1;
+  T greatest = from_accumulate<T>(A(0));
+  if (roi[0] >= 0 && roi[0] < static_cast<A>(size.B) && x2 > x1 && y2 > y1) {
+    const T* values = input + (static_cast<int64_t>(roi[0]) * size.C + c) * size.H * size.W;
+    int top, bottom, left, right;
+    bin_of(y1, y2, p, size.PH, size.H, top, bottom);
+    bin_of(x1, x2, q, size.PW, size.W, left, right);
+    if (top < bottom && left < right) {
+      const int W = static_cast<int>(size.W);
+      A best = -static_cast<A>(INFINITY);
+      index = top * W + left;
+      for (int h = top; h < bottom; ++h) {
+        for (int w = left; w < right; ++w) {
+          const A value = to_accumulate(values[h * W + w]);
+          if (value > best) best = value, index = h * W + w;
+        }
+      }
+      greatest = values[index];
+    }
+  }
+  output[i] = greatest;
+  argmax[i] = index;
+}
+
+// A thread owns an element of grad_output and adds it to its pixel; regions that overlap race, so the order of a
+// pixel's additions varies.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kThreads)
+    scatter_kernel(const T* __restrict__ grad_output, const A* __restrict__ rois, const int32_t* __restrict__ argmax,
+                   A* __restrict__ grad_input, const RoIPoolProblem size) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= size.N * size.C * size.PH * size.PW) return;
+  const int64_t map = i / (size.PW * size.PH), c = map % size.C, n = map / size.C, pixels = size.H * size.W;
+  const A b = rois[5 * n];
+  const int32_t index = argmax[i];
+  if (index < 0 || index >= pixels || !(b >= 0 && b < static_cast<A>(size.B))) return;
+  atomicAdd(grad_input + (static_cast<int64_t>(b) * size.C + c) * pixels + index, to_accumulate(grad_output[i]));
+}
+
+unsigned blocks_for(const char* op, int64_t elements) {
+  const int64_t blocks = ceil_div(elements, kThreads);
+  VISDET_CHECK(op, blocks <= INT32_MAX, "the output must have fewer than 2^39 elements, got ", elements);
+  return static_cast<unsigned>(blocks);
+}
+
+std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
+                                    double spatial_scale) {
+  constexpr const char* op = "roi_pool";
+  const auto problem = check_roi_pool(input_in, rois_in, PH, PW);
+  const torch::stable::accelerator::DeviceGuard guard(input_in.get_device_index());
+  const Tensor input = contiguous(input_in), rois = contiguous(rois_in);
+  Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
+  Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
+  if (output.numel() == 0) return {output, argmax};
+  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    pool_kernel<T, A><<<blocks_for(op, output.numel()), kThreads, 0, current_stream(input)>>>(
+        static_cast<const T*>(input.const_data_ptr()), rois.const_data_ptr<A>(),
+        static_cast<T*>(output.mutable_data_ptr()), argmax.mutable_data_ptr<int32_t>(), problem,
+        static_cast<A>(spatial_scale));
+  });
+  check_launch(op);
+  return {output, argmax};
+}
+
+Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tensor& argmax_in, int64_t B,
+                         int64_t H, int64_t W) {
+  constexpr const char* op = "roi_pool_backward";
+  const auto problem = check_roi_pool_backward(grad_output_in, rois_in, argmax_in, B, H, W);
+  const torch::stable::accelerator::DeviceGuard guard(grad_output_in.get_device_index());
+  const Tensor grad_output = contiguous(grad_output_in), rois = contiguous(rois_in), argmax = contiguous(argmax_in);
+  Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
+  zero_(grad_input);
+  if (grad_output.numel() == 0 || grad_input.numel() == 0) return grad_input;
+  dispatch_value_type(grad_output.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    scatter_kernel<T, A><<<blocks_for(op, grad_output.numel()), kThreads, 0, current_stream(grad_output)>>>(
+        static_cast<const T*>(grad_output.const_data_ptr()), rois.const_data_ptr<A>(), argmax.const_data_ptr<int32_t>(),
+        grad_input.mutable_data_ptr<A>(), problem);
+  });
+  check_launch(op);
+  return grad_input;
+}
+
+}  // namespace
+}  // namespace visdet
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+  m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool));
+  m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool_backward));
+}

@@ -1,0 +1,15 @@
+// Schemas of deformable_aggregation_fused. Fake tensors, autograd and the plain-torch definition are in
+// visdet/ops/deformable_aggregation_fused.py.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
+  m.def(
+      "deformable_aggregation_fused(Tensor features, Tensor level_shapes, Tensor level_starts, Tensor key_points,"
+      " Tensor projection, Tensor image_wh, Tensor logits, Tensor camera_logits, Tensor keep, float keep_scale)"
+      " -> Tensor");
+  m.def(
+      "deformable_aggregation_fused_backward(Tensor grad_output, Tensor features, Tensor level_shapes,"
+      " Tensor level_starts, Tensor key_points, Tensor projection, Tensor image_wh, Tensor logits,"
+      " Tensor camera_logits, Tensor keep, float keep_scale, bool deterministic)"
+      " -> (Tensor grad_features, Tensor grad_key_points, Tensor grad_logits, Tensor grad_camera_logits)");
+}

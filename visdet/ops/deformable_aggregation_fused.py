@@ -1,0 +1,183 @@
+"""Deformable aggregation of what a head predicts: points in space and logits, instead of locations and weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+from .deformable_aggregation import as_tables, deformable_aggregation_reference
+
+__all__ = ["deformable_aggregation_fused", "deformable_aggregation_fused_reference"]
+
+_MIN_DEPTH = 1e-5  # metres; points nearer or behind a camera land far outside the image
+
+
+def deformable_aggregation_fused(
+    features: Tensor,  # [B, S, C]
+    level_shapes: Tensor | Sequence[Any],  # [V, L, 2] (height, width)
+    level_starts: Tensor | Sequence[Any],  # [V, L]
+    key_points: Tensor,  # [B, Q, P, 3]
+    projection: Tensor,  # [B, V, 4, 4]
+    image_wh: Tensor | None,  # [B, V, 2]
+    logits: Tensor,  # [B, Q, V, L, P, G], or [B, Q, L, P, G] with camera_logits
+    camera_logits: Tensor | None = None,  # [B, V, L, P, G]
+    keep: Tensor | None = None,  # [B, Q, V, P] bool
+    keep_scale: float = 1.0,
+) -> Tensor:  # [B, Q, C]
+    """Return ``deformable_aggregation`` at the projections of 3-D points, with a softmax's weights, in one operator.
+
+    Point p falls in camera v at ``(x / d, y / d) / image_wh`` with ``(x, y, d, _) = projection (point, 1)`` and d at
+    least 1e-5. The weights of a query's group are ``keep_scale`` times the softmax of its logits over cameras, levels
+    and points together; a pair whose ``keep`` is False contributes nothing, though its logits have their share of
+    the softmax. Neither locations nor weights are kept for the backward, which works them out again from the inputs.
+
+    Args:
+        features: as for ``deformable_aggregation``, and so are ``level_shapes`` and ``level_starts``.
+        key_points: metres; float32 (float64 for float64 features), other types are converted.
+        projection: from the points' frame to pixels, on features' device; converted as ``key_points``.
+        image_wh: images' width and height in pixels; None where the projection ends in 0..1.
+        logits: any numbers, float32 or the type of ``features`` (others are converted); the arithmetic is in float32
+            (float64) in any case.
+        camera_logits: what each camera adds to the logits of every query: the two halves of a Linear of
+            ``query + camera``, which need not be written out as [B, Q, V, ...]. Type as ``logits``.
+        keep: the pairs that attention dropout leaves; None for all.
+        keep_scale: factor of the weights, ``1 / (1 - drop)`` under dropout.
+
+    Returns:
+        What ``deformable_aggregation`` returns. A point with a coordinate that is not finite contributes nothing, and
+        has zero gradients.
+
+    Differentiable once with respect to ``features``, ``key_points``, ``logits`` and ``camera_logits``. Everything else
+    (determinism, autocast, limits) is as for ``deformable_aggregation``; on CUDA the backward takes 8 bytes of scratch
+    a logit more.
+
+    Raises:
+        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
+        TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
+        NotBuiltError: the CPU library is not built.
+
+    Source: the weights and the projection of Sparse4D v2, arXiv 2305.14018, and SparseDrive, arXiv 2405.19620.
+    """
+    _library.require_cpu()
+    for name, tensor in (("projection", projection), ("image_wh", image_wh)):
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"deformable_aggregation_fused: {name} is not differentiable, got one that requires grad"
+            )
+    shapes, starts = as_tables(features, level_shapes, level_starts)
+    wide = torch.float64 if features.dtype == torch.float64 else torch.float32
+    if image_wh is None:
+        image_wh = projection.new_ones(*projection.shape[:2], 2)
+    if camera_logits is not None and camera_logits.dtype != logits.dtype:
+        logits, camera_logits = logits.to(wide), camera_logits.to(wide)
+    elif logits.dtype != features.dtype:
+        logits = logits.to(wide)
+        camera_logits = None if camera_logits is None else camera_logits.to(wide)
+    if camera_logits is None:
+        camera_logits = logits.new_empty(0)
+    if keep is None:
+        keep = torch.empty(0, dtype=torch.bool, device=features.device)
+    points, matrices, sizes = (tensor.to(wide) for tensor in (key_points, projection, image_wh))
+    tensors = (features, shapes, starts, points, matrices, sizes, logits, camera_logits, keep)
+    if features.device.type not in ("cpu", "cuda", "meta"):
+        return deformable_aggregation_fused_reference(*tensors, keep_scale=keep_scale)
+    return torch.ops.visdet.deformable_aggregation_fused(*tensors, float(keep_scale))
+
+
+def deformable_aggregation_fused_reference(
+    features: Tensor,  # [B, S, C]
+    level_shapes: Tensor,  # [V, L, 2] (height, width)
+    level_starts: Tensor,  # [V, L]
+    key_points: Tensor,  # [B, Q, P, 3]
+    projection: Tensor,  # [B, V, 4, 4]
+    image_wh: Tensor,  # [B, V, 2]
+    logits: Tensor,  # [B, Q, V, L, P, G], or [B, Q, L, P, G] with camera_logits
+    camera_logits: Tensor,  # [B, V, L, P, G] or [0]
+    keep: Tensor,  # [B, Q, V, P] or [0]
+    keep_scale: float = 1.0,
+) -> Tensor:  # [B, Q, C]
+    """Return what ``deformable_aggregation_fused`` returns, in plain torch: the definition for the kernels."""
+    matrix = projection[:, :, None, None]  # [B, V, 1, 1, 4, 4]
+    pixels = (matrix[..., :3, :3] * key_points[:, None, :, :, None, :]).sum(-1) + matrix[..., :3, 3]
+    locations = pixels[..., :2] / pixels[..., 2:].clamp(min=_MIN_DEPTH) / image_wh[:, :, None, None]
+    if keep.dim() == 4:
+        locations = torch.where(keep.transpose(1, 2)[..., None], locations, -1.0)
+    summed = logits.to(key_points.dtype)
+    if camera_logits.dim() == 5:
+        summed = summed[:, :, None] + camera_logits.to(key_points.dtype)[:, None]
+    weights = summed.flatten(2, 4).softmax(2).view(summed.shape) * keep_scale  # [B, Q, V, L, P, G]
+    return deformable_aggregation_reference(
+        features,
+        level_shapes,
+        level_starts,
+        locations.permute(0, 2, 3, 1, 4),  # [B, Q, P, V, 2]
+        weights.permute(0, 1, 4, 2, 3, 5),  # [B, Q, P, V, L, G]
+    )
+
+
+def _fake(
+    features: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    key_points: Tensor,
+    projection: Tensor,
+    image_wh: Tensor,
+    logits: Tensor,
+    camera_logits: Tensor,
+    keep: Tensor,
+    keep_scale: float,
+) -> Tensor:
+    torch._check(
+        features.dim() == 3,
+        lambda: f"deformable_aggregation_fused: features must be [B, S, C], got {tuple(features.shape)}",
+    )
+    torch._check(
+        key_points.dim() == 4,
+        lambda: (
+            f"deformable_aggregation_fused: key_points must be [B, Q, P, 3], got {tuple(key_points.shape)}"
+        ),
+    )
+    return features.new_empty(features.shape[0], key_points.shape[1], features.shape[2])
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    features: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    key_points: Tensor,
+    projection: Tensor,
+    image_wh: Tensor,
+    logits: Tensor,
+    camera_logits: Tensor,
+    keep: Tensor,
+    keep_scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grads = (features, key_points, logits, camera_logits)
+    first, second, third, fourth = (tensor.new_empty(tensor.shape) for tensor in grads)
+    return first, second, third, fourth
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+    ctx.keep_scale = inputs[-1]
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.visdet.deformable_aggregation_fused_backward(
+        grad_output, *ctx.saved_tensors, ctx.keep_scale, torch.are_deterministic_algorithms_enabled()
+    )
+    grad_features, grad_key_points, grad_logits, grad_camera_logits = grads
+    return grad_features, None, None, grad_key_points, None, None, grad_logits, grad_camera_logits, None, None
+
+
+if _library.is_loaded("cpu"):
+    torch.library.register_fake("visdet::deformable_aggregation_fused", _fake)
+    torch.library.register_fake("visdet::deformable_aggregation_fused_backward", _fake_backward)
+    torch.library.register_autograd(
+        "visdet::deformable_aggregation_fused", _backward, setup_context=_setup_context
+    )
+    _library.explain_missing_cuda("deformable_aggregation_fused", "deformable_aggregation_fused_backward")
