@@ -330,13 +330,6 @@ int64_t scratch_size(const FusedAggregationArrays<TL, A>& a) {
   return 2 * a.period + a.row + 3 * a.points;
 }
 
-// Calls f(TL{}, A{}) for the types of logits and of key points.
-template <typename F>
-void dispatch_types(const Prepared& it, const F& f) {
-  const ScalarType type = it.logits.scalar_type();
-  dispatch_value_type(type, f);
-}
-
 Prepared prepare(const Tensor& features, const Tensor& level_shapes, const Tensor& key_points, const Tensor& projection,
                  const Tensor& image_wh, const Tensor& logits, const Tensor& camera_logits, const Tensor& keep,
                  double keep_scale) {
@@ -354,7 +347,7 @@ Prepared prepare(const Tensor& features, const Tensor& level_shapes, const Tenso
               new_empty(key_points, {B, Q, P, V, L, G}),
               keep_scale};
   if (it.weights.numel() == 0) return it;
-  dispatch_types(it, [&](auto logit_tag, auto accumulate_tag) {
+  dispatch_value_type(it.logits.scalar_type(), [&](auto logit_tag, auto accumulate_tag) {
     using TL = decltype(logit_tag);
     using A = decltype(accumulate_tag);
     const auto a = arrays_of<TL, A>(it);
@@ -383,7 +376,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
                                                           double keep_scale, bool deterministic) {
   const Prepared it =
       prepare(features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
-  const auto [grad_features, grad_locations, grad_weights] = deformable_aggregation_backward_cpu(
+  Tensor grad_features, grad_locations, grad_weights;  // structured bindings could not be captured
+  std::tie(grad_features, grad_locations, grad_weights) = deformable_aggregation_backward_cpu(
       grad_output, features, level_shapes, level_starts, it.locations, it.weights, deterministic);
   Tensor grad_key_points = new_empty(it.key_points, it.key_points.sizes()),
          grad_logits = new_empty(it.logits, it.logits.sizes()),
@@ -392,30 +386,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
     zero_(grad_key_points), zero_(grad_logits), zero_(grad_camera_logits);
     return {grad_features, grad_key_points, grad_logits, grad_camera_logits};
   }
-  dispatch_types(
-      it, [&, &grad_locations = grad_locations, &grad_weights = grad_weights](auto logit_tag, auto accumulate_tag) {
-        using TL = decltype(logit_tag);
-        using A = decltype(accumulate_tag);
-        auto a = arrays_of<TL, A>(it);
-        const int64_t N = a.V * a.L * a.P * a.G;
-        const Scratch<A> part_sums(a.camera_logits ? a.B * a.parts * N : 0);
-        a.grad_locations = static_cast<const A*>(grad_locations.const_data_ptr());
-        a.grad_weights = static_cast<const A*>(grad_weights.const_data_ptr());
-        a.grad_key_points = static_cast<A*>(grad_key_points.mutable_data_ptr());
-        a.grad_logits = static_cast<TL*>(grad_logits.mutable_data_ptr());
-        a.part_sums = part_sums.data();
-        a.grad_camera_logits = static_cast<TL*>(grad_camera_logits.mutable_data_ptr());
-        const auto finish = VISDET_BEST_ISA(finish_part, TL, A);
-        parallel_for(0, a.B * a.parts, 1, [&](int64_t begin, int64_t end) {
-          Scratch<A> scratch(scratch_size(a));
-          for (int64_t task = begin; task < end; ++task) finish(a, scratch.data(), task);
-        });
-        if (!a.camera_logits) return;
-        const auto add = VISDET_BEST_ISA(add_parts, TL, A);
-        for (int64_t b = 0; b < a.B; ++b) {
-          parallel_for(0, N, kEntryGrain, [&](int64_t begin, int64_t end) { add(a, b, begin, end); });
-        }
-      });
+  dispatch_value_type(it.logits.scalar_type(), [&](auto logit_tag, auto accumulate_tag) {
+    using TL = decltype(logit_tag);
+    using A = decltype(accumulate_tag);
+    auto a = arrays_of<TL, A>(it);
+    const int64_t N = a.V * a.L * a.P * a.G;
+    const Scratch<A> part_sums(a.camera_logits ? a.B * a.parts * N : 0);
+    a.grad_locations = static_cast<const A*>(grad_locations.const_data_ptr());
+    a.grad_weights = static_cast<const A*>(grad_weights.const_data_ptr());
+    a.grad_key_points = static_cast<A*>(grad_key_points.mutable_data_ptr());
+    a.grad_logits = static_cast<TL*>(grad_logits.mutable_data_ptr());
+    a.part_sums = part_sums.data();
+    a.grad_camera_logits = static_cast<TL*>(grad_camera_logits.mutable_data_ptr());
+    const auto finish = VISDET_BEST_ISA(finish_part, TL, A);
+    parallel_for(0, a.B * a.parts, 1, [&](int64_t begin, int64_t end) {
+      Scratch<A> scratch(scratch_size(a));
+      for (int64_t task = begin; task < end; ++task) finish(a, scratch.data(), task);
+    });
+    if (!a.camera_logits) return;
+    const auto add = VISDET_BEST_ISA(add_parts, TL, A);
+    for (int64_t b = 0; b < a.B; ++b) {
+      parallel_for(0, N, kEntryGrain, [&](int64_t begin, int64_t end) { add(a, b, begin, end); });
+    }
+  });
   return {grad_features, grad_key_points, grad_logits, grad_camera_logits};
 }
 
