@@ -46,7 +46,7 @@ demo: setup
 
 DRIVE := work_dirs/sparsedrive_toy
 DRIVE_SCENES := data/driving_scenes
-demo-drive: setup $(DRIVE_SCENES)/kmeans_det_128.npy
+demo-drive: setup $(DRIVE_SCENES)/kmeans_plan_1.npy
 	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage1.py --work-dir $(DRIVE)_stage1 $(AMP)
 	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage2.py --work-dir $(DRIVE)_stage2 $(AMP) \
 		--cfg-options load_from="$$(cat $(DRIVE)_stage1/last_checkpoint)"
@@ -58,8 +58,9 @@ demo-drive: setup $(DRIVE_SCENES)/kmeans_det_128.npy
 	@echo "Play       $(DRIVE)_pictures/scene_000.gif    (the whole scene)"
 	@echo "Curves     $(BIN)/tensorboard --logdir work_dirs"
 
-$(DRIVE_SCENES)/kmeans_det_128.npy: | setup
-	$(BIN)/python tools/make_anchors.py $(DRIVE_SCENES) --out-dir $(DRIVE_SCENES) --det 128 --map 30 --max-distance 33
+$(DRIVE_SCENES)/kmeans_plan_1.npy: | setup
+	$(BIN)/python tools/make_anchors.py $(DRIVE_SCENES) --out-dir $(DRIVE_SCENES) --det 128 --map 30 --plan 1 \
+		--max-distance 33
 
 train: setup
 	$(BIN)/python tools/train.py $(CONFIG)

@@ -85,3 +85,21 @@ def test_membership_is_a_plain_question():
     assert "NoSuchThing" not in MODELS
     assert "no.such.package.Thing" not in MODELS
     assert "MultiScaleDeformableAttention" in MODELS
+
+
+def test_a_library_of_an_older_source_is_no_unknown_name(tmp_path):
+    # As after a pull without a build: the library lacks an operator that a page registers.
+    (tmp_path / "page_of_tomorrow.py").write_text(
+        "from visdet.ops import _library\n_library.declares('operator_of_tomorrow')\n"
+    )
+    out = run(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from visdet.ops import NotBuiltError\n"
+        "from visdet.registry import Registry\n"
+        "MODELS = Registry('model', scope='visdet', locations=['page_of_tomorrow'])\n"
+        "try:\n"
+        "    MODELS.get('Anything')\n"
+        "except NotBuiltError as error:\n"
+        "    print(error)\n"
+    )
+    assert "has no operator 'operator_of_tomorrow': it was built from an older source; build it with" in out

@@ -1,7 +1,8 @@
 """Make the anchors of a driving model by k-means over an info file, as float32 .npy files.
 
 python tools/make_anchors.py data/infos/nuscenes_infos_train.npz --out-dir data/kmeans
-python tools/make_anchors.py data/driving_scenes --out-dir data/driving_scenes --det 128 --map 30 --max-distance 33
+python tools/make_anchors.py data/driving_scenes --out-dir data/driving_scenes --det 128 --map 30 --plan 1 \\
+    --max-distance 33
 
 A folder instead of an info file stands for the driving scenes, which are drawn there if they are missing. Writes
 kmeans_det_N.npy [N, 11], kmeans_map_N.npy [N, 20, 2], kmeans_motion_K.npy [classes, K, 12, 2] and kmeans_plan_K.npy

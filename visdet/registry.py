@@ -67,6 +67,7 @@ class Registry(_MMEngineRegistry):
         Raises:
             KeyError: the name is unknown; the message lists the nearest names and where they are registered.
         """
+        self.import_from_location()  # whose own errors are not a name's
         try:
             registered = super().get(key)
         except RuntimeError:  # mmengine's way to say that a dotted path does not import

@@ -1,5 +1,5 @@
-# Motion and planning on the driving scenes, on top of what sparsedrive_toy_stage1.py learned, in minutes on two CPU
-# cores. Anchors: as there.
+# Motion and planning on the driving scenes, on top of what sparsedrive_toy_stage1.py learned and keeps, in minutes on
+# two CPU cores. Anchors: as there.
 _base_ = [
     "../_base_/models/sparsedrive_toy.py",
     "../_base_/datasets/driving_scenes.py",
@@ -8,12 +8,10 @@ _base_ = [
 ]
 
 embed_dims = 96
-fut_ts, fut_mode, ego_fut_ts, ego_fut_mode = (
-    12,
-    6,
-    6,
-    6,
-)  # steps of 0.5 s and modes, of agents and of the vehicle
+step_s = 0.5
+fut_ts, fut_mode = 12, 6  # steps and modes of agents
+ego_fut_ts = 6
+ego_fut_mode = 1  # of each command; to choose between several takes more training than minutes
 layer = ["temp_gnn", "gnn", "norm", "cross_gnn", "norm", "ffn", "norm"]
 motion_plan_head = dict(
     type="MotionPlanningHead",
@@ -23,7 +21,7 @@ motion_plan_head = dict(
     ego_fut_mode=ego_fut_mode,
     num_classes=5,
     motion_anchor="data/driving_scenes/kmeans_motion_6.npy",
-    plan_anchor="data/driving_scenes/kmeans_plan_6.npy",
+    plan_anchor="data/driving_scenes/kmeans_plan_1.npy",
     embed_dims=embed_dims,
     decouple_attn=True,
     instance_queue=dict(
@@ -78,6 +76,7 @@ motion_plan_head = dict(
     ),
     num_det=30,
     num_map=10,
+    plan_step_s=step_s,
 )
 
 model = dict(
@@ -85,6 +84,9 @@ model = dict(
     head=dict(task_config=dict(with_motion_plan=True), motion_plan_head=motion_plan_head),
     freeze_perception=True,
 )
+
+# Frames of a sequence resemble each other: a step of planning learns from as many sequences as the batch is large.
+train_dataloader = dict(batch_size=8)
 
 val_evaluator = [
     dict(type="NuScenesMetric", class_range=30, anchors="data/driving_scenes/kmeans_det_128.npy"),
@@ -97,5 +99,5 @@ test_evaluator = val_evaluator
 
 default_hooks = dict(visualization=None)
 randomness = dict(seed=0)
-load_from = "work_dirs/sparsedrive_toy_stage1/iter_3000.pth"
+load_from = "work_dirs/sparsedrive_toy_stage1/iter_3200.pth"
 strict_load = False  # the first stage has no motion and planning

@@ -206,6 +206,25 @@ def test_export_and_compile(modulated):
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.cuda
+def test_cuda_agrees_with_the_cpu_and_is_deterministic_on_demand():
+    tensors, settings = arguments()
+    results = []
+    for device, is_ordered in (("cpu", False), ("cuda", False), ("cuda", True), ("cuda", True)):
+        leaves = [t.detach().to(device).requires_grad_() for t in tensors]
+        torch.use_deterministic_algorithms(is_ordered)
+        try:
+            out = modulated_deform_conv2d(*leaves, *settings, 2, 2)
+            grads = torch.autograd.grad(out.square().sum(), leaves)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        results.append([t.detach().cpu() for t in (out, *grads)])
+    for result in results[1:]:
+        for found, wanted in zip(result, results[0], strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert all(map(torch.equal, results[2], results[3]))
+
+
 def test_maps_smaller_than_the_kernel():
     layer = DeformConv2d(1, 1, 3, padding=1)
     x = torch.randn(1, 1, 2, 2)

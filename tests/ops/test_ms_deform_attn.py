@@ -117,6 +117,24 @@ def test_matches_reference(name, dtype, device, deterministic):
     assert [grad.dtype for grad in grads] == [case[0].dtype, case[3].dtype, case[4].dtype]
 
 
+# Enough rows that a CUDA launch gives none of them more than one group of threads: an encoder's own queries, numbers of
+# points and channels that are no multiples of what a group takes, and rows wider than it takes at once.
+MANY_ROWS = {
+    "pyramid": (17, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
+    "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
+    "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MANY_ROWS)
+def test_many_rows_match_reference(name, dtype, device):
+    case = make_case(*MANY_ROWS[name], dtype=dtype, device=device)
+    exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
+    assert relative_error(output_of(case), ms_deform_attn_reference(*exact)) < TOLERANCE[dtype]
+
+
 def test_golden_vectors():
     arrays = under(golden("modules"), "ms_deform_attn")
     case = [

@@ -222,6 +222,21 @@ def test_cuda_agrees_with_the_cpu():
             torch.testing.assert_close(first, second)
 
 
+@pytest.mark.cuda
+def test_gradients_on_cuda_are_deterministic_on_demand():
+    x, grads = maps().cuda().requires_grad_(), []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            grads.append(torch.autograd.grad(roi_align(x, ROIS.cuda(), 2).square().sum(), x)[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*grads)
+    torch.testing.assert_close(
+        grads[0], torch.autograd.grad(roi_align(x, ROIS.cuda(), 2).square().sum(), x)[0]
+    )
+
+
 def test_the_doctor_says_who_serves(monkeypatch):
     pytest.importorskip("mmengine")
     from visdet import doctor

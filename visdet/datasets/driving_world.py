@@ -163,7 +163,7 @@ def _follow(
     wanted: Callable[[float], float],
     obstacles: Callable[[float, float], Iterable[tuple[float, float]]] = lambda time, station: (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return stations [T] and speeds [T] of a driver: as fast as wanted, slow in turns, at a distance from what is ahead.
+    """Return stations [T] and speeds [T] of a driver: as fast as wanted, slow in turns, at a distance from others.
 
     Args:
         wanted: time to speed, m/s. obstacles: time and station to (free way ahead in m, speed in m/s) of each.

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["NotBuiltError", "build_info", "explain_missing_cuda", "is_loaded", "require_cpu"]
+__all__ = ["NotBuiltError", "build_info", "declares", "explain_missing_cuda", "is_loaded", "require_cpu"]
 
 _FOLDER = Path(__file__).resolve().parent
 _ISA_NAMES = ("baseline", "AVX2", "AVX-512")
@@ -47,6 +47,22 @@ _problems = _load_all()
 def is_loaded(name: str) -> bool:
     """Return whether the ``"cpu"`` or the ``"cuda"`` library is loaded."""
     return _problems[name] is None
+
+
+def declares(operator: str) -> bool:
+    """Return whether the CPU library, which declares the operators, is loaded.
+
+    Raises:
+        NotBuiltError: it is, but was built from an older source that has no such operator.
+    """
+    if not is_loaded("cpu"):
+        return False
+    if not hasattr(torch.ops.visdet, operator):
+        raise NotBuiltError(
+            f"visdet.ops: {_FOLDER / 'libvisdet_cpu.so'} has no operator {operator!r}: it was built from an older "
+            f"source; {_HOW_TO_BUILD}."
+        )
+    return True
 
 
 def require_cpu() -> None:

@@ -1,8 +1,9 @@
 """Finds out whether torchvision's compiled operators serve a device; torchvision is imported at first use only."""
 
 import torch
+from torch import Tensor
 
-__all__ = ["problem", "serves"]
+__all__ = ["problem", "serves", "serves_gradients"]
 
 _problems: dict[str, str | None] = {}
 
@@ -36,3 +37,15 @@ def _find_problem(device_type: str) -> str | None:
 def serves(device_type: str) -> bool:
     """Return whether torchvision's operators run on devices of this type; a constant under torch.compile."""
     return problem(device_type) is None
+
+
+def serves_gradients(*tensors: Tensor | None) -> bool:
+    """Return whether torchvision's operator may run on ``tensors``, of one device, with its backward.
+
+    On CUDA its backwards of roi_align and deform_conv2d add atomically: under deterministic algorithms they raise, or
+    compile a slow stand-in.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    has_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    must_be_ordered = has_gradients and given[0].is_cuda and torch.are_deterministic_algorithms_enabled()
+    return serves(given[0].device.type) and not must_be_ordered

@@ -59,7 +59,8 @@ def batched_nms(
             class, as in mmcv: give a larger ``split_thr`` where that matters.
 
     16-bit boxes are shifted apart in float32: 80 classes times 1333 pixels are beyond float16 and between whole pixels
-    in bfloat16. The result has the boxes as given and the scores the suppression made of them.
+    in bfloat16. Boxes are shifted where classes are split too, as in mmcv: overlaps round alike. The result has the
+    boxes as given and the scores the suppression made of them.
 
     Raises:
         KeyError: ``type`` is unknown.
@@ -74,13 +75,12 @@ def batched_nms(
     suppress = _kind(arguments.pop("type", "nms"))
     split_threshold = arguments.pop("split_thr", 10000)
     wide = boxes if boxes.dtype in (torch.float32, torch.float64) else boxes.float()
+    apart = wide if class_agnostic else _shifted_apart(wide, idxs)
     if len(boxes) < split_threshold:
-        detections, keep = suppress(
-            wide if class_agnostic else _shifted_apart(wide, idxs), scores.to(wide), **arguments
-        )
+        detections, keep = suppress(apart, scores.to(wide), **arguments)
         return torch.cat([boxes[keep], detections[:, -1:].to(boxes)], -1), keep
     max_num = arguments.pop("max_num", -1)
-    kept_scores, kept = _class_by_class(wide, scores.to(wide), idxs, suppress, arguments)
+    kept_scores, kept = _class_by_class(apart, scores.to(wide), idxs, suppress, arguments)
     if max_num > 0:
         kept, kept_scores = kept[:max_num], kept_scores[:max_num]
     return torch.cat([boxes[kept], kept_scores[:, None].to(boxes)], -1), kept

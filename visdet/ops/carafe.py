@@ -92,7 +92,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, None, None, None)
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("carafe"):
     torch.library.register_fake("visdet::carafe", _fake)
     torch.library.register_fake("visdet::carafe_backward", _fake_backward)
     torch.library.register_autograd("visdet::carafe", _backward, setup_context=_setup_context)

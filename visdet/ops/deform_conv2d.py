@@ -72,7 +72,7 @@ def deform_conv2d(
     Positions outside count as zeros, those within one pixel of the border as a blend with zero. Differentiable
     with respect to input, offset and weight; at exactly -1, where zero offsets put the taps of a padding of 1, the
     offset's gradient is 0, as in mmcv (torchvision's is that of a sample inside). Served by torchvision; plain
-    torch where it is missing.
+    torch where it is missing, and on CUDA for gradients under ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
         ValueError: a shape does not fit, or ``bias`` is asked for.
@@ -108,7 +108,7 @@ def convolve(
     settings = (pair(stride), pair(padding), pair(dilation))
     x, shift, factor, kernel, shift_of_output = tensors
     assert x is not None and shift is not None and kernel is not None
-    if x.shape[0] == 0 or not _torchvision.serves(x.device.type):
+    if x.shape[0] == 0 or not _torchvision.serves_gradients(x, shift, factor, kernel):
         return deform_conv2d_reference(
             x, shift, factor, kernel, shift_of_output, *settings, deform_groups
         ).to(offset.dtype)

@@ -249,7 +249,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad_features, None, None, grad_locations, grad_weights
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("deformable_aggregation"):
     torch.library.register_fake("visdet::deformable_aggregation", _fake)
     torch.library.register_fake("visdet::deformable_aggregation_backward", _fake_backward)
     torch.library.register_autograd("visdet::deformable_aggregation", _backward, setup_context=_setup_context)

@@ -174,7 +174,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad_features, None, None, grad_key_points, None, None, grad_logits, grad_camera_logits, None, None
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("deformable_aggregation_fused"):
     torch.library.register_fake("visdet::deformable_aggregation_fused", _fake)
     torch.library.register_fake("visdet::deformable_aggregation_fused_backward", _fake_backward)
     torch.library.register_autograd(

@@ -165,7 +165,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad, None, None, None, None
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("sigmoid_focal_loss"):
     torch.library.register_fake("visdet::sigmoid_focal_loss", _fake)
     torch.library.register_fake("visdet::sigmoid_focal_loss_backward", _fake_backward)
     torch.library.register_autograd("visdet::sigmoid_focal_loss", _backward, setup_context=_setup_context)

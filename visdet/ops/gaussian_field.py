@@ -122,7 +122,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, None, None, None)
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("gaussian_field"):
     torch.library.register_fake("visdet::gaussian_field", _fake)
     torch.library.register_fake("visdet::gaussian_field_backward", _fake_backward)
     torch.library.register_autograd("visdet::gaussian_field", _backward, setup_context=_setup_context)

@@ -82,7 +82,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
     return torch.ops.visdet.mahalanobis_distance_backward(grad_output, *ctx.saved_tensors)
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("mahalanobis_distance"):
     torch.library.register_fake("visdet::mahalanobis_distance", _fake)
     torch.library.register_fake("visdet::mahalanobis_distance_backward", _fake_backward)
     torch.library.register_autograd("visdet::mahalanobis_distance", _backward, setup_context=_setup_context)

@@ -352,7 +352,7 @@ def _fused_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("ms_deform_attn_fused"):
     torch.library.register_fake("visdet::ms_deform_attn", _fake)
     torch.library.register_fake("visdet::ms_deform_attn_backward", _fake_backward)
     torch.library.register_autograd("visdet::ms_deform_attn", _backward, setup_context=_setup_context)

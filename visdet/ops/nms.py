@@ -230,5 +230,5 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     return [group.numpy() if is_numpy else group.to(dets.device) for group in groups]
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("soft_nms"):
     torch.library.register_fake("visdet::soft_nms", _fake_soft_nms)

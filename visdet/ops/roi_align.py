@@ -33,7 +33,8 @@ def roi_align(
     A sample beyond one pixel outside the map is 0, others are clamped to it. No regions give [0, C, PH, PW].
     Differentiable with respect to ``input``. 'avg' is served by torchvision; float16 on the CPU and bfloat16,
     which it refuses, are computed in float32; its float16 on CUDA rounds ``rois`` to float16 too. 'max', and
-    everything where torchvision is missing, is plain torch.
+    everything where torchvision is missing, is plain torch; so are gradients on CUDA under
+    ``torch.use_deterministic_algorithms(True)``, which torchvision's are not made for.
 
     Raises:
         ValueError: a shape, device or ``pool_mode`` does not fit.
@@ -44,7 +45,7 @@ def roi_align(
     if pool_mode not in ("avg", "max"):
         raise ValueError(f"roi_align: pool_mode must be 'avg' or 'max', got {pool_mode!r}")
     size = pair(output_size)
-    if pool_mode == "max" or not _torchvision.serves(input.device.type):
+    if pool_mode == "max" or not _torchvision.serves_gradients(input):
         return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
     from torchvision.ops import roi_align as torchvision_roi_align
 

@@ -144,7 +144,7 @@ def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int,
     return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("roi_pool"):
     torch.library.register_fake("visdet::roi_pool", _fake)
     torch.library.register_fake("visdet::roi_pool_backward", _fake_backward)
     torch.library.register_autograd("visdet::roi_pool", _backward, setup_context=_setup_context)

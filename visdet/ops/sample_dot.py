@@ -112,7 +112,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, None)
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("sample_dot"):
     torch.library.register_fake("visdet::sample_dot", _fake)
     torch.library.register_fake("visdet::sample_dot_backward", _fake_backward)
     torch.library.register_autograd("visdet::sample_dot", _backward, setup_context=_setup_context)

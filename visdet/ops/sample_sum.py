@@ -98,7 +98,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-if _library.is_loaded("cpu"):
+if _library.declares("sample_sum"):
     torch.library.register_fake("visdet::sample_sum", _fake)
     torch.library.register_fake("visdet::sample_sum_backward", _fake_backward)
     torch.library.register_autograd("visdet::sample_sum", _backward, setup_context=_setup_context)

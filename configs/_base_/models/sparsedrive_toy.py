@@ -1,6 +1,6 @@
 # A small SparseDrive for the driving scenes, six cameras of 256 x 96 pixels: ResNet-18 of half width, three levels,
 # three decoder layers, denoising on. Anchors: tools/make_anchors.py data/driving_scenes --out-dir data/driving_scenes
-# --det 128 --map 30 --max-distance 33.
+# --det 128 --map 30 --plan 1 --max-distance 33.
 embed_dims = 96
 num_groups = 4
 num_levels = 3

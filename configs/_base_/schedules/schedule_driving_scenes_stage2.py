@@ -1,11 +1,11 @@
-# A short schedule for the driving scenes with all that a first stage has learned.
-train_cfg = dict(type="IterBasedTrainLoop", max_iters=800, val_interval=400)
+# A short schedule for motion and planning on the driving scenes; what a first stage has learned stays.
+train_cfg = dict(type="IterBasedTrainLoop", max_iters=480, val_interval=480)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
 
 optim_wrapper = dict(
     type="OptimWrapper",
-    optimizer=dict(type="AdamW", lr=1e-3, weight_decay=1e-3, fused=True),
+    optimizer=dict(type="AdamW", lr=2e-3, weight_decay=1e-3, fused=True),
     clip_grad=dict(max_norm=25, norm_type=2),
 )
 
@@ -14,4 +14,4 @@ param_scheduler = [
     dict(type="CosineAnnealingLR", eta_min_ratio=0.01, begin=50, by_epoch=False),
 ]
 
-auto_scale_lr = dict(base_batch_size=4)
+auto_scale_lr = dict(base_batch_size=8)

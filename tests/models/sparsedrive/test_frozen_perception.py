@@ -18,7 +18,7 @@ def tiny_stage2(**overrides):
     generator = np.random.default_rng(0)
     head = Config.fromfile(STAGE2).model.head.motion_plan_head
     head.motion_anchor = generator.normal(0, 3, (5, 6, 12, 2)).tolist()
-    head.plan_anchor = generator.normal(0, 3, (3, 6, 6, 2)).tolist()
+    head.plan_anchor = generator.normal(0, 3, (3, head.ego_fut_mode, 6, 2)).tolist()
     config = tiny_config(freeze_perception=True)
     config.head.motion_plan_head = head
     config.head.task_config.with_motion_plan = True
@@ -73,6 +73,21 @@ def test_motion_learns_from_the_same_instances_as_with_all_losses():
         for name, value in losses[0].items():
             torch.testing.assert_close(value, losses[1][name])
     assert len(losses[1]) > len(losses[0])
+
+
+def test_a_plan_is_what_differs_from_going_on():
+    model = tiny_stage2().eval()
+    branch = model.head.motion_plan_head.layers[-1].plan_reg_branch[-1]
+    with torch.no_grad():
+        branch.weight.zero_(), branch.bias.fill_(0.25)
+    for time, ahead in ((0.0, 0.0), (0.5, 3.0), (1.0, 8.0)):
+        pose = np.eye(4)
+        pose[1, 3] = ahead
+        images, data = motion_frame([time], poses=[pose])
+        (result,) = model(images, data, mode="predict")
+    steps = result["img_bbox"]["final_planning"].diff(dim=0, prepend=torch.zeros(1, 2))
+    # 5 m in the last 0.5 s go on, and 0.25 m a step are predicted on top.
+    torch.testing.assert_close(steps, torch.tensor([0.25, 5.25]).expand(6, 2), atol=1e-4, rtol=0)
 
 
 def test_frozen_perception_needs_motion():

@@ -222,15 +222,33 @@ def test_the_ego_knows_its_motion_from_poses():
         moving_frame(1.0, (-2, 4), yaw=math.pi / 2),  # no time passed
         moving_frame(1.5, (5, 5)),
     ]
-    outs = run_queue(queue, list(zip(frames, [True, True, True, True, False], strict=True)))
-    velocities = [anchor[0, 0, 8:10].tolist() for _, anchor, *_ in outs]
+    embeds, velocities = [], []
+    for frame, continues in zip(frames, [True, True, True, True, False], strict=True):
+        ((_, anchor, *_),) = run_queue(queue, [(frame, continues)])
+        velocities.append(anchor[0, 0, 8:10].tolist())
+        embeds.append(queue.ego_motion_embed())
     # The first frame, and one whose history was dropped, know nothing; the predicted 4 m/s is not taken.
     for velocity, expected in zip(velocities, [(0, 0), (0, 6), (0, 4), (0, 0), (0, 0)], strict=True):
         assert velocity == pytest.approx(expected, abs=1e-5)
-    unknown, known, other, standing, dropped = (feature for feature, *_ in outs)
+    assert all(embed.shape == (1, 1, 8) and embed.requires_grad for embed in embeds)
+    unknown, known, other, standing, dropped = embeds
     torch.testing.assert_close(unknown, dropped)
-    assert not torch.allclose(known, other) and not torch.allclose(standing, unknown)
+    for different in (known, other, standing):
+        assert not torch.allclose(different, unknown, atol=1e-2)
+    assert make_queue().ego_motion_embed() is None
     assert not any("motion" in name for name in make_queue().state_dict())
+
+
+def test_the_change_of_velocity_counts_from_the_third_frame_on():
+    def embed_after(places):
+        queue = make_queue(ego_motion_from_poses=True)
+        frames = [moving_frame(0.5 * i, (0, place)) for i, place in enumerate(places)]
+        run_queue(queue, [(frame, True) for frame in frames])
+        return queue.ego_motion_embed()
+
+    steady, braking = embed_after([0, 2, 4]), embed_after([0, 3, 5])  # 4 m/s, and down to it from 6 m/s
+    assert not torch.allclose(steady, braking, atol=1e-2)
+    torch.testing.assert_close(embed_after([1, 3]), embed_after([2, 4]))
 
 
 def head_parts():

@@ -15,13 +15,14 @@ from ..layers.precision import in_full_precision
 from ..transfer import to_device
 from .box3d import VX, VY
 from .frame_clock import FrameClock, FrameStep
-from .sine_embedding import gen_sineembed_for_position
+from .mlp import linear_relu_ln
 from .temporal_state import temporal_value
 
 __all__ = ["InstanceQueue", "InstanceQueueState"]
 
 _EGO_SIZE_M = (4.08, 1.73, 1.56)
 _GROUND_M = -1.84
+_NUM_WAVES = 4
 _FORWARD_SPEED = 6  # in the ego's status: the velocity along its x axis
 
 
@@ -61,8 +62,7 @@ class InstanceQueue(BaseModule):
         tracking_threshold: instances of at most this confidence in the previous frame are not followed.
         feature_map_scale: accepted; the ego's feature is the mean over the front camera's coarsest map, of any size.
         ego_motion_from_poses: take the ego's velocity from the poses of this frame and the one before, which the model
-            is given anyway, in place of the one predicted in the frame before: into the ego's anchor, and encoded
-            (with whether it is known) into the ego's feature.
+            is given anyway, in place of the one predicted in the frame before; ``ego_motion_embed`` encodes it.
 
     Source: names and defaults are SparseDrive's, which has no ``ego_motion_from_poses``. Different: the state is one
     value; a sample whose history was dropped starts anew for agents and ego alike; images of any size work.
@@ -95,8 +95,8 @@ class InstanceQueue(BaseModule):
         self.ego_anchor = nn.Parameter(torch.tensor([ego_anchor]), requires_grad=False)
         self.ego_motion_encoder: nn.Module | None = None
         if ego_motion_from_poses:
-            hidden = [nn.Linear(embed_dims, embed_dims), nn.ReLU(), nn.Linear(embed_dims, embed_dims)]
-            self.ego_motion_encoder = nn.Sequential(*hidden)
+            waves = 2 * 2 * 2 * _NUM_WAVES  # velocity and change, two axes, sine and cosine
+            self.ego_motion_encoder = nn.Sequential(*linear_relu_ln(embed_dims, 2, 1, waves))
         self.state = InstanceQueueState()
 
     def reset(self) -> None:
@@ -190,14 +190,9 @@ class InstanceQueue(BaseModule):
         else:
             period = torch.where(mask[:, None], state.ego_period, 0)
         if self.ego_motion_encoder is not None:
-            velocity, is_known = anchor.new_zeros(batch_size, 1, 2), anchor.new_zeros(batch_size, 1, 1)
             if step is not None:
-                is_known = mask[:, None, None].to(anchor.dtype)
-                velocity = is_known * to_device(_velocity(step), anchor.device, anchor.dtype).unsqueeze(1)
-            anchor[..., VX : VY + 1] = velocity
-            # Waves keep apart speeds that the norms behind would make one: they drop the length of what grows with it.
-            waves = is_known * gen_sineembed_for_position(velocity, self.embed_dims)
-            feature = feature + in_full_precision(self.ego_motion_encoder, waves)
+                velocity = to_device(_velocity(step), anchor.device, anchor.dtype).unsqueeze(1)
+                anchor[..., VX : VY + 1] = torch.where(mask[:, None, None], velocity, 0)
         elif state.ego_status is not None:
             speed = state.ego_status[..., _FORWARD_SPEED]
             anchor[..., VY] = torch.where(mask[:, None], speed, 0).to(anchor.dtype)
@@ -208,6 +203,21 @@ class InstanceQueue(BaseModule):
             ego_period=(period + 1).clamp(max=self.queue_length),
         )
         return feature, anchor, state
+
+    def ego_motion_embed(self) -> Tensor | None:
+        """Return the ego's velocity and its change since the frame before, encoded, [B, 1, C]; None without
+        ``ego_motion_from_poses``. What is not known yet, in the first frames of a sequence, counts for nothing.
+        """
+        if self.ego_motion_encoder is None:
+            return None
+        state = self.state
+        velocity = state.ego_anchors[-1][..., VX : VY + 1]
+        before = state.ego_anchors[-2][..., VX : VY + 1] if len(state.ego_anchors) > 1 else velocity
+        waves = [
+            (state.ego_period[..., None] > frames) * _waves(motion, shortest)
+            for frames, motion, shortest in ((1, velocity, 5.0), (2, velocity - before, 2.5))
+        ]
+        return in_full_precision(self.ego_motion_encoder, torch.cat(waves, -1))
 
     def cache(
         self, det_output: dict[str, Any], ego_feature: Tensor, ego_status: Tensor, metas: dict[str, Any]
@@ -241,6 +251,16 @@ def _velocity(step: FrameStep) -> Tensor:
     seconds = torch.tensor(step.seconds, dtype=torch.float64).unsqueeze(-1)
     moved = -step.previous_to_current[:, :2, 3]  # the previous frame's origin is that far behind
     return torch.where(seconds == 0, 0.0, moved / seconds)
+
+
+def _waves(motion: Tensor, shortest: float) -> Tensor:
+    """Return sines and cosines [..., 16] of velocities [..., 2], in waves of ``shortest`` m/s, twice as much, ….
+
+    The norms inside the layers drop the length of what grows with speed: given as they are, fast speeds become one.
+    """
+    length = shortest * 2.0 ** torch.arange(_NUM_WAVES, device=motion.device)
+    phase = (motion[..., None] * (2 * math.pi / length)).flatten(-2)
+    return torch.cat([phase.sin(), phase.cos()], -1)
 
 
 def _front_map(feature_maps: Sequence[Any]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import in_full_precision
-from .box3d import COS_YAW, SIN_YAW
+from .box3d import COS_YAW, SIN_YAW, VX, VY
 from .instance_bank import topk
 from .mlp import linear_relu_ln
 from .sine_embedding import gen_sineembed_for_position
@@ -42,6 +42,8 @@ class MotionPlanningHead(BaseModule):
         motion_sampler, planning_sampler: targets. motion_loss_cls, motion_loss_reg, plan_loss_cls, plan_loss_reg,
             plan_loss_status: losses. motion_decoder, planning_decoder: from predictions to results.
         num_det, num_map: most certain instances and map elements that attention goes to.
+        plan_step_s: seconds between the steps of a plan, which is then predicted as what differs from going on with the
+            velocity of the ego's anchor. None: as they are.
         num_classes: classes of ``motion_anchor``; None takes as many as it has, and 10 while its file is missing.
 
     The temporal state is ``state``, a value. Source: arXiv 2405.19620; names and defaults are SparseDrive's. Different:
@@ -79,6 +81,7 @@ class MotionPlanningHead(BaseModule):
         planning_decoder: dict[str, Any] | None = None,
         num_det: int = 50,
         num_map: int = 10,
+        plan_step_s: float | None = None,
         num_classes: int | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
@@ -92,6 +95,7 @@ class MotionPlanningHead(BaseModule):
         self.ego_fut_ts, self.ego_fut_mode = ego_fut_ts, ego_fut_mode
         self.embed_dims, self.decouple_attn = embed_dims, decouple_attn
         self.num_det, self.num_map = num_det, num_map
+        self.plan_step_s = plan_step_s
         self.operation_order = list(operation_order)
         self.instance_queue = MODELS.build(instance_queue)
         self.motion_sampler = TASK_UTILS.build(motion_sampler)
@@ -212,6 +216,9 @@ class MotionPlanningHead(BaseModule):
         )
         ego_feature = ego_feature.to(feature.dtype)
         ego_embed, past_embed = anchor_encoder(ego_anchor), anchor_encoder(past_anchor)
+        ego_motion = self.instance_queue.ego_motion_embed()
+        if ego_motion is not None:
+            ego_embed = ego_embed + ego_motion
         memory = past.flatten(0, 1).to(feature.dtype), past_embed.flatten(0, 1), is_absent.flatten(0, 1)
         motion_modes, plan_modes = self._mode_queries(probability, det_output["prediction"][-1])
 
@@ -237,6 +244,9 @@ class MotionPlanningHead(BaseModule):
             else:
                 feature = layer(feature)
         motion_cls, motion_reg, plan_cls, plan_reg, status = map(list, zip(*outputs, strict=True))
+        if self.plan_step_s is not None:
+            constant = self.plan_step_s * ego_anchor[:, :, None, None, VX : VY + 1]
+            plan_reg = [steps + constant for steps in plan_reg]
         queue = self.instance_queue
         queue.cache(det_output, feature[:, N:], status[-1], metas)
         state = queue.state

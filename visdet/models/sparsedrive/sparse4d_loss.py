@@ -67,7 +67,7 @@ class Sparse4DLoss:
             return losses
 
     def match(self, model_outs: dict[str, Any], data: dict[str, Any]) -> None:
-        """Match the last decoder layer alone with the ground truth, for ``sampler.indices``; arguments as ``loss``'s."""
+        """Match the last decoder layer alone, for ``sampler.indices``; arguments as ``loss``."""
         cls, reg = (model_outs[name][-1].detach().float() for name in ("classification", "prediction"))
         self.sampler.sample(
             cls, reg[..., : len(self.reg_weights)], data[self.gt_cls_key], data[self.gt_reg_key]

@@ -225,12 +225,11 @@ __device__ __forceinline__ unsigned group_mask() {
 // Forward.
 //
 // A row is one (b, q, g). LANES neighbouring threads own a row's channels, VEC of them each (16 bytes), and SPLIT such
-// groups share the row's L * P samples; a group walks ROWS rows. Its threads first compute the samples' metadata (four
-// clamped texel indices, four merged weights: 32 bytes in shared memory, which only their warp reads, so a warp barrier
-// suffices), then walk them with branch-free loads: a corner outside reads a texel inside with weight zero. The next
-// samples' locations are fetched meanwhile. A block owns neighbouring queries of one head, or of the few heads whose
-// rows share a 128-byte line, so that the first-level cache serves most loads. Each output is written once. The bound
-// is the path from that cache to the registers: 64 bytes of value and 32 of metadata a sample and thread.
+// groups share the row's L * P samples; a group walks ROWS rows. Its threads first compute the samples' metadata (16
+// bytes in shared memory, which only their warp reads, so a warp barrier suffices), then walk them with branch-free
+// loads. The next samples' locations are fetched meanwhile. A block owns neighbouring queries of one head, or of the
+// few heads whose rows share a 128-byte line, so that the first-level cache serves most loads. Each output is written
+// once.
 
 constexpr int kForwardThreads = 1024;  // at most: 64 registers a thread hold four samples' loads in flight
 constexpr int kBand = 16;              // rows of the bands in which an encoder's queries are taken
@@ -249,23 +248,53 @@ __device__ __forceinline__ uint32_t pyramid_query(uint32_t e, const Level* table
   return level.start + y * W + x;
 }
 
+// A sample as a square of texels of the map, moved inside it: corners (texel, + column) and the same one row further,
+// of which no check is needed. On the fringe, where only a part of the sample falls inside, the fractions point at the
+// texels that do, and the weight carries the part.
 template <typename A>
 struct alignas(16) Sample {
-  uint32_t row[4];  // texel of each corner, counted from the first row of value
-  A weight[4];      // attention weight * corner weight
+  A weight, fx, fy;
+  uint32_t texel;  // counted from the first row of value
 };
 
+// From a texel to the next column and to the next row: 0 where a level has only one.
+struct Steps {
+  uint32_t column, row;
+  __device__ __forceinline__ static Steps of(const Level& level) {
+    return {level.W > 1 ? 1u : 0u, level.H > 1 ? static_cast<uint32_t>(level.W) : 0u};
+  }
+};
+
+// v in 0..1; NaN becomes 0.
+__device__ __forceinline__ float saturate(float v) { return __saturatef(v); }
+__device__ __forceinline__ double saturate(double v) { return fmin(fmax(v, 0.0), 1.0); }
+// Towards zero; numbers beyond the integers become the nearest one.
+__device__ __forceinline__ int32_t truncate(float v) { return __float2int_rz(v); }
+__device__ __forceinline__ int32_t truncate(double v) { return __double2int_rz(v); }
+
+// Along one axis of `size` texels: the first of the two texels that a sample at x reads, the fraction of the way to the
+// second, and the part of the sample that falls inside the map (NaN: none).
+template <typename A>
+__device__ __forceinline__ int32_t place(A x, int32_t size, A& fraction, A& part) {
+  const int32_t first = min(truncate(fmax(x, A(0))), max(size - 2, 0));
+  fraction = saturate(x - static_cast<A>(first));
+  part = saturate(fmin(x + A(1), static_cast<A>(size) - x));
+  return first;
+}
+
 // How a group of LANES * SPLIT threads walks the samples of its ROWS rows: kPass samples of kRowsAtOnce rows at a time.
+// A pass of four keeps to one level.
 template <int LANES, int SPLIT, int ROWS>
 struct Walk {
   static constexpr int kGroup = LANES * SPLIT;
   static constexpr int kRowsAtOnce = least(ROWS, greatest(1, kGroup / 4));
   static constexpr int kPass = greatest(4, kGroup / kRowsAtOnce);
   static constexpr int kBatch = kRowsAtOnce * kPass;  // samples whose metadata is in shared memory
+  static constexpr bool kMixed = kPass > 4;           // a pass takes samples of several levels
   static_assert(kBatch == kGroup, "each thread prepares one sample");
   template <typename A>
-  static constexpr int group_bytes() {
-    return sizeof(Sample<A>) * kBatch + 16;  // 16: neighbouring groups read from different banks
+  static constexpr int group_bytes() {  // 16: neighbouring groups read from different banks
+    return (sizeof(Sample<A>) + (kMixed ? sizeof(Steps) : 0)) * kBatch + 16;
   }
 };
 
@@ -273,6 +302,7 @@ struct ForwardSizes {
   int64_t S;
   int32_t Q, G, C, L, K;
   uint32_t heads;        // B * G / heads of a block
+  uint32_t slices;       // of a row's channels, as many as a group takes at once
   uint32_t texel_bytes;  // from one row of value to the next
   int32_t head_bits;     // log2 of the heads of a block
 };
@@ -282,11 +312,13 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
     forward_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
                    const ForwardSizes sizes) {
   using W = Walk<LANES, SPLIT, ROWS>;
+  constexpr bool kMixed = W::kMixed;
   extern __shared__ __align__(16) char shared[];
-  const uint32_t head_block = blockIdx.y + blockIdx.z * 65535u;
+  const uint32_t task = blockIdx.y + blockIdx.z * 65535u, head_block = task / sizes.slices;
   if (head_block >= sizes.heads) return;
   const int groups = blockDim.x / W::kGroup, group = threadIdx.x / W::kGroup, lane = threadIdx.x % W::kGroup;
   auto* my_samples = reinterpret_cast<Sample<A>*>(shared + group * W::template group_bytes<A>());
+  auto* my_steps = reinterpret_cast<Steps*>(my_samples + W::kBatch);                       // of each sample, if kMixed
   auto* table = reinterpret_cast<Level*>(shared + groups * W::template group_bytes<A>());  // [L]
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C;
   const bool follow = load_levels(levels, L, sizes.S, table);
@@ -298,96 +330,109 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
   const int64_t image_rows = static_cast<int64_t>(b) * sizes.Q * G;
   const Source image = source.of_image(static_cast<int64_t>(b) * sizes.Q * L, image_rows * K);
 
-  // The queries whose samples this lane prepares: -1 past the last one.
+  // The rows whose samples this lane prepares, counted from the first one of the image.
   constexpr int kTurns = ROWS / W::kRowsAtOnce;
-  int32_t query[kTurns];
+  constexpr uint32_t kNone = 0xffffffffu;
+  uint32_t row_index[kTurns], query_levels[kTurns];
   typename Source::Row row[kTurns];
 #pragma unroll
   for (int t = 0; t < kTurns; ++t) {
     const int r = t * W::kRowsAtOnce + lane / W::kPass;
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * ROWS + r) * slots + slot;
-    query[t] = -1;
-    if (e < sizes.Q) query[t] = is_pyramid ? pyramid_query(e, table) : static_cast<int32_t>(e);
-    row[t] =
-        image.row_of_lanes(query[t] >= 0, static_cast<uint32_t>(query[t] * G + g) * K, K, lane % W::kPass, W::kPass);
+    const uint32_t query = e < sizes.Q && is_pyramid ? pyramid_query(e, table) : static_cast<uint32_t>(e);
+    row_index[t] = e < sizes.Q ? query * G + g : kNone;
+    query_levels[t] = query * L;
+    row[t] = image.row_of_lanes(e < sizes.Q, row_index[t] * K, K, lane % W::kPass, W::kPass);
   }
 
   const int channel_lane = lane % LANES, part = lane / LANES;
   const uint32_t texel_bytes = sizes.texel_bytes;
-  for (int c0 = 0; c0 < C; c0 += LANES * VEC) {
-    const int c = c0 + channel_lane * VEC;
-    const char* base = reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + c);
-    A sum[ROWS][VEC] = {};
-    int k = lane % W::kPass, l = 0;  // the sample of each row that this lane prepares, and its level
-    const auto find_level = [&] {
-      while (l + 1 < L && k >= table[l].end) ++l;
-    };
-    typename Source::Raw raw;
-    const auto fetch = [&](int turn) {
-      raw = {};
-      if (query[turn] < 0 || k >= K) return;
-      if constexpr (Source::kNeedsLevel) find_level();
-      const uint32_t index = static_cast<uint32_t>(query[turn] * G + g) * K + k;
-      raw = image.fetch_position(index, static_cast<uint32_t>(query[turn]) * L + l);
-      image.fetch_weight(index, raw);
-    };
-    fetch(0);
+  const int c = (task - head_block * sizes.slices) * (LANES * VEC) + channel_lane * VEC;
+  // Lanes past the last channel read the first ones, so that no branch parts the loads from the next samples' metadata.
+  const char* base =
+      reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + (c < C ? c : 0));
+  A sum[ROWS][VEC] = {};
+  typename Source::Raw raw;
+  int fetch_level = 0;
+  const auto fetch = [&](int turn, int k) {
+    raw = {};
+    if (row_index[turn] == kNone || k >= K) return;
+    if constexpr (Source::kNeedsLevel) {
+      while (k >= table[fetch_level].end) ++fetch_level;
+    }
+    const uint32_t index = row_index[turn] * K + k;
+    raw = image.fetch_position(index, query_levels[turn] + fetch_level);
+    image.fetch_weight(index, raw);
+  };
+  fetch(0, lane % W::kPass);
+  int l = 0, stop = 0;
+  Level level = L > 0 ? table[0] : Level{};
+  const auto find_level = [&](int k) {
+    while (k >= level.end) level = table[++l];
+  };
+  if (!kMixed && K > 0) find_level(0);
 #pragma unroll 1
-    for (int k0 = 0; k0 < K; k0 += W::kPass) {
+  for (int k0 = 0; k0 < K; k0 = stop) {
+    const int k = k0 + lane % W::kPass;  // the sample of each row that this lane prepares
+    if (kMixed && k < K) find_level(k);
+    stop = min(k0 + W::kPass, kMixed ? K : level.end);
+    const Steps level_steps = Steps::of(level);
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        __syncwarp();  // the previous samples have been read
-        Sample<A> sample = {};
-        if (k < K && query[turn] >= 0) {
-          find_level();
-          const Level level = table[l];
-          A x, y;
-          image.position(raw, level, level.end - (l > 0 ? table[l - 1].end : 0), x, y);
-          Bilinear<A> at;
-          if (locate(x, y, level.H, level.W, at)) {
-            const A weight = image.weight(raw, row[turn]);
-            at.corner_weights(sample.weight);
+    for (int turn = 0; turn < kTurns; ++turn) {
+      A x, y, part_x, part_y;
+      image.position(raw, level, level.end - (l > 0 ? table[l - 1].end : 0), x, y);
+      Sample<A> sample;
+      const int32_t first_x = place(x, level.W, sample.fx, part_x);
+      const int32_t first_y = place(y, level.H, sample.fy, part_y);
+      const A inside = part_x * part_y;
+      sample.texel = level.start + first_y * level.W + first_x;
+      sample.weight = inside > A(0) ? image.weight(raw, row[turn]) * inside : A(0);
+      if (level.H == 0) sample.weight = quiet_nan<A>();
+      if (k >= stop || row_index[turn] == kNone) sample.weight = 0;
+      __syncwarp();  // the previous samples have been read
+      my_samples[lane] = sample;
+      if constexpr (kMixed) my_steps[lane] = level_steps;
+      __syncwarp();  // these samples are complete
+      const bool is_last = turn + 1 == kTurns;
+      fetch(is_last ? 0 : turn + 1, is_last ? stop + lane % W::kPass : k);
+      if (!kMixed && is_last && stop < K) find_level(stop);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              sample.row[i] = level.start + at.index[i];
-              sample.weight[i] *= weight;
-            }
-          }
-          if (level.H == 0) sample = Sample<A>{{}, {quiet_nan<A>()}};
-        }
-        my_samples[lane] = sample;
-        if (turn == kTurns - 1) k += W::kPass;
-        __syncwarp();  // these samples are complete
-        fetch(turn + 1 < kTurns ? turn + 1 : 0);
-        if (c < C) {
+      for (int r = 0; r < W::kRowsAtOnce; ++r) {
 #pragma unroll
-          for (int r = 0; r < W::kRowsAtOnce; ++r) {
+        for (int i = 0; i < W::kPass; i += SPLIT) {
+          const Sample<A> at = my_samples[r * W::kPass + i + part];
+          const Steps steps = kMixed ? my_steps[r * W::kPass + i + part] : level_steps;
+          const A bottom = at.weight * at.fy, top = fma(-at.weight, at.fy, at.weight);
+          const A weight[4] = {fma(-top, at.fx, top), top * at.fx, fma(-bottom, at.fx, bottom), bottom * at.fx};
+          const uint64_t column_bytes = steps.column * texel_bytes;
+          const uint64_t row_bytes = static_cast<uint64_t>(steps.row) * texel_bytes;
+          const char* corner[4];
+          corner[0] = base + static_cast<uint64_t>(at.texel) * texel_bytes;
+          corner[1] = corner[0] + column_bytes;
+          corner[2] = corner[0] + row_bytes;
+          corner[3] = corner[1] + row_bytes;
 #pragma unroll
-            for (int i = 0; i < W::kPass; i += SPLIT) {
-              const Sample<A> sample = my_samples[r * W::kPass + i + part];
+          for (int j = 0; j < 4; ++j) {
+            A texel[VEC];
+            load_pack<T, VEC>(corner[j], texel);
 #pragma unroll
-              for (int j = 0; j < 4; ++j) {
-                A corner[VEC];
-                load_pack<T, VEC>(base + static_cast<uint64_t>(sample.row[j]) * texel_bytes, corner);
-#pragma unroll
-                for (int v = 0; v < VEC; ++v) sum[turn * W::kRowsAtOnce + r][v] += corner[v] * sample.weight[j];
-              }
-            }
+            for (int v = 0; v < VEC; ++v) sum[turn * W::kRowsAtOnce + r][v] += texel[v] * weight[j];
           }
         }
       }
     }
+  }
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int32_t q =
-          __shfl_sync(0xffffffffu, query[r / W::kRowsAtOnce], r % W::kRowsAtOnce * W::kPass % W::kGroup, W::kGroup);
+  for (int r = 0; r < ROWS; ++r) {
+    constexpr unsigned kAll = 0xffffffffu;
+    const int from = r % W::kRowsAtOnce * W::kPass % W::kGroup;
+    const uint32_t index = __shfl_sync(kAll, row_index[r / W::kRowsAtOnce], from, W::kGroup);
 #pragma unroll
-      for (int step = LANES; step < W::kGroup; step *= 2) {
+    for (int step = LANES; step < W::kGroup; step *= 2) {
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) sum[r][v] += __shfl_xor_sync(0xffffffffu, sum[r][v], step);
-      }
-      if (part == 0 && c < C && q >= 0) store_pack<T, VEC>(output + (image_rows + q * G + g) * C + c, sum[r]);
+      for (int v = 0; v < VEC; ++v) sum[r][v] += __shfl_xor_sync(kAll, sum[r][v], step);
     }
+    if (part == 0 && c < C && index != kNone) store_pack<T, VEC>(output + (image_rows + index) * C + c, sum[r]);
   }
 }
 
@@ -1330,6 +1375,19 @@ Tensor fill_rows(const Tensor& tensor, const MsDeformAttnProblem& problem, int64
   return pad(rows, {before_and_after, 2});
 }
 
+// Samples of a row on level l.
+int64_t points_on(const Levels& levels, int l) {
+  return levels.P > 0 ? levels.P : levels.end[l] - (l > 0 ? levels.end[l - 1] : 0);
+}
+
+// Whether the samples of a row on each level are a multiple of `count`.
+bool points_divide(const Levels& levels, const MsDeformAttnProblem& problem, int64_t count) {
+  for (int l = 0; l < (levels.P > 0 ? 1 : problem.L); ++l) {
+    if (points_on(levels, l) % count != 0) return false;
+  }
+  return true;
+}
+
 // make_source(T{}, A{}) gives the samples of values of type T.
 template <typename MakeSource>
 Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Levels& levels,
@@ -1367,9 +1425,11 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
                                  static_cast<int32_t>(problem.L),
                                  static_cast<int32_t>(problem.K),
                                  static_cast<uint32_t>(heads >> head_bits),
+                                 static_cast<uint32_t>(ceil_div(problem.C, kVec * kLanes)),
                                  static_cast<uint32_t>(problem.G * problem.C * sizeof(T)),
                                  head_bits};
-        const dim3 grid = head_grid(ceil_div(problem.Q, int64_t{groups >> head_bits} * rows), sizes.heads);
+        const dim3 grid =
+            head_grid(ceil_div(problem.Q, int64_t{groups >> head_bits} * rows), int64_t{sizes.heads} * sizes.slices);
         const size_t shared = static_cast<size_t>(W::template group_bytes<A>()) * groups + sizeof(Level) * problem.L;
         allow_shared(kernel, shared);
         kernel<<<grid, threads, shared, stream>>>(static_cast<const T*>(value.const_data_ptr()), levels, source,
@@ -1381,12 +1441,17 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
       const int64_t rows = ceil_div(problem.Q, blocks_per_head);
       const auto threads = [&](int group) { return ceil_div(rows * group, 32) * 32; };
       constexpr int kSplit4 = least(4, greatest(1, 16 / kLanes)), kSplit2 = least(2, greatest(1, 8 / kLanes));
+      const auto few = [&](auto split) {
+        constexpr int kSplit = decltype(split)::value;
+        run(forward_kernel<T, A, Source, kVec, kLanes, kSplit, 1>, Walk<kLanes, kSplit, 1>{}, 1,
+            static_cast<int>(threads(kLanes * kSplit)), 0);
+      };
       if (threads(kLanes * kSplit4) <= kForwardThreads) {
-        run(forward_kernel<T, A, Source, kVec, kLanes, kSplit4, 1>, Walk<kLanes, kSplit4, 1>{}, 1,
-            static_cast<int>(threads(kLanes * kSplit4)), 0);
+        few(std::integral_constant<int, kSplit4>{});
       } else if (threads(kLanes * kSplit2) <= kForwardThreads) {
-        run(forward_kernel<T, A, Source, kVec, kLanes, kSplit2, 1>, Walk<kLanes, kSplit2, 1>{}, 1,
-            static_cast<int>(threads(kLanes * kSplit2)), 0);
+        few(std::integral_constant<int, kSplit2>{});
+      } else if (threads(kLanes) <= kForwardThreads) {
+        few(std::integral_constant<int, 1>{});
       } else {
         // Rows of neighbouring heads that share a 128-byte line are read together: alone, they would all fall into the
         // same banks of the cache.
@@ -1395,24 +1460,23 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
                problem.G % (int64_t{2} << head_bits) == 0) {
           ++head_bits;
         }
-        // An encoder's queries lie close together: two rows a group halve the block's starting cost (163 against 171 us
-        // in float32; in 16 bit, and where queries share nothing, more warps win).
-        constexpr int kRows = sizeof(T) == 4 ? 2 : 1;
-        if (problem.Q == problem.S && kRows > 1) {
-          run(forward_kernel<T, A, Source, kVec, kLanes, 1, kRows>, Walk<kLanes, 1, kRows>{}, kRows, 512, head_bits);
-        } else {
+        // Two rows a group, in passes of four samples that keep to one level, unless these would be padded. In 16 bit,
+        // where queries share nothing, more warps win (48 images: 490 against 515 us; a decoder of 4000: 30 against
+        // 28).
+        const bool by_four = Walk<kLanes, 1, 2>::kMixed || points_divide(levels, problem, 4);
+        const bool two_rows = problem.Q == problem.S || sizeof(T) > 2 || kLanes > 4;
+        if (by_four && two_rows) {
+          run(forward_kernel<T, A, Source, kVec, kLanes, 1, 2>, Walk<kLanes, 1, 2>{}, 2, 512, head_bits);
+        } else if (by_four) {
           run(forward_kernel<T, A, Source, kVec, kLanes, 1, 1>, Walk<kLanes, 1, 1>{}, 1, 256, head_bits);
+        } else {
+          run(forward_kernel<T, A, Source, kVec, kLanes, kSplit2, 1>, Walk<kLanes, kSplit2, 1>{}, 1, 256, head_bits);
         }
       }
     });
   });
   check_launch("ms_deform_attn");
   return output;
-}
-
-// Samples of a row on level l.
-int64_t points_on(const Levels& levels, int l) {
-  return levels.P > 0 ? levels.P : levels.end[l] - (l > 0 ? levels.end[l - 1] : 0);
 }
 
 // The plan of the levels, on the device.
