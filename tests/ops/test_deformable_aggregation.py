@@ -280,6 +280,20 @@ def test_exports():
     )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_between_maps_have_zero_gradients(dtype, device):
+    case = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=dtype, device=device)
+    features, shapes, starts, locations, weights = case
+    gap = features.new_full((2, 3, 20), math.nan)
+    apart = torch.cat([gap, features, gap], 1), shapes, starts + 3, locations, weights
+    output, grads = gradients(deformable_aggregation, case, torch.ones(2, 13, 20))
+    output_apart, grads_apart = gradients(deformable_aggregation, apart, torch.ones(2, 13, 20))
+    assert torch.equal(output_apart, output)
+    torch.testing.assert_close(grads_apart[0][:, 3:-3], grads[0])
+    assert (grads_apart[0][:, :3] == 0).all() and (grads_apart[0][:, -3:] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_result_does_not_depend_on_the_number_of_threads(dtype):
     case = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=dtype)
