@@ -3,8 +3,8 @@
 // A row is one (b, q, g). Its samples are located a block at a time, in vector code: four row offsets and four weights
 // each, in arrays; then each sample's four rows of channels are walked, without branches (a sample that does not count
 // has weight zero). Forward: parallel over tiles of queries, one head after another in a tile. Backward: parallel over
-// (b, g); one task owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C] scratch, so there are no
-// races and the result does not depend on the number of threads.
+// (b, g); one task owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C] scratch, or, where samples
+// are few, in place: no races, and a result that does not depend on the number of threads.
 #include <type_traits>
 
 #include "../common/bilinear.h"
@@ -23,12 +23,13 @@ struct MsDeformAttnArrays {
   const int64_t* start;  // [K]
 
   const int64_t* order;  // [Q] the order in which queries are worked on, or null for their own
-  const T* value;        // [B, S, G, C] forward, [B, G, S, C] backward
+  const T* value;        // [B, S, G, C]; backward without `sums`: [B, G, S, C]
   const A* locations;    // [B, Q, G, K, 2]
   const A* weights;      // [B, Q, G, K]
   T* output;             // [B, Q, G, C]     forward
   const T* grad_output;  // [B, Q, G, C]     backward
   T* grad_value;         // [B, S, G, C]
+  A* sums;               // [B, S, G, C] zeros, to add the gradient of value to, instead of grad_value; or null
   A* grad_locations;     // [B, Q, G, K, 2]
   A* grad_weights;       // [B, Q, G, K]
 
@@ -280,6 +281,12 @@ VISDET_INLINE void sum_all_channels(const Samples<A>& samples, int count, const 
   for (; c + 2 * W <= C; c += 2 * W) sum_samples<2>(samples, count, value + c, acc + c);
   for (; c + W <= C; c += W) sum_samples<1>(samples, count, value + c, acc + c);
   if (c == C) return;
+  if (C > W) {  // the last W channels, of which the new ones count
+    A tail[W] = {};
+    sum_samples<1>(samples, count, value + C - W, tail);
+    for (; c < C; ++c) acc[c] += tail[c - (C - W)];
+    return;
+  }
   for (int i = 0; i < count; ++i) {
     for (int k = 0; k < 4; ++k) {
       const T* row = value + samples.offset[k][i];
@@ -324,7 +331,7 @@ void forward_tile(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int6
 // Backward: the same samples, with what their gradients need.
 template <typename A>
 struct GradSamples {
-  int64_t offset[4][kBlock];   // element of the head's value and gradient, both [S, C]
+  int64_t offset[4][kBlock];   // element of the head's value and gradient, which lie alike
   A corner_weight[4][kBlock];  // zero for a corner or a sample that does not count
   A weight[kBlock];            // attention weight, zero for a sample that does not count
   A is_inside[4][kBlock];      // 1 or 0
@@ -334,7 +341,7 @@ struct GradSamples {
 
 template <typename T, typename A>
 VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, int64_t k0, int count,
-                                       GradSamples<A>& out) {
+                                       int64_t texel_stride, GradSamples<A>& out) {
   const A* location = row.locations + k0 * 2;
   const A* weight = row.weights + k0;
   const int32_t *H = a.H + k0, *W = a.W + k0;
@@ -346,7 +353,7 @@ VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, const 
     A corner_weight[4];
     at.corner_weights(corner_weight);
     for (int k = 0; k < 4; ++k) {
-      out.offset[k][i] = (start[i] + at.index[k]) * a.C;
+      out.offset[k][i] = (start[i] + at.index[k]) * texel_stride;
       out.corner_weight[k][i] = corner_weight[k];
       out.is_inside[k][i] = at.is_inside[k] ? A(1) : A(0);
     }
@@ -426,14 +433,18 @@ VISDET_INLINE void scatter_samples(const MsDeformAttnArrays<T, A>& a, const A* g
   }
 }
 
-// One task: all gradients of batch entry b and head g; value is [B, G, S, C]. scratch: S * C numbers, C, and two rows'
+// One task: all gradients of batch entry b and head g. scratch: S * C numbers unless there are `sums`, C, and two rows'
 // (the next row begins before the current one ends).
 template <typename T, typename A>
 void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g) {
-  A *grad = scratch, *g_row = grad + a.S * a.C, *row_scratch = g_row + a.C;
-  const T* value = a.value + (b * a.G + g) * a.S * a.C;
+  const bool in_place = a.sums != nullptr;
+  const int64_t texel_stride = in_place ? a.G * a.C : a.C;
+  const int64_t head = in_place ? (b * a.S * a.G + g) * a.C : (b * a.G + g) * a.S * a.C;
+  const T* value = a.value + head;
+  A *grad = in_place ? a.sums + head : scratch, *g_row = in_place ? scratch : scratch + a.S * a.C,
+    *row_scratch = g_row + a.C;
   const auto row_at = [&](int64_t i) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
-  std::memset(grad, 0, sizeof(A) * static_cast<size_t>(a.S * a.C));
+  if (!in_place) std::memset(grad, 0, sizeof(A) * static_cast<size_t>(a.S * a.C));
   const Steps steps(a.Q, a.K);
   GradSamples<A> samples[2];
   const auto scratch_of = [&](int64_t i) { return row_scratch + i % 2 * kRowScratch * a.K; };
@@ -441,7 +452,7 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int
     const int64_t i = steps.query(s), row = row_at(i);
     prefetch_row(a, row_at(i + kAhead < a.Q ? i + kAhead : i));
     if (steps.is_first(s)) begin_row(a, row, scratch_of(i));
-    locate_grad_samples(a, row_of(a, row, scratch_of(i)), steps.first(s), steps.count(s), samples[s % 2]);
+    locate_grad_samples(a, row_of(a, row, scratch_of(i)), steps.first(s), steps.count(s), texel_stride, samples[s % 2]);
     prefetch_corners(samples[s % 2].offset, steps.count(s), value, a.C);
     prefetch_corners(samples[s % 2].offset, steps.count(s), grad, a.C);
   };
@@ -456,7 +467,7 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int
     finish_grad_samples(a, row_of(a, row, scratch_of(i)), steps.first(s), steps.count(s), samples[s % 2]);
     if (steps.is_last(s)) end_row(a, row, scratch_of(i));
   }
-  for (int64_t s = 0; s < a.S; ++s) {
+  for (int64_t s = 0; !in_place && s < a.S; ++s) {
     T* out = a.grad_value + ((b * a.S + s) * a.G + g) * a.C;
     for (int64_t c = 0; c < a.C; ++c) from_accumulate(grad[s * a.C + c], out[c]);
   }
@@ -588,10 +599,13 @@ Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, con
   return output;
 }
 
-// fill(arrays) adds the samples and their gradients, none of which is empty. value is headwise.
+// fill(arrays) adds the samples and their gradients, none of which is empty.
 template <typename Fill>
 void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& grad_output,
-              const Tensor& value, Tensor& grad_value, const Fill& fill) {
+              const Tensor& value_in, Tensor& grad_value, const Fill& fill) {
+  // Fewer samples than texels (a decoder) do not pay for value and its gradient being laid out anew.
+  const bool in_place = problem.Q * problem.K <= problem.S;
+  const Tensor value = in_place ? contiguous(value_in) : headwise(value_in);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
@@ -599,13 +613,20 @@ void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, cons
     fill(a);
     a.grad_output = static_cast<const T*>(grad_output.const_data_ptr());
     a.grad_value = static_cast<T*>(grad_value.mutable_data_ptr());
+    Tensor sums;
+    if (in_place) {
+      sums =
+          std::is_same<T, A>::value ? zero_(grad_value) : new_zeros(grad_value, grad_value.sizes(), ScalarType::Float);
+      a.sums = static_cast<A*>(sums.mutable_data_ptr());
+    }
     const auto run = VISDET_BEST_ISA(backward_head, T, A);
     torch::stable::parallel_for(0, problem.B * problem.G, 1, [&](int64_t begin, int64_t end) {
-      Scratch<A> scratch((problem.S + 1) * problem.C + 2 * kRowScratch * problem.K);
+      Scratch<A> scratch(((in_place ? 0 : problem.S) + 1) * problem.C + 2 * kRowScratch * problem.K);
       for (int64_t task = begin; task < end; ++task) {
         run(a, scratch.data(), task / problem.G, task % problem.G);
       }
     });
+    if (in_place && !std::is_same<T, A>::value) copy_(grad_value, sums);
   });
 }
 
@@ -627,16 +648,16 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
                                                            bool /*deterministic: always*/) {
   const auto problem = check_ms_deform_attn(value_in, level_shapes, level_starts, locations_in, weights_in);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
-  const Tensor grad_output = contiguous(grad_output_in), value = headwise(value_in),
-               locations = contiguous(locations_in), weights = contiguous(weights_in);
+  const Tensor grad_output = contiguous(grad_output_in), locations = contiguous(locations_in),
+               weights = contiguous(weights_in);
   const Geometry geometry(problem, level_shapes, level_starts, nullptr);
-  Tensor grad_value = new_empty(value, value_in.sizes()), grad_locations = new_empty(locations, locations.sizes()),
+  Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_locations = new_empty(locations, locations.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
   if (problem.Q == 0 || problem.C == 0) {
     zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
     return {grad_value, grad_locations, grad_weights};
   }
-  backward(problem, geometry, grad_output, value, grad_value, [&](auto& a) {
+  backward(problem, geometry, grad_output, value_in, grad_value, [&](auto& a) {
     using A = std::remove_pointer_t<decltype(a.grad_weights)>;
     a.locations = static_cast<const A*>(locations.const_data_ptr());
     a.weights = static_cast<const A*>(weights.const_data_ptr());
@@ -692,10 +713,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   const auto problem =
       check_ms_deform_attn_fused(value_in, level_shapes, level_starts, reference_points, offsets, logits, num_points);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
-  const Tensor grad_output = contiguous(grad_output_in), value = headwise(value_in);
+  const Tensor grad_output = contiguous(grad_output_in);
   const Geometry geometry(problem, level_shapes, level_starts, num_points.data());
   const FusedInputs inputs(geometry, reference_points, offsets, logits);
-  Tensor grad_value = new_empty(value, value_in.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),
+  Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),
          grad_logits = new_empty(logits, logits.sizes());
   const int64_t D = inputs.reference.size(3);
   const std::vector<int64_t> part_sizes{problem.B, problem.G, problem.Q, problem.L, D}, nothing{0};
@@ -703,7 +724,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   if (problem.Q == 0 || problem.C == 0 || problem.K == 0) {
     zero_(grad_value), zero_(grad_offsets), zero_(grad_logits), zero_(parts);
   } else {
-    backward(problem, geometry, grad_output, value, grad_value, [&](auto& a) {
+    backward(problem, geometry, grad_output, value_in, grad_value, [&](auto& a) {
       using A = std::remove_pointer_t<decltype(a.grad_weights)>;
       inputs.fill(a);
       a.grad_offsets = grad_offsets.mutable_data_ptr(), a.grad_logits = grad_logits.mutable_data_ptr();
