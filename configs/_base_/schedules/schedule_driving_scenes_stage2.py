@@ -1,5 +1,5 @@
 # A short schedule for motion and planning on the driving scenes; what a first stage has learned stays.
-train_cfg = dict(type="IterBasedTrainLoop", max_iters=480, val_interval=480)
+train_cfg = dict(type="IterBasedTrainLoop", max_iters=400, val_interval=400)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
 
