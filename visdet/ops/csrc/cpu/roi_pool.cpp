@@ -78,12 +78,15 @@ void pool_region(const RoIPoolArrays<T>& a, const RoIPoolBins& bins, int64_t n, 
         const int32_t begin = bins.columns[2 * q], end = bins.columns[2 * q + 1];
         int32_t index = -1;
         if (top < bottom && begin < end) {
-          int32_t column = begin;
+          A peak = best[begin];
+          int32_t row = best_row[begin], column = begin;
           for (int32_t w = begin + 1; w < end; ++w) {
-            const bool is_first = best[w] == best[column] && best_row[w] < best_row[column];
-            column = best[w] > best[column] || is_first ? w : column;
+            const bool is_better = (best[w] > peak) | ((best[w] == peak) & (best_row[w] < row));
+            peak = is_better ? best[w] : peak;
+            row = is_better ? best_row[w] : row;
+            column = is_better ? w : column;
           }
-          index = best_row[column] * static_cast<int32_t>(a.W) + column;
+          index = row * static_cast<int32_t>(a.W) + column;
         }
         a.argmax[at] = index;
         if (index >= 0) {
