@@ -302,6 +302,29 @@ def test_compiles_without_graph_breaks_for_any_batch():
         )
 
 
+def test_exports():
+    class Module(torch.nn.Module):
+        def forward(self, features, points, projection, image_wh, logits, camera_logits):
+            tables = torch.tensor(SHAPES), torch.tensor([[0, 128], [160, 214]])
+            return deformable_aggregation_fused(
+                features, *tables, points, projection, image_wh, logits, camera_logits
+            )
+
+    case = make_case(1, 4, 3, 2, 8, keep=False, dtype=torch.float32)
+    arguments = (case[0], *case[3:8])
+    program = torch.export.export(Module(), arguments)
+    torch.testing.assert_close(program.module()(*arguments), Module()(*arguments))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_keeps_every_type(device):
+    case = make_case(1, 4, 3, 2, 8, dtype=torch.float32, device=device)
+    expected = deformable_aggregation_fused(*case)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        actual = deformable_aggregation_fused(*case)
+    assert actual.dtype == torch.float32 and torch.equal(actual, expected)
+
+
 def test_saves_the_inputs_and_nothing_else():
     case = list(make_case(1, 4, 3, 2, 8, dtype=torch.float32))
     case[6].requires_grad_()
