@@ -174,6 +174,32 @@ def test_non_contiguous_inputs(name):
     assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_images_dense_in_another_order(name):
+    # [B, H, C, W] in memory: neither NCHW nor channels last, yet torch.empty_like would keep the order.
+    tensors, rest = make_case(name, *SIZES["plain"])
+    expected, expected_grads = gradients(OPS[name][0], tensors, rest, torch.ones(1))
+    images = tensors[0].permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)
+    output, grads = gradients(OPS[name][0], [images, *tensors[1:]], rest, torch.ones(1))
+    assert torch.equal(output, expected)
+    assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(tensor.detach()) for tensor in [images, *tensors[1:]]]
+        backward = getattr(torch.ops.visdet, f"sample_{name}_backward")
+        grad = backward(mode.from_tensor(output.detach()), *fakes, *rest, False)[0]
+    assert grad.stride() == backward(output.detach(), images, *tensors[1:], *rest, False)[0].stride()
+
+
+def test_encoding_alone():
+    # As many octaves as channels: no query channel is left.
+    tensors, rest = make_case("dot", 2, 6, 5, 7, 4, 6, 2, 3)
+    grad_output = torch.randn(2, 2, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    output, grads = gradients(sample_dot, tensors, rest, grad_output)
+    expected, expected_grads = gradients(sample_dot_reference, tensors, rest, grad_output)
+    assert relative_error(output, expected) < 1e-11
+    assert max(relative_error(*pair) for pair in zip(grads, expected_grads, strict=True)) < 1e-11
+
+
 REJECTIONS = {
     "images-3d": (
         "sum",

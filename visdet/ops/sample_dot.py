@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from .sample_sum import in_sample_types, sampled
+from .sample_sum import empty_gradient, in_sample_types, sampled
 
 __all__ = ["sample_dot", "sample_dot_reference"]
 
@@ -86,7 +86,7 @@ def _fake_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
-        torch.empty_like(images),
+        empty_gradient(images),
         samples.new_empty(samples.shape),
         queries.new_empty(queries.shape),
         depths.new_empty(depths.shape),

@@ -71,6 +71,12 @@ def in_sample_types(op: str, images: Tensor, *others: Tensor) -> tuple[Tensor, t
     return images, tuple(other.to(dtype) for other in others)
 
 
+def empty_gradient(images: Tensor) -> Tensor:
+    """Return an empty tensor laid out as kernels lay out the gradient of images: channels last, or contiguous."""
+    is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
+    return torch.empty_like(images) if is_channels_last else images.new_empty(images.shape)
+
+
 def _fake(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
     torch._check(
         images.dim() == 4, lambda: f"sample_sum: images must be [B, C, H, W], got {tuple(images.shape)}"
@@ -84,7 +90,7 @@ def _fake(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
 def _fake_backward(
     grad_output: Tensor, images: Tensor, samples: Tensor, weights: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(images), samples.new_empty(samples.shape), weights.new_empty(weights.shape)
+    return empty_gradient(images), samples.new_empty(samples.shape), weights.new_empty(weights.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
