@@ -319,7 +319,7 @@ def test_a_tiny_batch_is_learned():
 
 
 @pytest.mark.cuda
-def test_a_training_step_waits_for_the_device_once_a_head():
+def test_a_training_step_waits_for_the_device_once_an_assignment():
     model = tiny_model().cuda().train()
 
     def on_device(value):
@@ -343,4 +343,5 @@ def test_a_training_step_waits_for_the_device_once_a_head():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
-    assert len(waits) == 2 and all("base_target.py" in place for place in waits), waits
+    # Boxes, lines, and the denoising queries' boxes: each is matched on the host.
+    assert len(waits) == 3 and all("base_target.py" in place for place in waits), waits
