@@ -25,15 +25,15 @@ CONFIGS = (
     "cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py",
     "pisa/faster-rcnn_r50_fpn_pisa_1x_coco.py",
 )
+OPEN = dict(score_thr=0.0, distance_threshold=float("inf"), corner_topk=1000)
 
 
-def keep_every_score(settings: Any) -> None:
-    """Set every score threshold to 0: a model that never learnt would leave the suppression nothing to do."""
+def keep_every_box(settings: Any) -> None:
+    """Open the thresholds of scores and of pairs of corners: what never learnt would leave nothing to suppress."""
     if isinstance(settings, dict):
-        if "score_thr" in settings:
-            settings["score_thr"] = 0.0
-        for value in settings.values():
-            keep_every_score(value)
+        for key, value in settings.items():
+            settings[key] = OPEN.get(key, value)
+            keep_every_box(value)
 
 
 def check(config_path: Path, device: str) -> str:
@@ -47,7 +47,7 @@ def check(config_path: Path, device: str) -> str:
     model_config = Config.fromfile(config_path).model
     for part in (model_config, model_config.get("backbone", {})):
         part.pop("init_cfg", None)  # weights from the network are not needed to run
-    keep_every_score(model_config.get("test_cfg"))
+    keep_every_box(model_config.get("test_cfg"))
     model = MODELS.build(model_config).to(device)
     has_masks = "mask" in config_path.name
     # CornerNet's hourglass wants 511 and more; DINO picks 900 of the pyramid's places.
