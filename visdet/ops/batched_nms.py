@@ -76,7 +76,7 @@ def batched_nms(
     split_threshold = arguments.pop("split_thr", 10000)
     wide = boxes if boxes.dtype in (torch.float32, torch.float64) else boxes.float()
     apart = wide if class_agnostic else _shifted_apart(wide, idxs)
-    if len(boxes) < split_threshold:
+    if boxes.shape[0] < split_threshold:  # len() would fix the number in an exported program
         detections, keep = suppress(apart, scores.to(wide), **arguments)
         return torch.cat([boxes[keep], detections[:, -1:].to(boxes)], -1), keep
     max_num = arguments.pop("max_num", -1)
