@@ -225,6 +225,36 @@ def test_cuda_agrees_with_the_cpu_and_is_deterministic_on_demand():
     assert all(map(torch.equal, results[2], results[3]))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("modulated", [False, True])
+def test_zero_offsets_on_cuda_follow_the_cpu(modulated, is_ordered, backend):
+    """Where packs start every tap of the padding is at exactly -1; deterministic gradients come from plain torch."""
+    (x, _, _, weight, bias), _ = arguments()
+    zeros, mask = x.new_zeros(2, 24, 6, 8), torch.rand(2, 12, 6, 8).to(x)
+    tensors = [x, zeros, mask, weight, bias]
+    settings = (1, 1, 1, 2, 2)
+    results = []
+    for device in ("cpu", "cuda", "cuda"):
+        leaves = [t.detach().to(device).requires_grad_() for t in tensors]
+        if not modulated:
+            leaves = [leaves[i] for i in (0, 1, 3)]
+        torch.use_deterministic_algorithms(is_ordered and device == "cuda")
+        try:
+            out = (modulated_deform_conv2d if modulated else deform_conv2d)(*leaves, *settings)
+            grads = torch.autograd.grad(out.square().sum(), leaves)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        results.append([t.detach().cpu() for t in (out, *grads)])
+    for result in results[1:]:
+        for found, wanted in zip(result, results[0], strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert not is_ordered or all(map(torch.equal, *results[1:]))
+    grad = results[1][2].view(2, 2, 3, 2, 2, 6, 8)  # [B, G, KH, KW, (y, x), H', W']
+    assert not grad[:, :, 0, :, :, 0].any() and not grad[:, :, :, 0, :, :, 0].any()  # row -1 and column -1
+    assert grad[:, :, 1, 1].ne(0).any()
+
+
 def test_maps_smaller_than_the_kernel():
     layer = DeformConv2d(1, 1, 3, padding=1)
     x = torch.randn(1, 1, 2, 2)

@@ -10,6 +10,7 @@ from visdet.ops import (
     ModulatedDeformRoIPoolPack,
     RoIAlign,
     RoIPool,
+    SimpleRoIAlign,
     _torchvision,
     deform_roi_pool,
     roi_align,
@@ -78,15 +79,19 @@ def test_no_regions(served, monkeypatch):
     if not served:
         monkeypatch.setattr(_torchvision, "serves", lambda device_type: False)
     x, none = maps().requires_grad_(), torch.zeros(0, 5)
+    offset = torch.zeros(0, 2, 2, 2, requires_grad=True)
     for out in (
         roi_align(x, none, 2),
         roi_align(x, none, 2, pool_mode="max"),
         roi_pool(x, none, 2),
+        SimpleRoIAlign(2, 1.0)(x, none),
         deform_roi_pool(x, none, None, 2),
+        deform_roi_pool(x, none, offset, 2),
     ):
         assert out.shape == (0, 3, 2, 2)
         out.sum().backward()
         assert not x.grad.any()
+    assert offset.grad.shape == offset.shape
 
 
 def roi_pool_by_definition(x, rois, PH, PW, scale):

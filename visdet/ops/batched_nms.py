@@ -76,7 +76,7 @@ def batched_nms(
     split_threshold = arguments.pop("split_thr", 10000)
     wide = boxes if boxes.dtype in (torch.float32, torch.float64) else boxes.float()
     apart = wide if class_agnostic else _shifted_apart(wide, idxs)
-    if len(boxes) < split_threshold:
+    if boxes.shape[0] < split_threshold:  # len() would fix the number in an exported program
         detections, keep = suppress(apart, scores.to(wide), **arguments)
         return torch.cat([boxes[keep], detections[:, -1:].to(boxes)], -1), keep
     max_num = arguments.pop("max_num", -1)
@@ -92,10 +92,11 @@ def _class_by_class(
     """Return (scores, indices) of what is left of all classes, best first."""
     by_class, members = idxs.sort(stable=True)
     counts = by_class.unique_consecutive(return_counts=True)[1].tolist()
+    parts = (values.split(counts) for values in (members, boxes[members], scores[members]))
     results = [
         (members_of_one[keep], detections[:, -1])
-        for members_of_one in members.split(counts)
-        for detections, keep in [suppress(boxes[members_of_one], scores[members_of_one], **arguments)]
+        for members_of_one, *given in zip(*parts, strict=True)
+        for detections, keep in [suppress(*given, **arguments)]
     ]
     kept, kept_scores = (torch.cat(part) for part in zip(*results, strict=True))
     lowest_first = kept.argsort()  # equal scores keep the order of the boxes

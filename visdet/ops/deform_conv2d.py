@@ -125,14 +125,15 @@ def convolve(
 def _places(
     offset: Tensor, kernel_size: tuple[int, int], stride: Any, padding: Any, dilation: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the unmoved (row, column) of each tap, [KH * KW, H', 1] and [KH * KW, 1, W'], in offset's type."""
+    """Return the unmoved (row, column) of each tap, [KH, 1, H', 1] and [1, KW, 1, W'], in offset's type."""
     (KH, KW), (height, width) = kernel_size, offset.shape[2:]
-    device, dtype = offset.device, offset.dtype
-    tap_y = torch.arange(KH, device=device).repeat_interleave(KW).to(dtype) * dilation[0] - padding[0]
-    tap_x = torch.arange(KW, device=device).repeat(KH).to(dtype) * dilation[1] - padding[1]
-    row = torch.arange(height, device=device).to(dtype) * stride[0]
-    column = torch.arange(width, device=device).to(dtype) * stride[1]
-    return tap_y[:, None, None] + row[:, None], tap_x[:, None, None] + column
+
+    def spaced(start: int, count: int, step: int) -> Tensor:
+        return torch.arange(start, start + count * step, step, device=offset.device, dtype=offset.dtype)
+
+    tap_y, tap_x = spaced(-padding[0], KH, dilation[0]), spaced(-padding[1], KW, dilation[1])
+    row, column = spaced(0, height, stride[0]), spaced(0, width, stride[1])
+    return (tap_y[:, None] + row)[:, None, :, None], (tap_x[:, None] + column)[None, :, None]
 
 
 def _off_the_border(offset: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
@@ -140,10 +141,12 @@ def _off_the_border(offset: Tensor, kernel_size: Any, stride: Any, padding: Any,
 
     Offsets start at 0, where every tap of the padding is at -1; torchvision gives it the gradient of a sample inside.
     """
-    y, x = _places(offset, kernel_size, stride, padding, dilation)
-    moves = offset.view(offset.shape[0], -1, len(y), 2, *offset.shape[2:])  # [B, G, KH * KW, 2, H', W']
-    place = moves + torch.stack([y.expand(-1, -1, x.shape[2]), x.expand(-1, y.shape[1], -1)], 1)
-    return torch.where(place == -1, moves - 1, moves).view(offset.shape)
+    with torch.no_grad():
+        y, x = _places(offset, kernel_size, stride, padding, dilation)
+        place = torch.stack(torch.broadcast_tensors(y, x), 2)  # [KH, KW, 2, H', W']
+        moves = offset.view(offset.shape[0], -1, *place.shape)  # [B, G, KH, KW, 2, H', W']
+        is_border = (moves + place == -1).flatten(1, 4)
+    return offset - is_border.to(offset.dtype)  # one launch for autograd, none in the backward
 
 
 def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
@@ -184,8 +187,8 @@ def deform_conv2d_reference(
     height, width = output_shape(input, weight, stride, padding, dilation)
     G = deform_groups
     tap_y, tap_x = _places(offset, (KH, KW), stride, padding, dilation)
-    moves = offset.reshape(B * G, KH * KW, 2, height, width)
-    y, x = (moves[:, :, 0] + tap_y).flatten(1), (moves[:, :, 1] + tap_x).flatten(1)
+    moves = offset.reshape(B * G, KH, KW, 2, height, width)
+    y, x = (moves[:, :, :, 0] + tap_y).flatten(1), (moves[:, :, :, 1] + tap_x).flatten(1)
     columns = _bilinear(input.reshape(B * G, C // G, H, W), y, x).view(B, G, C // G, KH * KW, height * width)
     if mask is not None:
         columns = columns * mask.reshape(B, G, 1, KH * KW, height * width)

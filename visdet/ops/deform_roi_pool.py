@@ -32,8 +32,8 @@ def deform_roi_pool(
     check_rois("deform_roi_pool", input, rois)
     PH, PW = pair(output_size)
     N = len(rois)
-    has_offset = offset is not None and offset.numel() > 0
-    if has_offset and offset is not None and list(offset.shape) != [N, 2, PH, PW]:
+    fits = offset is not None and list(offset.shape) == [N, 2, PH, PW]
+    if not fits and offset is not None and offset.numel() > 0:
         raise ValueError(f"deform_roi_pool: offset must be {[N, 2, PH, PW]}, got {list(offset.shape)}")
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     boxes = rois[:, 1:].detach().to(dtype) * spatial_scale - 0.5
@@ -44,7 +44,7 @@ def deform_roi_pool(
     y = start[:, 0, None] + torch.arange(PH, device=rois.device) * bin_size[:, 0, None]
     x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
     origin = torch.stack([y[:, :, None].expand(-1, PH, PW), x[:, None, :].expand(-1, PH, PW)], 1)
-    if has_offset and offset is not None:
+    if fits and offset is not None:  # of no regions too: it has a gradient
         origin = origin + gamma * extent[..., None, None] * offset.to(dtype).flip(1)
     pooled = pool_samples(
         input.to(dtype), rois[:, 0].long(), origin, bin_size, grid, lambda samples: samples.mean(2)

@@ -1,7 +1,8 @@
 // roi_pool on the CPU. The contract is in ../roi_pool.h; how this file is compiled, in vec.h.
 //
-// Forward: parallel over regions; each row of bins first takes the maximum down the columns of the region, a vector of
-// columns at a time, then along each bin. Backward: parallel over channels, each adding its regions in order.
+// Forward: parallel over blocks of channels, which lie side by side in the lanes: a window of the map is laid out pixel
+// by pixel once, then every bin is searched without branches, in reading order. Backward: parallel over channels, each
+// adding its regions in order.
 #include "vec.h"
 
 namespace visdet {
@@ -14,93 +15,112 @@ struct RoIPoolArrays {
   int32_t* argmax;  // [N, C, PH, PW]
 };
 
-// One region's bins: rows of PH and columns of PW half-open intervals inside the map.
-struct RoIPoolBins {
-  int64_t b;               // image, or -1: no region
+// A rectangle of the map: rows [top, bottom), columns [left, right).
+struct RoIPoolWindow {
+  int32_t top, bottom, left, right;
+};
+
+// A region: its bins, half-open intervals inside the map, and the smallest window around them.
+struct RoIPoolRegion {
+  int64_t n;
   const int32_t* rows;     // [PH, 2]
   const int32_t* columns;  // [PW, 2]
+  RoIPoolWindow window;
 };
+
+// The channels of a block: as many as fill a cache line, a vector or a few.
+template <typename A>
+constexpr int kBlock = 64 / static_cast<int>(sizeof(A));
 
 namespace VISDET_ISA {
 
-// The maxima of columns [left, right) over rows [top, bottom), and the first row of each; NaN counts as -inf. Vectors
-// that would pass the end of a row start earlier, so both arrays are written from some column before `left` on.
-template <typename T, typename A>
-VISDET_INLINE void columns_of_band(const T* map, int64_t W, int32_t top, int32_t bottom, int32_t left, int32_t right,
-                                   A* best, int32_t* best_row) {
-  constexpr int kStep = kLanes<A>;
-  if (W < kStep) {
-    for (int32_t w = left; w < right; ++w) {
-      best[w] = -A(__builtin_inf()), best_row[w] = top;
-      for (int32_t h = top; h < bottom; ++h) {
-        const A value = to_accumulate(map[h * W + w]);
-        if (value > best[w]) best[w] = value, best_row[w] = h;
-      }
-    }
-    return;
-  }
-  for (int32_t w = left; w < right; w += kStep) {
-    const int32_t from = w + kStep <= W ? w : static_cast<int32_t>(W) - kStep;
-    Vec<A> most = {};
-    most -= A(__builtin_inf());
-    auto row = most != most;  // integers as wide as A; zeros
-    row += top;
-    for (int32_t h = top; h < bottom; ++h) {
-      const Vec<A> value = load(map + h * W + from);
-      const auto is_better = value > most;
-      most = is_better ? value : most;
-      row = is_better ? (row - row) + h : row;
-    }
-    store(best + from, most);
-    if constexpr (sizeof(A) == sizeof(int32_t)) {
-      std::memcpy(best_row + from, &row, sizeof(row));
-    } else {
-      for (int lane = 0; lane < kStep; ++lane) best_row[from + lane] = static_cast<int32_t>(row[lane]);
-    }
-  }
-}
+template <typename A>
+constexpr int kParts = kBlock<A> / kLanes<A>;
+// Integers as wide as A, in a vector.
+template <typename A>
+using IndexVec = decltype(Vec<A>{} > Vec<A>{});
 
-// Region n. best and best_row: [W] each.
+// Writes `window` of the `channels` planes from `maps` on to `to` [pixels, kBlock]; the other lanes are 0.
 template <typename T, typename A>
-void pool_region(const RoIPoolArrays<T>& a, const RoIPoolBins& bins, int64_t n, A* best, int32_t* best_row) {
-  int32_t left = static_cast<int32_t>(a.W), right = 0;
-  for (int64_t q = 0; q < a.PW; ++q) {
-    left = bins.columns[2 * q] < left ? bins.columns[2 * q] : left;
-    right = bins.columns[2 * q + 1] > right ? bins.columns[2 * q + 1] : right;
-  }
-  for (int64_t c = 0; c < a.C; ++c) {
-    const T* map = a.input + (bins.b * a.C + c) * a.H * a.W;
-    int64_t at = (n * a.C + c) * a.PH * a.PW;
-    for (int64_t p = 0; p < a.PH; ++p) {
-      const int32_t top = bins.rows[2 * p], bottom = bins.rows[2 * p + 1];
-      if (top < bottom) columns_of_band(map, a.W, top, bottom, left, right, best, best_row);
-      for (int64_t q = 0; q < a.PW; ++q, ++at) {
-        const int32_t begin = bins.columns[2 * q], end = bins.columns[2 * q + 1];
-        int32_t index = -1;
-        if (top < bottom && begin < end) {
-          A peak = best[begin];
-          int32_t row = best_row[begin], column = begin;
-          for (int32_t w = begin + 1; w < end; ++w) {
-            const bool is_better = (best[w] > peak) | ((best[w] == peak) & (best_row[w] < row));
-            peak = is_better ? best[w] : peak;
-            row = is_better ? best_row[w] : row;
-            column = is_better ? w : column;
-          }
-          index = row * static_cast<int32_t>(a.W) + column;
-        }
-        a.argmax[at] = index;
-        if (index >= 0) {
-          a.output[at] = map[index];
+void lay_out_window(const T* maps, int64_t W, int64_t plane, int64_t channels, const RoIPoolWindow& window, A* to) {
+  constexpr int kTile = kBlock<A>;
+  A tile[kTile][kTile] = {};  // [channel, pixel]: each row of a plane is read once, whatever set of the cache it is in
+  for (int64_t h = window.top; h < window.bottom; ++h) {
+    for (int64_t w = window.left; w < window.right; w += kTile) {
+      const int64_t count = window.right - w < kTile ? window.right - w : kTile;
+      const T* from = maps + h * W + w;
+      for (int64_t c = 0; c < channels; ++c, from += plane) {
+        if (count == kTile) {
+          for (int k = 0; k < kTile; k += kLanes<A>) store(tile[c] + k, load(from + k));
         } else {
-          from_accumulate(A(0), a.output[at]);
+          for (int64_t k = 0; k < count; ++k) tile[c][k] = to_accumulate(from[k]);
         }
+      }
+      for (int64_t k = 0; k < count; ++k, to += kTile) {
+        for (int c = 0; c < kTile; ++c) to[c] = tile[c][k];
       }
     }
   }
 }
 
-#define VISDET_INSTANTIATE(T, A) \
-  template void pool_region<T, A>(const RoIPoolArrays<T>&, const RoIPoolBins&, int64_t, A*, int32_t*);
+// Pools one region over a block of channels from c0 on. pixels [window, kBlock] holds at least the region's window.
+// peaks and places: scratch of [PH * PW, kBlock] each.
+template <typename T, typename A>
+void pool_region(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t c0, const RoIPoolWindow& window,
+                 const A* pixels, A* peaks, int32_t* places) {
+  constexpr int kTile = kBlock<A>, kStep = kLanes<A>;
+  const int64_t width = window.right - window.left, bins = a.PH * a.PW;
+  int64_t at = 0;
+  for (int64_t p = 0; p < a.PH; ++p) {
+    const int32_t top = region.rows[2 * p], bottom = region.rows[2 * p + 1];
+    for (int64_t q = 0; q < a.PW; ++q, at += kTile) {
+      const int32_t left = region.columns[2 * q], right = region.columns[2 * q + 1];
+      if (top >= bottom || left >= right) {
+        for (int c = 0; c < kTile; ++c) peaks[at + c] = 0, places[at + c] = -1;
+        continue;
+      }
+      const A* first = pixels + ((top - window.top) * width + left - window.left) * kTile;
+      Vec<A> most[kParts<A>];
+      IndexVec<A> place[kParts<A>];
+      for (int k = 0; k < kParts<A>; ++k) {
+        most[k] = (Vec<A>{}) - A(__builtin_inf());
+        place[k] = (IndexVec<A>{}) + (top * static_cast<int32_t>(a.W) + left);
+      }
+      for (int32_t h = top; h < bottom; ++h) {
+        const A* pixel = first + (h - top) * width * kTile;
+        IndexVec<A> here = (IndexVec<A>{}) + (h * static_cast<int32_t>(a.W) + left);
+        for (int32_t w = left; w < right; ++w, pixel += kTile, here += 1) {
+          for (int k = 0; k < kParts<A>; ++k) {
+            const Vec<A> value = load(pixel + k * kStep);
+            const auto is_better = value > most[k];
+            most[k] = is_better ? value : most[k];
+            place[k] = is_better ? here : place[k];
+          }
+        }
+      }
+      for (int k = 0; k < kParts<A>; ++k) {
+        // Where nothing is greater than -inf the first pixel stands, be it NaN.
+        const Vec<A> none = (Vec<A>{}) - A(__builtin_inf());
+        store(peaks + at + k * kStep, most[k] > none ? most[k] : load(first + k * kStep));
+        for (int lane = 0; lane < kStep; ++lane) places[at + k * kStep + lane] = static_cast<int32_t>(place[k][lane]);
+      }
+    }
+  }
+  const int64_t channels = a.C - c0 < kTile ? a.C - c0 : kTile;
+  T* output = a.output + (region.n * a.C + c0) * bins;
+  int32_t* argmax = a.argmax + (region.n * a.C + c0) * bins;
+  for (int64_t c = 0; c < channels; ++c, output += bins, argmax += bins) {
+    for (int64_t i = 0; i < bins; ++i) {
+      from_accumulate(peaks[i * kTile + c], output[i]);
+      argmax[i] = places[i * kTile + c];
+    }
+  }
+}
+
+#define VISDET_INSTANTIATE(T, A)                                                                                \
+  template void lay_out_window<T, A>(const T*, int64_t, int64_t, int64_t, const RoIPoolWindow&, A*);            \
+  template void pool_region<T, A>(const RoIPoolArrays<T>&, const RoIPoolRegion&, int64_t, const RoIPoolWindow&, \
+                                  const A*, A*, int32_t*);
 VISDET_INSTANTIATE(float, float)
 VISDET_INSTANTIATE(double, double)
 VISDET_INSTANTIATE(Float16, float)
@@ -118,16 +138,20 @@ VISDET_INSTANTIATE(BFloat16, float)
 #include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <vector>
 
 #include "../roi_pool.h"
 #include "dispatch.h"
 
 namespace visdet {
 
-#define VISDET_DECLARE(isa)                                                             \
-  namespace isa {                                                                       \
-  template <typename T, typename A>                                                     \
-  void pool_region(const RoIPoolArrays<T>&, const RoIPoolBins&, int64_t, A*, int32_t*); \
+#define VISDET_DECLARE(isa)                                                                                    \
+  namespace isa {                                                                                              \
+  template <typename T, typename A>                                                                            \
+  void lay_out_window(const T*, int64_t, int64_t, int64_t, const RoIPoolWindow&, A*);                          \
+  template <typename T, typename A>                                                                            \
+  void pool_region(const RoIPoolArrays<T>&, const RoIPoolRegion&, int64_t, const RoIPoolWindow&, const A*, A*, \
+                   int32_t*);                                                                                  \
   }
 VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
 #undef VISDET_DECLARE
@@ -150,6 +174,61 @@ bool write_bins(A start, A end, int64_t count, int64_t size, int32_t* bins) {
   return true;
 }
 
+// The smallest window around intervals [count, 2] of rows and of columns; empty ones do not count.
+RoIPoolWindow window_of(const RoIPoolRegion& region, int64_t PH, int64_t PW) {
+  RoIPoolWindow window{INT32_MAX, 0, INT32_MAX, 0};
+  for (int64_t p = 0; p < PH; ++p) {
+    if (region.rows[2 * p] >= region.rows[2 * p + 1]) continue;
+    window.top = std::min(window.top, region.rows[2 * p]);
+    window.bottom = std::max(window.bottom, region.rows[2 * p + 1]);
+  }
+  for (int64_t q = 0; q < PW; ++q) {
+    if (region.columns[2 * q] >= region.columns[2 * q + 1]) continue;
+    window.left = std::min(window.left, region.columns[2 * q]);
+    window.right = std::max(window.right, region.columns[2 * q + 1]);
+  }
+  return window.top < window.bottom && window.left < window.right ? window : RoIPoolWindow{0, 0, 0, 0};
+}
+
+int64_t area(const RoIPoolWindow& w) { return static_cast<int64_t>(w.bottom - w.top) * (w.right - w.left); }
+
+// The regions of one image, and what of it is laid out at a time: `shared`, around all of them, or, where that is
+// more, each region's own.
+struct RoIPoolImage {
+  std::vector<RoIPoolRegion> regions;
+  RoIPoolWindow shared{INT32_MAX, 0, INT32_MAX, 0};
+  int64_t own_areas = 0, largest = 0;
+
+  void add(const RoIPoolRegion& region) {
+    regions.push_back(region);
+    const RoIPoolWindow& w = region.window;
+    if (area(w) == 0) return;
+    shared = {std::min(shared.top, w.top), std::max(shared.bottom, w.bottom), std::min(shared.left, w.left),
+              std::max(shared.right, w.right)};
+    own_areas += area(w);
+    largest = std::max(largest, area(w));
+  }
+  bool is_shared() const { return own_areas > 0 && area(shared) < own_areas; }
+  int64_t pixels() const { return is_shared() ? area(shared) : largest; }
+};
+
+// Sorts the regions by image; those of none have no bins, and are with the first. intervals: [N, 2 * (PH + PW)].
+template <typename A>
+std::vector<RoIPoolImage> sort_regions(const RoIPoolProblem& p, const A* boxes, A scale, int32_t* intervals) {
+  std::vector<RoIPoolImage> images(std::max<int64_t>(p.B, 1));
+  for (int64_t n = 0; n < p.N; ++n, boxes += 5, intervals += 2 * (p.PH + p.PW)) {
+    int32_t *rows = intervals, *columns = rows + 2 * p.PH;
+    const bool is_image = boxes[0] >= 0 && boxes[0] < static_cast<A>(p.B);
+    const bool is_region = is_image && write_bins<A>(boxes[2] * scale, (boxes[4] + 1) * scale, p.PH, p.H, rows) &&
+                           write_bins<A>(boxes[1] * scale, (boxes[3] + 1) * scale, p.PW, p.W, columns);
+    if (!is_region) std::fill(rows, rows + 2 * (p.PH + p.PW), 0);
+    RoIPoolRegion region{n, rows, columns, {}};
+    region.window = window_of(region, p.PH, p.PW);
+    images[is_region ? static_cast<int64_t>(boxes[0]) : 0].add(region);
+  }
+  return images;
+}
+
 std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
                                     double spatial_scale) {
   const auto problem = check_roi_pool(input_in, rois_in, PH, PW);
@@ -169,20 +248,28 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
                              static_cast<const T*>(input.const_data_ptr()),
                              static_cast<T*>(output.mutable_data_ptr()),
                              argmax.mutable_data_ptr<int32_t>()};
-    const A* boxes = rois.const_data_ptr<A>();
-    const A scale = static_cast<A>(spatial_scale);
-    const auto run = VISDET_BEST_ISA(pool_region, T, A);
-    torch::stable::parallel_for(0, a.N, 1, [&](int64_t begin, int64_t end) {
-      const Scratch<A> best(a.W);
-      const Scratch<int32_t> best_row(a.W), intervals(2 * (PH + PW));
-      int32_t *rows = intervals.data(), *columns = rows + 2 * PH;
-      for (int64_t n = begin; n < end; ++n) {
-        const A* box = boxes + 5 * n;
-        const bool is_image = box[0] >= 0 && box[0] < static_cast<A>(a.B);
-        const bool is_region = is_image && write_bins<A>(box[2] * scale, (box[4] + 1) * scale, PH, a.H, rows) &&
-                               write_bins<A>(box[1] * scale, (box[3] + 1) * scale, PW, a.W, columns);
-        if (!is_region) std::fill(rows, rows + 2 * (PH + PW), 0);
-        run(a, {is_region ? static_cast<int64_t>(box[0]) : 0, rows, columns}, n, best.data(), best_row.data());
+    const Scratch<int32_t> intervals(problem.N * 2 * (PH + PW));
+    const auto images =
+        sort_regions<A>(problem, rois.const_data_ptr<A>(), static_cast<A>(spatial_scale), intervals.data());
+    int64_t pixels = 0;
+    for (const RoIPoolImage& image : images) pixels = std::max(pixels, image.pixels());
+    const auto lay_out = VISDET_BEST_ISA(lay_out_window, T, A);
+    const auto pool = VISDET_BEST_ISA(pool_region, T, A);
+    const int64_t blocks = (a.C + kBlock<A> - 1) / kBlock<A>, plane = a.H * a.W;
+    torch::stable::parallel_for(0, static_cast<int64_t>(images.size()) * blocks, 1, [&](int64_t begin, int64_t end) {
+      const Scratch<A> laid_out(pixels * kBlock<A>), peaks(PH * PW * kBlock<A>);
+      const Scratch<int32_t> places(PH * PW * kBlock<A>);
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t b = task / blocks, c0 = task % blocks * kBlock<A>;
+        const int64_t channels = std::min<int64_t>(a.C - c0, kBlock<A>);
+        const T* maps = a.input + (b * a.C + c0) * plane;
+        const RoIPoolImage& image = images[b];
+        if (image.is_shared()) lay_out(maps, a.W, plane, channels, image.shared, laid_out.data());
+        for (const RoIPoolRegion& region : image.regions) {
+          const RoIPoolWindow& window = image.is_shared() ? image.shared : region.window;
+          if (!image.is_shared()) lay_out(maps, a.W, plane, channels, window, laid_out.data());
+          pool(a, region, c0, window, laid_out.data(), peaks.data(), places.data());
+        }
       }
     });
   });
