@@ -10,7 +10,6 @@ from visdet.ops import box_key_points, box_key_points_reference
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32, in_full_precision
-from ..transfer import to_device
 from .box3d import MAX_LOG_SIZE, SIN_YAW, VX, W, X
 
 __all__ = ["SparseBox3DKeyPointsGenerator", "SparsePoint3DKeyPointsGenerator"]
@@ -161,6 +160,8 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         self.num_pts = num_sample * len(self.fix_height) * num_learnable_pts
         if num_learnable_pts > 0:
             self.learnable_fc = nn.Linear(embed_dims, self.num_pts * 2)
+        heights = torch.tensor(self.fix_height, dtype=torch.float32) + ground_height
+        self.register_buffer("_heights", heights[:, None, None], persistent=False)  # [heights, 1, 1]
 
     def init_weights(self) -> None:
         """Initialise the learnable points' Linear."""
@@ -185,8 +186,7 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         sizes = (self.num_sample, len(self.fix_height), self.num_learnable_pts, 2)
         offset = in_full_precision(self.learnable_fc, instance_feature).unflatten(-1, sizes)
         ground = offset + anchor.unflatten(-1, (self.num_sample, 1, 1, 2))
-        heights = to_device(self.fix_height, ground.device, ground.dtype) + self.ground_height
-        z = heights[:, None, None].expand(*ground.shape[:-1], 1)
+        z = self._heights.to(ground.dtype).expand(*ground.shape[:-1], 1)
         points = torch.cat([ground, z], -1).flatten(2, 4)
         if (
             T_cur2temp_list is None
