@@ -3,6 +3,7 @@
 from ._library import NotBuiltError, build_info
 from .batched_nms import batched_nms, register_nms
 from .bbox_overlaps import bbox_overlaps
+from .box_key_points import box_key_points, box_key_points_reference
 from .carafe import CARAFE, CARAFENaive, CARAFEPack, carafe, carafe_naive
 from .corner_pool import CornerPool, corner_pool
 from .deform_conv2d import DeformConv2d, DeformConv2dPack, deform_conv2d
@@ -68,6 +69,8 @@ __all__ = [
     "batched_nms",
     "bbox_overlaps",
     "bilinear_grid_sample",
+    "box_key_points",
+    "box_key_points_reference",
     "build_info",
     "carafe",
     "carafe_naive",

@@ -167,7 +167,9 @@ class DeformableFeatureAggregation(BaseModule):
             locations = locations.to(torch.promote_types(locations.dtype, features.dtype))
             sample = deformable_aggregation if self.use_deformable_func else deformable_aggregation_reference
             sampled = sample(features, level_shapes, level_starts, locations, weights)
-        output = self.proj_drop(self.output_proj(sampled.to(instance_feature.dtype)))
+        if not torch.is_autocast_enabled(sampled.device.type):  # which converts what it must itself
+            sampled = sampled.to(instance_feature.dtype)
+        output = self.proj_drop(self.output_proj(sampled))
         if self.residual_mode == "add":
             return output + instance_feature
         return torch.cat([output, instance_feature.to(output.dtype)], -1)
@@ -180,7 +182,8 @@ class DeformableFeatureAggregation(BaseModule):
         feature = instance_feature + anchor_embed
         if self.camera_encoder is not None:
             assert metas is not None
-            feature = feature[:, :, None] + self._embed_cameras(metas["projection_mat"])[:, None]
+            cameras = self._embed_cameras(metas["projection_mat"]).view(B, 1, self.num_cams, self.embed_dims)
+            feature = feature[:, :, None] + cameras
         sizes = (self.num_cams, self.num_levels, self.num_pts, self.num_groups)
         # The kernel's order in memory, P before V and L, from the logits on: neither the weights nor their gradients
         # are then copied.
@@ -205,9 +208,9 @@ class DeformableFeatureAggregation(BaseModule):
         return logits.view(B, N, *sizes), camera_logits.view(B, self.num_cams, *sizes)
 
     def _embed_cameras(self, projection: Tensor) -> Tensor:
-        """Return the cameras' embedding [B, V, C], in full precision."""
+        """Return the cameras' embedding [B * V, C], in full precision."""
         assert self.camera_encoder is not None
-        matrices = projection[:, :, :3].flatten(2).to(self.weights_fc.weight.dtype)
+        matrices = projection[:, :, :3].reshape(-1, 12).to(self.weights_fc.weight.dtype)
         with torch.autocast(matrices.device.type, enabled=False):
             return self.camera_encoder(matrices)
 

@@ -6,11 +6,11 @@ import torch
 from mmengine.model import BaseModule, xavier_init
 from torch import Tensor, nn
 
+from visdet.ops import box_key_points, box_key_points_reference
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32, in_full_precision
-from ..transfer import to_device
-from .box3d import COS_YAW, MAX_LOG_SIZE, SIN_YAW, VX, W, X
+from .box3d import MAX_LOG_SIZE, SIN_YAW, VX, W, X
 
 __all__ = ["SparseBox3DKeyPointsGenerator", "SparsePoint3DKeyPointsGenerator"]
 
@@ -68,14 +68,11 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
         ``instance_feature`` the learnable points are left out. Always in float32 (float64 for float64 anchors).
         """
         anchor = at_least_float32(anchor)
-        size = anchor[..., None, W:SIN_YAW].clamp(max=MAX_LOG_SIZE).exp()  # [B, N, 1, 3]
-        points = self.fix_scale * size
+        logits = None
         if self.num_learnable_pts > 0 and instance_feature is not None:
-            scale = in_full_precision(self.learnable_fc, instance_feature).sigmoid() - 0.5
-            points = torch.cat([points, scale.unflatten(-1, (self.num_learnable_pts, 3)) * size], -2)
-        cos, sin = anchor[..., None, COS_YAW], anchor[..., None, SIN_YAW]  # [B, N, 1]
-        x, y, z = points.unbind(-1)
-        points = torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + anchor[..., None, X:W]
+            logits = in_full_precision(self.learnable_fc, instance_feature)
+        place = box_key_points_reference if self.fix_scale.requires_grad else box_key_points
+        points = place(anchor, self.fix_scale, logits, MAX_LOG_SIZE)
         if (
             T_cur2temp_list is None
             or cur_timestamp is None
@@ -163,6 +160,8 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         self.num_pts = num_sample * len(self.fix_height) * num_learnable_pts
         if num_learnable_pts > 0:
             self.learnable_fc = nn.Linear(embed_dims, self.num_pts * 2)
+        heights = torch.tensor(self.fix_height, dtype=torch.float32) + ground_height
+        self.register_buffer("_heights", heights[:, None, None], persistent=False)  # [heights, 1, 1]
 
     def init_weights(self) -> None:
         """Initialise the learnable points' Linear."""
@@ -187,8 +186,7 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         sizes = (self.num_sample, len(self.fix_height), self.num_learnable_pts, 2)
         offset = in_full_precision(self.learnable_fc, instance_feature).unflatten(-1, sizes)
         ground = offset + anchor.unflatten(-1, (self.num_sample, 1, 1, 2))
-        heights = to_device(self.fix_height, ground.device, ground.dtype) + self.ground_height
-        z = heights[:, None, None].expand(*ground.shape[:-1], 1)
+        z = self._heights.to(ground.dtype).expand(*ground.shape[:-1], 1)
         points = torch.cat([ground, z], -1).flatten(2, 4)
         if (
             T_cur2temp_list is None

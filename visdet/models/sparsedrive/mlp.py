@@ -18,11 +18,12 @@ def linear_relu_ln(
 
     Source: the name and the order, hence the parameter names, are SparseDrive's.
     """
+    # Not in place: a Linear of [B, N, C] returns a view, whose gradient would be copied four times on its way back.
     layers: list[nn.Module] = []
     width = embed_dims if input_dims is None else input_dims
     for _ in range(out_loops):
         for _ in range(in_loops):
-            layers += [nn.Linear(width, embed_dims), nn.ReLU(inplace=True)]
+            layers += [nn.Linear(width, embed_dims), nn.ReLU()]
             width = embed_dims
         layers.append(nn.LayerNorm(embed_dims))
     return layers

@@ -23,9 +23,7 @@ constexpr int kMaxHostMaps = 64;  // maps whose geometry travels as a kernel arg
 // included: (H + 1) * (W + 1) a map.
 struct alignas(16) Map {
   int32_t start, H, W;  // H = 0 for a map that does not lie within S
-  int32_t reserved;
-  int64_t first_cell;  // of its cells among those of an image, which hold one entry more a map: the end of the last
-  int64_t reserved_too;
+  uint32_t first_cell;  // of its cells among those of an image, which hold one entry more a map: the end of the last
 };
 
 // Geometry by value (from the host) or by pointer (worked out by plan_kernel).
@@ -45,22 +43,23 @@ __global__ void plan_kernel(const int64_t* __restrict__ shapes, const int64_t* _
   for (int m = threadIdx.x; m < count; m += blockDim.x) {
     const int64_t H = shapes[2 * m], W = shapes[2 * m + 1], start = starts[m];
     const bool fits = H > 0 && W > 0 && start >= 0 && H <= S && W <= S && start + H * W <= S;
-    maps[m] =
-        fits ? Map{static_cast<int32_t>(start), static_cast<int32_t>(H), static_cast<int32_t>(W), 0, 0, 0} : Map{};
+    maps[m] = fits ? Map{static_cast<int32_t>(start), static_cast<int32_t>(H), static_cast<int32_t>(W), 0} : Map{};
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
   int64_t cell = 0;
   for (int m = 0; m < count; ++m) {
     if (cell + cells_of(maps[m]) + 1 > slots) maps[m].H = 0;
-    maps[m].first_cell = cell;
+    maps[m].first_cell = static_cast<uint32_t>(cell);
     cell += maps[m].H > 0 ? cells_of(maps[m]) + 1 : 0;
   }
 }
 
+__device__ __forceinline__ Map map_of(const Maps& maps, int m) { return maps.device ? maps.device[m] : maps.host[m]; }
+
 // All threads of the block: the maps into shared memory.
 __device__ __forceinline__ void load_maps(const Maps& maps, int count, Map* table) {
-  for (int m = threadIdx.x; m < count; m += blockDim.x) table[m] = maps.device ? maps.device[m] : maps.host[m];
+  for (int m = threadIdx.x; m < count; m += blockDim.x) table[m] = map_of(maps, m);
   __syncthreads();
 }
 
@@ -158,12 +157,17 @@ __device__ __forceinline__ void zero_invisible(const Pack<A, 2>* __restrict__ lo
 
 // Forward.
 //
-// A block owns a query, or one of `splits` equal parts of its (point, camera) pairs. It first lists the visible pairs
-// in order, so that an invisible one costs its location and nothing else: its weights are not read. The warps take
-// visible pairs in turn; a warp's lanes first compute the metadata of 32 samples (a pair in one level: four clamped
-// texel indices, four corner weights), then all lanes walk the samples, each owning VEC neighbouring channels of one or
-// two packs, with branch-free loads. The warps' sums are added in order: no atomics, and every run gives the same bits.
-// With splits the blocks write float sums that sum_splits_kernel adds in order.
+// A block owns a slab of a query's channels, a pack for every lane, or one of `splits` equal parts of its (point,
+// camera) pairs. It first lists the visible pairs in order, so that an invisible one costs its location and nothing
+// else: its weights are not read. The samples of the list (a pair in one level each) go to the warps in turn, and the
+// turn moves on by one warp every time, so that each warp meets all levels: the fine ones are slow. A warp's lanes
+// first compute the metadata of 32 samples (four clamped texel indices, four corner weights), then all lanes walk them
+// with branch-free loads. The warps' sums are added in order: no atomics, and every run gives the same bits. With
+// splits the blocks write float sums that sum_splits_kernel adds in order.
+//
+// All queries of an image take their first slab, then their second: the rows that are read at one time are a part of
+// the pyramid, which the second-level cache holds better. A slab works out its samples anew; with several turns of
+// blocks on the GPU that is hidden, and the last turn is short.
 
 template <typename A>
 struct alignas(16) Sample {
@@ -171,113 +175,106 @@ struct alignas(16) Sample {
   A weight[4];
 };
 
-template <typename T, typename TW, typename A, int VEC, int NP>
-__global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
+// Blocks that a multiprocessor holds at once. Seven for float sums: 72 registers, which two samples' corners need.
+template <typename A>
+constexpr int kForwardBlocks = sizeof(A) == 4 ? 7 : 4;
+
+template <typename T, typename TW, typename A, int VEC>
+__global__ void __launch_bounds__(kThreads, kForwardBlocks<A>)
     forward_kernel(const T* __restrict__ features, const Maps maps, const Pack<A, 2>* __restrict__ locations,
                    const TW* __restrict__ weights, T* __restrict__ output, A* __restrict__ partial, const Sizes sizes) {
-  extern __shared__ __align__(16) char shared[];
   __shared__ int32_t visible[kTile];
   __shared__ Sample<A> samples[kThreads];
   __shared__ int32_t lines[kThreads];
-  __shared__ A planes[kWarps - 1][NP * VEC][32];
-  auto* table = reinterpret_cast<Map*>(shared);  // [V * L]
+  __shared__ A planes[kWarps - 1][VEC][32];
   const int L = sizes.L, V = sizes.V, G = sizes.G;
-  load_maps(maps, V * L, table);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Sample<A>* my_samples = samples + warp * 32;
   int32_t* my_lines = lines + warp * 32;
-  const int64_t query = blockIdx.x / sizes.splits;
-  const int split = blockIdx.x - static_cast<int>(query) * sizes.splits;
+  const uint32_t Q = static_cast<uint32_t>(sizes.Q), part = blockIdx.x / sizes.splits;
+  const int split = blockIdx.x - part * sizes.splits;
+  const uint32_t b = part / (Q * sizes.packs), in_image = part - b * Q * sizes.packs, slab = in_image / Q;
+  const int64_t query = static_cast<int64_t>(b) * Q + (in_image - slab * Q);
   const int all_pairs = sizes.P * V, per_split = (all_pairs + sizes.splits - 1) / sizes.splits;
   const Pack<A, 2>* my_locations = locations + query * all_pairs;
   const TW* my_weights = weights + query * all_pairs * L * G;
-  const char* image = reinterpret_cast<const char*>(features + query / sizes.Q * sizes.S * sizes.C);
+  const char* image = reinterpret_cast<const char*>(features + b * sizes.S * sizes.C);
   const uint32_t texel_bytes = sizes.C * sizeof(T);
+  Channels at = channels_of<VEC>(sizes, lane, static_cast<int>(slab));
+  if (!at.is_active) at.c = at.g = 0;  // reads, but does not write
+  A sum[VEC] = {};
 
-  for (int n0 = 0; n0 < sizes.packs; n0 += NP) {
-    Channels at[NP];
-    A sum[NP][VEC] = {};
+  // Adds N neighbouring samples of the warp's, whose loads are all under way before the first is used.
+  const auto add_samples = [&](auto N, int first) {
+    Pack<T, VEC> corner[N][4];
+    A weight[N];
 #pragma unroll
-    for (int n = 0; n < NP; ++n) {
-      at[n] = channels_of<VEC>(sizes, lane, n0 + n);
-      at[n].is_active = at[n].is_active && n0 + n < sizes.packs;
-      if (!at[n].is_active) at[n].c = at[n].g = 0;  // reads, but does not write
-    }
-    for (int tile = 0; tile < per_split; tile += kTile) {
-      const int count = compact_visible(my_locations, tile, per_split, split, sizes, visible);
-      const int mine = (count - warp + kWarps - 1) / kWarps * L;  // samples of this warp
-      for (int s0 = 0; s0 < mine; s0 += 32) {
-        const int s = s0 + lane;
-        if (s < mine) {
-          const int of_warp = s / L, l = s - of_warp * L, pair = visible[of_warp * kWarps + warp];
-          const Pack<A, 2> location = my_locations[pair];
-          const Map map = table[pair % V * L + l];
-          Sample<A> sample = {{}, {quiet_nan<A>(), 0, 0, 0}};
-          if (map.H > 0) {
-            Bilinear<A> where;
-            locate(location.at[0] * map.W - A(0.5), location.at[1] * map.H - A(0.5), map.H, map.W, where);
-            where.corner_weights(sample.weight);
+    for (int n = 0; n < N; ++n) {
+      const Sample<A>& sample = my_samples[first + n];
+      weight[n] = to_accumulate(my_weights[static_cast<int64_t>(my_lines[first + n]) * G + at.g]);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) sample.row[k] = map.start + where.index[k];
-          }
-          my_samples[lane] = sample;
-          my_lines[lane] = pair * L + l;
-        }
-        __syncwarp();
-        const int here = min(32, mine - s0);
-#pragma unroll(sizeof(T) == 2 ? 4 : 2)
-        for (int i = 0; i < here; ++i) {
-          const Sample<A> sample = my_samples[i];
-          const TW* line = my_weights + static_cast<int64_t>(my_lines[i]) * G;
-          A corner[NP][4][VEC];
-#pragma unroll
-          for (int n = 0; n < NP; ++n) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              load_pack<T, VEC>(image + static_cast<uint64_t>(sample.row[k]) * texel_bytes + at[n].c * sizeof(T),
-                                corner[n][k]);
-            }
-          }
-#pragma unroll
-          for (int n = 0; n < NP; ++n) {
-            const A weight = to_accumulate(line[at[n].g]);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              const A w = sample.weight[k] * weight;
-#pragma unroll
-              for (int v = 0; v < VEC; ++v) sum[n][v] += corner[n][k][v] * w;
-            }
-          }
-        }
-        __syncwarp();  // the samples have been read
-      }
-      __syncthreads();  // and the list
-    }
-    if (warp > 0) {
-#pragma unroll
-      for (int n = 0; n < NP; ++n) {
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) planes[warp - 1][n * VEC + v][lane] = sum[n][v];
+      for (int k = 0; k < 4; ++k) {
+        const char* row = image + static_cast<uint64_t>(sample.row[k]) * texel_bytes;
+        corner[n][k] = *reinterpret_cast<const Pack<T, VEC>*>(row + at.c * sizeof(T));
       }
     }
-    __syncthreads();
-    if (warp == 0) {
 #pragma unroll
-      for (int n = 0; n < NP; ++n) {
+    for (int n = 0; n < N; ++n) {
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) {
+      for (int k = 0; k < 4; ++k) {
+        const A w = my_samples[first + n].weight[k] * weight[n];
+        A values[VEC];
+        unpack(corner[n][k], values);
 #pragma unroll
-          for (int w = 0; w < kWarps - 1; ++w) sum[n][v] += planes[w][n * VEC + v][lane];
-        }
-        if (!at[n].is_active) continue;
-        if (partial == nullptr) {
-          store_pack<T, VEC>(output + query * sizes.C + at[n].c, sum[n]);
-        } else {
-          store_pack<A, VEC>(partial + (split * sizes.B * sizes.Q + query) * sizes.C + at[n].c, sum[n]);
-        }
+        for (int v = 0; v < VEC; ++v) sum[v] += values[v] * w;
       }
     }
-    __syncthreads();  // planes may be written again
+  };
+
+  for (int tile = 0; tile < per_split; tile += kTile) {
+    const int all = compact_visible(my_locations, tile, per_split, split, sizes, visible) * L, turns = all / kWarps;
+    const int mine = turns + ((warp + turns) % kWarps < all % kWarps);  // samples of this warp
+    for (int s0 = 0; s0 < mine; s0 += 32) {
+      const int s = s0 + lane;
+      if (s < mine) {
+        const int n = s * kWarps + (warp + s) % kWarps, of_list = n / L, l = n - of_list * L, pair = visible[of_list];
+        const Pack<A, 2> location = my_locations[pair];
+        const Map map = map_of(maps, pair % V * L + l);
+        Sample<A> sample = {{}, {quiet_nan<A>(), 0, 0, 0}};
+        if (map.H > 0) {
+          Bilinear<A> where;
+          locate(location.at[0] * map.W - A(0.5), location.at[1] * map.H - A(0.5), map.H, map.W, where);
+          where.corner_weights(sample.weight);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) sample.row[k] = map.start + where.index[k];
+        }
+        my_samples[lane] = sample;
+        my_lines[lane] = pair * L + l;
+      }
+      __syncwarp();
+      const int here = min(32, mine - s0);
+      int i = 0;
+      for (; i + 2 <= here; i += 2) add_samples(std::integral_constant<int, 2>{}, i);
+      if (i < here) add_samples(std::integral_constant<int, 1>{}, i);
+      __syncwarp();  // the samples have been read
+    }
+    __syncthreads();  // and the list
+  }
+  if (warp > 0) {
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) planes[warp - 1][v][lane] = sum[v];
+  }
+  __syncthreads();
+  if (warp > 0 || !at.is_active) return;
+#pragma unroll
+  for (int v = 0; v < VEC; ++v) {
+#pragma unroll
+    for (int w = 0; w < kWarps - 1; ++w) sum[v] += planes[w][v][lane];
+  }
+  if (partial == nullptr) {
+    store_pack<T, VEC>(output + query * sizes.C + at.c, sum);
+  } else {
+    store_pack<A, VEC>(partial + (split * sizes.B * sizes.Q + query) * sizes.C + at.c, sum);
   }
 }
 
@@ -479,7 +476,7 @@ __global__ void __launch_bounds__(kScanThreads)
   __shared__ int32_t warp_sums[kScanThreads / 32];
   const int64_t b = blockIdx.x / map_count;
   const int m = blockIdx.x - static_cast<int>(b) * map_count;
-  const Map map = maps.device ? maps.device[m] : maps.host[m];
+  const Map map = map_of(maps, m);
   if (map.H == 0) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t cells = cells_of(map);
@@ -819,7 +816,7 @@ Plan plan_of(const DeformableAggregationProblem& problem, const Tensor& shapes_i
       Map& map = plan.maps.host[m];
       map.start = static_cast<int32_t>(start_data[m]);
       map.H = static_cast<int32_t>(shape_data[2 * m]), map.W = static_cast<int32_t>(shape_data[2 * m + 1]);
-      map.first_cell = plan.slots;
+      map.first_cell = static_cast<uint32_t>(plan.slots);
       plan.slots += cells_of(map) + 1;
     }
     return plan;
@@ -867,14 +864,13 @@ Sizes sizes_of(const DeformableAggregationProblem& problem, int64_t slots, int v
   return sizes;
 }
 
-// Blocks that share a query's pairs, at least 64 each. One, where the queries alone fill three quarters of the GPU;
-// otherwise as many as make two full turns of the blocks it holds at once (one and a part would leave it idle at the
-// end: 92 against 84 us on the map head).
-int32_t splits_of(const DeformableAggregationProblem& problem, int32_t device) {
-  const int64_t queries = problem.B * problem.Q, at_once = int64_t{8} * multiprocessors(device);
-  if (4 * queries >= 3 * at_once) return 1;
-  const int64_t most = ceil_div(problem.P * problem.V, 64);
-  return static_cast<int32_t>(std::max<int64_t>(1, std::min(most, 2 * at_once / queries)));
+// Parts of a query's pairs, of at least 64 each, given the blocks without parts and how many the GPU holds at once: as
+// many as make two full turns (one and a part would leave it idle at the end), or, where those would be few and the
+// turns not full, four and more.
+int32_t splits_of(const DeformableAggregationProblem& problem, int64_t blocks, int64_t at_once) {
+  const int64_t most = problem.P * problem.V / 64;
+  const int64_t full = 2 * at_once / blocks, splits = full >= 4 ? full : ceil_div(4 * at_once, blocks);
+  return static_cast<int32_t>(std::max<int64_t>(1, std::min(most, splits)));
 }
 
 // Calls f(VEC) with the values of a 16-byte load, or 1 where groups or addresses do not allow it.
@@ -910,24 +906,17 @@ Tensor deformable_aggregation_cuda(const Tensor& features_in, const Tensor& leve
     dispatch_vec<T>(sizes_of(problem, 0, 1), aligned(features, 16), [&](auto vec) {
       constexpr int kVec = decltype(vec)::value;
       Sizes sizes = sizes_of(problem, plan.slots, kVec);
-      sizes.splits = splits_of(problem, device);
+      const int64_t blocks = problem.B * problem.Q * sizes.packs;
+      sizes.splits = splits_of(problem, blocks, int64_t{kForwardBlocks<A>} * multiprocessors(device));
       Tensor partial = output;
       if (sizes.splits > 1) {
         partial = new_empty(locations, {sizes.splits, problem.B, problem.Q, problem.C});
       }
-      const auto run = [&](auto kernel) {
-        allow_shared(kernel, plan.table_bytes);
-        kernel<<<grid_size(problem.B * problem.Q * sizes.splits), kThreads, plan.table_bytes, stream>>>(
-            static_cast<const T*>(features.const_data_ptr()), plan.maps,
-            static_cast<const Pack<A, 2>*>(locations.const_data_ptr()),
-            static_cast<const TW*>(weights.const_data_ptr()), static_cast<T*>(output.mutable_data_ptr()),
-            sizes.splits > 1 ? static_cast<A*>(partial.mutable_data_ptr()) : nullptr, sizes);
-      };
-      if (kVec > 1 && sizes.packs == 1) {
-        run(forward_kernel<T, TW, A, kVec, 1>);
-      } else {
-        run(forward_kernel<T, TW, A, kVec, 2>);
-      }
+      forward_kernel<T, TW, A, kVec><<<grid_size(blocks * sizes.splits), kThreads, 0, stream>>>(
+          static_cast<const T*>(features.const_data_ptr()), plan.maps,
+          static_cast<const Pack<A, 2>*>(locations.const_data_ptr()), static_cast<const TW*>(weights.const_data_ptr()),
+          static_cast<T*>(output.mutable_data_ptr()),
+          sizes.splits > 1 ? static_cast<A*>(partial.mutable_data_ptr()) : nullptr, sizes);
       if (sizes.splits > 1) {
         const int64_t count = output.numel();
         sum_splits_kernel<T, A><<<grid_size(std::min<int64_t>(ceil_div(count, 256), 1 << 20)), 256, 0, stream>>>(
@@ -975,7 +964,7 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cuda(
     dispatch_vec<T>(sizes_of(problem, 0, 1), aligned(features, 16) && aligned(grad_output, 16), [&](auto vec) {
       constexpr int kVec = decltype(vec)::value;
       Sizes sizes = sizes_of(problem, plan.slots, kVec);
-      sizes.splits = splits_of(problem, device);
+      sizes.splits = splits_of(problem, problem.B * problem.Q, int64_t{8} * multiprocessors(device));
       const auto run_pairs = [&](auto kernel) {
         allow_shared(kernel, plan.table_bytes);
         kernel<<<grid_size(problem.B * problem.Q * sizes.splits), kThreads, plan.table_bytes, stream>>>(

@@ -1,0 +1,247 @@
+"""box_key_points: by hand, against the plain-torch definition, and its promises."""
+
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from visdet.ops import _library, box_key_points, box_key_points_reference
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}  # of the largest value
+SIZES = {  # B, Q, D, F, M
+    "B2-Q5-D11-F7-M6": (2, 5, 11, 7, 6),
+    "B1-Q3-D8-F1-M0": (1, 3, 8, 1, 0),
+    "B3-Q2-D9-F0-M5": (3, 2, 9, 0, 5),
+    "B1-Q150-D40-F3-M37": (1, 150, 40, 3, 37),
+}
+
+
+def make_case(B, Q, D, F, M, *, dtype=torch.float64, device="cpu"):
+    """Return box_key_points' tensors, the yaws' sin and cos not normalised."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        for shape in ((B, Q, D), (F, 3), (B, Q, M * 3))
+    )
+
+
+def gradients(function, case, grad_output):
+    anchors, fixed, logits = case
+    leaves = [anchors.detach().clone().requires_grad_(), logits.detach().clone().requires_grad_()]
+    output = function(leaves[0], fixed, leaves[1])
+    return [output, *torch.autograd.grad(output, leaves, grad_output.to(output))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_box_by_hand(device):
+    # 4 x 2 x 1 m at (10, 20, 3), a quarter turn to the left: its length lies along +y, its width along -x.
+    anchor = torch.tensor([10, 20, 3, math.log(4), math.log(2), 0, 1, 0, 99.0], device=device)
+    fixed = torch.tensor([[0, 0, 0], [0.5, 0, 0], [0, 0.5, -0.5]], device=device)
+    logits = torch.tensor([0.0, math.log(3), 0], device=device)  # sigmoid(log 3) = 3 / 4
+    points = box_key_points(anchor[None, None], fixed, logits[None, None])
+    expected = torch.tensor([[10.0, 20, 3], [10, 22, 3], [9, 20, 2.5], [9.5, 20, 3]], device=device)
+    torch.testing.assert_close(points, expected[None, None])
+    torch.testing.assert_close(box_key_points(anchor[None, None], fixed), expected[None, None, :3])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_matches_reference(name, dtype, device):
+    B, Q, _, F, M = SIZES[name]
+    case = make_case(*SIZES[name], dtype=dtype, device=device)
+    grad_output = torch.randn(B, Q, F + M, 3, generator=torch.Generator().manual_seed(1)).to(device)
+    actual = gradients(box_key_points, case, grad_output)
+    expected = gradients(box_key_points_reference, [t.double() for t in case], grad_output)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.dtype == dtype and ours.shape == theirs.shape
+        if theirs.numel():
+            error = (ours.double() - theirs).abs().max() / theirs.abs().max()
+            assert theirs.abs().max() > 0 and error < TOLERANCE[dtype], f"{error:.1e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradcheck(device):
+    anchors, fixed, logits = make_case(2, 2, 9, 2, 3, device=device)
+    leaves = (anchors.requires_grad_(), logits.requires_grad_())
+    assert torch.autograd.gradcheck(lambda a, x: box_key_points(a, fixed, x), leaves, nondet_tol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_size_above_the_limit_is_clamped_and_has_no_gradient(device):
+    anchors, fixed, logits = make_case(1, 2, 11, 7, 6, device=device)
+    anchors[0, 0, 3] = 300
+    limited = anchors.clone()
+    limited[0, 0, 3] = 1.5
+    leaf = anchors.requires_grad_()
+    out = box_key_points(leaf, fixed, logits, 1.5)
+    torch.testing.assert_close(out, box_key_points(limited, fixed, logits, 1.5))
+    (grad,) = torch.autograd.grad(out.sum(), leaf)
+    assert grad[0, 0, 3] == 0 and (grad[0, :, :3] == 13).all() and (grad[0, :, 8:] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("column", [0, 3, 6])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_number_that_is_not_finite_goes_where_the_formula_takes_it(bad, column, device):
+    anchors, fixed, logits = make_case(1, 3, 11, 7, 6, dtype=torch.float32, device=device)
+    anchors[0, 1, column] = bad
+    logits[0, 2] = bad
+    actual = box_key_points(anchors, fixed, logits)
+    expected = box_key_points_reference(anchors, fixed, logits)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert actual[0, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [(0, 2, 11, 7, 6), (2, 0, 11, 7, 6), (2, 3, 11, 0, 0)])
+def test_empty_sizes(sizes, device):
+    B, Q, _, F, M = sizes
+    anchors, fixed, logits = make_case(*sizes, device=device)
+    out = box_key_points(anchors.requires_grad_(), fixed, logits.requires_grad_())
+    assert out.shape == (B, Q, F + M, 3)
+    out.sum().backward()
+    assert (anchors.grad == 0).all() and logits.grad.shape == logits.shape
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_non_contiguous_inputs(device):
+    case = make_case(2, 5, 11, 7, 6, device=device)
+    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in case]
+    assert not any(t.is_contiguous() for t in strided)
+    assert torch.equal(box_key_points(*strided), box_key_points(*case))
+    grad_output = torch.randn(2, 5, 3, 13).to(device).transpose(-1, -2)
+    for ours, theirs in zip(
+        gradients(box_key_points, strided, grad_output),
+        gradients(box_key_points, case, grad_output.contiguous()),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+
+
+REJECTIONS = {
+    "anchors": (
+        0,
+        lambda t: t[..., :7],
+        r"anchors must be \[B, Q, D\] with D of at least 8, got \[2, 3, 7\]",
+    ),
+    "anchors' type": (0, lambda t: t.bfloat16(), "anchors must be float64 or float32, got BFloat16"),
+    "fixed": (1, lambda t: t[:, :2], r"fixed must be \[F, 3\], got \[7, 2\]"),
+    "logits": (2, lambda t: t[..., :4], r"logits must be \[2, 3, M \* 3\], got \[2, 3, 4\]"),
+    "logits' size": (2, lambda t: t[:1], r"logits must be \[2, 3, M \* 3\], got \[1, 3, 18\]"),
+    "fixed's gradient": (
+        1,
+        lambda t: t.requires_grad_(),
+        "fixed is not differentiable, got one that requires",
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", REJECTIONS)
+def test_rejects(name, device):
+    index, change, message = REJECTIONS[name]
+    case = list(make_case(2, 3, 11, 7, 6, device=device))
+    case[index] = change(case[index])
+    with pytest.raises(RuntimeError, match=message):
+        box_key_points(*case)
+
+
+def test_operator_rejects_types_and_gradients_that_differ():
+    anchors, fixed, logits = make_case(2, 3, 11, 7, 6)
+    with pytest.raises(RuntimeError, match="fixed must have anchors' type Double, got Float"):
+        torch.ops.visdet.box_key_points(anchors, fixed.float(), logits, 10.0)
+    with pytest.raises(RuntimeError, match="logits must have anchors' type Double, got Float"):
+        torch.ops.visdet.box_key_points(anchors, fixed, logits.float(), 10.0)
+    with pytest.raises(
+        RuntimeError, match=r"grad_output must be \[2, 3, 13, 3\] of anchors' type and device"
+    ):
+        torch.ops.visdet.box_key_points_backward(anchors.new_zeros(2, 3, 13), anchors, fixed, logits, 10.0)
+
+
+@pytest.mark.cuda
+def test_rejects_tensors_of_two_devices():
+    anchors, fixed, logits = make_case(2, 3, 11, 7, 6, device="cuda")
+    with pytest.raises(RuntimeError, match="fixed must be on the device of anchors"):
+        box_key_points(anchors, fixed.cpu(), logits)
+
+
+def test_without_a_library_plain_torch_computes_the_same(monkeypatch):
+    case = make_case(2, 3, 11, 7, 6)
+    expected = box_key_points(*case)
+    monkeypatch.setattr(_library, "is_loaded", lambda name: False)
+    monkeypatch.delattr(torch.ops, "visdet")  # nothing of it may be asked for
+    torch.testing.assert_close(box_key_points(*case), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device):
+    anchors, fixed, logits = make_case(1, 3, 11, 7, 6, dtype=torch.float32, device=device)
+    case = (anchors.requires_grad_(), fixed, logits.requires_grad_(), 10.0)
+    opcheck(torch.ops.visdet.box_key_points.default, case)
+
+
+def test_compiles_without_graph_breaks_for_any_batch():
+    compiled = torch.compile(box_key_points, fullgraph=True, dynamic=True, backend="aot_eager")
+    for B in (2, 3):
+        anchors, fixed, logits = make_case(B, 4, 11, 7, 6)
+        leaf = logits.requires_grad_()
+        expected, actual = box_key_points(anchors, fixed, leaf), compiled(anchors, fixed, leaf)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(actual.sum(), leaf), torch.autograd.grad(expected.sum(), leaf)
+        )
+
+
+def test_exports():
+    class Module(torch.nn.Module):
+        def forward(self, anchors, fixed, logits):
+            return box_key_points(anchors, fixed, logits)
+
+    case = make_case(1, 4, 11, 7, 6)
+    program = torch.export.export(Module(), case)
+    assert torch.equal(program.module()(*case), box_key_points(*case))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_keeps_every_type(device):
+    case = make_case(1, 4, 11, 7, 6, dtype=torch.float32, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        actual = box_key_points(*case)
+    assert actual.dtype == torch.float32 and torch.equal(actual, box_key_points(*case))
+
+
+def test_converts_fixed_and_logits_to_the_type_of_anchors():
+    anchors, fixed, logits = make_case(1, 4, 11, 7, 6)
+    actual = box_key_points(anchors, fixed.float(), logits.bfloat16())
+    assert torch.equal(actual, box_key_points(anchors, fixed.float().double(), logits.bfloat16().double()))
+
+
+def test_result_does_not_depend_on_the_number_of_threads():
+    case = make_case(2, 900, 11, 7, 6, dtype=torch.float32)
+    grad_output = torch.randn(2, 900, 13, 3)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for number in (1, 2, 7):
+            torch.set_num_threads(number)
+            results.append(gradients(box_key_points, case, grad_output))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+@pytest.mark.cuda
+def test_same_bits_in_every_run_and_in_a_graph_on_a_side_stream():
+    case = make_case(2, 900, 11, 7, 6, dtype=torch.float32, device="cuda")
+    grad_output = torch.randn(2, 900, 13, 3, device="cuda")
+    expected = gradients(box_key_points, case, grad_output)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # an error where anything synchronises
+        actual = gradients(box_key_points, case, grad_output)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))

@@ -1,0 +1,104 @@
+"""Key points of 3-D boxes: places given in sizes, turned and moved with each box."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+
+__all__ = ["box_key_points", "box_key_points_reference"]
+
+
+def box_key_points(
+    anchors: Tensor,  # [B, Q, D]
+    fixed: Tensor,  # [F, 3]
+    logits: Tensor | None = None,  # [B, Q, M * 3]
+    max_log_size: float = 10.0,
+) -> Tensor:  # [B, Q, F + M, 3]
+    """Return points of each box: fixed places, and places within half a size of the centre that logits choose.
+
+    An anchor is x, y, z, the logarithms of its sizes along its own three axes, and sin and cos of its yaw (used as
+    they are, not normalised); the rest of D is not read. A place is in sizes from the centre: a row of ``fixed``, or
+    ``sigmoid(logit) - 0.5`` of three neighbouring logits. It is scaled, turned about z, and moved to the centre.
+
+    Args:
+        anchors: metres; float32 or float64, D at least 8.
+        fixed: any numbers.
+        logits: of M points more; None for none.
+        max_log_size: sizes end at its exponential; beyond, their gradient is zero.
+
+    Returns:
+        Metres, the fixed points first. NaN and infinity go where the formula takes them.
+
+    ``fixed`` and ``logits`` are converted to the type of ``anchors``. Differentiable once with respect to ``anchors``
+    and ``logits``; deterministic, forward and backward, on every device. Where no library is built for the device,
+    plain torch computes the same.
+
+    Raises:
+        RuntimeError: a shape, type or device does not fit, or ``fixed`` requires a gradient; the message names the
+            argument.
+
+    Source: the key points of Sparse4D, arXiv 2211.10581, with the anchors of SparseDrive, arXiv 2405.19620.
+    """
+    if fixed.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("box_key_points: fixed is not differentiable, got one that requires grad")
+    if logits is None:
+        logits = anchors.new_empty(*anchors.shape[:2], 0)
+    fixed, logits = fixed.to(anchors.dtype), logits.to(anchors.dtype)
+    library = {"cpu": "cpu", "meta": "cpu", "cuda": "cuda"}.get(anchors.device.type)
+    if library is None or not _library.is_loaded(library):
+        return box_key_points_reference(anchors, fixed, logits, max_log_size)
+    return torch.ops.visdet.box_key_points(anchors, fixed, logits, float(max_log_size))
+
+
+def box_key_points_reference(
+    anchors: Tensor,  # [B, Q, D]
+    fixed: Tensor,  # [F, 3]
+    logits: Tensor | None = None,  # [B, Q, M * 3]
+    max_log_size: float = 10.0,
+) -> Tensor:  # [B, Q, F + M, 3]
+    """Return what ``box_key_points`` returns, in plain torch: the definition kernels are tested against."""
+    centre, log_size, heading = anchors[..., None, :8].split((3, 3, 2), -1)  # [B, Q, 1, ...]
+    places = fixed.to(anchors.dtype).expand(*anchors.shape[:2], -1, -1)
+    if logits is not None:
+        places = torch.cat([places, logits.to(anchors.dtype).unflatten(-1, (-1, 3)).sigmoid() - 0.5], -2)
+    x, y, z = (places * log_size.clamp(max=max_log_size).exp()).unbind(-1)  # [B, Q, P]
+    sin, cos = heading.unbind(-1)
+    return torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + centre
+
+
+def _fake(anchors: Tensor, fixed: Tensor, logits: Tensor, max_log_size: float) -> Tensor:
+    torch._check(
+        anchors.dim() == 3,
+        lambda: f"box_key_points: anchors must be [B, Q, D], got {tuple(anchors.shape)}",
+    )
+    torch._check(
+        logits.dim() == 3,
+        lambda: f"box_key_points: logits must be [B, Q, M * 3], got {tuple(logits.shape)}",
+    )
+    return anchors.new_empty(*anchors.shape[:2], fixed.shape[0] + logits.shape[2] // 3, 3)
+
+
+def _fake_backward(
+    grad_output: Tensor, anchors: Tensor, fixed: Tensor, logits: Tensor, max_log_size: float
+) -> tuple[Tensor, Tensor]:
+    return anchors.new_empty(anchors.shape), logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+    ctx.max_log_size = inputs[-1]
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    grad_anchors, grad_logits = torch.ops.visdet.box_key_points_backward(
+        grad_output, *ctx.saved_tensors, ctx.max_log_size
+    )
+    return grad_anchors, None, grad_logits, None
+
+
+if _library.declares("box_key_points"):
+    torch.library.register_fake("visdet::box_key_points", _fake)
+    torch.library.register_fake("visdet::box_key_points_backward", _fake_backward)
+    torch.library.register_autograd("visdet::box_key_points", _backward, setup_context=_setup_context)

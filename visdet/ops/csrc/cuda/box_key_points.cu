@@ -1,0 +1,177 @@
+// box_key_points on CUDA. The contract is in ../box_key_points.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "../box_key_points.h"
+#include "../common/cuda_utils.cuh"
+
+namespace visdet {
+namespace {
+
+constexpr const char* kOp = "box_key_points";
+constexpr unsigned kAll = 0xffffffffu;
+constexpr int kThreads = 128;
+
+template <typename A>
+struct KeyPointsArrays {
+  int64_t anchors_count, D, F, M;
+  const A *anchors, *fixed, *logits;
+  A max_log_size;
+};
+
+// An anchor's centre, sizes and heading.
+template <typename A>
+struct Box {
+  A centre[3], size[3], sin, cos;
+
+  __device__ __forceinline__ Box(const KeyPointsArrays<A>& a, int64_t anchor) {
+    const A* from = a.anchors + anchor * a.D;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      centre[i] = from[i];
+      const A log_size = from[3 + i];
+      size[i] = exp(log_size > a.max_log_size ? a.max_log_size : log_size);  // NaN stays
+    }
+    sin = from[6], cos = from[7];
+  }
+};
+
+// The place of an anchor's p-th point along an axis, in sizes.
+template <typename A>
+__device__ __forceinline__ A place_of(const KeyPointsArrays<A>& a, int64_t anchor, int64_t p, int axis) {
+  if (p < a.F) return a.fixed[p * 3 + axis];
+  return 1 / (1 + exp(-a.logits[(anchor * a.M + p - a.F) * 3 + axis])) - A(0.5);
+}
+
+// A thread owns a point; the few numbers of its anchor come from the first-level cache.
+template <typename A>
+__global__ void __launch_bounds__(kThreads) forward_kernel(const KeyPointsArrays<A> a, A* __restrict__ output) {
+  const int64_t points = a.F + a.M, i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= a.anchors_count * points) return;
+  const int64_t anchor = i / points, p = i - anchor * points;
+  const Box<A> box(a, anchor);
+  A at[3];
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) at[axis] = place_of(a, anchor, p, axis) * box.size[axis];
+  output[i * 3] = box.cos * at[0] - box.sin * at[1] + box.centre[0];
+  output[i * 3 + 1] = box.sin * at[0] + box.cos * at[1] + box.centre[1];
+  output[i * 3 + 2] = at[2] + box.centre[2];
+}
+
+// A warp owns an anchor, a lane every 32nd of its points; the anchor's gradient is the sum over the lanes, in order.
+template <typename A>
+__global__ void __launch_bounds__(kThreads)
+    backward_kernel(const KeyPointsArrays<A> a, const A* __restrict__ grad_output, A* __restrict__ grad_anchors,
+                    A* __restrict__ grad_logits) {
+  const int lane = threadIdx.x % 32;
+  const int64_t points = a.F + a.M, anchor = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  if (anchor >= a.anchors_count) return;
+  const Box<A> box(a, anchor);
+  A sum[8] = {};  // of centre, logarithms of sizes, sin, cos
+  for (int64_t p = lane; p < points; p += 32) {
+    const A* grad = grad_output + (anchor * points + p) * 3;
+    const A turned[3] = {box.cos * grad[0] + box.sin * grad[1], box.cos * grad[1] - box.sin * grad[0], grad[2]};
+    A at[3];
+#pragma unroll
+    for (int axis = 0; axis < 3; ++axis) {
+      const A place = place_of(a, anchor, p, axis);
+      at[axis] = place * box.size[axis];
+      sum[axis] += grad[axis];
+      sum[3 + axis] += turned[axis] * at[axis];
+      if (p >= a.F) {
+        const A slope = (A(0.5) + place) * (A(0.5) - place);
+        grad_logits[(anchor * a.M + p - a.F) * 3 + axis] = turned[axis] * box.size[axis] * slope;
+      }
+    }
+    sum[6] += grad[1] * at[0] - grad[0] * at[1];
+    sum[7] += grad[0] * at[0] + grad[1] * at[1];
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum[i] += __shfl_xor_sync(kAll, sum[i], step);
+  }
+  for (int64_t d = lane; d < a.D; d += 32) {
+    A grad = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) grad = d == i ? sum[i] : grad;
+    if (d >= 3 && d < 6 && a.anchors[anchor * a.D + d] > a.max_log_size) grad = 0;
+    grad_anchors[anchor * a.D + d] = grad;
+  }
+}
+
+// Inputs as the kernels want them; `arrays<A>()` of their data.
+struct Inputs {
+  KeyPointsProblem problem;
+  Tensor anchors, fixed, logits;
+  double max_log_size;
+
+  template <typename A>
+  KeyPointsArrays<A> arrays() const {
+    return {problem.B * problem.Q,
+            problem.D,
+            problem.F,
+            problem.M,
+            static_cast<const A*>(anchors.const_data_ptr()),
+            static_cast<const A*>(fixed.const_data_ptr()),
+            static_cast<const A*>(logits.const_data_ptr()),
+            static_cast<A>(max_log_size)};
+  }
+};
+
+// Calls f(A{}) with the type of anchors.
+template <typename F>
+void dispatch(const Tensor& anchors, const F& f) {
+  if (anchors.scalar_type() == ScalarType::Double) return f(double{});
+  f(float{});
+}
+
+unsigned grid_size(int64_t threads) {
+  const int64_t blocks = ceil_div(threads, kThreads);
+  VISDET_CHECK(kOp, blocks <= INT32_MAX, "the input is too large: ", blocks, " blocks");
+  return static_cast<unsigned>(blocks);
+}
+
+Tensor box_key_points(const Tensor& anchors, const Tensor& fixed, const Tensor& logits, double max_log_size) {
+  const auto problem = check_box_key_points(anchors, fixed, logits);
+  const torch::stable::accelerator::DeviceGuard guard(anchors.get_device_index());
+  const Inputs inputs{problem, contiguous(anchors), contiguous(fixed), contiguous(logits), max_log_size};
+  Tensor output = new_empty(anchors, {problem.B, problem.Q, problem.F + problem.M, 3});
+  if (output.numel() == 0) return output;
+  dispatch(anchors, [&](auto tag) {
+    using A = decltype(tag);
+    forward_kernel<A><<<grid_size(output.numel() / 3), kThreads, 0, current_stream(anchors)>>>(
+        inputs.arrays<A>(), static_cast<A*>(output.mutable_data_ptr()));
+  });
+  check_launch(kOp);
+  return output;
+}
+
+std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in, const Tensor& anchors,
+                                                   const Tensor& fixed, const Tensor& logits, double max_log_size) {
+  const auto problem = check_box_key_points(anchors, fixed, logits);
+  check_key_points_gradient(problem, grad_output_in, anchors);
+  const torch::stable::accelerator::DeviceGuard guard(anchors.get_device_index());
+  const Inputs inputs{problem, contiguous(anchors), contiguous(fixed), contiguous(logits), max_log_size};
+  const Tensor grad_output = contiguous(grad_output_in);
+  Tensor grad_anchors = new_empty(anchors, anchors.sizes()), grad_logits = new_empty(logits, logits.sizes());
+  if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
+  dispatch(anchors, [&](auto tag) {
+    using A = decltype(tag);
+    backward_kernel<A><<<grid_size(problem.B * problem.Q * 32), kThreads, 0, current_stream(anchors)>>>(
+        inputs.arrays<A>(), static_cast<const A*>(grad_output.const_data_ptr()),
+        static_cast<A*>(grad_anchors.mutable_data_ptr()), static_cast<A*>(grad_logits.mutable_data_ptr()));
+  });
+  check_launch("box_key_points_backward");
+  return {grad_anchors, grad_logits};
+}
+
+}  // namespace
+}  // namespace visdet
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+  m.impl("box_key_points", TORCH_BOX(&visdet::box_key_points));
+  m.impl("box_key_points_backward", TORCH_BOX(&visdet::box_key_points_backward));
+}
