@@ -229,24 +229,9 @@ __device__ __forceinline__ unsigned group_mask() {
 // bytes in shared memory, which only their warp reads, so a warp barrier suffices), then walk them with branch-free
 // loads. The next samples' locations are fetched meanwhile. A block owns neighbouring queries of one head, or of the
 // few heads whose rows share a 128-byte line, so that the first-level cache serves most loads. Each output is written
-// once.
+// once. An encoder's rows have a kernel of their own, pyramid_kernel.
 
 constexpr int kForwardThreads = 1024;  // at most: 64 registers a thread hold four samples' loads in flight
-constexpr int kBand = 16;              // rows of the bands in which an encoder's queries are taken
-
-// The e-th query of a pyramid's own texels, in bands of kBand rows and column by column within one, so that consecutive
-// queries fill a square: their samples share texels, which the first-level cache then serves.
-__device__ __forceinline__ uint32_t pyramid_query(uint32_t e, const Level* table) {
-  int l = 0;
-  while (e >= static_cast<uint32_t>(table[l].start) + static_cast<uint32_t>(table[l].H) * table[l].W) ++l;
-  const Level level = table[l];
-  const uint32_t i = e - level.start, H = level.H, W = level.W;
-  const uint32_t band_size = min(kBand, level.H) * W;
-  const uint32_t band = i / band_size, j = i - band * band_size;
-  const uint32_t height = min(static_cast<uint32_t>(kBand), H - band * kBand);
-  const uint32_t x = j / height, y = band * kBand + (j - x * height);
-  return level.start + y * W + x;
-}
 
 // A sample as a square of texels of the map, moved inside it: corners (texel, + column) and the same one row further,
 // of which no check is needed. On the fringe, where only a part of the sample falls inside, the fractions point at the
@@ -280,6 +265,38 @@ __device__ __forceinline__ int32_t place(A x, int32_t size, A& fraction, A& part
   fraction = saturate(x - static_cast<A>(first));
   part = saturate(fmin(x + A(1), static_cast<A>(size) - x));
   return first;
+}
+
+// points: of its row on its level.
+template <typename A, typename Source>
+__device__ __forceinline__ Sample<A> make_sample(const Source& source, const typename Source::Raw& raw,
+                                                 const typename Source::Row& row, const Level& level, int points,
+                                                 bool exists) {
+  A x, y, part_x, part_y;
+  source.position(raw, level, points, x, y);
+  Sample<A> sample;
+  const int32_t first_x = place(x, level.W, sample.fx, part_x);
+  const int32_t first_y = place(y, level.H, sample.fy, part_y);
+  const A inside = part_x * part_y;
+  sample.texel = level.start + first_y * level.W + first_x;
+  sample.weight = inside > A(0) ? source.weight(raw, row) * inside : A(0);
+  if (level.H == 0) sample.weight = quiet_nan<A>();
+  if (!exists) sample.weight = 0;
+  return sample;
+}
+
+// sum += the sample, whose corners lie at these addresses.
+template <typename T, int VEC, typename A>
+__device__ __forceinline__ void add_sample(const Sample<A>& at, const char* const (&corner)[4], A (&sum)[VEC]) {
+  const A bottom = at.weight * at.fy, top = fma(-at.weight, at.fy, at.weight);
+  const A weight[4] = {fma(-top, at.fx, top), top * at.fx, fma(-bottom, at.fx, bottom), bottom * at.fx};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    A texel[VEC];
+    load_pack<T, VEC>(corner[j], texel);
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weight[j];
+  }
 }
 
 // How a group of LANES * SPLIT threads walks the samples of its ROWS rows: kPass samples of kRowsAtOnce rows at a time.
@@ -321,8 +338,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
   auto* my_steps = reinterpret_cast<Steps*>(my_samples + W::kBatch);                       // of each sample, if kMixed
   auto* table = reinterpret_cast<Level*>(shared + groups * W::template group_bytes<A>());  // [L]
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C;
-  const bool follow = load_levels(levels, L, sizes.S, table);
-  const bool is_pyramid = follow && sizes.Q == sizes.S;
+  load_levels(levels, L, sizes.S, table);
 
   const uint32_t head_blocks = static_cast<uint32_t>(G) >> sizes.head_bits, b = head_block / head_blocks;
   const int g = ((head_block - b * head_blocks) << sizes.head_bits) + (group & ((1 << sizes.head_bits) - 1));
@@ -339,7 +355,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
   for (int t = 0; t < kTurns; ++t) {
     const int r = t * W::kRowsAtOnce + lane / W::kPass;
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * ROWS + r) * slots + slot;
-    const uint32_t query = e < sizes.Q && is_pyramid ? pyramid_query(e, table) : static_cast<uint32_t>(e);
+    const uint32_t query = static_cast<uint32_t>(e);
     row_index[t] = e < sizes.Q ? query * G + g : kNone;
     query_levels[t] = query * L;
     row[t] = image.row_of_lanes(e < sizes.Q, row_index[t] * K, K, lane % W::kPass, W::kPass);
@@ -379,16 +395,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
     const Steps level_steps = Steps::of(level);
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
-      A x, y, part_x, part_y;
-      image.position(raw, level, level.end - (l > 0 ? table[l - 1].end : 0), x, y);
-      Sample<A> sample;
-      const int32_t first_x = place(x, level.W, sample.fx, part_x);
-      const int32_t first_y = place(y, level.H, sample.fy, part_y);
-      const A inside = part_x * part_y;
-      sample.texel = level.start + first_y * level.W + first_x;
-      sample.weight = inside > A(0) ? image.weight(raw, row[turn]) * inside : A(0);
-      if (level.H == 0) sample.weight = quiet_nan<A>();
-      if (k >= stop || row_index[turn] == kNone) sample.weight = 0;
+      const Sample<A> sample = make_sample<A>(image, raw, row[turn], level, level.end - (l > 0 ? table[l - 1].end : 0),
+                                              k < stop && row_index[turn] != kNone);
       __syncwarp();  // the previous samples have been read
       my_samples[lane] = sample;
       if constexpr (kMixed) my_steps[lane] = level_steps;
@@ -402,8 +410,6 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
         for (int i = 0; i < W::kPass; i += SPLIT) {
           const Sample<A> at = my_samples[r * W::kPass + i + part];
           const Steps steps = kMixed ? my_steps[r * W::kPass + i + part] : level_steps;
-          const A bottom = at.weight * at.fy, top = fma(-at.weight, at.fy, at.weight);
-          const A weight[4] = {fma(-top, at.fx, top), top * at.fx, fma(-bottom, at.fx, bottom), bottom * at.fx};
           const uint64_t column_bytes = steps.column * texel_bytes;
           const uint64_t row_bytes = static_cast<uint64_t>(steps.row) * texel_bytes;
           const char* corner[4];
@@ -411,13 +417,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
           corner[1] = corner[0] + column_bytes;
           corner[2] = corner[0] + row_bytes;
           corner[3] = corner[1] + row_bytes;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            A texel[VEC];
-            load_pack<T, VEC>(corner[j], texel);
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) sum[turn * W::kRowsAtOnce + r][v] += texel[v] * weight[j];
-          }
+          add_sample<T>(at, corner, sum[turn * W::kRowsAtOnce + r]);
         }
       }
     }
@@ -433,6 +433,210 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
       for (int v = 0; v < VEC; ++v) sum[r][v] += __shfl_xor_sync(kAll, sum[r][v], step);
     }
     if (part == 0 && c < C && index != kNone) store_pack<T, VEC>(output + (image_rows + index) * C + c, sum[r]);
+  }
+}
+
+// Forward of an encoder, whose queries are the pyramid's own texels. The image is cut into regions, the same ones on
+// every level, and a block owns a run of queries in the order of regions: those at work at a time lie together on all
+// levels, and those that follow lie beside them, so the first-level cache keeps their windows of the map. It is the
+// path from that cache that bounds the kernel. LANES threads own a row, as above; a warp works on 32 / LANES rows at a
+// time and first computes kPass samples of each. MIXED: the samples of a level are no multiple of four.
+constexpr int kRegionHeight = 16, kRegionWidth = 8;  // texels of the largest level
+constexpr int kMaxRegions = 512, kMaxEdges = 128;    // in all; of a level
+constexpr int kBlockQueries = 4096;                  // at most: their list is in shared memory
+constexpr size_t kPyramidShared = 96 << 10;
+
+template <typename A, int LANES>
+struct PyramidWalk {
+  static constexpr int kRows = 32 / LANES, kPass = greatest(8, LANES);
+  static constexpr int kEach = kRows * kPass / 32;                  // samples that a lane computes at a time
+  static constexpr int kRowBytes = sizeof(Sample<A>) * kPass + 16;  // 16: rows read from different banks
+  static constexpr int kWarpBytes = kRowBytes * kRows;
+};
+
+// Regions: bands of columns. edges holds, level after level, the first row of each band and its end, then the same of
+// the columns.
+struct Regions {
+  int bands, columns;
+  __device__ __forceinline__ Regions(const Level* table, int L) {
+    int H = 1, W = 1;
+    for (int l = 0; l < L; ++l) H = max(H, table[l].H), W = max(W, table[l].W);
+    bands = ceil_div(H, kRegionHeight), columns = ceil_div(W, kRegionWidth);
+    for (int size = 2; bands * columns > kMaxRegions || edges() > kMaxEdges; size *= 2) {
+      bands = ceil_div(H, kRegionHeight * size), columns = ceil_div(W, kRegionWidth * size);
+    }
+  }
+  __device__ __forceinline__ static int ceil_div(int a, int b) { return a / b + (a % b > 0); }
+  __device__ __forceinline__ int edges() const { return bands + columns + 2; }  // of a level
+};
+
+// All threads of the block: list[i] = the query that is number first + i of the pyramid in the order of regions.
+// starts: [kMaxRegions + 1], edges: [L, Regions::edges()].
+__device__ __forceinline__ void list_queries(const Level* table, int L, const Regions& regions, const int32_t* edges,
+                                             const int32_t* starts, uint32_t first, uint32_t count, uint32_t* list) {
+  for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
+    const int32_t e = static_cast<int32_t>(first + i);
+    int low = 0, high = regions.bands * regions.columns;  // starts[low] <= e < starts[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (starts[middle] <= e)
+        low = middle;
+      else
+        high = middle;
+    }
+    const int band = low / regions.columns, column = low - band * regions.columns;
+    int32_t rest = e - starts[low];
+    for (int l = 0; l < L; ++l) {
+      const int32_t *of_level = edges + l * regions.edges(), *y = of_level + band,
+                    *x = of_level + regions.bands + 1 + column;
+      const int32_t height = y[1] - y[0], size = height * (x[1] - x[0]);
+      if (rest < size) {
+        const int32_t in_x = static_cast<uint32_t>(rest) / static_cast<uint32_t>(height);
+        list[i] = table[l].start + (y[0] + rest - in_x * height) * table[l].W + x[0] + in_x;
+        break;
+      }
+      rest -= size;
+    }
+  }
+}
+
+template <typename T, typename A, typename Source, int VEC, int LANES, bool MIXED>
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    pyramid_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
+                   const ForwardSizes sizes, uint32_t share) {
+  using Walk = PyramidWalk<A, LANES>;
+  constexpr int kPass = Walk::kPass, kEach = Walk::kEach, kWarps = kForwardThreads / 32;
+  constexpr uint32_t kNone = 0xffffffffu;
+  extern __shared__ __align__(16) char shared[];
+  const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  auto* table = reinterpret_cast<Level*>(shared + Walk::kWarpBytes * kWarps);  // [L]
+  auto* of_sample = table + L;                                                 // [K], with the level's number as `end`
+  auto* list = reinterpret_cast<uint32_t*>(of_sample + K);                     // [share]
+  auto* starts = reinterpret_cast<int32_t*>(list + share);                     // [kMaxRegions + 1]
+  int32_t* edges = starts + kMaxRegions + 1;                                   // [L, Regions::edges()]
+  const bool follow = load_levels(levels, L, sizes.S, table);
+  const Regions regions(table, L);
+  for (int k = threadIdx.x; k < K; k += kForwardThreads) {
+    int l = 0;
+    while (k >= table[l].end) ++l;
+    of_sample[k] = {table[l].start, table[l].H, table[l].W, l};
+  }
+  for (int i = threadIdx.x; i < L * regions.edges(); i += kForwardThreads) {
+    const int l = i / regions.edges(), j = i - l * regions.edges(), column = j - regions.bands - 1;
+    edges[i] = column < 0 ? static_cast<int64_t>(table[l].H) * j / regions.bands
+                          : static_cast<int64_t>(table[l].W) * column / regions.columns;
+  }
+  __syncthreads();  // the edges are complete
+  for (int i = threadIdx.x; i <= regions.bands * regions.columns; i += kForwardThreads) {
+    const int band = i / regions.columns, column = i - band * regions.columns;
+    int32_t before = 0;
+    for (int l = 0; l < L; ++l) {
+      const int32_t *y = edges + l * regions.edges() + band, *x = edges + l * regions.edges() + regions.bands + 1;
+      before += table[l].W * y[0];
+      if (column > 0) before += (y[1] - y[0]) * x[column];
+    }
+    starts[i] = before;
+  }
+  __syncthreads();  // the regions are known
+
+  const uint32_t Q = sizes.Q;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * share;
+  const int64_t total = static_cast<int64_t>(sizes.heads) * sizes.slices * Q;
+  uint32_t task = static_cast<uint32_t>(begin / Q),
+           first = static_cast<uint32_t>(begin - static_cast<int64_t>(task) * Q);
+  uint32_t left = begin < total ? static_cast<uint32_t>(min(total - begin, static_cast<int64_t>(share))) : 0;
+  const int row = lane / LANES, channel_lane = lane % LANES, head_mask = (1 << sizes.head_bits) - 1;
+  const int rows_of_query = sizes.head_bits, queries = Walk::kRows >> sizes.head_bits;
+  const uint32_t texel_bytes = sizes.texel_bytes;
+  char* my_samples = shared + warp * Walk::kWarpBytes;
+  const int k_in_pass = lane % kPass;
+  const auto row_of = [&](int i) { return lane / kPass + i * (32 / kPass); };  // of the lane's i-th sample of a pass
+  while (left > 0) {  // a head after the other, or what of it is the block's
+    const uint32_t count = min(left, Q - first);
+    if (follow) {
+      list_queries(table, L, regions, edges, starts, first, count, list);
+    } else {
+      for (uint32_t i = threadIdx.x; i < count; i += kForwardThreads) list[i] = first + i;
+    }
+    __syncthreads();  // the list is complete
+    const uint32_t head_block = task / sizes.slices, head_blocks = static_cast<uint32_t>(G) >> sizes.head_bits;
+    const uint32_t b = head_block / head_blocks;
+    const int first_g = (head_block - b * head_blocks) << sizes.head_bits, g = first_g + (row & head_mask);
+    const int64_t image_rows = static_cast<int64_t>(b) * Q * G;
+    const Source image = source.of_image(static_cast<int64_t>(b) * Q * L, image_rows * K);
+    const int c = (task - head_block * sizes.slices) * (LANES * VEC) + channel_lane * VEC;
+    // Lanes past the last channel read the first ones.
+    const char* base =
+        reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + (c < C ? c : 0));
+    typename Source::Raw raw[kEach];
+    const auto query_of = [&](uint32_t turn, int r) {
+      const uint32_t i = turn * queries + (r >> rows_of_query);
+      return i < count ? list[i] : kNone;
+    };
+    const auto fetch = [&](uint32_t turn, int k) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const uint32_t query = query_of(turn, row_of(i));
+        raw[i] = {};
+        if (query == kNone || k >= K) continue;
+        const uint32_t index = (query * G + first_g + (row_of(i) & head_mask)) * K + k;
+        raw[i] = image.fetch_position(index, query * L + (Source::kNeedsLevel ? of_sample[k].end : 0));
+        image.fetch_weight(index, raw[i]);
+      }
+    };
+    const uint32_t turns = (count + queries - 1) / queries;
+    fetch(warp, k_in_pass);
+#pragma unroll 1
+    for (uint32_t turn = warp; turn < turns; turn += kWarps) {
+      typename Source::Row softmax[kEach];
+      if constexpr (Source::kNeedsLevel) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          const uint32_t query = query_of(turn, row_of(i));
+          softmax[i] = image.row_of_lanes(query != kNone, (query * G + first_g + (row_of(i) & head_mask)) * K, K,
+                                          k_in_pass, kPass);
+        }
+      }
+      A sum[VEC] = {};
+#pragma unroll 1
+      for (int k0 = 0; k0 < K; k0 += kPass) {
+        const int k = k0 + k_in_pass, l = of_sample[min(k, K - 1)].end;
+        const Level level = table[l];
+        const int points = level.end - (Source::kNeedsLevel && l > 0 ? table[l - 1].end : 0);
+        __syncwarp();  // the previous samples have been read
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          reinterpret_cast<Sample<A>*>(my_samples + row_of(i) * Walk::kRowBytes)[k_in_pass] =
+              make_sample<A>(image, raw[i], softmax[i], level, points, k < K);
+        }
+        __syncwarp();  // these samples are complete
+        const bool is_last = k0 + kPass >= K;
+        fetch(is_last ? turn + kWarps : turn, is_last ? k_in_pass : k + kPass);
+        constexpr int kSame = MIXED ? 1 : 4;  // samples that lie on one level
+        const auto* samples = reinterpret_cast<const Sample<A>*>(my_samples + row * Walk::kRowBytes);
+#pragma unroll
+        for (int i = 0; i < kPass; i += kSame) {
+          if (k0 + i >= K) break;
+          const Level at_level = of_sample[k0 + i];
+          const uint32_t row_texels = at_level.H > 1 ? at_level.W : 0;
+          const char* right = base + (at_level.W > 1 ? texel_bytes : 0);
+#pragma unroll
+          for (int j = 0; j < kSame; ++j) {
+            const Sample<A> at = samples[i + j];
+            const uint64_t upper = static_cast<uint64_t>(at.texel) * texel_bytes,
+                           lower = static_cast<uint64_t>(at.texel + row_texels) * texel_bytes;
+            const char* const corner[4] = {base + upper, right + upper, base + lower, right + lower};
+            add_sample<T>(at, corner, sum);
+          }
+        }
+      }
+      const uint32_t query = query_of(turn, row);
+      if (query != kNone && c < C) {
+        store_pack<T, VEC>(output + (image_rows + static_cast<int64_t>(query) * G + g) * C + c, sum);
+      }
+    }
+    left -= count, ++task, first = 0;
+    if (left > 0) __syncthreads();  // the list has been read
   }
 }
 
@@ -1415,19 +1619,44 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
     using Source = std::decay_t<decltype(source)>;
     dispatch_row<T, 32>(problem.C, aligned(value, 16), [&](auto vec, auto lanes) {
       constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
+      const auto sizes_of = [&](int head_bits) {
+        return ForwardSizes{problem.S,
+                            static_cast<int32_t>(problem.Q),
+                            static_cast<int32_t>(problem.G),
+                            static_cast<int32_t>(problem.C),
+                            static_cast<int32_t>(problem.L),
+                            static_cast<int32_t>(problem.K),
+                            static_cast<uint32_t>(heads >> head_bits),
+                            static_cast<uint32_t>(ceil_div(problem.C, kVec * kLanes)),
+                            static_cast<uint32_t>(problem.G * problem.C * sizeof(T)),
+                            head_bits};
+      };
+      // Returns false for rows too long for the lists in shared memory.
+      const auto run_pyramid = [&](int head_bits) {
+        const ForwardSizes sizes = sizes_of(head_bits);
+        const int64_t total = int64_t{sizes.heads} * sizes.slices * problem.Q;
+        const int64_t waves = ceil_div(total, int64_t{sms} * kBlockQueries), share = ceil_div(total, waves * sms);
+        const size_t shared = PyramidWalk<A, kLanes>::kWarpBytes * (kForwardThreads / 32) +
+                              sizeof(Level) * (problem.L + problem.K) +
+                              sizeof(int32_t) * (share + kMaxRegions + 1 + problem.L * kMaxEdges);
+        if (shared > kPyramidShared) return false;
+        const auto start = [&](auto kernel) {
+          allow_shared(kernel, shared);
+          kernel<<<grid_size(ceil_div(total, share)), kForwardThreads, shared, stream>>>(
+              static_cast<const T*>(value.const_data_ptr()), levels, source, static_cast<T*>(output.mutable_data_ptr()),
+              sizes, static_cast<uint32_t>(share));
+        };
+        if (points_divide(levels, problem, 4)) {
+          start(pyramid_kernel<T, A, Source, kVec, kLanes, false>);
+        } else {
+          start(pyramid_kernel<T, A, Source, kVec, kLanes, true>);
+        }
+        return true;
+      };
       const auto run = [&](auto kernel, auto walk, int rows, int threads, int head_bits) {
         using W = decltype(walk);
         const int groups = threads / W::kGroup;
-        const ForwardSizes sizes{problem.S,
-                                 static_cast<int32_t>(problem.Q),
-                                 static_cast<int32_t>(problem.G),
-                                 static_cast<int32_t>(problem.C),
-                                 static_cast<int32_t>(problem.L),
-                                 static_cast<int32_t>(problem.K),
-                                 static_cast<uint32_t>(heads >> head_bits),
-                                 static_cast<uint32_t>(ceil_div(problem.C, kVec * kLanes)),
-                                 static_cast<uint32_t>(problem.G * problem.C * sizeof(T)),
-                                 head_bits};
+        const ForwardSizes sizes = sizes_of(head_bits);
         const dim3 grid =
             head_grid(ceil_div(problem.Q, int64_t{groups >> head_bits} * rows), int64_t{sizes.heads} * sizes.slices);
         const size_t shared = static_cast<size_t>(W::template group_bytes<A>()) * groups + sizeof(Level) * problem.L;
@@ -1460,11 +1689,12 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
                problem.G % (int64_t{2} << head_bits) == 0) {
           ++head_bits;
         }
+        if (problem.Q == problem.S && run_pyramid(head_bits)) return;
         // Two rows a group, in passes of four samples that keep to one level, unless these would be padded. In 16 bit,
         // where queries share nothing, more warps win (48 images: 490 against 515 us; a decoder of 4000: 30 against
         // 28).
         const bool by_four = Walk<kLanes, 1, 2>::kMixed || points_divide(levels, problem, 4);
-        const bool two_rows = problem.Q == problem.S || sizeof(T) > 2 || kLanes > 4;
+        const bool two_rows = sizeof(T) > 2 || kLanes > 4;
         if (by_four && two_rows) {
           run(forward_kernel<T, A, Source, kVec, kLanes, 1, 2>, Walk<kLanes, 1, 2>{}, 2, 512, head_bits);
         } else if (by_four) {
