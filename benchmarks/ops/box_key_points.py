@@ -1,0 +1,60 @@
+"""box_key_points: the key points of SparseDrive's detection head, at one and six images a batch."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from visdet.ops import box_key_points, box_key_points_reference
+
+from ..case import Call, Case, Peer, Work
+
+__all__ = ["CASES"]
+
+DIMS, FIXED, LEARNABLE = 11, 7, 6
+
+
+def make_arguments(dtype: torch.dtype, device: torch.device, *, B: int, Q: int) -> tuple[Any, ...]:
+    """Return anchors, fixed places and logits."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((B, Q, DIMS), (FIXED, 3), (B, Q, LEARNABLE * 3))
+    return tuple(torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes)
+
+
+def work_of(dtype: torch.dtype, *, B: int, Q: int) -> dict[str, Work]:
+    """Return the bytes of every input and output, and the products and sums of turning a point and back."""
+    points = FIXED + LEARNABLE
+    read, written = B * Q * (8 + LEARNABLE * 3) * dtype.itemsize, B * Q * points * 3 * dtype.itemsize
+    return {
+        "forward": Work(moved=read + written, flops=12 * B * Q * points),
+        "backward": Work(moved=2 * read + written, flops=40 * B * Q * points),
+    }
+
+
+def _load_torch() -> Any:
+    return lambda *arguments: Call(box_key_points_reference, arguments, (0, 2))
+
+
+def _tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"output": 1e-6, "anchors": 2e-6, "logits": 2e-6}
+
+
+def _case(name: str, B: int, Q: int = 900) -> Case:
+    numbers = dict(B=B, Q=Q)
+    return Case(
+        op="box_key_points",
+        name=name,
+        sizes=f"B{B} Q{Q}, {FIXED} fixed points and {LEARNABLE} learnable",
+        make=partial(make_arguments, **numbers),
+        function=box_key_points,
+        reference=box_key_points_reference,
+        differentiable={"anchors": 0, "logits": 2},
+        work=partial(work_of, **numbers),
+        tolerance=_tolerance,
+        peers=(Peer("torch", _load_torch),),
+        dtypes=(torch.float32,),
+        batched=(0, 2),
+    )
+
+
+CASES = [_case("tiny", B=1, Q=7), _case("det-b1", B=1), _case("det-b6", B=6)]
