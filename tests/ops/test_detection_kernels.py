@@ -55,6 +55,13 @@ def make_roi_pool(dtype, device, B=2, C=3, H=9, W=11, N=7, PH=3, PW=2, scale=0.7
     return Setup(torch.ops.visdet.roi_pool.default, roi_pool_reference, arguments, (0,))
 
 
+def make_far_apart(dtype, device):
+    """Two small regions in corners of a map: on the CPU each is laid out by itself."""
+    setup = make_roi_pool(dtype, device, B=1, C=19, H=40, W=50, N=2, PH=3, PW=4, scale=1.0)
+    rois = setup.arguments[1].new_tensor([[0, 1, 2, 6, 5], [0, 44.5, 33, 49, 41]])
+    return setup._replace(arguments=(setup.arguments[0], rois, *setup.arguments[2:]))
+
+
 def make_focal(dtype, device, N=13, C=7, gamma=2.0, weighted=True):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     target = torch.randint(-1, C + 2, (N,), generator=torch.Generator().manual_seed(1))
@@ -74,6 +81,7 @@ CASES = {
     "roi_pool": make_roi_pool,
     "roi_pool-large-bins": functools.partial(make_roi_pool, H=40, W=50, PH=1, PW=3, N=4, C=1),
     "roi_pool-many-bins": functools.partial(make_roi_pool, PH=14, PW=13, N=5, C=17, scale=1.0),
+    "roi_pool-far-apart": make_far_apart,
     "roi_pool-one-pixel": functools.partial(make_roi_pool, H=1, W=1),
     "focal": make_focal,
     "focal-one-class": functools.partial(make_focal, N=333, C=1, weighted=False),
