@@ -1,5 +1,6 @@
 // sample_sum and sample_dot on CUDA. The contract, and the three passes, are in ../sample_ops.h; how the work is laid
 // out, above each kernel. Images are read as [B, H, W, C]: NCHW ones are first copied into that order.
+#include <cuda_pipeline.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -16,8 +17,6 @@ namespace visdet {
 namespace {
 
 constexpr unsigned kAll = 0xffffffffu;
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
 
 struct Sizes {
   int64_t B, Q;
@@ -38,66 +37,155 @@ __device__ __forceinline__ int64_t cell_of(A x, A y, const Sizes& sizes) {
   return (static_cast<int64_t>(floor(y)) + 1) * (sizes.W + 1) + static_cast<int32_t>(floor(x)) + 1;
 }
 
-// Channel j of the encoding of a depth, and its derivative.
+// Channel j of the encoding of a depth.
 template <typename A>
-__device__ __forceinline__ void encode(A depth, int j, A& value, A& derivative) {
-  const A turns = scalbn(depth, j / 2 + 1);  // in half turns
+__device__ __forceinline__ A encode(A depth, int j) {
   A sine, cosine;
-  sincospi(turns, &sine, &cosine);
-  const A rate = scalbn(A(6.283185307179586476925286766559), j / 2);
-  value = j % 2 ? cosine : sine;
-  derivative = j % 2 ? -rate * sine : rate * cosine;
+  sincospi(scalbn(depth, j / 2 + 1), &sine, &cosine);
+  return j % 2 ? cosine : sine;
+}
+
+// Calls keep(place, d, x, y, at) for those among the samples [d0, d0 + THREADS) of a query that count, place being
+// their rank in order, and skip(d) for the others; returns how many count. For all threads of the block, of which each
+// looks at one.
+template <int THREADS, typename A, typename Keep, typename Skip>
+__device__ __forceinline__ int compact_samples(const Pack<A, 2>* __restrict__ samples, int d0, const Sizes& sizes,
+                                               const Keep& keep, const Skip& skip) {
+  constexpr int kWarps = THREADS / 32;
+  __shared__ int32_t counts[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, d = d0 + threadIdx.x;
+  A x, y;
+  Bilinear<A> at;
+  const bool counts_too = d < sizes.D && locate_sample(samples[d], sizes, x, y, at);
+  const unsigned ballot = __ballot_sync(kAll, counts_too);
+  if (lane == 0) counts[warp] = __popc(ballot);
+  __syncthreads();
+  int place = __popc(ballot & ((1u << lane) - 1)), total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) place += counts[w];
+    total += counts[w];
+  }
+  if (counts_too) {
+    keep(place, d, x, y, at);
+  } else if (d < sizes.D) {
+    skip(d);
+  }
+  __syncthreads();
+  return total;
 }
 
 template <typename A>
 struct alignas(16) Sample {
   uint32_t row[4];  // pixel of each corner, clamped into the image
   A weight[4];
+
+  Sample() = default;
+  __device__ __forceinline__ explicit Sample(const Bilinear<A>& at) {
+    at.corner_weights(weight);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) row[k] = at.index[k];
+  }
 };
 
-// All threads of the block: the samples among [d0, d0 + kThreads) of a query that count, in order; returns how many.
-template <typename A>
-__device__ __forceinline__ int list_samples(const Pack<A, 2>* __restrict__ samples, int d0, const Sizes& sizes,
-                                            Sample<A>* list, int32_t* which) {
-  __shared__ int32_t counts[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, d = d0 + threadIdx.x;
-  A x, y;
-  Bilinear<A> at;
-  const bool keep = d < sizes.D && locate_sample(samples[d], sizes, x, y, at);
-  const unsigned ballot = __ballot_sync(kAll, keep);
-  if (lane == 0) counts[warp] = __popc(ballot);
-  __syncthreads();
-  int place = __popc(ballot & ((1u << lane) - 1)), total = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) place += counts[w];
-    total += counts[w];
-  }
-  if (keep) {
-    Sample<A> sample;
-    at.corner_weights(sample.weight);
+// VEC channels, `image` pointing at the first of pixel 0, of the four corners.
+template <typename T, int VEC, typename A>
+__device__ __forceinline__ void load_corners(const char* image, const Sample<A>& sample, uint32_t pixel_bytes,
+                                             A (&corner)[4][VEC]) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) sample.row[k] = at.index[k];
-    list[place] = sample;
-    which[place] = d;
+  for (int k = 0; k < 4; ++k) {
+    load_pack<T, VEC>(image + static_cast<uint64_t>(sample.row[k]) * pixel_bytes, corner[k]);
   }
-  __syncthreads();
-  return total;
 }
 
+template <int VEC, typename A>
+__device__ __forceinline__ void interpolate(const A (&corner)[4][VEC], const Sample<A>& sample, A (&s)[VEC]) {
+#pragma unroll
+  for (int v = 0; v < VEC; ++v) {
+    s[v] = corner[0][v] * sample.weight[0];
+#pragma unroll
+    for (int k = 1; k < 4; ++k) s[v] += corner[k][v] * sample.weight[k];
+  }
+}
+
+// Coefficients of sample d for GROUPS groups from g0 on, zero past the last.
+template <int GROUPS, typename A>
+__device__ __forceinline__ Pack<A, GROUPS> load_coefficients(const A* __restrict__ coefficients, int64_t b, int64_t q,
+                                                             int g0, int d, const Sizes& sizes) {
+  Pack<A, GROUPS> out = {};
+  if (d >= sizes.D) return out;
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    if (g0 + g < sizes.G) out.at[g] = coefficients[((b * sizes.G + g0 + g) * sizes.Q + q) * sizes.D + d];
+  }
+  return out;
+}
+
+// [B, C, pixels] to [B, pixels, C]. A block copies kCopyPixels neighbouring pixels, from whole lines to whole lines,
+// because the channels of neighbouring pixels lie next to each other.
+constexpr int kCopyThreads = 256;
+constexpr int kCopyPixels = 32;
+
+template <typename T>
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_kernel(const T* __restrict__ from, T* __restrict__ to, int channels, int64_t pixels) {
+  constexpr int kChannels = sizeof(T) == 8 ? 96 : 160;  // at a time
+  __shared__ T tile[kCopyPixels][kChannels + 1];
+  const int lane = threadIdx.x % kCopyPixels, warp = threadIdx.x / kCopyPixels;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kCopyPixels, left = pixels - first;
+  const int count = static_cast<int>(left < kCopyPixels ? left : kCopyPixels);
+  const int64_t image = blockIdx.y;
+  from += image * channels * pixels + first, to += (image * pixels + first) * channels;
+  for (int c0 = 0; c0 < channels; c0 += kChannels) {
+    const int here = min(kChannels, channels - c0);
+    for (int c = warp; lane < count && c < here; c += kCopyThreads / kCopyPixels) {
+      const T* one = from + (c0 + c) * pixels + lane;
+      if constexpr (sizeof(T) >= 4) {
+        __pipeline_memcpy_async(&tile[lane][c], one, sizeof(T));  // without registers: all on their way at once
+      } else {
+        tile[lane][c] = *one;
+      }
+    }
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    __syncthreads();
+    int p = threadIdx.x / here, c = threadIdx.x - p * here;
+    const int step_p = kCopyThreads / here, step_c = kCopyThreads - step_p * here;
+#pragma unroll 4
+    while (p < count) {
+      to[static_cast<int64_t>(p) * channels + c0 + c] = tile[p][c];
+      p += step_p, c += step_c;
+      if (c >= here) c -= here, ++p;
+    }
+    __syncthreads();  // the tile may be written again
+  }
+}
+
+// The query of a block. The last ones first: what was copied last is still in the second-level cache.
+__device__ __forceinline__ int64_t query_of_block() { return gridDim.x - 1 - blockIdx.x; }
+
 // The sum pass. A block owns a query: its threads are split into slots of as many as there are packs of VEC channels;
-// the slots take samples in turn, and a thread keeps the sums of its pack for GROUPS groups in registers. The slots'
-// sums are added in order.
+// the slots take samples in turn, and a thread keeps the sums of its pack for GROUPS groups in registers, so that each
+// corner is read once for them. The slots' sums are added in order.
+constexpr int kSumThreads = 256;
+
 template <typename T, typename TO, typename A, int VEC, int GROUPS>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
     sum_kernel(const T* __restrict__ images, const Pack<A, 2>* __restrict__ samples, const A* __restrict__ coefficients,
                TO* __restrict__ sums, const Sizes sizes) {
-  __shared__ Sample<A> list[kThreads];
-  __shared__ int32_t which[kThreads];
-  __shared__ A weights[GROUPS][kThreads];
-  __shared__ A planes[GROUPS * VEC][kThreads];
-  const int64_t query = blockIdx.x, b = query / sizes.Q, q = query - b * sizes.Q;
-  const T* image = images + b * sizes.H * sizes.W * sizes.C;
-  const int packs = (sizes.K + VEC - 1) / VEC, in_slot = min(packs, kThreads), slots = kThreads / in_slot;
+  struct Lists {
+    Sample<A> samples[kSumThreads];
+    Pack<A, GROUPS> coefficients[kSumThreads];
+  };
+  __shared__ union Shared {
+    Lists lists;
+    A planes[GROUPS * VEC][kSumThreads];
+    __device__ Shared() {}
+  } shared;
+  const int64_t query = query_of_block(), b = query / sizes.Q, q = query - b * sizes.Q;
+  const auto* image = reinterpret_cast<const char*>(images + b * sizes.H * sizes.W * sizes.C);
+  const uint32_t pixel_bytes = sizes.C * sizeof(T);
+  const int packs = (sizes.K + VEC - 1) / VEC, in_slot = min(packs, kSumThreads), slots = kSumThreads / in_slot;
   const int slot = threadIdx.x / in_slot, pack_in_slot = threadIdx.x - slot * in_slot;
   for (int g0 = 0; g0 < sizes.G; g0 += GROUPS) {
     for (int p0 = 0; p0 < packs; p0 += in_slot) {
@@ -105,230 +193,325 @@ __global__ void __launch_bounds__(kThreads)
       const bool works = slot < slots && pack < packs;
       const int c = works ? pack * VEC : 0;
       A sum[GROUPS][VEC] = {};
-      for (int d0 = 0; d0 < sizes.D; d0 += kThreads) {
-        const int count = list_samples(samples + query * sizes.D, d0, sizes, list, which);
-        for (int i = threadIdx.x; i < count * GROUPS; i += kThreads) {
-          const int g = i / count, s = i - g * count;
-          weights[g][s] =
-              g0 + g < sizes.G ? coefficients[((b * sizes.G + g0 + g) * sizes.Q + q) * sizes.D + which[s]] : A(0);
-        }
-        __syncthreads();
+      for (int d0 = 0; d0 < sizes.D; d0 += kSumThreads) {
+        const auto mine = load_coefficients<GROUPS>(coefficients, b, q, g0, d0 + threadIdx.x, sizes);
+        const int count = compact_samples<kSumThreads>(
+            samples + query * sizes.D, d0, sizes,
+            [&](int place, int, A, A, const Bilinear<A>& at) {
+              shared.lists.samples[place] = Sample<A>(at);
+              shared.lists.coefficients[place] = mine;
+            },
+            [](int) {});
         if (works) {
-#pragma unroll 2
+#pragma unroll 1
           for (int i = slot; i < count; i += slots) {
-            const Sample<A> sample = list[i];
-            A s[VEC] = {};
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              A corner[VEC];
-              load_pack<T, VEC>(image + static_cast<int64_t>(sample.row[k]) * sizes.C + c, corner);
-#pragma unroll
-              for (int v = 0; v < VEC; ++v) s[v] += corner[v] * sample.weight[k];
-            }
+            const Sample<A> sample = shared.lists.samples[i];
+            A corner[4][VEC], s[VEC];
+            load_corners<T, VEC>(image + c * sizeof(T), sample, pixel_bytes, corner);
+            interpolate(corner, sample, s);
+            const Pack<A, GROUPS> coefficient = shared.lists.coefficients[i];
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) {
 #pragma unroll
-              for (int v = 0; v < VEC; ++v) sum[g][v] += s[v] * weights[g][i];
+              for (int v = 0; v < VEC; ++v) sum[g][v] += s[v] * coefficient.at[g];
             }
           }
         }
-        __syncthreads();  // the list has been read
+        __syncthreads();  // the lists have been read
       }
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) planes[g * VEC + v][threadIdx.x] = sum[g][v];
+        for (int v = 0; v < VEC; ++v) shared.planes[g * VEC + v][threadIdx.x] = sum[g][v];
       }
       __syncthreads();
-      if (slot == 0 && works) {
+      // Each slot finishes some of the groups.
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-          if (g0 + g >= sizes.G) break;
-          for (int s = 1; s < slots; ++s) {
+      for (int g = 0; g < GROUPS; ++g) {
+        if (!works || g0 + g >= sizes.G || g % slots != slot) continue;
+        A total[VEC] = {};
+        for (int other = 0; other < slots; ++other) {
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) sum[g][v] += planes[g * VEC + v][s * in_slot + pack_in_slot];
-          }
-          store_pack<TO, VEC>(sums + ((b * sizes.G + g0 + g) * sizes.Q + q) * sizes.K + c, sum[g]);
+          for (int v = 0; v < VEC; ++v) total[v] += shared.planes[g * VEC + v][other * in_slot + pack_in_slot];
         }
+        store_pack<TO, VEC>(sums + ((b * sizes.G + g0 + g) * sizes.Q + q) * sizes.K + c, total);
       }
       __syncthreads();  // planes may be written again
     }
   }
 }
 
-// The dots pass. A block owns a query, its warps take samples in turn, lanes share the channels. GRAD: the gradients of
-// samples and depths too.
-template <typename T, typename TO, typename A, int VEC, bool GRAD>
-__global__ void __launch_bounds__(kThreads)
+// Sums N values, a power of two, over a warp: lane j returns the sum of value j % N.
+template <int STEP = 1, int N, typename A>
+__device__ __forceinline__ A sum_over_warp(const A (&value)[N], int lane) {
+  if constexpr (N > 1) {
+    A half[N / 2];
+#pragma unroll
+    for (int v = 0; v < N / 2; ++v) half[v] = exchange(kAll, lane & STEP, value[2 * v], value[2 * v + 1], STEP);
+    return sum_over_warp<2 * STEP>(half, lane);
+  } else {
+    A sum = value[0];
+#pragma unroll
+    for (int step = STEP; step < 32; step *= 2) sum += __shfl_xor_sync(kAll, sum, step);
+    return sum;
+  }
+}
+
+// The dots pass: DOTS, dots of samples with rows and their encoding; GRAD, the gradients of samples and depths. Both
+// together only without an encoding, K = C. A block owns a query; it lists the samples that count and works out their
+// encodings. Warps take samples in turn, lanes share the channels. HELD: packs of channels that a lane has of the
+// query's rows in registers, and with TAIL one channel more, enough for all channels; 0: rows are read again for every
+// sample. Groups are done GROUPS at a time, and the gradients of those after the first are added to what the same lane
+// wrote before. GRAD also counts the samples of each cell; the count is the sample's rank there.
+constexpr int kDotThreads = 128;
+constexpr int kDotWarps = kDotThreads / 32;
+
+template <typename A>
+struct Position {
+  A fx, fy;
+  int32_t d, inside;  // inside: a bit a corner
+};
+
+template <typename T, typename TO, typename A, int VEC, int GROUPS, int HELD, bool TAIL, bool DOTS, bool GRAD>
+__global__ void __launch_bounds__(kDotThreads, sizeof(A) == 4 ? 4 : 2)
     dots_kernel(const T* __restrict__ images, const Pack<A, 2>* __restrict__ samples,
                 const A* __restrict__ coefficients, const A* __restrict__ rows, const A* __restrict__ depths,
                 TO* __restrict__ dots, Pack<A, 2>* __restrict__ grad_samples, A* __restrict__ grad_depths,
-                const Sizes sizes) {
-  constexpr int kGroups = 4;  // at once
-  const int64_t query = blockIdx.x, b = query / sizes.Q, q = query - b * sizes.Q;
-  const T* image = images + b * sizes.H * sizes.W * sizes.C;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int d = warp; d < sizes.D; d += kWarps) {
-    const int64_t index = query * sizes.D + d;
-    A x, y;
-    Bilinear<A> at;
-    const bool counts = locate_sample(samples[index], sizes, x, y, at);
-    if (!counts) {
-      if (dots != nullptr) {
-        for (int g = lane; g < sizes.G; g += 32) {
-          dots[((b * sizes.G + g) * sizes.Q + q) * sizes.D + d] = from_accumulate<TO>(A(0));
-        }
-      }
-      if (GRAD && lane == 0) {
-        grad_samples[index] = {0, 0};
-        if (grad_depths != nullptr) grad_depths[index] = 0;
-      }
-      continue;
+                int32_t* __restrict__ counts, int32_t* __restrict__ ranks, const Sizes sizes) {
+  constexpr int kValues = GRAD ? 8 : GROUPS, kDots = GRAD ? 4 : 0, kPack = 32 * VEC, kBatch = sizeof(A) == 4 ? 2 : 1,
+                kTail = HELD * kPack;
+  extern __shared__ __align__(16) char dynamic_shared[];
+  __shared__ Sample<A> list[kDotThreads];
+  __shared__ Position<A> positions[kDotThreads];
+  __shared__ Pack<A, GROUPS> listed_coefficients[GRAD ? kDotThreads : 1];
+  A* encodings = reinterpret_cast<A*>(dynamic_shared);  // [kDotThreads][C - K]
+  const int64_t query = query_of_block(), b = query / sizes.Q, q = query - b * sizes.Q, first = query * sizes.D;
+  const auto* image = reinterpret_cast<const char*>(images + b * sizes.H * sizes.W * sizes.C);
+  const uint32_t pixel_bytes = sizes.C * sizeof(T);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, encoded = sizes.C - sizes.K;
+  for (int g0 = 0; g0 < sizes.G; g0 += GROUPS) {
+    const int groups = min(GROUPS, sizes.G - g0);
+    const int64_t group_rows = sizes.Q * sizes.K, group_dots = sizes.Q * sizes.D;
+    const A* my_rows = rows + ((b * sizes.G + g0) * sizes.Q + q) * sizes.K;
+    TO* my_dots = DOTS ? dots + ((b * sizes.G + g0) * sizes.Q + q) * sizes.D : nullptr;
+    const auto load_rows = [&](int c, auto& row) {  // [GROUPS][channels]
+      constexpr int kVec = sizeof(row[0]) / sizeof(A);
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) load_pack<A, kVec>(my_rows + min(g, groups - 1) * group_rows + c, row[g]);
+    };
+    A held[greatest(HELD, 1)][GROUPS][VEC], held_tail[GROUPS][1];
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) {
+      if (n * kPack + lane * VEC < sizes.K) load_rows(n * kPack + lane * VEC, held[n]);
     }
-    A weight[4];
-    at.corner_weights(weight);
-    const A depth = sizes.K < sizes.C ? depths[index] : A(0);
-    A corner_dots[4] = {}, of_derivative = 0, total = 0;
-    for (int g0 = 0; g0 < sizes.G; g0 += kGroups) {
-      A coefficient[kGroups], dot[kGroups] = {}, all = 0;
+    if (TAIL && kTail + lane < sizes.K) load_rows(kTail + lane, held_tail);
+    for (int d0 = 0; d0 < sizes.D; d0 += kDotThreads) {
+      const int mine = d0 + threadIdx.x;
+      Pack<A, GROUPS> my_coefficients = {};
+      if (GRAD) my_coefficients = load_coefficients<GROUPS>(coefficients, b, q, g0, mine, sizes);
+      const A my_depth = encoded > 0 && mine < sizes.D ? depths[first + mine] : A(0);
+      const int count = compact_samples<kDotThreads>(
+          samples + first, d0, sizes,
+          [&](int place, int d, A x, A y, const Bilinear<A>& at) {
+            list[place] = Sample<A>(at);
+            Position<A> position{at.fx, at.fy, d, 0};
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        coefficient[g] = 0;
-        if (GRAD && g0 + g < sizes.G) {
-          coefficient[g] = coefficients[((b * sizes.G + g0 + g) * sizes.Q + q) * sizes.D + d];
-        }
-        all += coefficient[g];
-      }
-      total += all;
-      for (int c = lane * VEC; c < sizes.C; c += 32 * VEC) {
-        A corner[4][VEC];
+            for (int k = 0; k < 4; ++k) position.inside |= at.is_inside[k] << k;
+            positions[place] = position;
+            if (GRAD) listed_coefficients[place] = my_coefficients;
+            if (GRAD && g0 == 0) ranks[first + d] = atomicAdd(counts + b * sizes.cells + cell_of(x, y, sizes), 1);
+            for (int octave = 0; 2 * octave < encoded; ++octave) {
+              A* to = encodings + place * encoded + 2 * octave;
+              sincospi(scalbn(my_depth, octave + 1), to, to + 1);
+            }
+          },
+          [&](int d) {
+            for (int g = 0; DOTS && g < groups; ++g) my_dots[g * group_dots + d] = from_accumulate<TO>(A(0));
+            if (GRAD && g0 == 0) {
+              ranks[first + d] = -1;
+              grad_samples[first + d] = {0, 0};
+              if (!DOTS) grad_depths[first + d] = 0;
+            }
+          });
+      // Several samples at once keep more loads in flight; past the last one, that one again.
+#pragma unroll 1
+      for (int i0 = warp * kBatch; i0 < count; i0 += kDotWarps * kBatch) {
+        A value[kBatch * kValues] = {};  // GRAD: of the corners with h; then dots, or the derivative
+        A corner[kBatch][greatest(HELD, 1)][4][VEC], corner_tail[kBatch][4][1];
+        const int tail = kTail + lane;
+        if constexpr (HELD > 0) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          load_pack<T, VEC>(image + static_cast<int64_t>(at.index[k]) * sizes.C + c, corner[k]);
-        }
-        A s[VEC], h[VEC] = {};
+          for (int s = 0; s < kBatch; ++s) {
+            const Sample<A>& sample = list[min(i0 + s, count - 1)];
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-          s[v] = 0;
-#pragma unroll
-          for (int k = 0; k < 4; ++k) s[v] += at.is_inside[k] ? corner[k][v] * weight[k] : A(0);
-        }
-        if (c < sizes.K) {
-#pragma unroll
-          for (int g = 0; g < kGroups; ++g) {
-            if (g0 + g >= sizes.G) break;
-            A row[VEC];
-            load_pack<A, VEC>(rows + ((b * sizes.G + g0 + g) * sizes.Q + q) * sizes.K + c, row);
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) dot[g] += s[v] * row[v], h[v] += coefficient[g] * row[v];
-          }
-        } else {
-#pragma unroll
-          for (int v = 0; v < VEC; ++v) {
-            A value, derivative;
-            encode(depth, c + v - sizes.K, value, derivative);
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) dot[g] += s[v] * value;
-            h[v] = all * value;
-            if (g0 == 0) of_derivative += s[v] * derivative;
-          }
-        }
-        if (GRAD) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) corner_dots[k] += at.is_inside[k] ? corner[k][v] * h[v] : A(0);
+            for (int n = 0; n < HELD; ++n) {
+              const int c = n * kPack + lane * VEC;
+              if (c < sizes.C) load_corners<T, VEC>(image + c * sizeof(T), sample, pixel_bytes, corner[s][n]);
+            }
+            if (TAIL && tail < sizes.C) {
+              load_corners<T, 1>(image + tail * sizeof(T), sample, pixel_bytes, corner_tail[s]);
+            }
           }
         }
-      }
-      if (dots != nullptr) {
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          if (g0 + g >= sizes.G) break;
+        for (int s = 0; s < kBatch; ++s) {
+          const int i = min(i0 + s, count - 1);
+          const Sample<A>& sample = list[i];
+          A* values = value + s * kValues;
+          Pack<A, GROUPS> coefficient = {};
+          A of_encoding = 0, all = 0;
+          if constexpr (GRAD) {
+            coefficient = listed_coefficients[i];
 #pragma unroll
-          for (int step = 16; step > 0; step /= 2) dot[g] += __shfl_xor_sync(kAll, dot[g], step);
-          if (lane == 0) dots[((b * sizes.G + g0 + g) * sizes.Q + q) * sizes.D + d] = from_accumulate<TO>(dot[g]);
+            for (int g = 0; g < GROUPS; ++g) all += coefficient.at[g];
+          }
+          const auto add = [&](int c, const auto& corners, const auto& row) {
+            constexpr int kVec = sizeof(row[0]) / sizeof(A);
+            A sampled[kVec], h[kVec] = {};
+            interpolate(corners, sample, sampled);
+            if (c < sizes.K) {
+#pragma unroll
+              for (int g = 0; g < GROUPS; ++g) {
+#pragma unroll
+                for (int v = 0; v < kVec; ++v) {
+                  if (DOTS) values[kDots + g] += sampled[v] * row[g][v];
+                  if (GRAD) h[v] += coefficient.at[g] * row[g][v];
+                }
+              }
+            } else if constexpr (!(DOTS && GRAD)) {
+              const A* encoding = encodings + i * encoded;
+#pragma unroll
+              for (int v = 0; v < kVec; ++v) {
+                const int j = c + v - sizes.K;
+                if (DOTS) of_encoding += sampled[v] * encoding[j];
+                if constexpr (GRAD) {
+                  const A rate = all * scalbn(A(6.283185307179586476925286766559), j / 2);
+                  h[v] = all * encoding[j], values[4] += sampled[v] * (j % 2 ? -rate : rate) * encoding[j ^ 1];
+                }
+              }
+            }
+            if constexpr (GRAD) {
+#pragma unroll
+              for (int k = 0; k < 4; ++k) {
+#pragma unroll
+                for (int v = 0; v < kVec; ++v) values[k] += corners[k][v] * h[v];
+              }
+            }
+          };
+          if constexpr (HELD > 0) {
+#pragma unroll
+            for (int n = 0; n < HELD; ++n) {
+              const int c = n * kPack + lane * VEC;
+              if (c < sizes.C) add(c, corner[s][n], held[n]);
+            }
+            if (TAIL && tail < sizes.C) add(tail, corner_tail[s], held_tail);
+          } else {
+            for (int c = lane * VEC; c < sizes.C; c += kPack) {
+              A row[GROUPS][VEC];
+              load_corners<T, VEC>(image + c * sizeof(T), sample, pixel_bytes, corner[s][0]);
+              if (c < sizes.K) load_rows(c, row);
+              add(c, corner[s][0], row);
+            }
+          }
+#pragma unroll
+          for (int g = 0; DOTS && !GRAD && g < GROUPS; ++g) values[g] += of_encoding;
+        }
+        // Lane s * kValues + j has sum j of sample s.
+        const A sum = sum_over_warp(value, lane);
+        const int of_sample = lane / kValues, j = lane % kValues, g = j - kDots;
+        const bool works = of_sample < kBatch && i0 + of_sample < count;
+        const Position<A> position = positions[works ? i0 + of_sample : i0];
+        if (DOTS && works && g >= 0 && g < groups) my_dots[g * group_dots + position.d] = from_accumulate<TO>(sum);
+        if constexpr (GRAD) {
+          const A wx = j & 1 ? position.fx : 1 - position.fx, wy = j & 2 ? position.fy : 1 - position.fy;
+          const A of_corner = j < 4 && position.inside >> j & 1 ? sum : A(0);
+          A grad_x = (j & 1 ? of_corner : -of_corner) * wy, grad_y = (j & 2 ? of_corner : -of_corner) * wx;
+#pragma unroll
+          for (int step = 1; step < 4; step *= 2) {
+            grad_x += __shfl_xor_sync(kAll, grad_x, step);
+            grad_y += __shfl_xor_sync(kAll, grad_y, step);
+          }
+          if (works && j == 0) {
+            Pack<A, 2> grad = {A(sizes.W) / 2 * grad_x, A(sizes.H) / 2 * grad_y};
+            if (g0 > 0) {
+              const Pack<A, 2> before = grad_samples[first + position.d];
+              grad.at[0] += before.at[0], grad.at[1] += before.at[1];
+            }
+            grad_samples[first + position.d] = grad;
+          }
+          if (!DOTS && works && j == 4) {
+            grad_depths[first + position.d] = (g0 > 0 ? grad_depths[first + position.d] : A(0)) + sum;
+          }
         }
       }
-    }
-    if (GRAD) {
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) corner_dots[k] += __shfl_xor_sync(kAll, corner_dots[k], step);
-        of_derivative += __shfl_xor_sync(kAll, of_derivative, step);
-      }
-      if (lane == 0) {
-        const A* e = corner_dots;
-        grad_samples[index] = {A(sizes.W) / 2 * ((1 - at.fy) * (e[1] - e[0]) + at.fy * (e[3] - e[2])),
-                               A(sizes.H) / 2 * ((1 - at.fx) * (e[2] - e[0]) + at.fx * (e[3] - e[1]))};
-        if (grad_depths != nullptr) grad_depths[index] = total * of_derivative;
-      }
+      __syncthreads();  // the lists have been read
     }
   }
 }
 
-// The scatter pass, as a gather: samples are binned by cell (count_kernel, scan_kernel, record_kernel), and a warp owns
-// a pixel and adds the samples of the four cells around it. No floating-point atomics, no zero-fill; grad_images is
-// written once, in its own type. Only the ranks within a cell differ between runs: order_kernel sorts them.
+// The scatter pass, as a gather: samples are binned by cell (dots_kernel counts, scan_kernel, record_kernel), and a
+// warp owns some channels of a tile of pixels and adds the samples of the cells in and around it. No floating-point
+// atomics, no zero-fill; grad_images is written once, in its own type and layout. Only the ranks within a cell differ
+// between runs: order_kernel sorts them.
 
 template <typename A>
 struct alignas(16) Record {
   int32_t sample;  // query * D + d
-  int32_t query;
+  int32_t column;  // of the cell
   A fx, fy;
 };
 
 constexpr int kSampleThreads = 256;
 
-template <typename A>
-__global__ void __launch_bounds__(kSampleThreads)
-    count_kernel(const Pack<A, 2>* __restrict__ samples, int32_t* __restrict__ counts, int32_t* __restrict__ ranks,
-                 const Sizes sizes) {
-  const int64_t in_image = sizes.Q * sizes.D, i = static_cast<int64_t>(blockIdx.x) * kSampleThreads + threadIdx.x;
-  if (i >= sizes.B * in_image) return;
-  A x, y;
-  Bilinear<A> at;
-  ranks[i] = locate_sample(samples[i], sizes, x, y, at)
-                 ? atomicAdd(counts + i / in_image * sizes.cells + cell_of(x, y, sizes), 1)
-                 : -1;
+// The sum of `value` over the earlier threads of the block, and over all of them. THREADS: a multiple of 32 up to 1024.
+template <int THREADS>
+__device__ __forceinline__ int32_t sum_before(int32_t value, int32_t& total) {
+  __shared__ int32_t warp_sums[THREADS / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto inclusive = [&](int32_t sum) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t other = __shfl_up_sync(kAll, sum, step);
+      if (lane >= step) sum += other;
+    }
+    return sum;
+  };
+  const int32_t in_warp = inclusive(value);
+  if (lane == 31) warp_sums[warp] = in_warp;
+  __syncthreads();
+  const int32_t mine = lane < THREADS / 32 ? warp_sums[lane] : 0, of_warps = inclusive(mine);
+  total = __shfl_sync(kAll, of_warps, 31);
+  const int32_t before = __shfl_sync(kAll, of_warps - mine, warp);
+  __syncthreads();  // warp_sums may be written again
+  return before + in_warp - value;
 }
 
-// counts -> starts, in place: one block an image.
+// starts: of each cell, the records of its image's earlier cells. A block does a piece of an image, and first adds up
+// what is before it: the pieces are few.
 constexpr int kScanThreads = 1024;
-__global__ void __launch_bounds__(kScanThreads) scan_kernel(int32_t* __restrict__ counts, int64_t cells) {
-  constexpr int kEach = 8;
-  __shared__ int32_t warp_sums[kScanThreads / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int32_t* mine = counts + blockIdx.x * cells;
-  int32_t carry = 0;
-  for (int64_t from = 0; from < cells; from += kScanThreads * kEach) {
-    int32_t count[kEach], total = 0;
-    const int64_t first = from + threadIdx.x * kEach;
+constexpr int kScanEach = 4;
+constexpr int kMostPieces = 16;
+
+__global__ void __launch_bounds__(kScanThreads)
+    scan_kernel(const int32_t* __restrict__ counts, int32_t* __restrict__ starts, int64_t cells, int64_t piece) {
+  counts += blockIdx.y * cells, starts += blockIdx.y * cells;
+  const int64_t begin = blockIdx.x * piece, end = min(begin + piece, cells);
+  int32_t before = 0, carry, total;
+#pragma unroll 8
+  for (int64_t i = threadIdx.x; i < begin; i += kScanThreads) before += counts[i];
+  sum_before<kScanThreads>(before, carry);
+  for (int64_t from = begin; from < end; from += kScanThreads * kScanEach) {
+    const int64_t first = from + threadIdx.x * kScanEach;
+    int32_t count[kScanEach], sum = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) total += count[i] = first + i < cells ? mine[first + i] : 0;
-    int32_t inclusive = total;
+    for (int i = 0; i < kScanEach; ++i) sum += count[i] = first + i < end ? counts[first + i] : 0;
+    int32_t start = carry + sum_before<kScanThreads>(sum, total);
+    carry += total;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(kAll, inclusive, step);
-      if (lane >= step) inclusive += other;
-    }
-    if (lane == 31) warp_sums[warp] = inclusive;
-    __syncthreads();  // the warps' sums are complete
-    int32_t of_warp = warp_sums[lane];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(kAll, of_warp, step);
-      if (lane >= step) of_warp += other;
-    }
-    int32_t start = carry + __shfl_sync(kAll, of_warp, warp) - warp_sums[warp] + inclusive - total;
-    carry += __shfl_sync(kAll, of_warp, 31);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (first + i < cells) mine[first + i] = start;
+    for (int i = 0; i < kScanEach; ++i) {
+      if (first + i < end) starts[first + i] = start;
       start += count[i];
     }
-    __syncthreads();  // warp_sums may be written again
   }
 }
 
@@ -342,18 +525,21 @@ __global__ void __launch_bounds__(kSampleThreads)
   Bilinear<A> at;
   locate_sample(samples[i], sizes, x, y, at);
   const int64_t b = i / in_image;
-  const int32_t sample = static_cast<int32_t>(i - b * in_image);
   const int32_t place = starts[b * sizes.cells + cell_of(x, y, sizes)] + ranks[i];
-  records[b * in_image + place] = {sample, sample / sizes.D, at.fx, at.fy};
+  records[b * in_image + place] = {static_cast<int32_t>(i - b * in_image), static_cast<int32_t>(floor(x)) + 1, at.fx,
+                                   at.fy};
 }
 
+constexpr int kOrderThreads = 128;
+constexpr int kOrderWarps = kOrderThreads / 32;
+
 template <typename A>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kOrderThreads)
     order_kernel(const int32_t* __restrict__ starts, const Record<A>* __restrict__ records,
                  Record<A>* __restrict__ ordered, const Sizes sizes) {
-  __shared__ OrderBitmap bitmaps[kWarps];
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps, cells = sizes.B * sizes.cells;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; i < cells; i += warps) {
+  __shared__ OrderBitmap bitmaps[kOrderWarps];
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * kOrderWarps, cells = sizes.B * sizes.cells;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kOrderWarps + threadIdx.x / 32; i < cells; i += warps) {
     const int64_t b = i / sizes.cells;
     if (i - b * sizes.cells == sizes.cells - 1) continue;  // the end of the last cell
     const int64_t offset = b * sizes.Q * sizes.D + starts[i];
@@ -361,110 +547,241 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-constexpr int kPixels = 32;  // neighbouring pixels of a block: what it writes of one channel of NCHW is one line
-constexpr int kPixelThreads = 256;
+// A tile of kTileHeight x kTileWidth pixels has the samples of one row and one column of cells more. A warp owns 32
+// channels of a tile, a lane a channel, and keeps their sums in shared memory, where no other lane touches them; its
+// lanes first prepare 32 records at a time. A block's warps have tiles far apart. A tile with kSharedTile records or
+// more is shared by the warps of its block, each adding to a tile of its own; the tiles are summed in order.
+constexpr int kTileHeight = 4, kTileWidth = 8, kTilePixels = kTileHeight * kTileWidth;
+constexpr int kTileRow = 33;      // numbers of a pixel in shared memory: a column of them lies in different banks
+constexpr int kSharedTile = 256;  // records
 
-// CHANNELS_LAST: grad_images is [B, H, W, C], else [B, C, H, W]. A block takes kPixels pixels, NP * VEC * 32 channels
-// at a time.
-template <typename T, typename A, int VEC, int NP, bool CHANNELS_LAST>
-__global__ void __launch_bounds__(kPixelThreads)
-    pixel_kernel(const A* __restrict__ coefficients, const A* __restrict__ rows, const A* __restrict__ depths,
-                 const int32_t* __restrict__ starts, const Record<A>* __restrict__ records, T* __restrict__ grad_images,
-                 const Sizes sizes) {
-  constexpr int kChannels = NP * VEC * 32;
-  __shared__ A tile[CHANNELS_LAST ? 1 : kPixels][CHANNELS_LAST ? 1 : kChannels + 1];
-  const int64_t pixels = static_cast<int64_t>(sizes.H) * sizes.W, blocks = (pixels + kPixels - 1) / kPixels;
-  const int64_t b = blockIdx.x / blocks, first = (blockIdx.x - b * blocks) * kPixels;
+template <typename A, int GROUPS>
+struct alignas(4 * sizeof(A)) Prepared {
+  A weight[4];
+  uint16_t at[4];  // where the pixels of its corners begin in the tile; past it for those outside
+  uint32_t query;
+  A depth;
+  Pack<A, GROUPS> coefficient;
+};
+
+// [B, G, N] to [B, G / GROUPS, N, GROUPS], the last groups filled up with zeros.
+template <typename A, int GROUPS>
+struct Interleaved {
+  const A* from;
+  Pack<A, GROUPS>* to;
+  int64_t N;
+};
+
+constexpr int kInterleaveThreads = 256;
+
+// Of the blocks of a plane the first `blocks_of_one` do one of them, the others the other.
+template <typename A, int GROUPS>
+__global__ void __launch_bounds__(kInterleaveThreads)
+    interleave_kernel(Interleaved<A, GROUPS> one, const Interleaved<A, GROUPS> other, int64_t blocks_of_one,
+                      int64_t blocks_of_both, int groups) {
+  const int64_t plane = blockIdx.x / blocks_of_both, parts = (groups + GROUPS - 1) / GROUPS, b = plane / parts;
+  const int64_t g0 = (plane - b * parts) * GROUPS;
+  int64_t block = blockIdx.x - plane * blocks_of_both;
+  if (block >= blocks_of_one) one = other, block -= blocks_of_one;
+  const int64_t n = block * kInterleaveThreads + threadIdx.x;
+  if (n >= one.N) return;
+  Pack<A, GROUPS> out;
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    out.at[g] = g0 + g < groups ? one.from[(b * groups + g0 + g) * one.N + n] : A(0);
+  }
+  one.to[plane * one.N + n] = out;
+}
+
+template <typename A>
+constexpr int kTileWarps = 16 / static_cast<int>(sizeof(A));
+
+struct Tiles {
+  int32_t across, down, chunks;  // chunks of 32 channels
+  int64_t units;                 // B * down * across * chunks
+};
+
+template <typename T, typename A, int GROUPS, bool CHANNELS_LAST>
+__global__ void __launch_bounds__(32 * kTileWarps<A>, 6)
+    tile_kernel(const Pack<A, GROUPS>* __restrict__ coefficients, const Pack<A, GROUPS>* __restrict__ rows,
+                const A* __restrict__ depths, const int32_t* __restrict__ starts, const Record<A>* __restrict__ records,
+                T* __restrict__ grad_images, const Sizes sizes, const Tiles tiles) {
+  constexpr int kWarps = kTileWarps<A>, kCellRows = kTileHeight + 1, kAtOnce = 4;
+  __shared__ A sums[kWarps][kTilePixels * kTileRow];
+  __shared__ Prepared<A, GROUPS> prepared[kWarps][32];
+  __shared__ int64_t shared_units[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int32_t* my_starts = starts + b * sizes.cells;
-  const Record<A>* my_records = records + b * sizes.Q * sizes.D;
-  const int64_t row0 = b * sizes.G * sizes.Q;
-  for (int c0 = 0; c0 < sizes.C; c0 += kChannels) {
-    for (int t = warp; t < kPixels; t += kPixelThreads / 32) {
-      const int64_t pixel = first + t;
-      A sum[NP][VEC] = {};
-      if (pixel < pixels) {
-        const int64_t y = pixel / sizes.W, cell = y * (sizes.W + 1) + (pixel - y * sizes.W);
-#pragma unroll 1
-        for (int below = 0; below < 2; ++below) {
-          const int32_t* run = my_starts + cell + below * (sizes.W + 1);
-          const int32_t begin = run[0], middle = run[1], end = run[2];
-#pragma unroll 1
-          for (int32_t i = begin; i < end; ++i) {
-            const Record<A> record = my_records[i];
-            const A corner = (below ? 1 - record.fy : record.fy) * (i < middle ? record.fx : 1 - record.fx);
-            const int32_t d = record.sample - record.query * sizes.D;
-            A total = 0;
-#pragma unroll 4
-            for (int g = 0; g < sizes.G; ++g) {
-              const int64_t row = row0 + static_cast<int64_t>(g) * sizes.Q + record.query;
-              const A coefficient = corner * coefficients[row * sizes.D + d];
-              total += coefficient;
+  const int64_t in_image = sizes.Q * sizes.D;
+
+  struct Unit {
+    int64_t b;
+    int32_t x0, y0, c0;
+  };
+  const auto unit_of = [&](int64_t unit) {
+    const int64_t tile = unit / tiles.chunks, row = tile / tiles.across, b = row / tiles.down;
+    return Unit{b, static_cast<int32_t>(tile - row * tiles.across) * kTileWidth,
+                static_cast<int32_t>(row - b * tiles.down) * kTileHeight,
+                static_cast<int32_t>(unit - tile * tiles.chunks) * 32};
+  };
+  // The records of a unit are a run in each row of cells. Lane r has the r-th run: where it would begin if it were
+  // placed behind the earlier ones, and where it then ends; returns how many records there are.
+  struct Runs {
+    int32_t shift, end;
+  };
+  const auto runs_of = [&](const Unit& unit) {
+    int32_t begin = 0, count = 0;
+    if (lane < kCellRows && unit.y0 + lane <= sizes.H) {
+      const int32_t* row = starts + unit.b * sizes.cells + static_cast<int64_t>(unit.y0 + lane) * (sizes.W + 1);
+      begin = row[unit.x0], count = row[min(unit.x0 + kTileWidth, sizes.W) + 1] - begin;
+    }
+    int32_t end = count;
 #pragma unroll
-              for (int n = 0; n < NP; ++n) {
-                const int c = c0 + (n * 32 + lane) * VEC;
-                if (c >= sizes.K) continue;
-                A with[VEC];
-                load_pack<A, VEC>(rows + row * sizes.K + c, with);
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t other = __shfl_up_sync(kAll, end, step);
+      if (lane >= step) end += other;
+    }
+    return Runs{begin - (end - count), end};
+  };
+  A* my_sums = sums[warp];
+  // Adds the batches `part`, `part + parts`, ... of 32 records to the warp's sums.
+  const auto add_records = [&](const Unit& unit, const Runs& runs, int part, int parts) {
+    for (int i = lane; i < kTilePixels * kTileRow; i += 32) my_sums[i] = 0;
+    const int32_t count = __shfl_sync(kAll, runs.end, 31);
+    const int c = unit.c0 + lane;
+    const Record<A>* my_records = records + unit.b * in_image;
+    const int parts_of_groups = (sizes.G + GROUPS - 1) / GROUPS;
+    for (int g0 = 0; g0 < parts_of_groups; ++g0) {
+      const int64_t first_row = (unit.b * parts_of_groups + g0) * sizes.Q;
+      const auto* my_rows = rows + first_row * sizes.K + c;
+      const auto* my_coefficients = coefficients + first_row * sizes.D;
+      for (int32_t i0 = part * 32; i0 < count; i0 += parts * 32) {
+        const int32_t i = i0 + lane;
+        int r = 0;
+        int32_t shift = __shfl_sync(kAll, runs.shift, 0);
 #pragma unroll
-                for (int v = 0; v < VEC; ++v) sum[n][v] += with[v] * coefficient;
-              }
+        for (int other = 1; other < kCellRows; ++other) {
+          const int32_t end = __shfl_sync(kAll, runs.end, other - 1), next = __shfl_sync(kAll, runs.shift, other);
+          if (i >= end) r = other, shift = next;
+        }
+        Prepared<A, GROUPS> mine = {};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) mine.at[k] = kTilePixels * kTileRow;
+        if (i < count) {
+          const Record<A> record = my_records[shift + i];
+          mine.query = record.sample / sizes.D;
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int x = record.column - 1 - unit.x0 + k % 2, y = r - 1 + k / 2;
+            if (x >= 0 && x < kTileWidth && y >= 0 && y < kTileHeight) mine.at[k] = (y * kTileWidth + x) * kTileRow;
+            mine.weight[k] = (k % 2 ? record.fx : 1 - record.fx) * (k / 2 ? record.fy : 1 - record.fy);
+          }
+          mine.coefficient = my_coefficients[record.sample];
+          if (unit.c0 + 32 > sizes.K) mine.depth = depths == nullptr ? A(0) : depths[unit.b * in_image + record.sample];
+        }
+        prepared[warp][lane] = mine;
+        __syncwarp();
+        const int here = min(32, count - i0);
+#pragma unroll 1
+        for (int j0 = 0; j0 < here; j0 += kAtOnce) {
+          A h[kAtOnce] = {};
+          if (c < sizes.K) {
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+              const Prepared<A, GROUPS>& record = prepared[warp][j0 + j];
+              const Pack<A, GROUPS> row = my_rows[static_cast<uint64_t>(record.query) * static_cast<uint32_t>(sizes.K)];
+              const Pack<A, GROUPS> coefficient = record.coefficient;
+#pragma unroll
+              for (int g = 0; g < GROUPS; ++g) h[j] += coefficient.at[g] * row.at[g];
             }
-            if (sizes.K == sizes.C) continue;
+          } else if (c < sizes.C) {
+#pragma unroll 1
+            for (int j = 0; j < kAtOnce; ++j) {
+              const Prepared<A, GROUPS>& record = prepared[warp][j0 + j];
+              A all = 0;
 #pragma unroll
-            for (int n = 0; n < NP; ++n) {
-              const int c = c0 + (n * 32 + lane) * VEC;
-              if (c < sizes.K || c >= sizes.C) continue;
-              const A depth = depths[b * sizes.Q * sizes.D + record.sample];
+              for (int g = 0; g < GROUPS; ++g) all += record.coefficient.at[g];
+              const A product = all * encode(record.depth, c - sizes.K);
 #pragma unroll
-              for (int v = 0; v < VEC; ++v) {
-                A value, derivative;
-                encode(depth, c + v - sizes.K, value, derivative);
-                sum[n][v] += total * value;
-              }
+              for (int other = 0; other < kAtOnce; ++other) h[other] = other == j ? product : h[other];
+            }
+          }
+#pragma unroll
+          for (int j = 0; j < kAtOnce; ++j) {
+            const Prepared<A, GROUPS> record = prepared[warp][j0 + j];
+            A sum[4];  // all read before one is written: else each would wait for the one before it
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              if (record.at[k] < kTilePixels * kTileRow) sum[k] = my_sums[record.at[k] + lane];
+            }
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              if (record.at[k] < kTilePixels * kTileRow)
+                my_sums[record.at[k] + lane] = sum[k] + record.weight[k] * h[j];
             }
           }
         }
+        __syncwarp();  // the records have been read
       }
-#pragma unroll
-      for (int n = 0; n < NP; ++n) {
-        const int c = c0 + (n * 32 + lane) * VEC;
-        if constexpr (CHANNELS_LAST) {
-          if (pixel < pixels && c < sizes.C)
-            store_pack<T, VEC>(grad_images + (b * pixels + pixel) * sizes.C + c, sum[n]);
-        } else {
-#pragma unroll
-          for (int v = 0; v < VEC; ++v) tile[t][(n * 32 + lane) * VEC + v] = sum[n][v];
+    }
+  };
+  // Writes part `part` of `parts` of a unit, value(i) being the sum at place i.
+  const auto write = [&](const Unit& unit, int part, int parts, const auto& value) {
+    const int rows_here = min(kTileHeight, sizes.H - unit.y0);
+    if constexpr (CHANNELS_LAST) {
+      T* to = grad_images + ((unit.b * sizes.H + unit.y0) * sizes.W + unit.x0) * sizes.C + unit.c0 + lane;
+      if (unit.c0 + lane >= sizes.C) return;
+      for (int y = 0; y < rows_here; ++y, to += static_cast<int64_t>(sizes.W) * sizes.C) {
+#pragma unroll 4
+        for (int x = part; x < kTileWidth; x += parts) {
+          if (unit.x0 + x < sizes.W)
+            to[x * sizes.C] = from_accumulate<T>(value((y * kTileWidth + x) * kTileRow + lane));
+        }
+      }
+    } else {
+      // Lanes take the pixels of a row in some channels, as far apart as keeps them in different banks.
+      constexpr int kStep = kTileWidth;
+      const int x = lane % kTileWidth, channel = lane / kTileWidth * kStep;
+      const int64_t plane = static_cast<int64_t>(sizes.H) * sizes.W;
+      T* to = grad_images + (unit.b * sizes.C + unit.c0 + channel) * plane + static_cast<int64_t>(unit.y0) * sizes.W +
+              unit.x0 + x;
+      if (unit.x0 + x >= sizes.W) return;
+      for (int y = 0; y < rows_here; ++y, to += sizes.W) {
+#pragma unroll 4
+        for (int c = part; c < kStep; c += parts) {
+          if (unit.c0 + channel + c < sizes.C) {
+            to[c * plane] = from_accumulate<T>(value((y * kTileWidth + x) * kTileRow + channel + c));
+          }
         }
       }
     }
-    if constexpr (!CHANNELS_LAST) {
-      __syncthreads();
-      for (int c = warp; c < kChannels && c0 + c < sizes.C; c += kPixelThreads / 32) {
-        if (first + lane < pixels) {
-          grad_images[(b * sizes.C + c0 + c) * pixels + first + lane] = from_accumulate<T>(tile[lane][c]);
-        }
-      }
-      __syncthreads();  // the tile may be written again
-    }
-  }
-}
+  };
 
-// [planes, rows, columns] to [planes, columns, rows], a square of 32 at a time.
-template <typename T>
-__global__ void __launch_bounds__(256)
-    transpose_kernel(const T* __restrict__ from, T* __restrict__ to, int rows, int64_t columns) {
-  __shared__ T tile[32][33];
-  const int64_t plane = static_cast<int64_t>(blockIdx.z) * rows * columns, c0 = static_cast<int64_t>(blockIdx.x) * 32;
-  const int r0 = blockIdx.y * 32, x = threadIdx.x % 32, y = threadIdx.x / 32;
-#pragma unroll
-  for (int i = y; i < 32; i += 8) {
-    if (r0 + i < rows && c0 + x < columns) tile[i][x] = from[plane + (r0 + i) * columns + c0 + x];
+  const int64_t index = static_cast<int64_t>(warp) * gridDim.x + blockIdx.x;
+  const bool is_mine = index < tiles.units;
+  bool is_long = false;
+  if (is_mine) {
+    const Unit unit = unit_of(index);
+    const Runs runs = runs_of(unit);
+    is_long = __shfl_sync(kAll, runs.end, 31) >= kSharedTile;
+    if (!is_long) {
+      add_records(unit, runs, 0, 1);
+      __syncwarp();
+      write(unit, 0, 1, [&](int i) { return my_sums[i]; });
+    }
   }
-  __syncthreads();
-#pragma unroll
-  for (int i = y; i < 32; i += 8) {
-    if (c0 + i < columns && r0 + x < rows) to[plane + (c0 + i) * rows + r0 + x] = tile[x][i];
+  if (lane == 0) shared_units[warp] = is_long ? index : -1;
+  if (!__syncthreads_or(is_long)) return;
+  for (int w = 0; w < kWarps; ++w) {
+    if (shared_units[w] < 0) continue;
+    const Unit unit = unit_of(shared_units[w]);
+    add_records(unit, runs_of(unit), warp, kWarps);
+    __syncthreads();
+    write(unit, warp, kWarps, [&](int i) {
+      A sum = 0;
+      for (int other = 0; other < kWarps; ++other) sum += sums[other][i];
+      return sum;
+    });
+    __syncthreads();  // the sums have been read
   }
 }
 
@@ -489,6 +806,11 @@ Sizes sizes_of(const SampleProblem& problem) {
           number(problem.G), number(problem.K), (problem.H + 1) * (problem.W + 1) + 1};
 }
 
+template <typename A>
+const A* data_of(const Tensor& tensor) {
+  return static_cast<const A*>(tensor.const_data_ptr());
+}
+
 // images as [B, H, W, C] in memory: themselves, or a copy.
 template <typename T>
 Tensor in_channels_last(const char* op, const Tensor& images, const SampleProblem& problem, cudaStream_t stream) {
@@ -496,17 +818,10 @@ Tensor in_channels_last(const char* op, const Tensor& images, const SampleProble
   const Tensor dense = contiguous(images);
   Tensor copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
   const int64_t pixels = problem.H * problem.W;
-  const dim3 grid(blocks_of(op, ceil_div(pixels, 32)), static_cast<unsigned>(ceil_div(problem.C, 32)),
-                  static_cast<unsigned>(problem.B));
-  transpose_kernel<T><<<grid, 256, 0, stream>>>(static_cast<const T*>(dense.const_data_ptr()),
-                                                static_cast<T*>(copy.mutable_data_ptr()), static_cast<int>(problem.C),
-                                                pixels);
+  const dim3 grid(blocks_of(op, ceil_div(pixels, kCopyPixels)), static_cast<unsigned>(problem.B));
+  copy_kernel<T><<<grid, kCopyThreads, 0, stream>>>(data_of<T>(dense), static_cast<T*>(copy.mutable_data_ptr()),
+                                                    static_cast<int>(problem.C), pixels);
   return copy;
-}
-
-template <typename A>
-const A* data_of(const Tensor& tensor) {
-  return static_cast<const A*>(tensor.const_data_ptr());
 }
 
 // What all passes of a call share.
@@ -517,6 +832,7 @@ struct Call {
   const Tensor& images;  // [B, H, W, C] in memory
   const Tensor& samples;
   cudaStream_t stream;
+  Tensor counts, ranks;  // of the samples of each cell, and of each sample in its cell; dots fills them for scatter
 
   const T* image_data() const { return data_of<T>(images); }
   const Pack<A, 2>* sample_data() const { return data_of<Pack<A, 2>>(samples); }
@@ -535,33 +851,61 @@ struct Call {
     }
   }
 
+  // Calls f(GROUPS) with the groups that kernels do at once.
+  template <typename F>
+  void with_groups(const F& f) const {
+    if (sizes.G == 1) {
+      f(std::integral_constant<int, 1>{});
+    } else {
+      f(std::integral_constant<int, 4>{});
+    }
+  }
+
   template <typename TO>
-  void sum(const A* coefficients, TO* sums) const {
+  void sum(const A* coefficients, TO* sums) {
     if (queries() == 0 || sizes.G == 0 || sizes.K == 0) return;
     with_vec({sums}, [&](auto vec) {
-      constexpr int kVec = decltype(vec)::value;
-      const auto run = [&](auto groups) {
-        sum_kernel<T, TO, A, kVec, decltype(groups)::value>
-            <<<blocks_of(op, queries()), kThreads, 0, stream>>>(image_data(), sample_data(), coefficients, sums, sizes);
-      };
-      if (sizes.G == 1) {
-        run(std::integral_constant<int, 1>{});
-      } else {
-        run(std::integral_constant<int, 4>{});
-      }
+      with_groups([&](auto groups) {
+        sum_kernel<T, TO, A, decltype(vec)::value, decltype(groups)::value>
+            <<<blocks_of(op, queries()), kSumThreads, 0, stream>>>(image_data(), sample_data(), coefficients, sums,
+                                                                   sizes);
+      });
     });
   }
 
-  template <typename TO, bool GRAD>
-  void dots(const A* coefficients, const A* rows, const A* depths, TO* to, A* grad_samples, A* grad_depths) const {
-    if (queries() == 0 || sizes.D == 0) return;
+  // With the gradients of samples it counts the samples of each cell for `scatter`.
+  template <bool DOTS, bool GRAD, typename TO>
+  void dots(const A* coefficients, const A* rows, const A* depths, TO* to, A* grad_samples, A* grad_depths) {
+    if (queries() == 0 || sizes.D == 0 || sizes.G == 0) return;  // with no group, gradients are zero already
+    if (GRAD) {
+      counts = new_zeros(samples, {sizes.B * sizes.cells}, ScalarType::Int);
+      ranks = new_empty(samples, {queries() * sizes.D}, ScalarType::Int);
+    }
     with_vec({rows}, [&](auto vec) {
-      dots_kernel<T, TO, A, decltype(vec)::value, GRAD><<<blocks_of(op, queries()), kThreads, 0, stream>>>(
-          image_data(), sample_data(), coefficients, rows, depths, to, reinterpret_cast<Pack<A, 2>*>(grad_samples),
-          grad_depths, sizes);
+      with_groups([&](auto groups) {
+        constexpr int kVec = decltype(vec)::value, kGroups = decltype(groups)::value;
+        const size_t encodings = sizeof(A) * kDotThreads * (sizes.C - sizes.K);
+        const auto run = [&](auto kernel) {
+          allow_shared(kernel, encodings);
+          kernel<<<blocks_of(op, queries()), kDotThreads, encodings, stream>>>(
+              image_data(), sample_data(), coefficients, rows, depths, to, reinterpret_cast<Pack<A, 2>*>(grad_samples),
+              grad_depths, GRAD ? static_cast<int32_t*>(counts.mutable_data_ptr()) : nullptr,
+              GRAD ? static_cast<int32_t*>(ranks.mutable_data_ptr()) : nullptr, sizes);
+        };
+        if (sizes.C <= 32 * kVec) {
+          run(dots_kernel<T, TO, A, kVec, kGroups, 1, false, DOTS, GRAD>);
+        } else if (sizes.C <= 32 * (kVec + 1)) {
+          run(dots_kernel<T, TO, A, kVec, kGroups, 1, true, DOTS, GRAD>);
+        } else if (sizes.C <= 64 * kVec) {
+          run(dots_kernel<T, TO, A, kVec, kGroups, 2, false, DOTS, GRAD>);
+        } else {
+          run(dots_kernel<T, TO, A, kVec, kGroups, 0, false, DOTS, GRAD>);
+        }
+      });
     });
   }
 
+  // After `dots` with the gradients of samples.
   void scatter(const A* coefficients, const A* rows, const A* depths, Tensor& grad_images, bool channels_last,
                bool deterministic) const {
     if (grad_images.numel() == 0) return;
@@ -570,32 +914,48 @@ struct Call {
       zero_(grad_images);
       return;
     }
-    Tensor starts = new_zeros(samples, {sizes.B * sizes.cells}, ScalarType::Int);
-    Tensor ranks = new_empty(samples, {all}, ScalarType::Int);
+    Tensor starts = new_empty(samples, {sizes.B * sizes.cells}, ScalarType::Int);
     Tensor records = new_empty(samples, {all * static_cast<int64_t>(sizeof(Record<A>))}, ScalarType::Byte);
+    const auto *count_data = data_of<int32_t>(counts), *rank_data = data_of<int32_t>(ranks);
     auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
-    auto* rank_data = static_cast<int32_t*>(ranks.mutable_data_ptr());
     const unsigned blocks = blocks_of(op, ceil_div(all, kSampleThreads));
-    count_kernel<A><<<blocks, kSampleThreads, 0, stream>>>(sample_data(), start_data, rank_data, sizes);
-    scan_kernel<<<blocks_of(op, sizes.B), kScanThreads, 0, stream>>>(start_data, sizes.cells);
+    const int64_t piece = std::max<int64_t>(kScanThreads * kScanEach, ceil_div(sizes.cells, kMostPieces));
+    const dim3 pieces(static_cast<unsigned>(ceil_div(sizes.cells, piece)), static_cast<unsigned>(sizes.B));
+    scan_kernel<<<pieces, kScanThreads, 0, stream>>>(count_data, start_data, sizes.cells, piece);
     record_kernel<A><<<blocks, kSampleThreads, 0, stream>>>(sample_data(), start_data, rank_data,
                                                             static_cast<Record<A>*>(records.mutable_data_ptr()), sizes);
     if (deterministic) {
       Tensor ordered = new_empty(samples, records.sizes(), ScalarType::Byte);
       const int64_t most = int64_t{64} * multiprocessors(samples.get_device_index());
-      order_kernel<A>
-          <<<blocks_of(op, std::min(ceil_div(sizes.B * sizes.cells, kWarps * 4), most)), kThreads, 0, stream>>>(
-              start_data, data_of<Record<A>>(records), static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
+      order_kernel<A><<<blocks_of(op, std::min(ceil_div(sizes.B * sizes.cells, kOrderWarps * 4), most)), kOrderThreads,
+                        0, stream>>>(start_data, data_of<Record<A>>(records),
+                                     static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
       records = ordered;
     }
-    const int64_t pixels = static_cast<int64_t>(sizes.H) * sizes.W;
-    with_vec({rows, grad_images.const_data_ptr()}, [&](auto vec) {
-      constexpr int kVec = decltype(vec)::value, kPacks = kVec > 1 ? 2 : 4;
+    Tiles tiles{static_cast<int32_t>(ceil_div(sizes.W, kTileWidth)),
+                static_cast<int32_t>(ceil_div(sizes.H, kTileHeight)), static_cast<int32_t>(ceil_div(sizes.C, 32))};
+    tiles.units = sizes.B * tiles.down * tiles.across * tiles.chunks;
+    with_groups([&](auto groups) {
+      constexpr int kGroups = decltype(groups)::value;
+      using Group = Pack<A, kGroups>;
+      const int64_t planes = sizes.B * ceil_div(sizes.G, kGroups), in_rows = sizes.Q * sizes.K;
+      const auto *grouped_coefficients = reinterpret_cast<const Group*>(coefficients),
+                 *grouped_rows = reinterpret_cast<const Group*>(rows);
+      Tensor grouped = samples;  // both, if interleaved
+      if (kGroups > 1) {
+        grouped = new_empty(samples, {planes * (in_image + in_rows) * kGroups});
+        auto* to = static_cast<Group*>(grouped.mutable_data_ptr());
+        const int64_t of_one = ceil_div(in_image, kInterleaveThreads),
+                      of_both = of_one + ceil_div(in_rows, kInterleaveThreads);
+        interleave_kernel<A, kGroups><<<blocks_of(op, planes * of_both), kInterleaveThreads, 0, stream>>>(
+            {coefficients, to, in_image}, {rows, to + planes * in_image, in_rows}, of_one, of_both, sizes.G);
+        grouped_coefficients = to, grouped_rows = to + planes * in_image;
+      }
       const auto run = [&](auto last) {
-        pixel_kernel<T, A, kVec, kPacks, decltype(last)::value>
-            <<<blocks_of(op, sizes.B * ceil_div(pixels, kPixels)), kPixelThreads, 0, stream>>>(
-                coefficients, rows, depths, start_data, data_of<Record<A>>(records),
-                static_cast<T*>(grad_images.mutable_data_ptr()), sizes);
+        tile_kernel<T, A, decltype(groups)::value, decltype(last)::value>
+            <<<blocks_of(op, ceil_div(tiles.units, kTileWarps<A>)), 32 * kTileWarps<A>, 0, stream>>>(
+                grouped_coefficients, grouped_rows, depths, start_data, data_of<Record<A>>(records),
+                static_cast<T*>(grad_images.mutable_data_ptr()), sizes, tiles);
       };
       if (channels_last) {
         run(std::true_type{});
@@ -623,7 +983,7 @@ Tensor sample_sum(const Tensor& images_in, const Tensor& samples_in, const Tenso
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     const Tensor images = in_channels_last<T>(op, images_in, problem, stream);
-    const Call<T, A> call{op, sizes_of(problem), images, samples, stream};
+    Call<T, A> call{op, sizes_of(problem), images, samples, stream, samples, samples};
     call.sum(data_of<A>(weights), static_cast<T*>(output.mutable_data_ptr()));
   });
   check_launch(op);
@@ -643,14 +1003,15 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
                weights = contiguous(weights_in);
   Tensor grad_images = like_images(images_in, problem), grad_samples = new_empty(samples, samples.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
+  if (problem.G == 0) zero_(grad_samples);
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     const Tensor images = in_channels_last<T>(op, images_in, problem, stream);
-    const Call<T, A> call{op, sizes_of(problem), images, samples, stream};
-    call.template dots<A, true>(data_of<A>(weights), data_of<A>(grad_output), nullptr,
-                                static_cast<A*>(grad_weights.mutable_data_ptr()),
-                                static_cast<A*>(grad_samples.mutable_data_ptr()), nullptr);
+    Call<T, A> call{op, sizes_of(problem), images, samples, stream, samples, samples};
+    call.template dots<true, true>(data_of<A>(weights), data_of<A>(grad_output), nullptr,
+                                   static_cast<A*>(grad_weights.mutable_data_ptr()),
+                                   static_cast<A*>(grad_samples.mutable_data_ptr()), nullptr);
     call.scatter(data_of<A>(weights), data_of<A>(grad_output), nullptr, grad_images, problem.channels_last,
                  deterministic);
   });
@@ -671,9 +1032,9 @@ Tensor sample_dot(const Tensor& images_in, const Tensor& samples_in, const Tenso
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     const Tensor images = in_channels_last<T>(op, images_in, problem, stream);
-    const Call<T, A> call{op, sizes_of(problem), images, samples, stream};
-    call.template dots<T, false>(nullptr, data_of<A>(queries), data_of<A>(depths),
-                                 static_cast<T*>(output.mutable_data_ptr()), nullptr, nullptr);
+    Call<T, A> call{op, sizes_of(problem), images, samples, stream, samples, samples};
+    call.template dots<true, false>(nullptr, data_of<A>(queries), data_of<A>(depths),
+                                    static_cast<T*>(output.mutable_data_ptr()), nullptr, nullptr);
   });
   check_launch(op);
   return output;
@@ -693,16 +1054,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
                queries = contiguous(queries_in), depths = contiguous(depths_in);
   Tensor grad_images = like_images(images_in, problem), grad_samples = new_empty(samples, samples.sizes()),
          grad_queries = new_empty(queries, queries.sizes()), grad_depths = new_empty(depths, depths.sizes());
+  if (problem.G == 0) zero_(grad_samples), zero_(grad_depths);
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     const Tensor images = in_channels_last<T>(op, images_in, problem, stream);
-    const Call<T, A> call{op, sizes_of(problem), images, samples, stream};
+    Call<T, A> call{op, sizes_of(problem), images, samples, stream, samples, samples};
     const A *coefficients = data_of<A>(grad_output), *rows = data_of<A>(queries), *depth_data = data_of<A>(depths);
     call.sum(coefficients, static_cast<A*>(grad_queries.mutable_data_ptr()));
-    call.template dots<A, true>(coefficients, rows, depth_data, nullptr,
-                                static_cast<A*>(grad_samples.mutable_data_ptr()),
-                                static_cast<A*>(grad_depths.mutable_data_ptr()));
+    call.template dots<false, true>(coefficients, rows, depth_data, static_cast<A*>(nullptr),
+                                    static_cast<A*>(grad_samples.mutable_data_ptr()),
+                                    static_cast<A*>(grad_depths.mutable_data_ptr()));
     call.scatter(coefficients, rows, depth_data, grad_images, problem.channels_last, deterministic);
   });
   check_launch(op);
