@@ -20,6 +20,9 @@ SMALL = (
 )
 
 
+NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
 def volume_options(path):
     return [f"{part}_dataloader.dataset.path={path}" for part in ("train", "val", "test")]
 
@@ -78,22 +81,22 @@ def test_fits_point_samples(monkeypatch, capsys, tmp_path):
     assert last_r2(printed) > 0.9
 
 
-def test_processes_share_the_points_and_reach_the_same_field(monkeypatch, capsys, tmp_path, volume):
-    options = [*volume_options(volume), "default_hooks.visualization=None", "custom_hooks.1.interval=20"]
+@pytest.mark.parametrize(
+    "one_device, two_devices",
+    [
+        pytest.param("", "", id="cpu"),
+        pytest.param("0", "0,1", id="cuda", marks=[pytest.mark.cuda, NEEDS_TWO_GPUS]),
+    ],
+)
+def test_processes_share_the_points_and_reach_the_same_field(tmp_path, volume, one_device, two_devices):
+    options = ["--cfg-options", *SMALL, *volume_options(volume), "default_hooks.visualization=None"]
     # Some of what k-means placed is spent by this measure, so that splits are part of the comparison.
-    options += ["custom_hooks.1.prune_below=0.5"]
+    options += ["custom_hooks.1.interval=20", "custom_hooks.1.prune_below=0.5"]
     one, two = tmp_path / "one", tmp_path / "two"
-    single = train(monkeypatch, capsys, one, "gaussian-field_volume", *options)
+    command = ("train", CONFIGS / "gaussian-field_volume.py", "--work-dir")
+    single = succeed(*command, one, *options, devices=one_device)
     several = succeed(
-        "train",
-        CONFIGS / "gaussian-field_volume.py",
-        "--work-dir",
-        two,
-        "--cfg-options",
-        *SMALL,
-        *options,
-        "train_dataloader.batch_size=256",
-        processes=2,
+        *command, two, *options, "train_dataloader.batch_size=256", processes=2, devices=two_devices
     )
     expected, found = weights_of(one / "iter_60.pth"), weights_of(two / "iter_60.pth")
     for name, value in expected.items():

@@ -28,14 +28,15 @@ ENVIRONMENT = {
 _names = itertools.count()
 
 
-def start(tool: str, *arguments: object, processes: int = 0, **popen) -> subprocess.Popen:
-    """Start ``tools/<tool>.py``, under torchrun where ``processes`` says how many."""
+def start(tool: str, *arguments: object, processes: int = 0, devices: str = "", **popen) -> subprocess.Popen:
+    """Start ``tools/<tool>.py``, under torchrun where ``processes`` says how many; ``devices``: the GPUs it sees."""
     launch = [sys.executable]
     if processes:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [*launch, f"tools/{tool}.py", *map(str, arguments)]
+    environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": devices}
     return subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **popen
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **popen
     )
 
 
@@ -51,10 +52,10 @@ def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], timeout: f
 
 
 def run(
-    tool: str, *arguments: object, processes: int = 0, timeout: float = 300
+    tool: str, *arguments: object, processes: int = 0, devices: str = "", timeout: float = 300
 ) -> subprocess.CompletedProcess:
     """Run a tool to its end."""
-    process = start(tool, *arguments, processes=processes)
+    process = start(tool, *arguments, processes=processes, devices=devices)
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -315,3 +316,32 @@ def test_a_tiny_batch_is_learned():
         optimizer.step()
         totals.append(float(total.detach()))
     assert np.mean(totals[-4:]) < 0.5 * np.mean(totals[:4]), totals
+
+
+@pytest.mark.cuda
+def test_a_training_step_waits_for_the_device_once_an_assignment():
+    model = tiny_model().cuda().train()
+
+    def on_device(value):
+        if isinstance(value, torch.Tensor) and value.dtype != torch.float64:
+            return value.cuda()
+        return [on_device(x) for x in value] if isinstance(value, list) else value
+
+    def step(i):
+        images, data = frames[i]
+        sum(model(images, data, mode="loss").values()).backward()
+
+    frames = [frame([0.5 * i], seed=i) for i in range(3)]
+    frames = [(images.cuda(), {k: on_device(v) for k, v in data.items()}) for images, data in frames]
+    step(0)
+    step(1)  # with a frame before it
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    # Boxes, lines, and the denoising queries' boxes: each is matched on the host.
+    assert len(waits) == 3 and all("base_target.py" in place for place in waits), waits

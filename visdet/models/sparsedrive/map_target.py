@@ -100,5 +100,5 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
             nearest = ordering[slot // B * Q + row, column]
             cls_out[slot, row] = labels[i][column]
             line_out[slot, row] = lines[i][column, nearest]
-            weight_out[slot, row] = 1
+            weight_out[slot, row] = weight_out.new_ones(())  # a number of the host would wait for the device
         return cls_out.view(L, B, Q), line_out.view(L, B, Q, -1), weight_out.view(L, B, Q, -1)

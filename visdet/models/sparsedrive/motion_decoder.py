@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visdet.models.transfer import to_device
 from visdet.registry import TASK_UTILS
 
 from .box3d import CNS, COS_YAW, SIN_YAW, L, W, decode_box
@@ -161,7 +162,7 @@ class HierarchicalPlanningDecoder:
         path = _from_start(plan)
         yaw = _yaws(path, torch.full(path.shape[:-2], math.pi / 2, device=path.device))[..., 1:]
         centre = path[..., 1:, :] + ahead * torch.stack([yaw.cos(), yaw.sin()], -1)
-        size = (scale * torch.tensor(_EGO_SIZE_M, device=path.device)).expand(*yaw.shape, 2)
+        size = (scale * to_device(_EGO_SIZE_M, path.device)).expand(*yaw.shape, 2)
         ego = (x[:, :, None] for x in (centre, yaw, size))  # [B, M, 1, T, ...]
         ego_boxes, other_boxes = tuple(ego), tuple(x[:, None] for x in others)
         meets = _corner_inside(ego_boxes, other_boxes) | _corner_inside(other_boxes, ego_boxes)
@@ -188,7 +189,7 @@ def _yaws(path: Tensor, start: Tensor, standing: float = 0.5) -> Tensor:
 def _corner_inside(boxes: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
     """Return whether a corner of each box lies in the other; boxes are (centre [..., 2], yaw [...], size [..., 2])."""
     (centre, yaw, size), (other_centre, other_yaw, other_size) = boxes, others
-    signs = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0]], device=centre.device)
+    signs = to_device([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0]], centre.device)
     corners = centre[..., None, :] + _turned(0.5 * size[..., None, :] * signs, yaw[..., None])
     inside = _turned(corners - other_centre[..., None, :], -other_yaw[..., None])
     return (inside.abs() < 0.5 * other_size[..., None, :]).all(-1).any(-1)

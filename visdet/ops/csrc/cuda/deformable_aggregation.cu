@@ -706,7 +706,7 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
       }
     };
     for (int32_t j0 = 0; j0 < total; j0 += 32) {
-      const int32_t j = j0 + lane;
+      const int32_t j = min(j0 + lane, total - 1);  // lanes beyond the list repeat its last record
       int r = 0;
 #pragma unroll
       for (int k = 0; k < kRows - 1; ++k) r += j >= __shfl_sync(kAll, last, k);
@@ -715,15 +715,11 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
       const bool is_below = of_row >= of_above;
       const int32_t begins[2] = {__shfl_sync(kAll, begin[0], r), __shfl_sync(kAll, begin[1], r)};
       const int32_t middles[2] = {__shfl_sync(kAll, middle[0], r), __shfl_sync(kAll, middle[1], r)};
-      A corner = 0;
-      int32_t query = 0, line = 0;
-      if (j < total) {
-        const int32_t i = is_below ? begins[1] + of_row - of_above : begins[0] + of_row;
-        const Record<A> record = records[(b * map_count + m) * samples + i];
-        corner = (is_below ? 1 - record.fy : record.fy) *
-                 (i < (is_below ? middles[1] : middles[0]) ? record.fx : 1 - record.fx);
-        query = record.query, line = record.sample * (V * L) + m;
-      }
+      const int32_t i = is_below ? begins[1] + of_row - of_above : begins[0] + of_row;
+      const Record<A> record = records[(b * map_count + m) * samples + i];
+      const A corner = (is_below ? 1 - record.fy : record.fy) *
+                       (i < (is_below ? middles[1] : middles[0]) ? record.fx : 1 - record.fx);
+      const int32_t query = record.query, line = record.sample * (V * L) + m;
       const int here = min(32, total - j0);
       for (int i = 0; i < here; i += kBatch) {
         A grad[kBatch][NP][VEC], weight[kBatch][NP];
