@@ -819,6 +819,8 @@ Plan plan_of(const DeformableAggregationProblem& problem, const Tensor& shapes_i
       map.first_cell = static_cast<uint32_t>(plan.slots);
       plan.slots += cells_of(map) + 1;
     }
+    VISDET_CHECK(kOp, plan.slots <= UINT32_MAX, "level_shapes must hold fewer than 2^32 texels on CUDA, got ",
+                 plan.slots, " with their borders");
     return plan;
   }
   VISDET_CHECK(kOp,
