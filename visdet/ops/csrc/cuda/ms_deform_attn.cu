@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstring>
 #include <tuple>
 #include <type_traits>
 
@@ -459,7 +460,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
 // every level, and a block owns a run of queries in the order of regions: those at work at a time lie together on all
 // levels, and those that follow lie beside them, so the first-level cache keeps their windows of the map. It is the
 // path from that cache that bounds the kernel. LANES threads own a row, as above; a warp works on 32 / LANES rows at a
-// time and first computes kPass samples of each. MIXED: the samples of a level are no multiple of four.
+// time, those of a query's heads that share a line beside each other, and first computes kPass samples of each (read by
+// that warp alone). MIXED: the samples of a level are no multiple of four. Each output is written once.
 constexpr int kRegionHeight = 16, kRegionWidth = 8;  // texels of the largest level
 constexpr int kMaxRegions = 512, kMaxEdges = 128;    // in all; of a level
 constexpr int kBlockQueries = 4096;                  // at most: their list is in shared memory
@@ -525,7 +527,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
                    const ForwardSizes sizes, uint32_t share) {
   using Walk = PyramidWalk<A, LANES>;
   constexpr int kPass = Walk::kPass, kEach = Walk::kEach, kWarps = kForwardThreads / 32;
-  constexpr bool kAhead = kEach == 1 && !Source::kNeedsLevel;  // loads the next samples early: else registers spill
+  constexpr bool kAhead = kEach == 1 && !Source::kNeedsLevel;  // loads the next samples early; others would spill
   constexpr uint32_t kNone = 0xffffffffu;
   extern __shared__ __align__(16) char shared[];
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -679,9 +681,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // all of this.
 
 constexpr int kSampleThreads = 256;  // one thread a sample
-constexpr int kPieceThreads = 1024;  // a block that counts in shared memory
-constexpr size_t kPieceShared = 200 << 10;
-constexpr int kScanThreads = 1024;  // one block a (batch, head, level)
+constexpr int kScanThreads = 1024;   // one block a (batch, head, level)
 constexpr int kGatherThreads = 256;
 constexpr int kSlots = 96;  // cells of a tile times the groups that share a cell: 48 KB of sums at 128 bytes a corner
 
@@ -781,35 +781,29 @@ __global__ void zero_kernel(const LevelPlan* __restrict__ plan, char* __restrict
   for (int64_t i = at; i < bytes && i < at + 16; ++i) to[i] = 0;
 }
 
-// Which samples a thread of the sample kernels takes: sample k of TURNS queries of one head, `step` queries apart, and
-// so on to the end of the block's queries.
+// Which samples a thread of the sample kernels takes: sample k of kTurns queries of one head, `step` queries apart.
 constexpr int kTurns = 4;  // loads in flight
-template <int TURNS>
 struct SampleWalk {
-  uint32_t head, query, end, step, k_first, k_step, G;
+  uint32_t head, query, step, k_first, k_step, G;
   int64_t first_row, first_query;  // of the head; of its image
   bool idle;
 
-  // The block's number `piece` of `pieces` of a head's queries.
-  __device__ __forceinline__ SampleWalk(const MsDeformAttnProblem& problem, uint32_t K, uint32_t head, uint32_t piece,
-                                        uint32_t pieces)
-      : head(head), G(problem.G) {
-    const uint32_t threads = blockDim.x, Q = problem.Q;
-    const bool is_short = K <= threads;
-    const uint32_t in_block = is_short ? threadIdx.x / K : 0;
-    step = is_short ? threads / K : 1;
-    query = static_cast<uint32_t>(static_cast<uint64_t>(Q) * piece / pieces) + in_block;
-    end = static_cast<uint32_t>(static_cast<uint64_t>(Q) * (piece + 1) / pieces);
+  __device__ __forceinline__ SampleWalk(const MsDeformAttnProblem& problem, uint32_t K, bool head_after_head) {
+    const bool is_short = K <= kSampleThreads;
+    const uint32_t in_block = is_short ? threadIdx.x / K : 0, Q = problem.Q;
+    step = is_short ? kSampleThreads / K : 1;
+    G = problem.G;
+    const uint32_t blocks = (Q + step * kTurns - 1) / (step * kTurns);
+    const uint32_t heads = static_cast<uint32_t>(problem.B) * G;
+    head = head_after_head ? blockIdx.x / blocks : blockIdx.x % heads;
+    query = (head_after_head ? blockIdx.x % blocks : blockIdx.x / heads) * step * kTurns + in_block;
     const uint32_t b = head / G;
     first_query = static_cast<int64_t>(b) * Q;
     first_row = first_query * G + (head - b * G);
     k_first = threadIdx.x - in_block * K;
-    k_step = is_short ? K : threads;
+    k_step = is_short ? K : kSampleThreads;
     idle = in_block >= step;
   }
-  __device__ __forceinline__ bool more() const { return !idle && query < end; }
-  __device__ __forceinline__ void next() { query += step * TURNS; }
-  __device__ __forceinline__ bool has(int t) const { return q(t) < end; }
   __device__ __forceinline__ uint32_t q(int t) const { return query + t * step; }
   __device__ __forceinline__ int64_t row(int t) const { return first_row + static_cast<int64_t>(q(t)) * G; }
   __device__ __forceinline__ int64_t query_level(int t, int64_t L, int l) const { return (first_query + q(t)) * L + l; }
@@ -821,99 +815,54 @@ __device__ __forceinline__ void load_plan(const LevelPlan* plan, int L, LevelPla
   __syncthreads();
 }
 
-// 64 registers hold no more where a block has 1024 threads.
-template <typename A, typename Source, bool IN_SHARED>
-constexpr int turns_of() {
-  return IN_SHARED && (Source::kNeedsLevel || sizeof(A) == 8) ? kTurns / 2 : kTurns;
-}
-
-// IN_SHARED: the counters of a head are in shared memory, for the samples of one block, and become block_counts.
-// Otherwise each sample's rank within its cell is kept.
-template <typename A, typename Source, bool IN_SHARED>
-__global__ void __launch_bounds__(IN_SHARED ? kPieceThreads : kSampleThreads)
+template <typename A, typename Source>
+__global__ void __launch_bounds__(kSampleThreads)
     count_kernel(const LevelPlan* __restrict__ plan, const Source source, int32_t* __restrict__ counts,
                  int32_t* __restrict__ ranks, const SampleGrads<A> grads, const MsDeformAttnProblem problem,
-                 int64_t head_slots, uint32_t pieces) {
+                 int64_t head_slots) {
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
   load_plan(plan, static_cast<int>(problem.L), table);
-  auto* block_counts = reinterpret_cast<int32_t*>(table + problem.L);  // [head_slots], if IN_SHARED
-  const uint32_t heads = static_cast<uint32_t>(problem.B) * problem.G;
-  const uint32_t head = IN_SHARED ? blockIdx.x / pieces : blockIdx.x % heads;  // the latter spreads the atomics
-  const uint32_t piece = IN_SHARED ? blockIdx.x % pieces : blockIdx.x / heads;
-  int32_t* of_head = IN_SHARED ? block_counts : counts + head * head_slots;
-  if constexpr (IN_SHARED) {
-    for (int i = threadIdx.x; i < head_slots; i += kPieceThreads) block_counts[i] = 0;
-    __syncthreads();  // the counters are zero
-  }
-  const uint32_t K = problem.K;
-  constexpr int kTurns = turns_of<A, Source, IN_SHARED>();
-  for (SampleWalk<kTurns> walk(problem, K, head, piece, pieces); walk.more(); walk.next()) {
-    int l = 0;
-    for (uint32_t k = walk.k_first; k < K; k += walk.k_step) {
-      while (k >= static_cast<uint32_t>(table[l].level.end)) ++l;
-      const Level level = table[l].level;
-      typename Source::Raw raw[kTurns];
-      int32_t rank[kTurns];
+  const uint32_t K = problem.K, Q = problem.Q;
+  const SampleWalk walk(problem, K, false);  // spreads the atomics
+  if (walk.idle) return;
+  int l = 0;
+  for (uint32_t k = walk.k_first; k < K; k += walk.k_step) {
+    while (k >= static_cast<uint32_t>(table[l].level.end)) ++l;
+    const Level level = table[l].level;
+    typename Source::Raw raw[kTurns];
+    int32_t rank[kTurns];
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) {
-        raw[t] = {};
-        if (walk.has(t)) raw[t] = source.fetch_position(walk.row(t) * K + k, walk.query_level(t, problem.L, l));
+    for (int t = 0; t < kTurns; ++t) {
+      raw[t] = {};
+      if (walk.q(t) < Q) raw[t] = source.fetch_position(walk.row(t) * K + k, walk.query_level(t, problem.L, l));
+    }
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      A x, y;
+      source.position(raw[t], level, table[l].points, x, y);
+      Bilinear<A> at;
+      rank[t] = -1;
+      if (level.H > 0 && walk.q(t) < Q && locate(x, y, level.H, level.W, at)) {
+        rank[t] = atomicAdd(counts + walk.head * head_slots + table[l].first_slot + cell_of(x, y, level), 1);
       }
+    }
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) {
-        A x, y;
-        source.position(raw[t], level, table[l].points, x, y);
-        Bilinear<A> at;
-        rank[t] = -1;
-        if (level.H > 0 && walk.has(t) && locate(x, y, level.H, level.W, at)) {
-          rank[t] = atomicAdd(of_head + table[l].first_slot + cell_of(x, y, level), 1);
+    for (int t = 0; t < kTurns; ++t) {
+      if (walk.q(t) >= Q) continue;
+      const int64_t index = walk.row(t) * K + k;
+      ranks[index] = rank[t];
+      if (rank[t] < 0) {
+        const A nothing = level.H > 0 ? A(0) : quiet_nan<A>();
+        A weight = 0;
+        if (grads.packed != nullptr) {
+          source.fetch_weight(index, raw[t]);
+          weight = source.weight(raw[t], source.row_at(walk.row(t)));
         }
-      }
-#pragma unroll
-      for (int t = 0; t < kTurns; ++t) {
-        if (!walk.has(t)) continue;
-        const int64_t index = walk.row(t) * K + k;
-        if constexpr (!IN_SHARED) ranks[index] = rank[t];
-        if (rank[t] < 0) {
-          const A nothing = level.H > 0 ? A(0) : quiet_nan<A>();
-          A weight = 0;
-          if (grads.packed != nullptr) {
-            source.fetch_weight(index, raw[t]);
-            weight = source.weight(raw[t], source.row_at(walk.row(t)));
-          }
-          grads.put(index, weight, nothing, nothing, nothing, false);
-        }
+        grads.put(index, weight, nothing, nothing, nothing, false);
       }
     }
   }
-  if constexpr (IN_SHARED) {
-    __syncthreads();  // the samples are counted
-    int32_t* to = counts + blockIdx.x * head_slots;
-    for (int i = threadIdx.x; i < head_slots; i += kPieceThreads) to[i] = block_counts[i];
-  }
-}
-
-// A thread a counter: the blocks' counts become what the blocks before have, and their sums a head's counts.
-__global__ void __launch_bounds__(kSampleThreads)
-    merge_kernel(int32_t* __restrict__ block_counts, int32_t* __restrict__ counts, int64_t heads, int64_t head_slots,
-                 int pieces) {
-  constexpr int kEach = 8;  // loads in flight
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kSampleThreads + threadIdx.x, head = i / head_slots;
-  if (head >= heads) return;
-  int32_t* mine = block_counts + head * pieces * head_slots + (i - head * head_slots);
-  int32_t sum = 0;
-  for (int p = 0; p < pieces; p += kEach) {
-    int32_t count[kEach];
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) count[j] = p + j < pieces ? mine[(p + j) * head_slots] : 0;
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      if (p + j < pieces) mine[(p + j) * head_slots] = sum;
-      sum += count[j];
-    }
-  }
-  counts[i] = sum;
 }
 
 // counts -> starts, in place: one block a (batch, head, level).
@@ -959,69 +908,49 @@ __global__ void __launch_bounds__(kScanThreads)
   if (threadIdx.x == 0) mine[cells] = carry;
 }
 
-// IN_SHARED: the next place of each cell, for the block's samples, is in shared memory; before holds what the blocks
-// before this one have. Otherwise a sample's rank says where it goes.
-template <typename A, typename Source, bool IN_SHARED>
-__global__ void __launch_bounds__(IN_SHARED ? kPieceThreads : kSampleThreads)
+template <typename A, typename Source>
+__global__ void __launch_bounds__(kSampleThreads)
     scatter_kernel(const LevelPlan* __restrict__ plan, const Source source, const int32_t* __restrict__ starts,
-                   const int32_t* __restrict__ before, const int32_t* __restrict__ ranks,
-                   Record<A>* __restrict__ records, const MsDeformAttnProblem problem, int64_t head_slots,
-                   int point_bits, uint32_t pieces) {
+                   const int32_t* __restrict__ ranks, Record<A>* __restrict__ records,
+                   const MsDeformAttnProblem problem, int64_t head_slots, int point_bits) {
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
   load_plan(plan, static_cast<int>(problem.L), table);
-  auto* places = reinterpret_cast<int32_t*>(table + problem.L);  // [head_slots], if IN_SHARED
-  const uint32_t head = blockIdx.x / pieces,
-                 piece = blockIdx.x % pieces;  // keeps the records being written in the cache
-  const int32_t* of_head = starts + head * head_slots;
-  if constexpr (IN_SHARED) {
-    const int32_t* mine = before + blockIdx.x * head_slots;
-    for (int i = threadIdx.x; i < head_slots; i += kPieceThreads) places[i] = of_head[i] + mine[i];
-    __syncthreads();  // the places are known
-  }
-  const uint32_t K = problem.K;
-  constexpr int kTurns = turns_of<A, Source, IN_SHARED>();
-  for (SampleWalk<kTurns> walk(problem, K, head, piece, pieces); walk.more(); walk.next()) {
-    int l = 0;
-    for (uint32_t k = walk.k_first; k < K; k += walk.k_step) {
-      while (k >= static_cast<uint32_t>(table[l].level.end)) ++l;
-      const LevelPlan& at = table[l];
-      const uint32_t p = k - at.first_point;
-      typename Source::Raw raw[kTurns];
-      typename Source::Row row[kTurns];
-      A x[kTurns], y[kTurns];
-      int32_t place[kTurns];  // within the level; -1: the sample does not count
+  const uint32_t K = problem.K, Q = problem.Q;
+  const SampleWalk walk(problem, K, true);  // keeps the records being written in the cache
+  if (walk.idle) return;
+  int l = 0;
+  for (uint32_t k = walk.k_first; k < K; k += walk.k_step) {
+    while (k >= static_cast<uint32_t>(table[l].level.end)) ++l;
+    const LevelPlan& at = table[l];
+    const uint32_t p = k - at.first_point;
+    typename Source::Raw raw[kTurns];
+    typename Source::Row row[kTurns];
+    A x[kTurns], y[kTurns];
+    int32_t rank[kTurns], start[kTurns];
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) {
-        const int64_t index = walk.row(t) * K + k;
-        place[t] = -1;
-        if (walk.has(t)) {
-          if constexpr (!IN_SHARED) place[t] = ranks[index];
-          raw[t] = source.fetch_position(index, walk.query_level(t, problem.L, l));
-          source.fetch_weight(index, raw[t]);
-          row[t] = source.row_at(walk.row(t));
-        }
+    for (int t = 0; t < kTurns; ++t) {
+      const int64_t index = walk.row(t) * K + k;
+      rank[t] = -1;
+      if (walk.q(t) < Q) {
+        rank[t] = ranks[index];
+        raw[t] = source.fetch_position(index, walk.query_level(t, problem.L, l));
+        source.fetch_weight(index, raw[t]);
+        row[t] = source.row_at(walk.row(t));
       }
+    }
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) {
-        if (IN_SHARED ? !walk.has(t) || at.level.H == 0 : place[t] < 0) continue;
-        source.position(raw[t], at.level, at.points, x[t], y[t]);
-        if constexpr (IN_SHARED) {
-          Bilinear<A> unused;
-          if (locate(x[t], y[t], at.level.H, at.level.W, unused)) {
-            place[t] = atomicAdd(places + at.first_slot + cell_of(x[t], y[t], at.level), 1);
-          }
-        } else {
-          place[t] += of_head[at.first_slot + cell_of(x[t], y[t], at.level)];
-        }
-      }
+    for (int t = 0; t < kTurns; ++t) {
+      if (rank[t] < 0) continue;
+      source.position(raw[t], at.level, at.points, x[t], y[t]);
+      start[t] = starts[walk.head * head_slots + at.first_slot + cell_of(x[t], y[t], at.level)];
+    }
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) {
-        if (place[t] < 0) continue;
-        records[(static_cast<int64_t>(head) * K + at.first_point) * problem.Q + place[t]] = {
-            static_cast<int32_t>((walk.q(t) << point_bits) | p), x[t] - floor(x[t]), y[t] - floor(y[t]),
-            source.weight(raw[t], row[t])};
-      }
+    for (int t = 0; t < kTurns; ++t) {
+      if (rank[t] < 0) continue;
+      records[(static_cast<int64_t>(walk.head) * K + at.first_point) * Q + start[t] + rank[t]] = {
+          static_cast<int32_t>((walk.q(t) << point_bits) | p), x[t] - floor(x[t]), y[t] - floor(y[t]),
+          source.weight(raw[t], row[t])};
     }
   }
 }
@@ -1728,27 +1657,32 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
                             static_cast<uint32_t>(problem.G * problem.C * sizeof(T)),
                             head_bits};
       };
-      // Returns false for rows too long for the lists in shared memory.
+      // Returns false for rows too long for the lists in shared memory, and for those read one value at a time, of
+      // which a block's heads may be more than a warp has groups.
       const auto run_pyramid = [&](int head_bits) {
-        const ForwardSizes sizes = sizes_of(head_bits);
-        const int64_t total = int64_t{sizes.heads} * sizes.slices * problem.Q;
-        const int64_t waves = ceil_div(total, int64_t{sms} * kBlockQueries), share = ceil_div(total, waves * sms);
-        const size_t shared = PyramidWalk<A, kLanes>::kWarpBytes * (kForwardThreads / 32) +
-                              sizeof(Level) * (problem.L + problem.K) +
-                              sizeof(int32_t) * (share + kMaxRegions + 1 + problem.L * kMaxEdges);
-        if (shared > kPyramidShared) return false;
-        const auto start = [&](auto kernel) {
-          allow_shared(kernel, shared);
-          kernel<<<grid_size(ceil_div(total, share)), kForwardThreads, shared, stream>>>(
-              static_cast<const T*>(value.const_data_ptr()), levels, source, static_cast<T*>(output.mutable_data_ptr()),
-              sizes, static_cast<uint32_t>(share));
-        };
-        if (points_divide(levels, problem, 4)) {
-          start(pyramid_kernel<T, A, Source, kVec, kLanes, false>);
+        if constexpr (kVec == 1) {
+          return false;
         } else {
-          start(pyramid_kernel<T, A, Source, kVec, kLanes, true>);
+          const ForwardSizes sizes = sizes_of(head_bits);
+          const int64_t total = int64_t{sizes.heads} * sizes.slices * problem.Q;
+          const int64_t waves = ceil_div(total, int64_t{sms} * kBlockQueries), share = ceil_div(total, waves * sms);
+          const size_t shared = PyramidWalk<A, kLanes>::kWarpBytes * (kForwardThreads / 32) +
+                                sizeof(Level) * (problem.L + problem.K) +
+                                sizeof(int32_t) * (share + kMaxRegions + 1 + problem.L * kMaxEdges);
+          if (shared > kPyramidShared) return false;
+          const auto start = [&](auto kernel) {
+            allow_shared(kernel, shared);
+            kernel<<<grid_size(ceil_div(total, share)), kForwardThreads, shared, stream>>>(
+                static_cast<const T*>(value.const_data_ptr()), levels, source,
+                static_cast<T*>(output.mutable_data_ptr()), sizes, static_cast<uint32_t>(share));
+          };
+          if (points_divide(levels, problem, 4)) {
+            start(pyramid_kernel<T, A, Source, kVec, kLanes, false>);
+          } else {
+            start(pyramid_kernel<T, A, Source, kVec, kLanes, true>);
+          }
+          return true;
         }
-        return true;
       };
       const auto run = [&](auto kernel, auto walk, int rows, int threads, int head_bits) {
         using W = decltype(walk);
@@ -1840,14 +1774,6 @@ void backward_direct(const MsDeformAttnProblem& problem, const Tensor& grad_outp
   if (sum_type != value.scalar_type()) copy_(grad_value, sums);
 }
 
-// Blocks that share a head's samples, one a multiprocessor, so that few of the last ones idle.
-int64_t pieces_of(int64_t heads, int64_t sms) {
-  int64_t pieces = std::max<int64_t>(1, sms / heads);
-  const auto busy = [&] { return 1.0 * heads * pieces / (ceil_div(heads * pieces, sms) * sms); };
-  for (int more = 0; more < 8 && busy() < 0.85; ++more) ++pieces;
-  return pieces;
-}
-
 // Fills grad_value and the samples' gradients, none of which is empty. make_grads(A{}) gives the latter's place.
 template <typename MakeSource, typename MakeGrads>
 void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value, const Levels& levels,
@@ -1882,14 +1808,8 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
     tiles = ceil_div(problem.S, 64) + L;   // only the device knows: a block takes further ones
   }
   const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
-  // Counters in shared memory where a head's fit there: 4.6 million atomics in the second-level cache take 84 us.
-  const size_t table_bytes = sizeof(LevelPlan) * L, shared_bytes = table_bytes + sizeof(int32_t) * head_slots;
-  const bool in_shared = problem.levels_on_host && shared_bytes <= kPieceShared;
-  const int64_t pieces = in_shared ? pieces_of(heads, sms) : 0;
-  Tensor starts = in_shared ? new_empty(value, {heads * head_slots}, ScalarType::Int)
-                            : new_zeros(value, {heads * head_slots}, ScalarType::Int);
-  // Of each block and cell, or of each sample.
-  Tensor ranks = new_empty(value, {in_shared ? heads * pieces * head_slots : samples}, ScalarType::Int);
+  Tensor starts = new_zeros(value, {heads * head_slots}, ScalarType::Int);
+  Tensor ranks = new_empty(value, {samples}, ScalarType::Int);
   zero_kernel<<<sms * 2, 256, 0, stream>>>(plan, static_cast<char*>(grad_value.mutable_data_ptr()),
                                            grad_value.numel() * static_cast<int64_t>(grad_value.element_size()));
 
@@ -1904,28 +1824,15 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
     auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
     auto* rank_data = static_cast<int32_t*>(ranks.mutable_data_ptr());
 
-    const auto sort = [&](auto counts_in_shared) {
-      constexpr bool kInShared = decltype(counts_in_shared)::value;
-      const int64_t K = problem.K, rows = K <= kSampleThreads ? kSampleThreads / K : 1;
-      const auto parts = static_cast<uint32_t>(kInShared ? pieces : ceil_div(problem.Q, rows * kTurns));
-      const unsigned blocks = grid_size(heads * parts);
-      const int threads = kInShared ? kPieceThreads : kSampleThreads;
-      const size_t shared = kInShared ? shared_bytes : table_bytes;
-      const auto count = count_kernel<A, Source, kInShared>;
-      const auto scatter = scatter_kernel<A, Source, kInShared>;
-      allow_shared(count, shared), allow_shared(scatter, shared);
-      count<<<blocks, threads, shared, stream>>>(plan, source, kInShared ? rank_data : start_data, rank_data, grads,
-                                                 problem, head_slots, parts);
-      if (kInShared) {
-        merge_kernel<<<grid_size(ceil_div(heads * head_slots, kSampleThreads)), kSampleThreads, 0, stream>>>(
-            rank_data, start_data, heads, head_slots, static_cast<int>(pieces));
-      }
-      scan_kernel<<<grid_size(heads * L), kScanThreads, 0, stream>>>(plan, start_data, L, head_slots);
-      scatter<<<blocks, threads, shared, stream>>>(plan, source, start_data, rank_data, rank_data,
-                                                   static_cast<Record<A>*>(records.mutable_data_ptr()), problem,
-                                                   head_slots, point_bits, parts);
-    };
-    in_shared ? sort(std::true_type{}) : sort(std::false_type{});
+    const int64_t K = problem.K, rows = K <= kSampleThreads ? kSampleThreads / K : 1;
+    const unsigned sample_blocks = grid_size(heads * ceil_div(problem.Q, rows * kTurns));
+    const size_t table_bytes = sizeof(LevelPlan) * L;
+    count_kernel<A, Source><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(plan, source, start_data, rank_data,
+                                                                                    grads, problem, head_slots);
+    scan_kernel<<<grid_size(heads * L), kScanThreads, 0, stream>>>(plan, start_data, L, head_slots);
+    scatter_kernel<A, Source><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(
+        plan, source, start_data, rank_data, static_cast<Record<A>*>(records.mutable_data_ptr()), problem, head_slots,
+        point_bits);
     if (deterministic) {
       Tensor ordered = new_empty(value, {record_bytes}, ScalarType::Byte);
       // A few cells a warp at the least.
