@@ -102,14 +102,15 @@ struct GivenSamples {
   __device__ __forceinline__ GivenSamples of_image(int64_t, int64_t image_samples) const {
     return {locations + 2 * image_samples, weights + image_samples};
   }
-  template <typename Index>
+  template <bool ONCE = false, typename Index>
   __device__ __forceinline__ Raw fetch_position(Index index, Index /*query_level*/) const {
-    const Pack<A, 2> location = load_once(reinterpret_cast<const Pack<A, 2>*>(locations) + index);
+    const auto* from = reinterpret_cast<const Pack<A, 2>*>(locations) + index;
+    const Pack<A, 2> location = ONCE ? load_once(from) : *from;
     return {location.at[0], location.at[1], A(0)};
   }
-  template <typename Index>
+  template <bool ONCE = false, typename Index>
   __device__ __forceinline__ void fetch_weight(Index index, Raw& raw) const {
-    raw.weight = load_once(weights + index);
+    raw.weight = ONCE ? load_once(weights + index) : weights[index];
   }
   __device__ __forceinline__ void position(const Raw& raw, const Level& level, int /*points*/, A& x, A& y) const {
     x = fma(raw.x, A(level.W), A(-0.5)), y = fma(raw.y, A(level.H), A(-0.5));
@@ -149,7 +150,7 @@ struct FusedSamples {
     image.offsets += image_samples * 2 * element(), image.logits += image_samples * element();
     return image;
   }
-  template <typename Index>
+  template <bool ONCE = false, typename Index>
   __device__ __forceinline__ Raw fetch_position(Index index, Index query_level) const {
     Raw raw = {};
     if (wide) {
@@ -167,7 +168,7 @@ struct FusedSamples {
     }
     return raw;
   }
-  template <typename Index>
+  template <bool ONCE = false, typename Index>
   __device__ __forceinline__ void fetch_weight(Index index, Raw& raw) const {
     if (wide) {
       raw.weight = reinterpret_cast<const A*>(logits)[index];
@@ -602,8 +603,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
         raw[i] = {};
         if (query == kNone || k >= K) continue;
         const uint32_t index = (query * G + first_g + (row_of(i) & head_mask)) * K + k;
-        raw[i] = image.fetch_position(index, query * L + (Source::kNeedsLevel ? of_sample[k].end : 0));
-        image.fetch_weight(index, raw[i]);
+        raw[i] = image.template fetch_position<true>(index, query * L + (Source::kNeedsLevel ? of_sample[k].end : 0));
+        image.template fetch_weight<true>(index, raw[i]);
       }
     };
     const uint32_t turns = (count + queries - 1) / queries;
