@@ -118,22 +118,73 @@ def test_matches_reference(name, dtype, device, deterministic):
     assert [grad.dtype for grad in grads] == [case[0].dtype, case[3].dtype, case[4].dtype]
 
 
-# Enough rows that a CUDA launch gives none of them more than one group of threads: an encoder's own queries, numbers of
-# points and channels that are no multiples of what a group takes, and rows wider than it takes at once.
+# Enough rows that a CUDA launch gives none of them more than one group of threads: an encoder's own queries (more
+# regions and heads than a block owns; a map narrower than a region), numbers of points and channels that are no
+# multiples of what a group takes, and rows wider than it takes at once.
 MANY_ROWS = {
     "pyramid": (17, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
+    "pyramid-three-points": (17, 265, 8, 20, 3, [(17, 15), (1, 7), (3, 1)]),
+    "pyramid-thirty-samples": (17, 265, 8, 30, 10, [(17, 15), (1, 7), (3, 1)]),
+    "pyramid-three-channels": (17, 265, 8, 3, 4, [(17, 15), (1, 7), (3, 1)]),
+    "pyramid-wide": (17, 54, 8, 300, 4, [(6, 8), (2, 3)]),
+    "pyramid-regions": (9, 1712, 16, 8, 4, [(40, 34), (20, 17), (4, 3)]),
     "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
     "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
 }
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MANY_ROWS)
 def test_many_rows_match_reference(name, dtype, device):
     case = make_case(*MANY_ROWS[name], dtype=dtype, device=device)
     exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
     assert relative_error(output_of(case), ms_deform_attn_reference(*exact)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_encoders_queries_with_other_levels(device):
+    """The levels on the device, and levels that share rows, so that the queries are no texels of theirs."""
+    value, shapes, starts, locations, weights = make_case(
+        *MANY_ROWS["pyramid"], dtype=torch.float32, device=device
+    )
+    expected = ms_deform_attn(value, shapes, starts, locations, weights)
+    assert torch.equal(
+        ms_deform_attn(value, shapes.to(device), starts.to(device), locations, weights), expected
+    )
+    shared = torch.tensor([0, 3, 200])
+    exact = [tensor.double().cpu() for tensor in (value, locations, weights)]
+    reference = ms_deform_attn_reference(exact[0], shapes, shared, *exact[1:])
+    for level_shapes, level_starts in ((shapes, shared), (shapes.to(device), shared.to(device))):
+        output = ms_deform_attn(value, level_shapes, level_starts, locations, weights)
+        assert relative_error(output, reference) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_an_encoders_position_that_is_no_number_contributes_nothing(bad, device):
+    value, shapes, starts, locations, weights = make_case(
+        *MANY_ROWS["pyramid"], dtype=torch.float32, device=device
+    )
+    without = weights.clone()
+    without[:, ::3, :, 0, 1] = 0
+    locations[:, ::3, :, 0, 1, 1] = bad
+    weights[:, ::3, :, 0, 1] = math.nan
+    assert torch.equal(
+        ms_deform_attn(value, shapes, starts, locations, weights),
+        ms_deform_attn(value, shapes, starts, locations.nan_to_num(0.5, 0.5), without),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_more_cells_than_counters_in_shared_memory(device, deterministic):
+    case = make_case(1, 16000, 1, 4, 16, [(250, 240)], dtype=torch.float32, device=device)
+    grad_output = torch.randn(1, 16000, 4, generator=torch.Generator().manual_seed(1))
+    _, grads = gradients(ms_deform_attn, case, grad_output.to(device))
+    exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
+    _, expected = gradients(ms_deform_attn_reference, exact, grad_output.double())
+    for grad, wanted, tolerance in zip(grads, expected, (1e-4, 1e-4, 1e-4), strict=True):
+        assert relative_error(grad, wanted) < tolerance
 
 
 def test_golden_vectors():

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstring>
 #include <tuple>
 #include <type_traits>
 
@@ -66,6 +67,25 @@ __device__ __forceinline__ bool load_levels(const Levels& levels, int L, int64_t
   return __syncthreads_and(follow);
 }
 
+// Reads what is needed once, so that it takes no place in the first-level cache.
+template <typename V>
+__device__ __forceinline__ V load_once(const V* from) {
+  static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
+  uint32_t words[sizeof(V) / 4];
+  if constexpr (sizeof(V) == 4) {
+    asm volatile("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(words[0]) : "l"(from));
+  } else if constexpr (sizeof(V) == 8) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from));
+  }
+  V value;
+  memcpy(&value, words, sizeof(V));
+  return value;
+}
+
 // Where the samples come from. fetch() only loads, so that the loads of the next samples are in flight while the
 // current ones are summed; position() and weight() then do the arithmetic. of_image() moves to one batch entry.
 template <typename A>
@@ -82,14 +102,15 @@ struct GivenSamples {
   __device__ __forceinline__ GivenSamples of_image(int64_t, int64_t image_samples) const {
     return {locations + 2 * image_samples, weights + image_samples};
   }
-  template <typename Index>
+  template <bool ONCE = false, typename Index>
   __device__ __forceinline__ Raw fetch_position(Index index, Index /*query_level*/) const {
-    const Pack<A, 2> location = reinterpret_cast<const Pack<A, 2>*>(locations)[index];
+    const auto* from = reinterpret_cast<const Pack<A, 2>*>(locations) + index;
+    const Pack<A, 2> location = ONCE ? load_once(from) : *from;
     return {location.at[0], location.at[1], A(0)};
   }
-  template <typename Index>
+  template <bool ONCE = false, typename Index>
   __device__ __forceinline__ void fetch_weight(Index index, Raw& raw) const {
-    raw.weight = weights[index];
+    raw.weight = ONCE ? load_once(weights + index) : weights[index];
   }
   __device__ __forceinline__ void position(const Raw& raw, const Level& level, int /*points*/, A& x, A& y) const {
     x = fma(raw.x, A(level.W), A(-0.5)), y = fma(raw.y, A(level.H), A(-0.5));
@@ -129,7 +150,7 @@ struct FusedSamples {
     image.offsets += image_samples * 2 * element(), image.logits += image_samples * element();
     return image;
   }
-  template <typename Index>
+  template <bool ONCE = false, typename Index>
   __device__ __forceinline__ Raw fetch_position(Index index, Index query_level) const {
     Raw raw = {};
     if (wide) {
@@ -147,7 +168,7 @@ struct FusedSamples {
     }
     return raw;
   }
-  template <typename Index>
+  template <bool ONCE = false, typename Index>
   __device__ __forceinline__ void fetch_weight(Index index, Raw& raw) const {
     if (wide) {
       raw.weight = reinterpret_cast<const A*>(logits)[index];
@@ -440,7 +461,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
 // every level, and a block owns a run of queries in the order of regions: those at work at a time lie together on all
 // levels, and those that follow lie beside them, so the first-level cache keeps their windows of the map. It is the
 // path from that cache that bounds the kernel. LANES threads own a row, as above; a warp works on 32 / LANES rows at a
-// time and first computes kPass samples of each. MIXED: the samples of a level are no multiple of four.
+// time, those of a query's heads that share a line beside each other, and first computes kPass samples of each (read by
+// that warp alone). MIXED: the samples of a level are no multiple of four. Each output is written once.
 constexpr int kRegionHeight = 16, kRegionWidth = 8;  // texels of the largest level
 constexpr int kMaxRegions = 512, kMaxEdges = 128;    // in all; of a level
 constexpr int kBlockQueries = 4096;                  // at most: their list is in shared memory
@@ -506,6 +528,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
                    const ForwardSizes sizes, uint32_t share) {
   using Walk = PyramidWalk<A, LANES>;
   constexpr int kPass = Walk::kPass, kEach = Walk::kEach, kWarps = kForwardThreads / 32;
+  constexpr bool kAhead = kEach == 1 && !Source::kNeedsLevel;  // loads the next samples early; others would spill
   constexpr uint32_t kNone = 0xffffffffu;
   extern __shared__ __align__(16) char shared[];
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -580,12 +603,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
         raw[i] = {};
         if (query == kNone || k >= K) continue;
         const uint32_t index = (query * G + first_g + (row_of(i) & head_mask)) * K + k;
-        raw[i] = image.fetch_position(index, query * L + (Source::kNeedsLevel ? of_sample[k].end : 0));
-        image.fetch_weight(index, raw[i]);
+        raw[i] = image.template fetch_position<true>(index, query * L + (Source::kNeedsLevel ? of_sample[k].end : 0));
+        image.template fetch_weight<true>(index, raw[i]);
       }
     };
     const uint32_t turns = (count + queries - 1) / queries;
-    fetch(warp, k_in_pass);
+    if (kAhead) fetch(warp, k_in_pass);
 #pragma unroll 1
     for (uint32_t turn = warp; turn < turns; turn += kWarps) {
       typename Source::Row softmax[kEach];
@@ -600,9 +623,13 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       A sum[VEC] = {};
 #pragma unroll 1
       for (int k0 = 0; k0 < K; k0 += kPass) {
-        const int k = k0 + k_in_pass, l = of_sample[min(k, K - 1)].end;
-        const Level level = table[l];
-        const int points = level.end - (Source::kNeedsLevel && l > 0 ? table[l - 1].end : 0);
+        const int k = k0 + k_in_pass;
+        const Level level = of_sample[min(k, K - 1)];
+        int points = 0;
+        if constexpr (Source::kNeedsLevel) {
+          points = table[level.end].end - (level.end > 0 ? table[level.end - 1].end : 0);
+        }
+        if (!kAhead) fetch(turn, k);
         __syncwarp();  // the previous samples have been read
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
@@ -611,7 +638,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
         }
         __syncwarp();  // these samples are complete
         const bool is_last = k0 + kPass >= K;
-        fetch(is_last ? turn + kWarps : turn, is_last ? k_in_pass : k + kPass);
+        if (kAhead) fetch(is_last ? turn + kWarps : turn, is_last ? k_in_pass : k + kPass);
         constexpr int kSame = MIXED ? 1 : 4;  // samples that lie on one level
         const auto* samples = reinterpret_cast<const Sample<A>*>(my_samples + row * Walk::kRowBytes);
 #pragma unroll
@@ -1631,27 +1658,32 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
                             static_cast<uint32_t>(problem.G * problem.C * sizeof(T)),
                             head_bits};
       };
-      // Returns false for rows too long for the lists in shared memory.
+      // Returns false for rows too long for the lists in shared memory, and for those read one value at a time, of
+      // which a block's heads may be more than a warp has groups.
       const auto run_pyramid = [&](int head_bits) {
-        const ForwardSizes sizes = sizes_of(head_bits);
-        const int64_t total = int64_t{sizes.heads} * sizes.slices * problem.Q;
-        const int64_t waves = ceil_div(total, int64_t{sms} * kBlockQueries), share = ceil_div(total, waves * sms);
-        const size_t shared = PyramidWalk<A, kLanes>::kWarpBytes * (kForwardThreads / 32) +
-                              sizeof(Level) * (problem.L + problem.K) +
-                              sizeof(int32_t) * (share + kMaxRegions + 1 + problem.L * kMaxEdges);
-        if (shared > kPyramidShared) return false;
-        const auto start = [&](auto kernel) {
-          allow_shared(kernel, shared);
-          kernel<<<grid_size(ceil_div(total, share)), kForwardThreads, shared, stream>>>(
-              static_cast<const T*>(value.const_data_ptr()), levels, source, static_cast<T*>(output.mutable_data_ptr()),
-              sizes, static_cast<uint32_t>(share));
-        };
-        if (points_divide(levels, problem, 4)) {
-          start(pyramid_kernel<T, A, Source, kVec, kLanes, false>);
+        if constexpr (kVec == 1) {
+          return false;
         } else {
-          start(pyramid_kernel<T, A, Source, kVec, kLanes, true>);
+          const ForwardSizes sizes = sizes_of(head_bits);
+          const int64_t total = int64_t{sizes.heads} * sizes.slices * problem.Q;
+          const int64_t waves = ceil_div(total, int64_t{sms} * kBlockQueries), share = ceil_div(total, waves * sms);
+          const size_t shared = PyramidWalk<A, kLanes>::kWarpBytes * (kForwardThreads / 32) +
+                                sizeof(Level) * (problem.L + problem.K) +
+                                sizeof(int32_t) * (share + kMaxRegions + 1 + problem.L * kMaxEdges);
+          if (shared > kPyramidShared) return false;
+          const auto start = [&](auto kernel) {
+            allow_shared(kernel, shared);
+            kernel<<<grid_size(ceil_div(total, share)), kForwardThreads, shared, stream>>>(
+                static_cast<const T*>(value.const_data_ptr()), levels, source,
+                static_cast<T*>(output.mutable_data_ptr()), sizes, static_cast<uint32_t>(share));
+          };
+          if (points_divide(levels, problem, 4)) {
+            start(pyramid_kernel<T, A, Source, kVec, kLanes, false>);
+          } else {
+            start(pyramid_kernel<T, A, Source, kVec, kLanes, true>);
+          }
+          return true;
         }
-        return true;
       };
       const auto run = [&](auto kernel, auto walk, int rows, int threads, int head_bits) {
         using W = decltype(walk);
