@@ -69,7 +69,7 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
 def _operators(info: dict) -> list[str]:
     from visdet import ops
 
-    lines = [f"  {'operator':24} {'cpu':22} {'cuda':22} other devices"]
+    lines = [f"  {'operator':30} {'cpu':22} {'cuda':22} other devices"]
     for name in ops.__all__:
         function = getattr(ops, name)
         is_operator = inspect.isfunction(function) and hasattr(ops, f"{name}_reference")
@@ -77,7 +77,7 @@ def _operators(info: dict) -> list[str]:
             continue
         cpu = "visdet (C++)" if info["cpu"]["loaded"] else "none: not built"
         cuda = "visdet (CUDA)" if info["cuda"]["loaded"] else "none: not built"
-        lines.append(f"  {name:24} {cpu:22} {cuda:22} plain torch")
+        lines.append(f"  {name:30} {cpu:22} {cuda:22} plain torch")
     return lines
 
 
