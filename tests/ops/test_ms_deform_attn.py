@@ -279,6 +279,18 @@ def test_no_levels(device):
     assert out.shape == (1, 3, 8) and (out == 0).all()
 
 
+@pytest.mark.cuda
+def test_no_levels_on_the_device_but_rows():
+    # The host cannot know that the levels cover no row; with Q = S this would be an encoder.
+    value = torch.ones(4, 3000, 2, 4, device="cuda")
+    shapes, starts = torch.zeros(0, 2, dtype=torch.int64).cuda(), torch.zeros(0, dtype=torch.int64).cuda()
+    locations, weights = (
+        torch.ones(4, 3000, 2, 0, 4, 2, device="cuda"),
+        torch.ones(4, 3000, 2, 0, 4, device="cuda"),
+    )
+    assert (ms_deform_attn(value, shapes, starts, locations, weights) == 0).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_non_contiguous_inputs(dtype, device, deterministic):

@@ -1721,7 +1721,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
                problem.G % (int64_t{2} << head_bits) == 0) {
           ++head_bits;
         }
-        if (problem.Q == problem.S && run_pyramid(head_bits)) return;
+        if (problem.Q == problem.S && problem.L > 0 && run_pyramid(head_bits)) return;
         // Two rows a group, in passes of four samples that keep to one level, unless these would be padded. In 16 bit,
         // where queries share nothing, more warps win (48 images: 490 against 515 us; a decoder of 4000: 30 against
         // 28).
