@@ -16,9 +16,11 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items):
-    """Skip the tests that need a CUDA device where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Skip the tests that need a CUDA device, or several (``pytest.mark.cuda(devices=2)``), where there are fewer."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if item.get_closest_marker("cuda"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        marker = item.get_closest_marker("cuda")
+        needed = marker.kwargs.get("devices", 1) if marker else 0
+        if found < needed:
+            reason = "needs a CUDA device" if needed == 1 else f"needs {needed} CUDA devices"
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -28,8 +28,7 @@ def results(case, device):
     return [tensor.detach().cpu() for tensor in (output, *grads)]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.cuda(devices=2)
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.op)
 def test_second_gpu_while_the_first_is_current(case):
     assert torch.cuda.current_device() == 0

@@ -177,14 +177,14 @@ def test_an_encoders_position_that_is_no_number_contributes_nothing(bad, device)
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_more_cells_than_counters_in_shared_memory(device, deterministic):
+def test_gradients_of_a_large_map_with_few_samples_a_cell(device, deterministic):
     case = make_case(1, 16000, 1, 4, 16, [(250, 240)], dtype=torch.float32, device=device)
     grad_output = torch.randn(1, 16000, 4, generator=torch.Generator().manual_seed(1))
     _, grads = gradients(ms_deform_attn, case, grad_output.to(device))
     exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
     _, expected = gradients(ms_deform_attn_reference, exact, grad_output.double())
-    for grad, wanted, tolerance in zip(grads, expected, (1e-4, 1e-4, 1e-4), strict=True):
-        assert relative_error(grad, wanted) < tolerance
+    for grad, wanted in zip(grads, expected, strict=True):
+        assert relative_error(grad, wanted) < 1e-4  # of a position on 250 texels; float32 rounds it
 
 
 def test_golden_vectors():
@@ -696,8 +696,7 @@ def test_cuda_size_limit_of_the_backward():
         )
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.cuda(devices=2)
 def test_second_gpu_while_the_first_is_current():
     case = make_case(*CASES["B3-Q17-G8-C32-P4-L4"], dtype=torch.float32)
     grad_output = torch.ones(3, 17, 256)

@@ -20,9 +20,6 @@ SMALL = (
 )
 
 
-NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-
-
 def volume_options(path):
     return [f"{part}_dataloader.dataset.path={path}" for part in ("train", "val", "test")]
 
@@ -85,7 +82,7 @@ def test_fits_point_samples(monkeypatch, capsys, tmp_path):
     "one_device, two_devices",
     [
         pytest.param("", "", id="cpu"),
-        pytest.param("0", "0,1", id="cuda", marks=[pytest.mark.cuda, NEEDS_TWO_GPUS]),
+        pytest.param("0", "0,1", id="cuda", marks=[pytest.mark.cuda(devices=2)]),
     ],
 )
 def test_processes_share_the_points_and_reach_the_same_field(tmp_path, volume, one_device, two_devices):
