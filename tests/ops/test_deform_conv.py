@@ -206,19 +206,25 @@ def test_export_and_compile(modulated):
         torch.testing.assert_close(*grads)
 
 
+def on(device, is_ordered, function, tensors, settings):
+    """Return output and gradients on a device, with deterministic algorithms where ``is_ordered``, on the CPU."""
+    leaves = [t.detach().to(device).requires_grad_() for t in tensors]
+    torch.use_deterministic_algorithms(is_ordered)
+    try:
+        out = function(*leaves, *settings)
+        grads = torch.autograd.grad(out.square().sum(), leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [t.detach().cpu() for t in (out, *grads)]
+
+
 @pytest.mark.cuda
 def test_cuda_agrees_with_the_cpu_and_is_deterministic_on_demand():
     tensors, settings = arguments()
-    results = []
-    for device, is_ordered in (("cpu", False), ("cuda", False), ("cuda", True), ("cuda", True)):
-        leaves = [t.detach().to(device).requires_grad_() for t in tensors]
-        torch.use_deterministic_algorithms(is_ordered)
-        try:
-            out = modulated_deform_conv2d(*leaves, *settings, 2, 2)
-            grads = torch.autograd.grad(out.square().sum(), leaves)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        results.append([t.detach().cpu() for t in (out, *grads)])
+    results = [
+        on(device, is_ordered, modulated_deform_conv2d, tensors, (*settings, 2, 2))
+        for device, is_ordered in (("cpu", False), ("cuda", False), ("cuda", True), ("cuda", True))
+    ]
     for result in results[1:]:
         for found, wanted in zip(result, results[0], strict=True):
             torch.testing.assert_close(found, wanted)
@@ -232,20 +238,15 @@ def test_zero_offsets_on_cuda_follow_the_cpu(modulated, is_ordered, backend):
     """Where packs start every tap of the padding is at exactly -1; deterministic gradients come from plain torch."""
     (x, _, _, weight, bias), _ = arguments()
     zeros, mask = x.new_zeros(2, 24, 6, 8), torch.rand(2, 12, 6, 8).to(x)
-    tensors = [x, zeros, mask, weight, bias]
-    settings = (1, 1, 1, 2, 2)
-    results = []
-    for device in ("cpu", "cuda", "cuda"):
-        leaves = [t.detach().to(device).requires_grad_() for t in tensors]
-        if not modulated:
-            leaves = [leaves[i] for i in (0, 1, 3)]
-        torch.use_deterministic_algorithms(is_ordered and device == "cuda")
-        try:
-            out = (modulated_deform_conv2d if modulated else deform_conv2d)(*leaves, *settings)
-            grads = torch.autograd.grad(out.square().sum(), leaves)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        results.append([t.detach().cpu() for t in (out, *grads)])
+    function, tensors = (
+        (modulated_deform_conv2d, (x, zeros, mask, weight, bias))
+        if modulated
+        else (deform_conv2d, (x, zeros, weight))
+    )
+    results = [
+        on(device, is_ordered and device == "cuda", function, tensors, (1, 1, 1, 2, 2))
+        for device in ("cpu", "cuda", "cuda")
+    ]
     for result in results[1:]:
         for found, wanted in zip(result, results[0], strict=True):
             torch.testing.assert_close(found, wanted)
