@@ -1721,6 +1721,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
                problem.G % (int64_t{2} << head_bits) == 0) {
           ++head_bits;
         }
+        // An encoder: 126 us in the order of regions, 150 in that of queries (bfloat16 96, 110).
         if (problem.Q == problem.S && problem.L > 0 && run_pyramid(head_bits)) return;
         // Two rows a group, in passes of four samples that keep to one level, unless these would be padded. In 16 bit,
         // where queries share nothing, more warps win (48 images: 490 against 515 us; a decoder of 4000: 30 against
