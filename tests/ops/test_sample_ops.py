@@ -17,6 +17,8 @@ SIZES = {  # B C H W Q D G octaves
     "wide": (2, 140, 16, 20, 5, 150, 4, 6),
     "one-group": (1, 1025, 3, 4, 2, 3, 1, 1),
     "many-groups": (1, 24, 6, 6, 3, 4, 11, 4),
+    "two-packs": (2, 200, 6, 8, 3, 40, 3, 2),  # of channels a lane, on CUDA
+    "rows-read-again": (2, 324, 4, 6, 3, 9, 2, 3),  # for every sample: too many channels for registers
 }
 OPS = {"sum": (sample_sum, sample_sum_reference), "dot": (sample_dot, sample_dot_reference)}
 
