@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "../common/bilinear.h"
+#include "../common/block_scan.cuh"
 #include "../common/cuda_utils.cuh"
 #include "../common/order_records.cuh"
 #include "../ms_deform_attn.h"
@@ -869,44 +870,11 @@ __global__ void __launch_bounds__(kSampleThreads)
 // counts -> starts, in place: one block a (batch, head, level).
 __global__ void __launch_bounds__(kScanThreads)
     scan_kernel(const LevelPlan* __restrict__ plan, int32_t* __restrict__ counts, int L, int64_t head_slots) {
-  constexpr int kEach = 4;
-  __shared__ int32_t warp_sums[kScanThreads / 32];
-  const int l = blockIdx.x % L, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int l = blockIdx.x % L;
   const int64_t cells = cells_of(plan[l].level.H, plan[l].level.W);
   int32_t* mine = counts + static_cast<int64_t>(blockIdx.x / L) * head_slots + plan[l].first_slot;
-  int32_t carry = 0;
-  for (int64_t from = 0; from < cells; from += kScanThreads * kEach) {
-    int32_t count[kEach], total = 0;
-    const int64_t first = from + threadIdx.x * kEach;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) count[i] = first + i < cells ? mine[first + i] : 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) total += count[i];
-    int32_t inclusive = total;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if (lane >= step) inclusive += other;
-    }
-    if (lane == 31) warp_sums[warp] = inclusive;
-    __syncthreads();  // the warps' sums are complete
-    int32_t of_warp = warp_sums[lane];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(0xffffffffu, of_warp, step);
-      if (lane >= step) of_warp += other;
-    }
-    const int32_t before = __shfl_sync(0xffffffffu, of_warp, warp) - warp_sums[warp];
-    int32_t start = carry + before + inclusive - total;
-    carry += __shfl_sync(0xffffffffu, of_warp, 31);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (first + i < cells) mine[first + i] = start;
-      start += count[i];
-    }
-    __syncthreads();  // warp_sums may be written again
-  }
-  if (threadIdx.x == 0) mine[cells] = carry;
+  const int32_t total = place_counts<kScanThreads>(mine, mine, 0, cells, 0);
+  if (threadIdx.x == 0) mine[cells] = total;
 }
 
 template <typename A, typename Source>

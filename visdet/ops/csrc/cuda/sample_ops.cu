@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "../common/bilinear.h"
+#include "../common/block_scan.cuh"
 #include "../common/cuda_utils.cuh"
 #include "../common/order_records.cuh"
 #include "../sample_ops.h"
@@ -593,56 +594,20 @@ struct alignas(16) Record {
 
 constexpr int kSampleThreads = 256;
 
-// The sum of `value` over the earlier threads of the block, and over all of them. THREADS: a multiple of 32 up to 1024.
-template <int THREADS>
-__device__ __forceinline__ int32_t sum_before(int32_t value, int32_t& total) {
-  __shared__ int32_t warp_sums[THREADS / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto inclusive = [&](int32_t sum) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(kAll, sum, step);
-      if (lane >= step) sum += other;
-    }
-    return sum;
-  };
-  const int32_t in_warp = inclusive(value);
-  if (lane == 31) warp_sums[warp] = in_warp;
-  __syncthreads();
-  const int32_t mine = lane < THREADS / 32 ? warp_sums[lane] : 0, of_warps = inclusive(mine);
-  total = __shfl_sync(kAll, of_warps, 31);
-  const int32_t before = __shfl_sync(kAll, of_warps - mine, warp);
-  __syncthreads();  // warp_sums may be written again
-  return before + in_warp - value;
-}
-
 // starts: of each cell, the records of its image's earlier cells. A block does a piece of an image, and first adds up
 // what is before it: the pieces are few.
 constexpr int kScanThreads = 1024;
-constexpr int kScanEach = 4;
 constexpr int kMostPieces = 16;
 
 __global__ void __launch_bounds__(kScanThreads)
     scan_kernel(const int32_t* __restrict__ counts, int32_t* __restrict__ starts, int64_t cells, int64_t piece) {
   counts += blockIdx.y * cells, starts += blockIdx.y * cells;
   const int64_t begin = blockIdx.x * piece, end = min(begin + piece, cells);
-  int32_t before = 0, carry, total;
+  int32_t before = 0, carry;
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < begin; i += kScanThreads) before += counts[i];
   sum_before<kScanThreads>(before, carry);
-  for (int64_t from = begin; from < end; from += kScanThreads * kScanEach) {
-    const int64_t first = from + threadIdx.x * kScanEach;
-    int32_t count[kScanEach], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kScanEach; ++i) sum += count[i] = first + i < end ? counts[first + i] : 0;
-    int32_t start = carry + sum_before<kScanThreads>(sum, total);
-    carry += total;
-#pragma unroll
-    for (int i = 0; i < kScanEach; ++i) {
-      if (first + i < end) starts[first + i] = start;
-      start += count[i];
-    }
-  }
+  place_counts<kScanThreads>(counts, starts, begin, end, carry);
 }
 
 template <typename A>
