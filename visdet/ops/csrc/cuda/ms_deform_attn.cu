@@ -362,17 +362,16 @@ __device__ __forceinline__ void add_sample(const Sample<A>& at, const char* cons
   }
 }
 
-// How a group of LANES * SPLIT threads walks the samples of its ROWS rows: kPass samples of kRowsAtOnce rows at a time,
-// of which each thread prepares EACH neighbouring ones. A pass of 4 * EACH keeps to one level.
-template <int LANES, int SPLIT, int ROWS, int EACH = 1>
+// How a group of LANES * SPLIT threads walks the samples of its ROWS rows: kPass samples of kRowsAtOnce rows at a time.
+// A pass of four keeps to one level.
+template <int LANES, int SPLIT, int ROWS>
 struct Walk {
   static constexpr int kGroup = LANES * SPLIT;
   static constexpr int kRowsAtOnce = least(ROWS, greatest(1, kGroup / 4));
-  static constexpr int kPass = EACH * greatest(4, kGroup / kRowsAtOnce);
-  static constexpr int kPreparers = kPass / EACH;     // threads that prepare a row's samples
+  static constexpr int kPass = greatest(4, kGroup / kRowsAtOnce);
   static constexpr int kBatch = kRowsAtOnce * kPass;  // samples whose metadata is in shared memory
-  static constexpr bool kMixed = kPass > 4 * EACH;    // a pass takes samples of several levels
-  static_assert(kBatch == kGroup * EACH && (EACH == 1 || (EACH == 2 && !kMixed)));
+  static constexpr bool kMixed = kPass > 4;           // a pass takes samples of several levels
+  static_assert(kBatch == kGroup, "each thread prepares one sample");
   template <typename A>
   static constexpr int group_bytes() {  // 16: neighbouring groups read from different banks
     return (sizeof(Sample<A>) + (kMixed ? sizeof(Steps) : 0)) * kBatch + 16;
@@ -388,11 +387,11 @@ struct ForwardSizes {
   int32_t head_bits;     // log2 of the heads of a block
 };
 
-template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT, int ROWS, int EACH = 1>
+template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT, int ROWS>
 __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registers
     forward_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
                    const ForwardSizes sizes) {
-  using W = Walk<LANES, SPLIT, ROWS, EACH>;
+  using W = Walk<LANES, SPLIT, ROWS>;
   constexpr bool kMixed = W::kMixed;
   extern __shared__ __align__(16) char shared[];
   const uint32_t task = blockIdx.y + blockIdx.z * 65535u, head_block = task / sizes.slices;
@@ -417,12 +416,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
   typename Source::Row row[kTurns];
 #pragma unroll
   for (int t = 0; t < kTurns; ++t) {
-    const int r = t * W::kRowsAtOnce + lane / W::kPreparers;
+    const int r = t * W::kRowsAtOnce + lane / W::kPass;
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * ROWS + r) * slots + slot;
     const uint32_t query = static_cast<uint32_t>(e);
     row_index[t] = e < sizes.Q ? query * G + g : kNone;
     query_levels[t] = query * L;
-    row[t] = image.row_of_lanes(e < sizes.Q, row_index[t] * K, K, lane % W::kPreparers, W::kPreparers);
+    row[t] = image.row_of_lanes(e < sizes.Q, row_index[t] * K, K, lane % W::kPass, W::kPass);
   }
 
   const int channel_lane = lane % LANES, part = lane / LANES;
@@ -432,25 +431,19 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
   const char* base =
       reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + (c < C ? c : 0));
   A sum[ROWS][VEC] = {};
-  const int k_in_pass = lane % W::kPreparers * EACH;
-  typename Source::Raw raw[EACH];
+  typename Source::Raw raw;
   int fetch_level = 0;
   const auto fetch = [&](int turn, int k) {
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) raw[i] = {};
+    raw = {};
     if (row_index[turn] == kNone || k >= K) return;
     if constexpr (Source::kNeedsLevel) {
       while (k >= table[fetch_level].end) ++fetch_level;
     }
     const uint32_t index = row_index[turn] * K + k;
-    if constexpr (EACH == 2) {
-      image.fetch_pair(index, query_levels[turn] + fetch_level, raw);
-    } else {
-      raw[0] = image.fetch_position(index, query_levels[turn] + fetch_level);
-      image.fetch_weight(index, raw[0]);
-    }
+    raw = image.fetch_position(index, query_levels[turn] + fetch_level);
+    image.fetch_weight(index, raw);
   };
-  fetch(0, k_in_pass);
+  fetch(0, lane % W::kPass);
   int l = 0, stop = 0;
   Level level = L > 0 ? table[0] : Level{};
   const auto find_level = [&](int k) {
@@ -459,25 +452,20 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
   if (!kMixed && K > 0) find_level(0);
 #pragma unroll 1
   for (int k0 = 0; k0 < K; k0 = stop) {
-    const int k = k0 + k_in_pass;  // the first sample of each row that this lane prepares
+    const int k = k0 + lane % W::kPass;  // the sample of each row that this lane prepares
     if (kMixed && k < K) find_level(k);
     stop = min(k0 + W::kPass, kMixed ? K : level.end);
     const Steps level_steps = Steps::of(level);
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
-      Sample<A> sample[EACH];
-#pragma unroll
-      for (int i = 0; i < EACH; ++i) {
-        sample[i] = make_sample<A>(image, raw[i], row[turn], level, level.end - (l > 0 ? table[l - 1].end : 0),
-                                   k + i < stop && row_index[turn] != kNone);
-      }
+      const Sample<A> sample = make_sample<A>(image, raw, row[turn], level, level.end - (l > 0 ? table[l - 1].end : 0),
+                                              k < stop && row_index[turn] != kNone);
       __syncwarp();  // the previous samples have been read
-#pragma unroll
-      for (int i = 0; i < EACH; ++i) my_samples[lane * EACH + i] = sample[i];
+      my_samples[lane] = sample;
       if constexpr (kMixed) my_steps[lane] = level_steps;
       __syncwarp();  // these samples are complete
       const bool is_last = turn + 1 == kTurns;
-      fetch(is_last ? 0 : turn + 1, is_last ? stop + k_in_pass : k);
+      fetch(is_last ? 0 : turn + 1, is_last ? stop + lane % W::kPass : k);
       if (!kMixed && is_last && stop < K) find_level(stop);
 #pragma unroll
       for (int r = 0; r < W::kRowsAtOnce; ++r) {
@@ -500,7 +488,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     constexpr unsigned kAll = 0xffffffffu;
-    const int from = r % W::kRowsAtOnce * W::kPreparers % W::kGroup;
+    const int from = r % W::kRowsAtOnce * W::kPass % W::kGroup;
     const uint32_t index = __shfl_sync(kAll, row_index[r / W::kRowsAtOnce], from, W::kGroup);
 #pragma unroll
     for (int step = LANES; step < W::kGroup; step *= 2) {
@@ -606,9 +594,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   using Walk = PyramidWalk<A, LANES>;
   constexpr int kPass = Walk::kPass, kEach = Walk::kEach, kWarps = kForwardThreads / 32;
   constexpr bool kPairs = kEach == 2 && !MIXED && sizeof(A) == 4;  // two samples by one load
-  // Whether the next samples are fetched while the current ones are summed. Two plain samples a lane do without: 94 us
-  // against 95 (bfloat16); the fused form gains, 155 to 150 us in float32, 137 to 126 in bfloat16.
-  constexpr bool kAhead = kEach == 1 || Source::kNeedsLevel;
+  constexpr bool kAhead = kEach == 1 && !Source::kNeedsLevel;      // loads the next samples early; others would spill
   constexpr uint32_t kNone = 0xffffffffu;
   extern __shared__ __align__(16) char shared[];
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -2000,21 +1986,21 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
                                                   static_cast<T*>(output.mutable_data_ptr()), sizes);
       };
       // Few queries (a decoder): one block a multiprocessor, so that a head's queries meet in one first-level cache,
-      // and as many threads a row as then fit the block.
+      // and as many threads a row as then fit the block. In 16 bit, blocks beyond 768 threads lose to rows less divided
+      // (Q=450: 6.3 us in four, 5.9 in two; Q=900: 9.0 in two, 8.6 whole; below that, Q=300: 4.8, 5.0, 6.8).
       const int64_t blocks_per_head = std::max<int64_t>(1, sms / heads);
       const int64_t rows = ceil_div(problem.Q, blocks_per_head);
       const auto threads = [&](int group) { return ceil_div(rows * group, 32) * 32; };
       constexpr int kSplit4 = least(4, greatest(1, 16 / kLanes)), kSplit2 = least(2, greatest(1, 8 / kLanes));
+      constexpr int kMostSplit = sizeof(T) == 2 ? 768 : kForwardThreads;
       const auto few = [&](auto split) {
         constexpr int kSplit = decltype(split)::value;
         run(forward_kernel<T, A, Source, kVec, kLanes, kSplit, 1>, Walk<kLanes, kSplit, 1>{}, 1,
             static_cast<int>(threads(kLanes * kSplit)), 0);
       };
-      // In two only where the block stays small: at Q=900 in bfloat16, 904 threads take 9.0 us, undivided rows 8.6.
-      constexpr int kHalvedThreads = 768;
-      if (threads(kLanes * kSplit4) <= kForwardThreads) {
+      if (threads(kLanes * kSplit4) <= kMostSplit) {
         few(std::integral_constant<int, kSplit4>{});
-      } else if (threads(kLanes * kSplit2) <= kHalvedThreads) {
+      } else if (threads(kLanes * kSplit2) <= kMostSplit) {
         few(std::integral_constant<int, kSplit2>{});
       } else if (threads(kLanes) <= kForwardThreads) {
         few(std::integral_constant<int, 1>{});
@@ -2033,12 +2019,6 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
         // 28).
         const bool by_four = Walk<kLanes, 1, 2>::kMixed || points_divide(levels, problem, 4);
         const bool two_rows = sizeof(T) > 2 || kLanes > 4;
-        if constexpr (sizeof(T) == 2 && kLanes == 4) {
-          // Eight samples of a level at a time: their locations by half as many requests to the first-level cache.
-          if (points_divide(levels, problem, 8)) {
-            return run(forward_kernel<T, A, Source, kVec, kLanes, 1, 1, 2>, Walk<kLanes, 1, 1, 2>{}, 1, 256, head_bits);
-          }
-        }
         if (by_four && two_rows) {
           run(forward_kernel<T, A, Source, kVec, kLanes, 1, 2>, Walk<kLanes, 1, 2>{}, 2, 512, head_bits);
         } else if (by_four) {
