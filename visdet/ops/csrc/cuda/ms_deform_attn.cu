@@ -733,7 +733,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // writes the samples' own gradients. No two threads write one address but count_kernel's integers. Their ranks are
 // the only thing that differs between runs: in deterministic mode order_kernel sorts the records of each cell by
 // sample. Scratch: 20 bytes a sample (36 with order_kernel), 4 a cell. Where samples are few, direct_kernel replaces
-// all of this.
+// all of this, and for an encoder pyramid_grad_kernel, but for deterministic mode.
 
 constexpr int kSampleThreads = 256;  // one thread a sample
 constexpr int kScanThreads = 1024;   // one block a (batch, head, level)
@@ -1527,6 +1527,24 @@ __device__ __forceinline__ Pack<float, 2> unmove(float x, int32_t size, float fi
   return {first, second};
 }
 
+// From the dots with the texels of its moved square.
+struct SampleGradient {
+  float weight, x, y;
+};
+__device__ __forceinline__ SampleGradient sample_gradient(const Pack<float, 4>& dots, float x, float y, float weight,
+                                                          const Level& level) {
+  const Pack<float, 2> upper = unmove(x, level.W, dots.at[0], dots.at[1]),
+                       lower = unmove(x, level.W, dots.at[2], dots.at[3]),
+                       left = unmove(y, level.H, upper.at[0], lower.at[0]),
+                       right = unmove(y, level.H, upper.at[1], lower.at[1]);
+  const float fx = x - floor(x), fy = y - floor(y);
+  const float top_x = right.at[0] - left.at[0], bottom_x = right.at[1] - left.at[1];
+  const float left_y = left.at[1] - left.at[0], right_y = right.at[1] - right.at[0];
+  const float top = left.at[0] + fx * top_x, bottom = left.at[1] + fx * bottom_x;
+  return {top + fy * (bottom - top), level.W * weight * (top_x + fy * (bottom_x - top_x)),
+          level.H * weight * (left_y + fx * (right_y - left_y))};
+}
+
 template <typename T, typename Source, int LANES>
 __global__ void __launch_bounds__(kChunkThreads, 2)
     pyramid_grad_kernel(const T* __restrict__ grad_output, const T* __restrict__ value,
@@ -1634,22 +1652,11 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
         if (!exists(j)) continue;
         const int64_t row = image_rows + row_of(j);
         const float weight = image.weight(raw[j], image.row_at(row));
-        float x, y, of_weight = level.H > 0 ? 0.f : quiet_nan<float>(), of_x = of_weight, of_y = of_weight;
-        if (position(j, x, y)) {
-          const Pack<float, 4> dots = samples[id_of(j)];
-          const Pack<float, 2> upper = unmove(x, level.W, dots.at[0], dots.at[1]),
-                               lower = unmove(x, level.W, dots.at[2], dots.at[3]),
-                               lefts = unmove(y, level.H, upper.at[0], lower.at[0]),
-                               rights = unmove(y, level.H, upper.at[1], lower.at[1]);
-          const float fx = x - floor(x), fy = y - floor(y);
-          const float over = rights.at[0] - lefts.at[0], under = rights.at[1] - lefts.at[1];
-          const float down_left = lefts.at[1] - lefts.at[0], down_right = rights.at[1] - rights.at[0];
-          const float top = lefts.at[0] + fx * over, bottom = lefts.at[1] + fx * under;
-          of_weight = top + fy * (bottom - top);
-          of_x = level.W * weight * (over + fy * (under - over));
-          of_y = level.H * weight * (down_left + fx * (down_right - down_left));
-        }
-        grads.put(row * K + first_point + id_of(j) % kPassPoints, weight, of_weight, of_x, of_y, false);
+        const float nothing = level.H > 0 ? 0.f : quiet_nan<float>();
+        SampleGradient grad = {nothing, nothing, nothing};
+        float x, y;
+        if (position(j, x, y)) grad = sample_gradient(samples[id_of(j)], x, y, weight, level);
+        grads.put(row * K + first_point + id_of(j) % kPassPoints, weight, grad.weight, grad.x, grad.y, false);
       }
     }
     left -= count, ++head, first = 0;
