@@ -351,7 +351,7 @@ class Convolution {
   // [count * groups, H' * W', KH * KW * C / groups]
   Tensor columns(const Tensor& images, int64_t first, int64_t count) {
     Tensor out = new_empty(input_, {count * p_.groups, p_.places(), row()});
-    launch(count, [&](auto vec, const dim3& grid, const Sizes& sizes) {
+    launch<16 / sizeof(T)>(count, [&](auto vec, const dim3& grid, const Sizes& sizes) {
       columns_kernel<T, A, decltype(vec)::value>
           <<<grid, kThreads, 0, stream_>>>(static_cast<const T*>(images.const_data_ptr()), offsets(first), masks(first),
                                            static_cast<T*>(out.mutable_data_ptr()), sizes);
@@ -367,11 +367,12 @@ class Convolution {
     if (grad_offset) grads.offsets = static_cast<T*>(grad_offset->mutable_data_ptr()) + first * of_offsets();
     if (grad_mask) grads.masks = static_cast<T*>(grad_mask->mutable_data_ptr()) + first * of_offsets() / 2;
     grads.columns = writes_columns;
-    launch(count, [&](auto vec, const dim3& grid, const Sizes& sizes) {
-      gradients_kernel<T, A, decltype(vec)::value>
-          <<<grid, kThreads, 0, stream_>>>(static_cast<const T*>(images.const_data_ptr()), offsets(first), masks(first),
-                                           static_cast<T*>(grad_columns.mutable_data_ptr()), grads, sizes);
-    });
+    launch<16 / sizeof(A)>(count,  // an addition of 16 bytes
+                           [&](auto vec, const dim3& grid, const Sizes& sizes) {
+                             gradients_kernel<T, A, decltype(vec)::value><<<grid, kThreads, 0, stream_>>>(
+                                 static_cast<const T*>(images.const_data_ptr()), offsets(first), masks(first),
+                                 static_cast<T*>(grad_columns.mutable_data_ptr()), grads, sizes);
+                           });
   }
 
   // Adds the products of `grads` [count * groups, M / groups, H' * W'] and columns to `sums`, which it makes at first.
@@ -436,18 +437,17 @@ class Convolution {
     return mask_ ? static_cast<const T*>(mask_->const_data_ptr()) + first * of_offsets() / 2 : nullptr;
   }
 
-  // run(channels of a thread, grid, sizes): 16 bytes where neither kind of group ends within.
-  template <typename F>
+  // run(channels of a thread, grid, sizes): VEC of them where neither kind of group ends within.
+  template <int VEC, typename F>
   void launch(int64_t count, const F& run) const {
-    constexpr int kVec = 16 / sizeof(T);
-    const bool packs = sizes_.per_group % kVec == 0 && sizes_.per_offset % kVec == 0;
+    const bool packs = sizes_.per_group % VEC == 0 && sizes_.per_offset % VEC == 0;
     Sizes sizes = sizes_;
-    while (sizes.lanes_log2 < 5 && (packs ? kVec : 1) << sizes.lanes_log2 < sizes.per_offset) ++sizes.lanes_log2;
+    while (sizes.lanes_log2 < 5 && (packs ? VEC : 1) << sizes.lanes_log2 < sizes.per_offset) ++sizes.lanes_log2;
     const int64_t blocks = count * p_.G * sizes.tiles;
     check_blocks(blocks);
     const dim3 grid(static_cast<unsigned>(blocks));
     if (packs) {
-      run(std::integral_constant<int, kVec>{}, grid, sizes);
+      run(std::integral_constant<int, VEC>{}, grid, sizes);
     } else {
       run(std::integral_constant<int, 1>{}, grid, sizes);
     }
