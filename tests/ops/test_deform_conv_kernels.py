@@ -79,6 +79,8 @@ CASES = {
     "far": Case(reach=9.0),
     "settings": Case(C=4, M=6, kernel=(3, 2), stride=(2, 1), padding=(2, 1), dilation=(2, 1), groups=2, G=2),
     "groups": Case(B=3, C=24, M=6, groups=3, G=2, step=2),
+    "narrow-groups": Case(B=3, C=32, M=8, groups=4, step=2),
+    "group-of-each-channel": Case(C=6, M=6, groups=6, G=2),
     "deform-groups": Case(C=64, G=4),
     "in-turns": Case(B=5, step=2),
     "odd-channels": Case(C=13, M=5),
