@@ -129,6 +129,7 @@ MANY_ROWS = {
     "pyramid-wide": (17, 54, 8, 300, 4, [(6, 8), (2, 3)]),
     "pyramid-regions": (9, 1712, 16, 8, 4, [(40, 34), (20, 17), (4, 3)]),
     "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
+    "eight-points": (17, 260, 8, 32, 8, [(6, 5), (1, 1), (2, 3)]),
     "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
 }
 
@@ -410,17 +411,21 @@ def test_non_contiguous_inputs(dtype, device, deterministic):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_value_at_an_odd_address(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["B3-Q17-G8-C32-P4-L4", "pyramid", "eight-points"])
+def test_tensors_at_odd_addresses(name, dtype, device):
     # A slice that begins one element into its storage cannot be read 16 bytes at a time.
     value, shapes, starts, locations, weights = make_case(
-        *CASES["B3-Q17-G8-C32-P4-L4"], dtype=torch.float32, device=device
+        *{**CASES, **MANY_ROWS}[name], dtype=dtype, device=device
     )
-    storage = torch.empty(value.numel() + 1, device=device)
-    shifted = storage[1:].view_as(value).copy_(value)
-    torch.testing.assert_close(
-        ms_deform_attn(shifted, shapes, starts, locations, weights),
-        ms_deform_attn(value, shapes, starts, locations, weights),
-    )
+
+    def shifted(tensor):
+        return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
+
+    expected = ms_deform_attn(value, shapes, starts, locations, weights)
+    arguments = (shifted(locations), shifted(weights))
+    assert torch.equal(ms_deform_attn(value, shapes, starts, *arguments), expected)
+    torch.testing.assert_close(ms_deform_attn(shifted(value), shapes, starts, *arguments), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -270,6 +270,19 @@ def test_non_contiguous_inputs(dtype, device, deterministic):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_encoders_inputs_at_odd_addresses(dtype, device):
+    # Slices that begin one element into their storage: a pair of them cannot be read at once.
+    shapes = [(17, 15), (1, 7), (3, 1)]
+    *rest, offsets, logits, points = make_case(17, 265, 8, 32, [4, 4, 4], shapes, 2, dtype, device=device)
+    shifted = [
+        tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor) for tensor in (offsets, logits)
+    ]
+    expected = ms_deform_attn_fused(*rest, offsets, logits, points)
+    assert torch.equal(ms_deform_attn_fused(*rest, *shifted, points), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_one_reference_serves_the_batch_and_the_levels(device):
     value, shapes, starts, refs, offsets, logits, points = make_case(
         *CASES["B2-Q13-G3-C20-P4-4"], dtype=torch.float64, device=device
