@@ -206,7 +206,8 @@ def check_gradients(case, coordinate_tolerance=2e-5):
         (exact[0], shapes.cpu(), starts.cpu(), *exact[1:]),
         grad_output.double(),
     )
-    tolerances = max(TOLERANCE[value.dtype], 5e-6), coordinate_tolerance, coordinate_tolerance
+    # float32 rounds a position on 150 columns by 1e-5 texels.
+    tolerances = max(TOLERANCE[value.dtype], 1e-5), coordinate_tolerance, coordinate_tolerance
     for grad, wanted, tolerance in zip(grads, expected, tolerances, strict=True):
         assert relative_error(grad, wanted) < tolerance
 
