@@ -131,6 +131,10 @@ MANY_ROWS = {
     "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
     "eight-points": (17, 260, 8, 32, 8, [(6, 5), (1, 1), (2, 3)]),
     "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
+    # Rows that several groups share, in bfloat16 four, two and one.
+    "forty-queries": (17, 40, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
+    "eighty-queries": (17, 80, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
+    "two-hundred-queries": (17, 200, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
 }
 
 
@@ -206,7 +210,8 @@ def check_gradients(case, coordinate_tolerance=2e-5):
         (exact[0], shapes.cpu(), starts.cpu(), *exact[1:]),
         grad_output.double(),
     )
-    tolerances = max(TOLERANCE[value.dtype], 5e-6), coordinate_tolerance, coordinate_tolerance
+    # float32 rounds a position on 150 columns by 1e-5 texels.
+    tolerances = max(TOLERANCE[value.dtype], 1e-5), coordinate_tolerance, coordinate_tolerance
     for grad, wanted, tolerance in zip(grads, expected, tolerances, strict=True):
         assert relative_error(grad, wanted) < tolerance
 
