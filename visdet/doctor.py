@@ -84,13 +84,16 @@ def _operators(info: dict) -> list[str]:
 def _torchvision_operators(advice: list[str]) -> list[str]:
     import torch
 
-    from visdet.ops import _torchvision
+    from visdet.ops import _library, _torchvision
 
     lines = []
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         problem = _torchvision.problem(device)
         server = "torchvision" if problem is None else "plain torch, slower"
-        lines.append(f"  nms, roi_align, deform_conv2d on {device}: {server}")
+        if device == "cuda" and _library.is_loaded("cuda"):
+            lines += [f"  nms, roi_align on cuda: {server}", "  deform_conv2d on cuda: visdet's kernels"]
+        else:
+            lines.append(f"  nms, roi_align, deform_conv2d on {device}: {server}")
         if problem is not None:
             advice.append(f"{problem}: install torch and torchvision as a matching pair")
     return lines

@@ -263,14 +263,15 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kSide = 64;
 
-// Threads in turn take the elements (row, column) of a matrix, row by row.
+// Threads in turn take the elements (row, column) of a matrix that fits into a square, row by row; rows past the last
+// are none.
 template <typename F>
-__device__ __forceinline__ void for_elements(int rows, int columns, const F& f) {
+__device__ __forceinline__ void for_elements(int columns, const F& f) {
   int row = threadIdx.x / columns, column = threadIdx.x - row * columns;
   const int down = kThreads / columns, across = kThreads - down * columns;
-#pragma unroll 4
-  while (row < rows) {
-    f(row, column);
+#pragma unroll
+  for (int turn = 0; turn < kSide * kSide / kThreads; ++turn) {
+    f(turn, row, column);
     row += down, column += across;
     if (column >= columns) column -= columns, ++row;
   }
@@ -288,13 +289,18 @@ __global__ void __launch_bounds__(kThreads)
   const int height = min(rows - row0, kSide), width = min(columns - column0, kSide);
   const int64_t numbers = static_cast<int64_t>(rows) * columns;
   from += matrix * numbers + static_cast<int64_t>(row0) * columns + column0;
-  for_elements(height, width, [&](int row, int column) {
-    square[row][column] = from_accumulate<To>(A(to_accumulate(from[static_cast<int64_t>(row) * columns + column])));
+  From value[kSide * kSide / kThreads];
+  for_elements(width, [&](int turn, int row, int column) {  // without a branch: all are on their way at once
+    value[turn] = from[row < height ? static_cast<int64_t>(row) * columns + column : 0];
+  });
+  for_elements(width, [&](int turn, int row, int column) {
+    if (row < height) square[row][column] = from_accumulate<To>(A(to_accumulate(value[turn])));
   });
   __syncthreads();
   to += (matrix % inner * outer + matrix / inner) * numbers + static_cast<int64_t>(column0) * rows + row0;
-  for_elements(width, height,
-               [&](int row, int column) { to[static_cast<int64_t>(row) * rows + column] = square[column][row]; });
+  for_elements(height, [&](int, int row, int column) {
+    if (row < width) to[static_cast<int64_t>(row) * rows + column] = square[column][row];
+  });
 }
 
 template <typename A>
@@ -312,6 +318,8 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+Tensor dense(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : contiguous(tensor); }
+
 // One convolution: its sizes, its stream, and each step of a pass over `count` images from `first` on.
 template <typename T, typename A>
 class Convolution {
@@ -321,13 +329,14 @@ class Convolution {
       : op_(op),
         p_(problem),
         is_channels_last_(is_channels_last(input) && aligned(input, 16)),
-        input_(is_channels_last_ ? input : contiguous(input)),
-        offset_(contiguous(offset)),
-        mask_(mask ? std::optional<Tensor>(contiguous(*mask)) : std::nullopt),
+        input_(is_channels_last_ ? input : dense(input)),
+        offset_(dense(offset)),
+        mask_(mask ? std::optional<Tensor>(dense(*mask)) : std::nullopt),
         stream_(current_stream(input)),
         sizes_(sizes_of(problem)),
-        weight_(new_empty(input, {p_.groups, p_.M / p_.groups, row()})) {
-    transpose(data<T>(contiguous(weight)), mutable_data<T>(weight_), sizes_.per_group, sizes_.taps, p_.M);
+        weight_(new_matrices(p_.M / p_.groups, row())) {
+    const Tensor from = dense(weight);
+    transpose(data<T>(from), mutable_data<T>(weight_), sizes_.per_group, sizes_.taps, p_.M);
   }
 
   // Equal parts of the batch, with at most kBytes of columns.
@@ -349,7 +358,7 @@ class Convolution {
 
   // [groups, count * H' * W', KH * KW * C / groups]
   Tensor columns(const Tensor& images, int64_t first, int64_t count) const {
-    Tensor out = new_empty(input_, {p_.groups, count * p_.places(), row()});
+    Tensor out = new_matrices(count * p_.places(), row());
     const bool packs = sizes_.slice % kPack == 0;
     launch(packs, kPack, sizes_.slice, count, [&](auto vec, const dim3& grid, const Sizes& sizes) {
       columns_kernel<T, A, decltype(vec)::value ? kPack : 1>
@@ -360,22 +369,22 @@ class Convolution {
 
   // Writes the product of columns and weight to images `first` .. `first` + `count` of the output [B, M, H', W'].
   void multiply(const Tensor& columns, Tensor& output, int64_t first, int64_t count) const {
-    Tensor product = new_empty(input_, {p_.groups, count * p_.places(), p_.M / p_.groups});
-    multiply(columns, torch::stable::transpose(weight_, 1, 2), product);
+    Tensor product = new_matrices(count * p_.places(), p_.M / p_.groups);
+    multiply(columns, torch::stable::transpose(weight_, -2, -1), product);
     transpose(data<T>(product), mutable_data<T>(output) + first * p_.M * p_.places(), p_.places(), p_.M / p_.groups,
               p_.groups, count);
   }
 
   // The gradient of that product, [groups, count * H' * W', M / groups].
   Tensor grad_products(const Tensor& grad_output, int64_t first, int64_t count) const {
-    Tensor out = new_empty(input_, {p_.groups, count * p_.places(), p_.M / p_.groups});
+    Tensor out = new_matrices(count * p_.places(), p_.M / p_.groups);
     transpose(data<T>(grad_output) + first * p_.M * p_.places(), mutable_data<T>(out), p_.M / p_.groups, p_.places(),
               count, p_.groups);
     return out;
   }
 
   Tensor grad_columns(const Tensor& grad_products, int64_t count) const {
-    Tensor out = new_empty(input_, {p_.groups, count * p_.places(), row()});
+    Tensor out = new_matrices(count * p_.places(), row());
     multiply(grad_products, weight_, out);
     return out;
   }
@@ -404,9 +413,7 @@ class Convolution {
   // Adds the gradient of the weight, [groups, M / groups, KH * KW * C / groups] in A, to `sums`, which it makes at
   // first.
   void add_grad_weight(const Tensor& grad_products, const Tensor& columns, std::optional<Tensor>& sums) const {
-    Tensor left = torch::stable::transpose(grad_products, 1, 2);
-    const Tensor product = p_.groups == 1 ? multiply_wide("aten::mm", select(left, 0, 0), select(columns, 0, 0))
-                                          : multiply_wide("aten::bmm", left, columns);
+    const Tensor product = multiply_wide(torch::stable::transpose(grad_products, -2, -1), columns);
     if (!sums) {
       sums = product;
       return;
@@ -493,17 +500,16 @@ class Convolution {
     check_launch(op_);
   }
 
-  // One product of each group. A single one goes another way, which may split the sums.
-  void multiply(Tensor left, Tensor right, Tensor to) const {
-    if (p_.groups == 1) {
-      call("aten::mm", "out", select(left, 0, 0), select(right, 0, 0), select(to, 0, 0));
-    } else {
-      call("aten::bmm", "out", left, right, to);
-    }
+  // A matrix of each group. A single one has no dimension of groups: torch then splits long sums.
+  Tensor new_matrices(int64_t rows, int64_t columns) const {
+    return p_.groups == 1 ? new_empty(input_, {rows, columns}) : new_empty(input_, {p_.groups, rows, columns});
   }
-
+  void multiply(const Tensor& left, const Tensor& right, const Tensor& to) const {
+    call(p_.groups == 1 ? "aten::mm" : "aten::bmm", "out", left, right, to);
+  }
   // In float32 where the operands are of 16 bits.
-  static Tensor multiply_wide(const char* name, const Tensor& left, const Tensor& right) {
+  Tensor multiply_wide(const Tensor& left, const Tensor& right) const {
+    const char* name = p_.groups == 1 ? "aten::mm" : "aten::bmm";
     if constexpr (std::is_same_v<T, A>) return call(name, "", left, right);
     return call(name, "dtype", left, right, ScalarType::Float);
   }
@@ -558,7 +564,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward(
   if (grad_output_in.numel() == 0 || input.numel() == 0) {
     return {zero_(grad_input), zero_(grad_offset), zero_(grad_mask), zero_(grad_weight)};
   }
-  const Tensor grad_output = contiguous(grad_output_in);
+  const Tensor grad_output = dense(grad_output_in);
   dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     Convolution<decltype(value_tag), decltype(accumulate_tag)> run(op, p, input, offset, mask, weight);
     const int64_t step = run.images_at_once();
