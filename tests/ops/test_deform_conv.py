@@ -11,6 +11,7 @@ from visdet.ops import (
     DeformConv2dPack,
     ModulatedDeformConv2dPack,
     SAConv2d,
+    _library,
     _torchvision,
     deform_conv2d,
     modulated_deform_conv2d,
@@ -231,10 +232,19 @@ def test_cuda_agrees_with_the_cpu_and_is_deterministic_on_demand():
     assert all(map(torch.equal, results[2], results[3]))
 
 
+@pytest.fixture(params=["visdet", "torchvision", "plain"])
+def cuda_backend(request, monkeypatch):
+    """Who serves CUDA."""
+    if request.param != "visdet":
+        monkeypatch.setattr(_library, "is_loaded", lambda name: False)
+    if request.param == "plain":
+        monkeypatch.setattr(_torchvision, "serves", lambda device_type: False)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize("modulated", [False, True])
-def test_zero_offsets_on_cuda_follow_the_cpu(modulated, is_ordered, backend):
+def test_zero_offsets_on_cuda_follow_the_cpu(modulated, is_ordered, cuda_backend):
     """Where packs start every tap of the padding is at exactly -1; deterministic gradients come from plain torch."""
     (x, _, _, weight, bias), _ = arguments()
     zeros, mask = x.new_zeros(2, 24, 6, 8), torch.rand(2, 12, 6, 8).to(x)
@@ -292,6 +302,14 @@ def test_rejections():
         (lambda: deform_conv2d(x[0], offset, weight), r"deform_conv2d: input must be \[B, C, H, W\]"),
         (lambda: deform_conv2d(x, offset[:, 1:], weight, *settings, 2, 2), r"offset must be \[2, 24, 3, 8\]"),
         (lambda: deform_conv2d(x, offset, weight, *settings, 1, 2), "input must have 2 channels, got 4"),
+        (
+            lambda: deform_conv2d(x, offset, weight, *settings, 2, 3),
+            "deform_groups must divide 4 channels, got 3",
+        ),
+        (
+            lambda: deform_conv2d(x, offset, weight[1:], *settings, 2, 2),
+            "weight must have a multiple of 2 output",
+        ),
         (lambda: deform_conv2d(x[..., :1, :1], offset, weight), "is too small"),
         (lambda: deform_conv2d(x, offset, weight, *settings, 2, 2, True), "bias must be False"),
         (

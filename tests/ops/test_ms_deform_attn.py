@@ -129,6 +129,7 @@ MANY_ROWS = {
     "pyramid-wide": (17, 54, 8, 300, 4, [(6, 8), (2, 3)]),
     "pyramid-regions": (9, 1712, 16, 8, 4, [(40, 34), (20, 17), (4, 3)]),
     "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
+    "eight-points": (17, 260, 8, 32, 8, [(6, 5), (1, 1), (2, 3)]),
     "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
 }
 
@@ -174,6 +175,100 @@ def test_an_encoders_position_that_is_no_number_contributes_nothing(bad, device)
         ms_deform_attn(value, shapes, starts, locations, weights),
         ms_deform_attn(value, shapes, starts, locations.nan_to_num(0.5, 0.5), without),
     )
+
+
+# An encoder's backward works on chunks of queries: rows of one to 32 packs of channels, points that are no multiple of
+# what it takes at once, samples so far apart that they share a bucket, more heads than a chunk has queries.
+ENCODERS = {
+    "pyramid": (3, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
+    "thirty-samples": (2, 265, 2, 30, 10, [(17, 15), (1, 7), (3, 1)]),
+    "one-pack-of-channels": (2, 265, 3, 4, 3, [(17, 15), (1, 7), (3, 1)]),
+    "sixteen-packs": (2, 265, 2, 64, 2, [(17, 15), (1, 7), (3, 1)]),
+    "most-channels": (2, 265, 2, 128, 3, [(17, 15), (1, 7), (3, 1)]),
+    "too-many-channels": (2, 54, 2, 300, 4, [(6, 8), (2, 3)]),
+    "wide-map": (1, 6000, 2, 8, 5, [(40, 150)]),
+    "small-maps": (70, 6, 4, 16, 4, [(2, 2), (1, 1), (1, 1)]),
+}
+
+
+def check_gradients(case, coordinate_tolerance=2e-5):
+    value, shapes, starts, locations, weights = case
+    grad_output = torch.randn(
+        value.shape[0],
+        locations.shape[1],
+        value.shape[2] * value.shape[3],
+        generator=torch.Generator().manual_seed(1),
+    ).to(value.dtype)
+    _, grads = gradients(ms_deform_attn, case, grad_output.to(value.device))
+    exact = [tensor.double().cpu() for tensor in (value, locations, weights)]
+    _, expected = gradients(
+        ms_deform_attn_reference,
+        (exact[0], shapes.cpu(), starts.cpu(), *exact[1:]),
+        grad_output.double(),
+    )
+    tolerances = max(TOLERANCE[value.dtype], 5e-6), coordinate_tolerance, coordinate_tolerance
+    for grad, wanted, tolerance in zip(grads, expected, tolerances, strict=True):
+        assert relative_error(grad, wanted) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_gradients_of_an_encoder(name, dtype, device, deterministic):
+    check_gradients(make_case(*ENCODERS[name], dtype=dtype, device=device), 5e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_gradients_of_an_encoders_queries_with_other_levels(device):
+    """The levels on the device, and levels that share rows and leave some out."""
+    value, shapes, starts, locations, weights = make_case(
+        *ENCODERS["pyramid"], dtype=torch.float32, device=device
+    )
+    check_gradients((value, shapes.to(device), starts.to(device), locations, weights))
+    shared = torch.tensor([0, 3, 200])
+    check_gradients((value, shapes, shared, locations, weights))
+    check_gradients((value, shapes.to(device), shared.to(device), locations, weights))
+    # A level that does not lie within S: its own samples' gradients say so, those of the other levels are right.
+    outside = torch.tensor([0, 264, 262])
+    grad_output = torch.ones(3, 265, 256, device=device)
+    _, grads = gradients(
+        ms_deform_attn, (value, shapes.to(device), outside.to(device), locations, weights), grad_output
+    )
+    for grad in grads[1:]:
+        assert grad[:, :, :, 1].isnan().all() and grad[:, :, :, ::2].isfinite().all()
+    assert grads[0].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1e30])
+def test_gradients_of_an_encoders_position_that_is_no_number(bad, device):
+    value, shapes, starts, locations, weights = make_case(
+        *ENCODERS["pyramid"], dtype=torch.float32, device=device
+    )
+    without = weights.clone()
+    without[:, ::3, :, 0, 1] = 0
+    expected = gradients(ms_deform_attn, (value, shapes, starts, locations, without), value.flatten(2))[1]
+    locations[:, ::3, :, 0, 1, 1] = bad
+    weights[:, ::3, :, 0, 1] = math.nan
+    grads = gradients(ms_deform_attn, (value, shapes, starts, locations, weights), value.flatten(2))[1]
+    assert (grads[1][:, ::3, :, 0, 1] == 0).all() and (grads[2][:, ::3, :, 0, 1] == 0).all()
+    torch.testing.assert_close(grads[0], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grads[1][:, 1::3], expected[1][:, 1::3])
+
+
+@pytest.mark.cuda
+def test_graph_capture_of_an_encoders_backward():
+    case = make_case(*ENCODERS["pyramid"], dtype=torch.bfloat16, device="cuda")
+    grad_output = torch.ones(3, 265, 256, dtype=torch.bfloat16, device="cuda")
+    arguments = (grad_output, *case, False)
+    expected = torch.ops.visdet.ms_deform_attn_backward(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = torch.ops.visdet.ms_deform_attn_backward(*arguments)
+    for _ in range(2):
+        graph.replay()
+        for grad, same in zip(grads, expected, strict=True):
+            assert relative_error(grad, same) < 1e-2
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -316,17 +411,21 @@ def test_non_contiguous_inputs(dtype, device, deterministic):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_value_at_an_odd_address(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["B3-Q17-G8-C32-P4-L4", "pyramid", "eight-points"])
+def test_tensors_at_odd_addresses(name, dtype, device):
     # A slice that begins one element into its storage cannot be read 16 bytes at a time.
     value, shapes, starts, locations, weights = make_case(
-        *CASES["B3-Q17-G8-C32-P4-L4"], dtype=torch.float32, device=device
+        *{**CASES, **MANY_ROWS}[name], dtype=dtype, device=device
     )
-    storage = torch.empty(value.numel() + 1, device=device)
-    shifted = storage[1:].view_as(value).copy_(value)
-    torch.testing.assert_close(
-        ms_deform_attn(shifted, shapes, starts, locations, weights),
-        ms_deform_attn(value, shapes, starts, locations, weights),
-    )
+
+    def shifted(tensor):
+        return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
+
+    expected = ms_deform_attn(value, shapes, starts, locations, weights)
+    arguments = (shifted(locations), shifted(weights))
+    assert torch.equal(ms_deform_attn(value, shapes, starts, *arguments), expected)
+    torch.testing.assert_close(ms_deform_attn(shifted(value), shapes, starts, *arguments), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -82,6 +82,7 @@ CASES = {
     "B3-Q17-G8-C32-P4-4-4-4": (3, 17, 8, 32, [4, 4, 4, 4], [(12, 15), (6, 8), (3, 4), (2, 2)]),
     "B2-Q9-G2-C71-P3-6-3": (2, 9, 2, 71, [3, 6, 3], [(5, 4), (1, 7), (3, 1)]),
     "B1-Q55-G2-C64-P8-0-1": (1, 55, 2, 64, [8, 0, 1], [(6, 6), (3, 5), (2, 2)]),  # Q = S
+    "B2-Q73-G3-C32-P3-6-3": (2, 73, 3, 32, [3, 6, 3], [(8, 7), (2, 7), (3, 1)]),  # Q = S
     "B1-Q3-G1-C600-P1-2": (1, 3, 1, 600, [1, 2], [(4, 4), (2, 2)]),
     "B40-Q2-G1-C4-P1": (40, 2, 1, 4, [1], [(3, 3)]),
     "B1-Q4-G2-C8-P40-30-1": (1, 4, 2, 8, [40, 30, 1], [(9, 4), (4, 4), (2, 2)]),
@@ -266,6 +267,19 @@ def test_non_contiguous_inputs(dtype, device, deterministic):
         strict=True,
     ):
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_encoders_inputs_at_odd_addresses(dtype, device):
+    # Slices that begin one element into their storage: a pair of them cannot be read at once.
+    shapes = [(17, 15), (1, 7), (3, 1)]
+    *rest, offsets, logits, points = make_case(17, 265, 8, 32, [4, 4, 4], shapes, 2, dtype, device=device)
+    shifted = [
+        tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor) for tensor in (offsets, logits)
+    ]
+    expected = ms_deform_attn_fused(*rest, offsets, logits, points)
+    assert torch.equal(ms_deform_attn_fused(*rest, *shifted, points), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -18,7 +18,7 @@ ENVIRONMENT = {
         for key, value in os.environ.items()
         if key not in ("RANK", "WORLD_SIZE", "VISDET_TRACEBACK")
     },
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{TOY}",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(TOY), os.environ.get("PYTHONPATH")))),
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",

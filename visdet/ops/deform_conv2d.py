@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import _torchvision
+from . import _library, _torchvision
+from ._offset_layers import rename_offset_layer
 from ._renamed import renamed_arguments
 from ._roi_sampling import pair
 
@@ -44,6 +45,12 @@ def check(
         )
     if input.shape[1] != weight.shape[1] * groups:
         raise ValueError(f"{op}: input must have {weight.shape[1] * groups} channels, got {input.shape[1]}")
+    if input.shape[1] % deform_groups:
+        raise ValueError(f"{op}: deform_groups must divide {input.shape[1]} channels, got {deform_groups}")
+    if weight.shape[0] % groups:
+        raise ValueError(
+            f"{op}: weight must have a multiple of {groups} output channels, got {weight.shape[0]}"
+        )
     expected = [input.shape[0], deform_groups * 2 * weight.shape[2] * weight.shape[3], *size]
     if list(offset.shape) != expected:
         raise ValueError(f"{op}: offset must be {expected}, got {list(offset.shape)}")
@@ -65,14 +72,18 @@ def deform_conv2d(
 
     Args:
         offset: one field for each of ``deform_groups`` (G) groups of channels; its type is that of the result.
-            float16 and bfloat16 are computed in float32.
         bias: must be False, as in mmcv.
-        im2col_step: ignored; B need not divide by it.
+        im2col_step: images whose columns are held at a time, at most; B need not divide by it.
 
     Positions outside count as zeros, those within one pixel of the border as a blend with zero. Differentiable
     with respect to input, offset and weight; at exactly -1, where zero offsets put the taps of a padding of 1, the
-    offset's gradient is 0, as in mmcv (torchvision's is that of a sample inside). Served by torchvision; plain
-    torch where it is missing, and on CUDA for gradients under ``torch.use_deterministic_algorithms(True)``.
+    offset's gradient is 0, as in mmcv (torchvision's is that of a sample inside). Saved for the backward are the
+    inputs.
+
+    On CUDA by visdet's kernels: the other tensors are rounded to the type of ``offset``, in which torch multiplies;
+    places, interpolation and sums are float32 (float64 for float64). Differentiable once. On other devices by
+    torchvision, in float32 for 16-bit types. Plain torch where neither is there, and on CUDA for gradients under
+    ``torch.use_deterministic_algorithms(True)``, because the gradient of ``input`` adds in no fixed order.
 
     Raises:
         ValueError: a shape does not fit, or ``bias`` is asked for.
@@ -88,7 +99,7 @@ def deform_conv2d(
         check("deform_conv2d", input, offset, weight, deform_groups, groups, size)
     else:
         raise ValueError(f"deform_conv2d: input must be [B, C, H, W], got {list(input.shape)}")
-    return convolve(input, offset, None, weight, None, stride, padding, dilation, deform_groups)
+    return convolve(input, offset, None, weight, None, stride, padding, dilation, deform_groups, im2col_step)
 
 
 def convolve(
@@ -101,11 +112,38 @@ def convolve(
     padding: Pair,
     dilation: Pair,
     deform_groups: int,
+    im2col_step: int = 32,
 ) -> Tensor:
-    """Return the convolution of checked arguments in the type of ``offset``, by torchvision or plain torch."""
+    """Return the convolution of checked arguments in the type of ``offset``."""
+    settings = (pair(stride), pair(padding), pair(dilation))
+    if input.is_cuda and _library.is_loaded("cuda") and not _must_be_ordered(input, offset, mask, weight):
+        output = torch.ops.visdet.deform_conv2d(
+            *(None if t is None else t.to(offset.dtype) for t in (input, offset, mask, weight)),
+            *settings,
+            deform_groups,
+            im2col_step,
+        )
+        return output if bias is None else output + bias.to(offset.dtype)[:, None, None]
+    return _convolve_elsewhere(input, offset, mask, weight, bias, settings, deform_groups)
+
+
+def _must_be_ordered(*tensors: Tensor | None) -> bool:
+    has_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return has_gradients and torch.are_deterministic_algorithms_enabled()
+
+
+def _convolve_elsewhere(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
+    deform_groups: int,
+) -> Tensor:
+    """Return the same by torchvision, or by plain torch; in float32 where the type has 16 bits."""
     dtype = offset.dtype if offset.dtype == torch.float64 else torch.float32
     tensors = [None if t is None else t.to(dtype) for t in (input, offset, mask, weight, bias)]
-    settings = (pair(stride), pair(padding), pair(dilation))
     x, shift, factor, kernel, shift_of_output = tensors
     assert x is not None and shift is not None and kernel is not None
     if x.shape[0] == 0 or not _torchvision.serves_gradients(x, shift, factor, kernel):
@@ -199,6 +237,66 @@ def deform_conv2d_reference(
     return output if bias is None else output + bias[:, None, None]
 
 
+def _fake(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    deform_groups: int,
+    im2col_step: int,
+) -> Tensor:
+    return input.new_empty(input.shape[0], weight.shape[0], *offset.shape[2:])
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    deform_groups: int,
+    im2col_step: int,
+    needs_input: bool,
+    needs_offset: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    needs = (needs_input, needs_offset, needs_offset and mask is not None, needs_weight)
+    tensors = (input, offset, offset if mask is None else mask, weight)
+    grads = [t.new_empty(t.shape if is_needed else 0) for t, is_needed in zip(tensors, needs, strict=True)]
+    return grads[0], grads[1], grads[2], grads[3]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.settings = inputs[4:]
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            "deform_conv2d: torch.use_deterministic_algorithms(True) must be called before the forward"
+        )
+    needs_input, needs_offset, needs_mask, needs_weight = ctx.needs_input_grad[:4]
+    grads = torch.ops.visdet.deform_conv2d_backward(
+        grad_output, *ctx.saved_tensors, *ctx.settings, needs_input, needs_offset or needs_mask, needs_weight
+    )
+    needs = ctx.needs_input_grad[:4]
+    return *(g if is_needed else None for g, is_needed in zip(grads, needs, strict=True)), *(None,) * 5
+
+
+if _library.declares("deform_conv2d"):
+    torch.library.register_fake("visdet::deform_conv2d", _fake)
+    torch.library.register_fake("visdet::deform_conv2d_backward", _fake_backward)
+    torch.library.register_autograd("visdet::deform_conv2d", _backward, setup_context=_setup_context)
+    _library.explain_missing_cuda("deform_conv2d", "deform_conv2d_backward")
+
+
 class DeformConv2d(nn.Module):
     """Deformable convolution with a weight and no bias; the offset is an input."""
 
@@ -248,7 +346,15 @@ class DeformConv2d(nn.Module):
 
     def _convolve(self, x: Tensor, offset: Tensor) -> Tensor:
         return deform_conv2d(
-            x, offset, self.weight, self.stride, self.padding, self.dilation, self.groups, self.deform_groups
+            x,
+            offset,
+            self.weight,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            self.deform_groups,
+            im2col_step=self.im2col_step,
         )
 
     def extra_repr(self) -> str:
@@ -257,32 +363,6 @@ class DeformConv2d(nn.Module):
             f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, "
             f"deform_groups={self.deform_groups}, bias={getattr(self, 'bias', None) is not None}"
         )
-
-
-def rename_offset_layer(state_dict: dict, prefix: str, *_: Any) -> None:
-    """Rename in place: before version 2 the offset layer stood beside its convolution, as ``<name>_offset``."""
-    for name in ("weight", "bias"):
-        old, new = f"{prefix[:-1]}_offset.{name}", f"{prefix}conv_offset.{name}"
-        if new not in state_dict and old in state_dict:
-            state_dict[new] = state_dict.pop(old)
-
-
-def _rename_offset_layers(module: nn.Module, state_dict: dict, prefix: str, *_: Any) -> None:
-    for name, child in module.named_children():
-        if getattr(type(child), "has_offset_layer", False):
-            rename_offset_layer(state_dict, f"{prefix}{name}.")
-
-
-def _watch_parents(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Let the parent of a pack rename: loaders hand a child only the entries under its own name."""
-    if getattr(type(child), "has_offset_layer", False) and "_renames_offset_layers" not in module.__dict__:
-        module.register_load_state_dict_pre_hook(_rename_offset_layers)
-        module.__dict__["_renames_offset_layers"] = (
-            True  # wrappers forward attributes, their __dict__ is their own
-        )
-
-
-nn.modules.module.register_module_module_registration_hook(_watch_parents)
 
 
 class DeformConv2dPack(DeformConv2d):

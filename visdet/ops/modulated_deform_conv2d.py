@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._offset_layers import rename_offset_layer
 from ._renamed import renamed_arguments
 from ._roi_sampling import pair
-from .deform_conv2d import Pair, check, convolve, output_shape, rename_offset_layer
+from .deform_conv2d import Pair, check, convolve, output_shape
 
 __all__ = ["ModulatedDeformConv2d", "ModulatedDeformConv2dPack", "modulated_deform_conv2d"]
 

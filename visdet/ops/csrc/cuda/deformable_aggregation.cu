@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "../common/bilinear.h"
+#include "../common/block_scan.cuh"
 #include "../common/cuda_utils.cuh"
 #include "../common/order_records.cuh"
 #include "../deformable_aggregation.h"
@@ -472,46 +473,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
 constexpr int kScanThreads = 1024;
 __global__ void __launch_bounds__(kScanThreads)
     scan_kernel(const Maps maps, int32_t* __restrict__ counts, int map_count, int64_t slots) {
-  constexpr int kEach = 4;
-  __shared__ int32_t warp_sums[kScanThreads / 32];
   const int64_t b = blockIdx.x / map_count;
-  const int m = blockIdx.x - static_cast<int>(b) * map_count;
-  const Map map = map_of(maps, m);
+  const Map map = map_of(maps, blockIdx.x - static_cast<int>(b) * map_count);
   if (map.H == 0) return;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t cells = cells_of(map);
   int32_t* mine = counts + b * slots + map.first_cell;
-  int32_t carry = 0;
-  for (int64_t from = 0; from < cells; from += kScanThreads * kEach) {
-    int32_t count[kEach], total = 0;
-    const int64_t first = from + threadIdx.x * kEach;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) total += count[i] = first + i < cells ? mine[first + i] : 0;
-    int32_t inclusive = total;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(kAll, inclusive, step);
-      if (lane >= step) inclusive += other;
-    }
-    if (lane == 31) warp_sums[warp] = inclusive;
-    __syncthreads();  // the warps' sums are complete
-    int32_t of_warp = warp_sums[lane];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(kAll, of_warp, step);
-      if (lane >= step) of_warp += other;
-    }
-    const int32_t before = __shfl_sync(kAll, of_warp, warp) - warp_sums[warp];
-    int32_t start = carry + before + inclusive - total;
-    carry += __shfl_sync(kAll, of_warp, 31);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (first + i < cells) mine[first + i] = start;
-      start += count[i];
-    }
-    __syncthreads();  // warp_sums may be written again
-  }
-  if (threadIdx.x == 0) mine[cells] = carry;
+  const int32_t total = place_counts<kScanThreads>(mine, mine, 0, cells, 0);
+  if (threadIdx.x == 0) mine[cells] = total;
 }
 
 // A thread takes a (query, point, camera) pair and writes its levels' records.

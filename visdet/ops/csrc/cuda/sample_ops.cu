@@ -1,5 +1,5 @@
 // sample_sum and sample_dot on CUDA. The contract, and the three passes, are in ../sample_ops.h; how the work is laid
-// out, above each kernel. Images are read as [B, H, W, C]: NCHW ones are first copied into that order.
+// out, above each kernel. Images are read as [B, H, W, C]: NCHW ones are copied into that order.
 #include <cuda_pipeline.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "../common/bilinear.h"
+#include "../common/block_scan.cuh"
 #include "../common/cuda_utils.cuh"
 #include "../common/order_records.cuh"
 #include "../sample_ops.h"
@@ -27,7 +28,7 @@ struct Sizes {
 template <typename A>
 __device__ __forceinline__ bool locate_sample(const Pack<A, 2>& sample, const Sizes& sizes, A& x, A& y,
                                               Bilinear<A>& at) {
-  x = (sample.at[0] + 1) * (A(sizes.W) / 2) - A(0.5), y = (sample.at[1] + 1) * (A(sizes.H) / 2) - A(0.5);
+  x = fma(sample.at[0] + 1, A(sizes.W) / 2, A(-0.5)), y = fma(sample.at[1] + 1, A(sizes.H) / 2, A(-0.5));
   return locate(x, y, sizes.H, sizes.W, at);
 }
 
@@ -121,48 +122,155 @@ __device__ __forceinline__ Pack<A, GROUPS> load_coefficients(const A* __restrict
   return out;
 }
 
-// [B, C, pixels] to [B, pixels, C]. A block copies kCopyPixels neighbouring pixels, from whole lines to whole lines,
-// because the channels of neighbouring pixels lie next to each other.
+// [B, C, H, W] to [B, H, W, C].
+template <typename T>
+struct Copying {
+  const T* from;  // null: nothing is to be copied
+  T* to;
+  int32_t* done;    // [B] blocks that have copied their part of an image; not counted if null
+  uint32_t blocks;  // of an image
+  bool in_packs;    // sizes and addresses allow packs of kCopyPack<T>
+};
+
 constexpr int kCopyThreads = 256;
 constexpr int kCopyPixels = 32;
 
 template <typename T>
-__global__ void __launch_bounds__(kCopyThreads)
-    copy_kernel(const T* __restrict__ from, T* __restrict__ to, int channels, int64_t pixels) {
-  constexpr int kChannels = sizeof(T) == 8 ? 96 : 160;  // at a time
-  __shared__ T tile[kCopyPixels][kChannels + 1];
-  const int lane = threadIdx.x % kCopyPixels, warp = threadIdx.x / kCopyPixels;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kCopyPixels, left = pixels - first;
-  const int count = static_cast<int>(left < kCopyPixels ? left : kCopyPixels);
-  const int64_t image = blockIdx.y;
-  from += image * channels * pixels + first, to += (image * pixels + first) * channels;
-  for (int c0 = 0; c0 < channels; c0 += kChannels) {
-    const int here = min(kChannels, channels - c0);
-    for (int c = warp; lane < count && c < here; c += kCopyThreads / kCopyPixels) {
-      const T* one = from + (c0 + c) * pixels + lane;
-      if constexpr (sizeof(T) >= 4) {
-        __pipeline_memcpy_async(&tile[lane][c], one, sizeof(T));  // without registers: all on their way at once
-      } else {
-        tile[lane][c] = *one;
-      }
+constexpr int kCopyPack = sizeof(T) == 8 ? 2 : 4;
+template <typename T>
+constexpr int kCopyChannels = sizeof(T) == 8 ? 96 : 160;  // at a time
+
+template <typename T>
+struct CopyTile {
+  alignas(16) T at[kCopyChannels<T> * kCopyPixels];
+};
+
+// To shared memory without registers, so that all copies are on their way at once. What is read will not be again: it
+// is the first to leave the second-level cache, where the copy shall stay.
+template <typename P>
+__device__ __forceinline__ void copy_async(P* to, const P* from) {
+  if constexpr (sizeof(P) < 4) {
+    *to = *from;
+  } else {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const auto at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    if constexpr (sizeof(P) == 16) {
+      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "l"(policy)
+                   : "memory");
+    } else {
+      asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(sizeof(P)),
+                   "l"(policy)
+                   : "memory");
+    }
+  }
+}
+
+// A block's part of an image: kCopyPixels neighbouring pixels with all their channels, from whole lines to whole lines.
+// Squares of N x N numbers are transposed in registers. Packs of N pixels lie in the tile such that neither side meets
+// bank conflicts.
+template <int THREADS, int N, typename T>
+__device__ __forceinline__ void copy_pixels(const Copying<T>& copying, int64_t image, int64_t block, const Sizes& sizes,
+                                            CopyTile<T>& tile) {
+  constexpr int kPacks = kCopyPixels / N, kChannels = kCopyChannels<T>;
+  auto* packs = reinterpret_cast<Pack<T, N>*>(tile.at);
+  const auto place = [&](int c, int pack) { return c * kPacks + (pack ^ (c / N % kPacks)); };
+  const int64_t pixels = static_cast<int64_t>(sizes.H) * sizes.W, first = block * kCopyPixels, left = pixels - first;
+  const int count = static_cast<int>(left < kCopyPixels ? left : kCopyPixels) / N;
+  const T* from = copying.from + image * sizes.C * pixels + first;
+  T* to = copying.to + (image * pixels + first) * sizes.C;
+  for (int c0 = 0; c0 < sizes.C; c0 += kChannels) {
+    const int here = min(kChannels, sizes.C - c0), pack = threadIdx.x % kPacks;
+    for (int c = threadIdx.x / kPacks; pack < count && c < here; c += THREADS / kPacks) {
+      copy_async(packs + place(c, pack), reinterpret_cast<const Pack<T, N>*>(from + (c0 + c) * pixels + pack * N));
     }
     __pipeline_commit();
     __pipeline_wait_prior(0);
     __syncthreads();
-    int p = threadIdx.x / here, c = threadIdx.x - p * here;
-    const int step_p = kCopyThreads / here, step_c = kCopyThreads - step_p * here;
-#pragma unroll 4
-    while (p < count) {
-      to[static_cast<int64_t>(p) * channels + c0 + c] = tile[p][c];
-      p += step_p, c += step_c;
-      if (c >= here) c -= here, ++p;
+    const int across = here / N;
+    int down = threadIdx.x / across, c = threadIdx.x - down * across;
+    const int step_down = THREADS / across, step_c = THREADS - step_down * across;
+#pragma unroll(N == 1 ? 4 : 1)
+    while (down < count) {
+      Pack<T, N> in[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) in[i] = packs[place(c * N + i, down)];
+      T* pixel = to + static_cast<int64_t>(down) * N * sizes.C + c0 + c * N;
+#pragma unroll
+      for (int i = 0; i < N; ++i, pixel += sizes.C) {
+        Pack<T, N> out;
+#pragma unroll
+        for (int j = 0; j < N; ++j) out.at[j] = in[j].at[i];
+        if constexpr (N == 1) {
+          *pixel = out.at[0];
+        } else {
+          using Word = std::conditional_t<sizeof(out) == 16, int4, int2>;
+          __stcg(reinterpret_cast<Word*>(pixel), *reinterpret_cast<const Word*>(&out));  // one store
+        }
+      }
+      down += step_down, c += step_c;
+      if (c >= across) c -= across, ++down;
     }
-    __syncthreads();  // the tile may be written again
+    __syncthreads();  // the tile may be written again, and all is written
+  }
+  if (copying.done != nullptr && threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(copying.done + image, 1);
   }
 }
 
-// The query of a block. The last ones first: what was copied last is still in the second-level cache.
-__device__ __forceinline__ int64_t query_of_block() { return gridDim.x - 1 - blockIdx.x; }
+template <int THREADS, typename T>
+__device__ __forceinline__ void copy_block(const Copying<T>& copying, int64_t image, int64_t block, const Sizes& sizes,
+                                           CopyTile<T>& tile) {
+  if (copying.in_packs) {
+    copy_pixels<THREADS, kCopyPack<T>>(copying, image, block, sizes, tile);
+  } else {
+    copy_pixels<THREADS, 1>(copying, image, block, sizes, tile);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kCopyThreads) copy_kernel(const Copying<T> copying, const Sizes sizes) {
+  __shared__ CopyTile<T> tile;
+  const uint32_t image = blockIdx.x / copying.blocks;
+  copy_block<kCopyThreads>(copying, image, blockIdx.x - image * copying.blocks, sizes, tile);
+}
+
+// What a block of the sum or dots pass does: it owns a query, or it copies a part of an image. The queries of an image
+// alternate with the copies of the next, so that they read what has just been copied from the second-level cache, and
+// wait until all blocks that copy their image are done. Blocks start in the order of their numbers: the awaited ones
+// are never behind.
+struct Role {
+  bool copies;
+  uint32_t image, index;
+};
+
+template <typename T>
+__device__ __forceinline__ Role role_of_block(const Copying<T>& copying, const Sizes& sizes) {
+  const auto Q = static_cast<uint32_t>(sizes.Q), B = static_cast<uint32_t>(sizes.B), blocks = copying.blocks;
+  if (copying.from == nullptr) {
+    const uint32_t i = gridDim.x - 1 - blockIdx.x;  // what was copied last is still in the second-level cache
+    return {false, i / Q, i % Q};
+  }
+  if (blockIdx.x < blocks) return {true, 0, blockIdx.x};
+  const uint32_t i = blockIdx.x - blocks, both = blocks + Q, image = i / both, n = i - image * both;
+  if (image == B - 1) return {false, image, n};
+  const uint32_t alternating = 2 * min(blocks, Q);
+  if (n < alternating) return {n % 2 == 1, n % 2 == 1 ? image + 1 : image, n / 2};
+  return blocks > Q ? Role{true, image + 1, n - Q} : Role{false, image, n - blocks};
+}
+
+// For all threads of a block.
+template <typename T>
+__device__ __forceinline__ void await_image(const Copying<T>& copying, int64_t image) {
+  if (threadIdx.x == 0) {
+    uint32_t done;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(copying.done + image) : "memory");
+    } while (done < copying.blocks);
+  }
+  __syncthreads();
+}
 
 // The sum pass. A block owns a query: its threads are split into slots of as many as there are packs of VEC channels;
 // the slots take samples in turn, and a thread keeps the sums of its pack for GROUPS groups in registers, so that each
@@ -171,8 +279,8 @@ constexpr int kSumThreads = 256;
 
 template <typename T, typename TO, typename A, int VEC, int GROUPS>
 __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
-    sum_kernel(const T* __restrict__ images, const Pack<A, 2>* __restrict__ samples, const A* __restrict__ coefficients,
-               TO* __restrict__ sums, const Sizes sizes) {
+    sum_kernel(const T* images, const Copying<T> copying, const Pack<A, 2>* __restrict__ samples,
+               const A* __restrict__ coefficients, TO* __restrict__ sums, const Sizes sizes) {
   struct Lists {
     Sample<A> samples[kSumThreads];
     Pack<A, GROUPS> coefficients[kSumThreads];
@@ -180,9 +288,13 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
   __shared__ union Shared {
     Lists lists;
     A planes[GROUPS * VEC][kSumThreads];
+    CopyTile<T> tile;
     __device__ Shared() {}
   } shared;
-  const int64_t query = query_of_block(), b = query / sizes.Q, q = query - b * sizes.Q;
+  const Role role = role_of_block(copying, sizes);
+  if (role.copies) return copy_block<kSumThreads>(copying, role.image, role.index, sizes, shared.tile);
+  bool waits = copying.from != nullptr;
+  const int64_t b = role.image, q = role.index, query = b * sizes.Q + q;
   const auto* image = reinterpret_cast<const char*>(images + b * sizes.H * sizes.W * sizes.C);
   const uint32_t pixel_bytes = sizes.C * sizeof(T);
   const int packs = (sizes.K + VEC - 1) / VEC, in_slot = min(packs, kSumThreads), slots = kSumThreads / in_slot;
@@ -202,6 +314,8 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
               shared.lists.coefficients[place] = mine;
             },
             [](int) {});
+        if (waits) await_image(copying, b);
+        waits = false;
         if (works) {
 #pragma unroll 1
           for (int i = slot; i < count; i += slots) {
@@ -273,19 +387,34 @@ struct Position {
 };
 
 template <typename T, typename TO, typename A, int VEC, int GROUPS, int HELD, bool TAIL, bool DOTS, bool GRAD>
-__global__ void __launch_bounds__(kDotThreads, sizeof(A) == 4 ? 4 : 2)
-    dots_kernel(const T* __restrict__ images, const Pack<A, 2>* __restrict__ samples,
+__global__ void __launch_bounds__(kDotThreads, sizeof(A) == 4 ? (GRAD && HELD == 2 ? 3 : 4) : 2)
+    dots_kernel(const T* images, const Copying<T> copying, const Pack<A, 2>* __restrict__ samples,
                 const A* __restrict__ coefficients, const A* __restrict__ rows, const A* __restrict__ depths,
                 TO* __restrict__ dots, Pack<A, 2>* __restrict__ grad_samples, A* __restrict__ grad_depths,
                 int32_t* __restrict__ counts, int32_t* __restrict__ ranks, const Sizes sizes) {
   constexpr int kValues = GRAD ? 8 : GROUPS, kDots = GRAD ? 4 : 0, kPack = 32 * VEC, kBatch = sizeof(A) == 4 ? 2 : 1,
                 kTail = HELD * kPack;
   extern __shared__ __align__(16) char dynamic_shared[];
-  __shared__ Sample<A> list[kDotThreads];
-  __shared__ Position<A> positions[kDotThreads];
-  __shared__ Pack<A, GROUPS> listed_coefficients[GRAD ? kDotThreads : 1];
+  struct Lists {
+    Sample<A> samples[kDotThreads];
+    Position<A> positions[kDotThreads];
+    Pack<A, GROUPS> coefficients[GRAD ? kDotThreads : 1];
+  };
+  __shared__ union Shared {
+    Lists lists;
+    std::conditional_t<GRAD, char, CopyTile<T>> tile;
+    __device__ Shared() {}
+  } shared;
+  auto& list = shared.lists.samples;
+  auto& positions = shared.lists.positions;
+  auto& listed_coefficients = shared.lists.coefficients;
   A* encodings = reinterpret_cast<A*>(dynamic_shared);  // [kDotThreads][C - K]
-  const int64_t query = query_of_block(), b = query / sizes.Q, q = query - b * sizes.Q, first = query * sizes.D;
+  const Role role = role_of_block(copying, sizes);
+  if constexpr (!GRAD) {
+    if (role.copies) return copy_block<kDotThreads>(copying, role.image, role.index, sizes, shared.tile);
+  }
+  bool waits = !GRAD && copying.from != nullptr;
+  const int64_t b = role.image, q = role.index, query = b * sizes.Q + q, first = query * sizes.D;
   const auto* image = reinterpret_cast<const char*>(images + b * sizes.H * sizes.W * sizes.C);
   const uint32_t pixel_bytes = sizes.C * sizeof(T);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, encoded = sizes.C - sizes.K;
@@ -333,6 +462,8 @@ __global__ void __launch_bounds__(kDotThreads, sizeof(A) == 4 ? 4 : 2)
               if (!DOTS) grad_depths[first + d] = 0;
             }
           });
+      if (waits) await_image(copying, b);
+      waits = false;
       // Several samples at once keep more loads in flight; past the last one, that one again.
 #pragma unroll 1
       for (int i0 = warp * kBatch; i0 < count; i0 += kDotWarps * kBatch) {
@@ -463,56 +594,20 @@ struct alignas(16) Record {
 
 constexpr int kSampleThreads = 256;
 
-// The sum of `value` over the earlier threads of the block, and over all of them. THREADS: a multiple of 32 up to 1024.
-template <int THREADS>
-__device__ __forceinline__ int32_t sum_before(int32_t value, int32_t& total) {
-  __shared__ int32_t warp_sums[THREADS / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto inclusive = [&](int32_t sum) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(kAll, sum, step);
-      if (lane >= step) sum += other;
-    }
-    return sum;
-  };
-  const int32_t in_warp = inclusive(value);
-  if (lane == 31) warp_sums[warp] = in_warp;
-  __syncthreads();
-  const int32_t mine = lane < THREADS / 32 ? warp_sums[lane] : 0, of_warps = inclusive(mine);
-  total = __shfl_sync(kAll, of_warps, 31);
-  const int32_t before = __shfl_sync(kAll, of_warps - mine, warp);
-  __syncthreads();  // warp_sums may be written again
-  return before + in_warp - value;
-}
-
 // starts: of each cell, the records of its image's earlier cells. A block does a piece of an image, and first adds up
 // what is before it: the pieces are few.
 constexpr int kScanThreads = 1024;
-constexpr int kScanEach = 4;
 constexpr int kMostPieces = 16;
 
 __global__ void __launch_bounds__(kScanThreads)
     scan_kernel(const int32_t* __restrict__ counts, int32_t* __restrict__ starts, int64_t cells, int64_t piece) {
   counts += blockIdx.y * cells, starts += blockIdx.y * cells;
   const int64_t begin = blockIdx.x * piece, end = min(begin + piece, cells);
-  int32_t before = 0, carry, total;
+  int32_t before = 0, carry;
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < begin; i += kScanThreads) before += counts[i];
   sum_before<kScanThreads>(before, carry);
-  for (int64_t from = begin; from < end; from += kScanThreads * kScanEach) {
-    const int64_t first = from + threadIdx.x * kScanEach;
-    int32_t count[kScanEach], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kScanEach; ++i) sum += count[i] = first + i < end ? counts[first + i] : 0;
-    int32_t start = carry + sum_before<kScanThreads>(sum, total);
-    carry += total;
-#pragma unroll
-    for (int i = 0; i < kScanEach; ++i) {
-      if (first + i < end) starts[first + i] = start;
-      start += count[i];
-    }
-  }
+  place_counts<kScanThreads>(counts, starts, begin, end, carry);
 }
 
 template <typename A>
@@ -791,8 +886,8 @@ unsigned blocks_of(const char* op, int64_t blocks) {
 }
 
 void check_sizes(const char* op, const SampleProblem& problem) {
-  VISDET_CHECK(op, 1.0 * problem.Q * problem.D <= INT32_MAX, "Q * D must be under 2^31 on CUDA, got ", problem.Q, " * ",
-               problem.D);
+  VISDET_CHECK(op, 1.0 * problem.Q * problem.D <= INT32_MAX - 1024 && problem.D <= INT32_MAX - 1024,
+               "Q * D must be under 2^31 - 1024 on CUDA, got ", problem.Q, " * ", problem.D);
   VISDET_CHECK(op, problem.B <= 65535, "images must be at most 65535 on CUDA, got ", problem.B);
   VISDET_CHECK(op, problem.C < (1 << 20), "images must have fewer than 2^20 channels on CUDA, got ", problem.C);
   VISDET_CHECK(op, problem.G <= INT32_MAX && 1.0 * problem.H * problem.W < INT32_MAX - problem.H - problem.W - 2.0,
@@ -811,38 +906,54 @@ const A* data_of(const Tensor& tensor) {
   return static_cast<const A*>(tensor.const_data_ptr());
 }
 
-// images as [B, H, W, C] in memory: themselves, or a copy.
+// Images as [B, H, W, C] in memory: themselves, or a copy, which is made at once or by the first pass.
 template <typename T>
-Tensor in_channels_last(const char* op, const Tensor& images, const SampleProblem& problem, cudaStream_t stream) {
-  if (problem.channels_last || images.numel() == 0) return images;
-  const Tensor dense = contiguous(images);
-  Tensor copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
-  const int64_t pixels = problem.H * problem.W;
-  const dim3 grid(blocks_of(op, ceil_div(pixels, kCopyPixels)), static_cast<unsigned>(problem.B));
-  copy_kernel<T><<<grid, kCopyThreads, 0, stream>>>(data_of<T>(dense), static_cast<T*>(copy.mutable_data_ptr()),
-                                                    static_cast<int>(problem.C), pixels);
-  return copy;
-}
+struct Images {
+  Tensor given, copy, done;
+  const T* data;
+  Copying<T> copying{};
+
+  Images(const char* op, const Tensor& images, const SampleProblem& problem, const Sizes& sizes, cudaStream_t stream,
+         bool at_once)
+      : given(images), copy(images), done(images), data(data_of<T>(images)) {
+    if (problem.channels_last || images.numel() == 0) return;
+    given = contiguous(images), copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
+    const int64_t pixels = problem.H * problem.W, blocks = ceil_div(pixels, kCopyPixels);
+    copying = {
+        data_of<T>(given), static_cast<T*>(copy.mutable_data_ptr()), nullptr, blocks_of(op, blocks),
+        problem.C % kCopyPack<T> == 0 && pixels % kCopyPack<T> == 0 && aligned(given, sizeof(Pack<T, kCopyPack<T>>))};
+    data = copying.to;
+    if (at_once) {
+      copy_kernel<T><<<blocks_of(op, problem.B * blocks), kCopyThreads, 0, stream>>>(copying, sizes);
+      copying = {};
+    } else {
+      done = new_empty(images, {problem.B}, ScalarType::Int);
+      copying.done = static_cast<int32_t*>(done.mutable_data_ptr());
+      cudaMemsetAsync(copying.done, 0, problem.B * sizeof(int32_t), stream);
+    }
+  }
+};
 
 // What all passes of a call share.
 template <typename T, typename A>
 struct Call {
   const char* op;
   Sizes sizes;
-  const Tensor& images;  // [B, H, W, C] in memory
+  const Images<T>& images;
   const Tensor& samples;
   cudaStream_t stream;
   Tensor counts, ranks;  // of the samples of each cell, and of each sample in its cell; dots fills them for scatter
 
-  const T* image_data() const { return data_of<T>(images); }
   const Pack<A, 2>* sample_data() const { return data_of<Pack<A, 2>>(samples); }
   int64_t queries() const { return sizes.B * sizes.Q; }
+  unsigned blocks() const { return blocks_of(op, queries() + sizes.B * images.copying.blocks); }
 
   // Calls f(VEC) with 4 channels a load (2 in float64) where sizes and addresses allow it, else 1.
   template <typename F>
   void with_vec(std::initializer_list<const void*> others, const F& f) const {
     constexpr int kVec = sizeof(A) == 8 ? 2 : 4;
-    bool fits = sizes.C % kVec == 0 && sizes.K % kVec == 0 && aligned(images, kVec * sizeof(T));
+    bool fits = sizes.C % kVec == 0 && sizes.K % kVec == 0 &&
+                reinterpret_cast<uintptr_t>(images.data) % (kVec * sizeof(T)) == 0;
     for (const void* other : others) fits = fits && reinterpret_cast<uintptr_t>(other) % 16 == 0;
     if (fits) {
       f(std::integral_constant<int, kVec>{});
@@ -866,9 +977,8 @@ struct Call {
     if (queries() == 0 || sizes.G == 0 || sizes.K == 0) return;
     with_vec({sums}, [&](auto vec) {
       with_groups([&](auto groups) {
-        sum_kernel<T, TO, A, decltype(vec)::value, decltype(groups)::value>
-            <<<blocks_of(op, queries()), kSumThreads, 0, stream>>>(image_data(), sample_data(), coefficients, sums,
-                                                                   sizes);
+        sum_kernel<T, TO, A, decltype(vec)::value, decltype(groups)::value><<<blocks(), kSumThreads, 0, stream>>>(
+            images.data, images.copying, sample_data(), coefficients, sums, sizes);
       });
     });
   }
@@ -887,9 +997,10 @@ struct Call {
         const size_t encodings = sizeof(A) * kDotThreads * (sizes.C - sizes.K);
         const auto run = [&](auto kernel) {
           allow_shared(kernel, encodings);
-          kernel<<<blocks_of(op, queries()), kDotThreads, encodings, stream>>>(
-              image_data(), sample_data(), coefficients, rows, depths, to, reinterpret_cast<Pack<A, 2>*>(grad_samples),
-              grad_depths, GRAD ? static_cast<int32_t*>(counts.mutable_data_ptr()) : nullptr,
+          kernel<<<blocks(), kDotThreads, encodings, stream>>>(
+              images.data, images.copying, sample_data(), coefficients, rows, depths, to,
+              reinterpret_cast<Pack<A, 2>*>(grad_samples), grad_depths,
+              GRAD ? static_cast<int32_t*>(counts.mutable_data_ptr()) : nullptr,
               GRAD ? static_cast<int32_t*>(ranks.mutable_data_ptr()) : nullptr, sizes);
         };
         if (sizes.C <= 32 * kVec) {
@@ -982,8 +1093,9 @@ Tensor sample_sum(const Tensor& images_in, const Tensor& samples_in, const Tenso
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    const Tensor images = in_channels_last<T>(op, images_in, problem, stream);
-    Call<T, A> call{op, sizes_of(problem), images, samples, stream, samples, samples};
+    const Sizes sizes = sizes_of(problem);
+    const Images<T> images(op, images_in, problem, sizes, stream, false);
+    Call<T, A> call{op, sizes, images, samples, stream, samples, samples};
     call.sum(data_of<A>(weights), static_cast<T*>(output.mutable_data_ptr()));
   });
   check_launch(op);
@@ -1007,8 +1119,9 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    const Tensor images = in_channels_last<T>(op, images_in, problem, stream);
-    Call<T, A> call{op, sizes_of(problem), images, samples, stream, samples, samples};
+    const Sizes sizes = sizes_of(problem);
+    const Images<T> images(op, images_in, problem, sizes, stream, true);
+    Call<T, A> call{op, sizes, images, samples, stream, samples, samples};
     call.template dots<true, true>(data_of<A>(weights), data_of<A>(grad_output), nullptr,
                                    static_cast<A*>(grad_weights.mutable_data_ptr()),
                                    static_cast<A*>(grad_samples.mutable_data_ptr()), nullptr);
@@ -1031,8 +1144,9 @@ Tensor sample_dot(const Tensor& images_in, const Tensor& samples_in, const Tenso
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    const Tensor images = in_channels_last<T>(op, images_in, problem, stream);
-    Call<T, A> call{op, sizes_of(problem), images, samples, stream, samples, samples};
+    const Sizes sizes = sizes_of(problem);
+    const Images<T> images(op, images_in, problem, sizes, stream, false);
+    Call<T, A> call{op, sizes, images, samples, stream, samples, samples};
     call.template dots<true, false>(nullptr, data_of<A>(queries), data_of<A>(depths),
                                     static_cast<T*>(output.mutable_data_ptr()), nullptr, nullptr);
   });
@@ -1058,8 +1172,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    const Tensor images = in_channels_last<T>(op, images_in, problem, stream);
-    Call<T, A> call{op, sizes_of(problem), images, samples, stream, samples, samples};
+    const Sizes sizes = sizes_of(problem);
+    const Images<T> images(op, images_in, problem, sizes, stream, true);
+    Call<T, A> call{op, sizes, images, samples, stream, samples, samples};
     const A *coefficients = data_of<A>(grad_output), *rows = data_of<A>(queries), *depth_data = data_of<A>(depths);
     call.sum(coefficients, static_cast<A*>(grad_queries.mutable_data_ptr()));
     call.template dots<false, true>(coefficients, rows, depth_data, static_cast<A*>(nullptr),

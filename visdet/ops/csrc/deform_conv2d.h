@@ -1,0 +1,100 @@
+// deform_conv2d: the contract.
+//
+// input [B, C, H, W], offset [B, G * KH * KW * 2, H', W'] (y, x), mask [B, G * KH * KW, H', W'] or none, weight [M, C /
+// groups, KH, KW], all of one type. Tap k = (i, j) of output place (y, x) reads channel c of the input, g = c / (C / G)
+// rounded down, at the pixel
+//
+//   (y * stride - padding + i * dilation + offset[b, g, k, 0, y, x], x * stride - ... + j * ... + offset[b, g, k, 1,
+//   ..])
+//
+// by the border rule of common/bilinear.h, times mask[b, g, k, y, x]: columns[b, c, k, y, x]. The output is the grouped
+// matrix product of weight and columns. Places, weights of corners and sums are float32 (float64 for float64); columns
+// and their gradient are of the type of the input, as the operands of the product are.
+//
+// As many images are taken at a time as keep the columns small, at most im2col_step. The gradients of offset, mask and
+// weight are sums in a fixed order; that of input is added atomically, in float32 (float64).
+#pragma once
+
+#include <vector>
+
+#include "common/checks.h"
+
+namespace visdet {
+
+struct DeformConvProblem {
+  int64_t B, C, H, W;     // of the input
+  int64_t M, KH, KW;      // of the weight
+  int64_t height, width;  // of the output
+  int64_t groups, G;      // of weights, of offsets
+  std::vector<int64_t> stride, padding, dilation;
+  int64_t step;  // images at a time, at most
+
+  int64_t taps() const { return KH * KW; }
+  int64_t places() const { return height * width; }
+};
+
+inline void check_deform_tensor(const char* op, const char* name, const Tensor& tensor, const Tensor& input,
+                                const std::vector<int64_t>& shape) {
+  bool fits = tensor.dim() == static_cast<int64_t>(shape.size());
+  std::string expected;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    fits = fits && tensor.size(static_cast<int64_t>(d)) == shape[d];
+    expected += (d ? ", " : "") + std::to_string(shape[d]);
+  }
+  VISDET_CHECK(op, fits, name, " must be [", expected, "], got ", shape_text(tensor));
+  VISDET_CHECK(op, tensor.scalar_type() == input.scalar_type(), name, " must have input's type ", dtype_text(input),
+               ", got ", dtype_text(tensor));
+  VISDET_CHECK(op,
+               tensor.is_cuda() == input.is_cuda() &&
+                   (!input.is_cuda() || tensor.get_device_index() == input.get_device_index()),
+               name, " must be on the device of input");
+}
+
+inline DeformConvProblem check_deform_conv(const char* op, const Tensor& input, const Tensor& offset,
+                                           const Tensor* mask, const Tensor& weight, const std::vector<int64_t>& stride,
+                                           const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
+                                           int64_t deform_groups, int64_t im2col_step) {
+  VISDET_CHECK(op, input.dim() == 4, "input must be [B, C, H, W], got ", shape_text(input));
+  VISDET_CHECK(op, is_value_dtype(input.scalar_type()), "input must be float64, float32, float16 or bfloat16, got ",
+               dtype_text(input));
+  VISDET_CHECK(op, weight.dim() == 4 && weight.size(1) > 0 && weight.size(2) > 0 && weight.size(3) > 0,
+               "weight must be [M, C / groups, KH, KW] with positive sizes, got ", shape_text(weight));
+  DeformConvProblem p{};
+  p.B = input.size(0), p.C = input.size(1), p.H = input.size(2), p.W = input.size(3);
+  p.M = weight.size(0), p.KH = weight.size(2), p.KW = weight.size(3);
+  p.G = deform_groups, p.step = im2col_step;
+  p.stride = stride, p.padding = padding, p.dilation = dilation;
+  VISDET_CHECK(op, p.C > 0 && p.C % weight.size(1) == 0, "input must have a multiple of ", weight.size(1),
+               " channels, got ", p.C);
+  p.groups = p.C / weight.size(1);
+  VISDET_CHECK(op, p.M % p.groups == 0, "weight must have a multiple of ", p.groups, " output channels, got ", p.M);
+  VISDET_CHECK(op, p.G >= 1 && p.C % p.G == 0, "deform_groups must divide the ", p.C, " channels of input, got ", p.G);
+  VISDET_CHECK(op, p.step >= 1, "im2col_step must be at least 1, got ", p.step);
+  constexpr int64_t kMost = 1 << 28, kMostPlaces = 1 << 30;  // computed in int32
+  VISDET_CHECK(op, p.H <= kMost && p.W <= kMost && (p.H == 0 || p.W <= kMostPlaces / p.H),
+               "input must have sides of at most 2^28 and 2^30 pixels, got ", p.H, " x ", p.W);
+  VISDET_CHECK(op, p.KH <= 1024 && p.KW <= 1024 && weight.size(1) <= INT32_MAX / p.taps() / p.groups,
+               "weight must have kernels of at most 1024 x 1024, and C * KH * KW be below 2^31, got ",
+               shape_text(weight));
+  const auto output_size = [&](int64_t size, int64_t kernel, int d) {
+    VISDET_CHECK(op, stride.size() == 2 && padding.size() == 2 && dilation.size() == 2,
+                 "stride, padding and dilation must be pairs");
+    VISDET_CHECK(op,
+                 stride[d] >= 1 && dilation[d] >= 1 && padding[d] >= 0 && padding[d] <= kMost &&
+                     dilation[d] <= kMost / kernel && stride[d] <= kMost,
+                 "stride and dilation must be positive, padding must not be negative, got ", stride[d], ", ",
+                 dilation[d], ", ", padding[d]);
+    const int64_t reach = size + 2 * padding[d] - dilation[d] * (kernel - 1);
+    VISDET_CHECK(op, reach > 0, "input [", p.H, ", ", p.W, "] is too small for the kernel");
+    return (reach - 1) / stride[d] + 1;
+  };
+  p.height = output_size(p.H, p.KH, 0), p.width = output_size(p.W, p.KW, 1);
+  VISDET_CHECK(op, p.width <= kMostPlaces / p.height, "the output must have at most 2^30 places, got ", p.height, " x ",
+               p.width);
+  check_deform_tensor(op, "weight", weight, input, {p.M, weight.size(1), p.KH, p.KW});
+  check_deform_tensor(op, "offset", offset, input, {p.B, p.G * p.taps() * 2, p.height, p.width});
+  if (mask != nullptr) check_deform_tensor(op, "mask", *mask, input, {p.B, p.G * p.taps(), p.height, p.width});
+  return p;
+}
+
+}  // namespace visdet
