@@ -354,3 +354,30 @@ def test_more_than_two_to_the_31_elements():
     torch.testing.assert_close(
         output[rows], mahalanobis_distance_reference(case[0][rows], *case[1:3]), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 3e-6)], ids=str)
+def test_several_points_a_thread(dtype, bound):
+    """Threads take several of so many points; far from the origin, narrow Gaussians need the difference first."""
+    B, N, size = 150_001, 333, 1e-3
+    case = make_case(B, N, size=size)
+    case[1] = case[1].sigmoid() + 1
+    case[0] = case[1][torch.arange(B) % N] + size * case[0]
+    exact = [tensor.to(dtype).double() for tensor in case]
+    case = [tensor.to(dtype).cuda() for tensor in case]
+    grad_output = torch.zeros(B)
+    rows = torch.cat([torch.arange(0, B, 997), torch.tensor([B - 2, B - 1])])
+    grad_output[rows] = 1
+    output, grads = gradients(gaussian_field, case, grad_output.cuda())
+    expected, expected_grads = gradients(
+        gaussian_field_reference, [exact[0][rows], *exact[1:]], torch.ones(len(rows))
+    )
+    assert relative_error(output[rows.cuda()], expected) < bound
+    assert relative_error(grads[0][rows.cuda()], expected_grads[0]) < 4 * bound
+    for grad, wanted in zip(grads[1:], expected_grads[1:], strict=True):
+        assert relative_error(grad, wanted) < 4 * bound
+    assert torch.equal(gaussian_field(*case), output)
+    case[0][rows.cuda()] = math.nan
+    is_nan = gaussian_field(*case).isnan()
+    assert is_nan[rows.cuda()].all() and is_nan.sum() == len(rows)

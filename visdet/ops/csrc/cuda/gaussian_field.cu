@@ -242,8 +242,6 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
                                             const A* __restrict__ grad_output, A* __restrict__ to, bool is_whole) {
   constexpr A kScale = Exponent<A>::kScale;
   constexpr int kSums = GRAD ? 3 : 1;
-  // The field of several points a thread: 570 us unrolled by 4, 540 by 8, 537 by 16, at 10^9 pairs.
-  constexpr int kUnroll = !GRAD && R > 1 ? 16 : 4;
   __shared__ Gaussian<A> tile[kThreads];
   const int64_t first = owner * (kThreads * R);
   A x[R], y[R], z[R], sums[R][kSums] = {};
@@ -277,7 +275,7 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
     }
     if (keep) tile[place] = read_gaussian(in, CULL ? in.gaussian_order[i] : i, kScale);
     __syncthreads();
-#pragma unroll kUnroll
+#pragma unroll 4
     for (int k = 0; k < count; ++k) {
       const Gaussian<A> g = tile[k];
 #pragma unroll
@@ -304,6 +302,84 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
     const A factor = GRAD ? (is_whole ? -grad_output[at[r]] : A(-1)) / (kScale * kScale) : A(1);
 #pragma unroll
     for (int d = 0; d < kSums; ++d) to[(part * in.B + at[r]) * kSums + d] = sums[r][d] * factor;
+  }
+}
+
+// A number of each of two points.
+struct Two {
+  float at[2];
+};
+__device__ __forceinline__ Two operator-(Two a, float b) { return {a.at[0] - b, a.at[1] - b}; }
+__device__ __forceinline__ Two operator*(Two a, float b) { return {a.at[0] * b, a.at[1] * b}; }
+__device__ __forceinline__ Two operator*(float a, Two b) { return {a * b.at[0], a * b.at[1]}; }
+__device__ __forceinline__ Two operator-(Two a, Two b) { return {a.at[0] - b.at[0], a.at[1] - b.at[1]}; }
+__device__ __forceinline__ Two operator*(Two a, Two b) { return {a.at[0] * b.at[0], a.at[1] * b.at[1]}; }
+__device__ __forceinline__ Two fma(Two a, Two b, Two c) {
+  return {__fmaf_rn(a.at[0], b.at[0], c.at[0]), __fmaf_rn(a.at[1], b.at[1], c.at[1])};
+}
+
+// Writes 2^-square to `result` if `always` is not 0, which holds always, unknown to ptxas: it then waits for the
+// readers of what was in `result`, and cannot gather the exponentials of all points. Those would wait for one another:
+// the special-function unit takes one of a warp every eight cycles.
+__device__ __forceinline__ void exponential_in_turn(float square, int always, float& result) {
+  asm("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ex2.approx.ftz.f32 %0, %1;}" : "+f"(result) : "f"(-square), "r"(always));
+}
+
+constexpr int kFieldPoints = 16;  // a thread
+constexpr int kFieldBlocks = 4;   // a multiprocessor
+
+// The field, in float32, of so many points that they fill the GPU: point_block's task without its order and gradients.
+// A block takes kThreads * kFieldPoints points and a part of the Gaussians. A thread takes two points at a time, so
+// that consecutive instructions share an operand. The statements stand in the order that was the fastest of many: other
+// orders, and one or four points at a time, are 1 to 7 % slower at 10^9 pairs.
+__global__ void __launch_bounds__(kThreads, kFieldBlocks)
+    field_kernel(const Inputs<float> in, float* __restrict__ to, int owners, int always) {
+  constexpr int kPairs = kFieldPoints / 2;
+  __shared__ Gaussian<float> tile[kThreads];
+  const int part = blockIdx.x / owners;
+  const int64_t mine = static_cast<int64_t>(blockIdx.x % owners) * (kThreads * kFieldPoints) + threadIdx.x;
+  Two x[kPairs], y[kPairs], z[kPairs], sums[kPairs] = {};
+#pragma unroll
+  for (int r = 0; r < kFieldPoints; ++r) {
+    const int64_t b = mine + r * kThreads;
+    const float* point = in.points + 3 * b;
+    const bool exists = b < in.B;
+    x[r / 2].at[r % 2] = exists ? point[0] : 0;
+    y[r / 2].at[r % 2] = exists ? point[1] : 0;
+    z[r / 2].at[r % 2] = exists ? point[2] : 0;
+  }
+  float e = 0;
+  const int64_t begin = part * in.part, end = min(begin + in.part, in.N);
+  for (int64_t first = begin; first < end; first += kThreads) {
+    const int count = static_cast<int>(min(end - first, int64_t{kThreads}));
+    if (threadIdx.x < count) tile[threadIdx.x] = read_gaussian(in, first + threadIdx.x, Exponent<float>::kScale);
+    __syncthreads();
+#pragma unroll 8
+    for (int k = 0; k < count; ++k) {
+      const Gaussian<float> g = tile[k];
+#pragma unroll
+      for (int r = 0; r < kPairs; ++r) {
+        const Two v0 = (x[r] - g.x) * g.i00;
+        const Two v1 = ((y[r] - g.y) - g.l10 * v0) * g.i11;
+        Two v2 = (z[r] - g.z) - g.l20 * v0;
+        const Two v1_squared = v1 * v1;
+        v2 = v2 - g.l21 * v1;
+        const Two v01_squared = fma(v0, v0, v1_squared);
+        v2 = v2 * g.i22;
+        const Two square = fma(v2, v2, v01_squared);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          exponential_in_turn(square.at[i], always, e);
+          sums[r].at[i] += g.weight * e;
+        }
+      }
+    }
+    __syncthreads();  // the tile has been read
+  }
+#pragma unroll
+  for (int r = 0; r < kFieldPoints; ++r) {
+    const int64_t b = mine + r * kThreads;
+    if (b < in.B) to[part * in.B + b] = sums[r / 2].at[r % 2];
   }
 }
 
@@ -583,14 +659,46 @@ void run_pairs(const char* op, const Inputs<A>& in, const Tensor& points, const 
       gaussian_data, of_points.parts, out.grad_means, out.grad_cholesky, out.grad_weights);
 }
 
+// Equal parts in the number of waves, 4 to 16, that leaves the fewest places for blocks empty: all blocks take the same
+// time, so that a part-filled last wave costs as much as a full one.
+Split even_split_of(int64_t count, int64_t owners, int64_t places) {
+  int64_t parts = 1, waves = ceil_div(owners, places);
+  for (int64_t w = 4; w <= 16; ++w) {
+    const int64_t p = std::min(w * places / owners, ceil_div(count, kThreads));
+    const int64_t w_of_p = ceil_div(p * owners, places);
+    if (p > 0 && p * waves > parts * w_of_p) parts = p, waves = w_of_p;
+  }
+  const int64_t part = ceil_div(count, parts);
+  return {part, static_cast<int32_t>(ceil_div(count, part))};
+}
+
+void run_field_of_many(const char* op, Inputs<float> in, const Tensor& points, float* field, cudaStream_t stream) {
+  const int64_t owners = ceil_div(in.B, kThreads * kFieldPoints);
+  const Split split = even_split_of(in.N, owners, int64_t{kFieldBlocks} * multiprocessors(points.get_device_index()));
+  in.part = split.part;
+  Tensor scratch = points;
+  float* parts = field;
+  if (split.parts > 1) {
+    scratch = new_empty(points, {split.parts, in.B});
+    parts = scratch.mutable_data_ptr<float>();
+  }
+  field_kernel<<<blocks_of(op, owners * split.parts), kThreads, 0, stream>>>(in, parts, static_cast<int>(owners), 1);
+  if (split.parts == 1) return;
+  const unsigned blocks = blocks_of(op, ceil_div(in.B, kThreads));
+  finish_kernel<float, false, true><<<blocks, kThreads, 0, stream>>>(
+      in, nullptr, parts, split.parts, field, in.B, static_cast<int>(blocks), nullptr, 0, nullptr, nullptr, nullptr);
+}
+
 // The field or its gradients.
 template <typename A, bool GRAD>
 void run_field(const char* op, Inputs<A> in, const Tensor& points, const Outputs<A>& out, cudaStream_t stream) {
-  constexpr int kSeveral = sizeof(A) == 4 ? (GRAD ? 4 : 8) : 2;
+  constexpr int kSeveral = sizeof(A) == 4 ? 4 : 2;
   if (in.point_order == nullptr) {
     // Several points a thread share the reading of a Gaussian, once there are enough to fill the GPU.
     if (in.B < int64_t{4} * kThreads * multiprocessors(points.get_device_index())) {
       run_pairs<A, 1, GRAD, true, false>(op, in, points, out, stream);
+    } else if constexpr (sizeof(A) == 4 && !GRAD) {
+      run_field_of_many(op, in, points, out.field, stream);
     } else {
       run_pairs<A, kSeveral, GRAD, true, false>(op, in, points, out, stream);
     }
