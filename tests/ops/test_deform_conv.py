@@ -71,6 +71,35 @@ def test_plain_torch_agrees_with_torchvision():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_plain_torch_places_samples_in_float32(dtype):
+    """16 bits hold neither the places of a map of 9 x 500 pixels nor their indices."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(1, 2, 9, 500, generator=generator), torch.randn(3, 2, 3, 3, generator=generator)
+    offset, mask = (
+        torch.randn(1, 18, 9, 500, generator=generator),
+        torch.rand(1, 9, 9, 500, generator=generator),
+    )
+    leaves = [t.to(dtype).requires_grad_() for t in (x, offset, mask, weight)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    settings = ((1, 1), (1, 1), (1, 1), 1)
+    out, expected = (deform_conv2d_reference(*t, None, *settings) for t in (leaves, exact))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, expected.to(dtype), rtol=eps, atol=2e-4)  # float32 places: to 3e-5 pixels
+    grads = [torch.autograd.grad(o.sum(), t) for o, t in ((out, leaves), (expected, exact))]
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted.to(dtype), rtol=2e-2, atol=2e-2)
+
+
+def test_plain_torch_counts_pixels_beyond_float32():
+    x = torch.zeros(1, 1, 4100, 4100)
+    x[0, 0, -1, -1] = 5  # the pixel 16809999, which float32 cannot count
+    out = deform_conv2d_reference(
+        x, torch.zeros(1, 2, 2, 2), None, torch.ones(1, 1, 1, 1), None, (4099, 4099), (0, 0), (1, 1), 1
+    )
+    assert out.flatten().tolist() == [0, 0, 0, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_offset_decides_the_type(dtype, backend):
     (x, offset, mask, weight, bias), settings = arguments(torch.float32)
     out = modulated_deform_conv2d(x, offset.to(dtype), mask, weight, bias, *settings, 2, 2)

@@ -202,7 +202,8 @@ def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
     for row, wy in ((y0, 1 - fy), (y0 + 1, fy)):
         for column, wx in ((x0, 1 - fx), (x0 + 1, fx)):
             inside = counts & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-            index = torch.where(inside, row * W + column, 0).long()[:, None].expand(-1, flat.shape[1], -1)
+            index = torch.where(inside, row.long() * W + column.long(), 0)  # whole numbers: beyond 2^24 too
+            index = index[:, None].expand(-1, flat.shape[1], -1)
             factor = torch.where(inside, wy * wx, 0)
             total = total + flat.gather(2, index) * factor[:, None]
     return total
@@ -219,7 +220,15 @@ def deform_conv2d_reference(
     dilation: tuple[int, int],
     deform_groups: int,
 ) -> Tensor:
-    """Plain torch: gather the columns of im2col at the moved places, then multiply by the weight."""
+    """Plain torch: gather the columns of im2col at the moved places, then multiply by the weight.
+
+    Computed in float32 at least, since 16 bits hold no place in a map; the result has the type of ``input``.
+    """
+    dtype, wide = (
+        input.dtype,
+        torch.promote_types(offset.dtype, torch.promote_types(input.dtype, torch.float32)),
+    )
+    input, offset, weight = input.to(wide), offset.to(wide), weight.to(wide)
     B, C, H, W = input.shape
     KH, KW = weight.shape[2:]
     height, width = output_shape(input, weight, stride, padding, dilation)
@@ -229,47 +238,32 @@ def deform_conv2d_reference(
     y, x = (moves[:, :, :, 0] + tap_y).flatten(1), (moves[:, :, :, 1] + tap_x).flatten(1)
     columns = _bilinear(input.reshape(B * G, C // G, H, W), y, x).view(B, G, C // G, KH * KW, height * width)
     if mask is not None:
-        columns = columns * mask.reshape(B, G, 1, KH * KW, height * width)
+        columns = columns * mask.to(wide).reshape(B, G, 1, KH * KW, height * width)
     groups = C // weight.shape[1]
     columns = columns.reshape(B, groups, C // groups * KH * KW, height * width)
     kernel = weight.reshape(groups, weight.shape[0] // groups, -1)
     output = torch.matmul(kernel, columns).reshape(B, weight.shape[0], height, width)
-    return output if bias is None else output + bias[:, None, None]
+    return (output if bias is None else output + bias.to(wide)[:, None, None]).to(dtype)
 
 
-def _fake(
-    input: Tensor,
-    offset: Tensor,
-    mask: Tensor | None,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    deform_groups: int,
-    im2col_step: int,
-) -> Tensor:
+def _fake(input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, *_: Any) -> Tensor:
     return input.new_empty(input.shape[0], weight.shape[0], *offset.shape[2:])
 
 
 def _fake_backward(
-    grad_output: Tensor,
-    input: Tensor,
-    offset: Tensor,
-    mask: Tensor | None,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    deform_groups: int,
-    im2col_step: int,
-    needs_input: bool,
-    needs_offset: bool,
-    needs_weight: bool,
+    grad_output: Tensor, input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs = (needs_input, needs_offset, needs_offset and mask is not None, needs_weight)
-    tensors = (input, offset, offset if mask is None else mask, weight)
-    grads = [t.new_empty(t.shape if is_needed else 0) for t, is_needed in zip(tensors, needs, strict=True)]
-    return grads[0], grads[1], grads[2], grads[3]
+    needs_input, needs_offset, needs_weight = settings[-3:]
+
+    def gradient_of(tensor: Tensor, is_needed: bool) -> Tensor:
+        return tensor.new_empty(tensor.shape if is_needed else 0)
+
+    return (
+        gradient_of(input, needs_input),
+        gradient_of(offset, needs_offset),
+        gradient_of(offset if mask is None else mask, needs_offset and mask is not None),
+        gradient_of(weight, needs_weight),
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

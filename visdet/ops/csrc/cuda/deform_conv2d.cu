@@ -168,13 +168,13 @@ __device__ __forceinline__ void add_pack(A* to, const A (&from)[VEC]) {
   }
 }
 
-// What a backward pass computes besides the gradients of offsets and masks; null where it is not wanted.
+// What a backward pass writes; null where it is not wanted.
 template <typename T, typename A>
 struct Gradients {
-  A* images;
+  A* images;  // zero at first
   T* offsets;
-  T* masks;
-  bool columns;  // write the columns over their gradient
+  T* masks;      // with offsets only
+  bool columns;  // over their gradient
 };
 
 // All gradients from that of the columns. A block owns a tile; 2^lanes_log2 threads take a sample with all of its
