@@ -113,6 +113,25 @@ __device__ __forceinline__ void store_pack(T* to, const A (&values)[N]) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
+// to[i] += from[i], by reductions at the second-level cache.
+template <int VEC, typename A>
+__device__ __forceinline__ void add_pack(A* to, const A (&from)[VEC]) {
+#if __CUDA_ARCH__ >= 900
+  constexpr bool kFours = VEC % 4 == 0 && sizeof(A) == 4;
+#else
+  constexpr bool kFours = false;
+#endif
+  if constexpr (kFours) {
+#pragma unroll
+    for (int v = 0; v < VEC; v += 4) {
+      atomicAdd(reinterpret_cast<float4*>(to + v), make_float4(from[v], from[v + 1], from[v + 2], from[v + 3]));
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) atomicAdd(to + v, from[v]);
+  }
+}
+
 template <typename A>
 __device__ __forceinline__ A quiet_nan() {
   return static_cast<A>(__int_as_float(0x7fffffff));

@@ -149,25 +149,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// to[i] += from[i], by reductions at the second-level cache.
-template <int VEC, typename A>
-__device__ __forceinline__ void add_pack(A* to, const A (&from)[VEC]) {
-#if __CUDA_ARCH__ >= 900
-  constexpr bool kFours = VEC % 4 == 0 && sizeof(A) == 4;
-#else
-  constexpr bool kFours = false;
-#endif
-  if constexpr (kFours) {
-#pragma unroll
-    for (int v = 0; v < VEC; v += 4) {
-      atomicAdd(reinterpret_cast<float4*>(to + v), make_float4(from[v], from[v + 1], from[v + 2], from[v + 3]));
-    }
-  } else {
-#pragma unroll
-    for (int v = 0; v < VEC; ++v) atomicAdd(to + v, from[v]);
-  }
-}
-
 // What a backward pass writes; null where it is not wanted.
 template <typename T, typename A>
 struct Gradients {

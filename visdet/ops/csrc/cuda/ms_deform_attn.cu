@@ -1306,25 +1306,6 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what
   }
 }
 
-// to[i] += from[i], by reductions at the second-level cache.
-template <int VEC, typename A>
-__device__ __forceinline__ void add_pack(A* to, const A (&from)[VEC]) {
-#if __CUDA_ARCH__ >= 900
-  constexpr bool kFours = VEC % 4 == 0 && sizeof(A) == 4;
-#else
-  constexpr bool kFours = false;
-#endif
-  if constexpr (kFours) {
-#pragma unroll
-    for (int v = 0; v < VEC; v += 4) {
-      atomicAdd(reinterpret_cast<float4*>(to + v), make_float4(from[v], from[v + 1], from[v + 2], from[v + 3]));
-    }
-  } else {
-#pragma unroll
-    for (int v = 0; v < VEC; ++v) atomicAdd(to + v, from[v]);
-  }
-}
-
 // Few samples (a decoder), where sorting over the whole pyramid does not pay: a group of LANES threads takes one
 // sample, adds to the four rows of grad_sums, which was zeroed, and works out the sample's own gradients.
 template <typename T, typename A, typename Source, int VEC, int LANES>
