@@ -28,16 +28,6 @@ struct SampleProblem {
   bool channels_last;  // images are [B, H, W, C] in memory
 };
 
-// Whether [B, C, H, W] lies in memory as contiguous [B, H, W, C].
-inline bool is_channels_last(const Tensor& images) {
-  int64_t expected = 1;
-  for (const int d : {1, 3, 2, 0}) {
-    if (images.size(d) != 1 && images.stride(d) != expected) return false;
-    expected *= images.size(d);
-  }
-  return true;
-}
-
 inline void check_on_device(const char* op, const char* name, const Tensor& tensor, const Tensor& images) {
   VISDET_CHECK(op,
                tensor.is_cuda() == images.is_cuda() &&

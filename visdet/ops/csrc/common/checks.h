@@ -36,6 +36,16 @@ inline ScalarType accumulate_dtype(ScalarType type) {
   return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
+// Whether [B, C, H, W] lies in memory as contiguous [B, H, W, C].
+inline bool is_channels_last(const Tensor& images) {
+  int64_t expected = 1;
+  for (const int d : {1, 3, 2, 0}) {
+    if (images.size(d) != 1 && images.stride(d) != expected) return false;
+    expected *= images.size(d);
+  }
+  return true;
+}
+
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream message;

@@ -422,15 +422,6 @@ class Convolution {
     return static_cast<V*>(tensor.mutable_data_ptr());
   }
 
-  static bool is_channels_last(const Tensor& images) {
-    int64_t expected = 1;
-    for (const int d : {1, 3, 2, 0}) {
-      if (images.size(d) != 1 && images.stride(d) != expected) return false;
-      expected *= images.size(d);
-    }
-    return true;
-  }
-
   static Sizes sizes_of(const DeformConvProblem& p) {
     Sizes z{};
     z.C = static_cast<int>(p.C), z.H = static_cast<int>(p.H), z.W = static_cast<int>(p.W);
