@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from visdet import doctor
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -136,6 +138,13 @@ def test_doctor_reports_versions_libraries_and_operators():
         assert part in done.stdout
 
 
+def test_doctor_says_who_serves_without_libraries():
+    lines = doctor._operators({"cpu": {"loaded": False}, "cuda": {"loaded": False}})
+    served = {line.split()[0]: line for line in lines[1:]}
+    assert served["ms_deform_attn"].count("none: not built") == 2
+    assert served["box_key_points"].count("plain torch") == 3
+
+
 def test_missing_libraries_raise_one_clear_error(tmp_path):
     package = tmp_path / "visdet"
     (package / "ops").mkdir(parents=True)
@@ -150,6 +159,7 @@ def test_missing_libraries_raise_one_clear_error(tmp_path):
         "    ops.ms_deform_attn(value, [(1, 1)], None, torch.zeros(1, 1, 1, 1, 1, 2), torch.zeros(1, 1, 1, 1, 1))\n"
         "except ops.NotBuiltError as error:\n"
         "    print(error)\n"
+        "print(ops.box_key_points(torch.zeros(1, 2, 11), torch.zeros(3, 3)).shape)\n"
     )
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
@@ -157,4 +167,5 @@ def test_missing_libraries_raise_one_clear_error(tmp_path):
     assert (
         "the CPU library is not loaded" in done.stdout
         and "pip install --no-build-isolation -e ." in done.stdout
+        and "torch.Size([1, 2, 3, 3])" in done.stdout
     )
