@@ -381,3 +381,16 @@ def test_several_points_a_thread(dtype, bound):
     case[0][rows.cuda()] = math.nan
     is_nan = gaussian_field(*case).isnan()
     assert is_nan[rows.cuda()].all() and is_nan.sum() == len(rows)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "B, N", [(67_584, 1), (70_001, 33), (100_000, 1000), (400_003, 2500), (1_200_000, 700)]
+)
+def test_parts_of_many_points(B, N):
+    """The Gaussians come in parts of different sizes, their number by B and N; each is added once."""
+    case = make_case(B, N, dtype=torch.float32, device="cuda")
+    output = gaussian_field(*case)
+    expected = gaussian_field(*(tensor.double() for tensor in case))
+    assert relative_error(output, expected) < 3e-6
+    assert torch.equal(gaussian_field(*case), output)

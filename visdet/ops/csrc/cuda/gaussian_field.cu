@@ -13,6 +13,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 
 #include "../common/cuda_utils.cuh"
@@ -305,19 +306,6 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
   }
 }
 
-// A number of each of two points.
-struct Two {
-  float at[2];
-};
-__device__ __forceinline__ Two operator-(Two a, float b) { return {a.at[0] - b, a.at[1] - b}; }
-__device__ __forceinline__ Two operator*(Two a, float b) { return {a.at[0] * b, a.at[1] * b}; }
-__device__ __forceinline__ Two operator*(float a, Two b) { return {a * b.at[0], a * b.at[1]}; }
-__device__ __forceinline__ Two operator-(Two a, Two b) { return {a.at[0] - b.at[0], a.at[1] - b.at[1]}; }
-__device__ __forceinline__ Two operator*(Two a, Two b) { return {a.at[0] * b.at[0], a.at[1] * b.at[1]}; }
-__device__ __forceinline__ Two fma(Two a, Two b, Two c) {
-  return {__fmaf_rn(a.at[0], b.at[0], c.at[0]), __fmaf_rn(a.at[1], b.at[1], c.at[1])};
-}
-
 // Writes 2^-square to `result` if `always` is not 0, which holds always, unknown to ptxas: it then waits for the
 // readers of what was in `result`, and cannot gather the exponentials of all points. Those would wait for one another:
 // the special-function unit takes one of a warp every eight cycles.
@@ -328,29 +316,36 @@ __device__ __forceinline__ void exponential_in_turn(float square, int always, fl
 constexpr int kFieldPoints = 16;  // a thread
 constexpr int kFieldBlocks = 4;   // a multiprocessor
 
+// Part p of the Gaussians is [first[p], first[p + 1]).
+constexpr int kMostParts = 100;
+struct Parts {
+  int32_t count;
+  int64_t first[kMostParts + 1];
+};
+
 // The field, in float32, of so many points that they fill the GPU: point_block's task without its order and gradients.
-// A block takes kThreads * kFieldPoints points and a part of the Gaussians. A thread takes two points at a time, so
-// that consecutive instructions share an operand. The statements stand in the order that was the fastest of many: other
-// orders, and one or four points at a time, are 1 to 7 % slower at 10^9 pairs.
+// A block takes kThreads * kFieldPoints points and a part of the Gaussians. A thread takes two points at a time. The
+// statements stand in the order that was the fastest of some two hundred, of which the slowest is 7 % slower at 10^9
+// pairs: the order decides which instructions of ptxas's wait for one another at the two ports of the registers.
 __global__ void __launch_bounds__(kThreads, kFieldBlocks)
-    field_kernel(const Inputs<float> in, float* __restrict__ to, int owners, int always) {
-  constexpr int kPairs = kFieldPoints / 2;
+    field_kernel(const Inputs<float> in, const __grid_constant__ Parts parts, float* __restrict__ to, int owners,
+                 int always) {
   __shared__ Gaussian<float> tile[kThreads];
   const int part = blockIdx.x / owners;
   const int64_t mine = static_cast<int64_t>(blockIdx.x % owners) * (kThreads * kFieldPoints) + threadIdx.x;
-  Two x[kPairs], y[kPairs], z[kPairs], sums[kPairs] = {};
+  float x[kFieldPoints], y[kFieldPoints], z[kFieldPoints], sums[kFieldPoints] = {};
 #pragma unroll
   for (int r = 0; r < kFieldPoints; ++r) {
     const int64_t b = mine + r * kThreads;
     const float* point = in.points + 3 * b;
     const bool exists = b < in.B;
-    x[r / 2].at[r % 2] = exists ? point[0] : 0;
-    y[r / 2].at[r % 2] = exists ? point[1] : 0;
-    z[r / 2].at[r % 2] = exists ? point[2] : 0;
+    x[r] = exists ? point[0] : 0;
+    y[r] = exists ? point[1] : 0;
+    z[r] = exists ? point[2] : 0;
   }
   float e = 0;
-  const int64_t begin = part * in.part, end = min(begin + in.part, in.N);
-  for (int64_t first = begin; first < end; first += kThreads) {
+  const int64_t end = parts.first[part + 1];
+  for (int64_t first = parts.first[part]; first < end; first += kThreads) {
     const int count = static_cast<int>(min(end - first, int64_t{kThreads}));
     if (threadIdx.x < count) tile[threadIdx.x] = read_gaussian(in, first + threadIdx.x, Exponent<float>::kScale);
     __syncthreads();
@@ -358,20 +353,31 @@ __global__ void __launch_bounds__(kThreads, kFieldBlocks)
     for (int k = 0; k < count; ++k) {
       const Gaussian<float> g = tile[k];
 #pragma unroll
-      for (int r = 0; r < kPairs; ++r) {
-        const Two v0 = (x[r] - g.x) * g.i00;
-        const Two v1 = ((y[r] - g.y) - g.l10 * v0) * g.i11;
-        Two v2 = (z[r] - g.z) - g.l20 * v0;
-        const Two v1_squared = v1 * v1;
-        v2 = v2 - g.l21 * v1;
-        const Two v01_squared = fma(v0, v0, v1_squared);
-        v2 = v2 * g.i22;
-        const Two square = fma(v2, v2, v01_squared);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          exponential_in_turn(square.at[i], always, e);
-          sums[r].at[i] += g.weight * e;
-        }
+      for (int r = 0; r < kFieldPoints; r += 2) {
+        const int s = r + 1;
+        const float v0_r = (x[r] - g.x) * g.i00;
+        const float v0_s = (x[s] - g.x) * g.i00;
+        float v1_s = (y[s] - g.y) - g.l10 * v0_s;
+        float v1_r = (y[r] - g.y) - g.l10 * v0_r;
+        const float dz_r = z[r] - g.z;
+        v1_r = v1_r * g.i11;
+        float v2_s = (z[s] - g.z) - g.l20 * v0_s;
+        float v2_r = dz_r - g.l20 * v0_r;
+        float square_r = v1_r * v1_r;
+        v2_r = v2_r - g.l21 * v1_r;
+        square_r = v0_r * v0_r + square_r;
+        v2_r = v2_r * g.i22;
+        square_r = v2_r * v2_r + square_r;
+        v1_s = v1_s * g.i11;
+        v2_s = v2_s - g.l21 * v1_s;
+        float square_s = v1_s * v1_s;
+        square_s = v0_s * v0_s + square_s;
+        v2_s = v2_s * g.i22;
+        square_s = v2_s * v2_s + square_s;
+        exponential_in_turn(square_r, always, e);
+        sums[r] += g.weight * e;
+        exponential_in_turn(square_s, always, e);
+        sums[s] += g.weight * e;
       }
     }
     __syncthreads();  // the tile has been read
@@ -379,7 +385,7 @@ __global__ void __launch_bounds__(kThreads, kFieldBlocks)
 #pragma unroll
   for (int r = 0; r < kFieldPoints; ++r) {
     const int64_t b = mine + r * kThreads;
-    if (b < in.B) to[part * in.B + b] = sums[r / 2].at[r % 2];
+    if (b < in.B) to[part * in.B + b] = sums[r];
   }
 }
 
@@ -659,34 +665,44 @@ void run_pairs(const char* op, const Inputs<A>& in, const Tensor& points, const 
       gaussian_data, of_points.parts, out.grad_means, out.grad_cholesky, out.grad_weights);
 }
 
-// Equal parts in the number of waves, 4 to 16, that leaves the fewest places for blocks empty: all blocks take the same
-// time, so that a part-filled last wave costs as much as a full one.
-Split even_split_of(int64_t count, int64_t owners, int64_t places) {
-  int64_t parts = 1, waves = ceil_div(owners, places);
-  for (int64_t w = 4; w <= 16; ++w) {
-    const int64_t p = std::min(w * places / owners, ceil_div(count, kThreads));
-    const int64_t w_of_p = ceil_div(p * owners, places);
-    if (p > 0 && p * waves > parts * w_of_p) parts = p, waves = w_of_p;
+// Parts for `owners` blocks each on a GPU that works on `places` blocks at a time: large ones first, then ever smaller
+// ones. A multiprocessor serves its oldest block first, so that equal blocks end at very different times, and the last
+// ones of all run on a GPU that is no longer full: the smaller they are, the shorter.
+Parts decreasing_parts(int64_t count, int64_t owners, int64_t places) {
+  constexpr double kTake = 0.78, kLeast = 0.05;
+  const int64_t at_once = std::max<int64_t>(1, places / owners);
+  const double share = std::min(1.0, static_cast<double>(owners) / static_cast<double>(places));  // a block's
+  const double least = std::max(32.0, kLeast * share * static_cast<double>(count));
+  Parts parts{};
+  int64_t end = 0;
+  while (end < count) {
+    const double wanted = std::max(least, kTake * share * static_cast<double>(count - end));
+    const int64_t size = 8 * static_cast<int64_t>(std::ceil(wanted / 8));  // whole passes of the unrolled loop
+    for (int64_t i = 0; i < at_once && end < count; ++i) {
+      end = parts.count + 1 < kMostParts ? std::min(end + size, count) : count;
+      parts.first[++parts.count] = end;
+    }
   }
-  const int64_t part = ceil_div(count, parts);
-  return {part, static_cast<int32_t>(ceil_div(count, part))};
+  return parts;
 }
 
-void run_field_of_many(const char* op, Inputs<float> in, const Tensor& points, float* field, cudaStream_t stream) {
+void run_field_of_many(const char* op, const Inputs<float>& in, const Tensor& points, float* field,
+                       cudaStream_t stream) {
   const int64_t owners = ceil_div(in.B, kThreads * kFieldPoints);
-  const Split split = even_split_of(in.N, owners, int64_t{kFieldBlocks} * multiprocessors(points.get_device_index()));
-  in.part = split.part;
+  const Parts parts =
+      decreasing_parts(in.N, owners, int64_t{kFieldBlocks} * multiprocessors(points.get_device_index()));
   Tensor scratch = points;
-  float* parts = field;
-  if (split.parts > 1) {
-    scratch = new_empty(points, {split.parts, in.B});
-    parts = scratch.mutable_data_ptr<float>();
+  float* to = field;
+  if (parts.count > 1) {
+    scratch = new_empty(points, {parts.count, in.B});
+    to = scratch.mutable_data_ptr<float>();
   }
-  field_kernel<<<blocks_of(op, owners * split.parts), kThreads, 0, stream>>>(in, parts, static_cast<int>(owners), 1);
-  if (split.parts == 1) return;
+  field_kernel<<<blocks_of(op, owners * parts.count), kThreads, 0, stream>>>(in, parts, to, static_cast<int>(owners),
+                                                                             1);
+  if (parts.count == 1) return;
   const unsigned blocks = blocks_of(op, ceil_div(in.B, kThreads));
   finish_kernel<float, false, true><<<blocks, kThreads, 0, stream>>>(
-      in, nullptr, parts, split.parts, field, in.B, static_cast<int>(blocks), nullptr, 0, nullptr, nullptr, nullptr);
+      in, nullptr, to, parts.count, field, in.B, static_cast<int>(blocks), nullptr, 0, nullptr, nullptr, nullptr);
 }
 
 // The field or its gradients.
