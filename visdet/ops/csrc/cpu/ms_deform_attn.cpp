@@ -25,14 +25,13 @@ struct MsDeformAttnArrays {
   const int64_t* start;  // [K]
 
   const int64_t* order;  // [Q] the order in which queries are worked on, or null for their own
-  int64_t tile;          // forward: queries of a tile
+  bool gathered;         // a head's values are laid out in one piece before they are sampled
   const T* value;        // [B, S, G, C]
   const A* locations;    // [B, Q, G, K, 2]
   const A* weights;      // [B, Q, G, K]
   T* output;             // [B, Q, G, C]     forward
   const T* grad_output;  // [B, Q, G, C]     backward
   T* grad_value;         // [B, S, G, C]
-  bool in_place;         // grad_value holds zeros, of type A, and is added to
   A* grad_locations;     // [B, Q, G, K, 2]
   A* grad_weights;       // [B, Q, G, K]
 
@@ -201,24 +200,26 @@ VISDET_INLINE void end_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* sc
 
 constexpr int kBlock = 32;  // samples located at a time: the arrays below take 3 KB of the first-level cache
 
-// The rows of a loop: tiles of queries, one head after another in a tile.
+// The rows of a loop: all heads of a query before the next query, or the queries of one head before the next head.
 struct RowWalk {
-  int64_t Q, G, tile;
+  int64_t Q, G;
+  bool by_head;
   const int64_t* order;
-  int64_t left;            // rows to come, the current one among them
-  int64_t b, g, first, i;  // query i of the working order; the tile begins at `first`
+  int64_t left;     // rows to come, the current one among them
+  int64_t b, g, i;  // query i of the working order
 
   int64_t row() const { return (b * Q + (order != nullptr ? order[i] : i)) * G + g; }
   void advance() {
     --left;
-    if (++i < (first + tile < Q ? first + tile : Q)) return;
-    if (++g < G) {
-      i = first;
-      return;
+    if (by_head) {
+      if (++i < Q) return;
+      i = 0;
+      if (++g == G) g = 0, ++b;
+    } else {
+      if (++g < G) return;
+      g = 0;
+      if (++i == Q) i = 0, ++b;
     }
-    g = 0;
-    if (i == Q) i = 0, ++b;
-    first = i;
   }
 };
 
@@ -256,9 +257,10 @@ struct BlockWalk {
   }
 };
 
-// Blocks in flight: one is summed, the rows of the one kRing - 2 steps later are asked for, and the one after that is
-// located. A step sooner, and a decoder on a large pyramid would wait for its memory.
-constexpr int kRing = 4;
+// Blocks in flight: one is summed, the rows of the last but one are asked for, and the last is located. With three, the
+// forward would wait for memory (an encoder 10 % longer); with four, the backward's rows, of values and of gradients,
+// push each other out of the first-level cache (9 % longer).
+constexpr int kForwardRing = 4, kBackwardRing = 3;
 
 // Forward.
 template <typename A>
@@ -270,8 +272,8 @@ struct Samples {
 
 template <typename T, typename A>
 VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, Samples<A>& out) {
-  const int64_t k0 = out.block.first, texel_stride = a.G * a.C;
-  const int64_t head = (out.block.b * a.S * a.G + out.block.g) * a.C;
+  const int64_t k0 = out.block.first, texel_stride = a.gathered ? a.C : a.G * a.C;
+  const int64_t head = a.gathered ? 0 : (out.block.b * a.S * a.G + out.block.g) * a.C;
   const A* location = row.locations + k0 * 2;
   const A* weight = row.weights + k0;
   const int32_t *H = a.H + k0, *W = a.W + k0;
@@ -354,13 +356,39 @@ VISDET_INLINE void sum_all_channels(const Samples<A>& samples, const Samples<A>&
   }
 }
 
-// The tile that begins at query `first` of batch entry b, and those after it, for so many rows. scratch: C numbers, and
-// a row's.
+// to[s, :] = from[s, :], from rows of C values at a stride to dense ones. A row of one head is short and far from the
+// next, which the hardware does not foresee: ask for it.
+constexpr int64_t kRowsAhead = 16;
+template <typename T>
+VISDET_INLINE void gather_rows(const T* from, int64_t stride, int64_t S, int64_t C, T* to) {
+  for (int64_t s = 0; s < S; ++s) {
+    const T* row = from + s * stride;
+    for (int64_t c = 0; c < C; c += 64 / static_cast<int64_t>(sizeof(T))) {
+      __builtin_prefetch(row + (s + kRowsAhead < S ? kRowsAhead * stride : 0) + c);
+    }
+    for (int64_t c = 0; c < C; ++c) to[s * C + c] = row[c];
+  }
+}
+// Numbers of scratch that forward_rows wants: C and a row's, and the head's values.
 template <typename T, typename A>
-void forward_tiles(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t first, int64_t rows) {
+int64_t forward_scratch(const MsDeformAttnArrays<T, A>& a) {
+  const int64_t row = (a.C + kRowScratch * a.K + 15) / 16 * 16;
+  return a.gathered ? row + a.S * a.C : row;
+}
+
+// So many rows from query `first` of batch entry b and head g on; if `gathered`, all of this head. scratch: see
+// forward_scratch.
+template <typename T, typename A>
+void forward_rows(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g, int64_t first, int64_t rows) {
   A *acc = scratch, *row_scratch = scratch + a.C;
-  BlockWalk blocks({a.Q, a.G, a.tile, a.order, rows, b, 0, first, first}, a.K);
-  Samples<A> ring[kRing] = {};
+  const T* value = a.value;
+  if (a.gathered) {
+    T* values = reinterpret_cast<T*>(scratch + forward_scratch(a) - a.S * a.C);
+    gather_rows(a.value + (b * a.S * a.G + g) * a.C, a.G * a.C, a.S, a.C, values);
+    value = values;
+  }
+  BlockWalk blocks({a.Q, a.G, a.gathered, a.order, rows, b, g, first}, a.K);
+  Samples<A> ring[kForwardRing] = {};
   const auto prepare = [&](Samples<A>& samples) {
     if (blocks.is_done()) return;
     if (blocks.first == 0) {
@@ -370,11 +398,11 @@ void forward_tiles(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int
     samples.block = blocks.next();
     locate_samples(a, row_of(a, samples.block.row, row_scratch), samples);
   };
-  for (int s = 0; s < kRing - 1; ++s) prepare(ring[s]);
+  for (int s = 0; s < kForwardRing - 1; ++s) prepare(ring[s]);
   for (int64_t s = 0; rows > 0; ++s) {
-    prepare(ring[(s + kRing - 1) % kRing]);
-    const Samples<A>& samples = ring[s % kRing];
-    sum_all_channels(samples, ring[(s + kRing - 2) % kRing], a.value, acc, a.C);
+    prepare(ring[(s + kForwardRing - 1) % kForwardRing]);
+    const Samples<A>& samples = ring[s % kForwardRing];
+    sum_all_channels(samples, ring[(s + kForwardRing - 2) % kForwardRing], value, acc, a.C);
     if (samples.block.is_last) {
       T* out = a.output + samples.block.row * a.C;
       for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], out[c]);
@@ -489,19 +517,7 @@ VISDET_INLINE void scatter_samples(GradSamples<A>& samples, const GradSamples<A>
   }
 }
 
-// to[s, :] = from[s, :] for rows of C values at a stride. A row of one head is short and far from the next, which the
-// hardware does not foresee: ask for it.
-constexpr int64_t kRowsAhead = 16;
-template <typename T>
-VISDET_INLINE void gather_rows(const T* from, int64_t stride, int64_t S, int64_t C, T* to) {
-  for (int64_t s = 0; s < S; ++s) {
-    const T* row = from + s * stride;
-    for (int64_t c = 0; c < C; c += 64 / static_cast<int64_t>(sizeof(T))) {
-      __builtin_prefetch(row + (s + kRowsAhead < S ? kRowsAhead * stride : 0) + c);
-    }
-    for (int64_t c = 0; c < C; ++c) to[s * C + c] = row[c];
-  }
-}
+// The same from dense rows to rows at a stride.
 template <typename T, typename A>
 VISDET_INLINE void spread_rows(const A* from, int64_t S, int64_t C, T* to, int64_t stride) {
   for (int64_t s = 0; s < S; ++s) {
@@ -513,23 +529,31 @@ VISDET_INLINE void spread_rows(const A* from, int64_t S, int64_t C, T* to, int64
   }
 }
 
-// One task: all gradients of batch entry b and head g. scratch: kRing rows' (a row begins before others end) and C
-// numbers; unless in place, also the head's S * C sums and its values, laid out alike.
+// Numbers of scratch that backward_head wants: kBackwardRing rows' (a row begins before others end) and C; if gathered,
+// also the head's S * C sums and its values.
+template <typename T, typename A>
+int64_t backward_scratch(const MsDeformAttnArrays<T, A>& a) {
+  const int64_t rows = kBackwardRing * kRowScratch * a.K + (a.C + 15) / 16 * 16;
+  return a.gathered ? rows + 2 * a.S * a.C : rows;
+}
+
+// One task: all gradients of batch entry b and head g. Unless gathered, grad_value holds zeros, of type A, and is added
+// to. scratch: see backward_scratch.
 template <typename T, typename A>
 void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g) {
-  const int64_t head = (b * a.S * a.G + g) * a.C, texel_stride = a.in_place ? a.G * a.C : a.C;
-  A *row_scratch = scratch, *g_row = row_scratch + kRing * kRowScratch * a.K;
-  A* grad = a.in_place ? reinterpret_cast<A*>(a.grad_value + head) : g_row + (a.C + 15) / 16 * 16;
+  const int64_t head = (b * a.S * a.G + g) * a.C, texel_stride = a.gathered ? a.C : a.G * a.C;
+  A *row_scratch = scratch, *g_row = row_scratch + kBackwardRing * kRowScratch * a.K;
+  A* grad = a.gathered ? g_row + (a.C + 15) / 16 * 16 : reinterpret_cast<A*>(a.grad_value + head);
   const T* value = a.value + head;
-  if (!a.in_place) {
+  if (a.gathered) {
     T* values = reinterpret_cast<T*>(grad + a.S * a.C);
     gather_rows(value, a.G * a.C, a.S, a.C, values);
     value = values;
     std::memset(grad, 0, sizeof(A) * static_cast<size_t>(a.S * a.C));
   }
-  BlockWalk blocks({a.Q, a.G, a.Q, a.order, a.Q, b, g, 0, 0}, a.K);
-  GradSamples<A> ring[kRing] = {};
-  const auto scratch_of = [&](int64_t turn) { return row_scratch + turn % kRing * kRowScratch * a.K; };
+  BlockWalk blocks({a.Q, a.G, true, a.order, a.Q, b, g, 0}, a.K);
+  GradSamples<A> ring[kBackwardRing] = {};
+  const auto scratch_of = [&](int64_t turn) { return row_scratch + turn % kBackwardRing * kRowScratch * a.K; };
   const auto prepare = [&](GradSamples<A>& samples) {
     if (blocks.is_done()) return;
     if (blocks.first == 0) {
@@ -539,16 +563,16 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int
     samples.block = blocks.next();
     locate_grad_samples(a, row_of(a, samples.block.row, scratch_of(samples.block.turn)), texel_stride, samples);
   };
-  for (int s = 0; s < kRing - 1; ++s) prepare(ring[s]);
+  for (int s = 0; s < kBackwardRing - 1; ++s) prepare(ring[s]);
   int64_t rows = a.Q;
   for (int64_t s = 0; rows > 0; ++s) {
-    prepare(ring[(s + kRing - 1) % kRing]);
-    GradSamples<A>& samples = ring[s % kRing];
+    prepare(ring[(s + kBackwardRing - 1) % kBackwardRing]);
+    GradSamples<A>& samples = ring[s % kBackwardRing];
     const int64_t row = samples.block.row;
     if (samples.block.is_first) {
       for (int64_t c = 0; c < a.C; ++c) g_row[c] = to_accumulate(a.grad_output[row * a.C + c]);
     }
-    scatter_samples(samples, ring[(s + kRing - 2) % kRing], g_row, value, grad, a.C);
+    scatter_samples(samples, ring[(s + kBackwardRing - 2) % kBackwardRing], g_row, value, grad, a.C);
     A* row_numbers = scratch_of(samples.block.turn);
     finish_grad_samples(a, row_of(a, row, row_numbers), samples);
     if (samples.block.is_last) {
@@ -556,18 +580,11 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int
       --rows;
     }
   }
-  if (!a.in_place) spread_rows(grad, a.S, a.C, a.grad_value + head, a.G * a.C);
+  if (a.gathered) spread_rows(grad, a.S, a.C, a.grad_value + head, a.G * a.C);
 }
 
-// Numbers of scratch that backward_head wants.
-template <typename T, typename A>
-int64_t backward_scratch(const MsDeformAttnArrays<T, A>& a) {
-  const int64_t rows = kRing * kRowScratch * a.K + (a.C + 15) / 16 * 16;
-  return a.in_place ? rows : rows + 2 * a.S * a.C;
-}
-
-#define VISDET_INSTANTIATE(T, A)                                                                     \
-  template void forward_tiles<T, A>(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t); \
+#define VISDET_INSTANTIATE(T, A)                                                                             \
+  template void forward_rows<T, A>(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t, int64_t); \
   template void backward_head<T, A>(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t);
 VISDET_INSTANTIATE(float, float)
 VISDET_INSTANTIATE(double, double)
@@ -593,21 +610,20 @@ VISDET_INSTANTIATE(BFloat16, float)
 
 namespace visdet {
 
-#define VISDET_DECLARE(isa)                                                           \
-  namespace isa {                                                                     \
-  template <typename T, typename A>                                                   \
-  void forward_tiles(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t); \
-  template <typename T, typename A>                                                   \
-  void backward_head(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t);          \
+#define VISDET_DECLARE(isa)                                                                   \
+  namespace isa {                                                                             \
+  template <typename T, typename A>                                                           \
+  void forward_rows(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t, int64_t); \
+  template <typename T, typename A>                                                           \
+  void backward_head(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t);                  \
   }
 VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
 #undef VISDET_DECLARE
 
 namespace {
 
-// An encoder's queries are the texels of the pyramid itself; taken in 8 x 8 squares, a tile each, their samples share
-// most of their texels. Other queries are taken in order, a tile each: all heads of a query before the next, as one
-// head's texels lie in an eighth of a cache's sets (at G = 8).
+// An encoder's queries are the texels of the pyramid itself; taken in 8 x 8 squares, their samples share most of their
+// texels. Other queries are taken in order.
 constexpr int64_t kTileSide = 8;
 
 // The queries in the order they are worked on, or nothing for their own order. It is a matter of locality alone:
@@ -666,6 +682,9 @@ MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geo
   return a;
 }
 
+// Whether a head has enough samples to pay for its values being laid out in one piece: a decoder has not.
+bool pays_to_gather(const MsDeformAttnProblem& problem) { return problem.Q * problem.K > problem.S; }
+
 // fill(arrays) adds the samples.
 template <typename Fill>
 Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& value, const Fill& fill) {
@@ -678,15 +697,26 @@ Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, con
     auto a = arrays_of<T, A>(problem, geometry, value);
     fill(a);
     a.output = static_cast<T*>(output.mutable_data_ptr());
-    a.tile = a.order == nullptr ? 1 : kTileSide * kTileSide;
-    const auto run = VISDET_BEST_ISA(forward_tiles, T, A);
-    const int64_t tiles = (problem.Q + a.tile - 1) / a.tile;  // of a batch entry
-    const auto first_query = [&](int64_t tile) { return std::min(tile % tiles * a.tile, problem.Q); };
-    torch::stable::parallel_for(0, problem.B * tiles, 1, [&](int64_t begin, int64_t end) {
-      Scratch<A> scratch(problem.C + kRowScratch * problem.K);
-      const int64_t queries = (end / tiles - begin / tiles) * problem.Q + first_query(end) - first_query(begin);
-      run(a, scratch.data(), begin / tiles, first_query(begin), queries * problem.G);
-    });
+    a.gathered = problem.G > 1 && pays_to_gather(problem);
+    const auto run = VISDET_BEST_ISA(forward_rows, T, A);
+    const int64_t Q = problem.Q, G = problem.G;
+    if (a.gathered) {
+      // A thread's rows have as many samples as the head has texels, or more.
+      const int64_t grain = problem.S / problem.K + 1;
+      torch::stable::parallel_for(0, problem.B * G * Q, grain, [&](int64_t begin, int64_t end) {
+        Scratch<A> scratch(baseline::forward_scratch(a));
+        for (int64_t rows; begin < end; begin += rows) {
+          const int64_t head = begin / Q, first = begin % Q;
+          rows = std::min(Q - first, end - begin);
+          run(a, scratch.data(), head / G, head % G, first, rows);
+        }
+      });
+    } else {
+      torch::stable::parallel_for(0, problem.B * Q, 1, [&](int64_t begin, int64_t end) {
+        Scratch<A> scratch(baseline::forward_scratch(a));
+        run(a, scratch.data(), begin / Q, 0, begin % Q, (end - begin) * G);
+      });
+    }
   });
   return output;
 }
@@ -703,9 +733,8 @@ void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, cons
     fill(a);
     a.grad_output = static_cast<const T*>(grad_output.const_data_ptr());
     a.grad_value = static_cast<T*>(grad_value.mutable_data_ptr());
-    // Fewer samples than texels (a decoder) do not pay for a head's values and gradient being laid out anew.
-    a.in_place = std::is_same<T, A>::value && problem.Q * problem.K <= problem.S;
-    if (a.in_place) zero_(grad_value);
+    a.gathered = !std::is_same<T, A>::value || pays_to_gather(problem);
+    if (!a.gathered) zero_(grad_value);
     const auto run = VISDET_BEST_ISA(backward_head, T, A);
     torch::stable::parallel_for(0, problem.B * problem.G, 1, [&](int64_t begin, int64_t end) {
       Scratch<A> scratch(baseline::backward_scratch(a));
