@@ -2,9 +2,11 @@
 //
 // A row is one (b, q, g). Its samples are located a block at a time, in vector code: four row offsets and four weights
 // each, in arrays; then each sample's four rows of channels are walked, without branches (a sample that does not count
-// has weight zero). Forward: parallel over tiles of queries, one head after another in a tile. Backward: parallel over
-// (b, g); one task owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C] scratch, or, where samples
-// are few, in place: no races, and a result that does not depend on the number of threads.
+// has weight zero). Blocks are located some steps ahead of their use, and while one is summed the rows of a later one
+// are prefetched, sample by sample: the reads are all over the pyramid, and in one burst would wait for each other.
+// Forward: parallel over tiles of queries, one head after another in a tile. Backward: parallel over (b, g); one task
+// owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C] scratch, or, where samples are few, in
+// place: no races, and a result that does not depend on the number of threads.
 #include <type_traits>
 
 #include "../common/bilinear.h"
@@ -23,13 +25,13 @@ struct MsDeformAttnArrays {
   const int64_t* start;  // [K]
 
   const int64_t* order;  // [Q] the order in which queries are worked on, or null for their own
-  const T* value;        // [B, S, G, C]; backward without `sums`: [B, G, S, C]
+  bool gathered;         // a head's values are laid out in one piece before they are sampled
+  const T* value;        // [B, S, G, C]
   const A* locations;    // [B, Q, G, K, 2]
   const A* weights;      // [B, Q, G, K]
   T* output;             // [B, Q, G, C]     forward
   const T* grad_output;  // [B, Q, G, C]     backward
   T* grad_value;         // [B, S, G, C]
-  A* sums;               // [B, S, G, C] zeros, to add the gradient of value to, instead of grad_value; or null
   A* grad_locations;     // [B, Q, G, K, 2]
   A* grad_weights;       // [B, Q, G, K]
 
@@ -198,67 +200,120 @@ VISDET_INLINE void end_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* sc
 
 constexpr int kBlock = 32;  // samples located at a time: the arrays below take 3 KB of the first-level cache
 
-// The blocks of some queries' samples, one after another. The next step's samples are located, and their rows asked
-// for, before this step's are summed: the reads are all over the pyramid, and would otherwise be waited for.
-struct Steps {
-  int64_t K, blocks, total;
-  Steps(int64_t queries, int64_t K) : K(K), blocks((K + kBlock - 1) / kBlock), total(queries * blocks) {}
-  int64_t query(int64_t step) const { return step / blocks; }
-  int64_t first(int64_t step) const { return step % blocks * kBlock; }
-  int count(int64_t step) const {
-    const int64_t left = K - first(step);
-    return static_cast<int>(left < kBlock ? left : kBlock);
+// The rows of a loop: all heads of a query before the next query, or the queries of one head before the next head.
+struct RowWalk {
+  int64_t Q, G;
+  bool by_head;
+  const int64_t* order;
+  int64_t left;     // rows to come, the current one among them
+  int64_t b, g, i;  // query i of the working order
+
+  int64_t row() const { return (b * Q + (order != nullptr ? order[i] : i)) * G + g; }
+  void advance() {
+    --left;
+    if (by_head) {
+      if (++i < Q) return;
+      i = 0;
+      if (++g == G) g = 0, ++b;
+    } else {
+      if (++g < G) return;
+      g = 0;
+      if (++i == Q) i = 0, ++b;
+    }
   }
-  bool is_first(int64_t step) const { return step % blocks == 0; }
-  bool is_last(int64_t step) const { return step % blocks == blocks - 1; }
 };
 
-// Forward: the samples k0 .. k0 + count of a row.
+// Some of a row's samples: number first .. first + count.
+struct Block {
+  int64_t b, g, row;
+  int64_t turn;  // the row is number `turn` of the loop
+  int64_t first;
+  int count;
+  bool is_first, is_last;  // of the row
+};
+
+// The rows of a walk in blocks of at most kBlock samples, a row's all of about the same size.
+struct BlockWalk {
+  RowWalk rows, ahead;
+  int64_t K, size, first = 0, turn = 0;
+
+  BlockWalk(const RowWalk& walk, int64_t K) : rows(walk), ahead(walk), K(K) {
+    const int64_t blocks = (K + kBlock - 1) / kBlock;
+    size = (K + blocks - 1) / blocks;
+    for (int k = 0; k < kAhead && ahead.left > 1; ++k) ahead.advance();
+  }
+  bool is_done() const { return rows.left == 0; }
+  Block next() {
+    const bool is_last = first + size >= K;
+    const Block block{rows.b,     rows.g, rows.row(), turn, first, static_cast<int>(is_last ? K - first : size),
+                      first == 0, is_last};
+    first += size;
+    if (is_last) {
+      first = 0, ++turn;
+      rows.advance();
+      if (ahead.left > 1) ahead.advance();
+    }
+    return block;
+  }
+};
+
+// Blocks in flight: one is summed, the rows of the last but one are asked for, and the last is located. With three, the
+// forward would wait for memory (an encoder 10 % longer); with four, the backward's rows, of values and of gradients,
+// push each other out of the first-level cache (9 % longer).
+constexpr int kForwardRing = 4, kBackwardRing = 3;
+
+// Forward.
 template <typename A>
 struct Samples {
+  Block block;
   int64_t offset[4][kBlock];  // element of value where each corner's channels begin
   A weight[4][kBlock];        // attention weight * corner weight
 };
 
 template <typename T, typename A>
-VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, int64_t k0, int count,
-                                  int64_t texel_stride, Samples<A>& out) {
+VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, Samples<A>& out) {
+  const int64_t k0 = out.block.first, texel_stride = a.gathered ? a.C : a.G * a.C;
+  const int64_t head = a.gathered ? 0 : (out.block.b * a.S * a.G + out.block.g) * a.C;
   const A* location = row.locations + k0 * 2;
   const A* weight = row.weights + k0;
   const int32_t *H = a.H + k0, *W = a.W + k0;
   const int64_t* start = a.start + k0;
+  const int count = out.block.count;
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     Bilinear<A> at;
     const bool counts = locate(location[2 * i] * W[i] - A(0.5), location[2 * i + 1] * H[i] - A(0.5), H[i], W[i], at);
-    A corner_weight[4];
-    at.corner_weights(corner_weight);
     const A w = counts ? weight[i] : A(0);
-    for (int k = 0; k < 4; ++k) {
-      out.offset[k][i] = (start[i] + at.index[k]) * texel_stride;
-      out.weight[k][i] = corner_weight[k] * w;
-    }
+    const A left = at.left ? 1 - at.fx : A(0), right = at.right ? at.fx : A(0);
+    const A top = at.top ? (1 - at.fy) * w : A(0), bottom = at.bottom ? at.fy * w : A(0);
+    out.weight[0][i] = top * left;
+    out.weight[1][i] = top * right;
+    out.weight[2][i] = bottom * left;
+    out.weight[3][i] = bottom * right;
+    for (int k = 0; k < 4; ++k) out.offset[k][i] = (start[i] + at.index[k]) * texel_stride + head;
   }
 }
 
-// Ask for the C numbers at each corner of the samples, which are read (or written) one step later.
+// Asks for the C numbers at each corner of sample i, which are read (or written) some steps later.
 template <typename T>
-VISDET_INLINE void prefetch_corners(const int64_t (&offset)[4][kBlock], int count, const T* from, int64_t C) {
+VISDET_INLINE void prefetch_corners(const int64_t (&offset)[4][kBlock], int i, const T* from, int64_t C) {
   const int64_t bytes = C * static_cast<int64_t>(sizeof(T));
-  for (int i = 0; i < count; ++i) {
-    for (int k = 0; k < 4; ++k) {
-      const char* row = reinterpret_cast<const char*>(from + offset[k][i]);
-      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
-    }
+  for (int64_t at = 0; at < bytes; at += 64) {
+    const char* line = reinterpret_cast<const char*>(from) + at;
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) __builtin_prefetch(line + offset[k][i] * static_cast<int64_t>(sizeof(T)));
   }
 }
 
-// acc[c] += the samples, for NV registers of channels. A sum for each corner: four chains of additions instead of one.
+// acc[c] = the samples, on top of acc[c] unless they are the row's first, for NV registers of channels. A sum for each
+// corner: four chains of additions instead of one.
 template <int NV, typename T, typename A>
-VISDET_INLINE void sum_samples(const Samples<A>& samples, int count, const T* value, A* acc) {
+VISDET_INLINE void sum_samples(const Samples<A>& samples, const Samples<A>& later, const T* value, A* acc) {
   constexpr int W = kLanes<A>;
   Vec<A> sum[4][NV] = {};
+  const int count = samples.block.count;
   for (int i = 0; i < count; ++i) {
+    prefetch_corners(later.offset, i, value, NV * W);
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
       const T* row = value + samples.offset[k][i];
@@ -269,61 +324,89 @@ VISDET_INLINE void sum_samples(const Samples<A>& samples, int count, const T* va
   }
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
-    store(acc + v * W, load(acc + v * W) + ((sum[0][v] + sum[1][v]) + (sum[2][v] + sum[3][v])));
+    const Vec<A> total = (sum[0][v] + sum[1][v]) + (sum[2][v] + sum[3][v]);
+    store(acc + v * W, samples.block.is_first ? total : load(acc + v * W) + total);
   }
 }
 
 template <typename T, typename A>
-VISDET_INLINE void sum_all_channels(const Samples<A>& samples, int count, const T* value, A* acc, int64_t C) {
+VISDET_INLINE void sum_all_channels(const Samples<A>& samples, const Samples<A>& later, const T* value, A* acc,
+                                    int64_t C) {
   constexpr int W = kLanes<A>;
   int64_t c = 0;
-  for (; c + 4 * W <= C; c += 4 * W) sum_samples<4>(samples, count, value + c, acc + c);
-  for (; c + 2 * W <= C; c += 2 * W) sum_samples<2>(samples, count, value + c, acc + c);
-  for (; c + W <= C; c += W) sum_samples<1>(samples, count, value + c, acc + c);
+  for (; c + 4 * W <= C; c += 4 * W) sum_samples<4>(samples, later, value + c, acc + c);
+  for (; c + 2 * W <= C; c += 2 * W) sum_samples<2>(samples, later, value + c, acc + c);
+  for (; c + W <= C; c += W) sum_samples<1>(samples, later, value + c, acc + c);
   if (c == C) return;
+  const bool is_first = samples.block.is_first;
   if (C > W) {  // the last W channels, of which the new ones count
-    A tail[W] = {};
-    sum_samples<1>(samples, count, value + C - W, tail);
-    for (; c < C; ++c) acc[c] += tail[c - (C - W)];
+    A tail[W];
+    std::memcpy(tail, acc + C - W, sizeof(tail));
+    sum_samples<1>(samples, later, value + C - W, tail);
+    for (; c < C; ++c) acc[c] = tail[c - (C - W)];
     return;
   }
-  for (int i = 0; i < count; ++i) {
+  for (int64_t t = 0; is_first && t < C; ++t) acc[t] = 0;
+  for (int i = 0; i < samples.block.count; ++i) {
+    prefetch_corners(later.offset, i, value, C);
     for (int k = 0; k < 4; ++k) {
       const T* row = value + samples.offset[k][i];
-      for (int64_t t = c; t < C; ++t) acc[t] += to_accumulate(row[t]) * samples.weight[k][i];
+      for (int64_t t = 0; t < C; ++t) acc[t] += to_accumulate(row[t]) * samples.weight[k][i];
     }
   }
 }
 
-// Queries [begin, end) of the working order, batch entry b, one head after another: the samples of a tile's queries and
-// one head lie in a window that fits the second-level cache. scratch: C numbers, and a row's.
+// to[s, :] = from[s, :], from rows of C values at a stride to dense ones. A row of one head is short and far from the
+// next, which the hardware does not foresee: ask for it.
+constexpr int64_t kRowsAhead = 16;
+template <typename T>
+VISDET_INLINE void gather_rows(const T* from, int64_t stride, int64_t S, int64_t C, T* to) {
+  for (int64_t s = 0; s < S; ++s) {
+    const T* row = from + s * stride;
+    for (int64_t c = 0; c < C; c += 64 / static_cast<int64_t>(sizeof(T))) {
+      __builtin_prefetch(row + (s + kRowsAhead < S ? kRowsAhead * stride : 0) + c);
+    }
+    for (int64_t c = 0; c < C; ++c) to[s * C + c] = row[c];
+  }
+}
+// Numbers of scratch that forward_rows wants: C and a row's, and the head's values.
 template <typename T, typename A>
-void forward_tile(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t begin, int64_t end) {
-  const int64_t texel_stride = a.G * a.C;
+int64_t forward_scratch(const MsDeformAttnArrays<T, A>& a) {
+  const int64_t row = (a.C + kRowScratch * a.K + 15) / 16 * 16;
+  return a.gathered ? row + a.S * a.C : row;
+}
+
+// So many rows from query `first` of batch entry b and head g on; if `gathered`, all of this head. scratch: see
+// forward_scratch.
+template <typename T, typename A>
+void forward_rows(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g, int64_t first, int64_t rows) {
   A *acc = scratch, *row_scratch = scratch + a.C;
-  const auto row_at = [&](int64_t i, int64_t g) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
-  const Steps steps(end - begin, a.K);
-  Samples<A> samples[2];
-  for (int64_t g = 0; g < a.G; ++g) {
-    const T* value = a.value + (b * a.S * a.G + g) * a.C;
-    const auto prepare = [&](int64_t s) {
-      const int64_t i = begin + steps.query(s), row = row_at(i, g);
-      prefetch_row(a, row_at(i + kAhead < end ? i + kAhead : i, g));
-      if (steps.is_first(s)) begin_row(a, row, row_scratch);
-      locate_samples(a, row_of(a, row, row_scratch), steps.first(s), steps.count(s), texel_stride, samples[s % 2]);
-      prefetch_corners(samples[s % 2].offset, steps.count(s), value, a.C);
-    };
-    if (steps.total > 0) prepare(0);
-    for (int64_t s = 0; s < steps.total; ++s) {
-      if (s + 1 < steps.total) prepare(s + 1);
-      if (steps.is_first(s)) {
-        for (int64_t c = 0; c < a.C; ++c) acc[c] = 0;
-      }
-      sum_all_channels(samples[s % 2], steps.count(s), value, acc, a.C);
-      if (steps.is_last(s)) {
-        const int64_t row = row_at(begin + steps.query(s), g);
-        for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], a.output[row * a.C + c]);
-      }
+  const T* value = a.value;
+  if (a.gathered) {
+    T* values = reinterpret_cast<T*>(scratch + forward_scratch(a) - a.S * a.C);
+    gather_rows(a.value + (b * a.S * a.G + g) * a.C, a.G * a.C, a.S, a.C, values);
+    value = values;
+  }
+  BlockWalk blocks({a.Q, a.G, a.gathered, a.order, rows, b, g, first}, a.K);
+  Samples<A> ring[kForwardRing] = {};
+  const auto prepare = [&](Samples<A>& samples) {
+    if (blocks.is_done()) return;
+    if (blocks.first == 0) {
+      prefetch_row(a, blocks.ahead.row());
+      begin_row(a, blocks.rows.row(), row_scratch);
+    }
+    samples.block = blocks.next();
+    locate_samples(a, row_of(a, samples.block.row, row_scratch), samples);
+  };
+  for (int s = 0; s < kForwardRing - 1; ++s) prepare(ring[s]);
+  for (int64_t s = 0; rows > 0; ++s) {
+    prepare(ring[(s + kForwardRing - 1) % kForwardRing]);
+    const Samples<A>& samples = ring[s % kForwardRing];
+    sum_all_channels(samples, ring[(s + kForwardRing - 2) % kForwardRing], value, acc, a.C);
+    if (samples.block.is_last) {
+      T* out = a.output + samples.block.row * a.C;
+      for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], out[c]);
+      --rows;
     }
   }
 }
@@ -331,150 +414,177 @@ void forward_tile(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int6
 // Backward: the same samples, with what their gradients need.
 template <typename A>
 struct GradSamples {
-  int64_t offset[4][kBlock];   // element of the head's value and gradient, which lie alike
-  A corner_weight[4][kBlock];  // zero for a corner or a sample that does not count
-  A weight[kBlock];            // attention weight, zero for a sample that does not count
-  A is_inside[4][kBlock];      // 1 or 0
+  Block block;
+  int64_t offset[4][kBlock];                                   // element of the head's value and gradient
+  A coefficient[4][kBlock];                                    // attention weight * corner weight
+  A left[kBlock], right[kBlock], top[kBlock], bottom[kBlock];  // 1 or 0: columns and rows within the map
   A fx[kBlock], fy[kBlock];
-  A dot[4][kBlock];  // <grad_output, corner>
+  A weight[kBlock];  // attention weight, zero for a sample that does not count
+  A dot[kBlock][4];  // <grad_output, corner>
 };
 
 template <typename T, typename A>
-VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, int64_t k0, int count,
-                                       int64_t texel_stride, GradSamples<A>& out) {
+VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, int64_t texel_stride,
+                                       GradSamples<A>& out) {
+  const int64_t k0 = out.block.first;
   const A* location = row.locations + k0 * 2;
   const A* weight = row.weights + k0;
   const int32_t *H = a.H + k0, *W = a.W + k0;
   const int64_t* start = a.start + k0;
+  const int count = out.block.count;
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     Bilinear<A> at;
     const bool counts = locate(location[2 * i] * W[i] - A(0.5), location[2 * i + 1] * H[i] - A(0.5), H[i], W[i], at);
-    A corner_weight[4];
-    at.corner_weights(corner_weight);
-    for (int k = 0; k < 4; ++k) {
-      out.offset[k][i] = (start[i] + at.index[k]) * texel_stride;
-      out.corner_weight[k][i] = corner_weight[k];
-      out.is_inside[k][i] = at.is_inside[k] ? A(1) : A(0);
-    }
-    out.weight[i] = counts ? weight[i] : A(0);
+    const A w = counts ? weight[i] : A(0);
+    const A left = at.left ? 1 - at.fx : A(0), right = at.right ? at.fx : A(0);
+    const A top = at.top ? (1 - at.fy) * w : A(0), bottom = at.bottom ? at.fy * w : A(0);
+    out.coefficient[0][i] = top * left;
+    out.coefficient[1][i] = top * right;
+    out.coefficient[2][i] = bottom * left;
+    out.coefficient[3][i] = bottom * right;
+    for (int k = 0; k < 4; ++k) out.offset[k][i] = (start[i] + at.index[k]) * texel_stride;
+    out.left[i] = at.left ? A(1) : A(0);
+    out.right[i] = at.right ? A(1) : A(0);
+    out.top[i] = counts & at.top ? A(1) : A(0);
+    out.bottom[i] = counts & at.bottom ? A(1) : A(0);
     out.fx[i] = at.fx;
     out.fy[i] = at.fy;
+    out.weight[i] = w;
   }
 }
 
 // From the dots to grad_weights and grad_locations.
 template <typename T, typename A>
-VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, int64_t k0, int count,
-                                       const GradSamples<A>& in) {
+VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, const GradSamples<A>& in) {
+  const int64_t k0 = in.block.first;
+  const int count = in.block.count;
   A* grad_location = row.grad_locations + k0 * 2;
   A* grad_weight = row.grad_weights + k0;
+  const int32_t *H = a.H + k0, *W = a.W + k0;
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
-    A d[4], sum = 0;
-    for (int k = 0; k < 4; ++k) {
-      d[k] = in.is_inside[k][i] != 0 ? in.dot[k][i] : A(0);
-      sum += in.corner_weight[k][i] * d[k];
-    }
+    const bool left = in.left[i] != 0, right = in.right[i] != 0, top = in.top[i] != 0, bottom = in.bottom[i] != 0;
+    const A d0 = left & top ? in.dot[i][0] : A(0), d1 = right & top ? in.dot[i][1] : A(0);
+    const A d2 = left & bottom ? in.dot[i][2] : A(0), d3 = right & bottom ? in.dot[i][3] : A(0);
     const A fx = in.fx[i], fy = in.fy[i], w = in.weight[i];
-    grad_weight[i] = sum;
-    grad_location[2 * i] = a.W[k0 + i] * w * ((1 - fy) * (d[1] - d[0]) + fy * (d[3] - d[2]));
-    grad_location[2 * i + 1] = a.H[k0 + i] * w * ((1 - fx) * (d[2] - d[0]) + fx * (d[3] - d[1]));
+    grad_weight[i] = (1 - fy) * ((1 - fx) * d0 + fx * d1) + fy * ((1 - fx) * d2 + fx * d3);
+    grad_location[2 * i] = W[i] * w * ((1 - fy) * (d1 - d0) + fy * (d3 - d2));
+    grad_location[2 * i + 1] = H[i] * w * ((1 - fx) * (d2 - d0) + fx * (d3 - d1));
   }
 }
 
-// For NV registers of channels of one sample: dots[k] += <g, corner k>, and its grad row += coefficient[k] * g.
+// For NV registers of channels of sample i: dots[k] += <g, corner k>, and its gradient += coefficient * g.
 template <int NV, typename T, typename A>
-VISDET_INLINE void scatter_block(const A* g, const T* const (&rows)[4], A* const (&grads)[4], const A (&coefficient)[4],
-                                 Vec<A> (&dots)[4]) {
+VISDET_INLINE void scatter_channels(const GradSamples<A>& samples, int i, const A* g, const T* value, A* grad,
+                                    Vec<A> (&dots)[4]) {
   constexpr int W = kLanes<A>;
   Vec<A> g_vec[NV];
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) g_vec[v] = load(g + v * W);
 #pragma GCC unroll 4
   for (int k = 0; k < 4; ++k) {
+    const T* row = value + samples.offset[k][i];
+    A* grad_row = grad + samples.offset[k][i];
+    const A coefficient = samples.coefficient[k][i];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
-      dots[k] += load(rows[k] + v * W) * g_vec[v];
-      store(grads[k] + v * W, load(grads[k] + v * W) + g_vec[v] * coefficient[k]);
+      dots[k] += load(row + v * W) * g_vec[v];
+      store(grad_row + v * W, load(grad_row + v * W) + g_vec[v] * coefficient);
     }
   }
 }
 
 template <typename T, typename A>
-VISDET_INLINE void scatter_samples(const MsDeformAttnArrays<T, A>& a, const A* g, const T* value, A* grad, int count,
-                                   GradSamples<A>& samples) {
+VISDET_INLINE void scatter_samples(GradSamples<A>& samples, const GradSamples<A>& later, const A* g, const T* value,
+                                   A* grad, int64_t C) {
   constexpr int W = kLanes<A>;
+  const int count = samples.block.count;
   for (int i = 0; i < count; ++i) {
-    const T* rows[4];
-    A* grads[4];
-    A coefficient[4], sums[4];
+    prefetch_corners(later.offset, i, value, C);
+    prefetch_corners(later.offset, i, grad, C);
     Vec<A> dots[4] = {};
-    for (int k = 0; k < 4; ++k) {
-      rows[k] = value + samples.offset[k][i];
-      grads[k] = grad + samples.offset[k][i];
-      coefficient[k] = samples.corner_weight[k][i] * samples.weight[i];
-    }
     int64_t c = 0;
-    const auto advance = [&](int64_t by) {
-      c += by;
-      for (int k = 0; k < 4; ++k) rows[k] += by, grads[k] += by;
-    };
-    for (; c + 2 * W <= a.C; advance(2 * W)) scatter_block<2>(g + c, rows, grads, coefficient, dots);
-    for (; c + W <= a.C; advance(W)) scatter_block<1>(g + c, rows, grads, coefficient, dots);
-    horizontal_sums(dots, sums);
-    for (int k = 0; k < 4; ++k) {
-      for (int64_t t = 0; c + t < a.C; ++t) {
-        sums[k] += to_accumulate(rows[k][t]) * g[c + t];
-        grads[k][t] += coefficient[k] * g[c + t];
+    for (; c + 2 * W <= C; c += 2 * W) scatter_channels<2>(samples, i, g + c, value + c, grad + c, dots);
+    for (; c + W <= C; c += W) scatter_channels<1>(samples, i, g + c, value + c, grad + c, dots);
+    horizontal_sums(dots, samples.dot[i]);
+    for (; c < C; ++c) {
+      for (int k = 0; k < 4; ++k) {
+        samples.dot[i][k] += to_accumulate(value[samples.offset[k][i] + c]) * g[c];
+        grad[samples.offset[k][i] + c] += samples.coefficient[k][i] * g[c];
       }
-      samples.dot[k][i] = sums[k];
     }
   }
 }
 
-// One task: all gradients of batch entry b and head g. scratch: S * C numbers unless there are `sums`, C, and two rows'
-// (the next row begins before the current one ends).
+// The same from dense rows to rows at a stride.
+template <typename T, typename A>
+VISDET_INLINE void spread_rows(const A* from, int64_t S, int64_t C, T* to, int64_t stride) {
+  for (int64_t s = 0; s < S; ++s) {
+    T* row = to + s * stride;
+    for (int64_t c = 0; c < C; c += 64 / static_cast<int64_t>(sizeof(T))) {
+      __builtin_prefetch(row + (s + kRowsAhead < S ? kRowsAhead * stride : 0) + c, 1);
+    }
+    for (int64_t c = 0; c < C; ++c) from_accumulate(from[s * C + c], row[c]);
+  }
+}
+
+// Numbers of scratch that backward_head wants: kBackwardRing rows' (a row begins before others end) and C; if gathered,
+// also the head's S * C sums and its values.
+template <typename T, typename A>
+int64_t backward_scratch(const MsDeformAttnArrays<T, A>& a) {
+  const int64_t rows = kBackwardRing * kRowScratch * a.K + (a.C + 15) / 16 * 16;
+  return a.gathered ? rows + 2 * a.S * a.C : rows;
+}
+
+// One task: all gradients of batch entry b and head g. Unless gathered, grad_value holds zeros, of type A, and is added
+// to. scratch: see backward_scratch.
 template <typename T, typename A>
 void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g) {
-  const bool in_place = a.sums != nullptr;
-  const int64_t texel_stride = in_place ? a.G * a.C : a.C;
-  const int64_t head = in_place ? (b * a.S * a.G + g) * a.C : (b * a.G + g) * a.S * a.C;
+  const int64_t head = (b * a.S * a.G + g) * a.C, texel_stride = a.gathered ? a.C : a.G * a.C;
+  A *row_scratch = scratch, *g_row = row_scratch + kBackwardRing * kRowScratch * a.K;
+  A* grad = a.gathered ? g_row + (a.C + 15) / 16 * 16 : reinterpret_cast<A*>(a.grad_value + head);
   const T* value = a.value + head;
-  A *grad = in_place ? a.sums + head : scratch, *g_row = in_place ? scratch : scratch + a.S * a.C,
-    *row_scratch = g_row + a.C;
-  const auto row_at = [&](int64_t i) { return (b * a.Q + (a.order ? a.order[i] : i)) * a.G + g; };
-  if (!in_place) std::memset(grad, 0, sizeof(A) * static_cast<size_t>(a.S * a.C));
-  const Steps steps(a.Q, a.K);
-  GradSamples<A> samples[2];
-  const auto scratch_of = [&](int64_t i) { return row_scratch + i % 2 * kRowScratch * a.K; };
-  const auto prepare = [&](int64_t s) {
-    const int64_t i = steps.query(s), row = row_at(i);
-    prefetch_row(a, row_at(i + kAhead < a.Q ? i + kAhead : i));
-    if (steps.is_first(s)) begin_row(a, row, scratch_of(i));
-    locate_grad_samples(a, row_of(a, row, scratch_of(i)), steps.first(s), steps.count(s), texel_stride, samples[s % 2]);
-    prefetch_corners(samples[s % 2].offset, steps.count(s), value, a.C);
-    prefetch_corners(samples[s % 2].offset, steps.count(s), grad, a.C);
+  if (a.gathered) {
+    T* values = reinterpret_cast<T*>(grad + a.S * a.C);
+    gather_rows(value, a.G * a.C, a.S, a.C, values);
+    value = values;
+    std::memset(grad, 0, sizeof(A) * static_cast<size_t>(a.S * a.C));
+  }
+  BlockWalk blocks({a.Q, a.G, true, a.order, a.Q, b, g, 0}, a.K);
+  GradSamples<A> ring[kBackwardRing] = {};
+  const auto scratch_of = [&](int64_t turn) { return row_scratch + turn % kBackwardRing * kRowScratch * a.K; };
+  const auto prepare = [&](GradSamples<A>& samples) {
+    if (blocks.is_done()) return;
+    if (blocks.first == 0) {
+      prefetch_row(a, blocks.ahead.row());
+      begin_row(a, blocks.rows.row(), scratch_of(blocks.turn));
+    }
+    samples.block = blocks.next();
+    locate_grad_samples(a, row_of(a, samples.block.row, scratch_of(samples.block.turn)), texel_stride, samples);
   };
-  if (steps.total > 0) prepare(0);
-  for (int64_t s = 0; s < steps.total; ++s) {
-    if (s + 1 < steps.total) prepare(s + 1);
-    const int64_t i = steps.query(s), row = row_at(i);
-    if (steps.is_first(s)) {
+  for (int s = 0; s < kBackwardRing - 1; ++s) prepare(ring[s]);
+  int64_t rows = a.Q;
+  for (int64_t s = 0; rows > 0; ++s) {
+    prepare(ring[(s + kBackwardRing - 1) % kBackwardRing]);
+    GradSamples<A>& samples = ring[s % kBackwardRing];
+    const int64_t row = samples.block.row;
+    if (samples.block.is_first) {
       for (int64_t c = 0; c < a.C; ++c) g_row[c] = to_accumulate(a.grad_output[row * a.C + c]);
     }
-    scatter_samples(a, g_row, value, grad, steps.count(s), samples[s % 2]);
-    finish_grad_samples(a, row_of(a, row, scratch_of(i)), steps.first(s), steps.count(s), samples[s % 2]);
-    if (steps.is_last(s)) end_row(a, row, scratch_of(i));
+    scatter_samples(samples, ring[(s + kBackwardRing - 2) % kBackwardRing], g_row, value, grad, a.C);
+    A* row_numbers = scratch_of(samples.block.turn);
+    finish_grad_samples(a, row_of(a, row, row_numbers), samples);
+    if (samples.block.is_last) {
+      end_row(a, row, row_numbers);
+      --rows;
+    }
   }
-  for (int64_t s = 0; !in_place && s < a.S; ++s) {
-    T* out = a.grad_value + ((b * a.S + s) * a.G + g) * a.C;
-    for (int64_t c = 0; c < a.C; ++c) from_accumulate(grad[s * a.C + c], out[c]);
-  }
+  if (a.gathered) spread_rows(grad, a.S, a.C, a.grad_value + head, a.G * a.C);
 }
 
-#define VISDET_INSTANTIATE(T, A)                                                                    \
-  template void forward_tile<T, A>(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t); \
+#define VISDET_INSTANTIATE(T, A)                                                                             \
+  template void forward_rows<T, A>(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t, int64_t); \
   template void backward_head<T, A>(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t);
 VISDET_INSTANTIATE(float, float)
 VISDET_INSTANTIATE(double, double)
@@ -496,24 +606,25 @@ VISDET_INSTANTIATE(BFloat16, float)
 
 #include "../ms_deform_attn.h"
 #include "dispatch.h"
+#include "huge_pages.h"
 
 namespace visdet {
 
-#define VISDET_DECLARE(isa)                                                          \
-  namespace isa {                                                                    \
-  template <typename T, typename A>                                                  \
-  void forward_tile(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t); \
-  template <typename T, typename A>                                                  \
-  void backward_head(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t);         \
+#define VISDET_DECLARE(isa)                                                                   \
+  namespace isa {                                                                             \
+  template <typename T, typename A>                                                           \
+  void forward_rows(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t, int64_t, int64_t); \
+  template <typename T, typename A>                                                           \
+  void backward_head(const MsDeformAttnArrays<T, A>&, A*, int64_t, int64_t);                  \
   }
 VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
 #undef VISDET_DECLARE
 
 namespace {
 
-// Queries of a tile. An encoder's queries are the texels of the pyramid itself; taken in 8 x 8 squares, their samples
-// share most of their texels. Other queries are taken in order.
-constexpr int64_t kTileSide = 8, kTileQueries = kTileSide * kTileSide;
+// An encoder's queries are the texels of the pyramid itself; taken in 8 x 8 squares, their samples share most of their
+// texels. Other queries are taken in order.
+constexpr int64_t kTileSide = 8;
 
 // The queries in the order they are worked on, or nothing for their own order. It is a matter of locality alone:
 // results do not depend on it.
@@ -559,9 +670,6 @@ struct Geometry {
   }
 };
 
-// value [B, S, G, C] as [B, G, S, C]: a backward task walks one head's values and gradients at the same offsets.
-Tensor headwise(const Tensor& value) { return contiguous(torch::stable::transpose(value, 1, 2)); }
-
 // What both forms of a call have; the arrays of samples are the caller's to fill in.
 template <typename T, typename A>
 MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& value) {
@@ -574,10 +682,13 @@ MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geo
   return a;
 }
 
+// Whether a head has enough samples to pay for its values being laid out in one piece: a decoder has not.
+bool pays_to_gather(const MsDeformAttnProblem& problem) { return problem.Q * problem.K > problem.S; }
+
 // fill(arrays) adds the samples.
 template <typename Fill>
 Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& value, const Fill& fill) {
-  Tensor output = new_empty(value, {problem.B, problem.Q, problem.G * problem.C});
+  Tensor output = in_huge_pages(new_empty(value, {problem.B, problem.Q, problem.G * problem.C}));
   if (output.numel() == 0) return output;
   if (problem.K == 0) return zero_(output);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
@@ -586,15 +697,26 @@ Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, con
     auto a = arrays_of<T, A>(problem, geometry, value);
     fill(a);
     a.output = static_cast<T*>(output.mutable_data_ptr());
-    const auto run = VISDET_BEST_ISA(forward_tile, T, A);
-    const int64_t tiles = (problem.Q + kTileQueries - 1) / kTileQueries;
-    torch::stable::parallel_for(0, problem.B * tiles, 1, [&](int64_t begin, int64_t end) {
-      Scratch<A> scratch(problem.C + kRowScratch * problem.K);
-      for (int64_t tile = begin; tile < end; ++tile) {
-        const int64_t first = tile % tiles * kTileQueries;
-        run(a, scratch.data(), tile / tiles, first, std::min(first + kTileQueries, problem.Q));
-      }
-    });
+    a.gathered = problem.G > 1 && pays_to_gather(problem);
+    const auto run = VISDET_BEST_ISA(forward_rows, T, A);
+    const int64_t Q = problem.Q, G = problem.G;
+    if (a.gathered) {
+      // A thread's rows have as many samples as the head has texels, or more.
+      const int64_t grain = problem.S / problem.K + 1;
+      torch::stable::parallel_for(0, problem.B * G * Q, grain, [&](int64_t begin, int64_t end) {
+        Scratch<A> scratch(baseline::forward_scratch(a));
+        for (int64_t rows; begin < end; begin += rows) {
+          const int64_t head = begin / Q, first = begin % Q;
+          rows = std::min(Q - first, end - begin);
+          run(a, scratch.data(), head / G, head % G, first, rows);
+        }
+      });
+    } else {
+      torch::stable::parallel_for(0, problem.B * Q, 1, [&](int64_t begin, int64_t end) {
+        Scratch<A> scratch(baseline::forward_scratch(a));
+        run(a, scratch.data(), begin / Q, 0, begin % Q, (end - begin) * G);
+      });
+    }
   });
   return output;
 }
@@ -603,9 +725,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, con
 template <typename Fill>
 void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& grad_output,
               const Tensor& value_in, Tensor& grad_value, const Fill& fill) {
-  // Fewer samples than texels (a decoder) do not pay for value and its gradient being laid out anew.
-  const bool in_place = problem.Q * problem.K <= problem.S;
-  const Tensor value = in_place ? contiguous(value_in) : headwise(value_in);
+  const Tensor value = contiguous(value_in);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
@@ -613,20 +733,15 @@ void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, cons
     fill(a);
     a.grad_output = static_cast<const T*>(grad_output.const_data_ptr());
     a.grad_value = static_cast<T*>(grad_value.mutable_data_ptr());
-    Tensor sums;
-    if (in_place) {
-      sums =
-          std::is_same<T, A>::value ? zero_(grad_value) : new_zeros(grad_value, grad_value.sizes(), ScalarType::Float);
-      a.sums = static_cast<A*>(sums.mutable_data_ptr());
-    }
+    a.gathered = !std::is_same<T, A>::value || pays_to_gather(problem);
+    if (!a.gathered) zero_(grad_value);
     const auto run = VISDET_BEST_ISA(backward_head, T, A);
     torch::stable::parallel_for(0, problem.B * problem.G, 1, [&](int64_t begin, int64_t end) {
-      Scratch<A> scratch(((in_place ? 0 : problem.S) + 1) * problem.C + 2 * kRowScratch * problem.K);
+      Scratch<A> scratch(baseline::backward_scratch(a));
       for (int64_t task = begin; task < end; ++task) {
         run(a, scratch.data(), task / problem.G, task % problem.G);
       }
     });
-    if (in_place && !std::is_same<T, A>::value) copy_(grad_value, sums);
   });
 }
 
@@ -651,9 +766,10 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   const Tensor grad_output = contiguous(grad_output_in), locations = contiguous(locations_in),
                weights = contiguous(weights_in);
   const Geometry geometry(problem, level_shapes, level_starts, nullptr);
-  Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_locations = new_empty(locations, locations.sizes()),
-         grad_weights = new_empty(weights, weights.sizes());
-  if (problem.Q == 0 || problem.C == 0) {
+  Tensor grad_value = in_huge_pages(new_empty(value_in, value_in.sizes())),
+         grad_locations = in_huge_pages(new_empty(locations, locations.sizes())),
+         grad_weights = in_huge_pages(new_empty(weights, weights.sizes()));
+  if (problem.Q == 0 || problem.C == 0 || problem.K == 0) {
     zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
     return {grad_value, grad_locations, grad_weights};
   }
@@ -716,8 +832,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   const Tensor grad_output = contiguous(grad_output_in);
   const Geometry geometry(problem, level_shapes, level_starts, num_points.data());
   const FusedInputs inputs(geometry, reference_points, offsets, logits);
-  Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),
-         grad_logits = new_empty(logits, logits.sizes());
+  Tensor grad_value = in_huge_pages(new_empty(value_in, value_in.sizes())),
+         grad_offsets = in_huge_pages(new_empty(offsets, offsets.sizes())),
+         grad_logits = in_huge_pages(new_empty(logits, logits.sizes()));
   const int64_t D = inputs.reference.size(3);
   const std::vector<int64_t> part_sizes{problem.B, problem.G, problem.Q, problem.L, D}, nothing{0};
   Tensor parts = new_empty(inputs.reference, needs_reference ? part_sizes : nothing);
