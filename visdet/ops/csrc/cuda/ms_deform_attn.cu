@@ -784,8 +784,9 @@ __host__ __device__ __forceinline__ int64_t bins_of(int64_t cells, int bin_bits)
 
 // The cell of a sample that counts.
 template <typename A>
-__device__ __forceinline__ int64_t cell_of(A x, A y, const Level& level) {
-  return (static_cast<int64_t>(floor(y)) + 1) * (level.W + 1) + static_cast<int32_t>(floor(x)) + 1;
+__device__ __forceinline__ uint32_t cell_of(A x, A y, int32_t W) {
+  const int32_t column = static_cast<int32_t>(floor(x)) + 1, row = static_cast<int32_t>(floor(y)) + 1;
+  return static_cast<uint32_t>(row) * (W + 1u) + column;
 }
 
 // Where the gradients of the samples go: the plain form's tensors, or, for the fused form's last kernel, 16 bytes a
@@ -859,50 +860,51 @@ __device__ __forceinline__ void load_plan(const LevelPlan* plan, int L, LevelPla
   __syncthreads();
 }
 
-// What a block of the sample kernels takes: neighbouring samples of a head, in the order of the tensor, and a thread
-// every kPieceThreads-th of them.
+// What a block of the sample kernels takes of a head: as many neighbouring queries, all of their samples or
+// kPieceThreads of each, as give a thread kPieceEach samples. These are the same sample k of queries `step` apart.
 constexpr int kPieceThreads = 512;
 template <typename A>
 constexpr int kPieceEach = 64 / sizeof(Record<A>);  // 32 KB of records a block
-template <typename A>
-constexpr int kPiece = kPieceThreads * kPieceEach<A>;
-constexpr int kMostLocalBins = 8192;  // of a head: beyond, samples are counted in global memory
+constexpr int kMostLocalBins = 8192;                // of a head: beyond, samples are counted in global memory
 
 struct PieceWalk {
-  const LevelPlan* table;
-  uint32_t Q, K, G, head, q, k, step_q, step_k;  // the thread's sample is k of query q
-  int32_t L, l;
-  int64_t first_row, first_query;  // of the head; of its image
+  uint32_t head, query, step, k, Q;
+  int64_t index, row, query_level, index_step, row_step, query_level_step;  // of the first query; to the next
+  LevelPlan at;                                                             // of the samples
 
-  __device__ __forceinline__ PieceWalk(const MsDeformAttnProblem& problem, const LevelPlan* table, uint32_t piece)
-      : table(table), Q(problem.Q), K(problem.K), G(problem.G), L(static_cast<int32_t>(problem.L)), l(0) {
-    const uint32_t pieces = (Q * K + piece - 1) / piece;
-    head = blockIdx.x / pieces;
-    const uint32_t first = (blockIdx.x - head * pieces) * piece + threadIdx.x, b = head / G;
-    q = first / K, k = first - q * K;
-    step_q = kPieceThreads / K, step_k = kPieceThreads - step_q * K;
-    first_query = static_cast<int64_t>(b) * Q, first_row = first_query * G + (head - b * G);
-    find_level();
+  static __host__ __device__ __forceinline__ uint32_t parts(uint32_t K) {
+    return (K + kPieceThreads - 1) / kPieceThreads;
   }
-  __device__ __forceinline__ void find_level() {
-    while (k < static_cast<uint32_t>(table[l].first_point)) --l;
+  // Queries of a piece.
+  static __host__ __device__ __forceinline__ uint32_t queries(uint32_t K, int each) {
+    return (K < kPieceThreads ? kPieceThreads / K : 1) * each;
+  }
+  __device__ __forceinline__ PieceWalk(const MsDeformAttnProblem& problem, const LevelPlan* table, int each) {
+    const uint32_t K = problem.K, G = problem.G, L = problem.L, in_piece = queries(K, each), of_part = parts(K);
+    Q = problem.Q;
+    const uint32_t of_head = (Q + in_piece - 1) / in_piece * of_part;
+    head = blockIdx.x / of_head;
+    const uint32_t piece = blockIdx.x - head * of_head, part = piece % of_part,
+                   turn = of_part == 1 ? threadIdx.x / K : 0;
+    step = in_piece / each, query = piece / of_part * in_piece + turn;
+    k = part * kPieceThreads + threadIdx.x - turn * K;
+    if (turn >= step || k >= K) query = Q, k = 0;  // idle
+    int l = 0;
     while (k >= static_cast<uint32_t>(table[l].level.end)) ++l;
+    at = table[l];
+    const uint32_t b = head / G;
+    const int64_t first_query = static_cast<int64_t>(b) * Q + query;
+    row = first_query * G + (head - b * G), index = row * K + k, query_level = first_query * L + l;
+    row_step = static_cast<int64_t>(step) * G, index_step = row_step * K,
+    query_level_step = static_cast<int64_t>(step) * L;
   }
-  __device__ __forceinline__ void advance() {
-    q += step_q, k += step_k;
-    if (k >= K) k -= K, ++q;
-    find_level();
-  }
-  __device__ __forceinline__ bool exists() const { return q < Q; }
-  __device__ __forceinline__ int64_t row() const { return first_row + static_cast<int64_t>(q) * G; }
-  __device__ __forceinline__ int64_t index() const { return row() * K + k; }
-  __device__ __forceinline__ int64_t query_level() const { return (first_query + q) * L + l; }
-  // Whether the sample counts, and its bin among those of the head.
+  __device__ __forceinline__ bool exists(int j) const { return query + j * step < Q; }
+  // Whether sample j, at this position, counts, and its bin among those of the head.
   template <typename A>
-  __device__ __forceinline__ bool find_bin(A x, A y, int32_t& bin) const {
-    const Level level = table[l].level;
-    if (!(exists() && level.H > 0 && x > A(-1) && y > A(-1) && x < A(level.W) && y < A(level.H))) return false;
-    bin = table[l].first_bin + static_cast<int32_t>(cell_of(x, y, level) >> table[l].bin_bits);
+  __device__ __forceinline__ bool find_bin(int j, A x, A y, uint32_t& bin) const {
+    const Level& level = at.level;
+    if (!(exists(j) && level.H > 0 && x > A(-1) && y > A(-1) && x < A(level.W) && y < A(level.H))) return false;
+    bin = at.first_bin + (cell_of(x, y, level.W) >> at.bin_bits);
     return true;
   }
 };
@@ -918,36 +920,36 @@ __global__ void __launch_bounds__(kPieceThreads, 3)
   auto* local_counts = reinterpret_cast<int32_t*>(table + problem.L);  // [local_bins]
   for (int i = threadIdx.x; i < local_bins; i += kPieceThreads) local_counts[i] = 0;
   load_plan(plan, static_cast<int>(problem.L), table);
-  const PieceWalk first(problem, table, kPiece<A>);
-  int32_t* head_counts = counts + static_cast<int64_t>(first.head) * head_bins;
+  const PieceWalk walk(problem, table, kEach);
+  counts += static_cast<int64_t>(walk.head) * head_bins;
   typename Source::Raw raw[kEach];
-  PieceWalk walk = first;
 #pragma unroll
-  for (int j = 0; j < kEach; ++j, walk.advance()) {
+  for (int j = 0; j < kEach; ++j) {
     raw[j] = {};
-    if (walk.exists()) raw[j] = source.fetch_position(walk.index(), walk.query_level());
+    if (!walk.exists(j)) continue;
+    raw[j] = source.fetch_position(walk.index + j * walk.index_step, walk.query_level + j * walk.query_level_step);
   }
-  walk = first;
 #pragma unroll
-  for (int j = 0; j < kEach; ++j, walk.advance()) {
+  for (int j = 0; j < kEach; ++j) {
     A x, y;
-    source.position(raw[j], table[walk.l].level, table[walk.l].points, x, y);
-    int32_t bin;
-    if (walk.find_bin(x, y, bin)) {
-      local_bins > 0 ? atomicAdd(local_counts + bin, 1) : atomicAdd(head_counts + bin, 1);
-    } else if (walk.exists()) {
-      const A nothing = table[walk.l].level.H > 0 ? A(0) : quiet_nan<A>();
+    source.position(raw[j], walk.at.level, walk.at.points, x, y);
+    uint32_t bin;
+    if (walk.find_bin(j, x, y, bin)) {
+      local_bins > 0 ? atomicAdd(local_counts + bin, 1) : atomicAdd(counts + bin, 1);
+    } else if (walk.exists(j)) {
+      const int64_t index = walk.index + j * walk.index_step;
+      const A nothing = walk.at.level.H > 0 ? A(0) : quiet_nan<A>();
       A weight = 0;
       if (grads.packed != nullptr) {
-        source.fetch_weight(walk.index(), raw[j]);
-        weight = source.weight(raw[j], source.row_at(walk.row()));
+        source.fetch_weight(index, raw[j]);
+        weight = source.weight(raw[j], source.row_at(walk.row + j * walk.row_step));
       }
-      grads.put(walk.index(), weight, nothing, nothing, nothing, false);
+      grads.put(index, weight, nothing, nothing, nothing, false);
     }
   }
   __syncthreads();  // the piece is counted
   for (int i = threadIdx.x; i < local_bins; i += kPieceThreads) {
-    if (local_counts[i] > 0) atomicAdd(head_counts + i, local_counts[i]);
+    if (local_counts[i] > 0) atomicAdd(counts + i, local_counts[i]);
   }
 }
 
@@ -968,42 +970,41 @@ __global__ void __launch_bounds__(kPieceThreads, 3)
     scatter_kernel(const LevelPlan* __restrict__ plan, const Source source, const int32_t* __restrict__ bin_starts,
                    int32_t* __restrict__ filled, Record<A>* __restrict__ records, const MsDeformAttnProblem problem,
                    int head_bins, int local_bins, int point_bits) {
-  constexpr int kEach = kPieceEach<A>, kRankBits = 12;
-  static_assert(kPiece<A> <= 1 << kRankBits, "bin and rank share a number");
+  constexpr int kEach = kPieceEach<A>, kPiece = kPieceThreads * kEach, kRankBits = 11;
+  static_assert(kPiece <= 1 << kRankBits, "bin and rank share a number");
   extern __shared__ __align__(16) char shared[];
-  auto* staged = reinterpret_cast<Record<A>*>(shared);                     // [kPiece]
-  auto* table = reinterpret_cast<LevelPlan*>(staged + kPiece<A>);          // [L]
-  auto* local = reinterpret_cast<int32_t*>(table + problem.L);             // [local_bins + 1] counts, then starts
-  int32_t* to_global = local + local_bins + 1;                             // [local_bins] from the piece to the head
-  auto* bin_of = reinterpret_cast<uint16_t*>(to_global + local_bins + 1);  // [kPiece]
+  auto* staged = reinterpret_cast<Record<A>*>(shared);          // [kPiece]
+  auto* bin_of = reinterpret_cast<uint16_t*>(staged + kPiece);  // [kPiece]
+  auto* table = reinterpret_cast<LevelPlan*>(bin_of + kPiece);  // [L]
+  auto* local = reinterpret_cast<int32_t*>(table + problem.L);  // [local_bins + 1] counts, then starts
+  int32_t* to_head = local + local_bins + 1;                    // [local_bins] from places in the piece
   for (int i = threadIdx.x; i < local_bins; i += kPieceThreads) local[i] = 0;
   load_plan(plan, static_cast<int>(problem.L), table);
-  PieceWalk walk(problem, table, kPiece<A>);
+  const PieceWalk walk(problem, table, kEach);
   bin_starts += static_cast<int64_t>(walk.head) * head_bins, filled += static_cast<int64_t>(walk.head) * head_bins;
-  records += static_cast<int64_t>(walk.head) * walk.K * walk.Q;
-  const PieceWalk first = walk;
+  records += walk.head * problem.K * problem.Q;
   typename Source::Raw raw[kEach];
   typename Source::Row row[kEach];
 #pragma unroll
-  for (int j = 0; j < kEach; ++j, walk.advance()) {
+  for (int j = 0; j < kEach; ++j) {
     raw[j] = {};
-    if (!walk.exists()) continue;
-    raw[j] = source.fetch_position(walk.index(), walk.query_level());
-    source.fetch_weight(walk.index(), raw[j]);
-    row[j] = source.row_at(walk.row());
+    if (!walk.exists(j)) continue;
+    const int64_t index = walk.index + j * walk.index_step;
+    raw[j] = source.fetch_position(index, walk.query_level + j * walk.query_level_step);
+    source.fetch_weight(index, raw[j]);
+    row[j] = source.row_at(walk.row + j * walk.row_step);
   }
   Record<A> record[kEach];
   int32_t place[kEach];  // bin and rank
-  walk = first;
 #pragma unroll
-  for (int j = 0; j < kEach; ++j, walk.advance()) {
+  for (int j = 0; j < kEach; ++j) {
     place[j] = -1;
     A x, y;
-    source.position(raw[j], table[walk.l].level, table[walk.l].points, x, y);
-    int32_t bin;
-    if (!walk.find_bin(x, y, bin)) continue;
-    const uint32_t point = walk.k - table[walk.l].first_point;
-    record[j] = {static_cast<int32_t>(walk.q << point_bits | point), x, y, source.weight(raw[j], row[j])};
+    source.position(raw[j], walk.at.level, walk.at.points, x, y);
+    uint32_t bin;
+    if (!walk.find_bin(j, x, y, bin)) continue;
+    const uint32_t sample = (walk.query + j * walk.step) << point_bits | (walk.k - walk.at.first_point);
+    record[j] = {static_cast<int32_t>(sample), x, y, source.weight(raw[j], row[j])};
     if (local_bins > 0) {
       place[j] = bin << kRankBits | atomicAdd(local + bin, 1);
     } else {
@@ -1017,7 +1018,7 @@ __global__ void __launch_bounds__(kPieceThreads, 3)
   __syncthreads();  // the bins' places are known
   for (int i = threadIdx.x; i < local_bins; i += kPieceThreads) {
     const int32_t count = local[i + 1] - local[i];
-    if (count > 0) to_global[i] = bin_starts[i] + atomicAdd(filled + i, count) - local[i];
+    if (count > 0) to_head[i] = bin_starts[i] + atomicAdd(filled + i, count) - local[i];
   }
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
@@ -1026,35 +1027,57 @@ __global__ void __launch_bounds__(kPieceThreads, 3)
     staged[at] = record[j], bin_of[at] = static_cast<uint16_t>(bin);
   }
   __syncthreads();  // the piece is sorted
-  for (int i = threadIdx.x; i < total; i += kPieceThreads) records[to_global[bin_of[i]] + i] = staged[i];
+  for (int i = threadIdx.x; i < total; i += kPieceThreads) records[to_head[bin_of[i]] + i] = staged[i];
 }
 
-// A block sorts a bin, whose records have unique keys: cell of the bin and sample. Up to kWindow records are sorted in
-// shared memory: counted by the leading bits of the key, placed, and compared with those that share these bits. Of a
-// larger bin, one window of keys after another is picked from all of its records. Also writes where cells begin, among
-// the level's records.
+// A block sorts a bin by cell and, in a cell, by a number that no two samples share. Up to kWindow records it sorts in
+// shared memory: it counts them by the leading bits of this key, places them, and compares those that share these bits.
+// Of a larger bin, it picks one window of keys after another out of all of its records. Also writes where cells begin,
+// among the level's records.
 constexpr int kSortThreads = 512;
-constexpr int kWindow = 2048, kWindowEach = kWindow / kSortThreads;
+constexpr int kWindowEach = 4, kWindow = kSortThreads * kWindowEach;
 constexpr int kKeyBits = 11, kKeyBuckets = 1 << kKeyBits;
 static_assert(kMaxBinBits <= kKeyBits, "a cell begins with a bucket");
+static_assert(kKeyBuckets == 4 * kSortThreads, "a thread has four buckets");
 
 template <typename A>
 struct alignas(16) SortScratch {
   Record<A> records[kWindow];
+  int32_t buckets[kKeyBuckets + 4];  // counts, then starts and the end
   uint32_t keys[kWindow];
-  int32_t buckets[kKeyBuckets + 1];  // counts, then starts
   int32_t picked;
-  uint16_t order[kWindow];
 };
 
 template <typename A>
 struct BinKeys {
-  Level level;
-  int64_t first_cell;
-  int sample_bits;
+  uint32_t first_cell;
+  int32_t W;
+  int sample_bits, point_bits;
+  // Of the bin.
+  __device__ __forceinline__ uint32_t cell(const Record<A>& record) const {
+    return cell_of(record.fx, record.fy, W) - first_cell;
+  }
+  // The query's bits in reverse, then the point: neighbouring queries have different leading bits.
+  __device__ __forceinline__ uint32_t sample(const Record<A>& record) const {
+    const uint32_t query = static_cast<uint32_t>(record.sample) >> point_bits,
+                   point = record.sample & ((1u << point_bits) - 1);
+    return __brev(query) >> (32 - (sample_bits - point_bits)) << point_bits | point;
+  }
   __device__ __forceinline__ uint64_t operator()(const Record<A>& record) const {
-    const uint64_t cell = cell_of(record.fx, record.fy, level) - first_cell;
-    return cell << sample_bits | static_cast<uint32_t>(record.sample);
+    return static_cast<uint64_t>(cell(record)) << sample_bits | sample(record);
+  }
+};
+
+// Where the starts of a bin's cells go.
+struct CellStarts {
+  int32_t* to;
+  int32_t before, cells, shift;  // records of earlier bins; a cell has 2^shift buckets
+  bool ends;                     // the level's last bin
+
+  // All threads of the block.
+  __device__ __forceinline__ void write(const int32_t* buckets) const {
+    for (int32_t cell = threadIdx.x; cell < cells; cell += kSortThreads) to[cell] = before + buckets[cell << shift];
+    if (ends && threadIdx.x == 0) to[cells] = before + buckets[kKeyBuckets];
   }
 };
 
@@ -1062,47 +1085,116 @@ struct BinKeys {
 template <typename A>
 __device__ __forceinline__ void start_buckets(SortScratch<A>& scratch) {
   __syncthreads();  // the buckets are counted
-  const int32_t total = place_counts<kSortThreads>(scratch.buckets, scratch.buckets, 0, kKeyBuckets, 0);
+  auto& mine = reinterpret_cast<Pack<int32_t, 4>*>(scratch.buckets)[threadIdx.x];
+  Pack<int32_t, 4> counts = mine, starts;
+  int32_t total, start = sum_before<kSortThreads>(counts.at[0] + counts.at[1] + counts.at[2] + counts.at[3], total);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) starts.at[i] = start, start += counts.at[i];
+  mine = starts;
   if (threadIdx.x == 0) scratch.buckets[kKeyBuckets] = total;
   __syncthreads();  // the buckets' starts are known
 }
+template <typename A>
+__device__ __forceinline__ void zero_buckets(SortScratch<A>& scratch) {
+  reinterpret_cast<Pack<int32_t, 4>*>(scratch.buckets)[threadIdx.x] = {};
+}
 
-// All threads of the block: the records of scratch, whose keys lie in the 2^(shift + kKeyBits) from `lowest`, to `to`
-// in the order of keys. The buckets are zero. Calls has_starts() when they have become starts.
-template <typename A, typename F>
-__device__ __forceinline__ void sort_window(SortScratch<A>& scratch, int count, uint64_t lowest, int shift,
-                                            const BinKeys<A>& key_of, Record<A>* to, const F& has_starts) {
-  uint32_t key[kWindowEach];  // its lowest bits, which are all that differs in a bucket
-  int32_t bucket[kWindowEach], rank[kWindowEach];
+// All threads of the block: writes `count` records, of which a thread holds every kSortThreads-th, to `to` in the order
+// of keys, and where cells begin, if that is asked for. split(record, key) gives the bucket and what tells the records
+// of a bucket apart. The buckets are zero.
+template <typename A, typename Split>
+__device__ __forceinline__ void sort_window(SortScratch<A>& scratch, Record<A> (&record)[kWindowEach], int count,
+                                            const Split& split, Record<A>* to, const CellStarts* starts) {
+  constexpr int kRankBits = 11;
+  static_assert(kWindow <= 1 << kRankBits, "bucket and rank share a number");
+  uint32_t key[kWindowEach], place[kWindowEach];  // place: bucket and rank
 #pragma unroll
   for (int j = 0; j < kWindowEach; ++j) {
-    const int i = threadIdx.x + j * kSortThreads;
-    if (i >= count) break;
-    const uint64_t whole = key_of(scratch.records[i]) - lowest;
-    key[j] = static_cast<uint32_t>(whole), bucket[j] = static_cast<int32_t>(whole >> shift);
-    rank[j] = atomicAdd(scratch.buckets + bucket[j], 1);
+    if (threadIdx.x + j * kSortThreads >= count) continue;
+    const uint32_t bucket = split(record[j], key[j]);
+    record[j].fx -= floor(record[j].fx), record[j].fy -= floor(record[j].fy);
+    place[j] = bucket << kRankBits | atomicAdd(scratch.buckets + bucket, 1);
   }
   start_buckets(scratch);
-  has_starts();
+  if (starts != nullptr) starts->write(scratch.buckets);
 #pragma unroll
   for (int j = 0; j < kWindowEach; ++j) {
-    if (threadIdx.x + j * kSortThreads < count) scratch.keys[scratch.buckets[bucket[j]] + rank[j]] = key[j];
+    if (threadIdx.x + j * kSortThreads >= count) continue;
+    scratch.keys[scratch.buckets[place[j] >> kRankBits] + (place[j] & ((1 << kRankBits) - 1))] = key[j];
   }
   __syncthreads();  // the keys are placed
 #pragma unroll
   for (int j = 0; j < kWindowEach; ++j) {
-    const int i = threadIdx.x + j * kSortThreads;
-    if (i >= count) break;
-    const int32_t begin = scratch.buckets[bucket[j]], end = scratch.buckets[bucket[j] + 1];
+    if (threadIdx.x + j * kSortThreads >= count) continue;
+    const int32_t* bucket = scratch.buckets + (place[j] >> kRankBits);
+    const int32_t begin = bucket[0], end = bucket[1];
     int32_t at = begin;
+#pragma unroll 1
     for (int32_t other = begin; other < end; ++other) at += scratch.keys[other] < key[j];
-    scratch.order[at] = static_cast<uint16_t>(i);
+    scratch.records[at] = record[j];
   }
-  __syncthreads();  // the order is known
-  for (int i = threadIdx.x; i < count; i += kSortThreads) {
-    Record<A> record = scratch.records[scratch.order[i]];
-    record.fx -= floor(record.fx), record.fy -= floor(record.fy);
-    to[i] = record;
+  __syncthreads();  // the records are sorted
+#pragma unroll
+  for (int j = 0; j < kWindowEach; ++j) {
+    const int i = threadIdx.x + j * kSortThreads;
+    if (i < count) to[i] = scratch.records[i];
+  }
+}
+
+// All threads of the block: a bin of more than kWindow records. shift: 2^shift keys make a bucket that `starts` knows.
+template <typename A>
+__device__ __noinline__ void sort_large_bin(const Record<A>* records, int32_t count, int shift, const BinKeys<A> key_of,
+                                            Record<A>* to, const CellStarts starts) {
+  extern __shared__ __align__(16) char shared[];
+  auto& scratch = *reinterpret_cast<SortScratch<A>*>(shared);
+  // By 2^width keys, from `lowest` on.
+  const auto count_keys = [&](uint64_t lowest, int width) {
+    __syncthreads();  // the buckets have been read
+    zero_buckets(scratch);
+    __syncthreads();  // the buckets are zero
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < count; i += kSortThreads) {
+      const uint64_t key = key_of(records[i]), bucket = (key - lowest) >> width;
+      if (key >= lowest && bucket < kKeyBuckets) atomicAdd(scratch.buckets + bucket, 1);
+    }
+    start_buckets(scratch);
+  };
+  count_keys(0, shift);
+  starts.write(scratch.buckets);
+  uint64_t lowest = 0;
+#pragma unroll 1
+  for (int32_t placed = 0; placed < count;) {
+    int width = shift + kKeyBits;
+    do {  // until no bucket is larger than a window
+      width = max(width - kKeyBits, 0);
+      count_keys(lowest, width);
+    } while (scratch.buckets[1] > kWindow);
+    uint32_t buckets = 1;  // as many as fit
+    for (int step = kKeyBuckets / 2; step > 0; step /= 2) {
+      if (scratch.buckets[buckets + step] <= kWindow) buckets += step;
+    }
+    const int32_t in_window = scratch.buckets[buckets];
+    __syncthreads();  // the buckets have been read
+    zero_buckets(scratch);
+    if (threadIdx.x == 0) scratch.picked = 0;
+    __syncthreads();  // nothing is picked yet
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < count; i += kSortThreads) {
+      const Record<A> record = records[i];
+      const uint64_t key = key_of(record);
+      if (key >= lowest && (key - lowest) >> width < buckets) scratch.records[atomicAdd(&scratch.picked, 1)] = record;
+    }
+    __syncthreads();  // the window is complete
+    Record<A> record[kWindowEach];
+#pragma unroll
+    for (int j = 0; j < kWindowEach; ++j) record[j] = scratch.records[threadIdx.x + j * kSortThreads];
+    const auto split = [&](const Record<A>& record, uint32_t& key) {
+      const uint64_t whole = key_of(record) - lowest;
+      key = static_cast<uint32_t>(whole);
+      return static_cast<uint32_t>(whole >> width);
+    };
+    sort_window(scratch, record, in_window, split, to + placed, nullptr);
+    placed += in_window, lowest += static_cast<uint64_t>(buckets) << width;
   }
 }
 
@@ -1110,7 +1202,7 @@ template <typename A>
 __global__ void __launch_bounds__(kSortThreads, 3)
     sort_kernel(const LevelPlan* __restrict__ plan, const int32_t* __restrict__ bin_starts,
                 const Record<A>* __restrict__ records, Record<A>* __restrict__ sorted, int32_t* __restrict__ starts,
-                const MsDeformAttnProblem problem, int64_t head_slots, int head_bins, int sample_bits) {
+                const MsDeformAttnProblem problem, int64_t head_slots, int head_bins, int sample_bits, int point_bits) {
   extern __shared__ __align__(16) char shared[];
   auto& scratch = *reinterpret_cast<SortScratch<A>*>(shared);
   const uint32_t head = blockIdx.y + blockIdx.z * 65535u;
@@ -1119,79 +1211,32 @@ __global__ void __launch_bounds__(kSortThreads, 3)
   int l = 0;
   while (l < problem.L && bin >= plan[l].bins) bin -= plan[l++].bins;
   if (l == problem.L) return;
-  const int32_t level_begin = plan[l].first_point * static_cast<int32_t>(problem.Q), bin_bits = plan[l].bin_bits;
-  const int32_t* at = bin_starts + static_cast<int64_t>(head) * head_bins + plan[l].first_bin + bin;
-  const int32_t begin = at[0], count = at[1] - begin;
+  const LevelPlan& at = plan[l];
+  const int32_t* mine = bin_starts + static_cast<int64_t>(head) * head_bins + at.first_bin + bin;
+  const int32_t begin = mine[0], count = mine[1] - begin, bin_bits = at.bin_bits;
   const int64_t first_cell = static_cast<int64_t>(bin) << bin_bits, head_begin = head * problem.K * problem.Q;
   records += head_begin + begin, sorted += head_begin + begin;
-  starts += head * head_slots + plan[l].first_slot;
-  const BinKeys<A> key_of{plan[l].level, first_cell, sample_bits};
-  const int64_t cells = cells_of(key_of.level.H, key_of.level.W);
-  const int shift = max(bin_bits + sample_bits - kKeyBits, 0);
-  const auto zero_buckets = [&] {
-    for (int i = threadIdx.x; i < kKeyBuckets; i += kSortThreads) scratch.buckets[i] = 0;
-  };
-  const auto write_starts = [&] {
-    const int32_t here = begin - level_begin,
-                  in_bin = static_cast<int32_t>(min(cells - first_cell, int64_t{1} << bin_bits));
-    for (int32_t cell = threadIdx.x; cell < in_bin; cell += kSortThreads) {
-      starts[first_cell + cell] = here + scratch.buckets[static_cast<uint64_t>(cell) << sample_bits >> shift];
-    }
-    if (bin + 1 == plan[l].bins && threadIdx.x == 0) starts[cells] = here + count;
-  };
-
-  zero_buckets();
-  if (count <= kWindow) {
+  const BinKeys<A> key_of{static_cast<uint32_t>(first_cell), at.level.W, sample_bits, point_bits};
+  // The buckets of a cell, and the samples that share a bucket.
+  const int cell_shift = min(sample_bits, kKeyBits - bin_bits), sample_shift = sample_bits - cell_shift;
+  const int64_t cells = min(cells_of(at.level.H, at.level.W) - first_cell, int64_t{1} << bin_bits);
+  const CellStarts cell_starts{starts + head * head_slots + at.first_slot + first_cell,
+                               begin - at.first_point * static_cast<int32_t>(problem.Q), static_cast<int32_t>(cells),
+                               cell_shift, bin + 1 == at.bins};
+  if (count > kWindow) return sort_large_bin(records, count, sample_shift, key_of, sorted, cell_starts);
+  Record<A> record[kWindowEach] = {};
 #pragma unroll
-    for (int j = 0; j < kWindowEach; ++j) {
-      const int i = threadIdx.x + j * kSortThreads;
-      if (i < count) scratch.records[i] = records[i];
-    }
-    __syncthreads();  // the window is complete
-    sort_window(scratch, count, 0, shift, key_of, sorted, write_starts);
-    return;
+  for (int j = 0; j < kWindowEach; ++j) {
+    const int i = threadIdx.x + j * kSortThreads;
+    if (i < count) record[j] = records[i];
   }
-  // Counts the keys from `lowest` on.
-  const auto count_keys = [&](uint64_t lowest, int width) {
-    __syncthreads();  // the buckets are zero
-    for (int32_t i = threadIdx.x; i < count; i += kSortThreads) {
-      const uint64_t key = key_of(records[i]);
-      if (key >= lowest && (key - lowest) >> width < kKeyBuckets)
-        atomicAdd(scratch.buckets + ((key - lowest) >> width), 1);
-    }
-    start_buckets(scratch);
+  zero_buckets(scratch);
+  __syncthreads();  // the buckets are zero
+  const auto split = [&](const Record<A>& record, uint32_t& key) {
+    key = key_of.sample(record);
+    return key_of.cell(record) << cell_shift | key >> sample_shift;
   };
-  count_keys(0, shift);
-  write_starts();
-  uint64_t lowest = 0;
-  for (int32_t placed = 0; placed < count;) {
-    int width = shift + kKeyBits;
-    do {                // as many keys as can be told apart without one bucket filling more than a window
-      __syncthreads();  // the buckets have been read
-      zero_buckets();
-      width = max(width - kKeyBits, 0);
-      count_keys(lowest, width);
-    } while (scratch.buckets[1] > kWindow);
-    int buckets = 1;  // as many as fit
-    for (int step = kKeyBuckets / 2; step > 0; step /= 2) {
-      if (scratch.buckets[buckets + step] <= kWindow) buckets += step;
-    }
-    const int32_t in_window = scratch.buckets[buckets];
-    __syncthreads();  // the buckets have been read
-    zero_buckets();
-    if (threadIdx.x == 0) scratch.picked = 0;
-    __syncthreads();  // nothing is picked yet
-    for (int32_t i = threadIdx.x; i < count; i += kSortThreads) {
-      const Record<A> record = records[i];
-      const uint64_t key = key_of(record);
-      if (key >= lowest && (key - lowest) >> width < static_cast<uint64_t>(buckets)) {
-        scratch.records[atomicAdd(&scratch.picked, 1)] = record;
-      }
-    }
-    __syncthreads();  // the window is complete
-    sort_window(scratch, in_window, lowest, width, key_of, sorted + placed, [] {});
-    placed += in_window, lowest += static_cast<uint64_t>(buckets) << width;
-  }
+  sort_window(scratch, record, count, split, sorted, &cell_starts);
 }
 
 // The two gradients of a cell's samples are matrix products: with the records as rows, grad_output (records x channels)
@@ -2361,7 +2406,9 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
     auto* bin_data = static_cast<int32_t*>(bins.mutable_data_ptr());
     int32_t* filled_data = bin_data + heads * head_bins;
 
-    const unsigned pieces = grid_size(heads * ceil_div(problem.Q * problem.K, kPiece<A>));
+    constexpr int kEach = kPieceEach<A>;
+    const uint32_t K = static_cast<uint32_t>(problem.K);
+    const unsigned pieces = grid_size(heads * ceil_div(problem.Q, PieceWalk::queries(K, kEach)) * PieceWalk::parts(K));
     const int64_t local_bins = head_bins <= kMostLocalBins ? head_bins : 0;
     const size_t table_bytes = sizeof(LevelPlan) * L, local_bytes = sizeof(int32_t) * (local_bins + 1);
     count_kernel<A, Source><<<pieces, kPieceThreads, table_bytes + local_bytes, stream>>>(
@@ -2370,7 +2417,8 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
                                                                    static_cast<int>(head_bins));
     auto* record_data = static_cast<Record<A>*>(records.mutable_data_ptr());
     auto* sorted_data = static_cast<Record<A>*>(sorted.mutable_data_ptr());
-    const size_t scatter_bytes = kPiece<A> * (sizeof(Record<A>) + sizeof(uint16_t)) + table_bytes + 2 * local_bytes;
+    const size_t scatter_bytes =
+        kPieceThreads * kEach * (sizeof(Record<A>) + sizeof(uint16_t)) + table_bytes + 2 * local_bytes;
     allow_shared(scatter_kernel<A, Source>, scatter_bytes);
     scatter_kernel<A, Source><<<pieces, kPieceThreads, scatter_bytes, stream>>>(
         plan, source, bin_data, filled_data, record_data, problem, static_cast<int>(head_bins),
@@ -2378,7 +2426,7 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
     allow_shared(sort_kernel<A>, sizeof(SortScratch<A>));
     sort_kernel<A><<<head_grid(head_bins, heads), kSortThreads, sizeof(SortScratch<A>), stream>>>(
         plan, bin_data, record_data, sorted_data, start_data, problem, head_slots, static_cast<int>(head_bins),
-        point_bits + bit_width(problem.Q - 1));
+        point_bits + std::max(1, bit_width(problem.Q - 1)), point_bits);
     const bool is_aligned = aligned(value, 16) && aligned(grad_output, 16);
     // Of a row, at most 128 bytes of sums at a time: the planes of a tile's cells must fit shared memory.
     dispatch_row<T, (128 / (16 / sizeof(T)) / sizeof(A))>(problem.C, is_aligned, [&](auto vec, auto lanes) {
