@@ -309,6 +309,21 @@ def test_gradients_of_a_crowd_of_samples(extent, dtype, device, deterministic):
             assert torch.equal(grad, same)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_infinite_gradient_reaches_its_own_samples_only(dtype, device, deterministic):
+    # Query 0 lies on the left half of the map, all others, of which there are enough for sorting, on the right one.
+    case = list(make_case(1, 60, 2, 32, 4, [(6, 8)], dtype=dtype, device=device, spread=0.0))
+    case[3] = case[3] * torch.tensor([0.3, 1.0], device=device) + torch.tensor([0.65, 0.0], device=device)
+    case[3][:, 0, ..., 0] -= 0.65
+    grad_output = torch.ones(1, 60, 64, device=device)
+    grad_output[:, 0] = torch.inf
+    _, (of_value, of_locations, of_weights) = gradients(ms_deform_attn, case, grad_output)
+    columns = of_value.reshape(6, 8, 64)
+    assert columns[:, 4:].isfinite().all() and not columns[:, :4].isfinite().all()
+    assert of_locations[:, 1:].isfinite().all() and of_weights[:, 1:].isfinite().all()
+
+
 @pytest.mark.cuda
 def test_gradients_of_a_map_too_large_for_counters_in_shared_memory():
     case = make_case(1, 500, 1, 2, 4, [(4200, 4100)], dtype=torch.float32, device="cuda")

@@ -1486,7 +1486,7 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what
             for (int u = 0; u < kBatch; ++u) {
 #pragma unroll
               for (int v = 0; v < VEC; ++v) g_pack[u].at[v] = from_accumulate<T>(A(0));
-              if (has_channels && i < end) {
+              if (has_channels && i + u < end) {
                 g_pack[u] = *reinterpret_cast<const Pack<T, VEC>*>(
                     g_base + static_cast<uint64_t>(static_cast<uint32_t>(my_queries[u])) * row_bytes);
               }
