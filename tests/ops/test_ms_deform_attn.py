@@ -287,6 +287,57 @@ def test_gradients_of_a_large_map_with_few_samples_a_cell(device, deterministic)
         assert relative_error(grad, wanted) < 1e-4  # of a position on 250 texels; float32 rounds it
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("extent", [0.0, 0.01, 0.3])
+def test_gradients_of_a_crowd_of_samples(extent, dtype, device, deterministic):
+    # 12000 samples a level in one cell, in a few and in a hundred: more than a block sorts at once.
+    case = list(make_case(1, 3000, 1, 4, 4, [(20, 30), (5, 6)], dtype=dtype, spread=0.0))
+    size = case[1].flip(1)[None, None, None, :, None]
+    pixels = (case[3] * extent + 0.37).double() * size - 0.5
+    case[3] = ((pixels.floor() + (pixels - pixels.floor()).clamp(0.05, 0.95) + 0.5) / size).to(dtype)
+    grad_output = torch.randn(1, 3000, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    _, expected = gradients(
+        ms_deform_attn_reference, [t.double() if t.is_floating_point() else t for t in case], grad_output
+    )
+    there = [case[0].to(device), case[1], case[2], case[3].to(device), case[4].to(device)]
+    _, grads = gradients(ms_deform_attn, there, grad_output.to(device))
+    _, again = gradients(ms_deform_attn, there, grad_output.to(device))
+    for grad, same, wanted in zip(grads, again, expected, strict=True):
+        assert relative_error(grad, wanted) < (1e-11 if dtype == torch.float64 else 1e-4)
+        if torch.are_deterministic_algorithms_enabled():
+            assert torch.equal(grad, same)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_infinite_gradient_reaches_its_own_samples_only(dtype, device, deterministic):
+    # Query 0 lies on the left half of the map, all others, of which there are enough for sorting, on the right one.
+    case = list(make_case(1, 60, 2, 32, 4, [(6, 8)], dtype=dtype, device=device, spread=0.0))
+    case[3] = case[3] * torch.tensor([0.3, 1.0], device=device) + torch.tensor([0.65, 0.0], device=device)
+    case[3][:, 0, ..., 0] -= 0.65
+    grad_output = torch.ones(1, 60, 64, device=device)
+    grad_output[:, 0] = torch.inf
+    _, (of_value, of_locations, of_weights) = gradients(ms_deform_attn, case, grad_output)
+    columns = of_value.reshape(6, 8, 64)
+    assert columns[:, 4:].isfinite().all() and not columns[:, :4].isfinite().all()
+    assert of_locations[:, 1:].isfinite().all() and of_weights[:, 1:].isfinite().all()
+
+
+@pytest.mark.cuda
+def test_gradients_of_a_map_too_large_for_counters_in_shared_memory():
+    case = make_case(1, 500, 1, 2, 4, [(4200, 4100)], dtype=torch.float32, device="cuda")
+    grad_output = torch.randn(1, 500, 2, generator=torch.Generator().manual_seed(1)).to("cuda")
+    _, added = gradients(ms_deform_attn, case, grad_output)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _, sorted_first = gradients(ms_deform_attn, case, grad_output)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for grad, other in zip(sorted_first, added, strict=True):
+        assert relative_error(grad, other) < 1e-5
+
+
 def test_golden_vectors():
     arrays = under(golden("modules"), "ms_deform_attn")
     case = [

@@ -11,7 +11,6 @@
 #include "../common/bilinear.h"
 #include "../common/block_scan.cuh"
 #include "../common/cuda_utils.cuh"
-#include "../common/order_records.cuh"
 #include "../ms_deform_attn.h"
 
 namespace visdet {
@@ -724,19 +723,21 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // Backward.
 //
 // A cell is the square between four texel centres that a sample falls into: (H + 1) * (W + 1) of them a level, border
-// cells included. count_kernel counts the samples of each (batch, head, cell) and gives each its rank, scan_kernel
-// turns counts into places, scatter_kernel writes the samples there as records, 16 bytes each. In gather_kernel a block
-// owns a tile of texels and the cells around it: a group of LANES threads takes a cell, holds its four texels of value
-// and their four gradients in registers and walks the records, reading one row of grad_output each. So every sample
-// costs one row instead of four of value and four atomic ones, and grad_value is written once, in its own type: no
-// atomics, no zero-fill, no float32 copy. Cells on the seam of two tiles are walked by both for grad_value; one of them
-// writes the samples' own gradients. No two threads write one address but count_kernel's integers. Their ranks are
-// the only thing that differs between runs: in deterministic mode order_kernel sorts the records of each cell by
-// sample. Scratch: 20 bytes a sample (36 with order_kernel), 4 a cell. Where samples are few, direct_kernel replaces
-// all of this, and for an encoder pyramid_grad_kernel, but for deterministic mode.
+// cells included. The samples of each (batch, head, level) are sorted by cell, and in a cell by query and point, in two
+// steps. A bin is a run of cells that holds some 1000 samples, less than a block sorts at once, if they spread evenly.
+// count_kernel counts the samples of each bin, scan_kernel turns counts into places, scatter_kernel writes the samples
+// there as records, 16 bytes each, a bin's in any order, and sort_kernel sorts each bin and says where its cells begin.
+// In gather_kernel a block owns a tile of texels and the cells around it: a group of LANES threads takes a cell, holds
+// its four texels of value and their four gradients in registers and walks the records, reading one row of grad_output
+// each. So every sample costs one row instead of four of value and four atomic ones, and grad_value is written once, in
+// its own type: no atomics, no zero-fill, no float32 copy. Cells on the seam of two tiles are walked by both for
+// grad_value; one of them writes the samples' own gradients. No two threads write one address but the integer counters
+// of bins, and what their order changes is undone by sort_kernel: the results do not differ between runs. Scratch: 32
+// bytes a sample, 4 a cell. Where samples are few, direct_kernel replaces all of this, and for an encoder
+// pyramid_grad_kernel, but for deterministic mode.
 
 constexpr int kSampleThreads = 256;  // one thread a sample
-constexpr int kScanThreads = 1024;   // one block a (batch, head, level)
+constexpr int kScanThreads = 256;    // one block a (batch, head, level)
 constexpr int kGatherThreads = 256;
 constexpr int kSlots = 96;  // cells of a tile times the groups that share a cell: 48 KB of sums at 128 bytes a corner
 
@@ -769,10 +770,23 @@ struct alignas(16) Record {
 
 __host__ __device__ __forceinline__ int64_t cells_of(int64_t H, int64_t W) { return H > 0 ? (H + 1) * (W + 1) : 0; }
 
+// Bins: as many cells, a power of two, as hold kBinSamples if the samples of the level spread evenly.
+constexpr int64_t kBinSamples = 1400;
+constexpr int kMaxBinBits = 11;
+__host__ __device__ __forceinline__ int bin_bits_of(int64_t samples, int64_t cells) {
+  int bits = 0;
+  while (bits < kMaxBinBits && samples << (bits + 1) <= cells * kBinSamples) ++bits;
+  return bits;
+}
+__host__ __device__ __forceinline__ int64_t bins_of(int64_t cells, int bin_bits) {
+  return (cells + (int64_t{1} << bin_bits) - 1) >> bin_bits;
+}
+
 // The cell of a sample that counts.
 template <typename A>
-__device__ __forceinline__ int64_t cell_of(A x, A y, const Level& level) {
-  return (static_cast<int64_t>(floor(y)) + 1) * (level.W + 1) + static_cast<int32_t>(floor(x)) + 1;
+__device__ __forceinline__ uint32_t cell_of(A x, A y, int32_t W) {
+  const int32_t column = static_cast<int32_t>(floor(x)) + 1, row = static_cast<int32_t>(floor(y)) + 1;
+  return static_cast<uint32_t>(row) * (W + 1u) + column;
 }
 
 // Where the gradients of the samples go: the plain form's tensors, or, for the fused form's last kernel, 16 bytes a
@@ -802,13 +816,14 @@ struct alignas(16) LevelPlan {
   Level level;
   int64_t first_slot;  // of its cells among those of its (batch, head); one entry more: the end of the last cell
   int32_t tiles, tile_shape;
-  int32_t first_point, points;  // of a row's samples
-  bool disjoint, cover;         // of all levels, in the first entry: no row in two of them; every row in one
+  int32_t first_point, points;        // of a row's samples
+  int32_t first_bin, bins, bin_bits;  // first_bin: as first_slot; a bin is 2^bin_bits cells
+  bool disjoint, cover;               // of all levels, in the first entry: no row in two of them; every row in one
 };
 
 __global__ void plan_kernel(const Levels levels, LevelPlan* __restrict__ plan, int L, int64_t S, int64_t Q) {
   int64_t slot = 0, rows = 0;
-  int32_t first_point = 0;
+  int32_t first_point = 0, bin = 0;
   bool disjoint = true;
   for (int l = 0; l < L; ++l) {
     const Level level = read_level(levels, l, S);
@@ -821,8 +836,11 @@ __global__ void plan_kernel(const Levels levels, LevelPlan* __restrict__ plan, i
     const int32_t points = level.end - first_point;
     const int shape = tile_shape_of(Q * points, level.H, level.W);
     const int64_t tiles = tiles_of(tile_of_shape(shape), level.H, level.W);
-    plan[l] = {level, slot, static_cast<int32_t>(tiles), shape, first_point, points, false, false};
-    slot += cells_of(level.H, level.W) + 1, rows += area, first_point = level.end;
+    const int64_t cells = cells_of(level.H, level.W);
+    const int bin_bits = bin_bits_of(Q * points, cells);
+    const int32_t bins = static_cast<int32_t>(bins_of(cells, bin_bits));
+    plan[l] = {level, slot, static_cast<int32_t>(tiles), shape, first_point, points, bin, bins, bin_bits, false, false};
+    slot += cells + 1, bin += bins + 1, rows += area, first_point = level.end;
   }
   if (L > 0) plan[0].disjoint = disjoint, plan[0].cover = disjoint && rows == S;
 }
@@ -836,145 +854,389 @@ __global__ void zero_kernel(const LevelPlan* __restrict__ plan, char* __restrict
   for (int64_t i = at; i < bytes && i < at + 16; ++i) to[i] = 0;
 }
 
-// Which samples a thread of the sample kernels takes: sample k of kTurns queries of one head, `step` queries apart.
-constexpr int kTurns = 4;  // loads in flight
-struct SampleWalk {
-  uint32_t head, query, step, k_first, k_step, G;
-  int64_t first_row, first_query;  // of the head; of its image
-  bool idle;
-
-  __device__ __forceinline__ SampleWalk(const MsDeformAttnProblem& problem, uint32_t K, bool head_after_head) {
-    const bool is_short = K <= kSampleThreads;
-    const uint32_t in_block = is_short ? threadIdx.x / K : 0, Q = problem.Q;
-    step = is_short ? kSampleThreads / K : 1;
-    G = problem.G;
-    const uint32_t blocks = (Q + step * kTurns - 1) / (step * kTurns);
-    const uint32_t heads = static_cast<uint32_t>(problem.B) * G;
-    head = head_after_head ? blockIdx.x / blocks : blockIdx.x % heads;
-    query = (head_after_head ? blockIdx.x % blocks : blockIdx.x / heads) * step * kTurns + in_block;
-    const uint32_t b = head / G;
-    first_query = static_cast<int64_t>(b) * Q;
-    first_row = first_query * G + (head - b * G);
-    k_first = threadIdx.x - in_block * K;
-    k_step = is_short ? K : kSampleThreads;
-    idle = in_block >= step;
-  }
-  __device__ __forceinline__ uint32_t q(int t) const { return query + t * step; }
-  __device__ __forceinline__ int64_t row(int t) const { return first_row + static_cast<int64_t>(q(t)) * G; }
-  __device__ __forceinline__ int64_t query_level(int t, int64_t L, int l) const { return (first_query + q(t)) * L + l; }
-};
-
 // All threads of the block: the plan into shared memory.
 __device__ __forceinline__ void load_plan(const LevelPlan* plan, int L, LevelPlan* table) {
   for (int l = threadIdx.x; l < L; l += blockDim.x) table[l] = plan[l];
   __syncthreads();
 }
 
+// What a block of the sample kernels takes of a head: as many neighbouring queries, all of their samples or
+// kPieceThreads of each, as give a thread kPieceEach samples. These are the same sample k of queries `step` apart.
+constexpr int kPieceThreads = 512;
+template <typename A>
+constexpr int kPieceEach = 64 / sizeof(Record<A>);  // 32 KB of records a block
+constexpr int kMostLocalBins = 8192;                // of a head: beyond, samples are counted in global memory
+
+struct PieceWalk {
+  uint32_t head, query, step, k, Q;
+  int64_t index, row, query_level, index_step, row_step, query_level_step;  // of the first query; to the next
+  LevelPlan at;                                                             // of the samples
+
+  static __host__ __device__ __forceinline__ uint32_t parts(uint32_t K) {
+    return (K + kPieceThreads - 1) / kPieceThreads;
+  }
+  // Queries of a piece.
+  static __host__ __device__ __forceinline__ uint32_t queries(uint32_t K, int each) {
+    return (K < kPieceThreads ? kPieceThreads / K : 1) * each;
+  }
+  __device__ __forceinline__ PieceWalk(const MsDeformAttnProblem& problem, const LevelPlan* table, int each) {
+    const uint32_t K = problem.K, G = problem.G, L = problem.L, in_piece = queries(K, each), of_part = parts(K);
+    Q = problem.Q;
+    const uint32_t of_head = (Q + in_piece - 1) / in_piece * of_part;
+    head = blockIdx.x / of_head;
+    const uint32_t piece = blockIdx.x - head * of_head, part = piece % of_part,
+                   turn = of_part == 1 ? threadIdx.x / K : 0;
+    step = in_piece / each, query = piece / of_part * in_piece + turn;
+    k = part * kPieceThreads + threadIdx.x - turn * K;
+    if (turn >= step || k >= K) query = Q, k = 0;  // idle
+    int l = 0;
+    while (k >= static_cast<uint32_t>(table[l].level.end)) ++l;
+    at = table[l];
+    const uint32_t b = head / G;
+    const int64_t first_query = static_cast<int64_t>(b) * Q + query;
+    row = first_query * G + (head - b * G), index = row * K + k, query_level = first_query * L + l;
+    row_step = static_cast<int64_t>(step) * G, index_step = row_step * K,
+    query_level_step = static_cast<int64_t>(step) * L;
+  }
+  __device__ __forceinline__ bool exists(int j) const { return query + j * step < Q; }
+  // Whether sample j, at this position, counts, and its bin among those of the head.
+  template <typename A>
+  __device__ __forceinline__ bool find_bin(int j, A x, A y, uint32_t& bin) const {
+    const Level& level = at.level;
+    if (!(exists(j) && level.H > 0 && x > A(-1) && y > A(-1) && x < A(level.W) && y < A(level.H))) return false;
+    bin = at.first_bin + (cell_of(x, y, level.W) >> at.bin_bits);
+    return true;
+  }
+};
+
+// local_bins: head_bins, or 0 where they are too many for shared memory.
 template <typename A, typename Source>
-__global__ void __launch_bounds__(kSampleThreads)
+__global__ void __launch_bounds__(kPieceThreads, 3)
     count_kernel(const LevelPlan* __restrict__ plan, const Source source, int32_t* __restrict__ counts,
-                 int32_t* __restrict__ ranks, const SampleGrads<A> grads, const MsDeformAttnProblem problem,
-                 int64_t head_slots) {
+                 const SampleGrads<A> grads, const MsDeformAttnProblem problem, int head_bins, int local_bins) {
+  constexpr int kEach = kPieceEach<A>;
   extern __shared__ __align__(16) char shared[];
-  auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
+  auto* table = reinterpret_cast<LevelPlan*>(shared);                  // [L]
+  auto* local_counts = reinterpret_cast<int32_t*>(table + problem.L);  // [local_bins]
+  for (int i = threadIdx.x; i < local_bins; i += kPieceThreads) local_counts[i] = 0;
   load_plan(plan, static_cast<int>(problem.L), table);
-  const uint32_t K = problem.K, Q = problem.Q;
-  const SampleWalk walk(problem, K, false);  // spreads the atomics
-  if (walk.idle) return;
-  int l = 0;
-  for (uint32_t k = walk.k_first; k < K; k += walk.k_step) {
-    while (k >= static_cast<uint32_t>(table[l].level.end)) ++l;
-    const Level level = table[l].level;
-    typename Source::Raw raw[kTurns];
-    int32_t rank[kTurns];
+  const PieceWalk walk(problem, table, kEach);
+  counts += static_cast<int64_t>(walk.head) * head_bins;
+  typename Source::Raw raw[kEach];
 #pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      raw[t] = {};
-      if (walk.q(t) < Q) raw[t] = source.fetch_position(walk.row(t) * K + k, walk.query_level(t, problem.L, l));
-    }
+  for (int j = 0; j < kEach; ++j) {
+    raw[j] = {};
+    if (!walk.exists(j)) continue;
+    raw[j] = source.fetch_position(walk.index + j * walk.index_step, walk.query_level + j * walk.query_level_step);
+  }
 #pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      A x, y;
-      source.position(raw[t], level, table[l].points, x, y);
-      Bilinear<A> at;
-      rank[t] = -1;
-      if (level.H > 0 && walk.q(t) < Q && locate(x, y, level.H, level.W, at)) {
-        rank[t] = atomicAdd(counts + walk.head * head_slots + table[l].first_slot + cell_of(x, y, level), 1);
+  for (int j = 0; j < kEach; ++j) {
+    A x, y;
+    source.position(raw[j], walk.at.level, walk.at.points, x, y);
+    uint32_t bin;
+    if (walk.find_bin(j, x, y, bin)) {
+      local_bins > 0 ? atomicAdd(local_counts + bin, 1) : atomicAdd(counts + bin, 1);
+    } else if (walk.exists(j)) {
+      const int64_t index = walk.index + j * walk.index_step;
+      const A nothing = walk.at.level.H > 0 ? A(0) : quiet_nan<A>();
+      A weight = 0;
+      if (grads.packed != nullptr) {
+        source.fetch_weight(index, raw[j]);
+        weight = source.weight(raw[j], source.row_at(walk.row + j * walk.row_step));
       }
+      grads.put(index, weight, nothing, nothing, nothing, false);
     }
-#pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      if (walk.q(t) >= Q) continue;
-      const int64_t index = walk.row(t) * K + k;
-      ranks[index] = rank[t];
-      if (rank[t] < 0) {
-        const A nothing = level.H > 0 ? A(0) : quiet_nan<A>();
-        A weight = 0;
-        if (grads.packed != nullptr) {
-          source.fetch_weight(index, raw[t]);
-          weight = source.weight(raw[t], source.row_at(walk.row(t)));
-        }
-        grads.put(index, weight, nothing, nothing, nothing, false);
-      }
-    }
+  }
+  __syncthreads();  // the piece is counted
+  for (int i = threadIdx.x; i < local_bins; i += kPieceThreads) {
+    if (local_counts[i] > 0) atomicAdd(counts + i, local_counts[i]);
   }
 }
 
-// counts -> starts, in place: one block a (batch, head, level).
+// counts -> starts among the head's records, in place: one block a (batch, head, level).
 __global__ void __launch_bounds__(kScanThreads)
-    scan_kernel(const LevelPlan* __restrict__ plan, int32_t* __restrict__ counts, int L, int64_t head_slots) {
-  const int l = blockIdx.x % L;
-  const int64_t cells = cells_of(plan[l].level.H, plan[l].level.W);
-  int32_t* mine = counts + static_cast<int64_t>(blockIdx.x / L) * head_slots + plan[l].first_slot;
-  const int32_t total = place_counts<kScanThreads>(mine, mine, 0, cells, 0);
-  if (threadIdx.x == 0) mine[cells] = total;
+    scan_kernel(const LevelPlan* __restrict__ plan, int32_t* __restrict__ counts, const MsDeformAttnProblem problem,
+                int head_bins) {
+  const int L = static_cast<int>(problem.L), l = blockIdx.x % L;
+  int32_t* mine = counts + static_cast<int64_t>(blockIdx.x / L) * head_bins + plan[l].first_bin;
+  const int32_t end =
+      place_counts<kScanThreads>(mine, mine, 0, plan[l].bins, plan[l].first_point * static_cast<int32_t>(problem.Q));
+  if (threadIdx.x == 0) mine[plan[l].bins] = end;
 }
 
+// Sorts its piece by bin in shared memory, so that records of one bin are written side by side.
 template <typename A, typename Source>
-__global__ void __launch_bounds__(kSampleThreads)
-    scatter_kernel(const LevelPlan* __restrict__ plan, const Source source, const int32_t* __restrict__ starts,
-                   const int32_t* __restrict__ ranks, Record<A>* __restrict__ records,
-                   const MsDeformAttnProblem problem, int64_t head_slots, int point_bits) {
+__global__ void __launch_bounds__(kPieceThreads, 3)
+    scatter_kernel(const LevelPlan* __restrict__ plan, const Source source, const int32_t* __restrict__ bin_starts,
+                   int32_t* __restrict__ filled, Record<A>* __restrict__ records, const MsDeformAttnProblem problem,
+                   int head_bins, int local_bins, int point_bits) {
+  constexpr int kEach = kPieceEach<A>, kPiece = kPieceThreads * kEach, kRankBits = 11;
+  static_assert(kPiece <= 1 << kRankBits, "bin and rank share a number");
   extern __shared__ __align__(16) char shared[];
-  auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
+  auto* staged = reinterpret_cast<Record<A>*>(shared);          // [kPiece]
+  auto* bin_of = reinterpret_cast<uint16_t*>(staged + kPiece);  // [kPiece]
+  auto* table = reinterpret_cast<LevelPlan*>(bin_of + kPiece);  // [L]
+  auto* local = reinterpret_cast<int32_t*>(table + problem.L);  // [local_bins + 1] counts, then starts
+  int32_t* to_head = local + local_bins + 1;                    // [local_bins] from places in the piece
+  for (int i = threadIdx.x; i < local_bins; i += kPieceThreads) local[i] = 0;
   load_plan(plan, static_cast<int>(problem.L), table);
-  const uint32_t K = problem.K, Q = problem.Q;
-  const SampleWalk walk(problem, K, true);  // keeps the records being written in the cache
-  if (walk.idle) return;
-  int l = 0;
-  for (uint32_t k = walk.k_first; k < K; k += walk.k_step) {
-    while (k >= static_cast<uint32_t>(table[l].level.end)) ++l;
-    const LevelPlan& at = table[l];
-    const uint32_t p = k - at.first_point;
-    typename Source::Raw raw[kTurns];
-    typename Source::Row row[kTurns];
-    A x[kTurns], y[kTurns];
-    int32_t rank[kTurns], start[kTurns];
+  const PieceWalk walk(problem, table, kEach);
+  bin_starts += static_cast<int64_t>(walk.head) * head_bins, filled += static_cast<int64_t>(walk.head) * head_bins;
+  records += walk.head * problem.K * problem.Q;
+  typename Source::Raw raw[kEach];
+  typename Source::Row row[kEach];
 #pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      const int64_t index = walk.row(t) * K + k;
-      rank[t] = -1;
-      if (walk.q(t) < Q) {
-        rank[t] = ranks[index];
-        raw[t] = source.fetch_position(index, walk.query_level(t, problem.L, l));
-        source.fetch_weight(index, raw[t]);
-        row[t] = source.row_at(walk.row(t));
-      }
-    }
+  for (int j = 0; j < kEach; ++j) {
+    raw[j] = {};
+    if (!walk.exists(j)) continue;
+    const int64_t index = walk.index + j * walk.index_step;
+    raw[j] = source.fetch_position(index, walk.query_level + j * walk.query_level_step);
+    source.fetch_weight(index, raw[j]);
+    row[j] = source.row_at(walk.row + j * walk.row_step);
+  }
+  Record<A> record[kEach];
+  int32_t place[kEach];  // bin and rank
 #pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      if (rank[t] < 0) continue;
-      source.position(raw[t], at.level, at.points, x[t], y[t]);
-      start[t] = starts[walk.head * head_slots + at.first_slot + cell_of(x[t], y[t], at.level)];
-    }
-#pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      if (rank[t] < 0) continue;
-      records[(static_cast<int64_t>(walk.head) * K + at.first_point) * Q + start[t] + rank[t]] = {
-          static_cast<int32_t>((walk.q(t) << point_bits) | p), x[t] - floor(x[t]), y[t] - floor(y[t]),
-          source.weight(raw[t], row[t])};
+  for (int j = 0; j < kEach; ++j) {
+    place[j] = -1;
+    A x, y;
+    source.position(raw[j], walk.at.level, walk.at.points, x, y);
+    uint32_t bin;
+    if (!walk.find_bin(j, x, y, bin)) continue;
+    const uint32_t sample = (walk.query + j * walk.step) << point_bits | (walk.k - walk.at.first_point);
+    record[j] = {static_cast<int32_t>(sample), x, y, source.weight(raw[j], row[j])};
+    if (local_bins > 0) {
+      place[j] = bin << kRankBits | atomicAdd(local + bin, 1);
+    } else {
+      records[bin_starts[bin] + atomicAdd(filled + bin, 1)] = record[j];
     }
   }
+  if (local_bins == 0) return;
+  __syncthreads();  // the piece is counted
+  const int32_t total = place_counts<kPieceThreads>(local, local, 0, local_bins, 0);
+  if (threadIdx.x == 0) local[local_bins] = total;
+  __syncthreads();  // the bins' places are known
+  for (int i = threadIdx.x; i < local_bins; i += kPieceThreads) {
+    const int32_t count = local[i + 1] - local[i];
+    if (count > 0) to_head[i] = bin_starts[i] + atomicAdd(filled + i, count) - local[i];
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    if (place[j] < 0) continue;
+    const int32_t bin = place[j] >> kRankBits, at = local[bin] + (place[j] & ((1 << kRankBits) - 1));
+    staged[at] = record[j], bin_of[at] = static_cast<uint16_t>(bin);
+  }
+  __syncthreads();  // the piece is sorted
+  for (int i = threadIdx.x; i < total; i += kPieceThreads) records[to_head[bin_of[i]] + i] = staged[i];
+}
+
+// A block sorts a bin by cell and, in a cell, by a number that no two samples share. Up to kWindow records it sorts in
+// shared memory: it counts them by the leading bits of this key, places them, and compares those that share these bits.
+// Of a larger bin, it picks one window of keys after another out of all of its records. Also writes where cells begin,
+// among the level's records.
+constexpr int kSortThreads = 512;
+constexpr int kWindowEach = 4, kWindow = kSortThreads * kWindowEach;
+constexpr int kKeyBits = 11, kKeyBuckets = 1 << kKeyBits;
+static_assert(kMaxBinBits <= kKeyBits, "a cell begins with a bucket");
+static_assert(kKeyBuckets == 4 * kSortThreads, "a thread has four buckets");
+
+template <typename A>
+struct alignas(16) SortScratch {
+  Record<A> records[kWindow];
+  int32_t buckets[kKeyBuckets + 4];  // counts, then starts and the end
+  uint32_t keys[kWindow];
+  int32_t picked;
+};
+
+template <typename A>
+struct BinKeys {
+  uint32_t first_cell;
+  int32_t W;
+  int sample_bits, point_bits;
+  // Of the bin.
+  __device__ __forceinline__ uint32_t cell(const Record<A>& record) const {
+    return cell_of(record.fx, record.fy, W) - first_cell;
+  }
+  // The query's bits in reverse, then the point: neighbouring queries have different leading bits.
+  __device__ __forceinline__ uint32_t sample(const Record<A>& record) const {
+    const uint32_t query = static_cast<uint32_t>(record.sample) >> point_bits,
+                   point = record.sample & ((1u << point_bits) - 1);
+    return __brev(query) >> (32 - (sample_bits - point_bits)) << point_bits | point;
+  }
+  __device__ __forceinline__ uint64_t operator()(const Record<A>& record) const {
+    return static_cast<uint64_t>(cell(record)) << sample_bits | sample(record);
+  }
+};
+
+// Where the starts of a bin's cells go.
+struct CellStarts {
+  int32_t* to;
+  int32_t before, cells, shift;  // records of earlier bins; a cell has 2^shift buckets
+  bool ends;                     // the level's last bin
+
+  // All threads of the block.
+  __device__ __forceinline__ void write(const int32_t* buckets) const {
+    for (int32_t cell = threadIdx.x; cell < cells; cell += kSortThreads) to[cell] = before + buckets[cell << shift];
+    if (ends && threadIdx.x == 0) to[cells] = before + buckets[kKeyBuckets];
+  }
+};
+
+// All threads of the block: counts -> starts of the buckets.
+template <typename A>
+__device__ __forceinline__ void start_buckets(SortScratch<A>& scratch) {
+  __syncthreads();  // the buckets are counted
+  auto& mine = reinterpret_cast<Pack<int32_t, 4>*>(scratch.buckets)[threadIdx.x];
+  Pack<int32_t, 4> counts = mine, starts;
+  int32_t total, start = sum_before<kSortThreads>(counts.at[0] + counts.at[1] + counts.at[2] + counts.at[3], total);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) starts.at[i] = start, start += counts.at[i];
+  mine = starts;
+  if (threadIdx.x == 0) scratch.buckets[kKeyBuckets] = total;
+  __syncthreads();  // the buckets' starts are known
+}
+template <typename A>
+__device__ __forceinline__ void zero_buckets(SortScratch<A>& scratch) {
+  reinterpret_cast<Pack<int32_t, 4>*>(scratch.buckets)[threadIdx.x] = {};
+}
+
+// All threads of the block: writes `count` records, of which a thread holds every kSortThreads-th, to `to` in the order
+// of keys, and where cells begin, if that is asked for. split(record, key) gives the bucket and what tells the records
+// of a bucket apart. The buckets are zero.
+template <typename A, typename Split>
+__device__ __forceinline__ void sort_window(SortScratch<A>& scratch, Record<A> (&record)[kWindowEach], int count,
+                                            const Split& split, Record<A>* to, const CellStarts* starts) {
+  constexpr int kRankBits = 11;
+  static_assert(kWindow <= 1 << kRankBits, "bucket and rank share a number");
+  uint32_t key[kWindowEach], place[kWindowEach];  // place: bucket and rank
+#pragma unroll
+  for (int j = 0; j < kWindowEach; ++j) {
+    if (threadIdx.x + j * kSortThreads >= count) continue;
+    const uint32_t bucket = split(record[j], key[j]);
+    record[j].fx -= floor(record[j].fx), record[j].fy -= floor(record[j].fy);
+    place[j] = bucket << kRankBits | atomicAdd(scratch.buckets + bucket, 1);
+  }
+  start_buckets(scratch);
+  if (starts != nullptr) starts->write(scratch.buckets);
+#pragma unroll
+  for (int j = 0; j < kWindowEach; ++j) {
+    if (threadIdx.x + j * kSortThreads >= count) continue;
+    scratch.keys[scratch.buckets[place[j] >> kRankBits] + (place[j] & ((1 << kRankBits) - 1))] = key[j];
+  }
+  __syncthreads();  // the keys are placed
+#pragma unroll
+  for (int j = 0; j < kWindowEach; ++j) {
+    if (threadIdx.x + j * kSortThreads >= count) continue;
+    const int32_t* bucket = scratch.buckets + (place[j] >> kRankBits);
+    const int32_t begin = bucket[0], end = bucket[1];
+    int32_t at = begin;
+#pragma unroll 1
+    for (int32_t other = begin; other < end; ++other) at += scratch.keys[other] < key[j];
+    scratch.records[at] = record[j];
+  }
+  __syncthreads();  // the records are sorted
+#pragma unroll
+  for (int j = 0; j < kWindowEach; ++j) {
+    const int i = threadIdx.x + j * kSortThreads;
+    if (i < count) to[i] = scratch.records[i];
+  }
+}
+
+// All threads of the block: a bin of more than kWindow records. shift: 2^shift keys make a bucket that `starts` knows.
+template <typename A>
+__device__ __noinline__ void sort_large_bin(const Record<A>* records, int32_t count, int shift, const BinKeys<A> key_of,
+                                            Record<A>* to, const CellStarts starts) {
+  extern __shared__ __align__(16) char shared[];
+  auto& scratch = *reinterpret_cast<SortScratch<A>*>(shared);
+  // By 2^width keys, from `lowest` on.
+  const auto count_keys = [&](uint64_t lowest, int width) {
+    __syncthreads();  // the buckets have been read
+    zero_buckets(scratch);
+    __syncthreads();  // the buckets are zero
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < count; i += kSortThreads) {
+      const uint64_t key = key_of(records[i]), bucket = (key - lowest) >> width;
+      if (key >= lowest && bucket < kKeyBuckets) atomicAdd(scratch.buckets + bucket, 1);
+    }
+    start_buckets(scratch);
+  };
+  count_keys(0, shift);
+  starts.write(scratch.buckets);
+  uint64_t lowest = 0;
+#pragma unroll 1
+  for (int32_t placed = 0; placed < count;) {
+    int width = shift + kKeyBits;
+    do {  // until no bucket is larger than a window
+      width = max(width - kKeyBits, 0);
+      count_keys(lowest, width);
+    } while (scratch.buckets[1] > kWindow);
+    uint32_t buckets = 1;  // as many as fit
+    for (int step = kKeyBuckets / 2; step > 0; step /= 2) {
+      if (scratch.buckets[buckets + step] <= kWindow) buckets += step;
+    }
+    const int32_t in_window = scratch.buckets[buckets];
+    __syncthreads();  // the buckets have been read
+    zero_buckets(scratch);
+    if (threadIdx.x == 0) scratch.picked = 0;
+    __syncthreads();  // nothing is picked yet
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < count; i += kSortThreads) {
+      const Record<A> record = records[i];
+      const uint64_t key = key_of(record);
+      if (key >= lowest && (key - lowest) >> width < buckets) scratch.records[atomicAdd(&scratch.picked, 1)] = record;
+    }
+    __syncthreads();  // the window is complete
+    Record<A> record[kWindowEach];
+#pragma unroll
+    for (int j = 0; j < kWindowEach; ++j) record[j] = scratch.records[threadIdx.x + j * kSortThreads];
+    const auto split = [&](const Record<A>& record, uint32_t& key) {
+      const uint64_t whole = key_of(record) - lowest;
+      key = static_cast<uint32_t>(whole);
+      return static_cast<uint32_t>(whole >> width);
+    };
+    sort_window(scratch, record, in_window, split, to + placed, nullptr);
+    placed += in_window, lowest += static_cast<uint64_t>(buckets) << width;
+  }
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kSortThreads, 3)
+    sort_kernel(const LevelPlan* __restrict__ plan, const int32_t* __restrict__ bin_starts,
+                const Record<A>* __restrict__ records, Record<A>* __restrict__ sorted, int32_t* __restrict__ starts,
+                const MsDeformAttnProblem problem, int64_t head_slots, int head_bins, int sample_bits, int point_bits) {
+  extern __shared__ __align__(16) char shared[];
+  auto& scratch = *reinterpret_cast<SortScratch<A>*>(shared);
+  const uint32_t head = blockIdx.y + blockIdx.z * 65535u;
+  if (head >= static_cast<uint32_t>(problem.B * problem.G)) return;
+  int32_t bin = blockIdx.x;  // of its level
+  int l = 0;
+  while (l < problem.L && bin >= plan[l].bins) bin -= plan[l++].bins;
+  if (l == problem.L) return;
+  const LevelPlan& at = plan[l];
+  const int32_t* mine = bin_starts + static_cast<int64_t>(head) * head_bins + at.first_bin + bin;
+  const int32_t begin = mine[0], count = mine[1] - begin, bin_bits = at.bin_bits;
+  const int64_t first_cell = static_cast<int64_t>(bin) << bin_bits, head_begin = head * problem.K * problem.Q;
+  records += head_begin + begin, sorted += head_begin + begin;
+  const BinKeys<A> key_of{static_cast<uint32_t>(first_cell), at.level.W, sample_bits, point_bits};
+  // The buckets of a cell, and the samples that share a bucket.
+  const int cell_shift = min(sample_bits, kKeyBits - bin_bits), sample_shift = sample_bits - cell_shift;
+  const int64_t cells = min(cells_of(at.level.H, at.level.W) - first_cell, int64_t{1} << bin_bits);
+  const CellStarts cell_starts{starts + head * head_slots + at.first_slot + first_cell,
+                               begin - at.first_point * static_cast<int32_t>(problem.Q), static_cast<int32_t>(cells),
+                               cell_shift, bin + 1 == at.bins};
+  if (count > kWindow) return sort_large_bin(records, count, sample_shift, key_of, sorted, cell_starts);
+  Record<A> record[kWindowEach] = {};
+#pragma unroll
+  for (int j = 0; j < kWindowEach; ++j) {
+    const int i = threadIdx.x + j * kSortThreads;
+    if (i < count) record[j] = records[i];
+  }
+  zero_buckets(scratch);
+  __syncthreads();  // the buckets are zero
+  const auto split = [&](const Record<A>& record, uint32_t& key) {
+    key = key_of.sample(record);
+    return key_of.cell(record) << cell_shift | key >> sample_shift;
+  };
+  sort_window(scratch, record, count, split, sorted, &cell_starts);
 }
 
 // The two gradients of a cell's samples are matrix products: with the records as rows, grad_output (records x channels)
@@ -1224,7 +1486,7 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what
             for (int u = 0; u < kBatch; ++u) {
 #pragma unroll
               for (int v = 0; v < VEC; ++v) g_pack[u].at[v] = from_accumulate<T>(A(0));
-              if (has_channels && i < end) {
+              if (has_channels && i + u < end) {
                 g_pack[u] = *reinterpret_cast<const Pack<T, VEC>*>(
                     g_base + static_cast<uint64_t>(static_cast<uint32_t>(my_queries[u])) * row_bytes);
               }
@@ -1645,31 +1907,6 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
   }
 }
 
-// The records of each cell in the order of their samples; a warp takes a cell.
-constexpr int kOrderThreads = 128;
-
-template <typename A>
-__global__ void __launch_bounds__(kOrderThreads)
-    order_kernel(const LevelPlan* __restrict__ plan, const int32_t* __restrict__ starts,
-                 const Record<A>* __restrict__ records, Record<A>* __restrict__ ordered,
-                 const MsDeformAttnProblem problem, int64_t head_slots) {
-  __shared__ OrderBitmap bitmaps[kOrderThreads / 32];
-  const uint32_t head = blockIdx.y + blockIdx.z * 65535u;
-  if (head >= static_cast<uint32_t>(problem.B * problem.G)) return;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kOrderThreads / 32);
-  int64_t cell = static_cast<int64_t>(blockIdx.x) * (kOrderThreads / 32) + threadIdx.x / 32;
-  for (int l = static_cast<int>(problem.L) - 1; l >= 0; --l) {  // the cells with most records first
-    const int64_t cells = cells_of(plan[l].level.H, plan[l].level.W), first = head * head_slots + plan[l].first_slot;
-    for (; cell < cells; cell += warps) {
-      const int64_t at = first + cell;
-      const int32_t begin = starts[at], end = starts[at + 1], count = end - begin;
-      const int64_t offset = (head * problem.K + plan[l].first_point) * problem.Q + begin;
-      order_records(records + offset, ordered + offset, count, bitmaps[threadIdx.x / 32]);
-    }
-    cell -= cells;
-  }
-}
-
 // What the fused form does besides, before and after the kernels above.
 constexpr int kRowThreads = 256;
 constexpr int kSoftmaxLanes = 4;
@@ -1798,12 +2035,15 @@ void check_sizes(const MsDeformAttnProblem& problem) {
                problem.G);
 }
 
-// A record of the backward holds its query and its point in 31 bits.
-int point_bits_of(const MsDeformAttnProblem& problem) {
+// The bits of numbers up to `most`.
+int bit_width(int64_t most) {
   int bits = 0;
-  while ((int64_t{1} << bits) < problem.P) ++bits;
+  while (most >> bits > 0) ++bits;
   return bits;
 }
+
+// A record of the backward holds its query and its point in 31 bits.
+int point_bits_of(const MsDeformAttnProblem& problem) { return bit_width(problem.P - 1); }
 void check_backward_sizes(const MsDeformAttnProblem& problem) {
   check_sizes(problem);
   VISDET_CHECK("ms_deform_attn_backward", problem.Q <= (int64_t{INT32_MAX} >> point_bits_of(problem)),
@@ -2134,19 +2374,22 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
   const int64_t heads = problem.B * problem.G;
   const int point_bits = point_bits_of(problem);
 
-  int64_t head_slots = 0, tiles = 0;
+  int64_t head_slots = 0, head_bins = 0, tiles = 0;
   for (int l = 0; l < L && problem.levels_on_host; ++l) {
-    const int64_t H = levels.H[l], W = levels.W[l];
-    head_slots += cells_of(H, W) + 1;
-    tiles += tiles_of(tile_of_shape(tile_shape_of(problem.Q * points_on(levels, l), H, W)), H, W);
+    const int64_t H = levels.H[l], W = levels.W[l], samples = problem.Q * points_on(levels, l), cells = cells_of(H, W);
+    head_slots += cells + 1;
+    head_bins += bins_of(cells, bin_bits_of(samples, cells)) + 1;
+    tiles += tiles_of(tile_of_shape(tile_shape_of(samples, H, W)), H, W);
   }
-  if (!problem.levels_on_host) {
-    head_slots = L * (2 * problem.S + 3);  // H + W <= S + 1 of any level
-    tiles = ceil_div(problem.S, 64) + L;   // only the device knows: a block takes further ones
+  if (!problem.levels_on_host) {              // only the device knows: bounds, and blocks take further tiles
+    const int64_t cells = 2 * problem.S + 2;  // at most: H + W <= S + 1 of any level
+    head_slots = L * (cells + 1);
+    head_bins = 2 * problem.Q * problem.K / kBinSamples + L * ((cells >> kMaxBinBits) + 2);
+    tiles = ceil_div(problem.S, 64) + L;
   }
   const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
-  Tensor starts = new_zeros(value, {heads * head_slots}, ScalarType::Int);
-  Tensor ranks = new_empty(value, {samples}, ScalarType::Int);
+  Tensor starts = new_empty(value, {heads * head_slots}, ScalarType::Int);
+  Tensor bins = new_zeros(value, {2, heads * head_bins}, ScalarType::Int);  // their starts; how far they are filled
   zero_kernel<<<sms * 2, 256, 0, stream>>>(plan, static_cast<char*>(grad_value.mutable_data_ptr()),
                                            grad_value.numel() * static_cast<int64_t>(grad_value.element_size()));
 
@@ -2154,32 +2397,36 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     const int64_t record_bytes = samples * sizeof(Record<A>);
-    Tensor records = new_empty(value, {record_bytes}, ScalarType::Byte);
+    Tensor records = new_empty(value, {record_bytes}, ScalarType::Byte),
+           sorted = new_empty(value, {record_bytes}, ScalarType::Byte);
     const auto source = make_source(value_tag, accumulate_tag);
     using Source = std::decay_t<decltype(source)>;
     const SampleGrads<A> grads = make_grads(accumulate_tag);
     auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
-    auto* rank_data = static_cast<int32_t*>(ranks.mutable_data_ptr());
+    auto* bin_data = static_cast<int32_t*>(bins.mutable_data_ptr());
+    int32_t* filled_data = bin_data + heads * head_bins;
 
-    const int64_t K = problem.K, rows = K <= kSampleThreads ? kSampleThreads / K : 1;
-    const unsigned sample_blocks = grid_size(heads * ceil_div(problem.Q, rows * kTurns));
-    const size_t table_bytes = sizeof(LevelPlan) * L;
-    count_kernel<A, Source><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(plan, source, start_data, rank_data,
-                                                                                    grads, problem, head_slots);
-    scan_kernel<<<grid_size(heads * L), kScanThreads, 0, stream>>>(plan, start_data, L, head_slots);
-    scatter_kernel<A, Source><<<sample_blocks, kSampleThreads, table_bytes, stream>>>(
-        plan, source, start_data, rank_data, static_cast<Record<A>*>(records.mutable_data_ptr()), problem, head_slots,
-        point_bits);
-    if (deterministic) {
-      Tensor ordered = new_empty(value, {record_bytes}, ScalarType::Byte);
-      // A few cells a warp at the least.
-      const int64_t blocks =
-          std::min(ceil_div(head_slots, kOrderThreads / 32 * 4), std::max<int64_t>(1, sms * 64 / heads));
-      order_kernel<A><<<head_grid(blocks, heads), kOrderThreads, 0, stream>>>(
-          plan, start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
-          static_cast<Record<A>*>(ordered.mutable_data_ptr()), problem, head_slots);
-      records = ordered;
-    }
+    constexpr int kEach = kPieceEach<A>;
+    const uint32_t K = static_cast<uint32_t>(problem.K);
+    const unsigned pieces = grid_size(heads * ceil_div(problem.Q, PieceWalk::queries(K, kEach)) * PieceWalk::parts(K));
+    const int64_t local_bins = head_bins <= kMostLocalBins ? head_bins : 0;
+    const size_t table_bytes = sizeof(LevelPlan) * L, local_bytes = sizeof(int32_t) * (local_bins + 1);
+    count_kernel<A, Source><<<pieces, kPieceThreads, table_bytes + local_bytes, stream>>>(
+        plan, source, bin_data, grads, problem, static_cast<int>(head_bins), static_cast<int>(local_bins));
+    scan_kernel<<<grid_size(heads * L), kScanThreads, 0, stream>>>(plan, bin_data, problem,
+                                                                   static_cast<int>(head_bins));
+    auto* record_data = static_cast<Record<A>*>(records.mutable_data_ptr());
+    auto* sorted_data = static_cast<Record<A>*>(sorted.mutable_data_ptr());
+    const size_t scatter_bytes =
+        kPieceThreads * kEach * (sizeof(Record<A>) + sizeof(uint16_t)) + table_bytes + 2 * local_bytes;
+    allow_shared(scatter_kernel<A, Source>, scatter_bytes);
+    scatter_kernel<A, Source><<<pieces, kPieceThreads, scatter_bytes, stream>>>(
+        plan, source, bin_data, filled_data, record_data, problem, static_cast<int>(head_bins),
+        static_cast<int>(local_bins), point_bits);
+    allow_shared(sort_kernel<A>, sizeof(SortScratch<A>));
+    sort_kernel<A><<<head_grid(head_bins, heads), kSortThreads, sizeof(SortScratch<A>), stream>>>(
+        plan, bin_data, record_data, sorted_data, start_data, problem, head_slots, static_cast<int>(head_bins),
+        point_bits + std::max(1, bit_width(problem.Q - 1)), point_bits);
     const bool is_aligned = aligned(value, 16) && aligned(grad_output, 16);
     // Of a row, at most 128 bytes of sums at a time: the planes of a tile's cells must fit shared memory.
     dispatch_row<T, (128 / (16 / sizeof(T)) / sizeof(A))>(problem.C, is_aligned, [&](auto vec, auto lanes) {
@@ -2193,8 +2440,8 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
       allow_shared(kernel, shared);
       kernel<<<head_grid(tiles, heads), kGatherThreads, shared, stream>>>(
           static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), plan,
-          start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
-          static_cast<T*>(grad_value.mutable_data_ptr()), grads, problem, head_slots, point_bits);
+          start_data, sorted_data, static_cast<T*>(grad_value.mutable_data_ptr()), grads, problem, head_slots,
+          point_bits);
     });
   });
 }
