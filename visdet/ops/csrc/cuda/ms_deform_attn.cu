@@ -361,6 +361,19 @@ __device__ __forceinline__ void add_sample(const Sample<A>& at, const char* cons
     for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weight[j];
   }
 }
+// sum += the sample, whose corners are these texels.
+template <typename T, int VEC, typename A>
+__device__ __forceinline__ void add_texels(const Sample<A>& at, const Pack<T, VEC> (&texels)[4], A (&sum)[VEC]) {
+  const A bottom = at.weight * at.fy, top = fma(-at.weight, at.fy, at.weight);
+  const A weight[4] = {fma(-top, at.fx, top), top * at.fx, fma(-bottom, at.fx, bottom), bottom * at.fx};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    A texel[VEC];
+    unpack(texels[j], texel);
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weight[j];
+  }
+}
 
 // How a group of LANES * SPLIT threads walks the samples of its ROWS rows: kPass samples of kRowsAtOnce rows at a time.
 // A pass of four keeps to one level.
@@ -497,6 +510,141 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
     }
     if (part == 0 && c < C && index != kNone) store_pack<T, VEC>(output + (image_rows + index) * C + c, sum[r]);
   }
+}
+
+// Forward of a decoder, whose queries share little: a block owns neighbouring queries of one head, so few blocks read a
+// head, and a row is LANES * SPLIT threads, as above; all are at work at a time. Levels hold a multiple of four samples
+// of a row: a run of four lies on one level. A row's threads first compute the metadata of kChunk samples (read by
+// their warp alone), then each group walks them with kAhead samples' loads in flight. Half of the warps begin in the
+// middle, so that fine levels, which come from the second-level cache, and coarse ones, which are in the first, are
+// read at the same time. blockIdx: block of the head, g, b. Each output is written once.
+constexpr int kRun = 4;
+constexpr int kChunk = 16;
+constexpr int kMostInRuns = 1024;  // samples of a row: their runs are in shared memory
+
+struct alignas(16) Run {
+  Level level;
+  int32_t number, points;  // of the level; of a row on it
+};
+
+template <typename A>
+constexpr int chunk_bytes() {  // 16: neighbouring rows are read from different banks
+  return sizeof(Sample<A>) * kChunk + 16;
+}
+
+template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT>
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    decoder_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
+                   const ForwardSizes sizes) {
+  constexpr int kGroup = LANES * SPLIT, kEach = greatest(1, kChunk / kGroup), kPairs = kEach / 2;
+  constexpr int kSteps = kRun / SPLIT;      // of a group in a run
+  constexpr int kAhead = least(2, kSteps);  // more spill
+  extern __shared__ __align__(16) char shared[];
+  const int groups = blockDim.x / kGroup, group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
+  const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, g = blockIdx.y, b = blockIdx.z;
+  auto* my_samples = reinterpret_cast<Sample<A>*>(shared + group * chunk_bytes<A>());
+  auto* runs = reinterpret_cast<Run*>(shared + groups * chunk_bytes<A>());  // [K / kRun]
+  const uint32_t query = blockIdx.x * groups + group;
+  const bool exists = query < static_cast<uint32_t>(sizes.Q);
+  const uint32_t row = exists ? query * G + g : 0;
+  const int64_t image_rows = static_cast<int64_t>(b) * sizes.Q * G;
+  const Source image = source.of_image(static_cast<int64_t>(b) * sizes.Q * L, image_rows * K);
+
+  typename Source::Raw raw[kEach];
+  const auto sample_of = [&](int i) {  // in the chunk: the one that this lane's raw[i] is
+    return kPairs > 0 ? (i / 2 * kGroup + lane) * 2 + i % 2 : lane;
+  };
+  const auto fetch = [&](int k0) {
+#pragma unroll
+    for (int i = 0; i < kEach; i += 2) {
+      const int k = k0 + sample_of(i);
+      typename Source::Raw pair[2] = {};
+      if (exists && k < K && sample_of(i) < kChunk) {
+        const uint32_t index = row * K + k, query_level = query * L + (Source::kNeedsLevel ? runs[k / kRun].number : 0);
+        if constexpr (kPairs > 0) {
+          image.fetch_pair(index, query_level, pair);
+        } else {
+          pair[0] = image.fetch_position(index, query_level);
+          image.fetch_weight(index, pair[0]);
+        }
+      }
+      raw[i] = pair[0];
+      if constexpr (kPairs > 0) raw[i + 1] = pair[1];
+    }
+  };
+  if (!Source::kNeedsLevel) fetch(0);
+  for (int r = threadIdx.x; r < K / kRun; r += blockDim.x) {
+    int l = 0, before = 0;
+    const auto end = [&] { return levels.P > 0 ? (l + 1) * levels.P : levels.end[l]; };
+    while (r * kRun >= end()) before = end(), ++l;
+    runs[r] = {read_level(levels, l, sizes.S), l, end() - before};
+  }
+  __syncthreads();
+  const typename Source::Row softmax = image.row_of_lanes(exists, row * K, K, lane, kGroup);
+  if (Source::kNeedsLevel) fetch(0);
+
+  const int channel_lane = lane % LANES, part = lane / LANES, c = channel_lane * VEC;
+  const uint32_t texel_bytes = sizes.texel_bytes;
+  // Lanes past the last channel read the first ones.
+  const char* base =
+      reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + (c < C ? c : 0));
+  A sum[VEC] = {};
+#pragma unroll 1
+  for (int k0 = 0;;) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int k = k0 + sample_of(i);
+      const Run& run = runs[min(k, K - 1) / kRun];
+      const Sample<A> sample = make_sample<A>(image, raw[i], softmax, run.level, run.points, exists && k < K);
+      if (kGroup <= kChunk || lane < kChunk) my_samples[sample_of(i)] = sample;
+    }
+    __syncwarp();  // these samples are complete
+
+    const int count = min(kChunk, K - k0) / kRun;
+    int run = threadIdx.x / 128 % 2 * (count / 2);
+    const char* right;
+    uint32_t row_texels;
+    const auto enter = [&] {
+      const Level& level = runs[k0 / kRun + run].level;
+      right = base + (level.W > 1 ? texel_bytes : 0);
+      row_texels = level.H > 1 ? level.W : 0;
+    };
+    Sample<A> at[kAhead];
+    Pack<T, VEC> texels[kAhead][4];
+    const auto load = [&](int slot, int step) {
+      at[slot] = my_samples[run * kRun + step * SPLIT + part];
+      const uint64_t upper = static_cast<uint64_t>(at[slot].texel) * texel_bytes,
+                     lower = static_cast<uint64_t>(at[slot].texel + row_texels) * texel_bytes;
+      const char* const corner[4] = {base + upper, right + upper, base + lower, right + lower};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) texels[slot][j] = *reinterpret_cast<const Pack<T, VEC>*>(corner[j]);
+    };
+    enter();
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load(i, i);
+#pragma unroll 1
+    for (int left = count; left > 0; --left) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if (step + kAhead == kSteps) {
+          if (++run == count) run = 0;
+          enter();
+        }
+        add_texels(at[step % kAhead], texels[step % kAhead], sum);
+        if (step + kAhead < kSteps || left > 1) load(step % kAhead, (step + kAhead) % kSteps);
+      }
+    }
+    k0 += kChunk;
+    if (k0 >= K) break;
+    fetch(k0);
+    __syncwarp();  // the samples have been read
+  }
+#pragma unroll
+  for (int step = LANES; step < kGroup; step *= 2) {
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) sum[v] += __shfl_xor_sync(0xffffffffu, sum[v], step);
+  }
+  if (part == 0 && c < C && exists) store_pack<T, VEC>(output + (image_rows + row) * C + c, sum);
 }
 
 // Forward of an encoder, whose queries are the pyramid's own texels. The image is cut into regions, the same ones on
@@ -1981,8 +2129,24 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
       const auto threads = [&](int group) { return ceil_div(rows * group, 32) * 32; };
       constexpr int kSplit4 = least(4, greatest(1, 16 / kLanes)), kSplit2 = least(2, greatest(1, 8 / kLanes));
       constexpr int kMostSplit = sizeof(T) == 2 ? 768 : kForwardThreads;
+      const bool in_runs = problem.K > 0 && problem.K <= kMostInRuns && points_divide(levels, problem, kRun) &&
+                           problem.C <= kVec * kLanes && problem.G <= 65535 && problem.B <= 65535;
       const auto few = [&](auto split) {
         constexpr int kSplit = decltype(split)::value;
+        if constexpr (kVec > 1 && sizeof(A) == 4) {
+          if (in_runs) {
+            const auto kernel = decoder_kernel<T, A, Source, kVec, kLanes, kSplit>;
+            const int64_t block = threads(kLanes * kSplit), groups = block / (kLanes * kSplit);
+            const size_t shared = chunk_bytes<A>() * groups + sizeof(Run) * (problem.K / kRun);
+            allow_shared(kernel, shared);
+            kernel<<<dim3(grid_size(ceil_div(problem.Q, groups)), static_cast<unsigned>(problem.G),
+                          static_cast<unsigned>(problem.B)),
+                     static_cast<unsigned>(block), shared, stream>>>(
+                static_cast<const T*>(value.const_data_ptr()), levels, source,
+                static_cast<T*>(output.mutable_data_ptr()), sizes_of(0));
+            return;
+          }
+        }
         run(forward_kernel<T, A, Source, kVec, kLanes, kSplit, 1>, Walk<kLanes, kSplit, 1>{}, 1,
             static_cast<int>(threads(kLanes * kSplit)), 0);
       };
