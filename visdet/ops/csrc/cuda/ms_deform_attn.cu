@@ -28,6 +28,11 @@ struct Levels {
   bool follow;                  // by value: the levels follow one another from row 0 to row S without a gap
 };
 
+// Samples of a row on level l.
+__host__ __device__ __forceinline__ int32_t points_on(const Levels& levels, int l) {
+  return levels.P > 0 ? levels.P : levels.end[l] - (l > 0 ? levels.end[l - 1] : 0);
+}
+
 struct alignas(16) Level {
   int32_t start, H, W;  // H = 0 for a level that does not lie within S
   int32_t end;          // samples of a row on the levels up to this one
@@ -291,7 +296,7 @@ __device__ __forceinline__ unsigned group_mask() {
 // bytes in shared memory, which only their warp reads, so a warp barrier suffices), then walk them with branch-free
 // loads. The next samples' locations are fetched meanwhile. A block owns neighbouring queries of one head, or of the
 // few heads whose rows share a 128-byte line, so that the first-level cache serves most loads. Each output is written
-// once. An encoder's rows have a kernel of their own, pyramid_kernel.
+// once. Most decoders and encoders have kernels of their own, decoder_kernel and pyramid_kernel.
 
 constexpr int kForwardThreads = 1024;  // at most: 64 registers a thread hold four samples' loads in flight
 
@@ -356,6 +361,19 @@ __device__ __forceinline__ void add_sample(const Sample<A>& at, const char* cons
   for (int j = 0; j < 4; ++j) {
     A texel[VEC];
     load_pack<T, VEC>(corner[j], texel);
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weight[j];
+  }
+}
+// sum += the sample, whose corners are these texels.
+template <typename T, int VEC, typename A>
+__device__ __forceinline__ void add_texels(const Sample<A>& at, const Pack<T, VEC> (&texels)[4], A (&sum)[VEC]) {
+  const A bottom = at.weight * at.fy, top = fma(-at.weight, at.fy, at.weight);
+  const A weight[4] = {fma(-top, at.fx, top), top * at.fx, fma(-bottom, at.fx, bottom), bottom * at.fx};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    A texel[VEC];
+    unpack(texels[j], texel);
 #pragma unroll
     for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weight[j];
   }
@@ -496,6 +514,154 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
     }
     if (part == 0 && c < C && index != kNone) store_pack<T, VEC>(output + (image_rows + index) * C + c, sum[r]);
   }
+}
+
+// Forward of a decoder, whose levels hold a multiple of four samples of a row, so that a run of four lies on one level.
+// There is a block a multiprocessor, which owns neighbouring queries of one head, and LANES * SPLIT threads own a row,
+// as above. They first compute the metadata of kChunk samples, two neighbours by one load where they can (read by their
+// warp alone); then each group walks its share of every run with kAhead samples' loads in flight. Half of the warps
+// begin in the middle: so at any time some read fine levels, whose texels come from the second-level cache, and others
+// coarse ones, which hit in the first, and neither waits for its turn. blockIdx: block of the head, g, b. Each output
+// is written once.
+constexpr int kRun = 4;
+constexpr int kChunk = 16;
+constexpr int kMostInRuns = 1024;  // samples of a row: their runs are in shared memory
+
+// The levels of the first runs, with the level's number as `end`, as far as the host knows them: found in the kernel,
+// they would delay every block.
+struct alignas(16) KnownRuns {
+  int32_t count;
+  Level level[16];
+};
+
+__device__ __forceinline__ Level level_of_run(const Levels& levels, int r, int64_t S) {
+  int l = 0;
+  while (r * kRun >= (levels.P > 0 ? (l + 1) * levels.P : levels.end[l])) ++l;
+  Level level = read_level(levels, l, S);
+  level.end = l;
+  return level;
+}
+
+template <typename A>
+constexpr int chunk_bytes() {  // 16: neighbouring rows are read from different banks
+  return sizeof(Sample<A>) * kChunk + 16;
+}
+
+template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT>
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    decoder_kernel(const T* __restrict__ value, const Source source, T* __restrict__ output, const ForwardSizes sizes,
+                   const KnownRuns known, const Levels levels) {
+  constexpr int kGroup = LANES * SPLIT, kEach = greatest(1, kChunk / kGroup), kPairs = kEach / 2;
+  constexpr int kSteps = kRun / SPLIT;  // of a group in a run
+  // In 16 bit, where twice the channels are summed, one wins unless warps are few.
+  constexpr int kAhead = sizeof(T) == 2 && SPLIT > 1 ? 1 : least(2, kSteps);
+  extern __shared__ __align__(16) char shared[];
+  const int groups = blockDim.x / kGroup, group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
+  const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, g = blockIdx.y, b = blockIdx.z;
+  auto* my_samples = reinterpret_cast<Sample<A>*>(shared + group * chunk_bytes<A>());
+  auto* runs = reinterpret_cast<Level*>(shared + groups * chunk_bytes<A>());  // [K / kRun]
+  const uint32_t query = blockIdx.x * groups + group;
+  const bool exists = query < static_cast<uint32_t>(sizes.Q);
+  const uint32_t row = exists ? query * G + g : 0;
+  const int64_t image_rows = static_cast<int64_t>(b) * sizes.Q * G;
+  const Source image = source.of_image(static_cast<int64_t>(b) * sizes.Q * L, image_rows * K);
+
+  typename Source::Raw raw[kEach];
+  const auto sample_of = [&](int i) {  // in the chunk: the one that this lane's raw[i] is
+    return kPairs > 0 ? (i / 2 * kGroup + lane) * 2 + i % 2 : lane;
+  };
+  const auto fetch = [&](int k0) {
+#pragma unroll
+    for (int i = 0; i < kEach; i += 2) {
+      const int k = k0 + sample_of(i);
+      typename Source::Raw pair[2] = {};
+      if (exists && k < K && sample_of(i) < kChunk) {
+        const uint32_t index = row * K + k, query_level = query * L + (Source::kNeedsLevel ? runs[k / kRun].end : 0);
+        if constexpr (kPairs > 0) {
+          image.fetch_pair(index, query_level, pair);
+        } else {
+          pair[0] = image.fetch_position(index, query_level);
+          image.fetch_weight(index, pair[0]);
+        }
+      }
+      raw[i] = pair[0];
+      if constexpr (kPairs > 0) raw[i + 1] = pair[1];
+    }
+  };
+  if (!Source::kNeedsLevel) fetch(0);
+  for (int r = threadIdx.x; r < K / kRun; r += blockDim.x) {
+    runs[r] = r < known.count ? known.level[r] : level_of_run(levels, r, sizes.S);
+  }
+  __syncthreads();
+  const typename Source::Row softmax = image.row_of_lanes(exists, row * K, K, lane, kGroup);
+  if (Source::kNeedsLevel) fetch(0);
+
+  const int channel_lane = lane % LANES, part = lane / LANES, c = channel_lane * VEC;
+  const uint32_t texel_bytes = sizes.texel_bytes;
+  // Lanes past the last channel read the first ones.
+  const char* base =
+      reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + (c < C ? c : 0));
+  A sum[VEC] = {};
+#pragma unroll 1
+  for (int k0 = 0;;) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int k = k0 + sample_of(i);
+      const Level level = runs[min(k, K - 1) / kRun];
+      const int points = Source::kNeedsLevel ? points_on(levels, level.end) : 0;
+      const Sample<A> sample = make_sample<A>(image, raw[i], softmax, level, points, exists && k < K);
+      if (kGroup <= kChunk || lane < kChunk) my_samples[sample_of(i)] = sample;
+    }
+    __syncwarp();  // these samples are complete
+
+    const int count = min(kChunk, K - k0) / kRun;
+    int run = threadIdx.x / 128 % 2 * (count / 2);
+    const char* right;
+    uint32_t row_texels;
+    const auto enter = [&] {
+      const Level level = runs[k0 / kRun + run];
+      right = base + (level.W > 1 ? texel_bytes : 0);
+      row_texels = level.H > 1 ? level.W : 0;
+    };
+    Sample<A> at[kAhead];
+    Pack<T, VEC> texels[kAhead][4];
+    const auto load = [&](int slot, int step) {
+      at[slot] = my_samples[run * kRun + step * SPLIT + part];
+      const uint64_t upper = static_cast<uint64_t>(at[slot].texel) * texel_bytes,
+                     lower = static_cast<uint64_t>(at[slot].texel + row_texels) * texel_bytes;
+      const char* const corner[4] = {base + upper, right + upper, base + lower, right + lower};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) texels[slot][j] = *reinterpret_cast<const Pack<T, VEC>*>(corner[j]);
+    };
+    enter();
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load(i, i);
+    const auto walk_run = [&](auto is_last) {
+      constexpr bool kLast = decltype(is_last)::value;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if (!kLast && step + kAhead == kSteps) {
+          if (++run == count) run = 0;
+          enter();
+        }
+        add_texels(at[step % kAhead], texels[step % kAhead], sum);
+        if (!kLast || step + kAhead < kSteps) load(step % kAhead, (step + kAhead) % kSteps);
+      }
+    };
+#pragma unroll 1
+    for (int left = count; left > 1; --left) walk_run(std::false_type{});
+    walk_run(std::true_type{});
+    k0 += kChunk;
+    if (k0 >= K) break;
+    fetch(k0);
+    __syncwarp();  // the samples have been read
+  }
+#pragma unroll
+  for (int step = LANES; step < kGroup; step *= 2) {
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) sum[v] += __shfl_xor_sync(0xffffffffu, sum[v], step);
+  }
+  if (part == 0 && c < C && exists) store_pack<T, VEC>(output + (image_rows + row) * C + c, sum);
 }
 
 // Forward of an encoder, whose queries are the pyramid's own texels. The image is cut into regions, the same ones on
@@ -2123,17 +2289,25 @@ Tensor fill_rows(const Tensor& tensor, const MsDeformAttnProblem& problem, int64
   return pad(rows, {before_and_after, 2});
 }
 
-// Samples of a row on level l.
-int64_t points_on(const Levels& levels, int l) {
-  return levels.P > 0 ? levels.P : levels.end[l] - (l > 0 ? levels.end[l - 1] : 0);
-}
-
 // Whether the samples of a row on each level are a multiple of `count`.
 bool points_divide(const Levels& levels, const MsDeformAttnProblem& problem, int64_t count) {
   for (int l = 0; l < (levels.P > 0 ? 1 : problem.L); ++l) {
     if (points_on(levels, l) % count != 0) return false;
   }
   return true;
+}
+
+// For rows whose samples on each level are a multiple of kRun.
+KnownRuns known_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
+  KnownRuns runs{};
+  if (levels.shapes != nullptr) return runs;
+  constexpr int kMost = sizeof(runs.level) / sizeof(Level);
+  for (int l = 0; l < problem.L; ++l) {
+    for (int i = 0; i < points_on(levels, l) / kRun && runs.count < kMost; ++i) {
+      runs.level[runs.count++] = {levels.start[l], levels.H[l], levels.W[l], l};
+    }
+  }
+  return runs;
 }
 
 // make_source(T{}, A{}) gives the samples of values of type T.
@@ -2214,21 +2388,38 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
                                                   static_cast<T*>(output.mutable_data_ptr()), sizes);
       };
       // Few queries (a decoder): one block a multiprocessor, so that a head's queries meet in one first-level cache,
-      // and as many threads a row as then fit the block. In 16 bit, blocks beyond 768 threads lose to rows less divided
-      // (Q=450: 6.3 us in four, 5.9 in two; Q=900: 9.0 in two, 8.6 whole; below that, Q=300: 4.8, 5.0, 6.8).
+      // and as many threads a row as then fit the block. In 16 bit, blocks beyond 768 threads lose to rows in two
+      // instead of four (Q=450: 5.5 us in four, 5.3 in two), and where levels hold no runs, to whole ones (Q=900: 9.0
+      // in two, 8.6 whole).
       const int64_t blocks_per_head = std::max<int64_t>(1, sms / heads);
       const int64_t rows = ceil_div(problem.Q, blocks_per_head);
       const auto threads = [&](int group) { return ceil_div(rows * group, 32) * 32; };
       constexpr int kSplit4 = least(4, greatest(1, 16 / kLanes)), kSplit2 = least(2, greatest(1, 8 / kLanes));
       constexpr int kMostSplit = sizeof(T) == 2 ? 768 : kForwardThreads;
+      const bool in_runs = problem.K > 0 && problem.K <= kMostInRuns && points_divide(levels, problem, kRun) &&
+                           problem.C <= kVec * kLanes && problem.G <= 65535 && problem.B <= 65535;
       const auto few = [&](auto split) {
         constexpr int kSplit = decltype(split)::value;
+        if constexpr (kVec > 1 && sizeof(A) == 4) {
+          if (in_runs) {
+            const auto kernel = decoder_kernel<T, A, Source, kVec, kLanes, kSplit>;
+            const int64_t block = threads(kLanes * kSplit), groups = block / (kLanes * kSplit);
+            const size_t shared = chunk_bytes<A>() * groups + sizeof(Level) * (problem.K / kRun);
+            const dim3 grid(grid_size(ceil_div(problem.Q, groups)), static_cast<unsigned>(problem.G),
+                            static_cast<unsigned>(problem.B));
+            allow_shared(kernel, shared);
+            kernel<<<grid, static_cast<unsigned>(block), shared, stream>>>(
+                static_cast<const T*>(value.const_data_ptr()), source, static_cast<T*>(output.mutable_data_ptr()),
+                sizes_of(0), known_runs(levels, problem), levels);
+            return;
+          }
+        }
         run(forward_kernel<T, A, Source, kVec, kLanes, kSplit, 1>, Walk<kLanes, kSplit, 1>{}, 1,
             static_cast<int>(threads(kLanes * kSplit)), 0);
       };
       if (threads(kLanes * kSplit4) <= kMostSplit) {
         few(std::integral_constant<int, kSplit4>{});
-      } else if (threads(kLanes * kSplit2) <= kMostSplit) {
+      } else if (threads(kLanes * kSplit2) <= (in_runs ? kForwardThreads : kMostSplit)) {
         few(std::integral_constant<int, kSplit2>{});
       } else if (threads(kLanes) <= kForwardThreads) {
         few(std::integral_constant<int, 1>{});
