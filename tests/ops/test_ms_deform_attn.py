@@ -135,7 +135,7 @@ MANY_ROWS = {
     "forty-queries": (17, 40, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
     "eighty-queries": (17, 80, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
     "two-hundred-queries": (17, 200, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
-    # Few of those, of several heads' widths, and more samples than a row prepares at a time.
+    # Few rows again, with more samples than are prepared at a time, of wider and of narrower heads.
     "five-levels": (3, 150, 4, 32, 4, [(6, 5), (1, 1), (2, 3), (1, 4), (3, 1)]),
     "five-levels-wide": (3, 30, 4, 128, 8, [(6, 5), (1, 1), (2, 3), (1, 4), (3, 1)]),
     "narrow": (3, 300, 4, 12, 4, [(6, 5), (2, 3)]),

