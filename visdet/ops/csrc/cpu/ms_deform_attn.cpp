@@ -606,7 +606,6 @@ VISDET_INSTANTIATE(BFloat16, float)
 
 #include "../ms_deform_attn.h"
 #include "dispatch.h"
-#include "huge_pages.h"
 
 namespace visdet {
 
@@ -684,13 +683,6 @@ MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geo
 
 // Whether a head has enough samples to pay for its values being laid out in one piece: a decoder has not.
 bool pays_to_gather(const MsDeformAttnProblem& problem) { return problem.Q * problem.K > problem.S; }
-
-// An encoder's gradients are large, together and each: huge pages pay there. For one result of a short call, a
-// forward's or a decoder's, they cost more than they gain as often as not.
-Tensor new_gradient(const MsDeformAttnProblem& problem, const Tensor& of) {
-  const Tensor gradient = new_empty(of, of.sizes());
-  return pays_to_gather(problem) ? in_huge_pages(gradient) : gradient;
-}
 
 // fill(arrays) adds the samples.
 template <typename Fill>
@@ -773,8 +765,8 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   const Tensor grad_output = contiguous(grad_output_in), locations = contiguous(locations_in),
                weights = contiguous(weights_in);
   const Geometry geometry(problem, level_shapes, level_starts, nullptr);
-  Tensor grad_value = new_gradient(problem, value_in), grad_locations = new_gradient(problem, locations),
-         grad_weights = new_gradient(problem, weights);
+  Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_locations = new_empty(locations, locations.sizes()),
+         grad_weights = new_empty(weights, weights.sizes());
   if (problem.Q == 0 || problem.C == 0 || problem.K == 0) {
     zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
     return {grad_value, grad_locations, grad_weights};
@@ -838,8 +830,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   const Tensor grad_output = contiguous(grad_output_in);
   const Geometry geometry(problem, level_shapes, level_starts, num_points.data());
   const FusedInputs inputs(geometry, reference_points, offsets, logits);
-  Tensor grad_value = new_gradient(problem, value_in), grad_offsets = new_gradient(problem, offsets),
-         grad_logits = new_gradient(problem, logits);
+  Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),
+         grad_logits = new_empty(logits, logits.sizes());
   const int64_t D = inputs.reference.size(3);
   const std::vector<int64_t> part_sizes{problem.B, problem.G, problem.Q, problem.L, D}, nothing{0};
   Tensor parts = new_empty(inputs.reference, needs_reference ? part_sizes : nothing);
