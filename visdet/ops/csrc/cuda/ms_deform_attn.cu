@@ -615,9 +615,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
                    const ForwardSizes sizes, uint32_t share) {
   using Walk = PyramidWalk<A, Source::kNeedsLevel, LANES, WHOLE>;
   constexpr int kEach = Walk::kEach, kPass = Walk::kPass, kWarps = kForwardThreads / 32;
-  constexpr int kSame = MIXED ? 1 : 4;                                    // neighbouring samples that lie on one level
-  constexpr bool kPairs = kEach == 2 && WHOLE && sizeof(A) == 4;          // two samples by one load
-  constexpr bool kAhead = !Source::kNeedsLevel && (WHOLE || kEach == 1);  // loads the next samples early
+  constexpr int kSame = MIXED ? 1 : 4;                                     // neighbouring samples that lie on one level
+  constexpr bool kPairs = kEach == 2 && !MIXED && sizeof(A) == 4;          // two samples by one load
+  constexpr bool kAhead = !Source::kNeedsLevel && (kPairs || kEach == 1);  // loads the next samples early
   constexpr uint32_t kNone = 0xffffffffu;
   extern __shared__ __align__(16) char shared[];
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -680,6 +680,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       for (int i = 0; i < kEach; ++i) raw[i] = {};
       if (query == kNone) return;
       if constexpr (kPairs) {
+        if (!WHOLE && k >= K) return;
         image.template fetch_pair<true>(index, query * L + (Source::kNeedsLevel ? level_of[k / kSame].end : 0), raw);
       } else {
 #pragma unroll
