@@ -123,6 +123,8 @@ def test_matches_reference(name, dtype, device, deterministic):
 # multiples of what a group takes, and rows wider than it takes at once.
 MANY_ROWS = {
     "pyramid": (17, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
+    "pyramid-whole-passes": (17, 269, 8, 32, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
+    "pyramid-whole-passes-wide": (9, 269, 8, 64, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
     "pyramid-three-points": (17, 265, 8, 20, 3, [(17, 15), (1, 7), (3, 1)]),
     "pyramid-thirty-samples": (17, 265, 8, 30, 10, [(17, 15), (1, 7), (3, 1)]),
     "pyramid-three-channels": (17, 265, 8, 3, 4, [(17, 15), (1, 7), (3, 1)]),
@@ -149,6 +151,12 @@ def test_many_rows_match_reference(name, dtype, device):
     case = make_case(*MANY_ROWS[name], dtype=dtype, device=device)
     exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
     assert relative_error(output_of(case), ms_deform_attn_reference(*exact)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_encoders_queries_without_samples(device):
+    case = make_case(17, 265, 8, 32, 0, [(17, 15), (1, 7), (3, 1)], dtype=torch.float32, device=device)
+    assert (output_of(case) == 0).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

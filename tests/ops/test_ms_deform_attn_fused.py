@@ -150,7 +150,7 @@ def test_matches_reference(name, references, types, device, deterministic):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("references", [2, 4])
-@pytest.mark.parametrize("num_points", [[4, 4, 4], [3, 6, 0]], ids=str)
+@pytest.mark.parametrize("num_points", [[4, 4, 4], [4, 4, 8], [3, 6, 0]], ids=str)
 def test_an_encoders_many_rows_match_reference(num_points, references, types, device):
     dtype, inputs = types
     shapes = [(17, 15), (1, 7), (3, 1)]

@@ -305,9 +305,17 @@ constexpr int kForwardThreads = 1024;  // at most: 64 registers a thread hold fo
 // texels that do, and the weight carries the part.
 template <typename A>
 struct alignas(16) Sample {
-  A weight, fx, fy;
+  A top, bottom;  // the weight's shares of the upper and of the lower row
+  A fx;
   uint32_t texel;  // counted from the first row of value
 };
+
+// Where the samples of the i-th of several groups begin in shared memory, BYTES a group, so that a store of
+// neighbouring samples and a load of one sample of each group fall into different banks.
+template <int BYTES>
+__host__ __device__ constexpr int samples_offset(int i) {
+  return BYTES >= 128 ? i * (BYTES + 16) : i / 2 * (2 * BYTES + 16) + i % 2 * BYTES;
+}
 
 // From a texel to the next column and to the next row: 0 where a level has only one.
 struct Steps {
@@ -339,43 +347,50 @@ template <typename A, typename Source>
 __device__ __forceinline__ Sample<A> make_sample(const Source& source, const typename Source::Raw& raw,
                                                  const typename Source::Row& row, const Level& level, int points,
                                                  bool exists) {
-  A x, y, part_x, part_y;
+  A x, y, fy, part_x, part_y;
   source.position(raw, level, points, x, y);
   Sample<A> sample;
   const int32_t first_x = place(x, level.W, sample.fx, part_x);
-  const int32_t first_y = place(y, level.H, sample.fy, part_y);
+  const int32_t first_y = place(y, level.H, fy, part_y);
   const A inside = part_x * part_y;
+  A weight = inside > A(0) ? source.weight(raw, row) * inside : A(0);
+  if (level.H == 0) weight = quiet_nan<A>();
+  if (!exists) weight = 0;
   sample.texel = level.start + first_y * level.W + first_x;
-  sample.weight = inside > A(0) ? source.weight(raw, row) * inside : A(0);
-  if (level.H == 0) sample.weight = quiet_nan<A>();
-  if (!exists) sample.weight = 0;
+  sample.bottom = weight * fy, sample.top = fma(-weight, fy, weight);
   return sample;
 }
 
+template <typename A>
+struct CornerWeights {
+  A at[4];
+  __device__ __forceinline__ explicit CornerWeights(const Sample<A>& sample)
+      : at{fma(-sample.top, sample.fx, sample.top), sample.top * sample.fx,
+           fma(-sample.bottom, sample.fx, sample.bottom), sample.bottom * sample.fx} {}
+};
+
 // sum += the sample, whose corners lie at these addresses.
 template <typename T, int VEC, typename A>
-__device__ __forceinline__ void add_sample(const Sample<A>& at, const char* const (&corner)[4], A (&sum)[VEC]) {
-  const A bottom = at.weight * at.fy, top = fma(-at.weight, at.fy, at.weight);
-  const A weight[4] = {fma(-top, at.fx, top), top * at.fx, fma(-bottom, at.fx, bottom), bottom * at.fx};
+__device__ __forceinline__ void add_sample(const Sample<A>& sample, const char* const (&corner)[4], A (&sum)[VEC]) {
+  const CornerWeights<A> weights(sample);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     A texel[VEC];
     load_pack<T, VEC>(corner[j], texel);
 #pragma unroll
-    for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weight[j];
+    for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weights.at[j];
   }
 }
 // sum += the sample, whose corners are these texels.
 template <typename T, int VEC, typename A>
-__device__ __forceinline__ void add_texels(const Sample<A>& at, const Pack<T, VEC> (&texels)[4], A (&sum)[VEC]) {
-  const A bottom = at.weight * at.fy, top = fma(-at.weight, at.fy, at.weight);
-  const A weight[4] = {fma(-top, at.fx, top), top * at.fx, fma(-bottom, at.fx, bottom), bottom * at.fx};
+__device__ __forceinline__ void add_texels(const Sample<A>& sample, const Pack<T, VEC> (&texels)[4], A (&sum)[VEC]) {
+  const CornerWeights<A> weights(sample);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     A texel[VEC];
     unpack(texels[j], texel);
 #pragma unroll
-    for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weight[j];
+    for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weights.at[j];
   }
 }
 
@@ -390,8 +405,8 @@ struct Walk {
   static constexpr bool kMixed = kPass > 4;           // a pass takes samples of several levels
   static_assert(kBatch == kGroup, "each thread prepares one sample");
   template <typename A>
-  static constexpr int group_bytes() {  // 16: neighbouring groups read from different banks
-    return (sizeof(Sample<A>) + (kMixed ? sizeof(Steps) : 0)) * kBatch + 16;
+  __host__ __device__ static constexpr int group_offset(int group) {
+    return samples_offset<(sizeof(Sample<A>) + (kMixed ? sizeof(Steps) : 0)) * kBatch>(group);
   }
 };
 
@@ -414,9 +429,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
   const uint32_t task = blockIdx.y + blockIdx.z * 65535u, head_block = task / sizes.slices;
   if (head_block >= sizes.heads) return;
   const int groups = blockDim.x / W::kGroup, group = threadIdx.x / W::kGroup, lane = threadIdx.x % W::kGroup;
-  auto* my_samples = reinterpret_cast<Sample<A>*>(shared + group * W::template group_bytes<A>());
-  auto* my_steps = reinterpret_cast<Steps*>(my_samples + W::kBatch);                       // of each sample, if kMixed
-  auto* table = reinterpret_cast<Level*>(shared + groups * W::template group_bytes<A>());  // [L]
+  auto* my_samples = reinterpret_cast<Sample<A>*>(shared + W::template group_offset<A>(group));
+  auto* my_steps = reinterpret_cast<Steps*>(my_samples + W::kBatch);                     // of each sample, if kMixed
+  auto* table = reinterpret_cast<Level*>(shared + W::template group_offset<A>(groups));  // [L]
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C;
   load_levels(levels, L, sizes.S, table);
 
@@ -668,114 +683,130 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // every level, and a block owns a run of queries in the order of regions: those at work at a time lie together on all
 // levels, and those that follow lie beside them, so the first-level cache keeps their windows of the map. It is the
 // path from that cache that bounds the kernel. LANES threads own a row, as above; a warp works on 32 / LANES rows at a
-// time, those of a query's heads that share a line beside each other, and first computes kPass samples of each (read by
-// that warp alone, each lane neighbouring ones, by one load where it can). MIXED: the samples of a level are no
-// multiple of four. Each output is written once.
+// time, those of a query's heads that share a line beside each other. It first computes a pass of samples of each, one
+// or two a lane, by one load where it can; one of each lane at a time is in shared memory, which only this warp reads.
+// A warp works out the queries of its next turns by itself, so that blocks, and their parts of different heads, begin
+// without a barrier. WHOLE: the samples of a row are a multiple of kPass, and those of a level of four. MIXED: those of
+// a level are no multiple of four. Each output is written once.
+//
+// Loops that run once a block are not unrolled: their instructions come from memory, before there is other work.
 constexpr int kRegionHeight = 16, kRegionWidth = 8;  // texels of the largest level
 constexpr int kMaxRegions = 512, kMaxEdges = 128;    // in all; of a level
-constexpr int kBlockQueries = 4096;                  // at most: their list is in shared memory
 constexpr size_t kPyramidShared = 96 << 10;
 
-template <typename A, int LANES>
+template <typename A, bool NEEDS_LEVEL, int LANES, bool WHOLE>
 struct PyramidWalk {
-  static constexpr int kRows = 32 / LANES, kPass = greatest(8, LANES);
-  static constexpr int kEach = kRows * kPass / 32;                  // neighbouring samples that a lane computes
-  static constexpr int kRowBytes = sizeof(Sample<A>) * kPass + 16;  // 16: rows read from different banks
-  static constexpr int kWarpBytes = kRowBytes * kRows;
+  static constexpr int kEach = LANES == 4 || (LANES == 8 && WHOLE && sizeof(A) == 4 && !NEEDS_LEVEL) ? 2 : 1;
+  static constexpr int kRows = 32 / LANES, kRowBits = LANES == 4 ? 3 : LANES == 8 ? 2 : LANES == 16 ? 1 : 0;
+  static constexpr int kPass = LANES * kEach, kRing = 64;  // kRing: queries that a warp knows
+  __host__ __device__ static constexpr int row_offset(int row) {
+    return samples_offset<sizeof(Sample<A>) * LANES>(row);
+  }
+  static constexpr int kWarpBytes = row_offset(kRows) + sizeof(uint32_t) * kRing;
 };
 
-// Regions: bands of columns. edges holds, level after level, the first row of each band and its end, then the same of
-// the columns.
+// Regions: bands of columns, in shared memory. edges: level after level, the first row of each band and its end, then
+// the same of the columns. starts: the number of queries before each region.
 struct Regions {
-  int bands, columns;
-  __device__ __forceinline__ Regions(const Level* table, int L) {
-    int H = 1, W = 1;
-    for (int l = 0; l < L; ++l) H = max(H, table[l].H), W = max(W, table[l].W);
-    bands = ceil_div(H, kRegionHeight), columns = ceil_div(W, kRegionWidth);
-    for (int size = 2; bands * columns > kMaxRegions || edges() > kMaxEdges; size *= 2) {
-      bands = ceil_div(H, kRegionHeight * size), columns = ceil_div(W, kRegionWidth * size);
-    }
+  const Level* table;
+  int L, bands, columns;
+  int32_t *starts, *edges;  // [kMaxRegions + 1], [L, edges_of_level()]
+
+  __host__ __device__ static constexpr size_t bytes(int64_t L) {
+    return sizeof(int32_t) * (kMaxRegions + 1 + L * kMaxEdges);
   }
   __device__ __forceinline__ static int ceil_div(int a, int b) { return a / b + (a % b > 0); }
-  __device__ __forceinline__ int edges() const { return bands + columns + 2; }  // of a level
-};
+  __device__ __forceinline__ int edges_of_level() const { return bands + columns + 2; }
 
-// All threads of the block: fills edges and the number of queries before each region. starts: [kMaxRegions + 1], edges:
-// [L, Regions::edges()].
-__device__ __forceinline__ void lay_out(const Level* table, int L, const Regions& regions, int32_t* edges,
-                                        int32_t* starts) {
-  for (int i = threadIdx.x; i < L * regions.edges(); i += blockDim.x) {
-    const int l = i / regions.edges(), j = i - l * regions.edges(), column = j - regions.bands - 1;
-    edges[i] = column < 0 ? static_cast<int64_t>(table[l].H) * j / regions.bands
-                          : static_cast<int64_t>(table[l].W) * column / regions.columns;
-  }
-  __syncthreads();  // the edges are complete
-  for (int i = threadIdx.x; i <= regions.bands * regions.columns; i += blockDim.x) {
-    const int band = i / regions.columns, column = i - band * regions.columns;
-    int32_t before = 0;
-    for (int l = 0; l < L; ++l) {
-      const int32_t *y = edges + l * regions.edges() + band, *x = edges + l * regions.edges() + regions.bands + 1;
-      before += table[l].W * y[0];
-      if (column > 0) before += (y[1] - y[0]) * x[column];
+  // All threads of the block. memory: of bytes(L).
+  __device__ __forceinline__ Regions(const Level* table, int L, int32_t* memory)
+      : table(table), L(L), starts(memory), edges(memory + kMaxRegions + 1) {
+    int H = 1, W = 1;
+#pragma unroll 1
+    for (int l = 0; l < L; ++l) H = max(H, table[l].H), W = max(W, table[l].W);
+    bands = ceil_div(H, kRegionHeight), columns = ceil_div(W, kRegionWidth);
+#pragma unroll 1
+    for (int size = 2; bands * columns > kMaxRegions || edges_of_level() > kMaxEdges; size *= 2) {
+      bands = ceil_div(H, kRegionHeight * size), columns = ceil_div(W, kRegionWidth * size);
     }
-    starts[i] = before;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < L * edges_of_level(); i += blockDim.x) {
+      const int l = i / edges_of_level(), j = i - l * edges_of_level();
+      const bool is_row = j <= bands;
+      const int size = is_row ? table[l].H : table[l].W, parts = is_row ? bands : columns;
+      const int part = is_row ? j : j - bands - 1;
+      edges[i] = size / parts * part + size % parts * part / parts;  // size * part / parts
+    }
+    __syncthreads();  // the edges are complete
+#pragma unroll 1
+    for (int i = threadIdx.x; i <= bands * columns; i += blockDim.x) {
+      const int band = i / columns, column = i - band * columns;
+      int32_t before = 0;
+#pragma unroll 1
+      for (int l = 0; l < L; ++l) {
+        const int32_t *y = edges + l * edges_of_level() + band, *x = edges + l * edges_of_level() + bands + 1;
+        before += table[l].W * y[0];
+        if (column > 0) before += (y[1] - y[0]) * x[column];
+      }
+      starts[i] = before;
+    }
+    __syncthreads();  // the regions are known
   }
-  __syncthreads();  // the regions are known
-}
 
-// All threads of the block: list[i] = the query that is number first + i of the pyramid in the order of regions.
-__device__ __forceinline__ void list_queries(const Level* table, int L, const Regions& regions, const int32_t* edges,
-                                             const int32_t* starts, uint32_t first, uint32_t count, uint32_t* list) {
-  for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
-    const int32_t e = static_cast<int32_t>(first + i);
-    int low = 0, high = regions.bands * regions.columns;  // starts[low] <= e < starts[high]
+  // The query at a place of the pyramid in the order of regions.
+  __device__ __forceinline__ uint32_t query_at(int32_t place) const {
+    int low = 0, high = bands * columns;  // starts[low] <= place < starts[high]
+#pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (starts[middle] <= e)
+      if (starts[middle] <= place)
         low = middle;
       else
         high = middle;
     }
-    const int band = low / regions.columns, column = low - band * regions.columns;
-    int32_t rest = e - starts[low];
+    const int band = low / columns, column = low - band * columns;
+    int32_t rest = place - starts[low];
+#pragma unroll 1
     for (int l = 0; l < L; ++l) {
-      const int32_t *of_level = edges + l * regions.edges(), *y = of_level + band,
-                    *x = of_level + regions.bands + 1 + column;
+      const int32_t *of_level = edges + l * edges_of_level(), *y = of_level + band, *x = of_level + bands + 1 + column;
       const int32_t height = y[1] - y[0], size = height * (x[1] - x[0]);
       if (rest < size) {
         const int32_t in_x = static_cast<uint32_t>(rest) / static_cast<uint32_t>(height);
-        list[i] = table[l].start + (y[0] + rest - in_x * height) * table[l].W + x[0] + in_x;
-        break;
+        return table[l].start + (y[0] + rest - in_x * height) * table[l].W + x[0] + in_x;
       }
       rest -= size;
     }
+    return 0;
   }
-}
+};
 
-template <typename T, typename A, typename Source, int VEC, int LANES, bool MIXED>
+template <typename T, typename A, typename Source, int VEC, int LANES, bool WHOLE, bool MIXED>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     pyramid_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
                    const ForwardSizes sizes, uint32_t share) {
-  using Walk = PyramidWalk<A, LANES>;
-  constexpr int kPass = Walk::kPass, kEach = Walk::kEach, kWarps = kForwardThreads / 32;
-  constexpr bool kPairs = kEach == 2 && !MIXED && sizeof(A) == 4;  // two samples by one load
-  constexpr bool kAhead = kEach == 1 && !Source::kNeedsLevel;      // loads the next samples early; others would spill
+  using Walk = PyramidWalk<A, Source::kNeedsLevel, LANES, WHOLE>;
+  constexpr int kEach = Walk::kEach, kPass = Walk::kPass, kWarps = kForwardThreads / 32;
+  constexpr int kSame = MIXED ? 1 : 4;                                     // neighbouring samples that lie on one level
+  constexpr bool kPairs = kEach == 2 && !MIXED && sizeof(A) == 4;          // two samples by one load
+  constexpr bool kAhead = !Source::kNeedsLevel && (kPairs || kEach == 1);  // loads the next samples early
   constexpr uint32_t kNone = 0xffffffffu;
   extern __shared__ __align__(16) char shared[];
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t texel_bytes = sizes.texel_bytes;
   auto* table = reinterpret_cast<Level*>(shared + Walk::kWarpBytes * kWarps);  // [L]
-  auto* of_sample = table + L;                                                 // [K], with the level's number as `end`
-  auto* list = reinterpret_cast<uint32_t*>(of_sample + K);                     // [share]
-  auto* starts = reinterpret_cast<int32_t*>(list + share);                     // [kMaxRegions + 1]
-  int32_t* edges = starts + kMaxRegions + 1;                                   // [L, Regions::edges()]
+  auto* level_of = table + L;                                    // [K / kSame], with the level's number as `end`
+  auto* steps = reinterpret_cast<Steps*>(level_of + K / kSame);  // [K / kSame], in bytes
   const bool follow = load_levels(levels, L, sizes.S, table);
-  const Regions regions(table, L);
-  for (int k = threadIdx.x; k < K; k += kForwardThreads) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < K / kSame; i += kForwardThreads) {
     int l = 0;
-    while (k >= table[l].end) ++l;
-    of_sample[k] = {table[l].start, table[l].H, table[l].W, l};
+#pragma unroll 1
+    while (i * kSame >= table[l].end) ++l;
+    const Steps texels = Steps::of(table[l]);
+    level_of[i] = {table[l].start, table[l].H, table[l].W, l};
+    steps[i] = {texels.column * texel_bytes, texels.row * texel_bytes};
   }
-  lay_out(table, L, regions, edges, starts);  // of_sample is complete, too
+  const Regions regions(table, L, reinterpret_cast<int32_t*>(steps + K / kSame));  // level_of is complete, too
 
   const uint32_t Q = sizes.Q;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * share;
@@ -783,106 +814,114 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   uint32_t task = static_cast<uint32_t>(begin / Q),
            first = static_cast<uint32_t>(begin - static_cast<int64_t>(task) * Q);
   uint32_t left = begin < total ? static_cast<uint32_t>(min(total - begin, static_cast<int64_t>(share))) : 0;
-  const int row = lane / LANES, channel_lane = lane % LANES, head_mask = (1 << sizes.head_bits) - 1;
-  const int rows_of_query = sizes.head_bits, queries = Walk::kRows >> sizes.head_bits;
-  const uint32_t texel_bytes = sizes.texel_bytes;
-  char* my_samples = shared + warp * Walk::kWarpBytes;
-  constexpr int kPreparers = kPass / kEach;  // lanes that prepare a row's samples
-  const int my_row = lane / kPreparers, k_in_pass = lane % kPreparers * kEach, my_head = my_row & head_mask;
+  const int row = lane / LANES, channel_lane = lane % LANES, head_of_row = row & ((1 << sizes.head_bits) - 1);
+  const int query_of_row = row >> sizes.head_bits, query_bits = Walk::kRowBits - sizes.head_bits;  // of a turn
+  char* const my_memory = shared + warp * Walk::kWarpBytes;
+  auto* samples = reinterpret_cast<Sample<A>*>(my_memory + Walk::row_offset(row));
+  auto* ring = reinterpret_cast<uint32_t*>(my_memory + Walk::row_offset(Walk::kRows));
+#pragma unroll 1
   while (left > 0) {  // a head after the other, or what of it is the block's
     const uint32_t count = min(left, Q - first);
-    if (follow) {
-      list_queries(table, L, regions, edges, starts, first, count, list);
-    } else {
-      for (uint32_t i = threadIdx.x; i < count; i += kForwardThreads) list[i] = first + i;
-    }
-    __syncthreads();  // the list is complete
     const uint32_t head_block = task / sizes.slices, head_blocks = static_cast<uint32_t>(G) >> sizes.head_bits;
     const uint32_t b = head_block / head_blocks;
-    const int first_g = (head_block - b * head_blocks) << sizes.head_bits, g = first_g + (row & head_mask);
+    const int g = ((head_block - b * head_blocks) << sizes.head_bits) + head_of_row;
     const int64_t image_rows = static_cast<int64_t>(b) * Q * G;
     const Source image = source.of_image(static_cast<int64_t>(b) * Q * L, image_rows * K);
     const int c = (task - head_block * sizes.slices) * (LANES * VEC) + channel_lane * VEC;
     // Lanes past the last channel read the first ones.
     const char* base =
         reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + (c < C ? c : 0));
-    typename Source::Raw raw[kEach];
-    const auto query_of = [&](uint32_t turn, int r) {
-      const uint32_t i = turn * queries + (r >> rows_of_query);
-      return i < count ? list[i] : kNone;
+
+    // The queries of this turn of the warp and of those that follow it: 32 at a time, one by each lane.
+    const auto find_queries = [&](uint32_t turn) {
+      const uint32_t place = ((turn + (lane >> query_bits) * kWarps) << query_bits) + (lane & ((1 << query_bits) - 1));
+      __syncwarp();  // the queries of the previous head have been read
+      ring[((turn / kWarps << query_bits) + lane) % Walk::kRing] = place >= count ? kNone
+                                                                   : follow       ? regions.query_at(first + place)
+                                                                                  : first + place;
+      __syncwarp();  // these are complete
     };
+    const auto query_of = [&](uint32_t turn) {  // of this lane's row
+      return ring[((turn / kWarps << query_bits) + query_of_row) % Walk::kRing];
+    };
+    typename Source::Raw raw[kEach];
     const auto fetch = [&](uint32_t turn, int k) {
-      const uint32_t query = query_of(turn, my_row), index = (query * G + first_g + my_head) * K + k;
+      const uint32_t query = query_of(turn), index = (query * G + g) * K + k;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) raw[i] = {};
       if (query == kNone) return;
       if constexpr (kPairs) {
-        if (k < K)
-          image.template fetch_pair<true>(index, query * L + (Source::kNeedsLevel ? of_sample[k].end : 0), raw);
+        if (!WHOLE && k >= K) return;
+        image.template fetch_pair<true>(index, query * L + (Source::kNeedsLevel ? level_of[k / kSame].end : 0), raw);
       } else {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-          if (k + i >= K) break;
-          const uint32_t query_level = query * L + (Source::kNeedsLevel ? of_sample[k + i].end : 0);
+          if (!WHOLE && k + i >= K) break;
+          const uint32_t query_level = query * L + (Source::kNeedsLevel ? level_of[(k + i) / kSame].end : 0);
           raw[i] = image.template fetch_position<true>(index + i, query_level);
           image.template fetch_weight<true>(index + i, raw[i]);
         }
       }
     };
-    const uint32_t turns = (count + queries - 1) / queries;
-    if (kAhead) fetch(warp, k_in_pass);
+    const uint32_t turns = (count + (1u << query_bits) - 1) >> query_bits;
+    find_queries(warp);
+    if (kAhead) fetch(warp, channel_lane * kEach);
 #pragma unroll 1
     for (uint32_t turn = warp; turn < turns; turn += kWarps) {
-      const uint32_t my_query = query_of(turn, my_row);
-      const auto softmax = image.row_of_lanes(my_query != kNone, (my_query * G + first_g + my_head) * K, K,
-                                              lane % kPreparers, kPreparers);
+      const uint32_t next = turn + kWarps;
+      if ((next / kWarps << query_bits) % 32 == 0) find_queries(next);
+      const auto softmax =
+          image.row_of_lanes(query_of(turn) != kNone, (query_of(turn) * G + g) * K, K, channel_lane, LANES);
       A sum[VEC] = {};
 #pragma unroll 1
       for (int k0 = 0; k0 < K; k0 += kPass) {
-        const int k = k0 + k_in_pass;
+        const int k = k0 + channel_lane * kEach;
         if (!kAhead) fetch(turn, k);
-        __syncwarp();  // the previous samples have been read
         Level level;
         int points = 0;
+        Sample<A> prepared[kEach];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
           if (i == 0 || MIXED) {
-            level = of_sample[min(k + i, K - 1)];
+            level = level_of[(WHOLE ? k + i : min(k + i, K - 1)) / kSame];
             if constexpr (Source::kNeedsLevel) {
               points = table[level.end].end - (level.end > 0 ? table[level.end - 1].end : 0);
             }
           }
-          reinterpret_cast<Sample<A>*>(my_samples + my_row * Walk::kRowBytes)[k_in_pass + i] =
-              make_sample<A>(image, raw[i], softmax, level, points, k + i < K);
+          prepared[i] = make_sample<A>(image, raw[i], softmax, level, points, WHOLE || k + i < K);
+          prepared[i].texel *= texel_bytes;
         }
-        __syncwarp();  // these samples are complete
-        const bool is_last = k0 + kPass >= K;
-        if (kAhead) fetch(is_last ? turn + kWarps : turn, is_last ? k_in_pass : k + kPass);
-        constexpr int kSame = MIXED ? 1 : 4;  // samples that lie on one level
-        const auto* samples = reinterpret_cast<const Sample<A>*>(my_samples + row * Walk::kRowBytes);
 #pragma unroll
-        for (int i = 0; i < kPass; i += kSame) {
-          if (k0 + i >= K) break;
-          const Level at_level = of_sample[k0 + i];
-          const uint32_t row_texels = at_level.H > 1 ? at_level.W : 0;
-          const char* right = base + (at_level.W > 1 ? texel_bytes : 0);
+        for (int j = 0; j < kEach; ++j) {  // of two, all lanes' first samples, then their second ones
+          __syncwarp();                    // the previous samples have been read
+          samples[channel_lane] = prepared[j];
+          __syncwarp();  // these samples are complete
+          if (kAhead && j == kEach - 1) {
+            const bool is_last = k0 + kPass >= K;
+            fetch(is_last ? next : turn, is_last ? channel_lane * kEach : k + kPass);
+          }
+          constexpr int kRun = MIXED ? 1 : 4 / kEach;
 #pragma unroll
-          for (int j = 0; j < kSame; ++j) {
-            const Sample<A> at = samples[i + j];
-            const uint64_t upper = static_cast<uint64_t>(at.texel) * texel_bytes,
-                           lower = static_cast<uint64_t>(at.texel + row_texels) * texel_bytes;
-            const char* const corner[4] = {base + upper, right + upper, base + lower, right + lower};
-            add_sample<T>(at, corner, sum);
+          for (int i = 0; i < LANES; i += kRun) {
+            if (!WHOLE && k0 + i * kEach + j >= K) break;
+            const Steps step = steps[(k0 + i * kEach + j) / kSame];
+            const char* right = base + step.column;
+#pragma unroll
+            for (int s = i; s < i + kRun; ++s) {
+              const Sample<A> at = samples[s];
+              const char *upper = base + at.texel, *upper_right = right + at.texel;
+              const char* const corner[4] = {upper, upper_right, upper + step.row, upper_right + step.row};
+              add_sample<T>(at, corner, sum);
+            }
           }
         }
       }
-      const uint32_t query = query_of(turn, row);
+      const uint32_t query = query_of(turn);
       if (query != kNone && c < C) {
         store_pack<T, VEC>(output + (image_rows + static_cast<int64_t>(query) * G + g) * C + c, sum);
       }
     }
     left -= count, ++task, first = 0;
-    if (left > 0) __syncthreads();  // the list has been read
   }
 }
 
@@ -1830,9 +1869,7 @@ constexpr int kOrderQueryThreads = 1024, kOrderQueryBlocks = 32;
 __global__ void __launch_bounds__(kOrderQueryThreads)
     order_queries_kernel(const Levels levels, int L, int64_t S, uint32_t* __restrict__ order) {
   extern __shared__ __align__(16) char shared[];
-  auto* table = reinterpret_cast<Level*>(shared);        // [L]
-  auto* starts = reinterpret_cast<int32_t*>(table + L);  // [kMaxRegions + 1]
-  int32_t* edges = starts + kMaxRegions + 1;             // [L, Regions::edges()]
+  auto* table = reinterpret_cast<Level*>(shared);  // [L]
   const bool follow = load_levels(levels, L, S, table);
   const uint32_t Q = static_cast<uint32_t>(S), share = (Q + gridDim.x - 1) / gridDim.x, first = blockIdx.x * share;
   if (first >= Q) return;
@@ -1841,9 +1878,8 @@ __global__ void __launch_bounds__(kOrderQueryThreads)
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) order[first + i] = first + i;
     return;
   }
-  const Regions regions(table, L);
-  lay_out(table, L, regions, edges, starts);
-  list_queries(table, L, regions, edges, starts, first, count, order + first);
+  const Regions regions(table, L, reinterpret_cast<int32_t*>(table + L));
+  for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) order[first + i] = regions.query_at(first + i);
 }
 
 // The walk of one group over `count` samples, list[0] and on; `turns` is at least that, and the same for the whole
@@ -2335,6 +2371,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
     using A = decltype(accumulate_tag);
     const auto source = make_source(value_tag, accumulate_tag);
     using Source = std::decay_t<decltype(source)>;
+    constexpr bool kNeedsLevel = Source::kNeedsLevel;
     dispatch_row<T, 32>(problem.C, aligned(value, 16), [&](auto vec, auto lanes) {
       constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
       const auto sizes_of = [&](int head_bits) {
@@ -2349,31 +2386,35 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
                             static_cast<uint32_t>(problem.G * problem.C * sizeof(T)),
                             head_bits};
       };
-      // Returns false for rows too long for the lists in shared memory, and for those read one value at a time, of
-      // which a block's heads may be more than a warp has groups.
+      // Returns false for an image whose bytes a sample cannot count, and for rows read one value at a time, of which a
+      // block's heads may be more than a warp has groups.
       const auto run_pyramid = [&](int head_bits) {
         if constexpr (kVec == 1) {
           return false;
         } else {
           const ForwardSizes sizes = sizes_of(head_bits);
-          const int64_t total = int64_t{sizes.heads} * sizes.slices * problem.Q;
-          const int64_t waves = ceil_div(total, int64_t{sms} * kBlockQueries), share = ceil_div(total, waves * sms);
-          const size_t shared = PyramidWalk<A, kLanes>::kWarpBytes * (kForwardThreads / 32) +
-                                sizeof(Level) * (problem.L + problem.K) +
-                                sizeof(int32_t) * (share + kMaxRegions + 1 + problem.L * kMaxEdges);
-          if (shared > kPyramidShared) return false;
-          const auto start = [&](auto kernel) {
+          if (problem.S * int64_t{sizes.texel_bytes} > UINT32_MAX) return false;
+          const int64_t total = int64_t{sizes.heads} * sizes.slices * problem.Q, share = ceil_div(total, sms);
+          if (share > INT32_MAX) return false;
+          const bool by_four = points_divide(levels, problem, 4);
+          const auto start = [&](auto kernel, auto walk) {
+            const size_t shared = decltype(walk)::kWarpBytes * (kForwardThreads / 32) + sizeof(Level) * problem.L +
+                                  (sizeof(Level) + sizeof(Steps)) * (by_four ? problem.K / 4 : problem.K) +
+                                  Regions::bytes(problem.L);
+            if (shared > kPyramidShared) return false;
             allow_shared(kernel, shared);
             kernel<<<grid_size(ceil_div(total, share)), kForwardThreads, shared, stream>>>(
                 static_cast<const T*>(value.const_data_ptr()), levels, source,
                 static_cast<T*>(output.mutable_data_ptr()), sizes, static_cast<uint32_t>(share));
+            return true;
           };
-          if (points_divide(levels, problem, 4)) {
-            start(pyramid_kernel<T, A, Source, kVec, kLanes, false>);
-          } else {
-            start(pyramid_kernel<T, A, Source, kVec, kLanes, true>);
+          const PyramidWalk<A, kNeedsLevel, kLanes, true> whole;
+          const PyramidWalk<A, kNeedsLevel, kLanes, false> part;
+          if (!by_four) return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, true>, part);
+          if (problem.K % whole.kPass != 0) {
+            return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, false>, part);
           }
-          return true;
+          return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false>, whole);
         }
       };
       const auto run = [&](auto kernel, auto walk, int rows, int threads, int head_bits) {
@@ -2382,7 +2423,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
         const ForwardSizes sizes = sizes_of(head_bits);
         const dim3 grid =
             head_grid(ceil_div(problem.Q, int64_t{groups >> head_bits} * rows), int64_t{sizes.heads} * sizes.slices);
-        const size_t shared = static_cast<size_t>(W::template group_bytes<A>()) * groups + sizeof(Level) * problem.L;
+        const size_t shared = W::template group_offset<A>(groups) + sizeof(Level) * problem.L;
         allow_shared(kernel, shared);
         kernel<<<grid, threads, shared, stream>>>(static_cast<const T*>(value.const_data_ptr()), levels, source,
                                                   static_cast<T*>(output.mutable_data_ptr()), sizes);
@@ -2432,7 +2473,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           ++head_bits;
         }
         // An encoder: 126 us in the order of regions, 150 in that of queries (bfloat16 96, 110).
-        if (problem.Q == problem.S && problem.L > 0 && run_pyramid(head_bits)) return;
+        if (problem.Q == problem.S && problem.K > 0 && run_pyramid(head_bits)) return;
         // Two rows a group, in passes of four samples that keep to one level, unless these would be padded. In 16 bit,
         // where queries share nothing, more warps win (48 images: 490 against 515 us; a decoder of 4000: 30 against
         // 28).
@@ -2497,7 +2538,7 @@ bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_out
   const int L = static_cast<int>(problem.L);
   const int64_t rows = problem.B * problem.G * problem.Q,
                 slots = 2 * int64_t{multiprocessors(value.get_device_index())};
-  const size_t order_shared = sizeof(Level) * L + sizeof(int32_t) * (kMaxRegions + 1 + int64_t{L} * kMaxEdges);
+  const size_t order_shared = sizeof(Level) * L + Regions::bytes(L);
   if (problem.C > 128 || order_shared > 48 * 1024 || problem.Q * problem.L > INT32_MAX) return false;
   bool done = false;
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
