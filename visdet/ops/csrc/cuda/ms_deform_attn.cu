@@ -142,6 +142,10 @@ struct GivenSamples {
     x = fma(raw.x, A(level.W), A(-0.5)), y = fma(raw.y, A(level.H), A(-0.5));
   }
   __device__ __forceinline__ Row row_of_lanes(bool, uint32_t, int, int, int) const { return {}; }
+  template <int LANES, int N, typename Has>
+  __device__ __forceinline__ Row row_of_raw(const Raw (&)[N], const Has&) const {
+    return {};
+  }
   __device__ __forceinline__ Row row_at(int64_t) const { return {}; }
   __device__ __forceinline__ A weight(const Raw& raw, const Row&) const { return raw.weight; }
 };
@@ -168,6 +172,7 @@ struct FusedSamples {
   };
   using Row = SoftmaxRow<A>;
   static constexpr bool kNeedsLevel = true;
+  static constexpr A kLeast = sizeof(A) == 4 ? -3.4028234663852886e38 : -1.7976931348623157e308;  // finite number
 
   __device__ __forceinline__ int element() const { return wide ? sizeof(A) : sizeof(T); }
   __device__ __forceinline__ FusedSamples of_image(int64_t image_levels, int64_t image_samples) const {
@@ -253,7 +258,7 @@ struct FusedSamples {
   // The softmax of a row, worked out by `lanes` neighbouring threads (a power of two) that all come here.
   __device__ __forceinline__ Row row_of_lanes(bool exists, uint32_t first, int K, int lane, int lanes) const {
     constexpr int kEach = 4;  // loads in flight
-    A largest = static_cast<A>(sizeof(A) == 4 ? -3.4028234663852886e38 : -1.7976931348623157e308), sum = 0;
+    A largest = kLeast, sum = 0;
     for (int k = lane; exists && k < K; k += kEach * lanes) {
       A logit[kEach], top = largest;
 #pragma unroll
@@ -277,6 +282,26 @@ struct FusedSamples {
     sum *= exp(largest - top);
     for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     return {top, A(1) / sum};
+  }
+  // The same where LANES threads hold the row's logits already; has(i): whether the i-th of this one exists.
+  template <int LANES, int N, typename Has>
+  __device__ __forceinline__ Row row_of_raw(const Raw (&raw)[N], const Has& has) const {
+    A largest = kLeast, sum = 0, logit[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      logit[i] = has(i) ? logit_of(raw[i].weight) : -static_cast<A>(INFINITY);
+      largest = logit[i] > largest ? logit[i] : largest;  // a NaN stays out, and makes the sum NaN
+    }
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) {
+      const A other = __shfl_xor_sync(0xffffffffu, largest, step);
+      largest = other > largest ? other : largest;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += exp(logit[i] - largest);
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    return {largest, A(1) / sum};
   }
   __device__ __forceinline__ Row row_at(int64_t row) const { return rows[row]; }
   __device__ __forceinline__ A weight(const Raw& raw, const Row& row) const { return row.weight(logit_of(raw.weight)); }
@@ -536,54 +561,95 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
 // as above. They first compute the metadata of kChunk samples, two neighbours by one load where they can (read by their
 // warp alone); then each group walks its share of every run with kAhead samples' loads in flight. Half of the warps
 // begin in the middle: so at any time some read fine levels, whose texels come from the second-level cache, and others
-// coarse ones, which hit in the first, and neither waits for its turn. blockIdx: block of the head, g, b. Each output
-// is written once.
+// coarse ones, which hit in the first, and neither waits for its turn. An image of value spans less than 2^32 bytes.
+// blockIdx: block of the head, g, b. Each output is written once.
 constexpr int kRun = 4;
 constexpr int kChunk = 16;
 constexpr int kMostInRuns = 1024;  // samples of a row: their runs are in shared memory
 
-// The levels of the first runs, with the level's number as `end`, as far as the host knows them: found in the kernel,
-// they would delay every block.
-struct alignas(16) KnownRuns {
-  int32_t count;
-  Level level[16];
+// The levels of the runs of a row of one chunk, whose levels the host knows: without a table and its barrier, and
+// without a loop over chunks.
+struct FewRuns {
+  Level level[kChunk / kRun];     // with the level's number as `end`
+  int32_t points[kChunk / kRun];  // of a row on that level
 };
 
-__device__ __forceinline__ Level level_of_run(const Levels& levels, int r, int64_t S) {
-  int l = 0;
-  while (r * kRun >= (levels.P > 0 ? (l + 1) * levels.P : levels.end[l])) ++l;
-  Level level = read_level(levels, l, S);
-  level.end = l;
-  return level;
-}
+// Of any other row, for a table in shared memory. The first ones come from the host, as far as it knows them: found in
+// the kernel, they would delay every block.
+struct ManyRuns {
+  int64_t S;
+  int32_t count;    // of level
+  Level level[16];  // with the level's number as `end`
+  Levels levels;
+
+  __device__ __forceinline__ Level at(int r) const {
+    if (r < count) return level[r];
+    int l = 0;
+    while (r * kRun >= (levels.P > 0 ? (l + 1) * levels.P : levels.end[l])) ++l;
+    Level found = read_level(levels, l, S);
+    found.end = l;
+    return found;
+  }
+};
+
+struct DecoderSizes {
+  int64_t image_bytes;                               // of value
+  uint32_t image_rows, image_samples, image_levels;  // Q * G, Q * G * K and Q * L
+  uint32_t Q, texel_bytes;
+  int32_t G, C, L, K;
+};
 
 template <typename A>
 constexpr int chunk_bytes() {  // 16: neighbouring rows are read from different banks
   return sizeof(Sample<A>) * kChunk + 16;
 }
 
-template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT>
+template <typename T, typename A, typename Source, typename Runs, int VEC, int LANES, int SPLIT>
 __global__ void __launch_bounds__(kForwardThreads, 1)
-    decoder_kernel(const T* __restrict__ value, const Source source, T* __restrict__ output, const ForwardSizes sizes,
-                   const KnownRuns known, const Levels levels) {
+    decoder_kernel(const T* __restrict__ value, const Source source, T* __restrict__ output, const DecoderSizes sizes,
+                   const __grid_constant__ Runs runs) {
   constexpr int kGroup = LANES * SPLIT, kEach = greatest(1, kChunk / kGroup), kPairs = kEach / 2;
   constexpr int kSteps = kRun / SPLIT;  // of a group in a run
+  constexpr bool kFew = std::is_same_v<Runs, FewRuns>;
   // In 16 bit, where a lane sums twice the channels, one wins (Q=900: 7.7 us, 8.0 with two) unless warps are few.
   constexpr int kAhead = sizeof(T) == 2 && SPLIT > 1 ? 1 : least(2, kSteps);
   extern __shared__ __align__(16) char shared[];
   const int groups = blockDim.x / kGroup, group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
-  const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, g = blockIdx.y, b = blockIdx.z;
+  const int L = sizes.L, K = kFew ? kChunk : sizes.K, G = sizes.G, C = sizes.C, g = blockIdx.y;
+  const uint32_t b = blockIdx.z;
   auto* my_samples = reinterpret_cast<Sample<A>*>(shared + group * chunk_bytes<A>());
-  auto* runs = reinterpret_cast<Level*>(shared + groups * chunk_bytes<A>());  // [K / kRun]
+  auto* table = reinterpret_cast<Level*>(shared + groups * chunk_bytes<A>());  // [K / kRun], unless kFew
   const uint32_t query = blockIdx.x * groups + group;
-  const bool exists = query < static_cast<uint32_t>(sizes.Q);
+  const bool exists = query < sizes.Q;
   const uint32_t row = exists ? query * G + g : 0;
-  const int64_t image_rows = static_cast<int64_t>(b) * sizes.Q * G;
-  const Source image = source.of_image(static_cast<int64_t>(b) * sizes.Q * L, image_rows * K);
+  const Source image =
+      source.of_image(static_cast<uint64_t>(b) * sizes.image_levels, static_cast<uint64_t>(b) * sizes.image_samples);
 
   typename Source::Raw raw[kEach];
   const auto sample_of = [&](int i) {  // in the chunk: the one that this lane's raw[i] is
     return kPairs > 0 ? (i / 2 * kGroup + lane) * 2 + i % 2 : lane;
+  };
+  const auto of_run = [&](const auto& known, int k) {  // by selection: lanes would wait for one another's arguments
+    auto found = known[0];
+#pragma unroll
+    for (int r = 1; r < kChunk / kRun; ++r) {
+      if (k >= r * kRun) found = known[r];
+    }
+    return found;
+  };
+  const auto level_of = [&](int k) {
+    if constexpr (kFew) {
+      return of_run(runs.level, k);
+    } else {
+      return table[min(k, K - 1) / kRun];
+    }
+  };
+  const auto points_of = [&](int k, const Level& level) {
+    if constexpr (kFew) {
+      return of_run(runs.points, k);
+    } else {
+      return points_on(runs.levels, level.end);
+    }
   };
   const auto fetch = [&](int k0) {
 #pragma unroll
@@ -591,7 +657,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       const int k = k0 + sample_of(i);
       typename Source::Raw pair[2] = {};
       if (exists && k < K && sample_of(i) < kChunk) {
-        const uint32_t index = row * K + k, query_level = query * L + (Source::kNeedsLevel ? runs[k / kRun].end : 0);
+        const uint32_t index = row * K + k, query_level = query * L + (Source::kNeedsLevel ? level_of(k).end : 0);
         if constexpr (kPairs > 0) {
           image.fetch_pair(index, query_level, pair);
         } else {
@@ -603,50 +669,53 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       if constexpr (kPairs > 0) raw[i + 1] = pair[1];
     }
   };
-  if (!Source::kNeedsLevel) fetch(0);
-  for (int r = threadIdx.x; r < K / kRun; r += blockDim.x) {
-    runs[r] = r < known.count ? known.level[r] : level_of_run(levels, r, sizes.S);
+  if (kFew || !Source::kNeedsLevel) fetch(0);
+  typename Source::Row softmax;
+  if constexpr (kFew) {
+    softmax = image.template row_of_raw<kGroup>(raw, [&](int i) { return sample_of(i) < K; });
+  } else {
+    for (int r = threadIdx.x; r < K / kRun; r += blockDim.x) table[r] = runs.at(r);
+    __syncthreads();
+    softmax = image.row_of_lanes(exists, row * K, K, lane, kGroup);
+    if (Source::kNeedsLevel) fetch(0);
   }
-  __syncthreads();
-  const typename Source::Row softmax = image.row_of_lanes(exists, row * K, K, lane, kGroup);
-  if (Source::kNeedsLevel) fetch(0);
 
   const int channel_lane = lane % LANES, part = lane / LANES, c = channel_lane * VEC;
-  const uint32_t texel_bytes = sizes.texel_bytes;
-  // Lanes past the last channel read the first ones.
-  const char* base =
-      reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + (c < C ? c : 0));
+  const uint32_t texel_bytes = sizes.texel_bytes, row_offset = c < C ? c * sizeof(T) : 0;  // past the last: the first
+  const char* base = reinterpret_cast<const char*>(value) + b * sizes.image_bytes + g * C * sizeof(T);
   A sum[VEC] = {};
 #pragma unroll 1
   for (int k0 = 0;;) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int k = k0 + sample_of(i);
-      const Level level = runs[min(k, K - 1) / kRun];
-      const int points = Source::kNeedsLevel ? points_on(levels, level.end) : 0;
+      const int k = k0 + sample_of(i), even = k0 + sample_of(i / 2 * 2);  // which lies on the same level
+      const Level level = level_of(even);
+      const int points = Source::kNeedsLevel ? points_of(even, level) : 0;
       const Sample<A> sample = make_sample<A>(image, raw[i], softmax, level, points, exists && k < K);
       if (kGroup <= kChunk || lane < kChunk) my_samples[sample_of(i)] = sample;
     }
     __syncwarp();  // these samples are complete
 
-    const int count = min(kChunk, K - k0) / kRun;
+    const int count = kFew ? K / kRun : min(kChunk, K - k0) / kRun;
     int run = threadIdx.x / 128 % 2 * (count / 2);
-    const char* right;
-    uint32_t row_texels;
+    uint32_t right, below;
     const auto enter = [&] {
-      const Level level = runs[k0 / kRun + run];
-      right = base + (level.W > 1 ? texel_bytes : 0);
-      row_texels = level.H > 1 ? level.W : 0;
+      Level level;
+      if constexpr (kFew) {
+        level = runs.level[run];
+      } else {
+        level = table[k0 / kRun + run];
+      }
+      right = level.W > 1 ? texel_bytes : 0, below = level.H > 1 ? level.W * texel_bytes : 0;
     };
     Sample<A> at[kAhead];
     Pack<T, VEC> texels[kAhead][4];
     const auto load = [&](int slot, int step) {
       at[slot] = my_samples[run * kRun + step * SPLIT + part];
-      const uint64_t upper = static_cast<uint64_t>(at[slot].texel) * texel_bytes,
-                     lower = static_cast<uint64_t>(at[slot].texel + row_texels) * texel_bytes;
-      const char* const corner[4] = {base + upper, right + upper, base + lower, right + lower};
+      const uint32_t upper = at[slot].texel * texel_bytes + row_offset, lower = upper + below;
+      const uint32_t corner[4] = {upper, upper + right, lower, lower + right};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) texels[slot][j] = *reinterpret_cast<const Pack<T, VEC>*>(corner[j]);
+      for (int j = 0; j < 4; ++j) texels[slot][j] = *reinterpret_cast<const Pack<T, VEC>*>(base + corner[j]);
     };
     enter();
 #pragma unroll
@@ -667,7 +736,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     for (int left = count; left > 1; --left) walk_run(std::false_type{});
     walk_run(std::true_type{});
     k0 += kChunk;
-    if (k0 >= K) break;
+    if (kFew || k0 >= K) break;
     fetch(k0);
     __syncwarp();  // the samples have been read
   }
@@ -676,7 +745,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 #pragma unroll
     for (int v = 0; v < VEC; ++v) sum[v] += __shfl_xor_sync(0xffffffffu, sum[v], step);
   }
-  if (part == 0 && c < C && exists) store_pack<T, VEC>(output + (image_rows + row) * C + c, sum);
+  if (part == 0 && c < C && exists) {
+    store_pack<T, VEC>(output + (static_cast<uint64_t>(b) * sizes.image_rows + row) * C + c, sum);
+  }
 }
 
 // Forward of an encoder, whose queries are the pyramid's own texels. The image is cut into regions, the same ones on
@@ -2334,8 +2405,20 @@ bool points_divide(const Levels& levels, const MsDeformAttnProblem& problem, int
 }
 
 // For rows whose samples on each level are a multiple of kRun.
-KnownRuns known_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
-  KnownRuns runs{};
+FewRuns few_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
+  FewRuns runs{};
+  int count = 0;
+  for (int l = 0; l < problem.L; ++l) {
+    for (int i = 0; i < points_on(levels, l) / kRun; ++i, ++count) {
+      runs.level[count] = {levels.start[l], levels.H[l], levels.W[l], l}, runs.points[count] = points_on(levels, l);
+    }
+  }
+  return runs;
+}
+
+ManyRuns many_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
+  ManyRuns runs{};
+  runs.S = problem.S, runs.levels = levels;
   if (levels.shapes != nullptr) return runs;
   constexpr int kMost = sizeof(runs.level) / sizeof(Level);
   for (int l = 0; l < problem.L; ++l) {
@@ -2437,21 +2520,40 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
       const auto threads = [&](int group) { return ceil_div(rows * group, 32) * 32; };
       constexpr int kSplit4 = least(4, greatest(1, 16 / kLanes)), kSplit2 = least(2, greatest(1, 8 / kLanes));
       constexpr int kMostSplit = sizeof(T) == 2 ? 768 : kForwardThreads;
+      const int64_t texel_bytes = problem.G * problem.C * static_cast<int64_t>(sizeof(T));
       const bool in_runs = problem.K > 0 && problem.K <= kMostInRuns && points_divide(levels, problem, kRun) &&
-                           problem.C <= kVec * kLanes && problem.G <= 65535 && problem.B <= 65535;
+                           problem.S * texel_bytes <= int64_t{UINT32_MAX} && problem.C <= kVec * kLanes &&
+                           problem.G <= 65535 && problem.B <= 65535;
       const auto few = [&](auto split) {
         constexpr int kSplit = decltype(split)::value;
         if constexpr (kVec > 1 && sizeof(A) == 4) {
           if (in_runs) {
-            const auto kernel = decoder_kernel<T, A, Source, kVec, kLanes, kSplit>;
             const int64_t block = threads(kLanes * kSplit), groups = block / (kLanes * kSplit);
-            const size_t shared = chunk_bytes<A>() * groups + sizeof(Level) * (problem.K / kRun);
+            const DecoderSizes sizes{problem.S * texel_bytes,
+                                     static_cast<uint32_t>(problem.Q * problem.G),
+                                     static_cast<uint32_t>(problem.Q * problem.G * problem.K),
+                                     static_cast<uint32_t>(problem.Q * problem.L),
+                                     static_cast<uint32_t>(problem.Q),
+                                     static_cast<uint32_t>(texel_bytes),
+                                     static_cast<int32_t>(problem.G),
+                                     static_cast<int32_t>(problem.C),
+                                     static_cast<int32_t>(problem.L),
+                                     static_cast<int32_t>(problem.K)};
             const dim3 grid(grid_size(ceil_div(problem.Q, groups)), static_cast<unsigned>(problem.G),
                             static_cast<unsigned>(problem.B));
-            allow_shared(kernel, shared);
-            kernel<<<grid, static_cast<unsigned>(block), shared, stream>>>(
-                static_cast<const T*>(value.const_data_ptr()), source, static_cast<T*>(output.mutable_data_ptr()),
-                sizes_of(0), known_runs(levels, problem), levels);
+            const auto launch = [&](const auto& runs, size_t table) {
+              const auto kernel = decoder_kernel<T, A, Source, std::decay_t<decltype(runs)>, kVec, kLanes, kSplit>;
+              const size_t shared = chunk_bytes<A>() * groups + table;
+              allow_shared(kernel, shared);
+              kernel<<<grid, static_cast<unsigned>(block), shared, stream>>>(
+                  static_cast<const T*>(value.const_data_ptr()), source, static_cast<T*>(output.mutable_data_ptr()),
+                  sizes, runs);
+            };
+            if (levels.shapes == nullptr && problem.K == kChunk) {
+              launch(few_runs(levels, problem), 0);
+            } else {
+              launch(many_runs(levels, problem), sizeof(Level) * (problem.K / kRun));
+            }
             return;
           }
         }
