@@ -60,8 +60,8 @@ def ms_deform_attn(
 
     On CUDA an image's Q * G * L * P must be under 2^31, G * C under 2^28, S and B * G under 2^31, and in the backward
     Q times P rounded up to a power of two under 2^31. The backward takes scratch memory: 32 bytes a sample
-    (64 in float64); but for deterministic mode, with few samples and for an encoder (Q = S) instead a float32 copy of
-    a 16-bit gradient of ``value``, and for the latter 4 bytes a query.
+    (64 in float64). Few samples, and an encoder's (Q = S), take instead a float32 copy of a 16-bit gradient of
+    ``value``, the encoder's also 4 bytes a query; not in deterministic mode.
 
     Raises:
         RuntimeError: a shape, type, size or device does not fit; the message names the argument.
