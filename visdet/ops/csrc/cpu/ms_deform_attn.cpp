@@ -270,6 +270,17 @@ struct Samples {
   A weight[4][kBlock];        // attention weight * corner weight
 };
 
+// to[k][i] = weight * the corner weight of corner k.
+template <typename A>
+VISDET_INLINE void put_corner_weights(const Bilinear<A>& at, A weight, int i, A (&to)[4][kBlock]) {
+  const A left = at.left ? 1 - at.fx : A(0), right = at.right ? at.fx : A(0);
+  const A top = at.top ? (1 - at.fy) * weight : A(0), bottom = at.bottom ? at.fy * weight : A(0);
+  to[0][i] = top * left;
+  to[1][i] = top * right;
+  to[2][i] = bottom * left;
+  to[3][i] = bottom * right;
+}
+
 template <typename T, typename A>
 VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, Samples<A>& out) {
   const int64_t k0 = out.block.first, texel_stride = a.gathered ? a.C : a.G * a.C;
@@ -284,12 +295,7 @@ VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A
     Bilinear<A> at;
     const bool counts = locate(location[2 * i] * W[i] - A(0.5), location[2 * i + 1] * H[i] - A(0.5), H[i], W[i], at);
     const A w = counts ? weight[i] : A(0);
-    const A left = at.left ? 1 - at.fx : A(0), right = at.right ? at.fx : A(0);
-    const A top = at.top ? (1 - at.fy) * w : A(0), bottom = at.bottom ? at.fy * w : A(0);
-    out.weight[0][i] = top * left;
-    out.weight[1][i] = top * right;
-    out.weight[2][i] = bottom * left;
-    out.weight[3][i] = bottom * right;
+    put_corner_weights(at, w, i, out.weight);
     for (int k = 0; k < 4; ++k) out.offset[k][i] = (start[i] + at.index[k]) * texel_stride + head;
   }
 }
@@ -437,12 +443,7 @@ VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, const 
     Bilinear<A> at;
     const bool counts = locate(location[2 * i] * W[i] - A(0.5), location[2 * i + 1] * H[i] - A(0.5), H[i], W[i], at);
     const A w = counts ? weight[i] : A(0);
-    const A left = at.left ? 1 - at.fx : A(0), right = at.right ? at.fx : A(0);
-    const A top = at.top ? (1 - at.fy) * w : A(0), bottom = at.bottom ? at.fy * w : A(0);
-    out.coefficient[0][i] = top * left;
-    out.coefficient[1][i] = top * right;
-    out.coefficient[2][i] = bottom * left;
-    out.coefficient[3][i] = bottom * right;
+    put_corner_weights(at, w, i, out.coefficient);
     for (int k = 0; k < 4; ++k) out.offset[k][i] = (start[i] + at.index[k]) * texel_stride;
     out.left[i] = at.left ? A(1) : A(0);
     out.right[i] = at.right ? A(1) : A(0);
