@@ -332,7 +332,7 @@ template <typename A>
 struct alignas(16) Sample {
   A top, bottom;  // the weight's shares of the upper and of the lower row
   A fx;
-  uint32_t texel;  // counted from the first row of value
+  uint32_t texel;  // counted from the first row of value; in pyramid_kernel that row's offset in bytes
 };
 
 // Where the samples of the i-th of several groups begin in shared memory, BYTES a group, so that a store of
