@@ -104,8 +104,8 @@ __device__ __forceinline__ V load_once(const V* from) {
 }
 
 // Where the samples come from. fetch...() only loads, so that the loads of the next samples are in flight while the
-// current ones are summed; position() and weight() then do the arithmetic. fetch_pair(): two neighbouring samples of a
-// row, on one level, the first of even index. of_image() moves to one batch entry.
+// current ones are summed; position() and weight() then do the arithmetic. fetch_run(): N neighbouring samples of a
+// row, on one level, the first one's index a multiple of N (1, 2 or 4). of_image() moves to one batch entry.
 template <typename A>
 struct GivenSamples {
   const A* locations;  // [B, Q, G, K, 2]
@@ -130,13 +130,26 @@ struct GivenSamples {
   __device__ __forceinline__ void fetch_weight(Index index, Raw& raw) const {
     raw.weight = ONCE ? load_once<LINE>(weights + index) : weights[index];
   }
-  template <bool ONCE = false, typename Index>
-  __device__ __forceinline__ void fetch_pair(Index index, Index /*query_level*/, Raw (&raw)[2]) const {
-    const auto* from = reinterpret_cast<const Pack<A, 4>*>(locations + 2 * static_cast<int64_t>(index));
-    const auto* weights_from = reinterpret_cast<const Pack<A, 2>*>(weights + index);
-    const Pack<A, 4> at = ONCE ? load_once(from) : *from;
-    const Pack<A, 2> weight = ONCE ? load_once(weights_from) : *weights_from;
-    raw[0] = {at.at[0], at.at[1], weight.at[0]}, raw[1] = {at.at[2], at.at[3], weight.at[1]};
+  template <bool ONCE = false, int N, typename Index>
+  __device__ __forceinline__ void fetch_run(Index index, Index query_level, Raw (&raw)[N]) const {
+    if constexpr (N == 1 || sizeof(A) > 4) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        raw[i] = fetch_position<ONCE>(index + i, query_level);
+        fetch_weight<ONCE>(index + i, raw[i]);
+      }
+    } else {
+      const auto* from = reinterpret_cast<const Pack<A, 4>*>(locations + 2 * static_cast<int64_t>(index));
+      const auto* weights_from = reinterpret_cast<const Pack<A, N>*>(weights + index);
+#pragma unroll
+      for (int i = 0; i < N; i += 2) {
+        const Pack<A, 4> at = ONCE ? load_once(from + i / 2) : from[i / 2];
+        raw[i] = {at.at[0], at.at[1], A(0)}, raw[i + 1] = {at.at[2], at.at[3], A(0)};
+      }
+      const Pack<A, N> weight = ONCE ? load_once(weights_from) : *weights_from;
+#pragma unroll
+      for (int i = 0; i < N; ++i) raw[i].weight = weight.at[i];
+    }
   }
   __device__ __forceinline__ void position(const Raw& raw, const Level& level, int /*points*/, A& x, A& y) const {
     x = fma(raw.x, A(level.W), A(-0.5)), y = fma(raw.y, A(level.H), A(-0.5));
@@ -211,20 +224,36 @@ struct FusedSamples {
       raw.weight = __uint_as_float(reinterpret_cast<const uint16_t*>(logits)[index]);
     }
   }
-  template <bool ONCE = false, typename Index>
-  __device__ __forceinline__ void fetch_pair(Index index, Index query_level, Raw (&raw)[2]) const {
+  template <bool ONCE = false, int N, typename Index>
+  __device__ __forceinline__ void fetch_run(Index index, Index query_level, Raw (&raw)[N]) const {
+    if constexpr (N == 1 || sizeof(A) > 4) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        raw[i] = fetch_position(index + i, query_level);
+        fetch_weight(index + i, raw[i]);
+      }
+      return;
+    }
     fetch_reference(query_level, raw[0]);
-    raw[1] = raw[0];
+#pragma unroll
+    for (int i = 1; i < N; ++i) raw[i] = raw[0];
     if (wide) {
-      const auto offset = *reinterpret_cast<const Pack<A, 4>*>(offsets + static_cast<int64_t>(index) * 2 * sizeof(A));
-      const auto logit = *reinterpret_cast<const Pack<A, 2>*>(logits + static_cast<int64_t>(index) * sizeof(A));
-      raw[0].x = offset.at[0], raw[0].y = offset.at[1], raw[0].weight = logit.at[0];
-      raw[1].x = offset.at[2], raw[1].y = offset.at[3], raw[1].weight = logit.at[1];
+      const auto* from = reinterpret_cast<const Pack<A, 4>*>(offsets + int64_t{index} * 2 * sizeof(A));
+      const auto logit = *reinterpret_cast<const Pack<A, N>*>(logits + int64_t{index} * sizeof(A));
+#pragma unroll
+      for (int i = 0; i < N; i += 2) {
+        const Pack<A, 4> offset = from[i / 2];
+        raw[i].x = offset.at[0], raw[i].y = offset.at[1], raw[i + 1].x = offset.at[2], raw[i + 1].y = offset.at[3];
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) raw[i].weight = logit.at[i];
     } else if constexpr (sizeof(T) == 2) {
-      const uint2 offset = reinterpret_cast<const uint2*>(offsets)[index / 2];
-      const uint32_t logit = reinterpret_cast<const uint32_t*>(logits)[index / 2];
-      raw[0].x = __uint_as_float(offset.x), raw[0].weight = __uint_as_float(logit & 0xffffu);
-      raw[1].x = __uint_as_float(offset.y), raw[1].weight = __uint_as_float(logit >> 16);
+      const auto offset = *reinterpret_cast<const Pack<uint32_t, N>*>(offsets + int64_t{index} * 4);
+      const auto logit = *reinterpret_cast<const Pack<uint16_t, N>*>(logits + int64_t{index} * 2);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        raw[i].x = __uint_as_float(offset.at[i]), raw[i].weight = __uint_as_float(logit.at[i]);
+      }
     }
   }
   __device__ __forceinline__ A logit_of(A raw) const {
@@ -659,7 +688,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       if (exists && k < K && sample_of(i) < kChunk) {
         const uint32_t index = row * K + k, query_level = query * L + (Source::kNeedsLevel ? level_of(k).end : 0);
         if constexpr (kPairs > 0) {
-          image.fetch_pair(index, query_level, pair);
+          image.fetch_run(index, query_level, pair);
         } else {
           pair[0] = image.fetch_position(index, query_level);
           image.fetch_weight(index, pair[0]);
@@ -754,20 +783,23 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // every level, and a block owns a run of queries in the order of regions: those at work at a time lie together on all
 // levels, and those that follow lie beside them, so the first-level cache keeps their windows of the map. It is the
 // path from that cache that bounds the kernel. LANES threads own a row, as above; a warp works on 32 / LANES rows at a
-// time, those of a query's heads that share a line beside each other. It first computes a pass of samples of each, one
-// or two a lane, by one load where it can; one of each lane at a time is in shared memory, which only this warp reads.
-// A warp works out the queries of its next turns by itself, so that blocks, and their parts of different heads, begin
+// time, those of a query's heads that share a line beside each other. It first computes a pass of samples of each, some
+// of which a lane fetches by one load; one of each lane at a time is in shared memory, which only this warp reads. A
+// warp works out the queries of its next turns by itself, so that blocks, and their parts of different heads, begin
 // without a barrier. WHOLE: the samples of a row are a multiple of kPass, and those of a level of four. MIXED: those of
-// a level are no multiple of four. Each output is written once.
+// a level are no multiple of four. COLUMN: bytes from any texel to its right neighbour, where they are known here: an
+// immediate of the load then, which saves two instructions of some 40 a corner pair. Each output is written once.
 //
 // Loops that run once a block are not unrolled: their instructions come from memory, before there is other work.
 constexpr int kRegionHeight = 16, kRegionWidth = 8;  // texels of the largest level
 constexpr int kMaxRegions = 512, kMaxEdges = 128;    // in all; of a level
 constexpr size_t kPyramidShared = 96 << 10;
 
-template <typename A, bool NEEDS_LEVEL, int LANES, bool WHOLE>
+constexpr int kPyramidThreads = 640;  // 96 registers a thread; a multiple of four warps, so that no scheduler has more
+
+template <typename A, int LANES, bool WHOLE>
 struct PyramidWalk {
-  static constexpr int kEach = LANES == 4 || (LANES == 8 && WHOLE && sizeof(A) == 4 && !NEEDS_LEVEL) ? 2 : 1;
+  static constexpr int kEach = WHOLE && sizeof(A) == 4 ? greatest(1, 16 / LANES) : 1;
   static constexpr int kRows = 32 / LANES, kRowBits = LANES == 4 ? 3 : LANES == 8 ? 2 : LANES == 16 ? 1 : 0;
   static constexpr int kPass = LANES * kEach, kRing = 64;  // kRing: queries that a warp knows
   __host__ __device__ static constexpr int row_offset(int row) {
@@ -851,25 +883,25 @@ struct Regions {
   }
 };
 
-template <typename T, typename A, typename Source, int VEC, int LANES, bool WHOLE, bool MIXED>
-__global__ void __launch_bounds__(kForwardThreads, 1)
+template <typename T, typename A, typename Source, int VEC, int LANES, bool WHOLE, bool MIXED, uint32_t COLUMN>
+__global__ void __launch_bounds__(kPyramidThreads, 1)
     pyramid_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
                    const ForwardSizes sizes, uint32_t share) {
-  using Walk = PyramidWalk<A, Source::kNeedsLevel, LANES, WHOLE>;
-  constexpr int kEach = Walk::kEach, kPass = Walk::kPass, kWarps = kForwardThreads / 32;
-  constexpr int kSame = MIXED ? 1 : 4;                                     // neighbouring samples that lie on one level
-  constexpr bool kPairs = kEach == 2 && !MIXED && sizeof(A) == 4;          // two samples by one load
-  constexpr bool kAhead = !Source::kNeedsLevel && (kPairs || kEach == 1);  // loads the next samples early
+  using Walk = PyramidWalk<A, LANES, WHOLE>;
+  constexpr int kEach = Walk::kEach, kPass = Walk::kPass, kWarps = kPyramidThreads / 32;
+  constexpr int kSame = MIXED ? 1 : 4;                    // neighbouring samples that lie on one level
+  constexpr int kRuns = WHOLE ? kPass / kSame : 1;        // of a pass
+  constexpr bool kAhead = WHOLE || !Source::kNeedsLevel;  // loads the next samples early
   constexpr uint32_t kNone = 0xffffffffu;
   extern __shared__ __align__(16) char shared[];
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t texel_bytes = sizes.texel_bytes;
+  const uint32_t texel_bytes = COLUMN > 0 ? COLUMN : sizes.texel_bytes;
   auto* table = reinterpret_cast<Level*>(shared + Walk::kWarpBytes * kWarps);  // [L]
   auto* level_of = table + L;                                    // [K / kSame], with the level's number as `end`
   auto* steps = reinterpret_cast<Steps*>(level_of + K / kSame);  // [K / kSame], in bytes
   const bool follow = load_levels(levels, L, sizes.S, table);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < K / kSame; i += kForwardThreads) {
+  for (int i = threadIdx.x; i < K / kSame; i += kPyramidThreads) {
     int l = 0;
 #pragma unroll 1
     while (i * kSame >= table[l].end) ++l;
@@ -890,6 +922,24 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   char* const my_memory = shared + warp * Walk::kWarpBytes;
   auto* samples = reinterpret_cast<Sample<A>*>(my_memory + Walk::row_offset(row));
   auto* ring = reinterpret_cast<uint32_t*>(my_memory + Walk::row_offset(Walk::kRows));
+
+  // What a pass needs of its levels: that of this lane's samples, and the steps of every run. A row of one pass has the
+  // same ones in every turn.
+  Level level;
+  int points = 0;
+  Steps run_steps[kRuns];
+  const auto take_level = [&](int k) {
+    level = level_of[min(k, K - 1) / kSame];
+    if constexpr (Source::kNeedsLevel) {
+      points = table[level.end].end - (level.end > 0 ? table[level.end - 1].end : 0);
+    }
+  };
+  const auto take_runs = [&](int k0) {
+    take_level(k0 + channel_lane * kEach);
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) run_steps[r] = steps[k0 / kSame + r];
+  };
+  if (WHOLE) take_runs(0);
 #pragma unroll 1
   while (left > 0) {  // a head after the other, or what of it is the block's
     const uint32_t count = min(left, Q - first);
@@ -916,67 +966,55 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       return ring[((turn / kWarps << query_bits) + query_of_row) % Walk::kRing];
     };
     typename Source::Raw raw[kEach];
-    const auto fetch = [&](uint32_t turn, int k) {
-      const uint32_t query = query_of(turn), index = (query * G + g) * K + k;
+    const auto fetch = [&](uint32_t query, int k) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) raw[i] = {};
-      if (query == kNone) return;
-      if constexpr (kPairs) {
-        if (!WHOLE && k >= K) return;
-        image.template fetch_pair<true>(index, query * L + (Source::kNeedsLevel ? level_of[k / kSame].end : 0), raw);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          if (!WHOLE && k + i >= K) break;
-          const uint32_t query_level = query * L + (Source::kNeedsLevel ? level_of[(k + i) / kSame].end : 0);
-          raw[i] = image.template fetch_position<true>(index + i, query_level);
-          image.template fetch_weight<true>(index + i, raw[i]);
-        }
-      }
+      if (query == kNone || (!WHOLE && k >= K)) return;
+      const uint32_t query_level = query * L + (Source::kNeedsLevel ? level_of[k / kSame].end : 0);
+      image.template fetch_run<true>((query * G + g) * K + k, query_level, raw);
     };
     const uint32_t turns = (count + (1u << query_bits) - 1) >> query_bits;
     find_queries(warp);
-    if (kAhead) fetch(warp, channel_lane * kEach);
+    uint32_t query = query_of(warp);
+    if (kAhead) fetch(query, channel_lane * kEach);
 #pragma unroll 1
     for (uint32_t turn = warp; turn < turns; turn += kWarps) {
       const uint32_t next = turn + kWarps;
       if ((next / kWarps << query_bits) % 32 == 0) find_queries(next);
-      const auto softmax =
-          image.row_of_lanes(query_of(turn) != kNone, (query_of(turn) * G + g) * K, K, channel_lane, LANES);
+      const uint32_t next_query = query_of(next);
+      typename Source::Row softmax;
+      if (WHOLE && K == kPass) {
+        softmax = image.template row_of_raw<LANES>(raw, [](int) { return true; });
+      } else {
+        softmax = image.row_of_lanes(query != kNone, (query * G + g) * K, K, channel_lane, LANES);
+      }
       A sum[VEC] = {};
 #pragma unroll 1
       for (int k0 = 0; k0 < K; k0 += kPass) {
         const int k = k0 + channel_lane * kEach;
-        if (!kAhead) fetch(turn, k);
-        Level level;
-        int points = 0;
-        Sample<A> prepared[kEach];
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          if (i == 0 || MIXED) {
-            level = level_of[(WHOLE ? k + i : min(k + i, K - 1)) / kSame];
-            if constexpr (Source::kNeedsLevel) {
-              points = table[level.end].end - (level.end > 0 ? table[level.end - 1].end : 0);
-            }
-          }
-          prepared[i] = make_sample<A>(image, raw[i], softmax, level, points, WHOLE || k + i < K);
-          prepared[i].texel *= texel_bytes;
+        if (!kAhead) fetch(query, k);
+        if (!WHOLE) {
+          take_level(k);
+        } else if (K > kPass) {
+          take_runs(k0);
         }
 #pragma unroll
-        for (int j = 0; j < kEach; ++j) {  // of two, all lanes' first samples, then their second ones
-          __syncwarp();                    // the previous samples have been read
-          samples[channel_lane] = prepared[j];
+        for (int j = 0; j < kEach; ++j) {  // all lanes' first samples, then their second ones
+          Sample<A> prepared = make_sample<A>(image, raw[j], softmax, level, points, WHOLE || k < K);
+          prepared.texel *= texel_bytes;
+          __syncwarp();  // the previous samples have been read
+          samples[channel_lane] = prepared;
           __syncwarp();  // these samples are complete
           if (kAhead && j == kEach - 1) {
             const bool is_last = k0 + kPass >= K;
-            fetch(is_last ? next : turn, is_last ? channel_lane * kEach : k + kPass);
+            fetch(is_last ? next_query : query, is_last ? channel_lane * kEach : k + kPass);
           }
-          constexpr int kRun = MIXED ? 1 : 4 / kEach;
+          constexpr int kRun = greatest(1, kSame / kEach);
 #pragma unroll
           for (int i = 0; i < LANES; i += kRun) {
-            if (!WHOLE && k0 + i * kEach + j >= K) break;
-            const Steps step = steps[(k0 + i * kEach + j) / kSame];
-            const char* right = base + step.column;
+            if (!WHOLE && k0 + i >= K) break;
+            const Steps step = WHOLE ? run_steps[i * kEach / kSame] : steps[(k0 + i) / kSame];
+            const char* right = base + (COLUMN > 0 ? COLUMN : step.column);
 #pragma unroll
             for (int s = i; s < i + kRun; ++s) {
               const Sample<A> at = samples[s];
@@ -987,10 +1025,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
           }
         }
       }
-      const uint32_t query = query_of(turn);
       if (query != kNone && c < C) {
         store_pack<T, VEC>(output + (image_rows + static_cast<int64_t>(query) * G + g) * C + c, sum);
       }
+      query = next_query;
     }
     left -= count, ++task, first = 0;
   }
@@ -2404,6 +2442,11 @@ bool points_divide(const Levels& levels, const MsDeformAttnProblem& problem, int
   return true;
 }
 
+// Whether every level is known here and has two columns or more.
+bool wide_levels(const Levels& levels, const MsDeformAttnProblem& problem) {
+  return levels.shapes == nullptr && std::all_of(levels.W, levels.W + problem.L, [](int32_t W) { return W > 1; });
+}
+
 // For rows whose samples on each level are a multiple of kRun.
 FewRuns few_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
   FewRuns runs{};
@@ -2454,7 +2497,6 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
     using A = decltype(accumulate_tag);
     const auto source = make_source(value_tag, accumulate_tag);
     using Source = std::decay_t<decltype(source)>;
-    constexpr bool kNeedsLevel = Source::kNeedsLevel;
     dispatch_row<T, 32>(problem.C, aligned(value, 16), [&](auto vec, auto lanes) {
       constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
       const auto sizes_of = [&](int head_bits) {
@@ -2481,23 +2523,28 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           if (share > INT32_MAX) return false;
           const bool by_four = points_divide(levels, problem, 4);
           const auto start = [&](auto kernel, auto walk) {
-            const size_t shared = decltype(walk)::kWarpBytes * (kForwardThreads / 32) + sizeof(Level) * problem.L +
+            const size_t shared = decltype(walk)::kWarpBytes * (kPyramidThreads / 32) + sizeof(Level) * problem.L +
                                   (sizeof(Level) + sizeof(Steps)) * (by_four ? problem.K / 4 : problem.K) +
                                   Regions::bytes(problem.L);
             if (shared > kPyramidShared) return false;
             allow_shared(kernel, shared);
-            kernel<<<grid_size(ceil_div(total, share)), kForwardThreads, shared, stream>>>(
+            kernel<<<grid_size(ceil_div(total, share)), kPyramidThreads, shared, stream>>>(
                 static_cast<const T*>(value.const_data_ptr()), levels, source,
                 static_cast<T*>(output.mutable_data_ptr()), sizes, static_cast<uint32_t>(share));
             return true;
           };
-          const PyramidWalk<A, kNeedsLevel, kLanes, true> whole;
-          const PyramidWalk<A, kNeedsLevel, kLanes, false> part;
-          if (!by_four) return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, true>, part);
+          const PyramidWalk<A, kLanes, true> whole;
+          const PyramidWalk<A, kLanes, false> part;
+          if (!by_four) return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, true, 0>, part);
           if (problem.K % whole.kPass != 0) {
-            return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, false>, part);
+            return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, false, 0>, part);
           }
-          return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false>, whole);
+          // 256 channels in heads of 32, as nearly every model has them: 120 us instead of 123 (bfloat16 84, 89).
+          constexpr uint32_t kColumn = kVec * kLanes == 32 && sizeof(A) == 4 ? 256 * sizeof(T) : 0;
+          if (kColumn > 0 && sizes.texel_bytes == kColumn && wide_levels(levels, problem)) {
+            return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn>, whole);
+          }
+          return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, 0>, whole);
         }
       };
       const auto run = [&](auto kernel, auto walk, int rows, int threads, int head_bits) {
