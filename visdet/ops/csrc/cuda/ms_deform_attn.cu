@@ -787,8 +787,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // of which a lane fetches by one load; one of each lane at a time is in shared memory, which only this warp reads. A
 // warp works out the queries of its next turns by itself, so that blocks, and their parts of different heads, begin
 // without a barrier. WHOLE: the samples of a row are a multiple of kPass, and those of a level of four. MIXED: those of
-// a level are no multiple of four. COLUMN: bytes from any texel to its right neighbour, where they are known here: an
-// immediate of the load then, which saves two instructions of some 40 a corner pair. Each output is written once.
+// a level are no multiple of four. COLUMN: for rows of one pass, whose levels the host knows, the bytes from any texel
+// to its right neighbour, an immediate of the load; else 0. Each output is written once.
 //
 // Loops that run once a block are not unrolled: their instructions come from memory, before there is other work.
 constexpr int kRegionHeight = 16, kRegionWidth = 8;  // texels of the largest level
@@ -806,6 +806,12 @@ struct PyramidWalk {
     return samples_offset<sizeof(Sample<A>) * LANES>(row);
   }
   static constexpr int kWarpBytes = row_offset(kRows) + sizeof(uint32_t) * kRing;
+};
+
+// From a texel to the next row, in bytes, for each run of four samples of a row of 16; 0 where a level has only one
+// row.
+struct KnownSteps {
+  uint32_t below[4];
 };
 
 // Regions: bands of columns, in shared memory. edges: level after level, the first row of each band and its end, then
@@ -886,7 +892,7 @@ struct Regions {
 template <typename T, typename A, typename Source, int VEC, int LANES, bool WHOLE, bool MIXED, uint32_t COLUMN>
 __global__ void __launch_bounds__(kPyramidThreads, 1)
     pyramid_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
-                   const ForwardSizes sizes, uint32_t share) {
+                   const ForwardSizes sizes, uint32_t share, const __grid_constant__ KnownSteps known) {
   using Walk = PyramidWalk<A, LANES, WHOLE>;
   constexpr int kEach = Walk::kEach, kPass = Walk::kPass, kWarps = kPyramidThreads / 32;
   constexpr int kSame = MIXED ? 1 : 4;                    // neighbouring samples that lie on one level
@@ -894,7 +900,8 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
   constexpr bool kAhead = WHOLE || !Source::kNeedsLevel;  // loads the next samples early
   constexpr uint32_t kNone = 0xffffffffu;
   extern __shared__ __align__(16) char shared[];
-  const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int L = sizes.L, K = COLUMN > 0 ? kPass : sizes.K, G = sizes.G, C = sizes.C;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t texel_bytes = COLUMN > 0 ? COLUMN : sizes.texel_bytes;
   auto* table = reinterpret_cast<Level*>(shared + Walk::kWarpBytes * kWarps);  // [L]
   auto* level_of = table + L;                                    // [K / kSame], with the level's number as `end`
@@ -917,8 +924,10 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
   uint32_t task = static_cast<uint32_t>(begin / Q),
            first = static_cast<uint32_t>(begin - static_cast<int64_t>(task) * Q);
   uint32_t left = begin < total ? static_cast<uint32_t>(min(total - begin, static_cast<int64_t>(share))) : 0;
-  const int row = lane / LANES, channel_lane = lane % LANES, head_of_row = row & ((1 << sizes.head_bits) - 1);
-  const int query_of_row = row >> sizes.head_bits, query_bits = Walk::kRowBits - sizes.head_bits;  // of a turn
+  // With COLUMN, a head of 32 channels: in 16 bit two share a line.
+  const int head_bits = COLUMN > 0 ? (sizeof(T) == 2 ? 1 : 0) : sizes.head_bits;
+  const int row = lane / LANES, channel_lane = lane % LANES, head_of_row = row & ((1 << head_bits) - 1);
+  const int query_of_row = row >> head_bits, query_bits = Walk::kRowBits - head_bits;  // of a turn
   char* const my_memory = shared + warp * Walk::kWarpBytes;
   auto* samples = reinterpret_cast<Sample<A>*>(my_memory + Walk::row_offset(row));
   auto* ring = reinterpret_cast<uint32_t*>(my_memory + Walk::row_offset(Walk::kRows));
@@ -937,17 +946,24 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
   const auto take_runs = [&](int k0) {
     take_level(k0 + channel_lane * kEach);
 #pragma unroll
-    for (int r = 0; r < kRuns; ++r) run_steps[r] = steps[k0 / kSame + r];
+    for (int r = 0; COLUMN == 0 && r < kRuns; ++r) run_steps[r] = steps[k0 / kSame + r];
+  };
+  const auto step_of = [&](int k0, int i) -> Steps {  // of the pass's i-th sample
+    if constexpr (COLUMN > 0) {
+      return {COLUMN, known.below[i / kSame]};
+    } else {
+      return WHOLE ? run_steps[i / kSame] : steps[(k0 + i) / kSame];
+    }
   };
   if (WHOLE) take_runs(0);
 #pragma unroll 1
   while (left > 0) {  // a head after the other, or what of it is the block's
     const uint32_t count = min(left, Q - first);
-    const uint32_t head_block = task / sizes.slices, head_blocks = static_cast<uint32_t>(G) >> sizes.head_bits;
+    const uint32_t head_block = task / sizes.slices, head_blocks = static_cast<uint32_t>(G) >> head_bits;
     const uint32_t b = head_block / head_blocks;
-    const int g = ((head_block - b * head_blocks) << sizes.head_bits) + head_of_row;
+    const int g = ((head_block - b * head_blocks) << head_bits) + head_of_row;
     const int64_t image_rows = static_cast<int64_t>(b) * Q * G;
-    const Source image = source.of_image(static_cast<int64_t>(b) * Q * L, image_rows * K);
+    const Source image = source.of_image(static_cast<int64_t>(b) * Q * L, (image_rows + g) * K);  // from head g
     const int c = (task - head_block * sizes.slices) * (LANES * VEC) + channel_lane * VEC;
     // Lanes past the last channel read the first ones.
     const char* base =
@@ -971,7 +987,7 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
       for (int i = 0; i < kEach; ++i) raw[i] = {};
       if (query == kNone || (!WHOLE && k >= K)) return;
       const uint32_t query_level = query * L + (Source::kNeedsLevel ? level_of[k / kSame].end : 0);
-      image.template fetch_run<true>((query * G + g) * K + k, query_level, raw);
+      image.template fetch_run<true>(query * (G * K) + k, query_level, raw);
     };
     const uint32_t turns = (count + (1u << query_bits) - 1) >> query_bits;
     find_queries(warp);
@@ -986,7 +1002,7 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
       if (WHOLE && K == kPass) {
         softmax = image.template row_of_raw<LANES>(raw, [](int) { return true; });
       } else {
-        softmax = image.row_of_lanes(query != kNone, (query * G + g) * K, K, channel_lane, LANES);
+        softmax = image.row_of_lanes(query != kNone, query * (G * K), K, channel_lane, LANES);
       }
       A sum[VEC] = {};
 #pragma unroll 1
@@ -1013,8 +1029,8 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
 #pragma unroll
           for (int i = 0; i < LANES; i += kRun) {
             if (!WHOLE && k0 + i >= K) break;
-            const Steps step = WHOLE ? run_steps[i * kEach / kSame] : steps[(k0 + i) / kSame];
-            const char* right = base + (COLUMN > 0 ? COLUMN : step.column);
+            const Steps step = step_of(k0, i * kEach);
+            const char* right = base + step.column;
 #pragma unroll
             for (int s = i; s < i + kRun; ++s) {
               const Sample<A> at = samples[s];
@@ -2442,9 +2458,17 @@ bool points_divide(const Levels& levels, const MsDeformAttnProblem& problem, int
   return true;
 }
 
-// Whether every level is known here and has two columns or more.
-bool wide_levels(const Levels& levels, const MsDeformAttnProblem& problem) {
-  return levels.shapes == nullptr && std::all_of(levels.W, levels.W + problem.L, [](int32_t W) { return W > 1; });
+// Fills `steps` for rows of 16 samples, or returns false: the host does not know the levels, or one has a single
+// column.
+bool known_steps(const Levels& levels, const MsDeformAttnProblem& problem, uint32_t texel_bytes, KnownSteps& steps) {
+  if (levels.shapes != nullptr) return false;
+  uint32_t* step = steps.below;
+  for (int l = 0; l < problem.L; ++l) {
+    if (levels.W[l] == 1) return false;
+    const uint32_t below = levels.H[l] > 1 ? levels.W[l] * texel_bytes : 0;
+    step = std::fill_n(step, points_on(levels, l) / 4, below);
+  }
+  return true;
 }
 
 // For rows whose samples on each level are a multiple of kRun.
@@ -2522,6 +2546,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           const int64_t total = int64_t{sizes.heads} * sizes.slices * problem.Q, share = ceil_div(total, sms);
           if (share > INT32_MAX) return false;
           const bool by_four = points_divide(levels, problem, 4);
+          KnownSteps known{};
           const auto start = [&](auto kernel, auto walk) {
             const size_t shared = decltype(walk)::kWarpBytes * (kPyramidThreads / 32) + sizeof(Level) * problem.L +
                                   (sizeof(Level) + sizeof(Steps)) * (by_four ? problem.K / 4 : problem.K) +
@@ -2530,7 +2555,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
             allow_shared(kernel, shared);
             kernel<<<grid_size(ceil_div(total, share)), kPyramidThreads, shared, stream>>>(
                 static_cast<const T*>(value.const_data_ptr()), levels, source,
-                static_cast<T*>(output.mutable_data_ptr()), sizes, static_cast<uint32_t>(share));
+                static_cast<T*>(output.mutable_data_ptr()), sizes, static_cast<uint32_t>(share), known);
             return true;
           };
           const PyramidWalk<A, kLanes, true> whole;
@@ -2539,10 +2564,13 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           if (problem.K % whole.kPass != 0) {
             return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, false, 0>, part);
           }
-          // 256 channels in heads of 32, as nearly every model has them: 120 us instead of 123 (bfloat16 84, 89).
+          // 16 samples of 256 channels in heads of 32, as nearly every model has them.
           constexpr uint32_t kColumn = kVec * kLanes == 32 && sizeof(A) == 4 ? 256 * sizeof(T) : 0;
-          if (kColumn > 0 && sizes.texel_bytes == kColumn && wide_levels(levels, problem)) {
-            return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn>, whole);
+          if constexpr (kColumn > 0) {
+            if (problem.K == whole.kPass && problem.C == 32 && problem.G == 8 &&
+                known_steps(levels, problem, kColumn, known)) {
+              return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn>, whole);
+            }
           }
           return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, 0>, whole);
         }
