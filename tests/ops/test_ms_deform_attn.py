@@ -125,6 +125,9 @@ MANY_ROWS = {
     "pyramid": (17, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
     "pyramid-whole-passes": (17, 269, 8, 32, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
     "pyramid-whole-passes-wide": (9, 269, 8, 64, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
+    "pyramid-two-passes": (17, 272, 8, 32, 8, [(17, 15), (1, 7), (3, 2), (2, 2)]),
+    "pyramid-known-columns": (17, 272, 8, 32, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),
+    "pyramid-half-as-wide": (9, 272, 16, 16, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),  # also 256 channels
     "pyramid-three-points": (17, 265, 8, 20, 3, [(17, 15), (1, 7), (3, 1)]),
     "pyramid-thirty-samples": (17, 265, 8, 30, 10, [(17, 15), (1, 7), (3, 1)]),
     "pyramid-three-channels": (17, 265, 8, 3, 4, [(17, 15), (1, 7), (3, 1)]),
@@ -133,6 +136,7 @@ MANY_ROWS = {
     "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
     "eight-points": (17, 260, 8, 32, 8, [(6, 5), (1, 1), (2, 3)]),
     "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
+    "half-lines": (70, 260, 1, 32, 8, [(6, 5), (1, 2), (2, 3)]),
     # Rows that several groups share, in bfloat16 four, two and one.
     "forty-queries": (17, 40, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
     "eighty-queries": (17, 80, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
@@ -145,7 +149,7 @@ MANY_ROWS = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", MANY_ROWS)
 def test_many_rows_match_reference(name, dtype, device):
     case = make_case(*MANY_ROWS[name], dtype=dtype, device=device)
@@ -178,11 +182,22 @@ def test_an_encoders_queries_with_other_levels(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-def test_an_encoders_position_that_is_no_number_contributes_nothing(bad, device):
-    value, shapes, starts, locations, weights = make_case(
-        *MANY_ROWS["pyramid"], dtype=torch.float32, device=device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_encoders_levels_known_to_the_host_or_not(dtype, device):
+    """Levels of two columns or more: the host then chooses a kernel that it cannot choose for levels on the device."""
+    value, shapes, starts, *others = make_case(
+        *MANY_ROWS["pyramid-known-columns"], dtype=dtype, device=device
     )
+    on_device = ms_deform_attn(value, shapes.to(device), starts.to(device), *others)
+    assert torch.equal(ms_deform_attn(value, shapes, starts, *others), on_device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["pyramid", "pyramid-known-columns", "half-lines"])
+def test_many_rows_position_that_is_no_number_contributes_nothing(name, dtype, bad, device):
+    value, shapes, starts, locations, weights = make_case(*MANY_ROWS[name], dtype=dtype, device=device)
     without = weights.clone()
     without[:, ::3, :, 0, 1] = 0
     locations[:, ::3, :, 0, 1, 1] = bad

@@ -150,11 +150,15 @@ def test_matches_reference(name, references, types, device, deterministic):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("references", [2, 4])
-@pytest.mark.parametrize("num_points", [[4, 4, 4], [4, 4, 8], [3, 6, 0]], ids=str)
-def test_an_encoders_many_rows_match_reference(num_points, references, types, device):
+@pytest.mark.parametrize(
+    "num_points, columns",
+    [([4, 4, 4], 1), ([4, 4, 8], 1), ([4, 4, 8], 2), ([8, 16, 8], 2), ([3, 6, 0], 1)],
+    ids=str,
+)
+def test_an_encoders_many_rows_match_reference(num_points, columns, references, types, device):
     dtype, inputs = types
-    shapes = [(17, 15), (1, 7), (3, 1)]
-    case = make_case(17, 265, 8, 32, num_points, shapes, references, dtype, inputs, device)
+    shapes = [(17, 15), (1, 7), (3, columns)]
+    case = make_case(17, 262 + 3 * columns, 8, 32, num_points, shapes, references, dtype, inputs, device)
     expected = ms_deform_attn_fused_reference(*exactly(case))
     assert relative_error(ms_deform_attn_fused(*case), expected) < TOLERANCE[dtype]
 

@@ -423,17 +423,19 @@ struct CornerWeights {
            fma(-sample.bottom, sample.fx, sample.bottom), sample.bottom * sample.fx} {}
 };
 
+template <typename T, int VEC, typename A>
+__device__ __forceinline__ void add_texel(const char* from, A weight, A (&sum)[VEC]) {
+  A texel[VEC];
+  load_pack<T, VEC>(from, texel);
+#pragma unroll
+  for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weight;
+}
 // sum += the sample, whose corners lie at these addresses.
 template <typename T, int VEC, typename A>
 __device__ __forceinline__ void add_sample(const Sample<A>& sample, const char* const (&corner)[4], A (&sum)[VEC]) {
   const CornerWeights<A> weights(sample);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    A texel[VEC];
-    load_pack<T, VEC>(corner[j], texel);
-#pragma unroll
-    for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weights.at[j];
-  }
+  for (int j = 0; j < 4; ++j) add_texel<T>(corner[j], weights.at[j], sum);
 }
 // sum += the sample, whose corners are these texels.
 template <typename T, int VEC, typename A>
@@ -446,6 +448,30 @@ __device__ __forceinline__ void add_texels(const Sample<A>& sample, const Pack<T
 #pragma unroll
     for (int v = 0; v < VEC; ++v) sum[v] += texel[v] * weights.at[j];
   }
+}
+
+// A sample whose texels are half a line of the first-level cache each: two groups, of which one reads the left half and
+// the other the right one, do not wait for each other's banks. So the column in the half of the group's number comes
+// first; `fx` counts from it, and is negative (or -0) where the left column comes second. texel: in bytes.
+template <typename A>
+__device__ __forceinline__ Sample<A> half_first(Sample<A> sample, const char* base, uint32_t group,
+                                                uint32_t texel_bytes) {
+  const uint32_t half = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(base)) / texel_bytes + sample.texel;
+  if ((half ^ group) & 1) sample.texel += 1, sample.fx = -(A(1) - sample.fx);
+  sample.texel *= texel_bytes;
+  return sample;
+}
+template <typename T, int VEC>
+__device__ __forceinline__ void add_half_first(const Sample<float>& sample, const char* base, uint32_t row_bytes,
+                                               uint32_t texel_bytes, float (&sum)[VEC]) {
+  const bool turned = __float_as_int(sample.fx) < 0;
+  const int64_t second = turned ? -static_cast<int64_t>(texel_bytes) : static_cast<int64_t>(texel_bytes);
+  const char *upper = base + sample.texel, *lower = upper + row_bytes;
+  const char* const corner[4] = {upper, upper + second, lower, lower + second};
+  const float top_second = sample.top * fabsf(sample.fx), bottom_second = sample.bottom * fabsf(sample.fx);
+  const float weights[4] = {sample.top - top_second, top_second, sample.bottom - bottom_second, bottom_second};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) add_texel<T>(corner[j], weights[j], sum);
 }
 
 // How a group of LANES * SPLIT threads walks the samples of its ROWS rows: kPass samples of kRowsAtOnce rows at a time.
@@ -473,7 +499,8 @@ struct ForwardSizes {
   int32_t head_bits;     // log2 of the heads of a block
 };
 
-template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT, int ROWS>
+// HALF_LINES: one head, 64 bytes of value a texel, and every level has two columns or more.
+template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT, int ROWS, bool HALF_LINES = false>
 __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registers
     forward_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
                    const ForwardSizes sizes) {
@@ -486,7 +513,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
   auto* my_samples = reinterpret_cast<Sample<A>*>(shared + W::template group_offset<A>(group));
   auto* my_steps = reinterpret_cast<Steps*>(my_samples + W::kBatch);                     // of each sample, if kMixed
   auto* table = reinterpret_cast<Level*>(shared + W::template group_offset<A>(groups));  // [L]
-  const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C;
+  const int L = sizes.L, K = sizes.K, G = HALF_LINES ? 1 : sizes.G, C = HALF_LINES ? LANES * VEC : sizes.C;
   load_levels(levels, L, sizes.S, table);
 
   const uint32_t head_blocks = static_cast<uint32_t>(G) >> sizes.head_bits, b = head_block / head_blocks;
@@ -511,7 +538,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
   }
 
   const int channel_lane = lane % LANES, part = lane / LANES;
-  const uint32_t texel_bytes = sizes.texel_bytes;
+  const uint32_t texel_bytes = HALF_LINES ? LANES * VEC * sizeof(T) : sizes.texel_bytes;
   const int c = (task - head_block * sizes.slices) * (LANES * VEC) + channel_lane * VEC;
   // Lanes past the last channel read the first ones, so that no branch parts the loads from the next samples' metadata.
   const char* base =
@@ -547,7 +574,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
       const Sample<A> sample = make_sample<A>(image, raw, row[turn], level, level.end - (l > 0 ? table[l - 1].end : 0),
                                               k < stop && row_index[turn] != kNone);
       __syncwarp();  // the previous samples have been read
-      my_samples[lane] = sample;
+      my_samples[lane] = HALF_LINES ? half_first(sample, base, group, texel_bytes) : sample;
       if constexpr (kMixed) my_steps[lane] = level_steps;
       __syncwarp();  // these samples are complete
       const bool is_last = turn + 1 == kTurns;
@@ -559,14 +586,19 @@ __global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registe
         for (int i = 0; i < W::kPass; i += SPLIT) {
           const Sample<A> at = my_samples[r * W::kPass + i + part];
           const Steps steps = kMixed ? my_steps[r * W::kPass + i + part] : level_steps;
-          const uint64_t column_bytes = steps.column * texel_bytes;
-          const uint64_t row_bytes = static_cast<uint64_t>(steps.row) * texel_bytes;
-          const char* corner[4];
-          corner[0] = base + static_cast<uint64_t>(at.texel) * texel_bytes;
-          corner[1] = corner[0] + column_bytes;
-          corner[2] = corner[0] + row_bytes;
-          corner[3] = corner[1] + row_bytes;
-          add_sample<T>(at, corner, sum[turn * W::kRowsAtOnce + r]);
+          auto& to = sum[turn * W::kRowsAtOnce + r];
+          if constexpr (HALF_LINES) {
+            add_half_first<T>(at, base, steps.row * texel_bytes, texel_bytes, to);
+          } else {
+            const uint64_t column_bytes = steps.column * texel_bytes;
+            const uint64_t row_bytes = static_cast<uint64_t>(steps.row) * texel_bytes;
+            const char* corner[4];
+            corner[0] = base + static_cast<uint64_t>(at.texel) * texel_bytes;
+            corner[1] = corner[0] + column_bytes;
+            corner[2] = corner[0] + row_bytes;
+            corner[3] = corner[1] + row_bytes;
+            add_sample<T>(at, corner, to);
+          }
         }
       }
     }
@@ -787,8 +819,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // of which a lane fetches by one load; one of each lane at a time is in shared memory, which only this warp reads. A
 // warp works out the queries of its next turns by itself, so that blocks, and their parts of different heads, begin
 // without a barrier. WHOLE: the samples of a row are a multiple of kPass, and those of a level of four. MIXED: those of
-// a level are no multiple of four. COLUMN: for rows of one pass, whose levels the host knows, the bytes from any texel
-// to its right neighbour, an immediate of the load; else 0. Each output is written once.
+// a level are no multiple of four. COLUMN: for 8 heads of 32 channels and rows of one pass, whose levels the host
+// knows, the bytes from any texel to its right neighbour, an immediate of the load; else 0. Each output is written
+// once.
 //
 // Loops that run once a block are not unrolled: their instructions come from memory, before there is other work.
 constexpr int kRegionHeight = 16, kRegionWidth = 8;  // texels of the largest level
@@ -924,7 +957,7 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
   uint32_t task = static_cast<uint32_t>(begin / Q),
            first = static_cast<uint32_t>(begin - static_cast<int64_t>(task) * Q);
   uint32_t left = begin < total ? static_cast<uint32_t>(min(total - begin, static_cast<int64_t>(share))) : 0;
-  // With COLUMN, a head of 32 channels: in 16 bit two share a line.
+  // COLUMN: of 8 heads of 32 channels, in 16 bit two share a line.
   const int head_bits = COLUMN > 0 ? (sizeof(T) == 2 ? 1 : 0) : sizes.head_bits;
   const int row = lane / LANES, channel_lane = lane % LANES, head_of_row = row & ((1 << head_bits) - 1);
   const int query_of_row = row >> head_bits, query_bits = Walk::kRowBits - head_bits;  // of a turn
@@ -2458,17 +2491,19 @@ bool points_divide(const Levels& levels, const MsDeformAttnProblem& problem, int
   return true;
 }
 
-// Fills `steps` for rows of 16 samples, or returns false: the host does not know the levels, or one has a single
-// column.
-bool known_steps(const Levels& levels, const MsDeformAttnProblem& problem, uint32_t texel_bytes, KnownSteps& steps) {
-  if (levels.shapes != nullptr) return false;
+// Whether the host knows the levels, and each has two columns or more.
+bool wide_levels(const Levels& levels, const MsDeformAttnProblem& problem) {
+  return levels.shapes == nullptr && std::all_of(levels.W, levels.W + problem.L, [](int32_t W) { return W > 1; });
+}
+
+// For rows of 16 samples.
+KnownSteps known_steps(const Levels& levels, const MsDeformAttnProblem& problem, uint32_t texel_bytes) {
+  KnownSteps steps{};
   uint32_t* step = steps.below;
   for (int l = 0; l < problem.L; ++l) {
-    if (levels.W[l] == 1) return false;
-    const uint32_t below = levels.H[l] > 1 ? levels.W[l] * texel_bytes : 0;
-    step = std::fill_n(step, points_on(levels, l) / 4, below);
+    step = std::fill_n(step, points_on(levels, l) / 4, levels.H[l] > 1 ? levels.W[l] * texel_bytes : 0);
   }
-  return true;
+  return steps;
 }
 
 // For rows whose samples on each level are a multiple of kRun.
@@ -2564,11 +2599,11 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           if (problem.K % whole.kPass != 0) {
             return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, false, 0>, part);
           }
-          // 16 samples of 256 channels in heads of 32, as nearly every model has them.
+          // 16 samples of 8 heads of 32 channels, as nearly every model has them: 116 us, 118 else (bfloat16 81, 84).
           constexpr uint32_t kColumn = kVec * kLanes == 32 && sizeof(A) == 4 ? 256 * sizeof(T) : 0;
           if constexpr (kColumn > 0) {
-            if (problem.K == whole.kPass && problem.C == 32 && problem.G == 8 &&
-                known_steps(levels, problem, kColumn, known)) {
+            if (problem.K == whole.kPass && problem.C == 32 && problem.G == 8 && wide_levels(levels, problem)) {
+              known = known_steps(levels, problem, kColumn);
               return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn>, whole);
             }
           }
@@ -2659,6 +2694,13 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
         if (by_four && two_rows) {
           run(forward_kernel<T, A, Source, kVec, kLanes, 1, 2>, Walk<kLanes, 1, 2>{}, 2, 512, head_bits);
         } else if (by_four) {
+          // 48 images: 473 us, 480 else.
+          if constexpr (sizeof(T) == 2 && kVec > 1 && kLanes == 4) {
+            if (problem.G == 1 && texel_bytes == 64 && problem.S * texel_bytes <= UINT32_MAX &&
+                wide_levels(levels, problem)) {
+              return run(forward_kernel<T, A, Source, kVec, kLanes, 1, 1, true>, Walk<kLanes, 1, 1>{}, 1, 256, 0);
+            }
+          }
           run(forward_kernel<T, A, Source, kVec, kLanes, 1, 1>, Walk<kLanes, 1, 1>{}, 1, 256, head_bits);
         } else {
           run(forward_kernel<T, A, Source, kVec, kLanes, kSplit2, 1>, Walk<kLanes, kSplit2, 1>{}, 1, 256, head_bits);
