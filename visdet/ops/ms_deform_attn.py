@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 # Levels that travel with a CUDA launch; a longer table is read from the device (kMaxHostLevels in
-# cuda/ms_deform_attn.cu).
+# cuda/ms_deform_attn.cuh).
 MAX_HOST_LEVELS = 16
 
 

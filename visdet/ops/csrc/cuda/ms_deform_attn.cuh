@@ -1,0 +1,560 @@
+// What the forward and the backward of ms_deform_attn share on CUDA: the levels, where samples come from, the order of
+// an encoder's queries, and how a launch is put together. The contract is in ../ms_deform_attn.h.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "../common/cuda_utils.cuh"
+#include "../ms_deform_attn.h"
+
+namespace visdet {
+namespace msda {
+
+constexpr int kMaxHostLevels = 16;  // levels that travel as kernel arguments; more are copied to the device
+
+// Level geometry by value (from the host) or by pointer (on the device).
+struct Levels {
+  const int64_t* shapes;  // [L, 2] on the device, or null
+  const int64_t* starts;  // [L] on the device, or null
+  int32_t H[kMaxHostLevels], W[kMaxHostLevels], start[kMaxHostLevels];
+  int32_t P;                    // samples of a row on each level; 0: their number differs, see `end`
+  int32_t end[kMaxHostLevels];  // samples of a row on the levels up to this one
+  bool follow;                  // by value: the levels follow one another from row 0 to row S without a gap
+};
+
+// Samples of a row on level l.
+__host__ __device__ __forceinline__ int32_t points_on(const Levels& levels, int l) {
+  return levels.P > 0 ? levels.P : levels.end[l] - (l > 0 ? levels.end[l - 1] : 0);
+}
+
+struct alignas(16) Level {
+  int32_t start, H, W;  // H = 0 for a level that does not lie within S
+  int32_t end;          // samples of a row on the levels up to this one
+};
+
+__device__ __forceinline__ Level read_level(const Levels& levels, int l, int64_t S) {
+  const int32_t end = levels.P > 0 ? (l + 1) * levels.P : levels.end[l];
+  if (levels.shapes == nullptr) return {levels.start[l], levels.H[l], levels.W[l], end};
+  const int64_t H = levels.shapes[2 * l], W = levels.shapes[2 * l + 1], start = levels.starts[l];
+  const bool fits = H > 0 && W > 0 && start >= 0 && H <= S && W <= S && start + H * W <= S;
+  return fits ? Level{static_cast<int32_t>(start), static_cast<int32_t>(H), static_cast<int32_t>(W), end}
+              : Level{0, 0, 0, end};
+}
+
+// All threads of the block: the level table into shared memory. Returns whether the levels follow one another from row
+// 0 to row S without a gap.
+__device__ __forceinline__ bool load_levels(const Levels& levels, int L, int64_t S, Level* table) {
+  if (levels.shapes == nullptr) {
+    for (int l = threadIdx.x; l < L; l += blockDim.x) table[l] = read_level(levels, l, S);
+    __syncthreads();
+    return levels.follow;
+  }
+  bool follow = true;
+#pragma unroll 1
+  for (int l = threadIdx.x; l < L; l += blockDim.x) {
+    const Level level = read_level(levels, l, S);
+    table[l] = level;
+    int64_t before = 0;
+#pragma unroll 1
+    for (int k = 0; k < l; ++k) {
+      const Level other = read_level(levels, k, S);
+      before += static_cast<int64_t>(other.H) * other.W;
+    }
+    follow = follow && level.H > 0 && level.start == before;
+    if (l == L - 1) follow = follow && before + static_cast<int64_t>(level.H) * level.W == S;
+  }
+  return __syncthreads_and(follow);
+}
+
+// Reads what is needed once, so that it takes no place in the first-level cache. LINE: what lies beside it, 16 values
+// in all, is needed soon and comes into the second-level cache with it.
+template <bool LINE = false, typename V>
+__device__ __forceinline__ V load_once(const V* from) {
+  static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
+  uint32_t words[sizeof(V) / 4];
+#if __CUDA_ARCH__ >= 750
+  constexpr bool kLine = LINE;
+#else
+  constexpr bool kLine = false;
+#endif
+  if constexpr (kLine && sizeof(V) == 4) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::64B.b32 %0, [%1];" : "=r"(words[0]) : "l"(from));
+  } else if constexpr (kLine && sizeof(V) == 8) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "l"(from));
+  } else if constexpr (sizeof(V) == 4) {
+    asm volatile("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(words[0]) : "l"(from));
+  } else if constexpr (sizeof(V) == 8) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from));
+  }
+  V value;
+  memcpy(&value, words, sizeof(V));
+  return value;
+}
+
+// Where the samples come from. fetch...() only loads, so that the loads of the next samples are in flight while the
+// current ones are summed; position() and weight() then do the arithmetic. fetch_run(): N neighbouring samples of a
+// row, on one level, the first one's index a multiple of N (1, 2 or 4). of_image() moves to one batch entry.
+template <typename A>
+struct GivenSamples {
+  const A* locations;  // [B, Q, G, K, 2]
+  const A* weights;    // [B, Q, G, K]
+
+  struct Raw {
+    A x, y, weight;
+  };
+  struct Row {};
+  static constexpr bool kNeedsLevel = false;  // to fetch a position
+
+  __device__ __forceinline__ GivenSamples of_image(int64_t, int64_t image_samples) const {
+    return {locations + 2 * image_samples, weights + image_samples};
+  }
+  template <bool ONCE = false, bool LINE = false, typename Index>
+  __device__ __forceinline__ Raw fetch_position(Index index, Index /*query_level*/) const {
+    const auto* from = reinterpret_cast<const Pack<A, 2>*>(locations) + index;
+    const Pack<A, 2> location = ONCE ? load_once<LINE>(from) : *from;
+    return {location.at[0], location.at[1], A(0)};
+  }
+  template <bool ONCE = false, bool LINE = false, typename Index>
+  __device__ __forceinline__ void fetch_weight(Index index, Raw& raw) const {
+    raw.weight = ONCE ? load_once<LINE>(weights + index) : weights[index];
+  }
+  template <bool ONCE = false, int N, typename Index>
+  __device__ __forceinline__ void fetch_run(Index index, Index query_level, Raw (&raw)[N]) const {
+    if constexpr (N == 1 || sizeof(A) > 4) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        raw[i] = fetch_position<ONCE>(index + i, query_level);
+        fetch_weight<ONCE>(index + i, raw[i]);
+      }
+    } else {
+      const auto* from = reinterpret_cast<const Pack<A, 4>*>(locations + 2 * static_cast<int64_t>(index));
+      const auto* weights_from = reinterpret_cast<const Pack<A, N>*>(weights + index);
+#pragma unroll
+      for (int i = 0; i < N; i += 2) {
+        const Pack<A, 4> at = ONCE ? load_once(from + i / 2) : from[i / 2];
+        raw[i] = {at.at[0], at.at[1], A(0)}, raw[i + 1] = {at.at[2], at.at[3], A(0)};
+      }
+      const Pack<A, N> weight = ONCE ? load_once(weights_from) : *weights_from;
+#pragma unroll
+      for (int i = 0; i < N; ++i) raw[i].weight = weight.at[i];
+    }
+  }
+  __device__ __forceinline__ void position(const Raw& raw, const Level& level, int /*points*/, A& x, A& y) const {
+    x = fma(raw.x, A(level.W), A(-0.5)), y = fma(raw.y, A(level.H), A(-0.5));
+  }
+  __device__ __forceinline__ Row row_of_lanes(bool, uint32_t, int, int, int) const { return {}; }
+  template <int LANES, int N, typename Has>
+  __device__ __forceinline__ Row row_of_raw(const Raw (&)[N], const Has&) const {
+    return {};
+  }
+  __device__ __forceinline__ Row row_at(int64_t) const { return {}; }
+  __device__ __forceinline__ A weight(const Raw& raw, const Row&) const { return raw.weight; }
+};
+
+// The softmax of a row: weight = exp(logit - largest) * scale. `largest` is at least the least finite number, so that
+// -inf has weight zero; a row of nothing else is NaN, as in torch.
+template <typename A>
+struct SoftmaxRow {
+  A largest, scale;
+  __device__ __forceinline__ A weight(A logit) const { return exp(logit - largest) * scale; }
+};
+
+template <typename T, typename A>
+struct FusedSamples {
+  const A* reference_points;  // [B, Q, L, 2 or 4]
+  const char* offsets;        // [B, Q, G, K, 2], of type A if `wide`, else T
+  const char* logits;         // [B, Q, G, K], likewise
+  const SoftmaxRow<A>* rows;  // [B, Q, G] in the backward
+  bool wide, boxes;
+
+  struct Raw {
+    A x, y, weight;  // of type T: the bits, until they are used
+    A center_x, center_y, w, h;
+  };
+  using Row = SoftmaxRow<A>;
+  static constexpr bool kNeedsLevel = true;
+  static constexpr A kLeast = sizeof(A) == 4 ? -3.4028234663852886e38 : -1.7976931348623157e308;  // finite number
+
+  __device__ __forceinline__ int element() const { return wide ? sizeof(A) : sizeof(T); }
+  __device__ __forceinline__ FusedSamples of_image(int64_t image_levels, int64_t image_samples) const {
+    FusedSamples image = *this;
+    image.reference_points += image_levels * (boxes ? 4 : 2);
+    image.offsets += image_samples * 2 * element(), image.logits += image_samples * element();
+    return image;
+  }
+  template <typename Index>
+  __device__ __forceinline__ void fetch_reference(Index query_level, Raw& raw) const {
+    if (boxes) {
+      const Pack<A, 4> box = reinterpret_cast<const Pack<A, 4>*>(reference_points)[query_level];
+      raw.center_x = box.at[0], raw.center_y = box.at[1], raw.w = box.at[2], raw.h = box.at[3];
+    } else {
+      const Pack<A, 2> point = reinterpret_cast<const Pack<A, 2>*>(reference_points)[query_level];
+      raw.center_x = point.at[0], raw.center_y = point.at[1];
+    }
+  }
+  template <bool ONCE = false, bool LINE = false, typename Index>
+  __device__ __forceinline__ Raw fetch_position(Index index, Index query_level) const {
+    Raw raw = {};
+    if (wide) {
+      const Pack<A, 2> offset = reinterpret_cast<const Pack<A, 2>*>(offsets)[index];
+      raw.x = offset.at[0], raw.y = offset.at[1];
+    } else if constexpr (sizeof(T) == 2) {
+      raw.x = __uint_as_float(reinterpret_cast<const uint32_t*>(offsets)[index]);
+    }
+    fetch_reference(query_level, raw);
+    return raw;
+  }
+  template <bool ONCE = false, bool LINE = false, typename Index>
+  __device__ __forceinline__ void fetch_weight(Index index, Raw& raw) const {
+    if (wide) {
+      raw.weight = reinterpret_cast<const A*>(logits)[index];
+    } else if constexpr (sizeof(T) == 2) {
+      raw.weight = __uint_as_float(reinterpret_cast<const uint16_t*>(logits)[index]);
+    }
+  }
+  template <bool ONCE = false, int N, typename Index>
+  __device__ __forceinline__ void fetch_run(Index index, Index query_level, Raw (&raw)[N]) const {
+    if constexpr (N == 1 || sizeof(A) > 4) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        raw[i] = fetch_position(index + i, query_level);
+        fetch_weight(index + i, raw[i]);
+      }
+      return;
+    }
+    fetch_reference(query_level, raw[0]);
+#pragma unroll
+    for (int i = 1; i < N; ++i) raw[i] = raw[0];
+    if (wide) {
+      const auto* from = reinterpret_cast<const Pack<A, 4>*>(offsets + int64_t{index} * 2 * sizeof(A));
+      const auto logit = *reinterpret_cast<const Pack<A, N>*>(logits + int64_t{index} * sizeof(A));
+#pragma unroll
+      for (int i = 0; i < N; i += 2) {
+        const Pack<A, 4> offset = from[i / 2];
+        raw[i].x = offset.at[0], raw[i].y = offset.at[1], raw[i + 1].x = offset.at[2], raw[i + 1].y = offset.at[3];
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) raw[i].weight = logit.at[i];
+    } else if constexpr (sizeof(T) == 2) {
+      const auto offset = *reinterpret_cast<const Pack<uint32_t, N>*>(offsets + int64_t{index} * 4);
+      const auto logit = *reinterpret_cast<const Pack<uint16_t, N>*>(logits + int64_t{index} * 2);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        raw[i].x = __uint_as_float(offset.at[i]), raw[i].weight = __uint_as_float(logit.at[i]);
+      }
+    }
+  }
+  __device__ __forceinline__ A logit_of(A raw) const {
+    if constexpr (sizeof(T) == 2) {
+      if (!wide) {
+        const uint16_t bits = static_cast<uint16_t>(__float_as_uint(raw));
+        return to_accumulate(*reinterpret_cast<const T*>(&bits));
+      }
+    }
+    return raw;
+  }
+  __device__ __forceinline__ Pack<A, 2> offset_of(const Raw& raw) const {
+    if constexpr (sizeof(T) == 2) {
+      if (!wide) {
+        const uint32_t bits = __float_as_uint(raw.x);
+        A offset[2];
+        unpack(*reinterpret_cast<const Pack<T, 2>*>(&bits), offset);
+        return {offset[0], offset[1]};
+      }
+    }
+    return {raw.x, raw.y};
+  }
+  // Written with fma, so that every kernel finds the same cell.
+  __device__ __forceinline__ void position(const Raw& raw, const Level& level, int points, A& x, A& y) const {
+    const Pack<A, 2> offset = offset_of(raw);
+    const A W = level.W, H = level.H, share = A(0.5) / points;
+    const A center_x = fma(raw.center_x, W, A(-0.5)), center_y = fma(raw.center_y, H, A(-0.5));
+    x = boxes ? fma(offset.at[0], raw.w * W * share, center_x) : center_x + offset.at[0];
+    y = boxes ? fma(offset.at[1], raw.h * H * share, center_y) : center_y + offset.at[1];
+  }
+  // The softmax of a row, worked out by `lanes` neighbouring threads (a power of two) that all come here.
+  __device__ __forceinline__ Row row_of_lanes(bool exists, uint32_t first, int K, int lane, int lanes) const {
+    constexpr int kEach = 4;  // loads in flight
+    A largest = kLeast, sum = 0;
+    for (int k = lane; exists && k < K; k += kEach * lanes) {
+      A logit[kEach], top = largest;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        Raw raw;
+        raw.weight = 0;
+        if (k + i * lanes < K) fetch_weight(first + k + i * lanes, raw);
+        logit[i] = k + i * lanes < K ? logit_of(raw.weight) : -static_cast<A>(INFINITY);
+        top = logit[i] > top ? logit[i] : top;  // a NaN stays out, and makes the sum NaN
+      }
+      sum *= exp(largest - top);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) sum += exp(logit[i] - top);
+      largest = top;
+    }
+    A top = largest;
+    for (int step = 1; step < lanes; step *= 2) {
+      const A other = __shfl_xor_sync(0xffffffffu, top, step);
+      top = other > top ? other : top;
+    }
+    sum *= exp(largest - top);
+    for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    return {top, A(1) / sum};
+  }
+  // The same where LANES threads hold the row's logits already; has(i): whether the i-th of this one exists.
+  template <int LANES, int N, typename Has>
+  __device__ __forceinline__ Row row_of_raw(const Raw (&raw)[N], const Has& has) const {
+    A largest = kLeast, sum = 0, logit[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      logit[i] = has(i) ? logit_of(raw[i].weight) : -static_cast<A>(INFINITY);
+      largest = logit[i] > largest ? logit[i] : largest;  // a NaN stays out, and makes the sum NaN
+    }
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) {
+      const A other = __shfl_xor_sync(0xffffffffu, largest, step);
+      largest = other > largest ? other : largest;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += exp(logit[i] - largest);
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    return {largest, A(1) / sum};
+  }
+  __device__ __forceinline__ Row row_at(int64_t row) const { return rows[row]; }
+  __device__ __forceinline__ A weight(const Raw& raw, const Row& row) const { return row.weight(logit_of(raw.weight)); }
+};
+
+// Lanes of a warp in the group of `size` threads that this thread belongs to.
+template <int SIZE>
+__device__ __forceinline__ unsigned group_mask() {
+  if constexpr (SIZE == 32) return 0xffffffffu;
+  return ((1u << (SIZE % 32)) - 1) << (threadIdx.x % 32 / SIZE * SIZE);
+}
+
+// v in 0..1; NaN becomes 0.
+__device__ __forceinline__ float saturate(float v) { return __saturatef(v); }
+__device__ __forceinline__ double saturate(double v) { return fmin(fmax(v, 0.0), 1.0); }
+// Towards zero; numbers beyond the integers become the nearest one.
+__device__ __forceinline__ int32_t truncate(float v) { return __float2int_rz(v); }
+__device__ __forceinline__ int32_t truncate(double v) { return __double2int_rz(v); }
+
+// Along one axis of `size` texels: the first of the two texels that a sample at x reads, the fraction of the way to the
+// second, and the part of the sample that falls inside the map (NaN: none).
+template <typename A>
+__device__ __forceinline__ int32_t place(A x, int32_t size, A& fraction, A& part) {
+  const int32_t first = min(truncate(fmax(x, A(0))), max(size - 2, 0));
+  fraction = saturate(x - static_cast<A>(first));
+  part = saturate(fmin(x + A(1), static_cast<A>(size) - x));
+  return first;
+}
+
+// The order of an encoder's queries: the image is cut into regions, the same ones on every level, so that queries that
+// follow each other lie together on all levels. Loops that run once a block are not unrolled: their instructions come
+// from memory, before there is other work.
+constexpr int kRegionHeight = 16, kRegionWidth = 8;  // texels of the largest level
+constexpr int kMaxRegions = 512, kMaxEdges = 128;    // in all; of a level
+
+// Regions: bands of columns, in shared memory. edges: level after level, the first row of each band and its end, then
+// the same of the columns. starts: the number of queries before each region.
+struct Regions {
+  const Level* table;
+  int L, bands, columns;
+  int32_t *starts, *edges;  // [kMaxRegions + 1], [L, edges_of_level()]
+
+  __host__ __device__ static constexpr size_t bytes(int64_t L) {
+    return sizeof(int32_t) * (kMaxRegions + 1 + L * kMaxEdges);
+  }
+  __device__ __forceinline__ static int ceil_div(int a, int b) { return a / b + (a % b > 0); }
+  __device__ __forceinline__ int edges_of_level() const { return bands + columns + 2; }
+
+  // All threads of the block. memory: of bytes(L).
+  __device__ __forceinline__ Regions(const Level* table, int L, int32_t* memory)
+      : table(table), L(L), starts(memory), edges(memory + kMaxRegions + 1) {
+    int H = 1, W = 1;
+#pragma unroll 1
+    for (int l = 0; l < L; ++l) H = max(H, table[l].H), W = max(W, table[l].W);
+    bands = ceil_div(H, kRegionHeight), columns = ceil_div(W, kRegionWidth);
+#pragma unroll 1
+    for (int size = 2; bands * columns > kMaxRegions || edges_of_level() > kMaxEdges; size *= 2) {
+      bands = ceil_div(H, kRegionHeight * size), columns = ceil_div(W, kRegionWidth * size);
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < L * edges_of_level(); i += blockDim.x) {
+      const int l = i / edges_of_level(), j = i - l * edges_of_level();
+      const bool is_row = j <= bands;
+      const int size = is_row ? table[l].H : table[l].W, parts = is_row ? bands : columns;
+      const int part = is_row ? j : j - bands - 1;
+      edges[i] = size / parts * part + size % parts * part / parts;  // size * part / parts
+    }
+    __syncthreads();  // the edges are complete
+#pragma unroll 1
+    for (int i = threadIdx.x; i <= bands * columns; i += blockDim.x) {
+      const int band = i / columns, column = i - band * columns;
+      int32_t before = 0;
+#pragma unroll 1
+      for (int l = 0; l < L; ++l) {
+        const int32_t *y = edges + l * edges_of_level() + band, *x = edges + l * edges_of_level() + bands + 1;
+        before += table[l].W * y[0];
+        if (column > 0) before += (y[1] - y[0]) * x[column];
+      }
+      starts[i] = before;
+    }
+    __syncthreads();  // the regions are known
+  }
+
+  // The query at a place of the pyramid in the order of regions.
+  __device__ __forceinline__ uint32_t query_at(int32_t place) const {
+    int low = 0, high = bands * columns;  // starts[low] <= place < starts[high]
+#pragma unroll 1
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (starts[middle] <= place)
+        low = middle;
+      else
+        high = middle;
+    }
+    const int band = low / columns, column = low - band * columns;
+    int32_t rest = place - starts[low];
+#pragma unroll 1
+    for (int l = 0; l < L; ++l) {
+      const int32_t *of_level = edges + l * edges_of_level(), *y = of_level + band, *x = of_level + bands + 1 + column;
+      const int32_t height = y[1] - y[0], size = height * (x[1] - x[0]);
+      if (rest < size) {
+        const int32_t in_x = static_cast<uint32_t>(rest) / static_cast<uint32_t>(height);
+        return table[l].start + (y[0] + rest - in_x * height) * table[l].W + x[0] + in_x;
+      }
+      rest -= size;
+    }
+    return 0;
+  }
+};
+
+// num_points: of each level, or null for P on every one.
+inline Levels levels_of(const MsDeformAttnProblem& problem, const Tensor& shapes, const Tensor& starts,
+                        const int64_t* num_points) {
+  Levels levels{};
+  if (num_points == nullptr) {
+    levels.P = static_cast<int32_t>(problem.P);
+  } else {
+    VISDET_CHECK("ms_deform_attn_fused", problem.L <= kMaxHostLevels, "level_shapes may name ", kMaxHostLevels,
+                 " levels at the most, got ", problem.L);
+    int32_t end = 0;
+    for (int64_t l = 0; l < problem.L; ++l) levels.end[l] = end += static_cast<int32_t>(num_points[l]);
+  }
+  if (problem.levels_on_host) {
+    const int64_t *host_shapes = shapes.const_data_ptr<int64_t>(), *host_starts = starts.const_data_ptr<int64_t>();
+    check_levels(problem, host_shapes, host_starts);
+    VISDET_CHECK("ms_deform_attn", problem.L <= kMaxHostLevels, "level_shapes on the CPU may name ", kMaxHostLevels,
+                 " levels at the most, got ", problem.L, "; pass them on value's device");
+    int64_t row = 0;
+    levels.follow = true;
+    for (int64_t l = 0; l < problem.L; ++l) {
+      levels.follow = levels.follow && host_starts[l] == row;
+      row += host_shapes[2 * l] * host_shapes[2 * l + 1];
+      levels.H[l] = static_cast<int32_t>(host_shapes[2 * l]);
+      levels.W[l] = static_cast<int32_t>(host_shapes[2 * l + 1]);
+      levels.start[l] = static_cast<int32_t>(host_starts[l]);
+    }
+    levels.follow = levels.follow && row == problem.S;
+  } else {
+    levels.shapes = shapes.const_data_ptr<int64_t>();
+    levels.starts = starts.const_data_ptr<int64_t>();
+  }
+  return levels;
+}
+
+inline void check_sizes(const MsDeformAttnProblem& problem) {
+  VISDET_CHECK("ms_deform_attn", problem.S <= INT32_MAX, "value must have fewer than 2^31 rows S, got ", problem.S);
+  // 32-bit offsets within one image's samples and one texel's bytes.
+  const double samples = 1.0 * problem.Q * problem.G * problem.K;
+  VISDET_CHECK("ms_deform_attn", samples <= INT32_MAX && problem.Q * problem.G <= INT32_MAX,
+               "Q * G * L * P must be under 2^31, got ", problem.Q, " * ", problem.G, " * ", problem.K);
+  VISDET_CHECK("ms_deform_attn", 8.0 * problem.G * problem.C <= INT32_MAX, "G * C must be under 2^28, got ", problem.G,
+               " * ", problem.C);
+  VISDET_CHECK("ms_deform_attn", problem.B * problem.G <= INT32_MAX, "B * G must be under 2^31, got ", problem.B, " * ",
+               problem.G);
+}
+
+inline unsigned grid_size(int64_t blocks) {
+  VISDET_CHECK("ms_deform_attn", blocks <= INT32_MAX, "B * G * Q is too large: ", blocks, " blocks");
+  return static_cast<unsigned>(blocks);
+}
+
+// x: blocks of a head; y and z: heads, read back as y + 65535 * z.
+inline dim3 head_grid(int64_t blocks, int64_t heads) {
+  return dim3(grid_size(blocks), static_cast<unsigned>(std::min<int64_t>(heads, 65535)),
+              static_cast<unsigned>(ceil_div(heads, 65535)));
+}
+
+// Calls f(VEC, LANES): loads of 16 bytes where channels and addresses allow it, else of one value. LANES is the
+// smallest of a few powers of two that covers a row, MOST at the most (a wider row takes several turns).
+template <typename T, int MOST, int VEC = 16 / sizeof(T), typename F>
+void dispatch_row(int64_t C, bool is_aligned, const F& f) {
+  constexpr int kVec = VEC;
+  const auto call = [&](auto vec, auto lanes) { f(vec, lanes); };
+  if (C % kVec == 0 && is_aligned) {
+    const std::integral_constant<int, kVec> vec;
+    const int64_t packs = C / kVec;
+    if constexpr (MOST >= 32) {
+      if (packs > 16) return call(vec, std::integral_constant<int, 32>{});
+    }
+    if constexpr (MOST >= 16) {
+      if (packs > 8) return call(vec, std::integral_constant<int, 16>{});
+    }
+    if constexpr (MOST >= 8) {
+      if (packs > 4) return call(vec, std::integral_constant<int, 8>{});
+    }
+    return call(vec, std::integral_constant<int, 4>{});
+  }
+  const std::integral_constant<int, 1> vec;
+  return call(vec, std::integral_constant<int, least(MOST * kVec, 32)>{});
+}
+
+// The samples of contiguous tensors, as functions of the types.
+inline auto given_samples(const Tensor& locations, const Tensor& weights) {
+  return [&](auto /*value_tag*/, auto accumulate_tag) {
+    using A = decltype(accumulate_tag);
+    return GivenSamples<A>{static_cast<const A*>(locations.const_data_ptr()),
+                           static_cast<const A*>(weights.const_data_ptr())};
+  };
+}
+inline auto fused_samples(const Tensor& reference, const Tensor& offsets, const Tensor& logits, const Tensor* softmax) {
+  return [&reference, &offsets, &logits, softmax](auto value_tag, auto accumulate_tag) {
+    using A = decltype(accumulate_tag);
+    const bool wide = offsets.scalar_type() == reference.scalar_type(), boxes = reference.size(3) == 4;
+    const void* rows = softmax == nullptr ? nullptr : softmax->const_data_ptr();
+    return FusedSamples<decltype(value_tag), A>{static_cast<const A*>(reference.const_data_ptr()),
+                                                static_cast<const char*>(offsets.const_data_ptr()),
+                                                static_cast<const char*>(logits.const_data_ptr()),
+                                                static_cast<const SoftmaxRow<A>*>(rows),
+                                                wide,
+                                                boxes};
+  };
+}
+
+// Up to so many samples a texel, adding directly is faster than sorting.
+constexpr int64_t kDirectSamples = 4;
+
+// Channels to fill rows up to before the kernels run, so that they can be read 16 bytes at a time: C itself where they
+// can already be, and where samples are too few to pay for the copies.
+inline int64_t filled_channels(const MsDeformAttnProblem& problem, const Tensor& value) {
+  const int64_t vec = 16 / static_cast<int64_t>(value.element_size());
+  const bool pays = problem.C >= vec && problem.Q * problem.K > kDirectSamples * problem.S;
+  return pays ? ceil_div(problem.C, vec) * vec : problem.C;
+}
+inline Tensor fill_rows(const Tensor& tensor, const MsDeformAttnProblem& problem, int64_t channels) {
+  const Tensor rows = view(tensor, {problem.B, tensor.size(1), problem.G, problem.C});
+  const int64_t before_and_after[] = {0, channels - problem.C};
+  return pad(rows, {before_and_after, 2});
+}
+
+}  // namespace msda
+}  // namespace visdet
