@@ -228,27 +228,27 @@ struct FusedSamples {
         raw[i] = fetch_position(index + i, query_level);
         fetch_weight(index + i, raw[i]);
       }
-      return;
-    }
-    fetch_reference(query_level, raw[0]);
+    } else {
+      fetch_reference(query_level, raw[0]);
 #pragma unroll
-    for (int i = 1; i < N; ++i) raw[i] = raw[0];
-    if (wide) {
-      const auto* from = reinterpret_cast<const Pack<A, 4>*>(offsets + int64_t{index} * 2 * sizeof(A));
-      const auto logit = *reinterpret_cast<const Pack<A, N>*>(logits + int64_t{index} * sizeof(A));
+      for (int i = 1; i < N; ++i) raw[i] = raw[0];
+      if (wide) {
+        const auto* from = reinterpret_cast<const Pack<A, 4>*>(offsets + int64_t{index} * 2 * sizeof(A));
+        const auto logit = *reinterpret_cast<const Pack<A, N>*>(logits + int64_t{index} * sizeof(A));
 #pragma unroll
-      for (int i = 0; i < N; i += 2) {
-        const Pack<A, 4> offset = from[i / 2];
-        raw[i].x = offset.at[0], raw[i].y = offset.at[1], raw[i + 1].x = offset.at[2], raw[i + 1].y = offset.at[3];
-      }
+        for (int i = 0; i < N; i += 2) {
+          const Pack<A, 4> offset = from[i / 2];
+          raw[i].x = offset.at[0], raw[i].y = offset.at[1], raw[i + 1].x = offset.at[2], raw[i + 1].y = offset.at[3];
+        }
 #pragma unroll
-      for (int i = 0; i < N; ++i) raw[i].weight = logit.at[i];
-    } else if constexpr (sizeof(T) == 2) {
-      const auto offset = *reinterpret_cast<const Pack<uint32_t, N>*>(offsets + int64_t{index} * 4);
-      const auto logit = *reinterpret_cast<const Pack<uint16_t, N>*>(logits + int64_t{index} * 2);
+        for (int i = 0; i < N; ++i) raw[i].weight = logit.at[i];
+      } else if constexpr (sizeof(T) == 2) {
+        const auto offset = *reinterpret_cast<const Pack<uint32_t, N>*>(offsets + int64_t{index} * 4);
+        const auto logit = *reinterpret_cast<const Pack<uint16_t, N>*>(logits + int64_t{index} * 2);
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        raw[i].x = __uint_as_float(offset.at[i]), raw[i].weight = __uint_as_float(logit.at[i]);
+        for (int i = 0; i < N; ++i) {
+          raw[i].x = __uint_as_float(offset.at[i]), raw[i].weight = __uint_as_float(logit.at[i]);
+        }
       }
     }
   }
@@ -331,13 +331,6 @@ struct FusedSamples {
   __device__ __forceinline__ Row row_at(int64_t row) const { return rows[row]; }
   __device__ __forceinline__ A weight(const Raw& raw, const Row& row) const { return row.weight(logit_of(raw.weight)); }
 };
-
-// Lanes of a warp in the group of `size` threads that this thread belongs to.
-template <int SIZE>
-__device__ __forceinline__ unsigned group_mask() {
-  if constexpr (SIZE == 32) return 0xffffffffu;
-  return ((1u << (SIZE % 32)) - 1) << (threadIdx.x % 32 / SIZE * SIZE);
-}
 
 // v in 0..1; NaN becomes 0.
 __device__ __forceinline__ float saturate(float v) { return __saturatef(v); }

@@ -631,6 +631,8 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what
       to.put(index, weight, top + fy * (bottom - top), level.W * weight * ((d[1] - d[0]) + fy * (right - left)),
              level.H * weight * (left + fx * (right - left)), more);
     };
+    // Loaded ahead, of this or the next slot. Past the end: a record of weight zero.
+    const auto load_record = [&](int32_t i, int32_t end) { return i < end ? level_records[i] : Record<A>{}; };
     for (int32_t c0 = 0; c0 < C; c0 += kChannels) {
       const int32_t c = c0 + lane * VEC;
       const bool has_channels = c < C;
@@ -645,7 +647,6 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what
         const int slot_in_pair = corner_row / 2 * 8 + t % 2 * 4 + corner_row % 2;
         const char* lane_value = reinterpret_cast<const char*>(value + image_value + c0 + t * 8);
         const char* lane_g = reinterpret_cast<const char*>(grad_output + image_output + c0 + t * 8);
-        const auto load_record = [&](int32_t i, int32_t end) { return i < end ? level_records[i] : Record<A>{}; };
         constexpr int kWarps = kGatherThreads / 32;
         Record<A> next = load_record(slot_begin[warp] + mine, slot_end[warp]);
         for (int slot = warp; slot < kSlots; slot += kWarps) {
@@ -725,8 +726,6 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what
         }
       } else {
         const int mine = lane % kBatch;  // the record of a batch that this lane prepares
-        // Loaded ahead, of this or the next slot. Past the end: a record of weight zero.
-        const auto load_record = [&](int32_t i, int32_t end) { return i < end ? level_records[i] : Record<A>{}; };
         Record<A> next = load_record(slot_begin[group] + mine, slot_end[group]);
         for (int slot = group; slot < kSlots; slot += kGroups) {
           const int32_t begin = slot_begin[slot], end = slot_end[slot];
@@ -856,6 +855,13 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what
       __syncthreads();  // planes and slots may be written again
     }
   }
+}
+
+// Lanes of a warp in the group of `size` threads that this thread belongs to.
+template <int SIZE>
+__device__ __forceinline__ unsigned group_mask() {
+  if constexpr (SIZE == 32) return 0xffffffffu;
+  return ((1u << (SIZE % 32)) - 1) << (threadIdx.x % 32 / SIZE * SIZE);
 }
 
 // Few samples (a decoder), where sorting over the whole pyramid does not pay: a group of LANES threads takes one

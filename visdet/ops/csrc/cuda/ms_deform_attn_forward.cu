@@ -459,15 +459,15 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 
 // Forward of an encoder, whose queries are the pyramid's own texels. The image is cut into regions, the same ones on
 // every level, and a block owns a run of queries in the order of regions: those at work at a time lie together on all
-// levels, and those that follow lie beside them, so the first-level cache keeps their windows of the map. It is the
-// path from that cache that bounds the kernel. LANES threads own a row, as above; a warp works on 32 / LANES rows at a
-// time, those of a query's heads that share a line beside each other. It first computes a pass of samples of each, some
-// of which a lane fetches by one load; one of each lane at a time is in shared memory, which only this warp reads. A
-// warp works out the queries of its next turns by itself, so that blocks, and their parts of different heads, begin
-// without a barrier. WHOLE: the samples of a row are a multiple of kPass, and those of a level of four. MIXED: those of
-// a level are no multiple of four. COLUMN: for 8 heads of 32 channels and rows of one pass, whose levels the host
-// knows, the bytes from any texel to its right neighbour, an immediate of the load; else 0. Each output is written
-// once.
+// levels, and those that follow lie beside them, so the first-level cache keeps their windows of the map. The path
+// from that cache bounds the kernel in float32, in 16 bit the number of instructions. LANES threads own a row, as
+// above; a warp works on 32 / LANES rows at a time, those of a query's heads that share a line beside each other. It
+// first computes a pass of samples of each, some of which a lane fetches by one load; one of each lane at a time is in
+// shared memory, which only this warp reads. A warp works out the queries of its next turns by itself, so that blocks,
+// and their parts of different heads, begin without a barrier. WHOLE: the samples of a row are a multiple of kPass, and
+// those of a level of four. MIXED: those of a level are no multiple of four. COLUMN: for 8 heads of 32 channels and
+// rows of one pass, whose levels the host knows, the bytes from any texel to its right neighbour, an immediate of the
+// load; else 0. Each output is written once.
 //
 // Loops that run once a block are not unrolled: their instructions come from memory, before there is other work.
 constexpr size_t kPyramidShared = 96 << 10;
