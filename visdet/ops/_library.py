@@ -1,11 +1,20 @@
 """Loads the two operator libraries, and says what to do where one is missing."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["NotBuiltError", "build_info", "declares", "explain_missing_cuda", "is_loaded", "require_cpu"]
+__all__ = [
+    "NotBuiltError",
+    "build_info",
+    "declares",
+    "differentiable",
+    "explain_missing_cuda",
+    "is_loaded",
+    "require_cpu",
+]
 
 _FOLDER = Path(__file__).resolve().parent
 _ISA_NAMES = ("baseline", "AVX2", "AVX-512")
@@ -85,6 +94,58 @@ def explain_missing_cuda(*operators: str) -> None:
 
     for operator in operators:
         torch.library.impl(f"visdet::{operator}", "cuda", not_built)
+
+
+def differentiable(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    fake_backward: Callable[..., Any],
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Give ``visdet::<name>`` its shapes and its gradient; return what Python code calls as this operator.
+
+    The gradient is registered, for ``torch.compile``, exports, traces, ``torch.func`` and callers of
+    ``torch.ops.visdet``. An eager call of what is returned goes through an ``autograd.Function`` instead: less time on
+    the host than torch's wrapper of a registered gradient, and an error where something differentiates it twice.
+
+    Args:
+        fake: shapes and types of the results, from the operator's arguments.
+        fake_backward: the same of ``visdet::<name>_backward``.
+        setup_context: ``(ctx, inputs, output)``, keeps what the backward needs.
+        backward: ``(ctx, *grad_outputs)``, the gradients of the arguments.
+    """
+    if not declares(name):
+        return lambda *_: require_cpu()
+    torch.library.register_fake(f"visdet::{name}", fake)
+    torch.library.register_fake(f"visdet::{name}_backward", fake_backward)
+    torch.library.register_autograd(f"visdet::{name}", backward, setup_context=setup_context)
+    explain_missing_cuda(name, f"{name}_backward")
+    operator = getattr(torch.ops.visdet, name).default
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = operator(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, *grad_outputs: Any) -> Any:
+            return backward(ctx, *grad_outputs)
+
+    def call(*inputs: Any) -> Any:
+        is_traced = (
+            torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+            or torch._C._are_functorch_transforms_active()
+        )
+        return operator(*inputs) if is_traced else Eager.apply(*inputs)
+
+    return call
 
 
 def build_info() -> dict[str, Any]:

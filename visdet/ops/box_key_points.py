@@ -49,7 +49,7 @@ def box_key_points(
     library = {"cpu": "cpu", "meta": "cpu", "cuda": "cuda"}.get(anchors.device.type)
     if library is None or not _library.is_loaded(library):
         return box_key_points_reference(anchors, fixed, logits, max_log_size)
-    return torch.ops.visdet.box_key_points(anchors, fixed, logits, float(max_log_size))
+    return _box_key_points(anchors, fixed, logits, float(max_log_size))
 
 
 def box_key_points_reference(
@@ -92,13 +92,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grad_anchors, grad_logits = torch.ops.visdet.box_key_points_backward(
+    grad_anchors, grad_logits = torch.ops.visdet.box_key_points_backward.default(
         grad_output, *ctx.saved_tensors, ctx.max_log_size
     )
     return grad_anchors, None, grad_logits, None
 
 
-if _library.declares("box_key_points"):
-    torch.library.register_fake("visdet::box_key_points", _fake)
-    torch.library.register_fake("visdet::box_key_points_backward", _fake_backward)
-    torch.library.register_autograd("visdet::box_key_points", _backward, setup_context=_setup_context)
+_box_key_points = _library.differentiable(
+    "box_key_points",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)

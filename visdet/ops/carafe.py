@@ -46,7 +46,7 @@ def carafe(
     if list(masks.shape) != expected:
         raise ValueError(f"carafe: masks must be {expected}, got {list(masks.shape)}")
     is_served = _library.is_loaded("cpu") and features.device.type in ("cpu", "cuda", "meta")
-    run = torch.ops.visdet.carafe if is_served else carafe_reference
+    run = _carafe if is_served else carafe_reference
     return run(features, masks.to(features.dtype), K, G, s)
 
 
@@ -88,15 +88,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.visdet.carafe_backward(grad_output, *ctx.saved_tensors, *ctx.sizes)
+    grads = torch.ops.visdet.carafe_backward.default(grad_output, *ctx.saved_tensors, *ctx.sizes)
     return (*grads, None, None, None)
 
 
-if _library.declares("carafe"):
-    torch.library.register_fake("visdet::carafe", _fake)
-    torch.library.register_fake("visdet::carafe_backward", _fake_backward)
-    torch.library.register_autograd("visdet::carafe", _backward, setup_context=_setup_context)
-    _library.explain_missing_cuda("carafe", "carafe_backward")
+_carafe = _library.differentiable(
+    "carafe",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)
 
 
 def carafe_naive(

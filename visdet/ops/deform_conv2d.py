@@ -117,7 +117,7 @@ def convolve(
     """Return the convolution of checked arguments in the type of ``offset``."""
     settings = (pair(stride), pair(padding), pair(dilation))
     if input.is_cuda and _library.is_loaded("cuda") and not _must_be_ordered(input, offset, mask, weight):
-        output = torch.ops.visdet.deform_conv2d(
+        output = _deform_conv2d(
             *(None if t is None else t.to(offset.dtype) for t in (input, offset, mask, weight)),
             *settings,
             deform_groups,
@@ -277,18 +277,20 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             "deform_conv2d: torch.use_deterministic_algorithms(True) must be called before the forward"
         )
     needs_input, needs_offset, needs_mask, needs_weight = ctx.needs_input_grad[:4]
-    grads = torch.ops.visdet.deform_conv2d_backward(
+    grads = torch.ops.visdet.deform_conv2d_backward.default(
         grad_output, *ctx.saved_tensors, *ctx.settings, needs_input, needs_offset or needs_mask, needs_weight
     )
     needs = ctx.needs_input_grad[:4]
     return *(g if is_needed else None for g, is_needed in zip(grads, needs, strict=True)), *(None,) * 5
 
 
-if _library.declares("deform_conv2d"):
-    torch.library.register_fake("visdet::deform_conv2d", _fake)
-    torch.library.register_fake("visdet::deform_conv2d_backward", _fake_backward)
-    torch.library.register_autograd("visdet::deform_conv2d", _backward, setup_context=_setup_context)
-    _library.explain_missing_cuda("deform_conv2d", "deform_conv2d_backward")
+_deform_conv2d = _library.differentiable(
+    "deform_conv2d",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)
 
 
 class DeformConv2d(nn.Module):

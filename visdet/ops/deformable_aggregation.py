@@ -63,7 +63,6 @@ def deformable_aggregation(
 
     Source: Sparse4D, arXiv 2211.10581, and SparseDrive, arXiv 2405.19620; the border rule is that of their kernel.
     """
-    _library.require_cpu()
     shapes, starts = as_tables(features, level_shapes, level_starts)
     for name, tensor in (("locations", locations), ("weights", weights)):
         if tensor.device != features.device:
@@ -76,7 +75,7 @@ def deformable_aggregation(
         weights = weights.to(coordinate_dtype)
     if features.device.type not in ("cpu", "cuda", "meta"):
         return deformable_aggregation_reference(features, shapes, starts, locations, weights)
-    return torch.ops.visdet.deformable_aggregation(features, shapes, starts, locations, weights)
+    return _deformable_aggregation(features, shapes, starts, locations, weights)
 
 
 def deformable_aggregation_reference(
@@ -237,7 +236,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     features, level_shapes, level_starts, locations, weights = ctx.saved_tensors
-    grad_features, grad_locations, grad_weights = torch.ops.visdet.deformable_aggregation_backward(
+    grad_features, grad_locations, grad_weights = torch.ops.visdet.deformable_aggregation_backward.default(
         grad_output,
         features,
         level_shapes,
@@ -249,8 +248,10 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad_features, None, None, grad_locations, grad_weights
 
 
-if _library.declares("deformable_aggregation"):
-    torch.library.register_fake("visdet::deformable_aggregation", _fake)
-    torch.library.register_fake("visdet::deformable_aggregation_backward", _fake_backward)
-    torch.library.register_autograd("visdet::deformable_aggregation", _backward, setup_context=_setup_context)
-    _library.explain_missing_cuda("deformable_aggregation", "deformable_aggregation_backward")
+_deformable_aggregation = _library.differentiable(
+    "deformable_aggregation",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)

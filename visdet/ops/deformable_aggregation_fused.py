@@ -60,7 +60,6 @@ def deformable_aggregation_fused(
 
     Source: the weights and the projection of Sparse4D v2, arXiv 2305.14018, and SparseDrive, arXiv 2405.19620.
     """
-    _library.require_cpu()
     for name, tensor in (("projection", projection), ("image_wh", image_wh)):
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -83,7 +82,7 @@ def deformable_aggregation_fused(
     tensors = (features, shapes, starts, points, matrices, sizes, logits, camera_logits, keep)
     if features.device.type not in ("cpu", "cuda", "meta"):
         return deformable_aggregation_fused_reference(*tensors, keep_scale=keep_scale)
-    return torch.ops.visdet.deformable_aggregation_fused(*tensors, float(keep_scale))
+    return _deformable_aggregation_fused(*tensors, float(keep_scale))
 
 
 def deformable_aggregation_fused_reference(
@@ -167,17 +166,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.visdet.deformable_aggregation_fused_backward(
+    grads = torch.ops.visdet.deformable_aggregation_fused_backward.default(
         grad_output, *ctx.saved_tensors, ctx.keep_scale, torch.are_deterministic_algorithms_enabled()
     )
     grad_features, grad_key_points, grad_logits, grad_camera_logits = grads
     return grad_features, None, None, grad_key_points, None, None, grad_logits, grad_camera_logits, None, None
 
 
-if _library.declares("deformable_aggregation_fused"):
-    torch.library.register_fake("visdet::deformable_aggregation_fused", _fake)
-    torch.library.register_fake("visdet::deformable_aggregation_fused_backward", _fake_backward)
-    torch.library.register_autograd(
-        "visdet::deformable_aggregation_fused", _backward, setup_context=_setup_context
-    )
-    _library.explain_missing_cuda("deformable_aggregation_fused", "deformable_aggregation_fused_backward")
+_deformable_aggregation_fused = _library.differentiable(
+    "deformable_aggregation_fused",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)

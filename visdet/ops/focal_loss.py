@@ -71,7 +71,7 @@ def sigmoid_focal_loss(
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     weight = input.new_empty(0, dtype=wide) if weight is None else weight.to(wide)
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
-    run = torch.ops.visdet.sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference
+    run = _sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference
     logits = input if reduction == "none" else input.to(wide)  # no sum of rounded losses
     return _reduce(run(logits, target, weight, float(gamma), float(alpha)), reduction).to(input.dtype)
 
@@ -161,12 +161,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grad = torch.ops.visdet.sigmoid_focal_loss_backward(grad_output, *ctx.saved_tensors, *ctx.settings)
+    grad = torch.ops.visdet.sigmoid_focal_loss_backward.default(
+        grad_output, *ctx.saved_tensors, *ctx.settings
+    )
     return grad, None, None, None, None
 
 
-if _library.declares("sigmoid_focal_loss"):
-    torch.library.register_fake("visdet::sigmoid_focal_loss", _fake)
-    torch.library.register_fake("visdet::sigmoid_focal_loss_backward", _fake_backward)
-    torch.library.register_autograd("visdet::sigmoid_focal_loss", _backward, setup_context=_setup_context)
-    _library.explain_missing_cuda("sigmoid_focal_loss", "sigmoid_focal_loss_backward")
+_sigmoid_focal_loss = _library.differentiable(
+    "sigmoid_focal_loss",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -46,7 +46,6 @@ def gaussian_field(
 
     Source: the density of a Gaussian mixture; the fused kernels are visdet's own.
     """
-    _library.require_cpu()
     if not 0 <= tolerance < float("inf"):
         raise ValueError(f"gaussian_field: tolerance must be a finite number of at least 0, got {tolerance}")
     tensors = in_computation_type("gaussian_field", points, means, cholesky, weights)
@@ -56,9 +55,7 @@ def gaussian_field(
     point_order = gaussian_order = torch.empty(0, dtype=torch.int64, device=points.device)
     if tolerance > 0 and points.dim() == means.dim() == 2 and len(points) > 0 and len(means) > 0:
         point_order, gaussian_order = _space_order(points.detach()), _space_order(means.detach())
-    field = torch.ops.visdet.gaussian_field(
-        points, means, cholesky, weights, point_order, gaussian_order, float(tolerance)
-    )
+    field = _gaussian_field(points, means, cholesky, weights, point_order, gaussian_order, float(tolerance))
     return field.to(dtype)
 
 
@@ -118,12 +115,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.visdet.gaussian_field_backward(grad_output, *ctx.saved_tensors, ctx.tolerance)
+    grads = torch.ops.visdet.gaussian_field_backward.default(grad_output, *ctx.saved_tensors, ctx.tolerance)
     return (*grads, None, None, None)
 
 
-if _library.declares("gaussian_field"):
-    torch.library.register_fake("visdet::gaussian_field", _fake)
-    torch.library.register_fake("visdet::gaussian_field_backward", _fake_backward)
-    torch.library.register_autograd("visdet::gaussian_field", _backward, setup_context=_setup_context)
-    _library.explain_missing_cuda("gaussian_field", "gaussian_field_backward")
+_gaussian_field = _library.differentiable(
+    "gaussian_field",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)

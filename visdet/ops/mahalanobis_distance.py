@@ -36,11 +36,10 @@ def mahalanobis_distance(
 
     Source: the triangular solve of a Gaussian's exponent; the fused kernels are visdet's own.
     """
-    _library.require_cpu()
     points, means, cholesky, dtype = in_computation_type("mahalanobis_distance", points, means, cholesky)
     if points.device.type not in ("cpu", "cuda", "meta"):
         return mahalanobis_distance_reference(points, means, cholesky).to(dtype)
-    return torch.ops.visdet.mahalanobis_distance(points, means, cholesky).to(dtype)
+    return _mahalanobis_distance(points, means, cholesky).to(dtype)
 
 
 def mahalanobis_distance_reference(points: Tensor, means: Tensor, cholesky: Tensor) -> Tensor:
@@ -79,11 +78,13 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-    return torch.ops.visdet.mahalanobis_distance_backward(grad_output, *ctx.saved_tensors)
+    return torch.ops.visdet.mahalanobis_distance_backward.default(grad_output, *ctx.saved_tensors)
 
 
-if _library.declares("mahalanobis_distance"):
-    torch.library.register_fake("visdet::mahalanobis_distance", _fake)
-    torch.library.register_fake("visdet::mahalanobis_distance_backward", _fake_backward)
-    torch.library.register_autograd("visdet::mahalanobis_distance", _backward, setup_context=_setup_context)
-    _library.explain_missing_cuda("mahalanobis_distance", "mahalanobis_distance_backward")
+_mahalanobis_distance = _library.differentiable(
+    "mahalanobis_distance",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -84,8 +84,7 @@ def ms_deform_attn(
         return ms_deform_attn_reference(value, shapes, starts, locations, weights)
     if value.is_cuda and len(shapes) > MAX_HOST_LEVELS:
         shapes, starts = shapes.to(value.device), starts.to(value.device)
-    _library.require_cpu()
-    return torch.ops.visdet.ms_deform_attn(value, shapes, starts, locations, weights)
+    return _ms_deform_attn(value, shapes, starts, locations, weights)
 
 
 def ms_deform_attn_reference(
@@ -174,10 +173,7 @@ def ms_deform_attn_fused(
         return ms_deform_attn(
             value, shapes, starts, *_compose(shapes, reference_points, offsets, logits, points)
         )
-    _library.require_cpu()
-    return torch.ops.visdet.ms_deform_attn_fused(
-        value, shapes, starts, reference_points, offsets, logits, points
-    )
+    return _ms_deform_attn_fused(value, shapes, starts, reference_points, offsets, logits, points)
 
 
 def ms_deform_attn_fused_reference(
@@ -276,7 +272,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     value, level_shapes, level_starts, locations, weights = ctx.saved_tensors
-    grad_value, grad_locations, grad_weights = torch.ops.visdet.ms_deform_attn_backward(
+    grad_value, grad_locations, grad_weights = torch.ops.visdet.ms_deform_attn_backward.default(
         grad_output,
         value,
         level_shapes,
@@ -335,12 +331,14 @@ def _fused_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
 
 def _fused_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     needs_reference = ctx.needs_input_grad[3]
-    grad_value, grad_reference, grad_offsets, grad_logits = torch.ops.visdet.ms_deform_attn_fused_backward(
-        grad_output,
-        *ctx.saved_tensors,
-        ctx.num_points,
-        needs_reference,
-        torch.are_deterministic_algorithms_enabled(),
+    grad_value, grad_reference, grad_offsets, grad_logits = (
+        torch.ops.visdet.ms_deform_attn_fused_backward.default(
+            grad_output,
+            *ctx.saved_tensors,
+            ctx.num_points,
+            needs_reference,
+            torch.are_deterministic_algorithms_enabled(),
+        )
     )
     return (
         grad_value,
@@ -353,15 +351,17 @@ def _fused_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-if _library.declares("ms_deform_attn_fused"):
-    torch.library.register_fake("visdet::ms_deform_attn", _fake)
-    torch.library.register_fake("visdet::ms_deform_attn_backward", _fake_backward)
-    torch.library.register_autograd("visdet::ms_deform_attn", _backward, setup_context=_setup_context)
-    torch.library.register_fake("visdet::ms_deform_attn_fused", _fused_fake)
-    torch.library.register_fake("visdet::ms_deform_attn_fused_backward", _fused_fake_backward)
-    torch.library.register_autograd(
-        "visdet::ms_deform_attn_fused", _fused_backward, setup_context=_fused_setup_context
-    )
-    _library.explain_missing_cuda(
-        "ms_deform_attn", "ms_deform_attn_backward", "ms_deform_attn_fused", "ms_deform_attn_fused_backward"
-    )
+_ms_deform_attn = _library.differentiable(
+    "ms_deform_attn",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+_ms_deform_attn_fused = _library.differentiable(
+    "ms_deform_attn_fused",
+    fake=_fused_fake,
+    fake_backward=_fused_fake_backward,
+    setup_context=_fused_setup_context,
+    backward=_fused_backward,
+)

@@ -41,7 +41,7 @@ def roi_pool_with_argmax(
     check_rois("roi_pool", input, rois)
     rois = rois.detach().to(torch.float64 if input.dtype == torch.float64 else torch.float32)
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
-    run = torch.ops.visdet.roi_pool if is_served else roi_pool_reference
+    run = _roi_pool if is_served else roi_pool_reference
     return run(input, rois, *output_size, float(spatial_scale))
 
 
@@ -128,7 +128,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: Any) -> tuple[Tensor | No
     if grad_output.is_cuda and torch.are_deterministic_algorithms_enabled():
         grad = _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *ctx.sizes)
     else:
-        grad = torch.ops.visdet.roi_pool_backward(grad_output, rois, argmax, *ctx.sizes)
+        grad = torch.ops.visdet.roi_pool_backward.default(grad_output, rois, argmax, *ctx.sizes)
     return grad.to(ctx.dtype), None, None, None, None
 
 
@@ -144,8 +144,10 @@ def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int,
     return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)
 
 
-if _library.declares("roi_pool"):
-    torch.library.register_fake("visdet::roi_pool", _fake)
-    torch.library.register_fake("visdet::roi_pool_backward", _fake_backward)
-    torch.library.register_autograd("visdet::roi_pool", _backward, setup_context=_setup_context)
-    _library.explain_missing_cuda("roi_pool", "roi_pool_backward")
+_roi_pool = _library.differentiable(
+    "roi_pool",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)

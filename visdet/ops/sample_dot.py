@@ -45,11 +45,10 @@ def sample_dot(
 
     Source: the operator is that of fused_sample_ops; the kernels are visdet's own.
     """
-    _library.require_cpu()
     images, (samples, queries, depths) = in_sample_types("sample_dot", images, samples, queries, depths)
     if images.device.type not in ("cpu", "cuda", "meta"):
         return sample_dot_reference(images, samples, queries, depths, num_octaves)
-    return torch.ops.visdet.sample_dot(images, samples, queries, depths, num_octaves)
+    return _sample_dot(images, samples, queries, depths, num_octaves)
 
 
 def sample_dot_reference(
@@ -100,7 +99,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     images, samples, queries, depths = ctx.saved_tensors
-    grads = torch.ops.visdet.sample_dot_backward(
+    grads = torch.ops.visdet.sample_dot_backward.default(
         grad_output.to(samples.dtype),
         images,
         samples,
@@ -112,8 +111,10 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, None)
 
 
-if _library.declares("sample_dot"):
-    torch.library.register_fake("visdet::sample_dot", _fake)
-    torch.library.register_fake("visdet::sample_dot_backward", _fake_backward)
-    torch.library.register_autograd("visdet::sample_dot", _backward, setup_context=_setup_context)
-    _library.explain_missing_cuda("sample_dot", "sample_dot_backward")
+_sample_dot = _library.differentiable(
+    "sample_dot",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -40,11 +40,10 @@ def sample_sum(
 
     Source: the operator is that of fused_sample_ops (attention over samples of an image); the kernels are visdet's own.
     """
-    _library.require_cpu()
     images, (samples, weights) = in_sample_types("sample_sum", images, samples, weights)
     if images.device.type not in ("cpu", "cuda", "meta"):
         return sample_sum_reference(images, samples, weights)
-    return torch.ops.visdet.sample_sum(images, samples, weights)
+    return _sample_sum(images, samples, weights)
 
 
 def sample_sum_reference(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
@@ -99,13 +98,15 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
     images, samples, weights = ctx.saved_tensors
-    return torch.ops.visdet.sample_sum_backward(
+    return torch.ops.visdet.sample_sum_backward.default(
         grad_output.to(samples.dtype), images, samples, weights, torch.are_deterministic_algorithms_enabled()
     )
 
 
-if _library.declares("sample_sum"):
-    torch.library.register_fake("visdet::sample_sum", _fake)
-    torch.library.register_fake("visdet::sample_sum_backward", _fake_backward)
-    torch.library.register_autograd("visdet::sample_sum", _backward, setup_context=_setup_context)
-    _library.explain_missing_cuda("sample_sum", "sample_sum_backward")
+_sample_sum = _library.differentiable(
+    "sample_sum",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -1,0 +1,102 @@
+"""How an operator's gradient is reached: eagerly, through torch.ops, in a trace, under vmap; and only once."""
+
+import pytest
+import torch
+
+from visdet.ops import (
+    box_key_points,
+    carafe,
+    deformable_aggregation,
+    gaussian_field,
+    mahalanobis_distance,
+    ms_deform_attn,
+    ms_deform_attn_fused,
+    roi_pool,
+    sample_dot,
+    sample_sum,
+    sigmoid_focal_loss,
+)
+
+LEVELS = [(4, 5)]
+
+
+def rand(*shape):
+    return torch.rand(*shape, dtype=torch.float64)
+
+
+def attention_arguments():
+    return rand(2, 20, 2, 3), LEVELS, None, rand(2, 6, 2, 1, 2, 2), rand(2, 6, 2, 1, 2)
+
+
+def fused_arguments():
+    return rand(2, 20, 2, 3), LEVELS, None, rand(2, 6, 1, 2), rand(2, 6, 2, 2, 2), rand(2, 6, 2, 2), 2
+
+
+CALLS = {
+    ms_deform_attn: attention_arguments,
+    ms_deform_attn_fused: fused_arguments,
+    deformable_aggregation: lambda: (
+        rand(1, 40, 4),
+        [[(4, 5)], [(4, 5)]],
+        [[0], [20]],
+        rand(1, 3, 2, 2, 2),
+        rand(1, 3, 2, 2, 1, 2),
+    ),
+    sample_sum: lambda: (rand(1, 3, 4, 5), rand(1, 2, 3, 2), rand(1, 1, 2, 3)),
+    sample_dot: lambda: (rand(1, 3, 4, 5), rand(1, 2, 3, 2), rand(1, 1, 2, 3), rand(1, 2, 3)),
+    gaussian_field: lambda: (rand(5, 3), rand(4, 3), rand(4, 3, 3).tril() + torch.eye(3), rand(4)),
+    mahalanobis_distance: lambda: (rand(5, 3), rand(4, 3), rand(4, 3, 3).tril() + torch.eye(3)),
+    box_key_points: lambda: (rand(1, 2, 11), rand(3, 3).float().double()),
+    carafe: lambda: (rand(1, 2, 3, 3), rand(1, 9, 6, 6), 3, 1, 2),
+    roi_pool: lambda: (rand(1, 2, 6, 6), torch.tensor([[0, 0, 0, 4, 4]]).double(), 2),
+    sigmoid_focal_loss: lambda: (rand(4, 3), torch.tensor([0, 1, 2, 3])),
+}
+
+
+@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)
+def test_no_gradient_is_differentiated(op):
+    torch.manual_seed(0)
+    first, *rest = CALLS[op]()
+    first.requires_grad_()
+    (grad,) = torch.autograd.grad(op(first, *rest).square().sum(), first, create_graph=True)
+    assert grad.abs().sum() > 0
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+def table_of(levels):
+    shapes = torch.tensor(levels)
+    return shapes, shapes.prod(1).cumsum(0) - shapes.prod(1)
+
+
+def test_eager_calls_and_torch_ops_agree():
+    torch.manual_seed(0)
+    value, levels, _, *rest = attention_arguments()
+    leaves = [t.requires_grad_() for t in (value, *rest)]
+    overload = torch.ops.visdet.ms_deform_attn(leaves[0], *table_of(levels), *leaves[1:])
+    eager = ms_deform_attn(leaves[0], levels, None, *leaves[1:])
+    assert torch.equal(eager, overload)
+    grad = rand(*eager.shape)
+    found, expected = (torch.autograd.grad(output, leaves, grad) for output in (eager, overload))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+def test_a_trace_holds_the_operator(tmp_path):
+    torch.manual_seed(0)
+    value, levels, _, *rest = attention_arguments()
+    shapes, starts = table_of(levels)
+    traced = torch.jit.trace(lambda v, *r: ms_deform_attn(v, shapes, starts, *r), (value, *rest))
+    traced.save(str(tmp_path / "traced.pt"))
+    again = torch.jit.load(str(tmp_path / "traced.pt"))
+    assert torch.equal(again(value * 2, *rest), ms_deform_attn(value * 2, levels, None, *rest))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_calls_the_operator_entry_by_entry():
+    torch.manual_seed(0)
+    value, levels, _, *rest = attention_arguments()
+    shapes, starts = table_of(levels)
+    stacked = torch.stack([value, value * 2])
+    out = torch.func.vmap(lambda v: ms_deform_attn(v, shapes, starts, *rest))(stacked)
+    assert torch.equal(out[1], ms_deform_attn(value * 2, levels, None, *rest))
