@@ -172,6 +172,20 @@ def test_autocast_rounds_the_linear_layers_and_nothing_else(reference_size, monk
 
 
 @pytest.mark.parametrize(
+    ("dtype", "converted"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)]
+)
+def test_autocast_converts_the_query_once(dtype, converted):
+    attention, given, read = module().to(dtype), inputs(), []
+    for layer in (attention.sampling_offsets, attention.attention_weights):
+        layer.register_forward_pre_hook(lambda _, arguments: read.append(arguments[0]))
+    given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in given.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        attention(**given)
+    assert [t.dtype for t in read] == [converted] * 2
+    assert read[0] is read[1]
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from visdet.ops import ms_deform_attn_fused
 from visdet.registry import MODELS
 
+from .precision import as_autocast_input
 from .root_registration import register_in_root
 
 __all__ = ["MultiScaleDeformableAttention"]
@@ -136,6 +137,7 @@ class MultiScaleDeformableAttention(BaseModule):
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
 
+        query = as_autocast_input(query)
         value = self.value_proj(value)
         if key_padding_mask is not None:
             value = value.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
