@@ -18,11 +18,11 @@ namespace visdet {
 template <typename T, typename A>
 struct MsDeformAttnArrays {
   int64_t B, S, G, C, Q, L, K;  // K samples a row
-  // Of each of the K samples: its level and that level's geometry.
+  // Of each of the K samples: its level and that level's geometry. The last three have kBlock numbers more.
   const int32_t* level;  // [K]
-  const int32_t* H;      // [K]
-  const int32_t* W;      // [K]
-  const int64_t* start;  // [K]
+  const int32_t* H;      // [K + kBlock]
+  const int32_t* W;      // [K + kBlock]
+  const int64_t* start;  // [K + kBlock]
 
   const int64_t* order;  // [Q] the order in which queries are worked on, or null for their own
   bool gathered;         // a head's values are laid out in one piece before they are sampled
@@ -47,7 +47,10 @@ struct MsDeformAttnArrays {
   A* grad_reference;          // [B, G, Q, L, 2 or 4], the part of each head; null if nobody asks
 };
 
-constexpr int64_t kRowScratch = 8;
+constexpr int kBlock = 32;  // samples located at a time: the arrays below take 3 KB of the first-level cache
+
+// Numbers of a row's scratch: eight a sample, and what a block may read past them.
+constexpr int64_t row_scratch_size(int64_t K) { return (8 * K + 2 * kBlock + 15) / 16 * 16; }
 
 namespace VISDET_ISA {
 
@@ -86,7 +89,7 @@ VISDET_INLINE void prefetch_row(const MsDeformAttnArrays<T, A>& a, int64_t row) 
 }
 
 // One row's samples. The plain form reads and writes the tensors; the fused form works a row out in a scratch of
-// kRowScratch * K numbers.
+// row_scratch_size(K) numbers.
 template <typename A>
 struct Row {
   const A* locations;  // [K, 2]
@@ -198,8 +201,6 @@ VISDET_INLINE void end_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* sc
   write_numbers<T>(grad_locations, a.wide, row, 2 * K, a.grad_offsets);
 }
 
-constexpr int kBlock = 32;  // samples located at a time: the arrays below take 3 KB of the first-level cache
-
 // The rows of a loop: all heads of a query before the next query, or the queries of one head before the next head.
 struct RowWalk {
   int64_t Q, G;
@@ -262,6 +263,37 @@ struct BlockWalk {
 // push each other out of the first-level cache (9 % longer).
 constexpr int kForwardRing = 4, kBackwardRing = 3;
 
+// Loops over a block's samples run to a whole number of registers: the rest would be scalar code, in which four samples
+// cost as much as sixteen. They read the next row's samples, and past the tables of levels, which are longer than K.
+template <typename A>
+constexpr int whole_registers(int samples) {
+  return (samples + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
+}
+
+// A block's locations and weights, to be read up to a whole number of registers: in place, or in a copy where the
+// tensors end before.
+template <typename A>
+struct ReadableSamples {
+  const A *location, *weight;
+  A location_copy[2 * kBlock], weight_copy[kBlock];
+
+  template <typename T>
+  inline __attribute__((always_inline)) ReadableSamples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row,
+                                                        const Block& block) {
+    location = row.locations + block.first * 2;
+    weight = row.weights + block.first;
+    const bool is_scratch = a.reference_points != nullptr;
+    const int64_t numbers = a.B * a.Q * a.G * a.K - block.row * a.K - block.first;
+    if (is_scratch || numbers >= whole_registers<A>(block.count)) return;
+    for (int i = 0; i < kBlock; ++i) {
+      const int k = i < block.count ? i : 0;
+      location_copy[2 * i] = location[2 * k], location_copy[2 * i + 1] = location[2 * k + 1];
+      weight_copy[i] = weight[k];
+    }
+    location = location_copy, weight = weight_copy;
+  }
+};
+
 // Forward.
 template <typename A>
 struct Samples {
@@ -285,11 +317,11 @@ template <typename T, typename A>
 VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, Samples<A>& out) {
   const int64_t k0 = out.block.first, texel_stride = a.gathered ? a.C : a.G * a.C;
   const int64_t head = a.gathered ? 0 : (out.block.b * a.S * a.G + out.block.g) * a.C;
-  const A* location = row.locations + k0 * 2;
-  const A* weight = row.weights + k0;
+  const ReadableSamples<A> from(a, row, out.block);
+  const A *location = from.location, *weight = from.weight;
+  const int count = whole_registers<A>(out.block.count);
   const int32_t *H = a.H + k0, *W = a.W + k0;
   const int64_t* start = a.start + k0;
-  const int count = out.block.count;
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     Bilinear<A> at;
@@ -383,7 +415,7 @@ VISDET_INLINE void gather_rows(const T* from, int64_t stride, int64_t S, int64_t
 // Numbers of scratch that forward_rows wants: C and a row's, and the head's values.
 template <typename T, typename A>
 int64_t forward_scratch(const MsDeformAttnArrays<T, A>& a) {
-  const int64_t row = (a.C + kRowScratch * a.K + 15) / 16 * 16;
+  const int64_t row = (a.C + 15) / 16 * 16 + row_scratch_size(a.K);
   return a.gathered ? row + a.S * a.C : row;
 }
 
@@ -438,11 +470,11 @@ template <typename T, typename A>
 VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, int64_t texel_stride,
                                        GradSamples<A>& out) {
   const int64_t k0 = out.block.first;
-  const A* location = row.locations + k0 * 2;
-  const A* weight = row.weights + k0;
+  const ReadableSamples<A> from(a, row, out.block);
+  const A *location = from.location, *weight = from.weight;
+  const int count = whole_registers<A>(out.block.count);
   const int32_t *H = a.H + k0, *W = a.W + k0;
   const int64_t* start = a.start + k0;
-  const int count = out.block.count;
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     Bilinear<A> at;
@@ -464,9 +496,11 @@ VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, const 
 template <typename T, typename A>
 VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, const GradSamples<A>& in) {
   const int64_t k0 = in.block.first;
-  const int count = in.block.count;
-  A* grad_location = row.grad_locations + k0 * 2;
-  A* grad_weight = row.grad_weights + k0;
+  const int count = whole_registers<A>(in.block.count);
+  A location_copy[2 * kBlock], weight_copy[kBlock];
+  const bool is_whole = count == in.block.count;
+  A* grad_location = is_whole ? row.grad_locations + k0 * 2 : location_copy;
+  A* grad_weight = is_whole ? row.grad_weights + k0 : weight_copy;
   const int32_t *H = a.H + k0, *W = a.W + k0;
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
@@ -478,6 +512,9 @@ VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, const 
     grad_location[2 * i] = W[i] * w * ((1 - fy) * (d1 - d0) + fy * (d3 - d2));
     grad_location[2 * i + 1] = H[i] * w * ((1 - fx) * (d2 - d0) + fx * (d3 - d1));
   }
+  if (is_whole) return;
+  for (int i = 0; i < 2 * in.block.count; ++i) row.grad_locations[k0 * 2 + i] = grad_location[i];
+  for (int i = 0; i < in.block.count; ++i) row.grad_weights[k0 + i] = grad_weight[i];
 }
 
 // For NV registers of channels of sample i: dots[k] += <g, corner k>, and its gradient += coefficient * g.
@@ -539,7 +576,7 @@ VISDET_INLINE void spread_rows(const A* from, int64_t S, int64_t C, T* to, int64
 // also the head's S * C sums and its values.
 template <typename T, typename A>
 int64_t backward_scratch(const MsDeformAttnArrays<T, A>& a) {
-  const int64_t rows = kBackwardRing * kRowScratch * a.K + (a.C + 15) / 16 * 16;
+  const int64_t rows = kBackwardRing * row_scratch_size(a.K) + (a.C + 15) / 16 * 16;
   return a.gathered ? rows + 2 * a.S * a.C : rows;
 }
 
@@ -548,7 +585,7 @@ int64_t backward_scratch(const MsDeformAttnArrays<T, A>& a) {
 template <typename T, typename A>
 void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g) {
   const int64_t head = (b * a.S * a.G + g) * a.C, texel_stride = a.gathered ? a.C : a.G * a.C;
-  A *row_scratch = scratch, *g_row = row_scratch + kBackwardRing * kRowScratch * a.K;
+  A *row_scratch = scratch, *g_row = row_scratch + kBackwardRing * row_scratch_size(a.K);
   A* grad = a.gathered ? g_row + (a.C + 15) / 16 * 16 : reinterpret_cast<A*>(a.grad_value + head);
   const T* value = a.value + head;
   if (a.gathered) {
@@ -559,7 +596,7 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int
   }
   BlockWalk blocks({a.Q, a.G, true, a.order, a.Q, b, g, 0}, a.K);
   GradSamples<A> ring[kBackwardRing] = {};
-  const auto scratch_of = [&](int64_t turn) { return row_scratch + turn % kBackwardRing * kRowScratch * a.K; };
+  const auto scratch_of = [&](int64_t turn) { return row_scratch + turn % kBackwardRing * row_scratch_size(a.K); };
   const auto prepare = [&](GradSamples<A>& samples) {
     if (blocks.is_done()) return;
     if (blocks.first == 0) {
@@ -672,6 +709,9 @@ struct Geometry {
       start.insert(start.end(), static_cast<size_t>(P), starts[l]);
       points.insert(points.end(), static_cast<size_t>(P), P);
     }
+    H.insert(H.end(), kBlock, 1);
+    W.insert(W.end(), kBlock, 1);
+    start.insert(start.end(), kBlock, 0);
   }
 };
 
