@@ -118,6 +118,26 @@ def test_matches_reference(name, dtype, device, deterministic):
     assert [grad.dtype for grad in grads] == [case[0].dtype, case[3].dtype, case[4].dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("P", [1, 2, 3, 5, 7, 8, 12, 15, 17, 20, 31, 33, 65])
+def test_any_number_of_samples_leaves_the_neighbours_alone(P, dtype):
+    # CPU loops run to whole registers: past a row's samples they read the next row's, which here are no numbers.
+    value, shapes, starts, locations, weights = make_case(1, 5, 3, 4, P, [(7, 5)], dtype=dtype)
+    alone = [locations[:, ::2], weights[:, ::2]]
+    locations[:, 1::2], weights[:, 1::2] = math.nan, math.inf
+    grad_output = torch.randn(1, 5, 12, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    output, grads = gradients(ms_deform_attn, (value, shapes, starts, locations, weights), grad_output)
+    expected, expected_grads = gradients(
+        ms_deform_attn_reference, (value, shapes, starts, *alone), grad_output[:, ::2]
+    )
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    assert relative_error(output[:, ::2], expected) < tolerance
+    assert relative_error(grads[0], expected_grads[0]) < tolerance
+    for grad, wanted in zip(grads[1:], expected_grads[1:], strict=True):
+        assert relative_error(grad[:, ::2], wanted) < tolerance
+        assert not grad[:, 1::2].any()
+
+
 # Enough rows that a CUDA launch gives none of them more than one group of threads: an encoder's own queries (more
 # regions and heads than a block owns; a map narrower than a region), numbers of points and channels that are no
 # multiples of what a group takes, and rows wider than it takes at once.
