@@ -265,9 +265,9 @@ constexpr int kForwardRing = 4, kBackwardRing = 3;
 
 // Loops over a block's samples run to a whole number of registers: the rest would be scalar code, in which four samples
 // cost as much as sixteen. They read the next row's samples, and past the tables of levels, which are longer than K.
-template <typename A>
-constexpr int whole_registers(int samples) {
-  return (samples + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
+template <typename A, typename I>
+constexpr I whole_registers(I count) {
+  return (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
 }
 
 // A block's locations and weights, to be read up to a whole number of registers: in place, or in a copy where the
@@ -315,7 +315,7 @@ VISDET_INLINE void put_corner_weights(const Bilinear<A>& at, A weight, int i, A 
 
 template <typename T, typename A>
 VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, Samples<A>& out) {
-  const int64_t k0 = out.block.first, texel_stride = a.gathered ? a.C : a.G * a.C;
+  const int64_t k0 = out.block.first, texel_stride = a.gathered ? whole_registers<A>(a.C) : a.G * a.C;
   const int64_t head = a.gathered ? 0 : (out.block.b * a.S * a.G + out.block.g) * a.C;
   const ReadableSamples<A> from(a, row, out.block);
   const A *location = from.location, *weight = from.weight;
@@ -399,35 +399,39 @@ VISDET_INLINE void sum_all_channels(const Samples<A>& samples, const Samples<A>&
   }
 }
 
-// to[s, :] = from[s, :], from rows of C values at a stride to dense ones. A row of one head is short and far from the
-// next, which the hardware does not foresee: ask for it.
+// to[s, :] = from[s, :], from rows of C values at a stride to rows of whole registers, whose last numbers are zeros. A
+// row of one head is short and far from the next, which the hardware does not foresee: ask for it.
 constexpr int64_t kRowsAhead = 16;
-template <typename T>
+template <typename A, typename T>
 VISDET_INLINE void gather_rows(const T* from, int64_t stride, int64_t S, int64_t C, T* to) {
+  const int64_t to_stride = whole_registers<A>(C);
+  if (to_stride > C) std::memset(static_cast<void*>(to), 0, sizeof(T) * static_cast<size_t>(S * to_stride));
   for (int64_t s = 0; s < S; ++s) {
     const T* row = from + s * stride;
     for (int64_t c = 0; c < C; c += 64 / static_cast<int64_t>(sizeof(T))) {
       __builtin_prefetch(row + (s + kRowsAhead < S ? kRowsAhead * stride : 0) + c);
     }
-    for (int64_t c = 0; c < C; ++c) to[s * C + c] = row[c];
+    for (int64_t c = 0; c < C; ++c) to[s * to_stride + c] = row[c];
   }
 }
-// Numbers of scratch that forward_rows wants: C and a row's, and the head's values.
+
+// Numbers of scratch that forward_rows wants, with registers of up to 16: C and a row's, and the head's values.
 template <typename T, typename A>
 int64_t forward_scratch(const MsDeformAttnArrays<T, A>& a) {
-  const int64_t row = (a.C + 15) / 16 * 16 + row_scratch_size(a.K);
-  return a.gathered ? row + a.S * a.C : row;
+  const int64_t C = (a.C + 15) / 16 * 16, rows = C + row_scratch_size(a.K);
+  return a.gathered ? rows + a.S * C : rows;
 }
 
 // So many rows from query `first` of batch entry b and head g on; if `gathered`, all of this head. scratch: see
 // forward_scratch.
 template <typename T, typename A>
 void forward_rows(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g, int64_t first, int64_t rows) {
-  A *acc = scratch, *row_scratch = scratch + a.C;
+  const int64_t C = a.gathered ? whole_registers<A>(a.C) : a.C;
+  A *acc = scratch, *row_scratch = scratch + (C + 15) / 16 * 16;
   const T* value = a.value;
   if (a.gathered) {
-    T* values = reinterpret_cast<T*>(scratch + forward_scratch(a) - a.S * a.C);
-    gather_rows(a.value + (b * a.S * a.G + g) * a.C, a.G * a.C, a.S, a.C, values);
+    T* values = reinterpret_cast<T*>(row_scratch + row_scratch_size(a.K));
+    gather_rows<A>(a.value + (b * a.S * a.G + g) * a.C, a.G * a.C, a.S, a.C, values);
     value = values;
   }
   BlockWalk blocks({a.Q, a.G, a.gathered, a.order, rows, b, g, first}, a.K);
@@ -445,7 +449,7 @@ void forward_rows(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int6
   for (int64_t s = 0; rows > 0; ++s) {
     prepare(ring[(s + kForwardRing - 1) % kForwardRing]);
     const Samples<A>& samples = ring[s % kForwardRing];
-    sum_all_channels(samples, ring[(s + kForwardRing - 2) % kForwardRing], value, acc, a.C);
+    sum_all_channels(samples, ring[(s + kForwardRing - 2) % kForwardRing], value, acc, C);
     if (samples.block.is_last) {
       T* out = a.output + samples.block.row * a.C;
       for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], out[c]);
@@ -560,15 +564,16 @@ VISDET_INLINE void scatter_samples(GradSamples<A>& samples, const GradSamples<A>
   }
 }
 
-// The same from dense rows to rows at a stride.
+// The same back.
 template <typename T, typename A>
 VISDET_INLINE void spread_rows(const A* from, int64_t S, int64_t C, T* to, int64_t stride) {
+  const int64_t from_stride = whole_registers<A>(C);
   for (int64_t s = 0; s < S; ++s) {
     T* row = to + s * stride;
     for (int64_t c = 0; c < C; c += 64 / static_cast<int64_t>(sizeof(T))) {
       __builtin_prefetch(row + (s + kRowsAhead < S ? kRowsAhead * stride : 0) + c, 1);
     }
-    for (int64_t c = 0; c < C; ++c) from_accumulate(from[s * C + c], row[c]);
+    for (int64_t c = 0; c < C; ++c) from_accumulate(from[s * from_stride + c], row[c]);
   }
 }
 
@@ -576,24 +581,26 @@ VISDET_INLINE void spread_rows(const A* from, int64_t S, int64_t C, T* to, int64
 // also the head's S * C sums and its values.
 template <typename T, typename A>
 int64_t backward_scratch(const MsDeformAttnArrays<T, A>& a) {
-  const int64_t rows = kBackwardRing * row_scratch_size(a.K) + (a.C + 15) / 16 * 16;
-  return a.gathered ? rows + 2 * a.S * a.C : rows;
+  const int64_t C = (a.C + 15) / 16 * 16, rows = kBackwardRing * row_scratch_size(a.K) + C;
+  return a.gathered ? rows + 2 * a.S * C : rows;
 }
 
 // One task: all gradients of batch entry b and head g. Unless gathered, grad_value holds zeros, of type A, and is added
 // to. scratch: see backward_scratch.
 template <typename T, typename A>
 void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g) {
-  const int64_t head = (b * a.S * a.G + g) * a.C, texel_stride = a.gathered ? a.C : a.G * a.C;
+  const int64_t head = (b * a.S * a.G + g) * a.C, texel_stride = a.gathered ? whole_registers<A>(a.C) : a.G * a.C;
+  const int64_t C = a.gathered ? whole_registers<A>(a.C) : a.C;
   A *row_scratch = scratch, *g_row = row_scratch + kBackwardRing * row_scratch_size(a.K);
-  A* grad = a.gathered ? g_row + (a.C + 15) / 16 * 16 : reinterpret_cast<A*>(a.grad_value + head);
+  A* grad = a.gathered ? g_row + (C + 15) / 16 * 16 : reinterpret_cast<A*>(a.grad_value + head);
   const T* value = a.value + head;
   if (a.gathered) {
-    T* values = reinterpret_cast<T*>(grad + a.S * a.C);
-    gather_rows(value, a.G * a.C, a.S, a.C, values);
+    T* values = reinterpret_cast<T*>(grad + a.S * C);
+    gather_rows<A>(value, a.G * a.C, a.S, a.C, values);
     value = values;
-    std::memset(grad, 0, sizeof(A) * static_cast<size_t>(a.S * a.C));
+    std::memset(grad, 0, sizeof(A) * static_cast<size_t>(a.S * C));
   }
+  for (int64_t c = a.C; c < C; ++c) g_row[c] = 0;
   BlockWalk blocks({a.Q, a.G, true, a.order, a.Q, b, g, 0}, a.K);
   GradSamples<A> ring[kBackwardRing] = {};
   const auto scratch_of = [&](int64_t turn) { return row_scratch + turn % kBackwardRing * row_scratch_size(a.K); };
@@ -615,7 +622,7 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int
     if (samples.block.is_first) {
       for (int64_t c = 0; c < a.C; ++c) g_row[c] = to_accumulate(a.grad_output[row * a.C + c]);
     }
-    scatter_samples(samples, ring[(s + kBackwardRing - 2) % kBackwardRing], g_row, value, grad, a.C);
+    scatter_samples(samples, ring[(s + kBackwardRing - 2) % kBackwardRing], g_row, value, grad, C);
     A* row_numbers = scratch_of(samples.block.turn);
     finish_grad_samples(a, row_of(a, row, row_numbers), samples);
     if (samples.block.is_last) {
