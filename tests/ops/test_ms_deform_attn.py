@@ -147,6 +147,8 @@ MANY_ROWS = {
     "pyramid-whole-passes-wide": (9, 269, 8, 64, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
     "pyramid-two-passes": (17, 272, 8, 32, 8, [(17, 15), (1, 7), (3, 2), (2, 2)]),
     "pyramid-known-columns": (17, 272, 8, 32, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),
+    "pyramid-known-columns-twelve": (17, 268, 8, 32, 4, [(17, 15), (1, 7), (3, 2)]),
+    "pyramid-known-columns-twelve-on-one": (17, 255, 8, 32, 12, [(17, 15)]),
     "pyramid-half-as-wide": (9, 272, 16, 16, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),  # also 256 channels
     "pyramid-three-points": (17, 265, 8, 20, 3, [(17, 15), (1, 7), (3, 1)]),
     "pyramid-thirty-samples": (17, 265, 8, 30, 10, [(17, 15), (1, 7), (3, 1)]),
@@ -215,7 +217,9 @@ def test_an_encoders_levels_known_to_the_host_or_not(dtype):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["pyramid", "pyramid-known-columns", "half-lines"])
+@pytest.mark.parametrize(
+    "name", ["pyramid", "pyramid-known-columns", "pyramid-known-columns-twelve", "half-lines"]
+)
 def test_many_rows_position_that_is_no_number_contributes_nothing(name, dtype, bad, device):
     value, shapes, starts, locations, weights = make_case(*MANY_ROWS[name], dtype=dtype, device=device)
     without = weights.clone()

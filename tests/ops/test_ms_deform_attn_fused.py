@@ -152,7 +152,15 @@ def test_matches_reference(name, references, types, device, deterministic):
 @pytest.mark.parametrize("references", [2, 4])
 @pytest.mark.parametrize(
     "num_points, columns",
-    [([4, 4, 4], 1), ([4, 4, 8], 1), ([4, 4, 8], 2), ([8, 16, 8], 2), ([3, 6, 0], 1)],
+    [
+        ([4, 4, 4], 1),
+        ([4, 4, 4], 2),
+        ([4, 8, 0], 2),
+        ([4, 4, 8], 1),
+        ([4, 4, 8], 2),
+        ([8, 16, 8], 2),
+        ([3, 6, 0], 1),
+    ],
     ids=str,
 )
 def test_an_encoders_many_rows_match_reference(num_points, columns, references, types, device):

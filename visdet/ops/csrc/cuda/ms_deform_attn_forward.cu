@@ -465,9 +465,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // first computes a pass of samples of each, some of which a lane fetches by one load; one of each lane at a time is in
 // shared memory, which only this warp reads. A warp works out the queries of its next turns by itself, so that blocks,
 // and their parts of different heads, begin without a barrier. WHOLE: the samples of a row are a multiple of kPass, and
-// those of a level of four. MIXED: those of a level are no multiple of four. COLUMN: for 8 heads of 32 channels and
-// rows of one pass, whose levels the host knows, the bytes from any texel to its right neighbour, an immediate of the
-// load; else 0. Each output is written once.
+// those of a level of four. MIXED: those of a level are no multiple of four. COLUMN: for 8 heads of 32 channels whose
+// levels the host knows, the bytes from any texel to its right neighbour, an immediate of the load; else 0. SAMPLES:
+// then a row's, in one pass, which need not be full; else 0. Each output is written once.
 //
 // Loops that run once a block are not unrolled: their instructions come from memory, before there is other work.
 constexpr size_t kPyramidShared = 96 << 10;
@@ -485,13 +485,14 @@ struct PyramidWalk {
   static constexpr int kWarpBytes = row_offset(kRows) + sizeof(uint32_t) * kRing;
 };
 
-// From a texel to the next row, in bytes, for each run of four samples of a row of 16; 0 where a level has only one
-// row.
+// From a texel to the next row, in bytes, for each run of four samples of a row of at most 16; 0 where a level has only
+// one row.
 struct KnownSteps {
   uint32_t below[4];
 };
 
-template <typename T, typename A, typename Source, int VEC, int LANES, bool WHOLE, bool MIXED, uint32_t COLUMN>
+template <typename T, typename A, typename Source, int VEC, int LANES, bool WHOLE, bool MIXED, uint32_t COLUMN = 0,
+          int SAMPLES = 0>
 __global__ void __launch_bounds__(kPyramidThreads, 1)
     pyramid_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
                    const ForwardSizes sizes, uint32_t share, const __grid_constant__ KnownSteps known) {
@@ -500,9 +501,10 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
   constexpr int kSame = MIXED ? 1 : 4;                    // neighbouring samples that lie on one level
   constexpr int kRuns = WHOLE ? kPass / kSame : 1;        // of a pass
   constexpr bool kAhead = WHOLE || !Source::kNeedsLevel;  // loads the next samples early
+  constexpr bool kFull = WHOLE && SAMPLES % kPass == 0;   // no lane is without samples
   constexpr uint32_t kNone = 0xffffffffu;
   extern __shared__ __align__(16) char shared[];
-  const int L = sizes.L, K = COLUMN > 0 ? kPass : sizes.K, G = sizes.G, C = sizes.C;
+  const int L = sizes.L, K = SAMPLES > 0 ? SAMPLES : sizes.K, G = sizes.G, C = sizes.C;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t texel_bytes = COLUMN > 0 ? COLUMN : sizes.texel_bytes;
   auto* table = reinterpret_cast<Level*>(shared + Walk::kWarpBytes * kWarps);  // [L]
@@ -587,7 +589,7 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
     const auto fetch = [&](uint32_t query, int k) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) raw[i] = {};
-      if (query == kNone || (!WHOLE && k >= K)) return;
+      if (query == kNone || (!kFull && k >= K)) return;
       const uint32_t query_level = query * L + (Source::kNeedsLevel ? level_of[k / kSame].end : 0);
       image.template fetch_run<true>(query * (G * K) + k, query_level, raw);
     };
@@ -601,8 +603,8 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
       if ((next / kWarps << query_bits) % 32 == 0) find_queries(next);
       const uint32_t next_query = query_of(next);
       typename Source::Row softmax;
-      if (WHOLE && K == kPass) {
-        softmax = image.template row_of_raw<LANES>(raw, [](int) { return true; });
+      if (SAMPLES > 0 || (WHOLE && K == kPass)) {
+        softmax = image.template row_of_raw<LANES>(raw, [&](int) { return kFull || channel_lane * kEach < K; });
       } else {
         softmax = image.row_of_lanes(query != kNone, query * (G * K), K, channel_lane, LANES);
       }
@@ -618,7 +620,7 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
         }
 #pragma unroll
         for (int j = 0; j < kEach; ++j) {  // all lanes' first samples, then their second ones
-          Sample<A> prepared = make_sample<A>(image, raw[j], softmax, level, points, WHOLE || k < K);
+          Sample<A> prepared = make_sample<A>(image, raw[j], softmax, level, points, kFull || k < K);
           prepared.texel *= texel_bytes;
           __syncwarp();  // the previous samples have been read
           samples[channel_lane] = prepared;
@@ -630,7 +632,7 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
           constexpr int kRun = greatest(1, kSame / kEach);
 #pragma unroll
           for (int i = 0; i < LANES; i += kRun) {
-            if (!WHOLE && k0 + i >= K) break;
+            if (!kFull && k0 + i * kEach >= K) break;
             const Steps step = step_of(k0, i * kEach);
             const char* right = base + step.column;
 #pragma unroll
@@ -665,9 +667,9 @@ bool wide_levels(const Levels& levels, const MsDeformAttnProblem& problem) {
   return levels.shapes == nullptr && std::all_of(levels.W, levels.W + problem.L, [](int32_t W) { return W > 1; });
 }
 
-// For rows of 16 samples.
 KnownSteps known_steps(const Levels& levels, const MsDeformAttnProblem& problem, uint32_t texel_bytes) {
   KnownSteps steps{};
+  if (problem.K > 16) return steps;
   uint32_t* step = steps.below;
   for (int l = 0; l < problem.L; ++l) {
     step = std::fill_n(step, points_on(levels, l) / 4, levels.H[l] > 1 ? levels.W[l] * texel_bytes : 0);
@@ -764,19 +766,25 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           };
           const PyramidWalk<A, kLanes, true> whole;
           const PyramidWalk<A, kLanes, false> part;
-          if (!by_four) return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, true, 0>, part);
-          if (problem.K % whole.kPass != 0) {
-            return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, false, 0>, part);
-          }
-          // 16 samples of 8 heads of 32 channels, as nearly every model has them: 116 us, 118 else (bfloat16 81, 84).
+          if (!by_four) return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, true>, part);
+          // 16 or 12 samples of 8 heads of 32 channels, as nearly every model has them: 16 take 116 us, 118 else
+          // (bfloat16 81, 84).
           constexpr uint32_t kColumn = kVec * kLanes == 32 && sizeof(A) == 4 ? 256 * sizeof(T) : 0;
           if constexpr (kColumn > 0) {
-            if (problem.K == whole.kPass && problem.C == 32 && problem.G == 8 && wide_levels(levels, problem)) {
+            if (problem.C == 32 && problem.G == 8 && wide_levels(levels, problem)) {
               known = known_steps(levels, problem, kColumn);
-              return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn>, whole);
+              if (problem.K == 16) {
+                return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 16>, whole);
+              }
+              if (problem.K == 12) {
+                return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 12>, whole);
+              }
             }
           }
-          return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, 0>, whole);
+          if (problem.K % whole.kPass != 0) {
+            return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, false>, part);
+          }
+          return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false>, whole);
         }
       };
       const auto run = [&](auto kernel, auto walk, int rows, int threads, int head_bits) {
