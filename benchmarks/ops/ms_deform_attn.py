@@ -243,6 +243,7 @@ CASES = [
     ),
     _case("encoder-uniform", checked_batches=(1,)),
     _case("encoder-p8", P=8, local=True, checked_batches=(1,)),
+    _case("encoder-l3", levels=PYRAMID[:3], local=True, checked_batches=(1,)),  # 12 samples a row
     _case("encoder-c64", C=64, local=True, checked_batches=(1,)),
     _case("encoder-c31", C=31, local=True, checked_batches=(1,)),
     _case(

@@ -16,8 +16,11 @@ from visdet.ops import (
     sample_sum,
     sigmoid_focal_loss,
 )
+from visdet.ops.ms_deform_attn import level_starts_of
 
 LEVELS = [(4, 5)]
+SHAPES = torch.tensor(LEVELS)
+STARTS = level_starts_of(SHAPES)
 
 
 def rand(*shape):
@@ -46,7 +49,7 @@ CALLS = {
     sample_dot: lambda: (rand(1, 3, 4, 5), rand(1, 2, 3, 2), rand(1, 1, 2, 3), rand(1, 2, 3)),
     gaussian_field: lambda: (rand(5, 3), rand(4, 3), rand(4, 3, 3).tril() + torch.eye(3), rand(4)),
     mahalanobis_distance: lambda: (rand(5, 3), rand(4, 3), rand(4, 3, 3).tril() + torch.eye(3)),
-    box_key_points: lambda: (rand(1, 2, 11), rand(3, 3).float().double()),
+    box_key_points: lambda: (rand(1, 2, 11), rand(3, 3)),
     carafe: lambda: (rand(1, 2, 3, 3), rand(1, 9, 6, 6), 3, 1, 2),
     roi_pool: lambda: (rand(1, 2, 6, 6), torch.tensor([[0, 0, 0, 4, 4]]).double(), 2),
     sigmoid_focal_loss: lambda: (rand(4, 3), torch.tensor([0, 1, 2, 3])),
@@ -64,16 +67,11 @@ def test_no_gradient_is_differentiated(op):
         grad.sum().backward()
 
 
-def table_of(levels):
-    shapes = torch.tensor(levels)
-    return shapes, shapes.prod(1).cumsum(0) - shapes.prod(1)
-
-
 def test_eager_calls_and_torch_ops_agree():
     torch.manual_seed(0)
     value, levels, _, *rest = attention_arguments()
     leaves = [t.requires_grad_() for t in (value, *rest)]
-    overload = torch.ops.visdet.ms_deform_attn(leaves[0], *table_of(levels), *leaves[1:])
+    overload = torch.ops.visdet.ms_deform_attn(leaves[0], SHAPES, STARTS, *leaves[1:])
     eager = ms_deform_attn(leaves[0], levels, None, *leaves[1:])
     assert torch.equal(eager, overload)
     grad = rand(*eager.shape)
@@ -85,8 +83,7 @@ def test_eager_calls_and_torch_ops_agree():
 def test_a_trace_holds_the_operator(tmp_path):
     torch.manual_seed(0)
     value, levels, _, *rest = attention_arguments()
-    shapes, starts = table_of(levels)
-    traced = torch.jit.trace(lambda v, *r: ms_deform_attn(v, shapes, starts, *r), (value, *rest))
+    traced = torch.jit.trace(lambda v, *r: ms_deform_attn(v, SHAPES, STARTS, *r), (value, *rest))
     traced.save(str(tmp_path / "traced.pt"))
     again = torch.jit.load(str(tmp_path / "traced.pt"))
     assert torch.equal(again(value * 2, *rest), ms_deform_attn(value * 2, levels, None, *rest))
@@ -96,7 +93,6 @@ def test_a_trace_holds_the_operator(tmp_path):
 def test_vmap_calls_the_operator_entry_by_entry():
     torch.manual_seed(0)
     value, levels, _, *rest = attention_arguments()
-    shapes, starts = table_of(levels)
     stacked = torch.stack([value, value * 2])
-    out = torch.func.vmap(lambda v: ms_deform_attn(v, shapes, starts, *rest))(stacked)
+    out = torch.func.vmap(lambda v: ms_deform_attn(v, SHAPES, STARTS, *rest))(stacked)
     assert torch.equal(out[1], ms_deform_attn(value * 2, levels, None, *rest))
