@@ -90,10 +90,13 @@ CASES = {
 }
 
 
-def gradients(function, case, grad_output):
-    value, shapes, starts, references, offsets, logits, num_points = case
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (value, references, offsets, logits)]
-    output = function(leaves[0], shapes, starts, *leaves[1:], num_points)
+def gradients(function, case, grad_output, of=(0, 3, 4, 5)):
+    """Return the output and its gradients with respect to the arguments ``of``."""
+    arguments = list(case)
+    for index in of:
+        arguments[index] = case[index].detach().clone().requires_grad_()
+    output = function(*arguments)
+    leaves = [arguments[index] for index in of]
     return output, torch.autograd.grad(output, leaves, grad_output.to(output.dtype))
 
 
@@ -311,19 +314,21 @@ def test_one_reference_serves_the_batch_and_the_levels(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_references_that_need_no_gradient(device):
-    value, shapes, starts, refs, offsets, logits, points = make_case(
-        *CASES["B2-Q13-G3-C20-P4-4"], dtype=torch.float64, device=device
-    )
-    grad_output = torch.ones(2, 13, 60, device=device)
-    wanted = gradients(
-        ms_deform_attn_fused, (value, shapes, starts, refs, offsets, logits, points), grad_output
-    )[1]
-    leaves = [tensor.clone().requires_grad_() for tensor in (value, offsets, logits)]
-    out = ms_deform_attn_fused(leaves[0], shapes, starts, refs, *leaves[1:], points)
-    grads = torch.autograd.grad(out, leaves, grad_output.double())
-    for actual, expected in zip(grads, (wanted[0], wanted[2], wanted[3]), strict=True):
-        torch.testing.assert_close(actual, expected)
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.parametrize("references", [2, 4])
+@pytest.mark.parametrize("num_points", [[4, 0, 0], [8, 0, 1], [3, 6, 3], [8, 16, 8]], ids=str)
+def test_references_that_need_no_gradient(num_points, references, types, device, deterministic):
+    dtype, inputs = types
+    case = make_case(2, 73, 3, 32, num_points, [(8, 7), (2, 7), (3, 1)], references, dtype, inputs, device)
+    grad_output = torch.randn(2, 73, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    of = (0, 4, 5)
+    grads = gradients(ms_deform_attn_fused, case, grad_output.to(device), of)[1]
+    wanted = gradients(ms_deform_attn_fused_reference, exactly(case), grad_output.double(), of)[1]
+    coordinate_tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    tolerances = [TOLERANCE[dtype], *[max(TOLERANCE[inputs], coordinate_tolerance)] * 2]
+    for grad, expected, tolerance in zip(grads, wanted, tolerances, strict=True):
+        assert relative_error(grad, expected) < tolerance
+    assert [grad.dtype for grad in grads] == [dtype, inputs, inputs]
 
 
 @pytest.mark.parametrize("device", DEVICES)

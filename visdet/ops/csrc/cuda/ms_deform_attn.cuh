@@ -280,6 +280,14 @@ struct FusedSamples {
     x = boxes ? fma(offset.at[0], raw.w * W * share, center_x) : center_x + offset.at[0];
     y = boxes ? fma(offset.at[1], raw.h * H * share, center_y) : center_y + offset.at[1];
   }
+  // From the gradients of a sample's location (0 to 1) to those of its offset: zero where it does not count, whatever
+  // the box.
+  __device__ __forceinline__ Pack<A, 2> grad_offset(const Raw& raw, const Level& level, int points, A of_x,
+                                                    A of_y) const {
+    const A share = A(0.5) / points;
+    const A scale_x = boxes ? raw.w * share : A(1) / level.W, scale_y = boxes ? raw.h * share : A(1) / level.H;
+    return {of_x == 0 ? A(0) : of_x * scale_x, of_y == 0 ? A(0) : of_y * scale_y};
+  }
   // The softmax of a row, worked out by `lanes` neighbouring threads (a power of two) that all come here.
   __device__ __forceinline__ Row row_of_lanes(bool exists, uint32_t first, int K, int lane, int lanes) const {
     constexpr int kEach = 4;  // loads in flight

@@ -79,13 +79,14 @@ __device__ __forceinline__ uint32_t cell_of(A x, A y, int32_t W) {
   return static_cast<uint32_t>(row) * (W + 1u) + column;
 }
 
-// Where the gradients of the samples go: the plain form's tensors, or, for the fused form's last kernel, 16 bytes a
-// sample with its weight.
+// Where the gradients of the samples go: the plain form's tensors, or, for the fused form's last kernels, 16 bytes a
+// sample with its weight. See put_once() for a third way.
 template <typename A>
 struct SampleGrads {
   A* locations;        // [B, Q, G, K, 2]
   A* weights;          // [B, Q, G, K]
   Pack<A, 4>* packed;  // [B, Q, G, K] (weight, gradient of weight, of x, of y), instead of both
+  char* offsets;       // [B, Q, G, K, 2] of the type of the fused form's offsets, instead of locations
 
   // add: to what another turn of channels has left.
   __device__ __forceinline__ void put(int64_t index, A weight, A of_weight, A of_x, A of_y, bool add) const {
@@ -100,6 +101,28 @@ struct SampleGrads {
     }
   }
 };
+
+// The gradients of a sample to which nothing will be added. The fused form's offset may get its own at once; then only
+// the weight's waits for the row's others (softmax_grad_kernel), 4 bytes a sample instead of 16.
+template <typename A, typename Grad>
+__device__ __forceinline__ void put_once(const SampleGrads<A>& to, int64_t index, const GivenSamples<A>&,
+                                         const typename GivenSamples<A>::Raw&, const Level&, int /*points*/, A weight,
+                                         const Grad& grad) {
+  to.put(index, weight, grad.weight, grad.x, grad.y, false);
+}
+template <typename T, typename A, typename Grad>
+__device__ __forceinline__ void put_once(const SampleGrads<A>& to, int64_t index, const FusedSamples<T, A>& source,
+                                         const typename FusedSamples<T, A>::Raw& raw, const Level& level, int points,
+                                         A weight, const Grad& grad) {
+  if (to.offsets == nullptr) return to.put(index, weight, grad.weight, grad.x, grad.y, false);
+  to.weights[index] = grad.weight;
+  const Pack<A, 2> of_offset = source.grad_offset(raw, level, points, grad.x, grad.y);
+  if (source.wide) {
+    reinterpret_cast<Pack<A, 2>*>(to.offsets)[index] = of_offset;
+  } else {
+    store_pack<T, 2>(reinterpret_cast<T*>(to.offsets) + 2 * index, of_offset.at);
+  }
+}
 
 // What the kernels below need to know of a level, worked out once on the device, where level_shapes may be.
 struct alignas(16) LevelPlan {
@@ -1193,7 +1216,7 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
         SampleGradient grad = {nothing, nothing, nothing};
         float x, y;
         if (position(j, x, y)) grad = sample_gradient(samples[id_of(j)], x, y, weight, level);
-        grads.put(row * K + first_point + id_of(j) % kPassPoints, weight, grad.weight, grad.x, grad.y, false);
+        put_once(grads, row * K + first_point + id_of(j) % kPassPoints, source, raw[j], level, points, weight, grad);
       }
     }
     left -= count, ++head, first = 0;
@@ -1243,16 +1266,51 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int k = lane; exists && k < K; k += lanes) {
     while (k >= table[l].level.end) ++l;
     const Pack<A, 4> grad = of_row[k];
-    A scale_x = A(1) / table[l].level.W, scale_y = A(1) / table[l].level.H;
-    if (source.boxes) {
-      const A* box = source.reference_points + (row / G * L + l) * 4;
-      scale_x = box[2] * (A(0.5) / table[l].points), scale_y = box[3] * (A(0.5) / table[l].points);
-    }
-    // A sample that does not count gives zero, whatever the box.
-    const A grad_offset[2] = {grad.at[2] == 0 ? A(0) : grad.at[2] * scale_x,
-                              grad.at[3] == 0 ? A(0) : grad.at[3] * scale_y};
-    store_pack<I, 2>(grad_offsets + 2 * (row * K + k), grad_offset);
+    typename FusedSamples<T, A>::Raw raw;
+    if (source.boxes) source.fetch_reference(row / G * L + l, raw);
+    const Pack<A, 2> of_offset = source.grad_offset(raw, table[l].level, table[l].points, grad.at[2], grad.at[3]);
+    store_pack<I, 2>(grad_offsets + 2 * (row * K + k), of_offset.at);
     grad_logits[row * K + k] = from_accumulate<I>(grad.at[0] * (grad.at[1] - mean));
+  }
+}
+
+// kSoftmaxLanes a row: from the gradients of its weights to those of its logits.
+template <typename T, typename A, typename I>
+__global__ void __launch_bounds__(kRowThreads)
+    softmax_grad_kernel(const FusedSamples<T, A> source, const A* __restrict__ grad_weights,
+                        I* __restrict__ grad_logits, int64_t count, int K) {
+  constexpr int kEach = 4;  // loads in flight
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / kSoftmaxLanes, first = row * K;
+  const int lane = threadIdx.x % kSoftmaxLanes;
+  const bool exists = row < count;
+  SoftmaxRow<A> softmax{};
+  if (exists) softmax = source.row_at(row);
+  A weight[kEach], grad[kEach], mean = 0;  // mean: of the weights' gradients
+  const auto fetch = [&](int k0) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int k = k0 + i * kSoftmaxLanes;
+      weight[i] = grad[i] = 0;
+      if (!exists || k >= K) continue;
+      typename FusedSamples<T, A>::Raw raw;
+      source.fetch_weight(first + k, raw);
+      weight[i] = source.weight(raw, softmax), grad[i] = grad_weights[first + k];
+    }
+  };
+  const bool once = K <= kEach * kSoftmaxLanes;
+  for (int k0 = lane; k0 - lane < K; k0 += kEach * kSoftmaxLanes) {
+    fetch(k0);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) mean += weight[i] * grad[i];
+  }
+  for (int step = 1; step < kSoftmaxLanes; step *= 2) mean += __shfl_xor_sync(0xffffffffu, mean, step);
+  for (int k0 = lane; k0 - lane < K; k0 += kEach * kSoftmaxLanes) {
+    if (!once) fetch(k0);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int k = k0 + i * kSoftmaxLanes;
+      if (exists && k < K) grad_logits[first + k] = from_accumulate<I>(weight[i] * (grad[i] - mean));
+    }
   }
 }
 
@@ -1326,7 +1384,7 @@ void backward_direct(const MsDeformAttnProblem& problem, const Tensor& grad_outp
           direct_kernel<T, A, Source, kVec, kLanes><<<grid_size(ceil_div(samples * kLanes, kSampleThreads)),
                                                       kSampleThreads, sizeof(LevelPlan) * problem.L, stream>>>(
               static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), plan,
-              source, static_cast<A*>(sums.mutable_data_ptr()), make_grads(accumulate_tag), problem);
+              source, static_cast<A*>(sums.mutable_data_ptr()), make_grads(accumulate_tag, false), problem);
         });
   });
   if (sum_type != value.scalar_type()) copy_(grad_value, sums);
@@ -1370,7 +1428,7 @@ bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_out
           allow_shared(kernel, bytes(share));
           kernel<<<grid_size(ceil_div(rows, share)), kChunkThreads, bytes(share), stream>>>(
               static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), plan,
-              order_data, source, static_cast<float*>(sums.mutable_data_ptr()), make_grads(accumulate_tag),
+              order_data, source, static_cast<float*>(sums.mutable_data_ptr()), make_grads(accumulate_tag, true),
               ChunkSizes{problem.S, rows, static_cast<int32_t>(problem.Q), static_cast<int32_t>(problem.G),
                          static_cast<int32_t>(problem.C), L, static_cast<int32_t>(problem.K),
                          static_cast<uint32_t>(share)});
@@ -1383,7 +1441,8 @@ bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_out
   return done;
 }
 
-// Fills grad_value and the samples' gradients, none of which is empty. make_grads(A{}) gives the latter's place.
+// Fills grad_value and the samples' gradients, none of which is empty. make_grads(A{}, once) gives the latter's place;
+// once: by put_once().
 template <typename MakeSource, typename MakeGrads>
 void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value, const Levels& levels,
               const LevelPlan* plan, const MakeSource& make_source, const MakeGrads& make_grads, bool deterministic,
@@ -1438,7 +1497,7 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
            sorted = new_empty(value, {record_bytes}, ScalarType::Byte);
     const auto source = make_source(value_tag, accumulate_tag);
     using Source = std::decay_t<decltype(source)>;
-    const SampleGrads<A> grads = make_grads(accumulate_tag);
+    const SampleGrads<A> grads = make_grads(accumulate_tag, false);
     auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
     auto* bin_data = static_cast<int32_t*>(bins.mutable_data_ptr());
     int32_t* filled_data = bin_data + heads * head_bins;
@@ -1505,10 +1564,10 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   backward(
       problem, grad_output, value, levels, static_cast<const LevelPlan*>(plan.const_data_ptr()),
       given_samples(locations, weights),
-      [&](auto accumulate_tag) {
+      [&](auto accumulate_tag, bool /*once*/) {
         using A = decltype(accumulate_tag);
         return SampleGrads<A>{static_cast<A*>(grad_locations.mutable_data_ptr()),
-                              static_cast<A*>(grad_weights.mutable_data_ptr()), nullptr};
+                              static_cast<A*>(grad_weights.mutable_data_ptr()), nullptr, nullptr};
       },
       deterministic, grad_value);
   check_launch("ms_deform_attn_backward");
@@ -1539,7 +1598,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   const Tensor plan_bytes = make_plan(problem, value, levels);
   const auto* plan = static_cast<const LevelPlan*>(plan_bytes.const_data_ptr());
   const int64_t rows = problem.B * problem.Q * problem.G;
-  Tensor sample_grads = new_empty(reference, {rows, problem.K, 4}), softmax = new_empty(reference, {rows, 2});
+  Tensor sample_grads = new_empty(reference, {0}), softmax = new_empty(reference, {rows, 2});
   const int lanes = row_lanes_of(problem.K), K = static_cast<int>(problem.K), L = static_cast<int>(problem.L),
             G = static_cast<int>(problem.G);
   const cudaStream_t stream = current_stream(value);
@@ -1550,9 +1609,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
     softmax_kernel<T, A><<<grid_size(ceil_div(rows * kSoftmaxLanes, kRowThreads)), kRowThreads, 0, stream>>>(
         make_source(value_tag, accumulate_tag), static_cast<SoftmaxRow<A>*>(softmax.mutable_data_ptr()), rows, K);
   });
-  const auto make_grads = [&](auto accumulate_tag) {
+  bool has_offsets = false;  // grad_offsets is written by put_once(), and sample_grads are the weights' alone
+  const auto make_grads = [&](auto accumulate_tag, bool once) {
     using A = decltype(accumulate_tag);
-    return SampleGrads<A>{nullptr, nullptr, static_cast<Pack<A, 4>*>(sample_grads.mutable_data_ptr())};
+    has_offsets = once && !needs_reference;  // a reference's gradient is summed from those of places
+    sample_grads = new_empty(reference, {rows, problem.K, has_offsets ? 1 : 4});
+    auto* data = sample_grads.mutable_data_ptr();
+    if (!has_offsets) return SampleGrads<A>{nullptr, nullptr, static_cast<Pack<A, 4>*>(data), nullptr};
+    return SampleGrads<A>{nullptr, static_cast<A*>(data), nullptr, static_cast<char*>(grad_offsets.mutable_data_ptr())};
   };
   backward(problem, grad_output, value, levels, plan, make_source, make_grads, deterministic, grad_value);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
@@ -1562,6 +1626,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
     const auto* grads = static_cast<const Pack<A, 4>*>(sample_grads.const_data_ptr());
     const auto run = [&](auto type) {
       using I = decltype(type);
+      if (has_offsets) {
+        softmax_grad_kernel<T, A, I>
+            <<<grid_size(ceil_div(rows * kSoftmaxLanes, kRowThreads)), kRowThreads, 0, stream>>>(
+                source, static_cast<const A*>(sample_grads.const_data_ptr()),
+                static_cast<I*>(grad_logits.mutable_data_ptr()), rows, K);
+        return;
+      }
       fused_grad_kernel<T, A, I>
           <<<grid_size(ceil_div(rows * lanes, kRowThreads)), kRowThreads, sizeof(LevelPlan) * L, stream>>>(
               plan, source, grads, static_cast<I*>(grad_offsets.mutable_data_ptr()),
