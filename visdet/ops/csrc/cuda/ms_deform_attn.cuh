@@ -172,7 +172,7 @@ struct FusedSamples {
   const A* reference_points;  // [B, Q, L, 2 or 4]
   const char* offsets;        // [B, Q, G, K, 2], of type A if `wide`, else T
   const char* logits;         // [B, Q, G, K], likewise
-  const SoftmaxRow<A>* rows;  // [B, Q, G] in the backward
+  const SoftmaxRow<A>* rows;  // [B, Q, G] for row_at(), else null
   bool wide, boxes;
 
   struct Raw {
@@ -521,21 +521,20 @@ void dispatch_row(int64_t C, bool is_aligned, const F& f) {
 
 // The samples of contiguous tensors, as functions of the types.
 inline auto given_samples(const Tensor& locations, const Tensor& weights) {
-  return [&](auto /*value_tag*/, auto accumulate_tag) {
+  return [&](auto /*value_tag*/, auto accumulate_tag, bool /*encoder*/ = false) {
     using A = decltype(accumulate_tag);
     return GivenSamples<A>{static_cast<const A*>(locations.const_data_ptr()),
                            static_cast<const A*>(weights.const_data_ptr())};
   };
 }
-inline auto fused_samples(const Tensor& reference, const Tensor& offsets, const Tensor& logits, const Tensor* softmax) {
-  return [&reference, &offsets, &logits, softmax](auto value_tag, auto accumulate_tag) {
+inline auto fused_samples(const Tensor& reference, const Tensor& offsets, const Tensor& logits) {
+  return [&](auto value_tag, auto accumulate_tag) {
     using A = decltype(accumulate_tag);
     const bool wide = offsets.scalar_type() == reference.scalar_type(), boxes = reference.size(3) == 4;
-    const void* rows = softmax == nullptr ? nullptr : softmax->const_data_ptr();
     return FusedSamples<decltype(value_tag), A>{static_cast<const A*>(reference.const_data_ptr()),
                                                 static_cast<const char*>(offsets.const_data_ptr()),
                                                 static_cast<const char*>(logits.const_data_ptr()),
-                                                static_cast<const SoftmaxRow<A>*>(rows),
+                                                nullptr,
                                                 wide,
                                                 boxes};
   };

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <optional>
 #include <tuple>
 
 #include "../common/bilinear.h"
@@ -960,6 +961,7 @@ __global__ void __launch_bounds__(kSampleThreads)
 // texels change. The dots with the four texels, of which the sample's own gradients are made, take its place in shared
 // memory.
 constexpr int kChunkThreads = 512;
+constexpr int kSoftmaxLanes = 4;  // that work out the fused form's softmax of a row
 constexpr int kPassPoints = 4;
 constexpr int kChunkEach = 3;  // samples a thread locates in a pass, at the most
 constexpr int kMaxChunk = kChunkThreads * kChunkEach / kPassPoints;
@@ -973,10 +975,11 @@ struct ChunkSizes {
   uint32_t share;  // queries of a block
 };
 
-template <typename T>
+template <typename T, typename Source>
 size_t chunk_bytes(int64_t C, int64_t L, int64_t queries) {
-  const size_t of_query = kPassPoints * (sizeof(Pack<float, 4>) + sizeof(uint16_t)) + C * sizeof(T) + sizeof(uint32_t);
-  return queries * of_query + kBuckets * sizeof(uint16_t) + L * sizeof(LevelPlan);
+  const size_t of_query = kPassPoints * (sizeof(Pack<float, 4>) + sizeof(uint16_t)) + C * sizeof(T) + sizeof(uint32_t) +
+                          (Source::kNeedsLevel ? sizeof(typename Source::Row) : 0);
+  return queries * of_query + kBuckets * sizeof(uint16_t) + L * sizeof(Level);
 }
 
 // order[i] = the query that is number i; from the first to the last unless the levels follow one another.
@@ -1107,20 +1110,21 @@ __device__ __forceinline__ SampleGradient sample_gradient(const Pack<float, 4>& 
 
 template <typename T, typename Source, int LANES>
 __global__ void __launch_bounds__(kChunkThreads, 2)
-    pyramid_grad_kernel(const T* __restrict__ grad_output, const T* __restrict__ value,
-                        const LevelPlan* __restrict__ plan, const uint32_t* __restrict__ order, const Source source,
-                        float* __restrict__ grad_sums, const SampleGrads<float> grads, const ChunkSizes sizes) {
+    pyramid_grad_kernel(const T* __restrict__ grad_output, const T* __restrict__ value, const Levels levels,
+                        const uint32_t* __restrict__ order, const Source source, float* __restrict__ grad_sums,
+                        const SampleGrads<float> grads, const ChunkSizes sizes) {
   constexpr int VEC = 4, kGroups = kChunkThreads / LANES;
   extern __shared__ __align__(16) char shared[];
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C;
   const uint32_t Q = sizes.Q, share = sizes.share;
   // By place in the chunk and point: texel of the level, fractions, weight; later the four dots.
-  auto* samples = reinterpret_cast<Pack<float, 4>*>(shared);                           // [share, kPassPoints]
-  auto* table = reinterpret_cast<LevelPlan*>(samples + share * kPassPoints);           // [L]
-  auto* buckets = reinterpret_cast<uint16_t*>(table + L);                              // [kBuckets] counts, then starts
-  auto* rows = reinterpret_cast<T*>(buckets + kBuckets);                               // [share, C] of grad_output
-  auto* queries = reinterpret_cast<uint32_t*>(rows + static_cast<size_t>(share) * C);  // [share]
-  auto* sorted = reinterpret_cast<uint16_t*>(queries + share);                         // [share * kPassPoints]
+  auto* samples = reinterpret_cast<Pack<float, 4>*>(shared);              // [share, kPassPoints]
+  auto* table = reinterpret_cast<Level*>(samples + share * kPassPoints);  // [L]
+  auto* buckets = reinterpret_cast<uint16_t*>(table + L);                 // [kBuckets] counts, then starts
+  auto* rows = reinterpret_cast<T*>(buckets + kBuckets);                  // [share, C] of grad_output
+  auto* softmax = reinterpret_cast<typename Source::Row*>(rows + static_cast<size_t>(share) * C);  // [share] or nothing
+  auto* queries = reinterpret_cast<uint32_t*>(softmax + (Source::kNeedsLevel ? share : 0));        // [share]
+  auto* sorted = reinterpret_cast<uint16_t*>(queries + share);  // [share * kPassPoints]
   auto* my_buckets = reinterpret_cast<Pack<uint16_t, 4>*>(buckets) + threadIdx.x;
   const int group = threadIdx.x / LANES, c = threadIdx.x % LANES * VEC;
   const bool has_channels = c < C;
@@ -1131,7 +1135,8 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
            first = static_cast<uint32_t>(begin - static_cast<int64_t>(head) * Q);
   uint32_t left = static_cast<uint32_t>(min(sizes.rows - begin, static_cast<int64_t>(share)));
   *my_buckets = {};
-  load_plan(plan, L, table);
+  load_levels(levels, L, sizes.S, table);
+  const auto first_of = [&](int l) { return l > 0 ? table[l - 1].end : 0; };  // of a row's samples on the level
   while (left > 0) {  // a head after the other, or what of it is the block's
     const uint32_t count = min(left, Q - first);
     for (uint32_t i = threadIdx.x; i < count; i += kChunkThreads) queries[i] = order[first + i];
@@ -1146,18 +1151,34 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
           reinterpret_cast<const Pack<T, VEC>*>(image_output + static_cast<int64_t>(queries[i]) * texel_step));
     }
     const int64_t image_value = (static_cast<int64_t>(b) * sizes.S * G + g) * C + c;
+    if constexpr (Source::kNeedsLevel) {
+      const int lane = threadIdx.x % kSoftmaxLanes;
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x / kSoftmaxLanes; i - threadIdx.x / kSoftmaxLanes < count;
+           i += kChunkThreads / kSoftmaxLanes) {
+        const bool exists = i < count;
+        const auto row = image.row_of_lanes(exists, exists ? (queries[i] * G + g) * K : 0, K, lane, kSoftmaxLanes);
+        if (exists && lane == 0) softmax[i] = row;
+      }
+      __syncthreads();  // the rows' softmax is known
+    }
 
     int pass = 0;
 #pragma unroll 1
-    for (int l = 0; l < L; pass + kPassPoints < table[l].points ? pass += kPassPoints : (pass = 0, ++l)) {
-      const Level level = table[l].level;
-      const int points = table[l].points, first_point = table[l].first_point + pass;
-      const uint32_t pass_points = min(points - pass, kPassPoints);
+    for (int l = 0; l < L; first_of(l) + pass + kPassPoints < table[l].end ? pass += kPassPoints : (pass = 0, ++l)) {
+      Level level = table[l];
+      int first_point = first_of(l) + pass, points = level.end - first_of(l);
+      uint32_t pass_points = min(level.end - first_point, kPassPoints);
       typename Source::Raw raw[kChunkEach];
       uint32_t place_of[kChunkEach];  // bucket and rank
       const auto id_of = [&](int j) { return threadIdx.x + j * kChunkThreads; };
       const auto exists = [&](int j) { return id_of(j) / kPassPoints < count && id_of(j) % kPassPoints < pass_points; };
       const auto row_of = [&](int j) { return queries[id_of(j) / kPassPoints] * G + g; };
+      const auto weight_of = [&](int j) {
+        typename Source::Row row;
+        if constexpr (Source::kNeedsLevel) row = softmax[id_of(j) / kPassPoints];
+        return image.weight(raw[j], row);
+      };
       const auto fetch = [&] {
 #pragma unroll
         for (int j = 0; j < kChunkEach; ++j) {
@@ -1179,7 +1200,7 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
         float x, y, fx, fy, part_x, part_y;
         if (!position(j, x, y) || !exists(j)) continue;
         const int32_t x0 = place(x, level.W, fx, part_x), y0 = place(y, level.H, fy, part_y);
-        const float weight = image.weight(raw[j], image.row_at(image_rows + row_of(j)));
+        const float weight = weight_of(j);
         samples[id_of(j)] = {__int_as_float(y0 * level.W + x0), fx, fy, weight * (part_x * part_y)};
         const uint32_t bucket = (y0 << kColumnBits | (x0 & ((1 << kColumnBits) - 1))) & (kBuckets - 1);
         const uint32_t shift = bucket % 2 * 16;
@@ -1205,13 +1226,17 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
       const int64_t level_value = image_value + static_cast<int64_t>(level.start) * texel_step;
       walk_samples<T, LANES>(sorted + from, min(turns, listed - from), turns, samples, rows + c, value + level_value,
                              grad_sums + level_value, level, texel_step, C, has_channels);
-      __syncthreads();  // the dots are complete
+      __syncthreads();                      // the dots are complete
+      if constexpr (Source::kNeedsLevel) {  // once more, for want of registers during the walk
+        level = table[l], first_point = first_of(l) + pass, points = level.end - first_of(l);
+        pass_points = min(level.end - first_point, kPassPoints);
+      }
       fetch();
 #pragma unroll
       for (int j = 0; j < kChunkEach; ++j) {
         if (!exists(j)) continue;
         const int64_t row = image_rows + row_of(j);
-        const float weight = image.weight(raw[j], image.row_at(row));
+        const float weight = weight_of(j);
         const float nothing = level.H > 0 ? 0.f : quiet_nan<float>();
         SampleGradient grad = {nothing, nothing, nothing};
         float x, y;
@@ -1226,7 +1251,6 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
 
 // What the fused form does besides, before and after the kernels above.
 constexpr int kRowThreads = 256;
-constexpr int kSoftmaxLanes = 4;
 
 // The lanes of a warp that share a row's K samples.
 inline int row_lanes_of(int64_t K) {
@@ -1279,37 +1303,40 @@ template <typename T, typename A, typename I>
 __global__ void __launch_bounds__(kRowThreads)
     softmax_grad_kernel(const FusedSamples<T, A> source, const A* __restrict__ grad_weights,
                         I* __restrict__ grad_logits, int64_t count, int K) {
-  constexpr int kEach = 4;  // loads in flight
+  constexpr int kEach = 4, kTurn = kEach * kSoftmaxLanes;  // kEach: loads in flight
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / kSoftmaxLanes, first = row * K;
   const int lane = threadIdx.x % kSoftmaxLanes;
   const bool exists = row < count;
-  SoftmaxRow<A> softmax{};
-  if (exists) softmax = source.row_at(row);
-  A weight[kEach], grad[kEach], mean = 0;  // mean: of the weights' gradients
+  const auto of_row = source.of_image(0, first);
+  typename FusedSamples<T, A>::Raw raw[kEach];
+  A grad[kEach];
+  const auto has = [&](int k0, int i) { return exists && k0 + i * kSoftmaxLanes + lane < K; };
   const auto fetch = [&](int k0) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int k = k0 + i * kSoftmaxLanes;
-      weight[i] = grad[i] = 0;
-      if (!exists || k >= K) continue;
-      typename FusedSamples<T, A>::Raw raw;
-      source.fetch_weight(first + k, raw);
-      weight[i] = source.weight(raw, softmax), grad[i] = grad_weights[first + k];
+      const int k = k0 + i * kSoftmaxLanes + lane;
+      raw[i].weight = grad[i] = 0;
+      if (has(k0, i)) of_row.fetch_weight(k, raw[i]), grad[i] = grad_weights[first + k];
     }
   };
-  const bool once = K <= kEach * kSoftmaxLanes;
-  for (int k0 = lane; k0 - lane < K; k0 += kEach * kSoftmaxLanes) {
-    fetch(k0);
+  fetch(0);
+  const SoftmaxRow<A> softmax = K <= kTurn
+                                    ? of_row.template row_of_raw<kSoftmaxLanes>(raw, [&](int i) { return has(0, i); })
+                                    : of_row.row_of_lanes(exists, 0, K, lane, kSoftmaxLanes);
+  A mean = 0;  // of the weights' gradients
+  for (int k0 = 0; k0 < K; k0 += kTurn) {
+    if (k0 > 0) fetch(k0);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) mean += weight[i] * grad[i];
+    for (int i = 0; i < kEach; ++i) mean += has(k0, i) ? of_row.weight(raw[i], softmax) * grad[i] : A(0);
   }
   for (int step = 1; step < kSoftmaxLanes; step *= 2) mean += __shfl_xor_sync(0xffffffffu, mean, step);
-  for (int k0 = lane; k0 - lane < K; k0 += kEach * kSoftmaxLanes) {
-    if (!once) fetch(k0);
+  for (int k0 = 0; k0 < K; k0 += kTurn) {
+    if (K > kTurn) fetch(k0);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int k = k0 + i * kSoftmaxLanes;
-      if (exists && k < K) grad_logits[first + k] = from_accumulate<I>(weight[i] * (grad[i] - mean));
+      if (!has(k0, i)) continue;
+      const A of_logit = of_row.weight(raw[i], softmax) * (grad[i] - mean);
+      grad_logits[first + k0 + i * kSoftmaxLanes + lane] = from_accumulate<I>(of_logit);
     }
   }
 }
@@ -1356,25 +1383,41 @@ void check_backward_sizes(const MsDeformAttnProblem& problem) {
                "Q * P must be under 2^31 with P rounded up to a power of two, got ", problem.Q, " * ", problem.P);
 }
 
-// The plan of the levels, on the device.
-Tensor make_plan(const MsDeformAttnProblem& problem, const Tensor& value, const Levels& levels) {
-  Tensor plan = new_empty(value, {static_cast<int64_t>(sizeof(LevelPlan)) * problem.L}, ScalarType::Byte);
-  plan_kernel<<<1, 1, 0, current_stream(value)>>>(levels, static_cast<LevelPlan*>(plan.mutable_data_ptr()),
-                                                  static_cast<int>(problem.L), problem.S, problem.Q);
-  return plan;
-}
+// The plan of the levels, on the device, from the first time that it is asked for.
+class Plans {
+ public:
+  Plans(const MsDeformAttnProblem& problem, const Tensor& value, const Levels& levels)
+      : problem_(problem), value_(value), levels_(levels) {}
+
+  const LevelPlan* get() {
+    if (!plan_) {
+      plan_ = new_empty(value_, {static_cast<int64_t>(sizeof(LevelPlan)) * problem_.L}, ScalarType::Byte);
+      plan_kernel<<<1, 1, 0, current_stream(value_)>>>(levels_, data(), static_cast<int>(problem_.L), problem_.S,
+                                                       problem_.Q);
+    }
+    return data();
+  }
+
+ private:
+  LevelPlan* data() { return static_cast<LevelPlan*>(plan_->mutable_data_ptr()); }
+
+  const MsDeformAttnProblem& problem_;
+  const Tensor& value_;
+  const Levels& levels_;
+  std::optional<Tensor> plan_;
+};
 
 template <typename MakeSource, typename MakeGrads>
-void backward_direct(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value,
-                     const LevelPlan* plan, const MakeSource& make_source, const MakeGrads& make_grads,
-                     Tensor& grad_value) {
+void backward_direct(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value, Plans& plans,
+                     const MakeSource& make_source, const MakeGrads& make_grads, Tensor& grad_value) {
+  const LevelPlan* plan = plans.get();
   const cudaStream_t stream = current_stream(value);
   const ScalarType sum_type = accumulate_dtype(value.scalar_type());
   Tensor sums = sum_type == value.scalar_type() ? zero_(grad_value) : new_zeros(value, value.sizes(), sum_type);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    const auto source = make_source(value_tag, accumulate_tag);
+    const auto source = make_source(value_tag, accumulate_tag, false);
     using Source = std::decay_t<decltype(source)>;
     // VEC: 16 bytes of sums, so that the lanes' reductions lie side by side.
     dispatch_row<T, 32, 16 / sizeof(A)>(
@@ -1395,8 +1438,8 @@ void backward_direct(const MsDeformAttnProblem& problem, const Tensor& grad_outp
 // levels of all queries apart (check_sizes sees to samples, texels and heads).
 template <typename MakeSource, typename MakeGrads>
 bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value,
-                      const Levels& levels, const LevelPlan* plan, const MakeSource& make_source,
-                      const MakeGrads& make_grads, Tensor& grad_value) {
+                      const Levels& levels, const MakeSource& make_source, const MakeGrads& make_grads,
+                      Tensor& grad_value) {
   const cudaStream_t stream = current_stream(value);
   const int L = static_cast<int>(problem.L);
   const int64_t rows = problem.B * problem.G * problem.Q,
@@ -1408,9 +1451,9 @@ bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_out
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     if constexpr (std::is_same_v<A, float>) {
-      const auto source = make_source(value_tag, accumulate_tag);
+      const auto source = make_source(value_tag, accumulate_tag, true);
       using Source = std::decay_t<decltype(source)>;
-      const auto bytes = [&](int64_t queries) { return chunk_bytes<T>(problem.C, L, queries); };
+      const auto bytes = [&](int64_t queries) { return chunk_bytes<T, Source>(problem.C, L, queries); };
       int64_t most = kMaxChunk;
       while (most > 0 && bytes(most) > kChunkShared) --most;
       if (most == 0) return;
@@ -1427,8 +1470,9 @@ bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_out
           const auto kernel = pyramid_grad_kernel<T, Source, decltype(lanes)::value>;
           allow_shared(kernel, bytes(share));
           kernel<<<grid_size(ceil_div(rows, share)), kChunkThreads, bytes(share), stream>>>(
-              static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), plan,
-              order_data, source, static_cast<float*>(sums.mutable_data_ptr()), make_grads(accumulate_tag, true),
+              static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()),
+              levels, order_data, source, static_cast<float*>(sums.mutable_data_ptr()),
+              make_grads(accumulate_tag, true),
               ChunkSizes{problem.S, rows, static_cast<int32_t>(problem.Q), static_cast<int32_t>(problem.G),
                          static_cast<int32_t>(problem.C), L, static_cast<int32_t>(problem.K),
                          static_cast<uint32_t>(share)});
@@ -1441,29 +1485,31 @@ bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_out
   return done;
 }
 
-// Fills grad_value and the samples' gradients, none of which is empty. make_grads(A{}, once) gives the latter's place;
-// once: by put_once().
+// Fills grad_value and the samples' gradients, none of which is empty. make_source(T{}, A{}, encoder) and
+// make_grads(A{}, encoder) give the samples and the place of their gradients; encoder: to pyramid_grad_kernel, which
+// works out a row's softmax by itself, and writes by put_once().
 template <typename MakeSource, typename MakeGrads>
 void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value, const Levels& levels,
-              const LevelPlan* plan, const MakeSource& make_source, const MakeGrads& make_grads, bool deterministic,
+              Plans& plans, const MakeSource& make_source, const MakeGrads& make_grads, bool deterministic,
               Tensor& grad_value) {
   if (!deterministic && problem.Q * problem.K <= kDirectSamples * problem.S) {
-    return backward_direct(problem, grad_output, value, plan, make_source, make_grads, grad_value);
+    return backward_direct(problem, grad_output, value, plans, make_source, make_grads, grad_value);
   }
   if (const int64_t channels = filled_channels(problem, value); channels > problem.C) {
     MsDeformAttnProblem filled = problem;
     filled.C = channels;
     Tensor wide = new_empty(value, {problem.B, problem.S, problem.G, channels});
-    backward(filled, fill_rows(grad_output, problem, channels), fill_rows(value, problem, channels), levels, plan,
+    backward(filled, fill_rows(grad_output, problem, channels), fill_rows(value, problem, channels), levels, plans,
              make_source, make_grads, deterministic, wide);
     copy_(grad_value, narrow(wide, 3, 0, problem.C));
     return;
   }
   // An encoder: 313 us by chunks of queries, 534 sorted as a whole (bfloat16 358, 464; uniform locations 512, 555).
   if (!deterministic && problem.Q == problem.S &&
-      backward_pyramid(problem, grad_output, value, levels, plan, make_source, make_grads, grad_value)) {
+      backward_pyramid(problem, grad_output, value, levels, make_source, make_grads, grad_value)) {
     return;
   }
+  const LevelPlan* plan = plans.get();
   const cudaStream_t stream = current_stream(value);
   const int sms = multiprocessors(value.get_device_index());
   const int L = static_cast<int>(problem.L);
@@ -1495,7 +1541,7 @@ void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, con
     const int64_t record_bytes = samples * sizeof(Record<A>);
     Tensor records = new_empty(value, {record_bytes}, ScalarType::Byte),
            sorted = new_empty(value, {record_bytes}, ScalarType::Byte);
-    const auto source = make_source(value_tag, accumulate_tag);
+    const auto source = make_source(value_tag, accumulate_tag, false);
     using Source = std::decay_t<decltype(source)>;
     const SampleGrads<A> grads = make_grads(accumulate_tag, false);
     auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
@@ -1560,11 +1606,10 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
     zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
     return {grad_value, grad_locations, grad_weights};
   }
-  const Tensor plan = make_plan(problem, value, levels);
+  Plans plans(problem, value, levels);
   backward(
-      problem, grad_output, value, levels, static_cast<const LevelPlan*>(plan.const_data_ptr()),
-      given_samples(locations, weights),
-      [&](auto accumulate_tag, bool /*once*/) {
+      problem, grad_output, value, levels, plans, given_samples(locations, weights),
+      [&](auto accumulate_tag, bool /*encoder*/) {
         using A = decltype(accumulate_tag);
         return SampleGrads<A>{static_cast<A*>(grad_locations.mutable_data_ptr()),
                               static_cast<A*>(grad_weights.mutable_data_ptr()), nullptr, nullptr};
@@ -1595,34 +1640,39 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
     zero_(grad_value), zero_(grad_reference), zero_(grad_offsets), zero_(grad_logits);
     return {grad_value, grad_reference, grad_offsets, grad_logits};
   }
-  const Tensor plan_bytes = make_plan(problem, value, levels);
-  const auto* plan = static_cast<const LevelPlan*>(plan_bytes.const_data_ptr());
+  Plans plans(problem, value, levels);
   const int64_t rows = problem.B * problem.Q * problem.G;
-  Tensor sample_grads = new_empty(reference, {0}), softmax = new_empty(reference, {rows, 2});
+  Tensor sample_grads = new_empty(reference, {0}), softmax = new_empty(reference, {0});
   const int lanes = row_lanes_of(problem.K), K = static_cast<int>(problem.K), L = static_cast<int>(problem.L),
             G = static_cast<int>(problem.G);
   const cudaStream_t stream = current_stream(value);
-  const auto make_source = fused_samples(reference, offsets, logits, &softmax);
-  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+  const auto make_source = [&](auto value_tag, auto accumulate_tag, bool encoder) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    softmax_kernel<T, A><<<grid_size(ceil_div(rows * kSoftmaxLanes, kRowThreads)), kRowThreads, 0, stream>>>(
-        make_source(value_tag, accumulate_tag), static_cast<SoftmaxRow<A>*>(softmax.mutable_data_ptr()), rows, K);
-  });
+    FusedSamples<T, A> source = fused_samples(reference, offsets, logits)(value_tag, accumulate_tag);
+    if (encoder) return source;
+    softmax = new_empty(reference, {rows, 2});
+    auto* of_rows = static_cast<SoftmaxRow<A>*>(softmax.mutable_data_ptr());
+    softmax_kernel<T, A>
+        <<<grid_size(ceil_div(rows * kSoftmaxLanes, kRowThreads)), kRowThreads, 0, stream>>>(source, of_rows, rows, K);
+    source.rows = of_rows;
+    return source;
+  };
   bool has_offsets = false;  // grad_offsets is written by put_once(), and sample_grads are the weights' alone
-  const auto make_grads = [&](auto accumulate_tag, bool once) {
+  const auto make_grads = [&](auto accumulate_tag, bool encoder) {
     using A = decltype(accumulate_tag);
-    has_offsets = once && !needs_reference;  // a reference's gradient is summed from those of places
+    has_offsets = encoder && !needs_reference;  // a reference's gradient is summed from those of places
     sample_grads = new_empty(reference, {rows, problem.K, has_offsets ? 1 : 4});
     auto* data = sample_grads.mutable_data_ptr();
     if (!has_offsets) return SampleGrads<A>{nullptr, nullptr, static_cast<Pack<A, 4>*>(data), nullptr};
     return SampleGrads<A>{nullptr, static_cast<A*>(data), nullptr, static_cast<char*>(grad_offsets.mutable_data_ptr())};
   };
-  backward(problem, grad_output, value, levels, plan, make_source, make_grads, deterministic, grad_value);
+  backward(problem, grad_output, value, levels, plans, make_source, make_grads, deterministic, grad_value);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    const auto source = make_source(value_tag, accumulate_tag);
+    const auto source = make_source(value_tag, accumulate_tag, true);
+    const LevelPlan* plan = has_offsets ? nullptr : plans.get();
     const auto* grads = static_cast<const Pack<A, 4>*>(sample_grads.const_data_ptr());
     const auto run = [&](auto type) {
       using I = decltype(type);

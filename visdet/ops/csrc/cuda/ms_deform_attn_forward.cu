@@ -914,7 +914,7 @@ Tensor ms_deform_attn_fused(const Tensor& value_in, const Tensor& level_shapes_i
                level_starts = contiguous(level_starts_in), reference = contiguous_pairs(reference_in),
                offsets = contiguous_pairs(offsets_in), logits = contiguous_pairs(logits_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, num_points.data());
-  const Tensor output = forward(problem, value, levels, fused_samples(reference, offsets, logits, nullptr));
+  const Tensor output = forward(problem, value, levels, fused_samples(reference, offsets, logits));
   check_launch("ms_deform_attn_fused");
   return output;
 }
