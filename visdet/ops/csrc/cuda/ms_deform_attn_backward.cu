@@ -103,28 +103,6 @@ struct SampleGrads {
   }
 };
 
-// The gradients of a sample to which nothing will be added. The fused form's offset may get its own at once; then only
-// the weight's waits for the row's others (softmax_grad_kernel), 4 bytes a sample instead of 16.
-template <typename A, typename Grad>
-__device__ __forceinline__ void put_once(const SampleGrads<A>& to, int64_t index, const GivenSamples<A>&,
-                                         const typename GivenSamples<A>::Raw&, const Level&, int /*points*/, A weight,
-                                         const Grad& grad) {
-  to.put(index, weight, grad.weight, grad.x, grad.y, false);
-}
-template <typename T, typename A, typename Grad>
-__device__ __forceinline__ void put_once(const SampleGrads<A>& to, int64_t index, const FusedSamples<T, A>& source,
-                                         const typename FusedSamples<T, A>::Raw& raw, const Level& level, int points,
-                                         A weight, const Grad& grad) {
-  if (to.offsets == nullptr) return to.put(index, weight, grad.weight, grad.x, grad.y, false);
-  to.weights[index] = grad.weight;
-  const Pack<A, 2> of_offset = source.grad_offset(raw, level, points, grad.x, grad.y);
-  if (source.wide) {
-    reinterpret_cast<Pack<A, 2>*>(to.offsets)[index] = of_offset;
-  } else {
-    store_pack<T, 2>(reinterpret_cast<T*>(to.offsets) + 2 * index, of_offset.at);
-  }
-}
-
 // What the kernels below need to know of a level, worked out once on the device, where level_shapes may be.
 struct alignas(16) LevelPlan {
   Level level;
@@ -1108,6 +1086,28 @@ __device__ __forceinline__ SampleGradient sample_gradient(const Pack<float, 4>& 
           level.H * weight * (left_y + fx * (right_y - left_y))};
 }
 
+// The gradients of a sample to which nothing will be added. The fused form's offset may get its own at once; then only
+// the weight's waits for the row's others (softmax_grad_kernel), 4 bytes a sample instead of 16.
+__device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t index, const GivenSamples<float>&,
+                                         const GivenSamples<float>::Raw&, const Level&, int /*points*/, float weight,
+                                         const SampleGradient& grad) {
+  to.put(index, weight, grad.weight, grad.x, grad.y, false);
+}
+template <typename T>
+__device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t index,
+                                         const FusedSamples<T, float>& source,
+                                         const typename FusedSamples<T, float>::Raw& raw, const Level& level,
+                                         int points, float weight, const SampleGradient& grad) {
+  if (to.offsets == nullptr) return to.put(index, weight, grad.weight, grad.x, grad.y, false);
+  to.weights[index] = grad.weight;
+  const Pack<float, 2> of_offset = source.grad_offset(raw, level, points, grad.x, grad.y);
+  if (source.wide) {
+    reinterpret_cast<Pack<float, 2>*>(to.offsets)[index] = of_offset;
+  } else {
+    store_pack<T, 2>(reinterpret_cast<T*>(to.offsets) + 2 * index, of_offset.at);
+  }
+}
+
 template <typename T, typename Source, int LANES>
 __global__ void __launch_bounds__(kChunkThreads, 2)
     pyramid_grad_kernel(const T* __restrict__ grad_output, const T* __restrict__ value, const Levels levels,
@@ -1642,7 +1642,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   }
   Plans plans(problem, value, levels);
   const int64_t rows = problem.B * problem.Q * problem.G;
-  Tensor sample_grads = new_empty(reference, {0}), softmax = new_empty(reference, {0});
+  std::optional<Tensor> sample_grads, softmax;
   const int lanes = row_lanes_of(problem.K), K = static_cast<int>(problem.K), L = static_cast<int>(problem.L),
             G = static_cast<int>(problem.G);
   const cudaStream_t stream = current_stream(value);
@@ -1652,7 +1652,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
     FusedSamples<T, A> source = fused_samples(reference, offsets, logits)(value_tag, accumulate_tag);
     if (encoder) return source;
     softmax = new_empty(reference, {rows, 2});
-    auto* of_rows = static_cast<SoftmaxRow<A>*>(softmax.mutable_data_ptr());
+    auto* of_rows = static_cast<SoftmaxRow<A>*>(softmax->mutable_data_ptr());
     softmax_kernel<T, A>
         <<<grid_size(ceil_div(rows * kSoftmaxLanes, kRowThreads)), kRowThreads, 0, stream>>>(source, of_rows, rows, K);
     source.rows = of_rows;
@@ -1663,7 +1663,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
     using A = decltype(accumulate_tag);
     has_offsets = encoder && !needs_reference;  // a reference's gradient is summed from those of places
     sample_grads = new_empty(reference, {rows, problem.K, has_offsets ? 1 : 4});
-    auto* data = sample_grads.mutable_data_ptr();
+    auto* data = sample_grads->mutable_data_ptr();
     if (!has_offsets) return SampleGrads<A>{nullptr, nullptr, static_cast<Pack<A, 4>*>(data), nullptr};
     return SampleGrads<A>{nullptr, static_cast<A*>(data), nullptr, static_cast<char*>(grad_offsets.mutable_data_ptr())};
   };
@@ -1673,13 +1673,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
     using A = decltype(accumulate_tag);
     const auto source = make_source(value_tag, accumulate_tag, true);
     const LevelPlan* plan = has_offsets ? nullptr : plans.get();
-    const auto* grads = static_cast<const Pack<A, 4>*>(sample_grads.const_data_ptr());
+    const auto* grads = static_cast<const Pack<A, 4>*>(sample_grads->const_data_ptr());
     const auto run = [&](auto type) {
       using I = decltype(type);
       if (has_offsets) {
         softmax_grad_kernel<T, A, I>
             <<<grid_size(ceil_div(rows * kSoftmaxLanes, kRowThreads)), kRowThreads, 0, stream>>>(
-                source, static_cast<const A*>(sample_grads.const_data_ptr()),
+                source, static_cast<const A*>(sample_grads->const_data_ptr()),
                 static_cast<I*>(grad_logits.mutable_data_ptr()), rows, K);
         return;
       }
