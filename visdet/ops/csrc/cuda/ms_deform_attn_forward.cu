@@ -667,9 +667,9 @@ bool wide_levels(const Levels& levels, const MsDeformAttnProblem& problem) {
   return levels.shapes == nullptr && std::all_of(levels.W, levels.W + problem.L, [](int32_t W) { return W > 1; });
 }
 
+// For rows of at most 16 samples.
 KnownSteps known_steps(const Levels& levels, const MsDeformAttnProblem& problem, uint32_t texel_bytes) {
   KnownSteps steps{};
-  if (problem.K > 16) return steps;
   uint32_t* step = steps.below;
   for (int l = 0; l < problem.L; ++l) {
     step = std::fill_n(step, points_on(levels, l) / 4, levels.H[l] > 1 ? levels.W[l] * texel_bytes : 0);
@@ -771,14 +771,12 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           // (bfloat16 81, 84).
           constexpr uint32_t kColumn = kVec * kLanes == 32 && sizeof(A) == 4 ? 256 * sizeof(T) : 0;
           if constexpr (kColumn > 0) {
-            if (problem.C == 32 && problem.G == 8 && wide_levels(levels, problem)) {
+            if ((problem.K == 16 || problem.K == 12) && problem.C == 32 && problem.G == 8 &&
+                wide_levels(levels, problem)) {
               known = known_steps(levels, problem, kColumn);
-              if (problem.K == 16) {
-                return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 16>, whole);
-              }
-              if (problem.K == 12) {
-                return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 12>, whole);
-              }
+              return problem.K == 16
+                         ? start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 16>, whole)
+                         : start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 12>, whole);
             }
           }
           if (problem.K % whole.kPass != 0) {
