@@ -130,6 +130,16 @@ def test_two_samples_by_hand(device):
     )
 
 
+def assert_gradients_match(grads, wanted, case, of=(0, 3, 4, 5)):
+    """Compare gradients with respect to the arguments ``of`` of the case with those in float64."""
+    coordinates = 1e-12 if case[0].dtype == torch.float64 else 2e-5
+    for index, grad, expected in zip(of, grads, wanted, strict=True):
+        assert grad.dtype == case[index].dtype
+        rounding = TOLERANCE[case[index].dtype]
+        tolerance = {0: rounding, 3: coordinates}.get(index, max(rounding, coordinates))
+        assert relative_error(grad, expected) < tolerance, index
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("references", [2, 4])
@@ -143,11 +153,7 @@ def test_matches_reference(name, references, types, device, deterministic):
     expected, expected_grads = gradients(ms_deform_attn_fused_reference, exactly(case), grad_output.double())
     assert output.dtype == dtype and output.device.type == device
     assert relative_error(output, expected) < TOLERANCE[dtype]
-    coordinate_tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    tolerances = [TOLERANCE[dtype], coordinate_tolerance, *[max(TOLERANCE[inputs], coordinate_tolerance)] * 2]
-    for grad, wanted, tolerance in zip(grads, expected_grads, tolerances, strict=True):
-        assert relative_error(grad, wanted) < tolerance
-    assert [grad.dtype for grad in grads] == [case[0].dtype, case[3].dtype, inputs, inputs]
+    assert_gradients_match(grads, expected_grads, case)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -324,11 +330,19 @@ def test_references_that_need_no_gradient(num_points, references, types, device,
     of = (0, 4, 5)
     grads = gradients(ms_deform_attn_fused, case, grad_output.to(device), of)[1]
     wanted = gradients(ms_deform_attn_fused_reference, exactly(case), grad_output.double(), of)[1]
-    coordinate_tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    tolerances = [TOLERANCE[dtype], *[max(TOLERANCE[inputs], coordinate_tolerance)] * 2]
-    for grad, expected, tolerance in zip(grads, wanted, tolerances, strict=True):
-        assert relative_error(grad, expected) < tolerance
-    assert [grad.dtype for grad in grads] == [dtype, inputs, inputs]
+    assert_gradients_match(grads, wanted, case, of)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of", [(0, 4, 5), (0, 3, 4, 5)], ids=["offsets", "references-and-offsets"])
+def test_gradients_of_an_encoders_many_rows(of, dtype, device):
+    """A block of the CUDA kernel owns rows of two heads, and more than it works out the softmax of at a time."""
+    case = make_case(17, 268, 8, 32, [4, 4, 4], [(17, 15), (1, 7), (3, 2)], 2, dtype, device=device)
+    grad_output = torch.randn(17, 268, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grads = gradients(ms_deform_attn_fused, case, grad_output.to(device), of)[1]
+    wanted = gradients(ms_deform_attn_fused_reference, exactly(case), grad_output.double(), of)[1]
+    assert_gradients_match(grads, wanted, case, of)
 
 
 @pytest.mark.parametrize("device", DEVICES)
