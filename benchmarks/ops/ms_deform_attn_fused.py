@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
+from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 
 from ..case import Call, Case, Peer, Work, dtype_name
 from .ms_deform_attn import COORDINATE_TOLERANCE, PYRAMID, VALUE_TOLERANCE, grid_sample_path, work_of
@@ -20,19 +21,20 @@ GRID = (
     64  # offsets are multiples of 1/64 pixel, references lie between two: no position is at a texel centre,
 )
 # where the gradient of a location jumps, whatever type the offsets have
+LAYERS = {"sampling_offsets": 8 * 16 * 2, "attention_weights": 8 * 16, "value_proj": 256, "output_proj": 256}
 MODULE_INPUTS = {
     name: position
     for position, name in enumerate(
-        ("query", "memory", "value_weight", "offset_weight", "logit_weight", "output_weight")
+        ("query", "memory", *(f"{layer}.{kind}" for layer in LAYERS for kind in ("weight", "bias")))
     )
 }
 
 # Gradients of offsets and logits are rounded to their own type. A softmax divides errors by no more than the sum.
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 # Of the module. Its positions may be near texel centres, so that single gradients that pass through the offsets differ
-# between two right implementations: those of query and offset_weight say little.
+# between two right implementations: those of query and sampling_offsets say little.
 MODULE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-LOOSE_TOLERANCE = {"query": 2.0, "offset_weight": 0.5}
+LOOSE_TOLERANCE = {"query": 2.0, "sampling_offsets.weight": 0.5, "sampling_offsets.bias": 0.5}
 
 
 def make_arguments(
@@ -55,7 +57,7 @@ def make_arguments(
 
 
 def make_module_arguments(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    """Return query, memory, weights of the four linear layers, level_shapes, level_starts, references, dtype."""
+    """Return query, memory, the layers' weights and biases, level_shapes, level_starts, references, dtype."""
     _, level_shapes, starts, locations, _ = make_plain_arguments(torch.float32, device, **ENCODER)
     generator = torch.Generator().manual_seed(2)
 
@@ -63,12 +65,11 @@ def make_module_arguments(dtype: torch.dtype, device: torch.device) -> tuple[Any
         return (torch.randn(size, generator=generator) * scale).to(device)
 
     query, memory = (normal(ENCODER["B"], ENCODER["Q"], 256) for _ in range(2))
-    out_features = (256, 8 * 16 * 2, 8 * 16, 256)
-    weights = [
-        normal(size, 256, scale=scale / 16)
-        for size, scale in zip(out_features, (1.0, 3.0, 1.0, 1.0), strict=True)
-    ]
-    return query, memory, *weights, level_shapes, starts, locations.mean((2, 4)), dtype
+    parameters = []
+    for layer, features in LAYERS.items():
+        scale = (3.0 if layer == "sampling_offsets" else 1.0) / 16
+        parameters += [normal(features, 256, scale=scale), normal(features, scale=scale)]
+    return query, memory, *parameters, level_shapes, starts, locations.mean((2, 4)), dtype
 
 
 def composed(
@@ -93,28 +94,35 @@ def composed(
     return sample(value, level_shapes, level_starts, locations, weights)
 
 
-def module(
-    query: Tensor,  # [B, Q, C]
-    memory: Tensor,  # [B, S, C]
-    value_weight: Tensor,
-    offset_weight: Tensor,
-    logit_weight: Tensor,
-    output_weight: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    reference_points: Tensor,
-    dtype: torch.dtype,
-    sample: Any = ms_deform_attn_fused,
-) -> Tensor:
-    """Return what MultiScaleDeformableAttention computes, under autocast where ``dtype`` has 16 bits."""
-    with torch.autocast(
-        query.device.type, dtype, enabled=dtype.itemsize == 2 and query.dtype != torch.float64
-    ):
-        value = F.linear(memory, value_weight).unflatten(-1, (8, -1))
-        offsets = F.linear(query, offset_weight).unflatten(-1, (8, 16, 2))
-        logits = F.linear(query, logit_weight).unflatten(-1, (8, 16))
+def in_autocast(query: Tensor, dtype: torch.dtype) -> torch.autocast:
+    """Return autocast to ``dtype`` if it has 16 bits, but not for the reference's float64."""
+    enabled = dtype.itemsize == 2 and query.dtype != torch.float64
+    return torch.autocast(query.device.type, dtype, enabled=enabled)
+
+
+def module(query: Tensor, memory: Tensor, *arguments: Any) -> Tensor:
+    """Return what MultiScaleDeformableAttention does of ``make_module_arguments``, in 16 bit under autocast."""
+    *parameters, level_shapes, level_starts, reference_points, dtype = arguments
+    layers = list(zip(parameters[::2], parameters[1::2], strict=True))
+    with in_autocast(query, dtype):
+        out = ms_deform_attn_projected(
+            query, memory, None, level_shapes, level_starts, reference_points, [4] * 4, 8, layers
+        )
+        if out is not None:
+            return out + query
+    return composed_module(query, memory, *arguments, sample=ms_deform_attn_fused)
+
+
+def composed_module(query: Tensor, memory: Tensor, *arguments: Any, sample: Any) -> Tensor:
+    """Return the same from separate layers around ``sample``."""
+    *parameters, level_shapes, level_starts, reference_points, dtype = arguments
+    layers = dict(zip(LAYERS, zip(parameters[::2], parameters[1::2], strict=True), strict=True))
+    with in_autocast(query, dtype):
+        value = F.linear(memory, *layers["value_proj"]).unflatten(-1, (8, -1))
+        offsets = F.linear(query, *layers["sampling_offsets"]).unflatten(-1, (8, 16, 2))
+        logits = F.linear(query, *layers["attention_weights"]).unflatten(-1, (8, 16))
         out = sample(value, level_shapes, level_starts, reference_points, offsets, logits, [4] * 4)
-        return F.linear(out, output_weight) + query
+        return F.linear(out, *layers["output_proj"]) + query
 
 
 def module_work(dtype: torch.dtype) -> dict[str, Work]:
@@ -139,8 +147,8 @@ def _fused_peer(sample: Any) -> Any:
 
 
 def _module_peer(sample: Any) -> Any:
-    path = partial(composed, sample=sample)
-    return lambda *arguments: Call(partial(module, sample=path), arguments, tuple(range(6)))
+    path = partial(composed_module, sample=partial(composed, sample=sample))
+    return lambda *arguments: Call(path, arguments, tuple(MODULE_INPUTS.values()))
 
 
 def _torch_memory(arguments: tuple[Any, ...]) -> int:
@@ -182,7 +190,7 @@ def _module_case(dtype: torch.dtype) -> Case:
         sizes="query and memory [2, 17821, 256] float32, four linear layers under autocast, encoder's samples",
         make=make_module_arguments,
         function=module,
-        reference=partial(module, sample=ms_deform_attn_fused_reference),
+        reference=partial(composed_module, sample=ms_deform_attn_fused_reference),
         differentiable=MODULE_INPUTS,
         work=module_work,
         tolerance=lambda _: tolerance,

@@ -1,5 +1,6 @@
 """MultiScaleDeformableAttention: against a peer, its start, its layouts, its types."""
 
+import copy
 import json
 import math
 
@@ -163,9 +164,10 @@ def test_autocast_rounds_the_linear_layers_and_nothing_else(reference_size, monk
 
     op = page.ms_deform_attn_fused
     monkeypatch.setattr(page, "ms_deform_attn_fused", watched)
-    exact = attention(**given)
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = attention(**given)
+    with torch.no_grad():  # as separate calls
+        exact = attention(**given)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = attention(**given)
     # 16-bit offsets and logits are the linear layers' results; adding them to the references is the operator's.
     assert seen == [torch.float32] * 4 + [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
     torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
@@ -183,6 +185,140 @@ def test_autocast_converts_the_query_once(dtype, converted):
         attention(**given)
     assert [t.dtype for t in read] == [converted] * 2
     assert read[0] is read[1]
+
+
+def watch(layer):
+    """A layer that somebody watches is called by itself."""
+    layer.register_forward_hook(lambda *_: None)
+
+
+def is_one_node(out):
+    """Whether the graph that ends at ``out`` holds the module's layers and the operator as one node."""
+    nodes, found = [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        found.add(type(node).__name__)
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return "_ProjectedBackward" in found
+
+
+# Autocast's type or None, the type of everything that has one, and how far gradients may be from one another: separate
+# layers round those of parameters to 16 bit, the one node does not on CUDA.
+PRECISIONS = {
+    "float64": (None, torch.float64, 1e-12),
+    "float32": (None, torch.float32, 1e-5),
+    "bfloat16": (None, torch.bfloat16, 2e-2),
+    "autocast to bfloat16": (torch.bfloat16, torch.float32, 2e-2),
+    "autocast to float16": (torch.float16, torch.float32, 3e-3),
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_one_node_of_the_graph_is_the_layers(device, precision, batch_first, masked):
+    autocast, dtype, tolerance = PRECISIONS[precision]
+    attention = module(batch_first=batch_first).to(device, dtype)
+    watched = copy.deepcopy(attention)
+    watch(watched.value_proj)
+    given = {
+        name: tensor.to(device, dtype if name != "reference_points" else None).requires_grad_()
+        for name, tensor in inputs(4).items()
+        if name != "spatial_shapes"
+    }
+    if not batch_first:
+        given.update({name: given[name].transpose(0, 1) for name in ("query", "value", "query_pos")})
+    others = {"spatial_shapes": SHAPES}
+    if masked:
+        others["key_padding_mask"] = torch.rand(2, S).to(device) < 0.3
+    results = []
+    for layers in (attention, watched):
+        with torch.autocast(device, autocast, enabled=autocast is not None):
+            out = layers(**given, **others)
+        assert is_one_node(out) == (layers is attention)
+        torch.manual_seed(2)
+        grad = torch.randn(out.shape).to(out)
+        results.append((out, torch.autograd.grad(out, [*given.values(), *layers.parameters()], grad)))
+    (one, one_grads), (separate, separate_grads) = results
+    assert torch.equal(one, separate)
+    for ours, theirs in zip(one_grads, separate_grads, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
+def test_one_node_gives_the_gradients_that_are_asked_for():
+    attention, given = module(), inputs()
+    everything = dict(attention.named_parameters())
+    expected = {}
+    for name, parameter in everything.items():
+        attention.zero_grad(set_to_none=True)
+        attention(**given).square().sum().backward()
+        expected[name] = parameter.grad
+    for asked in everything:
+        attention.zero_grad(set_to_none=True)
+        for name, parameter in everything.items():
+            parameter.requires_grad_(name == asked)
+        out = attention(**given)
+        assert is_one_node(out)
+        out.square().sum().backward()
+        assert [name for name, parameter in everything.items() if parameter.grad is not None] == [asked]
+        assert torch.equal(everything[asked].grad, expected[asked])
+
+
+def replace_by_subclass(attention):
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    attention.output_proj.__class__ = Doubled
+
+
+def replace_forward(attention):
+    attention.output_proj.forward = lambda x: 2 * torch.nn.Linear.forward(attention.output_proj, x)
+
+
+def watch_output(attention):
+    attention.output_proj.register_forward_hook(lambda _, __, out: 2 * out)
+
+
+def watch_input(attention):
+    attention.output_proj.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0],))
+
+
+@pytest.mark.parametrize("change", [replace_by_subclass, replace_forward, watch_output, watch_input])
+def test_changed_layers_are_called(change):
+    attention, given = module(), inputs()
+    attention.output_proj.bias.data.zero_()
+    before = attention(**given) - given["query"]
+    change(attention)
+    out = attention(**given)
+    assert not is_one_node(out)
+    torch.testing.assert_close(out - given["query"], 2 * before)
+
+
+def test_layers_without_biases_and_other_types_are_called():
+    attention, given = module(), inputs()
+    attention.output_proj.bias = None
+    assert not is_one_node(attention(**given))
+    mixed = module()
+    mixed.value_proj.double()
+    given["value"] = given["value"].double()
+    with pytest.raises(RuntimeError, match=r"must have the same dtype"):
+        mixed(**given)
+
+
+def test_a_compiled_module_is_made_of_its_layers():
+    attention, given = module(), inputs()
+    attention(**given).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in attention.named_parameters()}
+    attention.zero_grad(set_to_none=True)
+    out = torch.compile(attention, fullgraph=True, backend="aot_eager")(**given)
+    assert not is_one_node(out)
+    out.square().sum().backward()
+    for name, parameter in attention.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
 
 
 @pytest.mark.parametrize(

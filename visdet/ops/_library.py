@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from .tracing import is_traced
+
 __all__ = [
     "NotBuiltError",
     "build_info",
@@ -138,12 +140,7 @@ def differentiable(
             return backward(ctx, *grad_outputs)
 
     def call(*inputs: Any) -> Any:
-        is_traced = (
-            torch.compiler.is_compiling()
-            or torch.jit.is_tracing()
-            or torch._C._are_functorch_transforms_active()
-        )
-        return operator(*inputs) if is_traced else Eager.apply(*inputs)
+        return operator(*inputs) if is_traced() else Eager.apply(*inputs)
 
     return call
 

@@ -73,10 +73,7 @@ def ms_deform_attn(
     shapes = _as_int64(level_shapes, "level_shapes")
     starts = level_starts_of(shapes) if level_starts is None else _as_int64(level_starts, "level_starts")
     for name, tensor in (("locations", locations), ("weights", weights)):
-        if tensor.device != value.device:
-            raise RuntimeError(
-                f"ms_deform_attn: {name} must be on value's device {value.device}, got {tensor.device}"
-            )
+        _check_device("ms_deform_attn", name, tensor, value)
     coordinate_dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     locations = locations.to(coordinate_dtype)
     weights = weights.to(coordinate_dtype)
@@ -153,23 +150,14 @@ def ms_deform_attn_fused(
     Source: Deformable DETR, arXiv 2010.04159, eq. 2 and appendix A.4; the division by the samples of each level is
     D-FINE's (arXiv 2410.13842) and the same as theirs where the levels have equally many.
     """
-    shapes = _as_int64(level_shapes, "level_shapes")
-    starts = level_starts_of(shapes) if level_starts is None else _as_int64(level_starts, "level_starts")
-    L = shapes.shape[0] if shapes.dim() else 0
-    points = [num_points] * L if isinstance(num_points, int) else list(num_points)
-    for name, tensor in (("reference_points", reference_points), ("offsets", offsets), ("logits", logits)):
-        if tensor.device != value.device:
-            raise RuntimeError(
-                f"ms_deform_attn_fused: {name} must be on value's device {value.device}, got {tensor.device}"
-            )
-    coordinate_dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-    if reference_points.dim() == 4:
-        reference_points = reference_points.expand(value.shape[0], -1, L, -1)
-    reference_points = reference_points.to(coordinate_dtype)
+    for name, tensor in (("offsets", offsets), ("logits", logits)):
+        _check_device("ms_deform_attn_fused", name, tensor, value)
+    shapes, starts, reference_points, points = fused_geometry(
+        value, level_shapes, level_starts, reference_points, num_points
+    )
     if not offsets.dtype == logits.dtype == value.dtype:
-        offsets, logits = offsets.to(coordinate_dtype), logits.to(coordinate_dtype)
-    has_kernel = value.device.type in ("cpu", "cuda", "meta") and not (value.is_cuda and L > MAX_HOST_LEVELS)
-    if not has_kernel:
+        offsets, logits = offsets.to(reference_points.dtype), logits.to(reference_points.dtype)
+    if not has_fused_kernel(value, shapes):
         return ms_deform_attn(
             value, shapes, starts, *_compose(shapes, reference_points, offsets, logits, points)
         )
@@ -220,10 +208,47 @@ def _compose(
     return torch.stack(level_locations, 3), torch.stack(level_weights, 3)
 
 
+def fused_geometry(
+    value: Tensor,  # [B, ...]
+    level_shapes: Tensor | Sequence[Sequence[int]],
+    level_starts: Tensor | Sequence[int] | None,
+    reference_points: Tensor,
+    num_points: int | Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Return these arguments of ``ms_deform_attn_fused`` as its kernels take them."""
+    _check_device("ms_deform_attn_fused", "reference_points", reference_points, value)
+    shapes = _as_int64(level_shapes, "level_shapes")
+    starts = level_starts_of(shapes) if level_starts is None else _as_int64(level_starts, "level_starts")
+    L = shapes.shape[0] if shapes.dim() else 0
+    if reference_points.dim() == 4:
+        reference_points = reference_points.expand(value.shape[0], -1, L, -1)
+    reference_points = reference_points.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+    return (
+        shapes,
+        starts,
+        reference_points,
+        [num_points] * L if isinstance(num_points, int) else list(num_points),
+    )
+
+
+def has_fused_kernel(value: Tensor, level_shapes: Tensor) -> bool:
+    """Return whether ``ms_deform_attn_fused`` has a kernel for the device of ``value`` and so many levels."""
+    if value.is_cuda:
+        return level_shapes.shape[:1].numel() <= MAX_HOST_LEVELS
+    return value.device.type in ("cpu", "meta")
+
+
 def level_starts_of(level_shapes: Tensor) -> Tensor:
     """Return the first row [L] of each level [L, 2] (height, width) of a flattened pyramid without gaps."""
     areas = level_shapes.prod(1)
     return areas.cumsum(0) - areas
+
+
+def _check_device(operator: str, name: str, tensor: Tensor, value: Tensor) -> None:
+    if tensor.device != value.device:
+        raise RuntimeError(
+            f"{operator}: {name} must be on value's device {value.device}, got {tensor.device}"
+        )
 
 
 def _as_int64(levels: Any, name: str) -> Tensor:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from visdet.ops import ms_deform_attn_fused
+from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 from visdet.registry import MODELS
 
 from .precision import as_autocast_input
@@ -137,21 +139,66 @@ class MultiScaleDeformableAttention(BaseModule):
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
 
-        query = as_autocast_input(query)
-        value = self.value_proj(value)
-        if key_padding_mask is not None:
-            value = value.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-        batch_size, num_queries, _ = query.shape
-        out = ms_deform_attn_fused(
-            value.unflatten(-1, (self.num_heads, -1)),
-            spatial_shapes,
-            level_start_index,
-            reference_points,
-            self.sampling_offsets(query).view(batch_size, num_queries, self.num_heads, -1, 2),
-            self.attention_weights(query).view(batch_size, num_queries, self.num_heads, -1),
-            self.points_per_level,
+        out = self._attend_as_one(
+            query, value, key_padding_mask, spatial_shapes, level_start_index, reference_points
         )
-        out = self.output_proj(out)
+        if out is None:
+            query = as_autocast_input(query)
+            value = self.value_proj(value)
+            if key_padding_mask is not None:
+                value = value.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+            rows = (*query.shape[:2], self.num_heads, sum(self.points_per_level))
+            out = ms_deform_attn_fused(
+                value.unflatten(-1, (self.num_heads, -1)),
+                spatial_shapes,
+                level_start_index,
+                reference_points,
+                self.sampling_offsets(query).view(*rows, 2),
+                self.attention_weights(query).view(rows),
+                self.points_per_level,
+            )
+            out = self.output_proj(out)
         if not self.batch_first:
             out = out.transpose(0, 1)
         return self.dropout(out) + identity
+
+    def _attend_as_one(
+        self,
+        query: Tensor,  # [B, Q, C]
+        value: Tensor,  # [B, S, C]
+        key_padding_mask: Tensor | None,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor | None,
+        reference_points: Tensor,
+    ) -> Tensor | None:
+        """Return the attended queries by one node of the graph, or None: see ``ms_deform_attn_projected``.
+
+        A layer that somebody watches, replaced or changed has to be called.
+        """
+        layers = (self.sampling_offsets, self.attention_weights, self.value_proj, self.output_proj)
+        if not all(map(_is_plain, layers)):
+            return None
+        return ms_deform_attn_projected(
+            query,
+            value,
+            key_padding_mask,
+            spatial_shapes,
+            level_start_index,
+            reference_points,
+            self.points_per_level,
+            self.num_heads,
+            [(layer.weight, layer.bias) for layer in layers],
+        )
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Return whether calling the layer does what ``F.linear`` does, and nothing else."""
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is not None
+        and "forward" not in vars(layer)
+        and not any(
+            (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+        )
+        and not _has_any_global_hook()
+    )
