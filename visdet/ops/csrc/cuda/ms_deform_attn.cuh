@@ -357,80 +357,130 @@ __device__ __forceinline__ int32_t place(A x, int32_t size, A& fraction, A& part
   return first;
 }
 
-// The order of an encoder's queries: the image is cut into regions, the same ones on every level, so that queries that
-// follow each other lie together on all levels. Loops that run once a block are not unrolled: their instructions come
-// from memory, before there is other work.
+// The order of an encoder's queries: the image is cut into regions, bands of columns, the same ones on every level, so
+// that queries that follow each other lie together on all levels. What every block works out before its first query
+// delays it: so there are no divisions but the last one, and loops that run once are not unrolled, whose instructions
+// come from memory.
 constexpr int kRegionHeight = 16, kRegionWidth = 8;  // texels of the largest level
-constexpr int kMaxRegions = 512, kMaxEdges = 128;    // in all; of a level
+constexpr int kMaxRegions = 512, kMaxParts = 128;    // in all; bands and columns together
+constexpr int32_t kMaxSide = 1 << 24;                // texels: kMaxParts times as many are 31 bits
 
-// Regions: bands of columns, in shared memory. edges: level after level, the first row of each band and its end, then
-// the same of the columns. starts: the number of queries before each region.
-struct Regions {
-  const Level* table;
-  int L, bands, columns;
-  int32_t *starts, *edges;  // [kMaxRegions + 1], [L, edges_of_level()]
-
-  __host__ __device__ static constexpr size_t bytes(int64_t L) {
-    return sizeof(int32_t) * (kMaxRegions + 1 + L * kMaxEdges);
+// A side cut into parts.
+struct Parts {
+  int32_t count;
+  uint32_t share;  // 2^32 / count
+  __host__ __device__ static Parts of(int32_t count) { return {count, count > 1 ? 0xffffffffu / count + 1 : 0u}; }
+  // The first texel of a part, along a side of so many; of part `count`, the end.
+  __device__ __forceinline__ int32_t first(int32_t side, int32_t part) const {
+    return part < count ? __umulhi(static_cast<uint32_t>(side) * part, share) : side;
   }
-  __device__ __forceinline__ static int ceil_div(int a, int b) { return a / b + (a % b > 0); }
-  __device__ __forceinline__ int edges_of_level() const { return bands + columns + 2; }
+};
 
-  // All threads of the block. memory: of bytes(L).
-  __device__ __forceinline__ Regions(const Level* table, int L, int32_t* memory)
-      : table(table), L(L), starts(memory), edges(memory + kMaxRegions + 1) {
-    int H = 1, W = 1;
+struct Regions {
+  Parts bands, columns;
+  bool fit;  // else a side is too long
+
+  // level_at(l): the level, of L.
+  template <typename LevelAt>
+  __host__ __device__ static Regions of(int L, const LevelAt& level_at) {
+    int32_t H = 1, W = 1;
 #pragma unroll 1
-    for (int l = 0; l < L; ++l) H = max(H, table[l].H), W = max(W, table[l].W);
-    bands = ceil_div(H, kRegionHeight), columns = ceil_div(W, kRegionWidth);
-#pragma unroll 1
-    for (int size = 2; bands * columns > kMaxRegions || edges_of_level() > kMaxEdges; size *= 2) {
-      bands = ceil_div(H, kRegionHeight * size), columns = ceil_div(W, kRegionWidth * size);
+    for (int l = 0; l < L; ++l) {
+      const Level level = level_at(l);
+      H = level.H > H ? level.H : H, W = level.W > W ? level.W : W;
     }
+    int32_t bands = (H - 1) / kRegionHeight + 1, columns = (W - 1) / kRegionWidth + 1;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < L * edges_of_level(); i += blockDim.x) {
-      const int l = i / edges_of_level(), j = i - l * edges_of_level();
-      const bool is_row = j <= bands;
-      const int size = is_row ? table[l].H : table[l].W, parts = is_row ? bands : columns;
-      const int part = is_row ? j : j - bands - 1;
-      edges[i] = size / parts * part + size % parts * part / parts;  // size * part / parts
+    while (bands * static_cast<int64_t>(columns) > kMaxRegions || bands + columns > kMaxParts) {
+      bands = (bands + 1) / 2, columns = (columns + 1) / 2;
     }
-    __syncthreads();  // the edges are complete
+    return {Parts::of(bands), Parts::of(columns), H < kMaxSide && W < kMaxSide};
+  }
+};
+
+// Of levels that the host knows; else they are found on the device.
+inline Regions known_regions(const Levels& levels, int L) {
+  if (levels.shapes != nullptr) return {};
+  return Regions::of(L, [&](int l) { return Level{0, levels.H[l], levels.W[l], 0}; });
+}
+
+struct Region {
+  uint32_t start;  // places before it
+  uint16_t band, column;
+};
+struct Span {
+  int32_t first, size;
+};
+constexpr size_t region_bytes(int64_t L) { return sizeof(Region) * kMaxRegions + sizeof(Span) * kMaxParts * L; }
+
+// The regions in shared memory. level_at(l): the level, of L.
+template <typename LevelAt>
+struct RegionTable {
+  const Regions& regions;
+  const LevelAt& level_at;
+  const int L;
+  Region* const region;  // [bands * columns]
+  Span* const spans;     // [L, bands + columns]
+
+  // All threads of the block, a multiple of a warp. memory: of region_bytes(L).
+  __device__ __forceinline__ RegionTable(const Regions& regions, int L, const LevelAt& level_at, char* memory)
+      : regions(regions),
+        level_at(level_at),
+        L(L),
+        region(reinterpret_cast<Region*>(memory)),
+        spans(reinterpret_cast<Span*>(region + kMaxRegions)) {
+    const Parts &bands = regions.bands, &columns = regions.columns;
 #pragma unroll 1
-    for (int i = threadIdx.x; i <= bands * columns; i += blockDim.x) {
-      const int band = i / columns, column = i - band * columns;
-      int32_t before = 0;
+    for (int l = threadIdx.x / 32; l < L; l += blockDim.x / 32) {
+      const Level level = level_at(l);
+#pragma unroll 1
+      for (int i = threadIdx.x % 32; i < bands.count + columns.count; i += 32) {
+        const bool is_band = i < bands.count;
+        const Parts& parts = is_band ? bands : columns;
+        const int32_t side = is_band ? level.H : level.W, part = is_band ? i : i - bands.count;
+        const int32_t first = parts.first(side, part);
+        spans_of(l)[i] = {first, parts.first(side, part + 1) - first};
+      }
+    }
+    __syncthreads();  // the spans are complete
+#pragma unroll 1
+    for (int i = threadIdx.x; i < bands.count * columns.count; i += blockDim.x) {
+      const int band = columns.count > 1 ? __umulhi(i, columns.share) : i, column = i - band * columns.count;
+      uint32_t before = 0;
 #pragma unroll 1
       for (int l = 0; l < L; ++l) {
-        const int32_t *y = edges + l * edges_of_level() + band, *x = edges + l * edges_of_level() + bands + 1;
-        before += table[l].W * y[0];
-        if (column > 0) before += (y[1] - y[0]) * x[column];
+        const Span rows = spans_of(l)[band], texels = spans_of(l)[bands.count + column];
+        before += level_at(l).W * rows.first + rows.size * texels.first;
       }
-      starts[i] = before;
+      region[i] = {before, static_cast<uint16_t>(band), static_cast<uint16_t>(column)};
     }
-    __syncthreads();  // the regions are known
+    __syncthreads();  // the regions are complete
+  }
+
+  __device__ __forceinline__ Span* spans_of(int l) const {
+    return spans + l * (regions.bands.count + regions.columns.count);
   }
 
   // The query at a place of the pyramid in the order of regions.
-  __device__ __forceinline__ uint32_t query_at(int32_t place) const {
-    int low = 0, high = bands * columns;  // starts[low] <= place < starts[high]
+  __device__ __forceinline__ uint32_t query_at(uint32_t place) const {
+    int low = 0,
+        high = regions.bands.count * regions.columns.count;  // region `low` begins at place or before, `high` after
 #pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (starts[middle] <= place)
-        low = middle;
-      else
-        high = middle;
+      const bool begun = region[middle].start <= place;
+      low = begun ? middle : low, high = begun ? high : middle;
     }
-    const int band = low / columns, column = low - band * columns;
-    int32_t rest = place - starts[low];
+    const Region at = region[low];
+    uint32_t rest = place - at.start;
 #pragma unroll 1
     for (int l = 0; l < L; ++l) {
-      const int32_t *of_level = edges + l * edges_of_level(), *y = of_level + band, *x = of_level + bands + 1 + column;
-      const int32_t height = y[1] - y[0], size = height * (x[1] - x[0]);
+      const Span rows = spans_of(l)[at.band], texels = spans_of(l)[regions.bands.count + at.column];
+      const uint32_t size = rows.size * texels.size;
       if (rest < size) {
-        const int32_t in_x = static_cast<uint32_t>(rest) / static_cast<uint32_t>(height);
-        return table[l].start + (y[0] + rest - in_x * height) * table[l].W + x[0] + in_x;
+        const Level level = level_at(l);
+        const uint32_t x = rest / static_cast<uint32_t>(rows.size), y = rest - x * rows.size;
+        return level.start + (rows.first + y) * level.W + texels.first + x;
       }
       rest -= size;
     }

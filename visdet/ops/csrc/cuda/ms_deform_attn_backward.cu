@@ -963,19 +963,21 @@ size_t chunk_bytes(int64_t C, int64_t L, int64_t queries) {
 // order[i] = the query that is number i; from the first to the last unless the levels follow one another.
 constexpr int kOrderQueryThreads = 1024, kOrderQueryBlocks = 32;
 __global__ void __launch_bounds__(kOrderQueryThreads)
-    order_queries_kernel(const Levels levels, int L, int64_t S, uint32_t* __restrict__ order) {
+    order_queries_kernel(const Levels levels, const Regions known, int L, int64_t S, uint32_t* __restrict__ order) {
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<Level*>(shared);  // [L]
   const bool follow = load_levels(levels, L, S, table);
+  const auto level_at = [&](int l) { return table[l]; };
+  const Regions regions = levels.shapes == nullptr ? known : Regions::of(L, level_at);
   const uint32_t Q = static_cast<uint32_t>(S), share = (Q + gridDim.x - 1) / gridDim.x, first = blockIdx.x * share;
   if (first >= Q) return;
   const uint32_t count = min(share, Q - first);
-  if (!follow) {
+  if (!follow || !regions.fit) {
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) order[first + i] = first + i;
     return;
   }
-  const Regions regions(table, L, reinterpret_cast<int32_t*>(table + L));
-  for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) order[first + i] = regions.query_at(first + i);
+  const RegionTable places(regions, L, level_at, reinterpret_cast<char*>(table + L));
+  for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) order[first + i] = places.query_at(first + i);
 }
 
 // The walk of one group over `count` samples, list[0] and on; `turns` is at least that, and the same for the whole
@@ -1444,7 +1446,7 @@ bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_out
   const int L = static_cast<int>(problem.L);
   const int64_t rows = problem.B * problem.G * problem.Q,
                 slots = 2 * int64_t{multiprocessors(value.get_device_index())};
-  const size_t order_shared = sizeof(Level) * L + Regions::bytes(L);
+  const size_t order_shared = sizeof(Level) * L + region_bytes(L);
   if (problem.C > 128 || order_shared > 48 * 1024 || problem.Q * problem.L > INT32_MAX) return false;
   bool done = false;
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
@@ -1465,8 +1467,8 @@ bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_out
           Tensor sums = is_float ? zero_(grad_value) : new_zeros(value, value.sizes(), ScalarType::Float);
           Tensor order = new_empty(value, {problem.Q}, ScalarType::Int);
           auto* order_data = static_cast<uint32_t*>(order.mutable_data_ptr());
-          order_queries_kernel<<<kOrderQueryBlocks, kOrderQueryThreads, order_shared, stream>>>(levels, L, problem.S,
-                                                                                                order_data);
+          order_queries_kernel<<<kOrderQueryBlocks, kOrderQueryThreads, order_shared, stream>>>(
+              levels, known_regions(levels, L), L, problem.S, order_data);
           const auto kernel = pyramid_grad_kernel<T, Source, decltype(lanes)::value>;
           allow_shared(kernel, bytes(share));
           kernel<<<grid_size(ceil_div(rows, share)), kChunkThreads, bytes(share), stream>>>(

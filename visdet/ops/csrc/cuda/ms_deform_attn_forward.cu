@@ -15,7 +15,10 @@ namespace {
 // few heads whose rows share a 128-byte line, so that the first-level cache serves most loads. Each output is written
 // once. Most decoders and encoders have kernels of their own, decoder_kernel and pyramid_kernel.
 
-constexpr int kForwardThreads = 1024;  // at most: 64 registers a thread hold four samples' loads in flight
+// Registers are given by __maxnreg__: told a block's size by __launch_bounds__, the compiler orders loads in another
+// way, and an encoder takes 117 us instead of 114 (bfloat16 82, 79), 48 images 767 instead of 758 (474, 463).
+constexpr int kForwardThreads = 1024;  // at most
+constexpr int kForwardRegisters = 64;  // hold four samples' loads in flight
 
 // A sample as a square of texels of the map, moved inside it: corners (texel, + column) and the same one row further,
 // of which no check is needed. On the fringe, where only a part of the sample falls inside, the fractions point at the
@@ -147,7 +150,7 @@ struct ForwardSizes {
 
 // HALF_LINES: one head, 64 bytes of value a texel, and every level has two columns or more.
 template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT, int ROWS, bool HALF_LINES = false>
-__global__ void __launch_bounds__(kForwardThreads, 1)  // 1: take the 64 registers
+__global__ void __maxnreg__(kForwardRegisters)
     forward_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
                    const ForwardSizes sizes) {
   using W = Walk<LANES, SPLIT, ROWS>;
@@ -281,6 +284,17 @@ struct FewRuns {
   int32_t points[kChunk / kRun];  // of a row on that level
 };
 
+// What an array of such runs says of sample k of a row: by selection, lanes would wait for one another's arguments.
+template <typename V>
+__device__ __forceinline__ V of_run(const V (&runs)[kChunk / kRun], int k) {
+  V found = runs[0];
+#pragma unroll
+  for (int r = 1; r < kChunk / kRun; ++r) {
+    if (k >= r * kRun) found = runs[r];
+  }
+  return found;
+}
+
 // Of any other row, for a table in shared memory. The first ones come from the host, as far as it knows them: found in
 // the kernel, they would delay every block.
 struct ManyRuns {
@@ -312,7 +326,7 @@ constexpr int chunk_bytes() {  // 16: neighbouring rows are read from different 
 }
 
 template <typename T, typename A, typename Source, typename Runs, int VEC, int LANES, int SPLIT>
-__global__ void __launch_bounds__(kForwardThreads, 1)
+__global__ void __maxnreg__(kForwardRegisters)
     decoder_kernel(const T* __restrict__ value, const Source source, T* __restrict__ output, const DecoderSizes sizes,
                    const __grid_constant__ Runs runs) {
   constexpr int kGroup = LANES * SPLIT, kEach = greatest(1, kChunk / kGroup), kPairs = kEach / 2;
@@ -335,14 +349,6 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   typename Source::Raw raw[kEach];
   const auto sample_of = [&](int i) {  // in the chunk: the one that this lane's raw[i] is
     return kPairs > 0 ? (i / 2 * kGroup + lane) * 2 + i % 2 : lane;
-  };
-  const auto of_run = [&](const auto& known, int k) {  // by selection: lanes would wait for one another's arguments
-    auto found = known[0];
-#pragma unroll
-    for (int r = 1; r < kChunk / kRun; ++r) {
-      if (k >= r * kRun) found = known[r];
-    }
-    return found;
   };
   const auto level_of = [&](int k) {
     if constexpr (kFew) {
@@ -472,7 +478,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 // Loops that run once a block are not unrolled: their instructions come from memory, before there is other work.
 constexpr size_t kPyramidShared = 96 << 10;
 
-constexpr int kPyramidThreads = 640;  // 96 registers a thread; a multiple of four warps, so that no scheduler has more
+constexpr int kPyramidThreads = 640;  // a multiple of four warps, so that no scheduler has more
+constexpr int kPyramidRegisters = 94;
 
 template <typename A, int LANES, bool WHOLE>
 struct PyramidWalk {
@@ -485,17 +492,19 @@ struct PyramidWalk {
   static constexpr int kWarpBytes = row_offset(kRows) + sizeof(uint32_t) * kRing;
 };
 
-// From a texel to the next row, in bytes, for each run of four samples of a row of at most 16; 0 where a level has only
-// one row.
-struct KnownSteps {
-  uint32_t below[4];
+// What the host knows of the levels; `runs` and `below` are of rows of at most kChunk samples, in runs of kRun. below:
+// from a texel to the next row, in bytes; 0 where a run's level has only one row.
+struct KnownLevels {
+  FewRuns runs;
+  uint32_t below[kChunk / kRun];
+  Regions regions;
 };
 
 template <typename T, typename A, typename Source, int VEC, int LANES, bool WHOLE, bool MIXED, uint32_t COLUMN = 0,
           int SAMPLES = 0>
-__global__ void __launch_bounds__(kPyramidThreads, 1)
+__global__ void __maxnreg__(kPyramidRegisters)
     pyramid_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
-                   const ForwardSizes sizes, uint32_t share, const __grid_constant__ KnownSteps known) {
+                   const ForwardSizes sizes, uint32_t share, const __grid_constant__ KnownLevels known) {
   using Walk = PyramidWalk<A, LANES, WHOLE>;
   constexpr int kEach = Walk::kEach, kPass = Walk::kPass, kWarps = kPyramidThreads / 32;
   constexpr int kSame = MIXED ? 1 : 4;                    // neighbouring samples that lie on one level
@@ -503,33 +512,39 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
   constexpr bool kAhead = WHOLE || !Source::kNeedsLevel;  // loads the next samples early
   constexpr bool kFull = WHOLE && SAMPLES % kPass == 0;   // no lane is without samples
   constexpr uint32_t kNone = 0xffffffffu;
+  constexpr bool kKnown = COLUMN > 0;
   extern __shared__ __align__(16) char shared[];
   const int L = sizes.L, K = SAMPLES > 0 ? SAMPLES : sizes.K, G = sizes.G, C = sizes.C;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t texel_bytes = COLUMN > 0 ? COLUMN : sizes.texel_bytes;
-  auto* table = reinterpret_cast<Level*>(shared + Walk::kWarpBytes * kWarps);  // [L]
+  const uint32_t texel_bytes = kKnown ? COLUMN : sizes.texel_bytes;
+  auto* table = reinterpret_cast<Level*>(shared + Walk::kWarpBytes * kWarps);  // [L], unless kKnown
   auto* level_of = table + L;                                    // [K / kSame], with the level's number as `end`
   auto* steps = reinterpret_cast<Steps*>(level_of + K / kSame);  // [K / kSame], in bytes
-  const bool follow = load_levels(levels, L, sizes.S, table);
+  const auto level_at = [&](int l) { return kKnown ? Level{levels.start[l], levels.H[l], levels.W[l], 0} : table[l]; };
+  bool follow = false;
+  Regions found;
+  if constexpr (!kKnown) {
+    follow = load_levels(levels, L, sizes.S, table);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < K / kSame; i += kPyramidThreads) {
-    int l = 0;
+    for (int i = threadIdx.x; i < K / kSame; i += kPyramidThreads) {
+      int l = 0;
 #pragma unroll 1
-    while (i * kSame >= table[l].end) ++l;
-    const Steps texels = Steps::of(table[l]);
-    level_of[i] = {table[l].start, table[l].H, table[l].W, l};
-    steps[i] = {texels.column * texel_bytes, texels.row * texel_bytes};
+      while (i * kSame >= table[l].end) ++l;
+      const Steps texels = Steps::of(table[l]);
+      level_of[i] = {table[l].start, table[l].H, table[l].W, l};
+      steps[i] = {texels.column * texel_bytes, texels.row * texel_bytes};
+    }
+    found = levels.shapes == nullptr ? known.regions : Regions::of(L, level_at);
+    follow = follow && found.fit;
   }
-  const Regions regions(table, L, reinterpret_cast<int32_t*>(steps + K / kSame));  // level_of is complete, too
+  const RegionTable regions(kKnown ? known.regions : found, L, level_at,
+                            kKnown ? reinterpret_cast<char*>(table) : reinterpret_cast<char*>(steps + K / kSame));
 
-  const uint32_t Q = sizes.Q;
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * share;
-  const int64_t total = static_cast<int64_t>(sizes.heads) * sizes.slices * Q;
-  uint32_t task = static_cast<uint32_t>(begin / Q),
-           first = static_cast<uint32_t>(begin - static_cast<int64_t>(task) * Q);
-  uint32_t left = begin < total ? static_cast<uint32_t>(min(total - begin, static_cast<int64_t>(share))) : 0;
+  const uint32_t Q = sizes.Q, total = sizes.heads * sizes.slices * Q, begin = blockIdx.x * share;
+  uint32_t task = begin / Q, first = begin - task * Q;
+  uint32_t left = begin < total ? min(total - begin, share) : 0;
   // COLUMN: of 8 heads of 32 channels, in 16 bit two share a line.
-  const int head_bits = COLUMN > 0 ? (sizeof(T) == 2 ? 1 : 0) : sizes.head_bits;
+  const int head_bits = kKnown ? (sizeof(T) == 2 ? 1 : 0) : sizes.head_bits;
   const int row = lane / LANES, channel_lane = lane % LANES, head_of_row = row & ((1 << head_bits) - 1);
   const int query_of_row = row >> head_bits, query_bits = Walk::kRowBits - head_bits;  // of a turn
   char* const my_memory = shared + warp * Walk::kWarpBytes;
@@ -542,18 +557,22 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
   int points = 0;
   Steps run_steps[kRuns];
   const auto take_level = [&](int k) {
-    level = level_of[min(k, K - 1) / kSame];
-    if constexpr (Source::kNeedsLevel) {
-      points = table[level.end].end - (level.end > 0 ? table[level.end - 1].end : 0);
+    if constexpr (kKnown) {
+      level = of_run(known.runs.level, k), points = of_run(known.runs.points, k);
+    } else {
+      level = level_of[min(k, K - 1) / kSame];
+      if constexpr (Source::kNeedsLevel) {
+        points = table[level.end].end - (level.end > 0 ? table[level.end - 1].end : 0);
+      }
     }
   };
   const auto take_runs = [&](int k0) {
     take_level(k0 + channel_lane * kEach);
 #pragma unroll
-    for (int r = 0; COLUMN == 0 && r < kRuns; ++r) run_steps[r] = steps[k0 / kSame + r];
+    for (int r = 0; !kKnown && r < kRuns; ++r) run_steps[r] = steps[k0 / kSame + r];
   };
   const auto step_of = [&](int k0, int i) -> Steps {  // of the pass's i-th sample
-    if constexpr (COLUMN > 0) {
+    if constexpr (kKnown) {
       return {COLUMN, known.below[i / kSame]};
     } else {
       return WHOLE ? run_steps[i / kSame] : steps[(k0 + i) / kSame];
@@ -563,8 +582,8 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
 #pragma unroll 1
   while (left > 0) {  // a head after the other, or what of it is the block's
     const uint32_t count = min(left, Q - first);
-    const uint32_t head_block = task / sizes.slices, head_blocks = static_cast<uint32_t>(G) >> head_bits;
-    const uint32_t b = head_block / head_blocks;
+    const uint32_t head_block = kKnown ? task : task / sizes.slices;
+    const uint32_t head_blocks = static_cast<uint32_t>(kKnown ? 8 : G) >> head_bits, b = head_block / head_blocks;
     const int g = ((head_block - b * head_blocks) << head_bits) + head_of_row;
     const int64_t image_rows = static_cast<int64_t>(b) * Q * G;
     const Source image = source.of_image(static_cast<int64_t>(b) * Q * L, (image_rows + g) * K);  // from head g
@@ -577,9 +596,9 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
     const auto find_queries = [&](uint32_t turn) {
       const uint32_t place = ((turn + (lane >> query_bits) * kWarps) << query_bits) + (lane & ((1 << query_bits) - 1));
       __syncwarp();  // the queries of the previous head have been read
-      ring[((turn / kWarps << query_bits) + lane) % Walk::kRing] = place >= count ? kNone
-                                                                   : follow       ? regions.query_at(first + place)
-                                                                                  : first + place;
+      ring[((turn / kWarps << query_bits) + lane) % Walk::kRing] = place >= count     ? kNone
+                                                                   : kKnown || follow ? regions.query_at(first + place)
+                                                                                      : first + place;
       __syncwarp();  // these are complete
     };
     const auto query_of = [&](uint32_t turn) {  // of this lane's row
@@ -590,18 +609,21 @@ __global__ void __launch_bounds__(kPyramidThreads, 1)
 #pragma unroll
       for (int i = 0; i < kEach; ++i) raw[i] = {};
       if (query == kNone || (!kFull && k >= K)) return;
-      const uint32_t query_level = query * L + (Source::kNeedsLevel ? level_of[k / kSame].end : 0);
+      const int l = !Source::kNeedsLevel ? 0 : kKnown ? level.end : level_of[k / kSame].end;
+      const uint32_t query_level = query * L + l;
       image.template fetch_run<true>(query * (G * K) + k, query_level, raw);
     };
     const uint32_t turns = (count + (1u << query_bits) - 1) >> query_bits;
-    find_queries(warp);
-    uint32_t query = query_of(warp);
-    if (kAhead) fetch(query, channel_lane * kEach);
+    uint32_t query = kNone;
 #pragma unroll 1
-    for (uint32_t turn = warp; turn < turns; turn += kWarps) {
-      const uint32_t next = turn + kWarps;
+    for (uint32_t next = warp; next < turns + kWarps; next += kWarps) {  // the turn after this one
       if ((next / kWarps << query_bits) % 32 == 0) find_queries(next);
       const uint32_t next_query = query_of(next);
+      if (next < kWarps) {  // there is none before it
+        query = next_query;
+        if (kAhead) fetch(query, channel_lane * kEach);
+        continue;
+      }
       typename Source::Row softmax;
       if (SAMPLES > 0 || (WHOLE && K == kPass)) {
         softmax = image.template row_of_raw<LANES>(raw, [&](int) { return kFull || channel_lane * kEach < K; });
@@ -667,16 +689,6 @@ bool wide_levels(const Levels& levels, const MsDeformAttnProblem& problem) {
   return levels.shapes == nullptr && std::all_of(levels.W, levels.W + problem.L, [](int32_t W) { return W > 1; });
 }
 
-// For rows of at most 16 samples.
-KnownSteps known_steps(const Levels& levels, const MsDeformAttnProblem& problem, uint32_t texel_bytes) {
-  KnownSteps steps{};
-  uint32_t* step = steps.below;
-  for (int l = 0; l < problem.L; ++l) {
-    step = std::fill_n(step, points_on(levels, l) / 4, levels.H[l] > 1 ? levels.W[l] * texel_bytes : 0);
-  }
-  return steps;
-}
-
 // For rows whose samples on each level are a multiple of kRun.
 FewRuns few_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
   FewRuns runs{};
@@ -687,6 +699,15 @@ FewRuns few_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
     }
   }
   return runs;
+}
+
+KnownLevels known_levels(const Levels& levels, const MsDeformAttnProblem& problem, uint32_t texel_bytes) {
+  KnownLevels known{few_runs(levels, problem), {}, known_regions(levels, static_cast<int>(problem.L))};
+  for (int r = 0; r < kChunk / kRun; ++r) {
+    const Level& level = known.runs.level[r];
+    known.below[r] = level.H > 1 ? level.W * texel_bytes : 0;
+  }
+  return known;
 }
 
 ManyRuns many_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
@@ -750,13 +771,13 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           const ForwardSizes sizes = sizes_of(head_bits);
           if (problem.S * int64_t{sizes.texel_bytes} > UINT32_MAX) return false;
           const int64_t total = int64_t{sizes.heads} * sizes.slices * problem.Q, share = ceil_div(total, sms);
-          if (share > INT32_MAX) return false;
+          if (total > UINT32_MAX) return false;
           const bool by_four = points_divide(levels, problem, 4);
-          KnownSteps known{};
+          KnownLevels known{{}, {}, known_regions(levels, static_cast<int>(problem.L))};
           const auto start = [&](auto kernel, auto walk) {
             const size_t shared = decltype(walk)::kWarpBytes * (kPyramidThreads / 32) + sizeof(Level) * problem.L +
                                   (sizeof(Level) + sizeof(Steps)) * (by_four ? problem.K / 4 : problem.K) +
-                                  Regions::bytes(problem.L);
+                                  region_bytes(problem.L);
             if (shared > kPyramidShared) return false;
             allow_shared(kernel, shared);
             kernel<<<grid_size(ceil_div(total, share)), kPyramidThreads, shared, stream>>>(
@@ -767,13 +788,13 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           const PyramidWalk<A, kLanes, true> whole;
           const PyramidWalk<A, kLanes, false> part;
           if (!by_four) return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, true>, part);
-          // 16 or 12 samples of 8 heads of 32 channels, as nearly every model has them: 16 take 116 us, 118 else
-          // (bfloat16 81, 84).
+          // 16 or 12 samples of 8 heads of 32 channels, as nearly every model has them: 16 take 114 us, 118 else
+          // (bfloat16 79, 84).
           constexpr uint32_t kColumn = kVec * kLanes == 32 && sizeof(A) == 4 ? 256 * sizeof(T) : 0;
           if constexpr (kColumn > 0) {
-            if ((problem.K == 16 || problem.K == 12) && problem.C == 32 && problem.G == 8 &&
-                wide_levels(levels, problem)) {
-              known = known_steps(levels, problem, kColumn);
+            if ((problem.K == 16 || problem.K == 12) && problem.C == 32 && problem.G == 8 && problem.L <= 4 &&
+                wide_levels(levels, problem) && levels.follow) {
+              known = known_levels(levels, problem, kColumn);
               return problem.K == 16
                          ? start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 16>, whole)
                          : start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 12>, whole);
