@@ -287,7 +287,22 @@ def watch_input(attention):
     attention.output_proj.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0],))
 
 
-@pytest.mark.parametrize("change", [replace_by_subclass, replace_forward, watch_output, watch_input])
+def replace_weight(attention):
+    class Doubling(torch.nn.Parameter):
+        """A parameter that a linear layer takes for twice its numbers."""
+
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), options=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                out = function(*arguments, **(options or {}))
+                return 2 * out if function is torch.nn.functional.linear else out
+
+    attention.output_proj.weight = Doubling(attention.output_proj.weight.detach())
+
+
+@pytest.mark.parametrize(
+    "change", [replace_by_subclass, replace_forward, replace_weight, watch_output, watch_input]
+)
 def test_changed_layers_are_called(change):
     attention, given = module(), inputs()
     attention.output_proj.bias.data.zero_()

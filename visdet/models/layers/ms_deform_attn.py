@@ -193,12 +193,11 @@ class MultiScaleDeformableAttention(BaseModule):
 
 def _is_plain(layer: nn.Module) -> bool:
     """Return whether calling the layer does what ``F.linear`` does, and nothing else."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return (
         type(layer) is nn.Linear
-        and layer.bias is not None
+        and all(type(parameter) in (Tensor, nn.Parameter) for parameter in (layer.weight, layer.bias))
         and "forward" not in vars(layer)
-        and not any(
-            (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-        )
+        and not any(hooks)
         and not _has_any_global_hook()
     )
