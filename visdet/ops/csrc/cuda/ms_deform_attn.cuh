@@ -463,8 +463,8 @@ struct RegionTable {
 
   // The query at a place of the pyramid in the order of regions.
   __device__ __forceinline__ uint32_t query_at(uint32_t place) const {
-    int low = 0,
-        high = regions.bands.count * regions.columns.count;  // region `low` begins at place or before, `high` after
+    // Region `low` begins at place or before, `high` after.
+    int low = 0, high = regions.bands.count * regions.columns.count;
 #pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
