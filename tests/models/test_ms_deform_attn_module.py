@@ -144,6 +144,23 @@ def test_padded_values_count_as_zero():
     torch.testing.assert_close(attention(**given, key_padding_mask=mask), expected)
 
 
+@pytest.mark.parametrize("size", [(2, 0), (0, 6)])
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_no_queries_and_no_images(size, with_gradients):
+    attention, (images, queries) = module(), size
+    given = {
+        name: tensor[:images, :queries] if name in ("query", "query_pos", "reference_points") else tensor
+        for name, tensor in inputs().items()
+    }
+    given["value"] = given["value"][:images]
+    with torch.set_grad_enabled(with_gradients):
+        out = attention(**given)
+    assert out.shape == (*size, 12)
+    if with_gradients:
+        out.sum().backward()
+        assert not any(parameter.grad.any() for parameter in attention.parameters())
+
+
 def test_identity_and_default_value():
     attention = module(num_levels=1)
     query, identity = torch.randn(2, 35, 12), torch.randn(2, 35, 12)
