@@ -17,10 +17,10 @@ from .ms_deform_attn import make_arguments as make_plain_arguments
 __all__ = ["CASES"]
 
 ENCODER = dict(B=2, Q=sum(H * W for H, W in PYRAMID), G=8, C=32, P=4, levels=PYRAMID, local=True)
-GRID = (
-    64  # offsets are multiples of 1/64 pixel, references lie between two: no position is at a texel centre,
-)
-# where the gradient of a location jumps, whatever type the offsets have
+# Offsets are multiples of 1/64 pixel, references lie between two: no position is at a texel centre, where the gradient
+# of a location jumps, whatever type the offsets have.
+GRID = 64
+# Of the module, in the order of ms_deform_attn_projected: the features that each puts out.
 LAYERS = {"sampling_offsets": 8 * 16 * 2, "attention_weights": 8 * 16, "value_proj": 256, "output_proj": 256}
 MODULE_INPUTS = {
     name: position

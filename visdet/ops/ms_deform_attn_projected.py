@@ -44,10 +44,12 @@ def ms_deform_attn_projected(
     if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
         types.discard(torch.float32)  # which autocast converts
+    if not types <= {dtype}:
+        return None
     shapes, starts, reference_points, points = fused_geometry(
         value, level_shapes, level_starts, reference_points, num_points
     )
-    if not types <= {dtype} or not has_fused_kernel(value, shapes):
+    if not has_fused_kernel(value, shapes):
         return None
     return _Projected.apply(
         dtype,

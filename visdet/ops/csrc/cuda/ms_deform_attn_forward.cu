@@ -472,8 +472,8 @@ __global__ void __maxnreg__(kForwardRegisters)
 // shared memory, which only this warp reads. A warp works out the queries of its next turns by itself, so that blocks,
 // and their parts of different heads, begin without a barrier. WHOLE: the samples of a row are a multiple of kPass, and
 // those of a level of four. MIXED: those of a level are no multiple of four. COLUMN: for 8 heads of 32 channels whose
-// levels the host knows, the bytes from any texel to its right neighbour, an immediate of the load; else 0. SAMPLES:
-// then a row's, in one pass, which need not be full; else 0. Each output is written once.
+// levels the host knows and which follow one another, the bytes from any texel to its right neighbour, an immediate of
+// the load; else 0. SAMPLES: then a row's, in one pass, which need not be full; else 0. Each output is written once.
 //
 // Loops that run once a block are not unrolled: their instructions come from memory, before there is other work.
 constexpr size_t kPyramidShared = 96 << 10;
