@@ -4,9 +4,10 @@
 // each, in arrays; then each sample's four rows of channels are walked, without branches (a sample that does not count
 // has weight zero). Blocks are located some steps ahead of their use, and while one is summed the rows of a later one
 // are prefetched, sample by sample: the reads are all over the pyramid, and in one burst would wait for each other.
-// Forward: parallel over tiles of queries, one head after another in a tile. Backward: parallel over (b, g); one task
-// owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C] scratch, or, where samples are few, in
-// place: no races, and a result that does not depend on the number of threads.
+// Forward: parallel over rows, all heads of a query before the next query, or, where levels of a head have enough
+// samples to pay for their rows being copied into one piece, a head after the other. Backward: parallel over (b, g);
+// one task owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C] scratch, or, where samples are few,
+// in place: no races, and a result that does not depend on the number of threads.
 #include <type_traits>
 
 #include "../common/bilinear.h"
@@ -23,9 +24,13 @@ struct MsDeformAttnArrays {
   const int32_t* H;      // [K + kBlock]
   const int32_t* W;      // [K + kBlock]
   const int64_t* start;  // [K + kBlock]
+  // Forward: levels of which a head's rows are copied into one piece before they are sampled.
+  const int32_t* copied;      // [K + kBlock] whether the sample's level is one of them
+  const int64_t* copy_start;  // [K + kBlock] the level's first row in the copy, else in value
+  int64_t copy_rows;          // of one head, in all
 
   const int64_t* order;  // [Q] the order in which queries are worked on, or null for their own
-  bool gathered;         // a head's values are laid out in one piece before they are sampled
+  bool gathered;         // backward: a head's values and sums are laid out in one piece
   const T* value;        // [B, S, G, C]
   const A* locations;    // [B, Q, G, K, 2]
   const A* weights;      // [B, Q, G, K]
@@ -298,8 +303,13 @@ struct ReadableSamples {
 template <typename A>
 struct Samples {
   Block block;
-  int64_t offset[4][kBlock];  // element of value where each corner's channels begin
-  A weight[4][kBlock];        // attention weight * corner weight
+  uintptr_t address[4][kBlock];  // of each corner's channels
+  A weight[4][kBlock];           // attention weight * corner weight
+
+  template <typename T>
+  inline __attribute__((always_inline)) const T* corner(int k, int i) const {
+    return reinterpret_cast<const T*>(address[k][i]);
+  }
 };
 
 // to[k][i] = weight * the corner weight of corner k.
@@ -313,53 +323,66 @@ VISDET_INLINE void put_corner_weights(const Bilinear<A>& at, A weight, int i, A 
   to[3][i] = bottom * right;
 }
 
+// copy: of the levels that are copied, of this head.
 template <typename T, typename A>
-VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, Samples<A>& out) {
-  const int64_t k0 = out.block.first, texel_stride = a.gathered ? whole_registers<A>(a.C) : a.G * a.C;
-  const int64_t head = a.gathered ? 0 : (out.block.b * a.S * a.G + out.block.g) * a.C;
+VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, const T* copy,
+                                  Samples<A>& out) {
+  const int64_t k0 = out.block.first;
+  const int64_t element = sizeof(T), copy_stride = whole_registers<A>(a.C) * element, stride = a.G * a.C * element;
+  const auto copy_at = reinterpret_cast<uintptr_t>(copy);
+  const auto head_at = reinterpret_cast<uintptr_t>(a.value + (out.block.b * a.S * a.G + out.block.g) * a.C);
   const ReadableSamples<A> from(a, row, out.block);
   const A *location = from.location, *weight = from.weight;
   const int count = whole_registers<A>(out.block.count);
   const int32_t *H = a.H + k0, *W = a.W + k0;
-  const int64_t* start = a.start + k0;
+  const int32_t* copied = a.copied + k0;
+  const int64_t* start = a.copy_start + k0;
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     Bilinear<A> at;
     const bool counts = locate(location[2 * i] * W[i] - A(0.5), location[2 * i + 1] * H[i] - A(0.5), H[i], W[i], at);
     const A w = counts ? weight[i] : A(0);
     put_corner_weights(at, w, i, out.weight);
-    for (int k = 0; k < 4; ++k) out.offset[k][i] = (start[i] + at.index[k]) * texel_stride + head;
+    const int64_t step = copied[i] ? copy_stride : stride;
+    const uintptr_t level = copied[i] ? copy_at : head_at;
+    const uintptr_t first = level + static_cast<uintptr_t>((start[i] + at.index[0]) * step);
+    const uintptr_t right = at.left & at.right ? step : 0, below = at.top & at.bottom ? W[i] * step : 0;
+    out.address[0][i] = first, out.address[1][i] = first + right;
+    out.address[2][i] = first + below, out.address[3][i] = first + below + right;
   }
 }
 
-// Asks for the C numbers at each corner of sample i, which are read (or written) some steps later: into all caches, or
+// Asks for the C numbers at each corner of a sample, which are read (or written) some steps later: into all caches, or
 // from the second level down. A read waits 14 cycles for that one, which its neighbours hide, and the few misses that a
 // first level can have at a time are free for the reads themselves (a decoder's forward 10 to 13 % shorter).
 enum class Into { kAllCaches = 3, kSecondLevel = 2 };
-template <Into INTO, typename T>
-VISDET_INLINE void prefetch_corners(const int64_t (&offset)[4][kBlock], int i, const T* from, int64_t C) {
-  const int64_t bytes = C * static_cast<int64_t>(sizeof(T));
+template <Into INTO, typename Corner>
+VISDET_INLINE void prefetch_corners(int64_t C, const Corner& corner) {
+  const int64_t bytes = C * static_cast<int64_t>(sizeof(*corner(0)));
   for (int64_t at = 0; at < bytes; at += 64) {
-    const char* line = reinterpret_cast<const char*>(from) + at;
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      __builtin_prefetch(line + offset[k][i] * static_cast<int64_t>(sizeof(T)), 0, static_cast<int>(INTO));
+      __builtin_prefetch(reinterpret_cast<const char*>(corner(k)) + at, 0, static_cast<int>(INTO));
     }
   }
 }
 
-// acc[c] = the samples, on top of acc[c] unless they are the row's first, for NV registers of channels. A sum for each
-// corner: four chains of additions instead of one.
+// acc[0..] = the samples' channels from c on, on top of what is there unless they are the row's first, for NV registers
+// of channels. A sum for each corner: four chains of additions instead of one. copied: of `later`; the copy is in the
+// caches.
 template <int NV, typename T, typename A>
-VISDET_INLINE void sum_samples(const Samples<A>& samples, const Samples<A>& later, const T* value, A* acc) {
+VISDET_INLINE void sum_samples(const Samples<A>& samples, const Samples<A>& later, const int32_t* copied, int64_t c,
+                               A* acc) {
   constexpr int W = kLanes<A>;
   Vec<A> sum[4][NV] = {};
   const int count = samples.block.count;
   for (int i = 0; i < count; ++i) {
-    prefetch_corners<Into::kSecondLevel>(later.offset, i, value, NV * W);
+    if (!copied[i]) {
+      prefetch_corners<Into::kSecondLevel>(NV * W, [&](int k) { return later.template corner<T>(k, i) + c; });
+    }
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      const T* row = value + samples.offset[k][i];
+      const T* row = samples.template corner<T>(k, i) + c;
       const A w = samples.weight[k][i];
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) sum[k][v] += load(row + v * W) * w;
@@ -373,27 +396,27 @@ VISDET_INLINE void sum_samples(const Samples<A>& samples, const Samples<A>& late
 }
 
 template <typename T, typename A>
-VISDET_INLINE void sum_all_channels(const Samples<A>& samples, const Samples<A>& later, const T* value, A* acc,
+VISDET_INLINE void sum_all_channels(const Samples<A>& samples, const Samples<A>& later, const int32_t* copied, A* acc,
                                     int64_t C) {
   constexpr int W = kLanes<A>;
   int64_t c = 0;
-  for (; c + 4 * W <= C; c += 4 * W) sum_samples<4>(samples, later, value + c, acc + c);
-  for (; c + 2 * W <= C; c += 2 * W) sum_samples<2>(samples, later, value + c, acc + c);
-  for (; c + W <= C; c += W) sum_samples<1>(samples, later, value + c, acc + c);
+  for (; c + 4 * W <= C; c += 4 * W) sum_samples<4, T>(samples, later, copied, c, acc + c);
+  for (; c + 2 * W <= C; c += 2 * W) sum_samples<2, T>(samples, later, copied, c, acc + c);
+  for (; c + W <= C; c += W) sum_samples<1, T>(samples, later, copied, c, acc + c);
   if (c == C) return;
   const bool is_first = samples.block.is_first;
   if (C > W) {  // the last W channels, of which the new ones count
     A tail[W];
     std::memcpy(tail, acc + C - W, sizeof(tail));
-    sum_samples<1>(samples, later, value + C - W, tail);
+    sum_samples<1, T>(samples, later, copied, C - W, tail);
     for (; c < C; ++c) acc[c] = tail[c - (C - W)];
     return;
   }
   for (int64_t t = 0; is_first && t < C; ++t) acc[t] = 0;
   for (int i = 0; i < samples.block.count; ++i) {
-    prefetch_corners<Into::kSecondLevel>(later.offset, i, value, C);
+    if (!copied[i]) prefetch_corners<Into::kSecondLevel>(C, [&](int k) { return later.template corner<T>(k, i); });
     for (int k = 0; k < 4; ++k) {
-      const T* row = value + samples.offset[k][i];
+      const T* row = samples.template corner<T>(k, i);
       for (int64_t t = 0; t < C; ++t) acc[t] += to_accumulate(row[t]) * samples.weight[k][i];
     }
   }
@@ -415,26 +438,27 @@ VISDET_INLINE void gather_rows(const T* from, int64_t stride, int64_t S, int64_t
   }
 }
 
-// Numbers of scratch that forward_rows wants, with registers of up to 16: C and a row's, and the head's values.
+// Numbers of scratch that forward_rows wants, with registers of up to 16: C and a row's, and the copied levels' rows.
 template <typename T, typename A>
 int64_t forward_scratch(const MsDeformAttnArrays<T, A>& a) {
   const int64_t C = (a.C + 15) / 16 * 16, rows = C + row_scratch_size(a.K);
-  return a.gathered ? rows + a.S * C : rows;
+  return rows + a.copy_rows * C;
 }
 
-// So many rows from query `first` of batch entry b and head g on; if `gathered`, all of this head. scratch: see
+// So many rows from query `first` of batch entry b and head g on; if levels are copied, all of this head. scratch: see
 // forward_scratch.
 template <typename T, typename A>
 void forward_rows(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g, int64_t first, int64_t rows) {
-  const int64_t C = a.gathered ? whole_registers<A>(a.C) : a.C;
+  const bool copies = a.copy_rows > 0;
+  const int64_t C = copies ? whole_registers<A>(a.C) : a.C;
   A *acc = scratch, *row_scratch = scratch + (C + 15) / 16 * 16;
-  const T* value = a.value;
-  if (a.gathered) {
-    T* values = reinterpret_cast<T*>(row_scratch + row_scratch_size(a.K));
-    gather_rows<A>(a.value + (b * a.S * a.G + g) * a.C, a.G * a.C, a.S, a.C, values);
-    value = values;
+  T* copy = reinterpret_cast<T*>(row_scratch + row_scratch_size(a.K));
+  for (int64_t k = 0; copies && k < a.K; ++k) {
+    if (!a.copied[k] || (k > 0 && a.level[k] == a.level[k - 1])) continue;
+    const T* level = a.value + ((b * a.S + a.start[k]) * a.G + g) * a.C;
+    gather_rows<A>(level, a.G * a.C, int64_t{a.H[k]} * a.W[k], a.C, copy + a.copy_start[k] * C);
   }
-  BlockWalk blocks({a.Q, a.G, a.gathered, a.order, rows, b, g, first}, a.K);
+  BlockWalk blocks({a.Q, a.G, copies, a.order, rows, b, g, first}, a.K);
   Samples<A> ring[kForwardRing] = {};
   const auto prepare = [&](Samples<A>& samples) {
     if (blocks.is_done()) return;
@@ -443,13 +467,13 @@ void forward_rows(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int6
       begin_row(a, blocks.rows.row(), row_scratch);
     }
     samples.block = blocks.next();
-    locate_samples(a, row_of(a, samples.block.row, row_scratch), samples);
+    locate_samples(a, row_of(a, samples.block.row, row_scratch), copy, samples);
   };
   for (int s = 0; s < kForwardRing - 1; ++s) prepare(ring[s]);
   for (int64_t s = 0; rows > 0; ++s) {
     prepare(ring[(s + kForwardRing - 1) % kForwardRing]);
-    const Samples<A>& samples = ring[s % kForwardRing];
-    sum_all_channels(samples, ring[(s + kForwardRing - 2) % kForwardRing], value, acc, C);
+    const Samples<A>&samples = ring[s % kForwardRing], &later = ring[(s + kForwardRing - 2) % kForwardRing];
+    sum_all_channels<T>(samples, later, a.copied + later.block.first, acc, C);
     if (samples.block.is_last) {
       T* out = a.output + samples.block.row * a.C;
       for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], out[c]);
@@ -548,8 +572,8 @@ VISDET_INLINE void scatter_samples(GradSamples<A>& samples, const GradSamples<A>
   constexpr int W = kLanes<A>;
   const int count = samples.block.count;
   for (int i = 0; i < count; ++i) {
-    prefetch_corners<Into::kAllCaches>(later.offset, i, value, C);
-    prefetch_corners<Into::kAllCaches>(later.offset, i, grad, C);
+    prefetch_corners<Into::kAllCaches>(C, [&](int k) { return value + later.offset[k][i]; });
+    prefetch_corners<Into::kAllCaches>(C, [&](int k) { return grad + later.offset[k][i]; });
     Vec<A> dots[4] = {};
     int64_t c = 0;
     for (; c + 2 * W <= C; c += 2 * W) scatter_channels<2>(samples, i, g + c, value + c, grad + c, dots);
@@ -737,24 +761,49 @@ MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geo
 // Whether a head has enough samples to pay for its values being laid out in one piece: a decoder has not.
 bool pays_to_gather(const MsDeformAttnProblem& problem) { return problem.Q * problem.K > problem.S; }
 
+// The levels of which the forward copies a head's rows into one piece: those of which a thread takes twice as many
+// samples as they have texels.
+struct Copies {
+  std::vector<int32_t> copied;
+  std::vector<int64_t> start;
+  int64_t rows = 0;
+
+  Copies(const MsDeformAttnProblem& problem, const Geometry& geometry)
+      : copied(geometry.start.size(), 0), start(geometry.start) {
+    // Rows that fill no registers of 16 are copied with zeros after them, so all of them or none.
+    const bool each = problem.C % 16 == 0;
+    if (problem.G == 1 || (!each && !pays_to_gather(problem))) return;
+    const int64_t heads = problem.B * problem.G;
+    const int64_t sharing = (torch::stable::get_num_threads() + heads - 1) / heads;  // threads that share a head
+    for (size_t k = 0, next = 0; next < static_cast<size_t>(problem.K); k = next) {
+      next = k + static_cast<size_t>(geometry.points[k]);
+      const int64_t texels = int64_t{geometry.H[k]} * geometry.W[k];
+      if (each && problem.Q * geometry.points[k] <= 2 * texels * sharing) continue;
+      for (size_t i = k; i < next; ++i) copied[i] = 1, start[i] = rows;
+      rows += texels;
+    }
+  }
+};
+
 // fill(arrays) adds the samples.
 template <typename Fill>
 Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& value, const Fill& fill) {
   Tensor output = new_empty(value, {problem.B, problem.Q, problem.G * problem.C});
   if (output.numel() == 0) return output;
   if (problem.K == 0) return zero_(output);
+  const Copies copies(problem, geometry);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     auto a = arrays_of<T, A>(problem, geometry, value);
     fill(a);
     a.output = static_cast<T*>(output.mutable_data_ptr());
-    a.gathered = problem.G > 1 && pays_to_gather(problem);
+    a.copied = copies.copied.data(), a.copy_start = copies.start.data(), a.copy_rows = copies.rows;
     const auto run = VISDET_BEST_ISA(forward_rows, T, A);
     const int64_t Q = problem.Q, G = problem.G;
-    if (a.gathered) {
-      // A thread's rows have as many samples as the head has texels, or more.
-      const int64_t grain = problem.S / problem.K + 1;
+    if (copies.rows > 0) {
+      // A thread's rows have as many samples as it copies texels, or more.
+      const int64_t grain = copies.rows / problem.K + 1;
       torch::stable::parallel_for(0, problem.B * G * Q, grain, [&](int64_t begin, int64_t end) {
         Scratch<A> scratch(baseline::forward_scratch(a));
         for (int64_t rows; begin < end; begin += rows) {
