@@ -10,7 +10,6 @@ template <typename A>
 struct ExpOf;
 template <>
 struct ExpOf<float> {
-  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
   static constexpr float kLeast = -87.0f, kMagic = 12582912.0f;  // 1.5 * 2^23
   static constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
   static constexpr int kTerms = 7, kMantissa = 23;
@@ -18,7 +17,6 @@ struct ExpOf<float> {
 };
 template <>
 struct ExpOf<double> {
-  typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
   static constexpr double kLeast = -708.0, kMagic = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr double kLn2High = 0x1.62e42fefa38p-1, kLn2Low = 0x1.ef35793c7673p-45;
   static constexpr int kTerms = 13, kMantissa = 52;
@@ -49,7 +47,7 @@ VISDET_INLINE Vec<A> exp_nonpositive(Vec<A> x) {
   Vec<A> sum = r * kInverse[E::kTerms] + kInverse[E::kTerms - 1];
 #pragma GCC unroll 16
   for (int i = E::kTerms - 2; i >= 0; --i) sum = sum * r + kInverse[i];
-  typename E::Int bits;
+  IntVec<A> bits;
   std::memcpy(&bits, &shifted, sizeof(bits));
   bits = (bits << E::kMantissa) + E::kOne;
   Vec<A> scale;

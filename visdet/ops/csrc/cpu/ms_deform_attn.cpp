@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "../common/bilinear.h"
+#include "exp.h"
 #include "vec.h"
 
 namespace visdet {
@@ -42,7 +43,8 @@ struct MsDeformAttnArrays {
 
   // The fused form has these instead of locations, weights and their gradients.
   const A* reference_points;  // [B, Q, L, 2 or 4], or null: the plain form
-  const A* share;             // [K] 0.5 / points of the level
+  const int32_t* center;      // [K + kBlock, 2] where the sample's point is in reference_points[b, q]
+  const A* scale;             // [K + kBlock, 2] an offset's unit in locations, or in widths and heights of the box
   bool boxes;                 // 4
   bool wide;                  // offsets and logits, and their gradients, are of type A; else of type T
   const void* offsets;        // [B, Q, G, K, 2]
@@ -54,31 +56,19 @@ struct MsDeformAttnArrays {
 
 constexpr int kBlock = 32;  // samples located at a time: the arrays below take 3 KB of the first-level cache
 
-// Numbers of a row's scratch: eight a sample, and what a block may read past them.
-constexpr int64_t row_scratch_size(int64_t K) { return (8 * K + 2 * kBlock + 15) / 16 * 16; }
+// A row's scratch is of eight numbers a sample, for samples that fill registers of 16, and what a block may read past
+// them.
+constexpr int64_t scratch_samples(int64_t K) { return (K + 15) / 16 * 16; }
+constexpr int64_t row_scratch_size(int64_t K) { return 8 * scratch_samples(K) + 2 * kBlock; }
 
 namespace VISDET_ISA {
 
-// exp(x) for x <= 0 to two units in the last place, in vector code: 2^n * exp(r), |r| <= ln(2) / 2, by its Taylor
-// polynomial. Results under 2^-126 are zero; NaN stays NaN.
-VISDET_INLINE float exp_of_negative(float x) {
-  const float n = __builtin_floorf(x * 1.44269504f + 0.5f);
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln(2) in two parts: n times the first is exact
-  float p = 1.0f / 5040;
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  const bool is_normal = n >= -126.0f;
-  const int32_t bits = (static_cast<int32_t>(is_normal ? n : 0.0f) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof(power));
-  return is_normal ? p * power : (x == x ? 0.0f : x);
+// Loops over a block's samples run to a whole number of registers: the rest would be scalar code, in which four samples
+// cost as much as sixteen. They read the next row's samples, and past the tables of levels, which are longer than K.
+template <typename A, typename I>
+constexpr I whole_registers(I count) {
+  return (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
 }
-VISDET_INLINE double exp_of_negative(double x) { return __builtin_exp(x); }
 
 // Rows of one head are G * K samples apart, which the hardware does not foresee: ask for them this many rows ahead.
 constexpr int kAhead = 2;
@@ -103,43 +93,56 @@ struct Row {
   A* grad_weights;     // [K]
 };
 
-// Numbers [row * count, (row + 1) * count) of a tensor of type A or T.
+// to[0..count) = from[0..count), in registers as far as `from` can be read (`readable` numbers): what was written in
+// parts is slow to read whole.
 template <typename T, typename A>
-VISDET_INLINE void read_numbers(const void* from, bool wide, int64_t row, int64_t count, A* to) {
+VISDET_INLINE void copy_numbers(const T* from, int64_t readable, int64_t count, A* to) {
+  int64_t i = 0;
+  for (; i < count && i + kLanes<A> <= readable; i += kLanes<A>) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = to_accumulate(from[i]);
+}
+
+// Of `rows` times `count` numbers of a tensor of type A or T, those of one row. Writes whole registers.
+template <typename T, typename A>
+VISDET_INLINE void read_numbers(const void* from, bool wide, int64_t rows, int64_t row, int64_t count, A* to) {
+  const int64_t first = row * count, readable = rows * count - first;
   if (wide) {
-    std::memcpy(to, static_cast<const A*>(from) + row * count, sizeof(A) * static_cast<size_t>(count));
+    copy_numbers(static_cast<const A*>(from) + first, readable, count, to);
   } else {
-    const T* numbers = static_cast<const T*>(from) + row * count;
-    for (int64_t i = 0; i < count; ++i) to[i] = to_accumulate(numbers[i]);
+    copy_numbers(static_cast<const T*>(from) + first, readable, count, to);
   }
 }
 template <typename T, typename A>
 VISDET_INLINE void write_numbers(const A* from, bool wide, int64_t row, int64_t count, void* to) {
   if (wide) {
-    std::memcpy(static_cast<A*>(to) + row * count, from, sizeof(A) * static_cast<size_t>(count));
+    copy_numbers(from, count, count, static_cast<A*>(to) + row * count);
   } else {
     T* numbers = static_cast<T*>(to) + row * count;
     for (int64_t i = 0; i < count; ++i) from_accumulate(from[i], numbers[i]);
   }
 }
 
-// weights = softmax of the logits in them.
+// weights = softmax of the logits in them, with zeros after the last up to a whole register. `largest` is a finite
+// number, so that -inf has weight zero; a row of nothing else is NaN, as in torch, and so is one with a NaN.
 template <typename A>
 VISDET_INLINE void softmax(A* weights, int64_t K) {
-  A largest = std::is_same<A, float>::value ? A(-3.4028234663852886e38) : A(-1.7976931348623157e308), sum = 0;
-  for (int64_t k = 0; k < K; ++k) largest = weights[k] > largest ? weights[k] : largest;
-#pragma GCC ivdep
-  for (int64_t k = 0; k < K; ++k) weights[k] = exp_of_negative(weights[k] - largest);
-  for (int64_t k = 0; k < K; ++k) sum += weights[k];
-  for (int64_t k = 0; k < K; ++k) weights[k] /= sum;
-}
-
-// Of a sample's offset, what one unit is worth in locations.
-template <typename T, typename A>
-VISDET_INLINE void offset_scale(const MsDeformAttnArrays<T, A>& a, const A* reference, int64_t k, A& x, A& y) {
-  const A* box = reference + a.level[k] * 4;
-  x = a.boxes ? box[2] * a.share[k] : A(1) / a.W[k];
-  y = a.boxes ? box[3] * a.share[k] : A(1) / a.H[k];
+  constexpr int W = kLanes<A>;
+  const auto larger = [](Vec<A> one, Vec<A> other) { return other > one ? other : one; };
+  constexpr A kLeast = std::is_same<A, float>::value ? A(-3.4028234663852886e38) : A(-1.7976931348623157e308);
+  Vec<A> largest = Vec<A>{} + kLeast, sums = {};
+  for (int64_t k = 0; k < K; k += W) {
+    const Vec<A> logits = first_lanes<A>(load(weights + k), K - k, -static_cast<A>(__builtin_inf()));
+    store(weights + k, logits);
+    largest = larger(largest, logits);
+  }
+  const A top = across_lanes<A>(largest, larger);
+  for (int64_t k = 0; k < K; k += W) {
+    const Vec<A> weight = exp_nonpositive<A>(load(weights + k) - top);
+    store(weights + k, weight);
+    sums += weight;
+  }
+  const A sum = across_lanes<A>(sums, [](Vec<A> left, Vec<A> right) { return left + right; });
+  for (int64_t k = 0; k < K; k += W) store(weights + k, load(weights + k) / sum);
 }
 
 template <typename T, typename A>
@@ -148,7 +151,15 @@ VISDET_INLINE Row<A> row_of(const MsDeformAttnArrays<T, A>& a, int64_t row, A* s
     return {a.locations + row * a.K * 2, a.weights + row * a.K, a.grad_locations + row * a.K * 2,
             a.grad_weights + row * a.K};
   }
-  return {scratch, scratch + 2 * a.K, scratch + 3 * a.K, scratch + 5 * a.K};
+  const int64_t K = scratch_samples(a.K);
+  return {scratch, scratch + 2 * K, scratch + 3 * K, scratch + 5 * K};
+}
+
+// What a unit of offset is worth in locations: a register's numbers from i on, of x and y by turns.
+template <typename T, typename A>
+VISDET_INLINE Vec<A> offset_scale(const MsDeformAttnArrays<T, A>& a, const A* reference, int64_t i) {
+  const Vec<A> scale = load(a.scale + i);
+  return a.boxes ? scale * gather(reference + 2, a.center + i) : scale;
 }
 
 // The fused form: from offsets and logits to the row's locations and weights.
@@ -156,16 +167,14 @@ template <typename T, typename A>
 VISDET_INLINE void begin_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* scratch) {
   if (a.reference_points == nullptr) return;
   const int64_t K = a.K, D = a.boxes ? 4 : 2;
-  A *locations = scratch, *weights = scratch + 2 * K;
-  read_numbers<T>(a.offsets, a.wide, row, 2 * K, locations);
-  read_numbers<T>(a.logits, a.wide, row, K, weights);
+  A *locations = scratch, *weights = scratch + 2 * scratch_samples(K);
+  const int64_t rows = a.B * a.Q * a.G;
+  read_numbers<T>(a.offsets, a.wide, rows, row, 2 * K, locations);
+  read_numbers<T>(a.logits, a.wide, rows, row, K, weights);
   softmax(weights, K);
   const A* reference = a.reference_points + row / a.G * a.L * D;
-  for (int64_t k = 0; k < K; ++k) {
-    A scale_x, scale_y;
-    offset_scale(a, reference, k, scale_x, scale_y);
-    locations[2 * k] = reference[a.level[k] * D] + locations[2 * k] * scale_x;
-    locations[2 * k + 1] = reference[a.level[k] * D + 1] + locations[2 * k + 1] * scale_y;
+  for (int64_t i = 0; i < 2 * K; i += kLanes<A>) {
+    store(locations + i, gather(reference, a.center + i) + load(locations + i) * offset_scale(a, reference, i));
   }
 }
 
@@ -174,34 +183,36 @@ VISDET_INLINE void begin_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* 
 template <typename T, typename A>
 VISDET_INLINE void end_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* scratch) {
   if (a.reference_points == nullptr) return;
-  const int64_t K = a.K, D = a.boxes ? 4 : 2, query = row / a.G;
-  const A* weights = scratch + 2 * K;
-  A *grad_locations = scratch + 3 * K, *grad_weights = scratch + 5 * K, *offsets = scratch + 6 * K, mean = 0;
+  constexpr int W = kLanes<A>;
+  const int64_t K = a.K, N = scratch_samples(K), D = a.boxes ? 4 : 2, query = row / a.G;
+  const A* weights = scratch + 2 * N;
+  A *grad_locations = scratch + 3 * N, *grad_weights = scratch + 5 * N, *offsets = scratch + 6 * N;
   const A* reference = a.reference_points + query * a.L * D;
-  for (int64_t k = 0; k < K; ++k) mean += weights[k] * grad_weights[k];
-  for (int64_t k = 0; k < K; ++k) grad_weights[k] = weights[k] * (grad_weights[k] - mean);
+  Vec<A> products = {};
+  for (int64_t k = 0; k < K; k += W) {
+    products += load(weights + k) * first_lanes<A>(load(grad_weights + k), K - k, A(0));
+  }
+  const A mean = across_lanes<A>(products, [](Vec<A> left, Vec<A> right) { return left + right; });
+  for (int64_t k = 0; k < K; k += W) store(grad_weights + k, load(weights + k) * (load(grad_weights + k) - mean));
   write_numbers<T>(grad_weights, a.wide, row, K, a.grad_logits);
   if (a.grad_reference != nullptr) {
     const int64_t b = query / a.Q, q = query - b * a.Q, g = row - query * a.G;
     A* sums = a.grad_reference + ((b * a.G + g) * a.Q + q) * a.L * D;
     for (int64_t i = 0; i < a.L * D; ++i) sums[i] = 0;
-    read_numbers<T>(a.offsets, a.wide, row, 2 * K, offsets);
+    read_numbers<T>(a.offsets, a.wide, a.B * a.Q * a.G, row, 2 * K, offsets);
     for (int64_t k = 0; k < K; ++k) {
       A* sum = sums + a.level[k] * D;
       for (int64_t i = 0; i < 2; ++i) {
         const A grad = grad_locations[2 * k + i];
         sum[i] += grad;
-        if (a.boxes && grad != 0) sum[2 + i] += grad * offsets[2 * k + i] * a.share[k];
+        if (a.boxes && grad != 0) sum[2 + i] += grad * offsets[2 * k + i] * a.scale[2 * k + i];
       }
     }
   }
-  for (int64_t k = 0; k < K; ++k) {
-    A scale[2];
-    offset_scale(a, reference, k, scale[0], scale[1]);
-    for (int64_t i = 0; i < 2; ++i) {
-      A& grad = grad_locations[2 * k + i];
-      grad = grad == 0 ? A(0) : grad * scale[i];
-    }
+  const Vec<A> zero = {};
+  for (int64_t i = 0; i < 2 * K; i += W) {
+    const Vec<A> grad = load(grad_locations + i);
+    store(grad_locations + i, grad == zero ? zero : grad * offset_scale(a, reference, i));
   }
   write_numbers<T>(grad_locations, a.wide, row, 2 * K, a.grad_offsets);
 }
@@ -267,13 +278,6 @@ struct BlockWalk {
 // forward would wait for memory (an encoder 10 % longer); with four, the backward's rows, of values and of gradients,
 // push each other out of the first-level cache (9 % longer).
 constexpr int kForwardRing = 4, kBackwardRing = 3;
-
-// Loops over a block's samples run to a whole number of registers: the rest would be scalar code, in which four samples
-// cost as much as sixteen. They read the next row's samples, and past the tables of levels, which are longer than K.
-template <typename A, typename I>
-constexpr I whole_registers(I count) {
-  return (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
-}
 
 // A block's locations and weights, to be read up to a whole number of registers: in place, or in a copy where the
 // tensors end before.
@@ -526,7 +530,9 @@ VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, const 
   const int64_t k0 = in.block.first;
   const int count = whole_registers<A>(in.block.count);
   A location_copy[2 * kBlock], weight_copy[kBlock];
-  const bool is_whole = count == in.block.count;
+  // The fused form's scratch has room for whole registers, but for some rows of several blocks.
+  const bool has_room = a.reference_points != nullptr && k0 + count <= scratch_samples(a.K);
+  const bool is_whole = count == in.block.count || has_room;
   A* grad_location = is_whole ? row.grad_locations + k0 * 2 : location_copy;
   A* grad_weight = is_whole ? row.grad_weights + k0 : weight_copy;
   const int32_t *H = a.H + k0, *W = a.W + k0;
@@ -886,19 +892,27 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
 // The inputs of the fused form, contiguous.
 struct FusedInputs {
   Tensor reference, offsets, logits;
-  std::vector<double> share;  // [K] 0.5 / points of the level
-  std::vector<float> share_float;
+  std::vector<int32_t> center;  // of MsDeformAttnArrays
+  std::vector<double> scale;    // likewise
+  std::vector<float> scale_float;
 
   FusedInputs(const Geometry& geometry, const Tensor& reference_in, const Tensor& offsets_in, const Tensor& logits_in)
       : reference(contiguous(reference_in)), offsets(contiguous(offsets_in)), logits(contiguous(logits_in)) {
-    for (const int64_t points : geometry.points) {
-      share.push_back(0.5 / static_cast<double>(points));
-      share_float.push_back(0.5f / static_cast<float>(points));
+    const bool boxes = reference.size(3) == 4;
+    for (size_t k = 0; k < geometry.points.size(); ++k) {
+      const double share = 0.5 / static_cast<double>(geometry.points[k]);
+      scale.push_back(boxes ? share : 1.0 / geometry.W[k]);
+      scale.push_back(boxes ? share : 1.0 / geometry.H[k]);
+      center.push_back(geometry.level[k] * (boxes ? 4 : 2));
+      center.push_back(center.back() + 1);
     }
+    scale.insert(scale.end(), 2 * kBlock, 0.0);
+    center.insert(center.end(), 2 * kBlock, 0);
+    scale_float.assign(scale.begin(), scale.end());
   }
 
-  const float* share_of(float) const { return share_float.data(); }
-  const double* share_of(double) const { return share.data(); }
+  const float* scale_of(float) const { return scale_float.data(); }
+  const double* scale_of(double) const { return scale.data(); }
 
   template <typename Arrays>
   void fill(Arrays& a) const {
@@ -907,7 +921,7 @@ struct FusedInputs {
     a.boxes = reference.size(3) == 4;
     a.wide = offsets.scalar_type() == reference.scalar_type();
     a.offsets = offsets.const_data_ptr(), a.logits = logits.const_data_ptr();
-    a.share = share_of(A{});
+    a.center = center.data(), a.scale = scale_of(A{});
   }
 };
 

@@ -51,13 +51,17 @@ struct VecOf;
 template <>
 struct VecOf<float> {
   typedef float type __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t integers __attribute__((vector_size(kVectorBytes)));
 };
 template <>
 struct VecOf<double> {
   typedef double type __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t integers __attribute__((vector_size(kVectorBytes)));
 };
 template <typename A>
 using Vec = typename VecOf<A>::type;
+template <typename A>
+using IntVec = typename VecOf<A>::integers;  // of as many integers, each as wide
 template <typename A>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(A));
 
@@ -153,6 +157,22 @@ VISDET_INLINE Vec<float> load(const Float16* from) {
 #endif
 }
 
+// from[index[i]] for each lane.
+VISDET_INLINE Vec<float> gather(const float* from, const int32_t* index) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec<float>>(_mm512_i32gather_ps(_mm512_loadu_si512(index), from, sizeof(float)));
+#else
+  Vec<float> out;
+  for (int i = 0; i < kLanes<float>; ++i) out[i] = from[index[i]];
+  return out;
+#endif
+}
+VISDET_INLINE Vec<double> gather(const double* from, const int32_t* index) {
+  Vec<double> out;
+  for (int i = 0; i < kLanes<double>; ++i) out[i] = from[index[i]];
+  return out;
+}
+
 template <typename A>
 VISDET_INLINE void store(A* to, Vec<A> v) {
   std::memcpy(to, &v, sizeof(v));
@@ -183,6 +203,29 @@ VISDET_INLINE void horizontal_sums(const Vec<double> (&v)[4], double (&sums)[4])
     sums[k] = 0;
     for (int i = 0; i < kLanes<double>; ++i) sums[k] += v[k][i];
   }
+}
+
+template <typename A>
+VISDET_INLINE IntVec<A> lane_numbers() {
+  IntVec<A> numbers = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes<A>; ++i) numbers[i] = i;
+  return numbers;
+}
+
+// f, of two vectors, of all lanes of one.
+template <typename A, typename F>
+VISDET_INLINE A across_lanes(Vec<A> v, const F& f) {
+#pragma GCC unroll 4
+  for (int n = kLanes<A> / 2; n > 0; n /= 2) v = f(v, __builtin_shuffle(v, lane_numbers<A>() ^ n));
+  return v[0];
+}
+
+// v in the first `count` lanes, `rest` in the others.
+template <typename A>
+VISDET_INLINE Vec<A> first_lanes(Vec<A> v, int64_t count, A rest) {
+  const IntVec<A> end = IntVec<A>{} + (count < kLanes<A> ? static_cast<int>(count) : kLanes<A>);
+  return lane_numbers<A>() < end ? v : Vec<A>{} + rest;
 }
 
 }  // namespace VISDET_ISA
