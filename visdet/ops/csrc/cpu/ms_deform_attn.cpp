@@ -102,7 +102,7 @@ VISDET_INLINE void copy_numbers(const T* from, int64_t readable, int64_t count, 
   for (; i < count; ++i) to[i] = to_accumulate(from[i]);
 }
 
-// Of `rows` times `count` numbers of a tensor of type A or T, those of one row. Writes whole registers.
+// Of `rows` times `count` numbers of a tensor of type A or T, those of one row. May write up to a register past them.
 template <typename T, typename A>
 VISDET_INLINE void read_numbers(const void* from, bool wide, int64_t rows, int64_t row, int64_t count, A* to) {
   const int64_t first = row * count, readable = rows * count - first;
@@ -141,7 +141,7 @@ VISDET_INLINE void softmax(A* weights, int64_t K) {
     store(weights + k, weight);
     sums += weight;
   }
-  const A sum = across_lanes<A>(sums, [](Vec<A> left, Vec<A> right) { return left + right; });
+  const A sum = sum_of_lanes<A>(sums);
   for (int64_t k = 0; k < K; k += W) store(weights + k, load(weights + k) / sum);
 }
 
@@ -192,7 +192,7 @@ VISDET_INLINE void end_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* sc
   for (int64_t k = 0; k < K; k += W) {
     products += load(weights + k) * first_lanes<A>(load(grad_weights + k), K - k, A(0));
   }
-  const A mean = across_lanes<A>(products, [](Vec<A> left, Vec<A> right) { return left + right; });
+  const A mean = sum_of_lanes<A>(products);
   for (int64_t k = 0; k < K; k += W) store(grad_weights + k, load(weights + k) * (load(grad_weights + k) - mean));
   write_numbers<T>(grad_weights, a.wide, row, K, a.grad_logits);
   if (a.grad_reference != nullptr) {

@@ -213,12 +213,17 @@ VISDET_INLINE IntVec<A> lane_numbers() {
   return numbers;
 }
 
-// f, of two vectors, of all lanes of one.
+// All lanes of v in one number, by f, a function of two vectors.
 template <typename A, typename F>
 VISDET_INLINE A across_lanes(Vec<A> v, const F& f) {
 #pragma GCC unroll 4
   for (int n = kLanes<A> / 2; n > 0; n /= 2) v = f(v, __builtin_shuffle(v, lane_numbers<A>() ^ n));
   return v[0];
+}
+
+template <typename A>
+VISDET_INLINE A sum_of_lanes(Vec<A> v) {
+  return across_lanes<A>(v, [](Vec<A> one, Vec<A> other) { return one + other; });
 }
 
 // v in the first `count` lanes, `rest` in the others.
