@@ -103,10 +103,9 @@ def in_autocast(query: Tensor, dtype: torch.dtype) -> torch.autocast:
 def module(query: Tensor, memory: Tensor, *arguments: Any) -> Tensor:
     """Return what MultiScaleDeformableAttention does of ``make_module_arguments``, in 16 bit under autocast."""
     *parameters, level_shapes, level_starts, reference_points, dtype = arguments
-    layers = list(zip(parameters[::2], parameters[1::2], strict=True))
     with in_autocast(query, dtype):
         out = ms_deform_attn_projected(
-            query, memory, None, level_shapes, level_starts, reference_points, [4] * 4, 8, layers
+            query, memory, None, level_shapes, level_starts, reference_points, [4] * 4, 8, parameters
         )
         if out is not None:
             return out + query

@@ -341,6 +341,59 @@ def test_layers_without_biases_and_other_types_are_called():
         mixed(**given)
 
 
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("query", lambda query: query[..., :8], "12x8 and 12x"),
+        ("value", lambda value: value[:, :-1], "must lie within the S = 46 rows of value"),
+        (
+            "value",
+            lambda value: value[:1],
+            r"reference_points must be .* B = 1 as in value and L = 2, got \(2, 6, 2, 2\)",
+        ),
+        (
+            "key_padding_mask",
+            lambda _: torch.zeros(2, 5) > 0,
+            r"must be \[B, S\] of value, \(2, 47\), got \(2, 5\)",
+        ),
+    ],
+)
+def test_bad_inputs_are_named(with_gradients, name, change, message):
+    given = inputs()
+    given[name] = change(given.get(name))
+    with torch.set_grad_enabled(with_gradients), pytest.raises((RuntimeError, ValueError), match=message):
+        module()(**{**given, "query_pos": None})
+
+
+def test_layers_of_another_width_are_refused():
+    attention, given = module(), inputs()
+    attention.sampling_offsets = torch.nn.Linear(12, 30)
+    with pytest.raises(RuntimeError, match=r"shape '\[2, 6, 3, 4, 2\]' is invalid"):
+        attention(**given)
+    parameters = [
+        tensor for layer in attention.children() if hasattr(layer, "weight") for tensor in layer.parameters()
+    ]
+    starts = torch.tensor([0, 35])
+    given = [given["query"], given["value"], None, SHAPES, starts, given["reference_points"], [2, 2]]
+    operator = torch.ops.visdet.ms_deform_attn_projected
+    for num_heads, message in (
+        (3, "layer of offsets must have 24 outputs .*, got 30"),
+        (0, "must be positive, got 0"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            operator(*given, num_heads, parameters, torch.float32)
+
+
+def test_shapes_without_numbers():
+    given = {
+        name: tensor.to("meta") if name != "spatial_shapes" else tensor for name, tensor in inputs().items()
+    }
+    out = module().to("meta")(**given)
+    assert out.shape == (2, 6, 12) and out.is_meta
+    out.sum().backward()
+
+
 def test_a_compiled_module_is_made_of_its_layers():
     attention, given = module(), inputs()
     attention(**given).square().sum().backward()

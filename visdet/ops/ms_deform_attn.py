@@ -221,7 +221,13 @@ def fused_geometry(
     starts = level_starts_of(shapes) if level_starts is None else _as_int64(level_starts, "level_starts")
     L = shapes.shape[0] if shapes.dim() else 0
     if reference_points.dim() == 4:
-        reference_points = reference_points.expand(value.shape[0], -1, L, -1)
+        try:
+            reference_points = reference_points.expand(value.shape[0], -1, L, -1)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"ms_deform_attn_fused: reference_points must be [B or 1, Q, L or 1, 2 or 4] with B = {value.shape[0]} "
+                f"as in value and L = {L}, got {tuple(reference_points.shape)}"
+            ) from error
     reference_points = reference_points.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
     return (
         shapes,

@@ -139,6 +139,12 @@ class MultiScaleDeformableAttention(BaseModule):
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
 
+        if key_padding_mask is not None and key_padding_mask.shape != value.shape[:2]:
+            raise ValueError(
+                "MultiScaleDeformableAttention: key_padding_mask must be [B, S] of value, "
+                f"{tuple(value.shape[:2])}, got {tuple(key_padding_mask.shape)}"
+            )
+
         out = self._attend_as_one(
             query, value, key_padding_mask, spatial_shapes, level_start_index, reference_points
         )
@@ -175,8 +181,10 @@ class MultiScaleDeformableAttention(BaseModule):
 
         A layer that somebody watches, replaced or changed has to be called.
         """
-        layers = (self.sampling_offsets, self.attention_weights, self.value_proj, self.output_proj)
-        if not all(map(_is_plain, layers)):
+        parameters = _plain_parameters(
+            self.sampling_offsets, self.attention_weights, self.value_proj, self.output_proj
+        )
+        if parameters is None:
             return None
         return ms_deform_attn_projected(
             query,
@@ -187,17 +195,21 @@ class MultiScaleDeformableAttention(BaseModule):
             reference_points,
             self.points_per_level,
             self.num_heads,
-            [(layer.weight, layer.bias) for layer in layers],
+            parameters,
         )
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    """Return whether calling the layer does what ``F.linear`` does, and nothing else."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return (
-        type(layer) is nn.Linear
-        and all(type(parameter) in (Tensor, nn.Parameter) for parameter in (layer.weight, layer.bias))
-        and "forward" not in vars(layer)
-        and not any(hooks)
-        and not _has_any_global_hook()
-    )
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _plain_parameters(*layers: nn.Module) -> list[Tensor] | None:
+    """Return each layer's weight and bias; None unless calling each does what ``F.linear`` does, and nothing else."""
+    parameters = []
+    for layer in layers:
+        own = layer.__dict__
+        if type(layer) is not nn.Linear or "forward" in own or any(own[hooks] for hooks in _HOOKS):
+            return None
+        parameters += [own["_parameters"].get("weight"), own["_parameters"].get("bias")]
+    if _has_any_global_hook() or not all(type(tensor) in (Tensor, nn.Parameter) for tensor in parameters):
+        return None
+    return parameters

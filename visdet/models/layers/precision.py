@@ -23,6 +23,6 @@ def as_autocast_input(tensor: Tensor) -> Tensor:
     Autocast converts a tensor anew, and its gradient back, for each layer that reads it; this is once for all.
     """
     kind = tensor.device.type
-    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+    if tensor.dtype == torch.float32 and kind != "meta" and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))
     return tensor

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "../common/aten.h"
 #include "../common/bilinear.h"
 #include "../common/cuda_utils.cuh"
 #include "../deform_conv2d.h"
@@ -290,16 +291,6 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i < count) sums[i] += terms[i];
 }
-
-// The operator `name` of torch.
-template <typename... Arguments>
-Tensor call(const char* name, const char* overload, const Arguments&... arguments) {
-  std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-Tensor dense(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : contiguous(tensor); }
 
 // One convolution: its sizes, its stream, and each step of a pass over `count` images from `first` on.
 template <typename T, typename A>
