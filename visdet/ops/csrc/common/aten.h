@@ -2,7 +2,6 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/shim_utils.h>
@@ -59,10 +58,6 @@ inline Tensor shaped(const Tensor& tensor, const std::vector<int64_t>& sizes, in
     fail("a tensor of ", shape_text(tensor), " must be contiguous and hold ", count, " elements from ", offset, " on");
   }
   return strided(tensor, sizes, strides, offset);
-}
-
-inline Tensor dense(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
 }  // namespace visdet

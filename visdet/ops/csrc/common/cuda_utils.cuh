@@ -159,8 +159,8 @@ inline bool aligned(const Tensor& tensor, size_t bytes) {
 
 // Contiguous, and at an address where a pair of coordinates can be read at once.
 inline Tensor contiguous_pairs(const Tensor& tensor) {
-  const Tensor dense = contiguous(tensor);
-  return aligned(dense, 16) ? dense : clone(dense);
+  const Tensor packed = dense(tensor);
+  return aligned(packed, 16) ? packed : clone(packed);
 }
 
 inline int multiprocessors(int32_t device) {

@@ -164,7 +164,7 @@ void dispatch(const Tensor& anchors, const F& f) {
 
 Tensor box_key_points(const Tensor& anchors_in, const Tensor& fixed_in, const Tensor& logits_in, double max_log_size) {
   const auto problem = check_box_key_points(anchors_in, fixed_in, logits_in);
-  const Tensor anchors = contiguous(anchors_in), fixed = contiguous(fixed_in), logits = contiguous(logits_in);
+  const Tensor anchors = dense(anchors_in), fixed = dense(fixed_in), logits = dense(logits_in);
   Tensor output = new_empty(anchors, {problem.B, problem.Q, problem.F + problem.M, 3});
   if (output.numel() == 0) return output;
   dispatch(anchors, [&](auto tag) {
@@ -181,8 +181,8 @@ std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in,
                                                    double max_log_size) {
   const auto problem = check_box_key_points(anchors_in, fixed_in, logits_in);
   check_key_points_gradient(problem, grad_output_in, anchors_in);
-  const Tensor grad_output = contiguous(grad_output_in), anchors = contiguous(anchors_in), fixed = contiguous(fixed_in),
-               logits = contiguous(logits_in);
+  const Tensor grad_output = dense(grad_output_in), anchors = dense(anchors_in), fixed = dense(fixed_in),
+               logits = dense(logits_in);
   Tensor grad_anchors = new_empty(anchors, anchors.sizes()), grad_logits = new_empty(logits, logits.sizes());
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
   dispatch(anchors, [&](auto tag) {

@@ -298,9 +298,8 @@ struct CameraRows {
 Tensor deformable_aggregation_cpu(const Tensor& features_in, const Tensor& level_shapes_in,
                                   const Tensor& level_starts_in, const Tensor& locations_in, const Tensor& weights_in) {
   const auto problem = check_all(features_in, level_shapes_in, level_starts_in, locations_in, weights_in);
-  const Tensor features = contiguous(features_in), level_shapes = contiguous(level_shapes_in),
-               level_starts = contiguous(level_starts_in), locations = contiguous(locations_in),
-               weights = contiguous(weights_in);
+  const Tensor features = dense(features_in), level_shapes = dense(level_shapes_in),
+               level_starts = dense(level_starts_in), locations = dense(locations_in), weights = dense(weights_in);
   check_camera_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
   Tensor output = new_empty(features_in, {problem.B, problem.Q, problem.C});
   if (output.numel() == 0) return output;
@@ -325,9 +324,9 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cpu(
     bool /*deterministic: always*/) {
   const auto problem = check_all(features_in, level_shapes_in, level_starts_in, locations_in, weights_in);
   check_deformable_aggregation_grad(problem, grad_output_in, features_in);
-  const Tensor grad_output = contiguous(grad_output_in), features = contiguous(features_in),
-               level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
-               locations = contiguous(locations_in), weights = contiguous(weights_in);
+  const Tensor grad_output = dense(grad_output_in), features = dense(features_in),
+               level_shapes = dense(level_shapes_in), level_starts = dense(level_starts_in),
+               locations = dense(locations_in), weights = dense(weights_in);
   check_camera_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
   Tensor grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
   zero_(grad_locations), zero_(grad_weights);

@@ -337,12 +337,12 @@ Prepared prepare(const Tensor& features, const Tensor& level_shapes, const Tenso
                                                           logits, camera_logits, keep);
   const auto [B, Q, V, L, P, G, has_camera, has_keep] = problem;
   Prepared it{problem,
-              contiguous(key_points),
-              contiguous(projection),
-              contiguous(image_wh),
-              contiguous(logits),
-              contiguous(camera_logits),
-              contiguous(keep),
+              dense(key_points),
+              dense(projection),
+              dense(image_wh),
+              dense(logits),
+              dense(camera_logits),
+              dense(keep),
               new_empty(key_points, {B, Q, P, V, 2}),
               new_empty(key_points, {B, Q, P, V, L, G}),
               keep_scale};

@@ -317,7 +317,7 @@ void for_blocks(const GaussianArrays<A>& a, const F& run) {
 Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in) {
   constexpr const char* op = "mahalanobis_distance";
   const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  const Tensor points = contiguous(points_in), means = contiguous(means_in), cholesky = contiguous(cholesky_in);
+  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in);
   Tensor output = new_empty(points, {problem.B, problem.N});
   dispatch_float(points, [&](auto tag) {
     using A = decltype(tag);
@@ -336,8 +336,8 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
   VISDET_CHECK(op,
                grad_output_in.dim() == 2 && grad_output_in.size(0) == problem.B && grad_output_in.size(1) == problem.N,
                "grad_output must be [B, N] = [", problem.B, ", ", problem.N, "], got ", shape_text(grad_output_in));
-  const Tensor grad_output = contiguous(grad_output_in), points = contiguous(points_in), means = contiguous(means_in),
-               cholesky = contiguous(cholesky_in);
+  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
+               cholesky = dense(cholesky_in);
   Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
          grad_cholesky = new_empty(cholesky, cholesky.sizes());
   dispatch_float(points, [&](auto tag) {
@@ -374,8 +374,8 @@ Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Ten
   check_vector(op, "weights", weights_in, problem.N, points_in);
   check_order(op, "point_order", point_order, problem.B, points_in);
   check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
-  const Tensor points = contiguous(points_in), means = contiguous(means_in), cholesky = contiguous(cholesky_in),
-               weights = contiguous(weights_in), gaussian_order = contiguous(gaussian_order_in);
+  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in),
+               weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
   Tensor output = new_empty(points, {problem.B});
   dispatch_float(points, [&](auto tag) {
     using A = decltype(tag);
@@ -398,9 +398,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
   check_vector(op, "grad_output", grad_output_in, problem.B, points_in);
   check_order(op, "point_order", point_order, problem.B, points_in);
   check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
-  const Tensor grad_output = contiguous(grad_output_in), points = contiguous(points_in), means = contiguous(means_in),
-               cholesky = contiguous(cholesky_in), weights = contiguous(weights_in),
-               gaussian_order = contiguous(gaussian_order_in);
+  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
+               cholesky = dense(cholesky_in), weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
   Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
          grad_cholesky = new_empty(cholesky, cholesky.sizes()), grad_weights = new_empty(weights, weights.sizes());
   dispatch_float(points, [&](auto tag) {

@@ -733,7 +733,7 @@ struct Geometry {
 
   Geometry(const MsDeformAttnProblem& problem, const Tensor& level_shapes, const Tensor& level_starts,
            const int64_t* num_points) {
-    const Tensor dense_shapes = contiguous(level_shapes), dense_starts = contiguous(level_starts);
+    const Tensor dense_shapes = dense(level_shapes), dense_starts = dense(level_starts);
     const int64_t* shapes = dense_shapes.const_data_ptr<int64_t>();
     const int64_t* starts = dense_starts.const_data_ptr<int64_t>();
     check_levels(problem, shapes, starts);
@@ -832,7 +832,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, con
 template <typename Fill>
 void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& grad_output,
               const Tensor& value_in, Tensor& grad_value, const Fill& fill) {
-  const Tensor value = contiguous(value_in);
+  const Tensor value = dense(value_in);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
@@ -855,7 +855,7 @@ void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, cons
 Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes, const Tensor& level_starts,
                       const Tensor& locations_in, const Tensor& weights_in) {
   const auto problem = check_ms_deform_attn(value_in, level_shapes, level_starts, locations_in, weights_in);
-  const Tensor value = contiguous(value_in), locations = contiguous(locations_in), weights = contiguous(weights_in);
+  const Tensor value = dense(value_in), locations = dense(locations_in), weights = dense(weights_in);
   const Geometry geometry(problem, level_shapes, level_starts, nullptr);
   return forward(problem, geometry, value, [&](auto& a) {
     using A = std::remove_pointer_t<decltype(a.grad_weights)>;
@@ -870,8 +870,7 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
                                                            bool /*deterministic: always*/) {
   const auto problem = check_ms_deform_attn(value_in, level_shapes, level_starts, locations_in, weights_in);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
-  const Tensor grad_output = contiguous(grad_output_in), locations = contiguous(locations_in),
-               weights = contiguous(weights_in);
+  const Tensor grad_output = dense(grad_output_in), locations = dense(locations_in), weights = dense(weights_in);
   const Geometry geometry(problem, level_shapes, level_starts, nullptr);
   Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_locations = new_empty(locations, locations.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
@@ -897,7 +896,7 @@ struct FusedInputs {
   std::vector<float> scale_float;
 
   FusedInputs(const Geometry& geometry, const Tensor& reference_in, const Tensor& offsets_in, const Tensor& logits_in)
-      : reference(contiguous(reference_in)), offsets(contiguous(offsets_in)), logits(contiguous(logits_in)) {
+      : reference(dense(reference_in)), offsets(dense(offsets_in)), logits(dense(logits_in)) {
     const bool boxes = reference.size(3) == 4;
     for (size_t k = 0; k < geometry.points.size(); ++k) {
       const double share = 0.5 / static_cast<double>(geometry.points[k]);
@@ -930,7 +929,7 @@ Tensor ms_deform_attn_fused(const Tensor& value_in, const Tensor& level_shapes, 
                             std::vector<int64_t> num_points) {
   const auto problem =
       check_ms_deform_attn_fused(value_in, level_shapes, level_starts, reference_points, offsets, logits, num_points);
-  const Tensor value = contiguous(value_in);
+  const Tensor value = dense(value_in);
   const Geometry geometry(problem, level_shapes, level_starts, num_points.data());
   const FusedInputs inputs(geometry, reference_points, offsets, logits);
   return forward(problem, geometry, value, [&](auto& a) { inputs.fill(a); });
@@ -943,7 +942,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   const auto problem =
       check_ms_deform_attn_fused(value_in, level_shapes, level_starts, reference_points, offsets, logits, num_points);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
-  const Tensor grad_output = contiguous(grad_output_in);
+  const Tensor grad_output = dense(grad_output_in);
   const Geometry geometry(problem, level_shapes, level_starts, num_points.data());
   const FusedInputs inputs(geometry, reference_points, offsets, logits);
   Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),

@@ -232,7 +232,7 @@ std::vector<RoIPoolImage> sort_regions(const RoIPoolProblem& p, const A* boxes, 
 std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
                                     double spatial_scale) {
   const auto problem = check_roi_pool(input_in, rois_in, PH, PW);
-  const Tensor input = contiguous(input_in), rois = contiguous(rois_in);
+  const Tensor input = dense(input_in), rois = dense(rois_in);
   Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
   Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
   dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
@@ -279,7 +279,7 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
 Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tensor& argmax_in, int64_t B,
                          int64_t H, int64_t W) {
   const auto problem = check_roi_pool_backward(grad_output_in, rois_in, argmax_in, B, H, W);
-  const Tensor grad_output = contiguous(grad_output_in), rois = contiguous(rois_in), argmax = contiguous(argmax_in);
+  const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in), argmax = dense(argmax_in);
   Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
   zero_(grad_input);
   const int64_t bins = problem.PH * problem.PW, pixels = H * W;

@@ -463,10 +463,10 @@ template <typename T>
 Tensor in_channels_last(const Tensor& images, const SampleProblem& problem) {
   if (problem.channels_last && problem.C >= kChunk) return images;
   const int64_t C = problem.C, pixels = problem.H * problem.W, pixel = std::max(C, kChunk);
-  const Tensor dense = problem.channels_last ? images : contiguous(images);
+  const Tensor given = problem.channels_last ? images : dense(images);
   Tensor copy = new_empty(images, {problem.B, problem.H, problem.W, pixel});
   if (C < kChunk) zero_(copy);
-  const auto* from = static_cast<const T*>(dense.const_data_ptr());
+  const auto* from = static_cast<const T*>(given.const_data_ptr());
   auto* to = static_cast<T*>(copy.mutable_data_ptr());
   if (problem.channels_last) {
     for (int64_t i = 0; i < problem.B * pixels; ++i) std::copy_n(from + i * C, C, to + i * pixel);
@@ -577,7 +577,7 @@ Tensor rounded(const Tensor& sums, const Tensor& images) {
 
 Tensor sample_sum(const Tensor& images_in, const Tensor& samples_in, const Tensor& weights_in) {
   const auto problem = check_sample_sum("sample_sum", images_in, samples_in, weights_in);
-  const Tensor samples = contiguous(samples_in), weights = contiguous(weights_in);
+  const Tensor samples = dense(samples_in), weights = dense(weights_in);
   Tensor output = images_in;
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
@@ -598,8 +598,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
   constexpr const char* op = "sample_sum_backward";
   auto problem = check_sample_sum(op, images_in, samples_in, weights_in);
   check_grouped(op, "grad_output", "C", grad_output_in, problem.C, samples_in, problem, false);
-  const Tensor grad_output = contiguous(grad_output_in), samples = contiguous(samples_in),
-               weights = contiguous(weights_in);
+  const Tensor grad_output = dense(grad_output_in), samples = dense(samples_in), weights = dense(weights_in);
   Tensor grad_images = images_in, grad_samples = new_empty(samples, samples.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
@@ -618,7 +617,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
 Tensor sample_dot(const Tensor& images_in, const Tensor& samples_in, const Tensor& queries_in, const Tensor& depths_in,
                   int64_t num_octaves) {
   const auto problem = check_sample_dot("sample_dot", images_in, samples_in, queries_in, depths_in, num_octaves);
-  const Tensor samples = contiguous(samples_in), queries = contiguous(queries_in), depths = contiguous(depths_in);
+  const Tensor samples = dense(samples_in), queries = dense(queries_in), depths = dense(depths_in);
   Tensor output = images_in;
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
@@ -640,8 +639,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
   constexpr const char* op = "sample_dot_backward";
   auto problem = check_sample_dot(op, images_in, samples_in, queries_in, depths_in, num_octaves);
   check_grouped(op, "grad_output", "D", grad_output_in, problem.D, samples_in, problem, false);
-  const Tensor grad_output = contiguous(grad_output_in), samples = contiguous(samples_in),
-               queries = contiguous(queries_in), depths = contiguous(depths_in);
+  const Tensor grad_output = dense(grad_output_in), samples = dense(samples_in), queries = dense(queries_in),
+               depths = dense(depths_in);
   Tensor grad_images = images_in, grad_samples = new_empty(samples, samples.sizes()),
          grad_queries = new_empty(queries, queries.sizes()), grad_depths = new_empty(depths, depths.sizes());
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {

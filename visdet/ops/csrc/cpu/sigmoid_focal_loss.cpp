@@ -144,11 +144,11 @@ constexpr int64_t kGrain = 1 << 13;  // elements of one piece of work
 template <bool GRAD>
 Tensor run_focal(const FocalProblem& problem, const Tensor* grad_output_in, const Tensor& input_in,
                  const Tensor& target_in, const Tensor& weight_in, double gamma, double alpha) {
-  const Tensor input = contiguous(input_in), target = contiguous(target_in), weight = contiguous(weight_in);
+  const Tensor input = dense(input_in), target = dense(target_in), weight = dense(weight_in);
   Tensor output = new_empty(input, {problem.N, problem.C});
   if (output.numel() == 0) return output;
   const bool one_number = GRAD && is_one_number(*grad_output_in);
-  const Tensor grad_output = GRAD && !one_number ? contiguous(*grad_output_in) : GRAD ? *grad_output_in : input;
+  const Tensor grad_output = GRAD && !one_number ? dense(*grad_output_in) : GRAD ? *grad_output_in : input;
   dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);

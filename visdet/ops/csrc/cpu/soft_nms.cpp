@@ -174,7 +174,7 @@ std::tuple<Tensor, Tensor> run_soft_nms(const Tensor& boxes, const Tensor& score
 std::tuple<Tensor, Tensor> soft_nms(const Tensor& boxes_in, const Tensor& scores_in, double iou_threshold, double sigma,
                                     double min_score, int64_t method, int64_t offset) {
   check_soft_nms(boxes_in, scores_in, sigma, method);
-  const Tensor boxes = contiguous(boxes_in), scores = contiguous(scores_in);
+  const Tensor boxes = dense(boxes_in), scores = dense(scores_in);
   const auto run = [&](auto tag) {
     using A = decltype(tag);
     SoftNmsArrays<A> a{};

@@ -137,7 +137,7 @@ unsigned grid_size(int64_t threads) {
 Tensor box_key_points(const Tensor& anchors, const Tensor& fixed, const Tensor& logits, double max_log_size) {
   const auto problem = check_box_key_points(anchors, fixed, logits);
   const torch::stable::accelerator::DeviceGuard guard(anchors.get_device_index());
-  const Inputs inputs{problem, contiguous(anchors), contiguous(fixed), contiguous(logits), max_log_size};
+  const Inputs inputs{problem, dense(anchors), dense(fixed), dense(logits), max_log_size};
   Tensor output = new_empty(anchors, {problem.B, problem.Q, problem.F + problem.M, 3});
   if (output.numel() == 0) return output;
   dispatch(anchors, [&](auto tag) {
@@ -154,8 +154,8 @@ std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in,
   const auto problem = check_box_key_points(anchors, fixed, logits);
   check_key_points_gradient(problem, grad_output_in, anchors);
   const torch::stable::accelerator::DeviceGuard guard(anchors.get_device_index());
-  const Inputs inputs{problem, contiguous(anchors), contiguous(fixed), contiguous(logits), max_log_size};
-  const Tensor grad_output = contiguous(grad_output_in);
+  const Inputs inputs{problem, dense(anchors), dense(fixed), dense(logits), max_log_size};
+  const Tensor grad_output = dense(grad_output_in);
   Tensor grad_anchors = new_empty(anchors, anchors.sizes()), grad_logits = new_empty(logits, logits.sizes());
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
   dispatch(anchors, [&](auto tag) {

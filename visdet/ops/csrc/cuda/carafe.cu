@@ -148,7 +148,7 @@ Tensor carafe(const Tensor& features_in, const Tensor& masks_in, int64_t K, int6
   constexpr const char* op = "carafe";
   const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
   const torch::stable::accelerator::DeviceGuard guard(features_in.get_device_index());
-  const Tensor features = contiguous(features_in), masks = contiguous(masks_in);
+  const Tensor features = dense(features_in), masks = dense(masks_in);
   Tensor output = new_empty(features, {problem.B, problem.C, problem.H * s, problem.W * s});
   if (output.numel() == 0) return output;
   CarafeSizes sizes = sizes_of(op, problem);
@@ -171,8 +171,7 @@ std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const T
   const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
   check_carafe_shape(op, "grad_output", grad_output_in, features_in, problem.C, s);
   const torch::stable::accelerator::DeviceGuard guard(features_in.get_device_index());
-  const Tensor grad_output = contiguous(grad_output_in), features = contiguous(features_in),
-               masks = contiguous(masks_in);
+  const Tensor grad_output = dense(grad_output_in), features = dense(features_in), masks = dense(masks_in);
   Tensor grad_features = new_empty(features, features.sizes()), grad_masks = new_empty(masks, masks.sizes());
   if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
   CarafeSizes by_channels = sizes_of(op, problem), by_taps = by_channels;

@@ -771,7 +771,7 @@ struct Plan {
 
 Plan plan_of(const DeformableAggregationProblem& problem, const Tensor& shapes_in, const Tensor& starts_in,
              const Tensor& features, cudaStream_t stream) {
-  const Tensor shapes = contiguous(shapes_in), starts = contiguous(starts_in);
+  const Tensor shapes = dense(shapes_in), starts = dense(starts_in);
   const int64_t count = problem.V * problem.L;
   VISDET_CHECK(kOp, shapes.is_cuda() == starts.is_cuda(), "level_shapes and level_starts must be on one device");
   Plan plan{{}, features, 0, sizeof(Map) * static_cast<size_t>(count)};
@@ -863,8 +863,7 @@ Tensor deformable_aggregation_cuda(const Tensor& features_in, const Tensor& leve
   const int32_t device = features_in.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(features_in);
-  const Tensor features = contiguous(features_in), locations = contiguous_pairs(locations_in),
-               weights = contiguous(weights_in);
+  const Tensor features = dense(features_in), locations = contiguous_pairs(locations_in), weights = dense(weights_in);
   const Plan plan = plan_of(problem, level_shapes, level_starts, features, stream);
   Tensor output = new_empty(features, {problem.B, problem.Q, problem.C});
   if (output.numel() == 0) return output;
@@ -908,8 +907,8 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cuda(
   const int32_t device = features_in.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(features_in);
-  const Tensor grad_output = contiguous(grad_output_in), features = contiguous(features_in),
-               locations = contiguous_pairs(locations_in), weights = contiguous(weights_in);
+  const Tensor grad_output = dense(grad_output_in), features = dense(features_in),
+               locations = contiguous_pairs(locations_in), weights = dense(weights_in);
   const Plan plan = plan_of(problem, level_shapes, level_starts, features, stream);
   Tensor grad_features = new_empty(features, features.sizes()),
          grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());

@@ -735,7 +735,7 @@ Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, con
   constexpr const char* op = "mahalanobis_distance";
   const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
   const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
-  const Tensor points = contiguous(points_in), means = contiguous(means_in), cholesky = contiguous(cholesky_in);
+  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in);
   Tensor output = new_empty(points, {problem.B, problem.N});
   if (output.numel() == 0) return output;
   const int64_t columns = ceil_div(problem.N, kThreads);
@@ -759,8 +759,8 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
                grad_output_in.dim() == 2 && grad_output_in.size(0) == problem.B && grad_output_in.size(1) == problem.N,
                "grad_output must be [B, N] = [", problem.B, ", ", problem.N, "], got ", shape_text(grad_output_in));
   const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
-  const Tensor grad_output = contiguous(grad_output_in), points = contiguous(points_in), means = contiguous(means_in),
-               cholesky = contiguous(cholesky_in);
+  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
+               cholesky = dense(cholesky_in);
   Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
          grad_cholesky = new_empty(cholesky, cholesky.sizes());
   if (grad_output.numel() == 0) {
@@ -807,9 +807,9 @@ Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Ten
   check_order(op, "point_order", point_order_in, problem.B, points_in);
   check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
   const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
-  const Tensor points = contiguous(points_in), means = contiguous(means_in), cholesky = contiguous(cholesky_in),
-               weights = contiguous(weights_in), point_order = contiguous(point_order_in),
-               gaussian_order = contiguous(gaussian_order_in);
+  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in),
+               weights = dense(weights_in), point_order = dense(point_order_in),
+               gaussian_order = dense(gaussian_order_in);
   Tensor output = new_empty(points, {problem.B});
   if (problem.B == 0) return output;
   if (problem.N == 0) return zero_(output);
@@ -834,9 +834,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
   check_order(op, "point_order", point_order_in, problem.B, points_in);
   check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
   const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
-  const Tensor grad_output = contiguous(grad_output_in), points = contiguous(points_in), means = contiguous(means_in),
-               cholesky = contiguous(cholesky_in), weights = contiguous(weights_in),
-               point_order = contiguous(point_order_in), gaussian_order = contiguous(gaussian_order_in);
+  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
+               cholesky = dense(cholesky_in), weights = dense(weights_in), point_order = dense(point_order_in),
+               gaussian_order = dense(gaussian_order_in);
   Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
          grad_cholesky = new_empty(cholesky, cholesky.sizes()), grad_weights = new_empty(weights, weights.sizes());
   if (problem.B == 0 || problem.N == 0) {

@@ -1598,9 +1598,9 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
   check_backward_sizes(problem);
   const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
-  const Tensor grad_output = contiguous(grad_output_in), value = contiguous(value_in),
-               level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
-               locations = contiguous_pairs(locations_in), weights = contiguous(weights_in);
+  const Tensor grad_output = dense(grad_output_in), value = dense(value_in), level_shapes = dense(level_shapes_in),
+               level_starts = dense(level_starts_in), locations = contiguous_pairs(locations_in),
+               weights = dense(weights_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, nullptr);
   Tensor grad_value = new_empty(value, value.sizes()), grad_locations = new_empty(locations, locations.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
@@ -1630,10 +1630,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
   check_backward_sizes(problem);
   const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
-  const Tensor grad_output = contiguous(grad_output_in), value = contiguous(value_in),
-               level_shapes = contiguous(level_shapes_in), level_starts = contiguous(level_starts_in),
-               reference = contiguous_pairs(reference_in), offsets = contiguous_pairs(offsets_in),
-               logits = contiguous(logits_in);
+  const Tensor grad_output = dense(grad_output_in), value = dense(value_in), level_shapes = dense(level_shapes_in),
+               level_starts = dense(level_starts_in), reference = contiguous_pairs(reference_in),
+               offsets = contiguous_pairs(offsets_in), logits = dense(logits_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, num_points.data());
   Tensor grad_value = new_empty(value, value.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),
          grad_logits = new_empty(logits, logits.sizes());

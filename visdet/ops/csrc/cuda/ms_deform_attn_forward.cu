@@ -913,9 +913,8 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, con
   const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
   check_sizes(problem);
   const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
-  const Tensor value = contiguous(value_in), level_shapes = contiguous(level_shapes_in),
-               level_starts = contiguous(level_starts_in), locations = contiguous_pairs(locations_in),
-               weights = contiguous_pairs(weights_in);
+  const Tensor value = dense(value_in), level_shapes = dense(level_shapes_in), level_starts = dense(level_starts_in),
+               locations = contiguous_pairs(locations_in), weights = contiguous_pairs(weights_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, nullptr);
   const Tensor output = forward(problem, value, levels, given_samples(locations, weights));
   check_launch("ms_deform_attn");
@@ -929,9 +928,9 @@ Tensor ms_deform_attn_fused(const Tensor& value_in, const Tensor& level_shapes_i
                                                   logits_in, num_points);
   check_sizes(problem);
   const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
-  const Tensor value = contiguous(value_in), level_shapes = contiguous(level_shapes_in),
-               level_starts = contiguous(level_starts_in), reference = contiguous_pairs(reference_in),
-               offsets = contiguous_pairs(offsets_in), logits = contiguous_pairs(logits_in);
+  const Tensor value = dense(value_in), level_shapes = dense(level_shapes_in), level_starts = dense(level_starts_in),
+               reference = contiguous_pairs(reference_in), offsets = contiguous_pairs(offsets_in),
+               logits = contiguous_pairs(logits_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, num_points.data());
   const Tensor output = forward(problem, value, levels, fused_samples(reference, offsets, logits));
   check_launch("ms_deform_attn_fused");

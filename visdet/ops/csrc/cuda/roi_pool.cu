@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
   constexpr const char* op = "roi_pool";
   const auto problem = check_roi_pool(input_in, rois_in, PH, PW);
   const torch::stable::accelerator::DeviceGuard guard(input_in.get_device_index());
-  const Tensor input = contiguous(input_in), rois = contiguous(rois_in);
+  const Tensor input = dense(input_in), rois = dense(rois_in);
   Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
   Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
   if (output.numel() == 0) return {output, argmax};
@@ -109,7 +109,7 @@ Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, co
   constexpr const char* op = "roi_pool_backward";
   const auto problem = check_roi_pool_backward(grad_output_in, rois_in, argmax_in, B, H, W);
   const torch::stable::accelerator::DeviceGuard guard(grad_output_in.get_device_index());
-  const Tensor grad_output = contiguous(grad_output_in), rois = contiguous(rois_in), argmax = contiguous(argmax_in);
+  const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in), argmax = dense(argmax_in);
   Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
   zero_(grad_input);
   if (grad_output.numel() == 0 || grad_input.numel() == 0) return grad_input;

@@ -917,7 +917,7 @@ struct Images {
          bool at_once)
       : given(images), copy(images), done(images), data(data_of<T>(images)) {
     if (problem.channels_last || images.numel() == 0) return;
-    given = contiguous(images), copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
+    given = dense(images), copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
     const int64_t pixels = problem.H * problem.W, blocks = ceil_div(pixels, kCopyPixels);
     copying = {
         data_of<T>(given), static_cast<T*>(copy.mutable_data_ptr()), nullptr, blocks_of(op, blocks),
@@ -1088,7 +1088,7 @@ Tensor sample_sum(const Tensor& images_in, const Tensor& samples_in, const Tenso
   check_sizes(op, problem);
   const torch::stable::accelerator::DeviceGuard guard(images_in.get_device_index());
   const cudaStream_t stream = current_stream(images_in);
-  const Tensor samples = contiguous_pairs(samples_in), weights = contiguous(weights_in);
+  const Tensor samples = contiguous_pairs(samples_in), weights = dense(weights_in);
   Tensor output = new_empty(images_in, {problem.B, problem.G, problem.Q, problem.C});
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
@@ -1111,8 +1111,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
   check_sizes(op, problem);
   const torch::stable::accelerator::DeviceGuard guard(images_in.get_device_index());
   const cudaStream_t stream = current_stream(images_in);
-  const Tensor grad_output = contiguous(grad_output_in), samples = contiguous_pairs(samples_in),
-               weights = contiguous(weights_in);
+  const Tensor grad_output = dense(grad_output_in), samples = contiguous_pairs(samples_in), weights = dense(weights_in);
   Tensor grad_images = like_images(images_in, problem), grad_samples = new_empty(samples, samples.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
   if (problem.G == 0) zero_(grad_samples);
@@ -1139,7 +1138,7 @@ Tensor sample_dot(const Tensor& images_in, const Tensor& samples_in, const Tenso
   check_sizes(op, problem);
   const torch::stable::accelerator::DeviceGuard guard(images_in.get_device_index());
   const cudaStream_t stream = current_stream(images_in);
-  const Tensor samples = contiguous_pairs(samples_in), queries = contiguous(queries_in), depths = contiguous(depths_in);
+  const Tensor samples = contiguous_pairs(samples_in), queries = dense(queries_in), depths = dense(depths_in);
   Tensor output = new_empty(images_in, {problem.B, problem.G, problem.Q, problem.D});
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
@@ -1164,8 +1163,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
   check_sizes(op, problem);
   const torch::stable::accelerator::DeviceGuard guard(images_in.get_device_index());
   const cudaStream_t stream = current_stream(images_in);
-  const Tensor grad_output = contiguous(grad_output_in), samples = contiguous_pairs(samples_in),
-               queries = contiguous(queries_in), depths = contiguous(depths_in);
+  const Tensor grad_output = dense(grad_output_in), samples = contiguous_pairs(samples_in), queries = dense(queries_in),
+               depths = dense(depths_in);
   Tensor grad_images = like_images(images_in, problem), grad_samples = new_empty(samples, samples.sizes()),
          grad_queries = new_empty(queries, queries.sizes()), grad_depths = new_empty(depths, depths.sizes());
   if (problem.G == 0) zero_(grad_samples), zero_(grad_depths);
