@@ -1,7 +1,6 @@
 // Operators by name, through the dispatcher: torch's, and ours of another library.
 #pragma once
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/shim_utils.h>
