@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._library import declares
 from .ms_deform_attn import fused_geometry, has_fused_kernel
 from .tracing import is_traced
 
@@ -35,7 +36,7 @@ def ms_deform_attn_projected(
     then say why.
     """
     kind, dtype, converted = query.device.type, query.dtype, None
-    if kind not in ("cpu", "cuda") or is_traced() or not torch.is_grad_enabled():
+    if not _is_built or kind not in ("cpu", "cuda") or is_traced() or not torch.is_grad_enabled():
         return None
     if dtype != torch.float64 and torch.is_autocast_enabled(kind):
         dtype, converted = torch.get_autocast_dtype(kind), torch.float32
@@ -99,3 +100,6 @@ class _Projected(torch.autograd.Function):
             )
         )
         return *[None] * 6, *(next(grads) if needed else None for needed in needs)
+
+
+_is_built = declares("ms_deform_attn_projected")
