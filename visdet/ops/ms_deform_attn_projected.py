@@ -51,7 +51,7 @@ def ms_deform_attn_projected(
     try:
         return _Projected.apply(dtype, num_heads, points, shapes, starts, *inputs)
     except RuntimeError:
-        return None  # not an error of its own: of torch 2.10 and 2.11 its C++ learns no reason
+        return None  # not an error of its own: before torch 2.13 C++ learns no reason
 
 
 class _Projected(torch.autograd.Function):

@@ -162,8 +162,14 @@ std::vector<Tensor> ms_deform_attn_projected_backward(const Tensor& grad_output_
   if (wants(kTexels)) {
     grads[kTexels] = shaped(product(grad_maps, saved.weights[kValue], type_of(kTexels)), sizes_of(saved.value));
   }
-  const Tensor ones = torch::stable::fill_(
-      torch::stable::new_empty(grad_output, {std::max(grad_output.size(0), grad_maps.size(0))}), 1.0);
+  std::optional<Tensor> most_ones;  // one launch for all biases, none without
+  const auto ones = [&](int64_t count) {
+    if (!most_ones) {
+      const int64_t most = std::max(grad_output.size(0), grad_maps.size(0));
+      most_ones = torch::stable::fill_(torch::stable::new_empty(grad_output, {most}), 1.0);
+    }
+    return shaped(*most_ones, {1, count});
+  };
   // Of layers that read the same rows; the columns of grad are theirs, one after another.
   const auto parameters_of = [&](std::vector<Layer> layers, const Tensor& grad, const Tensor& rows) {
     for (const size_t bias : {0, 1}) {
@@ -172,29 +178,29 @@ std::vector<Tensor> ms_deform_attn_projected_backward(const Tensor& grad_output_
         return std::any_of(layers.begin(), layers.end(), [&](Layer layer) { return wanted[index(layer)] == kind; });
       };
       if (!is(1) && !is(2)) continue;
-      const Tensor left = bias ? shaped(ones, {1, grad.size(0)}) : transposed(grad);
+      const Tensor left = bias ? ones(grad.size(0)) : transposed(grad);
       const Tensor all = product(left, bias ? grad : rows, is(2) ? ScalarType::Float : grad.scalar_type());
-      const int64_t row = bias ? 1 : rows.size(1);
+      const int64_t each = bias ? 1 : rows.size(1);  // elements a column
       int64_t offset = 0;
       for (const Layer layer : layers) {
         const int64_t columns = saved.weights[layer].size(0);
         const size_t i = index(layer);
-        const Tensor own = bias ? shaped(all, {columns}, offset) : shaped(all, {columns, row}, offset);
+        const Tensor own = bias ? shaped(all, {columns}, offset) : shaped(all, {columns, each}, offset);
         if (wants(i)) grads[i] = own.scalar_type() == type_of(i) ? own : torch::stable::to(own, type_of(i));
-        offset += columns * row;
+        offset += columns * each;
       }
     }
   };
   const std::array<size_t, 5> from_query{kQuery, kParameters, kParameters + 1, kParameters + 2, kParameters + 3};
   if (std::any_of(from_query.begin(), from_query.end(), wants)) {
     const int64_t count = saved.offsets.size(0) * saved.offsets.size(1);
-    const auto side_by_side = [](const Tensor& a, const Tensor& b, int64_t dim) {
+    const auto joined = [](const Tensor& a, const Tensor& b, int64_t dim) {
       return call("aten::cat", "", std::vector<Tensor>{a, b}, dim);
     };
-    const Tensor grad = side_by_side(shaped(grad_offsets, {count, saved.offsets.size(2)}),
-                                     shaped(grad_logits, {count, saved.logits.size(2)}), 1);
+    const Tensor grad = joined(shaped(grad_offsets, {count, saved.offsets.size(2)}),
+                               shaped(grad_logits, {count, saved.logits.size(2)}), 1);
     if (wants(kQuery)) {
-      const Tensor weights = side_by_side(saved.weights[kOffsets], saved.weights[kLogits], 0);
+      const Tensor weights = joined(saved.weights[kOffsets], saved.weights[kLogits], 0);
       grads[kQuery] = shaped(product(grad, weights, type_of(kQuery)), sizes_of(saved.query));
     }
     parameters_of({kOffsets, kLogits}, grad, as_matrix(saved.query));

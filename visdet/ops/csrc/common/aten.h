@@ -11,7 +11,7 @@
 
 #include "checks.h"
 
-// The text of the thread's last error: of torch 2.10 and 2.11, which print it on stderr, null.
+// The text of the thread's last error. Null before torch 2.13: older ones print that text on stderr.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace visdet {
