@@ -265,6 +265,34 @@ def test_one_node_of_the_graph_is_the_layers(device, precision, batch_first, mas
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_node_of_layers_in_two_types(device):
+    """Offsets and logits have one product for their gradients; the bfloat16 layer gets its part in its own type."""
+    attention, given = module().to(device), {name: t.to(device) for name, t in inputs().items()}
+    given["spatial_shapes"] = SHAPES
+    attention.attention_weights.bfloat16()
+    watched = copy.deepcopy(attention)
+    watch(watched.value_proj)
+    grads = []
+    for layers in (attention, watched):
+        with torch.autocast(device, torch.bfloat16):
+            out = layers(**given)
+        assert is_one_node(out) == (layers is attention)
+        grads.append(torch.autograd.grad(out.square().sum(), list(layers.parameters())))
+    for ours, theirs in zip(*grads, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
+
+
+def test_a_backward_that_fails_names_the_product():
+    numbers = {"num_points": [1], "num_heads": 1, "wanted": [1] * 11, "deterministic": False}
+    rows, weights = [torch.zeros(1, 2, 4)] * 2, [torch.zeros(4, 4)] * 4
+    saved = [*rows, *weights, *rows, torch.zeros(1, 2, 2), torch.zeros(1, 2, 1)]
+    geometry = [None, torch.tensor([[1, 2]]), torch.tensor([0]), torch.zeros(1, 2, 1, 2)]
+    with pytest.raises(RuntimeError, match=r"aten::mm: (mat1 and mat2 .*2x5 and 4x4|it failed)"):
+        torch.ops.visdet.ms_deform_attn_projected_backward(torch.zeros(1, 2, 5), saved, *geometry, **numbers)
+
+
 def test_one_node_gives_the_gradients_that_are_asked_for():
     attention, given = module(), inputs()
     everything = dict(attention.named_parameters())
