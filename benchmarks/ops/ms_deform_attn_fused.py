@@ -105,10 +105,10 @@ def module(query: Tensor, memory: Tensor, *arguments: Any) -> Tensor:
     *parameters, level_shapes, level_starts, reference_points, dtype = arguments
     with in_autocast(query, dtype):
         out = ms_deform_attn_projected(
-            query, memory, None, level_shapes, level_starts, reference_points, [4] * 4, 8, parameters
+            query, memory, query, None, level_shapes, level_starts, reference_points, [4] * 4, 8, parameters
         )
         if out is not None:
-            return out + query
+            return out
     return composed_module(query, memory, *arguments, sample=ms_deform_attn_fused)
 
 

@@ -284,9 +284,61 @@ def test_one_node_of_layers_in_two_types(device):
         assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
 
 
+@pytest.mark.parametrize(
+    ("identity", "dropout", "is_in_the_node"),
+    [
+        (lambda: torch.randn(2, 6, 12), 0.0, True),
+        (lambda: torch.randn(2, 6, 12, dtype=torch.float64), 0.0, True),
+        (lambda: torch.randn(6, 12), 0.0, False),
+        (lambda: torch.randn(2, 6, 12), 0.5, False),
+    ],
+    ids=["same kind", "float64", "of all images", "dropout"],
+)
+def test_the_node_adds_the_identity_where_nothing_lies_between(identity, dropout, is_in_the_node):
+    attention, given = module(dropout=dropout).train(), inputs()
+    watched = copy.deepcopy(attention)
+    watch(watched.value_proj)
+    identity = identity().requires_grad_()
+    results = []
+    for layers in (attention, watched):
+        torch.manual_seed(3)  # of the dropout
+        out = layers(**given, identity=identity)
+        results.append((out, *torch.autograd.grad(out.square().sum(), [identity, *layers.parameters()])))
+        assert is_one_node(out) == (layers is attention)
+        name = type(out.grad_fn).__name__
+        assert name == ("_ProjectedBackward" if is_in_the_node and layers is attention else "AddBackward0")
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_column_sums(device, dtype):
+    """The sums that the biases' gradients are: of any number of matrices, of any size, in either type."""
+    torch.manual_seed(0)
+    for shapes in (
+        [(3000, 96), (700, 64), (700, 32)],
+        [(7, 3)],
+        [(0, 5), (9, 16)],
+        [(100, 2500)],
+        [(65, 31)] * 6,
+    ):
+        matrices = [torch.randn(shape).to(device, dtype) for shape in shapes]
+        expected = torch.cat([matrix.double().sum(0) for matrix in matrices])
+        size = torch.cat([matrix.double().norm(dim=0) for matrix in matrices])
+        for out in {dtype, torch.promote_types(dtype, torch.float32)}:
+            sums = torch.ops.visdet.column_sums(matrices, out)
+            # A product on the CPU sums one by one, and rounds to the matrices' type.
+            error = 32 * torch.finfo(dtype).eps if device == "cpu" else 4 * torch.finfo(out).eps
+            assert sums.dtype == out
+            assert ((sums - expected).abs() <= error * (size + expected.abs())).all()
+            assert torch.equal(sums, torch.ops.visdet.column_sums(matrices, out))
+
+
 def test_a_backward_that_fails_names_the_product():
     numbers = {"num_points": [1], "num_heads": 1, "wanted": [1] * 11, "deterministic": False}
-    rows, weights = [torch.zeros(1, 2, 4)] * 2, [torch.zeros(4, 4)] * 4
+    rows, weights = [torch.zeros(1, 2, 4)] * 2, [torch.zeros(size, 4) for size in (3, 4, 4)]
     saved = [*rows, *weights, *rows, torch.zeros(1, 2, 2), torch.zeros(1, 2, 1)]
     geometry = [None, torch.tensor([[1, 2]]), torch.tensor([0]), torch.zeros(1, 2, 1, 2)]
     with pytest.raises(RuntimeError, match=r"aten::mm: (mat1 and mat2 .*2x5 and 4x4|it failed)"):
@@ -403,7 +455,7 @@ def test_layers_of_another_width_are_refused():
         tensor for layer in attention.children() if hasattr(layer, "weight") for tensor in layer.parameters()
     ]
     starts = torch.tensor([0, 35])
-    given = [given["query"], given["value"], None, SHAPES, starts, given["reference_points"], [2, 2]]
+    given = [given["query"], given["value"], None, None, SHAPES, starts, given["reference_points"], [2, 2]]
     operator = torch.ops.visdet.ms_deform_attn_projected
     for num_heads, message in (
         (3, "layer of offsets must have 24 outputs .*, got 30"),

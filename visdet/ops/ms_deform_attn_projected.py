@@ -16,6 +16,7 @@ __all__ = ["ms_deform_attn_projected"]
 def ms_deform_attn_projected(
     query: Tensor,  # [B, Q, channels]
     value: Tensor,  # [B, S, channels]
+    identity: Tensor | None,  # [B, Q, channels of the output]
     key_padding_mask: Tensor | None,  # [B, S], True where a row of value counts as zero
     level_shapes: Tensor,  # [L, 2] (height, width)
     level_starts: Tensor | None,  # [L]
@@ -24,16 +25,15 @@ def ms_deform_attn_projected(
     num_heads: int,
     parameters: Sequence[Tensor],  # weight and bias of the layers of offsets, logits, value and output
 ) -> Tensor | None:  # [B, Q, channels of the output]
-    """Return ``ms_deform_attn_fused`` of what linear layers predict, projected; None where this has no gain or no way.
+    """Return ``ms_deform_attn_fused`` of what linear layers predict, projected, plus ``identity``; or None.
 
     The same numbers as from separate calls, in autocast's type where it is on, with fewer launches: one node of the
     autograd graph instead of some thirty. Gradients of float32 tensors leave their products in float32, without being
-    rounded to autocast's type and converted, and those of biases are products with ones, for which CUDA takes less
-    than half of the time of torch's sum. Differentiable once.
+    rounded to autocast's type and converted, and those of biases come from one kernel. Differentiable once.
 
-    None without gradients, under ``torch.compile``, exports, traces and ``torch.func``; where types differ (but for
-    what autocast converts); for devices and numbers of levels without a kernel; and where it fails, for separate layers
-    then say why.
+    None where this has no gain or no way: without gradients, under ``torch.compile``, exports, traces and
+    ``torch.func``; where types differ (but for what autocast converts); for devices and numbers of levels without a
+    kernel; and where it fails, for separate layers then say why.
     """
     kind, dtype, converted = query.device.type, query.dtype, None
     if not _is_built or kind not in ("cpu", "cuda") or is_traced() or not torch.is_grad_enabled():
@@ -47,9 +47,9 @@ def ms_deform_attn_projected(
     )
     if not has_fused_kernel(value, shapes):
         return None
-    inputs = key_padding_mask, reference_points, query, value, *parameters
+    inputs = identity, reference_points, query, value, *parameters
     try:
-        return _Projected.apply(dtype, num_heads, points, shapes, starts, *inputs)
+        return _Projected.apply(dtype, num_heads, points, shapes, starts, key_padding_mask, *inputs)
     except RuntimeError:
         return None  # not an error of its own: before torch 2.13 C++ learns no reason
 
@@ -66,13 +66,14 @@ class _Projected(torch.autograd.Function):
         level_shapes: Tensor,
         level_starts: Tensor,
         key_padding_mask: Tensor | None,
+        identity: Tensor | None,
         *differentiable: Tensor,  # reference points, query, value, parameters
     ) -> Tensor:
         reference_points, query, value, *parameters = differentiable
         geometry = key_padding_mask, level_shapes, level_starts, reference_points
         with torch._C._AutoDispatchBelowAutograd():
             output, *saved = torch.ops.visdet.ms_deform_attn_projected.default(
-                query, value, *geometry, num_points, num_heads, parameters, dtype
+                query, value, identity, *geometry, num_points, num_heads, parameters, dtype
             )
         ctx.save_for_backward(*geometry, *saved)
         ctx.numbers = num_points, num_heads
@@ -83,7 +84,7 @@ class _Projected(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         mask, shapes, starts, reference_points, *saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad[6:]
+        of_identity, *needs = ctx.needs_input_grad[6:]
         wanted = [kind if needed else 0 for kind, needed in zip(ctx.kinds, needs, strict=True)]
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         grads = iter(
@@ -99,7 +100,11 @@ class _Projected(torch.autograd.Function):
                 is_deterministic,
             )
         )
-        return *[None] * 6, *(next(grads) if needed else None for needed in needs)
+        return (
+            *[None] * 6,
+            grad_output if of_identity else None,
+            *(next(grads) if needed else None for needed in needs),
+        )
 
 
 _is_built = declares("ms_deform_attn_projected")

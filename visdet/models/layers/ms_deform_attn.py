@@ -137,7 +137,7 @@ class MultiScaleDeformableAttention(BaseModule):
         if query_pos is not None:
             query = query + query_pos
         if not self.batch_first:
-            query, value = query.transpose(0, 1), value.transpose(0, 1)
+            query, value, identity = query.transpose(0, 1), value.transpose(0, 1), identity.transpose(0, 1)
 
         if key_padding_mask is not None and key_padding_mask.shape != value.shape[:2]:
             raise ValueError(
@@ -145,10 +145,12 @@ class MultiScaleDeformableAttention(BaseModule):
                 f"{tuple(value.shape[:2])}, got {tuple(key_padding_mask.shape)}"
             )
 
+        summed = identity if identity.shape == query.shape and not self._drops() else None
         out = self._attend_as_one(
-            query, value, key_padding_mask, spatial_shapes, level_start_index, reference_points
+            query, value, summed, key_padding_mask, spatial_shapes, level_start_index, reference_points
         )
         if out is None:
+            summed = None
             query = as_autocast_input(query)
             value = self.value_proj(value)
             if key_padding_mask is not None:
@@ -164,20 +166,27 @@ class MultiScaleDeformableAttention(BaseModule):
                 self.points_per_level,
             )
             out = self.output_proj(out)
-        if not self.batch_first:
-            out = out.transpose(0, 1)
-        return self.dropout(out) + identity
+        if summed is None:
+            out = self.dropout(out) + identity
+        return out if self.batch_first else out.transpose(0, 1)
+
+    def _drops(self) -> bool:
+        """Return whether the dropout layer has to be called."""
+        return not _is_plain(self.dropout, nn.Dropout) or (self.dropout.training and self.dropout.p > 0)
 
     def _attend_as_one(
         self,
         query: Tensor,  # [B, Q, C]
         value: Tensor,  # [B, S, C]
+        identity: Tensor | None,  # [B, Q, C]
         key_padding_mask: Tensor | None,
         spatial_shapes: Tensor,
         level_start_index: Tensor | None,
         reference_points: Tensor,
     ) -> Tensor | None:
-        """Return the attended queries by one node of the graph, or None: see ``ms_deform_attn_projected``.
+        """Return the attended queries plus ``identity`` by one node of the graph, or None.
+
+        See ``ms_deform_attn_projected``.
 
         A layer that somebody watches, replaced or changed has to be called.
         """
@@ -189,6 +198,7 @@ class MultiScaleDeformableAttention(BaseModule):
         return ms_deform_attn_projected(
             query,
             value,
+            identity,
             key_padding_mask,
             spatial_shapes,
             level_start_index,
@@ -202,14 +212,16 @@ class MultiScaleDeformableAttention(BaseModule):
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether calling a layer does what this kind does, and nothing else but for hooks of all modules."""
+    own = layer.__dict__
+    return type(layer) is kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
+
+
 def _plain_parameters(*layers: nn.Module) -> list[Tensor] | None:
     """Return each layer's weight and bias; None unless calling each does what ``F.linear`` does, and nothing else."""
-    parameters = []
-    for layer in layers:
-        own = layer.__dict__
-        if type(layer) is not nn.Linear or "forward" in own or any(own[hooks] for hooks in _HOOKS):
-            return None
-        parameters += [own["_parameters"].get("weight"), own["_parameters"].get("bias")]
-    if _has_any_global_hook() or not all(type(tensor) in (Tensor, nn.Parameter) for tensor in parameters):
+    if _has_any_global_hook() or not all(_is_plain(layer, nn.Linear) for layer in layers):
         return None
-    return parameters
+    named = [layer.__dict__["_parameters"] for layer in layers]
+    parameters = [own.get(name) for own in named for name in ("weight", "bias")]
+    return parameters if all(type(tensor) in (Tensor, nn.Parameter) for tensor in parameters) else None

@@ -20,17 +20,17 @@ namespace {
 // In the order of the parameters: layers of offsets, logits, value and output.
 enum Layer { kOffsets, kLogits, kValue, kOutput, kLayers };
 
-// What a forward leaves behind its output for the backward, in the order of its list.
+// What a forward leaves behind its output for the backward, in the order of its list. predictors: the weights of
+// kOffsets, and below them those of kLogits, which read the same rows.
 struct Saved {
-  Tensor query, value, weights[kLayers], sampled, maps, offsets, logits;
+  Tensor query, value, predictors, value_weight, output_weight, sampled, maps, offsets, logits;
 
   std::vector<Tensor> after(const Tensor& output) const {
-    return {output, query,   value, weights[kOffsets], weights[kLogits], weights[kValue], weights[kOutput], sampled,
-            maps,   offsets, logits};
+    return {output, query, value, predictors, value_weight, output_weight, sampled, maps, offsets, logits};
   }
   static Saved of(const std::vector<Tensor>& list) {
-    VISDET_CHECK("ms_deform_attn_projected_backward", list.size() == 10, "saved must be 10 tensors, got ", list.size());
-    return {list[0], list[1], {list[2], list[3], list[4], list[5]}, list[6], list[7], list[8], list[9]};
+    VISDET_CHECK("ms_deform_attn_projected_backward", list.size() == 9, "saved must be 9 tensors, got ", list.size());
+    return {list[0], list[1], list[2], list[3], list[4], list[5], list[6], list[7], list[8]};
   }
 };
 
@@ -40,6 +40,11 @@ int64_t place_of(const Tensor& tensor) { return (tensor.numel() + 63) / 64 * 64;
 std::vector<int64_t> sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
 
 Tensor as_matrix(const Tensor& rows) { return shaped(rows, {rows.size(0) * rows.size(1), rows.size(2)}); }
+
+// The rows of two matrices, one below the other.
+Tensor stacked(const Tensor& upper, const Tensor& lower) {
+  return call("aten::cat", "", std::vector<Tensor>{upper, lower}, int64_t{0});
+}
 
 Tensor transposed(const Tensor& matrix) {
   return strided(matrix, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)});
@@ -109,30 +114,65 @@ Heads heads_of(const Saved& saved, int64_t G, const std::vector<int64_t>& num_po
 }
 
 std::vector<Tensor> ms_deform_attn_projected(const Tensor& query, const Tensor& value,
+                                             const std::optional<Tensor>& identity,
                                              const std::optional<Tensor>& key_padding_mask, const Tensor& level_shapes,
                                              const Tensor& level_starts, const Tensor& reference_points,
                                              std::vector<int64_t> num_points, int64_t num_heads,
                                              std::vector<Tensor> parameters, ScalarType type) {
   VISDET_CHECK("ms_deform_attn_projected", parameters.size() == 2 * kLayers,
                "parameters must be a weight and a bias of each of 4 layers, got ", parameters.size(), " tensors");
-  parameters.push_back(query), parameters.push_back(value);
-  const std::vector<Tensor> all = converted(parameters, type);
+  const Tensor &of_offsets = parameters[2 * kOffsets], &of_logits = parameters[2 * kLogits];
+  VISDET_CHECK("ms_deform_attn_projected",
+               of_offsets.dim() == 2 && of_logits.dim() == 2 && of_offsets.size(1) == of_logits.size(1),
+               "the layers of offsets and logits must read the same rows, got weights of ", shape_text(of_offsets),
+               " and ", shape_text(of_logits));
+  // Converted, one follows the other in memory.
+  const bool are_stacked =
+      of_offsets.scalar_type() != type && of_logits.scalar_type() != type && place_of(of_offsets) == of_offsets.numel();
+  std::vector<Tensor> inputs;  // weights, biases, query, value
+  for (const size_t bias : {0, 1}) {
+    for (size_t layer = 0; layer < kLayers; ++layer) inputs.push_back(parameters[2 * layer + bias]);
+  }
+  inputs.push_back(query), inputs.push_back(value);
+  const std::vector<Tensor> all = converted(inputs, type);
   const auto linear = [&](const Tensor& rows, Layer layer) {
-    return call("aten::linear", "", rows, all[2 * layer], std::optional<Tensor>(all[2 * layer + 1]));
+    return call("aten::linear", "", rows, all[layer], std::optional<Tensor>(all[kLayers + layer]));
   };
   const Tensor &rows = all[2 * kLayers], &texels = all[2 * kLayers + 1];
   Tensor maps = linear(texels, kValue);
   clear(maps, key_padding_mask);
-  Saved saved{
-      rows, texels, {all[0], all[2], all[4], all[6]}, maps, maps, linear(rows, kOffsets), linear(rows, kLogits)};
+  const int64_t columns = of_offsets.size(1);
+  Saved saved{rows,
+              texels,
+              are_stacked ? strided(all[kOffsets], {of_offsets.size(0) + of_logits.size(0), columns}, {columns, 1})
+                          : stacked(all[kOffsets], all[kLogits]),
+              all[kValue],
+              all[kOutput],
+              maps,
+              maps,
+              linear(rows, kOffsets),
+              linear(rows, kLogits)};
   const Heads heads = heads_of(saved, num_heads, num_points);
   saved.sampled = call("visdet::ms_deform_attn_fused", "", heads.maps, level_shapes, level_starts, reference_points,
                        heads.offsets, heads.logits, num_points);
-  return saved.after(linear(saved.sampled, kOutput));
+  const Tensor output = linear(saved.sampled, kOutput);
+  // torch's sum takes a factor of a kind that cannot be handed over from here, its difference does not.
+  return saved.after(identity ? torch::stable::subtract(*identity, output, -1.0) : output);
 }
 
-// wanted: of reference_points, query, value and the eight parameters, 0 where its gradient is not asked for, 1 for one
-// in the type of grad_output and 2 for one in float32. Returned are those asked for, in this order.
+// The sums of each matrix's columns, one matrix after another, in this type. CUDA has a kernel; elsewhere a product
+// with ones takes no longer than torch's sum, and a tenth of its time where 16 bit are summed in float32.
+Tensor column_sums(std::vector<Tensor> matrices, ScalarType type) {
+  std::vector<Tensor> sums;
+  for (const Tensor& matrix : matrices) {
+    const Tensor ones = torch::stable::fill_(torch::stable::new_empty(matrix, {1, matrix.size(0)}), 1.0);
+    sums.push_back(shaped(product(ones, matrix, type), {matrix.size(1)}));
+  }
+  return call("aten::cat", "", sums, int64_t{0});
+}
+
+// wanted: of reference_points, query, value and the parameters, 0 where its gradient is not asked for, 1 for one in the
+// type of the saved tensors and 2 for one in float32. Returned are those asked for, in this order.
 std::vector<Tensor> ms_deform_attn_projected_backward(const Tensor& grad_output_in, std::vector<Tensor> saved_list,
                                                       const std::optional<Tensor>& key_padding_mask,
                                                       const Tensor& level_shapes, const Tensor& level_starts,
@@ -144,11 +184,17 @@ std::vector<Tensor> ms_deform_attn_projected_backward(const Tensor& grad_output_
                "wanted must be 11 numbers, got ", wanted.size());
   const Saved saved = Saved::of(saved_list);
   const Heads heads = heads_of(saved, num_heads, num_points);
-  const auto type_of = [&](size_t i) { return wanted[i] == 2 ? ScalarType::Float : grad_output_in.scalar_type(); };
+  const ScalarType type = saved.sampled.scalar_type();
+  const auto type_of = [&](size_t i) { return wanted[i] == 2 ? ScalarType::Float : type; };
+  const auto weight_of = [](size_t layer) { return kParameters + 2 * layer; };
+  const auto bias_of = [](size_t layer) { return kParameters + 2 * layer + 1; };
+  const auto wants = [&](std::initializer_list<size_t> any) {
+    return std::any_of(any.begin(), any.end(), [&](size_t i) { return wanted[i] != 0; });
+  };
 
-  const Tensor grad_output = as_matrix(dense(grad_output_in));
-  const Tensor grad_sampled =
-      shaped(call("aten::mm", "", grad_output, saved.weights[kOutput]), sizes_of(saved.sampled));
+  const Tensor grad_output =
+      as_matrix(dense(grad_output_in.scalar_type() == type ? grad_output_in : torch::stable::to(grad_output_in, type)));
+  const Tensor grad_sampled = shaped(call("aten::mm", "", grad_output, saved.output_weight), sizes_of(saved.sampled));
   auto [grad_heads, grad_reference, grad_offsets, grad_logits] =
       call_for<4>("visdet::ms_deform_attn_fused_backward", "", grad_sampled, heads.maps, level_shapes, level_starts,
                   reference_points, heads.offsets, heads.logits, num_points, wanted[kReference] != 0, deterministic);
@@ -157,56 +203,60 @@ std::vector<Tensor> ms_deform_attn_projected_backward(const Tensor& grad_output_
   grad_maps = as_matrix(grad_maps);
 
   std::vector<std::optional<Tensor>> grads(wanted.size());
-  const auto wants = [&](size_t i) { return wanted[i] != 0; };
-  if (wants(kReference)) grads[kReference] = grad_reference;
-  if (wants(kTexels)) {
-    grads[kTexels] = shaped(product(grad_maps, saved.weights[kValue], type_of(kTexels)), sizes_of(saved.value));
+  // A part of `whole`, which has the gradients of several tensors.
+  const auto give = [&](size_t i, const Tensor& whole, const std::vector<int64_t>& sizes, int64_t offset = 0) {
+    if (wanted[i] == 0) return;
+    const Tensor own = shaped(whole, sizes, offset);
+    grads[i] = own.scalar_type() == type_of(i) ? own : torch::stable::to(own, type_of(i));
+  };
+  const auto type_for = [&](std::initializer_list<size_t> several) {
+    return std::any_of(several.begin(), several.end(), [&](size_t i) { return wanted[i] == 2; }) ? ScalarType::Float
+                                                                                                 : type;
+  };
+  if (wants({kReference})) grads[kReference] = grad_reference;
+  if (wants({kTexels})) {
+    give(kTexels, product(grad_maps, saved.value_weight, type_of(kTexels)), sizes_of(saved.value));
   }
-  std::optional<Tensor> most_ones;  // one launch for all biases, none without
-  const auto ones = [&](int64_t count) {
-    if (!most_ones) {
-      const int64_t most = std::max(grad_output.size(0), grad_maps.size(0));
-      most_ones = torch::stable::fill_(torch::stable::new_empty(grad_output, {most}), 1.0);
+  std::vector<Tensor> matrices;  // whose columns' sums are the biases' gradients
+  const int64_t of_offsets = saved.offsets.size(2), of_logits = saved.logits.size(2);
+  if (wants({kQuery, weight_of(kOffsets), weight_of(kLogits), bias_of(kOffsets), bias_of(kLogits)})) {
+    const int64_t count = saved.offsets.size(0) * saved.offsets.size(1), columns = saved.query.size(2);
+    const Tensor grad =
+        call("aten::cat", "",
+             std::vector<Tensor>{shaped(grad_offsets, {count, of_offsets}), shaped(grad_logits, {count, of_logits})},
+             int64_t{1});
+    if (wants({kQuery})) {
+      give(kQuery, product(grad, saved.predictors, type_of(kQuery)), sizes_of(saved.query));
     }
-    return shaped(*most_ones, {1, count});
-  };
-  // Of layers that read the same rows; the columns of grad are theirs, one after another.
-  const auto parameters_of = [&](std::vector<Layer> layers, const Tensor& grad, const Tensor& rows) {
-    for (const size_t bias : {0, 1}) {
-      const auto index = [&](Layer layer) { return kParameters + 2 * layer + bias; };
-      const auto is = [&](int64_t kind) {
-        return std::any_of(layers.begin(), layers.end(), [&](Layer layer) { return wanted[index(layer)] == kind; });
-      };
-      if (!is(1) && !is(2)) continue;
-      const Tensor left = bias ? ones(grad.size(0)) : transposed(grad);
-      const Tensor all = product(left, bias ? grad : rows, is(2) ? ScalarType::Float : grad.scalar_type());
-      const int64_t each = bias ? 1 : rows.size(1);  // elements a column
-      int64_t offset = 0;
-      for (const Layer layer : layers) {
-        const int64_t columns = saved.weights[layer].size(0);
-        const size_t i = index(layer);
-        const Tensor own = bias ? shaped(all, {columns}, offset) : shaped(all, {columns, each}, offset);
-        if (wants(i)) grads[i] = own.scalar_type() == type_of(i) ? own : torch::stable::to(own, type_of(i));
-        offset += columns * each;
-      }
+    if (wants({weight_of(kOffsets), weight_of(kLogits)})) {
+      const Tensor both =
+          product(transposed(grad), as_matrix(saved.query), type_for({weight_of(kOffsets), weight_of(kLogits)}));
+      give(weight_of(kOffsets), both, {of_offsets, columns});
+      give(weight_of(kLogits), both, {of_logits, columns}, of_offsets * columns);
     }
+    if (wants({bias_of(kOffsets), bias_of(kLogits)})) matrices.push_back(grad);
+  }
+  const auto of_layer = [&](Layer layer, const Tensor& grad, const Tensor& rows) {
+    if (wants({weight_of(layer)})) {
+      const Tensor weight = product(transposed(grad), as_matrix(rows), type_of(weight_of(layer)));
+      give(weight_of(layer), weight, sizes_of(weight));
+    }
+    if (wants({bias_of(layer)})) matrices.push_back(grad);
   };
-  const std::array<size_t, 5> from_query{kQuery, kParameters, kParameters + 1, kParameters + 2, kParameters + 3};
-  if (std::any_of(from_query.begin(), from_query.end(), wants)) {
-    const int64_t count = saved.offsets.size(0) * saved.offsets.size(1);
-    const auto joined = [](const Tensor& a, const Tensor& b, int64_t dim) {
-      return call("aten::cat", "", std::vector<Tensor>{a, b}, dim);
+  of_layer(kValue, grad_maps, saved.value);
+  of_layer(kOutput, grad_output, saved.sampled);
+  if (!matrices.empty()) {
+    const Tensor sums = call("visdet::column_sums", "", matrices,
+                             type_for({bias_of(kOffsets), bias_of(kLogits), bias_of(kValue), bias_of(kOutput)}));
+    int64_t offset = 0;
+    const auto give_bias = [&](Layer layer, int64_t columns) {
+      give(bias_of(layer), sums, {columns}, offset);
+      offset += columns;
     };
-    const Tensor grad = joined(shaped(grad_offsets, {count, saved.offsets.size(2)}),
-                               shaped(grad_logits, {count, saved.logits.size(2)}), 1);
-    if (wants(kQuery)) {
-      const Tensor weights = joined(saved.weights[kOffsets], saved.weights[kLogits], 0);
-      grads[kQuery] = shaped(product(grad, weights, type_of(kQuery)), sizes_of(saved.query));
-    }
-    parameters_of({kOffsets, kLogits}, grad, as_matrix(saved.query));
+    if (wants({bias_of(kOffsets), bias_of(kLogits)})) give_bias(kOffsets, of_offsets), give_bias(kLogits, of_logits);
+    if (wants({bias_of(kValue)})) give_bias(kValue, grad_maps.size(1));
+    if (wants({bias_of(kOutput)})) give_bias(kOutput, grad_output.size(1));
   }
-  parameters_of({kValue}, grad_maps, as_matrix(saved.value));
-  parameters_of({kOutput}, grad_output, as_matrix(saved.sampled));
 
   std::vector<Tensor> given;
   for (const auto& grad : grads) {
@@ -220,16 +270,18 @@ std::vector<Tensor> ms_deform_attn_projected_backward(const Tensor& grad_output_
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
-      "ms_deform_attn_projected(Tensor query, Tensor value, Tensor? key_padding_mask, Tensor level_shapes,"
-      " Tensor level_starts, Tensor reference_points, int[] num_points, int num_heads, Tensor[] parameters,"
-      " ScalarType dtype) -> Tensor[]");
+      "ms_deform_attn_projected(Tensor query, Tensor value, Tensor? identity, Tensor? key_padding_mask,"
+      " Tensor level_shapes, Tensor level_starts, Tensor reference_points, int[] num_points, int num_heads,"
+      " Tensor[] parameters, ScalarType dtype) -> Tensor[]");
   m.def(
       "ms_deform_attn_projected_backward(Tensor grad_output, Tensor[] saved, Tensor? key_padding_mask,"
       " Tensor level_shapes, Tensor level_starts, Tensor reference_points, int[] num_points, int num_heads,"
       " int[] wanted, bool deterministic) -> Tensor[]");
+  m.def("column_sums(Tensor[] matrices, ScalarType dtype) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CompositeExplicitAutograd, m) {
   m.impl("ms_deform_attn_projected", TORCH_BOX(&visdet::ms_deform_attn_projected));
   m.impl("ms_deform_attn_projected_backward", TORCH_BOX(&visdet::ms_deform_attn_projected_backward));
+  m.impl("column_sums", TORCH_BOX(&visdet::column_sums));
 }
