@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <numeric>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "common/aten.h"
@@ -160,6 +161,24 @@ std::vector<Tensor> ms_deform_attn_projected(const Tensor& query, const Tensor& 
   return saved.after(identity ? torch::stable::subtract(*identity, output, -1.0) : output);
 }
 
+// The gradients of value, of reference points, and of each query's offsets and then logits, [B, Q, G * K * 3]. CUDA has
+// kernels that write them so.
+std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_fused_backward_joined(
+    const Tensor& grad_output, const Tensor& value, const Tensor& level_shapes, const Tensor& level_starts,
+    const Tensor& reference_points, const Tensor& offsets, const Tensor& logits, std::vector<int64_t> num_points,
+    bool needs_reference, bool deterministic) {
+  const auto [of_value, of_reference, of_offsets, of_logits] =
+      call_for<4>("visdet::ms_deform_attn_fused_backward", "", grad_output, value, level_shapes, level_starts,
+                  reference_points, offsets, logits, num_points, needs_reference, deterministic);
+  const auto rows = [](const Tensor& grad, int64_t columns) {
+    return shaped(grad, {grad.size(0), grad.size(1), columns});
+  };
+  const int64_t samples = logits.size(2) * logits.size(3);  // of a query
+  return {
+      of_value, of_reference,
+      call("aten::cat", "", std::vector<Tensor>{rows(of_offsets, 2 * samples), rows(of_logits, samples)}, int64_t{2})};
+}
+
 // The sums of each matrix's columns, one matrix after another, in this type. CUDA has a kernel; elsewhere a product
 // with ones takes no longer than torch's sum, and a tenth of its time where 16 bit are summed in float32.
 Tensor column_sums(std::vector<Tensor> matrices, ScalarType type) {
@@ -195,9 +214,9 @@ std::vector<Tensor> ms_deform_attn_projected_backward(const Tensor& grad_output_
   const Tensor grad_output =
       as_matrix(dense(grad_output_in.scalar_type() == type ? grad_output_in : torch::stable::to(grad_output_in, type)));
   const Tensor grad_sampled = shaped(call("aten::mm", "", grad_output, saved.output_weight), sizes_of(saved.sampled));
-  auto [grad_heads, grad_reference, grad_offsets, grad_logits] =
-      call_for<4>("visdet::ms_deform_attn_fused_backward", "", grad_sampled, heads.maps, level_shapes, level_starts,
-                  reference_points, heads.offsets, heads.logits, num_points, wanted[kReference] != 0, deterministic);
+  auto [grad_heads, grad_reference, grad_predictions] = call_for<3>(
+      "visdet::ms_deform_attn_fused_backward_joined", "", grad_sampled, heads.maps, level_shapes, level_starts,
+      reference_points, heads.offsets, heads.logits, num_points, wanted[kReference] != 0, deterministic);
   Tensor grad_maps = shaped(grad_heads, sizes_of(saved.maps));
   clear(grad_maps, key_padding_mask);
   grad_maps = as_matrix(grad_maps);
@@ -220,11 +239,8 @@ std::vector<Tensor> ms_deform_attn_projected_backward(const Tensor& grad_output_
   std::vector<Tensor> matrices;  // whose columns' sums are the biases' gradients
   const int64_t of_offsets = saved.offsets.size(2), of_logits = saved.logits.size(2);
   if (wants({kQuery, weight_of(kOffsets), weight_of(kLogits), bias_of(kOffsets), bias_of(kLogits)})) {
-    const int64_t count = saved.offsets.size(0) * saved.offsets.size(1), columns = saved.query.size(2);
-    const Tensor grad =
-        call("aten::cat", "",
-             std::vector<Tensor>{shaped(grad_offsets, {count, of_offsets}), shaped(grad_logits, {count, of_logits})},
-             int64_t{1});
+    const int64_t columns = saved.query.size(2);
+    const Tensor grad = as_matrix(grad_predictions);
     if (wants({kQuery})) {
       give(kQuery, product(grad, saved.predictors, type_of(kQuery)), sizes_of(saved.query));
     }
@@ -277,11 +293,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       "ms_deform_attn_projected_backward(Tensor grad_output, Tensor[] saved, Tensor? key_padding_mask,"
       " Tensor level_shapes, Tensor level_starts, Tensor reference_points, int[] num_points, int num_heads,"
       " int[] wanted, bool deterministic) -> Tensor[]");
+  m.def(
+      "ms_deform_attn_fused_backward_joined(Tensor grad_output, Tensor value, Tensor level_shapes,"
+      " Tensor level_starts, Tensor reference_points, Tensor offsets, Tensor logits, int[] num_points,"
+      " bool needs_reference, bool deterministic) -> (Tensor grad_value, Tensor grad_reference, Tensor grad_joined)");
   m.def("column_sums(Tensor[] matrices, ScalarType dtype) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CompositeExplicitAutograd, m) {
   m.impl("ms_deform_attn_projected", TORCH_BOX(&visdet::ms_deform_attn_projected));
   m.impl("ms_deform_attn_projected_backward", TORCH_BOX(&visdet::ms_deform_attn_projected_backward));
+  m.impl("ms_deform_attn_fused_backward_joined", TORCH_BOX(&visdet::ms_deform_attn_fused_backward_joined));
   m.impl("column_sums", TORCH_BOX(&visdet::column_sums));
 }

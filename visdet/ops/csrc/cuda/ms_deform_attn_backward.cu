@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <array>
 #include <optional>
 #include <tuple>
 
@@ -88,6 +89,7 @@ struct SampleGrads {
   A* weights;          // [B, Q, G, K]
   Pack<A, 4>* packed;  // [B, Q, G, K] (weight, gradient of weight, of x, of y), instead of both
   char* offsets;       // [B, Q, G, K, 2] of the type of the fused form's offsets, instead of locations
+  int64_t offset_gap;  // elements between a query's offsets and the next one's
 
   // add: to what another turn of channels has left.
   __device__ __forceinline__ void put(int64_t index, A weight, A of_weight, A of_x, A of_y, bool add) const {
@@ -1088,25 +1090,36 @@ __device__ __forceinline__ SampleGradient sample_gradient(const Pack<float, 4>& 
           level.H * weight * (left_y + fx * (right_y - left_y))};
 }
 
+// An offset's gradient, by one store unless gaps between queries leave it unaligned.
+template <typename I, typename A>
+__device__ __forceinline__ void put_pair(I* to, const A (&pair)[2], int64_t gap) {
+  if (gap % 2 == 0) {
+    store_pack<I, 2>(to, pair);
+  } else {
+    to[0] = from_accumulate<I>(pair[0]), to[1] = from_accumulate<I>(pair[1]);
+  }
+}
+
 // The gradients of a sample to which nothing will be added. The fused form's offset may get its own at once; then only
 // the weight's waits for the row's others (softmax_grad_kernel), 4 bytes a sample instead of 16.
 __device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t index, const GivenSamples<float>&,
-                                         const GivenSamples<float>::Raw&, const Level&, int /*points*/, float weight,
-                                         const SampleGradient& grad) {
+                                         const GivenSamples<float>::Raw&, int64_t /*query*/, const Level&,
+                                         int /*points*/, float weight, const SampleGradient& grad) {
   to.put(index, weight, grad.weight, grad.x, grad.y, false);
 }
 template <typename T>
 __device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t index,
                                          const FusedSamples<T, float>& source,
-                                         const typename FusedSamples<T, float>::Raw& raw, const Level& level,
-                                         int points, float weight, const SampleGradient& grad) {
+                                         const typename FusedSamples<T, float>::Raw& raw, int64_t query,
+                                         const Level& level, int points, float weight, const SampleGradient& grad) {
   if (to.offsets == nullptr) return to.put(index, weight, grad.weight, grad.x, grad.y, false);
   to.weights[index] = grad.weight;
   const Pack<float, 2> of_offset = source.grad_offset(raw, level, points, grad.x, grad.y);
+  const int64_t place = 2 * index + query * to.offset_gap;
   if (source.wide) {
-    reinterpret_cast<Pack<float, 2>*>(to.offsets)[index] = of_offset;
+    put_pair(reinterpret_cast<float*>(to.offsets) + place, of_offset.at, to.offset_gap);
   } else {
-    store_pack<T, 2>(reinterpret_cast<T*>(to.offsets) + 2 * index, of_offset.at);
+    put_pair(reinterpret_cast<T*>(to.offsets) + place, of_offset.at, to.offset_gap);
   }
 }
 
@@ -1243,7 +1256,8 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
         SampleGradient grad = {nothing, nothing, nothing};
         float x, y;
         if (position(j, x, y)) grad = sample_gradient(samples[id_of(j)], x, y, weight, level);
-        put_once(grads, row * K + first_point + id_of(j) % kPassPoints, source, raw[j], level, points, weight, grad);
+        put_once(grads, row * K + first_point + id_of(j) % kPassPoints, source, raw[j],
+                 static_cast<int64_t>(b) * Q + queries[id_of(j) / kPassPoints], level, points, weight, grad);
       }
     }
     left -= count, ++head, first = 0;
@@ -1272,12 +1286,19 @@ __global__ void __launch_bounds__(kRowThreads)
   if (row < count && lane == 0) rows[row] = softmax;
 }
 
+// The gradients of offsets and logits: of two tensors, or of one that has a query's offsets and then its logits.
+template <typename I>
+struct PredictionGrads {
+  I *offsets, *logits;                    // [B, Q, G, K, 2] and [B, Q, G, K]
+  int64_t offset_gap = 0, logit_gap = 0;  // elements between a query's and the next one's
+};
+
 // A few lanes a row: from the gradients of locations and weights to those of offsets and logits, which are of type I.
 template <typename T, typename A, typename I>
 __global__ void __launch_bounds__(kRowThreads)
     fused_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<T, A> source,
-                      const Pack<A, 4>* __restrict__ sample_grads, I* __restrict__ grad_offsets,
-                      I* __restrict__ grad_logits, int64_t count, int G, int L, int K, int lanes) {
+                      const Pack<A, 4>* __restrict__ sample_grads, const PredictionGrads<I> grads, int64_t count, int G,
+                      int L, int K, int lanes) {
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
   load_plan(plan, L, table);
@@ -1285,6 +1306,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const int lane = threadIdx.x & (lanes - 1);
   const bool exists = row < count;
   const Pack<A, 4>* of_row = sample_grads + row * K;
+  const int64_t query = row / G;
   A mean = 0;  // of the weights' gradients
   for (int k = lane; exists && k < K; k += lanes) mean += of_row[k].at[0] * of_row[k].at[1];
   for (int step = 1; step < lanes; step *= 2) mean += __shfl_xor_sync(0xffffffffu, mean, step);
@@ -1293,10 +1315,10 @@ __global__ void __launch_bounds__(kRowThreads)
     while (k >= table[l].level.end) ++l;
     const Pack<A, 4> grad = of_row[k];
     typename FusedSamples<T, A>::Raw raw;
-    if (source.boxes) source.fetch_reference(row / G * L + l, raw);
+    if (source.boxes) source.fetch_reference(query * L + l, raw);
     const Pack<A, 2> of_offset = source.grad_offset(raw, table[l].level, table[l].points, grad.at[2], grad.at[3]);
-    store_pack<I, 2>(grad_offsets + 2 * (row * K + k), of_offset.at);
-    grad_logits[row * K + k] = from_accumulate<I>(grad.at[0] * (grad.at[1] - mean));
+    put_pair(grads.offsets + 2 * (row * K + k) + query * grads.offset_gap, of_offset.at, grads.offset_gap);
+    grads.logits[row * K + k + query * grads.logit_gap] = from_accumulate<I>(grad.at[0] * (grad.at[1] - mean));
   }
 }
 
@@ -1304,7 +1326,7 @@ __global__ void __launch_bounds__(kRowThreads)
 template <typename T, typename A, typename I>
 __global__ void __launch_bounds__(kRowThreads)
     softmax_grad_kernel(const FusedSamples<T, A> source, const A* __restrict__ grad_weights,
-                        I* __restrict__ grad_logits, int64_t count, int K) {
+                        const PredictionGrads<I> grads, int64_t count, int G, int K) {
   constexpr int kEach = 4, kTurn = kEach * kSoftmaxLanes;  // kEach: loads in flight
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / kSoftmaxLanes, first = row * K;
   const int lane = threadIdx.x % kSoftmaxLanes;
@@ -1332,6 +1354,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int i = 0; i < kEach; ++i) mean += has(k0, i) ? of_row.weight(raw[i], softmax) * grad[i] : A(0);
   }
   for (int step = 1; step < kSoftmaxLanes; step *= 2) mean += __shfl_xor_sync(0xffffffffu, mean, step);
+  I* const grad_logits = grads.logits + (grads.logit_gap > 0 ? row / G * grads.logit_gap : 0);
   for (int k0 = 0; k0 < K; k0 += kTurn) {
     if (K > kTurn) fetch(k0);
 #pragma unroll
@@ -1614,17 +1637,20 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
       [&](auto accumulate_tag, bool /*encoder*/) {
         using A = decltype(accumulate_tag);
         return SampleGrads<A>{static_cast<A*>(grad_locations.mutable_data_ptr()),
-                              static_cast<A*>(grad_weights.mutable_data_ptr()), nullptr, nullptr};
+                              static_cast<A*>(grad_weights.mutable_data_ptr()), nullptr, nullptr, 0};
       },
       deterministic, grad_value);
   check_launch("ms_deform_attn_backward");
   return {grad_value, grad_locations, grad_weights};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
-    const Tensor& grad_output_in, const Tensor& value_in, const Tensor& level_shapes_in, const Tensor& level_starts_in,
-    const Tensor& reference_in, const Tensor& offsets_in, const Tensor& logits_in, std::vector<int64_t> num_points,
-    bool needs_reference, bool deterministic) {
+// The gradients of value, reference points, offsets and logits. joined: those of offsets and logits are one tensor,
+// [B, Q, G * K * 3], and the last one is empty.
+std::array<Tensor, 4> fused_backward(const Tensor& grad_output_in, const Tensor& value_in,
+                                     const Tensor& level_shapes_in, const Tensor& level_starts_in,
+                                     const Tensor& reference_in, const Tensor& offsets_in, const Tensor& logits_in,
+                                     const std::vector<int64_t>& num_points, bool needs_reference, bool deterministic,
+                                     bool joined) {
   const auto problem = check_ms_deform_attn_fused(value_in, level_shapes_in, level_starts_in, reference_in, offsets_in,
                                                   logits_in, num_points);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
@@ -1634,8 +1660,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
                level_starts = dense(level_starts_in), reference = contiguous_pairs(reference_in),
                offsets = contiguous_pairs(offsets_in), logits = dense(logits_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, num_points.data());
-  Tensor grad_value = new_empty(value, value.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),
-         grad_logits = new_empty(logits, logits.sizes());
+  const int64_t samples = problem.G * problem.K;  // of a query
+  Tensor grad_value = new_empty(value, value.sizes());
+  Tensor grad_offsets =
+      joined ? new_empty(offsets, {problem.B, problem.Q, 3 * samples}) : new_empty(offsets, offsets.sizes());
+  Tensor grad_logits = joined ? new_empty(logits, {0}) : new_empty(logits, logits.sizes());
   Tensor grad_reference = needs_reference ? new_empty(reference, reference.sizes()) : new_empty(reference, {0});
   if (problem.C == 0 || problem.S == 0 || logits.numel() == 0) {
     zero_(grad_value), zero_(grad_reference), zero_(grad_offsets), zero_(grad_logits);
@@ -1665,8 +1694,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
     has_offsets = encoder && !needs_reference;  // a reference's gradient is summed from those of places
     sample_grads = new_empty(reference, {rows, problem.K, has_offsets ? 1 : 4});
     auto* data = sample_grads->mutable_data_ptr();
-    if (!has_offsets) return SampleGrads<A>{nullptr, nullptr, static_cast<Pack<A, 4>*>(data), nullptr};
-    return SampleGrads<A>{nullptr, static_cast<A*>(data), nullptr, static_cast<char*>(grad_offsets.mutable_data_ptr())};
+    if (!has_offsets) return SampleGrads<A>{nullptr, nullptr, static_cast<Pack<A, 4>*>(data), nullptr, 0};
+    return SampleGrads<A>{nullptr, static_cast<A*>(data), nullptr, static_cast<char*>(grad_offsets.mutable_data_ptr()),
+                          joined ? samples : 0};
   };
   backward(problem, grad_output, value, levels, plans, make_source, make_grads, deterministic, grad_value);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
@@ -1677,17 +1707,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
     const auto* grads = static_cast<const Pack<A, 4>*>(sample_grads->const_data_ptr());
     const auto run = [&](auto type) {
       using I = decltype(type);
+      auto* of_offsets = static_cast<I*>(grad_offsets.mutable_data_ptr());
+      const auto predictions = joined ? PredictionGrads<I>{of_offsets, of_offsets + 2 * samples, samples, 2 * samples}
+                                      : PredictionGrads<I>{of_offsets, static_cast<I*>(grad_logits.mutable_data_ptr())};
       if (has_offsets) {
         softmax_grad_kernel<T, A, I>
             <<<grid_size(ceil_div(rows * kSoftmaxLanes, kRowThreads)), kRowThreads, 0, stream>>>(
-                source, static_cast<const A*>(sample_grads->const_data_ptr()),
-                static_cast<I*>(grad_logits.mutable_data_ptr()), rows, K);
+                source, static_cast<const A*>(sample_grads->const_data_ptr()), predictions, rows, G, K);
         return;
       }
       fused_grad_kernel<T, A, I>
           <<<grid_size(ceil_div(rows * lanes, kRowThreads)), kRowThreads, sizeof(LevelPlan) * L, stream>>>(
-              plan, source, grads, static_cast<I*>(grad_offsets.mutable_data_ptr()),
-              static_cast<I*>(grad_logits.mutable_data_ptr()), rows, G, L, K, lanes);
+              plan, source, grads, predictions, rows, G, L, K, lanes);
     };
     source.wide ? run(accumulate_tag) : run(value_tag);
     if (needs_reference) {
@@ -1700,6 +1731,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   return {grad_value, grad_reference, grad_offsets, grad_logits};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
+    const Tensor& grad_output, const Tensor& value, const Tensor& level_shapes, const Tensor& level_starts,
+    const Tensor& reference_points, const Tensor& offsets, const Tensor& logits, std::vector<int64_t> num_points,
+    bool needs_reference, bool deterministic) {
+  const auto [of_value, of_reference, of_offsets, of_logits] =
+      fused_backward(grad_output, value, level_shapes, level_starts, reference_points, offsets, logits, num_points,
+                     needs_reference, deterministic, false);
+  return {of_value, of_reference, of_offsets, of_logits};
+}
+
+std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_fused_backward_joined(
+    const Tensor& grad_output, const Tensor& value, const Tensor& level_shapes, const Tensor& level_starts,
+    const Tensor& reference_points, const Tensor& offsets, const Tensor& logits, std::vector<int64_t> num_points,
+    bool needs_reference, bool deterministic) {
+  const auto [of_value, of_reference, of_predictions, nothing] =
+      fused_backward(grad_output, value, level_shapes, level_starts, reference_points, offsets, logits, num_points,
+                     needs_reference, deterministic, true);
+  return {of_value, of_reference, of_predictions};
+}
+
 }  // namespace
 }  // namespace msda
 }  // namespace visdet
@@ -1707,4 +1758,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
 STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
   m.impl("ms_deform_attn_backward", TORCH_BOX(&visdet::msda::ms_deform_attn_backward));
   m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::msda::ms_deform_attn_fused_backward));
+  m.impl("ms_deform_attn_fused_backward_joined", TORCH_BOX(&visdet::msda::ms_deform_attn_fused_backward_joined));
 }
