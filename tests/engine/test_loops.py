@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 from mmengine.dataset import DefaultSampler, InfiniteSampler
+from mmengine.hooks import Hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-from toy_run import losses, toy_config, train
+from toy_run import losses, toy_config, toy_runner, train
 
 from visdet.engine import ConfigError, EpochBasedTrainLoop, IterBasedTrainLoop, enable_auto_scale_lr
 from visdet.engine.prepare import build_runner
@@ -92,6 +93,20 @@ def test_mmengines_own_runner_runs_our_loops_and_hooks(tmp_path):
     runner = Runner.from_cfg(cfg)
     runner.train()
     assert type(runner.train_loop) is IterBasedTrainLoop and (tmp_path / "iter_6.pth").exists()
+
+
+def test_the_backward_runs_in_the_training_thread(tmp_path):
+    seen = []
+
+    class Watch(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            seen.append(torch._C._is_multithreading_enabled())
+
+    runner = toy_runner(tmp_path)
+    runner.register_hook(Watch())
+    runner.train()
+    assert seen and not any(seen)
+    assert torch._C._is_multithreading_enabled()
 
 
 def test_an_odd_max_iters_is_refused(tmp_path):

