@@ -285,17 +285,23 @@ def test_one_node_of_layers_in_two_types(device):
 
 
 @pytest.mark.parametrize(
-    ("identity", "dropout", "is_in_the_node"),
+    ("identity", "dropout", "batch_first", "is_in_the_node"),
     [
-        (lambda: torch.randn(2, 6, 12), 0.0, True),
-        (lambda: torch.randn(2, 6, 12, dtype=torch.float64), 0.0, True),
-        (lambda: torch.randn(6, 12), 0.0, False),
-        (lambda: torch.randn(2, 6, 12), 0.5, False),
+        (lambda: torch.randn(2, 6, 12), 0.0, True, True),
+        (lambda: torch.randn(6, 2, 12), 0.0, False, True),
+        (lambda: torch.randn(2, 6, 12, dtype=torch.float64), 0.0, True, True),
+        (lambda: torch.randn(6, 12), 0.0, True, False),
+        (lambda: torch.randn(2, 12), 0.0, False, False),
+        (lambda: torch.randn(2, 6, 12), 0.5, True, False),
     ],
-    ids=["same kind", "float64", "of all images", "dropout"],
+    ids=["same kind", "queries first", "float64", "of all images", "of all queries", "dropout"],
 )
-def test_the_node_adds_the_identity_where_nothing_lies_between(identity, dropout, is_in_the_node):
-    attention, given = module(dropout=dropout).train(), inputs()
+def test_the_node_adds_the_identity_where_nothing_lies_between(
+    identity, dropout, batch_first, is_in_the_node
+):
+    attention, given = module(dropout=dropout, batch_first=batch_first).train(), inputs()
+    if not batch_first:
+        given.update({name: given[name].transpose(0, 1) for name in ("query", "value", "query_pos")})
     watched = copy.deepcopy(attention)
     watch(watched.value_proj)
     identity = identity().requires_grad_()
@@ -306,7 +312,8 @@ def test_the_node_adds_the_identity_where_nothing_lies_between(identity, dropout
         results.append((out, *torch.autograd.grad(out.square().sum(), [identity, *layers.parameters()])))
         assert is_one_node(out) == (layers is attention)
         name = type(out.grad_fn).__name__
-        assert name == ("_ProjectedBackward" if is_in_the_node and layers is attention else "AddBackward0")
+        last = "_ProjectedBackward" if batch_first else "TransposeBackward0"
+        assert name == (last if is_in_the_node and layers is attention else "AddBackward0")
     for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -136,8 +136,10 @@ class MultiScaleDeformableAttention(BaseModule):
         identity = query if identity is None else identity
         if query_pos is not None:
             query = query + query_pos
+        summed = identity if identity.shape == query.shape and not self._drops() else None
         if not self.batch_first:
-            query, value, identity = query.transpose(0, 1), value.transpose(0, 1), identity.transpose(0, 1)
+            query, value = query.transpose(0, 1), value.transpose(0, 1)
+            summed = None if summed is None else summed.transpose(0, 1)
 
         if key_padding_mask is not None and key_padding_mask.shape != value.shape[:2]:
             raise ValueError(
@@ -145,7 +147,6 @@ class MultiScaleDeformableAttention(BaseModule):
                 f"{tuple(value.shape[:2])}, got {tuple(key_padding_mask.shape)}"
             )
 
-        summed = identity if identity.shape == query.shape and not self._drops() else None
         out = self._attend_as_one(
             query, value, summed, key_padding_mask, spatial_shapes, level_start_index, reference_points
         )
@@ -166,9 +167,9 @@ class MultiScaleDeformableAttention(BaseModule):
                 self.points_per_level,
             )
             out = self.output_proj(out)
-        if summed is None:
-            out = self.dropout(out) + identity
-        return out if self.batch_first else out.transpose(0, 1)
+        if not self.batch_first:
+            out = out.transpose(0, 1)
+        return self.dropout(out) + identity if summed is None else out
 
     def _drops(self) -> bool:
         """Return whether the dropout layer has to be called."""
