@@ -411,7 +411,13 @@ struct Region {
 struct Span {
   int32_t first, size;
 };
-constexpr size_t region_bytes(int64_t L) { return sizeof(Region) * kMaxRegions + sizeof(Span) * kMaxParts * L; }
+// Of shared memory for the regions of L levels; without `regions`, which the host may not know, for as many as there
+// may be. Each kilobyte less is one more of the first-level cache.
+inline size_t region_bytes(int64_t L, const Regions& regions) {
+  const int64_t bands = regions.bands.count, columns = regions.columns.count;
+  return bands == 0 ? sizeof(Region) * kMaxRegions + sizeof(Span) * kMaxParts * L
+                    : sizeof(Region) * bands * columns + sizeof(Span) * (bands + columns) * L;
+}
 
 // The regions in shared memory. level_at(l): the level, of L.
 template <typename LevelAt>
@@ -428,7 +434,7 @@ struct RegionTable {
         level_at(level_at),
         L(L),
         region(reinterpret_cast<Region*>(memory)),
-        spans(reinterpret_cast<Span*>(region + kMaxRegions)) {
+        spans(reinterpret_cast<Span*>(region + regions.bands.count * regions.columns.count)) {
     const Parts &bands = regions.bands, &columns = regions.columns;
 #pragma unroll 1
     for (int l = threadIdx.x / 32; l < L; l += blockDim.x / 32) {

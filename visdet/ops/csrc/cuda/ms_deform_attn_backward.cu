@@ -1485,7 +1485,7 @@ bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_out
   const int L = static_cast<int>(problem.L);
   const int64_t rows = problem.B * problem.G * problem.Q,
                 slots = 2 * int64_t{multiprocessors(value.get_device_index())};
-  const size_t order_shared = sizeof(Level) * L + region_bytes(L);
+  const size_t order_shared = sizeof(Level) * L + region_bytes(L, known_regions(levels, L));
   if (problem.C > 128 || order_shared > 48 * 1024 || problem.Q * problem.L > INT32_MAX) return false;
   bool done = false;
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {

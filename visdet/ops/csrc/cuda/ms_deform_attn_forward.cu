@@ -485,11 +485,11 @@ template <typename A, int LANES, bool WHOLE>
 struct PyramidWalk {
   static constexpr int kEach = WHOLE && sizeof(A) == 4 ? greatest(1, 16 / LANES) : 1;
   static constexpr int kRows = 32 / LANES, kRowBits = LANES == 4 ? 3 : LANES == 8 ? 2 : LANES == 16 ? 1 : 0;
-  static constexpr int kPass = LANES * kEach, kRing = 64;  // kRing: queries that a warp knows
+  static constexpr int kPass = LANES * kEach;
   __host__ __device__ static constexpr int row_offset(int row) {
     return samples_offset<sizeof(Sample<A>) * LANES>(row);
   }
-  static constexpr int kWarpBytes = row_offset(kRows) + sizeof(uint32_t) * kRing;
+  static constexpr int kWarpBytes = row_offset(kRows);
 };
 
 // What the host knows of the levels; `runs` and `below` are of rows of at most kChunk samples, in runs of kRun. below:
@@ -549,7 +549,6 @@ __global__ void __maxnreg__(kPyramidRegisters)
   const int query_of_row = row >> head_bits, query_bits = Walk::kRowBits - head_bits;  // of a turn
   char* const my_memory = shared + warp * Walk::kWarpBytes;
   auto* samples = reinterpret_cast<Sample<A>*>(my_memory + Walk::row_offset(row));
-  auto* ring = reinterpret_cast<uint32_t*>(my_memory + Walk::row_offset(Walk::kRows));
 
   // What a pass needs of its levels: that of this lane's samples, and the steps of every run. A row of one pass has the
   // same ones in every turn.
@@ -593,16 +592,13 @@ __global__ void __maxnreg__(kPyramidRegisters)
         reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + (c < C ? c : 0));
 
     // The queries of this turn of the warp and of those that follow it: 32 at a time, one by each lane.
+    uint32_t found_query = kNone;
     const auto find_queries = [&](uint32_t turn) {
       const uint32_t place = ((turn + (lane >> query_bits) * kWarps) << query_bits) + (lane & ((1 << query_bits) - 1));
-      __syncwarp();  // the queries of the previous head have been read
-      ring[((turn / kWarps << query_bits) + lane) % Walk::kRing] = place >= count     ? kNone
-                                                                   : kKnown || follow ? regions.query_at(first + place)
-                                                                                      : first + place;
-      __syncwarp();  // these are complete
+      found_query = place >= count ? kNone : kKnown || follow ? regions.query_at(first + place) : first + place;
     };
     const auto query_of = [&](uint32_t turn) {  // of this lane's row
-      return ring[((turn / kWarps << query_bits) + query_of_row) % Walk::kRing];
+      return __shfl_sync(0xffffffffu, found_query, ((turn / kWarps << query_bits) + query_of_row) % 32);
     };
     typename Source::Raw raw[kEach];
     const auto fetch = [&](uint32_t query, int k) {
@@ -777,7 +773,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           const auto start = [&](auto kernel, auto walk) {
             const size_t shared = decltype(walk)::kWarpBytes * (kPyramidThreads / 32) + sizeof(Level) * problem.L +
                                   (sizeof(Level) + sizeof(Steps)) * (by_four ? problem.K / 4 : problem.K) +
-                                  region_bytes(problem.L);
+                                  region_bytes(problem.L, known.regions);
             if (shared > kPyramidShared) return false;
             allow_shared(kernel, shared);
             kernel<<<grid_size(ceil_div(total, share)), kPyramidThreads, shared, stream>>>(
