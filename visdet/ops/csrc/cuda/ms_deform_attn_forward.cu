@@ -784,7 +784,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Le
           const PyramidWalk<A, kLanes, true> whole;
           const PyramidWalk<A, kLanes, false> part;
           if (!by_four) return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, true>, part);
-          // 16 or 12 samples of 8 heads of 32 channels, as nearly every model has them: 16 take 114 us, 118 else
+          // 16 or 12 samples of 8 heads of 32 channels, as nearly every model has them: 16 take 113 us, 116 else
           // (bfloat16 79, 84).
           constexpr uint32_t kColumn = kVec * kLanes == 32 && sizeof(A) == 4 ? 256 * sizeof(T) : 0;
           if constexpr (kColumn > 0) {
