@@ -1747,24 +1747,20 @@ std::array<Tensor, 4> fused_backward(const Tensor& grad_output_in, const Tensor&
   return {grad_value, grad_reference, grad_offsets, grad_logits};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
-    const Tensor& grad_output, const Tensor& value, const Tensor& level_shapes, const Tensor& level_starts,
-    const Tensor& reference_points, const Tensor& offsets, const Tensor& logits, std::vector<int64_t> num_points,
-    bool needs_reference, bool deterministic) {
+// fused_backward() as the operators return it.
+template <bool JOINED>
+auto ms_deform_attn_fused_backward(const Tensor& grad_output, const Tensor& value, const Tensor& level_shapes,
+                                   const Tensor& level_starts, const Tensor& reference_points, const Tensor& offsets,
+                                   const Tensor& logits, std::vector<int64_t> num_points, bool needs_reference,
+                                   bool deterministic) {
   const auto [of_value, of_reference, of_offsets, of_logits] =
       fused_backward(grad_output, value, level_shapes, level_starts, reference_points, offsets, logits, num_points,
-                     needs_reference, deterministic, false);
-  return {of_value, of_reference, of_offsets, of_logits};
-}
-
-std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_fused_backward_joined(
-    const Tensor& grad_output, const Tensor& value, const Tensor& level_shapes, const Tensor& level_starts,
-    const Tensor& reference_points, const Tensor& offsets, const Tensor& logits, std::vector<int64_t> num_points,
-    bool needs_reference, bool deterministic) {
-  const auto [of_value, of_reference, of_predictions, nothing] =
-      fused_backward(grad_output, value, level_shapes, level_starts, reference_points, offsets, logits, num_points,
-                     needs_reference, deterministic, true);
-  return {of_value, of_reference, of_predictions};
+                     needs_reference, deterministic, JOINED);
+  if constexpr (JOINED) {
+    return std::tuple{of_value, of_reference, of_offsets};
+  } else {
+    return std::tuple{of_value, of_reference, of_offsets, of_logits};
+  }
 }
 
 }  // namespace
@@ -1773,6 +1769,6 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_fused_backward_joined(
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
   m.impl("ms_deform_attn_backward", TORCH_BOX(&visdet::msda::ms_deform_attn_backward));
-  m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::msda::ms_deform_attn_fused_backward));
-  m.impl("ms_deform_attn_fused_backward_joined", TORCH_BOX(&visdet::msda::ms_deform_attn_fused_backward_joined));
+  m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::msda::ms_deform_attn_fused_backward<false>));
+  m.impl("ms_deform_attn_fused_backward_joined", TORCH_BOX(&visdet::msda::ms_deform_attn_fused_backward<true>));
 }
