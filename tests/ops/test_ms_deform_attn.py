@@ -155,6 +155,8 @@ MANY_ROWS = {
     "pyramid-three-channels": (17, 265, 8, 3, 4, [(17, 15), (1, 7), (3, 1)]),
     "pyramid-wide": (17, 54, 8, 300, 4, [(6, 8), (2, 3)]),
     "pyramid-regions": (9, 1712, 16, 8, 4, [(40, 34), (20, 17), (4, 3)]),
+    # In which a warp on CUDA has more turns than it works out the queries of at once, in 16 bit, too.
+    "pyramid-known-columns-many-turns": (16, 1716, 8, 32, 4, [(40, 34), (20, 17), (4, 3), (2, 2)]),
     "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
     "eight-points": (17, 260, 8, 32, 8, [(6, 5), (1, 1), (2, 3)]),
     "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
