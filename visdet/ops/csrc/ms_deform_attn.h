@@ -47,11 +47,6 @@ struct MsDeformAttnProblem {
   bool levels_on_host;
 };
 
-inline bool on_device_of(const Tensor& value, const Tensor& other) {
-  return other.is_cuda() == value.is_cuda() &&
-         (!value.is_cuda() || other.get_device_index() == value.get_device_index());
-}
-
 // What both forms check: value and the level table.
 inline MsDeformAttnProblem check_value_and_levels(const char* op, const Tensor& value, const Tensor& level_shapes,
                                                   const Tensor& level_starts) {

@@ -37,6 +37,12 @@ inline ScalarType accumulate_dtype(ScalarType type) {
   return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
+// Whether both lie on the same device: both on the CPU, on the same GPU, or both without data (meta).
+inline bool on_device_of(const Tensor& one, const Tensor& other) {
+  return other.is_cuda() == one.is_cuda() && other.is_cpu() == one.is_cpu() &&
+         (!one.is_cuda() || other.get_device_index() == one.get_device_index());
+}
+
 // The tensor, contiguous. It asks first, since a call of torch's operator takes the host some 0.3 us.
 inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);

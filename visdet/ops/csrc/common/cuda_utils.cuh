@@ -64,9 +64,13 @@ __device__ __forceinline__ __nv_bfloat16 from_accumulate<__nv_bfloat16, float>(f
   return __float2bfloat16_rn(v);
 }
 
-// N values moved by one load or store of N * sizeof(T) bytes.
+constexpr int greatest(int a, int b) { return a > b ? a : b; }
+constexpr int least(int a, int b) { return a < b ? a : b; }
+
+// N values moved by one load or store of N * sizeof(T) bytes, or by several of 16 bytes. No pack asks for more than 16
+// bytes of alignment, since that is what the operators check of the tensors they are given.
 template <typename T, int N>
-struct alignas(N * sizeof(T)) Pack {
+struct alignas(least(N* static_cast<int>(sizeof(T)), 16)) Pack {
   T at[N];
 };
 
@@ -149,9 +153,6 @@ template <typename A>
 __device__ __forceinline__ A exchange(unsigned mask, bool upper, A low, A high, int step) {
   return (upper ? high : low) + __shfl_xor_sync(mask, upper ? low : high, step);
 }
-
-constexpr int greatest(int a, int b) { return a > b ? a : b; }
-constexpr int least(int a, int b) { return a < b ? a : b; }
 
 inline bool aligned(const Tensor& tensor, size_t bytes) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;

@@ -1,0 +1,94 @@
+// The one way in which CUDA kernels start. A launcher of an operator looks like this:
+//
+//   const DeviceScope scope(value);                        // the tensor's device is the current one from here on
+//   launch({kOp, "gather_kernel", scope, blocks, threads, shared_bytes}, gather_kernel<float>, arguments...);
+//
+// launch() adds up the kernel's static and dynamic shared memory, opts in to more than 48 KB where they need it,
+// compares sizes and registers with what the device and the compiled kernel allow, and checks every return code. Its
+// errors name the operator, the kernel and the sizes. A launch without blocks does nothing.
+//
+// A plan is a call of an operator on meta tensors: launch() then notes what would start instead of starting it, so that
+// `visdet.ops.explain` and the tests see the choices and sizes for any device, with or without a GPU. Code of operators
+// needs no branch for it, if it gets its device and stream from DeviceScope, starts kernels by launch(), and clears
+// memory by torch's operators or fill_bytes(). See common/paths.h for the choice between kernels.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "checks.h"
+#include "device.h"
+
+namespace visdet {
+
+// Makes a tensor's device the current one, and knows it and its stream.
+class DeviceScope {
+ public:
+  explicit DeviceScope(const Tensor& tensor);
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+  const Device& device() const { return device_; }
+  cudaStream_t stream() const { return stream_; }
+  bool is_plan() const { return is_plan_; }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  Device device_;
+  cudaStream_t stream_ = nullptr;
+  bool is_plan_ = false;
+};
+
+struct Grid {
+  int64_t x, y, z;
+  Grid(int64_t x, int64_t y = 1, int64_t z = 1) : x(x), y(y), z(z) {}
+};
+
+struct Launch {
+  const char* op;
+  const char* kernel;
+  const DeviceScope& scope;
+  Grid grid;
+  int64_t threads;
+  int64_t dynamic_shared = 0;
+  // Bytes of shared memory that the kernel declares itself, at least, for kernels that also have dynamic shared memory:
+  // a plan, which has no compiled kernel to ask, adds them. A launch compares them with the compiled kernel's.
+  int64_t static_shared = 0;
+};
+
+namespace launching {
+
+// Checks the sizes, and notes them if this is a plan. Returns whether the kernel is to be started.
+bool prepare(const Launch& launch, const void* kernel);
+// Raises an error if the kernel did not start.
+void finish(const Launch& launch);
+
+}  // namespace launching
+
+template <typename... Parameters, typename... Arguments>
+void launch(const Launch& at, void (*kernel)(Parameters...), Arguments&&... arguments) {
+  static_assert(sizeof...(Parameters) == sizeof...(Arguments), "a kernel takes all of its arguments");
+  if (!launching::prepare(at, reinterpret_cast<const void*>(kernel))) return;
+  const dim3 grid(static_cast<unsigned>(at.grid.x), static_cast<unsigned>(at.grid.y), static_cast<unsigned>(at.grid.z));
+  kernel<<<grid, static_cast<unsigned>(at.threads), static_cast<size_t>(at.dynamic_shared), at.scope.stream()>>>(
+      std::forward<Arguments>(arguments)...);
+  launching::finish(at);
+}
+
+// Sets bytes of device memory, in the order of the stream.
+void fill_bytes(const char* op, const DeviceScope& scope, void* to, int value, int64_t bytes);
+
+}  // namespace visdet
+
+// VISDET_CUDA_OPERATORS(m) { m.impl("<op>", TORCH_BOX(&function)); ... } registers functions for CUDA tensors and,
+// under the namespace visdet_plan, for plans. Once a file.
+#define VISDET_CUDA_OPERATORS(m)                                                              \
+  static void register_cuda_operators(torch::stable::detail::StableLibrary&);                 \
+  STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, library) { register_cuda_operators(library); }      \
+  STABLE_TORCH_LIBRARY_IMPL(visdet_plan, Meta, library) { register_cuda_operators(library); } \
+  static void register_cuda_operators(torch::stable::detail::StableLibrary& m)
