@@ -549,11 +549,58 @@ def test_levels_as_list_and_as_tensor_on_the_device(device):
         (shapes.int(), starts.int()),
         (shapes.to(device), starts.to(device)),
         (shapes.to(device), None),
+        (shapes.tolist(), starts.to(device)),
+        (shapes, starts.to(device)),
+        (shapes.to(device), starts.tolist()),
+        (shapes.to(device), starts),
     ):
         assert torch.equal(ms_deform_attn(value, level_shapes, level_starts, locations, weights), expected)
     assert torch.equal(
         ms_deform_attn(value, shapes, starts, locations, weights, 64), expected
     )  # mmcv's im2col_step
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)], ids=["in-order", "levels-in-another-order"])
+@pytest.mark.parametrize("is_encoder", [False, True], ids=["decoder", "encoder"])
+def test_level_tables_of_both_devices_mix_without_a_synchronisation(is_encoder, order):
+    sizes = [(12, 15), (6, 8), (3, 4), (2, 2)]
+    Q = sum(height * width for height, width in sizes) if is_encoder else 17
+    value, shapes, _, locations, weights = make_case(2, Q, 8, 32, 4, sizes, dtype=torch.float32)
+    starts = torch.zeros(4, dtype=torch.int64)
+    row = 0
+    for level in order:
+        starts[level] = row
+        row += int(shapes[level].prod())
+    grad_output = torch.randn(2, Q, 256, generator=torch.Generator().manual_seed(3))
+    expected = gradients(ms_deform_attn, (value, shapes, starts, locations, weights), grad_output)
+    given = [tensor.cuda() for tensor in (value, locations, weights)]
+    on_gpu = shapes.cuda(), starts.cuda()
+    grad_output = grad_output.cuda()
+    torch.cuda.synchronize()
+    for level_shapes, level_starts in (
+        (shapes.tolist(), on_gpu[1]),
+        (shapes, on_gpu[1]),
+        (on_gpu[0], starts.tolist()),
+        (on_gpu[0], starts),
+    ):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = gradients(ms_deform_attn, (given[0], level_shapes, level_starts, *given[1:]), grad_output)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for one, other in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+def test_level_starts_on_the_device_that_leave_value_yield_nan():
+    value, shapes, starts, locations, weights = make_case(
+        *CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.float32, device="cuda"
+    )
+    wrong = starts.cuda() + 1
+    output = ms_deform_attn(value, shapes.tolist(), wrong, locations, weights)
+    assert output.isnan().all()
 
 
 @pytest.mark.cuda

@@ -15,6 +15,7 @@ from .deformable_aggregation import (
     feature_maps_format,
 )
 from .deformable_aggregation_fused import deformable_aggregation_fused, deformable_aggregation_fused_reference
+from .explain import explain
 from .focal_loss import SigmoidFocalLoss, SoftmaxFocalLoss, sigmoid_focal_loss, softmax_focal_loss
 from .gaussian_field import gaussian_field, gaussian_field_reference
 from .mahalanobis_distance import mahalanobis_distance, mahalanobis_distance_reference
@@ -83,6 +84,7 @@ __all__ = [
     "deformable_aggregation_fused_reference",
     "deformable_aggregation_reference",
     "denormalize",
+    "explain",
     "feature_maps_format",
     "gaussian_field",
     "gaussian_field_reference",

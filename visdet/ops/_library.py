@@ -16,6 +16,7 @@ __all__ = [
     "explain_missing_cuda",
     "is_loaded",
     "require_cpu",
+    "require_cuda",
 ]
 
 _FOLDER = Path(__file__).resolve().parent
@@ -81,6 +82,14 @@ def require_cpu() -> None:
     if _problems["cpu"] is not None:
         raise NotBuiltError(
             f"visdet.ops: the CPU library is not loaded: {_problems['cpu']}; {_HOW_TO_BUILD}."
+        )
+
+
+def require_cuda() -> None:
+    """Raise NotBuiltError unless the CUDA library is loaded, which it is on machines without a GPU, too."""
+    if _problems["cuda"] is not None:
+        raise NotBuiltError(
+            f"visdet.ops: the CUDA library is not loaded: {_problems['cuda']}; {_HOW_TO_BUILD}."
         )
 
 

@@ -41,10 +41,10 @@ def ms_deform_attn(
     Args:
         value: float64, float32, float16 or bfloat16, channels last; the levels one after another, S = sum
             of H_l * W_l.
-        level_shapes: (height, width) of each level. A sequence or a CPU tensor is checked against S and
-            travels with the launch; a tensor on ``value``'s device is read there without a synchronisation,
-            and a level that does not lie within S then yields NaN.
-        level_starts: first row of each level; None for levels without gaps.
+        level_shapes: (height, width) of each level: a sequence, or a tensor on the CPU or on ``value``'s device.
+        level_starts: first row of each level, likewise, on the same device as ``level_shapes`` or not; None for
+            levels without gaps. What is on the CPU is checked against S and travels with the launch. What is on a
+            GPU is read there without a synchronisation, and a level that does not lie within S then yields NaN.
         locations: float32 (float64 for float64 values); other types are converted.
         weights: any numbers, usually a softmax over L * P; type as ``locations``.
         im2col_step: ignored; accepted because mmcv's function takes it last. B need not divide by anything.
@@ -70,8 +70,7 @@ def ms_deform_attn(
 
     Source: Deformable DETR, arXiv 2010.04159, eq. 3; the signature is mmcv's.
     """
-    shapes = _as_int64(level_shapes, "level_shapes")
-    starts = level_starts_of(shapes) if level_starts is None else _as_int64(level_starts, "level_starts")
+    shapes, starts = _level_tables(value, level_shapes, level_starts)
     for name, tensor in (("locations", locations), ("weights", weights)):
         _check_device("ms_deform_attn", name, tensor, value)
     coordinate_dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
@@ -79,8 +78,6 @@ def ms_deform_attn(
     weights = weights.to(coordinate_dtype)
     if value.device.type not in ("cpu", "cuda", "meta"):
         return ms_deform_attn_reference(value, shapes, starts, locations, weights)
-    if value.is_cuda and len(shapes) > MAX_HOST_LEVELS:
-        shapes, starts = shapes.to(value.device), starts.to(value.device)
     return _ms_deform_attn(value, shapes, starts, locations, weights)
 
 
@@ -217,8 +214,7 @@ def fused_geometry(
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Return these arguments of ``ms_deform_attn_fused`` as its kernels take them."""
     _check_device("ms_deform_attn_fused", "reference_points", reference_points, value)
-    shapes = _as_int64(level_shapes, "level_shapes")
-    starts = level_starts_of(shapes) if level_starts is None else _as_int64(level_starts, "level_starts")
+    shapes, starts = _level_tables(value, level_shapes, level_starts)
     L = shapes.shape[0] if shapes.dim() else 0
     if reference_points.dim() == 4:
         try:
@@ -248,6 +244,23 @@ def level_starts_of(level_shapes: Tensor) -> Tensor:
     """Return the first row [L] of each level [L, 2] (height, width) of a flattened pyramid without gaps."""
     areas = level_shapes.prod(1)
     return areas.cumsum(0) - areas
+
+
+def _level_tables(
+    value: Tensor,
+    level_shapes: Tensor | Sequence[Sequence[int]],
+    level_starts: Tensor | Sequence[int] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return both tables as int64 tensors that a kernel for ``value`` can read, each on the CPU or on its device."""
+    shapes = _as_int64(level_shapes, "level_shapes")
+    starts = level_starts_of(shapes) if level_starts is None else _as_int64(level_starts, "level_starts")
+    if value.is_cuda:
+        if shapes.shape[:1].numel() > MAX_HOST_LEVELS:
+            shapes = shapes.to(value.device, non_blocking=True)
+            starts = starts.to(value.device, non_blocking=True)
+    elif value.device.type == "cpu":
+        shapes, starts = shapes.to("cpu"), starts.to("cpu")
+    return shapes, starts
 
 
 def _check_device(operator: str, name: str, tensor: Tensor, value: Tensor) -> None:

@@ -33,7 +33,11 @@ def ms_deform_attn_projected(
 
     None where this has no gain or no way: without gradients, under ``torch.compile``, exports, traces and
     ``torch.func``; where types differ (but for what autocast converts); for devices and numbers of levels without a
-    kernel; and where it fails, for separate layers then say why.
+    kernel; and where shapes or devices do not fit, of which separate layers say more.
+
+    Raises:
+        OutOfMemoryError: the GPU has not enough memory (a RuntimeError before torch 2.13, where the reason is printed).
+        RuntimeError: a kernel could not run.
     """
     kind, dtype, converted = query.device.type, query.dtype, None
     if not _is_built or kind not in ("cpu", "cuda") or is_traced() or not torch.is_grad_enabled():
@@ -48,10 +52,71 @@ def ms_deform_attn_projected(
     if not has_fused_kernel(value, shapes):
         return None
     inputs = identity, reference_points, query, value, *parameters
+    if not _fit(num_heads, points, shapes, starts, key_padding_mask, *inputs[:4], parameters):
+        return None
     try:
         return _Projected.apply(dtype, num_heads, points, shapes, starts, key_padding_mask, *inputs)
-    except RuntimeError:
-        return None  # not an error of its own: before torch 2.13 C++ learns no reason
+    except RuntimeError as error:
+        # Errors that come back from C++ have lost their type.
+        if "out of memory" in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
+
+
+def _fit(
+    num_heads: int,
+    num_points: list[int],
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    key_padding_mask: Tensor | None,
+    identity: Tensor | None,
+    reference_points: Tensor,
+    query: Tensor,
+    value: Tensor,
+    parameters: Sequence[Tensor],
+) -> bool:
+    """Return whether the shapes and devices are what the operator takes."""
+    others = [reference_points, value, *parameters]
+    others += [tensor for tensor in (key_padding_mask, identity) if tensor is not None]
+    if any(tensor.device != query.device for tensor in others):
+        return False
+    if query.dim() != 3 or value.dim() != 3 or query.shape[0] != value.shape[0] or num_heads < 1:
+        return False
+    (B, Q, columns), (_, S, value_columns) = query.shape, value.shape
+    L, samples = len(num_points), num_heads * sum(num_points)
+    if level_shapes.shape != (L, 2) or level_starts.shape != (L,):
+        return False
+    if reference_points.dim() != 4 or reference_points.shape[:3] != (B, Q, L):
+        return False
+    if key_padding_mask is not None and (
+        key_padding_mask.shape != (B, S) or key_padding_mask.dtype != torch.bool
+    ):
+        return False
+    if len(parameters) != 8 or any(tensor.dim() == 0 for tensor in parameters):
+        return False
+    channels, out = parameters[4].shape[0], parameters[6].shape[0]
+    if identity is not None and identity.shape != (B, Q, out):
+        return False
+    widths = [(2 * samples, columns), (samples, columns), (channels, value_columns), (out, channels)]
+    if channels % num_heads != 0:
+        return False
+    if any(
+        weight.shape != width or bias.shape != width[:1]
+        for weight, bias, width in zip(parameters[::2], parameters[1::2], widths, strict=True)
+    ):
+        return False
+    return _levels_fit(level_shapes, level_starts, S)
+
+
+def _levels_fit(level_shapes: Tensor, level_starts: Tensor, S: int) -> bool:
+    """Return whether tables on the CPU name levels within the S rows of value."""
+    if level_shapes.device.type != "cpu" or level_starts.device.type != "cpu":
+        return True  # read on the device, where a level that does not fit gives NaN
+    shapes, starts = level_shapes.tolist(), level_starts.tolist()
+    return sum(height * width for height, width in shapes) == S and all(
+        min(height, width) > 0 and 0 <= start <= S - height * width
+        for (height, width), start in zip(shapes, starts, strict=True)
+    )
 
 
 class _Projected(torch.autograd.Function):

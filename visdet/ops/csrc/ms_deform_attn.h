@@ -18,9 +18,9 @@
 //   d01)])
 // Every sum is taken in the type of locations.
 //
-// level_shapes and level_starts are on the CPU (then the levels are checked to lie within S) or on value's device (then
-// they are read there, with no synchronisation, and a level that does not lie within S yields NaN instead of a stray
-// access).
+// level_shapes and level_starts are each on the CPU or on value's device. If both are on the CPU, the levels are
+// checked to lie within S. What is on value's device is read there, with no synchronisation, and a level that does not
+// lie within S then yields NaN instead of a stray access.
 //
 // The fused form takes what the layers before it produce, K = sum of num_points samples a row, level after level:
 //
@@ -42,9 +42,9 @@ namespace visdet {
 
 struct MsDeformAttnProblem {
   int64_t B, S, G, C, Q, L;
-  int64_t K;  // samples a row: L * P, or the sum of num_points
-  int64_t P;  // samples a row and level, the most of any level
-  bool levels_on_host;
+  int64_t K;            // samples a row: L * P, or the sum of num_points
+  int64_t P;            // samples a row and level, the most of any level
+  bool levels_on_host;  // both level_shapes and level_starts
 };
 
 // What both forms check: value and the level table.
@@ -64,13 +64,11 @@ inline MsDeformAttnProblem check_value_and_levels(const char* op, const Tensor& 
                dtype_text(level_shapes));
   VISDET_CHECK(op, level_starts.scalar_type() == ScalarType::Long, "level_starts must be int64, got ",
                dtype_text(level_starts));
-  VISDET_CHECK(op, level_shapes.is_cpu() == level_starts.is_cpu(),
-               "level_shapes and level_starts must be on the same device");
-  problem.levels_on_host = level_shapes.is_cpu();
-  VISDET_CHECK(op,
-               problem.levels_on_host ||
-                   (value.is_cuda() && on_device_of(value, level_shapes) && on_device_of(value, level_starts)),
-               "level_shapes and level_starts must be on the CPU or on the device of value");
+  VISDET_CHECK(op, level_shapes.is_cpu() || (!value.is_cpu() && on_device_of(value, level_shapes)),
+               "level_shapes must be on the CPU or on the device of value");
+  VISDET_CHECK(op, level_starts.is_cpu() || (!value.is_cpu() && on_device_of(value, level_starts)),
+               "level_starts must be on the CPU or on the device of value");
+  problem.levels_on_host = level_shapes.is_cpu() && level_starts.is_cpu();
   return problem;
 }
 
@@ -156,20 +154,24 @@ inline void check_ms_deform_attn_grad(const MsDeformAttnProblem& problem, const 
                "], got ", shape_text(grad_output));
   VISDET_CHECK(op, grad_output.scalar_type() == value.scalar_type(), "grad_output must have value's type ",
                dtype_text(value), ", got ", dtype_text(grad_output));
-  VISDET_CHECK(op, grad_output.is_cuda() == value.is_cuda(), "grad_output must be on the device of value");
+  VISDET_CHECK(op, on_device_of(value, grad_output), "grad_output must be on the device of value");
 }
 
-// The levels of a table on the CPU must be non-empty and lie within the S rows of value.
+// The levels of a table on the CPU must be non-empty, lie within the S rows of value if level_starts is on the CPU, too
+// (else it is null), and take all of these rows together.
 inline void check_levels(const MsDeformAttnProblem& problem, const int64_t* level_shapes, const int64_t* level_starts) {
   constexpr const char* op = "ms_deform_attn";
   int64_t total = 0;
   for (int64_t l = 0; l < problem.L; ++l) {
-    const int64_t H = level_shapes[2 * l], W = level_shapes[2 * l + 1], start = level_starts[l];
+    const int64_t H = level_shapes[2 * l], W = level_shapes[2 * l + 1];
     VISDET_CHECK(op, H > 0 && W > 0 && H <= INT32_MAX / W, "level_shapes[", l,
                  "] must be a positive (height, width) of fewer than 2^31 texels, got (", H, ", ", W, ")");
-    VISDET_CHECK(op, start >= 0 && start + H * W <= problem.S, "level ", l, " (rows ", start, " to ", start + H * W,
-                 ") must lie within the S = ", problem.S, " rows of value");
     total += H * W;
+    if (level_starts == nullptr) continue;
+    const int64_t rows = H * W, start = level_starts[l];
+    VISDET_CHECK(op, start >= 0 && start <= problem.S - rows, "level ", l, " (rows ", start, " to ",
+                 start > INT64_MAX - rows ? INT64_MAX : start + rows, ") must lie within the S = ", problem.S,
+                 " rows of value");
   }
   VISDET_CHECK(op, total == problem.S || problem.L == 0,
                "the sum of height * width over level_shapes must be S = ", problem.S, ", got ", total);

@@ -78,8 +78,11 @@ void note(const char* kind, const char* op, std::initializer_list<std::pair<cons
 
 // What the driver says of a compiled kernel on a device, and how much dynamic shared memory it was allowed.
 struct CompiledKernel {
-  int64_t static_shared, max_threads, registers, allowed_dynamic;
+  int64_t static_shared, max_threads, allowed_dynamic;
 };
+
+// A kernel that declares no shared memory: what the driver says of it is what the architecture reserves for itself.
+__global__ void __launch_bounds__(1) empty_kernel() {}
 
 CompiledKernel& compiled_kernel(const Launch& launch, const void* kernel) {
   struct Key {
@@ -99,8 +102,11 @@ CompiledKernel& compiled_kernel(const Launch& launch, const void* kernel) {
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   VISDET_CHECK(launch.op, error == cudaSuccess, "the CUDA kernel ", launch.kernel,
                " cannot be loaded: ", explain_cuda_error(error));
-  return kernels[key] = {static_cast<int64_t>(attributes.sharedSizeBytes), attributes.maxThreadsPerBlock,
-                         attributes.numRegs, attributes.maxDynamicSharedSizeBytes};
+  cudaFuncAttributes of_empty{};
+  check_cuda(launch.op, cudaFuncGetAttributes(&of_empty, empty_kernel), "cudaFuncGetAttributes");
+  const int64_t static_shared =
+      static_cast<int64_t>(attributes.sharedSizeBytes) - static_cast<int64_t>(of_empty.sharedSizeBytes);
+  return kernels[key] = {static_shared, attributes.maxThreadsPerBlock, attributes.maxDynamicSharedSizeBytes};
 }
 
 std::string sizes_text(const Launch& launch, int64_t static_shared) {

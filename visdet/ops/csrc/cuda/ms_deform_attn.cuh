@@ -7,14 +7,17 @@
 #include <type_traits>
 
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
+#include "../common/paths.h"
 #include "../ms_deform_attn.h"
 
 namespace visdet {
 namespace msda {
 
 constexpr int kMaxHostLevels = 16;  // levels that travel as kernel arguments; more are copied to the device
+constexpr int kMaxLevels = 256;     // levels of a table in shared memory
 
-// Level geometry by value (from the host) or by pointer (on the device).
+// Level geometry, each part by value (from the host) or by pointer (on the device).
 struct Levels {
   const int64_t* shapes;  // [L, 2] on the device, or null
   const int64_t* starts;  // [L] on the device, or null
@@ -22,6 +25,8 @@ struct Levels {
   int32_t P;                    // samples of a row on each level; 0: their number differs, see `end`
   int32_t end[kMaxHostLevels];  // samples of a row on the levels up to this one
   bool follow;                  // by value: the levels follow one another from row 0 to row S without a gap
+
+  __host__ __device__ __forceinline__ bool by_value() const { return shapes == nullptr && starts == nullptr; }
 };
 
 // Samples of a row on level l.
@@ -36,8 +41,10 @@ struct alignas(16) Level {
 
 __device__ __forceinline__ Level read_level(const Levels& levels, int l, int64_t S) {
   const int32_t end = levels.P > 0 ? (l + 1) * levels.P : levels.end[l];
-  if (levels.shapes == nullptr) return {levels.start[l], levels.H[l], levels.W[l], end};
-  const int64_t H = levels.shapes[2 * l], W = levels.shapes[2 * l + 1], start = levels.starts[l];
+  if (levels.by_value()) return {levels.start[l], levels.H[l], levels.W[l], end};
+  const int64_t H = levels.shapes ? levels.shapes[2 * l] : levels.H[l],
+                W = levels.shapes ? levels.shapes[2 * l + 1] : levels.W[l],
+                start = levels.starts ? levels.starts[l] : levels.start[l];
   const bool fits = H > 0 && W > 0 && start >= 0 && H <= S && W <= S && start + H * W <= S;
   return fits ? Level{static_cast<int32_t>(start), static_cast<int32_t>(H), static_cast<int32_t>(W), end}
               : Level{0, 0, 0, end};
@@ -46,7 +53,7 @@ __device__ __forceinline__ Level read_level(const Levels& levels, int l, int64_t
 // All threads of the block: the level table into shared memory. Returns whether the levels follow one another from row
 // 0 to row S without a gap.
 __device__ __forceinline__ bool load_levels(const Levels& levels, int L, int64_t S, Level* table) {
-  if (levels.shapes == nullptr) {
+  if (levels.by_value()) {
     for (int l = threadIdx.x; l < L; l += blockDim.x) table[l] = read_level(levels, l, S);
     __syncthreads();
     return levels.follow;
@@ -400,7 +407,7 @@ struct Regions {
 
 // Of levels that the host knows; else they are found on the device.
 inline Regions known_regions(const Levels& levels, int L) {
-  if (levels.shapes != nullptr) return {};
+  if (!levels.by_value()) return {};
   return Regions::of(L, [&](int l) { return Level{0, levels.H[l], levels.W[l], 0}; });
 }
 
@@ -507,29 +514,49 @@ inline Levels levels_of(const MsDeformAttnProblem& problem, const Tensor& shapes
     int32_t end = 0;
     for (int64_t l = 0; l < problem.L; ++l) levels.end[l] = end += static_cast<int32_t>(num_points[l]);
   }
+  const bool host_shapes = shapes.is_cpu(), host_starts = starts.is_cpu();
+  VISDET_CHECK("ms_deform_attn", problem.L <= kMaxHostLevels || (!host_shapes && !host_starts),
+               "level_shapes and level_starts on the CPU may name ", kMaxHostLevels, " levels at the most, got ",
+               problem.L, "; pass them on value's device");
+  // A plan's tables on the device have no address; what they hold is not read, but it is not null.
+  static const int64_t nowhere = 0;
+  const auto data_of = [](const Tensor& table) {
+    const int64_t* data = table.const_data_ptr<int64_t>();
+    return data == nullptr ? &nowhere : data;
+  };
+  const int64_t *shape_data = data_of(shapes), *start_data = data_of(starts);
+  if (host_shapes) {
+    check_levels(problem, shape_data, host_starts ? start_data : nullptr);
+    for (int64_t l = 0; l < problem.L; ++l) {
+      levels.H[l] = static_cast<int32_t>(shape_data[2 * l]), levels.W[l] = static_cast<int32_t>(shape_data[2 * l + 1]);
+    }
+  } else {
+    levels.shapes = shape_data;
+  }
+  if (host_starts) {
+    for (int64_t l = 0; l < problem.L; ++l) {
+      VISDET_CHECK("ms_deform_attn", start_data[l] >= 0 && start_data[l] <= problem.S, "level_starts[", l,
+                   "] must be a row of value, 0 to ", problem.S, ", got ", start_data[l]);
+      levels.start[l] = static_cast<int32_t>(start_data[l]);
+    }
+  } else {
+    levels.starts = start_data;
+  }
   if (problem.levels_on_host) {
-    const int64_t *host_shapes = shapes.const_data_ptr<int64_t>(), *host_starts = starts.const_data_ptr<int64_t>();
-    check_levels(problem, host_shapes, host_starts);
-    VISDET_CHECK("ms_deform_attn", problem.L <= kMaxHostLevels, "level_shapes on the CPU may name ", kMaxHostLevels,
-                 " levels at the most, got ", problem.L, "; pass them on value's device");
     int64_t row = 0;
     levels.follow = true;
     for (int64_t l = 0; l < problem.L; ++l) {
-      levels.follow = levels.follow && host_starts[l] == row;
-      row += host_shapes[2 * l] * host_shapes[2 * l + 1];
-      levels.H[l] = static_cast<int32_t>(host_shapes[2 * l]);
-      levels.W[l] = static_cast<int32_t>(host_shapes[2 * l + 1]);
-      levels.start[l] = static_cast<int32_t>(host_starts[l]);
+      levels.follow = levels.follow && levels.start[l] == row;
+      row += int64_t{levels.H[l]} * levels.W[l];
     }
     levels.follow = levels.follow && row == problem.S;
-  } else {
-    levels.shapes = shapes.const_data_ptr<int64_t>();
-    levels.starts = starts.const_data_ptr<int64_t>();
   }
   return levels;
 }
 
 inline void check_sizes(const MsDeformAttnProblem& problem) {
+  VISDET_CHECK("ms_deform_attn", problem.L <= kMaxLevels, "level_shapes may name ", kMaxLevels,
+               " levels at the most on CUDA, got ", problem.L);
   VISDET_CHECK("ms_deform_attn", problem.S <= INT32_MAX, "value must have fewer than 2^31 rows S, got ", problem.S);
   // 32-bit offsets within one image's samples and one texel's bytes.
   const double samples = 1.0 * problem.Q * problem.G * problem.K;
@@ -541,61 +568,70 @@ inline void check_sizes(const MsDeformAttnProblem& problem) {
                problem.G);
 }
 
-inline unsigned grid_size(int64_t blocks) {
-  VISDET_CHECK("ms_deform_attn", blocks <= INT32_MAX, "B * G * Q is too large: ", blocks, " blocks");
-  return static_cast<unsigned>(blocks);
-}
-
 // x: blocks of a head; y and z: heads, read back as y + 65535 * z.
-inline dim3 head_grid(int64_t blocks, int64_t heads) {
-  return dim3(grid_size(blocks), static_cast<unsigned>(std::min<int64_t>(heads, 65535)),
-              static_cast<unsigned>(ceil_div(heads, 65535)));
+inline Grid head_grid(int64_t blocks, int64_t heads) {
+  return {blocks, std::min<int64_t>(heads, 65535), ceil_div(heads, 65535)};
 }
 
-// Calls f(VEC, LANES): loads of 16 bytes where channels and addresses allow it, else of one value. LANES is the
-// smallest of a few powers of two that covers a row, MOST at the most (a wider row takes several turns).
-template <typename T, int MOST, int VEC = 16 / sizeof(T), typename F>
-void dispatch_row(int64_t C, bool is_aligned, const F& f) {
-  constexpr int kVec = VEC;
-  const auto call = [&](auto vec, auto lanes) { f(vec, lanes); };
-  if (C % kVec == 0 && is_aligned) {
-    const std::integral_constant<int, kVec> vec;
-    const int64_t packs = C / kVec;
-    if constexpr (MOST >= 32) {
-      if (packs > 16) return call(vec, std::integral_constant<int, 32>{});
-    }
-    if constexpr (MOST >= 16) {
-      if (packs > 8) return call(vec, std::integral_constant<int, 16>{});
-    }
-    if constexpr (MOST >= 8) {
-      if (packs > 4) return call(vec, std::integral_constant<int, 8>{});
-    }
-    return call(vec, std::integral_constant<int, 4>{});
+// How threads share a row of C channels: `lanes` of them, a power of two, take `vec` channels each by one load. vec is
+// 16 bytes' worth where channels and addresses allow it, else 1. lanes cover the row, or are the most that a path has,
+// and then take several turns.
+struct RowSplit {
+  int64_t vec, lanes;
+};
+
+template <typename T>
+constexpr int kRowVec = 16 / static_cast<int>(sizeof(T));
+
+inline RowSplit row_split(int64_t C, bool is_aligned, int64_t vec, int64_t most_lanes) {
+  if (C % vec != 0 || !is_aligned) return {1, std::min<int64_t>(most_lanes * vec, 32)};
+  int64_t lanes = 4;
+  while (lanes < most_lanes && lanes * vec < C) lanes *= 2;
+  return {vec, lanes};
+}
+
+// Calls f(VEC, LANES) with the constants of a row_split(C, is_aligned, VEC, MOST).
+template <int VEC, int MOST, typename F>
+void dispatch_row(const RowSplit& row, const F& f) {
+  if (row.vec == 1) {
+    return f(std::integral_constant<int, 1>{}, std::integral_constant<int, least(MOST * VEC, 32)>{});
   }
-  const std::integral_constant<int, 1> vec;
-  return call(vec, std::integral_constant<int, least(MOST * kVec, 32)>{});
+  const std::integral_constant<int, VEC> vec;
+  if constexpr (MOST >= 32) {
+    if (row.lanes == 32) return f(vec, std::integral_constant<int, 32>{});
+  }
+  if constexpr (MOST >= 16) {
+    if (row.lanes == 16) return f(vec, std::integral_constant<int, 16>{});
+  }
+  if constexpr (MOST >= 8) {
+    if (row.lanes == 8) return f(vec, std::integral_constant<int, 8>{});
+  }
+  f(vec, std::integral_constant<int, 4>{});
 }
 
-// The samples of contiguous tensors, as functions of the types.
-inline auto given_samples(const Tensor& locations, const Tensor& weights) {
-  return [&](auto /*value_tag*/, auto accumulate_tag, bool /*encoder*/ = false) {
-    using A = decltype(accumulate_tag);
-    return GivenSamples<A>{static_cast<const A*>(locations.const_data_ptr()),
-                           static_cast<const A*>(weights.const_data_ptr())};
-  };
-}
-inline auto fused_samples(const Tensor& reference, const Tensor& offsets, const Tensor& logits) {
-  return [&](auto value_tag, auto accumulate_tag) {
-    using A = decltype(accumulate_tag);
+// The two forms of the operator: where samples come from, as contiguous tensors.
+struct GivenForm {
+  const Tensor &locations, &weights;
+
+  template <typename T, typename A>
+  GivenSamples<A> source() const {
+    return {static_cast<const A*>(locations.const_data_ptr()), static_cast<const A*>(weights.const_data_ptr())};
+  }
+};
+struct FusedForm {
+  const Tensor &reference, &offsets, &logits;
+
+  template <typename T, typename A>
+  FusedSamples<T, A> source() const {
     const bool wide = offsets.scalar_type() == reference.scalar_type(), boxes = reference.size(3) == 4;
-    return FusedSamples<decltype(value_tag), A>{static_cast<const A*>(reference.const_data_ptr()),
-                                                static_cast<const char*>(offsets.const_data_ptr()),
-                                                static_cast<const char*>(logits.const_data_ptr()),
-                                                nullptr,
-                                                wide,
-                                                boxes};
-  };
-}
+    return {static_cast<const A*>(reference.const_data_ptr()),
+            static_cast<const char*>(offsets.const_data_ptr()),
+            static_cast<const char*>(logits.const_data_ptr()),
+            nullptr,
+            wide,
+            boxes};
+  }
+};
 
 // Up to so many samples a texel, adding directly is faster than sorting.
 constexpr int64_t kDirectSamples = 4;

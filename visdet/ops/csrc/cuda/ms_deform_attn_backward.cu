@@ -14,6 +14,8 @@ namespace visdet {
 namespace msda {
 namespace {
 
+constexpr const char* kOp = "ms_deform_attn_backward";
+
 // A cell is the square between four texel centres that a sample falls into: (H + 1) * (W + 1) of them a level, border
 // cells included. The samples of each (batch, head, level) are sorted by cell, and in a cell by query and point, in two
 // steps. A bin is a run of cells that holds some 1000 samples, less than a block sorts at once, if they spread evenly.
@@ -115,7 +117,9 @@ struct alignas(16) LevelPlan {
   bool disjoint, cover;               // of all levels, in the first entry: no row in two of them; every row in one
 };
 
-__global__ void plan_kernel(const Levels levels, LevelPlan* __restrict__ plan, int L, int64_t S, int64_t Q) {
+constexpr int kPlanThreads = 1, kZeroThreads = 256;
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_kernel(const Levels levels, LevelPlan* __restrict__ plan, int L, int64_t S, int64_t Q) {
   int64_t slot = 0, rows = 0;
   int32_t first_point = 0, bin = 0;
   bool disjoint = true;
@@ -140,7 +144,8 @@ __global__ void plan_kernel(const Levels levels, LevelPlan* __restrict__ plan, i
 }
 
 // Rows that belong to no level, or to several, must be zero before gather_kernel.
-__global__ void zero_kernel(const LevelPlan* __restrict__ plan, char* __restrict__ to, int64_t bytes) {
+__global__ void __launch_bounds__(kZeroThreads)
+    zero_kernel(const LevelPlan* __restrict__ plan, char* __restrict__ to, int64_t bytes) {
   if (plan[0].cover) return;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x * 16;
   int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
@@ -329,16 +334,19 @@ __global__ void __launch_bounds__(kPieceThreads, 3)
 // Of a larger bin, it picks one window of keys after another out of all of its records. Also writes where cells begin,
 // among the level's records.
 constexpr int kSortThreads = 512;
-constexpr int kWindowEach = 4, kWindow = kSortThreads * kWindowEach;
+template <typename A>
+constexpr int kWindowEach = 64 / static_cast<int>(sizeof(Record<A>));  // records a thread holds: 32 KB a block
+template <typename A>
+constexpr int kWindow = kSortThreads * kWindowEach<A>;
 constexpr int kKeyBits = 11, kKeyBuckets = 1 << kKeyBits;
 static_assert(kMaxBinBits <= kKeyBits, "a cell begins with a bucket");
 static_assert(kKeyBuckets == 4 * kSortThreads, "a thread has four buckets");
 
 template <typename A>
 struct alignas(16) SortScratch {
-  Record<A> records[kWindow];
+  Record<A> records[kWindow<A>];
   int32_t buckets[kKeyBuckets + 4];  // counts, then starts and the end
-  uint32_t keys[kWindow];
+  uint32_t keys[kWindow<A>];
   int32_t picked;
 };
 
@@ -397,13 +405,13 @@ __device__ __forceinline__ void zero_buckets(SortScratch<A>& scratch) {
 // of keys, and where cells begin, if that is asked for. split(record, key) gives the bucket and what tells the records
 // of a bucket apart. The buckets are zero.
 template <typename A, typename Split>
-__device__ __forceinline__ void sort_window(SortScratch<A>& scratch, Record<A> (&record)[kWindowEach], int count,
+__device__ __forceinline__ void sort_window(SortScratch<A>& scratch, Record<A> (&record)[kWindowEach<A>], int count,
                                             const Split& split, Record<A>* to, const CellStarts* starts) {
   constexpr int kRankBits = 11;
-  static_assert(kWindow <= 1 << kRankBits, "bucket and rank share a number");
-  uint32_t key[kWindowEach], place[kWindowEach];  // place: bucket and rank
+  static_assert(kWindow<A> <= 1 << kRankBits, "bucket and rank share a number");
+  uint32_t key[kWindowEach<A>], place[kWindowEach<A>];  // place: bucket and rank
 #pragma unroll
-  for (int j = 0; j < kWindowEach; ++j) {
+  for (int j = 0; j < kWindowEach<A>; ++j) {
     if (threadIdx.x + j * kSortThreads >= count) continue;
     const uint32_t bucket = split(record[j], key[j]);
     record[j].fx -= floor(record[j].fx), record[j].fy -= floor(record[j].fy);
@@ -412,13 +420,13 @@ __device__ __forceinline__ void sort_window(SortScratch<A>& scratch, Record<A> (
   start_buckets(scratch);
   if (starts != nullptr) starts->write(scratch.buckets);
 #pragma unroll
-  for (int j = 0; j < kWindowEach; ++j) {
+  for (int j = 0; j < kWindowEach<A>; ++j) {
     if (threadIdx.x + j * kSortThreads >= count) continue;
     scratch.keys[scratch.buckets[place[j] >> kRankBits] + (place[j] & ((1 << kRankBits) - 1))] = key[j];
   }
   __syncthreads();  // the keys are placed
 #pragma unroll
-  for (int j = 0; j < kWindowEach; ++j) {
+  for (int j = 0; j < kWindowEach<A>; ++j) {
     if (threadIdx.x + j * kSortThreads >= count) continue;
     const int32_t* bucket = scratch.buckets + (place[j] >> kRankBits);
     const int32_t begin = bucket[0], end = bucket[1];
@@ -429,7 +437,7 @@ __device__ __forceinline__ void sort_window(SortScratch<A>& scratch, Record<A> (
   }
   __syncthreads();  // the records are sorted
 #pragma unroll
-  for (int j = 0; j < kWindowEach; ++j) {
+  for (int j = 0; j < kWindowEach<A>; ++j) {
     const int i = threadIdx.x + j * kSortThreads;
     if (i < count) to[i] = scratch.records[i];
   }
@@ -462,10 +470,10 @@ __device__ __noinline__ void sort_large_bin(const Record<A>* records, int32_t co
     do {  // until no bucket is larger than a window
       width = max(width - kKeyBits, 0);
       count_keys(lowest, width);
-    } while (scratch.buckets[1] > kWindow);
+    } while (scratch.buckets[1] > kWindow<A>);
     uint32_t buckets = 1;  // as many as fit
     for (int step = kKeyBuckets / 2; step > 0; step /= 2) {
-      if (scratch.buckets[buckets + step] <= kWindow) buckets += step;
+      if (scratch.buckets[buckets + step] <= kWindow<A>) buckets += step;
     }
     const int32_t in_window = scratch.buckets[buckets];
     __syncthreads();  // the buckets have been read
@@ -479,9 +487,9 @@ __device__ __noinline__ void sort_large_bin(const Record<A>* records, int32_t co
       if (key >= lowest && (key - lowest) >> width < buckets) scratch.records[atomicAdd(&scratch.picked, 1)] = record;
     }
     __syncthreads();  // the window is complete
-    Record<A> record[kWindowEach];
+    Record<A> record[kWindowEach<A>];
 #pragma unroll
-    for (int j = 0; j < kWindowEach; ++j) record[j] = scratch.records[threadIdx.x + j * kSortThreads];
+    for (int j = 0; j < kWindowEach<A>; ++j) record[j] = scratch.records[threadIdx.x + j * kSortThreads];
     const auto split = [&](const Record<A>& record, uint32_t& key) {
       const uint64_t whole = key_of(record) - lowest;
       key = static_cast<uint32_t>(whole);
@@ -517,10 +525,10 @@ __global__ void __launch_bounds__(kSortThreads, 3)
   const CellStarts cell_starts{starts + head * head_slots + at.first_slot + first_cell,
                                begin - at.first_point * static_cast<int32_t>(problem.Q), static_cast<int32_t>(cells),
                                cell_shift, bin + 1 == at.bins};
-  if (count > kWindow) return sort_large_bin(records, count, sample_shift, key_of, sorted, cell_starts);
-  Record<A> record[kWindowEach] = {};
+  if (count > kWindow<A>) return sort_large_bin(records, count, sample_shift, key_of, sorted, cell_starts);
+  Record<A> record[kWindowEach<A>] = {};
 #pragma unroll
-  for (int j = 0; j < kWindowEach; ++j) {
+  for (int j = 0; j < kWindowEach<A>; ++j) {
     const int i = threadIdx.x + j * kSortThreads;
     if (i < count) record[j] = records[i];
   }
@@ -945,7 +953,8 @@ constexpr int kSoftmaxLanes = 4;  // that work out the fused form's softmax of a
 constexpr int kPassPoints = 4;
 constexpr int kChunkEach = 3;  // samples a thread locates in a pass, at the most
 constexpr int kMaxChunk = kChunkThreads * kChunkEach / kPassPoints;
-constexpr size_t kChunkShared = 80 << 10;  // of two blocks; the rest of the memory is the first-level cache
+constexpr int64_t kChunkShared = 80 << 10;  // of a block, two on a multiprocessor; the rest is first-level cache
+constexpr int64_t kScanShared = 64;         // bytes that sum_before() declares in a block of 512 threads
 // Squares that lie 64 columns or 32 rows apart share a bucket, which costs reductions only.
 constexpr int kColumnBits = 6, kBuckets = 4 * kChunkThreads;
 
@@ -955,11 +964,11 @@ struct ChunkSizes {
   uint32_t share;  // queries of a block
 };
 
-template <typename T, typename Source>
-size_t chunk_bytes(int64_t C, int64_t L, int64_t queries) {
-  const size_t of_query = kPassPoints * (sizeof(Pack<float, 4>) + sizeof(uint16_t)) + C * sizeof(T) + sizeof(uint32_t) +
-                          (Source::kNeedsLevel ? sizeof(typename Source::Row) : 0);
-  return queries * of_query + kBuckets * sizeof(uint16_t) + L * sizeof(Level);
+// Shared memory of a block that owns so many queries.
+int64_t chunk_bytes(const MsDeformAttnProblem& problem, int64_t element, bool has_softmax, int64_t queries) {
+  const int64_t of_query = kPassPoints * (sizeof(Pack<float, 4>) + sizeof(uint16_t)) + problem.C * element +
+                           sizeof(uint32_t) + (has_softmax ? sizeof(SoftmaxRow<float>) : 0);
+  return queries * of_query + kBuckets * sizeof(uint16_t) + problem.L * static_cast<int64_t>(sizeof(Level));
 }
 
 // order[i] = the query that is number i; from the first to the last unless the levels follow one another.
@@ -970,7 +979,7 @@ __global__ void __launch_bounds__(kOrderQueryThreads)
   auto* table = reinterpret_cast<Level*>(shared);  // [L]
   const bool follow = load_levels(levels, L, S, table);
   const auto level_at = [&](int l) { return table[l]; };
-  const Regions regions = levels.shapes == nullptr ? known : Regions::of(L, level_at);
+  const Regions regions = levels.by_value() ? known : Regions::of(L, level_at);
   const uint32_t Q = static_cast<uint32_t>(S), share = (Q + gridDim.x - 1) / gridDim.x, first = blockIdx.x * share;
   if (first >= Q) return;
   const uint32_t count = min(share, Q - first);
@@ -1427,14 +1436,14 @@ void check_backward_sizes(const MsDeformAttnProblem& problem) {
 // The plan of the levels, on the device, from the first time that it is asked for.
 class Plans {
  public:
-  Plans(const MsDeformAttnProblem& problem, const Tensor& value, const Levels& levels)
-      : problem_(problem), value_(value), levels_(levels) {}
+  Plans(const MsDeformAttnProblem& problem, const DeviceScope& scope, const Tensor& value, const Levels& levels)
+      : problem_(problem), scope_(scope), value_(value), levels_(levels) {}
 
   const LevelPlan* get() {
     if (!plan_) {
       plan_ = new_empty(value_, {static_cast<int64_t>(sizeof(LevelPlan)) * problem_.L}, ScalarType::Byte);
-      plan_kernel<<<1, 1, 0, current_stream(value_)>>>(levels_, data(), static_cast<int>(problem_.L), problem_.S,
-                                                       problem_.Q);
+      launch({kOp, "plan_kernel", scope_, 1, kPlanThreads}, plan_kernel, levels_, data(), static_cast<int>(problem_.L),
+             problem_.S, problem_.Q);
     }
     return data();
   }
@@ -1443,191 +1452,290 @@ class Plans {
   LevelPlan* data() { return static_cast<LevelPlan*>(plan_->mutable_data_ptr()); }
 
   const MsDeformAttnProblem& problem_;
+  const DeviceScope& scope_;
   const Tensor& value_;
   const Levels& levels_;
   std::optional<Tensor> plan_;
 };
 
-template <typename MakeSource, typename MakeGrads>
-void backward_direct(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value, Plans& plans,
-                     const MakeSource& make_source, const MakeGrads& make_grads, Tensor& grad_value) {
-  const LevelPlan* plan = plans.get();
-  const cudaStream_t stream = current_stream(value);
-  const ScalarType sum_type = accumulate_dtype(value.scalar_type());
-  Tensor sums = sum_type == value.scalar_type() ? zero_(grad_value) : new_zeros(value, value.sizes(), sum_type);
-  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const auto source = make_source(value_tag, accumulate_tag, false);
-    using Source = std::decay_t<decltype(source)>;
-    // VEC: 16 bytes of sums, so that the lanes' reductions lie side by side.
-    dispatch_row<T, 32, 16 / sizeof(A)>(
-        problem.C, aligned(value, 16) && aligned(grad_output, 16), [&](auto vec, auto lanes) {
-          constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
-          const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
-          direct_kernel<T, A, Source, kVec, kLanes><<<grid_size(ceil_div(samples * kLanes, kSampleThreads)),
-                                                      kSampleThreads, sizeof(LevelPlan) * problem.L, stream>>>(
-              static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), plan,
-              source, static_cast<A*>(sums.mutable_data_ptr()), make_grads(accumulate_tag, false), problem);
-        });
-  });
-  if (sum_type != value.scalar_type()) copy_(grad_value, sums);
+// A call of the backward, none of whose tensors is empty. Form says where samples come from and where their gradients
+// go: form.source<T, A>(encoder) and form.grads<A>(encoder), encoder being pyramid_grad_kernel, which works out a row's
+// softmax by itself, and writes by put_once().
+template <typename Form>
+struct BackwardCall {
+  const MsDeformAttnProblem& problem;
+  const DeviceScope& scope;
+  const Levels& levels;
+  Plans& plans;
+  Form& form;
+  const Tensor &grad_output, &value;
+  bool deterministic;
+  Tensor& grad_value;
+
+  int64_t element() const { return static_cast<int64_t>(value.element_size()); }
+  bool is_double() const { return element() == 8; }
+  bool is_aligned() const { return aligned(value, 16) && aligned(grad_output, 16); }
+};
+
+// The path of few samples.
+template <typename Form>
+const char* direct_declines(const BackwardCall<Form>& call) {
+  if (call.deterministic) return "it adds in no fixed order, and the call is deterministic";
+  if (call.is_double()) return "the values are float64";
+  const MsDeformAttnProblem& problem = call.problem;
+  return problem.Q * problem.K <= kDirectSamples * problem.S ? nullptr : "there are more than 4 samples a texel";
 }
 
-// Returns false where it does not apply: in float64, for rows that one turn of lanes does not cover or that cannot be
-// read in packs, for level tables that leave no place for a chunk, and where a number of 32 bits does not tell the
-// levels of all queries apart (check_sizes sees to samples, texels and heads).
-template <typename MakeSource, typename MakeGrads>
-bool backward_pyramid(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value,
-                      const Levels& levels, const MakeSource& make_source, const MakeGrads& make_grads,
-                      Tensor& grad_value) {
-  const cudaStream_t stream = current_stream(value);
-  const int L = static_cast<int>(problem.L);
-  const int64_t rows = problem.B * problem.G * problem.Q,
-                slots = 2 * int64_t{multiprocessors(value.get_device_index())};
-  const size_t order_shared = sizeof(Level) * L + region_bytes(L, known_regions(levels, L));
-  if (problem.C > 128 || order_shared > 48 * 1024 || problem.Q * problem.L > INT32_MAX) return false;
-  bool done = false;
-  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+template <typename Form>
+void direct_launch(const BackwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  const LevelPlan* plan = call.plans.get();
+  const bool is_float = call.value.scalar_type() == ScalarType::Float;
+  Tensor sums = is_float ? zero_(call.grad_value) : new_zeros(call.value, call.value.sizes(), ScalarType::Float);
+  dispatch_value_type(call.value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    if constexpr (std::is_same_v<A, float>) {
-      const auto source = make_source(value_tag, accumulate_tag, true);
+    if constexpr (sizeof(A) == 4) {
+      const auto source = call.form.template source<T, A>(false);
       using Source = std::decay_t<decltype(source)>;
-      const auto bytes = [&](int64_t queries) { return chunk_bytes<T, Source>(problem.C, L, queries); };
-      int64_t most = kMaxChunk;
-      while (most > 0 && bytes(most) > kChunkShared) --most;
-      if (most == 0) return;
-      const int64_t waves = ceil_div(rows, slots * most), share = ceil_div(rows, slots * waves);
-      const bool is_aligned = aligned(value, 16) && aligned(grad_output, 16);
-      dispatch_row<T, 32, 4>(problem.C, is_aligned, [&](auto vec, auto lanes) {
+      // VEC: 16 bytes of sums, so that the lanes' reductions lie side by side.
+      dispatch_row<4, 32>(row_split(problem.C, call.is_aligned(), 4, 32), [&](auto vec, auto lanes) {
+        constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
+        const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
+        launch({kOp, "direct_kernel", call.scope, ceil_div(samples * kLanes, kSampleThreads), kSampleThreads,
+                static_cast<int64_t>(sizeof(LevelPlan)) * problem.L},
+               direct_kernel<T, A, Source, kVec, kLanes>, static_cast<const T*>(call.grad_output.const_data_ptr()),
+               static_cast<const T*>(call.value.const_data_ptr()), plan, source,
+               static_cast<A*>(sums.mutable_data_ptr()), call.form.template grads<A>(false), problem);
+      });
+    }
+  });
+  if (!is_float) copy_(call.grad_value, sums);
+}
+
+// The path of encoders.
+struct ChunkPlan {
+  int64_t share, shared, order_shared;  // share: queries of a block; 0: not one fits
+};
+
+template <typename Form>
+ChunkPlan chunk_plan(const BackwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  const int L = static_cast<int>(problem.L);
+  const int64_t rows = problem.B * problem.G * problem.Q, slots = 2 * call.scope.device().multiprocessors;
+  const auto bytes = [&](int64_t queries) { return chunk_bytes(problem, call.element(), Form::kHasSoftmax, queries); };
+  const int64_t most_bytes = std::min(kChunkShared, call.scope.device().shared_for(2) - kScanShared);
+  const int64_t each = bytes(1) - bytes(0);
+  const int64_t most = std::min<int64_t>(kMaxChunk, (most_bytes - bytes(0)) / each);
+  ChunkPlan plan{};
+  plan.order_shared =
+      static_cast<int64_t>(sizeof(Level)) * L + static_cast<int64_t>(region_bytes(L, known_regions(call.levels, L)));
+  if (most < 1) return plan;
+  const int64_t waves = ceil_div(rows, slots * most);
+  plan.share = ceil_div(rows, slots * waves), plan.shared = bytes(plan.share);
+  return plan;
+}
+
+template <typename Form>
+const char* encoder_declines(const BackwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  if (call.deterministic) return "it adds in no fixed order, and the call is deterministic";
+  if (problem.Q != problem.S) return "the queries are not the texels of the pyramid (Q is not S)";
+  if (call.is_double()) return "the values are float64";
+  if (problem.C > 128) return "a row of value has more than 128 channels";
+  if (row_split(problem.C, call.is_aligned(), 4, 32).vec != 4) return "rows cannot be read 4 channels at a time";
+  // check_sizes sees to samples, texels and heads
+  if (problem.Q * problem.L > INT32_MAX) return "Q * L is 2^31 or more";
+  const ChunkPlan plan = chunk_plan(call);
+  if (plan.share == 0 || plan.order_shared > 48 << 10) return "a block has too little shared memory";
+  return nullptr;
+}
+
+template <typename Form>
+void encoder_launch(const BackwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  const int L = static_cast<int>(problem.L);
+  const ChunkPlan plan = chunk_plan(call);
+  const int64_t rows = problem.B * problem.G * problem.Q;
+  const bool is_float = call.value.scalar_type() == ScalarType::Float;
+  Tensor sums = is_float ? zero_(call.grad_value) : new_zeros(call.value, call.value.sizes(), ScalarType::Float);
+  Tensor order = new_empty(call.value, {problem.Q}, ScalarType::Int);
+  auto* order_data = static_cast<uint32_t*>(order.mutable_data_ptr());
+  launch({kOp, "order_queries_kernel", call.scope, kOrderQueryBlocks, kOrderQueryThreads, plan.order_shared},
+         order_queries_kernel, call.levels, known_regions(call.levels, L), L, problem.S, order_data);
+  dispatch_value_type(call.value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    if constexpr (sizeof(A) == 4) {
+      const auto source = call.form.template source<T, A>(true);
+      using Source = std::decay_t<decltype(source)>;
+      dispatch_row<4, 32>(row_split(problem.C, call.is_aligned(), 4, 32), [&](auto vec, auto lanes) {
         if constexpr (decltype(vec)::value == 4) {
-          const bool is_float = value.scalar_type() == ScalarType::Float;
-          Tensor sums = is_float ? zero_(grad_value) : new_zeros(value, value.sizes(), ScalarType::Float);
-          Tensor order = new_empty(value, {problem.Q}, ScalarType::Int);
-          auto* order_data = static_cast<uint32_t*>(order.mutable_data_ptr());
-          order_queries_kernel<<<kOrderQueryBlocks, kOrderQueryThreads, order_shared, stream>>>(
-              levels, known_regions(levels, L), L, problem.S, order_data);
-          const auto kernel = pyramid_grad_kernel<T, Source, decltype(lanes)::value>;
-          allow_shared(kernel, bytes(share));
-          kernel<<<grid_size(ceil_div(rows, share)), kChunkThreads, bytes(share), stream>>>(
-              static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()),
-              levels, order_data, source, static_cast<float*>(sums.mutable_data_ptr()),
-              make_grads(accumulate_tag, true),
-              ChunkSizes{problem.S, rows, static_cast<int32_t>(problem.Q), static_cast<int32_t>(problem.G),
-                         static_cast<int32_t>(problem.C), L, static_cast<int32_t>(problem.K),
-                         static_cast<uint32_t>(share)});
-          if (!is_float) copy_(grad_value, sums);
-          done = true;
+          launch({kOp, "pyramid_grad_kernel", call.scope, ceil_div(rows, plan.share), kChunkThreads, plan.shared,
+                  kScanShared},
+                 pyramid_grad_kernel<T, Source, decltype(lanes)::value>,
+                 static_cast<const T*>(call.grad_output.const_data_ptr()),
+                 static_cast<const T*>(call.value.const_data_ptr()), call.levels, order_data, source,
+                 static_cast<float*>(sums.mutable_data_ptr()), call.form.template grads<A>(true),
+                 ChunkSizes{problem.S, rows, static_cast<int32_t>(problem.Q), static_cast<int32_t>(problem.G),
+                            static_cast<int32_t>(problem.C), L, static_cast<int32_t>(problem.K),
+                            static_cast<uint32_t>(plan.share)});
         }
       });
     }
   });
-  return done;
+  if (!is_float) copy_(call.grad_value, sums);
 }
 
-// Fills grad_value and the samples' gradients, none of which is empty. make_source(T{}, A{}, encoder) and
-// make_grads(A{}, encoder) give the samples and the place of their gradients; encoder: to pyramid_grad_kernel, which
-// works out a row's softmax by itself, and writes by put_once().
-template <typename MakeSource, typename MakeGrads>
-void backward(const MsDeformAttnProblem& problem, const Tensor& grad_output, const Tensor& value, const Levels& levels,
-              Plans& plans, const MakeSource& make_source, const MakeGrads& make_grads, bool deterministic,
-              Tensor& grad_value) {
-  if (!deterministic && problem.Q * problem.K <= kDirectSamples * problem.S) {
-    return backward_direct(problem, grad_output, value, plans, make_source, make_grads, grad_value);
+// The path of everything else: samples sorted by cell, and gathered.
+struct SortedSizes {
+  int64_t head_slots, head_bins, tiles;  // of a head
+};
+
+template <typename Form>
+SortedSizes sorted_sizes(const BackwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  SortedSizes sizes{};
+  if (!call.levels.by_value()) {              // only the device knows: bounds, and blocks take further tiles
+    const int64_t cells = 2 * problem.S + 2;  // at most: H + W <= S + 1 of any level
+    sizes.head_slots = problem.L * (cells + 1);
+    sizes.head_bins = 2 * problem.Q * problem.K / kBinSamples + problem.L * ((cells >> kMaxBinBits) + 2);
+    sizes.tiles = ceil_div(problem.S, 64) + problem.L;
+    return sizes;
   }
+  for (int l = 0; l < static_cast<int>(problem.L); ++l) {
+    const int64_t H = call.levels.H[l], W = call.levels.W[l], samples = problem.Q * points_on(call.levels, l),
+                  cells = cells_of(H, W);
+    sizes.head_slots += cells + 1;
+    sizes.head_bins += bins_of(cells, bin_bits_of(samples, cells)) + 1;
+    sizes.tiles += tiles_of(tile_of_shape(tile_shape_of(samples, H, W)), H, W);
+  }
+  return sizes;
+}
+
+template <typename T, typename A, typename Form>
+void sort_samples(const BackwardCall<Form>& call, const SortedSizes& sizes, const SampleGrads<A>& grads,
+                  int32_t* starts, Record<A>* records, Record<A>* sorted) {
+  const MsDeformAttnProblem& problem = call.problem;
+  const int64_t heads = problem.B * problem.G;
+  const int point_bits = point_bits_of(problem), head_bins = static_cast<int>(sizes.head_bins);
+  const LevelPlan* plan = call.plans.get();
+  // Where the bins' records start, and how far they are filled.
+  Tensor bins = new_zeros(call.value, {2, heads * sizes.head_bins}, ScalarType::Int);
+  auto* bin_starts = static_cast<int32_t*>(bins.mutable_data_ptr());
+  int32_t* filled = bin_starts + heads * sizes.head_bins;
+  const auto source = call.form.template source<T, A>(false);
+  using Source = std::decay_t<decltype(source)>;
+
+  constexpr int kEach = kPieceEach<A>;
+  const uint32_t K = static_cast<uint32_t>(problem.K);
+  const int64_t pieces = heads * ceil_div(problem.Q, PieceWalk::queries(K, kEach)) * PieceWalk::parts(K);
+  const int64_t table_bytes = static_cast<int64_t>(sizeof(LevelPlan)) * problem.L;
+  const int64_t staged_bytes = kPieceThreads * kEach * static_cast<int64_t>(sizeof(Record<A>) + sizeof(uint16_t));
+  // Counted in shared memory, if they fit a block of scatter_kernel, which has two numbers for each.
+  const int64_t room = call.scope.device().shared_block - kScanShared - staged_bytes - table_bytes;
+  const bool is_local = sizes.head_bins <= std::min<int64_t>(kMostLocalBins, room / (2 * sizeof(int32_t)) - 1);
+  const int local_bins = is_local ? head_bins : 0;
+  const int64_t local_bytes = sizeof(int32_t) * (int64_t{local_bins} + 1);
+  launch({kOp, "count_kernel", call.scope, pieces, kPieceThreads, table_bytes + local_bytes}, count_kernel<A, Source>,
+         plan, source, bin_starts, grads, problem, head_bins, local_bins);
+  launch({kOp, "scan_kernel", call.scope, heads * problem.L, kScanThreads}, scan_kernel, plan, bin_starts, problem,
+         head_bins);
+  launch({kOp, "scatter_kernel", call.scope, pieces, kPieceThreads, staged_bytes + table_bytes + 2 * local_bytes,
+          kScanShared},
+         scatter_kernel<A, Source>, plan, source, bin_starts, filled, records, problem, head_bins, local_bins,
+         point_bits);
+  launch({kOp, "sort_kernel", call.scope, head_grid(sizes.head_bins, heads), kSortThreads, sizeof(SortScratch<A>),
+          kScanShared},
+         sort_kernel<A>, plan, bin_starts, records, sorted, starts, problem, sizes.head_slots, head_bins,
+         point_bits + std::max(1, bit_width(problem.Q - 1)), point_bits);
+}
+
+template <typename Form>
+void sorted_launch(const BackwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  const SortedSizes sizes = sorted_sizes(call);
+  const int64_t heads = problem.B * problem.G, samples = heads * problem.Q * problem.K;
+  VISDET_CHECK(kOp, sizes.head_bins <= INT32_MAX, "Q * L * P and S are too large: ", sizes.head_bins, " bins");
+  const LevelPlan* plan = call.plans.get();
+  Tensor starts = new_empty(call.value, {heads * sizes.head_slots}, ScalarType::Int);
+  auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
+  launch({kOp, "zero_kernel", call.scope, call.scope.device().multiprocessors * 2, kZeroThreads}, zero_kernel, plan,
+         static_cast<char*>(call.grad_value.mutable_data_ptr()), call.grad_value.numel() * call.element());
+
+  dispatch_value_type(call.value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    const int64_t record_bytes = samples * static_cast<int64_t>(sizeof(Record<A>));
+    Tensor records = new_empty(call.value, {record_bytes}, ScalarType::Byte),
+           sorted = new_empty(call.value, {record_bytes}, ScalarType::Byte);
+    auto* sorted_data = static_cast<Record<A>*>(sorted.mutable_data_ptr());
+    const SampleGrads<A> grads = call.form.template grads<A>(false);
+    sort_samples<T, A>(call, sizes, grads, start_data, static_cast<Record<A>*>(records.mutable_data_ptr()),
+                       sorted_data);
+    // Of a row, at most 128 bytes of sums at a time: the planes of a tile's cells must fit shared memory.
+    constexpr int kVecOfRow = kRowVec<T>, kMost = 128 / kVecOfRow / sizeof(A);
+    dispatch_row<kVecOfRow, kMost>(
+        row_split(problem.C, call.is_aligned(), kVecOfRow, kMost), [&](auto vec, auto lanes) {
+          constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
+          constexpr int kBatch = least(kLanes, 4), kGroups = kGatherThreads / kLanes;  // scratch enough for either way
+          constexpr bool kTensorCores = std::is_same_v<T, __nv_bfloat16> && kVec * kLanes == kMmaChannels && kVec > 1;
+          // No channels may be left over in the last turn, and the tensor cores know bfloat16 from sm_80 on.
+          const bool multiplies = problem.C % kMmaChannels == 0 && call.scope.device().capability >= 80;
+          const auto kernel =
+              multiplies ? gather_kernel<T, A, kVec, kLanes, kTensorCores> : gather_kernel<T, A, kVec, kLanes, false>;
+          const int64_t shared = sizeof(A) * 4 * kSlots * kLanes * kVec + kGroups * kBatch * (4 * sizeof(A) + 4);
+          launch({kOp, "gather_kernel", call.scope, head_grid(sizes.tiles, heads), kGatherThreads, shared,
+                  2 * kSlots * sizeof(int32_t)},
+                 kernel, static_cast<const T*>(call.grad_output.const_data_ptr()),
+                 static_cast<const T*>(call.value.const_data_ptr()), plan, start_data, sorted_data,
+                 static_cast<T*>(call.grad_value.mutable_data_ptr()), grads, problem, sizes.head_slots,
+                 point_bits_of(problem));
+        });
+  });
+}
+
+// An encoder: 313 us by chunks of queries, 534 sorted as a whole (bfloat16 358, 464; uniform locations 512, 555).
+template <typename Form>
+constexpr Path<BackwardCall<Form>> kBackwardPaths[] = {
+    {"direct", direct_declines<Form>, direct_launch<Form>},
+    {"encoder", encoder_declines<Form>, encoder_launch<Form>},
+    {"sorted", nullptr, sorted_launch<Form>},
+};
+
+// Fills grad_value and the samples' gradients, none of which is empty.
+template <typename Form>
+void backward(const MsDeformAttnProblem& problem, const DeviceScope& scope, const Tensor& grad_output,
+              const Tensor& value, const Levels& levels, Plans& plans, Form& form, bool deterministic,
+              Tensor& grad_value) {
   if (const int64_t channels = filled_channels(problem, value); channels > problem.C) {
     MsDeformAttnProblem filled = problem;
     filled.C = channels;
     Tensor wide = new_empty(value, {problem.B, problem.S, problem.G, channels});
-    backward(filled, fill_rows(grad_output, problem, channels), fill_rows(value, problem, channels), levels, plans,
-             make_source, make_grads, deterministic, wide);
+    backward(filled, scope, fill_rows(grad_output, problem, channels), fill_rows(value, problem, channels), levels,
+             plans, form, deterministic, wide);
     copy_(grad_value, narrow(wide, 3, 0, problem.C));
     return;
   }
-  // An encoder: 313 us by chunks of queries, 534 sorted as a whole (bfloat16 358, 464; uniform locations 512, 555).
-  if (!deterministic && problem.Q == problem.S &&
-      backward_pyramid(problem, grad_output, value, levels, make_source, make_grads, grad_value)) {
-    return;
-  }
-  const LevelPlan* plan = plans.get();
-  const cudaStream_t stream = current_stream(value);
-  const int sms = multiprocessors(value.get_device_index());
-  const int L = static_cast<int>(problem.L);
-  const int64_t heads = problem.B * problem.G;
-  const int point_bits = point_bits_of(problem);
-
-  int64_t head_slots = 0, head_bins = 0, tiles = 0;
-  for (int l = 0; l < L && problem.levels_on_host; ++l) {
-    const int64_t H = levels.H[l], W = levels.W[l], samples = problem.Q * points_on(levels, l), cells = cells_of(H, W);
-    head_slots += cells + 1;
-    head_bins += bins_of(cells, bin_bits_of(samples, cells)) + 1;
-    tiles += tiles_of(tile_of_shape(tile_shape_of(samples, H, W)), H, W);
-  }
-  if (!problem.levels_on_host) {              // only the device knows: bounds, and blocks take further tiles
-    const int64_t cells = 2 * problem.S + 2;  // at most: H + W <= S + 1 of any level
-    head_slots = L * (cells + 1);
-    head_bins = 2 * problem.Q * problem.K / kBinSamples + L * ((cells >> kMaxBinBits) + 2);
-    tiles = ceil_div(problem.S, 64) + L;
-  }
-  const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
-  Tensor starts = new_empty(value, {heads * head_slots}, ScalarType::Int);
-  Tensor bins = new_zeros(value, {2, heads * head_bins}, ScalarType::Int);  // their starts; how far they are filled
-  zero_kernel<<<sms * 2, 256, 0, stream>>>(plan, static_cast<char*>(grad_value.mutable_data_ptr()),
-                                           grad_value.numel() * static_cast<int64_t>(grad_value.element_size()));
-
-  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const int64_t record_bytes = samples * sizeof(Record<A>);
-    Tensor records = new_empty(value, {record_bytes}, ScalarType::Byte),
-           sorted = new_empty(value, {record_bytes}, ScalarType::Byte);
-    const auto source = make_source(value_tag, accumulate_tag, false);
-    using Source = std::decay_t<decltype(source)>;
-    const SampleGrads<A> grads = make_grads(accumulate_tag, false);
-    auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
-    auto* bin_data = static_cast<int32_t*>(bins.mutable_data_ptr());
-    int32_t* filled_data = bin_data + heads * head_bins;
-
-    constexpr int kEach = kPieceEach<A>;
-    const uint32_t K = static_cast<uint32_t>(problem.K);
-    const unsigned pieces = grid_size(heads * ceil_div(problem.Q, PieceWalk::queries(K, kEach)) * PieceWalk::parts(K));
-    const int64_t local_bins = head_bins <= kMostLocalBins ? head_bins : 0;
-    const size_t table_bytes = sizeof(LevelPlan) * L, local_bytes = sizeof(int32_t) * (local_bins + 1);
-    count_kernel<A, Source><<<pieces, kPieceThreads, table_bytes + local_bytes, stream>>>(
-        plan, source, bin_data, grads, problem, static_cast<int>(head_bins), static_cast<int>(local_bins));
-    scan_kernel<<<grid_size(heads * L), kScanThreads, 0, stream>>>(plan, bin_data, problem,
-                                                                   static_cast<int>(head_bins));
-    auto* record_data = static_cast<Record<A>*>(records.mutable_data_ptr());
-    auto* sorted_data = static_cast<Record<A>*>(sorted.mutable_data_ptr());
-    const size_t scatter_bytes =
-        kPieceThreads * kEach * (sizeof(Record<A>) + sizeof(uint16_t)) + table_bytes + 2 * local_bytes;
-    allow_shared(scatter_kernel<A, Source>, scatter_bytes);
-    scatter_kernel<A, Source><<<pieces, kPieceThreads, scatter_bytes, stream>>>(
-        plan, source, bin_data, filled_data, record_data, problem, static_cast<int>(head_bins),
-        static_cast<int>(local_bins), point_bits);
-    allow_shared(sort_kernel<A>, sizeof(SortScratch<A>));
-    sort_kernel<A><<<head_grid(head_bins, heads), kSortThreads, sizeof(SortScratch<A>), stream>>>(
-        plan, bin_data, record_data, sorted_data, start_data, problem, head_slots, static_cast<int>(head_bins),
-        point_bits + std::max(1, bit_width(problem.Q - 1)), point_bits);
-    const bool is_aligned = aligned(value, 16) && aligned(grad_output, 16);
-    // Of a row, at most 128 bytes of sums at a time: the planes of a tile's cells must fit shared memory.
-    dispatch_row<T, (128 / (16 / sizeof(T)) / sizeof(A))>(problem.C, is_aligned, [&](auto vec, auto lanes) {
-      constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
-      constexpr int kBatch = least(kLanes, 4), kGroups = kGatherThreads / kLanes;  // scratch enough for either way
-      constexpr bool kTensorCores = std::is_same_v<T, __nv_bfloat16> && kVec * kLanes == kMmaChannels && kVec > 1;
-      const bool whole = problem.C % kMmaChannels == 0;  // no channels are left over in the last turn
-      const auto kernel =
-          whole ? gather_kernel<T, A, kVec, kLanes, kTensorCores> : gather_kernel<T, A, kVec, kLanes, false>;
-      const size_t shared = sizeof(A) * 4 * kSlots * kLanes * kVec + kGroups * kBatch * (4 * sizeof(A) + 4);
-      allow_shared(kernel, shared);
-      kernel<<<head_grid(tiles, heads), kGatherThreads, shared, stream>>>(
-          static_cast<const T*>(grad_output.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), plan,
-          start_data, sorted_data, static_cast<T*>(grad_value.mutable_data_ptr()), grads, problem, head_slots,
-          point_bits);
-    });
-  });
+  run_first(kOp, kBackwardPaths<Form>,
+            {problem, scope, levels, plans, form, grad_output, value, deterministic, grad_value});
 }
+
+struct GivenBackward {
+  static constexpr bool kHasSoftmax = false;
+  const GivenForm given;
+  Tensor &grad_locations, &grad_weights;
+
+  template <typename T, typename A>
+  GivenSamples<A> source(bool /*encoder*/) const {
+    return given.template source<T, A>();
+  }
+  template <typename A>
+  SampleGrads<A> grads(bool /*encoder*/) const {
+    return {static_cast<A*>(grad_locations.mutable_data_ptr()), static_cast<A*>(grad_weights.mutable_data_ptr()),
+            nullptr, nullptr, 0};
+  }
+};
 
 std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_output_in, const Tensor& value_in,
                                                            const Tensor& level_shapes_in, const Tensor& level_starts_in,
@@ -1636,7 +1744,7 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
   check_backward_sizes(problem);
-  const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
+  const DeviceScope scope(value_in);
   const Tensor grad_output = dense(grad_output_in), value = dense(value_in), level_shapes = dense(level_shapes_in),
                level_starts = dense(level_starts_in), locations = contiguous_pairs(locations_in),
                weights = dense(weights_in);
@@ -1647,21 +1755,109 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
     zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
     return {grad_value, grad_locations, grad_weights};
   }
-  Plans plans(problem, value, levels);
-  backward(
-      problem, grad_output, value, levels, plans, given_samples(locations, weights),
-      [&](auto accumulate_tag, bool /*encoder*/) {
-        using A = decltype(accumulate_tag);
-        return SampleGrads<A>{static_cast<A*>(grad_locations.mutable_data_ptr()),
-                              static_cast<A*>(grad_weights.mutable_data_ptr()), nullptr, nullptr, 0};
-      },
-      deterministic, grad_value);
-  check_launch("ms_deform_attn_backward");
+  Plans plans(problem, scope, value, levels);
+  GivenBackward form{{locations, weights}, grad_locations, grad_weights};
+  backward(problem, scope, grad_output, value, levels, plans, form, deterministic, grad_value);
   return {grad_value, grad_locations, grad_weights};
 }
 
-// The gradients of value, reference points, offsets and logits. joined: those of offsets and logits are one tensor,
-// [B, Q, G * K * 3], and the last one is empty.
+// The fused form's samples, and the gradients of its predictions, which are written once those of its samples are
+// known.
+class FusedBackward {
+ public:
+  static constexpr bool kHasSoftmax = true;
+
+  // joined: the gradients of offsets and logits are one tensor, [B, Q, G * K * 3], and grad_logits is empty.
+  FusedBackward(const MsDeformAttnProblem& problem, const DeviceScope& scope, const FusedForm& form,
+                bool needs_reference, bool joined)
+      : problem_(problem),
+        scope_(scope),
+        form_(form),
+        rows_(problem.B * problem.Q * problem.G),
+        needs_reference_(needs_reference),
+        joined_(joined) {
+    const int64_t samples = problem.G * problem.K;
+    const Tensor &offsets = form.offsets, &logits = form.logits, &reference = form.reference;
+    grad_offsets =
+        joined ? new_empty(offsets, {problem.B, problem.Q, 3 * samples}) : new_empty(offsets, offsets.sizes());
+    grad_logits = joined ? new_empty(logits, {0}) : new_empty(logits, logits.sizes());
+    grad_reference = needs_reference ? new_empty(reference, reference.sizes()) : new_empty(reference, {0});
+  }
+
+  Tensor grad_reference, grad_offsets, grad_logits;
+
+  template <typename T, typename A>
+  FusedSamples<T, A> source(bool encoder) {
+    FusedSamples<T, A> source = form_.template source<T, A>();
+    if (encoder) return source;
+    softmax_ = new_empty(form_.reference, {rows_, 2});
+    auto* of_rows = static_cast<SoftmaxRow<A>*>(softmax_->mutable_data_ptr());
+    launch({kOp, "softmax_kernel", scope_, ceil_div(rows_ * kSoftmaxLanes, kRowThreads), kRowThreads},
+           softmax_kernel<T, A>, source, of_rows, rows_, static_cast<int>(problem_.K));
+    source.rows = of_rows;
+    return source;
+  }
+
+  template <typename A>
+  SampleGrads<A> grads(bool encoder) {
+    has_offsets_ = encoder && !needs_reference_;  // a reference's gradient is summed from those of places
+    sample_grads_ = new_empty(form_.reference, {rows_, problem_.K, has_offsets_ ? 1 : 4});
+    auto* data = sample_grads_->mutable_data_ptr();
+    if (!has_offsets_) return {nullptr, nullptr, static_cast<Pack<A, 4>*>(data), nullptr, 0};
+    return {nullptr, static_cast<A*>(data), nullptr, static_cast<char*>(grad_offsets.mutable_data_ptr()),
+            joined_ ? problem_.G * problem_.K : 0};
+  }
+
+  // After backward().
+  template <typename T, typename A>
+  void finish(Plans& plans) {
+    if (form_.template source<T, A>().wide) {
+      finish_predictions<T, A, A>(plans);
+    } else {
+      finish_predictions<T, A, T>(plans);
+    }
+    if (!needs_reference_) return;
+    const int64_t count = problem_.B * problem_.Q * problem_.L;
+    launch({kOp, "reference_grad_kernel", scope_, ceil_div(count, kRowThreads), kRowThreads},
+           reference_grad_kernel<T, A>, plans.get(), form_.template source<T, A>(),
+           static_cast<const Pack<A, 4>*>(sample_grads_->const_data_ptr()),
+           static_cast<A*>(grad_reference.mutable_data_ptr()), count, static_cast<int>(problem_.G),
+           static_cast<int>(problem_.L), static_cast<int>(problem_.K));
+  }
+
+ private:
+  // I: the type of offsets and logits.
+  template <typename T, typename A, typename I>
+  void finish_predictions(Plans& plans) {
+    const int G = static_cast<int>(problem_.G), L = static_cast<int>(problem_.L), K = static_cast<int>(problem_.K);
+    const int64_t samples = problem_.G * problem_.K;
+    auto* of_offsets = static_cast<I*>(grad_offsets.mutable_data_ptr());
+    const auto predictions = joined_ ? PredictionGrads<I>{of_offsets, of_offsets + 2 * samples, samples, 2 * samples}
+                                     : PredictionGrads<I>{of_offsets, static_cast<I*>(grad_logits.mutable_data_ptr())};
+    const auto source = form_.template source<T, A>();
+    const void* grads = sample_grads_->const_data_ptr();
+    if (has_offsets_) {
+      launch({kOp, "softmax_grad_kernel", scope_, ceil_div(rows_ * kSoftmaxLanes, kRowThreads), kRowThreads},
+             softmax_grad_kernel<T, A, I>, source, static_cast<const A*>(grads), predictions, rows_, G, K);
+      return;
+    }
+    const int lanes = row_lanes_of(problem_.K);
+    launch({kOp, "fused_grad_kernel", scope_, ceil_div(rows_ * lanes, kRowThreads), kRowThreads,
+            static_cast<int64_t>(sizeof(LevelPlan)) * L},
+           fused_grad_kernel<T, A, I>, plans.get(), source, static_cast<const Pack<A, 4>*>(grads), predictions, rows_,
+           G, L, K, lanes);
+  }
+
+  const MsDeformAttnProblem& problem_;
+  const DeviceScope& scope_;
+  const FusedForm& form_;
+  const int64_t rows_;
+  const bool needs_reference_, joined_;
+  bool has_offsets_ = false;  // grad_offsets is written by put_once(), and sample_grads_ are the weights' alone
+  std::optional<Tensor> sample_grads_, softmax_;
+};
+
+// The gradients of value, reference points, offsets and logits; joined: as in FusedBackward.
 std::array<Tensor, 4> fused_backward(const Tensor& grad_output_in, const Tensor& value_in,
                                      const Tensor& level_shapes_in, const Tensor& level_starts_in,
                                      const Tensor& reference_in, const Tensor& offsets_in, const Tensor& logits_in,
@@ -1671,80 +1867,24 @@ std::array<Tensor, 4> fused_backward(const Tensor& grad_output_in, const Tensor&
                                                   logits_in, num_points);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
   check_backward_sizes(problem);
-  const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
+  const DeviceScope scope(value_in);
   const Tensor grad_output = dense(grad_output_in), value = dense(value_in), level_shapes = dense(level_shapes_in),
                level_starts = dense(level_starts_in), reference = contiguous_pairs(reference_in),
                offsets = contiguous_pairs(offsets_in), logits = dense(logits_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, num_points.data());
-  const int64_t samples = problem.G * problem.K;  // of a query
   Tensor grad_value = new_empty(value, value.sizes());
-  Tensor grad_offsets =
-      joined ? new_empty(offsets, {problem.B, problem.Q, 3 * samples}) : new_empty(offsets, offsets.sizes());
-  Tensor grad_logits = joined ? new_empty(logits, {0}) : new_empty(logits, logits.sizes());
-  Tensor grad_reference = needs_reference ? new_empty(reference, reference.sizes()) : new_empty(reference, {0});
+  const FusedForm samples{reference, offsets, logits};
+  FusedBackward form(problem, scope, samples, needs_reference, joined);
   if (problem.C == 0 || problem.S == 0 || logits.numel() == 0) {
-    zero_(grad_value), zero_(grad_reference), zero_(grad_offsets), zero_(grad_logits);
-    return {grad_value, grad_reference, grad_offsets, grad_logits};
+    zero_(grad_value), zero_(form.grad_reference), zero_(form.grad_offsets), zero_(form.grad_logits);
+    return {grad_value, form.grad_reference, form.grad_offsets, form.grad_logits};
   }
-  Plans plans(problem, value, levels);
-  const int64_t rows = problem.B * problem.Q * problem.G;
-  std::optional<Tensor> sample_grads, softmax;
-  const int lanes = row_lanes_of(problem.K), K = static_cast<int>(problem.K), L = static_cast<int>(problem.L),
-            G = static_cast<int>(problem.G);
-  const cudaStream_t stream = current_stream(value);
-  const auto make_source = [&](auto value_tag, auto accumulate_tag, bool encoder) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    FusedSamples<T, A> source = fused_samples(reference, offsets, logits)(value_tag, accumulate_tag);
-    if (encoder) return source;
-    softmax = new_empty(reference, {rows, 2});
-    auto* of_rows = static_cast<SoftmaxRow<A>*>(softmax->mutable_data_ptr());
-    softmax_kernel<T, A>
-        <<<grid_size(ceil_div(rows * kSoftmaxLanes, kRowThreads)), kRowThreads, 0, stream>>>(source, of_rows, rows, K);
-    source.rows = of_rows;
-    return source;
-  };
-  bool has_offsets = false;  // grad_offsets is written by put_once(), and sample_grads are the weights' alone
-  const auto make_grads = [&](auto accumulate_tag, bool encoder) {
-    using A = decltype(accumulate_tag);
-    has_offsets = encoder && !needs_reference;  // a reference's gradient is summed from those of places
-    sample_grads = new_empty(reference, {rows, problem.K, has_offsets ? 1 : 4});
-    auto* data = sample_grads->mutable_data_ptr();
-    if (!has_offsets) return SampleGrads<A>{nullptr, nullptr, static_cast<Pack<A, 4>*>(data), nullptr, 0};
-    return SampleGrads<A>{nullptr, static_cast<A*>(data), nullptr, static_cast<char*>(grad_offsets.mutable_data_ptr()),
-                          joined ? samples : 0};
-  };
-  backward(problem, grad_output, value, levels, plans, make_source, make_grads, deterministic, grad_value);
+  Plans plans(problem, scope, value, levels);
+  backward(problem, scope, grad_output, value, levels, plans, form, deterministic, grad_value);
   dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const auto source = make_source(value_tag, accumulate_tag, true);
-    const LevelPlan* plan = has_offsets ? nullptr : plans.get();
-    const auto* grads = static_cast<const Pack<A, 4>*>(sample_grads->const_data_ptr());
-    const auto run = [&](auto type) {
-      using I = decltype(type);
-      auto* of_offsets = static_cast<I*>(grad_offsets.mutable_data_ptr());
-      const auto predictions = joined ? PredictionGrads<I>{of_offsets, of_offsets + 2 * samples, samples, 2 * samples}
-                                      : PredictionGrads<I>{of_offsets, static_cast<I*>(grad_logits.mutable_data_ptr())};
-      if (has_offsets) {
-        softmax_grad_kernel<T, A, I>
-            <<<grid_size(ceil_div(rows * kSoftmaxLanes, kRowThreads)), kRowThreads, 0, stream>>>(
-                source, static_cast<const A*>(sample_grads->const_data_ptr()), predictions, rows, G, K);
-        return;
-      }
-      fused_grad_kernel<T, A, I>
-          <<<grid_size(ceil_div(rows * lanes, kRowThreads)), kRowThreads, sizeof(LevelPlan) * L, stream>>>(
-              plan, source, grads, predictions, rows, G, L, K, lanes);
-    };
-    source.wide ? run(accumulate_tag) : run(value_tag);
-    if (needs_reference) {
-      const int64_t count = problem.B * problem.Q * L;
-      reference_grad_kernel<T, A><<<grid_size(ceil_div(count, kRowThreads)), kRowThreads, 0, stream>>>(
-          plan, source, grads, static_cast<A*>(grad_reference.mutable_data_ptr()), count, G, L, K);
-    }
+    form.template finish<decltype(value_tag), decltype(accumulate_tag)>(plans);
   });
-  check_launch("ms_deform_attn_fused_backward");
-  return {grad_value, grad_reference, grad_offsets, grad_logits};
+  return {grad_value, form.grad_reference, form.grad_offsets, form.grad_logits};
 }
 
 // fused_backward() as the operators return it.
@@ -1767,7 +1907,7 @@ auto ms_deform_attn_fused_backward(const Tensor& grad_output, const Tensor& valu
 }  // namespace msda
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("ms_deform_attn_backward", TORCH_BOX(&visdet::msda::ms_deform_attn_backward));
   m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::msda::ms_deform_attn_fused_backward<false>));
   m.impl("ms_deform_attn_fused_backward_joined", TORCH_BOX(&visdet::msda::ms_deform_attn_fused_backward<true>));

@@ -534,7 +534,7 @@ __global__ void __maxnreg__(kPyramidRegisters)
       level_of[i] = {table[l].start, table[l].H, table[l].W, l};
       steps[i] = {texels.column * texel_bytes, texels.row * texel_bytes};
     }
-    found = levels.shapes == nullptr ? known.regions : Regions::of(L, level_at);
+    found = levels.by_value() ? known.regions : Regions::of(L, level_at);
     follow = follow && found.fit;
   }
   const RegionTable regions(kKnown ? known.regions : found, L, level_at,
@@ -682,7 +682,7 @@ bool points_divide(const Levels& levels, const MsDeformAttnProblem& problem, int
 
 // Whether the host knows the levels, and each has two columns or more.
 bool wide_levels(const Levels& levels, const MsDeformAttnProblem& problem) {
-  return levels.shapes == nullptr && std::all_of(levels.W, levels.W + problem.L, [](int32_t W) { return W > 1; });
+  return levels.by_value() && std::all_of(levels.W, levels.W + problem.L, [](int32_t W) { return W > 1; });
 }
 
 // For rows whose samples on each level are a multiple of kRun.
@@ -709,7 +709,7 @@ KnownLevels known_levels(const Levels& levels, const MsDeformAttnProblem& proble
 ManyRuns many_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
   ManyRuns runs{};
   runs.S = problem.S, runs.levels = levels;
-  if (levels.shapes != nullptr) return runs;
+  if (!levels.by_value()) return runs;
   constexpr int kMost = sizeof(runs.level) / sizeof(Level);
   for (int l = 0; l < problem.L; ++l) {
     for (int i = 0; i < points_on(levels, l) / kRun && runs.count < kMost; ++i) {
@@ -719,188 +719,363 @@ ManyRuns many_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
   return runs;
 }
 
-// make_source(T{}, A{}) gives the samples of values of type T.
-template <typename MakeSource>
-Tensor forward(const MsDeformAttnProblem& problem, const Tensor& value, const Levels& levels,
-               const MakeSource& make_source) {
+// A call of the forward, none of whose tensors is empty. Form: GivenForm or FusedForm.
+template <typename Form>
+struct ForwardCall {
+  const MsDeformAttnProblem& problem;
+  const DeviceScope& scope;
+  const Levels& levels;
+  const Form& form;
+  const Tensor& value;
+  Tensor& output;
+
+  int64_t element() const { return static_cast<int64_t>(value.element_size()); }
+  int64_t texel_bytes() const { return problem.G * problem.C * element(); }
+  bool is_double() const { return element() == 8; }
+  bool is_16_bit() const { return element() == 2; }
+  RowSplit row() const { return row_split(problem.C, aligned(value, 16), 16 / element(), 32); }
+
+  // Calls f(T, A, VEC, LANES) with the types of values and sums and the constants of row().
+  template <typename F>
+  void visit(const F& f) const {
+    dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+      dispatch_row<kRowVec<decltype(value_tag)>, 32>(
+          row(), [&](auto vec, auto lanes) { f(value_tag, accumulate_tag, vec, lanes); });
+    });
+  }
+};
+
+template <typename Form>
+ForwardSizes forward_sizes(const ForwardCall<Form>& call, int head_bits) {
+  const MsDeformAttnProblem& problem = call.problem;
+  const RowSplit row = call.row();
+  return {problem.S,
+          static_cast<int32_t>(problem.Q),
+          static_cast<int32_t>(problem.G),
+          static_cast<int32_t>(problem.C),
+          static_cast<int32_t>(problem.L),
+          static_cast<int32_t>(problem.K),
+          static_cast<uint32_t>(problem.B * problem.G >> head_bits),
+          static_cast<uint32_t>(ceil_div(problem.C, row.vec * row.lanes)),
+          static_cast<uint32_t>(call.texel_bytes()),
+          head_bits};
+}
+
+// log2 of the neighbouring heads whose rows share a 128-byte line and are read together: alone, they would all fall
+// into the same banks of the cache. At most `most_bits`, which a block has groups of threads for.
+template <typename Form>
+int shared_head_bits(const ForwardCall<Form>& call, int most_bits) {
+  const int64_t G = call.problem.G, row_bytes = call.problem.C * call.element();
+  int bits = 0;
+  while (bits < most_bits && row_bytes << (bits + 1) <= 128 && G % (int64_t{2} << bits) == 0) ++bits;
+  return bits;
+}
+
+// How a head's queries are spread over blocks if there are to be so few that a multiprocessor has about one (a
+// decoder): a head's queries then meet in one first-level cache. `split` groups of lanes share a row's samples.
+struct FewBlocks {
+  int64_t split, threads;  // threads: of a block; 0: the queries are too many
+};
+
+// A head's queries fill up to kMostTurns blocks, one after another, on each of the head's multiprocessors. As many
+// threads a row as then fit the block. In 16 bit, blocks beyond 768 threads lose to rows in two instead of four (Q=450:
+// 5.5 us in four, 5.3 in two), and where levels hold no runs, to whole ones (Q=900: 9.0 in two, 8.6 whole).
+constexpr int64_t kMostTurns = 4;
+
+template <typename Form>
+FewBlocks few_blocks(const ForwardCall<Form>& call, bool in_runs, int64_t turns) {
+  const int64_t lanes = call.row().lanes, heads = call.problem.B * call.problem.G;
+  const int64_t blocks = turns * std::max<int64_t>(1, call.scope.device().multiprocessors / heads);
+  const int64_t rows = ceil_div(call.problem.Q, blocks), most_split = call.is_16_bit() ? 768 : kForwardThreads;
+  const auto threads = [&](int64_t split) { return ceil_div(rows * lanes * split, 32) * 32; };
+  const int64_t split4 = std::min<int64_t>(4, std::max<int64_t>(1, 16 / lanes)),
+                split2 = std::min<int64_t>(2, std::max<int64_t>(1, 8 / lanes));
+  if (threads(split4) <= most_split) return {split4, threads(split4)};
+  if (threads(split2) <= (in_runs ? kForwardThreads : most_split)) return {split2, threads(split2)};
+  if (threads(1) <= kForwardThreads) return {1, threads(1)};
+  return {1, 0};
+}
+
+// Calls f(SPLIT) with the constant; LANES: of the row.
+template <int LANES, typename F>
+void dispatch_split(int64_t split, const F& f) {
+  constexpr int kSplit4 = least(4, greatest(1, 16 / LANES)), kSplit2 = least(2, greatest(1, 8 / LANES));
+  if (split == kSplit4) return f(std::integral_constant<int, kSplit4>{});
+  if (split == kSplit2) return f(std::integral_constant<int, kSplit2>{});
+  f(std::integral_constant<int, 1>{});
+}
+
+// The path of decoders whose levels hold runs of samples.
+template <typename Form>
+FewBlocks decoder_blocks(const ForwardCall<Form>& call) {
+  const int64_t most_turns = call.problem.Q == call.problem.S ? 1 : kMostTurns;
+  for (int64_t turns = 1; turns <= most_turns; ++turns) {
+    if (const FewBlocks blocks = few_blocks(call, true, turns); blocks.threads > 0) return blocks;
+  }
+  return {1, 0};
+}
+
+template <typename Form>
+int64_t decoder_shared_bytes(const ForwardCall<Form>& call, const FewBlocks& blocks) {
+  const bool few = call.levels.by_value() && call.problem.K == kChunk;
+  return chunk_bytes<float>() * (blocks.threads / (call.row().lanes * blocks.split)) +
+         (few ? 0 : static_cast<int64_t>(sizeof(Level)) * (call.problem.K / kRun));
+}
+
+template <typename Form>
+const char* decoder_declines(const ForwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  if (call.is_double()) return "the values are float64";
+  if (call.row().vec == 1) return "rows of value cannot be read 16 bytes at a time";
+  if (problem.C > call.row().vec * call.row().lanes) return "a row of value is too long for a warp";
+  if (problem.K == 0 || problem.K > kMostInRuns || !points_divide(call.levels, problem, kRun)) {
+    return "the samples of a row on each level are no multiple of 4, or too many";
+  }
+  if (problem.S * call.texel_bytes() > int64_t{UINT32_MAX}) return "an image of value has 4 GiB or more";
+  if (problem.G > 65535 || problem.B > 65535) return "there are too many heads or images";
+  const FewBlocks blocks = decoder_blocks(call);
+  if (blocks.threads == 0) return "there are too many queries for the number of multiprocessors";
+  if (decoder_shared_bytes(call, blocks) > call.scope.device().shared_block) {
+    return "a block has too little shared memory for its queries";
+  }
+  return nullptr;
+}
+
+template <typename Form>
+void decoder_launch(const ForwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  const FewBlocks blocks = decoder_blocks(call);
+  const int64_t rows = blocks.threads / (call.row().lanes * blocks.split), shared = decoder_shared_bytes(call, blocks);
+  const DecoderSizes sizes{problem.S * call.texel_bytes(),
+                           static_cast<uint32_t>(problem.Q * problem.G),
+                           static_cast<uint32_t>(problem.Q * problem.G * problem.K),
+                           static_cast<uint32_t>(problem.Q * problem.L),
+                           static_cast<uint32_t>(problem.Q),
+                           static_cast<uint32_t>(call.texel_bytes()),
+                           static_cast<int32_t>(problem.G),
+                           static_cast<int32_t>(problem.C),
+                           static_cast<int32_t>(problem.L),
+                           static_cast<int32_t>(problem.K)};
+  call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
+    if constexpr (kVec > 1 && sizeof(A) == 4) {
+      dispatch_split<kLanes>(blocks.split, [&](auto split) {
+        const auto source = call.form.template source<T, A>();
+        using Source = std::decay_t<decltype(source)>;
+        const auto start = [&](const auto& runs) {
+          using Runs = std::decay_t<decltype(runs)>;
+          launch({"ms_deform_attn",
+                  "decoder_kernel",
+                  call.scope,
+                  {ceil_div(problem.Q, rows), problem.G, problem.B},
+                  blocks.threads,
+                  shared},
+                 decoder_kernel<T, A, Source, Runs, kVec, kLanes, decltype(split)::value>,
+                 static_cast<const T*>(call.value.const_data_ptr()), source,
+                 static_cast<T*>(call.output.mutable_data_ptr()), sizes, runs);
+        };
+        if (call.levels.by_value() && problem.K == kChunk) {
+          start(few_runs(call.levels, problem));
+        } else {
+          start(many_runs(call.levels, problem));
+        }
+      });
+    }
+  });
+}
+
+// forward_kernel in blocks of `threads` threads, for any types and sizes.
+template <int SPLIT, int ROWS, bool HALF_LINES = false, typename Form, typename T, typename A, int VEC, int LANES>
+void launch_rows(const ForwardCall<Form>& call, T, A, std::integral_constant<int, VEC>,
+                 std::integral_constant<int, LANES>, int64_t threads, bool joins_heads) {
+  using W = Walk<LANES, SPLIT, ROWS>;
+  const int64_t groups = threads / W::kGroup;
+  int most_bits = 0;
+  while (joins_heads && int64_t{2} << most_bits <= groups) ++most_bits;
+  const ForwardSizes sizes = forward_sizes(call, shared_head_bits(call, most_bits));
+  const auto source = call.form.template source<T, A>();
+  launch({"ms_deform_attn", "forward_kernel", call.scope,
+          head_grid(ceil_div(call.problem.Q, (groups >> sizes.head_bits) * ROWS), int64_t{sizes.heads} * sizes.slices),
+          threads,
+          W::template group_offset<A>(static_cast<int>(groups)) + static_cast<int64_t>(sizeof(Level)) * call.problem.L},
+         forward_kernel<T, A, std::decay_t<decltype(source)>, VEC, LANES, SPLIT, ROWS, HALF_LINES>,
+         static_cast<const T*>(call.value.const_data_ptr()), call.levels, source,
+         static_cast<T*>(call.output.mutable_data_ptr()), sizes);
+}
+
+// The path of other decoders.
+template <typename Form>
+const char* few_rows_declines(const ForwardCall<Form>& call) {
+  if (call.is_double()) return "the values are float64";
+  return few_blocks(call, false, 1).threads > 0 ? nullptr
+                                                : "there are too many queries for the number of multiprocessors";
+}
+
+template <typename Form>
+void few_rows_launch(const ForwardCall<Form>& call) {
+  const FewBlocks blocks = few_blocks(call, false, 1);
+  call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
+    if constexpr (sizeof(accumulate_tag) == 4) {
+      dispatch_split<decltype(lanes)::value>(blocks.split, [&](auto split) {
+        launch_rows<decltype(split)::value, 1>(call, value_tag, accumulate_tag, vec, lanes, blocks.threads, false);
+      });
+    }
+  });
+}
+
+// The path of encoders.
+struct EncoderPlan {
+  int64_t share, blocks, shared;  // share: queries of a block, of all heads
+  ForwardSizes sizes;
+  bool by_four, whole;  // the samples of a level are a multiple of four; those of a row fill passes
+  uint32_t column;      // of pyramid_kernel
+};
+
+template <typename Form>
+EncoderPlan encoder_plan(const ForwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  const RowSplit row = call.row();
+  EncoderPlan plan{};
+  int row_bits = 0;  // log2 of the rows that a warp works on
+  while (row.lanes << (row_bits + 1) <= 32) ++row_bits;
+  plan.sizes = forward_sizes(call, shared_head_bits(call, row_bits));
+  const int64_t total = int64_t{plan.sizes.heads} * plan.sizes.slices * problem.Q;
+  plan.share = std::max<int64_t>(1, ceil_div(total, call.scope.device().multiprocessors));
+  plan.blocks = ceil_div(total, plan.share);
+  plan.by_four = points_divide(call.levels, problem, 4);
+  plan.whole = plan.by_four && problem.K % (row.lanes * std::max<int64_t>(1, 16 / row.lanes)) == 0;
+  // 16 or 12 samples of 8 heads of 32 channels, as nearly every model has them: 16 take 113 us, 116 else (bfloat16 79,
+  // 84).
+  const bool usual = (problem.K == 16 || problem.K == 12) && problem.C == 32 && problem.G == 8 && problem.L <= 4 &&
+                     row.vec * row.lanes == 32 && wide_levels(call.levels, problem) && call.levels.follow;
+  if (plan.by_four && usual) plan.whole = true, plan.column = static_cast<uint32_t>(256 * call.element());
+  const int64_t warps = kPyramidThreads / 32, steps = plan.by_four ? problem.K / 4 : problem.K;
+  const int64_t row_bytes = sizeof(Sample<float>) * row.lanes, rows = 32 / row.lanes;
+  // PyramidWalk::kWarpBytes
+  const int64_t warp_bytes =
+      row_bytes >= 128 ? rows * (row_bytes + 16) : rows / 2 * (2 * row_bytes + 16) + rows % 2 * row_bytes;
+  plan.shared = warp_bytes * warps + static_cast<int64_t>(sizeof(Level)) * problem.L +
+                static_cast<int64_t>(sizeof(Level) + sizeof(Steps)) * steps +
+                static_cast<int64_t>(region_bytes(problem.L, known_regions(call.levels, static_cast<int>(problem.L))));
+  return plan;
+}
+
+template <typename Form>
+const char* encoder_declines(const ForwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  if (problem.Q != problem.S) return "the queries are not the texels of the pyramid (Q is not S)";
+  if (problem.K == 0) return "there are no samples";
+  if (call.is_double()) return "the values are float64";
+  if (call.row().vec == 1) return "rows of value cannot be read 16 bytes at a time";
+  if (problem.S * call.texel_bytes() > int64_t{UINT32_MAX}) return "an image of value has 4 GiB or more";
+  const EncoderPlan plan = encoder_plan(call);
+  if (plan.blocks * plan.share > int64_t{UINT32_MAX}) return "there are 2^32 rows or more";
+  if (plan.shared > std::min<int64_t>(kPyramidShared, call.scope.device().shared_block)) {
+    return "a block has too little shared memory for the level table";
+  }
+  return nullptr;
+}
+
+template <typename Form>
+void encoder_launch(const ForwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  const EncoderPlan plan = encoder_plan(call);
+  KnownLevels known{{}, {}, known_regions(call.levels, static_cast<int>(problem.L))};
+  if (plan.column > 0) known = known_levels(call.levels, problem, plan.column);
+  call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
+    if constexpr (kVec > 1 && sizeof(A) == 4) {
+      const auto source = call.form.template source<T, A>();
+      using Source = std::decay_t<decltype(source)>;
+      const auto start = [&](auto kernel) {
+        launch({"ms_deform_attn", "pyramid_kernel", call.scope, plan.blocks, kPyramidThreads, plan.shared}, kernel,
+               static_cast<const T*>(call.value.const_data_ptr()), call.levels, source,
+               static_cast<T*>(call.output.mutable_data_ptr()), plan.sizes, static_cast<uint32_t>(plan.share), known);
+      };
+      if constexpr (kVec * kLanes == 32) {
+        constexpr uint32_t kColumn = 256 * sizeof(T);
+        if (plan.column > 0 && problem.K == 16) {
+          return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 16>);
+        }
+        if (plan.column > 0) return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 12>);
+      }
+      if (!plan.by_four) return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, true>);
+      if (!plan.whole) return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, false>);
+      start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false>);
+    }
+  });
+}
+
+// The path of many images whose texels are half a line of the first-level cache: 48 images 473 us, 480 by rows.
+template <typename Form>
+const char* half_lines_declines(const ForwardCall<Form>& call) {
+  const MsDeformAttnProblem& problem = call.problem;
+  if (!call.is_16_bit() || call.row().vec == 1 || call.row().lanes != 4) {
+    return "the rows of value are not 64 bytes of 16-bit values";
+  }
+  if (problem.G != 1 || call.texel_bytes() != 64) return "there are several heads";
+  if (!points_divide(call.levels, problem, 4)) return "the samples of a row on each level are no multiple of 4";
+  if (problem.S * call.texel_bytes() > int64_t{UINT32_MAX}) return "an image of value has 4 GiB or more";
+  return wide_levels(call.levels, problem) ? nullptr : "a level may have only one column";
+}
+
+template <typename Form>
+void half_lines_launch(const ForwardCall<Form>& call) {
+  call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
+    if constexpr (sizeof(value_tag) == 2 && decltype(vec)::value > 1 && decltype(lanes)::value == 4) {
+      launch_rows<1, 1, true>(call, value_tag, accumulate_tag, vec, lanes, 256, false);
+    }
+  });
+}
+
+// The path of everything else. Two rows a group, in passes of four samples that keep to one level, unless these would
+// be padded. In 16 bit, where queries share nothing, more warps win (48 images: 490 against 515 us; a decoder of 4000:
+// 30 against 28).
+template <typename Form>
+void rows_launch(const ForwardCall<Form>& call) {
+  const bool by_four = points_divide(call.levels, call.problem, 4);
+  call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
+    constexpr int kLanes = decltype(lanes)::value, kSplit2 = least(2, greatest(1, 8 / kLanes));
+    constexpr bool kTwoRows = sizeof(value_tag) > 2 || kLanes > 4;
+    if (!by_four && !Walk<kLanes, 1, 2>::kMixed) {
+      launch_rows<kSplit2, 1>(call, value_tag, accumulate_tag, vec, lanes, 256, true);
+    } else if constexpr (kTwoRows) {
+      launch_rows<1, 2>(call, value_tag, accumulate_tag, vec, lanes, 512, true);
+    } else {
+      launch_rows<1, 1>(call, value_tag, accumulate_tag, vec, lanes, 256, true);
+    }
+  });
+}
+
+template <typename Form>
+constexpr Path<ForwardCall<Form>> kForwardPaths[] = {
+    {"decoder", decoder_declines<Form>, decoder_launch<Form>},
+    {"few_rows", few_rows_declines<Form>, few_rows_launch<Form>},
+    {"encoder", encoder_declines<Form>, encoder_launch<Form>},
+    {"half_lines", half_lines_declines<Form>, half_lines_launch<Form>},
+    {"rows", nullptr, rows_launch<Form>},
+};
+
+template <typename Form>
+Tensor forward(const MsDeformAttnProblem& problem, const DeviceScope& scope, const Tensor& value, const Levels& levels,
+               const Form& form) {
   Tensor output = new_empty(value, {problem.B, problem.Q, problem.G * problem.C});
   if (output.numel() == 0) return output;
   if (problem.S == 0) return zero_(output);
   if (const int64_t channels = filled_channels(problem, value); channels > problem.C) {
     MsDeformAttnProblem filled = problem;
     filled.C = channels;
-    const Tensor wide = forward(filled, fill_rows(value, problem, channels), levels, make_source);
+    const Tensor wide = forward(filled, scope, fill_rows(value, problem, channels), levels, form);
     Tensor rows = view(output, {problem.B, problem.Q, problem.G, problem.C});
     Tensor all_rows = view(wide, {problem.B, problem.Q, problem.G, channels});
     copy_(rows, narrow(all_rows, 3, 0, problem.C));
     return output;
   }
-  const cudaStream_t stream = current_stream(value);
-  const int64_t heads = problem.B * problem.G;
-  const int sms = multiprocessors(value.get_device_index());
-
-  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const auto source = make_source(value_tag, accumulate_tag);
-    using Source = std::decay_t<decltype(source)>;
-    dispatch_row<T, 32>(problem.C, aligned(value, 16), [&](auto vec, auto lanes) {
-      constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
-      const auto sizes_of = [&](int head_bits) {
-        return ForwardSizes{problem.S,
-                            static_cast<int32_t>(problem.Q),
-                            static_cast<int32_t>(problem.G),
-                            static_cast<int32_t>(problem.C),
-                            static_cast<int32_t>(problem.L),
-                            static_cast<int32_t>(problem.K),
-                            static_cast<uint32_t>(heads >> head_bits),
-                            static_cast<uint32_t>(ceil_div(problem.C, kVec * kLanes)),
-                            static_cast<uint32_t>(problem.G * problem.C * sizeof(T)),
-                            head_bits};
-      };
-      // Returns false for an image whose bytes a sample cannot count, and for rows read one value at a time, of which a
-      // block's heads may be more than a warp has groups.
-      const auto run_pyramid = [&](int head_bits) {
-        if constexpr (kVec == 1) {
-          return false;
-        } else {
-          const ForwardSizes sizes = sizes_of(head_bits);
-          if (problem.S * int64_t{sizes.texel_bytes} > UINT32_MAX) return false;
-          const int64_t total = int64_t{sizes.heads} * sizes.slices * problem.Q, share = ceil_div(total, sms);
-          if (total > UINT32_MAX) return false;
-          const bool by_four = points_divide(levels, problem, 4);
-          KnownLevels known{{}, {}, known_regions(levels, static_cast<int>(problem.L))};
-          const auto start = [&](auto kernel, auto walk) {
-            const size_t shared = decltype(walk)::kWarpBytes * (kPyramidThreads / 32) + sizeof(Level) * problem.L +
-                                  (sizeof(Level) + sizeof(Steps)) * (by_four ? problem.K / 4 : problem.K) +
-                                  region_bytes(problem.L, known.regions);
-            if (shared > kPyramidShared) return false;
-            allow_shared(kernel, shared);
-            kernel<<<grid_size(ceil_div(total, share)), kPyramidThreads, shared, stream>>>(
-                static_cast<const T*>(value.const_data_ptr()), levels, source,
-                static_cast<T*>(output.mutable_data_ptr()), sizes, static_cast<uint32_t>(share), known);
-            return true;
-          };
-          const PyramidWalk<A, kLanes, true> whole;
-          const PyramidWalk<A, kLanes, false> part;
-          if (!by_four) return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, true>, part);
-          // 16 or 12 samples of 8 heads of 32 channels, as nearly every model has them: 16 take 113 us, 116 else
-          // (bfloat16 79, 84).
-          constexpr uint32_t kColumn = kVec * kLanes == 32 && sizeof(A) == 4 ? 256 * sizeof(T) : 0;
-          if constexpr (kColumn > 0) {
-            if ((problem.K == 16 || problem.K == 12) && problem.C == 32 && problem.G == 8 && problem.L <= 4 &&
-                wide_levels(levels, problem) && levels.follow) {
-              known = known_levels(levels, problem, kColumn);
-              return problem.K == 16
-                         ? start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 16>, whole)
-                         : start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false, kColumn, 12>, whole);
-            }
-          }
-          if (problem.K % whole.kPass != 0) {
-            return start(pyramid_kernel<T, A, Source, kVec, kLanes, false, false>, part);
-          }
-          return start(pyramid_kernel<T, A, Source, kVec, kLanes, true, false>, whole);
-        }
-      };
-      const auto run = [&](auto kernel, auto walk, int rows, int threads, int head_bits) {
-        using W = decltype(walk);
-        const int groups = threads / W::kGroup;
-        const ForwardSizes sizes = sizes_of(head_bits);
-        const dim3 grid =
-            head_grid(ceil_div(problem.Q, int64_t{groups >> head_bits} * rows), int64_t{sizes.heads} * sizes.slices);
-        const size_t shared = W::template group_offset<A>(groups) + sizeof(Level) * problem.L;
-        allow_shared(kernel, shared);
-        kernel<<<grid, threads, shared, stream>>>(static_cast<const T*>(value.const_data_ptr()), levels, source,
-                                                  static_cast<T*>(output.mutable_data_ptr()), sizes);
-      };
-      // Few queries (a decoder): one block a multiprocessor, so that a head's queries meet in one first-level cache,
-      // and as many threads a row as then fit the block. In 16 bit, blocks beyond 768 threads lose to rows in two
-      // instead of four (Q=450: 5.5 us in four, 5.3 in two), and where levels hold no runs, to whole ones (Q=900: 9.0
-      // in two, 8.6 whole).
-      const int64_t blocks_per_head = std::max<int64_t>(1, sms / heads);
-      const int64_t rows = ceil_div(problem.Q, blocks_per_head);
-      const auto threads = [&](int group) { return ceil_div(rows * group, 32) * 32; };
-      constexpr int kSplit4 = least(4, greatest(1, 16 / kLanes)), kSplit2 = least(2, greatest(1, 8 / kLanes));
-      constexpr int kMostSplit = sizeof(T) == 2 ? 768 : kForwardThreads;
-      const int64_t texel_bytes = problem.G * problem.C * static_cast<int64_t>(sizeof(T));
-      const bool in_runs = problem.K > 0 && problem.K <= kMostInRuns && points_divide(levels, problem, kRun) &&
-                           problem.S * texel_bytes <= int64_t{UINT32_MAX} && problem.C <= kVec * kLanes &&
-                           problem.G <= 65535 && problem.B <= 65535;
-      const auto few = [&](auto split) {
-        constexpr int kSplit = decltype(split)::value;
-        if constexpr (kVec > 1 && sizeof(A) == 4) {
-          if (in_runs) {
-            const int64_t block = threads(kLanes * kSplit), groups = block / (kLanes * kSplit);
-            const DecoderSizes sizes{problem.S * texel_bytes,
-                                     static_cast<uint32_t>(problem.Q * problem.G),
-                                     static_cast<uint32_t>(problem.Q * problem.G * problem.K),
-                                     static_cast<uint32_t>(problem.Q * problem.L),
-                                     static_cast<uint32_t>(problem.Q),
-                                     static_cast<uint32_t>(texel_bytes),
-                                     static_cast<int32_t>(problem.G),
-                                     static_cast<int32_t>(problem.C),
-                                     static_cast<int32_t>(problem.L),
-                                     static_cast<int32_t>(problem.K)};
-            const dim3 grid(grid_size(ceil_div(problem.Q, groups)), static_cast<unsigned>(problem.G),
-                            static_cast<unsigned>(problem.B));
-            const auto launch = [&](const auto& runs, size_t table) {
-              const auto kernel = decoder_kernel<T, A, Source, std::decay_t<decltype(runs)>, kVec, kLanes, kSplit>;
-              const size_t shared = chunk_bytes<A>() * groups + table;
-              allow_shared(kernel, shared);
-              kernel<<<grid, static_cast<unsigned>(block), shared, stream>>>(
-                  static_cast<const T*>(value.const_data_ptr()), source, static_cast<T*>(output.mutable_data_ptr()),
-                  sizes, runs);
-            };
-            if (levels.shapes == nullptr && problem.K == kChunk) {
-              launch(few_runs(levels, problem), 0);
-            } else {
-              launch(many_runs(levels, problem), sizeof(Level) * (problem.K / kRun));
-            }
-            return;
-          }
-        }
-        run(forward_kernel<T, A, Source, kVec, kLanes, kSplit, 1>, Walk<kLanes, kSplit, 1>{}, 1,
-            static_cast<int>(threads(kLanes * kSplit)), 0);
-      };
-      if (threads(kLanes * kSplit4) <= kMostSplit) {
-        few(std::integral_constant<int, kSplit4>{});
-      } else if (threads(kLanes * kSplit2) <= (in_runs ? kForwardThreads : kMostSplit)) {
-        few(std::integral_constant<int, kSplit2>{});
-      } else if (threads(kLanes) <= kForwardThreads) {
-        few(std::integral_constant<int, 1>{});
-      } else {
-        // Rows of neighbouring heads that share a 128-byte line are read together: alone, they would all fall into the
-        // same banks of the cache.
-        int head_bits = 0;
-        while ((problem.C * static_cast<int64_t>(sizeof(T)) << (head_bits + 1)) <= 128 &&
-               problem.G % (int64_t{2} << head_bits) == 0) {
-          ++head_bits;
-        }
-        // An encoder: 126 us in the order of regions, 150 in that of queries (bfloat16 96, 110).
-        if (problem.Q == problem.S && problem.K > 0 && run_pyramid(head_bits)) return;
-        // Two rows a group, in passes of four samples that keep to one level, unless these would be padded. In 16 bit,
-        // where queries share nothing, more warps win (48 images: 490 against 515 us; a decoder of 4000: 30 against
-        // 28).
-        const bool by_four = Walk<kLanes, 1, 2>::kMixed || points_divide(levels, problem, 4);
-        const bool two_rows = sizeof(T) > 2 || kLanes > 4;
-        if (by_four && two_rows) {
-          run(forward_kernel<T, A, Source, kVec, kLanes, 1, 2>, Walk<kLanes, 1, 2>{}, 2, 512, head_bits);
-        } else if (by_four) {
-          // 48 images: 473 us, 480 else.
-          if constexpr (sizeof(T) == 2 && kVec > 1 && kLanes == 4) {
-            if (problem.G == 1 && texel_bytes == 64 && problem.S * texel_bytes <= UINT32_MAX &&
-                wide_levels(levels, problem)) {
-              return run(forward_kernel<T, A, Source, kVec, kLanes, 1, 1, true>, Walk<kLanes, 1, 1>{}, 1, 256, 0);
-            }
-          }
-          run(forward_kernel<T, A, Source, kVec, kLanes, 1, 1>, Walk<kLanes, 1, 1>{}, 1, 256, head_bits);
-        } else {
-          run(forward_kernel<T, A, Source, kVec, kLanes, kSplit2, 1>, Walk<kLanes, kSplit2, 1>{}, 1, 256, head_bits);
-        }
-      }
-    });
-  });
-  check_launch("ms_deform_attn");
+  run_first("ms_deform_attn", kForwardPaths<Form>, {problem, scope, levels, form, value, output});
   return output;
 }
 
@@ -908,13 +1083,11 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, con
                       const Tensor& locations_in, const Tensor& weights_in) {
   const auto problem = check_ms_deform_attn(value_in, level_shapes_in, level_starts_in, locations_in, weights_in);
   check_sizes(problem);
-  const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
+  const DeviceScope scope(value_in);
   const Tensor value = dense(value_in), level_shapes = dense(level_shapes_in), level_starts = dense(level_starts_in),
                locations = contiguous_pairs(locations_in), weights = contiguous_pairs(weights_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, nullptr);
-  const Tensor output = forward(problem, value, levels, given_samples(locations, weights));
-  check_launch("ms_deform_attn");
-  return output;
+  return forward(problem, scope, value, levels, GivenForm{locations, weights});
 }
 
 Tensor ms_deform_attn_fused(const Tensor& value_in, const Tensor& level_shapes_in, const Tensor& level_starts_in,
@@ -923,21 +1096,19 @@ Tensor ms_deform_attn_fused(const Tensor& value_in, const Tensor& level_shapes_i
   const auto problem = check_ms_deform_attn_fused(value_in, level_shapes_in, level_starts_in, reference_in, offsets_in,
                                                   logits_in, num_points);
   check_sizes(problem);
-  const torch::stable::accelerator::DeviceGuard guard(value_in.get_device_index());
+  const DeviceScope scope(value_in);
   const Tensor value = dense(value_in), level_shapes = dense(level_shapes_in), level_starts = dense(level_starts_in),
                reference = contiguous_pairs(reference_in), offsets = contiguous_pairs(offsets_in),
                logits = contiguous_pairs(logits_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, num_points.data());
-  const Tensor output = forward(problem, value, levels, fused_samples(reference, offsets, logits));
-  check_launch("ms_deform_attn_fused");
-  return output;
+  return forward(problem, scope, value, levels, FusedForm{reference, offsets, logits});
 }
 
 }  // namespace
 }  // namespace msda
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("ms_deform_attn", TORCH_BOX(&visdet::msda::ms_deform_attn));
   m.impl("ms_deform_attn_fused", TORCH_BOX(&visdet::msda::ms_deform_attn_fused));
 }

@@ -1,0 +1,335 @@
+"""Which kernels calls take on which GPU, and that every launch fits: without a GPU, on tensors without data."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from visdet import ops
+from visdet.ops import _library, explain
+from visdet.ops.devices import DEVICES, Device
+from visdet.ops.explain import choose_for, choose_only
+
+needs_library = pytest.mark.skipif(
+    not _library.is_loaded("cuda"), reason="the CUDA library, which makes the plans, is not built"
+)
+PYRAMID = [(100, 134), (50, 67), (25, 34), (13, 17)]  # an image of 800 x 1066 pixels at strides 8 to 64
+
+
+def sizes_of(shapes, device):
+    """Return (width, height) of each level as [L, 1, 2]."""
+    sizes = [[(width, height)] for height, width in shapes]
+    return torch.tensor(sizes, dtype=torch.float64, device=device).reshape(-1, 1, 2)
+
+
+def positions(B, Q, G, P, shapes, device):
+    """Return random pixel positions [B, Q, G, L, P, 2], some outside and none near a texel's centre.
+
+    There the gradient of a location jumps, so that roundings could tell two right answers apart.
+    """
+    sizes = sizes_of(shapes, device)
+    whole = (
+        torch.rand(B, Q, G, len(shapes), P, 2, dtype=torch.float64, device=device) * (sizes + 3)
+    ).floor() - 2
+    return whole + 0.05 + 0.9 * torch.rand(whole.shape, dtype=torch.float64, device=device)
+
+
+def attention(Q, B=2, G=8, C=32, P=4, shapes=PYRAMID, dtype=torch.float32, device="meta"):
+    """Return random arguments of ms_deform_attn; Q = None: one query a texel."""
+    S = sum(height * width for height, width in shapes)
+    Q = S if Q is None else Q
+    coordinates = torch.float64 if dtype == torch.float64 else torch.float32
+    return {
+        "value": torch.randn(B, S, G, C, device=device, dtype=dtype),
+        "level_shapes": shapes,
+        "level_starts": None,
+        "locations": (positions(B, Q, G, P, shapes, device) + 0.5)
+        .div(sizes_of(shapes, device))
+        .to(coordinates),
+        "weights": torch.rand(B, Q, G, len(shapes), P, device=device, dtype=coordinates),
+    }
+
+
+def fused(Q, B=2, G=8, C=32, P=4, shapes=PYRAMID, dtype=torch.float32, boxes=False, device="meta"):
+    """Return random arguments of ms_deform_attn_fused."""
+    given = attention(Q, B, G, C, P, shapes, dtype, device)
+    Q, K, L = given["locations"].shape[1], len(shapes) * P, len(shapes)
+    coordinates = given["locations"].dtype
+    reference = torch.rand(B, Q, L, 4 if boxes else 2, device=device, dtype=coordinates)
+    centers = reference[:, :, None, :, None, :2].double() * sizes_of(shapes, device) - 0.5
+    offsets = (positions(B, Q, G, P, shapes, device) - centers).reshape(B, Q, G, K, 2)
+    return {
+        "value": given["value"],
+        "level_shapes": shapes,
+        "level_starts": None,
+        "reference_points": reference,
+        "offsets": offsets.to(coordinates),
+        "logits": torch.randn(B, Q, G, K, device=device, dtype=coordinates),
+        "num_points": P,
+    }
+
+
+CHOICES = {
+    "encoder-H200": (dict(Q=None), "H200", "encoder", "encoder"),
+    "encoder-bf16-L4": (dict(Q=None, dtype=torch.bfloat16), "L4", "encoder", "encoder"),
+    "encoder-T4": (dict(Q=None), "T4", "encoder", "encoder"),
+    "encoder-float64-H200": (dict(Q=None, B=1, dtype=torch.float64), "H200", "rows", "sorted"),
+    "decoder-Q300-H200": (dict(Q=300), "H200", "decoder", "direct"),
+    "decoder-Q900-bf16-H200": (dict(Q=900, dtype=torch.bfloat16), "H200", "decoder", "direct"),
+    "decoder-Q384-L4": (dict(Q=384), "L4", "decoder", "direct"),
+    "decoder-Q900-L4": (dict(Q=900), "L4", "decoder", "direct"),
+    "decoder-Q900-T4": (dict(Q=900), "T4", "decoder", "direct"),
+    "decoder-Q900-5090": (dict(Q=900), "RTX 5090", "decoder", "direct"),
+    "decoder-P3-H200": (dict(Q=300, P=3), "H200", "few_rows", "direct"),
+    "queries-60000-H200": (dict(Q=60000, B=1), "H200", "rows", "sorted"),
+    "one-head-bf16-H200": (
+        dict(Q=15422, B=48, G=1, P=8, dtype=torch.bfloat16),
+        "H200",
+        "half_lines",
+        "sorted",
+    ),
+    "channels-30-A100": (dict(Q=None, B=1, C=30), "A100", "encoder", "encoder"),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_of_ms_deform_attn(name):
+    sizes, device, forward, backward = CHOICES[name]
+    plan = explain("ms_deform_attn", **attention(**sizes), device=device)
+    assert plan.paths() == {"ms_deform_attn": forward, "ms_deform_attn_backward": backward}
+    plan = explain(ops.ms_deform_attn_fused, **fused(**sizes), device=device)
+    assert plan.paths() == {"ms_deform_attn": forward, "ms_deform_attn_backward": backward}
+
+
+@needs_library
+def test_deterministic_mode_sorts():
+    torch.use_deterministic_algorithms(True)
+    try:
+        plan = explain("ms_deform_attn", **attention(None, B=1), device="H100")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    backward = plan.plans[-1]
+    assert backward.path == "sorted"
+    assert [path for path, reason in backward.declined if "deterministic" in reason] == ["direct", "encoder"]
+    assert "not 'encoder': it adds in no fixed order" in str(plan)
+
+
+@needs_library
+def test_tensor_cores_are_left_alone_where_they_do_not_know_bfloat16():
+    # The gather by tensor cores has another body from sm_80 on; a T4 must take the other kernel, which is told by
+    # nothing in a plan but must not be chosen by type alone. Here: both plans exist and fit.
+    given = attention(60000, B=1, dtype=torch.bfloat16)
+    for device in ("T4", "H200"):
+        kernels = [
+            launch.kernel
+            for plan in explain("ms_deform_attn", **given, device=device).plans
+            for launch in plan.launches
+        ]
+        assert "gather_kernel" in kernels
+
+
+@needs_library
+def test_an_explanation_names_the_kernels():
+    plan = explain("ms_deform_attn", **attention(300), device="H200")
+    forward, backward = plan.plans
+    assert [launch.kernel for launch in forward.launches] == ["decoder_kernel"]
+    assert {launch.kernel for launch in backward.launches} == {"plan_kernel", "direct_kernel"}
+    assert (
+        explain("ms_deform_attn", **attention(300), device="H200", backward=False).plans[-1].op
+        == "ms_deform_attn"
+    )
+
+
+def test_on_the_cpu_there_is_nothing_to_choose():
+    plan = explain("ms_deform_attn", **attention(3, shapes=[(4, 5)], device="cpu"))
+    assert plan.plans == [] and "CPU" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("operator", "device", "message"),
+    [
+        (
+            "ms_deform_atn",
+            "H200",
+            "operator must be a function of visdet.ops or its name, got 'ms_deform_atn'",
+        ),
+        pytest.param("ms_deform_attn", "H20", "device must be one of .*got 'H20'", marks=needs_library),
+    ],
+)
+def test_explain_rejects(operator, device, message):
+    with pytest.raises(ValueError, match=message):
+        explain(operator, **attention(3), device=device)
+
+
+devices = st.one_of(
+    st.sampled_from(sorted(DEVICES)),
+    st.builds(
+        lambda sms, kib, threads, l2, capability: Device(
+            sms, (kib - 1) << 10, kib << 10, threads, l2 << 20, capability
+        ),
+        st.integers(1, 300),
+        st.sampled_from([64, 96, 100, 164, 228]),
+        st.sampled_from([1024, 1536, 2048]),
+        st.integers(0, 200),
+        st.sampled_from([75, 80, 86, 89, 90, 100, 110, 120]),
+    ),
+)
+side = st.one_of(st.integers(1, 9), st.integers(1, 700))
+
+
+@st.composite
+def attention_sizes(draw):
+    """Sizes of ms_deform_attn from nothing to large, encoders included."""
+    shapes = draw(st.lists(st.tuples(side, side), min_size=1, max_size=5))
+    queries = st.one_of(st.none(), st.integers(0, 40), st.sampled_from([300, 384, 450, 900, 1000, 30000]))
+    return dict(
+        Q=draw(queries),
+        B=draw(st.one_of(st.integers(0, 3), st.integers(1, 64))),
+        G=draw(st.one_of(st.integers(0, 3), st.sampled_from([1, 2, 4, 6, 8, 12, 16, 32]))),
+        C=draw(st.one_of(st.integers(0, 40), st.sampled_from([32, 64, 71, 128, 256, 1025]))),
+        P=draw(st.one_of(st.integers(0, 9), st.sampled_from([4, 8, 300]))),
+        shapes=shapes,
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])),
+    )
+
+
+def refusal(error: Exception) -> bool:
+    """Return whether an error is an operator's refusal of sizes: it names what must be, and no kernel."""
+    return bool(
+        re.search(r"must be under|must be|at the most|too large", str(error))
+    ) and "CUDA kernel" not in str(error)
+
+
+@needs_library
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    sizes=attention_sizes(),
+    device=devices,
+    deterministic=st.booleans(),
+    boxes=st.booleans(),
+    is_fused=st.booleans(),
+)
+def test_launches_of_ms_deform_attn_fit_every_device(sizes, device, deterministic, boxes, is_fused):
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        if is_fused:
+            explain("ms_deform_attn_fused", **fused(**sizes, boxes=boxes), device=device)
+        else:
+            explain("ms_deform_attn", **attention(**sizes), device=device)
+    except RuntimeError as error:
+        assert refusal(error), error
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# On a GPU: every path with the right numbers, and the choices that other GPUs would make.
+
+
+def results(function, given, grad_output):
+    leaves = {
+        name: value.detach().clone().requires_grad_()
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    out = function(**{**given, **leaves})
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), grad_output)]
+
+
+def assert_matches(function, given, dtype, seed=0):
+    """Compare output and gradients on CUDA with those of float64 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    exact = {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in given.items()
+    }
+    out = function(**exact)
+    grad_output = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(dtype)
+    expected = results(function, exact, grad_output.double())
+    on_gpu = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in given.items()
+    }
+    found = results(function, on_gpu, grad_output.cuda())
+    tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    leaves = [
+        name for name, value in given.items() if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+    for name, one, other in zip(("output", *leaves), found, expected, strict=True):
+        error = (one.double().cpu() - other).norm() / other.norm().clamp(min=1e-30)
+        assert error < tolerance, f"{name}: {error}"
+
+
+SMALL = [(24, 30), (12, 15), (6, 8), (3, 4)]
+PATH_CASES = {
+    "decoder": dict(Q=77, G=8, C=32),
+    "few_rows": dict(Q=77, G=2, C=20, P=3),
+    "encoder": dict(Q=None, G=8, C=32),
+    "rows": dict(Q=301, G=4, C=40),
+    "half_lines": dict(Q=301, G=1, C=32, dtype=torch.bfloat16),
+}
+BACKWARD_CASES = {
+    "direct": dict(Q=77, G=8, C=32),
+    "encoder": dict(Q=None, G=8, C=32),
+    "sorted": dict(Q=301, G=4, C=40),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
+@pytest.mark.parametrize(
+    ("op", "path"),
+    [("ms_deform_attn", path) for path in PATH_CASES]
+    + [("ms_deform_attn_backward", path) for path in BACKWARD_CASES],
+)
+def test_every_path_of_ms_deform_attn(op, path, make, dtype):
+    sizes = dict((PATH_CASES if op == "ms_deform_attn" else BACKWARD_CASES)[path])
+    dtype = sizes.pop("dtype", dtype)
+    given = make(**sizes, B=2, shapes=SMALL, dtype=dtype, device="cpu")
+    function = ops.ms_deform_attn if make is attention else ops.ms_deform_attn_fused
+    with choose_only(op, path):
+        assert_matches(function, given, dtype)
+
+
+@pytest.mark.cuda
+def test_a_path_that_does_not_serve_is_refused():
+    given = attention(3, shapes=SMALL, dtype=torch.float64, device="cuda")
+    with choose_only("ms_deform_attn", "encoder"), pytest.raises(RuntimeError, match='the path "encoder"'):
+        ops.ms_deform_attn(**given)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("device", sorted(DEVICES))
+@pytest.mark.parametrize("Q", [None, 384, 1000], ids=["encoder", "Q384", "Q1000"])
+def test_choices_of_other_gpus_give_the_right_numbers(Q, device, dtype):
+    if DEVICES[device].shared_block > DEVICES["H200"].shared_block:
+        pytest.skip("this GPU cannot stand for one with more shared memory")
+    with choose_for(device):
+        assert_matches(ops.ms_deform_attn, attention(Q, shapes=SMALL, dtype=dtype, device="cpu"), dtype)
+        assert_matches(ops.ms_deform_attn_fused, fused(Q, shapes=SMALL, dtype=dtype, device="cpu"), dtype)
+
+
+# Shapes on which launches failed.
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("shapes", "dtype"),
+    [
+        ([(80, 94), (40, 47), (20, 24), (10, 12)], torch.bfloat16),
+        ([(64, 82), (32, 41), (16, 21), (8, 11)], torch.float32),
+    ],
+    ids=["640x752-bfloat16", "512x656-float32"],
+)
+def test_backward_of_an_encoder_whose_chunks_take_just_48_kib(shapes, dtype):
+    given = fused(None, B=1, shapes=shapes, dtype=dtype, device="cuda")
+    value, offsets = given["value"].requires_grad_(), given["offsets"].requires_grad_()
+    grads = torch.autograd.grad(ops.ms_deform_attn_fused(**given).sum(), (value, offsets))
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.cuda
+def test_rows_of_one_channel_and_more_heads_than_a_block_has_groups():
+    given = attention(1000, B=1, G=32, C=1, shapes=[(20, 25)], device="cpu")
+    assert_matches(ops.ms_deform_attn, given, torch.float32)

@@ -1,0 +1,231 @@
+"""Which kernels a call of an operator takes on a GPU, and why: the choices, without running them."""
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _library
+from .devices import DEVICES, Device, present_device
+
+__all__ = ["Explanation", "KernelLaunch", "OperatorPlan", "choose_for", "choose_only", "explain"]
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """A CUDA kernel as it would start: blocks, threads of a block, bytes of shared memory of a block."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    static_shared: int
+    dynamic_shared: int
+
+
+@dataclass
+class OperatorPlan:
+    """What one operator would do: the path it takes, those before it that declined, and its kernels in order."""
+
+    op: str
+    path: str | None = None  # None: the operator has only one way
+    declined: list[tuple[str, str]] = field(default_factory=list)  # (path, reason)
+    launches: list[KernelLaunch] = field(default_factory=list)
+
+
+@dataclass
+class Explanation:
+    """The answer of ``explain``; printed, it is a text for people."""
+
+    operator: str
+    device: str
+    plans: list[OperatorPlan]
+
+    def paths(self) -> dict[str, str | None]:
+        """Return the path of each operator that the call consists of."""
+        return {plan.op: plan.path for plan in self.plans}
+
+    def __str__(self) -> str:
+        lines = [f"{self.operator} on {self.device}"]
+        for plan in self.plans:
+            lines.append(f"  {plan.op}: " + (f"path {plan.path!r}" if plan.path else "the only path"))
+            lines += [f"    not {path!r}: {reason}" for path, reason in plan.declined]
+            for launch in plan.launches:
+                grid = " x ".join(str(size) for size in launch.grid)
+                shared = launch.static_shared + launch.dynamic_shared
+                lines.append(
+                    f"    {launch.kernel}: {grid} blocks of {launch.threads} threads, "
+                    f"{shared} bytes of shared memory a block"
+                )
+        return "\n".join(lines)
+
+
+def explain(
+    operator: str | Callable[..., Any],
+    *arguments: Any,
+    device: str | Device | None = None,
+    backward: bool = True,
+    **keywords: Any,
+) -> Explanation:
+    """Return which path a call of an operator takes on a GPU, why earlier ones declined, and what it would start.
+
+    Nothing is computed and no memory of a GPU is taken: the operator runs on tensors without data. So a machine
+    without a GPU can answer for any device.
+
+    Args:
+        operator: a function of ``visdet.ops`` or its name.
+        arguments: its arguments. Tensors on the CPU stand for tensors on ``device``, but for ``level_shapes`` and
+            ``level_starts``, which stay where they are.
+        device: a name of ``visdet.ops.devices.DEVICES``, or numbers of a device; default: the device of the tensors.
+        backward: also say what the gradients of all floating-point tensors would take.
+        keywords: its keyword arguments.
+
+    Raises:
+        ValueError: the operator or the device has no such name.
+        NotBuiltError: the CUDA library is not loaded.
+        Whatever the operator raises for these arguments.
+    """
+    function, name = _function_of(operator)
+    bound = inspect.signature(function).bind(*arguments, **keywords)
+    tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
+    on_gpu = next((tensor for tensor in tensors if tensor.is_cuda), None)
+    if device is None and on_gpu is None:
+        isa = _library.build_info()["cpu"]["isa"]
+        return Explanation(name, f"the CPU ({isa} kernels), where every operator has one path", [])
+    _library.require_cuda()
+    numbers, title = _numbers_of(device, on_gpu)
+    for key, value in bound.arguments.items():
+        bound.arguments[key] = _without_data(value, key, backward)
+
+    torch.ops.visdet_plan.begin_plan(numbers.numbers())
+    try:
+        with _Planner(), torch.enable_grad():
+            result = function(*bound.args, **bound.kwargs)
+            roots = [value for value in _tensors_in(result) if value.requires_grad]
+            if backward and roots:
+                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+    finally:
+        notes = json.loads(torch.ops.visdet_plan.end_plan())
+    return Explanation(name, title, _plans_of(notes))
+
+
+@contextmanager
+def choose_for(device: str | Device) -> Iterator[None]:
+    """Make this thread's calls on CUDA choose and size their kernels as they would on ``device``; for tests.
+
+    The kernels run on the present GPU. Backward passes stay in the calling thread meanwhile.
+    """
+    numbers, _ = _numbers_of(device, None)
+    torch.ops.visdet_plan.choose_for(numbers.numbers())
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        torch.ops.visdet_plan.choose_for([])
+
+
+@contextmanager
+def choose_only(op: str, path: str) -> Iterator[None]:
+    """Make this thread's calls of ``op`` on CUDA take this path or fail; for tests and measurements.
+
+    ``op`` is the operator's name, with ``_backward`` for its gradients. Backward passes stay in the calling thread
+    meanwhile.
+    """
+    _library.require_cuda()
+    torch.ops.visdet_plan.choose_only(op, path)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        torch.ops.visdet_plan.choose_only(op, "")
+
+
+def _function_of(operator: str | Callable[..., Any]) -> tuple[Callable[..., Any], str]:
+    if callable(operator):
+        return operator, getattr(operator, "__name__", str(operator))
+    from visdet import ops
+
+    function = getattr(ops, operator, None)
+    if operator not in ops.__all__ or not inspect.isfunction(function):
+        raise ValueError(f"explain: operator must be a function of visdet.ops or its name, got {operator!r}")
+    return function, operator
+
+
+def _numbers_of(device: str | Device | None, tensor: Tensor | None) -> tuple[Device, str]:
+    if isinstance(device, Device):
+        return device, "a made-up device"
+    if device is not None:
+        if device not in DEVICES:
+            raise ValueError(
+                f"device must be one of {sorted(DEVICES)} or a visdet.ops.devices.Device, got {device!r}"
+            )
+        return DEVICES[device], device
+    assert tensor is not None
+    index = tensor.device.index
+    return present_device(index), torch.cuda.get_device_name(index)
+
+
+def _without_data(value: Any, name: str, needs_grad: bool) -> Any:
+    """Return a tensor of the same sizes, strides and alignment on the meta device; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_data(item, name, needs_grad) for item in value)
+    is_host_table = isinstance(value, Tensor) and name.startswith("level_") and value.device.type == "cpu"
+    if not isinstance(value, Tensor) or is_host_table:
+        return value
+    offset = 0 if value.is_meta else value.data_ptr() % 16 // value.element_size()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    memory = torch.empty(offset + max(extent, 0), dtype=value.dtype, device="meta")
+    copy = memory.as_strided(value.shape, value.stride(), offset)
+    return copy.requires_grad_(needs_grad or value.requires_grad) if value.is_floating_point() else copy
+
+
+def _tensors_in(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [item for item in result if isinstance(item, Tensor)] if isinstance(result, (list, tuple)) else []
+
+
+def _plans_of(notes: list[dict[str, Any]]) -> list[OperatorPlan]:
+    plans: list[OperatorPlan] = []
+    for note in notes:
+        is_chosen = bool(plans) and plans[-1].path is not None
+        if not plans or plans[-1].op != note["op"] or (note["kind"] != "launch" and is_chosen):
+            plans.append(OperatorPlan(note["op"]))
+        if note["kind"] == "declined":
+            plans[-1].declined.append((note["path"], note["reason"]))
+        elif note["kind"] == "chosen":
+            plans[-1].path = note["path"]
+        else:
+            sizes = (note["threads"], note["static_shared"], note["dynamic_shared"])
+            plans[-1].launches.append(KernelLaunch(note["kernel"], tuple(note["grid"]), *sizes))
+    return plans
+
+
+_declared = torch.library.Library("visdet_plan", "FRAGMENT")
+_plan_operators: dict[Any, Any] = {}
+
+
+def _plan_operator(operator: Any) -> Any:
+    """Return the CUDA library's function of ``visdet::<op>`` for tensors without data; None if it has none."""
+    if operator not in _plan_operators:
+        _, name = operator._schema.name.split("::")
+        found = None
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"visdet_plan::{name}", "Meta"):
+            _declared.define(str(operator._schema).replace("visdet::", "", 1))
+            found = getattr(torch.ops.visdet_plan, name).default
+        _plan_operators[operator] = found
+    return _plan_operators[operator]
+
+
+class _Planner(TorchDispatchMode):
+    """Sends calls of ``visdet::`` operators to the CUDA library, which notes what it would start."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "visdet" and (planned := _plan_operator(func)) is not None:
+            return planned(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
