@@ -52,7 +52,8 @@ def ms_deform_attn_projected(
     if not has_fused_kernel(value, shapes):
         return None
     inputs = identity, reference_points, query, value, *parameters
-    if not _fit(num_heads, points, shapes, starts, key_padding_mask, *inputs[:4], parameters):
+    geometry = shapes, starts, key_padding_mask, identity, reference_points
+    if not _fit(num_heads, points, *geometry, query, value, parameters):
         return None
     try:
         return _Projected.apply(dtype, num_heads, points, shapes, starts, key_padding_mask, *inputs)
