@@ -167,6 +167,16 @@ def test_classes_one_by_one_give_the_same(kind, backend):
     assert torch.equal(limited[1], split[1][:9]) and len(limited[0]) == 9
 
 
+@pytest.mark.parametrize("split_thr", [1, 10000])
+@pytest.mark.parametrize("kind", ["nms", "soft_nms"])
+def test_the_best_of_all_classes_are_kept_for_every_type(kind, split_thr):
+    boxes, scores = random_boxes(50)
+    cfg = dict(type=kind, iou_threshold=0.4, split_thr=split_thr)
+    dets, keep = batched_nms(boxes, scores, torch.arange(50) % 3, cfg)
+    best, best_keep = batched_nms(boxes, scores, torch.arange(50) % 3, cfg | dict(max_num=4))
+    assert torch.equal(best_keep, keep[:4]) and torch.equal(best, dets[:4]) and len(keep) > 4
+
+
 def test_agnostic_boxes_are_split_by_class_too():
     """As in mmcv: from split_thr boxes on only boxes of the same class suppress each other."""
     boxes, scores, classes = BOXES[[0, 0, 0]], torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0, 1, 1])
@@ -252,6 +262,11 @@ def test_kinds_are_looked_up_never_evaluated():
         (lambda: nms(BOXES, torch.zeros(3), 0.5), r"nms: scores must be \[4\], got \[3\]"),
         (lambda: nms(BOXES, SCORES, 0.5, 2), "nms: offset must be 0 or 1, got 2"),
         (lambda: soft_nms(BOXES, SCORES, method="hard"), "soft_nms: method must be one of"),
+        (lambda: nms_match(torch.zeros(()), 0.5), r"nms_match: dets must be \[N, 5\], got \[\]"),
+        (lambda: batched_nms(BOXES, SCORES[:2], SCORES, {}), r"batched_nms: scores must be \[4\], got \[2\]"),
+        (lambda: batched_nms(BOXES, SCORES, SCORES[:1], {}), r"batched_nms: idxs must be \[4\], got \[1\]"),
+        (lambda: batched_nms(BOXES[0], SCORES, SCORES, {}), r"boxes must be \[N, 4\] or \[N, 5\], got \[4\]"),
+        (lambda: bbox_overlaps(SCORES[0], BOXES), r"bboxes1 must be \[N, 4\], got \[\]"),
         (lambda: nms_match(BOXES, 0.5), r"nms_match: dets must be \[N, 5\], got \[4, 4\]"),
         (lambda: bbox_overlaps(BOXES, BOXES, mode="giou"), "bbox_overlaps: mode must be 'iou' or 'iof'"),
         (lambda: bbox_overlaps(BOXES, BOXES, offset=3), "bbox_overlaps: offset must be 0 or 1, got 3"),
@@ -270,6 +285,8 @@ def test_overlaps_by_hand():
     torch.testing.assert_close(
         bbox_overlaps(BOXES[:2], BOXES[1:3], aligned=True), torch.tensor([1 / 3, 45 / 145])
     )
+    whole = bbox_overlaps(BOXES[:1].long(), BOXES.long())
+    torch.testing.assert_close(whole, torch.tensor([[1, 1 / 3, 0.9, 0]]))
     one = torch.tensor([[0.0, 0, 1, 1]])
     assert bbox_overlaps(one, one + torch.tensor([1.0, 0, 1, 0]), offset=1).item() == pytest.approx(2 / 6)
     assert bbox_overlaps(torch.zeros(0, 4), BOXES).shape == (0, 4)

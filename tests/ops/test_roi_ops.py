@@ -200,12 +200,92 @@ def test_compilation_of_roi_align():
         (lambda: roi_align(MAP[0], WHOLE, 1), r"roi_align: input must be \[B, C, H, W\], got \[1, 2, 2\]"),
         (lambda: roi_pool(MAP, WHOLE[:, 1:], 1), r"roi_pool: rois must be \[N, 5\].*got \[1, 4\]"),
         (lambda: roi_align(MAP, WHOLE, 1, pool_mode="sum"), "pool_mode must be 'avg' or 'max', got 'sum'"),
+        (lambda: roi_align(MAP.int(), WHOLE, 1), r"input must be of a floating-point type, got torch.int32"),
+        (lambda: roi_align(MAP, WHOLE, 1, 0.0), "spatial_scale must be positive and finite, got 0.0"),
+        (lambda: roi_pool(MAP, WHOLE, 1, float("nan")), "roi_pool: spatial_scale must be positive.*got nan"),
+        (lambda: roi_align(MAP, WHOLE, (2, 0)), r"output_size must be positive, got \(2, 0\)"),
+        (lambda: roi_align(MAP, WHOLE, 2, 1.0, 65536), r"fewer than 2\^31 samples, got 65536 for 2 x 2 bins"),
+        (
+            lambda: deform_roi_pool(MAP, WHOLE, None, 2, 1.0, 65536),
+            "deform_roi_pool: sampling_ratio must give",
+        ),
         (lambda: deform_roi_pool(MAP, WHOLE, MAP, 2), r"offset must be \[1, 2, 2, 2\], got \[1, 1, 2, 2\]"),
     ],
 )
 def test_rejections(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("sampling_ratio", [0, 2])
+def test_regions_within_reach_are_torchvisions_bit_for_bit(dtype, aligned, sampling_ratio):
+    if not _torchvision.serves("cpu"):
+        pytest.skip("torchvision's operators do not load")
+    from torchvision.ops import roi_align as torchvision_roi_align
+
+    corners = torch.rand(40, 4, generator=torch.Generator().manual_seed(2)).to(dtype) * 20 - 5
+    corners[20:] = corners[20:] * 22 - 140  # to 250 pixels of the image outside, 125 of the map
+    corners[:, 2:] = torch.maximum(corners[:, :2], corners[:, 2:])  # torchvision fails at others
+    rois = torch.cat([torch.arange(40)[:, None] % 2, corners], 1)
+    x = maps(dtype)
+    expected = torchvision_roi_align(x, rois, (2, 3), 0.5, sampling_ratio, aligned)
+    assert expected.flatten(1).any(1).sum() > 5
+    assert torch.equal(roi_align(x, rois, (2, 3), 0.5, sampling_ratio, "avg", aligned), expected)
+
+
+def test_regions_without_samples_have_a_gradient():
+    x, nowhere = maps().requires_grad_(), torch.tensor([[0.0, 4, 4, 4, 4]])
+    for out in (roi_align(x, nowhere, 2), roi_align(x, nowhere, 2, pool_mode="max")):
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert not out.any() and not grad.any()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
+def test_a_far_region_is_cut_where_it_leaves_the_reach(device):
+    """A map of 7 x 9 reaches 128 pixels and two more, whose outer end a region of 10^5 pixels does not pass."""
+    x = maps().to(device)
+    regions = [[1, -1e5, -1e5, 1e5, 1e5], [1, -130, -130, 139, 139], [1, -129, -130, 139, 139]]
+    far, cut, smaller = roi_align(x, torch.tensor(regions, device=device), 3)
+    assert torch.equal(far, cut) and not torch.equal(cut, smaller) and far[:, 1, 1].all()
+
+
+def test_regions_of_no_image_in_a_compiled_and_an_exported_layer():
+    if not _torchvision.serves("cpu"):
+        pytest.skip("torchvision's operators do not load")
+    layer = RoIAlign(2, 0.5, 0)
+    rois = torch.cat([ROIS, torch.tensor([[2, 0, 0, 3, 3], [0, 0, float("nan"), 3, 3], [-1, 0, 0, 3, 3]])])
+    N, H, W = (torch.export.Dim(name, min=2, max=500) for name in ("N", "H", "W"))
+    program = torch.export.export(layer, (maps(), ROIS), dynamic_shapes=({2: H, 3: W}, {0: N}))
+    for x in (maps(), maps(H=30, W=170)):
+        expected = layer(x, rois)
+        assert expected[:5].any() and not expected[5:].any()
+        assert torch.equal(program.module()(x, rois), expected)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x, rois), expected)
+
+
+@pytest.mark.cuda
+def test_bounding_the_regions_does_not_synchronise():
+    x, rois = maps().cuda().requires_grad_(), ROIS.cuda()
+    roi_align(x, rois, 2).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for ratio in (0, 2):
+            roi_align(x, rois, 2, 0.5, ratio).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+def test_regions_off_the_map_do_not_occur_in_float16_either():
+    x = maps().cuda().half()
+    rois = torch.tensor(
+        [[0, 0, 0, 1e30, 1e30], [0, -1e30, 0, 1e30, 4], [7, 0, 0, 3, 3], [0, 1, 1, 5, 4]]
+    ).cuda()
+    for ratio, scale in ((0, 0.5), (2, 0.5), (2, 4.0)):
+        out = roi_align(x, rois, 2, scale, ratio)
+        assert out.isfinite().all() and not out[2].any() and out[3].any()
 
 
 @pytest.mark.cuda

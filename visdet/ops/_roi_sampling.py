@@ -1,14 +1,22 @@
 """Bilinear samples of feature maps inside regions, in plain torch, by the border rule of RoIAlign."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_rois", "pair", "pool_samples"]
+__all__ = ["bounded_rois", "check_rois", "check_sampling_ratio", "pair", "pool_samples"]
 
 # Values gathered at a time: bounds the memory of a call without gradients to some hundred megabytes.
 CHUNK_VALUES = 1 << 24
+
+# Pixels of the map beyond which a region is cut: float32 counts no half pixels there.
+FURTHEST = 1 << 24
+# The same where the number of samples grows with the region: the longer side of the map, at least this many,
+LEAST_REACH = 128
+# and no more than keeps the samples of a channel countable in 31 bits.
+LARGEST_SIDE = 46000
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -17,14 +25,64 @@ def pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def check_rois(op: str, input: Tensor, rois: Tensor) -> None:
-    """Raise ValueError unless input is [B, C, H, W] and rois [N, 5] on the same device."""
+def check_rois(op: str, input: Tensor, rois: Tensor, size: tuple[int, int], spatial_scale: float) -> None:
+    """Raise ValueError unless input is [B, C, H, W], rois [N, 5] on the same device, and the numbers make sense."""
     if input.dim() != 4:
         raise ValueError(f"{op}: input must be [B, C, H, W], got {list(input.shape)}")
+    if not input.is_floating_point():
+        raise ValueError(f"{op}: input must be of a floating-point type, got {input.dtype}")
+    if not 0 < spatial_scale < math.inf:
+        raise ValueError(f"{op}: spatial_scale must be positive and finite, got {spatial_scale}")
+    if min(size) < 1:
+        raise ValueError(f"{op}: output_size must be positive, got {size}")
     if rois.dim() != 2 or rois.shape[1] != 5:
         raise ValueError(f"{op}: rois must be [N, 5] (batch index, x1, y1, x2, y2), got {list(rois.shape)}")
     if rois.device != input.device:
         raise ValueError(f"{op}: rois must be on {input.device}, got {rois.device}")
+
+
+def check_sampling_ratio(op: str, sampling_ratio: int, size: tuple[int, int]) -> None:
+    """Raise ValueError unless the samples of a region can be counted in 31 bits."""
+    if sampling_ratio > 0 and sampling_ratio**2 * size[0] * size[1] >= 1 << 31:
+        raise ValueError(
+            f"{op}: sampling_ratio must give a region fewer than 2^31 samples, got {sampling_ratio} for "
+            f"{size[0]} x {size[1]} bins"
+        )
+
+
+@torch.no_grad()
+def bounded_rois(
+    rois: Tensor,  # [N, 5]
+    input: Tensor,  # [B, C, H, W], not empty
+    spatial_scale: float,
+    sampling_ratio: int,
+    dtype: torch.dtype,
+) -> Tensor:  # [N, 5] in dtype
+    """Return the regions such that every number can be computed with, by tensor arithmetic alone.
+
+    A region whose batch index is not within 0..B-1, or with NaN among its numbers, moves off the map, where all
+    samples are 0 and have no gradient. Others are cut where they end far outside: ``FURTHEST`` pixels from the map,
+    or, where the number of samples grows with the region, closer. There a negative extent, which has no samples
+    either, becomes 0: torchvision on the CPU allocates by the product of both.
+    """
+    wide = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    side = torch.sym_max(input.shape[2], input.shape[3])
+    reach: int | torch.SymInt = FURTHEST
+    if sampling_ratio <= 0:
+        room = torch.sym_max(LARGEST_SIDE - side, 2) // 2
+        reach = torch.sym_min(torch.sym_max(side, LEAST_REACH), room) + 2  # a pixel from the map, at least
+    most = torch.finfo(dtype).max / 2 / max(spatial_scale, 1)  # float16: extents are finite too
+    low = -torch.sym_min(reach / spatial_scale, most)
+    bounded = wide.clamp(
+        low, torch.sym_max(torch.sym_min((side + reach) / spatial_scale, most), input.shape[0])
+    )
+    index = torch.add(bounded[:, 0], bounded.sum(1), alpha=0)  # NaN where a number of the region is
+    is_missing = (index.clamp(0, input.shape[0] - 1) != index)[:, None]
+    bounded[:, :1].masked_fill_(is_missing, 0)
+    bounded[:, 1:].masked_fill_(is_missing, low)
+    if sampling_ratio <= 0:
+        bounded[:, 3:] = torch.maximum(bounded[:, 1:3], bounded[:, 3:])
+    return bounded.to(dtype)
 
 
 def _corners(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,13 +99,13 @@ def _sample(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: in
     """Return [n, K, C] samples at y, x [n, K] of the map at ``first_row`` [n] of rows [B * H * W, C]."""
     y0, y1, fy, y_counts = _corners(y, H)
     x0, x1, fx, x_counts = _corners(x, W)
-    counts = (y_counts & x_counts).to(rows.dtype)
+    counts = y_counts & x_counts
     total = rows.new_zeros(())
     for row, wy in ((y0, 1 - fy), (y1, fy)):
         for column, wx in ((x0, 1 - fx), (x1, fx)):
             values = rows[(first_row[:, None] + row * W + column).flatten()].view(*y.shape, -1)
-            total = total + (wy * wx * counts)[..., None] * values
-    return total
+            total = total + (wy * wx)[..., None] * values
+    return torch.where(counts[..., None], total, 0)  # a product with 0 would keep NaN
 
 
 def _groups(grid: Tensor) -> Iterator[tuple[int, int, Tensor]]:
@@ -68,8 +126,10 @@ def pool_samples(
     B, C, H, W = input.shape
     N, _, PH, PW = origin.shape
     output = input.new_zeros(N, PH * PW, C)
+    # A sum of nothing: it gives what has no samples a gradient of zero, whatever the numbers are.
+    nothing = input.flatten()[:0].sum() + origin.flatten()[:0].sum()
     if output.numel() == 0 or input.numel() == 0:
-        return output.transpose(1, 2).reshape(N, C, PH, PW) + 0 * (input.sum() + origin.sum())
+        return output.transpose(1, 2).reshape(N, C, PH, PW) + nothing
     rows = input.permute(0, 2, 3, 1).reshape(B * H * W, C)
     parts, members_of_parts = [], []
     for down, across, all_members in _groups(grid):
@@ -89,4 +149,6 @@ def pool_samples(
             members_of_parts.append(members)
     if parts:
         output = output.index_copy(0, torch.cat(members_of_parts), torch.cat(parts).to(output.dtype))
+    else:
+        output = output + nothing
     return output.transpose(1, 2).reshape(N, C, PH, PW)

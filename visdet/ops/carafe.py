@@ -40,6 +40,8 @@ def carafe(
         raise ValueError(f"carafe: kernel_size must be odd, got {K}")
     if s < 1:
         raise ValueError(f"carafe: scale_factor must be at least 1, got {s}")
+    if G < 1:
+        raise ValueError(f"carafe: group_size must be at least 1, got {G}")
     if C % G:
         raise ValueError(f"carafe: features must have a multiple of {G} channels, got {C}")
     expected = [B, K * K * G, H * s, W * s]

@@ -18,11 +18,16 @@ def corner_pool(x: Tensor, mode: str) -> Tensor:
     """Return the maximum of each pixel and all pixels before it on its way in a direction, [B, C, H, W].
 
     ``mode``: 'bottom' and 'right' run towards higher rows and columns, 'top' and 'left' towards lower ones.
-    Differentiable; of equal maxima the last on the way takes the gradient.
+    Differentiable; of equal maxima the last on the way takes the gradient. From a NaN on, pixels are NaN.
+
+    Raises:
+        ValueError: ``mode`` is unknown or x has another number of dimensions.
 
     Source: CornerNet, ECCV 2018; modes are mmcv's.
     """
     _check(mode)
+    if x.dim() != 4:
+        raise ValueError(f"corner_pool: x must be [B, C, H, W], got {list(x.shape)}")
     dim, is_reversed = _DIRECTIONS[mode]
     if x.shape[dim] == 0:
         return x.clone()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ._roi_sampling import check_rois, pair, pool_samples
+from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pair, pool_samples
 
 __all__ = ["DeformRoIPool", "DeformRoIPoolPack", "ModulatedDeformRoIPoolPack", "deform_roi_pool"]
 
@@ -22,21 +22,24 @@ def deform_roi_pool(
     Without offset (None or empty) this is ``roi_align`` with aligned=True. Sampling and borders are RoIAlign's.
     Differentiable with respect to input and offset (mmcv extrapolates the gradient of an offset within a pixel outside
     the border; here it is that of the clamped sample: 0 across the border). 16-bit types are computed in float32.
-    Plain torch.
+    Plain torch. Regions of no image, with NaN or far outside the map are treated as by ``roi_align``; a sample whose
+    offset is NaN or infinite is 0.
 
     Raises:
-        ValueError: a shape or device does not fit.
+        ValueError: a shape, type, device or number does not fit.
 
     Source: Deformable Convolutional Networks, ICCV 2017; the signature is mmcv's.
     """
-    check_rois("deform_roi_pool", input, rois)
     PH, PW = pair(output_size)
+    check_rois("deform_roi_pool", input, rois, (PH, PW), spatial_scale)
+    check_sampling_ratio("deform_roi_pool", sampling_ratio, (PH, PW))
     N = len(rois)
     fits = offset is not None and list(offset.shape) == [N, 2, PH, PW]
     if not fits and offset is not None and offset.numel() > 0:
         raise ValueError(f"deform_roi_pool: offset must be {[N, 2, PH, PW]}, got {list(offset.shape)}")
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    boxes = rois[:, 1:].detach().to(dtype) * spatial_scale - 0.5
+    rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
+    boxes = rois[:, 1:] * spatial_scale - 0.5
     start = boxes[:, :2].flip(1)  # (y, x)
     extent = boxes[:, 2:].flip(1) - start
     bin_size = extent / extent.new_tensor([PH, PW])

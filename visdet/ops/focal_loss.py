@@ -20,6 +20,8 @@ __all__ = [
 def _check(op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str) -> None:
     if input.dim() != 2:
         raise ValueError(f"{op}: input must be [N, C], got {list(input.shape)}")
+    if not input.is_floating_point():
+        raise ValueError(f"{op}: input must be of a floating-point type, got {input.dtype}")
     if target.dtype != torch.int64:
         raise ValueError(f"{op}: target must be int64, got {target.dtype}")
     if target.shape != input.shape[:1]:
@@ -39,6 +41,8 @@ def _reduce(loss: Tensor, reduction: str) -> Tensor:
 
 def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
     """Return weight[target]; 1 for a target that is no class."""
+    if len(weight) == 0:
+        return weight.new_ones(target.shape)
     is_class = (target >= 0) & (target < len(weight))
     return torch.where(is_class, weight[target.clamp(0, len(weight) - 1)], 1.0)
 
@@ -101,7 +105,9 @@ def softmax_focal_loss(
 ) -> Tensor:  # [N] or a scalar
     """Return the focal loss of each row, -α (1-p)^γ log p with p the softmax probability of its target.
 
-    Args: as ``sigmoid_focal_loss``; 'none' gives [N]. A row with a negative target has loss and gradient 0.
+    Args: as ``sigmoid_focal_loss``; 'none' gives [N]. A row with a negative target has loss and gradient 0. A target
+    of C or more is a mistake, which only a synchronisation could report from CUDA: the row's loss is NaN, on every
+    device, and its gradient 0.
 
     Differentiable with respect to ``input``.
 
@@ -112,11 +118,15 @@ def softmax_focal_loss(
     """
     _check("softmax_focal_loss", input, target, weight, reduction)
     logits = input if input.dtype in (torch.float32, torch.float64) else input.float()
-    log_p = F.log_softmax(logits, 1).gather(1, target.clamp(min=0)[:, None]).squeeze(1)
+    C = logits.shape[1]
+    if C == 0:
+        raise ValueError("softmax_focal_loss: input must have a class at least, got none")
+    of_class = target.clamp(0, C - 1)
+    log_p = F.log_softmax(logits, 1).gather(1, of_class[:, None]).squeeze(1)
     loss = -alpha * (1 - log_p.exp()).pow(gamma) * log_p
     if weight is not None:
-        loss = loss * weight.to(loss)[target.clamp(min=0)]
-    loss = torch.where(target >= 0, loss, 0.0)
+        loss = loss * weight.to(loss)[of_class]
+    loss = torch.where(target >= 0, loss, 0.0).masked_fill(target >= C, float("nan"))
     return _reduce(loss, reduction).to(input.dtype)
 
 

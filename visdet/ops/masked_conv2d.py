@@ -20,7 +20,7 @@ def masked_conv2d(
     """Return the convolution where ``mask`` is positive and 0 elsewhere; only those places are computed.
 
     ``stride`` must be 1. Differentiable with respect to features, weight and bias (mmcv's has no gradient
-    and takes B = 1 only). An empty mask gives zeros.
+    and takes B = 1 only). An empty mask gives zeros; a NaN in it does not count.
 
     Raises:
         ValueError: a shape or ``stride`` does not fit.
@@ -34,8 +34,18 @@ def masked_conv2d(
     B, _, H, W = features.shape
     if list(mask.shape) != [B, H, W]:
         raise ValueError(f"masked_conv2d: mask must be {[B, H, W]}, got {list(mask.shape)}")
+    if weight.dim() != 4 or weight.shape[1] != features.shape[1]:
+        expected = f"[C', {features.shape[1]}, KH, KW]"
+        raise ValueError(f"masked_conv2d: weight must be {expected}, got {list(weight.shape)}")
     (pad_h, pad_w), (KH, KW) = pair(padding), weight.shape[2:]
     height, width = H + 2 * pad_h - KH + 1, W + 2 * pad_w - KW + 1
+    if min(pad_h, pad_w) < 0:
+        raise ValueError(f"masked_conv2d: padding must not be negative, got {padding!r}")
+    if min(KH, KW) < 1 or min(height, width) < 0:
+        raise ValueError(
+            f"masked_conv2d: weight must have a kernel within the padded map of {H + 2 * pad_h} x {W + 2 * pad_w}, "
+            f"got {KH} x {KW}"
+        )
     image, row, column = (mask[:, :height, :width] > 0).nonzero().unbind(1)  # each [K]
     padded = F.pad(features, (pad_w, pad_w, pad_h, pad_h)).permute(0, 2, 3, 1)  # [B, H + 2p, W + 2p, C]
     tap_row = row[:, None, None] + torch.arange(KH, device=mask.device)[:, None]

@@ -13,7 +13,7 @@ __all__ = ["nms", "nms_match", "soft_nms", "soft_nms_reference"]
 SOFT_METHODS = ("naive", "linear", "gaussian")
 
 
-def _as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, Tensor, bool]:
+def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, Tensor, bool]:
     is_numpy = not isinstance(boxes, Tensor)
     boxes = boxes if isinstance(boxes, Tensor) else torch.from_numpy(boxes)
     scores = scores if isinstance(scores, Tensor) else torch.from_numpy(scores)
@@ -83,7 +83,8 @@ def nms(
         score_threshold: where positive, boxes with a score not above it go first.
         max_num: keep at most so many; -1 or 0 keeps all.
 
-    No boxes give an empty [0, 5] and an empty int64 tensor. The [M, 5] is differentiable with respect to boxes
+    No boxes give an empty [0, 5] and an empty int64 tensor. A box with a NaN corner suppresses nothing and stays; NaN
+    scores come first, as in ``torch.sort``. The [M, 5] is differentiable with respect to boxes
     and scores (a selection); the indices are not. Served by torchvision; plain torch gives the same where it is
     missing.
 
@@ -92,7 +93,7 @@ def nms(
 
     Source: the signature is mmcv's.
     """
-    boxes, scores, is_numpy = _as_tensors("nms", boxes, scores, offset)
+    boxes, scores, is_numpy = as_tensors("nms", boxes, scores, offset)
     if score_threshold > 0:
         valid = (scores > score_threshold).nonzero().squeeze(1)
         keep = valid[kept_indices(boxes[valid], scores[valid], float(iou_threshold), offset)]
@@ -131,7 +132,7 @@ def soft_nms(
 
     Source: Bodla et al., Soft-NMS, ICCV 2017; signature and order of equal scores are mmcv's.
     """
-    boxes, scores, is_numpy = _as_tensors("soft_nms", boxes, scores, offset)
+    boxes, scores, is_numpy = as_tensors("soft_nms", boxes, scores, offset)
     if method not in SOFT_METHODS:
         raise ValueError(f"soft_nms: method must be one of {SOFT_METHODS}, got {method!r}")
     if method == "gaussian" and not sigma > 0:
@@ -209,13 +210,14 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
 
     Args:
         dets: [N, 5] boxes (x1, y1, x2, y2) and scores, a tensor or a NumPy array; groups are of the same kind, int64.
-        iou_threshold: a box joins the first group whose kept box it overlaps by at least this.
+        iou_threshold: a box joins the first group whose kept box it overlaps by at least this. A box with a NaN corner
+            overlaps none; NaN scores come first.
 
     Source: mmcv; used by prime sample attention (PISA).
     """
     is_numpy = not isinstance(dets, Tensor)
     table = torch.from_numpy(dets) if is_numpy else dets.detach()
-    if table.shape[0] == 0:
+    if table.dim() and table.shape[0] == 0:
         return []
     if table.dim() != 2 or table.shape[1] != 5:
         raise ValueError(f"nms_match: dets must be [N, 5], got {list(table.shape)}")

@@ -21,9 +21,22 @@ __all__ = [
 ]
 
 
+# Widths of a map from its centre at which a point is as far outside as any: float16 holds it too.
+_FURTHEST = 16384.0
+
+
+def _grid_sample(im: Tensor, grid: Tensor, align_corners: bool, **kwargs: Any) -> Tensor:
+    """Return ``grid_sample`` of points that are numbers: torch's reads stray memory at others on the CPU."""
+    grid = grid.nan_to_num(nan=-_FURTHEST).clamp(-_FURTHEST, _FURTHEST)
+    return F.grid_sample(im, grid, align_corners=align_corners, **kwargs)
+
+
 def bilinear_grid_sample(im: Tensor, grid: Tensor, align_corners: bool = False) -> Tensor:
-    """Return ``grid_sample`` (bilinear, zeros) of im [B, C, H, W] at grid [B, Hg, Wg, 2], [B, C, Hg, Wg]."""
-    return F.grid_sample(im, grid, align_corners=align_corners)
+    """Return ``grid_sample`` (bilinear, zeros) of im [B, C, H, W] at grid [B, Hg, Wg, 2], [B, C, Hg, Wg].
+
+    A point with a NaN or infinite coordinate is outside, and so 0, without gradient.
+    """
+    return _grid_sample(im, grid, align_corners)
 
 
 def normalize(grid: Tensor) -> Tensor:
@@ -78,19 +91,22 @@ def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **k
     """Return bilinear samples of input [B, C, H, W] at points (x, y) in 0..1.
 
     Points [B, P, 2] give [B, C, P]; [B, Hg, Wg, 2] give [B, C, Hg, Wg]. Further arguments are ``grid_sample``'s.
+    A NaN coordinate counts as one far to the left or above, an infinite or huge one as one far outside on its side:
+    such a point is 0 with the zeros that ``padding_mode`` pads by default, and on the border with 'border'. The point
+    gets no gradient.
+
     Source: PointRend; the signature is mmcv's.
     """
     if points.dim() == 3:
-        sampled = F.grid_sample(input, denormalize(points[:, :, None]), align_corners=align_corners, **kwargs)
-        return sampled.squeeze(3)
-    return F.grid_sample(input, denormalize(points), align_corners=align_corners, **kwargs)
+        return _grid_sample(input, denormalize(points[:, :, None]), align_corners, **kwargs).squeeze(3)
+    return _grid_sample(input, denormalize(points), align_corners, **kwargs)
 
 
 class SimpleRoIAlign(nn.Module):
     """One sample at the centre of each bin, PointRend's cheap RoIAlign.
 
     The regions come out in their own order (mmcv's puts them image by image). ``aligned=False`` samples with
-    align_corners=True.
+    align_corners=True. A region of no image of the batch gives 0, and so does a point that is no number.
     """
 
     def __init__(

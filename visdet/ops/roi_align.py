@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from . import _torchvision
 from ._renamed import renamed_arguments
-from ._roi_sampling import check_rois, pair, pool_samples
+from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pair, pool_samples
 
 __all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
 
@@ -31,21 +31,28 @@ def roi_align(
             also makes regions at least one pixel wide.
 
     A sample beyond one pixel outside the map is 0, others are clamped to it. No regions give [0, C, PH, PW].
+
+    A region whose batch index is not within 0..B-1, or with NaN among its numbers, gives 0 and has no gradient, on
+    every device and without synchronising one. With ``sampling_ratio=0``, where the number of samples grows with the
+    region, a region is cut where it ends further outside the map than the map's longer side (128 pixels of it at
+    least); with a given ``sampling_ratio``, 2^24 pixels outside. Infinite corners are cut likewise.
+
     Differentiable with respect to ``input``. 'avg' is served by torchvision; float16 on the CPU and bfloat16,
     which it refuses, are computed in float32; its float16 on CUDA rounds ``rois`` to float16 too. 'max', and
     everything where torchvision is missing, is plain torch; so are gradients on CUDA under
     ``torch.use_deterministic_algorithms(True)``, which torchvision's are not made for.
 
     Raises:
-        ValueError: a shape, device or ``pool_mode`` does not fit.
+        ValueError: a shape, type, device, number or ``pool_mode`` does not fit.
 
     Source: Mask R-CNN; signature and defaults are mmcv's (torchvision's default is aligned=False).
     """
-    check_rois("roi_align", input, rois)
+    size = pair(output_size)
+    check_rois("roi_align", input, rois, size, spatial_scale)
+    check_sampling_ratio("roi_align", sampling_ratio, size)
     if pool_mode not in ("avg", "max"):
         raise ValueError(f"roi_align: pool_mode must be 'avg' or 'max', got {pool_mode!r}")
-    size = pair(output_size)
-    if pool_mode == "max" or not _torchvision.serves_gradients(input):
+    if pool_mode == "max" or input.numel() == 0 or not _torchvision.serves_gradients(input):
         return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
     from torchvision.ops import roi_align as torchvision_roi_align
 
@@ -53,9 +60,8 @@ def roi_align(
         input.dtype == torch.float16 and input.device.type == "cuda"
     )
     values = input if is_native else input.float()
-    pooled = torchvision_roi_align(
-        values, rois.to(values.dtype), size, spatial_scale, sampling_ratio, aligned
-    )
+    bounded = bounded_rois(rois, values, spatial_scale, sampling_ratio, values.dtype)
+    pooled = torchvision_roi_align(values, bounded, size, spatial_scale, sampling_ratio, aligned)
     return pooled if is_native else pooled.to(input.dtype)
 
 
@@ -71,7 +77,8 @@ def roi_align_reference(
     """``roi_align`` in plain torch, of both modes."""
     PH, PW = pair(output_size)
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    boxes = rois[:, 1:].detach().to(dtype) * spatial_scale - (0.5 if aligned else 0.0)
+    rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
+    boxes = rois[:, 1:] * spatial_scale - (0.5 if aligned else 0.0)
     start = boxes[:, :2].flip(1)  # (y, x)
     extent = boxes[:, 2:].flip(1) - start
     if not aligned:

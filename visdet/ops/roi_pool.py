@@ -21,13 +21,14 @@ def roi_pool(
     """Return the maximum of each bin: pixels floor(start) to ceil(end) of x1·scale .. (x2 + 1)·scale, cut in bins.
 
     Corners are not rounded and the far one counts one pixel more, as in mmcv and unlike torchvision, which rounds
-    both. A bin without pixels, and a region without area or of no image of the batch, gives 0; NaN counts as -inf.
+    both. A bin without pixels, and a region without area, of no image of the batch, or with a corner that is NaN or
+    infinite, gives 0 and has no gradient; a NaN pixel counts as -inf.
     Differentiable once with respect to ``input``: the gradient goes to the maximum, the first in reading order of
     equal ones. Saved for the backward are the regions and the place of each maximum, which costs as much to find
     again as the forward. Deterministic; on CUDA the backward under ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
-        ValueError: a shape or device does not fit.
+        ValueError: a shape, type, device or number does not fit.
 
     Source: Fast R-CNN; bins and signature are mmcv's.
     """
@@ -38,7 +39,7 @@ def roi_pool_with_argmax(
     input: Tensor, rois: Tensor, output_size: tuple[int, int], spatial_scale: float
 ) -> tuple[Tensor, Tensor]:  # [N, C, PH, PW] in input's type, int32
     """Return ``roi_pool`` and the index into H * W of each bin's maximum; -1 for a bin without pixels."""
-    check_rois("roi_pool", input, rois)
+    check_rois("roi_pool", input, rois, output_size, spatial_scale)
     rois = rois.detach().to(torch.float64 if input.dtype == torch.float64 else torch.float32)
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
     run = _roi_pool if is_served else roi_pool_reference
@@ -58,6 +59,17 @@ class RoIPool(nn.Module):
 
     def extra_repr(self) -> str:
         return f"output_size={self.output_size}, spatial_scale={self.spatial_scale}"
+
+
+def roi_pool_gradient(
+    grad_output: Tensor, rois: Tensor, argmax: Tensor, sizes: tuple[int, int, int]
+) -> Tensor:
+    """Return the gradient of the input [B, C, H, W], with sizes (B, H, W), in the type of ``rois``."""
+    needs_order = grad_output.is_cuda and torch.are_deterministic_algorithms_enabled()
+    is_served = _library.is_loaded("cpu") and grad_output.device.type in ("cpu", "cuda", "meta")
+    if needs_order or not is_served:
+        return _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *sizes)
+    return torch.ops.visdet.roi_pool_backward.default(grad_output, rois, argmax, *sizes)
 
 
 def _bins(start: Tensor, end: Tensor, count: int, size: int) -> Tensor:
@@ -125,22 +137,21 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: Any) -> tuple[Tensor | No
     if grad_output is None:
         return (None,) * 5
     rois, argmax = ctx.saved_tensors
-    if grad_output.is_cuda and torch.are_deterministic_algorithms_enabled():
-        grad = _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *ctx.sizes)
-    else:
-        grad = torch.ops.visdet.roi_pool_backward.default(grad_output, rois, argmax, *ctx.sizes)
+    grad = roi_pool_gradient(grad_output, rois, argmax, ctx.sizes)
     return grad.to(ctx.dtype), None, None, None, None
 
 
 def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int, H: int, W: int) -> Tensor:
     """Return the gradient of the input by torch's ordered accumulation: slower than atomic additions."""
     C = grad_output.shape[1]
-    first = rois[:, :1].clamp(0, max(B - 1, 0)).long() * C + torch.arange(C, device=rois.device)  # [N, C]
-    index = first[..., None, None] * (H * W) + argmax.clamp(min=0)
     grad = rois.new_zeros(B * C * H * W)
     if grad.numel() == 0:
         return grad.view(B, C, H, W)
-    counted = torch.where(argmax >= 0, grad_output, 0)
+    is_image = (rois[:, 0] >= 0) & (rois[:, 0] < B)
+    image = torch.where(is_image, rois[:, 0], 0).long()
+    first = image[:, None] * C + torch.arange(C, device=rois.device)  # [N, C]
+    index = first[..., None, None] * (H * W) + argmax.clamp(0, H * W - 1)
+    counted = torch.where((argmax >= 0) & (argmax < H * W) & is_image[:, None, None, None], grad_output, 0)
     return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)
 
 
