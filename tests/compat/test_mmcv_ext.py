@@ -235,6 +235,106 @@ def test_softnms_writes_into_the_given_tensor(method):
     assert len(keep) == (2, 4, 4)[method] and (dets[len(keep) :] == -1).all()
 
 
+X, REGIONS = torch.zeros(2, 3, 6, 7), torch.zeros(4, 5)
+POOLED, OTHER = torch.zeros(4, 3, 2, 2), torch.zeros(1, 3, 2, 2)
+ALIGN = dict(aligned_height=2, aligned_width=2, spatial_scale=1.0, sampling_ratio=2, aligned=True)
+POOL = dict(pooled_height=2, pooled_width=2, spatial_scale=1.0)
+NONE = torch.zeros(0)
+CARAFE = dict(kernel_size=3, group_size=1, scale_factor=2)
+MASKS = torch.zeros(2, 9, 12, 14)
+TARGET = torch.zeros(4).long()
+SOFT = dict(iou_threshold=0.3, sigma=0.5, min_score=1e-3, offset=0)
+OVERLAP = dict(aligned=False, offset=0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "arguments", "settings", "message"),
+    [
+        ("roi_align_forward", (X, REGIONS, OTHER, NONE, NONE), ALIGN | dict(pool_mode=1), "output must be"),
+        (
+            "roi_align_forward",
+            (X, REGIONS, POOLED, NONE, NONE),
+            ALIGN | dict(pool_mode=2),
+            "pool_mode must be one",
+        ),
+        (
+            "roi_align_backward",
+            (OTHER, REGIONS, NONE, NONE, X),
+            ALIGN | dict(pool_mode=1),
+            "grad_output must be",
+        ),
+        (
+            "roi_align_backward",
+            (POOLED, REGIONS, X, X, X[:1]),
+            ALIGN | dict(pool_mode=0),
+            "must be written to",
+        ),
+        ("roi_pool_forward", (X, REGIONS, POOLED, OTHER.int()), POOL, "argmax must be"),
+        ("roi_pool_backward", (OTHER, REGIONS, POOLED.int(), X), POOL, "grad_output must be"),
+        ("roi_pool_backward", (POOLED, REGIONS, OTHER.int(), X), POOL, "argmax must be"),
+        ("roi_pool_backward", (POOLED, REGIONS, POOLED.int(), X[0]), POOL, "grad_input must be"),
+        ("roi_pool_backward", (POOLED, REGIONS[:, 1:], POOLED.int(), X), POOL, "rois must be"),
+        (
+            "deform_roi_pool_backward",
+            (OTHER, X, REGIONS, NONE, X.clone(), NONE),
+            POOL | dict(sampling_ratio=2, gamma=0.1),
+            "grad_output must be",
+        ),
+        ("carafe_naive_forward", (X, MASKS, OTHER), CARAFE, "output must be"),
+        ("carafe_naive_backward", (OTHER, X, MASKS, X.clone(), MASKS.clone()), CARAFE, "grad_output must be"),
+        (
+            "sigmoid_focal_loss_forward",
+            (REGIONS, TARGET, NONE, OTHER),
+            dict(gamma=2.0, alpha=0.25),
+            "output must be",
+        ),
+        (
+            "softmax_focal_loss_backward",
+            (REGIONS + 0.2, TARGET, NONE, NONE, REGIONS.clone()),
+            dict(gamma=2.0, alpha=0.25),
+            "grad_output must be",
+        ),
+        ("softnms", (REGIONS[:, 1:], REGIONS[:, 0], POOLED), SOFT | dict(method=0), "dets must be"),
+        (
+            "softnms",
+            (REGIONS[:, 1:], REGIONS[:, 0], REGIONS),
+            SOFT | dict(method=-1),
+            "method must be one of",
+        ),
+        ("bbox_overlaps", (REGIONS[:, 1:], REGIONS[:, 1:], POOLED), OVERLAP | dict(mode=0), "ious must be"),
+        (
+            "bbox_overlaps",
+            (REGIONS[:, 1:], REGIONS[:, 1:], POOLED),
+            OVERLAP | dict(mode=-1),
+            "mode must be one of",
+        ),
+        ("nms", (REGIONS, REGIONS[:, 0]), dict(iou_threshold=0.5, offset=0), "boxes must be"),
+        (
+            "masked_im2col_forward",
+            (X[:1], TARGET, TARGET, OTHER),
+            dict(kernel_h=3, kernel_w=3, pad_h=1, pad_w=1),
+            "data_col must be",
+        ),
+        (
+            "masked_col2im_forward",
+            (OTHER, TARGET, TARGET, X[:1]),
+            dict(height=6, width=7, channels=3),
+            "col must be",
+        ),
+        (
+            "masked_col2im_forward",
+            (OTHER, TARGET, TARGET, X),
+            dict(height=6, width=7, channels=3),
+            "output must be",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_tensors_of_wrong_sizes_are_refused_by_name(entry, arguments, settings, message):
+    with pytest.raises(ValueError, match=rf"mmcv\._ext\.{entry}.*{message}.*, got|roi_align.*{message}.*got"):
+        getattr(mmcv_ext, entry)(*arguments, **settings)
+
+
 def test_other_entries_say_what_to_do():
     with pytest.raises(NotImplementedError, match=r"mmcv\._ext\.knn_forward.*pip install mmcv"):
         mmcv_ext.knn_forward(torch.zeros(1))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from visdet import ops
 
-from ._gradients import add_gradients
+from ._gradients import add_gradients, write
 
 __all__ = [
     "sigmoid_focal_loss_backward",
@@ -18,7 +18,8 @@ __all__ = [
 def sigmoid_focal_loss_forward(
     input: Tensor, target: Tensor, weight: Tensor, output: Tensor, gamma: float, alpha: float
 ) -> None:
-    output.copy_(ops.sigmoid_focal_loss(input, target, gamma, alpha, _given(weight), "none"))
+    loss = ops.sigmoid_focal_loss(input, target, gamma, alpha, _given(weight), "none")
+    write("sigmoid_focal_loss_forward", "output", output, loss)
 
 
 def sigmoid_focal_loss_backward(
@@ -27,14 +28,14 @@ def sigmoid_focal_loss_backward(
     def loss(input: Tensor) -> Tensor:
         return ops.sigmoid_focal_loss(input, target, gamma, alpha, _given(weight), "none")
 
-    add_gradients(loss, [input], torch.ones_like(input), [grad_input])
+    add_gradients("sigmoid_focal_loss_backward", loss, [input], torch.ones_like(input), [grad_input])
 
 
 def softmax_focal_loss_forward(
     softmax: Tensor, target: Tensor, weight: Tensor, output: Tensor, gamma: float, alpha: float
 ) -> None:
     loss = ops.softmax_focal_loss(_logits(softmax), target, gamma, alpha, _given(weight), "none")
-    output.copy_(loss)
+    write("softmax_focal_loss_forward", "output", output, loss)
 
 
 def softmax_focal_loss_backward(
@@ -49,7 +50,9 @@ def softmax_focal_loss_backward(
     def loss(logits: Tensor) -> Tensor:
         return ops.softmax_focal_loss(logits, target, gamma, alpha, _given(weight), "none")
 
-    add_gradients(loss, [_logits(softmax)], torch.ones_like(buff), [grad_input])
+    add_gradients(
+        "softmax_focal_loss_backward", loss, [_logits(softmax)], torch.ones_like(buff), [grad_input]
+    )
 
 
 def _logits(softmax: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from visdet import ops
 
-from ._gradients import add_gradients
+from ._gradients import add_gradients, write
 
 __all__ = [
     "carafe_backward",
@@ -42,7 +42,8 @@ def deform_conv_forward(
     ones: Tensor,
     **settings: Any,
 ) -> None:
-    output.copy_(ops.deform_conv2d(input, offset, weight, *_deform_settings(settings)))
+    convolved = ops.deform_conv2d(input, offset, weight, *_deform_settings(settings))
+    write("deform_conv_forward", "output", output, convolved)
 
 
 def deform_conv_backward_input(
@@ -58,7 +59,9 @@ def deform_conv_backward_input(
     def convolve(input: Tensor, offset: Tensor) -> Tensor:
         return ops.deform_conv2d(input, offset, weight, *_deform_settings(settings))
 
-    add_gradients(convolve, [input, offset], grad_output, [grad_input, grad_offset])
+    add_gradients(
+        "deform_conv_backward_input", convolve, [input, offset], grad_output, [grad_input, grad_offset]
+    )
 
 
 def deform_conv_backward_parameters(
@@ -73,7 +76,8 @@ def deform_conv_backward_parameters(
     def convolve(weight: Tensor) -> Tensor:
         return ops.deform_conv2d(input, offset, weight, *_deform_settings(settings))
 
-    add_gradients(convolve, [torch.zeros_like(grad_weight)], grad_output * settings["scale"], [grad_weight])
+    scaled, weight = grad_output * settings["scale"], torch.zeros_like(grad_weight)
+    add_gradients("deform_conv_backward_parameters", convolve, [weight], scaled, [grad_weight])
 
 
 def _modulated_settings(settings: dict) -> tuple:
@@ -94,7 +98,8 @@ def modulated_deform_conv_forward(
 ) -> None:
     given_bias = bias if settings["with_bias"] else None
     arguments = (input, offset, mask, weight, given_bias, *_modulated_settings(settings))
-    output.copy_(ops.modulated_deform_conv2d(*arguments))
+    convolved = ops.modulated_deform_conv2d(*arguments)
+    write("modulated_deform_conv_forward", "output", output, convolved)
 
 
 def modulated_deform_conv_backward(
@@ -121,7 +126,9 @@ def modulated_deform_conv_backward(
         return ops.modulated_deform_conv2d(*arguments)
 
     outputs = [grad_input, grad_offset, grad_mask, grad_weight, grad_bias if has_bias else None]
-    add_gradients(convolve, [input, offset, mask, weight, bias], grad_output, outputs)
+    add_gradients(
+        "modulated_deform_conv_backward", convolve, [input, offset, mask, weight, bias], grad_output, outputs
+    )
 
 
 def masked_im2col_forward(
@@ -134,10 +141,19 @@ def masked_im2col_forward(
     pad_h: int,
     pad_w: int,
 ) -> None:
-    padded = torch.nn.functional.pad(features[0], (pad_w, pad_w, pad_h, pad_h))
-    row = mask_h_idx + torch.arange(kernel_h, device=features.device)[:, None, None]
-    column = mask_w_idx + torch.arange(kernel_w, device=features.device)[:, None]
-    data_col.copy_(padded[:, row, column].reshape(data_col.shape))
+    """Pixels outside the map are 0, wherever the indices point."""
+    C, H, W = features.shape[1:]
+    expected = [C * kernel_h * kernel_w, len(mask_h_idx)]
+    if list(data_col.shape) != expected:
+        raise ValueError(
+            f"mmcv._ext.masked_im2col_forward: data_col must be {expected}, got {list(data_col.shape)}"
+        )
+    row = mask_h_idx - pad_h + torch.arange(kernel_h, device=features.device)[:, None, None]
+    column = mask_w_idx - pad_w + torch.arange(kernel_w, device=features.device)[:, None]
+    is_inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    padded = torch.nn.functional.pad(features[0], (0, 1, 0, 1))  # something to read of an empty map
+    taps = torch.where(is_inside, padded[:, row.clamp(0, H), column.clamp(0, W)], 0)
+    data_col.copy_(taps.reshape(expected))
 
 
 def masked_col2im_forward(
@@ -149,13 +165,29 @@ def masked_col2im_forward(
     width: int,
     channels: int,
 ) -> None:
-    output[0, :, mask_h_idx, mask_w_idx] = col
+    """Columns of places outside the map are dropped."""
+    if list(output.shape) != [1, channels, height, width]:
+        raise ValueError(
+            f"mmcv._ext.masked_col2im_forward: output must be {[1, channels, height, width]}, got "
+            f"{list(output.shape)}"
+        )
+    if list(col.shape) != [channels, len(mask_h_idx)]:
+        raise ValueError(
+            f"mmcv._ext.masked_col2im_forward: col must be {[channels, len(mask_h_idx)]}, got {list(col.shape)}"
+        )
+    is_inside = (mask_h_idx >= 0) & (mask_h_idx < height) & (mask_w_idx >= 0) & (mask_w_idx < width)
+    pixels = height * width
+    # One place more than the map has takes what is dropped.
+    place = torch.where(is_inside, mask_h_idx * width + mask_w_idx, pixels).long()
+    filled = torch.nn.functional.pad(output[0].flatten(1), (0, 1)).index_copy(1, place, col)
+    output[0] = filled[:, :pixels].view(channels, height, width)
 
 
 def carafe_naive_forward(
     features: Tensor, masks: Tensor, output: Tensor, kernel_size: int, group_size: int, scale_factor: int
 ) -> None:
-    output.copy_(ops.carafe(features, masks, kernel_size, group_size, scale_factor))
+    upsampled = ops.carafe(features, masks, kernel_size, group_size, scale_factor)
+    write("carafe_naive_forward", "output", output, upsampled)
 
 
 def carafe_naive_backward(
@@ -171,7 +203,7 @@ def carafe_naive_backward(
     def upsample(features: Tensor, masks: Tensor) -> Tensor:
         return ops.carafe(features, masks, kernel_size, group_size, scale_factor)
 
-    add_gradients(upsample, [features, masks], grad_output, [grad_input, grad_masks])
+    add_gradients("carafe_naive_backward", upsample, [features, masks], grad_output, [grad_input, grad_masks])
 
 
 def carafe_forward(
@@ -229,4 +261,4 @@ def ms_deform_attn_backward(
         return ops.ms_deform_attn(value, level_shapes, level_starts, locations, weights)
 
     outputs: list[Tensor | None] = [grad_value, grad_locations, grad_weights]
-    add_gradients(attend, [value, locations, weights], grad_output, outputs)
+    add_gradients("ms_deform_attn_backward", attend, [value, locations, weights], grad_output, outputs)

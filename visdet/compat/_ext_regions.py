@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from visdet import ops
-from visdet.ops.nms import SOFT_METHODS, kept_indices
-from visdet.ops.roi_pool import roi_pool_with_argmax
+from visdet.ops._roi_sampling import check_rois
+from visdet.ops.nms import SOFT_METHODS, as_tensors, kept_indices
+from visdet.ops.roi_pool import roi_pool_gradient, roi_pool_with_argmax
 
-from ._gradients import add_gradients
+from ._gradients import add_gradients, choice, write
 
 __all__ = [
     "bbox_overlaps",
@@ -27,6 +28,7 @@ __all__ = [
 
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
+    boxes, scores, _ = as_tensors("mmcv._ext.nms", boxes, scores, offset)
     return kept_indices(boxes, scores, iou_threshold, offset)
 
 
@@ -40,7 +42,10 @@ def softnms(
     method: int,
     offset: int,
 ) -> Tensor:
-    result, keep = ops.soft_nms(boxes, scores, iou_threshold, sigma, min_score, SOFT_METHODS[method], offset)
+    name = choice("softnms", "method", method, SOFT_METHODS)
+    result, keep = ops.soft_nms(boxes, scores, iou_threshold, sigma, min_score, name, offset)
+    if dets.dim() != 2 or dets.shape[1] != 5 or len(dets) < len(result):
+        raise ValueError(f"mmcv._ext.softnms: dets must be [{len(boxes)}, 5], got {list(dets.shape)}")
     dets[: len(result)] = result
     return keep
 
@@ -52,12 +57,13 @@ def nms_match(dets: Tensor, iou_threshold: float) -> list[list[int]]:
 def bbox_overlaps(
     bboxes1: Tensor, bboxes2: Tensor, ious: Tensor, mode: int, aligned: bool, offset: int
 ) -> None:
-    ious.copy_(ops.bbox_overlaps(bboxes1, bboxes2, ("iou", "iof")[mode], aligned, offset))
+    name = choice("bbox_overlaps", "mode", mode, ("iou", "iof"))
+    write("bbox_overlaps", "ious", ious, ops.bbox_overlaps(bboxes1, bboxes2, name, aligned, offset))
 
 
 def _roi_align(rois: Tensor, settings: dict) -> Callable[[Tensor], Tensor]:
     size = (settings["aligned_height"], settings["aligned_width"])
-    mode = ("max", "avg")[settings["pool_mode"]]
+    mode = choice("roi_align", "pool_mode", settings["pool_mode"], ("max", "avg"))
     scale, ratio, aligned = settings["spatial_scale"], settings["sampling_ratio"], settings["aligned"]
     return lambda input: ops.roi_align(input, rois, size, scale, ratio, mode, aligned)
 
@@ -66,7 +72,7 @@ def roi_align_forward(
     input: Tensor, rois: Tensor, output: Tensor, argmax_y: Tensor, argmax_x: Tensor, **settings: Any
 ) -> None:
     """For the maximum, ``argmax_y`` carries the map to the backward, whose signature has no input."""
-    output.copy_(_roi_align(rois, settings)(input))
+    write("roi_align_forward", "output", output, _roi_align(rois, settings)(input))
     if settings["pool_mode"] == 0:
         argmax_y.resize_(input.shape).copy_(input)
 
@@ -80,7 +86,7 @@ def roi_align_backward(
     **settings: Any,
 ) -> None:
     input = argmax_y if settings["pool_mode"] == 0 else torch.zeros_like(grad_input)  # the mean is linear
-    add_gradients(_roi_align(rois, settings), [input], grad_output, [grad_input])
+    add_gradients("roi_align_backward", _roi_align(rois, settings), [input], grad_output, [grad_input])
 
 
 def roi_pool_forward(
@@ -94,7 +100,8 @@ def roi_pool_forward(
 ) -> None:
     size = (pooled_height, pooled_width)
     pooled, index = roi_pool_with_argmax(input, rois, size, spatial_scale)
-    output.copy_(pooled), argmax.copy_(index)
+    write("roi_pool_forward", "output", output, pooled)
+    write("roi_pool_forward", "argmax", argmax, index)
 
 
 def roi_pool_backward(
@@ -106,10 +113,17 @@ def roi_pool_backward(
     pooled_width: int,
     spatial_scale: float,
 ) -> None:
-    counted = torch.where(argmax >= 0, grad_output, 0).flatten(2)
-    per_region = grad_output.new_zeros(len(rois), *grad_input.shape[1:]).flatten(2)
-    per_region.scatter_add_(2, argmax.clamp(min=0).long().flatten(2), counted)
-    grad_input.flatten(2).index_add_(0, rois[:, 0].long(), per_region)
+    entry = "mmcv._ext.roi_pool_backward"
+    if grad_input.dim() != 4:
+        raise ValueError(f"{entry}: grad_input must be [B, C, H, W], got {list(grad_input.shape)}")
+    B, C, H, W = grad_input.shape
+    expected = [len(rois), C, pooled_height, pooled_width]
+    for name, tensor in (("grad_output", grad_output), ("argmax", argmax)):
+        if list(tensor.shape) != expected:
+            raise ValueError(f"{entry}: {name} must be {expected}, got {list(tensor.shape)}")
+    check_rois(entry, grad_input, rois, (pooled_height, pooled_width), spatial_scale)
+    wide = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
+    grad_input += roi_pool_gradient(grad_output, rois.to(wide), argmax.int(), (B, H, W))
 
 
 def deform_roi_pool_forward(
@@ -124,7 +138,8 @@ def deform_roi_pool_forward(
     gamma: float,
 ) -> None:
     size = (pooled_height, pooled_width)
-    output.copy_(ops.deform_roi_pool(input, rois, offset, size, spatial_scale, sampling_ratio, gamma))
+    pooled = ops.deform_roi_pool(input, rois, offset, size, spatial_scale, sampling_ratio, gamma)
+    write("deform_roi_pool_forward", "output", output, pooled)
 
 
 def deform_roi_pool_backward(
@@ -146,4 +161,4 @@ def deform_roi_pool_backward(
         return ops.deform_roi_pool(input, rois, offset, size, spatial_scale, sampling_ratio, gamma)
 
     outputs = [grad_input, grad_offset if offset.numel() else None]
-    add_gradients(pool, [input, offset], grad_output, outputs)
+    add_gradients("deform_roi_pool_backward", pool, [input, offset], grad_output, outputs)

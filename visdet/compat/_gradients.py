@@ -1,24 +1,66 @@
-"""Gradients of an operator written into given tensors."""
+"""Results and gradients of an operator written into given tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_gradients"]
+__all__ = ["add_gradients", "choice", "write"]
+
+
+def choice(entry: str, name: str, number: int, names: Sequence[str]) -> str:
+    """Return the name that a number of mmcv's stands for.
+
+    Raises:
+        ValueError: it stands for none.
+    """
+    if not 0 <= number < len(names):
+        meanings = ", ".join(f"{i} ({meaning})" for i, meaning in enumerate(names))
+        raise ValueError(f"mmcv._ext.{entry}: {name} must be one of {meanings}, got {number!r}")
+    return names[number]
+
+
+def write(entry: str, name: str, target: Tensor, values: Tensor) -> None:
+    """Copy values into the tensor that the caller made for them.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if target.shape != values.shape:
+        raise ValueError(f"mmcv._ext.{entry}: {name} must be {list(values.shape)}, got {list(target.shape)}")
+    target.copy_(values)
 
 
 def add_gradients(
-    function: Callable[..., Tensor], inputs: list[Tensor], grad_output: Tensor, outputs: list[Tensor | None]
+    entry: str,
+    function: Callable[..., Tensor],
+    inputs: list[Tensor],
+    grad_output: Tensor,
+    outputs: list[Tensor | None],
 ) -> None:
-    """Write the gradient of ``function(*inputs)`` for each input that has an output tensor."""
+    """Write the gradient of ``function(*inputs)`` for each input that has an output tensor.
+
+    Raises:
+        ValueError: ``grad_output`` has not the shape of what the function returns, or an output not its input's.
+    """
+    for input, out in zip(inputs, outputs, strict=True):
+        if out is not None and out.shape != input.shape:
+            raise ValueError(
+                f"mmcv._ext.{entry}: a gradient must be written to {list(input.shape)}, as its input, got "
+                f"{list(out.shape)}"
+            )
     with torch.enable_grad():
         leaves = [
             tensor.detach().requires_grad_(out is not None)
             for tensor, out in zip(inputs, outputs, strict=True)
         ]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        grads = iter(torch.autograd.grad(function(*leaves), wanted, grad_output, allow_unused=True))
+        result = function(*leaves)
+        if grad_output.shape != result.shape:
+            raise ValueError(
+                f"mmcv._ext.{entry}: grad_output must be {list(result.shape)}, got {list(grad_output.shape)}"
+            )
+        grads = iter(torch.autograd.grad(result, wanted, grad_output, allow_unused=True))
     for out in outputs:
         if out is not None and (grad := next(grads)) is not None:
             out.copy_(grad)
