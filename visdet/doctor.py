@@ -94,10 +94,8 @@ def _torchvision_operators(advice: list[str]) -> list[str]:
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         problem = _torchvision.problem(device)
         server = "torchvision" if problem is None else "plain torch, slower"
-        if device == "cuda" and _library.is_loaded("cuda"):
-            lines += [f"  nms, roi_align on cuda: {server}", "  deform_conv2d on cuda: visdet's kernels"]
-        else:
-            lines.append(f"  nms, roi_align, deform_conv2d on {device}: {server}")
+        of_convolution = "visdet's kernels" if _library.is_loaded(device) else server
+        lines += [f"  nms, roi_align on {device}: {server}", f"  deform_conv2d on {device}: {of_convolution}"]
         if problem is not None:
             advice.append(f"{problem}: install torch and torchvision as a matching pair")
     return lines

@@ -1,5 +1,6 @@
 """Deformable convolution: each tap of the kernel reads at a learnt offset from its place."""
 
+import functools
 from typing import Any
 
 import torch
@@ -73,17 +74,20 @@ def deform_conv2d(
     Args:
         offset: one field for each of ``deform_groups`` (G) groups of channels; its type is that of the result.
         bias: must be False, as in mmcv.
-        im2col_step: images whose columns are held at a time, at most; B need not divide by it.
+        im2col_step: images whose columns are held at a time, at most, on CUDA; B need not divide by it.
 
     Positions outside count as zeros, those within one pixel of the border as a blend with zero. Differentiable
     with respect to input, offset and weight; at exactly -1, where zero offsets put the taps of a padding of 1, the
     offset's gradient is 0, as in mmcv (torchvision's is that of a sample inside). Saved for the backward are the
     inputs.
 
-    On CUDA by visdet's kernels: the other tensors are rounded to the type of ``offset``, in which torch multiplies;
-    places, interpolation and sums are float32 (float64 for float64). Differentiable once. On other devices by
-    torchvision, in float32 for 16-bit types. Plain torch where neither is there, and on CUDA for gradients under
-    ``torch.use_deterministic_algorithms(True)``, because the gradient of ``input`` adds in no fixed order.
+    Served by visdet's kernels, differentiable once; places, interpolation and sums are float32 (float64 for float64).
+    On the CPU so are the operands of the product, and results are the same bits for any number of threads. On CUDA
+    the other tensors are rounded to the type of ``offset``, in which torch multiplies, and the gradient of ``input``
+    adds in no fixed order: plain torch serves gradients there under ``torch.use_deterministic_algorithms(True)``.
+    Where the library of a device is missing, torchvision serves, in float32 for 16-bit types, or plain torch.
+
+    An offset that is not finite, or leads out of the map, counts nothing and has no gradient.
 
     Raises:
         ValueError: a shape does not fit, or ``bias`` is asked for.
@@ -116,15 +120,30 @@ def convolve(
 ) -> Tensor:
     """Return the convolution of checked arguments in the type of ``offset``."""
     settings = (pair(stride), pair(padding), pair(dilation))
-    if input.is_cuda and _library.is_loaded("cuda") and not _must_be_ordered(input, offset, mask, weight):
+    if _serves(input, offset, mask, weight):
+        dtype = offset.dtype if input.is_cuda else _widest(input, offset, mask, weight)
         output = _deform_conv2d(
-            *(None if t is None else t.to(offset.dtype) for t in (input, offset, mask, weight)),
+            *(None if t is None else t.to(dtype) for t in (input, offset, mask, weight)),
             *settings,
             deform_groups,
             im2col_step,
         )
-        return output if bias is None else output + bias.to(offset.dtype)[:, None, None]
+        output = output if bias is None else output + bias.to(dtype)[:, None, None]
+        return output.to(offset.dtype)
     return _convolve_elsewhere(input, offset, mask, weight, bias, settings, deform_groups)
+
+
+def _serves(input: Tensor, *others: Tensor | None) -> bool:
+    """Return whether visdet's kernels may run, with their backward."""
+    device = input.device.type
+    if device not in ("cpu", "cuda") or not _library.is_loaded(device):
+        return False
+    return device == "cpu" or not _must_be_ordered(input, *others)
+
+
+def _widest(*tensors: Tensor | None) -> torch.dtype:
+    """Return the type that holds all tensors' numbers."""
+    return functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
 
 
 def _must_be_ordered(*tensors: Tensor | None) -> bool:
@@ -152,12 +171,22 @@ def _convolve_elsewhere(
         ).to(offset.dtype)
     from torchvision.ops import deform_conv2d as torchvision_deform_conv2d
 
+    shift = _within_reach(shift, x.shape[2:], settings[1])
     if shift.requires_grad and torch.is_grad_enabled():
         shift = _off_the_border(shift, kernel.shape[2:], *settings)
     stride, padding, dilation = settings
     return torchvision_deform_conv2d(
         x, shift, kernel, shift_of_output, stride=stride, padding=padding, dilation=dilation, mask=factor
     ).to(offset.dtype)
+
+
+def _within_reach(offset: Tensor, size: Any, padding: tuple[int, int]) -> Tensor:
+    """Return the offsets, those that lead out of any map of this size, or nowhere, as one that surely leads out.
+
+    torchvision takes the pixels around a place that is NaN from outside the image's memory.
+    """
+    reach = 2.0 * (sum(size) + 2 * sum(padding) + 1)
+    return torch.where(offset.abs() < reach, offset, -reach)
 
 
 def _places(
@@ -272,7 +301,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    if torch.are_deterministic_algorithms_enabled():
+    if grad_output.is_cuda and torch.are_deterministic_algorithms_enabled():
         raise RuntimeError(
             "deform_conv2d: torch.use_deterministic_algorithms(True) must be called before the forward"
         )

@@ -8,11 +8,14 @@
 //   ..])
 //
 // by the border rule of common/bilinear.h, times mask[b, g, k, y, x]: columns[b, c, k, y, x]. The output is the grouped
-// matrix product of weight and columns. Places, weights of corners and sums are float32 (float64 for float64); columns
-// and their gradient are of the type of the input, as the operands of the product are.
+// matrix product of weight and columns. Places, weights of corners and sums are float32 (float64 for float64).
 //
-// As many images are taken at a time as keep the columns small, at most im2col_step. The gradients of offset, mask and
-// weight are sums in a fixed order; that of input is added atomically, in float32 (float64).
+// On CUDA columns and their gradient are of the type of the input, as the operands of the product are; as many images
+// are taken at a time as keep the columns small, at most im2col_step. The gradients of offset, mask and weight are sums
+// in a fixed order; that of input is added atomically, in float32 (float64).
+//
+// On the CPU columns and the operands of the product are float32 (float64), of some places at a time: im2col_step plays
+// no part. All sums are taken in a fixed order.
 #pragma once
 
 #include <vector>
@@ -27,7 +30,7 @@ struct DeformConvProblem {
   int64_t height, width;  // of the output
   int64_t groups, G;      // of weights, of offsets
   std::vector<int64_t> stride, padding, dilation;
-  int64_t step;  // images at a time, at most
+  int64_t step;  // images at a time, at most, on CUDA
 
   int64_t taps() const { return KH * KW; }
   int64_t places() const { return height * width; }

@@ -1,0 +1,452 @@
+// The kernels of deform_conv2d on the CPU, for deform_conv2d.cpp. How they are compiled is told in vec.h.
+//
+// Numbers are handled in lines of 64 bytes, whatever the instruction set: the channels of a deformable group fill whole
+// lines, with zeros after the last. kRows places of the output make a block, and a block of columns is [lines of a
+// place, kRows, numbers of a line]. So a sample is located once for all of its channels, a line of it is one or a few
+// registers, and a matrix product reads numbers of kRows places, or a line of each, at distances the compiler knows.
+//
+// The products are of this file too: they take the blocks as they lie, and add the terms of each number in one order,
+// whatever the tiles and the number of threads.
+#pragma once
+
+#include <type_traits>
+
+#include "../common/bilinear.h"
+#include "vec.h"
+
+namespace visdet {
+
+constexpr int kRows = 12;    // places of a block; output channels of a block in the weight's gradient
+constexpr int kDepth = 128;  // terms of a product at a time: a panel of so many rows stays in the first-level cache
+constexpr int kAtOnce = 4;   // lines of a pixel that one task adds to
+template <typename A>
+constexpr int kLine = 64 / static_cast<int>(sizeof(A));  // numbers
+template <typename A>
+constexpr int kPanel = 2 * kLine<A>;  // columns of a matrix that are multiplied at a time
+template <typename A>
+constexpr int kTile = kRows * kPanel<A>;  // numbers of a product of kRows rows with a panel: [2, kRows, kLine]
+
+constexpr int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// One tap at one place.
+template <typename A>
+struct DeformSample {
+  int32_t pixel[4];  // of each corner, -1 outside the map
+  A fx, fy, mask;
+};
+
+template <typename T, typename A>
+struct DeformConvArrays {
+  int64_t C, H, W, M, KW, taps, width, places, groups, G;
+  int64_t stride[2], padding[2], dilation[2];
+  int64_t per_group, per_offset, per_output;  // channels of a group of the weight, of the offsets, of the output
+  int64_t lines;                              // of a deformable group
+  int64_t blocks;                             // of an image's places
+  const T* input;                             // [B, C, H, W]
+  const T* offset;                            // [B, G, taps, 2, places]
+  const T* mask;                              // [B, G, taps, places] or null
+  const A* images;                            // [B, H, W, G, lines, kLine]
+  const A* zeros;                             // [lines, kLine], read in place of corners outside the map
+  const int64_t* position;                    // [groups, terms()] of each number of a kernel in a block of columns
+  const A* weight;                            // forward: [groups, panels of per_output, terms(), kPanel]
+  T* output;                                  // [B, M, places]
+
+  // Backward, for `count` blocks of all images from `first` on.
+  int64_t first, count;
+  const T* grad_output;      // [B, M, places]
+  const A* transposed;       // [groups, panels of terms(), per_output, kPanel]
+  DeformSample<A>* samples;  // [count, G, taps, kRows]
+  A* grad_columns;           // [count, block()], or null if neither input nor offset want a gradient
+  A* columns;                // [count, block()], or null if the weight wants none
+  A* grad_products;          // [groups, tiles(), count, kRows (places), kRows (output channels)], with columns
+  A* grad_images;            // [B, H, W, G, lines, kLine], or null
+  A* grad_weight;            // [groups, pairs, tiles(), kTile]: of pairs of lines, see line_pair
+  const int64_t* line_pair;  // [groups, pairs, 2] the lines of a block that hold channels of the group
+  int64_t pairs;
+  T* grad_offset;  // as offset, or null
+  T* grad_mask;    // as mask, or null
+  T* grad_input;   // as input
+
+  int64_t terms() const { return taps * per_group; }
+  int64_t tiles() const { return ceil_of(per_output, kRows); }
+  int64_t pixel() const { return G * lines * kLine<A>; }
+  int64_t block() const { return taps * kRows * pixel(); }
+  int64_t block_samples() const { return G * taps * kRows; }
+  // Places of block `n` of an image.
+  int64_t rows(int64_t n) const { return places - n * kRows < kRows ? places - n * kRows : kRows; }
+  // Whether the last line of a deformable group has zeros after its channels.
+  bool is_padded() const { return per_offset % kLine<A> != 0; }
+  int64_t forward_scratch(int64_t tile) const { return tile * (block() + ceil_of(per_output, kPanel<A>) * kTile<A>); }
+  int64_t backward_scratch(int64_t tile) const { return tile * (M * kRows + kTile<A>); }
+};
+
+namespace VISDET_ISA {
+
+// c [2, kRows, kLine] += rows of one matrix times a panel of another. walk(v, visit) calls visit(a, b0, b1) for each
+// term, a pointing to the term's numbers of the rows, STRIDE apart, b0 and b1 to the vectors v and v + 1 of the panel.
+template <int STRIDE, typename A, typename Walk>
+VISDET_INLINE void add_products(A* c, bool is_first, const Walk& walk) {
+  constexpr int W = kLanes<A>, L = kLine<A>;
+  constexpr int kSums = kVectorBytes == 64 ? 12 : 6;  // two sums of each row leave registers for the operands
+  for (int row = 0; row < kRows; row += kSums) {
+    for (int v = 0; v < kPanel<A> / W; v += 2) {
+      A* const to0 = c + (v * W / L * kRows + row) * L + v * W % L;
+      A* const to1 = c + ((v + 1) * W / L * kRows + row) * L + (v + 1) * W % L;
+      Vec<A> sum0[kSums] = {}, sum1[kSums] = {};
+      if (!is_first) {
+#pragma GCC unroll 12
+        for (int r = 0; r < kSums; ++r) sum0[r] = load(to0 + r * L), sum1[r] = load(to1 + r * L);
+      }
+      walk(v, [&](const A* a, const A* b0, const A* b1) __attribute__((always_inline)) {
+        const Vec<A> one = load(b0), other = load(b1);
+#pragma GCC unroll 12
+        for (int r = 0; r < kSums; ++r) {
+          const A factor = a[(row + r) * STRIDE];
+          sum0[r] += factor * one;
+          sum1[r] += factor * other;
+        }
+      });
+#pragma GCC unroll 12
+      for (int r = 0; r < kSums; ++r) store(to0 + r * L, sum0[r]), store(to1 + r * L, sum1[r]);
+    }
+  }
+}
+
+// Pixels `first` .. `last` of image b, channels innermost.
+template <typename T, typename A>
+void copy_image(const DeformConvArrays<T, A>& a, A* images, int64_t b, int64_t first, int64_t last) {
+  constexpr int64_t L = kLine<A>;
+  const int64_t map = a.H * a.W, pixel = a.pixel(), padded = a.lines * L;
+  const T* const from = a.input + b * a.C * map;
+  A* const to = images + b * map * pixel;
+  for (int64_t p0 = first; p0 < last; p0 += L) {
+    const int64_t end = last < p0 + L ? last : p0 + L;
+    for (int64_t g = 0; g < a.G; ++g) {
+      for (int64_t c = 0; c < padded; ++c) {
+        const T* channel = from + (g * a.per_offset + c) * map;
+        A* at = to + g * padded + c;
+        if (c < a.per_offset) {
+          for (int64_t p = p0; p < end; ++p) at[p * pixel] = to_accumulate(channel[p]);
+        } else {
+          for (int64_t p = p0; p < end; ++p) at[p * pixel] = 0;
+        }
+      }
+    }
+  }
+}
+
+// The way back, for the gradient.
+template <typename T, typename A>
+void copy_grad_image(const DeformConvArrays<T, A>& a, int64_t b, int64_t first, int64_t last) {
+  constexpr int64_t L = kLine<A>;
+  const int64_t map = a.H * a.W, pixel = a.pixel(), padded = a.lines * L;
+  T* const to = a.grad_input + b * a.C * map;
+  const A* const from = a.grad_images + b * map * pixel;
+  for (int64_t p0 = first; p0 < last; p0 += L) {
+    const int64_t end = last < p0 + L ? last : p0 + L;
+    for (int64_t c = 0; c < a.C; ++c) {
+      const A* at = from + c / a.per_offset * padded + c % a.per_offset;
+      for (int64_t p = p0; p < end; ++p) from_accumulate(at[p * pixel], to[c * map + p]);
+    }
+  }
+}
+
+// All samples of block n of image b: [G, taps, kRows]. Those past the last place count nothing.
+template <typename T, typename A>
+VISDET_INLINE void locate_block(const DeformConvArrays<T, A>& a, int64_t b, int64_t n, DeformSample<A>* sample) {
+  const int64_t rows = a.rows(n);
+  for (int64_t g = 0; g < a.G; ++g) {
+    for (int64_t k = 0; k < a.taps; ++k) {
+      const int64_t tap = (b * a.G + g) * a.taps + k;
+      const T* offset = a.offset + 2 * tap * a.places + n * kRows;
+      const int64_t down = k / a.KW * a.dilation[0] - a.padding[0], across = k % a.KW * a.dilation[1] - a.padding[1];
+      int64_t row = n * kRows / a.width, column = n * kRows % a.width;
+      for (int r = 0; r < kRows; ++r, ++sample) {
+        *sample = {{-1, -1, -1, -1}, 0, 0, 0};
+        if (r >= rows) continue;
+        Bilinear<A> at;
+        const A y = A(row * a.stride[0] + down) + to_accumulate(offset[r]);
+        const A x = A(column * a.stride[1] + across) + to_accumulate(offset[a.places + r]);
+        locate(x, y, static_cast<int32_t>(a.H), static_cast<int32_t>(a.W), at);
+        for (int i = 0; i < 4; ++i) sample->pixel[i] = at.is_inside[i] ? at.index[i] : -1;
+        sample->fx = at.fx, sample->fy = at.fy;
+        sample->mask = a.mask ? to_accumulate(a.mask[tap * a.places + n * kRows + r]) : A(1);
+        if (++column == a.width) column = 0, ++row;
+      }
+    }
+  }
+}
+
+template <typename A>
+VISDET_INLINE void corner_weights(const DeformSample<A>& s, A (&w)[4]) {
+  w[0] = (1 - s.fy) * (1 - s.fx), w[1] = (1 - s.fy) * s.fx, w[2] = s.fy * (1 - s.fx), w[3] = s.fy * s.fx;
+}
+
+// Visits the samples of a block with the channels of each corner, and the sample's first line in the block.
+template <typename T, typename A, typename F>
+VISDET_INLINE void for_samples(const DeformConvArrays<T, A>& a, int64_t b, const DeformSample<A>* sample,
+                               const F& visit) {
+  constexpr int64_t L = kLine<A>;
+  for (int64_t g = 0; g < a.G; ++g) {
+    const A* map = a.images + b * a.H * a.W * a.pixel() + g * a.lines * L;
+    for (int64_t k = 0; k < a.taps; ++k) {
+      for (int r = 0; r < kRows; ++r, ++sample) {
+        const A* corner[4];
+        for (int i = 0; i < 4; ++i) {
+          corner[i] = sample->pixel[i] < 0 ? a.zeros : map + sample->pixel[i] * a.pixel();
+        }
+        visit(*sample, corner, ((k * a.G + g) * a.lines * kRows + r) * L, g, k, r);
+      }
+    }
+  }
+}
+
+template <typename T, typename A>
+VISDET_INLINE void write_columns(const DeformConvArrays<T, A>& a, int64_t b, const DeformSample<A>* samples,
+                                 A* columns) {
+  constexpr int L = kLine<A>, W = kLanes<A>;
+  for_samples(a, b, samples,
+              [&](const DeformSample<A>& sample, const A* const(&corner)[4], int64_t at, int64_t, int64_t, int)
+                  __attribute__((always_inline)) {
+                    A w[4];
+                    corner_weights(sample, w);
+                    for (int64_t line = 0; line < a.lines; ++line) {
+                      for (int v = 0; v < L; v += W) {
+                        const int64_t c = line * L + v;
+                        Vec<A> value = load(corner[0] + c) * w[0];
+                        for (int i = 1; i < 4; ++i) value += load(corner[i] + c) * w[i];
+                        store(columns + at + line * kRows * L + v, value * sample.mask);
+                      }
+                    }
+                  });
+}
+
+// `count` blocks from block n0 of image b on. scratch: forward_scratch(count); samples: block_samples().
+template <typename T, typename A>
+void forward_tile(const DeformConvArrays<T, A>& a, A* scratch, DeformSample<A>* samples, int64_t b, int64_t n0,
+                  int64_t count) {
+  constexpr int64_t P = kPanel<A>, L = kLine<A>;
+  const int64_t terms = a.terms(), panels = ceil_of(a.per_output, P);
+  A *columns = scratch, *products = scratch + count * a.block();  // [count, block], [panels, count, kTile]
+  for (int64_t n = 0; n < count; ++n) {
+    locate_block(a, b, n0 + n, samples);
+    write_columns(a, b, samples, columns + n * a.block());
+  }
+  for (int64_t group = 0; group < a.groups; ++group) {
+    const int64_t* position = a.position + group * terms;
+    for (int64_t t0 = 0; t0 < terms; t0 += kDepth) {
+      const int64_t t1 = terms < t0 + kDepth ? terms : t0 + kDepth;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        const A* weight = a.weight + (group * panels + panel) * terms * P;
+        for (int64_t n = 0; n < count; ++n) {
+          const A* block = columns + n * a.block();
+          add_products<L>(products + (panel * count + n) * kTile<A>, t0 == 0,
+                          [&](int v, const auto& visit) __attribute__((always_inline)) {
+                            const A* row = weight + t0 * P + v * kLanes<A>;
+                            for (int64_t t = t0; t < t1; ++t, row += P) {
+                              visit(block + position[t], row, row + kLanes<A>);
+                            }
+                          });
+        }
+      }
+    }
+    for (int64_t m = 0; m < a.per_output; ++m) {
+      T* out = a.output + (b * a.M + group * a.per_output + m) * a.places + n0 * kRows;
+      for (int64_t n = 0; n < count; ++n) {
+        const A* from = products + (m / P * count + n) * kTile<A> + m % P / L * kRows * L + m % L;
+        for (int64_t r = 0; r < a.rows(n0 + n); ++r) from_accumulate(from[r * L], out[n * kRows + r]);
+      }
+    }
+  }
+}
+
+// The gradient of the products of a block, [M, kRows], zeros past the last place; and, if the weight wants its own, by
+// output channel.
+template <typename T, typename A>
+VISDET_INLINE void copy_grad_products(const DeformConvArrays<T, A>& a, int64_t b, int64_t n, int64_t t, A* grad) {
+  const int64_t rows = a.rows(n), tiles = a.tiles();
+  for (int64_t m = 0; m < a.M; ++m) {
+    const T* from = a.grad_output + (b * a.M + m) * a.places + n * kRows;
+    for (int64_t r = 0; r < kRows; ++r) grad[m * kRows + r] = r < rows ? to_accumulate(from[r]) : A(0);
+  }
+  if (a.columns == nullptr) return;
+  for (int64_t tile = 0; tile < a.groups * tiles; ++tile) {
+    A* to = a.grad_products + (tile * a.count + t) * kRows * kRows;
+    const int64_t first = tile % tiles * kRows, m0 = tile / tiles * a.per_output + first;
+    for (int64_t i = 0; i < kRows; ++i) {
+      const bool is_channel = first + i < a.per_output;
+      for (int64_t r = 0; r < kRows; ++r) to[r * kRows + i] = is_channel ? grad[(m0 + i) * kRows + r] : A(0);
+    }
+  }
+}
+
+// A panel of a product, whose columns are terms t0 .. of a kernel, to where these are in a block of columns.
+template <typename A>
+VISDET_INLINE void place_panel(const A* from, const int64_t* position, int64_t count, A* block) {
+  constexpr int64_t L = kLine<A>;
+  for (int64_t j0 = 0; j0 < count; j0 += L, from += kRows * L) {
+    const int64_t here = count - j0 < L ? count - j0 : L, start = position[j0];
+    if (here == L && start % L == 0 && position[j0 + L - 1] == start + L - 1) {
+      for (int64_t i = 0; i < kRows * L; ++i) block[start + i] = from[i];
+      continue;
+    }
+    for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t j = 0; j < here; ++j) block[position[j0 + j] + r * L] = from[r * L + j];
+    }
+  }
+}
+
+// The gradient of the columns of `count` blocks, of which `grads` are the gradients of products.
+template <typename T, typename A>
+VISDET_INLINE void write_grad_columns(const DeformConvArrays<T, A>& a, const A* grads, A* products, A* to,
+                                      int64_t count) {
+  constexpr int64_t P = kPanel<A>;
+  const int64_t terms = a.terms(), panels = ceil_of(terms, P);
+  if (a.is_padded()) {
+    for (int64_t i = 0; i < count * a.block(); ++i) to[i] = 0;
+  }
+  for (int64_t group = 0; group < a.groups; ++group) {
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const A* weight = a.transposed + (group * panels + panel) * a.per_output * P;
+      for (int64_t m0 = 0; m0 < a.per_output; m0 += kDepth) {
+        const int64_t m1 = a.per_output < m0 + kDepth ? a.per_output : m0 + kDepth;
+        for (int64_t n = 0; n < count; ++n) {
+          const A* grad = grads + (n * a.M + group * a.per_output) * kRows;
+          add_products<1>(products + n * kTile<A>, m0 == 0,
+                          [&](int v, const auto& visit) __attribute__((always_inline)) {
+                            const A* row = weight + m0 * P + v * kLanes<A>;
+                            for (int64_t m = m0; m < m1; ++m, row += P) {
+                              visit(grad + m * kRows, row, row + kLanes<A>);
+                            }
+                          });
+        }
+      }
+      const int64_t left = terms - panel * P;
+      for (int64_t n = 0; n < count; ++n) {
+        place_panel(products + n * kTile<A>, a.position + group * terms + panel * P, left < P ? left : P,
+                    to + n * a.block());
+      }
+    }
+  }
+}
+
+// The gradients of offset and mask of a block, and its columns if they are wanted.
+template <typename T, typename A>
+VISDET_INLINE void write_grad_offsets(const DeformConvArrays<T, A>& a, int64_t b, int64_t n,
+                                      const DeformSample<A>* samples, const A* grad_columns, A* columns) {
+  constexpr int L = kLine<A>, W = kLanes<A>;
+  const int64_t rows = a.rows(n);
+  for_samples(a, b, samples,
+              [&](const DeformSample<A>& sample, const A* const(&corner)[4], int64_t at, int64_t g, int64_t k, int r)
+                  __attribute__((always_inline)) {
+                    A w[4], dot[4];
+                    corner_weights(sample, w);
+                    Vec<A> sum[4] = {};
+                    for (int64_t line = 0; line < a.lines; ++line) {
+                      for (int v = 0; v < L; v += W) {
+                        const Vec<A> grad = load(grad_columns + at + line * kRows * L + v);
+                        Vec<A> value = {};
+                        for (int i = 0; i < 4; ++i) {
+                          const Vec<A> texel = load(corner[i] + line * L + v);
+                          sum[i] += grad * texel;
+                          value += texel * w[i];
+                        }
+                        if (columns) store(columns + at + line * kRows * L + v, value * sample.mask);
+                      }
+                    }
+                    if (r >= rows) return;
+                    horizontal_sums(sum, dot);
+                    for (int i = 0; i < 4; ++i) dot[i] = sample.pixel[i] < 0 ? A(0) : dot[i];
+                    const int64_t tap = (b * a.G + g) * a.taps + k;
+                    const A of_y = (1 - sample.fx) * (dot[2] - dot[0]) + sample.fx * (dot[3] - dot[1]);
+                    const A of_x = (1 - sample.fy) * (dot[1] - dot[0]) + sample.fy * (dot[3] - dot[2]);
+                    T* to = a.grad_offset + 2 * tap * a.places + n * kRows + r;
+                    from_accumulate(sample.mask * of_y, to[0]);
+                    from_accumulate(sample.mask * of_x, to[a.places]);
+                    if (a.grad_mask) {
+                      const A of_mask = w[0] * dot[0] + w[1] * dot[1] + w[2] * dot[2] + w[3] * dot[3];
+                      from_accumulate(of_mask, a.grad_mask[tap * a.places + n * kRows + r]);
+                    }
+                  });
+}
+
+// Samples, columns and their gradients of `count` blocks from the t0-th of `a.first` on. scratch:
+// backward_scratch(count).
+template <typename T, typename A>
+void backward_tile(const DeformConvArrays<T, A>& a, A* scratch, int64_t t0, int64_t count) {
+  A *grads = scratch, *products = scratch + count * a.M * kRows;
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t block = a.first + t0 + n;
+    copy_grad_products(a, block / a.blocks, block % a.blocks, t0 + n, grads + n * a.M * kRows);
+    locate_block(a, block / a.blocks, block % a.blocks, a.samples + (t0 + n) * a.block_samples());
+  }
+  if (a.grad_columns) write_grad_columns(a, grads, products, a.grad_columns + t0 * a.block(), count);
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t block = a.first + t0 + n;
+    const DeformSample<A>* samples = a.samples + (t0 + n) * a.block_samples();
+    A* columns = a.columns ? a.columns + (t0 + n) * a.block() : nullptr;
+    if (a.grad_offset) {
+      write_grad_offsets(a, block / a.blocks, block % a.blocks, samples, a.grad_columns + (t0 + n) * a.block(),
+                         columns);
+    } else if (columns) {
+      write_columns(a, block / a.blocks, samples, columns);
+    }
+  }
+}
+
+// Adds what blocks t0 .. t1, of image b, give to lines line0 .. line1 of group g of its pixels pixel0 .. pixel1. The
+// order of a pixel's terms is that of the blocks, whoever adds them.
+template <typename T, typename A>
+void add_to_pixels(const DeformConvArrays<T, A>& a, int64_t b, int64_t t0, int64_t t1, int64_t g, int64_t line0,
+                   int64_t line1, int64_t pixel0, int64_t pixel1) {
+  constexpr int L = kLine<A>, W = kLanes<A>;
+  A* const map = a.grad_images + b * a.H * a.W * a.pixel() + g * a.lines * L;
+  for (int64_t t = t0; t < t1; ++t) {
+    const DeformSample<A>* sample = a.samples + (t * a.G + g) * a.taps * kRows;
+    const A* block = a.grad_columns + t * a.block();
+    for (int64_t k = 0; k < a.taps; ++k) {
+      for (int r = 0; r < kRows; ++r, ++sample) {
+        const A* grad = block + ((k * a.G + g) * a.lines * kRows + r) * L;
+        A w[4];
+        corner_weights(*sample, w);
+        for (int i = 0; i < 4; ++i) {
+          const int64_t pixel = sample->pixel[i];
+          const A factor = w[i] * sample->mask;
+          if (pixel < pixel0 || pixel >= pixel1 || factor == 0) continue;
+          A* const to = map + pixel * a.pixel();
+          for (int64_t line = line0; line < line1; ++line) {
+            for (int v = 0; v < L; v += W) {
+              const int64_t c = line * L + v;
+              store(to + c, load(to + c) + factor * load(grad + line * kRows * L + v));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds what all blocks give to the gradient of the weight, in the channels of one pair of lines of a group.
+template <typename T, typename A>
+void add_to_weight(const DeformConvArrays<T, A>& a, int64_t group, int64_t pair) {
+  constexpr int64_t L = kLine<A>, kBlocks = kDepth / kRows;
+  const int64_t tiles = a.tiles(), *lines = a.line_pair + 2 * (group * a.pairs + pair);
+  A* const sums = a.grad_weight + (group * a.pairs + pair) * tiles * kTile<A>;
+  for (int64_t t0 = 0; t0 < a.count; t0 += kBlocks) {
+    const int64_t t1 = a.count < t0 + kBlocks ? a.count : t0 + kBlocks;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      add_products<1>(sums + tile * kTile<A>, false, [&](int v, const auto& visit) __attribute__((always_inline)) {
+        const int w = v * kLanes<A>, next = w + kLanes<A>;
+        const A* grad = a.grad_products + ((group * tiles + tile) * a.count + t0) * kRows * kRows;
+        const A* one = a.columns + t0 * a.block() + lines[w / L] * kRows * L + w % L;
+        const A* other = a.columns + t0 * a.block() + lines[next / L] * kRows * L + next % L;
+        for (int64_t t = t0; t < t1; ++t, grad += kRows * kRows, one += a.block(), other += a.block()) {
+          for (int r = 0; r < kRows; ++r) visit(grad + r * kRows, one + r * L, other + r * L);
+        }
+      });
+    }
+  }
+}
+
+}  // namespace VISDET_ISA
+}  // namespace visdet
