@@ -19,12 +19,19 @@ from visdet.ops import (
 from visdet.ops.deform_conv2d import deform_conv2d_reference
 
 
-@pytest.fixture(params=["torchvision", "plain"])
-def backend(request, monkeypatch):
-    if request.param == "plain":
+def let_serve(backend, monkeypatch):
+    """Let visdet's kernels, torchvision or plain torch serve the CPU."""
+    if backend != "visdet":
+        monkeypatch.setattr(_library, "is_loaded", lambda name: False)
+    if backend == "plain":
         monkeypatch.setattr(_torchvision, "serves", lambda device_type: False)
-    elif not _torchvision.serves("cpu"):
+    elif backend == "torchvision" and not _torchvision.serves("cpu"):
         pytest.skip("torchvision's operators do not load")
+
+
+@pytest.fixture(params=["visdet", "torchvision", "plain"])
+def backend(request, monkeypatch):
+    let_serve(request.param, monkeypatch)
 
 
 def arguments(dtype=torch.float64, B=2, C=4, G=2, groups=2, H=6, W=7):
@@ -57,9 +64,7 @@ def test_offsets_are_y_then_x(backend):
     assert out[0, 0, 2].tolist() == [0, 0, 0, 0]
 
 
-def test_plain_torch_agrees_with_torchvision():
-    if not _torchvision.serves("cpu"):
-        pytest.skip("torchvision's operators do not load")
+def test_plain_torch_agrees(backend):
     (x, offset, mask, weight, bias), settings = arguments()
     leaves = [t.requires_grad_() for t in (x, offset, mask, weight, bias)]
     served = modulated_deform_conv2d(*leaves, *settings, 2, 2)
@@ -216,9 +221,10 @@ def test_offsets_between_whole_pixels_keep_torchvisions_gradient():
 
 
 @pytest.mark.parametrize("modulated", [False, True])
-def test_export_and_compile(modulated):
-    if not _torchvision.serves("cpu"):
-        pytest.skip("torchvision's operators do not load")
+@pytest.mark.parametrize("server", ["visdet", "torchvision"])
+def test_export_and_compile(server, modulated, monkeypatch):
+    let_serve(server, monkeypatch)
+    torch._dynamo.reset()
     layer = (ModulatedDeformConv2dPack if modulated else DeformConv2dPack)(
         4, 6, 3, padding=1, deform_groups=2
     )
