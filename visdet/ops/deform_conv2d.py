@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library, _torchvision
+from ._deform_places import off_the_border, places, within_reach
 from ._offset_layers import rename_offset_layer
 from ._renamed import renamed_arguments
 from ._roi_sampling import pair
@@ -171,49 +172,13 @@ def _convolve_elsewhere(
         ).to(offset.dtype)
     from torchvision.ops import deform_conv2d as torchvision_deform_conv2d
 
-    shift = _within_reach(shift, x.shape[2:], settings[1])
+    shift = within_reach(shift, x.shape[2:], settings[1])
     if shift.requires_grad and torch.is_grad_enabled():
-        shift = _off_the_border(shift, kernel.shape[2:], *settings)
+        shift = off_the_border(shift, kernel.shape[2:], *settings)
     stride, padding, dilation = settings
     return torchvision_deform_conv2d(
         x, shift, kernel, shift_of_output, stride=stride, padding=padding, dilation=dilation, mask=factor
     ).to(offset.dtype)
-
-
-def _within_reach(offset: Tensor, size: Any, padding: tuple[int, int]) -> Tensor:
-    """Return the offsets, those that lead out of any map of this size, or nowhere, as one that surely leads out.
-
-    torchvision takes the pixels around a place that is NaN from outside the image's memory.
-    """
-    reach = 2.0 * (sum(size) + 2 * sum(padding) + 1)
-    return torch.where(offset.abs() < reach, offset, -reach)
-
-
-def _places(
-    offset: Tensor, kernel_size: tuple[int, int], stride: Any, padding: Any, dilation: Any
-) -> tuple[Tensor, Tensor]:
-    """Return the unmoved (row, column) of each tap, [KH, 1, H', 1] and [1, KW, 1, W'], in offset's type."""
-    (KH, KW), (height, width) = kernel_size, offset.shape[2:]
-
-    def spaced(start: int, count: int, step: int) -> Tensor:
-        return torch.arange(start, start + count * step, step, device=offset.device, dtype=offset.dtype)
-
-    tap_y, tap_x = spaced(-padding[0], KH, dilation[0]), spaced(-padding[1], KW, dilation[1])
-    row, column = spaced(0, height, stride[0]), spaced(0, width, stride[1])
-    return (tap_y[:, None] + row)[:, None, :, None], (tap_x[:, None] + column)[None, :, None]
-
-
-def _off_the_border(offset: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """Return the offsets, those that lead to exactly -1 one less: outside, without a gradient.
-
-    Offsets start at 0, where every tap of the padding is at -1; torchvision gives it the gradient of a sample inside.
-    """
-    with torch.no_grad():
-        y, x = _places(offset, kernel_size, stride, padding, dilation)
-        place = torch.stack(torch.broadcast_tensors(y, x), 2)  # [KH, KW, 2, H', W']
-        moves = offset.view(offset.shape[0], -1, *place.shape)  # [B, G, KH, KW, 2, H', W']
-        is_border = (moves + place == -1).flatten(1, 4)
-    return offset - is_border.to(offset.dtype)  # one launch for autograd, none in the backward
 
 
 def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
@@ -262,7 +227,7 @@ def deform_conv2d_reference(
     KH, KW = weight.shape[2:]
     height, width = output_shape(input, weight, stride, padding, dilation)
     G = deform_groups
-    tap_y, tap_x = _places(offset, (KH, KW), stride, padding, dilation)
+    tap_y, tap_x = places(offset, (KH, KW), stride, padding, dilation)
     moves = offset.reshape(B * G, KH, KW, 2, height, width)
     y, x = (moves[:, :, :, 0] + tap_y).flatten(1), (moves[:, :, :, 1] + tap_x).flatten(1)
     columns = _bilinear(input.reshape(B * G, C // G, H, W), y, x).view(B, G, C // G, KH * KW, height * width)
