@@ -74,17 +74,21 @@ struct Sizes {
   int32_t splits;      // blocks that share a query's pairs
 };
 
-// The channels of a lane: its n-th pack of VEC.
+// A lane's n-th pack of VEC channels. The lanes of a group are a power of two, its packs any number: a lane past the
+// last pack has a group, whose sums it takes part in, but no channels, and a lane past the last group has neither. Both
+// numbers can be read at whatever the lane has: c is 0 without channels, g is 0 without a group.
 struct Channels {
   int32_t c, g;
-  bool is_active;
+  bool is_active;  // has channels
+  bool has_group;
 };
 template <int VEC>
 __device__ __forceinline__ Channels channels_of(const Sizes& sizes, int lane, int n) {
   const int lanes = 1 << sizes.lanes_bits, round = n / sizes.turns, turn = n - round * sizes.turns;
   const int g = (round << (5 - sizes.lanes_bits)) + (lane >> sizes.lanes_bits);
   const int in_group = ((lane & (lanes - 1)) + turn * lanes) * VEC;
-  return {g * sizes.group + in_group, g, g < sizes.G && in_group < sizes.group};
+  const bool has_group = g < sizes.G, is_active = has_group && in_group < sizes.group;
+  return {is_active ? g * sizes.group + in_group : 0, has_group ? g : 0, is_active, has_group};
 }
 
 template <typename A>
@@ -201,8 +205,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<A>)
   const TW* my_weights = weights + query * all_pairs * L * G;
   const char* image = reinterpret_cast<const char*>(features + b * sizes.S * sizes.C);
   const uint32_t texel_bytes = sizes.C * sizeof(T);
-  Channels at = channels_of<VEC>(sizes, lane, static_cast<int>(slab));
-  if (!at.is_active) at.c = at.g = 0;  // reads, but does not write
+  const Channels at = channels_of<VEC>(sizes, lane, static_cast<int>(slab));  // a lane without channels writes nothing
   A sum[VEC] = {};
 
   // Adds N neighbouring samples of the warp's, whose loads are all under way before the first is used.
@@ -353,12 +356,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
 #pragma unroll
   for (int n = 0; n < NP; ++n) {
     at[n] = channels_of<VEC>(sizes, lane, n);
-    if (HOLD) {
-      if (!at[n].is_active) at[n].c = at[n].g = 0;
-      load_pack<T, VEC>(my_output + at[n].c * sizeof(T), held[n]);
-#pragma unroll
-      for (int v = 0; v < VEC; ++v) held[n][v] = at[n].is_active ? held[n][v] : A(0);
-    }
+    if (HOLD) load_pack<T, VEC>(my_output + at[n].c * sizeof(T), held[n]);
   }
   for (int tile = 0; tile < per_split; tile += kTile) {
     const int count = compact_visible(my_locations, tile, per_split, split, sizes, visible);
@@ -400,14 +398,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
 #pragma unroll(HOLD ? NP : 1)
         for (int r = 0; r < rounds; ++r) {
           A dots[4] = {};
-          int g = HOLD ? at[r % NP].g : 0;
-          bool has_group = HOLD ? at[r % NP].is_active : false;
+          const Channels of_round = HOLD ? at[r % NP] : channels_of<VEC>(sizes, lane, r * turns);
+          const int g = of_round.g;
+          const bool has_group = of_round.has_group;
           for (int t = 0; t < turns; ++t) {
-            Channels channels = HOLD ? at[r % NP] : channels_of<VEC>(sizes, lane, r * turns + t);
-            if (!HOLD) {
-              if (t == 0) g = channels.g, has_group = channels.g < G;
-              if (!channels.is_active) continue;
-            }
+            const Channels channels = HOLD ? of_round : channels_of<VEC>(sizes, lane, r * turns + t);
+            if (!HOLD && !channels.is_active) continue;
             A corner[4][VEC], grad[VEC];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
@@ -419,6 +415,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
             for (int k = 0; k < 4; ++k) {
 #pragma unroll
               for (int v = 0; v < VEC; ++v) dots[k] += corner[k][v] * (HOLD ? held[r % NP][v] : grad[v]);
+              if (HOLD && !channels.is_active) dots[k] = 0;
             }
           }
           const A weight = has_group ? to_accumulate(line[g]) : A(0);
@@ -651,9 +648,7 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
     A sum[NP][VEC] = {};
 #pragma unroll
     for (int n = 0; n < NP; ++n) {
-      at[n] = channels_of<VEC>(sizes, lane, n0 + n);
-      at[n].is_active = at[n].is_active && n0 + n < sizes.packs;
-      if (!at[n].is_active) at[n].c = at[n].g = 0;
+      at[n] = channels_of<VEC>(sizes, lane, n0 + n);  // past the last pack: past the last group
     }
     const auto store = [&](int64_t to) {
 #pragma unroll
