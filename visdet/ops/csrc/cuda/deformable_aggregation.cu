@@ -37,13 +37,16 @@ __host__ __device__ __forceinline__ int64_t cells_of(const Map& map) {
   return map.H > 0 ? (static_cast<int64_t>(map.H) + 1) * (map.W + 1) : 0;
 }
 
+constexpr int kPlanThreads = 64;
+
 // The maps of tables that are on the device. `slots`: cell entries that an image has room for; maps that overlap may
 // want more, and those past the end count as not within S.
-__global__ void plan_kernel(const int64_t* __restrict__ shapes, const int64_t* __restrict__ starts,
-                            Map* __restrict__ maps, int count, int64_t S, int64_t slots) {
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_kernel(const int64_t* __restrict__ shapes, const int64_t* __restrict__ starts, Map* __restrict__ maps,
+                int count, int64_t S, int64_t slots) {
   for (int m = threadIdx.x; m < count; m += blockDim.x) {
     const int64_t H = shapes[2 * m], W = shapes[2 * m + 1], start = starts[m];
-    const bool fits = H > 0 && W > 0 && start >= 0 && H <= S && W <= S && start + H * W <= S;
+    const bool fits = H > 0 && W > 0 && start >= 0 && H <= S && W <= S && start <= S - H * W;
     maps[m] = fits ? Map{static_cast<int32_t>(start), static_cast<int32_t>(H), static_cast<int32_t>(W), 0} : Map{};
   }
   __syncthreads();
@@ -97,6 +100,18 @@ __device__ __forceinline__ bool is_visible(const Pack<A, 2>& location) {
   return x > 0 && x < 1 && y > 0 && y < 1;
 }
 
+// Where a location lies among `size` texels. One rounding, asked for: every kernel gets the same number.
+template <typename A>
+__device__ __forceinline__ A pixel_of(A location, int32_t size) {
+  return fma(location, A(size), A(-0.5));
+}
+
+// The cell that a visible sample at pixel (x, y) falls into, among those of its map.
+template <typename A>
+__device__ __forceinline__ int64_t cell_of(const Map& map, A x, A y) {
+  return (static_cast<int64_t>(floor(y)) + 1) * (map.W + 1) + static_cast<int32_t>(floor(x)) + 1;
+}
+
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTile = 512;  // pairs looked at between two compactions
@@ -143,7 +158,8 @@ template <typename A, typename TW>
 __device__ __forceinline__ void zero_invisible(const Pack<A, 2>* __restrict__ locations, int tile, int per_split,
                                                int split, const Sizes& sizes, Pack<A, 2>* grad_locations,
                                                TW* grad_weights) {
-  const int numbers = sizes.L * sizes.G, each = numbers % 4 == 0 ? 4 : 1, packs = numbers / each;
+  constexpr int kPack = least(4, 16 / sizeof(TW));
+  const int numbers = sizes.L * sizes.G, each = numbers % kPack == 0 ? kPack : 1, packs = numbers / each;
   const int pairs = min(kTile, per_split - tile);
   for (int n = threadIdx.x; n < pairs * packs; n += kThreads) {
     const int of_tile = n / packs, pack = n - of_tile * packs;
@@ -152,8 +168,8 @@ __device__ __forceinline__ void zero_invisible(const Pack<A, 2>* __restrict__ lo
     if (v >= sizes.V || is_visible(locations[pair])) continue;
     if (pack == 0) grad_locations[pair] = {};
     TW* to = grad_weights + static_cast<int64_t>(pair) * numbers + pack * each;
-    if (each == 4) {
-      *reinterpret_cast<Pack<TW, 4>*>(to) = {};
+    if (each == kPack) {
+      *reinterpret_cast<Pack<TW, kPack>*>(to) = {};
     } else {
       *to = TW();
     }
@@ -247,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<A>)
         Sample<A> sample = {{}, {quiet_nan<A>(), 0, 0, 0}};
         if (map.H > 0) {
           Bilinear<A> where;
-          locate(location.at[0] * map.W - A(0.5), location.at[1] * map.H - A(0.5), map.H, map.W, where);
+          locate(pixel_of(location.at[0], map.W), pixel_of(location.at[1], map.H), map.H, map.W, where);
           where.corner_weights(sample.weight);
 #pragma unroll
           for (int k = 0; k < 4; ++k) sample.row[k] = map.start + where.index[k];
@@ -301,8 +317,8 @@ __global__ void __launch_bounds__(256)
 // cells around a texel are its contributions, each a row of grad_output, which the caches hold. So grad_features is
 // written once, in its own type: no floating-point atomics, no zero-fill, no float32 copy. A warp walks the records of
 // all its rows as one list, whose loads do not wait for each other; a row with many records is shared by
-// the warps of its block. Only the ranks differ between runs: in deterministic mode order_kernel sorts each cell.
-// Scratch: 20 bytes a sample of any pair (36 with order_kernel), 4 a cell.
+// the warps of its block. Only the ranks differ between runs: in deterministic mode order_kernel sorts each cell, in a
+// time in proportion to its samples. Scratch: 20 bytes a sample of any pair (36 with order_kernel), 4 a cell.
 
 template <typename A>
 struct alignas(16) Record {
@@ -372,7 +388,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
         BackwardSample<A> sample = {
             {}, quiet_nan<A>(), quiet_nan<A>(), quiet_nan<A>(), quiet_nan<A>(), pair * L + l, 15, l == L - 1, pair};
         if (map.H > 0) {
-          const A x = location.at[0] * map.W - A(0.5), y = location.at[1] * map.H - A(0.5);
+          const A x = pixel_of(location.at[0], map.W), y = pixel_of(location.at[1], map.H);
           Bilinear<A> where;
           locate(x, y, map.H, map.W, where);
           sample.fx = where.fx, sample.fy = where.fy, sample.W = map.W, sample.H = map.H, sample.inside = 0;
@@ -381,8 +397,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
             sample.row[k] = map.start + where.index[k];
             sample.inside |= where.is_inside[k] << k;
           }
-          const int64_t cell = (static_cast<int64_t>(floor(y)) + 1) * (map.W + 1) + static_cast<int32_t>(floor(x)) + 1;
-          my_ranks[sample.line] = atomicAdd(my_counts + map.first_cell + cell, 1);
+          my_ranks[sample.line] = atomicAdd(my_counts + map.first_cell + cell_of(map, x, y), 1);
         }
         my_samples[lane] = sample;
       }
@@ -500,9 +515,8 @@ __global__ void __launch_bounds__(kRecordThreads)
     const int m = v * L + l;
     const Map map = table[m];
     if (map.H == 0) continue;
-    const A x = location.at[0] * map.W - A(0.5), y = location.at[1] * map.H - A(0.5);
-    const int64_t cell = (static_cast<int64_t>(floor(y)) + 1) * (map.W + 1) + static_cast<int32_t>(floor(x)) + 1;
-    const int32_t place = starts[b * sizes.slots + map.first_cell + cell] + ranks[pair * L + l];
+    const A x = pixel_of(location.at[0], map.W), y = pixel_of(location.at[1], map.H);
+    const int32_t place = starts[b * sizes.slots + map.first_cell + cell_of(map, x, y)] + ranks[pair * L + l];
     records[(b * V * L + m) * samples + place] = {sample, sample / sizes.P, x - floor(x), y - floor(y)};
   }
 }
@@ -510,7 +524,7 @@ __global__ void __launch_bounds__(kRecordThreads)
 constexpr int kOrderThreads = 128;
 template <typename A>
 __global__ void __launch_bounds__(kOrderThreads)
-    order_kernel(const Maps maps, const int32_t* __restrict__ starts, const Record<A>* __restrict__ records,
+    order_kernel(const Maps maps, const int32_t* __restrict__ starts, Record<A>* __restrict__ records,
                  Record<A>* __restrict__ ordered, const Sizes sizes) {
   extern __shared__ __align__(16) char shared[];
   __shared__ OrderBitmap bitmaps[kOrderThreads / 32];
@@ -747,6 +761,8 @@ void check_sizes(const DeformableAggregationProblem& problem) {
   const double samples = 1.0 * problem.Q * problem.P * problem.V * problem.L;
   VISDET_CHECK(kOp, samples < (1 << 30), "Q * P * V * L must be under 2^30 on CUDA, got ", problem.Q, " * ", problem.P,
                " * ", problem.V, " * ", problem.L);
+  VISDET_CHECK(kOp, 1.0 * problem.L * problem.G < (1 << 21), "L * G must be under 2^21 on CUDA, got ", problem.L, " * ",
+               problem.G);
   VISDET_CHECK(kOp, problem.V * problem.L <= 512, "V * L must be at most 512 on CUDA, got ", problem.V, " * ",
                problem.L);
 }
@@ -768,7 +784,6 @@ Plan plan_of(const DeformableAggregationProblem& problem, const Tensor& shapes_i
              const Tensor& features, cudaStream_t stream) {
   const Tensor shapes = dense(shapes_in), starts = dense(starts_in);
   const int64_t count = problem.V * problem.L;
-  VISDET_CHECK(kOp, shapes.is_cuda() == starts.is_cuda(), "level_shapes and level_starts must be on one device");
   Plan plan{{}, features, 0, sizeof(Map) * static_cast<size_t>(count)};
   const auto *shape_data = shapes.const_data_ptr<int64_t>(), *start_data = starts.const_data_ptr<int64_t>();
   if (!shapes.is_cuda()) {
@@ -786,14 +801,11 @@ Plan plan_of(const DeformableAggregationProblem& problem, const Tensor& shapes_i
                  plan.slots, " with their borders");
     return plan;
   }
-  VISDET_CHECK(kOp,
-               shapes.get_device_index() == features.get_device_index() &&
-                   starts.get_device_index() == features.get_device_index(),
-               "level_shapes and level_starts must be on the CPU or on the device of features");
   plan.slots = 2 * problem.S + 3 * count;  // H * W + H + W + 1 <= 2 * H * W + 2
   plan.scratch = new_empty(features, {static_cast<int64_t>(plan.table_bytes)}, ScalarType::Byte);
   auto* maps = static_cast<Map*>(plan.scratch.mutable_data_ptr());
-  plan_kernel<<<1, 64, 0, stream>>>(shape_data, start_data, maps, static_cast<int>(count), problem.S, plan.slots);
+  plan_kernel<<<1, kPlanThreads, 0, stream>>>(shape_data, start_data, maps, static_cast<int>(count), problem.S,
+                                              plan.slots);
   plan.maps.device = maps;
   return plan;
 }
@@ -936,13 +948,13 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cuda(
             start_data, rank_data, static_cast<Pack<A, 2>*>(grad_locations.mutable_data_ptr()),
             static_cast<TW*>(grad_weights.mutable_data_ptr()), sizes);
       };
-      if (kVec > 1 && sizes.turns == 1 && sizes.packs == 1) {
-        run_pairs(pair_kernel<T, TW, A, kVec, 1, true>);
-      } else if (kVec > 1 && sizes.turns == 1 && sizes.packs == 2) {
-        run_pairs(pair_kernel<T, TW, A, kVec, 2, true>);
-      } else {
-        run_pairs(pair_kernel<T, TW, A, kVec, 1, false>);
+      bool holds = false;
+      if constexpr (kVec > 1) {
+        holds = sizes.turns == 1 && sizes.packs <= 2;
+        if (holds && sizes.packs == 1) run_pairs(pair_kernel<T, TW, A, kVec, 1, true>);
+        if (holds && sizes.packs == 2) run_pairs(pair_kernel<T, TW, A, kVec, 2, true>);
       }
+      if (!holds) run_pairs(pair_kernel<T, TW, A, kVec, 1, false>);
       scan_kernel<<<grid_size(problem.B * map_count), kScanThreads, 0, stream>>>(
           plan.maps, start_data, static_cast<int>(map_count), plan.slots);
       const int64_t pairs = problem.B * problem.Q * problem.P * problem.V;
@@ -953,7 +965,7 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cuda(
         const int64_t blocks = std::min<int64_t>(ceil_div(problem.B * plan.slots, kOrderThreads / 32 * 4),
                                                  int64_t{64} * multiprocessors(device));
         order_kernel<A><<<grid_size(blocks), kOrderThreads, plan.table_bytes, stream>>>(
-            plan.maps, start_data, static_cast<const Record<A>*>(records.const_data_ptr()),
+            plan.maps, start_data, static_cast<Record<A>*>(records.mutable_data_ptr()),
             static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
         records = ordered;
       }
