@@ -26,6 +26,7 @@ SIZES = {
     "B1-Q7-P13-G8-C64": (1, 7, 13, 8, 64),
     "B2-Q3-P150-G3-C9": (2, 3, 150, 3, 9),
     "B1-Q2-P2-G300-C300": (1, 2, 2, 300, 300),
+    "B1-Q2-P300-G16-C32": (1, 2, 300, 16, 32),  # blocks of 1024 threads on CUDA
 }
 
 
@@ -122,6 +123,42 @@ def test_matches_reference(name, dtype, cameras, keep, device):
         assert ours.dtype == (dtype if what != "key_points" else case[3].dtype)
         error = (ours.double() - theirs).abs().max() / theirs.abs().max()
         assert theirs.abs().max() > 0 and error < TOLERANCE[dtype], f"{what}: {error:.1e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("channels", range(1, 41))
+def test_any_number_of_channels_a_group(channels, device):
+    for G in (1, 4, 9):
+        case = make_case(2, 5, 3, G, G * channels, device=device)
+        grad_output = torch.randn(2, 5, G * channels, generator=torch.Generator().manual_seed(1)).to(device)
+        actual = gradients(deformable_aggregation_fused, case, grad_output)
+        expected = gradients(deformable_aggregation_fused_reference, reference_of(case), grad_output)
+        for what, ours, theirs in zip(("output", *DIFFERENTIABLE), actual, expected, strict=True):
+            error = (ours - theirs).abs().max() / theirs.abs().max()
+            assert error < TOLERANCE[torch.float64], f"G={G}, {what}: {error:.1e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_arguments_one_element_into_their_storage(dtype, device):
+    case = list(make_case(2, 5, 3, 4, 64, dtype=dtype, logit_dtype=dtype, device=device))
+    grad_output = torch.ones(2, 5, 64)
+    expected = gradients(deformable_aggregation_fused, case, grad_output)
+    for i in (0, 3, 4, 5, 6, 7, 8):
+        given = list(case)
+        storage = case[i].new_empty(case[i].numel() + 1)
+        given[i] = storage[1:].view_as(case[i]).copy_(case[i])
+        out = deformable_aggregation_fused(*given)
+        tolerance = 2e-2 if dtype.itemsize == 2 else 1e-4
+        torch.testing.assert_close(out, expected[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.cuda
+def test_grad_output_on_the_cpu_is_refused():
+    case = make_case(1, 2, 3, 2, 8, dtype=torch.float32, device="cuda")
+    arguments = torch.ones(1, 2, 8), *case[:9], case[9], False
+    with pytest.raises(RuntimeError, match="grad_output must be on the device of features"):
+        torch.ops.visdet.deformable_aggregation_fused_backward.default(*arguments)
 
 
 @pytest.mark.parametrize("device", DEVICES)

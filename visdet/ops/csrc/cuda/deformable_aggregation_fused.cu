@@ -63,6 +63,8 @@ __device__ __forceinline__ bool is_in_image(const Pack<A, 2>& location) {
   return location.at[0] > 0 && location.at[0] < 1 && location.at[1] > 0 && location.at[1] < 1;
 }
 
+constexpr int kMostThreads = 1024;  // of a block that owns a query
+
 // The sums over a block's threads of one number each, for threads n of the same n % groups: of all of them, if n is
 // below groups * (blockDim.x / groups). In order, so that every run gives the same bits.
 template <typename A, typename F>
@@ -81,11 +83,11 @@ __device__ __forceinline__ A combine(A mine, int groups, A* shared, const F& f) 
 // weights, L * G neighbours. Weights of other pairs are never read, so they are never written.
 // stats [B * Q, G, 2]: maximum and reciprocal sum, for the backward.
 template <typename TL, typename A>
-__global__ void prepare_kernel(const A* __restrict__ key_points, const A* __restrict__ projection,
-                               const A* __restrict__ image_wh, const TL* __restrict__ logits,
-                               const TL* __restrict__ camera_logits, const bool* __restrict__ keep, A keep_scale,
-                               Pack<A, 2>* __restrict__ locations, A* __restrict__ weights, A* __restrict__ stats,
-                               const FusedSizes sizes) {
+__global__ void __launch_bounds__(kMostThreads)
+    prepare_kernel(const A* __restrict__ key_points, const A* __restrict__ projection, const A* __restrict__ image_wh,
+                   const TL* __restrict__ logits, const TL* __restrict__ camera_logits, const bool* __restrict__ keep,
+                   A keep_scale, Pack<A, 2>* __restrict__ locations, A* __restrict__ weights, A* __restrict__ stats,
+                   const FusedSizes sizes) {
   extern __shared__ __align__(16) char shared[];
   auto* scratch = reinterpret_cast<A*>(shared);  // [blockDim.x]
   const int V = sizes.V, L = sizes.L, P = sizes.P, G = sizes.G;
@@ -147,13 +149,13 @@ __global__ void prepare_kernel(const A* __restrict__ key_points, const A* __rest
 // A block owns a query: the gradients of its logits through the softmax, and of its points through the projection.
 // grad_pairs [B * Q, V, L, P, G]: the logits' gradients camera by camera, for those of camera_logits, or null.
 template <typename TL, typename A>
-__global__ void finish_kernel(const A* __restrict__ key_points, const A* __restrict__ projection,
-                              const A* __restrict__ image_wh, const TL* __restrict__ logits,
-                              const TL* __restrict__ camera_logits, A keep_scale,
-                              const Pack<A, 2>* __restrict__ locations, const A* __restrict__ weights,
-                              const A* __restrict__ stats, const Pack<A, 2>* __restrict__ grad_locations,
-                              const A* __restrict__ grad_weights, A* __restrict__ grad_key_points,
-                              TL* __restrict__ grad_logits, A* __restrict__ grad_pairs, const FusedSizes sizes) {
+__global__ void __launch_bounds__(kMostThreads)
+    finish_kernel(const A* __restrict__ key_points, const A* __restrict__ projection, const A* __restrict__ image_wh,
+                  const TL* __restrict__ logits, const TL* __restrict__ camera_logits, A keep_scale,
+                  const Pack<A, 2>* __restrict__ locations, const A* __restrict__ weights, const A* __restrict__ stats,
+                  const Pack<A, 2>* __restrict__ grad_locations, const A* __restrict__ grad_weights,
+                  A* __restrict__ grad_key_points, TL* __restrict__ grad_logits, A* __restrict__ grad_pairs,
+                  const FusedSizes sizes) {
   extern __shared__ __align__(16) char shared[];
   auto* scratch = reinterpret_cast<A*>(shared);  // [blockDim.x]
   const int V = sizes.V, L = sizes.L, P = sizes.P, G = sizes.G;
@@ -272,7 +274,7 @@ Prepared prepare(const FusedAggregationProblem& problem, const Tensor& features,
               new_empty(key_points, {B, Q, G, 2}),
               {Q, static_cast<int32_t>(V), static_cast<int32_t>(L), static_cast<int32_t>(P), static_cast<int32_t>(G),
                has_camera, has_keep},
-              V * L * P * G > 16384 ? 1024 : 256,
+              V * L * P * G > 16384 ? kMostThreads : 256,
               static_cast<unsigned>(B * Q)};
   if (it.weights.numel() == 0) return it;
   dispatch_logits(features, logits, [&](auto logit_tag, auto accumulate_tag) {
@@ -338,8 +340,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
         static_cast<const A*>(grad_weights.const_data_ptr()), static_cast<A*>(grad_key_points.mutable_data_ptr()),
         static_cast<TL*>(grad_logits.mutable_data_ptr()), static_cast<A*>(grad_pairs.mutable_data_ptr()), it.sizes);
     if (problem.has_camera) {
-      const auto blocks = static_cast<unsigned>(problem.B * ceil_div(N, 32));
-      sum_queries_kernel<TL, A><<<blocks, 32 * kSumWarps, 0, stream>>>(
+      const int64_t blocks = problem.B * ceil_div(N, 32);
+      VISDET_CHECK(kFusedOp, blocks <= INT32_MAX, "the input is too large: ", blocks, " blocks");
+      sum_queries_kernel<TL, A><<<static_cast<unsigned>(blocks), 32 * kSumWarps, 0, stream>>>(
           static_cast<const A*>(grad_pairs.const_data_ptr()), static_cast<TL*>(grad_camera_logits.mutable_data_ptr()),
           problem.Q, N);
     }
