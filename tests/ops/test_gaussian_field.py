@@ -1,6 +1,9 @@
 """mahalanobis_distance and gaussian_field: by hand, against plain torch and golden vectors, and their promises."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -394,3 +397,101 @@ def test_parts_of_many_points(B, N):
     expected = gaussian_field(*(tensor.double() for tensor in case))
     assert relative_error(output, expected) < 3e-6
     assert torch.equal(gaussian_field(*case), output)
+
+
+def operator_arguments(case, point_order, gaussian_order):
+    orders = [
+        torch.tensor(order, dtype=torch.int64, device=case[0].device)
+        for order in (point_order, gaussian_order)
+    ]
+    return (*case, *orders, 1e-3)
+
+
+@pytest.mark.parametrize("bad, got", [([0, 1, 7], "7 at 2"), ([0, -1, 2], "-1 at 1"), ([0, 1, 1], "1 at 2")])
+@pytest.mark.parametrize("which", ["point_order", "gaussian_order"])
+def test_order_that_is_no_permutation_is_refused(which, bad, got):
+    orders = {"point_order": [2, 0, 1], "gaussian_order": [1, 2, 0]} | {which: bad}
+    arguments = operator_arguments(make_case(3, 3), **orders)
+    with pytest.raises(RuntimeError, match=f"{which} must be a permutation of 0 to 2, got {got}"):
+        torch.ops.visdet.gaussian_field.default(*arguments)
+    with pytest.raises(RuntimeError, match=f"{which} must be a permutation of 0 to 2"):
+        torch.ops.visdet.gaussian_field_backward.default(torch.ones(3, dtype=torch.float64), *arguments)
+
+
+STRAY_ORDERS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from test_gaussian_field import make_case
+import visdet.ops
+case = make_case(300, 200, dtype=torch.float32, device="cuda")
+for bad in (10**15, -(10**15), 2**63 - 1):
+    orders = [torch.full((count,), bad, device="cuda") for count in (300, 200)]
+    torch.ops.visdet.gaussian_field.default(*case, *orders, 1e-3)
+    torch.ops.visdet.gaussian_field_backward.default(torch.ones(300, device="cuda"), *case, *orders, 1e-3)
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.cuda
+def test_order_of_any_numbers_on_cuda_leads_to_no_stray_access():
+    tests = Path(__file__).resolve().parent
+    command = [sys.executable, "-c", STRAY_ORDERS, str(tests), str(tests.parent)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("B", [1, 70])
+def test_distances_of_more_gaussians_than_a_grid_has_columns(B):
+    N = (1 << 23) + 1000
+    points, means, cholesky, _ = make_case(B, 1000, dtype=torch.float32, device="cuda")
+    means, cholesky = means.repeat(N // 1000 + 1, 1)[:N], cholesky.repeat(N // 1000 + 1, 1, 1)[:N]
+    distance = mahalanobis_distance(points, means, cholesky)
+    expected = mahalanobis_distance_reference(points, means[:1000], cholesky[:1000])
+    for first in (0, 5_000_000, N - 1608):
+        wanted = expected.roll(-(first % 1000), 1)
+        torch.testing.assert_close(distance[:, first : first + 1000], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tolerance", [0.0, 1e-4])
+def test_arguments_one_element_into_their_storage(tolerance, dtype, device):
+    case = make_case(300, 200, dtype=dtype, device=device)
+
+    def function(*tensors):
+        return gaussian_field(*tensors, tolerance=tolerance)
+
+    expected = gradients(function, case, torch.ones(300))
+    for i in range(4):
+        shifted = list(case)
+        shifted[i] = case[i].new_empty(case[i].numel() + 1)[1:].view_as(case[i]).copy_(case[i])
+        assert torch.equal(function(*shifted), expected[0])
+    grad_output = torch.ones(301, dtype=dtype, device=device)[1:]
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(gradients(function, case, grad_output)[1], expected[1], strict=True)
+    )
+
+
+def test_gradient_of_the_distance_of_another_type_or_shape_is_refused():
+    case = make_case(3, 4)[:3]
+    backward = torch.ops.visdet.mahalanobis_distance_backward.default
+    with pytest.raises(RuntimeError, match=r"grad_output must be \[B, N\] = \[3, 4\], got \[4, 3\]"):
+        backward(torch.ones(4, 3, dtype=torch.float64), *case)
+    with pytest.raises(RuntimeError, match="grad_output must have points' type Double, got Float"):
+        backward(torch.ones(3, 4), *case)
+
+
+@pytest.mark.cuda
+def test_tensors_of_two_devices_are_refused():
+    case = make_case(3, 4, device="cuda")
+    ops, empty = torch.ops.visdet, torch.empty(0, dtype=torch.int64)
+    wide = torch.ones(3, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="grad_output must be on the device of points"):
+        ops.mahalanobis_distance_backward.default(wide, *case[:3])
+    with pytest.raises(RuntimeError, match="grad_output must be on the device of points"):
+        ops.gaussian_field_backward.default(wide[:, 0], *case, empty.cuda(), empty.cuda(), 0.0)
+    with pytest.raises(RuntimeError, match="point_order must be on the device of points"):
+        ops.gaussian_field.default(*case, empty, empty.cuda(), 0.0)

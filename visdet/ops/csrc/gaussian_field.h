@@ -12,8 +12,12 @@
 //
 // tolerance > 0 lets gaussian_field leave out pairs so that no field[b] is off by more than tolerance: Gaussian n is
 // left out where its term is below tolerance / N. point_order and gaussian_order are then permutations that bring
-// neighbours together; the results do not depend on them otherwise.
+// neighbours together; the results do not depend on them otherwise. On the CPU an order that is no permutation is an
+// error. On CUDA, where finding that would synchronise, a number outside is taken as the nearest one inside: the
+// results are then undefined, but nothing outside the tensors is read or written.
 #pragma once
+
+#include <vector>
 
 #include "common/checks.h"
 
@@ -36,10 +40,7 @@ inline GaussianProblem check_gaussians(const char* op, const Tensor& points, con
     const char* name = other == &means ? "means" : "cholesky";
     VISDET_CHECK(op, other->scalar_type() == points.scalar_type(), name, " must have points' type ", dtype_text(points),
                  ", got ", dtype_text(*other));
-    VISDET_CHECK(op,
-                 other->is_cuda() == points.is_cuda() &&
-                     (!points.is_cuda() || other->get_device_index() == points.get_device_index()),
-                 name, " must be on the device of points");
+    VISDET_CHECK(op, on_device_of(points, *other), name, " must be on the device of points");
   }
   return {points.size(0), N};
 }
@@ -49,17 +50,33 @@ inline void check_vector(const char* op, const char* name, const Tensor& vector,
                shape_text(vector));
   VISDET_CHECK(op, vector.scalar_type() == points.scalar_type(), name, " must have points' type ", dtype_text(points),
                ", got ", dtype_text(vector));
-  VISDET_CHECK(op,
-               vector.is_cuda() == points.is_cuda() &&
-                   (!points.is_cuda() || vector.get_device_index() == points.get_device_index()),
-               name, " must be on the device of points");
+  VISDET_CHECK(op, on_device_of(points, vector), name, " must be on the device of points");
+}
+
+inline void check_distance_gradient(const char* op, const Tensor& grad_output, const GaussianProblem& problem,
+                                    const Tensor& points) {
+  VISDET_CHECK(op, grad_output.dim() == 2 && grad_output.size(0) == problem.B && grad_output.size(1) == problem.N,
+               "grad_output must be [B, N] = [", problem.B, ", ", problem.N, "], got ", shape_text(grad_output));
+  VISDET_CHECK(op, grad_output.scalar_type() == points.scalar_type(), "grad_output must have points' type ",
+               dtype_text(points), ", got ", dtype_text(grad_output));
+  VISDET_CHECK(op, on_device_of(points, grad_output), "grad_output must be on the device of points");
 }
 
 inline void check_order(const char* op, const char* name, const Tensor& order, int64_t size, const Tensor& points) {
   VISDET_CHECK(op, order.dim() == 1 && (order.size(0) == size || order.size(0) == 0), name, " must be [", size,
                "] or empty, got ", shape_text(order));
   VISDET_CHECK(op, order.scalar_type() == ScalarType::Long, name, " must be int64, got ", dtype_text(order));
-  VISDET_CHECK(op, order.is_cuda() == points.is_cuda(), name, " must be on the device of points");
+  VISDET_CHECK(op, on_device_of(points, order), name, " must be on the device of points");
+  if (!order.is_cpu()) return;
+  const Tensor numbers = dense(order);
+  const auto* first = numbers.const_data_ptr<int64_t>();
+  std::vector<bool> is_named(static_cast<size_t>(order.size(0)));
+  for (int64_t i = 0; i < order.size(0); ++i) {
+    const int64_t n = first[i];
+    VISDET_CHECK(op, n >= 0 && n < size && !is_named[static_cast<size_t>(n)], name, " must be a permutation of 0 to ",
+                 size - 1, ", got ", n, " at ", i);
+    is_named[static_cast<size_t>(n)] = true;
+  }
 }
 
 }  // namespace visdet

@@ -333,9 +333,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
                                                                  const Tensor& means_in, const Tensor& cholesky_in) {
   constexpr const char* op = "mahalanobis_distance_backward";
   const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  VISDET_CHECK(op,
-               grad_output_in.dim() == 2 && grad_output_in.size(0) == problem.B && grad_output_in.size(1) == problem.N,
-               "grad_output must be [B, N] = [", problem.B, ", ", problem.N, "], got ", shape_text(grad_output_in));
+  check_distance_gradient(op, grad_output_in, problem, points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in);
   Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),

@@ -46,6 +46,11 @@ struct Inputs {
   int64_t part;  // of the split side, what a block takes
 };
 
+// The i-th of `count` points or Gaussians in an order. An order that is no permutation leads to no stray access.
+__device__ __forceinline__ int64_t in_order(const int64_t* order, int64_t i, int64_t count) {
+  return min(max(order[i], int64_t{0}), count - 1);
+}
+
 // exp(-distance / 2) is 2^-|v'|^2 with v' = v * kScale in float32, where 2^x is one instruction.
 template <typename A>
 struct Exponent;
@@ -200,9 +205,9 @@ __global__ void __launch_bounds__(kThreads)
   Box<A> box = nothing<A>();
   if (i < (GAUSSIANS ? in.N : in.B)) {
     if constexpr (GAUSSIANS) {
-      boxes[i] = box = box_of_gaussian(in, in.gaussian_order[i]);
+      boxes[i] = box = box_of_gaussian(in, in_order(in.gaussian_order, i, in.N));
     } else {
-      const A* point = in.points + 3 * in.point_order[i];
+      const A* point = in.points + 3 * in_order(in.point_order, i, in.B);
       box = box_between<A>({point[0], point[1], point[2]}, {point[0], point[1], point[2]});
     }
   }
@@ -251,7 +256,7 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const int64_t i = first + r * kThreads + threadIdx.x;
-    at[r] = i < in.B ? (CULL ? in.point_order[i] : i) : -1;
+    at[r] = i < in.B ? (CULL ? in_order(in.point_order, i, in.B) : i) : -1;
     x[r] = y[r] = z[r] = 0;
     if (at[r] < 0) continue;
     const A* point = in.points + 3 * at[r];
@@ -274,7 +279,7 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
       keep = keep && !are_apart(box, in.boxes[i]);
       count = place_in_tile(keep, place);
     }
-    if (keep) tile[place] = read_gaussian(in, CULL ? in.gaussian_order[i] : i, kScale);
+    if (keep) tile[place] = read_gaussian(in, CULL ? in_order(in.gaussian_order, i, in.N) : i, kScale);
     __syncthreads();
 #pragma unroll 4
     for (int k = 0; k < count; ++k) {
@@ -397,7 +402,7 @@ __device__ __forceinline__ void gaussian_block(const Inputs<A>& in, int64_t owne
   constexpr A kScale = FIELD ? Exponent<A>::kScale : A(1);
   __shared__ Pack<A, 4> tile[kThreads];
   const int64_t i = owner * kThreads + threadIdx.x;
-  const int64_t n = i < in.N ? (CULL ? in.gaussian_order[i] : i) : -1;
+  const int64_t n = i < in.N ? (CULL ? in_order(in.gaussian_order, i, in.N) : i) : -1;
   Gaussian<A> g{};
   Box<A> box = nothing<A>();
   if (n >= 0) {
@@ -408,7 +413,7 @@ __device__ __forceinline__ void gaussian_block(const Inputs<A>& in, int64_t owne
   A sum = 0, sum_v[3] = {}, sum_vv[6] = {};
   const int64_t begin = part * in.part, end = min(begin + in.part, in.B);
   for_tiles<A, CULL>(begin, end, box, in.point_groups, [&](int64_t b0, int64_t end_b) {
-    const int64_t j = b0 + threadIdx.x, b = j < end_b ? (CULL ? in.point_order[j] : j) : -1;
+    const int64_t j = b0 + threadIdx.x, b = j < end_b ? (CULL ? in_order(in.point_order, j, in.B) : j) : -1;
     int count = static_cast<int>(end_b - b0), place = threadIdx.x;
     bool keep = b >= 0;
     Pack<A, 4> point{};
@@ -543,13 +548,15 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread keeps a Gaussian, a block walks a part of the points: rows of the output, written side by side.
+// A thread keeps a Gaussian, a block walks one of `parts` parts of the points: rows of the output, written side by
+// side.
 template <typename A>
-__global__ void __launch_bounds__(kThreads) distance_kernel(const Inputs<A> in, A* __restrict__ output) {
-  const int64_t n = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
+__global__ void __launch_bounds__(kThreads) distance_kernel(const Inputs<A> in, A* __restrict__ output, int parts) {
+  const int column = blockIdx.x / parts, part = blockIdx.x % parts;
+  const int64_t n = static_cast<int64_t>(column) * kThreads + threadIdx.x;
   if (n >= in.N) return;
   const Gaussian<A> g = read_gaussian(in, n, A(1));
-  const int64_t begin = blockIdx.x * in.part, end = min(begin + in.part, in.B);
+  const int64_t begin = part * in.part, end = min(begin + in.part, in.B);
 #pragma unroll 4
   for (int64_t b = begin; b < end; ++b) {
     A v[3];
@@ -739,13 +746,13 @@ Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, con
   Tensor output = new_empty(points, {problem.B, problem.N});
   if (output.numel() == 0) return output;
   const int64_t columns = ceil_div(problem.N, kThreads);
-  VISDET_CHECK(op, columns <= 65535, "means must be fewer than 2^23 on CUDA, got ", problem.N);
   dispatch_float(points, [&](auto tag) {
     using A = decltype(tag);
     auto in = inputs_of<A>(problem, points, means, cholesky);
     in.part = std::clamp<int64_t>(ceil_div(problem.B * columns, 4 * wanted_blocks(points)), 1, 64);
-    const dim3 grid(blocks_of(op, ceil_div(problem.B, in.part)), static_cast<unsigned>(columns));
-    distance_kernel<A><<<grid, kThreads, 0, current_stream(points)>>>(in, output.mutable_data_ptr<A>());
+    const int64_t parts = ceil_div(problem.B, in.part);
+    distance_kernel<A><<<blocks_of(op, parts * columns), kThreads, 0, current_stream(points)>>>(
+        in, output.mutable_data_ptr<A>(), static_cast<int>(parts));
   });
   check_launch(op);
   return output;
@@ -755,9 +762,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
                                                                  const Tensor& means_in, const Tensor& cholesky_in) {
   constexpr const char* op = "mahalanobis_distance_backward";
   const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  VISDET_CHECK(op,
-               grad_output_in.dim() == 2 && grad_output_in.size(0) == problem.B && grad_output_in.size(1) == problem.N,
-               "grad_output must be [B, N] = [", problem.B, ", ", problem.N, "], got ", shape_text(grad_output_in));
+  check_distance_gradient(op, grad_output_in, problem, points_in);
   const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in);
