@@ -168,6 +168,25 @@ def test_rejects_tensors_of_two_devices():
         box_key_points(anchors, fixed.cpu(), logits)
 
 
+@pytest.mark.cuda
+def test_rejects_a_gradient_on_another_device():
+    case = make_case(2, 3, 11, 7, 6, device="cuda")
+    grad_output = torch.ones(2, 3, 13, 3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"grad_output must be .* of anchors' type and device"):
+        torch.ops.visdet.box_key_points_backward.default(grad_output, *case, 10.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_arguments_one_element_into_their_storage(dtype, device):
+    case = make_case(2, 5, 11, 7, 6, dtype=dtype, device=device)
+    expected = box_key_points(*case)
+    for i in range(3):
+        given = list(case)
+        given[i] = case[i].new_empty(case[i].numel() + 1)[1:].view_as(case[i]).copy_(case[i])
+        assert torch.equal(box_key_points(*given), expected)
+
+
 def test_without_a_library_plain_torch_computes_the_same(monkeypatch):
     case = make_case(2, 3, 11, 7, 6)
     expected = box_key_points(*case)

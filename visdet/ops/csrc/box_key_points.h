@@ -34,10 +34,7 @@ inline KeyPointsProblem check_box_key_points(const Tensor& anchors, const Tensor
   for (const auto& [name, tensor] : {std::pair<const char*, const Tensor&>{"fixed", fixed}, {"logits", logits}}) {
     VISDET_CHECK(op, tensor.scalar_type() == type, name, " must have anchors' type ", dtype_text(anchors), ", got ",
                  dtype_text(tensor));
-    VISDET_CHECK(op,
-                 tensor.is_cuda() == anchors.is_cuda() &&
-                     (!anchors.is_cuda() || tensor.get_device_index() == anchors.get_device_index()),
-                 name, " must be on the device of anchors");
+    VISDET_CHECK(op, on_device_of(anchors, tensor), name, " must be on the device of anchors");
   }
   return {anchors.size(0), anchors.size(1), anchors.size(2), fixed.size(0), logits.size(2) / 3};
 }
@@ -48,7 +45,7 @@ inline void check_key_points_gradient(const KeyPointsProblem& problem, const Ten
   VISDET_CHECK("box_key_points_backward",
                grad_output.dim() == 4 && grad_output.size(0) == B && grad_output.size(1) == Q &&
                    grad_output.size(2) == F + M && grad_output.size(3) == 3 &&
-                   grad_output.scalar_type() == anchors.scalar_type() && grad_output.is_cuda() == anchors.is_cuda(),
+                   grad_output.scalar_type() == anchors.scalar_type() && on_device_of(anchors, grad_output),
                "grad_output must be [", B, ", ", Q, ", ", F + M, ", 3] of anchors' type and device, got ",
                shape_text(grad_output), " of ", dtype_text(grad_output));
 }

@@ -27,10 +27,7 @@ inline void check_carafe_shape(const char* op, const char* name, const Tensor& t
                features.size(3) * s, "], got ", shape_text(tensor));
   VISDET_CHECK(op, tensor.scalar_type() == features.scalar_type(), name, " must have features' type ",
                dtype_text(features), ", got ", dtype_text(tensor));
-  VISDET_CHECK(op,
-               tensor.is_cuda() == features.is_cuda() &&
-                   (!features.is_cuda() || tensor.get_device_index() == features.get_device_index()),
-               name, " must be on the device of features");
+  VISDET_CHECK(op, on_device_of(features, tensor), name, " must be on the device of features");
 }
 
 inline CarafeProblem check_carafe(const char* op, const Tensor& features, const Tensor& masks, int64_t kernel_size,

@@ -61,6 +61,12 @@ inline DeformableAggregationProblem check_deformable_aggregation(const Tensor& f
   problem.G = weights.size(5);
   VISDET_CHECK(op, problem.C == 0 || (problem.G > 0 && problem.C % problem.G == 0),
                "the groups G of weights must divide the channels C = ", problem.C, " of features, got G = ", problem.G);
+  VISDET_CHECK(op, level_shapes.is_cpu() == level_starts.is_cpu(),
+               "level_shapes and level_starts must be on the same device");
+  VISDET_CHECK(op,
+               level_shapes.is_cpu() ||
+                   (features.is_cuda() && on_device_of(features, level_shapes) && on_device_of(features, level_starts)),
+               "level_shapes and level_starts must be on the CPU or on the device of features");
   const ScalarType coordinates = accumulate_dtype(features.scalar_type());
   VISDET_CHECK(op, locations.scalar_type() == coordinates, "locations must be ",
                torch::headeronly::toString(coordinates), " for features of type ", dtype_text(features), ", got ",
@@ -69,10 +75,8 @@ inline DeformableAggregationProblem check_deformable_aggregation(const Tensor& f
                "weights must be ", torch::headeronly::toString(coordinates), " or of features' type ",
                dtype_text(features), ", got ", dtype_text(weights));
   for (const Tensor* other : {&locations, &weights}) {
-    VISDET_CHECK(op,
-                 other->is_cuda() == features.is_cuda() &&
-                     (!features.is_cuda() || other->get_device_index() == features.get_device_index()),
-                 other == &locations ? "locations" : "weights", " must be on the device of features");
+    VISDET_CHECK(op, on_device_of(features, *other), other == &locations ? "locations" : "weights",
+                 " must be on the device of features");
   }
   return problem;
 }
@@ -87,7 +91,7 @@ inline void check_deformable_aggregation_grad(const DeformableAggregationProblem
                shape_text(grad_output));
   VISDET_CHECK(op, grad_output.scalar_type() == features.scalar_type(), "grad_output must have features' type ",
                dtype_text(features), ", got ", dtype_text(grad_output));
-  VISDET_CHECK(op, grad_output.is_cuda() == features.is_cuda(), "grad_output must be on the device of features");
+  VISDET_CHECK(op, on_device_of(features, grad_output), "grad_output must be on the device of features");
 }
 
 // The maps of a table on the CPU must be non-empty, lie within the S rows of features and not overlap.

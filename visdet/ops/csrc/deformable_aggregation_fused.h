@@ -94,10 +94,7 @@ inline FusedAggregationProblem check_deformable_aggregation_fused(const Tensor& 
   const Tensor* const others[] = {&key_points, &projection, &image_wh, &logits, &camera_logits, &keep};
   const char* const other_names[] = {"key_points", "projection", "image_wh", "logits", "camera_logits", "keep"};
   for (int i = 0; i < 6; ++i) {
-    VISDET_CHECK(op,
-                 others[i]->is_cuda() == features.is_cuda() &&
-                     (!features.is_cuda() || others[i]->get_device_index() == features.get_device_index()),
-                 other_names[i], " must be on the device of features");
+    VISDET_CHECK(op, on_device_of(features, *others[i]), other_names[i], " must be on the device of features");
   }
   return problem;
 }

@@ -19,10 +19,7 @@ struct RoIPoolProblem {
 };
 
 inline void check_roi_input(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
-  VISDET_CHECK(op,
-               tensor.is_cuda() == input.is_cuda() &&
-                   (!input.is_cuda() || tensor.get_device_index() == input.get_device_index()),
-               name, " must be on the device of input");
+  VISDET_CHECK(op, on_device_of(input, tensor), name, " must be on the device of input");
 }
 
 inline void check_rois(const char* op, const Tensor& rois, ScalarType value_type) {

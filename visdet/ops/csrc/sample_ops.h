@@ -29,10 +29,7 @@ struct SampleProblem {
 };
 
 inline void check_on_device(const char* op, const char* name, const Tensor& tensor, const Tensor& images) {
-  VISDET_CHECK(op,
-               tensor.is_cuda() == images.is_cuda() &&
-                   (!images.is_cuda() || tensor.get_device_index() == images.get_device_index()),
-               name, " must be on the device of images");
+  VISDET_CHECK(op, on_device_of(images, tensor), name, " must be on the device of images");
 }
 
 inline SampleProblem check_samples(const char* op, const Tensor& images, const Tensor& samples) {

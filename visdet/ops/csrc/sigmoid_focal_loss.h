@@ -20,10 +20,7 @@ struct FocalProblem {
 };
 
 inline void check_beside(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
-  VISDET_CHECK(op,
-               tensor.is_cuda() == input.is_cuda() &&
-                   (!input.is_cuda() || tensor.get_device_index() == input.get_device_index()),
-               name, " must be on the device of input");
+  VISDET_CHECK(op, on_device_of(input, tensor), name, " must be on the device of input");
 }
 
 inline FocalProblem check_sigmoid_focal_loss(const char* op, const Tensor& input, const Tensor& target,
