@@ -108,6 +108,43 @@ def run(case, grad_output, deterministic=False):
     return output, *ops.deformable_aggregation_backward.default(grad_output, *case, deterministic)
 
 
+PATHS = {
+    "deformable_aggregation": ("packs", "single_values"),
+    "deformable_aggregation_backward": ("held_packs", "packs", "single_values"),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("op, path", [(op, path) for op, paths in PATHS.items() for path in paths])
+@pytest.mark.parametrize(
+    "G, C", [(4, 96), (16, 256), (5, 120)]
+)  # three packs a group, two packs a lane, idle lanes
+def test_every_path_gives_the_same(G, C, op, path, dtype):
+    case = make_case(2, 7, 5, G, C, SHAPES, dtype=dtype, device="cuda")
+    grad_output = torch.randn(2, 7, C, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in case]
+    expected, expected_grads = gradients(deformable_aggregation_reference, exact, grad_output.double())
+    torch.ops.visdet_plan.choose_only.default(op, path)  # of this thread: the operators are called directly
+    try:
+        results = run(case, grad_output)
+    finally:
+        torch.ops.visdet_plan.choose_only.default(op, "")
+    wide = 1e-12 if dtype == torch.float64 else 2e-5
+    tolerances = (TOLERANCE[dtype], TOLERANCE[dtype], wide, wide)
+    for result, wanted, tolerance in zip(results, (expected, *expected_grads), tolerances, strict=True):
+        assert relative_error(result, wanted) < tolerance
+
+
+@pytest.mark.cuda
+def test_so_many_groups_and_levels_are_refused():
+    G = 1 << 21
+    features, zero = torch.zeros(1, device="cuda").expand(1, 4, G), torch.zeros(1, device="cuda")
+    weights = zero.expand(1, 1, 1, 1, 1, G)
+    with pytest.raises(RuntimeError, match=r"L \* G must be under 2.21 on CUDA, got 1 \* 2097152"):
+        deformable_aggregation(features, [[(2, 2)]], [[0]], zero.expand(1, 1, 1, 1, 2), weights)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sizes", [(0, 2), (3, 0), (0, 0)], ids=lambda sizes: f"V{sizes[0]}-L{sizes[1]}")
 def test_no_cameras_or_no_levels(sizes, device):

@@ -495,3 +495,50 @@ def test_tensors_of_two_devices_are_refused():
         ops.gaussian_field_backward.default(wide[:, 0], *case, empty.cuda(), empty.cuda(), 0.0)
     with pytest.raises(RuntimeError, match="point_order must be on the device of points"):
         ops.gaussian_field.default(*case, empty, empty.cuda(), 0.0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tolerance, path", [(1e-9, "culled"), (0.0, "several_points"), (0.0, "one_point")])
+def test_every_path_of_the_backward_gives_the_same(path, tolerance, dtype):
+    B, N = 100_000, 40  # enough points for the path that keeps several a thread
+    case = make_case(B, N, dtype=dtype, device="cuda")
+    orders = [torch.arange(count, device="cuda").flip(0) for count in (B, N)]
+    grad_output = torch.randn(B, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    expected = gradients(
+        gaussian_field_reference, [tensor.double() for tensor in case], grad_output.double()
+    )[1]
+    torch.ops.visdet_plan.choose_only.default("gaussian_field_backward", path)
+    try:
+        grads = torch.ops.visdet.gaussian_field_backward.default(grad_output, *case, *orders, tolerance)
+    finally:
+        torch.ops.visdet_plan.choose_only.default("gaussian_field_backward", "")
+    bound = 5 * TOLERANCE[dtype] + (1e-6 if tolerance else 0)
+    for grad, wanted in zip(grads, expected, strict=True):
+        assert relative_error(grad, wanted) < bound
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "dtype, path",
+    [
+        (torch.float32, "culled"),
+        (torch.float32, "many_points"),
+        (torch.float32, "one_point"),
+        (torch.float64, "culled"),
+        (torch.float64, "several_points"),
+        (torch.float64, "one_point"),
+    ],
+    ids=str,
+)
+def test_every_path_of_the_forward_gives_the_same(dtype, path):
+    B, N = 100_000, 40
+    case = make_case(B, N, dtype=dtype, device="cuda")
+    orders = [torch.arange(count, device="cuda").flip(0) for count in (B, N)]
+    expected = gaussian_field_reference(*[tensor.double() for tensor in case])
+    torch.ops.visdet_plan.choose_only.default("gaussian_field", path)
+    try:
+        field = torch.ops.visdet.gaussian_field.default(*case, *orders, 1e-6)
+    finally:
+        torch.ops.visdet_plan.choose_only.default("gaussian_field", "")
+    assert relative_error(field, expected) < TOLERANCE[dtype] + 2e-6

@@ -54,7 +54,7 @@ def deformable_aggregation(
     backward on the CPU, for any number of threads, and on CUDA under ``torch.use_deterministic_algorithms(True)``;
     otherwise the order in which CUDA sums a feature's gradient may change between runs. The CUDA backward takes 20
     bytes of scratch memory a sample (B * Q * P * V * L; 36 when deterministic), and CUDA wants S < 2^30,
-    Q * P * V * L < 2^30 and V * L <= 512.
+    Q * P * V * L < 2^30, L * G < 2^21 and V * L <= 512.
 
     Raises:
         RuntimeError: a shape, type, size or device does not fit; the message names the argument.

@@ -65,7 +65,7 @@ inline DeformableAggregationProblem check_deformable_aggregation(const Tensor& f
                "level_shapes and level_starts must be on the same device");
   VISDET_CHECK(op,
                level_shapes.is_cpu() ||
-                   (features.is_cuda() && on_device_of(features, level_shapes) && on_device_of(features, level_starts)),
+                   (!features.is_cpu() && on_device_of(features, level_shapes) && on_device_of(features, level_starts)),
                "level_shapes and level_starts must be on the CPU or on the device of features");
   const ScalarType coordinates = accumulate_dtype(features.scalar_type());
   VISDET_CHECK(op, locations.scalar_type() == coordinates, "locations must be ",

@@ -6,6 +6,7 @@
 
 #include "../box_key_points.h"
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
 
 namespace visdet {
 namespace {
@@ -128,24 +129,17 @@ void dispatch(const Tensor& anchors, const F& f) {
   f(float{});
 }
 
-unsigned grid_size(int64_t threads) {
-  const int64_t blocks = ceil_div(threads, kThreads);
-  VISDET_CHECK(kOp, blocks <= INT32_MAX, "the input is too large: ", blocks, " blocks");
-  return static_cast<unsigned>(blocks);
-}
-
 Tensor box_key_points(const Tensor& anchors, const Tensor& fixed, const Tensor& logits, double max_log_size) {
   const auto problem = check_box_key_points(anchors, fixed, logits);
-  const torch::stable::accelerator::DeviceGuard guard(anchors.get_device_index());
+  const DeviceScope scope(anchors);
   const Inputs inputs{problem, dense(anchors), dense(fixed), dense(logits), max_log_size};
   Tensor output = new_empty(anchors, {problem.B, problem.Q, problem.F + problem.M, 3});
   if (output.numel() == 0) return output;
   dispatch(anchors, [&](auto tag) {
     using A = decltype(tag);
-    forward_kernel<A><<<grid_size(output.numel() / 3), kThreads, 0, current_stream(anchors)>>>(
-        inputs.arrays<A>(), static_cast<A*>(output.mutable_data_ptr()));
+    launch({kOp, "forward_kernel", scope, ceil_div(output.numel() / 3, kThreads), kThreads}, forward_kernel<A>,
+           inputs.arrays<A>(), static_cast<A*>(output.mutable_data_ptr()));
   });
-  check_launch(kOp);
   return output;
 }
 
@@ -153,25 +147,25 @@ std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in,
                                                    const Tensor& fixed, const Tensor& logits, double max_log_size) {
   const auto problem = check_box_key_points(anchors, fixed, logits);
   check_key_points_gradient(problem, grad_output_in, anchors);
-  const torch::stable::accelerator::DeviceGuard guard(anchors.get_device_index());
+  const DeviceScope scope(anchors);
   const Inputs inputs{problem, dense(anchors), dense(fixed), dense(logits), max_log_size};
   const Tensor grad_output = dense(grad_output_in);
   Tensor grad_anchors = new_empty(anchors, anchors.sizes()), grad_logits = new_empty(logits, logits.sizes());
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
   dispatch(anchors, [&](auto tag) {
     using A = decltype(tag);
-    backward_kernel<A><<<grid_size(problem.B * problem.Q * 32), kThreads, 0, current_stream(anchors)>>>(
-        inputs.arrays<A>(), static_cast<const A*>(grad_output.const_data_ptr()),
+    launch(
+        {"box_key_points_backward", "backward_kernel", scope, ceil_div(problem.B * problem.Q, kThreads / 32), kThreads},
+        backward_kernel<A>, inputs.arrays<A>(), static_cast<const A*>(grad_output.const_data_ptr()),
         static_cast<A*>(grad_anchors.mutable_data_ptr()), static_cast<A*>(grad_logits.mutable_data_ptr()));
   });
-  check_launch("box_key_points_backward");
   return {grad_anchors, grad_logits};
 }
 
 }  // namespace
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("box_key_points", TORCH_BOX(&visdet::box_key_points));
   m.impl("box_key_points_backward", TORCH_BOX(&visdet::box_key_points_backward));
 }

@@ -4,13 +4,16 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <tuple>
 #include <type_traits>
 
 #include "../common/bilinear.h"
 #include "../common/block_scan.cuh"
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
 #include "../common/order_records.cuh"
+#include "../common/paths.h"
 #include "../deformable_aggregation.h"
 #include "deformable_aggregation.cuh"
 
@@ -298,8 +301,9 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<A>)
   }
 }
 
+constexpr int kSumThreads = 256;
 template <typename T, typename A>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(kSumThreads)
     sum_splits_kernel(const A* __restrict__ partial, T* __restrict__ output, int64_t count, int splits) {
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
@@ -754,6 +758,14 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
 }
 
 constexpr const char* kOp = "deformable_aggregation";
+constexpr const char* kBackwardOp = "deformable_aggregation_backward";
+
+// Shared memory that kernels declare beside the table of maps: what launch() wants to know of them.
+template <typename A>
+constexpr int64_t kPairShared = sizeof(int32_t) * (kTile + kTile / 32) + sizeof(BackwardSample<A>) * kThreads;
+constexpr int64_t kOrderShared = sizeof(OrderBitmap) * (kOrderThreads / 32);
+template <typename A, int VEC, int NP>
+constexpr int64_t kTexelShared = sizeof(A) * kTexelWarps * NP * VEC * 32 + sizeof(unsigned) * kTexelWarps;
 
 void check_sizes(const DeformableAggregationProblem& problem) {
   VISDET_CHECK(kOp, problem.S < (1 << 30), "features must have fewer than 2^30 rows S on CUDA, got ", problem.S);
@@ -763,13 +775,8 @@ void check_sizes(const DeformableAggregationProblem& problem) {
                " * ", problem.V, " * ", problem.L);
   VISDET_CHECK(kOp, 1.0 * problem.L * problem.G < (1 << 21), "L * G must be under 2^21 on CUDA, got ", problem.L, " * ",
                problem.G);
-  VISDET_CHECK(kOp, problem.V * problem.L <= 512, "V * L must be at most 512 on CUDA, got ", problem.V, " * ",
+  VISDET_CHECK(kOp, 1.0 * problem.V * problem.L <= 512, "V * L must be at most 512 on CUDA, got ", problem.V, " * ",
                problem.L);
-}
-
-unsigned grid_size(int64_t blocks) {
-  VISDET_CHECK(kOp, blocks <= INT32_MAX, "the input is too large: ", blocks, " blocks");
-  return static_cast<unsigned>(blocks);
 }
 
 // The maps as a kernel argument, and the room they may take. Tables on the device are read there: no synchronisation.
@@ -777,16 +784,16 @@ struct Plan {
   Maps maps;
   Tensor scratch;  // what maps.device points to
   int64_t slots;
-  size_t table_bytes;
+  int64_t table_bytes;
 };
 
-Plan plan_of(const DeformableAggregationProblem& problem, const Tensor& shapes_in, const Tensor& starts_in,
-             const Tensor& features, cudaStream_t stream) {
+Plan plan_of(const DeviceScope& scope, const DeformableAggregationProblem& problem, const Tensor& shapes_in,
+             const Tensor& starts_in, const Tensor& features) {
   const Tensor shapes = dense(shapes_in), starts = dense(starts_in);
   const int64_t count = problem.V * problem.L;
-  Plan plan{{}, features, 0, sizeof(Map) * static_cast<size_t>(count)};
+  Plan plan{{}, features, 0, static_cast<int64_t>(sizeof(Map)) * count};
   const auto *shape_data = shapes.const_data_ptr<int64_t>(), *start_data = starts.const_data_ptr<int64_t>();
-  if (!shapes.is_cuda()) {
+  if (shapes.is_cpu()) {
     check_camera_levels(problem, shape_data, start_data);
     VISDET_CHECK(kOp, count <= kMaxHostMaps, "level_shapes on the CPU may name ", kMaxHostMaps,
                  " maps V * L at the most, got ", count, "; pass the tables on features' device");
@@ -802,10 +809,10 @@ Plan plan_of(const DeformableAggregationProblem& problem, const Tensor& shapes_i
     return plan;
   }
   plan.slots = 2 * problem.S + 3 * count;  // H * W + H + W + 1 <= 2 * H * W + 2
-  plan.scratch = new_empty(features, {static_cast<int64_t>(plan.table_bytes)}, ScalarType::Byte);
+  plan.scratch = new_empty(features, {plan.table_bytes}, ScalarType::Byte);
   auto* maps = static_cast<Map*>(plan.scratch.mutable_data_ptr());
-  plan_kernel<<<1, kPlanThreads, 0, stream>>>(shape_data, start_data, maps, static_cast<int>(count), problem.S,
-                                              plan.slots);
+  launch({kOp, "plan_kernel", scope, 1, kPlanThreads}, plan_kernel, shape_data, start_data, maps,
+         static_cast<int>(count), problem.S, plan.slots);
   plan.maps.device = maps;
   return plan;
 }
@@ -827,13 +834,13 @@ void dispatch_types(const Tensor& features, const Tensor& weights, const F& f) {
   });
 }
 
-Sizes sizes_of(const DeformableAggregationProblem& problem, int64_t slots, int vec) {
+Sizes sizes_of(const DeformableAggregationProblem& problem, int64_t slots, int64_t vec) {
   Sizes sizes{problem.B, problem.S, problem.Q, slots};
   sizes.C = static_cast<int32_t>(problem.C), sizes.G = static_cast<int32_t>(problem.G);
   sizes.P = static_cast<int32_t>(problem.P), sizes.V = static_cast<int32_t>(problem.V);
   sizes.L = static_cast<int32_t>(problem.L);
   sizes.group = sizes.C / sizes.G;
-  const int32_t packs = sizes.group / vec;
+  const int64_t packs = sizes.group / vec;
   while (sizes.lanes_bits < 5 && (1 << sizes.lanes_bits) < packs) ++sizes.lanes_bits;
   sizes.turns = static_cast<int32_t>(ceil_div(packs, 1 << sizes.lanes_bits));
   sizes.packs = sizes.turns * static_cast<int32_t>(ceil_div(sizes.G, 32 >> sizes.lanes_bits));
@@ -850,16 +857,157 @@ int32_t splits_of(const DeformableAggregationProblem& problem, int64_t blocks, i
   return static_cast<int32_t>(std::max<int64_t>(1, std::min(most, splits)));
 }
 
-// Calls f(VEC) with the values of a 16-byte load, or 1 where groups or addresses do not allow it.
-template <typename T, typename F>
-void dispatch_vec(const Sizes& sizes_of_16_bytes, bool is_aligned, const F& f) {
-  constexpr int kVec = 16 / sizeof(T);
-  if (sizes_of_16_bytes.group % kVec == 0 && is_aligned) {
-    f(std::integral_constant<int, kVec>{});
-  } else {
-    f(std::integral_constant<int, 1>{});
+// A call whose sizes are all positive, and the tensors that both directions read.
+struct Call {
+  const DeviceScope& scope;
+  const DeformableAggregationProblem& problem;
+  const Plan& plan;
+  const Tensor &features, &locations, &weights;
+};
+struct ForwardCall : Call {
+  const Tensor& output;
+};
+struct BackwardCall : Call {
+  const Tensor& grad_output;
+  bool deterministic;
+  const Tensor &grad_features, &grad_locations, &grad_weights;
+};
+
+template <typename T>
+constexpr int kPackValues = 16 / sizeof(T);
+
+int64_t pack_values(const Tensor& tensor) { return 16 / static_cast<int64_t>(tensor.element_size()); }
+
+const char* packs_decline(const Call& call) {
+  if (call.problem.C / call.problem.G % pack_values(call.features) != 0) {
+    return "the channels of a group are no multiple of 16 bytes";
   }
+  return aligned(call.features, 16) ? nullptr : "features do not start at a multiple of 16 bytes";
 }
+
+const char* forward_packs_decline(const ForwardCall& call) { return packs_decline(call); }
+
+template <bool PACKS>
+void forward_launch(const ForwardCall& call) {
+  dispatch_types(call.features, call.weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using TW = decltype(weight_tag);
+    using A = decltype(accumulate_tag);
+    constexpr int kVec = PACKS ? kPackValues<T> : 1;
+    const auto& [scope, problem, plan, features, locations, weights] = static_cast<const Call&>(call);
+    Sizes sizes = sizes_of(problem, plan.slots, kVec);
+    const int64_t blocks = problem.B * problem.Q * sizes.packs, count = call.output.numel();
+    sizes.splits = splits_of(problem, blocks, kForwardBlocks<A> * scope.device().multiprocessors);
+    Tensor partial = call.output;
+    if (sizes.splits > 1) partial = new_empty(locations, {sizes.splits, problem.B, problem.Q, problem.C});
+    A* sums = sizes.splits > 1 ? static_cast<A*>(partial.mutable_data_ptr()) : nullptr;
+    T* output = static_cast<T*>(call.output.mutable_data_ptr());
+    launch({kOp, "forward_kernel", scope, blocks * sizes.splits, kThreads}, forward_kernel<T, TW, A, kVec>,
+           static_cast<const T*>(features.const_data_ptr()), plan.maps,
+           static_cast<const Pack<A, 2>*>(locations.const_data_ptr()), static_cast<const TW*>(weights.const_data_ptr()),
+           output, sums, sizes);
+    if (sizes.splits == 1) return;
+    launch({kOp, "sum_splits_kernel", scope, std::min<int64_t>(ceil_div(count, kSumThreads), 1 << 20), kSumThreads},
+           sum_splits_kernel<T, A>, sums, output, count, sizes.splits);
+  });
+}
+
+constexpr Path<ForwardCall> kForwardPaths[] = {
+    {"packs", forward_packs_decline, forward_launch<true>},
+    {"single_values", nullptr, forward_launch<false>},
+};
+
+const char* backward_packs_decline(const BackwardCall& call) {
+  if (const char* reason = packs_decline(call)) return reason;
+  return aligned(call.grad_output, 16) ? nullptr : "grad_output does not start at a multiple of 16 bytes";
+}
+
+const char* held_packs_decline(const BackwardCall& call) {
+  if (const char* reason = backward_packs_decline(call)) return reason;
+  const Sizes sizes = sizes_of(call.problem, 0, pack_values(call.features));
+  return sizes.turns == 1 && sizes.packs <= 2 ? nullptr : "a lane would hold more than two packs of grad_output";
+}
+
+// The gradients of weights and locations; the numbers of samples of each cell, and their ranks there.
+template <typename T, typename TW, typename A, int VEC, int NP, bool HOLD>
+void launch_pairs(const BackwardCall& call, const Sizes& sizes, const Tensor& counts, const Tensor& ranks) {
+  const int64_t blocks = sizes.B * sizes.Q * sizes.splits;
+  launch({kBackwardOp, "pair_kernel", call.scope, blocks, kThreads, call.plan.table_bytes, kPairShared<A>},
+         pair_kernel<T, TW, A, VEC, NP, HOLD>, static_cast<const T*>(call.grad_output.const_data_ptr()),
+         static_cast<const T*>(call.features.const_data_ptr()), call.plan.maps,
+         static_cast<const Pack<A, 2>*>(call.locations.const_data_ptr()),
+         static_cast<const TW*>(call.weights.const_data_ptr()), static_cast<int32_t*>(counts.mutable_data_ptr()),
+         static_cast<int32_t*>(ranks.mutable_data_ptr()),
+         static_cast<Pack<A, 2>*>(call.grad_locations.mutable_data_ptr()),
+         static_cast<TW*>(call.grad_weights.mutable_data_ptr()), sizes);
+}
+
+// Turns the counts of cells into starts, in place, and returns the records of all cells.
+template <typename A>
+Tensor place_records(const BackwardCall& call, const Sizes& sizes, const Tensor& counts, const Tensor& ranks) {
+  const auto& [scope, problem, plan, features, locations, weights] = static_cast<const Call&>(call);
+  const int64_t map_count = problem.V * problem.L, pairs = problem.B * problem.Q * problem.P * problem.V;
+  const std::initializer_list<int64_t> bytes{pairs * problem.L * static_cast<int64_t>(sizeof(Record<A>))};
+  const Tensor records = new_empty(features, bytes, ScalarType::Byte);
+  auto* starts = static_cast<int32_t*>(counts.mutable_data_ptr());
+  auto* unordered = static_cast<Record<A>*>(records.mutable_data_ptr());
+  launch({kBackwardOp, "scan_kernel", scope, problem.B * map_count, kScanThreads}, scan_kernel, plan.maps, starts,
+         static_cast<int>(map_count), plan.slots);
+  launch({kBackwardOp, "record_kernel", scope, ceil_div(pairs, kRecordThreads), kRecordThreads, plan.table_bytes},
+         record_kernel<A>, plan.maps, static_cast<const Pack<A, 2>*>(locations.const_data_ptr()), starts,
+         static_cast<const int32_t*>(ranks.const_data_ptr()), unordered, sizes);
+  if (!call.deterministic) return records;
+  const Tensor ordered = new_empty(features, bytes, ScalarType::Byte);
+  const int64_t blocks =
+      std::min(ceil_div(problem.B * plan.slots, kOrderThreads / 32 * 4), 64 * scope.device().multiprocessors);
+  launch({kBackwardOp, "order_kernel", scope, blocks, kOrderThreads, plan.table_bytes, kOrderShared}, order_kernel<A>,
+         plan.maps, starts, unordered, static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
+  return ordered;
+}
+
+// The gradient of features.
+template <typename T, typename TW, typename A, int VEC, int NP>
+void launch_texels(const BackwardCall& call, const Sizes& sizes, const Tensor& starts, const Tensor& records) {
+  const int64_t blocks = sizes.B * ceil_div(sizes.S, kTexelWarps * kRows);
+  launch(
+      {kBackwardOp, "texel_kernel", call.scope, blocks, kTexelThreads, call.plan.table_bytes, kTexelShared<A, VEC, NP>},
+      texel_kernel<T, TW, A, VEC, NP>, static_cast<const T*>(call.grad_output.const_data_ptr()),
+      static_cast<const TW*>(call.weights.const_data_ptr()), call.plan.maps,
+      static_cast<const int32_t*>(starts.const_data_ptr()), static_cast<const Record<A>*>(records.const_data_ptr()),
+      static_cast<T*>(call.grad_features.mutable_data_ptr()), sizes);
+}
+
+template <bool PACKS, bool HOLD>
+void backward_launch(const BackwardCall& call) {
+  dispatch_types(call.features, call.weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using TW = decltype(weight_tag);
+    using A = decltype(accumulate_tag);
+    constexpr int kVec = PACKS ? kPackValues<T> : 1;
+    const auto& problem = call.problem;
+    Sizes sizes = sizes_of(problem, call.plan.slots, kVec);
+    sizes.splits = splits_of(problem, problem.B * problem.Q, 8 * call.scope.device().multiprocessors);
+    const Tensor starts = new_zeros(call.features, {problem.B * sizes.slots}, ScalarType::Int);
+    const Tensor ranks = new_empty(call.features, {call.locations.numel() / 2 * problem.L}, ScalarType::Int);
+    if constexpr (HOLD) {
+      if (sizes.packs == 1) launch_pairs<T, TW, A, kVec, 1, true>(call, sizes, starts, ranks);
+      if (sizes.packs == 2) launch_pairs<T, TW, A, kVec, 2, true>(call, sizes, starts, ranks);
+    } else {
+      launch_pairs<T, TW, A, kVec, 1, false>(call, sizes, starts, ranks);
+    }
+    const Tensor records = place_records<A>(call, sizes, starts, ranks);
+    if constexpr (PACKS) {
+      if (sizes.packs == 1) return launch_texels<T, TW, A, kVec, 1>(call, sizes, starts, records);
+    }
+    launch_texels<T, TW, A, kVec, 2>(call, sizes, starts, records);
+  });
+}
+
+constexpr Path<BackwardCall> kBackwardPaths[] = {
+    {"held_packs", held_packs_decline, backward_launch<true, true>},
+    {"packs", backward_packs_decline, backward_launch<true, false>},
+    {"single_values", nullptr, backward_launch<false, false>},
+};
 
 }  // namespace
 
@@ -867,41 +1015,13 @@ Tensor deformable_aggregation_cuda(const Tensor& features_in, const Tensor& leve
                                    const Tensor& locations_in, const Tensor& weights_in) {
   const auto problem = check_deformable_aggregation(features_in, level_shapes, level_starts, locations_in, weights_in);
   check_sizes(problem);
-  const int32_t device = features_in.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(features_in);
+  const DeviceScope scope(features_in);
   const Tensor features = dense(features_in), locations = contiguous_pairs(locations_in), weights = dense(weights_in);
-  const Plan plan = plan_of(problem, level_shapes, level_starts, features, stream);
+  const Plan plan = plan_of(scope, problem, level_shapes, level_starts, features);
   Tensor output = new_empty(features, {problem.B, problem.Q, problem.C});
   if (output.numel() == 0) return output;
   if (problem.S == 0 || weights.numel() == 0) return zero_(output);
-  dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using TW = decltype(weight_tag);
-    using A = decltype(accumulate_tag);
-    dispatch_vec<T>(sizes_of(problem, 0, 1), aligned(features, 16), [&](auto vec) {
-      constexpr int kVec = decltype(vec)::value;
-      Sizes sizes = sizes_of(problem, plan.slots, kVec);
-      const int64_t blocks = problem.B * problem.Q * sizes.packs;
-      sizes.splits = splits_of(problem, blocks, int64_t{kForwardBlocks<A>} * multiprocessors(device));
-      Tensor partial = output;
-      if (sizes.splits > 1) {
-        partial = new_empty(locations, {sizes.splits, problem.B, problem.Q, problem.C});
-      }
-      forward_kernel<T, TW, A, kVec><<<grid_size(blocks * sizes.splits), kThreads, 0, stream>>>(
-          static_cast<const T*>(features.const_data_ptr()), plan.maps,
-          static_cast<const Pack<A, 2>*>(locations.const_data_ptr()), static_cast<const TW*>(weights.const_data_ptr()),
-          static_cast<T*>(output.mutable_data_ptr()),
-          sizes.splits > 1 ? static_cast<A*>(partial.mutable_data_ptr()) : nullptr, sizes);
-      if (sizes.splits > 1) {
-        const int64_t count = output.numel();
-        sum_splits_kernel<T, A><<<grid_size(std::min<int64_t>(ceil_div(count, 256), 1 << 20)), 256, 0, stream>>>(
-            static_cast<const A*>(partial.const_data_ptr()), static_cast<T*>(output.mutable_data_ptr()), count,
-            sizes.splits);
-      }
-    });
-  });
-  check_launch(kOp);
+  run_first(kOp, kForwardPaths, ForwardCall{{scope, problem, plan, features, locations, weights}, output});
   return output;
 }
 
@@ -911,85 +1031,29 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cuda(
   const auto problem = check_deformable_aggregation(features_in, level_shapes, level_starts, locations_in, weights_in);
   check_deformable_aggregation_grad(problem, grad_output_in, features_in);
   check_sizes(problem);
-  const int32_t device = features_in.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(features_in);
+  const DeviceScope scope(features_in);
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in),
                locations = contiguous_pairs(locations_in), weights = dense(weights_in);
-  const Plan plan = plan_of(problem, level_shapes, level_starts, features, stream);
+  const Plan plan = plan_of(scope, problem, level_shapes, level_starts, features);
   Tensor grad_features = new_empty(features, features.sizes()),
          grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
   if (problem.S == 0 || problem.C == 0 || weights.numel() == 0 || grad_output.numel() == 0) {
     zero_(grad_features), zero_(grad_locations), zero_(grad_weights);
     return {grad_features, grad_locations, grad_weights};
   }
-  const int64_t map_count = problem.V * problem.L, samples = problem.B * problem.Q * problem.P * map_count;
-  Tensor starts = new_zeros(features, {problem.B * plan.slots}, ScalarType::Int);
-  Tensor ranks = new_empty(features, {samples}, ScalarType::Int);
-  dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using TW = decltype(weight_tag);
-    using A = decltype(accumulate_tag);
-    const int64_t record_bytes = samples * static_cast<int64_t>(sizeof(Record<A>));
-    Tensor records = new_empty(features, {record_bytes}, ScalarType::Byte);
-    const auto* location_data = static_cast<const Pack<A, 2>*>(locations.const_data_ptr());
-    auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
-    auto* rank_data = static_cast<int32_t*>(ranks.mutable_data_ptr());
-    const auto* output_data = static_cast<const T*>(grad_output.const_data_ptr());
-    const auto* weight_data = static_cast<const TW*>(weights.const_data_ptr());
-    dispatch_vec<T>(sizes_of(problem, 0, 1), aligned(features, 16) && aligned(grad_output, 16), [&](auto vec) {
-      constexpr int kVec = decltype(vec)::value;
-      Sizes sizes = sizes_of(problem, plan.slots, kVec);
-      sizes.splits = splits_of(problem, problem.B * problem.Q, int64_t{8} * multiprocessors(device));
-      const auto run_pairs = [&](auto kernel) {
-        allow_shared(kernel, plan.table_bytes);
-        kernel<<<grid_size(problem.B * problem.Q * sizes.splits), kThreads, plan.table_bytes, stream>>>(
-            output_data, static_cast<const T*>(features.const_data_ptr()), plan.maps, location_data, weight_data,
-            start_data, rank_data, static_cast<Pack<A, 2>*>(grad_locations.mutable_data_ptr()),
-            static_cast<TW*>(grad_weights.mutable_data_ptr()), sizes);
-      };
-      bool holds = false;
-      if constexpr (kVec > 1) {
-        holds = sizes.turns == 1 && sizes.packs <= 2;
-        if (holds && sizes.packs == 1) run_pairs(pair_kernel<T, TW, A, kVec, 1, true>);
-        if (holds && sizes.packs == 2) run_pairs(pair_kernel<T, TW, A, kVec, 2, true>);
-      }
-      if (!holds) run_pairs(pair_kernel<T, TW, A, kVec, 1, false>);
-      scan_kernel<<<grid_size(problem.B * map_count), kScanThreads, 0, stream>>>(
-          plan.maps, start_data, static_cast<int>(map_count), plan.slots);
-      const int64_t pairs = problem.B * problem.Q * problem.P * problem.V;
-      record_kernel<A><<<grid_size(ceil_div(pairs, kRecordThreads)), kRecordThreads, plan.table_bytes, stream>>>(
-          plan.maps, location_data, start_data, rank_data, static_cast<Record<A>*>(records.mutable_data_ptr()), sizes);
-      if (deterministic) {
-        Tensor ordered = new_empty(features, {record_bytes}, ScalarType::Byte);
-        const int64_t blocks = std::min<int64_t>(ceil_div(problem.B * plan.slots, kOrderThreads / 32 * 4),
-                                                 int64_t{64} * multiprocessors(device));
-        order_kernel<A><<<grid_size(blocks), kOrderThreads, plan.table_bytes, stream>>>(
-            plan.maps, start_data, static_cast<Record<A>*>(records.mutable_data_ptr()),
-            static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
-        records = ordered;
-      }
-      const auto run_texels = [&](auto kernel) {
-        allow_shared(kernel, plan.table_bytes);
-        kernel<<<grid_size(problem.B * ceil_div(problem.S, kTexelWarps * kRows)), kTexelThreads, plan.table_bytes,
-                 stream>>>(output_data, weight_data, plan.maps, start_data,
-                           static_cast<const Record<A>*>(records.const_data_ptr()),
-                           static_cast<T*>(grad_features.mutable_data_ptr()), sizes);
-      };
-      if (kVec > 1 && sizes.packs == 1) {
-        run_texels(texel_kernel<T, TW, A, kVec, 1>);
-      } else {
-        run_texels(texel_kernel<T, TW, A, kVec, 2>);
-      }
-    });
-  });
-  check_launch("deformable_aggregation_backward");
+  run_first(kBackwardOp, kBackwardPaths,
+            BackwardCall{{scope, problem, plan, features, locations, weights},
+                         grad_output,
+                         deterministic,
+                         grad_features,
+                         grad_locations,
+                         grad_weights});
   return {grad_features, grad_locations, grad_weights};
 }
 
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("deformable_aggregation", TORCH_BOX(&visdet::deformable_aggregation_cuda));
   m.impl("deformable_aggregation_backward", TORCH_BOX(&visdet::deformable_aggregation_backward_cuda));
 }

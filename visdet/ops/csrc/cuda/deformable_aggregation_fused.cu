@@ -3,11 +3,11 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <tuple>
 #include <type_traits>
 
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
 #include "../deformable_aggregation_fused.h"
 #include "deformable_aggregation.cuh"
 
@@ -17,6 +17,7 @@ namespace {
 using torch::stable::Tensor;
 
 constexpr const char* kFusedOp = "deformable_aggregation_fused";
+constexpr const char* kFusedBackwardOp = "deformable_aggregation_fused_backward";
 
 struct FusedSizes {
   int64_t Q;
@@ -239,8 +240,8 @@ __global__ void __launch_bounds__(32 * kSumWarps)
 struct Prepared {
   Tensor key_points, projection, image_wh, logits, camera_logits, keep, locations, weights, stats;
   FusedSizes sizes;
+  int64_t blocks;
   int threads;
-  unsigned blocks;
 };
 
 // Calls f(TL{}, A{}) for the types of logits and key points.
@@ -254,14 +255,12 @@ void dispatch_logits(const Tensor& features, const Tensor& logits, const F& f) {
   });
 }
 
-Prepared prepare(const FusedAggregationProblem& problem, const Tensor& features, const Tensor& key_points,
-                 const Tensor& projection, const Tensor& image_wh, const Tensor& logits, const Tensor& camera_logits,
-                 const Tensor& keep, double keep_scale) {
-  using torch::stable::contiguous;
+Prepared prepare(const DeviceScope& scope, const FusedAggregationProblem& problem, const Tensor& features,
+                 const Tensor& key_points, const Tensor& projection, const Tensor& image_wh, const Tensor& logits,
+                 const Tensor& camera_logits, const Tensor& keep, double keep_scale) {
   using torch::stable::new_empty;
   const auto [B, Q, V, L, P, G, has_camera, has_keep] = problem;
-  VISDET_CHECK(kFusedOp, B * Q <= INT32_MAX && 1.0 * V * L * P * G < (1 << 30) && 1.0 * P * V * L * G < (1 << 30),
-               "B * Q and V * L * P * G must be under 2^31 and 2^30 on CUDA, got ", B, " * ", Q, " and ", V, " * ", L,
+  VISDET_CHECK(kFusedOp, 1.0 * V * L * P * G < (1 << 30), "V * L * P * G must be under 2^30 on CUDA, got ", V, " * ", L,
                " * ", P, " * ", G);
   Prepared it{dense(key_points),
               dense(projection),
@@ -274,20 +273,21 @@ Prepared prepare(const FusedAggregationProblem& problem, const Tensor& features,
               new_empty(key_points, {B, Q, G, 2}),
               {Q, static_cast<int32_t>(V), static_cast<int32_t>(L), static_cast<int32_t>(P), static_cast<int32_t>(G),
                has_camera, has_keep},
-              V * L * P * G > 16384 ? kMostThreads : 256,
-              static_cast<unsigned>(B * Q)};
+              B * Q,
+              V * L * P * G > 16384 ? kMostThreads : 256};
   if (it.weights.numel() == 0) return it;
   dispatch_logits(features, logits, [&](auto logit_tag, auto accumulate_tag) {
     using TL = decltype(logit_tag);
     using A = decltype(accumulate_tag);
-    prepare_kernel<TL, A><<<it.blocks, it.threads, it.threads * sizeof(A), current_stream(features)>>>(
-        static_cast<const A*>(it.key_points.const_data_ptr()), static_cast<const A*>(it.projection.const_data_ptr()),
-        static_cast<const A*>(it.image_wh.const_data_ptr()), static_cast<const TL*>(it.logits.const_data_ptr()),
-        static_cast<const TL*>(it.camera_logits.const_data_ptr()), static_cast<const bool*>(it.keep.const_data_ptr()),
-        static_cast<A>(keep_scale), static_cast<Pack<A, 2>*>(it.locations.mutable_data_ptr()),
-        static_cast<A*>(it.weights.mutable_data_ptr()), static_cast<A*>(it.stats.mutable_data_ptr()), it.sizes);
+    launch({kFusedOp, "prepare_kernel", scope, it.blocks, it.threads, it.threads * static_cast<int64_t>(sizeof(A))},
+           prepare_kernel<TL, A>, static_cast<const A*>(it.key_points.const_data_ptr()),
+           static_cast<const A*>(it.projection.const_data_ptr()), static_cast<const A*>(it.image_wh.const_data_ptr()),
+           static_cast<const TL*>(it.logits.const_data_ptr()),
+           static_cast<const TL*>(it.camera_logits.const_data_ptr()),
+           static_cast<const bool*>(it.keep.const_data_ptr()), static_cast<A>(keep_scale),
+           static_cast<Pack<A, 2>*>(it.locations.mutable_data_ptr()), static_cast<A*>(it.weights.mutable_data_ptr()),
+           static_cast<A*>(it.stats.mutable_data_ptr()), it.sizes);
   });
-  check_launch(kFusedOp);
   return it;
 }
 
@@ -296,10 +296,36 @@ Tensor fused_forward(const Tensor& features, const Tensor& level_shapes, const T
                      const Tensor& camera_logits, const Tensor& keep, double keep_scale) {
   const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
                                                           logits, camera_logits, keep);
-  const torch::stable::accelerator::DeviceGuard guard(features.get_device_index());
+  const DeviceScope scope(features);
   const Prepared it =
-      prepare(problem, features, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
+      prepare(scope, problem, features, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
   return deformable_aggregation_cuda(features, level_shapes, level_starts, it.locations, it.weights);
+}
+
+// The gradients of logits, of points, and of camera_logits if there are any.
+void launch_finish(const DeviceScope& scope, const FusedAggregationProblem& problem, const Prepared& it,
+                   const Tensor& features, double keep_scale, const Tensor& grad_locations, const Tensor& grad_weights,
+                   const Tensor& grad_key_points, const Tensor& grad_logits, const Tensor& grad_camera_logits) {
+  const int64_t N = problem.V * problem.L * problem.P * problem.G;
+  const Tensor grad_pairs = torch::stable::new_empty(it.weights, {problem.has_camera ? problem.B * problem.Q * N : 0});
+  dispatch_logits(features, it.logits, [&](auto logit_tag, auto accumulate_tag) {
+    using TL = decltype(logit_tag);
+    using A = decltype(accumulate_tag);
+    auto* of_pairs = static_cast<A*>(grad_pairs.mutable_data_ptr());
+    launch(
+        {kFusedBackwardOp, "finish_kernel", scope, it.blocks, it.threads, it.threads * static_cast<int64_t>(sizeof(A))},
+        finish_kernel<TL, A>, static_cast<const A*>(it.key_points.const_data_ptr()),
+        static_cast<const A*>(it.projection.const_data_ptr()), static_cast<const A*>(it.image_wh.const_data_ptr()),
+        static_cast<const TL*>(it.logits.const_data_ptr()), static_cast<const TL*>(it.camera_logits.const_data_ptr()),
+        static_cast<A>(keep_scale), static_cast<const Pack<A, 2>*>(it.locations.const_data_ptr()),
+        static_cast<const A*>(it.weights.const_data_ptr()), static_cast<const A*>(it.stats.const_data_ptr()),
+        static_cast<const Pack<A, 2>*>(grad_locations.const_data_ptr()),
+        static_cast<const A*>(grad_weights.const_data_ptr()), static_cast<A*>(grad_key_points.mutable_data_ptr()),
+        static_cast<TL*>(grad_logits.mutable_data_ptr()), of_pairs, it.sizes);
+    if (!problem.has_camera) return;
+    launch({kFusedBackwardOp, "sum_queries_kernel", scope, problem.B * ceil_div(N, 32), 32 * kSumWarps},
+           sum_queries_kernel<TL, A>, of_pairs, static_cast<TL*>(grad_camera_logits.mutable_data_ptr()), problem.Q, N);
+  });
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_output, const Tensor& features,
@@ -312,10 +338,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
   using torch::stable::zero_;
   const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
                                                           logits, camera_logits, keep);
-  const torch::stable::accelerator::DeviceGuard guard(features.get_device_index());
-  const cudaStream_t stream = current_stream(features);
+  const DeviceScope scope(features);
   const Prepared it =
-      prepare(problem, features, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
+      prepare(scope, problem, features, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
   const auto [grad_features, grad_locations, grad_weights] = deformable_aggregation_backward_cuda(
       grad_output, features, level_shapes, level_starts, it.locations, it.weights, deterministic);
   Tensor grad_key_points = new_empty(it.key_points, it.key_points.sizes()),
@@ -323,38 +348,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
          grad_camera_logits = new_empty(it.camera_logits, it.camera_logits.sizes());
   if (it.weights.numel() == 0 || features.numel() == 0) {
     zero_(grad_key_points), zero_(grad_logits), zero_(grad_camera_logits);
-    return {grad_features, grad_key_points, grad_logits, grad_camera_logits};
+  } else {
+    launch_finish(scope, problem, it, features, keep_scale, grad_locations, grad_weights, grad_key_points, grad_logits,
+                  grad_camera_logits);
   }
-  const int64_t N = problem.V * problem.L * problem.P * problem.G;
-  Tensor grad_pairs = new_empty(it.weights, {problem.has_camera ? problem.B * problem.Q * N : 0});
-  dispatch_logits(features, logits, [&](auto logit_tag, auto accumulate_tag) {
-    using TL = decltype(logit_tag);
-    using A = decltype(accumulate_tag);
-    finish_kernel<TL, A><<<it.blocks, it.threads, it.threads * sizeof(A), stream>>>(
-        static_cast<const A*>(it.key_points.const_data_ptr()), static_cast<const A*>(it.projection.const_data_ptr()),
-        static_cast<const A*>(it.image_wh.const_data_ptr()), static_cast<const TL*>(it.logits.const_data_ptr()),
-        static_cast<const TL*>(it.camera_logits.const_data_ptr()), static_cast<A>(keep_scale),
-        static_cast<const Pack<A, 2>*>(it.locations.const_data_ptr()),
-        static_cast<const A*>(it.weights.const_data_ptr()), static_cast<const A*>(it.stats.const_data_ptr()),
-        static_cast<const Pack<A, 2>*>(grad_locations.const_data_ptr()),
-        static_cast<const A*>(grad_weights.const_data_ptr()), static_cast<A*>(grad_key_points.mutable_data_ptr()),
-        static_cast<TL*>(grad_logits.mutable_data_ptr()), static_cast<A*>(grad_pairs.mutable_data_ptr()), it.sizes);
-    if (problem.has_camera) {
-      const int64_t blocks = problem.B * ceil_div(N, 32);
-      VISDET_CHECK(kFusedOp, blocks <= INT32_MAX, "the input is too large: ", blocks, " blocks");
-      sum_queries_kernel<TL, A><<<static_cast<unsigned>(blocks), 32 * kSumWarps, 0, stream>>>(
-          static_cast<const A*>(grad_pairs.const_data_ptr()), static_cast<TL*>(grad_camera_logits.mutable_data_ptr()),
-          problem.Q, N);
-    }
-  });
-  check_launch("deformable_aggregation_fused_backward");
   return {grad_features, grad_key_points, grad_logits, grad_camera_logits};
 }
 
 }  // namespace
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::fused_forward));
   m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::fused_backward));
 }

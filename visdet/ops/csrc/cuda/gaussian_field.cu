@@ -15,8 +15,11 @@
 #include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <type_traits>
 
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
+#include "../common/paths.h"
 #include "../gaussian_field.h"
 
 namespace visdet {
@@ -590,11 +593,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-unsigned blocks_of(const char* op, int64_t blocks) {
-  VISDET_CHECK(op, blocks <= INT32_MAX, "the input is too large: ", blocks, " blocks");
-  return static_cast<unsigned>(blocks);
-}
-
 // Splits `count` into parts of whole tiles so that `owners` blocks times the parts come to about `wanted` blocks.
 struct Split {
   int64_t part;
@@ -623,7 +621,7 @@ void dispatch_float(const Tensor& points, const F& f) {
 }
 
 // Blocks of kThreads that a GPU works on at a time, twice.
-int64_t wanted_blocks(const Tensor& points) { return int64_t{32} * multiprocessors(points.get_device_index()); }
+int64_t wanted_blocks(const DeviceScope& scope) { return 32 * scope.device().multiprocessors; }
 
 // Where a pass writes: the field (no grad_output), or the gradients asked for.
 template <typename A>
@@ -634,10 +632,11 @@ struct Outputs {
 
 // The pass over all pairs. GRAD: gradients of points and Gaussians; without FIELD, those of Gaussians alone.
 template <typename A, int R, bool GRAD, bool FIELD, bool CULL>
-void run_pairs(const char* op, const Inputs<A>& in, const Tensor& points, const Outputs<A>& out, cudaStream_t stream) {
+void run_pairs(const char* op, const DeviceScope& scope, const Inputs<A>& in, const Tensor& points,
+               const Outputs<A>& out) {
   // A small problem is over before a large grid has started: then parts may be a quarter of a tile.
   const bool is_small = !CULL && in.B * in.N <= int64_t{1} << 22;
-  const int64_t wanted = is_small ? multiprocessors(points.get_device_index()) : wanted_blocks(points);
+  const int64_t wanted = is_small ? scope.device().multiprocessors : wanted_blocks(scope);
   const int64_t tile = is_small ? kThreads / 4 : kThreads;
   constexpr bool kPoints = FIELD, kGaussians = GRAD;
   const int64_t point_owners = kPoints ? ceil_div(in.B, kThreads * R) : 1;
@@ -661,15 +660,14 @@ void run_pairs(const char* op, const Inputs<A>& in, const Tensor& points, const 
     gaussian_parts = new_empty(points, {of_points.parts, 10, in.N});
     gaussian_data = gaussian_parts.mutable_data_ptr<A>();
   }
-  pair_kernel<A, R, GRAD, FIELD, CULL><<<blocks_of(op, point_blocks + gaussian_blocks), kThreads, 0, stream>>>(
-      for_points, for_gaussians, out.grad_output, point_data, gaussian_data, static_cast<int>(point_owners),
-      static_cast<int>(point_blocks), static_cast<int>(gaussian_owners), is_whole);
+  launch({op, "pair_kernel", scope, point_blocks + gaussian_blocks, kThreads}, pair_kernel<A, R, GRAD, FIELD, CULL>,
+         for_points, for_gaussians, out.grad_output, point_data, gaussian_data, static_cast<int>(point_owners),
+         static_cast<int>(point_blocks), static_cast<int>(gaussian_owners), is_whole);
   const int64_t point_ends = kPoints && !is_whole ? ceil_div(point_count, kThreads) : 0;
   const int64_t gaussian_ends = kGaussians ? ceil_div(in.N, 32) : 0;
-  if (point_ends + gaussian_ends == 0) return;
-  finish_kernel<A, GRAD, FIELD><<<blocks_of(op, point_ends + gaussian_ends), kThreads, 0, stream>>>(
-      in, out.grad_output, point_data, of_gaussians.parts, to_points, point_count, static_cast<int>(point_ends),
-      gaussian_data, of_points.parts, out.grad_means, out.grad_cholesky, out.grad_weights);
+  launch({op, "finish_kernel", scope, point_ends + gaussian_ends, kThreads}, finish_kernel<A, GRAD, FIELD>, in,
+         out.grad_output, point_data, of_gaussians.parts, to_points, point_count, static_cast<int>(point_ends),
+         gaussian_data, of_points.parts, out.grad_means, out.grad_cholesky, out.grad_weights);
 }
 
 // Parts for `owners` blocks each on a GPU that works on `places` blocks at a time: large ones first, then ever smaller
@@ -693,55 +691,140 @@ Parts decreasing_parts(int64_t count, int64_t owners, int64_t places) {
   return parts;
 }
 
-void run_field_of_many(const char* op, const Inputs<float>& in, const Tensor& points, float* field,
-                       cudaStream_t stream) {
-  const int64_t owners = ceil_div(in.B, kThreads * kFieldPoints);
-  const Parts parts =
-      decreasing_parts(in.N, owners, int64_t{kFieldBlocks} * multiprocessors(points.get_device_index()));
-  Tensor scratch = points;
-  float* to = field;
-  if (parts.count > 1) {
-    scratch = new_empty(points, {parts.count, in.B});
-    to = scratch.mutable_data_ptr<float>();
+// The tensors and sizes of a field of at least one point and one Gaussian.
+struct FieldCall {
+  const char* op;
+  const DeviceScope& scope;
+  const GaussianProblem& problem;
+  const Tensor &points, &means, &cholesky, &weights, &point_order, &gaussian_order;
+  double tolerance;
+};
+struct ForwardCall : FieldCall {
+  const Tensor& field;
+
+  template <typename A>
+  Outputs<A> outputs() const {
+    return {nullptr, field.mutable_data_ptr<A>(), nullptr, nullptr, nullptr, nullptr};
   }
-  field_kernel<<<blocks_of(op, owners * parts.count), kThreads, 0, stream>>>(in, parts, to, static_cast<int>(owners),
-                                                                             1);
-  if (parts.count == 1) return;
-  const unsigned blocks = blocks_of(op, ceil_div(in.B, kThreads));
-  finish_kernel<float, false, true><<<blocks, kThreads, 0, stream>>>(
-      in, nullptr, to, parts.count, field, in.B, static_cast<int>(blocks), nullptr, 0, nullptr, nullptr, nullptr);
+};
+struct BackwardCall : FieldCall {
+  const Tensor &grad_output, &grad_points, &grad_means, &grad_cholesky, &grad_weights;
+
+  template <typename A>
+  Outputs<A> outputs() const {
+    return {grad_output.const_data_ptr<A>(),     nullptr,
+            grad_points.mutable_data_ptr<A>(),   grad_means.mutable_data_ptr<A>(),
+            grad_cholesky.mutable_data_ptr<A>(), grad_weights.mutable_data_ptr<A>()};
+  }
+};
+
+template <typename A>
+Inputs<A> inputs_of_field(const FieldCall& call) {
+  auto in = inputs_of<A>(call.problem, call.points, call.means, call.cholesky);
+  in.weights = call.weights.const_data_ptr<A>();
+  return in;
 }
 
-// The field or its gradients.
-template <typename A, bool GRAD>
-void run_field(const char* op, Inputs<A> in, const Tensor& points, const Outputs<A>& out, cudaStream_t stream) {
-  constexpr int kSeveral = sizeof(A) == 4 ? 4 : 2;
-  if (in.point_order == nullptr) {
-    // Several points a thread share the reading of a Gaussian, once there are enough to fill the GPU.
-    if (in.B < int64_t{4} * kThreads * multiprocessors(points.get_device_index())) {
-      run_pairs<A, 1, GRAD, true, false>(op, in, points, out, stream);
-    } else if constexpr (sizeof(A) == 4 && !GRAD) {
-      run_field_of_many(op, in, points, out.field, stream);
-    } else {
-      run_pairs<A, kSeveral, GRAD, true, false>(op, in, points, out, stream);
-    }
-    return;
-  }
-  const int64_t gaussian_groups = ceil_div(in.N, kThreads), point_groups = ceil_div(in.B, kThreads);
-  Tensor scratch = new_empty(points, {static_cast<int64_t>(sizeof(Box<A>)) * (in.N + gaussian_groups + point_groups)},
-                             ScalarType::Byte);
-  auto* boxes = static_cast<Box<A>*>(scratch.mutable_data_ptr());
-  in.boxes = boxes, in.gaussian_groups = boxes + in.N, in.point_groups = boxes + in.N + gaussian_groups;
-  box_kernel<A, true><<<blocks_of(op, gaussian_groups), kThreads, 0, stream>>>(in, boxes, boxes + in.N);
-  box_kernel<A, false>
-      <<<blocks_of(op, point_groups), kThreads, 0, stream>>>(in, nullptr, boxes + in.N + gaussian_groups);
-  run_pairs<A, 1, GRAD, true, true>(op, in, points, out, stream);  // 1: small boxes leave out more
+template <typename Call>
+const char* culled_declines(const Call& call) {
+  const bool has_orders = call.point_order.numel() > 0 && call.gaussian_order.numel() > 0;
+  return call.tolerance > 0 && has_orders ? nullptr : "no pair may be left out";
 }
+
+// Only pairs of points and Gaussians near each other.
+template <typename Call>
+void launch_culled(const Call& call) {
+  dispatch_float(call.points, [&](auto tag) {
+    using A = decltype(tag);
+    auto in = inputs_of_field<A>(call);
+    in.point_order = call.point_order.template const_data_ptr<int64_t>();
+    in.gaussian_order = call.gaussian_order.template const_data_ptr<int64_t>();
+    in.cutoff = static_cast<A>(call.tolerance / static_cast<double>(in.N));
+    const int64_t gaussian_groups = ceil_div(in.N, kThreads), point_groups = ceil_div(in.B, kThreads);
+    const int64_t bytes = static_cast<int64_t>(sizeof(Box<A>)) * (in.N + gaussian_groups + point_groups);
+    const Tensor scratch = new_empty(call.points, {bytes}, ScalarType::Byte);
+    auto* boxes = static_cast<Box<A>*>(scratch.mutable_data_ptr());
+    auto *of_gaussians = boxes + in.N, *of_points = of_gaussians + gaussian_groups;
+    in.boxes = boxes, in.gaussian_groups = of_gaussians, in.point_groups = of_points;
+    launch({call.op, "box_kernel", call.scope, gaussian_groups, kThreads}, box_kernel<A, true>, in, boxes,
+           of_gaussians);
+    launch({call.op, "box_kernel", call.scope, point_groups, kThreads}, box_kernel<A, false>, in, nullptr, of_points);
+    // One point a thread: small boxes leave out more.
+    run_pairs<A, 1, std::is_same_v<Call, BackwardCall>, true, true>(call.op, call.scope, in, call.points,
+                                                                    call.template outputs<A>());
+  });
+}
+
+// Several points a thread share the reading of a Gaussian, once there are enough to fill the GPU.
+template <typename Call>
+const char* several_points_decline(const Call& call) {
+  const int64_t enough = 4 * kThreads * call.scope.device().multiprocessors;
+  return call.problem.B >= enough ? nullptr : "its points are too few to fill the GPU";
+}
+
+const char* many_points_decline(const ForwardCall& call) {
+  if (call.points.scalar_type() == ScalarType::Double) return "points are float64";
+  return several_points_decline(call);
+}
+
+const char* several_points_forward_decline(const ForwardCall& call) {
+  if (call.points.scalar_type() != ScalarType::Double) return "points are float32, which many_points serves";
+  return several_points_decline(call);
+}
+
+void launch_many_points(const ForwardCall& call) {
+  const auto in = inputs_of_field<float>(call);
+  auto* field = call.field.mutable_data_ptr<float>();
+  const int64_t owners = ceil_div(in.B, kThreads * kFieldPoints);
+  const Parts parts = decreasing_parts(in.N, owners, kFieldBlocks * call.scope.device().multiprocessors);
+  Tensor scratch = call.points;
+  float* to = field;
+  if (parts.count > 1) {
+    scratch = new_empty(call.points, {parts.count, in.B});
+    to = scratch.mutable_data_ptr<float>();
+  }
+  launch({call.op, "field_kernel", call.scope, owners * parts.count, kThreads}, field_kernel, in, parts, to,
+         static_cast<int>(owners), 1);
+  if (parts.count == 1) return;
+  const int64_t blocks = ceil_div(in.B, kThreads);
+  launch({call.op, "finish_kernel", call.scope, blocks, kThreads}, finish_kernel<float, false, true>, in, nullptr, to,
+         parts.count, field, in.B, static_cast<int>(blocks), nullptr, 0, nullptr, nullptr, nullptr);
+}
+
+template <typename Call, typename A, int R>
+void launch_points_of(const Call& call) {
+  run_pairs<A, R, std::is_same_v<Call, BackwardCall>, true, false>(call.op, call.scope, inputs_of_field<A>(call),
+                                                                   call.points, call.template outputs<A>());
+}
+
+void launch_several_points_forward(const ForwardCall& call) { launch_points_of<ForwardCall, double, 2>(call); }
+
+void launch_several_points_backward(const BackwardCall& call) {
+  if (call.points.scalar_type() == ScalarType::Double) return launch_points_of<BackwardCall, double, 2>(call);
+  launch_points_of<BackwardCall, float, 4>(call);
+}
+
+template <typename Call>
+void launch_one_point(const Call& call) {
+  dispatch_float(call.points, [&](auto tag) { launch_points_of<Call, decltype(tag), 1>(call); });
+}
+
+constexpr Path<ForwardCall> kForwardPaths[] = {
+    {"culled", culled_declines<ForwardCall>, launch_culled<ForwardCall>},
+    {"many_points", many_points_decline, launch_many_points},
+    {"several_points", several_points_forward_decline, launch_several_points_forward},
+    {"one_point", nullptr, launch_one_point<ForwardCall>},
+};
+constexpr Path<BackwardCall> kBackwardPaths[] = {
+    {"culled", culled_declines<BackwardCall>, launch_culled<BackwardCall>},
+    {"several_points", several_points_decline<BackwardCall>, launch_several_points_backward},
+    {"one_point", nullptr, launch_one_point<BackwardCall>},
+};
 
 Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in) {
   constexpr const char* op = "mahalanobis_distance";
   const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
+  const DeviceScope scope(points_in);
   const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in);
   Tensor output = new_empty(points, {problem.B, problem.N});
   if (output.numel() == 0) return output;
@@ -749,12 +832,11 @@ Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, con
   dispatch_float(points, [&](auto tag) {
     using A = decltype(tag);
     auto in = inputs_of<A>(problem, points, means, cholesky);
-    in.part = std::clamp<int64_t>(ceil_div(problem.B * columns, 4 * wanted_blocks(points)), 1, 64);
+    in.part = std::clamp<int64_t>(ceil_div(problem.B * columns, 4 * wanted_blocks(scope)), 1, 64);
     const int64_t parts = ceil_div(problem.B, in.part);
-    distance_kernel<A><<<blocks_of(op, parts * columns), kThreads, 0, current_stream(points)>>>(
-        in, output.mutable_data_ptr<A>(), static_cast<int>(parts));
+    launch({op, "distance_kernel", scope, parts * columns, kThreads}, distance_kernel<A>, in,
+           output.mutable_data_ptr<A>(), static_cast<int>(parts));
   });
-  check_launch(op);
   return output;
 }
 
@@ -763,7 +845,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
   constexpr const char* op = "mahalanobis_distance_backward";
   const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
   check_distance_gradient(op, grad_output_in, problem, points_in);
-  const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
+  const DeviceScope scope(points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in);
   Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
@@ -772,35 +854,17 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
     zero_(grad_points), zero_(grad_means), zero_(grad_cholesky);
     return {grad_points, grad_means, grad_cholesky};
   }
-  const cudaStream_t stream = current_stream(points);
   dispatch_float(points, [&](auto tag) {
     using A = decltype(tag);
     const auto in = inputs_of<A>(problem, points, means, cholesky);
     const A* grad = grad_output.const_data_ptr<A>();
-    distance_point_kernel<A><<<blocks_of(op, ceil_div(problem.B, kThreads / 32)), kThreads, 0, stream>>>(
-        in, grad, grad_points.mutable_data_ptr<A>());
+    launch({op, "distance_point_kernel", scope, ceil_div(problem.B, kThreads / 32), kThreads}, distance_point_kernel<A>,
+           in, grad, grad_points.mutable_data_ptr<A>());
     run_pairs<A, 1, true, false, false>(
-        op, in, points,
-        {grad, nullptr, nullptr, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>(), nullptr},
-        stream);
+        op, scope, in, points,
+        {grad, nullptr, nullptr, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>(), nullptr});
   });
-  check_launch(op);
   return {grad_points, grad_means, grad_cholesky};
-}
-
-// What forward and backward of the field share.
-template <typename A>
-Inputs<A> field_inputs(const GaussianProblem& problem, const Tensor& points, const Tensor& means,
-                       const Tensor& cholesky, const Tensor& weights, const Tensor& point_order,
-                       const Tensor& gaussian_order, double tolerance) {
-  auto in = inputs_of<A>(problem, points, means, cholesky);
-  in.weights = weights.const_data_ptr<A>();
-  if (tolerance > 0 && point_order.numel() > 0 && gaussian_order.numel() > 0) {
-    in.point_order = point_order.const_data_ptr<int64_t>();
-    in.gaussian_order = gaussian_order.const_data_ptr<int64_t>();
-    in.cutoff = static_cast<A>(tolerance / static_cast<double>(problem.N));
-  }
-  return in;
 }
 
 Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in,
@@ -811,19 +875,16 @@ Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Ten
   check_vector(op, "weights", weights_in, problem.N, points_in);
   check_order(op, "point_order", point_order_in, problem.B, points_in);
   check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
-  const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
+  const DeviceScope scope(points_in);
   const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in),
                weights = dense(weights_in), point_order = dense(point_order_in),
                gaussian_order = dense(gaussian_order_in);
   Tensor output = new_empty(points, {problem.B});
   if (problem.B == 0) return output;
   if (problem.N == 0) return zero_(output);
-  dispatch_float(points, [&](auto tag) {
-    using A = decltype(tag);
-    const auto in = field_inputs<A>(problem, points, means, cholesky, weights, point_order, gaussian_order, tolerance);
-    run_field<A, false>(op, in, points, {nullptr, output.mutable_data_ptr<A>()}, current_stream(points));
-  });
-  check_launch(op);
+  run_first(op, kForwardPaths,
+            ForwardCall{{op, scope, problem, points, means, cholesky, weights, point_order, gaussian_order, tolerance},
+                        output});
   return output;
 }
 
@@ -838,7 +899,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
   check_vector(op, "grad_output", grad_output_in, problem.B, points_in);
   check_order(op, "point_order", point_order_in, problem.B, points_in);
   check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
-  const torch::stable::accelerator::DeviceGuard guard(points_in.get_device_index());
+  const DeviceScope scope(points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in), weights = dense(weights_in), point_order = dense(point_order_in),
                gaussian_order = dense(gaussian_order_in);
@@ -848,24 +909,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
     zero_(grad_points), zero_(grad_means), zero_(grad_cholesky), zero_(grad_weights);
     return {grad_points, grad_means, grad_cholesky, grad_weights};
   }
-  const cudaStream_t stream = current_stream(points);
-  dispatch_float(points, [&](auto tag) {
-    using A = decltype(tag);
-    const auto in = field_inputs<A>(problem, points, means, cholesky, weights, point_order, gaussian_order, tolerance);
-    const A* grad = grad_output.const_data_ptr<A>();
-    run_field<A, true>(op, in, points,
-                       {grad, nullptr, grad_points.mutable_data_ptr<A>(), grad_means.mutable_data_ptr<A>(),
-                        grad_cholesky.mutable_data_ptr<A>(), grad_weights.mutable_data_ptr<A>()},
-                       stream);
-  });
-  check_launch(op);
+  run_first(op, kBackwardPaths,
+            BackwardCall{{op, scope, problem, points, means, cholesky, weights, point_order, gaussian_order, tolerance},
+                         grad_output,
+                         grad_points,
+                         grad_means,
+                         grad_cholesky,
+                         grad_weights});
   return {grad_points, grad_means, grad_cholesky, grad_weights};
 }
 
 }  // namespace
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("mahalanobis_distance", TORCH_BOX(&visdet::mahalanobis_distance));
   m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::mahalanobis_distance_backward));
   m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field));
