@@ -146,10 +146,16 @@ struct CopyTile {
 };
 
 // To shared memory without registers, so that all copies are on their way at once. What is read will not be again: it
-// is the first to leave the second-level cache, where the copy shall stay.
+// is the first to leave the second-level cache, where the copy shall stay. Before sm_80 there is no such instruction:
+// the copy goes through registers.
 template <typename P>
 __device__ __forceinline__ void copy_async(P* to, const P* from) {
-  if constexpr (sizeof(P) < 4) {
+#if __CUDA_ARCH__ >= 800
+  constexpr bool kHasAsync = true;
+#else
+  constexpr bool kHasAsync = false;
+#endif
+  if constexpr (sizeof(P) < 4 || !kHasAsync) {
     *to = *from;
   } else {
     uint64_t policy;
