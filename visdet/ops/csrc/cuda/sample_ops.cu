@@ -5,13 +5,16 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <tuple>
 #include <type_traits>
 
 #include "../common/bilinear.h"
 #include "../common/block_scan.cuh"
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
 #include "../common/order_records.cuh"
+#include "../common/paths.h"
 #include "../sample_ops.h"
 
 namespace visdet {
@@ -127,16 +130,17 @@ template <typename T>
 struct Copying {
   const T* from;  // null: nothing is to be copied
   T* to;
-  int32_t* done;    // [B] blocks that have copied their part of an image; not counted if null
-  uint32_t blocks;  // of an image
-  bool in_packs;    // sizes and addresses allow packs of kCopyPack<T>
+  int32_t* done;      // [B] blocks that have copied their part of an image; not counted if null
+  uint32_t* tickets;  // blocks of the launch that have started; null if `done` is
+  uint32_t blocks;    // of an image
+  bool in_packs;      // sizes and addresses allow packs of kCopyPack<T>
 };
 
 constexpr int kCopyThreads = 256;
 constexpr int kCopyPixels = 32;
 
 template <typename T>
-constexpr int kCopyPack = sizeof(T) == 8 ? 2 : 4;
+constexpr int kCopyPack = sizeof(T) == 8 ? 1 : 4;
 template <typename T>
 constexpr int kCopyChannels = sizeof(T) == 8 ? 96 : 160;  // at a time
 
@@ -242,24 +246,30 @@ __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const Copying<T> cop
   copy_block<kCopyThreads>(copying, image, blockIdx.x - image * copying.blocks, sizes, tile);
 }
 
-// What a block of the sum or dots pass does: it owns a query, or it copies a part of an image. The queries of an image
-// alternate with the copies of the next, so that they read what has just been copied from the second-level cache, and
-// wait until all blocks that copy their image are done. Blocks start in the order of their numbers: the awaited ones
-// are never behind.
+// What a block of the sum or dots pass does: it owns a query, or, if COPIES, it may copy a part of an image. The
+// queries of an image alternate with the copies of the next, so that they read what has just been copied from the
+// second-level cache, and wait until all blocks that copy their image are done. CUDA does not say in which order blocks
+// start, so each takes its number from a counter when it starts: all blocks that copy an image have lower numbers than
+// its queries. A block thus waits only for blocks that are running already, none of which waits for it.
 struct Role {
   bool copies;
   uint32_t image, index;
 };
 
-template <typename T>
+// For all threads of a block.
+template <bool COPIES, typename T>
 __device__ __forceinline__ Role role_of_block(const Copying<T>& copying, const Sizes& sizes) {
   const auto Q = static_cast<uint32_t>(sizes.Q), B = static_cast<uint32_t>(sizes.B), blocks = copying.blocks;
-  if (copying.from == nullptr) {
+  if (!COPIES || copying.from == nullptr) {
     const uint32_t i = gridDim.x - 1 - blockIdx.x;  // what was copied last is still in the second-level cache
     return {false, i / Q, i % Q};
   }
-  if (blockIdx.x < blocks) return {true, 0, blockIdx.x};
-  const uint32_t i = blockIdx.x - blocks, both = blocks + Q, image = i / both, n = i - image * both;
+  __shared__ uint32_t ticket;
+  if (threadIdx.x == 0) ticket = atomicAdd(copying.tickets, 1u);
+  __syncthreads();
+  const uint32_t number = ticket;
+  if (number < blocks) return {true, 0, number};
+  const uint32_t i = number - blocks, both = blocks + Q, image = i / both, n = i - image * both;
   if (image == B - 1) return {false, image, n};
   const uint32_t alternating = 2 * min(blocks, Q);
   if (n < alternating) return {n % 2 == 1, n % 2 == 1 ? image + 1 : image, n / 2};
@@ -297,7 +307,7 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
     CopyTile<T> tile;
     __device__ Shared() {}
   } shared;
-  const Role role = role_of_block(copying, sizes);
+  const Role role = role_of_block<true>(copying, sizes);
   if (role.copies) return copy_block<kSumThreads>(copying, role.image, role.index, sizes, shared.tile);
   bool waits = copying.from != nullptr;
   const int64_t b = role.image, q = role.index, query = b * sizes.Q + q;
@@ -382,9 +392,11 @@ __device__ __forceinline__ A sum_over_warp(const A (&value)[N], int lane) {
 // encodings. Warps take samples in turn, lanes share the channels. HELD: packs of channels that a lane has of the
 // query's rows in registers, and with TAIL one channel more, enough for all channels; 0: rows are read again for every
 // sample. Groups are done GROUPS at a time, and the gradients of those after the first are added to what the same lane
-// wrote before. GRAD also counts the samples of each cell; the count is the sample's rank there.
-constexpr int kDotThreads = 128;
-constexpr int kDotWarps = kDotThreads / 32;
+// wrote before. GRAD also counts the samples of each cell; the count is the sample's rank there. A block lists as many
+// samples at a time as it has threads: so few that the encodings of 30 octaves fit the 64 KB of every GPU.
+template <typename A>
+constexpr int kDotThreads = sizeof(A) == 8 ? 64 : 128;
+constexpr int kMostOctaves = 30;  // that check_sample_dot lets through
 
 template <typename A>
 struct Position {
@@ -392,32 +404,35 @@ struct Position {
   int32_t d, inside;  // inside: a bit a corner
 };
 
+template <typename T, typename A, int GROUPS, bool GRAD>
+union DotsShared {
+  struct {
+    Sample<A> samples[kDotThreads<A>];
+    Position<A> positions[kDotThreads<A>];
+    Pack<A, GROUPS> coefficients[GRAD ? kDotThreads<A> : 1];
+  } lists;
+  std::conditional_t<GRAD, char, CopyTile<T>> tile;
+  __device__ DotsShared() {}
+};
+constexpr int kDotsOtherShared = 64;  // bytes, at most, that compact_samples and role_of_block declare
+
 template <typename T, typename TO, typename A, int VEC, int GROUPS, int HELD, bool TAIL, bool DOTS, bool GRAD>
-__global__ void __launch_bounds__(kDotThreads, sizeof(A) == 4 ? (GRAD && HELD == 2 ? 3 : 4) : 2)
+__global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
     dots_kernel(const T* images, const Copying<T> copying, const Pack<A, 2>* __restrict__ samples,
                 const A* __restrict__ coefficients, const A* __restrict__ rows, const A* __restrict__ depths,
                 TO* __restrict__ dots, Pack<A, 2>* __restrict__ grad_samples, A* __restrict__ grad_depths,
                 int32_t* __restrict__ counts, int32_t* __restrict__ ranks, const Sizes sizes) {
   constexpr int kValues = GRAD ? 8 : GROUPS, kDots = GRAD ? 4 : 0, kPack = 32 * VEC, kBatch = sizeof(A) == 4 ? 2 : 1,
-                kTail = HELD * kPack;
+                kTail = HELD * kPack, kThreads = kDotThreads<A>, kWarps = kThreads / 32;
   extern __shared__ __align__(16) char dynamic_shared[];
-  struct Lists {
-    Sample<A> samples[kDotThreads];
-    Position<A> positions[kDotThreads];
-    Pack<A, GROUPS> coefficients[GRAD ? kDotThreads : 1];
-  };
-  __shared__ union Shared {
-    Lists lists;
-    std::conditional_t<GRAD, char, CopyTile<T>> tile;
-    __device__ Shared() {}
-  } shared;
+  __shared__ DotsShared<T, A, GROUPS, GRAD> shared;
   auto& list = shared.lists.samples;
   auto& positions = shared.lists.positions;
   auto& listed_coefficients = shared.lists.coefficients;
-  A* encodings = reinterpret_cast<A*>(dynamic_shared);  // [kDotThreads][C - K]
-  const Role role = role_of_block(copying, sizes);
+  A* encodings = reinterpret_cast<A*>(dynamic_shared);  // [kThreads][C - K]
+  const Role role = role_of_block<!GRAD>(copying, sizes);
   if constexpr (!GRAD) {
-    if (role.copies) return copy_block<kDotThreads>(copying, role.image, role.index, sizes, shared.tile);
+    if (role.copies) return copy_block<kThreads>(copying, role.image, role.index, sizes, shared.tile);
   }
   bool waits = !GRAD && copying.from != nullptr;
   const int64_t b = role.image, q = role.index, query = b * sizes.Q + q, first = query * sizes.D;
@@ -440,12 +455,12 @@ __global__ void __launch_bounds__(kDotThreads, sizeof(A) == 4 ? (GRAD && HELD ==
       if (n * kPack + lane * VEC < sizes.K) load_rows(n * kPack + lane * VEC, held[n]);
     }
     if (TAIL && kTail + lane < sizes.K) load_rows(kTail + lane, held_tail);
-    for (int d0 = 0; d0 < sizes.D; d0 += kDotThreads) {
+    for (int d0 = 0; d0 < sizes.D; d0 += kThreads) {
       const int mine = d0 + threadIdx.x;
       Pack<A, GROUPS> my_coefficients = {};
       if (GRAD) my_coefficients = load_coefficients<GROUPS>(coefficients, b, q, g0, mine, sizes);
       const A my_depth = encoded > 0 && mine < sizes.D ? depths[first + mine] : A(0);
-      const int count = compact_samples<kDotThreads>(
+      const int count = compact_samples<kThreads>(
           samples + first, d0, sizes,
           [&](int place, int d, A x, A y, const Bilinear<A>& at) {
             list[place] = Sample<A>(at);
@@ -472,7 +487,7 @@ __global__ void __launch_bounds__(kDotThreads, sizeof(A) == 4 ? (GRAD && HELD ==
       waits = false;
       // Several samples at once keep more loads in flight; past the last one, that one again.
 #pragma unroll 1
-      for (int i0 = warp * kBatch; i0 < count; i0 += kDotWarps * kBatch) {
+      for (int i0 = warp * kBatch; i0 < count; i0 += kWarps * kBatch) {
         A value[kBatch * kValues] = {};  // GRAD: of the corners with h; then dots, or the derivative
         A corner[kBatch][greatest(HELD, 1)][4][VEC], corner_tail[kBatch][4][1];
         const int tail = kTail + lane;
@@ -636,7 +651,7 @@ constexpr int kOrderWarps = kOrderThreads / 32;
 
 template <typename A>
 __global__ void __launch_bounds__(kOrderThreads)
-    order_kernel(const int32_t* __restrict__ starts, const Record<A>* __restrict__ records,
+    order_kernel(const int32_t* __restrict__ starts, Record<A>* __restrict__ records,  // records: scratch afterwards
                  Record<A>* __restrict__ ordered, const Sizes sizes) {
   __shared__ OrderBitmap bitmaps[kOrderWarps];
   const int64_t warps = static_cast<int64_t>(gridDim.x) * kOrderWarps, cells = sizes.B * sizes.cells;
@@ -886,18 +901,14 @@ __global__ void __launch_bounds__(32 * kTileWarps<A>, 6)
   }
 }
 
-unsigned blocks_of(const char* op, int64_t blocks) {
-  VISDET_CHECK(op, blocks <= INT32_MAX, "the input is too large: ", blocks, " blocks");
-  return static_cast<unsigned>(blocks);
-}
-
 void check_sizes(const char* op, const SampleProblem& problem) {
   VISDET_CHECK(op, 1.0 * problem.Q * problem.D <= INT32_MAX - 1024 && problem.D <= INT32_MAX - 1024,
                "Q * D must be under 2^31 - 1024 on CUDA, got ", problem.Q, " * ", problem.D);
   VISDET_CHECK(op, problem.B <= 65535, "images must be at most 65535 on CUDA, got ", problem.B);
   VISDET_CHECK(op, problem.C < (1 << 20), "images must have fewer than 2^20 channels on CUDA, got ", problem.C);
-  VISDET_CHECK(op, problem.G <= INT32_MAX && 1.0 * problem.H * problem.W < INT32_MAX - problem.H - problem.W - 2.0,
+  VISDET_CHECK(op, 1.0 * problem.H * problem.W < INT32_MAX - problem.H - problem.W - 2.0,
                "images must have fewer than 2^31 pixels on CUDA, got ", problem.H, " x ", problem.W);
+  VISDET_CHECK(op, problem.G < (1 << 30), "there must be fewer than 2^30 groups on CUDA, got ", problem.G);
 }
 
 Sizes sizes_of(const SampleProblem& problem) {
@@ -912,60 +923,66 @@ const A* data_of(const Tensor& tensor) {
   return static_cast<const A*>(tensor.const_data_ptr());
 }
 
+int64_t copying_blocks(const SampleProblem& problem) { return ceil_div(problem.H * problem.W, kCopyPixels); }
+
 // Images as [B, H, W, C] in memory: themselves, or a copy, which is made at once or by the first pass.
 template <typename T>
 struct Images {
-  Tensor given, copy, done;
+  Tensor given, copy, counters;
   const T* data;
   Copying<T> copying{};
 
-  Images(const char* op, const Tensor& images, const SampleProblem& problem, const Sizes& sizes, cudaStream_t stream,
-         bool at_once)
-      : given(images), copy(images), done(images), data(data_of<T>(images)) {
+  Images(const char* op, const Tensor& images, const SampleProblem& problem, const Sizes& sizes,
+         const DeviceScope& scope, bool at_once)
+      : given(images), copy(images), counters(images), data(data_of<T>(images)) {
     if (problem.channels_last || images.numel() == 0) return;
     given = dense(images), copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
-    const int64_t pixels = problem.H * problem.W, blocks = ceil_div(pixels, kCopyPixels);
-    copying = {
-        data_of<T>(given), static_cast<T*>(copy.mutable_data_ptr()), nullptr, blocks_of(op, blocks),
-        problem.C % kCopyPack<T> == 0 && pixels % kCopyPack<T> == 0 && aligned(given, sizeof(Pack<T, kCopyPack<T>>))};
+    const int64_t pixels = problem.H * problem.W, blocks = copying_blocks(problem);
+    copying.from = data_of<T>(given), copying.to = static_cast<T*>(copy.mutable_data_ptr());
+    copying.blocks = static_cast<uint32_t>(blocks);
+    copying.in_packs =
+        problem.C % kCopyPack<T> == 0 && pixels % kCopyPack<T> == 0 && aligned(given, sizeof(Pack<T, kCopyPack<T>>));
     data = copying.to;
     if (at_once) {
-      copy_kernel<T><<<blocks_of(op, problem.B * blocks), kCopyThreads, 0, stream>>>(copying, sizes);
+      launch({op, "copy_kernel", scope, problem.B * blocks, kCopyThreads}, copy_kernel<T>, copying, sizes);
       copying = {};
     } else {
-      done = new_empty(images, {problem.B}, ScalarType::Int);
-      copying.done = static_cast<int32_t*>(done.mutable_data_ptr());
-      cudaMemsetAsync(copying.done, 0, problem.B * sizeof(int32_t), stream);
+      counters = new_empty(images, {problem.B + 1}, ScalarType::Int);
+      copying.done = static_cast<int32_t*>(counters.mutable_data_ptr());
+      copying.tickets = reinterpret_cast<uint32_t*>(copying.done + problem.B);
+      fill_bytes(op, scope, copying.done, 0, (problem.B + 1) * static_cast<int64_t>(sizeof(int32_t)));
     }
   }
 };
 
-// What all passes of a call share.
+// The three passes over the images of one call.
 template <typename T, typename A>
-struct Call {
+struct Passes {
+  using Value = T;
+  using Sum = A;
+
   const char* op;
+  const DeviceScope& scope;
   Sizes sizes;
   const Images<T>& images;
   const Tensor& samples;
-  cudaStream_t stream;
   Tensor counts, ranks;  // of the samples of each cell, and of each sample in its cell; dots fills them for scatter
 
   const Pack<A, 2>* sample_data() const { return data_of<Pack<A, 2>>(samples); }
   int64_t queries() const { return sizes.B * sizes.Q; }
-  unsigned blocks() const { return blocks_of(op, queries() + sizes.B * images.copying.blocks); }
+  int64_t blocks() const { return queries() + sizes.B * images.copying.blocks; }
 
-  // Calls f(VEC) with 4 channels a load (2 in float64) where sizes and addresses allow it, else 1.
+  // Calls f(VEC) with 4 channels a load where types, sizes and addresses allow it, else 1.
   template <typename F>
   void with_vec(std::initializer_list<const void*> others, const F& f) const {
-    constexpr int kVec = sizeof(A) == 8 ? 2 : 4;
-    bool fits = sizes.C % kVec == 0 && sizes.K % kVec == 0 &&
-                reinterpret_cast<uintptr_t>(images.data) % (kVec * sizeof(T)) == 0;
-    for (const void* other : others) fits = fits && reinterpret_cast<uintptr_t>(other) % 16 == 0;
-    if (fits) {
-      f(std::integral_constant<int, kVec>{});
-    } else {
-      f(std::integral_constant<int, 1>{});
+    if constexpr (sizeof(A) == 4) {
+      constexpr int kVec = 4;
+      bool fits = sizes.C % kVec == 0 && sizes.K % kVec == 0 &&
+                  reinterpret_cast<uintptr_t>(images.data) % (kVec * sizeof(T)) == 0;
+      for (const void* other : others) fits = fits && reinterpret_cast<uintptr_t>(other) % 16 == 0;
+      if (fits) return f(std::integral_constant<int, kVec>{});
     }
+    f(std::integral_constant<int, 1>{});
   }
 
   // Calls f(GROUPS) with the groups that kernels do at once.
@@ -979,12 +996,13 @@ struct Call {
   }
 
   template <typename TO>
-  void sum(const A* coefficients, TO* sums) {
+  void sum(const A* coefficients, TO* sums) const {
     if (queries() == 0 || sizes.G == 0 || sizes.K == 0) return;
     with_vec({sums}, [&](auto vec) {
       with_groups([&](auto groups) {
-        sum_kernel<T, TO, A, decltype(vec)::value, decltype(groups)::value><<<blocks(), kSumThreads, 0, stream>>>(
-            images.data, images.copying, sample_data(), coefficients, sums, sizes);
+        launch({op, "sum_kernel", scope, blocks(), kSumThreads},
+               sum_kernel<T, TO, A, decltype(vec)::value, decltype(groups)::value>, images.data, images.copying,
+               sample_data(), coefficients, sums, sizes);
       });
     });
   }
@@ -1000,55 +1018,57 @@ struct Call {
     with_vec({rows}, [&](auto vec) {
       with_groups([&](auto groups) {
         constexpr int kVec = decltype(vec)::value, kGroups = decltype(groups)::value;
-        const size_t encodings = sizeof(A) * kDotThreads * (sizes.C - sizes.K);
+        constexpr int64_t kOctave = 2 * sizeof(A) * kDotThreads<A>;  // bytes of encodings
+        constexpr int64_t kStatic = sizeof(DotsShared<T, A, kGroups, GRAD>) + kDotsOtherShared;
+        static_assert(kStatic + kMostOctaves * kOctave <= 64 << 10, "every GPU must have so much shared memory");
         const auto run = [&](auto kernel) {
-          allow_shared(kernel, encodings);
-          kernel<<<blocks(), kDotThreads, encodings, stream>>>(
-              images.data, images.copying, sample_data(), coefficients, rows, depths, to,
-              reinterpret_cast<Pack<A, 2>*>(grad_samples), grad_depths,
-              GRAD ? static_cast<int32_t*>(counts.mutable_data_ptr()) : nullptr,
-              GRAD ? static_cast<int32_t*>(ranks.mutable_data_ptr()) : nullptr, sizes);
+          launch({op, "dots_kernel", scope, blocks(), kDotThreads<A>, (sizes.C - sizes.K) / 2 * kOctave, kStatic},
+                 kernel, images.data, images.copying, sample_data(), coefficients, rows, depths, to,
+                 reinterpret_cast<Pack<A, 2>*>(grad_samples), grad_depths,
+                 GRAD ? static_cast<int32_t*>(counts.mutable_data_ptr()) : nullptr,
+                 GRAD ? static_cast<int32_t*>(ranks.mutable_data_ptr()) : nullptr, sizes);
         };
-        if (sizes.C <= 32 * kVec) {
-          run(dots_kernel<T, TO, A, kVec, kGroups, 1, false, DOTS, GRAD>);
-        } else if (sizes.C <= 32 * (kVec + 1)) {
-          run(dots_kernel<T, TO, A, kVec, kGroups, 1, true, DOTS, GRAD>);
-        } else if (sizes.C <= 64 * kVec) {
-          run(dots_kernel<T, TO, A, kVec, kGroups, 2, false, DOTS, GRAD>);
-        } else {
-          run(dots_kernel<T, TO, A, kVec, kGroups, 0, false, DOTS, GRAD>);
+        if constexpr (sizeof(A) == 4) {
+          if (sizes.C <= 32 * kVec) return run(dots_kernel<T, TO, A, kVec, kGroups, 1, false, DOTS, GRAD>);
+          if (sizes.C <= 32 * (kVec + 1)) return run(dots_kernel<T, TO, A, kVec, kGroups, 1, true, DOTS, GRAD>);
+          if (sizes.C <= 64 * kVec) return run(dots_kernel<T, TO, A, kVec, kGroups, 2, false, DOTS, GRAD>);
         }
+        run(dots_kernel<T, TO, A, kVec, kGroups, 0, false, DOTS, GRAD>);
       });
     });
+  }
+
+  // Records of the samples that count, by cell, in the order of the samples if `deterministic`.
+  Tensor records_by_cell(int32_t* starts, bool deterministic) const {
+    const int64_t all = queries() * sizes.D;
+    Tensor records = new_empty(samples, {all * static_cast<int64_t>(sizeof(Record<A>))}, ScalarType::Byte);
+    auto* data = static_cast<Record<A>*>(records.mutable_data_ptr());
+    const int64_t piece = std::max<int64_t>(kScanThreads * kScanEach, ceil_div(sizes.cells, kMostPieces));
+    launch({op, "scan_kernel", scope, {ceil_div(sizes.cells, piece), sizes.B}, kScanThreads}, scan_kernel,
+           data_of<int32_t>(counts), starts, sizes.cells, piece);
+    launch({op, "record_kernel", scope, ceil_div(all, kSampleThreads), kSampleThreads}, record_kernel<A>, sample_data(),
+           starts, data_of<int32_t>(ranks), data, sizes);
+    if (!deterministic) return records;
+    Tensor ordered = new_empty(samples, records.sizes(), ScalarType::Byte);
+    const int64_t blocks =
+        std::min(ceil_div(sizes.B * sizes.cells, kOrderWarps * 4), 64 * scope.device().multiprocessors);
+    launch({op, "order_kernel", scope, blocks, kOrderThreads}, order_kernel<A>, starts, data,
+           static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
+    return ordered;
   }
 
   // After `dots` with the gradients of samples.
   void scatter(const A* coefficients, const A* rows, const A* depths, Tensor& grad_images, bool channels_last,
                bool deterministic) const {
     if (grad_images.numel() == 0) return;
-    const int64_t in_image = sizes.Q * sizes.D, all = sizes.B * in_image;
-    if (all == 0 || sizes.G == 0) {
+    const int64_t in_image = sizes.Q * sizes.D;
+    if (sizes.B * in_image == 0 || sizes.G == 0) {
       zero_(grad_images);
       return;
     }
     Tensor starts = new_empty(samples, {sizes.B * sizes.cells}, ScalarType::Int);
-    Tensor records = new_empty(samples, {all * static_cast<int64_t>(sizeof(Record<A>))}, ScalarType::Byte);
-    const auto *count_data = data_of<int32_t>(counts), *rank_data = data_of<int32_t>(ranks);
     auto* start_data = static_cast<int32_t*>(starts.mutable_data_ptr());
-    const unsigned blocks = blocks_of(op, ceil_div(all, kSampleThreads));
-    const int64_t piece = std::max<int64_t>(kScanThreads * kScanEach, ceil_div(sizes.cells, kMostPieces));
-    const dim3 pieces(static_cast<unsigned>(ceil_div(sizes.cells, piece)), static_cast<unsigned>(sizes.B));
-    scan_kernel<<<pieces, kScanThreads, 0, stream>>>(count_data, start_data, sizes.cells, piece);
-    record_kernel<A><<<blocks, kSampleThreads, 0, stream>>>(sample_data(), start_data, rank_data,
-                                                            static_cast<Record<A>*>(records.mutable_data_ptr()), sizes);
-    if (deterministic) {
-      Tensor ordered = new_empty(samples, records.sizes(), ScalarType::Byte);
-      const int64_t most = int64_t{64} * multiprocessors(samples.get_device_index());
-      order_kernel<A><<<blocks_of(op, std::min(ceil_div(sizes.B * sizes.cells, kOrderWarps * 4), most)), kOrderThreads,
-                        0, stream>>>(start_data, data_of<Record<A>>(records),
-                                     static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
-      records = ordered;
-    }
+    const Tensor records = records_by_cell(start_data, deterministic);
     Tiles tiles{static_cast<int32_t>(ceil_div(sizes.W, kTileWidth)),
                 static_cast<int32_t>(ceil_div(sizes.H, kTileHeight)), static_cast<int32_t>(ceil_div(sizes.C, 32))};
     tiles.units = sizes.B * tiles.down * tiles.across * tiles.chunks;
@@ -1064,23 +1084,71 @@ struct Call {
         auto* to = static_cast<Group*>(grouped.mutable_data_ptr());
         const int64_t of_one = ceil_div(in_image, kInterleaveThreads),
                       of_both = of_one + ceil_div(in_rows, kInterleaveThreads);
-        interleave_kernel<A, kGroups><<<blocks_of(op, planes * of_both), kInterleaveThreads, 0, stream>>>(
-            {coefficients, to, in_image}, {rows, to + planes * in_image, in_rows}, of_one, of_both, sizes.G);
+        launch({op, "interleave_kernel", scope, planes * of_both, kInterleaveThreads}, interleave_kernel<A, kGroups>,
+               Interleaved<A, kGroups>{coefficients, to, in_image},
+               Interleaved<A, kGroups>{rows, to + planes * in_image, in_rows}, of_one, of_both, sizes.G);
         grouped_coefficients = to, grouped_rows = to + planes * in_image;
       }
-      const auto run = [&](auto last) {
-        tile_kernel<T, A, decltype(groups)::value, decltype(last)::value>
-            <<<blocks_of(op, ceil_div(tiles.units, kTileWarps<A>)), 32 * kTileWarps<A>, 0, stream>>>(
-                grouped_coefficients, grouped_rows, depths, start_data, data_of<Record<A>>(records),
-                static_cast<T*>(grad_images.mutable_data_ptr()), sizes, tiles);
-      };
-      if (channels_last) {
-        run(std::true_type{});
-      } else {
-        run(std::false_type{});
-      }
+      const auto kernel = channels_last ? tile_kernel<T, A, kGroups, true> : tile_kernel<T, A, kGroups, false>;
+      launch({op, "tile_kernel", scope, ceil_div(tiles.units, kTileWarps<A>), 32 * kTileWarps<A>}, kernel,
+             grouped_coefficients, grouped_rows, depths, start_data, data_of<Record<A>>(records),
+             static_cast<T*>(grad_images.mutable_data_ptr()), sizes, tiles);
     });
   }
+};
+
+// A call of an operator. work(passes) runs the passes it needs.
+template <typename Work>
+struct Call {
+  const char* op;
+  const SampleProblem& problem;
+  const DeviceScope& scope;
+  const Tensor &images, &samples;
+  const Work& work;
+
+  void run(bool copies_at_once) const {
+    dispatch_value_type(images.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+      using T = decltype(value_tag);
+      using A = decltype(accumulate_tag);
+      const Sizes sizes = sizes_of(problem);
+      const Images<T> in_order(op, images, problem, sizes, scope, copies_at_once);
+      Passes<T, A> passes{op, scope, sizes, in_order, samples, samples, samples};
+      work(passes);
+    });
+  }
+};
+
+template <typename Work>
+const char* in_place_declines(const Call<Work>& call) {
+  return call.problem.channels_last ? nullptr : "images are not channels last";
+}
+template <typename Work>
+const char* alternating_declines(const Call<Work>& call) {
+  const SampleProblem& problem = call.problem;
+  return problem.Q + copying_blocks(problem) <= INT32_MAX / std::max<int64_t>(1, problem.B)
+             ? nullptr
+             : "queries and copies are more blocks than a launch has";
+}
+template <typename Work>
+void copy_first(const Call<Work>& call) {
+  call.run(true);
+}
+template <typename Work>
+void alternating(const Call<Work>& call) {
+  call.run(false);
+}
+
+// In forwards, one launch copies the images and reads the copies; backwards have several passes that read them.
+template <typename Work>
+constexpr Path<Call<Work>> kForwardPaths[] = {
+    {"in_place", in_place_declines<Work>, copy_first<Work>},
+    {"alternating", alternating_declines<Work>, alternating<Work>},
+    {"copy_first", nullptr, copy_first<Work>},
+};
+template <typename Work>
+constexpr Path<Call<Work>> kBackwardPaths[] = {
+    {"in_place", in_place_declines<Work>, copy_first<Work>},
+    {"copy_first", nullptr, copy_first<Work>},
 };
 
 // An empty tensor in the layout of images: channels last, or contiguous.
@@ -1088,113 +1156,95 @@ Tensor like_images(const Tensor& images, const SampleProblem& problem) {
   return problem.channels_last ? empty_like(images) : new_empty(images, images.sizes());
 }
 
-Tensor sample_sum(const Tensor& images_in, const Tensor& samples_in, const Tensor& weights_in) {
+Tensor sample_sum(const Tensor& images, const Tensor& samples_in, const Tensor& weights_in) {
   constexpr const char* op = "sample_sum";
-  const auto problem = check_sample_sum(op, images_in, samples_in, weights_in);
+  const auto problem = check_sample_sum(op, images, samples_in, weights_in);
   check_sizes(op, problem);
-  const torch::stable::accelerator::DeviceGuard guard(images_in.get_device_index());
-  const cudaStream_t stream = current_stream(images_in);
+  const DeviceScope scope(images);
   const Tensor samples = contiguous_pairs(samples_in), weights = dense(weights_in);
-  Tensor output = new_empty(images_in, {problem.B, problem.G, problem.Q, problem.C});
-  dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const Sizes sizes = sizes_of(problem);
-    const Images<T> images(op, images_in, problem, sizes, stream, false);
-    Call<T, A> call{op, sizes, images, samples, stream, samples, samples};
-    call.sum(data_of<A>(weights), static_cast<T*>(output.mutable_data_ptr()));
-  });
-  check_launch(op);
+  Tensor output = new_empty(images, {problem.B, problem.G, problem.Q, problem.C});
+  const auto work = [&](auto& passes) {
+    using P = std::decay_t<decltype(passes)>;
+    passes.sum(data_of<typename P::Sum>(weights), static_cast<typename P::Value*>(output.mutable_data_ptr()));
+  };
+  run_first(op, kForwardPaths<decltype(work)>, {op, problem, scope, images, samples, work});
   return output;
 }
 
-std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output_in, const Tensor& images_in,
+std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output_in, const Tensor& images,
                                                        const Tensor& samples_in, const Tensor& weights_in,
                                                        bool deterministic) {
   constexpr const char* op = "sample_sum_backward";
-  auto problem = check_sample_sum(op, images_in, samples_in, weights_in);
+  auto problem = check_sample_sum(op, images, samples_in, weights_in);
   check_grouped(op, "grad_output", "C", grad_output_in, problem.C, samples_in, problem, false);
   check_sizes(op, problem);
-  const torch::stable::accelerator::DeviceGuard guard(images_in.get_device_index());
-  const cudaStream_t stream = current_stream(images_in);
+  const DeviceScope scope(images);
   const Tensor grad_output = dense(grad_output_in), samples = contiguous_pairs(samples_in), weights = dense(weights_in);
-  Tensor grad_images = like_images(images_in, problem), grad_samples = new_empty(samples, samples.sizes()),
+  Tensor grad_images = like_images(images, problem), grad_samples = new_empty(samples, samples.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
   if (problem.G == 0) zero_(grad_samples);
-  dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const Sizes sizes = sizes_of(problem);
-    const Images<T> images(op, images_in, problem, sizes, stream, true);
-    Call<T, A> call{op, sizes, images, samples, stream, samples, samples};
-    call.template dots<true, true>(data_of<A>(weights), data_of<A>(grad_output), nullptr,
-                                   static_cast<A*>(grad_weights.mutable_data_ptr()),
-                                   static_cast<A*>(grad_samples.mutable_data_ptr()), nullptr);
-    call.scatter(data_of<A>(weights), data_of<A>(grad_output), nullptr, grad_images, problem.channels_last,
-                 deterministic);
-  });
-  check_launch(op);
+  const auto work = [&](auto& passes) {
+    using A = typename std::decay_t<decltype(passes)>::Sum;
+    passes.template dots<true, true>(data_of<A>(weights), data_of<A>(grad_output), static_cast<const A*>(nullptr),
+                                     static_cast<A*>(grad_weights.mutable_data_ptr()),
+                                     static_cast<A*>(grad_samples.mutable_data_ptr()), static_cast<A*>(nullptr));
+    passes.scatter(data_of<A>(weights), data_of<A>(grad_output), nullptr, grad_images, problem.channels_last,
+                   deterministic);
+  };
+  run_first(op, kBackwardPaths<decltype(work)>, {op, problem, scope, images, samples, work});
   return {grad_images, grad_samples, grad_weights};
 }
 
-Tensor sample_dot(const Tensor& images_in, const Tensor& samples_in, const Tensor& queries_in, const Tensor& depths_in,
+Tensor sample_dot(const Tensor& images, const Tensor& samples_in, const Tensor& queries_in, const Tensor& depths_in,
                   int64_t num_octaves) {
   constexpr const char* op = "sample_dot";
-  const auto problem = check_sample_dot(op, images_in, samples_in, queries_in, depths_in, num_octaves);
+  const auto problem = check_sample_dot(op, images, samples_in, queries_in, depths_in, num_octaves);
   check_sizes(op, problem);
-  const torch::stable::accelerator::DeviceGuard guard(images_in.get_device_index());
-  const cudaStream_t stream = current_stream(images_in);
+  const DeviceScope scope(images);
   const Tensor samples = contiguous_pairs(samples_in), queries = dense(queries_in), depths = dense(depths_in);
-  Tensor output = new_empty(images_in, {problem.B, problem.G, problem.Q, problem.D});
-  dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const Sizes sizes = sizes_of(problem);
-    const Images<T> images(op, images_in, problem, sizes, stream, false);
-    Call<T, A> call{op, sizes, images, samples, stream, samples, samples};
-    call.template dots<true, false>(nullptr, data_of<A>(queries), data_of<A>(depths),
-                                    static_cast<T*>(output.mutable_data_ptr()), nullptr, nullptr);
-  });
-  check_launch(op);
+  Tensor output = new_empty(images, {problem.B, problem.G, problem.Q, problem.D});
+  const auto work = [&](auto& passes) {
+    using P = std::decay_t<decltype(passes)>;
+    using A = typename P::Sum;
+    passes.template dots<true, false>(static_cast<const A*>(nullptr), data_of<A>(queries), data_of<A>(depths),
+                                      static_cast<typename P::Value*>(output.mutable_data_ptr()),
+                                      static_cast<A*>(nullptr), static_cast<A*>(nullptr));
+  };
+  run_first(op, kForwardPaths<decltype(work)>, {op, problem, scope, images, samples, work});
   return output;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& grad_output_in, const Tensor& images_in,
+std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& grad_output_in, const Tensor& images,
                                                                const Tensor& samples_in, const Tensor& queries_in,
                                                                const Tensor& depths_in, int64_t num_octaves,
                                                                bool deterministic) {
   constexpr const char* op = "sample_dot_backward";
-  auto problem = check_sample_dot(op, images_in, samples_in, queries_in, depths_in, num_octaves);
+  auto problem = check_sample_dot(op, images, samples_in, queries_in, depths_in, num_octaves);
   check_grouped(op, "grad_output", "D", grad_output_in, problem.D, samples_in, problem, false);
   check_sizes(op, problem);
-  const torch::stable::accelerator::DeviceGuard guard(images_in.get_device_index());
-  const cudaStream_t stream = current_stream(images_in);
+  const DeviceScope scope(images);
   const Tensor grad_output = dense(grad_output_in), samples = contiguous_pairs(samples_in), queries = dense(queries_in),
                depths = dense(depths_in);
-  Tensor grad_images = like_images(images_in, problem), grad_samples = new_empty(samples, samples.sizes()),
+  Tensor grad_images = like_images(images, problem), grad_samples = new_empty(samples, samples.sizes()),
          grad_queries = new_empty(queries, queries.sizes()), grad_depths = new_empty(depths, depths.sizes());
   if (problem.G == 0) zero_(grad_samples), zero_(grad_depths);
-  dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const Sizes sizes = sizes_of(problem);
-    const Images<T> images(op, images_in, problem, sizes, stream, true);
-    Call<T, A> call{op, sizes, images, samples, stream, samples, samples};
+  const auto work = [&](auto& passes) {
+    using A = typename std::decay_t<decltype(passes)>::Sum;
     const A *coefficients = data_of<A>(grad_output), *rows = data_of<A>(queries), *depth_data = data_of<A>(depths);
-    call.sum(coefficients, static_cast<A*>(grad_queries.mutable_data_ptr()));
-    call.template dots<false, true>(coefficients, rows, depth_data, static_cast<A*>(nullptr),
-                                    static_cast<A*>(grad_samples.mutable_data_ptr()),
-                                    static_cast<A*>(grad_depths.mutable_data_ptr()));
-    call.scatter(coefficients, rows, depth_data, grad_images, problem.channels_last, deterministic);
-  });
-  check_launch(op);
+    passes.sum(coefficients, static_cast<A*>(grad_queries.mutable_data_ptr()));
+    passes.template dots<false, true>(coefficients, rows, depth_data, static_cast<A*>(nullptr),
+                                      static_cast<A*>(grad_samples.mutable_data_ptr()),
+                                      static_cast<A*>(grad_depths.mutable_data_ptr()));
+    passes.scatter(coefficients, rows, depth_data, grad_images, problem.channels_last, deterministic);
+  };
+  run_first(op, kBackwardPaths<decltype(work)>, {op, problem, scope, images, samples, work});
   return {grad_images, grad_samples, grad_queries, grad_depths};
 }
 
 }  // namespace
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("sample_sum", TORCH_BOX(&visdet::sample_sum));
   m.impl("sample_sum_backward", TORCH_BOX(&visdet::sample_sum_backward));
   m.impl("sample_dot", TORCH_BOX(&visdet::sample_dot));
