@@ -47,10 +47,7 @@ inline void check_deform_tensor(const char* op, const char* name, const Tensor& 
   VISDET_CHECK(op, fits, name, " must be [", expected, "], got ", shape_text(tensor));
   VISDET_CHECK(op, tensor.scalar_type() == input.scalar_type(), name, " must have input's type ", dtype_text(input),
                ", got ", dtype_text(tensor));
-  VISDET_CHECK(op,
-               tensor.is_cuda() == input.is_cuda() &&
-                   (!input.is_cuda() || tensor.get_device_index() == input.get_device_index()),
-               name, " must be on the device of input");
+  VISDET_CHECK(op, on_device_of(input, tensor), name, " must be on the device of input");
 }
 
 inline DeformConvProblem check_deform_conv(const char* op, const Tensor& input, const Tensor& offset,

@@ -16,6 +16,8 @@
 #include "../common/aten.h"
 #include "../common/bilinear.h"
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
+#include "../common/paths.h"
 #include "../deform_conv2d.h"
 
 namespace visdet {
@@ -292,30 +294,47 @@ __global__ void __launch_bounds__(kThreads)
   if (i < count) sums[i] += terms[i];
 }
 
-// One convolution: its sizes, its stream, and each step of a pass over `count` images from `first` on.
+// What kernels compute in int32.
+void check_sizes(const char* op, const DeformConvProblem& p) {
+  VISDET_CHECK(op, p.C <= 1 << 23, "input must have at most 2^23 channels on CUDA, got ", p.C);
+  VISDET_CHECK(op, p.M <= 1 << 30, "weight must have at most 2^30 output channels on CUDA, got ", p.M);
+}
+
+// Neighbouring channels that share a group of the weight and an offset.
+int64_t slice_of(const DeformConvProblem& p) { return std::gcd(p.C / p.groups, p.C / p.G); }
+
+// Channels that a thread takes at a time if it can: in columns by one load, in gradients by one addition. float64 has
+// no loads of packs.
+template <typename T>
+constexpr int kPack = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
+template <typename A>
+constexpr int kSums = sizeof(A) == 8 ? 1 : 4;
+
+// One convolution: its sizes, its device, and each step of a pass over `count` images from `first` on.
 template <typename T, typename A>
 class Convolution {
  public:
-  Convolution(const char* op, const DeformConvProblem& problem, const Tensor& input, const Tensor& offset,
-              const std::optional<Tensor>& mask, const Tensor& weight)
+  Convolution(const char* op, const DeformConvProblem& problem, const DeviceScope& scope, const Tensor& input,
+              const Tensor& offset, const std::optional<Tensor>& mask, const Tensor& weight)
       : op_(op),
         p_(problem),
+        scope_(scope),
         is_channels_last_(is_channels_last(input) && aligned(input, 16)),
         input_(is_channels_last_ ? input : dense(input)),
         offset_(dense(offset)),
         mask_(mask ? std::optional<Tensor>(dense(*mask)) : std::nullopt),
-        stream_(current_stream(input)),
         sizes_(sizes_of(problem)),
         weight_(new_matrices(p_.M / p_.groups, row())) {
     const Tensor from = dense(weight);
     transpose(data<T>(from), mutable_data<T>(weight_), sizes_.per_group, sizes_.taps, p_.M);
   }
 
-  // Equal parts of the batch, with at most kBytes of columns.
+  // Equal parts of the batch, with at most kBytes of columns, whose tiles a launch can have.
   int64_t images_at_once() const {
     constexpr int64_t kBytes = int64_t{256} << 20;  // more gains under 2 % at any number of images
-    const int64_t bytes = p_.groups * p_.places() * row() * static_cast<int64_t>(sizeof(T));
-    const int64_t most = std::max<int64_t>(1, std::min({p_.step, p_.B, kBytes / bytes}));
+    const int64_t of_columns = kBytes / static_cast<int64_t>(sizeof(T)) / (p_.groups * row()) / p_.places();
+    const int64_t of_tiles = INT32_MAX / (p_.G * sizes_.tiles);
+    const int64_t most = std::max<int64_t>(1, std::min({p_.step, p_.B, of_columns, of_tiles}));
     return ceil_div(p_.B, ceil_div(p_.B, most));
   }
 
@@ -328,14 +347,13 @@ class Convolution {
     return out;
   }
 
-  // [groups, count * H' * W', KH * KW * C / groups]
-  Tensor columns(const Tensor& images, int64_t first, int64_t count) const {
+  // [groups, count * H' * W', KH * KW * C / groups]; by packs of kPack<T> channels, or by one channel at a time.
+  Tensor columns(const Tensor& images, int64_t first, int64_t count, bool by_packs) const {
     Tensor out = new_matrices(count * p_.places(), row());
-    const bool packs = sizes_.slice % kPack == 0;
-    launch(packs, kPack, sizes_.slice, count, [&](auto vec, const dim3& grid, const Sizes& sizes) {
-      columns_kernel<T, A, decltype(vec)::value ? kPack : 1>
-          <<<grid, kThreads, 0, stream_>>>(data<T>(images), offsets(first), masks(first), mutable_data<T>(out), sizes);
-    });
+    const Sizes sizes = sizes_for(count, by_packs ? kPack<T> : 1, sizes_.slice);
+    launch({op_, "columns_kernel", scope_, tiles_of(count), kThreads},
+           by_packs ? columns_kernel<T, A, kPack<T>> : columns_kernel<T, A, 1>, data<T>(images), offsets(first),
+           masks(first), mutable_data<T>(out), sizes);
     return out;
   }
 
@@ -361,19 +379,18 @@ class Convolution {
     return out;
   }
 
-  // Turns the gradient of columns into columns if `writes_columns`.
+  // Turns the gradient of columns into columns if `writes_columns`. By packs of kSums<A> channels, or one at a time.
   void gradients(const Tensor& images, Tensor& grad_columns, int64_t first, int64_t count, Tensor* grad_images,
-                 Tensor* grad_offset, Tensor* grad_mask, bool writes_columns) const {
+                 Tensor* grad_offset, Tensor* grad_mask, bool writes_columns, bool by_packs) const {
     Gradients<T, A> grads{};
     if (grad_images) grads.images = mutable_data<A>(*grad_images);
     if (grad_offset) grads.offsets = mutable_data<T>(*grad_offset) + first * of_offsets();
     if (grad_mask) grads.masks = mutable_data<T>(*grad_mask) + first * of_offsets() / 2;
     grads.columns = writes_columns;
-    const bool packs = sizes_.slice % kSums == 0;
-    launch(packs, kSums, sizes_.per_offset, count, [&](auto vec, const dim3& grid, const Sizes& sizes) {
-      gradients_kernel<T, A, decltype(vec)::value ? kSums : 1><<<grid, kThreads, 0, stream_>>>(
-          data<T>(images), offsets(first), masks(first), mutable_data<T>(grad_columns), grads, sizes);
-    });
+    const Sizes sizes = sizes_for(count, by_packs ? kSums<A> : 1, sizes_.per_offset);
+    launch({op_, "gradients_kernel", scope_, tiles_of(count), kThreads},
+           by_packs ? gradients_kernel<T, A, kSums<A>> : gradients_kernel<T, A, 1>, data<T>(images), offsets(first),
+           masks(first), mutable_data<T>(grad_columns), grads, sizes);
   }
 
   // Writes [count, H, W, C] to images `first` .. `first` + `count` of the gradient [B, C, H, W].
@@ -391,9 +408,8 @@ class Convolution {
       return;
     }
     const int64_t numbers = product.numel();
-    add_kernel<A><<<static_cast<unsigned>(ceil_div(numbers, kThreads)), kThreads, 0, stream_>>>(
-        mutable_data<A>(*sums), data<A>(product), numbers);
-    check_launch(op_);
+    launch({op_, "add_kernel", scope_, ceil_div(numbers, kThreads), kThreads}, add_kernel<A>, mutable_data<A>(*sums),
+           data<A>(product), numbers);
   }
 
   void grad_weight(const Tensor& sums, Tensor& grad_weight) const {
@@ -401,9 +417,6 @@ class Convolution {
   }
 
  private:
-  static constexpr int kPack = 16 / sizeof(T);  // channels of a thread: one load
-  static constexpr int kSums = 16 / sizeof(A);  // in the backward: one addition
-
   template <typename V>
   static const V* data(const Tensor& tensor) {
     return static_cast<const V*>(tensor.const_data_ptr());
@@ -420,7 +433,7 @@ class Convolution {
     z.width = static_cast<int>(p.width), z.places = static_cast<int>(p.places());
     z.groups = static_cast<int>(p.groups), z.per_group = static_cast<int>(p.C / p.groups);
     z.G = static_cast<int>(p.G), z.per_offset = static_cast<int>(p.C / p.G);
-    z.slice = std::gcd(z.per_group, z.per_offset), z.slices = z.per_offset / z.slice;
+    z.slice = static_cast<int>(slice_of(p)), z.slices = z.per_offset / z.slice;
     for (int d = 0; d < 2; ++d) {
       z.stride[d] = static_cast<int>(p.stride[d]), z.padding[d] = static_cast<int>(p.padding[d]);
       z.dilation[d] = static_cast<int>(p.dilation[d]);
@@ -434,33 +447,23 @@ class Convolution {
   const T* offsets(int64_t first) const { return data<T>(offset_) + first * of_offsets(); }
   const T* masks(int64_t first) const { return mask_ ? data<T>(*mask_) + first * of_offsets() / 2 : nullptr; }
 
-  unsigned blocks_of(int64_t blocks) const {
-    VISDET_CHECK(op_, blocks <= INT32_MAX, "the tensors are too large for one launch; lower im2col_step");
-    return static_cast<unsigned>(blocks);
-  }
+  int64_t tiles_of(int64_t count) const { return count * p_.G * sizes_.tiles; }
 
-  // run(whether packs of `vec` channels, grid, sizes), for threads that share `channels`.
-  template <typename F>
-  void launch(bool packs, int vec, int channels, int64_t count, const F& run) const {
+  // For `count` images, where threads that take `vec` channels at a time share `channels`.
+  Sizes sizes_for(int64_t count, int vec, int channels) const {
     Sizes sizes = sizes_;
     sizes.images = static_cast<int>(count);
-    while (sizes.lanes_log2 < 5 && (packs ? vec : 1) << sizes.lanes_log2 < channels) ++sizes.lanes_log2;
-    const dim3 grid(blocks_of(count * p_.G * sizes.tiles));
-    if (packs) {
-      run(std::true_type{}, grid, sizes);
-    } else {
-      run(std::false_type{}, grid, sizes);
-    }
-    check_launch(op_);
+    while (sizes.lanes_log2 < 5 && vec << sizes.lanes_log2 < channels) ++sizes.lanes_log2;
+    return sizes;
   }
 
   // [outer, inner] matrices [rows, columns] to [inner, outer] of [columns, rows].
   template <typename From, typename To>
   void transpose(const From* from, To* to, int64_t rows, int64_t columns, int64_t outer, int64_t inner = 1) const {
-    const dim3 grid(blocks_of(outer * inner * ceil_div(rows, kSide) * ceil_div(columns, kSide)));
-    transpose_kernel<From, To, A><<<grid, kThreads, 0, stream_>>>(
-        from, to, static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(outer), static_cast<int>(inner));
-    check_launch(op_);
+    launch(
+        {op_, "transpose_kernel", scope_, outer * inner * ceil_div(rows, kSide) * ceil_div(columns, kSide), kThreads},
+        transpose_kernel<From, To, A>, from, to, static_cast<int>(rows), static_cast<int>(columns),
+        static_cast<int>(outer), static_cast<int>(inner));
   }
 
   // A matrix of each group. A single one has no dimension of groups: torch then splits long sums.
@@ -479,12 +482,106 @@ class Convolution {
 
   const char* op_;
   const DeformConvProblem& p_;
+  const DeviceScope& scope_;
   bool is_channels_last_;
   Tensor input_, offset_;
   std::optional<Tensor> mask_;
-  cudaStream_t stream_;
   Sizes sizes_;
   Tensor weight_;  // [groups, M / groups, KH * KW * C / groups]
+};
+
+// A call of either operator, none of whose tensors is empty.
+struct Call {
+  const char* op;
+  const DeformConvProblem& problem;
+  const DeviceScope& scope;
+  const Tensor &input, &offset;
+  const std::optional<Tensor>& mask;
+  const Tensor& weight;
+  Tensor* output;  // of the forward
+
+  // Of the backward. A gradient that is not wanted is empty.
+  const Tensor* grad_output;
+  Tensor *grad_input, *grad_offset, *grad_mask, *grad_weight;
+  bool needs_input, needs_offset, needs_weight;
+
+  // Calls part(convolution, first, count) for each part of the batch, then finish(convolution).
+  template <typename Part, typename Finish>
+  void for_parts(const Part& part, const Finish& finish) const {
+    dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+      Convolution<decltype(value_tag), decltype(accumulate_tag)> run(op, problem, scope, input, offset, mask, weight);
+      const int64_t step = run.images_at_once();
+      for (int64_t first = 0; first < problem.B; first += step) part(run, first, std::min(step, problem.B - first));
+      finish(run);
+    });
+  }
+};
+
+const char* packs_decline(const Call& call, int64_t channels) {
+  if (call.input.element_size() == 8) return "the values are float64";
+  return slice_of(call.problem) % channels == 0 ? nullptr
+                                                : "channels that share a weight and an offset do not fill packs";
+}
+const char* column_packs_decline(const Call& call) {
+  return packs_decline(call, 16 / static_cast<int64_t>(call.input.element_size()));
+}
+const char* gradient_packs_decline(const Call& call) { return packs_decline(call, kSums<float>); }
+
+template <bool BY_PACKS>
+void convolve(const Call& call) {
+  call.for_parts(
+      [&](auto& run, int64_t first, int64_t count) {
+        run.multiply(run.columns(run.images(first, count), first, count, BY_PACKS), *call.output, first, count);
+      },
+      [](auto&) {});
+}
+
+const char* weight_only_declines(const Call& call) {
+  return call.needs_input || call.needs_offset ? "the gradient of input or of offset is wanted" : nullptr;
+}
+void differentiate_weight_only(const Call& call) {
+  const bool by_packs = column_packs_decline(call) == nullptr;
+  std::optional<Tensor> sums;
+  call.for_parts(
+      [&](auto& run, int64_t first, int64_t count) {
+        const Tensor images = run.images(first, count), products = run.grad_products(*call.grad_output, first, count);
+        run.add_grad_weight(products, run.columns(images, first, count, by_packs), sums);
+      },
+      [&](auto& run) { run.grad_weight(*sums, *call.grad_weight); });
+}
+
+template <bool BY_PACKS>
+void differentiate(const Call& call) {
+  const DeformConvProblem& p = call.problem;
+  std::optional<Tensor> sums;
+  call.for_parts(
+      [&](auto& run, int64_t first, int64_t count) {
+        const Tensor images = run.images(first, count), products = run.grad_products(*call.grad_output, first, count);
+        Tensor columns = run.grad_columns(products, count);
+        std::optional<Tensor> pixels;
+        if (call.needs_input) {
+          pixels = new_empty(call.input, {count, p.H, p.W, p.C}, accumulate_dtype(call.input.scalar_type()));
+          zero_(*pixels);
+        }
+        run.gradients(images, columns, first, count, pixels ? &*pixels : nullptr,
+                      call.needs_offset ? call.grad_offset : nullptr,
+                      call.needs_offset && call.mask ? call.grad_mask : nullptr, call.needs_weight, BY_PACKS);
+        if (call.needs_input) run.grad_input(*pixels, *call.grad_input, first, count);
+        if (call.needs_weight) run.add_grad_weight(products, columns, sums);
+      },
+      [&](auto& run) {
+        if (call.needs_weight) run.grad_weight(*sums, *call.grad_weight);
+      });
+}
+
+constexpr Path<Call> kForwardPaths[] = {
+    {"packs", column_packs_decline, convolve<true>},
+    {"values", nullptr, convolve<false>},
+};
+constexpr Path<Call> kBackwardPaths[] = {
+    {"weight_only", weight_only_declines, differentiate_weight_only},
+    {"packs", gradient_packs_decline, differentiate<true>},
+    {"values", nullptr, differentiate<false>},
 };
 
 using Ints = std::vector<int64_t>;
@@ -495,17 +592,11 @@ Tensor deform_conv2d(const Tensor& input, const Tensor& offset, const std::optio
   constexpr const char* op = "deform_conv2d";
   const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
                                    deform_groups, im2col_step);
-  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  check_sizes(op, p);
+  const DeviceScope scope(input);
   Tensor output = new_empty(input, {p.B, p.M, p.height, p.width});
   if (output.numel() == 0 || input.numel() == 0) return zero_(output);
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    Convolution<decltype(value_tag), decltype(accumulate_tag)> run(op, p, input, offset, mask, weight);
-    const int64_t step = run.images_at_once();
-    for (int64_t first = 0; first < p.B; first += step) {
-      const int64_t count = std::min(step, p.B - first);
-      run.multiply(run.columns(run.images(first, count), first, count), output, first, count);
-    }
-  });
+  run_first(op, kForwardPaths, Call{op, p, scope, input, offset, mask, weight, &output});
   return output;
 }
 
@@ -517,7 +608,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward(
   const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
                                    deform_groups, im2col_step);
   check_deform_tensor(op, "grad_output", grad_output_in, input, {p.B, p.M, p.height, p.width});
-  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  check_sizes(op, p);
+  const DeviceScope scope(input);
   const auto gradient_of = [&](const Tensor& tensor, bool needs) {
     return needs ? new_empty(tensor, tensor.sizes()) : new_empty(tensor, {0});
   };
@@ -528,37 +620,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward(
     return {zero_(grad_input), zero_(grad_offset), zero_(grad_mask), zero_(grad_weight)};
   }
   const Tensor grad_output = dense(grad_output_in);
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    Convolution<decltype(value_tag), decltype(accumulate_tag)> run(op, p, input, offset, mask, weight);
-    const int64_t step = run.images_at_once();
-    std::optional<Tensor> sums;
-    for (int64_t first = 0; first < p.B; first += step) {
-      const int64_t count = std::min(step, p.B - first);
-      const Tensor images = run.images(first, count), products = run.grad_products(grad_output, first, count);
-      if (!needs_input && !needs_offset) {
-        run.add_grad_weight(products, run.columns(images, first, count), sums);
-        continue;
-      }
-      Tensor columns = run.grad_columns(products, count);
-      std::optional<Tensor> pixels;
-      if (needs_input) {
-        pixels = new_empty(input, {count, p.H, p.W, p.C}, accumulate_dtype(input.scalar_type()));
-        zero_(*pixels);
-      }
-      run.gradients(images, columns, first, count, pixels ? &*pixels : nullptr, needs_offset ? &grad_offset : nullptr,
-                    needs_offset && mask ? &grad_mask : nullptr, needs_weight);
-      if (needs_input) run.grad_input(*pixels, grad_input, first, count);
-      if (needs_weight) run.add_grad_weight(products, columns, sums);
-    }
-    if (needs_weight) run.grad_weight(*sums, grad_weight);
-  });
+  if (needs_input || needs_offset || needs_weight) {
+    run_first(op, kBackwardPaths,
+              Call{op, p, scope, input, offset, mask, weight, nullptr, &grad_output, &grad_input, &grad_offset,
+                   &grad_mask, &grad_weight, needs_input, needs_offset, needs_weight});
+  }
   return {grad_input, grad_offset, grad_mask, grad_weight};
 }
 
 }  // namespace
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("deform_conv2d", TORCH_BOX(&visdet::deform_conv2d));
   m.impl("deform_conv2d_backward", TORCH_BOX(&visdet::deform_conv2d_backward));
 }
