@@ -6,6 +6,7 @@
 
 #include "../carafe.h"
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
 
 namespace visdet {
 namespace {
@@ -16,7 +17,20 @@ constexpr int kTaps = 8;      // of a thread of the gradient of masks
 
 struct CarafeSizes {
   int C, H, W, G, K, s;
-  int chunks;  // of channels or taps, per image and group
+  int chunks;       // of channels or taps, per image and group
+  unsigned blocks;  // of pixels or places, per chunk
+};
+
+// What a block owns: kThreads pixels of one chunk of a group of an image.
+struct Part {
+  int64_t b, g;
+  int chunk, pixel;  // pixel: of this thread
+
+  __device__ __forceinline__ explicit Part(const CarafeSizes& z) {
+    const unsigned row = blockIdx.x / z.blocks, of_image = row / z.chunks;
+    b = of_image / z.G, g = of_image % z.G;
+    chunk = row - of_image * z.chunks, pixel = (blockIdx.x - row * z.blocks) * kThreads + threadIdx.x;
+  }
 };
 
 // Forward. A thread owns kChannels channels of a pixel of the output, threads are neighbours in a row. A pixel's masks
@@ -24,12 +38,12 @@ struct CarafeSizes {
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads) upsample_kernel(const T* __restrict__ features, const T* __restrict__ masks,
                                                             T* __restrict__ output, const CarafeSizes z) {
-  const int columns = z.W * z.s, pixels = z.H * z.s * columns, pixel = blockIdx.x * kThreads + threadIdx.x;
+  const Part part(z);
+  const int64_t b = part.b, g = part.g;
+  const int columns = z.W * z.s, pixels = z.H * z.s * columns, pixel = part.pixel;
   if (pixel >= pixels) return;
   const int y = pixel / columns, x = pixel - y * columns, h = y / z.s, w = x / z.s, edge = z.K / 2;
-  const int64_t of_image = blockIdx.y / z.chunks, b = of_image / z.G, g = of_image % z.G;
-  const int per_group = z.C / z.G, first = (blockIdx.y % z.chunks) * kChannels,
-            count = min(per_group - first, kChannels);
+  const int per_group = z.C / z.G, first = part.chunk * kChannels, count = min(per_group - first, kChannels);
   const int64_t map = z.H * z.W;
   const T* from = features + (b * z.C + g * per_group + first) * map;
   const T* mask = masks + (b * z.G + g) * z.K * z.K * static_cast<int64_t>(pixels) + pixel;
@@ -60,11 +74,12 @@ template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     grad_masks_kernel(const T* __restrict__ grad_output, const T* __restrict__ features, T* __restrict__ grad_masks,
                       const CarafeSizes z) {
-  const int columns = z.W * z.s, pixels = z.H * z.s * columns, pixel = blockIdx.x * kThreads + threadIdx.x;
+  const Part part(z);
+  const int64_t b = part.b, g = part.g;
+  const int columns = z.W * z.s, pixels = z.H * z.s * columns, pixel = part.pixel;
   if (pixel >= pixels) return;
   const int y = pixel / columns, x = pixel - y * columns, h = y / z.s, w = x / z.s, edge = z.K / 2, taps = z.K * z.K;
-  const int64_t of_image = blockIdx.y / z.chunks, b = of_image / z.G, g = of_image % z.G;
-  const int per_group = z.C / z.G, first = (blockIdx.y % z.chunks) * kTaps;
+  const int per_group = z.C / z.G, first = part.chunk * kTaps;
   const int64_t map = z.H * z.W;
   int at[kTaps];  // of each tap in the map, or -1
 #pragma unroll
@@ -95,12 +110,12 @@ template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     grad_features_kernel(const T* __restrict__ grad_output, const T* __restrict__ masks, T* __restrict__ grad_features,
                          const CarafeSizes z) {
-  const int columns = z.W * z.s, pixels = z.H * z.s * columns, place = blockIdx.x * kThreads + threadIdx.x;
+  const Part part(z);
+  const int64_t b = part.b, g = part.g, map = z.H * z.W;
+  const int columns = z.W * z.s, pixels = z.H * z.s * columns, place = part.pixel;
   if (place >= z.H * z.W) return;
   const int h = place / z.W, w = place - h * z.W, edge = z.K / 2;
-  const int64_t of_image = blockIdx.y / z.chunks, b = of_image / z.G, g = of_image % z.G, map = z.H * z.W;
-  const int per_group = z.C / z.G, first = (blockIdx.y % z.chunks) * kChannels,
-            count = min(per_group - first, kChannels);
+  const int per_group = z.C / z.G, first = part.chunk * kChannels, count = min(per_group - first, kChannels);
   const T* grad = grad_output + (b * z.C + g * per_group + first) * static_cast<int64_t>(pixels);
   const T* mask = masks + (b * z.G + g) * z.K * z.K * static_cast<int64_t>(pixels);
   A sum[kChannels] = {};
@@ -128,40 +143,37 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-CarafeSizes sizes_of(const char* op, const CarafeProblem& p) {
-  VISDET_CHECK(op, p.H <= INT32_MAX / p.s / p.s / p.W, "the output must have fewer than 2^31 pixels, got ", p.H * p.s,
-               " x ", p.W * p.s);
+// For threads that own one of `pixels` each, and chunks of `each` of the `count` channels or taps. Not for empty
+// tensors.
+CarafeSizes sizes_of(const char* op, const CarafeProblem& p, int64_t pixels, int64_t count, int64_t each) {
+  VISDET_CHECK(op, p.H <= (INT32_MAX - kThreads) / p.s / p.s / p.W,
+               "the output must have fewer than 2^31 - 256 pixels, got ", p.H * p.s, " x ", p.W * p.s);
+  VISDET_CHECK(op, p.C <= INT32_MAX, "features must have fewer than 2^31 channels, got ", p.C);
   CarafeSizes z{};
+  z.chunks = static_cast<int>(ceil_div(count, each)), z.blocks = static_cast<unsigned>(ceil_div(pixels, kThreads));
   z.C = static_cast<int>(p.C), z.H = static_cast<int>(p.H), z.W = static_cast<int>(p.W);
   z.G = static_cast<int>(p.G), z.K = static_cast<int>(p.K), z.s = static_cast<int>(p.s);
   return z;
 }
 
-// Blocks for `pixels`, and a row of them for each chunk of each group of each image.
-dim3 grid_of(const char* op, const CarafeProblem& p, int64_t pixels, int chunks) {
-  const int64_t rows = p.B * p.G * chunks;
-  VISDET_CHECK(op, rows <= 65535, "B * C must be fewer than 2^19 on CUDA, got ", p.B, " * ", p.C);
-  return dim3(static_cast<unsigned>(ceil_div(pixels, kThreads)), static_cast<unsigned>(rows));
-}
+int64_t blocks_of(const CarafeProblem& p, const CarafeSizes& z) { return p.B * p.G * z.chunks * z.blocks; }
 
 Tensor carafe(const Tensor& features_in, const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
   constexpr const char* op = "carafe";
   const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
-  const torch::stable::accelerator::DeviceGuard guard(features_in.get_device_index());
+  const DeviceScope scope(features_in);
   const Tensor features = dense(features_in), masks = dense(masks_in);
   Tensor output = new_empty(features, {problem.B, problem.C, problem.H * s, problem.W * s});
   if (output.numel() == 0) return output;
-  CarafeSizes sizes = sizes_of(op, problem);
-  sizes.chunks = static_cast<int>(ceil_div(problem.C / G, kChannels));
-  const dim3 grid = grid_of(op, problem, problem.H * problem.W * s * s, sizes.chunks);
+  const int64_t pixels = problem.H * problem.W * s * s;
+  const CarafeSizes sizes = sizes_of(op, problem, pixels, problem.C / G, kChannels);
   dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    upsample_kernel<T, A><<<grid, kThreads, 0, current_stream(features)>>>(
-        static_cast<const T*>(features.const_data_ptr()), static_cast<const T*>(masks.const_data_ptr()),
-        static_cast<T*>(output.mutable_data_ptr()), sizes);
+    launch({op, "upsample_kernel", scope, blocks_of(problem, sizes), kThreads}, upsample_kernel<T, A>,
+           static_cast<const T*>(features.const_data_ptr()), static_cast<const T*>(masks.const_data_ptr()),
+           static_cast<T*>(output.mutable_data_ptr()), sizes);
   });
-  check_launch(op);
   return output;
 }
 
@@ -170,36 +182,30 @@ std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const T
   constexpr const char* op = "carafe_backward";
   const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
   check_carafe_shape(op, "grad_output", grad_output_in, features_in, problem.C, s);
-  const torch::stable::accelerator::DeviceGuard guard(features_in.get_device_index());
+  const DeviceScope scope(features_in);
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in), masks = dense(masks_in);
   Tensor grad_features = new_empty(features, features.sizes()), grad_masks = new_empty(masks, masks.sizes());
   if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
-  CarafeSizes by_channels = sizes_of(op, problem), by_taps = by_channels;
-  by_channels.chunks = static_cast<int>(ceil_div(problem.C / G, kChannels));
-  by_taps.chunks = static_cast<int>(ceil_div(K * K, kTaps));
   const int64_t places = problem.H * problem.W;
-  const dim3 over_places = grid_of(op, problem, places, by_channels.chunks);
-  const dim3 over_pixels = grid_of(op, problem, places * s * s, by_taps.chunks);
-  const cudaStream_t stream = current_stream(features);
+  const CarafeSizes by_channels = sizes_of(op, problem, places, problem.C / G, kChannels),
+                    by_taps = sizes_of(op, problem, places * s * s, K * K, kTaps);
   dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     const T* grad = static_cast<const T*>(grad_output.const_data_ptr());
-    grad_features_kernel<T, A>
-        <<<over_places, kThreads, 0, stream>>>(grad, static_cast<const T*>(masks.const_data_ptr()),
-                                               static_cast<T*>(grad_features.mutable_data_ptr()), by_channels);
-    grad_masks_kernel<T, A>
-        <<<over_pixels, kThreads, 0, stream>>>(grad, static_cast<const T*>(features.const_data_ptr()),
-                                               static_cast<T*>(grad_masks.mutable_data_ptr()), by_taps);
+    launch({op, "grad_features_kernel", scope, blocks_of(problem, by_channels), kThreads}, grad_features_kernel<T, A>,
+           grad, static_cast<const T*>(masks.const_data_ptr()), static_cast<T*>(grad_features.mutable_data_ptr()),
+           by_channels);
+    launch({op, "grad_masks_kernel", scope, blocks_of(problem, by_taps), kThreads}, grad_masks_kernel<T, A>, grad,
+           static_cast<const T*>(features.const_data_ptr()), static_cast<T*>(grad_masks.mutable_data_ptr()), by_taps);
   });
-  check_launch(op);
   return {grad_features, grad_masks};
 }
 
 }  // namespace
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("carafe", TORCH_BOX(&visdet::carafe));
   m.impl("carafe_backward", TORCH_BOX(&visdet::carafe_backward));
 }
