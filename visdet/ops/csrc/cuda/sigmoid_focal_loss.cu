@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
 #include "../sigmoid_focal_loss.h"
 
 namespace visdet {
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
 template <bool GRAD>
 Tensor run_focal(const char* op, const FocalProblem& problem, const Tensor* grad_output_in, const Tensor& input_in,
                  const Tensor& target_in, const Tensor& weight_in, double gamma, double alpha) {
-  const torch::stable::accelerator::DeviceGuard guard(input_in.get_device_index());
+  const DeviceScope scope(input_in);
   const Tensor input = dense(input_in), target = dense(target_in), weight = dense(weight_in);
   Tensor output = new_empty(input, {problem.N, problem.C});
   if (output.numel() == 0) return output;
@@ -75,20 +76,18 @@ Tensor run_focal(const char* op, const FocalProblem& problem, const Tensor* grad
   dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    constexpr int kPack = 16 / sizeof(T);
+    constexpr int kPack = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
     const bool packed =
         problem.C % kPack == 0 && aligned(input, 16) && aligned(output, 16) && (one_number || aligned(grad_output, 16));
     const FocalSettings<A> settings{problem.N * problem.C / (packed ? kPack : 1), problem.C, static_cast<A>(gamma),
                                     static_cast<A>(alpha), one_number};
-    const int64_t blocks =
-        std::min<int64_t>(ceil_div(settings.packs, kThreads), 32 * multiprocessors(input.get_device_index()));
-    const auto kernel = packed ? &focal_kernel<T, A, kPack, GRAD> : &focal_kernel<T, A, 1, GRAD>;
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, current_stream(input)>>>(
-        static_cast<const T*>(input.const_data_ptr()), target.const_data_ptr<int64_t>(),
-        weight.numel() ? weight.const_data_ptr<A>() : nullptr, static_cast<const T*>(grad_output.const_data_ptr()),
-        static_cast<T*>(output.mutable_data_ptr()), settings);
+    const int64_t blocks = std::min(ceil_div(settings.packs, kThreads), 32 * scope.device().multiprocessors);
+    launch({op, "focal_kernel", scope, blocks, kThreads},
+           packed ? focal_kernel<T, A, kPack, GRAD> : focal_kernel<T, A, 1, GRAD>,
+           static_cast<const T*>(input.const_data_ptr()), target.const_data_ptr<int64_t>(),
+           weight.numel() ? weight.const_data_ptr<A>() : nullptr, static_cast<const T*>(grad_output.const_data_ptr()),
+           static_cast<T*>(output.mutable_data_ptr()), settings);
   });
-  check_launch(op);
   return output;
 }
 
@@ -109,7 +108,7 @@ Tensor sigmoid_focal_loss_backward(const Tensor& grad_output, const Tensor& inpu
 }  // namespace
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("sigmoid_focal_loss", TORCH_BOX(&visdet::sigmoid_focal_loss));
   m.impl("sigmoid_focal_loss_backward", TORCH_BOX(&visdet::sigmoid_focal_loss_backward));
 }
