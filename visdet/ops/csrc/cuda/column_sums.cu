@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
 
 namespace visdet {
 namespace {
@@ -105,41 +106,40 @@ Tensor column_sums(std::vector<Tensor> matrices, ScalarType type) {
                dtype_text(matrices[0]));
   int64_t columns = 0;
   bool are_packs = true;
-  const int64_t vec = 16 / static_cast<int64_t>(matrices[0].element_size());
+  const int64_t vec = from == ScalarType::Double ? 1 : 16 / static_cast<int64_t>(matrices[0].element_size());
   for (Tensor& matrix : matrices) {
     VISDET_CHECK("column_sums",
-                 matrix.dim() == 2 && matrix.scalar_type() == from && matrix.is_cuda() &&
-                     matrix.get_device_index() == matrices[0].get_device_index() && matrix.size(1) < (int64_t{1} << 31),
-                 "matrices must be [rows, columns], of one type, on one device, got ", shape_text(matrix), " of ",
-                 dtype_text(matrix), " beside ", dtype_text(matrices[0]));
+                 matrix.dim() == 2 && matrix.scalar_type() == from && on_device_of(matrices[0], matrix) &&
+                     matrix.size(1) < (int64_t{1} << 30),
+                 "matrices must be [rows, columns], of one type, on one device, of fewer than 2^30 columns, got ",
+                 shape_text(matrix), " of ", dtype_text(matrix), " beside ", dtype_text(matrices[0]));
     matrix = dense(matrix);
     columns += matrix.size(1);
     are_packs = are_packs && matrix.size(1) % vec == 0 && aligned(matrix, 16);
   }
-  const torch::stable::accelerator::DeviceGuard guard(matrices[0].get_device_index());
+  const DeviceScope scope(matrices[0]);
   Tensor totals = new_empty(matrices[0], {columns}, type);
-  const cudaStream_t stream = current_stream(totals);
-  const int64_t wanted_blocks = 4 * multiprocessors(totals.get_device_index());
+  const int64_t wanted_blocks = 4 * scope.device().multiprocessors;
   int64_t first_total = 0;
   for (size_t first = 0; first < matrices.size(); first += kMost) {
     const size_t count = std::min<size_t>(matrices.size() - first, kMost);
     int64_t rows = 0, blocks = 0, numbers = 0, most_columns = 0;
     for (size_t m = 0; m < count; ++m) rows += matrices[first + m].size(0);
-    Matrices launch{};
-    launch.count = static_cast<int32_t>(count);
+    Matrices some{};
+    some.count = static_cast<int32_t>(count);
     const int64_t block_rows = std::max<int64_t>(ceil_div(rows, wanted_blocks), kLeastRows);
     VISDET_CHECK("column_sums", block_rows < (int64_t{1} << 31), "too many rows: ", rows);
-    launch.rows = static_cast<int32_t>(block_rows);
+    some.rows = static_cast<int32_t>(block_rows);
     for (size_t m = 0; m < count; ++m) {
       const Tensor& matrix = matrices[first + m];
       const int64_t its_blocks = ceil_div(matrix.size(0), block_rows);
-      launch.at[m] = {matrix.const_data_ptr(),
-                      matrix.size(0),
-                      numbers,
-                      first_total,
-                      static_cast<int32_t>(matrix.size(1)),
-                      static_cast<int32_t>(blocks),
-                      static_cast<int32_t>(its_blocks)};
+      some.at[m] = {matrix.const_data_ptr(),
+                    matrix.size(0),
+                    numbers,
+                    first_total,
+                    static_cast<int32_t>(matrix.size(1)),
+                    static_cast<int32_t>(blocks),
+                    static_cast<int32_t>(its_blocks)};
       blocks += its_blocks, numbers += its_blocks * matrix.size(1), first_total += matrix.size(1);
       most_columns = std::max(most_columns, matrix.size(1));
     }
@@ -149,24 +149,25 @@ Tensor column_sums(std::vector<Tensor> matrices, ScalarType type) {
       using T = decltype(value_tag);
       using A = decltype(accumulate_tag);
       auto* of_blocks = static_cast<A*>(sums.mutable_data_ptr());
-      constexpr int kVec = 16 / sizeof(T);
-      const auto kernel = are_packs ? block_sums_kernel<T, A, kVec> : block_sums_kernel<T, A, 1>;
-      if (blocks > 0) kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(launch, of_blocks);
-      const dim3 grid(static_cast<unsigned>(ceil_div(most_columns, kColumns)), static_cast<unsigned>(count));
+      constexpr int kVec = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
+      launch({"column_sums", "block_sums_kernel", scope, blocks, kThreads},
+             are_packs ? block_sums_kernel<T, A, kVec> : block_sums_kernel<T, A, 1>, some, of_blocks);
+      const Launch last{"column_sums",
+                        "total_kernel",
+                        scope,
+                        {ceil_div(most_columns, kColumns), static_cast<int64_t>(count)},
+                        kThreads};
       if (type == from) {
-        total_kernel<A, T>
-            <<<grid, kThreads, 0, stream>>>(launch, of_blocks, static_cast<T*>(totals.mutable_data_ptr()));
+        launch(last, total_kernel<A, T>, some, of_blocks, static_cast<T*>(totals.mutable_data_ptr()));
       } else {
-        total_kernel<A, A>
-            <<<grid, kThreads, 0, stream>>>(launch, of_blocks, static_cast<A*>(totals.mutable_data_ptr()));
+        launch(last, total_kernel<A, A>, some, of_blocks, static_cast<A*>(totals.mutable_data_ptr()));
       }
     });
   }
-  check_launch("column_sums");
   return totals;
 }
 
 }  // namespace
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) { m.impl("column_sums", TORCH_BOX(&visdet::column_sums)); }
+VISDET_CUDA_OPERATORS(m) { m.impl("column_sums", TORCH_BOX(&visdet::column_sums)); }
