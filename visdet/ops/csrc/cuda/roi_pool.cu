@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "../common/cuda_utils.cuh"
+#include "../common/launch.h"
 #include "../roi_pool.h"
 
 namespace visdet {
@@ -17,13 +18,20 @@ __device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a
 __device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ double plus(double a, double b) { return __dadd_rn(a, b); }
 
-// Bin k of `count` in start..end, cut to 0..size; empty where its ends are NaN, of a region without end.
+// Bin k of `count` in start..end, cut to 0..size; empty where its ends are NaN, of a region without end. A float32 may
+// not hold `size`: it is compared as an integer.
 template <typename A>
 __device__ __forceinline__ void bin_of(A start, A end, int k, int64_t count, int64_t size, int& begin, int& stop) {
-  const A width = plus(end, -start) / static_cast<A>(count), limit = static_cast<A>(size);
+  const A width = plus(end, -start) / static_cast<A>(count), most = A(int64_t{1} << 31);
   const A first = floor(plus(times(A(k), width), start)), last = ceil(plus(times(A(k + 1), width), start));
-  begin = static_cast<int>(first < limit ? (first > 0 ? first : A(0)) : limit);
-  stop = static_cast<int>(last > 0 ? (last < limit ? last : limit) : A(0));
+  begin = static_cast<int>(first < most ? (first > 0 ? min(static_cast<int64_t>(first), size) : 0) : size);
+  stop = static_cast<int>(last > 0 ? (last < most ? min(static_cast<int64_t>(last), size) : size) : 0);
+}
+
+// Whether a region's batch index, a float, is that of an image.
+template <typename A>
+__device__ __forceinline__ bool is_image(A b, int64_t B) {
+  return b >= 0 && b < A(int64_t{1} << 62) && static_cast<int64_t>(b) < B;
 }
 
 // A thread owns an element of the output. The pixels that neighbouring bins share are read twice.
@@ -40,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   const A x2 = times(plus(roi[3], A(1)), scale), y2 = times(plus(roi[4], A(1)), scale);
   int32_t index = -1;
   T greatest = from_accumulate<T>(A(0));
-  if (roi[0] >= 0 && roi[0] < static_cast<A>(size.B) && x2 > x1 && y2 > y1) {
+  if (is_image(roi[0], size.B) && x2 > x1 && y2 > y1) {
     const T* values = input + (static_cast<int64_t>(roi[0]) * size.C + c) * size.H * size.W;
     int top, bottom, left, right;
     bin_of(y1, y2, p, size.PH, size.H, top, bottom);
@@ -73,21 +81,15 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t map = i / (size.PW * size.PH), c = map % size.C, n = map / size.C, pixels = size.H * size.W;
   const A b = rois[5 * n];
   const int32_t index = argmax[i];
-  if (index < 0 || index >= pixels || !(b >= 0 && b < static_cast<A>(size.B))) return;
+  if (index < 0 || index >= pixels || !is_image(b, size.B)) return;
   atomicAdd(grad_input + (static_cast<int64_t>(b) * size.C + c) * pixels + index, to_accumulate(grad_output[i]));
-}
-
-unsigned blocks_for(const char* op, int64_t elements) {
-  const int64_t blocks = ceil_div(elements, kThreads);
-  VISDET_CHECK(op, blocks <= INT32_MAX, "the output must have fewer than 2^39 elements, got ", elements);
-  return static_cast<unsigned>(blocks);
 }
 
 std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
                                     double spatial_scale) {
   constexpr const char* op = "roi_pool";
   const auto problem = check_roi_pool(input_in, rois_in, PH, PW);
-  const torch::stable::accelerator::DeviceGuard guard(input_in.get_device_index());
+  const DeviceScope scope(input_in);
   const Tensor input = dense(input_in), rois = dense(rois_in);
   Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
   Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
@@ -95,12 +97,11 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
   dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    pool_kernel<T, A><<<blocks_for(op, output.numel()), kThreads, 0, current_stream(input)>>>(
-        static_cast<const T*>(input.const_data_ptr()), rois.const_data_ptr<A>(),
-        static_cast<T*>(output.mutable_data_ptr()), argmax.mutable_data_ptr<int32_t>(), problem,
-        static_cast<A>(spatial_scale));
+    launch({op, "pool_kernel", scope, ceil_div(output.numel(), kThreads), kThreads}, pool_kernel<T, A>,
+           static_cast<const T*>(input.const_data_ptr()), rois.const_data_ptr<A>(),
+           static_cast<T*>(output.mutable_data_ptr()), argmax.mutable_data_ptr<int32_t>(), problem,
+           static_cast<A>(spatial_scale));
   });
-  check_launch(op);
   return {output, argmax};
 }
 
@@ -108,7 +109,7 @@ Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, co
                          int64_t H, int64_t W) {
   constexpr const char* op = "roi_pool_backward";
   const auto problem = check_roi_pool_backward(grad_output_in, rois_in, argmax_in, B, H, W);
-  const torch::stable::accelerator::DeviceGuard guard(grad_output_in.get_device_index());
+  const DeviceScope scope(grad_output_in);
   const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in), argmax = dense(argmax_in);
   Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
   zero_(grad_input);
@@ -116,18 +117,17 @@ Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, co
   dispatch_value_type(grad_output.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    scatter_kernel<T, A><<<blocks_for(op, grad_output.numel()), kThreads, 0, current_stream(grad_output)>>>(
-        static_cast<const T*>(grad_output.const_data_ptr()), rois.const_data_ptr<A>(), argmax.const_data_ptr<int32_t>(),
-        grad_input.mutable_data_ptr<A>(), problem);
+    launch({op, "scatter_kernel", scope, ceil_div(grad_output.numel(), kThreads), kThreads}, scatter_kernel<T, A>,
+           static_cast<const T*>(grad_output.const_data_ptr()), rois.const_data_ptr<A>(),
+           argmax.const_data_ptr<int32_t>(), grad_input.mutable_data_ptr<A>(), problem);
   });
-  check_launch(op);
   return grad_input;
 }
 
 }  // namespace
 }  // namespace visdet
 
-STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, m) {
+VISDET_CUDA_OPERATORS(m) {
   m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool));
   m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool_backward));
 }
