@@ -2,11 +2,13 @@
 
 The libraries use libtorch's stable ABI (torch >= 2.10) and no Python API, so one ``py3-none`` wheel serves
 every Python and torch. ``libvisdet_cpu.so`` is always built; ``libvisdet_cuda.so`` (static CUDA runtime)
-where nvcc is found and torch is a CUDA build.
+where nvcc 12.4 or newer is found and torch is a CUDA build. A wheel is named by the systems that its libraries
+load on (tools/manylinux.py), and one without the CUDA library has the version ``<version>+cpu``.
 
 Environment:
     VISDET_CUDA            1: the CUDA library or an error; 0: no CUDA library; unset: as found.
-    TORCH_CUDA_ARCH_LIST   GPU architectures as torch writes them, "8.6;9.0+PTX".
+    TORCH_CUDA_ARCH_LIST   GPU architectures as torch writes them, "8.6;9.0+PTX". Unset: those of WHEEL_ARCHITECTURES
+                           in a wheel; in an editable install those of the GPUs present, or 9.0 without one.
     CUDA_HOME              the CUDA toolkit, before nvcc on PATH and the nvidia-cuda-nvcc package.
     CXX, CXXFLAGS          the C++ compiler and further flags.
     MAX_JOBS               compilations at a time.
@@ -14,6 +16,7 @@ Environment:
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -23,18 +26,29 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import manylinux  # noqa: E402
+
 CSRC = Path("visdet/ops/csrc")
 # torch 2.10, the oldest supported: 0x02 major, 0x0a minor (0x0210 would be 2.16).
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+CXX = os.environ.get("CXX", "g++")
 # cpu/<op>.cpp is compiled once per instruction set (see csrc/cpu/vec.h).
 X86_ISAS = {
     "baseline": [],
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
 }
+# Native code runs on GPUs of its major capability from its minor one on: 80 serves 8.7 too, 100 serves 10.3, 120 12.1.
 WHEEL_ARCHITECTURES = ["75", "80", "86", "89", "90", "100", "120"]
+# PTX is compiled by the driver for any later GPU: that of 100 for 11.0, that of 120 for what comes after it, and that
+# of 80 for 8.7 and 8.8, embedded GPUs, for which native code of other GPUs is not promised to run.
+WHEEL_PTX = ["80", "100", "120"]
+OLDEST_NVCC = (12, 4)  # __maxnreg__
 
 
 def notice(*lines):
@@ -57,25 +71,39 @@ def find_nvcc():
     return next((path for path in candidates if path.is_file()), None)
 
 
+def nvcc_version(nvcc):
+    """Return nvcc's (major, minor)."""
+    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", answer)
+    if release is None:
+        raise SystemExit(f"visdet: {nvcc} --version names no release: {answer.strip()!r}")
+    return int(release[1]), int(release[2])
+
+
 def cuda_architectures(nvcc, for_wheel):
-    """Return nvcc's -gencode flags."""
+    """Return the architectures to compile native code for and those to add PTX of: (["75", "80"], ["80"])."""
     listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
     known = {line.strip().removeprefix("sm_") for line in listed.splitlines() if line.startswith("sm_")}
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     if wanted:
-        with_ptx = {name.removesuffix("+PTX").replace(".", "") for name in wanted if name.endswith("+PTX")}
+        with_ptx = [name.removesuffix("+PTX").replace(".", "") for name in wanted if name.endswith("+PTX")]
         names = [name.removesuffix("+PTX").replace(".", "") for name in wanted]
     elif for_wheel:
         names = [name for name in WHEEL_ARCHITECTURES if name in known]
-        with_ptx = {names[-1]}
+        with_ptx = [name for name in names if name in WHEEL_PTX or name == names[-1]]
     else:
         names = present_gpus() or ["90"]
-        with_ptx = {names[-1]}
+        with_ptx = [names[-1]]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"visdet: {nvcc} knows no architecture {unknown}; it knows {sorted(known)}")
+    return names, with_ptx
+
+
+def gencode_flags(names, with_ptx):
+    """Return nvcc's -gencode flags."""
     flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
-    return flags + [f"-gencode=arch=compute_{name},code=compute_{name}" for name in sorted(with_ptx)]
+    return flags + [f"-gencode=arch=compute_{name},code=compute_{name}" for name in with_ptx]
 
 
 def present_gpus():
@@ -88,30 +116,47 @@ def present_gpus():
     return sorted((name for name in found if name.isdigit()), key=int)
 
 
-def cuda_decision(torch):
-    """Return nvcc's path, or None; say loudly why not."""
+def find_cuda(torch):
+    """Return (nvcc's path, None), or (None, why there will be no CUDA library)."""
     wish = os.environ.get("VISDET_CUDA", "")
     if wish not in ("", "0", "1"):
         raise SystemExit(f"visdet: VISDET_CUDA must be 0, 1 or unset, got {wish!r}")
     if wish == "0":
-        notice("visdet: the CUDA library is NOT built: VISDET_CUDA=0.")
-        return None
+        return None, "VISDET_CUDA=0"
     nvcc = find_nvcc()
     missing = None
     if nvcc is None:
         missing = "no nvcc in CUDA_HOME, on PATH or in site-packages (pip install nvidia-cuda-nvcc)"
     elif torch.version.cuda is None and wish != "1":
         missing = f"torch {torch.__version__} is a CPU-only build"
-    if missing is None:
-        return nvcc
-    if wish == "1":
+    elif nvcc_version(nvcc) < OLDEST_NVCC:
+        found, oldest = (".".join(map(str, version)) for version in (nvcc_version(nvcc), OLDEST_NVCC))
+        missing = f"{nvcc} is of CUDA {found}, and visdet needs {oldest} or newer (CUDA_HOME chooses another)"
+    if missing is not None and wish == "1":
         raise SystemExit(f"visdet: VISDET_CUDA=1, but {missing}")
-    notice(
-        "visdet: the CUDA library is NOT built:",
-        f"{missing}.",
-        "Operators will run on the CPU only. VISDET_CUDA=1 makes this an error, VISDET_CUDA=0 a choice.",
-    )
-    return None
+    return (nvcc, None) if missing is None else (None, missing)
+
+
+def cuda_decision(torch):
+    """Return nvcc's path, or None; say loudly why not."""
+    nvcc, missing = find_cuda(torch)
+    if missing == "VISDET_CUDA=0":
+        notice("visdet: the CUDA library is NOT built: VISDET_CUDA=0.")
+    elif missing is not None:
+        notice(
+            "visdet: the CUDA library is NOT built:",
+            f"{missing}.",
+            "Operators will run on the CPU only. VISDET_CUDA=1 makes this an error, VISDET_CUDA=0 a choice.",
+        )
+    return nvcc
+
+
+def common_flags():
+    """Return the flags of every compilation."""
+    from torch.utils.cpp_extension import include_paths
+
+    includes = [f"-isystem {path}" for path in include_paths()] + [f"-I{ROOT / CSRC}"]
+    return ["-O3", "-std=c++17", STABLE_ABI, *includes, *os.environ.get("CXXFLAGS", "").split()]
 
 
 class BuildOps(build_ext):
@@ -119,28 +164,29 @@ class BuildOps(build_ext):
 
     def run(self):
         import torch
-        from torch.utils.cpp_extension import include_paths, library_paths
+        from torch.utils.cpp_extension import library_paths
 
         in_place = self.inplace or getattr(self, "editable_mode", False)
         out_dir = (ROOT if in_place else ROOT / self.build_lib) / "visdet" / "ops"
         objects = ROOT / "build" / f"ops-{'editable' if in_place else 'wheel'}-torch{torch.__version__}"
         out_dir.mkdir(parents=True, exist_ok=True)
         objects.mkdir(parents=True, exist_ok=True)
-        includes = [f"-isystem {path}" for path in include_paths()] + [f"-I{ROOT / CSRC}"]
         rpath_free_libraries = [f"-L{path}" for path in library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
-        common = ["-O3", "-std=c++17", STABLE_ABI, *includes, *os.environ.get("CXXFLAGS", "").split()]
 
         rules = NinjaFile()
-        rules.add_cpu_library(out_dir / "libvisdet_cpu.so", objects, common, rpath_free_libraries)
+        rules.add_cpu_library(out_dir / "libvisdet_cpu.so", objects, rpath_free_libraries)
         nvcc = cuda_decision(torch)
         cuda_library = out_dir / "libvisdet_cuda.so"
         if nvcc is not None:
-            gencode = cuda_architectures(nvcc, for_wheel=not in_place)
-            rules.add_cuda_library(cuda_library, objects, common, rpath_free_libraries, nvcc, gencode)
-            print("visdet: CUDA library with", nvcc, " ".join(gencode), flush=True)
+            architectures = cuda_architectures(nvcc, for_wheel=not in_place)
+            rules.add_cuda_library(cuda_library, objects, rpath_free_libraries, nvcc, *architectures)
+            print("visdet: CUDA library with", nvcc, *gencode_flags(*architectures), flush=True)
         elif cuda_library.exists():
             cuda_library.unlink()  # left from an earlier build: it would not match these sources
         rules.run(objects)
+        if not in_place:
+            for library, command in rules.links.items():
+                lower_glibc(library, command, objects)
 
     def get_outputs(self):
         return [str(path) for path in self.get_output_mapping()]
@@ -156,6 +202,7 @@ class NinjaFile:
     def __init__(self):
         self.lines = []
         self.outputs = []
+        self.links = {}  # library: its link command
 
     def compile(self, command, source, target):
         name = f"r{len(self.outputs)}"
@@ -172,49 +219,55 @@ class NinjaFile:
 
     def link(self, command, objects, target, libraries):
         name = f"r{len(self.outputs)}"
-        self.lines += [f"rule {name}", f"  command = {command} $in -o $out {' '.join(libraries)}"]
+        self.links[target] = f"{command} {' '.join(objects)} -o {target} {' '.join(libraries)}"
+        self.lines += [f"rule {name}", f"  command = {self.links[target]}"]
         self.lines += [f"build {target}: {name} {' '.join(objects)}"]
         self.outputs.append(target)
 
-    def add_cpu_library(self, library, objects, common, libraries):
-        cxx = os.environ.get("CXX", "g++")
-        flags = [*common, "-fPIC", "-fvisibility=hidden", "-Wall"]
+    def add_cpu_library(self, library, objects, libraries):
+        flags = [*common_flags(), "-fPIC", "-fvisibility=hidden", "-Wall"]
         # Selects instead of branches need the licence to evaluate both sides.
-        flags += [
-            "-fno-math-errno",
-            "-fno-trapping-math",
-            "-Wno-psabi",
-            "-Wno-unknown-pragmas",
-            "-Wno-maybe-uninitialized",
-        ]
+        flags += ["-fno-math-errno", "-fno-trapping-math"]
+        flags += ["-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
         is_x86 = platform.machine() in ("x86_64", "AMD64")
+        flags += ["-DVISDET_HAS_X86_ISAS"] if is_x86 else []
+        command = " ".join([CXX, *flags])
         built = []
         for source in sorted((ROOT / CSRC).glob("*.cpp")):
-            command = " ".join([cxx, *flags, *(["-DVISDET_HAS_X86_ISAS"] if is_x86 else [])])
             built.append(self.compile(command, source, objects / f"{source.stem}.o"))
-        for source in sorted((ROOT / CSRC / "cpu").glob("*.cpp")):
-            for isa, isa_flags in X86_ISAS.items() if is_x86 else [("baseline", [])]:
-                defines = [f"-DVISDET_ISA={isa}"] + (["-DVISDET_HAS_X86_ISAS"] if is_x86 else [])
-                defines += ["-DVISDET_ISA_BASELINE"] if isa == "baseline" else []
-                command = " ".join([cxx, *flags, *isa_flags, *defines])
+        # Of a function of the standard library that several files compile, the linker keeps the first copy: the
+        # baseline's come first, so that no processor meets instructions it does not have.
+        for isa, isa_flags in X86_ISAS.items() if is_x86 else [("baseline", [])]:
+            defines = [f"-DVISDET_ISA={isa}"] + (["-DVISDET_ISA_BASELINE"] if isa == "baseline" else [])
+            command = " ".join([CXX, *flags, *isa_flags, *defines])
+            for source in sorted((ROOT / CSRC / "cpu").glob("*.cpp")):
                 built.append(self.compile(command, source, objects / f"cpu_{source.stem}_{isa}.o"))
-        self.link(f"{cxx} -shared", built, library, libraries)
+        self.link(f"{CXX} -shared", built, library, libraries)
 
-    def add_cuda_library(self, library, objects, common, libraries, nvcc, gencode):
+    def add_cuda_objects(self, objects, nvcc, gencode, *flags):
+        """Add the compilation of every .cu file; return the objects."""
         # USE_CUDA: the stable headers declare the stream shims only then.
         flags = [
-            *common,
+            *common_flags(),
             "-DUSE_CUDA",
             "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
             "--expt-relaxed-constexpr",
             "-Xfatbin=-compress-all",  # without it some files come out more than twice as large
             *gencode,
+            *flags,
         ]
-        built = []
-        for source in sorted((ROOT / CSRC / "cuda").glob("*.cu")):
-            built.append(
-                self.compile(" ".join([str(nvcc), *flags]), source, objects / f"cuda_{source.stem}.o")
-            )
+        command = " ".join([str(nvcc), *flags])
+        sources = sorted((ROOT / CSRC / "cuda").glob("*.cu"))
+        return [self.compile(command, source, objects / f"cuda_{source.stem}.o") for source in sources]
+
+    def add_cuda_library(self, library, objects, libraries, nvcc, names, with_ptx):
+        gencode = gencode_flags(names, with_ptx)
+        built = self.add_cuda_objects(objects, nvcc, gencode)
+        define = f"-DVISDET_CUDA_BUILD='\"{cuda_build_text(nvcc, names, with_ptx)}\"'"
+        command = f"{CXX} -O2 -fPIC -fvisibility=hidden {define}"
+        built.append(
+            self.compile(command, ROOT / CSRC / "cuda" / "build_info.cpp", objects / "cuda_build_info.o")
+        )
         roots = [nvcc.resolve().parent.parent, nvcc.parent.parent]
         toolkit = [f"-L{root / lib}" for root in roots for lib in ("lib64", "lib") if (root / lib).is_dir()]
         self.link(
@@ -239,6 +292,42 @@ class NinjaFile:
             raise SystemExit("visdet: the operators did not build; the compiler's messages are above.")
 
 
+def cuda_build_text(nvcc, names, with_ptx):
+    """Return what the CUDA library says of itself: "toolkit=13.0 native=7.5,8.0 ptx=8.0"."""
+    lists = [",".join(f"{name[:-1]}.{name[-1]}" for name in listed) for listed in (names, with_ptx)]
+    return f"toolkit={'.'.join(map(str, nvcc_version(nvcc)))} native={lists[0]} ptx={lists[1]}"
+
+
+def lower_glibc(library, link_command, objects):
+    """Link a library of a wheel again so that it loads on older systems (see tools/manylinux.py)."""
+    assembly, compiled, linked = (objects / f"{library.stem}_glibc{suffix}" for suffix in (".S", ".o", ".so"))
+    if not manylinux.lower_glibc(library, assembly, CXX):
+        return
+    command = link_command.replace(f"-o {library} ", f"-o {linked} ")
+    flags = "-Xlinker=" if "nvcc" in command.split()[0] else "-Wl,"
+    command += f" {compiled} {flags}{','.join(manylinux.LINKER_FLAGS)}"
+    if all(
+        subprocess.run(c, shell=True).returncode == 0 for c in (f"{CXX} -c {assembly} -o {compiled}", command)
+    ):
+        shutil.move(linked, library)
+    else:
+        notice(
+            f"visdet: {library.name} could not be linked for older systems: it will load on new ones only."
+        )
+
+
+class EggInfo(egg_info):
+    """A wheel without the CUDA library is another version, as torch's are: pip tells 0.1.0 from 0.1.0+cpu."""
+
+    def finalize_options(self):
+        if {"bdist_wheel", "dist_info", "editable_wheel"} & set(self.distribution.commands):
+            import torch
+
+            if find_cuda(torch)[0] is None:
+                self.tag_build = "+cpu"
+        super().finalize_options()
+
+
 class Wheel(bdist_wheel):
     """One wheel for every Python: the libraries use no Python API."""
 
@@ -247,11 +336,14 @@ class Wheel(bdist_wheel):
         self.root_is_pure = False
 
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
+        if self.plat_name_supplied:
+            return "py3", "none", super().get_tag()[2]
+        libraries = sorted((ROOT / self.bdist_dir / "visdet" / "ops").glob("libvisdet_*.so"))
+        return "py3", "none", manylinux.platform_tag(libraries) or super().get_tag()[2]
 
 
 if __name__ == "__main__":
     setup(
         ext_modules=[Extension("visdet.ops._libraries", sources=[])],
-        cmdclass={"build_ext": BuildOps, "bdist_wheel": Wheel},
+        cmdclass={"build_ext": BuildOps, "bdist_wheel": Wheel, "egg_info": EggInfo},
     )

@@ -1,14 +1,17 @@
 """setup.py's decisions, and the doctor's report. The build itself is what `make setup` and `make cuda-check` run."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import setuptools
 
 from visdet import doctor
+from visdet.ops import _library
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,14 +24,23 @@ def build():
     return module
 
 
-@pytest.fixture
-def nvcc(tmp_path):
-    """A stand-in for nvcc that knows sm_75 to sm_100."""
-    path = tmp_path / "cuda" / "bin" / "nvcc"
+def stand_in_for_nvcc(folder, release, architectures):
+    """Return the path of a program that answers setup.py's questions as an nvcc of this release does."""
+    path = folder / f"cuda-{release}" / "bin" / "nvcc"
     path.parent.mkdir(parents=True)
-    path.write_text("#!/bin/sh\nprintf 'sm_75\\nsm_80\\nsm_86\\nsm_89\\nsm_90\\nsm_100\\n'\n")
+    codes = "\\n".join(f"sm_{name}" for name in architectures)
+    version = f"Cuda compilation tools, release {release}, V{release}.88"
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" || printf "{codes}\\n"\n')
     path.chmod(0o755)
     return path
+
+
+CUDA_13 = ["75", "80", "86", "87", "88", "89", "90", "100", "110", "103", "120", "121"]
+
+
+@pytest.fixture
+def nvcc(tmp_path):
+    return stand_in_for_nvcc(tmp_path, "13.0", CUDA_13)
 
 
 CUDA_TORCH = SimpleNamespace(__version__="2.14.1", version=SimpleNamespace(cuda="13.0"))
@@ -40,30 +52,123 @@ def test_targets_torch_2_10(build):
     assert (value >> 56, value >> 48 & 0xFF) == (2, 10)
 
 
-def test_architectures_of_a_wheel_are_those_nvcc_knows_and_ptx_of_the_last(build, nvcc, monkeypatch):
+def test_a_wheel_is_compiled_for_seven_architectures_with_ptx_of_three(build, nvcc, monkeypatch):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    flags = build.cuda_architectures(nvcc, for_wheel=True)
-    assert flags == [
-        *(f"-gencode=arch=compute_{name},code=sm_{name}" for name in ("75", "80", "86", "89", "90", "100")),
-        "-gencode=arch=compute_100,code=compute_100",
+    native, ptx = build.cuda_architectures(nvcc, for_wheel=True)
+    assert native == ["75", "80", "86", "89", "90", "100", "120"] and ptx == ["80", "100", "120"]
+    assert build.gencode_flags(native, ptx) == [
+        *(f"-gencode=arch=compute_{name},code=sm_{name}" for name in native),
+        *(f"-gencode=arch=compute_{name},code=compute_{name}" for name in ptx),
     ]
+
+
+def test_a_wheel_of_an_older_nvcc_has_what_it_knows_and_ptx_of_the_last(build, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    nvcc = stand_in_for_nvcc(tmp_path, "12.4", ["50", "75", "80", "86", "87", "89", "90"])
+    assert build.cuda_architectures(nvcc, for_wheel=True) == (["75", "80", "86", "89", "90"], ["80", "90"])
+
+
+@pytest.mark.parametrize(
+    "capability, code",
+    [
+        ((7, 0), None),
+        ((7, 5), "native code of 7.5"),
+        ((8, 6), "native code of 8.6"),
+        ((8, 7), "native code of 8.6"),
+        ((8, 9), "native code of 8.9"),
+        ((9, 0), "native code of 9.0"),
+        ((10, 3), "native code of 10.0"),
+        ((11, 0), "PTX of 10.0"),
+        ((12, 1), "native code of 12.0"),
+        ((13, 0), "PTX of 12.0"),
+    ],
+)
+def test_the_wheel_serves_a_gpu_and_the_doctor_says_by_what(build, nvcc, capability, code, monkeypatch):
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    text = build.cuda_build_text(nvcc, *build.cuda_architectures(nvcc, for_wheel=True))
+    cuda = _library._parse_cuda_build(text)
+    assert cuda["toolkit"] == "13.0" and cuda["ptx"] == ["8.0", "10.0", "12.0"]
+    found = doctor._code_for(capability, cuda)
+    assert found is None if code is None else found.startswith(code)
 
 
 def test_an_editable_install_without_a_gpu_takes_sm_90(build, nvcc, monkeypatch):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr(build, "present_gpus", list)
-    flags = build.cuda_architectures(nvcc, for_wheel=False)
-    assert flags == ["-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90"]
+    assert build.cuda_architectures(nvcc, for_wheel=False) == (["90"], ["90"])
 
 
 def test_arch_list_overrides(build, nvcc, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6;9.0+PTX")
-    flags = build.cuda_architectures(nvcc, for_wheel=True)
-    assert flags == [
-        "-gencode=arch=compute_86,code=sm_86",
-        "-gencode=arch=compute_90,code=sm_90",
-        "-gencode=arch=compute_90,code=compute_90",
-    ]
+    assert build.cuda_architectures(nvcc, for_wheel=True) == (["86", "90"], ["90"])
+
+
+@pytest.mark.parametrize(
+    "release, is_refused", [("11.8", True), ("12.3", True), ("12.4", False), ("13.5", False)]
+)
+def test_nvcc_is_12_4_or_newer(build, tmp_path, release, is_refused, monkeypatch, capsys):
+    nvcc = stand_in_for_nvcc(tmp_path, release, CUDA_13)
+    monkeypatch.setenv("CUDA_HOME", str(nvcc.parent.parent))
+    monkeypatch.delenv("VISDET_CUDA", raising=False)
+    assert build.cuda_decision(CUDA_TORCH) == (None if is_refused else nvcc)
+    refusal = f"{nvcc} is of CUDA {release}, and visdet needs 12.4 or newer"
+    assert (refusal in capsys.readouterr().err) == is_refused
+    monkeypatch.setenv("VISDET_CUDA", "1")
+    if is_refused:
+        with pytest.raises(SystemExit, match=re.escape(refusal)):
+            build.cuda_decision(CUDA_TORCH)
+
+
+def test_nvcc_that_names_no_release_is_an_error(build, tmp_path):
+    nvcc = stand_in_for_nvcc(tmp_path, "unknown", [])
+    with pytest.raises(SystemExit, match="names no release"):
+        build.nvcc_version(nvcc)
+
+
+@pytest.mark.parametrize("cuda, version", [("0", "0.1.0+cpu"), ("1", "0.1.0")])
+@pytest.mark.parametrize("command", ["bdist_wheel", "dist_info", "sdist"])
+def test_a_wheel_without_the_cuda_library_is_another_version(
+    build, nvcc, cuda, version, command, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CUDA_HOME", str(nvcc.parent.parent))
+    monkeypatch.setenv("VISDET_CUDA", cuda)
+    distribution = setuptools.Distribution({"name": "visdet-ops", "version": "0.1.0"})
+    distribution.commands = [command]
+    egg_info = build.EggInfo(distribution)
+    egg_info.egg_base = str(tmp_path)
+    egg_info.ensure_finalized()
+    assert distribution.get_version() == ("0.1.0" if command == "sdist" else version)
+
+
+def test_a_wheel_is_named_by_what_its_libraries_need(build, tmp_path, monkeypatch):
+    (tmp_path / "visdet" / "ops").mkdir(parents=True)
+    library = tmp_path / "visdet" / "ops" / "libvisdet_cpu.so"
+    library.touch()
+    wheel = build.Wheel(setuptools.Distribution({"name": "visdet-ops", "version": "0.1.0"}))
+    wheel.bdist_dir = str(tmp_path)
+    wheel.ensure_finalized()
+    asked = []
+    monkeypatch.setattr(
+        build.manylinux, "platform_tag", lambda found: asked.append(found) or "manylinux_2_28_x86_64"
+    )
+    assert wheel.get_tag() == ("py3", "none", "manylinux_2_28_x86_64") and asked == [[library]]
+    monkeypatch.setattr(build.manylinux, "platform_tag", lambda found: None)
+    assert wheel.get_tag()[2].startswith("linux_")
+
+
+def test_the_baseline_is_linked_before_the_other_instruction_sets(build, monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    rules = build.NinjaFile()
+    library = Path("libvisdet_cpu.so")
+    rules.add_cpu_library(library, Path("objects"), [])
+    linked = re.findall(r"cpu_\w+_(baseline|avx2|avx512)\.o", rules.links[library])
+    assert linked == sorted(linked, key=["baseline", "avx2", "avx512"].index) and len(set(linked)) == 3
+
+
+def test_the_cuda_library_is_told_what_it_is_compiled_for(build, nvcc):
+    rules = build.NinjaFile()
+    rules.add_cuda_library(Path("libvisdet_cuda.so"), Path("objects"), [], nvcc, ["75", "90"], ["90"])
+    assert sum("toolkit=13.0 native=7.5,9.0 ptx=9.0" in line for line in rules.lines) == 1
 
 
 def test_unknown_architecture_is_an_error(build, nvcc, monkeypatch):

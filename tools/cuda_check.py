@@ -1,4 +1,8 @@
-"""Compile every .cu file for sm_90, with or without a GPU; fetch nvcc from the package registry if there is none."""
+"""Compile every .cu file for the oldest, the most used and the newest supported GPU, with or without a GPU.
+
+What ``make setup`` compiled is not compiled again; the other architectures are compiled to object files that are thrown
+away with the build folder. Where there is no nvcc, it is fetched from the package registry.
+"""
 
 import os
 import subprocess
@@ -8,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+CHECKED = ["75", "90", "120"]
 # The compiler, its headers and the CUDA runtime, as one release of the package registry.
 NVCC_PACKAGES = [
     "nvidia-cuda-nvcc",
@@ -33,12 +38,25 @@ def main() -> int:
         packages = [package + release for package in NVCC_PACKAGES]
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
     os.environ["VISDET_CUDA"] = "1"
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0+PTX")
     command = build.BuildOps(Distribution({"name": "visdet-ops", "ext_modules": []}))
     command.inplace = True
     command.ensure_finalized()
     command.run()
-    print("cuda-check: every .cu file compiles")
+
+    nvcc = build.cuda_decision(torch)
+    built, _ = build.cuda_architectures(nvcc, for_wheel=False)
+    left = [name for name in CHECKED if name not in built]
+    if left:
+        print("cuda-check: compiling for", *(f"sm_{name}" for name in left), flush=True)
+        objects = ROOT / "build" / f"cuda-check-torch{torch.__version__}"
+        objects.mkdir(parents=True, exist_ok=True)
+        rules = build.NinjaFile()
+        rules.add_cuda_objects(objects, nvcc, build.gencode_flags(left, []))
+        rules.run(objects)
+    print(
+        "cuda-check: every .cu file compiles for",
+        *(f"sm_{name}" for name in sorted({*built, *left}, key=int)),
+    )
     return 0
 
 

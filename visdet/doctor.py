@@ -1,9 +1,12 @@
 """``python -m visdet.doctor``: versions, libraries, which backend serves each operator, and what to do about gaps."""
 
+import ctypes
 import importlib.metadata
 import inspect
 import platform
 import sys
+from pathlib import Path
+from typing import Any
 
 __all__ = ["main", "report"]
 
@@ -56,6 +59,11 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
         state = "loaded" if library["loaded"] else f"NOT LOADED: {library['problem']}"
         isa = f", {library['isa']} kernels" if library.get("isa") else ""
         lines.append(f"  {name:5} {state}{isa}  ({library['path']})")
+        if library.get("toolkit"):
+            native, ptx = (", ".join(library[kind]) or "none" for kind in ("native", "ptx"))
+            lines.append(
+                f"        compiled with CUDA {library['toolkit']} for GPUs of compute capability {native}; PTX of {ptx}"
+            )
     if not info["cpu"]["loaded"]:
         advice.append("build the operators: pip install --no-build-isolation -e . (or make setup)")
     elif not info["cuda"]["loaded"]:
@@ -101,35 +109,105 @@ def _torchvision_operators(advice: list[str]) -> list[str]:
     return lines
 
 
+# The oldest driver that runs programs of a CUDA toolkit, by the toolkit's major version.
+_OLDEST_DRIVER = {12: "525", 13: "580"}
+
+
+def _driver_cuda_version() -> tuple[int, int] | None:
+    """Return the newest CUDA version the NVIDIA driver supports, such as (13, 0), or None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int(0)
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0 or version.value == 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _driver(info: dict, advice: list[str]) -> list[str]:
+    toolkit = info["cuda"].get("toolkit")
+    needed = ""
+    if toolkit:
+        oldest = _OLDEST_DRIVER.get(int(toolkit.split(".")[0]), f"of CUDA {toolkit}")
+        needed = f"visdet's CUDA library needs driver {oldest} or newer"
+    found = _driver_cuda_version()
+    if found is None:
+        return [f"  no NVIDIA driver{'; ' + needed if needed else ''}"]
+    file = Path("/sys/module/nvidia/version")
+    name = f"driver {file.read_text().strip()}" if file.is_file() else "a driver"
+    lines = [f"  {name}, which supports CUDA up to {found[0]}.{found[1]}{'; ' + needed if needed else ''}"]
+    if toolkit and found[0] < int(toolkit.split(".")[0]):
+        lines.append("  It is too old for visdet's CUDA library: operators run on the CPU only.")
+        advice.append(
+            f"update the NVIDIA driver ({needed}), or build from source with CUDA {found[0]}.x, 12.4 or newer"
+        )
+    return lines
+
+
+def _code_for(capability: tuple[int, int], cuda: dict[str, Any]) -> str | None:
+    """Return what of the CUDA library runs on a GPU: native code, PTX, or None."""
+
+    def parse(text: str) -> tuple[int, int]:
+        major, minor = text.split(".")
+        return int(major), int(minor)
+
+    native = [item for item in map(parse, cuda["native"]) if item[0] == capability[0] and item <= capability]
+    if native:
+        return "native code of {}.{}".format(*max(native))
+    ptx = [item for item in map(parse, cuda["ptx"]) if item <= capability]
+    if ptx:
+        return "PTX of {}.{}, which the driver compiles when it is first used (seconds to minutes)".format(
+            *max(ptx)
+        )
+    return None
+
+
 def _gpus(info: dict, advice: list[str]) -> list[str]:
     import torch
 
+    lines = _driver(info, advice)
     if not torch.cuda.is_available():
-        reason = "torch is a CPU-only build" if torch.version.cuda is None else "no usable GPU or driver"
-        return [f"  none ({reason}); everything runs on the CPU"]
-    lines = [f"  CUDA {torch.version.cuda} in torch"]
+        reason = (
+            "torch is a CPU-only build"
+            if torch.version.cuda is None
+            else "torch finds no usable GPU or driver"
+        )
+        return [*lines, f"  none ({reason}); everything runs on the CPU"]
+    lines.append(f"  CUDA {torch.version.cuda} in torch")
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
         memory = properties.total_memory / 2**30
         lines.append(f"  {index}: {properties.name}, compute capability {capability}, {memory:.0f} GiB")
         if info["cuda"]["loaded"]:
-            try:
-                probe = torch.ones(1, 1, 1, 1, device=f"cuda:{index}")
-                torch.ops.visdet.ms_deform_attn(
-                    probe,
-                    torch.tensor([[1, 1]]),
-                    torch.tensor([0]),
-                    probe.new_full((1, 1, 1, 1, 1, 2), 0.5),
-                    probe.new_ones(1, 1, 1, 1, 1),
-                )
-                torch.cuda.synchronize(index)
-                lines.append("     visdet's kernels run on it")
-            except RuntimeError as error:
-                lines.append(f"     visdet's kernels do NOT run on it: {error}")
-                advice.append(
-                    f'rebuild for it: TORCH_CUDA_ARCH_LIST="{capability}" pip install --no-build-isolation -e .'
-                )
+            lines += _kernels_on_gpu(index, (properties.major, properties.minor), info["cuda"], advice)
+    return lines
+
+
+def _kernels_on_gpu(index: int, capability: tuple[int, int], cuda: dict, advice: list[str]) -> list[str]:
+    import torch
+
+    code = _code_for(capability, cuda) if cuda["toolkit"] else "code the library does not name"
+    lines = [f"     visdet's CUDA library has {code or 'NO CODE'} for it"]
+    try:
+        probe = torch.ones(1, 1, 1, 1, device=f"cuda:{index}")
+        torch.ops.visdet.ms_deform_attn(
+            probe,
+            torch.tensor([[1, 1]]),
+            torch.tensor([0]),
+            probe.new_full((1, 1, 1, 1, 1, 2), 0.5),
+            probe.new_ones(1, 1, 1, 1, 1),
+        )
+        torch.cuda.synchronize(index)
+        lines.append("     visdet's kernels run on it")
+    except RuntimeError as error:
+        lines.append(f"     visdet's kernels do NOT run on it: {error}")
+        if code is None:
+            wanted = "{}.{}".format(*capability)
+            advice.append(
+                f'rebuild for it: TORCH_CUDA_ARCH_LIST="{wanted}" pip install --no-build-isolation -e .'
+            )
     return lines
 
 

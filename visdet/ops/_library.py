@@ -1,5 +1,6 @@
 """Loads the two operator libraries, and says what to do where one is missing."""
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -155,10 +156,32 @@ def differentiable(
 
 
 def build_info() -> dict[str, Any]:
-    """Return {"cpu": ..., "cuda": ...}: path, whether it is loaded, why not; and the CPU instruction set used."""
+    """Return {"cpu": ..., "cuda": ...}: ``path``, whether it is ``loaded``, and the ``problem`` if it is not.
+
+    ``cpu`` also has ``isa``, the instruction set in use. ``cuda`` has what the library was compiled with and for:
+    ``toolkit`` ("13.0"), ``native`` and ``ptx``, the compute capabilities (["7.5", "8.0"]); None and empty if it is not
+    loaded.
+    """
     info: dict[str, Any] = {}
     for name, problem in _problems.items():
         path = _FOLDER / f"libvisdet_{name}.so"
         info[name] = {"path": str(path), "loaded": problem is None, "problem": problem}
     info["cpu"]["isa"] = _ISA_NAMES[torch.ops.visdet.cpu_isa()] if is_loaded("cpu") else None
+    info["cuda"].update(_cuda_build(info["cuda"]["path"]) if is_loaded("cuda") else _parse_cuda_build(""))
     return info
+
+
+def _cuda_build(path: str) -> dict[str, Any]:
+    try:
+        text = ctypes.CDLL(path).visdet_cuda_build  # the library that is loaded already
+    except AttributeError:  # built from a source that did not say
+        return _parse_cuda_build("")
+    text.restype = ctypes.c_char_p
+    return _parse_cuda_build(text().decode())
+
+
+def _parse_cuda_build(text: str) -> dict[str, Any]:
+    """Return the parts of what csrc/cuda/build_info.cpp says: "toolkit=13.0 native=7.5,8.0 ptx=8.0"."""
+    said = dict(part.split("=", 1) for part in text.split())
+    lists = {name: [item for item in said.get(name, "").split(",") if item] for name in ("native", "ptx")}
+    return {"toolkit": said.get("toolkit"), **lists}

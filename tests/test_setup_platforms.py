@@ -1,0 +1,249 @@
+"""What the built libraries ask of a machine: its C library, its processor, its NVIDIA driver."""
+
+import ctypes
+import importlib.util
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from visdet import doctor
+from visdet.ops import build_info
+
+ROOT = Path(__file__).resolve().parents[1]
+IS_X86_LINUX = platform.machine() == "x86_64" and sys.platform == "linux"
+
+
+@pytest.fixture(scope="module")
+def manylinux():
+    spec = importlib.util.spec_from_file_location("visdet_manylinux", ROOT / "tools" / "manylinux.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_python(code, **variables):
+    environment = {**os.environ, **variables}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+LIBRARY = """
+#include <dlfcn.h>
+#include <math.h>
+#include <pthread.h>
+#include <memory>
+
+static void* twice(void* x) { *static_cast<double*>(x) *= 2; return nullptr; }
+
+extern "C" double in_a_thread(double x) {
+  std::shared_ptr<int> first = std::make_shared<int>(1), second = first;  // reads __libc_single_threaded
+  double y = exp(x) + pow(x, 2.5) * first.use_count();
+  pthread_t thread;
+  if (pthread_create(&thread, nullptr, twice, &y) != 0) return -1;
+  pthread_join(thread, nullptr);
+  return dlsym(RTLD_DEFAULT, "no_such_symbol_anywhere") == nullptr ? y : -2;
+}
+"""
+
+
+@pytest.mark.skipif(not IS_X86_LINUX, reason="jumps to older versions are written for x86-64 only")
+def test_a_library_linked_again_needs_an_older_c_library_and_computes_the_same(manylinux, tmp_path):
+    source, library, assembly = tmp_path / "library.cpp", tmp_path / "library.so", tmp_path / "old.S"
+    source.write_text(LIBRARY)
+    command = ["g++", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    if manylinux.platform_tag([library]) == "manylinux_2_28_x86_64":
+        assert not manylinux.lower_glibc(library, assembly, "g++")  # a system as old as that
+        return
+    assert manylinux.lower_glibc(library, assembly, "g++")
+    subprocess.run([*command, str(assembly), f"-Wl,{','.join(manylinux.LINKER_FLAGS)}"], check=True)
+    assert manylinux.platform_tag([library]) == "manylinux_2_28_x86_64"
+    needed = {
+        name: version for name, family, version in manylinux.needed_symbols(library) if family == "GLIBC"
+    }
+    assert needed["exp"] == (2, 2, 5) and max(needed.values()) <= (2, 28)
+    function = ctypes.CDLL(str(library)).in_a_thread
+    function.restype, function.argtypes = ctypes.c_double, [ctypes.c_double]
+    assert function(1.5) == 2 * (math.exp(1.5) + 1.5**2.5 * 2)
+
+
+@pytest.mark.parametrize(
+    "needed, tag",
+    [
+        ([("GLIBC", (2, 28)), ("GLIBCXX", (3, 4, 24)), ("CXXABI", (1, 3, 11)), ("GCC", (3, 0))], "2_28"),
+        ([("GLIBC", (2, 29))], "2_31"),
+        ([("GLIBC", (2, 17)), ("GLIBCXX", (3, 4, 29))], "2_34"),
+        ([("GLIBC", (2, 35))], "2_35"),
+        ([("GLIBC", (2, 38))], "2_39"),
+        ([("GLIBC", (2, 99))], None),
+        ([("GLIBC", (2, 17)), ("OTHER", (1, 0))], None),
+        ([], None),
+    ],
+)
+def test_platform_tag(manylinux, needed, tag, monkeypatch):
+    monkeypatch.setattr(manylinux, "needed_symbols", lambda _: [("symbol", *pair) for pair in needed])
+    expected = tag and f"manylinux_{tag}_{platform.machine()}"
+    assert manylinux.platform_tag([Path("library.so")]) == expected
+
+
+V3 = {
+    "avx",
+    "avx2",
+    "bmi1",
+    "bmi2",
+    "f16c",
+    "fma",
+    "abm",
+    "movbe",
+    "xsave",
+    "popcnt",
+    "sse4_2",
+    "cx16",
+    "lahf_lm",
+}
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@pytest.mark.skipif(not IS_X86_LINUX, reason="one instruction set elsewhere")
+def test_the_instruction_set_is_the_best_of_which_the_processor_has_every_part():
+    line = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    flags = set(line.split(":")[1].split())
+    expected = "AVX-512" if flags >= V4 else "AVX2" if flags >= V3 else "baseline"
+    done = run_python(
+        "from visdet.ops import build_info; print(build_info()['cpu']['isa'])", VISDET_CPU_ISA=""
+    )
+    assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.parametrize("name, number", [("baseline", 0), ("avx2", 1), ("avx512", 2)])
+def test_the_environment_caps_the_instruction_set(name, number):
+    code = "import torch, visdet.ops; print(torch.ops.visdet.cpu_isa())"
+    best = int(run_python(code, VISDET_CPU_ISA="").stdout)
+    assert int(run_python(code, VISDET_CPU_ISA=name).stdout) == min(number, best)
+
+
+def test_an_unknown_instruction_set_is_an_error():
+    done = run_python("import torch, visdet.ops; torch.ops.visdet.cpu_isa()", VISDET_CPU_ISA="avx10")
+    assert "VISDET_CPU_ISA must be baseline, avx2 or avx512, got avx10" in done.stderr
+
+
+DRIVER = """
+int cuDriverGetVersion(int* version) { *version = VERSION; return 0; }
+int cuInit(unsigned flags) { return 0; }
+"""
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """Return a function that makes a folder with a stand-in for the NVIDIA driver of a CUDA version."""
+
+    def make(version):
+        source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
+        source.write_text(DRIVER)
+        name = "-Wl,-soname,libcuda.so.1"
+        command = [
+            "g++",
+            "-x",
+            "c",
+            f"-DVERSION={version}",
+            "-shared",
+            "-fPIC",
+            str(source),
+            "-o",
+            str(library),
+            name,
+        ]
+        subprocess.run(command, check=True)
+        return str(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize("version, is_too_old", [(12040, True), (13000, False), (13050, False)])
+def test_the_doctor_compares_the_driver_with_what_the_library_needs(driver, version, is_too_old):
+    code = (
+        "from visdet import doctor; advice = []\n"
+        "print('\\n'.join(doctor._driver({'cuda': {'toolkit': '13.0'}}, advice) + advice))"
+    )
+    done = run_python(code, LD_LIBRARY_PATH=driver(version))
+    assert f"supports CUDA up to {version // 1000}.{version % 1000 // 10}" in done.stdout, done.stderr
+    assert "needs driver 580 or newer" in done.stdout
+    assert ("too old" in done.stdout and "update the NVIDIA driver" in done.stdout) == is_too_old
+
+
+def test_with_an_old_driver_everything_on_the_cpu_works(driver):
+    code = (
+        "import torch\n"
+        "from visdet.ops import ms_deform_attn\n"
+        "value, locations = torch.ones(1, 4, 1, 1), torch.full((1, 1, 1, 1, 1, 2), 0.5)\n"
+        "print(ms_deform_attn(value, [(2, 2)], None, locations, torch.ones(1, 1, 1, 1, 1)).item())"
+    )
+    done = run_python(code, LD_LIBRARY_PATH=driver(12040))
+    assert done.stdout.split() == ["1.0"], done.stderr
+
+
+def test_the_doctor_names_what_the_cuda_library_is_compiled_for():
+    info = {
+        "cpu": {"loaded": True, "path": "", "problem": None},
+        "cuda": {"loaded": True, "path": "", "problem": None},
+    }
+    info["cuda"].update(toolkit="13.0", native=["7.5", "9.0"], ptx=["9.0"])
+    assert "CUDA 13.0 for GPUs of compute capability 7.5, 9.0; PTX of 9.0" in "\n".join(
+        doctor._libraries(info, [])
+    )
+
+
+def test_build_info_has_what_the_cuda_library_says_of_itself():
+    cuda = build_info()["cuda"]
+    if not cuda["loaded"]:
+        assert cuda["toolkit"] is None and cuda["native"] == [] and cuda["ptx"] == []
+    else:
+        assert [int(part) for part in cuda["toolkit"].split(".")] >= [12, 4]
+        assert cuda["native"] and all(float(name) >= 7.5 for name in cuda["native"] + cuda["ptx"])
+
+
+ERRORS = """
+#include <cstdio>
+#include "common/cuda_errors.h"
+int main() {
+  std::printf("%s\\n", visdet::explain_cuda_error(cudaFree(nullptr)).c_str());
+  for (const cudaError_t error : {cudaErrorNoKernelImageForDevice, cudaErrorInvalidDeviceFunction,
+                                  cudaErrorUnsupportedPtxVersion, cudaErrorInvalidValue}) {
+    std::printf("%s\\n", visdet::explain_cuda_error(error).c_str());
+  }
+}
+"""
+
+
+def test_errors_of_an_unfit_driver_or_gpu_are_explained(driver, tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc on PATH")
+    source, program = tmp_path / "errors.cpp", tmp_path / "errors"
+    source.write_text(ERRORS)
+    include = f"-I{ROOT / 'visdet' / 'ops' / 'csrc'}"
+    subprocess.run(
+        [nvcc, "-std=c++17", include, "-cudart", "static", str(source), "-o", str(program)], check=True
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": driver(12040)}
+    answer = subprocess.run(
+        [str(program)], capture_output=True, text=True, env=environment, check=True
+    ).stdout
+    old_driver, no_image, no_function, no_ptx, other = answer.splitlines()
+    assert (
+        "which needs an NVIDIA driver 5" in old_driver
+        and "the driver here supports CUDA up to 12.4" in old_driver
+    )
+    assert "use the CPU, where every operator works" in old_driver
+    for line in (no_image, no_function):
+        assert (
+            "has no code for this GPU" in line and "TORCH_CUDA_ARCH_LIST" in line and "visdet.doctor" in line
+        )
+    assert "no native code for this GPU" in no_ptx and "Update the driver" in no_ptx
+    assert other == "invalid argument"

@@ -1,0 +1,95 @@
+"""Build a wheel, install it in a fresh virtual environment beside a torch of choice, and run the operators' tests.
+
+The tests run from a folder outside the checkout, so that they can only find the installed package. auditwheel is asked
+for the oldest Linux that the libraries allow, which must be the one that the file is named by.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--torch", nargs="+", required=True, help='such as "torch==2.10.*" "torchvision==0.25.*"'
+    )
+    parser.add_argument("--wheel", type=Path, help="one that is built already; by default it is built")
+    parser.add_argument(
+        "--environment", type=Path, default=ROOT / ".venv-wheel", help="made anew (%(default)s)"
+    )
+    parser.add_argument("--tests", nargs="*", default=["tests/ops"], help="pytest's arguments (%(default)s)")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        outside = Path(folder)
+        wheel = (arguments.wheel or build_wheel(outside)).resolve()
+        run(sys.executable, "-m", "venv", "--clear", arguments.environment)
+        python = arguments.environment.resolve() / "bin" / "python"
+        install = [python, "-m", "pip", "install", "--quiet"]
+        run(*install, *arguments.torch)
+        run(*install, f"visdet-ops[test] @ {wheel.as_uri()}", "auditwheel")
+        check_platform(python, wheel)
+        check_package(python, outside)
+        shutil.copytree(ROOT / "tests", outside / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", outside)
+        run(python, "-m", "pytest", "-p", "no:cacheprovider", *arguments.tests, cwd=outside)
+    print(f"check-wheel: {wheel.name} installs and runs beside {' '.join(arguments.torch)}")
+
+
+def run(*command: object, cwd: Path = ROOT) -> None:
+    """Run a command without the variables that could lead Python to the checkout; raise if it fails."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    subprocess.run([str(part) for part in command], check=True, env=environment, cwd=cwd)
+
+
+def ask(*command: object, cwd: Path = ROOT) -> str:
+    """Return what a command prints."""
+    answer = subprocess.run(
+        [str(part) for part in command], check=True, text=True, stdout=subprocess.PIPE, cwd=cwd
+    )
+    return answer.stdout
+
+
+def build_wheel(folder: Path) -> Path:
+    pip_wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
+    run(*pip_wheel, "--wheel-dir", folder, ROOT)
+    return next(folder.glob("*.whl"))
+
+
+def check_platform(python: Path, wheel: Path) -> None:
+    """Raise SystemExit unless auditwheel finds that the wheel's libraries allow the platform of its name."""
+    # torch's libraries are not part of the wheel; where they are does not matter.
+    answer = ask(python, "-m", "auditwheel", "show", "--json", wheel)
+    print(answer)
+    allowed = json.loads(answer)["versioned_symbols"]["policy"]
+    if not wheel.stem.endswith(allowed):
+        raise SystemExit(f"check-wheel: {wheel.name}: auditwheel finds that its symbols allow {allowed}")
+
+
+def check_package(python: Path, outside: Path) -> None:
+    """Raise SystemExit unless the package comes from the environment and its libraries load."""
+    code = (
+        "import json, torch, torchvision, visdet, visdet.ops as ops\n"
+        "print(json.dumps([visdet.__file__, torch.__version__, ops.build_info()]))"
+    )
+    package, torch_version, info = json.loads(ask(python, "-c", code, cwd=outside))
+    print(f"check-wheel: {package} with torch {torch_version}: {info}", flush=True)
+    if not Path(package).is_relative_to(python.parents[1]):
+        raise SystemExit(f"check-wheel: visdet comes from {package}, not from {python.parents[1]}")
+    if not info["cpu"]["loaded"]:
+        raise SystemExit(f"check-wheel: the CPU library is not loaded: {info['cpu']['problem']}")
+    is_with_cuda = Path(info["cuda"]["path"]).exists()
+    if is_with_cuda and not info["cuda"]["loaded"] and "CPU-only" not in info["cuda"]["problem"]:
+        raise SystemExit(f"check-wheel: the CUDA library is not loaded: {info['cuda']['problem']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Which Linux systems a shared library loads on: what setup.py names a wheel by.
+
+A library that is linked on a new system asks for the newest version of every function of the C library, although most
+of them exist, unchanged or with the same results, in a version as old as the architecture. ``lower_glibc`` writes an
+assembler file of jumps to those older versions; linked with the library, they take the place of the newer ones, those
+in the static CUDA runtime included. ``platform_tag`` reads what a library needs after that, and names the wheel
+by it. Both use ``objdump`` of binutils, which gcc needs too.
+"""
+
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+__all__ = ["LINKER_FLAGS", "TARGET", "lower_glibc", "needed_symbols", "platform_tag"]
+
+TARGET = (2, 28)  # torch's own wheels need it
+# The newest versions of each library's symbols that a system of manylinux_2_<minor> has.
+_POLICIES = {
+    28: {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)},
+    31: {"GLIBC": (2, 31), "GLIBCXX": (3, 4, 28), "CXXABI": (1, 3, 12), "GCC": (7, 0, 0)},
+    34: {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (7, 0, 0)},
+    35: {"GLIBC": (2, 35), "GLIBCXX": (3, 4, 30), "CXXABI": (1, 3, 13), "GCC": (12, 0, 0)},
+    39: {"GLIBC": (2, 39), "GLIBCXX": (3, 4, 33), "CXXABI": (1, 3, 15), "GCC": (14, 0, 0)},
+}
+_VERSIONED = re.compile(r"\(?([A-Z]+)_([0-9.]+)\)?\s+(\S+)$")
+# Before glibc 2.34 these functions were in libraries of their own, which newer systems keep as empty files.
+LINKER_FLAGS = ["--no-as-needed", "-l:libpthread.so.0", "-l:libdl.so.2", "-l:librt.so.1", "--as-needed"]
+
+# A function of the C library by its older version. The jump keeps the arguments and the caller's return address.
+_JUMP = """
+\t.section .text.{name}, "ax", @progbits
+\t.symver visdet_old_{name}, {name}@{version}
+\t.globl {name}
+\t.hidden {name}
+\t.type {name}, @function
+{name}:
+\tendbr64
+\tjmp *visdet_old_{name}@GOTPCREL(%rip)
+\t.size {name}, .-{name}
+"""
+# libstdc++ reads this variable to leave out atomic operations while a process has one thread. Zero: it never does.
+_SINGLE_THREADED = """
+\t.section .rodata.__libc_single_threaded, "a", @progbits
+\t.globl __libc_single_threaded
+\t.hidden __libc_single_threaded
+\t.type __libc_single_threaded, @object
+__libc_single_threaded:
+\t.byte 0
+\t.size __libc_single_threaded, 1
+"""
+
+
+def _dynamic_symbols(library: Path) -> list[tuple[str, str, tuple[int, ...], bool]]:
+    """Return (name, family, version, is_undefined) of each versioned dynamic symbol; empty without objdump."""
+    if shutil.which("objdump") is None:
+        return []
+    listed = subprocess.run(
+        ["objdump", "-T", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    found = []
+    for line in listed.splitlines():
+        match = _VERSIONED.search(line)
+        if match:
+            version = tuple(int(part) for part in match[2].split("."))
+            found.append((match[3], match[1], version, "*UND*" in line))
+    return found
+
+
+def needed_symbols(library: Path) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return (name, family, version) of what a library takes from others, such as ("exp", "GLIBC", (2, 29))."""
+    return [symbol[:3] for symbol in _dynamic_symbols(library) if symbol[3]]
+
+
+def _older_versions(names: set[str], compiler: str) -> dict[str, tuple[int, ...]]:
+    """Return the newest version up to TARGET in which this system's C library has each function, where it has one."""
+    older: dict[str, tuple[int, ...]] = {}
+    for file in ("libc.so.6", "libm.so.6"):
+        path = subprocess.run(
+            [compiler, f"-print-file-name={file}"], capture_output=True, text=True
+        ).stdout.strip()
+        for name, family, version, is_undefined in (
+            _dynamic_symbols(Path(path)) if Path(path).is_file() else []
+        ):
+            if name in names and family == "GLIBC" and not is_undefined and version <= TARGET:
+                older[name] = max(version, older.get(name, version))
+    return older
+
+
+def lower_glibc(library: Path, assembly: Path, compiler: str) -> bool:
+    """Write an assembler file with which ``library``, linked again, needs no glibc newer than TARGET, where possible.
+
+    Returns whether it holds anything: not without objdump, not on processors other than x86-64, and not where nothing
+    newer is needed, or nothing older is there.
+    """
+    if platform.machine() != "x86_64":
+        return False
+    too_new = {
+        name for name, family, version in needed_symbols(library) if family == "GLIBC" and version > TARGET
+    }
+    older = _older_versions(too_new, compiler)
+    parts = [
+        _JUMP.format(name=name, version="GLIBC_" + ".".join(map(str, older[name])))
+        for name in sorted(too_new & set(older))
+    ]
+    if "__libc_single_threaded" in too_new:
+        parts.append(_SINGLE_THREADED)
+    assembly.write_text("".join([*parts, '\n\t.section .note.GNU-stack, "", @progbits\n']))
+    return bool(parts)
+
+
+def platform_tag(libraries: list[Path]) -> str | None:
+    """Return the oldest manylinux tag whose systems have all that the libraries need, or None where that is unknown."""
+    needed: dict[str, tuple[int, ...]] = {}
+    for library in libraries:
+        for _, family, version in needed_symbols(library):
+            needed[family] = max(version, needed.get(family, version))
+    if "GLIBC" not in needed:
+        return None
+    for minor, newest in _POLICIES.items():
+        if all(family in newest and version <= newest[family] for family, version in needed.items()):
+            return f"manylinux_2_{minor}_{platform.machine()}"
+    return None
