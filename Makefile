@@ -3,6 +3,8 @@
 # make test   set up, then lint, compile every .cu file, and run the tests
 # make bench  operators against plain torch and installed peers, checked first; table and plot in work_dirs/bench
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
+# make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
+# make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
 # make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +19,7 @@ WORK_DIR ?= work_dirs/$(basename $(notdir $(CONFIG)))
 SOURCES := setup.py $(shell find visdet/ops/csrc -type f)
 LINTED := visdet tools tests configs benchmarks setup.py
 
-.PHONY: setup demo demo-drive train test lint format cuda-check abi-check check-mmdet wheel bench clean
+.PHONY: setup demo demo-drive train test lint format cuda-check abi-check check-mmdet wheel check-wheel bench clean
 
 setup: $(VENV)/.installed $(VENV)/.built
 
@@ -79,7 +81,8 @@ format: setup
 	$(BIN)/ruff format $(LINTED)
 	$(BIN)/clang-format -i $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
 
-# Every .cu file for sm_90, on a machine with or without a GPU; nvcc comes from the package registry where there is none.
+# Every .cu file for the oldest supported GPU, for sm_90 and for the newest, on a machine with or without a GPU; nvcc comes
+# from the package registry where there is none.
 cuda-check: setup
 	$(BIN)/python tools/cuda_check.py
 
@@ -96,6 +99,14 @@ bench: setup
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
+
+# make check-wheel WITH_TORCH="torch==2.10.* torchvision==0.25.*" WHEEL=dist/visdet_ops-….whl checks an existing wheel;
+# without WHEEL one is built for WHEEL_GPU alone.
+WITH_TORCH ?= $(TORCH)
+WHEEL_GPU ?= 9.0
+check-wheel: setup
+	TORCH_CUDA_ARCH_LIST="$(WHEEL_GPU)" OMP_NUM_THREADS=1 $(BIN)/python tools/check_wheel.py \
+		--torch $(WITH_TORCH) --environment $(VENV)-wheel $(if $(WHEEL),--wheel $(WHEEL))
 
 clean:
 	rm -rf build dist visdet_ops.egg-info visdet/ops/*.so .pytest_cache .ruff_cache .mypy_cache

@@ -7,6 +7,7 @@ for the oldest Linux that the libraries allow, which must be the one that the fi
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,13 +66,22 @@ def build_wheel(folder: Path) -> Path:
 
 
 def check_platform(python: Path, wheel: Path) -> None:
-    """Raise SystemExit unless auditwheel finds that the wheel's libraries allow the platform of its name."""
-    # torch's libraries are not part of the wheel; where they are does not matter.
-    answer = ask(python, "-m", "auditwheel", "show", "--json", wheel)
-    print(answer)
-    allowed = json.loads(answer)["versioned_symbols"]["policy"]
-    if not wheel.stem.endswith(allowed):
-        raise SystemExit(f"check-wheel: {wheel.name}: auditwheel finds that its symbols allow {allowed}")
+    """Raise SystemExit unless auditwheel finds that the wheel's libraries load on the platform of its name."""
+    audit = json.loads(ask(python, "-m", "auditwheel", "show", "--json", wheel))
+    print(f"check-wheel: auditwheel: {audit['sym_tag']}, beside {sorted(audit['external_libs'])}", flush=True)
+    named, found = (re.search(r"manylinux_(\d+)_(\d+)_", tag) for tag in (wheel.name, audit["sym_tag"]))
+    is_told = (
+        named and found and [int(part) for part in found.groups()] <= [int(part) for part in named.groups()]
+    )
+    if not is_told:
+        raise SystemExit(
+            f"check-wheel: {wheel.name}: auditwheel finds that its symbols need {audit['sym_tag']}"
+        )
+    others = [name for name in audit["external_libs"] if not name.startswith(("libtorch", "libc10"))]
+    if others:  # torch's own libraries are loaded before
+        raise SystemExit(
+            f"check-wheel: {wheel.name} needs {others}, which are neither torch's nor every system's"
+        )
 
 
 def check_package(python: Path, outside: Path) -> None:
