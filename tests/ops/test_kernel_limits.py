@@ -89,8 +89,8 @@ def test_all_samples_in_one_cell(Q, D):
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [(1 << 24) + 1, (1 << 24) + 3], ids=str)
 def test_roi_pool_of_more_rows_than_float32_counts(rows):
-    # As float32, 2^24 + 1 is 2^24 and 2^24 + 3 is 2^24 + 4: a bin that ends at the map's end must have its last row, and
-    # not reach into the next channel.
+    # As float32, 2^24 + 1 is 2^24 and 2^24 + 3 is 2^24 + 4. A bin that ends at the end of the map must have its last
+    # row, and must not reach into the next channel.
     images = torch.zeros(1, 2, rows, 1, device="cuda")
     images[0, 1, 0, 0] = 5
     images[0, 1, -1, 0] = 7

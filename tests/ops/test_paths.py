@@ -1,6 +1,7 @@
 """Which kernels calls take on which GPU, and that every launch fits: without a GPU, on tensors without data."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from visdet.ops import _library, explain
 from visdet.ops.devices import DEVICES, Device
 from visdet.ops.explain import choose_for, choose_only
 
+CSRC = Path(ops.__file__).parent / "csrc"
 needs_library = pytest.mark.skipif(
     not _library.is_loaded("cuda"), reason="the CUDA library, which makes the plans, is not built"
 )
@@ -223,6 +225,23 @@ def test_launches_of_ms_deform_attn_fit_every_device(sizes, device, deterministi
         assert refusal(error), error
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_every_kernel_starts_through_the_launcher_and_has_bounds():
+    sources = [path for path in CSRC.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".cpp")]
+    for path in sources:
+        text = path.read_text()
+        if path.name != "launch.h":
+            assert "<<<" not in text, f"{path.name} starts a kernel without launch()"
+            if path.name not in ("launch.cu", "cuda_errors.h"):
+                calls = re.findall(
+                    r"cuda(?:FuncSetAttribute|DeviceGetAttribute|GetDevice\w*|MemsetAsync|Occupancy\w*)", text
+                )
+                assert not calls, f"{path.name} asks CUDA itself: {calls}"
+        for declaration in re.findall(r"__global__ void(.{0,80})", text, flags=re.DOTALL):
+            assert re.match(r"\s*__(launch_bounds|maxnreg)__", declaration), (
+                f"{path.name}: {declaration.strip()[:60]}"
+            )
 
 
 # On a GPU: every path with the right numbers, and the choices that other GPUs would make.

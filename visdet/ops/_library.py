@@ -1,11 +1,14 @@
 """Loads the two operator libraries, and says what to do where one is missing."""
 
 import ctypes
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from .tracing import is_traced
 
@@ -16,6 +19,8 @@ __all__ = [
     "differentiable",
     "explain_missing_cuda",
     "is_loaded",
+    "kernel_device",
+    "planning",
     "require_cpu",
     "require_cuda",
 ]
@@ -55,6 +60,26 @@ def _load_all() -> dict[str, str | None]:
 
 
 _problems = _load_all()
+
+
+_state = threading.local()
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """In this thread, let tensors without data stand for tensors on a GPU (``visdet.ops.explain``)."""
+    _state.is_planning = True
+    try:
+        yield
+    finally:
+        _state.is_planning = False
+
+
+def kernel_device(tensor: Tensor) -> str:
+    """Return the type of the device whose kernels serve a tensor."""
+    if tensor.device.type == "meta" and getattr(_state, "is_planning", False):
+        return "cuda"
+    return tensor.device.type
 
 
 def is_loaded(name: str) -> bool:

@@ -122,7 +122,9 @@ def convolve(
     """Return the convolution of checked arguments in the type of ``offset``."""
     settings = (pair(stride), pair(padding), pair(dilation))
     if _serves(input, offset, mask, weight):
-        dtype = offset.dtype if input.is_cuda else _widest(input, offset, mask, weight)
+        dtype = (
+            offset.dtype if _library.kernel_device(input) == "cuda" else _widest(input, offset, mask, weight)
+        )
         output = _deform_conv2d(
             *(None if t is None else t.to(dtype) for t in (input, offset, mask, weight)),
             *settings,
@@ -136,7 +138,7 @@ def convolve(
 
 def _serves(input: Tensor, *others: Tensor | None) -> bool:
     """Return whether visdet's kernels may run, with their backward."""
-    device = input.device.type
+    device = _library.kernel_device(input)
     if device not in ("cpu", "cuda") or not _library.is_loaded(device):
         return False
     return device == "cpu" or not _must_be_ordered(input, *others)

@@ -82,7 +82,8 @@ def explain(
         arguments: its arguments. Tensors on the CPU stand for tensors on ``device``, but for ``level_shapes`` and
             ``level_starts``, which stay where they are.
         device: a name of ``visdet.ops.devices.DEVICES``, or numbers of a device; default: the device of the tensors.
-        backward: also say what the gradients of all floating-point tensors would take.
+        backward: also say what the gradients would take: of the tensors that require one, or if none does, of all of
+            floating-point type.
         keywords: its keyword arguments.
 
     Raises:
@@ -99,12 +100,13 @@ def explain(
         return Explanation(name, f"the CPU ({isa} kernels), where every operator has one path", [])
     _library.require_cuda()
     numbers, title = _numbers_of(device, on_gpu)
+    needs_all = backward and not any(tensor.requires_grad for tensor in tensors)
     for key, value in bound.arguments.items():
-        bound.arguments[key] = _without_data(value, key, backward)
+        bound.arguments[key] = _without_data(value, key, needs_all)
 
     torch.ops.visdet_plan.begin_plan(numbers.numbers())
     try:
-        with _Planner(), torch.enable_grad():
+        with _library.planning(), _Planner(), torch.enable_grad():
             result = function(*bound.args, **bound.kwargs)
             roots = [value for value in _tensors_in(result) if value.requires_grad]
             if backward and roots:

@@ -1,11 +1,9 @@
-// What every CUDA operator shares: the current stream, launch checks, and value types with conversions.
+// What every CUDA operator shares: value types, their conversions, and loads and stores of several values.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -13,21 +11,6 @@
 #include "checks.h"
 
 namespace visdet {
-
-inline cudaStream_t current_stream(const Tensor& tensor) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-inline void check_launch(const char* op) {
-  const cudaError_t error = cudaGetLastError();
-  VISDET_CHECK(op, error == cudaSuccess, "the CUDA kernel did not start: ", cudaGetErrorString(error),
-               error == cudaErrorNoKernelImageForDevice
-                   ? ". This build has no code for this GPU: rebuild with TORCH_CUDA_ARCH_LIST naming its compute "
-                     "capability (python -m visdet.doctor shows it)."
-                   : "");
-}
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -162,19 +145,6 @@ inline bool aligned(const Tensor& tensor, size_t bytes) {
 inline Tensor contiguous_pairs(const Tensor& tensor) {
   const Tensor packed = dense(tensor);
   return aligned(packed, 16) ? packed : clone(packed);
-}
-
-inline int multiprocessors(int32_t device) {
-  int count = 0;
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return std::max(count, 1);
-}
-
-template <typename Kernel>
-void allow_shared(Kernel kernel, size_t bytes) {
-  if (bytes > 48 * 1024) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  }
 }
 
 // Calls f(T{}, A{}) with the value type T of a tensor and the type A its sums are taken in.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../common/launch.h"
+#include "../common/cuda_errors.h"
 #include "../common/paths.h"
 
 namespace visdet {
@@ -18,16 +19,6 @@ namespace {
 constexpr int kMaxDevices = 64;
 constexpr int64_t kSharedWithoutOptIn = 48 << 10;
 constexpr int64_t kMaxGridX = INT32_MAX, kMaxGridYZ = 65535, kMaxThreads = 1024;
-
-std::string explain_cuda_error(cudaError_t error) {
-  std::string text = cudaGetErrorString(error);
-  if (error == cudaErrorNoKernelImageForDevice) {
-    text +=
-        ". This build has no code for this GPU: rebuild with TORCH_CUDA_ARCH_LIST naming its compute capability "
-        "(python -m visdet.doctor shows it).";
-  }
-  return text;
-}
 
 void check_cuda(const char* op, cudaError_t error, const char* call) {
   VISDET_CHECK(op, error == cudaSuccess, call, " failed: ", explain_cuda_error(error));
