@@ -10,6 +10,7 @@ import torch
 from test_deformable_aggregation import DEVICES, TOLERANCE, gradients, make_case, relative_error
 
 from visdet.ops import deformable_aggregation, deformable_aggregation_reference
+from visdet.ops.explain import choose_only
 
 SHAPES = [[(6, 9), (3, 5)], [(7, 9), (4, 5)], [(6, 9), (3, 5)]]  # three cameras, the second with a row more
 NUM_GROUPS = (1, 2, 4, 9, 35)  # one round of a warp's lanes over the groups, and several
@@ -125,11 +126,8 @@ def test_every_path_gives_the_same(G, C, op, path, dtype):
     grad_output = torch.randn(2, 7, C, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
     exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in case]
     expected, expected_grads = gradients(deformable_aggregation_reference, exact, grad_output.double())
-    torch.ops.visdet_plan.choose_only.default(op, path)  # of this thread: the operators are called directly
-    try:
+    with choose_only(op, path):
         results = run(case, grad_output)
-    finally:
-        torch.ops.visdet_plan.choose_only.default(op, "")
     wide = 1e-12 if dtype == torch.float64 else 2e-5
     tolerances = (TOLERANCE[dtype], TOLERANCE[dtype], wide, wide)
     for result, wanted, tolerance in zip(results, (expected, *expected_grads), tolerances, strict=True):

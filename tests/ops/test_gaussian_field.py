@@ -16,6 +16,7 @@ from visdet.ops import (
     mahalanobis_distance,
     mahalanobis_distance_reference,
 )
+from visdet.ops.explain import choose_only
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -508,11 +509,8 @@ def test_every_path_of_the_backward_gives_the_same(path, tolerance, dtype):
     expected = gradients(
         gaussian_field_reference, [tensor.double() for tensor in case], grad_output.double()
     )[1]
-    torch.ops.visdet_plan.choose_only.default("gaussian_field_backward", path)
-    try:
+    with choose_only("gaussian_field_backward", path):
         grads = torch.ops.visdet.gaussian_field_backward.default(grad_output, *case, *orders, tolerance)
-    finally:
-        torch.ops.visdet_plan.choose_only.default("gaussian_field_backward", "")
     bound = 5 * TOLERANCE[dtype] + (1e-6 if tolerance else 0)
     for grad, wanted in zip(grads, expected, strict=True):
         assert relative_error(grad, wanted) < bound
@@ -536,9 +534,6 @@ def test_every_path_of_the_forward_gives_the_same(dtype, path):
     case = make_case(B, N, dtype=dtype, device="cuda")
     orders = [torch.arange(count, device="cuda").flip(0) for count in (B, N)]
     expected = gaussian_field_reference(*[tensor.double() for tensor in case])
-    torch.ops.visdet_plan.choose_only.default("gaussian_field", path)
-    try:
+    with choose_only("gaussian_field", path):
         field = torch.ops.visdet.gaussian_field.default(*case, *orders, 1e-6)
-    finally:
-        torch.ops.visdet_plan.choose_only.default("gaussian_field", "")
     assert relative_error(field, expected) < TOLERANCE[dtype] + 2e-6

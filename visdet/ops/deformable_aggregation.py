@@ -181,9 +181,9 @@ def as_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return the level tables as int64 tensors where the kernels for ``features`` read them."""
     shapes, starts = _as_int64(level_shapes, "level_shapes"), _as_int64(level_starts, "level_starts")
-    if features.device.type != "cuda":
+    if features.device.type not in ("cuda", "meta"):
         return shapes.cpu(), starts.cpu()
-    if shapes.is_cuda != starts.is_cuda or shapes.numel() > 2 * _MAX_HOST_MAPS:
+    if shapes.device.type != starts.device.type or shapes.numel() > 2 * _MAX_HOST_MAPS:
         return shapes.to(features.device), starts.to(features.device)
     return shapes, starts
 

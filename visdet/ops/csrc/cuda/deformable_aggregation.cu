@@ -787,8 +787,8 @@ struct Plan {
   int64_t table_bytes;
 };
 
-Plan plan_of(const DeviceScope& scope, const DeformableAggregationProblem& problem, const Tensor& shapes_in,
-             const Tensor& starts_in, const Tensor& features) {
+Plan plan_of(const char* op, const DeviceScope& scope, const DeformableAggregationProblem& problem,
+             const Tensor& shapes_in, const Tensor& starts_in, const Tensor& features) {
   const Tensor shapes = dense(shapes_in), starts = dense(starts_in);
   const int64_t count = problem.V * problem.L;
   Plan plan{{}, features, 0, static_cast<int64_t>(sizeof(Map)) * count};
@@ -811,7 +811,7 @@ Plan plan_of(const DeviceScope& scope, const DeformableAggregationProblem& probl
   plan.slots = 2 * problem.S + 3 * count;  // H * W + H + W + 1 <= 2 * H * W + 2
   plan.scratch = new_empty(features, {plan.table_bytes}, ScalarType::Byte);
   auto* maps = static_cast<Map*>(plan.scratch.mutable_data_ptr());
-  launch({kOp, "plan_kernel", scope, 1, kPlanThreads}, plan_kernel, shape_data, start_data, maps,
+  launch({op, "plan_kernel", scope, 1, kPlanThreads}, plan_kernel, shape_data, start_data, maps,
          static_cast<int>(count), problem.S, plan.slots);
   plan.maps.device = maps;
   return plan;
@@ -1017,7 +1017,7 @@ Tensor deformable_aggregation_cuda(const Tensor& features_in, const Tensor& leve
   check_sizes(problem);
   const DeviceScope scope(features_in);
   const Tensor features = dense(features_in), locations = contiguous_pairs(locations_in), weights = dense(weights_in);
-  const Plan plan = plan_of(scope, problem, level_shapes, level_starts, features);
+  const Plan plan = plan_of(kOp, scope, problem, level_shapes, level_starts, features);
   Tensor output = new_empty(features, {problem.B, problem.Q, problem.C});
   if (output.numel() == 0) return output;
   if (problem.S == 0 || weights.numel() == 0) return zero_(output);
@@ -1034,7 +1034,7 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cuda(
   const DeviceScope scope(features_in);
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in),
                locations = contiguous_pairs(locations_in), weights = dense(weights_in);
-  const Plan plan = plan_of(scope, problem, level_shapes, level_starts, features);
+  const Plan plan = plan_of(kBackwardOp, scope, problem, level_shapes, level_starts, features);
   Tensor grad_features = new_empty(features, features.sizes()),
          grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
   if (problem.S == 0 || problem.C == 0 || weights.numel() == 0 || grad_output.numel() == 0) {

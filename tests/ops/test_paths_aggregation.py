@@ -1,0 +1,187 @@
+"""Paths of aggregation, Gaussians and box points on which GPU, and that every launch fits: without a GPU."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_paths import devices, needs_library, refusal
+
+from visdet.ops import explain
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+CAMERAS = 6
+
+
+def wide_of(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def tables(V, L, H=16, W=44):
+    """Return level_shapes and level_starts of V cameras, each level half the size of the one before."""
+    shapes = torch.tensor([[[max(H >> l, 1), max(W >> l, 1)] for l in range(L)]] * V, dtype=torch.int64)
+    areas = shapes.reshape(-1, 2).prod(-1)
+    return shapes.view(V, L, 2), (areas.cumsum(0) - areas).view(V, L), int(areas.sum())
+
+
+def aggregation(B=1, Q=900, P=13, V=CAMERAS, L=4, G=8, C=256, dtype=torch.float32, offset=0, on_device=False):
+    """Return arguments of deformable_aggregation without data; features with an offset lie so far into memory."""
+    shapes, starts, S = tables(V, L)
+    if on_device:
+        shapes, starts = shapes.to("meta"), starts.to("meta")
+    memory = torch.empty(B * S * C + offset, dtype=dtype, device="cpu" if offset else "meta")
+    wide = wide_of(dtype)
+    return {
+        "features": memory[offset:].view(B, S, C),
+        "level_shapes": shapes,
+        "level_starts": starts,
+        "locations": torch.empty(B, Q, P, V, 2, dtype=wide, device="meta"),
+        "weights": torch.empty(B, Q, P, V, L, G, dtype=wide, device="meta"),
+    }
+
+
+def fused(B=1, Q=900, P=13, V=CAMERAS, L=4, G=8, C=256, dtype=torch.float32, cameras=True, keep=True):
+    """Return arguments of deformable_aggregation_fused without data."""
+    shapes, starts, S = tables(V, L)
+    wide = wide_of(dtype)
+
+    def empty(*sizes, dtype=wide):
+        return torch.empty(*sizes, dtype=dtype, device="meta")
+
+    return {
+        "features": empty(B, S, C, dtype=dtype),
+        "level_shapes": shapes,
+        "level_starts": starts,
+        "key_points": empty(B, Q, P, 3),
+        "projection": empty(B, V, 4, 4),
+        "image_wh": empty(B, V, 2),
+        "logits": empty(B, Q, L, P, G) if cameras else empty(B, Q, V, L, P, G),
+        "camera_logits": empty(B, V, L, P, G) if cameras else None,
+        "keep": empty(B, Q, V, P, dtype=torch.bool) if keep else None,
+    }
+
+
+def gaussians(B, N, dtype=torch.float32):
+    """Return arguments of gaussian_field without data; the first three are those of mahalanobis_distance."""
+    return [torch.empty(*sizes, dtype=dtype, device="meta") for sizes in ((B, 3), (N, 3), (N, 3, 3), (N,))]
+
+
+AGGREGATION_CHOICES = {
+    "published": (dict(), "packs", "held_packs"),
+    "published-bf16": (dict(dtype=torch.bfloat16), "packs", "held_packs"),
+    "published-float64": (dict(dtype=torch.float64), "packs", "packs"),
+    "three-packs-a-group": (dict(G=4, C=24, dtype=torch.float64), "packs", "held_packs"),
+    "groups-of-5": (dict(G=8, C=40), "single_values", "single_values"),
+    "many-channels": (dict(G=8, C=1024), "packs", "packs"),
+    "odd-address": (dict(offset=1), "single_values", "single_values"),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("device", ["H200", "L4", "T4"])
+@pytest.mark.parametrize("name", AGGREGATION_CHOICES)
+def test_choices_of_deformable_aggregation(name, device):
+    sizes, forward, backward = AGGREGATION_CHOICES[name]
+    plan = explain("deformable_aggregation", **aggregation(**sizes), device=device)
+    assert plan.paths() == {"deformable_aggregation": forward, "deformable_aggregation_backward": backward}
+
+
+@needs_library
+def test_only_the_deterministic_mode_sorts_cells():
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            backward = explain("deformable_aggregation", **aggregation(), device="H200").plans[-1]
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert ("order_kernel" in [launch.kernel for launch in backward.launches]) == deterministic
+
+
+@needs_library
+def test_tables_on_the_device_are_read_by_a_kernel():
+    forward = explain("deformable_aggregation", **aggregation(on_device=True), device="H200").plans[0]
+    assert [launch.kernel for launch in forward.launches] == ["plan_kernel", "forward_kernel"]
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "B, N, dtype, tolerance, forward, backward",
+    [
+        (500, 1000, torch.float32, 0.0, "one_point", "one_point"),
+        (100_000, 10_000, torch.float32, 0.0, "many_points", "several_points"),
+        (100_000, 10_000, torch.float64, 0.0, "several_points", "several_points"),
+        (100_000, 10_000, torch.float32, 1e-3, "culled", "culled"),
+    ],
+)
+def test_choices_of_gaussian_field(B, N, dtype, tolerance, forward, backward):
+    plan = explain("gaussian_field", *gaussians(B, N, dtype), tolerance, device="H200")
+    assert plan.paths() == {"gaussian_field": forward, "gaussian_field_backward": backward}
+
+
+@st.composite
+def aggregation_sizes(draw):
+    """Sizes of deformable_aggregation from nothing to large."""
+    small = st.integers(0, 4)
+    G = draw(st.one_of(st.integers(1, 9), st.sampled_from([8, 32, 71])))
+    channels = draw(st.one_of(st.integers(0, 40), st.sampled_from([32, 64, 130, 1025])))
+    return dict(
+        B=draw(small),
+        Q=draw(st.one_of(st.integers(0, 40), st.sampled_from([100, 900, 30000]))),
+        P=draw(st.one_of(small, st.sampled_from([13, 300, 3000]))),
+        V=draw(st.one_of(small, st.sampled_from([6, 12]))),
+        L=draw(small),
+        G=G,
+        C=G * channels,
+        dtype=draw(st.sampled_from(DTYPES)),
+    )
+
+
+@needs_library
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    sizes=aggregation_sizes(),
+    device=devices,
+    deterministic=st.booleans(),
+    form=st.sampled_from(["plain", "tables-on-device", "fused", "fused-cameras"]),
+)
+def test_launches_of_deformable_aggregation_fit_every_device(sizes, device, deterministic, form):
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        if form.startswith("fused"):
+            given = fused(**sizes, cameras=form == "fused-cameras")
+            explain("deformable_aggregation_fused", **given, device=device, backward=False)
+        else:
+            given = aggregation(**sizes, on_device=form == "tables-on-device")
+            explain("deformable_aggregation", **given, device=device)
+    except RuntimeError as error:
+        assert refusal(error), error
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+count = st.one_of(st.integers(0, 300), st.integers(0, 3_000_000), st.sampled_from([127, 128, 129, 67_584]))
+
+
+@needs_library
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    B=count,
+    N=count,
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    tolerance=st.sampled_from([0.0, 1e-3]),
+    device=devices,
+)
+def test_launches_of_gaussians_fit_every_device(B, N, dtype, tolerance, device):
+    tensors = gaussians(B, N, dtype)
+    explain("gaussian_field", *tensors, tolerance, device=device)
+    explain("mahalanobis_distance", *tensors[:3], device=device)
+
+
+@needs_library
+@settings(max_examples=50, deadline=None)
+@given(
+    B=st.integers(0, 9), Q=st.integers(0, 100_000), F=st.integers(0, 40), M=st.integers(0, 40), device=devices
+)
+def test_launches_of_box_key_points_fit_every_device(B, Q, F, M, device):
+    anchors = torch.empty(B, Q, 11, device="meta")
+    fixed, logits = torch.empty(F, 3, device="meta"), torch.empty(B, Q, 3 * M, device="meta")
+    explain("box_key_points", anchors, fixed, logits, device=device, backward=False)
