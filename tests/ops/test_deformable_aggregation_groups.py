@@ -122,6 +122,8 @@ PATHS = {
     "G, C", [(4, 96), (16, 256), (5, 120)]
 )  # three packs a group, two packs a lane, idle lanes
 def test_every_path_gives_the_same(G, C, op, path, dtype):
+    if dtype == torch.float64 and path != "single_values":
+        pytest.skip("float64 has the path of single values alone")
     case = make_case(2, 7, 5, G, C, SHAPES, dtype=dtype, device="cuda")
     grad_output = torch.randn(2, 7, C, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
     exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in case]

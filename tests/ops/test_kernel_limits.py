@@ -7,6 +7,8 @@ import torch
 from test_sample_ops import OPS, SIZES, gradients, make_case, relative_error
 
 from visdet.ops import carafe, roi_pool, sample_dot, sample_dot_reference
+from visdet.ops.devices import Device
+from visdet.ops.explain import choose_for
 from visdet.ops.roi_pool import roi_pool_with_argmax
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
@@ -67,6 +69,16 @@ def test_sample_ops_give_the_same_by_every_path(name, sizes):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("name", ["sum", "dot"])
+def test_blocks_that_do_not_wait_for_others_copy_their_image_themselves(name):
+    tensors, rest = make_case(name, *SIZES["wide"], dtype=torch.float32, device="cuda")
+    with only(**{f"sample_{name}": "copy_first"}):
+        expected = OPS[name][0](*tensors, *rest)
+    with only(**{f"sample_{name}": "alternating"}), choose_for(Device(1, 49152, 65536, 1024, 1 << 20, 75)):
+        assert torch.equal(OPS[name][0](*tensors, *rest), expected)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("Q, D", [(40, 60), (300, 400), (600, 800)], ids=["2400", "120000", "480000"])
 def test_all_samples_in_one_cell(Q, D):
     # Deterministic mode orders the records of a cell: here one cell has all of them.
@@ -95,7 +107,7 @@ def test_roi_pool_of_more_rows_than_float32_counts(rows):
     images[0, 1, 0, 0] = 5
     images[0, 1, -1, 0] = 7
     rois = torch.tensor([[0, 0, 0, 0, 3e7]], device="cuda")
-    output, argmax = roi_pool_with_argmax(images, rois, 1, 1)
+    output, argmax = roi_pool_with_argmax(images, rois, (1, 1), 1.0)
     assert output.flatten().tolist() == [0, 7]
     assert (argmax >= 0).all() and (argmax < rows).all()
 

@@ -68,8 +68,8 @@ def gaussians(B, N, dtype=torch.float32):
 AGGREGATION_CHOICES = {
     "published": (dict(), "packs", "held_packs"),
     "published-bf16": (dict(dtype=torch.bfloat16), "packs", "held_packs"),
-    "published-float64": (dict(dtype=torch.float64), "packs", "packs"),
-    "three-packs-a-group": (dict(G=4, C=24, dtype=torch.float64), "packs", "held_packs"),
+    "published-float64": (dict(dtype=torch.float64), "single_values", "single_values"),
+    "three-packs-a-group": (dict(G=4, C=48), "packs", "held_packs"),
     "groups-of-5": (dict(G=8, C=40), "single_values", "single_values"),
     "many-channels": (dict(G=8, C=1024), "packs", "packs"),
     "odd-address": (dict(offset=1), "single_values", "single_values"),

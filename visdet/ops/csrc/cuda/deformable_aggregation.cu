@@ -879,6 +879,7 @@ constexpr int kPackValues = 16 / sizeof(T);
 int64_t pack_values(const Tensor& tensor) { return 16 / static_cast<int64_t>(tensor.element_size()); }
 
 const char* packs_decline(const Call& call) {
+  if (call.features.scalar_type() == ScalarType::Double) return "the values are float64";
   if (call.problem.C / call.problem.G % pack_values(call.features) != 0) {
     return "the channels of a group are no multiple of 16 bytes";
   }
@@ -894,21 +895,23 @@ void forward_launch(const ForwardCall& call) {
     using TW = decltype(weight_tag);
     using A = decltype(accumulate_tag);
     constexpr int kVec = PACKS ? kPackValues<T> : 1;
-    const auto& [scope, problem, plan, features, locations, weights] = static_cast<const Call&>(call);
-    Sizes sizes = sizes_of(problem, plan.slots, kVec);
-    const int64_t blocks = problem.B * problem.Q * sizes.packs, count = call.output.numel();
-    sizes.splits = splits_of(problem, blocks, kForwardBlocks<A> * scope.device().multiprocessors);
-    Tensor partial = call.output;
-    if (sizes.splits > 1) partial = new_empty(locations, {sizes.splits, problem.B, problem.Q, problem.C});
-    A* sums = sizes.splits > 1 ? static_cast<A*>(partial.mutable_data_ptr()) : nullptr;
-    T* output = static_cast<T*>(call.output.mutable_data_ptr());
-    launch({kOp, "forward_kernel", scope, blocks * sizes.splits, kThreads}, forward_kernel<T, TW, A, kVec>,
-           static_cast<const T*>(features.const_data_ptr()), plan.maps,
-           static_cast<const Pack<A, 2>*>(locations.const_data_ptr()), static_cast<const TW*>(weights.const_data_ptr()),
-           output, sums, sizes);
-    if (sizes.splits == 1) return;
-    launch({kOp, "sum_splits_kernel", scope, std::min<int64_t>(ceil_div(count, kSumThreads), 1 << 20), kSumThreads},
-           sum_splits_kernel<T, A>, sums, output, count, sizes.splits);
+    if constexpr (!PACKS || sizeof(T) < 8) {  // packs of float64 are declined
+      const auto& [scope, problem, plan, features, locations, weights] = static_cast<const Call&>(call);
+      Sizes sizes = sizes_of(problem, plan.slots, kVec);
+      const int64_t blocks = problem.B * problem.Q * sizes.packs, count = call.output.numel();
+      sizes.splits = splits_of(problem, blocks, kForwardBlocks<A> * scope.device().multiprocessors);
+      Tensor partial = call.output;
+      if (sizes.splits > 1) partial = new_empty(locations, {sizes.splits, problem.B, problem.Q, problem.C});
+      A* sums = sizes.splits > 1 ? static_cast<A*>(partial.mutable_data_ptr()) : nullptr;
+      T* output = static_cast<T*>(call.output.mutable_data_ptr());
+      launch({kOp, "forward_kernel", scope, blocks * sizes.splits, kThreads}, forward_kernel<T, TW, A, kVec>,
+             static_cast<const T*>(features.const_data_ptr()), plan.maps,
+             static_cast<const Pack<A, 2>*>(locations.const_data_ptr()),
+             static_cast<const TW*>(weights.const_data_ptr()), output, sums, sizes);
+      if (sizes.splits == 1) return;
+      launch({kOp, "sum_splits_kernel", scope, std::min<int64_t>(ceil_div(count, kSumThreads), 1 << 20), kSumThreads},
+             sum_splits_kernel<T, A>, sums, output, count, sizes.splits);
+    }
   });
 }
 
@@ -984,22 +987,24 @@ void backward_launch(const BackwardCall& call) {
     using TW = decltype(weight_tag);
     using A = decltype(accumulate_tag);
     constexpr int kVec = PACKS ? kPackValues<T> : 1;
-    const auto& problem = call.problem;
-    Sizes sizes = sizes_of(problem, call.plan.slots, kVec);
-    sizes.splits = splits_of(problem, problem.B * problem.Q, 8 * call.scope.device().multiprocessors);
-    const Tensor starts = new_zeros(call.features, {problem.B * sizes.slots}, ScalarType::Int);
-    const Tensor ranks = new_empty(call.features, {call.locations.numel() / 2 * problem.L}, ScalarType::Int);
-    if constexpr (HOLD) {
-      if (sizes.packs == 1) launch_pairs<T, TW, A, kVec, 1, true>(call, sizes, starts, ranks);
-      if (sizes.packs == 2) launch_pairs<T, TW, A, kVec, 2, true>(call, sizes, starts, ranks);
-    } else {
-      launch_pairs<T, TW, A, kVec, 1, false>(call, sizes, starts, ranks);
+    if constexpr (!PACKS || sizeof(T) < 8) {  // packs of float64 are declined
+      const auto& problem = call.problem;
+      Sizes sizes = sizes_of(problem, call.plan.slots, kVec);
+      sizes.splits = splits_of(problem, problem.B * problem.Q, 8 * call.scope.device().multiprocessors);
+      const Tensor starts = new_zeros(call.features, {problem.B * sizes.slots}, ScalarType::Int);
+      const Tensor ranks = new_empty(call.features, {call.locations.numel() / 2 * problem.L}, ScalarType::Int);
+      if constexpr (HOLD) {
+        if (sizes.packs == 1) launch_pairs<T, TW, A, kVec, 1, true>(call, sizes, starts, ranks);
+        if (sizes.packs == 2) launch_pairs<T, TW, A, kVec, 2, true>(call, sizes, starts, ranks);
+      } else {
+        launch_pairs<T, TW, A, kVec, 1, false>(call, sizes, starts, ranks);
+      }
+      const Tensor records = place_records<A>(call, sizes, starts, ranks);
+      if constexpr (PACKS) {
+        if (sizes.packs == 1) return launch_texels<T, TW, A, kVec, 1>(call, sizes, starts, records);
+      }
+      launch_texels<T, TW, A, kVec, 2>(call, sizes, starts, records);
     }
-    const Tensor records = place_records<A>(call, sizes, starts, ranks);
-    if constexpr (PACKS) {
-      if (sizes.packs == 1) return launch_texels<T, TW, A, kVec, 1>(call, sizes, starts, records);
-    }
-    launch_texels<T, TW, A, kVec, 2>(call, sizes, starts, records);
   });
 }
 

@@ -331,8 +331,7 @@ __global__ void __launch_bounds__(kPieceThreads, 3)
 
 // A block sorts a bin by cell and, in a cell, by a number that no two samples share. Up to kWindow records it sorts in
 // shared memory: it counts them by the leading bits of this key, places them, and compares those that share these bits.
-// Of a larger bin, it picks one window of keys after another out of all of its records. Also writes where cells begin,
-// among the level's records.
+// A larger bin it sorts digit by digit in global memory. Also writes where cells begin, among the level's records.
 constexpr int kSortThreads = 512;
 template <typename A>
 constexpr int kWindowEach = 64 / static_cast<int>(sizeof(Record<A>));  // records a thread holds: 32 KB a block
@@ -347,7 +346,6 @@ struct alignas(16) SortScratch {
   Record<A> records[kWindow<A>];
   int32_t buckets[kKeyBuckets + 4];  // counts, then starts and the end
   uint32_t keys[kWindow<A>];
-  int32_t picked;
 };
 
 template <typename A>
@@ -443,67 +441,88 @@ __device__ __forceinline__ void sort_window(SortScratch<A>& scratch, Record<A> (
   }
 }
 
-// All threads of the block: a bin of more than kWindow records. shift: 2^shift keys make a bucket that `starts` knows.
+// A bin of more than kWindow records is sorted by the digits of their keys, the lowest first, in a time in proportion
+// to their number. Each warp has a counter for every digit in shared memory.
+constexpr int kSortWarps = kSortThreads / 32, kDigitBits = 9;
+static_assert(1 << kDigitBits == kSortThreads, "a thread starts the counters of a digit");
+
+// All threads of the block. A warp takes its part of the records in order, so that records of one digit keep theirs:
+// first it counts its digits, then it places its records behind those of lower digits and of the warps before it.
+// is_last: of the positions, only the fractions are kept.
 template <typename A>
-__device__ __noinline__ void sort_large_bin(const Record<A>* records, int32_t count, int shift, const BinKeys<A> key_of,
-                                            Record<A>* to, const CellStarts starts) {
+__device__ __forceinline__ void sort_by_digit(const Record<A>* from, Record<A>* to, int32_t count, int low_bit,
+                                              const BinKeys<A>& key_of, bool is_last, int32_t* counters) {
+  constexpr unsigned kAll = 0xffffffffu;
+  constexpr int kDigits = 1 << kDigitBits;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int32_t* mine = counters + warp * kDigits;
+  const int32_t part = (count + kSortThreads - 1) / kSortThreads * 32;
+  const int32_t begin = min(warp * part, count), end = min(begin + part, count);
+  const auto digit_of = [&](const Record<A>& record) {
+    return static_cast<int>(key_of(record) >> low_bit) & (kDigits - 1);
+  };
+  __syncthreads();  // the records of the pass before are placed, and the counters have been read
+  for (int i = threadIdx.x; i < kSortWarps * kDigits; i += kSortThreads) counters[i] = 0;
+  __syncthreads();  // the counters are zero
+  for (int32_t i = begin + lane; i < end; i += 32) atomicAdd(mine + digit_of(from[i]), 1);
+  __syncthreads();  // the digits are counted
+  int32_t of_digit = 0, total;
+#pragma unroll 1
+  for (int w = 0; w < kSortWarps; ++w) of_digit += counters[w * kDigits + threadIdx.x];
+  int32_t start = sum_before<kSortThreads>(of_digit, total);
+#pragma unroll 1
+  for (int w = 0; w < kSortWarps; ++w) {
+    int32_t& counter = counters[w * kDigits + threadIdx.x];
+    const int32_t here = counter;
+    counter = start;
+    start += here;
+  }
+  __syncthreads();  // the counters say where the records of a warp's digits start
+#pragma unroll 1
+  for (int32_t first = begin; first < end; first += 32) {
+    const bool exists = first + lane < end;
+    Record<A> record = from[min(first + lane, end - 1)];
+    const int digit = exists ? digit_of(record) : kDigits;
+    const unsigned same = __match_any_sync(kAll, digit);
+    const int rank = __popc(same & ((1u << lane) - 1));
+    const int32_t place = exists ? mine[digit] + rank : 0;
+    __syncwarp();  // the counters have been read
+    if (exists && rank == 0) mine[digit] += __popc(same);
+    if (is_last) record.fx -= floor(record.fx), record.fy -= floor(record.fy);
+    if (exists) to[place] = record;
+    __syncwarp();  // and may be read again
+  }
+}
+
+// All threads of the block: a bin of more than kWindow records, of which none are left in `records`. shift: 2^shift
+// keys make a bucket that `starts` knows; key_bits: of a key.
+template <typename A>
+__device__ __noinline__ void sort_large_bin(Record<A>* records, int32_t count, int shift, int key_bits,
+                                            const BinKeys<A> key_of, Record<A>* to, const CellStarts starts) {
   extern __shared__ __align__(16) char shared[];
   auto& scratch = *reinterpret_cast<SortScratch<A>*>(shared);
-  // By 2^width keys, from `lowest` on.
-  const auto count_keys = [&](uint64_t lowest, int width) {
-    __syncthreads();  // the buckets have been read
-    zero_buckets(scratch);
-    __syncthreads();  // the buckets are zero
+  static_assert(sizeof(scratch.records) >= kSortWarps * sizeof(int32_t) << kDigitBits, "the counters fit");
+  zero_buckets(scratch);
+  __syncthreads();  // the buckets are zero
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < count; i += kSortThreads) {
-      const uint64_t key = key_of(records[i]), bucket = (key - lowest) >> width;
-      if (key >= lowest && bucket < kKeyBuckets) atomicAdd(scratch.buckets + bucket, 1);
-    }
-    start_buckets(scratch);
-  };
-  count_keys(0, shift);
+  for (int32_t i = threadIdx.x; i < count; i += kSortThreads) {
+    atomicAdd(scratch.buckets + (key_of(records[i]) >> shift), 1);
+  }
+  start_buckets(scratch);
   starts.write(scratch.buckets);
-  uint64_t lowest = 0;
+  // An odd number of passes, so that the last one ends in `to`.
+  const int passes = (key_bits + kDigitBits - 1) / kDigitBits | 1;
 #pragma unroll 1
-  for (int32_t placed = 0; placed < count;) {
-    int width = shift + kKeyBits;
-    do {  // until no bucket is larger than a window
-      width = max(width - kKeyBits, 0);
-      count_keys(lowest, width);
-    } while (scratch.buckets[1] > kWindow<A>);
-    uint32_t buckets = 1;  // as many as fit
-    for (int step = kKeyBuckets / 2; step > 0; step /= 2) {
-      if (scratch.buckets[buckets + step] <= kWindow<A>) buckets += step;
-    }
-    const int32_t in_window = scratch.buckets[buckets];
-    __syncthreads();  // the buckets have been read
-    zero_buckets(scratch);
-    if (threadIdx.x == 0) scratch.picked = 0;
-    __syncthreads();  // nothing is picked yet
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < count; i += kSortThreads) {
-      const Record<A> record = records[i];
-      const uint64_t key = key_of(record);
-      if (key >= lowest && (key - lowest) >> width < buckets) scratch.records[atomicAdd(&scratch.picked, 1)] = record;
-    }
-    __syncthreads();  // the window is complete
-    Record<A> record[kWindowEach<A>];
-#pragma unroll
-    for (int j = 0; j < kWindowEach<A>; ++j) record[j] = scratch.records[threadIdx.x + j * kSortThreads];
-    const auto split = [&](const Record<A>& record, uint32_t& key) {
-      const uint64_t whole = key_of(record) - lowest;
-      key = static_cast<uint32_t>(whole);
-      return static_cast<uint32_t>(whole >> width);
-    };
-    sort_window(scratch, record, in_window, split, to + placed, nullptr);
-    placed += in_window, lowest += static_cast<uint64_t>(buckets) << width;
+  for (int pass = 0; pass < passes; ++pass) {
+    sort_by_digit(pass % 2 ? to : records, pass % 2 ? records : to, count, pass * kDigitBits, key_of,
+                  pass + 1 == passes, reinterpret_cast<int32_t*>(scratch.records));
   }
 }
 
 template <typename A>
 __global__ void __launch_bounds__(kSortThreads, 3)
     sort_kernel(const LevelPlan* __restrict__ plan, const int32_t* __restrict__ bin_starts,
-                const Record<A>* __restrict__ records, Record<A>* __restrict__ sorted, int32_t* __restrict__ starts,
+                Record<A>* __restrict__ records, Record<A>* __restrict__ sorted, int32_t* __restrict__ starts,
                 const MsDeformAttnProblem problem, int64_t head_slots, int head_bins, int sample_bits, int point_bits) {
   extern __shared__ __align__(16) char shared[];
   auto& scratch = *reinterpret_cast<SortScratch<A>*>(shared);
@@ -525,7 +544,9 @@ __global__ void __launch_bounds__(kSortThreads, 3)
   const CellStarts cell_starts{starts + head * head_slots + at.first_slot + first_cell,
                                begin - at.first_point * static_cast<int32_t>(problem.Q), static_cast<int32_t>(cells),
                                cell_shift, bin + 1 == at.bins};
-  if (count > kWindow<A>) return sort_large_bin(records, count, sample_shift, key_of, sorted, cell_starts);
+  if (count > kWindow<A>) {
+    return sort_large_bin(records, count, sample_shift, sample_bits + bin_bits, key_of, sorted, cell_starts);
+  }
   Record<A> record[kWindowEach<A>] = {};
 #pragma unroll
   for (int j = 0; j < kWindowEach<A>; ++j) {

@@ -130,10 +130,10 @@ template <typename T>
 struct Copying {
   const T* from;  // null: nothing is to be copied
   T* to;
-  int32_t* done;      // [B] blocks that have copied their part of an image; not counted if null
-  uint32_t* tickets;  // blocks of the launch that have started; null if `done` is
-  uint32_t blocks;    // of an image
-  bool in_packs;      // sizes and addresses allow packs of kCopyPack<T>
+  int32_t* done;     // [B] blocks that have copied their part of an image; not counted if null
+  int32_t patience;  // looks at `done` before a block that waits copies its image itself
+  uint32_t blocks;   // of an image
+  bool in_packs;     // sizes and addresses allow packs of kCopyPack<T>
 };
 
 constexpr int kCopyThreads = 256;
@@ -246,11 +246,11 @@ __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const Copying<T> cop
   copy_block<kCopyThreads>(copying, image, blockIdx.x - image * copying.blocks, sizes, tile);
 }
 
-// What a block of the sum or dots pass does: it owns a query, or, if COPIES, it may copy a part of an image. The
-// queries of an image alternate with the copies of the next, so that they read what has just been copied from the
-// second-level cache, and wait until all blocks that copy their image are done. CUDA does not say in which order blocks
-// start, so each takes its number from a counter when it starts: all blocks that copy an image have lower numbers than
-// its queries. A block thus waits only for blocks that are running already, none of which waits for it.
+// What a block of the sum or dots pass does: it owns a query, or it copies a part of an image. The queries of an image
+// alternate with the copies of the next, so that they read what has just been copied from the second-level cache, and
+// wait until all blocks that copy their image are done. GPUs start blocks in the order of their numbers, so that the
+// awaited ones are never behind; but CUDA does not promise this order, and blocks that wait might leave no room for
+// those that they wait for. So a block whose patience ends copies the image itself: it writes what the others write.
 struct Role {
   bool copies;
   uint32_t image, index;
@@ -264,10 +264,7 @@ __device__ __forceinline__ Role role_of_block(const Copying<T>& copying, const S
     const uint32_t i = gridDim.x - 1 - blockIdx.x;  // what was copied last is still in the second-level cache
     return {false, i / Q, i % Q};
   }
-  __shared__ uint32_t ticket;
-  if (threadIdx.x == 0) ticket = atomicAdd(copying.tickets, 1u);
-  __syncthreads();
-  const uint32_t number = ticket;
+  const uint32_t number = blockIdx.x;
   if (number < blocks) return {true, 0, number};
   const uint32_t i = number - blocks, both = blocks + Q, image = i / both, n = i - image * both;
   if (image == B - 1) return {false, image, n};
@@ -276,16 +273,33 @@ __device__ __forceinline__ Role role_of_block(const Copying<T>& copying, const S
   return blocks > Q ? Role{true, image + 1, n - Q} : Role{false, image, n - blocks};
 }
 
-// For all threads of a block.
+// All threads of a block: copies an image, value by value and without shared memory.
 template <typename T>
-__device__ __forceinline__ void await_image(const Copying<T>& copying, int64_t image) {
+__device__ __noinline__ void copy_alone(const Copying<T>& copying, int64_t image, const Sizes& sizes) {
+  const int64_t pixels = static_cast<int64_t>(sizes.H) * sizes.W, count = pixels * sizes.C;
+  const T* from = copying.from + image * count;
+  T* to = copying.to + image * count;
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+    const int64_t c = i / pixels;
+    to[(i - c * pixels) * sizes.C + c] = from[i];
+  }
+}
+
+// All threads of a block: returns when the image is copied.
+template <typename T>
+__device__ __forceinline__ void await_image(const Copying<T>& copying, int64_t image, const Sizes& sizes) {
+  bool is_late = false;
   if (threadIdx.x == 0) {
     uint32_t done;
+    int32_t looks = 0;
     do {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(copying.done + image) : "memory");
-    } while (done < copying.blocks);
+    } while (done < copying.blocks && ++looks <= copying.patience);
+    is_late = done < copying.blocks;
   }
-  __syncthreads();
+  if (!__syncthreads_or(is_late)) return;
+  copy_alone(copying, image, sizes);
+  __syncthreads();  // the image is copied
 }
 
 // The sum pass. A block owns a query: its threads are split into slots of as many as there are packs of VEC channels;
@@ -330,7 +344,7 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
               shared.lists.coefficients[place] = mine;
             },
             [](int) {});
-        if (waits) await_image(copying, b);
+        if (waits) await_image(copying, b, sizes);
         waits = false;
         if (works) {
 #pragma unroll 1
@@ -414,7 +428,7 @@ union DotsShared {
   std::conditional_t<GRAD, char, CopyTile<T>> tile;
   __device__ DotsShared() {}
 };
-constexpr int kDotsOtherShared = 64;  // bytes, at most, that compact_samples and role_of_block declare
+constexpr int kDotsOtherShared = 64;  // bytes, at most, that compact_samples declares
 
 template <typename T, typename TO, typename A, int VEC, int GROUPS, int HELD, bool TAIL, bool DOTS, bool GRAD>
 __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
@@ -483,7 +497,7 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
               if (!DOTS) grad_depths[first + d] = 0;
             }
           });
-      if (waits) await_image(copying, b);
+      if (waits) await_image(copying, b, sizes);
       waits = false;
       // Several samples at once keep more loads in flight; past the last one, that one again.
 #pragma unroll 1
@@ -928,13 +942,13 @@ int64_t copying_blocks(const SampleProblem& problem) { return ceil_div(problem.H
 // Images as [B, H, W, C] in memory: themselves, or a copy, which is made at once or by the first pass.
 template <typename T>
 struct Images {
-  Tensor given, copy, counters;
+  Tensor given, copy, done;
   const T* data;
   Copying<T> copying{};
 
   Images(const char* op, const Tensor& images, const SampleProblem& problem, const Sizes& sizes,
          const DeviceScope& scope, bool at_once)
-      : given(images), copy(images), counters(images), data(data_of<T>(images)) {
+      : given(images), copy(images), done(images), data(data_of<T>(images)) {
     if (problem.channels_last || images.numel() == 0) return;
     given = dense(images), copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
     const int64_t pixels = problem.H * problem.W, blocks = copying_blocks(problem);
@@ -947,10 +961,11 @@ struct Images {
       launch({op, "copy_kernel", scope, problem.B * blocks, kCopyThreads}, copy_kernel<T>, copying, sizes);
       copying = {};
     } else {
-      counters = new_empty(images, {problem.B + 1}, ScalarType::Int);
-      copying.done = static_cast<int32_t*>(counters.mutable_data_ptr());
-      copying.tickets = reinterpret_cast<uint32_t*>(copying.done + problem.B);
-      fill_bytes(op, scope, copying.done, 0, (problem.B + 1) * static_cast<int64_t>(sizeof(int32_t)));
+      done = new_empty(images, {problem.B}, ScalarType::Int);
+      copying.done = static_cast<int32_t*>(done.mutable_data_ptr());
+      // Some 10 ms. One multiprocessor holds so few blocks at a time that waiting gains nothing.
+      copying.patience = scope.device().multiprocessors > 1 ? 1 << 14 : 0;
+      fill_bytes(op, scope, copying.done, 0, problem.B * static_cast<int64_t>(sizeof(int32_t)));
     }
   }
 };
