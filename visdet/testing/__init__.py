@@ -1,0 +1,1 @@
+"""Tools that test the operators: see ``python -m visdet.testing.fuzz --help``."""

@@ -1,0 +1,137 @@
+"""Fuzz operators: random problems, compared with a float64 reference (docs/fuzzing.md)."""
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+
+import torch
+
+from .check import Outcome
+from .families import FAMILIES
+from .processes import run_batches, run_range
+
+__all__ = ["main"]
+
+SHOWN = 3  # failures of one kind that are printed in full with --keep-going
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m visdet.testing.fuzz", description=__doc__)
+    parser.add_argument("op", choices=["all", *FAMILIES], metavar="OP", help=f"all, {', '.join(FAMILIES)}")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--seed", type=int, help="of the first call; alone, only that call runs")
+    parser.add_argument("--calls", type=int, help="calls of each family")
+    parser.add_argument("--minutes", type=float, help="time in all; 1 where nothing else is said")
+    parser.add_argument("--jobs", type=int, help="processes at a time; the number of cores on the CPU, 1 on CUDA")
+    parser.add_argument("--batch", type=int, help="calls of a process; 200 on the CPU, 1000 on CUDA")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds a call may take")
+    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
+    parser.add_argument("--in-process", action="store_true", help="run the calls in this process, for a debugger")
+    chosen = parser.parse_args(arguments)
+    if chosen.calls is None and chosen.minutes is None:
+        chosen.calls, chosen.minutes = (1, None) if chosen.seed is not None else (None, 1.0)
+    return chosen
+
+
+class Report:
+    """Counts outcomes and prints failures."""
+
+    def __init__(self, name: str, chosen: argparse.Namespace) -> None:
+        self.name, self.chosen = name, chosen
+        self.kinds: Counter[str] = Counter()
+        self.failed_seeds: dict[str, list[int]] = {}
+
+    def add(self, seed: int, outcome: Outcome) -> None:
+        self.kinds[outcome.kind] += 1
+        if not outcome.is_failure:
+            return
+        seeds = self.failed_seeds.setdefault(outcome.kind, [])
+        seeds.append(seed)
+        if len(seeds) <= SHOWN:
+            print(f"FAILURE ({outcome.kind}) of {self.name}: {outcome.message}")
+            print(f"  repeat: {self.command(seed, 1)}", flush=True)
+            if outcome.kind in ("crash", "hang", "CUDA error") and self.chosen.batch > 1:
+                self._confirm(seed, outcome.kind)
+
+    def command(self, seed: int, calls: int) -> str:
+        text = f"python -m visdet.testing.fuzz {self.name} --device {self.chosen.device} --seed {seed}"
+        return text if calls == 1 else f"{text} --calls {calls} --batch {calls}"
+
+    def _confirm(self, seed: int, kind: str) -> None:
+        """Say how many calls before it a failure needs, where it does not repeat alone."""
+        calls = 1
+        while calls <= self.chosen.batch:
+            seeds = range(seed - calls + 1, seed + 1)
+            found = run_batches(
+                self.name,
+                seeds,
+                self.chosen.device,
+                jobs=1,
+                batch_size=calls,
+                limit_s=self.chosen.limit,
+                until=time.monotonic() + 300,
+            )
+            if any(outcome.kind == kind for _, outcome in found):
+                if calls > 1:
+                    print(f"  it needs the calls before it: {self.command(seeds[0], calls)}", flush=True)
+                return
+            calls *= 4
+        print("  it did not repeat", flush=True)
+
+    @property
+    def failures(self) -> int:
+        return sum(len(seeds) for seeds in self.failed_seeds.values())
+
+    def summary(self, seconds: float) -> str:
+        parts = [f"{self.kinds.total()} calls in {seconds:.0f} s", f"{self.kinds['refused']} refused clearly"]
+        parts += [f"{len(s)} {kind} (seeds {', '.join(map(str, s[:5]))})" for kind, s in self.failed_seeds.items()]
+        return f"{self.name} on {self.chosen.device}: {', '.join(parts)}; {self.failures} failures"
+
+
+def fuzz(name: str, chosen: argparse.Namespace, first_seed: int, seconds: float) -> Report:
+    """Run one family's calls."""
+    report, began = Report(name, chosen), time.monotonic()
+    seeds = range(first_seed, first_seed + (chosen.calls or 10**9))
+    if chosen.in_process:
+        results = run_range(name, seeds, chosen.device)
+    else:
+        results = run_batches(
+            name,
+            seeds,
+            chosen.device,
+            jobs=chosen.jobs,
+            batch_size=chosen.batch,
+            limit_s=chosen.limit,
+            until=began + seconds,
+        )
+    for seed, outcome in results:
+        report.add(seed, outcome)
+        if (report.failures and not chosen.keep_going) or time.monotonic() - began > seconds:
+            break
+    print(report.summary(time.monotonic() - began), flush=True)
+    return report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the command line asks for; return 1 if anything failed."""
+    chosen = parse(arguments)
+    if chosen.device == "cpu":
+        torch.set_num_threads(1)  # before a fork: no pool of threads that a child would lack
+    chosen.jobs = chosen.jobs or (1 if chosen.device == "cuda" else len(os.sched_getaffinity(0)))
+    chosen.batch = chosen.batch or (1000 if chosen.device == "cuda" else 200)
+    names = list(FAMILIES) if chosen.op == "all" else [chosen.op]
+    seconds = float("inf") if chosen.minutes is None else 60 * chosen.minutes / len(names)
+    first_seed = int(time.time()) % 10**6 * 10**5 if chosen.seed is None else chosen.seed
+    print(f"visdet {chosen.op} on {chosen.device}, seeds from {first_seed}", flush=True)
+    reports = []
+    for name in names:
+        reports.append(fuzz(name, chosen, first_seed, seconds))
+        if reports[-1].failures and not chosen.keep_going:
+            break
+    return 1 if any(report.failures for report in reports) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

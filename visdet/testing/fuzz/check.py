@@ -1,0 +1,253 @@
+"""Runs one call of an operator and compares its results and gradients with the float64 reference."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .problem import EXTREME, Draw, Family, Problem
+
+__all__ = ["Outcome", "run_call"]
+
+REFUSALS = (RuntimeError, ValueError, TypeError)
+OVERFLOW = 1e36  # of a sum in float32: beyond, one product more may overflow
+
+
+@dataclass
+class Outcome:
+    """What came of a call; ``kind`` is "passed", "refused" or the kind of failure."""
+
+    kind: str
+    message: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        return self.kind not in ("passed", "refused")
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether nothing after it can be trusted in this process."""
+        return self.kind == "CUDA error"
+
+
+def describe(problem: Problem) -> str:
+    """Return the arguments with shapes, types, strides and offsets."""
+    parts = []
+    for name, value in problem.arguments.items():
+        if isinstance(value, Tensor):
+            text = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+            if not value.is_contiguous() or value.storage_offset():
+                text += f" strides {list(value.stride())} offset {value.storage_offset()}"
+            parts.append(f"{name} {text} on {value.device}" + (", grad" if value.requires_grad else ""))
+        else:
+            parts.append(f"{name} {value!r}")
+    return "; ".join(parts)
+
+
+def run_call(family: Family, seed: int, device: str) -> Outcome:
+    """Draw the problem of a seed, call the operator and compare; an exception of the drawing itself is raised."""
+    draw = Draw(family.name, seed, device)
+    problem = family.draw(draw)
+    if family.spoiled and not problem.must_refuse and draw.chance(0.03):
+        _spoil(family, problem, draw)
+    deterministic = draw.chance(0.4)
+    needed = [name for name in problem.differentiable if isinstance(problem.arguments[name], Tensor)]
+    if draw.chance(0.15):
+        needed = [name for name in needed if draw.chance(0.6)]
+    for name in needed:
+        tensor = problem.arguments[name]
+        if tensor.is_floating_point():
+            problem.arguments[name] = tensor.detach().requires_grad_()
+    needed = [name for name in needed if problem.arguments[name].requires_grad]
+    try:
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            outputs, gradients, grad_outputs = _call(family, problem, needed, draw)
+            repeated = _call(family, problem, needed, draw, grad_outputs)[:2] if draw.chance(0.05) else None
+        finally:
+            torch.use_deterministic_algorithms(False)
+            if device == "cuda":
+                torch.cuda.synchronize()
+    except Exception as error:
+        return _judge_error(family, problem, error, deterministic)
+    if problem.must_refuse:
+        return Outcome("accepted", f"the call was accepted although {problem.must_refuse}: {describe(problem)}")
+    message = _compare(family, problem, outputs, gradients, grad_outputs, needed)
+    if not message and repeated and (deterministic or device == "cpu"):
+        message = _differences(*repeated, outputs, gradients, needed)
+    if message:
+        return Outcome("wrong number", f"{message} (deterministic {deterministic}): {describe(problem)}")
+    return Outcome("passed")
+
+
+def _call(
+    family: Family, problem: Problem, needed: list[str], draw: Draw, grad_outputs: Any = None
+) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...], list[Tensor]]:
+    """Return the results, the gradients of the needed arguments and the gradients that were sent back."""
+    result = family.call(**problem.arguments)
+    outputs = result if isinstance(result, tuple) else (result,)
+    sources = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+    if not sources or not needed:
+        return outputs, (None,) * len(needed), []
+    if grad_outputs is None:
+        grad_outputs = [draw.place(draw.with_bad_numbers(draw.numbers(*t.shape), 0.3), t.dtype) for t in sources]
+    gradients = torch.autograd.grad(
+        sources, [problem.arguments[name] for name in needed], grad_outputs, allow_unused=True
+    )
+    return outputs, gradients, grad_outputs
+
+
+def _judge_error(family: Family, problem: Problem, error: Exception, deterministic: bool) -> Outcome:
+    text = f"{type(error).__name__}: {error}"
+    if "CUDA error" in text or "CUDA kernel" in text or "AcceleratorError" in text:
+        return Outcome("CUDA error", f"{text}; {describe(problem)}")
+    is_clear = isinstance(error, REFUSALS) and any(n in str(error) for n in (family.name, *family.aliases))
+    if (problem.may_refuse or problem.must_refuse) and is_clear:
+        return Outcome("refused")
+    kind = "refused without a reason" if is_clear else "unclear error"
+    why = problem.must_refuse or problem.may_refuse
+    return Outcome(kind, f"{text[:2000]} (deterministic {deterministic}; {why}): {describe(problem)}")
+
+
+def _spoil(family: Family, problem: Problem, draw: Draw) -> None:
+    """Make one argument wrong, and say so in ``must_refuse``."""
+    name = draw.pick(*family.spoiled)
+    what = draw.pick(*family.spoiled[name])
+    tensor = problem.arguments[name]
+    if not isinstance(tensor, Tensor):
+        return
+    if what == "rank":
+        tensor, text = tensor[None], "has a dimension too many"
+    elif what == "type":
+        tensor, text = tensor.to(draw.pick(torch.int32, torch.complex64, torch.bool)), "has the wrong type"
+    elif what == "device":
+        tensor, text = tensor.to("cpu" if draw.device == "cuda" else "meta"), "is on another device"
+    else:
+        assert isinstance(what, int)
+        extra = list(tensor.shape)
+        extra[what] = 1
+        tensor = torch.cat([tensor, torch.ones(extra, dtype=tensor.dtype, device=tensor.device)], what)
+        text = f"is one too long in dimension {what}"
+    problem.arguments[name] = tensor
+    problem.must_refuse = f"{name} {text}"
+
+
+def _exact(problem: Problem, name: str, magnitudes: bool) -> Any:
+    """Return an argument for the reference: a float64 copy of what the operator computes with.
+
+    Numbers that are not compared are NaN; with ``magnitudes``, they are zero and all others positive.
+    """
+    value = problem.reference_arguments.get(name, problem.arguments[name])
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    value = value.detach().to(problem.wide).double()
+    if name not in problem.positions:
+        value = torch.where(value.abs() < EXTREME, value, torch.nan)
+        value = value.abs().nan_to_num(0.0) if magnitudes else value
+    return value
+
+
+def _reference(
+    family: Family, problem: Problem, needed: list[str], grad_outputs: list[Tensor], magnitudes: bool
+) -> dict[str, Any]:
+    """Return {"output", "output 1", ... and the needed arguments' names: float64 results}."""
+    arguments = {name: _exact(problem, name, magnitudes) for name in problem.arguments}
+    for name in needed:
+        arguments[name].requires_grad_()
+    result = family.reference(**arguments)
+    outputs = result if isinstance(result, tuple) else (result,)
+    results = {f"output {i}" if i else "output": t for i, t in enumerate(outputs)}
+    if grad_outputs:
+        sources = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        grads = [grad.double() for grad in grad_outputs]
+        grads = [torch.where(grad.abs() < EXTREME, grad, torch.nan) for grad in grads]
+        if magnitudes:
+            grads = [grad.abs().nan_to_num(0.0) for grad in grads]
+            results["grad_output"] = _row_sum(grads[0])
+            results["grad_total"] = grads[0].sum()
+        found: tuple[Tensor | None, ...] = (None,) * len(needed)
+        if sources and len(sources) == len(grads):
+            found = torch.autograd.grad(sources, [arguments[n] for n in needed], grads, allow_unused=True)
+        for name, gradient in zip(needed, found, strict=True):
+            results[name] = torch.zeros_like(arguments[name]) if gradient is None else gradient
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in results.items()}
+
+
+def _compare(
+    family: Family,
+    problem: Problem,
+    outputs: tuple[Any, ...],
+    gradients: tuple[Tensor | None, ...],
+    grad_outputs: list[Tensor],
+    needed: list[str],
+) -> str:
+    """Return what is wrong, or nothing."""
+    expected = _reference(family, problem, needed, grad_outputs, False)
+    if family.compare is not None:
+        return family.compare(problem, outputs, expected)
+    magnitudes = _reference(family, problem, needed, grad_outputs, True)
+    bounds = {name: _largest(value) for name, value in magnitudes.items()}
+    if family.bounds is not None:
+        family.bounds(problem, bounds)
+    results: dict[str, Any] = {f"output {i}" if i else "output": t for i, t in enumerate(outputs)}
+    if grad_outputs:
+        results.update(zip(needed, gradients, strict=True))
+    for name, got in results.items():
+        title = name if name.startswith("output") else f"gradient of {name}"
+        if got is None:
+            got = torch.zeros_like(problem.arguments[name])
+        if problem.skip.get(name) is not True:
+            message = _wrong_entries(problem, name, got.detach(), expected[name], bounds[name])
+            if message:
+                return f"{title}: {message}"
+    return ""
+
+
+def _row_sum(tensor: Tensor) -> Tensor:
+    return tensor.sum(-1) if tensor.dim() else tensor
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = torch.where(tensor.isfinite(), tensor, 0.0)
+    return float(finite.abs().max()) if tensor.numel() else 0.0
+
+
+def _wrong_entries(problem: Problem, name: str, got: Tensor, expected: Tensor, bound: float) -> str:
+    if got.shape != expected.shape:
+        return f"shape {list(got.shape)}, expected {list(expected.shape)}"
+    if name in problem.arguments and got.dtype != problem.arguments[name].dtype:
+        return f"type {got.dtype}, expected {problem.arguments[name].dtype}"
+    if bound > OVERFLOW and problem.wide != torch.float64:
+        return ""
+    info = torch.finfo(got.dtype)
+    allowed = torch.finfo(problem.wide).eps * problem.error_factor * bound + problem.absolute.get(name, 0.0)
+    allowed += torch.finfo(problem.wide).smallest_normal
+    tolerance = expected.abs() * info.eps + info.smallest_normal * info.eps + allowed
+    is_right = (got.double() - expected).abs() <= tolerance
+    is_right |= ~expected.isfinite() | (expected.abs() + allowed >= info.max * (1 - info.eps))
+    skipped = problem.skip.get(name)
+    if isinstance(skipped, Tensor):
+        is_right |= skipped.to(is_right.device)
+    if bool(is_right.all()):
+        return ""
+    wrong = (~is_right).nonzero()
+    place = tuple(wrong[0].tolist())
+    return (
+        f"{len(wrong)} of {got.numel()} entries are wrong, at {list(place)}: {float(got[place])!r}, expected "
+        f"{float(expected[place])!r} within {float(tolerance[place]):.3g}"
+    )
+
+
+def _differences(
+    outputs: tuple[Any, ...], gradients: tuple[Any, ...], first: tuple[Any, ...], second: tuple[Any, ...], needed: list
+) -> str:
+    """Return which result is not bit for bit that of the first call."""
+    for before, after in zip((*first, *second), (*outputs, *gradients), strict=True):
+        if isinstance(before, Tensor) and not torch.equal(_bits(before), _bits(after)):
+            return f"a second call gives other bits (results {len(outputs)}, gradients of {needed})"
+    return ""
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().nan_to_num(nan=12345.0) if tensor.is_floating_point() else tensor

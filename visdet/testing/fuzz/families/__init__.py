@@ -1,0 +1,12 @@
+"""The families of problems, by the name of their operator."""
+
+from ..problem import Family
+from . import aggregation, attention, boxes, convolutions, gaussians, images, losses, regions
+
+__all__ = ["FAMILIES"]
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for module in (attention, aggregation, boxes, images, gaussians, convolutions, regions, losses)
+    for family in module.FAMILIES
+}

@@ -1,0 +1,260 @@
+"""deformable_aggregation and deformable_aggregation_fused."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visdet.ops import (
+    deformable_aggregation,
+    deformable_aggregation_fused,
+    deformable_aggregation_fused_reference,
+    deformable_aggregation_reference,
+)
+
+from ..problem import Draw, Family, Problem
+from .attention import HALVES, gradient_sum, largest, near_whole, wide_of
+
+__all__ = ["FAMILIES"]
+
+
+def _tables(draw: Draw, V: int, L: int, side: int) -> tuple[Tensor, Tensor, int]:
+    """Return level_shapes [V, L, 2], level_starts [V, L] and the rows of features, some of which no map may have."""
+    shapes = torch.tensor([[max(side >> level, 1), max(draw.size(side, 0), 1)] for level in range(L)])
+    shapes = shapes.reshape(1, L, 2).repeat(V, 1, 1)
+    if draw.chance(0.3):
+        shapes[1::2] += 1  # cameras of another size
+    areas = shapes.prod(-1).flatten()
+    gap = draw.pick(0, 0, 0, 1, 5)
+    starts = (areas + gap).cumsum(0) - areas
+    if draw.chance(0.2) and len(areas):  # maps in another order
+        order = torch.randperm(len(areas), generator=draw.generator)
+        starts = torch.empty_like(areas)
+        starts[order] = areas[order].cumsum(0) - areas[order]
+    rows = int((starts + areas).max()) if len(areas) else draw.size(3)
+    return shapes, starts.view(V, L), rows + gap
+
+
+def _given(draw: Draw, table: Tensor) -> Any:
+    kind = draw.random.random()
+    if kind < 0.25 and table.numel():
+        return table.tolist()
+    table = table.to(draw.pick(torch.int64, torch.int64, torch.int32))
+    return draw.place(table, can_expand=False) if kind < 0.6 else table
+
+
+def _sizes(draw: Draw) -> tuple[int, ...]:
+    """Return B, Q, P, V, L, G, channels a group, and the side of the largest map."""
+    if draw.is_big:
+        heads = draw.pick((900, 13), (100, 300), (57, 300), (301, 7))
+        Q, P = heads if draw.device == "cuda" else (heads[0] // 20, heads[1])
+        side = 32 if draw.device == "cuda" else 12
+        return draw.pick(1, 2), Q, P, 6 if draw.device == "cuda" else 3, draw.pick(1, 4), 8, draw.pick(32, 6, 12), side
+    G, group = draw.pick(1, 2, 3, 4, 8), draw.pick(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 24, 32, 71)
+    if draw.chance(0.1):
+        G, group = 1, draw.pick(0, 1, 30, 71, 256, 1025)
+    P = 300 if draw.chance(0.01) else draw.size(9)
+    return draw.size(3), draw.size(15), P, draw.size(5), draw.size(4), G, group, draw.size(12, 0)
+
+
+def _draw(draw: Draw) -> Problem:
+    B, Q, P, V, L, G, group, side = _sizes(draw)
+    shapes, starts, rows = _tables(draw, V, L, side)
+    features = draw.place(draw.with_bad_numbers(draw.numbers(B, rows, G * group)), draw.dtype())
+    wide = wide_of(features.dtype)
+    locations = draw.uniform(*draw.pick((-0.2, 1.2), (-1.0, 2.0), (0.0, 1.0)), B, Q, P, V, 2)
+    kind = draw.random.random()
+    if kind < 0.15:  # borders, centres of texels of some level, and zero and one exactly
+        size = shapes[0, 0].flip(0).double() if shapes.numel() else 4.0
+        locations = (locations * 2 * size).round() / (2 * size)
+    elif kind < 0.25:
+        locations = draw.uniform(0.1, 0.9, 1, 1, 1, V, 2) + draw.uniform(0, 1e-3, B, Q, P, V, 2)
+    locations = draw.place(draw.with_bad_numbers(locations), draw.dtype(wide, wide, torch.float64, *HALVES))
+    weights = draw.place(
+        draw.with_bad_numbers(draw.numbers(B, Q, P, V, L, G)), draw.dtype(wide, features.dtype, *HALVES)
+    )
+    used = locations.detach().to(wide).double().cpu()
+    near = torch.zeros(used.shape, dtype=torch.bool)
+    for level in range(L):
+        near |= near_whole(used, shapes[:, level].flip(-1).double())
+    return Problem(
+        {
+            "features": features,
+            "level_shapes": _given(draw, shapes),
+            "level_starts": _given(draw, starts),
+            "locations": locations,
+            "weights": weights,
+        },
+        differentiable=("features", "locations", "weights"),
+        positions=("locations",),
+        reference_arguments={"level_shapes": shapes, "level_starts": starts},
+        wide=wide,
+        error_factor=64.0 + 16 * (int(shapes.max()) if shapes.numel() else 1) + 0.5 * Q * P,
+        skip={"locations": near},
+        may_refuse="V * L is 0, so that nested lists say no sizes" if V * L == 0 else "",
+    )
+
+
+def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    given, shapes = problem.arguments, problem.reference_arguments["level_shapes"]
+    peak, side = largest(given["features"]), float(shapes.max()) if shapes.numel() else 1.0
+    counted = max(1, given["weights"].shape[2] * given["weights"].shape[3] * given["weights"].shape[4])
+    bounds["output"] = peak * largest(given["weights"]) * counted
+    if "weights" in bounds:
+        bounds["weights"] = peak * gradient_sum(bounds)
+    if "locations" in bounds:
+        levels = max(1, shapes.shape[1])
+        bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * largest(given["weights"]) * levels
+
+
+def _cameras(draw: Draw, B: int, V: int) -> Tensor:
+    """Return projections [B, V, 4, 4] to 0..1 of cameras that look along the axes of z or x."""
+    projection = torch.zeros(B, V, 4, 4, dtype=torch.float64)
+    focal = draw.uniform(0.3, 1.0, B, V)
+    projection[..., 0, 0] = projection[..., 1, 1] = focal
+    projection[..., 0, 2] = projection[..., 1, 2] = 0.5
+    projection[..., 2, 2] = projection[..., 3, 3] = 1.0
+    projection[..., :3, 3] = draw.uniform(-0.3, 0.3, B, V, 3)
+    projection[:, 1::2] = projection[:, 1::2, :, [2, 1, 0, 3]]  # x and z change places
+    return projection
+
+
+def _project(key_points: Tensor, projection: Tensor, image_wh: Tensor | None) -> Tensor:
+    """Return locations [B, Q, P, V, 2] and depths at the end, [B, Q, P, V, 3]."""
+    matrix = projection[:, None, None]  # [B, 1, 1, V, 4, 4]
+    pixels = (matrix[..., :3, :3] * key_points[..., None, None, :]).sum(-1) + matrix[..., :3, 3]
+    locations = pixels[..., :2] / pixels[..., 2:].clamp(min=1e-5)
+    if image_wh is not None:
+        locations = locations / image_wh[:, None, None]
+    return torch.cat([locations, pixels[..., 2:]], -1)
+
+
+def _is_ambiguous(key_points: Tensor, projection: Tensor, image_wh: Tensor | None, shapes: Tensor) -> Tensor:
+    """Return the points [B, Q, P] that rounding may move across a border of the image or of a texel, or of depth."""
+    projected = _project(key_points, projection, image_wh)
+    locations, depths = projected[..., :2], projected[..., 2]
+    slack = 1e-3 * (1 + 1 / depths.abs().clamp(min=1e-9))
+    unclear = ((locations.abs() < slack[..., None]) | ((locations - 1).abs() < slack[..., None])).any(-1)
+    unclear |= depths.abs() < 0.05
+    for level in range(shapes.shape[1]):
+        size = shapes[:, level].flip(-1).double()
+        seen = ((locations > 0) & (locations < 1)).all(-1)
+        unclear |= near_whole(locations, size).any(-1) & seen
+    return unclear.any(-1)
+
+
+def _draw_fused(draw: Draw) -> Problem:
+    B, Q, P, V, L, G, group, side = _sizes(draw)
+    shapes, starts, rows = _tables(draw, V, L, side)
+    features = draw.place(draw.with_bad_numbers(draw.numbers(B, rows, G * group)), draw.dtype())
+    wide = wide_of(features.dtype)
+    image_wh = draw.whole(10, 1000, B, V, 2).double() if draw.chance(0.5) else None
+    projection = _cameras(draw, B, V)
+    if image_wh is not None:
+        projection[..., :2, :] *= image_wh[..., None]
+    key_points = draw.uniform(-2, 2, B, Q, P, 3)
+    key_points[..., 2] += draw.pick(0.0, 1.5)
+    projection = projection.to(wide).double()
+    for _ in range(4):
+        key_points = key_points.to(wide).double()
+        unclear = _is_ambiguous(key_points, projection, image_wh, shapes)
+        key_points = torch.where(unclear[..., None], key_points + draw.uniform(-0.5, 0.5, B, Q, P, 3), key_points)
+    unclear = _is_ambiguous(key_points.to(wide).double(), projection, image_wh, shapes)
+    key_points = torch.where(unclear[..., None], torch.nan, key_points)
+    if draw.has_bad_numbers and draw.chance(0.3):
+        hidden = draw.uniform(0, 1, B, Q, P) < 0.1
+        key_points[hidden] = draw.pick(torch.nan, torch.inf, -torch.inf)
+    has_camera = draw.chance(0.4)
+    narrow = draw.dtype(wide, features.dtype, *HALVES)
+    logits = draw.numbers(*((B, Q, L, P, G) if has_camera else (B, Q, V, L, P, G)))
+    logits = draw.place(draw.with_bad_numbers(logits), narrow)
+    camera_logits = draw.place(draw.with_bad_numbers(draw.numbers(B, V, L, P, G)), draw.dtype(narrow, narrow, wide))
+    keep = draw.place(draw.uniform(0, 1, B, Q, V, P) < 0.8, can_expand=False) if draw.chance(0.4) else None
+    arguments = {
+        "features": features,
+        "level_shapes": _given(draw, shapes),
+        "level_starts": _given(draw, starts),
+        "key_points": draw.place(key_points, wide, can_expand=False),
+        "projection": draw.place(projection, wide, can_expand=False),
+        "image_wh": None if image_wh is None else draw.place(image_wh, wide, can_expand=False),
+        "logits": logits,
+        "camera_logits": camera_logits if has_camera else None,
+        "keep": keep,
+        "keep_scale": draw.pick(1.0, 1.0, 1.25),
+    }
+    return Problem(
+        arguments,
+        differentiable=("features", "key_points", "logits", "camera_logits"),
+        positions=("key_points", "projection", "image_wh", "logits", "camera_logits"),
+        reference_arguments={"level_shapes": shapes, "level_starts": starts},
+        wide=wide,
+        error_factor=256.0 + 64 * (int(shapes.max()) if shapes.numel() else 1) + 0.5 * Q * P,
+        may_refuse="V * L is 0, so that nested lists say no sizes" if V * L == 0 else "",
+    )
+
+
+def _fused_reference(
+    features: Tensor,
+    projection: Tensor,
+    image_wh: Tensor | None,
+    camera_logits: Tensor | None,
+    keep: Tensor | None,
+    **others: Any,
+) -> Tensor:
+    empty = features.new_empty(0)
+    return deformable_aggregation_fused_reference(
+        features=features,
+        projection=projection,
+        image_wh=projection.new_ones(*projection.shape[:2], 2) if image_wh is None else image_wh,
+        camera_logits=empty if camera_logits is None else camera_logits,
+        keep=empty.bool() if keep is None else keep,
+        **others,
+    )
+
+
+def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    given, shapes = problem.arguments, problem.reference_arguments["level_shapes"]
+    side = float(shapes.max()) if shapes.numel() else 1.0
+    sample = largest(given["features"]) * given["keep_scale"]
+    product = sample * gradient_sum(bounds)
+    queries = given["key_points"].shape[1]
+    bounds["output"] = sample
+    # One over the least depth, 0.05, twice: once in a location, once more in its derivative.
+    for name, bound in (
+        ("logits", 2 * product * (given["projection"].shape[1] if given["camera_logits"] is not None else 1)),
+        ("camera_logits", 2 * product * max(1, queries)),
+        ("key_points", 4 * side * product * 400 * max(1, given["logits"].shape[-1])),
+    ):
+        if name in bounds:
+            bounds[name] = bound
+
+
+FAMILIES = (
+    Family(
+        "deformable_aggregation",
+        deformable_aggregation,
+        _draw,
+        deformable_aggregation_reference,
+        _bounds,
+        spoiled={
+            "features": ("rank", "type", 0),
+            "locations": ("rank", "device", 0, 1, 2, 3, 4),
+            "weights": ("rank", "device", 0, 1, 2, 3, 4),
+            "level_shapes": ("rank", 2),
+        },
+    ),
+    Family(
+        "deformable_aggregation_fused",
+        deformable_aggregation_fused,
+        _draw_fused,
+        _fused_reference,
+        _fused_bounds,
+        spoiled={
+            "features": ("rank", "type", 0),
+            "key_points": ("rank", "device", 0, 1, 2, 3),
+            "logits": ("rank", "device", 0, 1),
+            "level_shapes": ("rank", 2),
+        },
+        aliases=("deformable_aggregation",),
+    ),
+)

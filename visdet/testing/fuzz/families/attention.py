@@ -1,0 +1,289 @@
+"""ms_deform_attn and ms_deform_attn_fused."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visdet.ops import (
+    ms_deform_attn,
+    ms_deform_attn_fused,
+    ms_deform_attn_fused_reference,
+    ms_deform_attn_reference,
+)
+
+from ..problem import Draw, Family, Problem
+
+__all__ = ["FAMILIES", "HALVES", "gradient_sum", "largest", "level_tables", "near_whole", "pyramid", "row_sum", "wide_of"]
+
+HEAD_CHANNELS = (1, 2, 3, 4, 6, 8, 16, 24, 30, 32, 33, 48, 64, 71, 128)
+HALVES = (torch.float16, torch.bfloat16)
+NEAR = 1e-3  # a position so near a whole number, in pixels, may fall on either side of it
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def pyramid(draw: Draw, big: bool) -> Tensor:
+    """Return level_shapes [L, 2]."""
+    if not big:
+        L = draw.size(5)
+        return torch.tensor([[draw.size(12, 0), draw.size(12, 0)] for _ in range(L)]).reshape(L, 2)
+    side = draw.pick(20, 33, 48, 64, 80) if draw.device == "cuda" else draw.pick(12, 20, 24)
+    H, W = side, side + draw.size(20, 0)
+    levels = [[max(H >> level, 1), max(W >> level, 1)] for level in range(draw.pick(4, 4, 4, 3, 1))]
+    return torch.tensor(levels)
+
+
+def level_tables(draw: Draw, shapes: Tensor, gap: bool = False) -> tuple[Any, Any, Tensor]:
+    """Return level_shapes and level_starts as a caller may give them, and the starts."""
+    areas = shapes.prod(-1).flatten()
+    starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
+
+    def form(table: Tensor) -> Any:
+        kind = draw.random.random()
+        if kind < 0.25 and table.numel():
+            return table.tolist()
+        table = table.to(draw.pick(torch.int64, torch.int64, torch.int32))
+        return draw.place(table, can_expand=False) if kind < 0.6 else table
+
+    given_starts = None if not gap and draw.chance(0.2) else form(starts)
+    return form(shapes), given_starts, starts
+
+
+def locations_around(draw: Draw, shapes: Tensor, B: int, Q: int, G: int, P: int) -> Tensor:
+    """Return locations [B, Q, G, L, P, 2] (x, y) in 0..1: spread, in one cell, on borders or centres of texels."""
+    L = len(shapes)
+    size = shapes.flip(-1).double()[:, None]  # [L, 1, 2]
+    kind = draw.random.random()
+    if kind < 0.5:
+        locations = draw.uniform(-0.2, 1.2, B, Q, G, L, P, 2)
+    elif kind < 0.65:  # around a place of the query's own, some pixels away
+        centers = torch.rand((1, Q, 1, 1, 1, 2), generator=draw.generator, dtype=torch.float64)
+        centers = centers.sort(1).values if draw.chance(0.5) else centers
+        moves = torch.randn((B, Q, G, L, P, 2), generator=draw.generator, dtype=torch.float64)
+        locations = centers + moves * draw.pick(0.3, 3.0) / size
+    elif kind < 0.75:  # all in one cell
+        locations = draw.uniform(0, 1, 1, 1, 1, L, 1, 2) + draw.uniform(0, 1e-3, B, Q, G, L, P, 2) / size
+    elif kind < 0.9:  # texel centres and borders
+        half_texels = torch.rand((B, Q, G, L, P, 2), generator=draw.generator, dtype=torch.float64) * (2 * size + 6)
+        locations = (half_texels.floor() - 3) / (2 * size)
+    else:
+        locations = draw.numbers(B, Q, G, L, P, 2)
+    return draw.with_bad_numbers(locations)
+
+
+def near_whole(locations: Tensor, sizes: Tensor) -> Tensor:
+    """Return where a coordinate of a position in pixels is near a whole number."""
+    pixels = locations.double() * sizes - 0.5
+    return (pixels - pixels.round()).abs() < NEAR * (1 + pixels.abs() * 1e-3)
+
+
+def _sizes(draw: Draw) -> tuple[Tensor, int, int, int, int, int]:
+    """Return level_shapes and B, Q, G, C, P: small and odd, a decoder's or an encoder's."""
+    if draw.is_big:
+        shapes = pyramid(draw, True)
+        rows = int(shapes.prod(1).sum())
+        G, C, P = draw.pick(8, 8, 4, 1), draw.pick(32, 32, 16, 64, 8), draw.pick(4, 4, 4, 3, 8)
+        Q = draw.pick(rows, rows, 300, 900, 301) if rows <= 4000 or draw.device == "cuda" else 300
+        return shapes, draw.pick(1, 2), Q, G, C, P
+    shapes = pyramid(draw, False)
+    G = draw.size(9)
+    C = draw.pick(*HEAD_CHANNELS) if draw.chance(0.9) else draw.pick(0, 256, 257, 1025)
+    if G * C > 600:
+        G = 1
+    rows = int(shapes.prod(1).sum())
+    Q = rows if draw.chance(0.1) else draw.size(24)
+    return shapes, draw.size(3), Q, G, C, draw.size(6)
+
+
+def _value(draw: Draw, *shape: int) -> Tensor:
+    return draw.place(draw.with_bad_numbers(draw.numbers(*shape)), draw.dtype())
+
+
+def _factor(shapes: Tensor, samples: int) -> float:
+    side = int(shapes.max()) if shapes.numel() else 1
+    return 64.0 + 16 * side + 0.5 * samples
+
+
+def _draw(draw: Draw) -> Problem:
+    shapes, B, Q, G, C, P = _sizes(draw)
+    L = len(shapes)
+    value = _value(draw, B, int(shapes.prod(1).sum()), G, C)
+    wide = wide_of(value.dtype)
+    locations = draw.place(locations_around(draw, shapes, B, Q, G, P), draw.dtype(wide, wide, torch.float64, torch.float32))
+    weights = draw.place(draw.with_bad_numbers(draw.numbers(B, Q, G, L, P)), draw.dtype(wide, wide, *HALVES))
+    given_shapes, given_starts, starts = level_tables(draw, shapes)
+    arguments = {
+        "value": value,
+        "level_shapes": given_shapes,
+        "level_starts": given_starts,
+        "locations": locations,
+        "weights": weights,
+    }
+    used = locations.detach().to(wide)
+    sizes = shapes.flip(-1)[:, None].to(used.device)
+    return Problem(
+        arguments,
+        differentiable=("value", "locations", "weights"),
+        positions=("locations",),
+        reference_arguments={"level_shapes": shapes, "level_starts": starts},
+        wide=wide,
+        error_factor=_factor(shapes, Q * P),
+        skip={"locations": near_whole(used, sizes)},
+        may_refuse="level_shapes is empty or has no rows" if L == 0 else "",
+    )
+
+
+def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    shapes = problem.reference_arguments["level_shapes"]
+    side = float(shapes.max()) if shapes.numel() else 1.0
+    peak = largest(problem.arguments["value"])
+    # A position in float32 is off by its epsilon times the side, which error_factor counts; next to a corner whose
+    # weight is near zero, the difference between the corners counts instead of the sample.
+    bounds["output"] = peak * row_sum(problem.arguments["weights"], 2)
+    if "weights" in bounds:
+        bounds["weights"] = max(bounds["weights"], peak * gradient_sum(bounds))
+    if "locations" in bounds:
+        bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * largest(problem.arguments["weights"])
+
+
+def gradient_sum(bounds: dict[str, float]) -> float:
+    """Return a bound of the sum of magnitudes of grad_output over a head's channels."""
+    return bounds.get("grad_output", 0.0)
+
+
+def largest(tensor: Tensor) -> float:
+    tensor = tensor.detach().double().abs()
+    tensor = torch.where(tensor < 1e4, tensor, 0.0)
+    return float(tensor.max()) if tensor.numel() else 0.0
+
+
+def row_sum(tensor: Tensor, dims: int) -> float:
+    tensor = tensor.detach().double().abs()
+    tensor = torch.where(tensor < 1e4, tensor, 0.0).flatten(-dims).sum(-1)
+    return float(tensor.max()) if tensor.numel() else 0.0
+
+
+def _draw_fused(draw: Draw) -> Problem:
+    shapes, B, Q, G, C, P = _sizes(draw)
+    L = len(shapes)
+    value = _value(draw, B, int(shapes.prod(1).sum()), G, C)
+    wide = wide_of(value.dtype)
+    points = P if draw.chance(0.5) else [draw.size(6) for _ in range(L)]
+    counts = [points] * L if isinstance(points, int) else points
+    K = sum(counts)
+    D = draw.pick(2, 4)
+    shared_batch, shared_level = draw.chance(0.2), draw.chance(0.3) and L > 0
+    reference_points = draw.uniform(-0.1, 1.1, 1 if shared_batch else B, Q, 1 if shared_level else L, D)
+    offsets = draw.numbers(B, Q, G, K, 2)
+    kind = draw.random.random()
+    if kind < 0.15:
+        offsets = (offsets * 2).round() / 2
+    elif kind < 0.25:
+        offsets = offsets * 1e-3
+    logits = draw.numbers(B, Q, G, K)
+    if draw.has_bad_numbers and K:
+        logits = torch.where(draw.uniform(0, 1, *logits.shape) < 0.1, -torch.inf, logits)
+    narrow = draw.dtype(wide, value.dtype, *HALVES)
+    offsets = draw.place(draw.with_bad_numbers(offsets), narrow)
+    logits = draw.place(draw.with_bad_numbers(logits), narrow if draw.chance(0.8) else draw.dtype())
+    types = (wide,) if shared_batch or shared_level else (wide, wide, *HALVES)  # a sum is rounded for each term
+    reference_points = draw.place(draw.with_bad_numbers(reference_points), draw.dtype(*types))
+    given_shapes, given_starts, starts = level_tables(draw, shapes)
+    level_of = torch.repeat_interleave(torch.arange(L), torch.tensor(counts, dtype=torch.int64))
+    near = _near_whole_of_fused(shapes, level_of, counts, reference_points, offsets, wide)
+    return Problem(
+        {
+            "value": value,
+            "level_shapes": given_shapes,
+            "level_starts": given_starts,
+            "reference_points": reference_points,
+            "offsets": offsets,
+            "logits": logits,
+            "num_points": points,
+        },
+        differentiable=("value", "reference_points", "offsets", "logits"),
+        positions=("reference_points", "offsets", "logits"),
+        reference_arguments={"level_shapes": shapes, "level_starts": starts, "num_points": counts},
+        wide=wide,
+        error_factor=_factor(shapes, Q * P),
+        skip={"offsets": near, "reference_points": bool(near.any())},
+        may_refuse="there are no levels" if L == 0 else "",
+    )
+
+
+def _near_whole_of_fused(
+    shapes: Tensor, level_of: Tensor, counts: list[int], reference_points: Tensor, offsets: Tensor, wide: torch.dtype
+) -> Tensor:
+    """Return where a sample's position [B, Q, G, K, 2] is near a whole number of pixels."""
+    if offsets.numel() == 0:
+        return torch.zeros(offsets.shape, dtype=torch.bool)
+    reference = reference_points.detach().to(wide).double().cpu().expand(offsets.shape[0], -1, len(shapes), -1)
+    moves = offsets.detach().to(wide).double().cpu()
+    sizes = shapes.flip(-1).double()[level_of]  # [K, 2]
+    centers = reference[..., :2][:, :, level_of][:, :, None]  # [B, Q, 1, K, 2]
+    if reference.shape[-1] == 4:
+        scale = 0.5 / torch.tensor(counts, dtype=torch.float64)[level_of, None]
+        moves = moves * reference[..., 2:][:, :, level_of][:, :, None] * scale
+    else:
+        moves = moves / sizes
+    return near_whole(centers + moves, sizes)
+
+
+def _fused_reference(reference_points: Tensor, level_shapes: Tensor, value: Tensor, **others: Any) -> Tensor:
+    expanded = reference_points.expand(value.shape[0], -1, len(level_shapes), -1)
+    return ms_deform_attn_fused_reference(
+        value=value, level_shapes=level_shapes, reference_points=expanded, **others
+    )
+
+
+def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    given = problem.arguments
+    shapes = problem.reference_arguments["level_shapes"]
+    side = float(shapes.max()) if shapes.numel() else 1.0
+    sample = largest(given["value"]) * gradient_sum(bounds)  # a product of a sample and a gradient
+    reach = max(1.0, largest(given["reference_points"]), largest(given["offsets"]))
+    bounds["output"] = largest(given["value"]) * reach
+    per_location = 4 * side * sample * reach
+    heads = max(1, given["value"].shape[2])
+    everywhere = max(1, given["value"].shape[0] * max(1, len(shapes)))  # shared by the batch and the levels
+    for name, bound in (
+        ("logits", 2 * sample * reach),
+        ("offsets", per_location),
+        ("reference_points", per_location * heads * everywhere * reach),
+    ):
+        if name in bounds:
+            bounds[name] = bound
+
+
+FAMILIES = (
+    Family(
+        "ms_deform_attn",
+        ms_deform_attn,
+        _draw,
+        ms_deform_attn_reference,
+        _bounds,
+        spoiled={
+            "value": ("rank", "type", 0, 1, 2),
+            "locations": ("rank", "device", 0, 1, 2, 3, 4, 5),
+            "weights": ("rank", "device", 0, 1, 2, 3, 4),
+            "level_shapes": ("rank", 1),
+        },
+    ),
+    Family(
+        "ms_deform_attn_fused",
+        ms_deform_attn_fused,
+        _draw_fused,
+        _fused_reference,
+        _fused_bounds,
+        spoiled={
+            "value": ("rank", "type", 0, 1, 2),
+            "offsets": ("rank", "device", 0, 1, 2, 3, 4),
+            "logits": ("rank", "device", 0, 1, 2, 3),
+            "level_shapes": ("rank", 1),
+        },
+        aliases=("ms_deform_attn",),
+    ),
+)

@@ -1,0 +1,202 @@
+"""sample_sum, sample_dot and point_sample: bilinear samples of images."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visdet.ops import point_sample, sample_dot, sample_dot_reference, sample_sum, sample_sum_reference
+
+from ..problem import Draw, Family, Problem
+from .attention import HALVES, gradient_sum, largest, near_whole, row_sum, wide_of
+
+__all__ = ["FAMILIES"]
+
+
+def _images(draw: Draw, C: int, big: bool) -> Tensor:
+    B = draw.size(3)
+    H, W = (draw.size(64, 0), draw.size(128, 0)) if big else (draw.size(14, 0.01), draw.size(14, 0.01))
+    images = draw.numbers(B, C, H, W)
+    images = draw.place(draw.with_bad_numbers(images), draw.dtype())
+    return images.contiguous(memory_format=torch.channels_last) if draw.chance(0.2) else images
+
+
+def _samples(draw: Draw, images: Tensor, Q: int, D: int) -> Tensor:
+    B, _, H, W = images.shape
+    kind = draw.random.random()
+    if kind < 0.6:
+        samples = draw.uniform(-1.2, 1.2, B, Q, D, 2)
+    elif kind < 0.75:
+        size = torch.tensor([max(W, 1), max(H, 1)], dtype=torch.float64)
+        samples = (draw.uniform(-1.3, 1.3, B, Q, D, 2) * size).round() / size  # borders and centres of pixels
+    elif kind < 0.85:
+        samples = draw.uniform(-1, 1, 1, 1, 1, 2) + draw.uniform(0, 1e-3, B, Q, D, 2)
+    else:
+        samples = draw.numbers(B, Q, D, 2)
+    wide = wide_of(images.dtype)
+    return draw.place(draw.with_bad_numbers(samples), draw.dtype(wide, wide, torch.float64, *HALVES))
+
+
+def _near(images: Tensor, samples: Tensor) -> Tensor:
+    size = torch.tensor(images.shape[:1:-1], device=samples.device)
+    return near_whole((samples.detach().to(wide_of(images.dtype)).double() + 1) / 2, size)
+
+
+def _sizes(draw: Draw, big: bool) -> tuple[int, int, int, int]:
+    """Return C, G, Q and D."""
+    if big:
+        Q, D = draw.pick((64, 31), (256, 123), (900, 13)) if draw.device == "cuda" else (32, 31)
+        return draw.pick(140, 64, 30, 256), draw.pick(1, 4, 8), Q, D
+    C = draw.pick(1, 2, 3, 4, 5, 8, 13, 16, 30, 64, 71) if draw.chance(0.95) else draw.pick(0, 140, 1025)
+    return C, draw.size(9), draw.size(12), draw.size(12)
+
+
+def _problem(arguments: dict, constants: dict, may_refuse: str = "") -> Problem:
+    images, samples = arguments["images"], arguments["samples"]
+    is_empty = images.shape[2] * images.shape[3] == 0
+    return Problem(
+        {**arguments, **constants},
+        differentiable=tuple(arguments),
+        positions=("samples",),
+        wide=wide_of(images.dtype),
+        error_factor=64.0 + 16 * max(images.shape[2:]) + 0.5 * samples.shape[1] * samples.shape[2],
+        skip={"samples": _near(images, samples)},
+        may_refuse="images have no pixels" if is_empty else may_refuse,
+    )
+
+
+def _draw_sum(draw: Draw) -> Problem:
+    big = draw.is_big
+    C, G, Q, D = _sizes(draw, big)
+    images = _images(draw, C, big)
+    samples = _samples(draw, images, Q, D)
+    wide = wide_of(images.dtype)
+    weights = draw.place(draw.with_bad_numbers(draw.numbers(len(images), G, Q, D)), draw.dtype(wide, wide, *HALVES))
+    return _problem({"images": images, "samples": samples, "weights": weights}, {})
+
+
+def _draw_dot(draw: Draw) -> Problem:
+    big = draw.is_big
+    C, G, Q, D = _sizes(draw, big)
+    octaves = draw.pick(0, 0, 1, 2, 6, 12, 28, 30)
+    octaves = octaves if draw.chance(0.1) else min(octaves, C // 2)
+    images = _images(draw, C, big)
+    samples = _samples(draw, images, Q, D)
+    wide = wide_of(images.dtype)
+    queries = draw.numbers(len(images), G, Q, max(C - 2 * octaves, 0))
+    queries = draw.place(draw.with_bad_numbers(queries), draw.dtype(wide, wide, *HALVES))
+    depths = draw.place(draw.with_bad_numbers(draw.uniform(-4, 4, len(images), Q, D)), draw.dtype(wide, wide, *HALVES))
+    return _problem(
+        {"images": images, "samples": samples, "queries": queries, "depths": depths},
+        {"num_octaves": octaves},
+        may_refuse="the octaves take more channels than there are" if 2 * octaves > C else "",
+    )
+
+
+def _sum_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    images, weights = problem.arguments["images"], problem.arguments["weights"]
+    peak = largest(images)
+    bounds["output"] = peak * row_sum(weights, 1)
+    groups = max(1, weights.shape[1])
+    if "weights" in bounds:
+        bounds["weights"] = peak * gradient_sum(bounds)
+    if "samples" in bounds:
+        bounds["samples"] = 4 * max(images.shape[2:]) * peak * largest(weights) * gradient_sum(bounds) * groups
+
+
+def _dot_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    images, queries = problem.arguments["images"], problem.arguments["queries"]
+    octaves = problem.arguments["num_octaves"]
+    peak, groups = largest(images), max(1, queries.shape[1])
+    angles = max(1.0, largest(problem.arguments["depths"])) if problem.wide == torch.float64 else 1.0
+    row = row_sum(queries, 1) + 2 * octaves  # of a query and its encoding
+    bounds["output"] = peak * (row + 2 * octaves * angles * 2**octaves * 1e-3)
+    gradient = bounds.get("grad_output", 0.0)
+    for name, bound in (
+        ("images", bounds.get("images", 0.0) + gradient * groups * max(1, queries.shape[2])),
+        ("queries", peak * gradient),
+        ("samples", 4 * max(images.shape[2:]) * peak * row * gradient * groups),
+        ("depths", 4 * math.pi * 2**octaves * peak * gradient * groups * max(1, octaves)),
+    ):
+        if name in bounds:
+            bounds[name] = bound
+
+
+def _draw_points(draw: Draw) -> Problem:
+    C, _, Q, D = _sizes(draw, draw.is_big)
+    images = _images(draw, C, False)
+    shape = (len(images), Q, 2) if draw.chance(0.5) else (len(images), Q, D, 2)
+    points = draw.with_bad_numbers(draw.uniform(-0.2, 1.2, *shape))
+    points = draw.place(points, images.dtype)
+    settings = {
+        "align_corners": draw.chance(0.3),
+        "mode": draw.pick("bilinear", "bilinear", "bilinear", "nearest"),
+        "padding_mode": draw.pick("zeros", "zeros", "border", "reflection"),
+    }
+    usual = settings["mode"] == "bilinear" and not settings["align_corners"]
+    exact = images.dtype in (torch.float32, torch.float64)
+    near = _near(images, points * 2 - 1)
+    has_bad = not bool((points.isfinite() & (points.abs() < 1e3)).all())
+    unsure = has_bad or not usual or not exact or bool(near.any())
+    if unsure and settings["mode"] == "nearest":
+        exact = False
+    return Problem(
+        {"input": images, "points": points, **settings},
+        differentiable=("input", "points"),
+        wide=images.dtype,
+        error_factor=64.0 + 16 * max(images.shape[2:]) + 0.5 * points[..., 0].numel(),
+        skip={
+            "points": unsure or settings["padding_mode"] != "zeros",
+            "output": settings["mode"] == "nearest" or has_bad or not exact,
+            "input": settings["mode"] == "nearest" or has_bad or not exact,
+        },
+        may_refuse="images have no pixels" if images.numel() == 0 else "",
+    )
+
+
+def _points_reference(input: Tensor, points: Tensor, **settings) -> Tensor:
+    grid = torch.where(points.isfinite() & (points.abs() < 1e3), points, -9.0) * 2 - 1
+    if grid.dim() == 3:
+        return F.grid_sample(input, grid[:, :, None], **settings).squeeze(3)
+    return F.grid_sample(input, grid, **settings)
+
+
+def _points_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    images = problem.arguments["input"]
+    bounds["output"] = 2 * largest(images)
+    if "points" in bounds:
+        gradient = bounds.get("grad_output", 0.0) * max(1, images.shape[1])
+        bounds["points"] = 8 * max(images.shape[2:]) * largest(images) * gradient
+    if "input" in bounds:
+        bounds["input"] = bounds.get("grad_output", 0.0) * problem.error_factor
+
+
+FAMILIES = (
+    Family(
+        "sample_sum",
+        sample_sum,
+        _draw_sum,
+        sample_sum_reference,
+        _sum_bounds,
+        spoiled={
+            "images": ("rank", "type", 0),
+            "samples": ("rank", "device", 0, 1, 2, 3),
+            "weights": ("rank", "device", 0, 2, 3),
+        },
+    ),
+    Family(
+        "sample_dot",
+        sample_dot,
+        _draw_dot,
+        sample_dot_reference,
+        _dot_bounds,
+        spoiled={
+            "images": ("rank", "type", 0, 1),
+            "samples": ("rank", "device", 0, 1, 2, 3),
+            "queries": ("rank", "device", 0, 2, 3),
+            "depths": ("rank", "device", 0, 1, 2),
+        },
+    ),
+    Family("point_sample", point_sample, _draw_points, _points_reference, _points_bounds),
+)

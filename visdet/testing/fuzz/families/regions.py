@@ -1,0 +1,1 @@
+FAMILIES: tuple = ()
