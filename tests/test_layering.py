@@ -19,6 +19,7 @@ ALLOWED = {
     "evaluation": {"structures", "registry"},
     "engine": {"structures", "registry"},
     "visualization": {"structures", "registry"},
+    "testing": {"ops"},
     "compat": {"ops"},
 }
 EXCEPTIONS = {

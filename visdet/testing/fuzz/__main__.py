@@ -24,11 +24,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the first call; alone, only that call runs")
     parser.add_argument("--calls", type=int, help="calls of each family")
     parser.add_argument("--minutes", type=float, help="time in all; 1 where nothing else is said")
-    parser.add_argument("--jobs", type=int, help="processes at a time; the number of cores on the CPU, 1 on CUDA")
+    parser.add_argument(
+        "--jobs", type=int, help="processes at a time; the number of cores on the CPU, 1 on CUDA"
+    )
     parser.add_argument("--batch", type=int, help="calls of a process; 200 on the CPU, 1000 on CUDA")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a call may take")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
-    parser.add_argument("--in-process", action="store_true", help="run the calls in this process, for a debugger")
+    parser.add_argument(
+        "--in-process", action="store_true", help="run the calls in this process, for a debugger"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.calls is None and chosen.minutes is None:
         chosen.calls, chosen.minutes = (1, None) if chosen.seed is not None else (None, 1.0)
@@ -86,7 +90,9 @@ class Report:
 
     def summary(self, seconds: float) -> str:
         parts = [f"{self.kinds.total()} calls in {seconds:.0f} s", f"{self.kinds['refused']} refused clearly"]
-        parts += [f"{len(s)} {kind} (seeds {', '.join(map(str, s[:5]))})" for kind, s in self.failed_seeds.items()]
+        parts += [
+            f"{len(s)} {kind} (seeds {', '.join(map(str, s[:5]))})" for kind, s in self.failed_seeds.items()
+        ]
         return f"{self.name} on {self.chosen.device}: {', '.join(parts)}; {self.failures} failures"
 
 

@@ -29,9 +29,12 @@ class Problem:
     positions: tuple[str, ...] = ()
     reference_arguments: dict[str, Any] = field(default_factory=dict)  # in place of those of the call
     wide: torch.dtype = torch.float32  # the type in which the operator computes
-    error_factor: float = 64.0  # rounding errors allowed, in units of that type's epsilon
+    epsilon: float | None = None  # of its sums and intermediate results; None: of that type
+    error_factor: float = 64.0  # rounding errors allowed, in units of epsilon
     absolute: dict[str, float] = field(default_factory=dict)  # errors allowed besides
-    skip: dict[str, Tensor | bool] = field(default_factory=dict)  # what is not compared, of "output" and gradients
+    skip: dict[str, Tensor | bool] = field(
+        default_factory=dict
+    )  # what is not compared, of "output" and gradients
     may_refuse: str = ""  # why the operator may refuse the problem
     must_refuse: str = ""  # why it has to
 

@@ -28,7 +28,9 @@ def _outcome(name: str, seed: int, device: str) -> Outcome:
         return run_call(FAMILIES[name], seed, device)
     except Exception as error:  # of the family's drawing or reference, or an asynchronous error of the device
         kind = "CUDA error" if "CUDA" in str(error) else "fuzzer error"
-        return Outcome(kind, f"{type(error).__name__}: {error} (in the fuzzer itself, line {_line_of(error)})")
+        return Outcome(
+            kind, f"{type(error).__name__}: {error} (in the fuzzer itself, line {_line_of(error)})"
+        )
 
 
 def _line_of(error: Exception) -> str:

@@ -49,7 +49,16 @@ def _sizes(draw: Draw) -> tuple[int, ...]:
         heads = draw.pick((900, 13), (100, 300), (57, 300), (301, 7))
         Q, P = heads if draw.device == "cuda" else (heads[0] // 20, heads[1])
         side = 32 if draw.device == "cuda" else 12
-        return draw.pick(1, 2), Q, P, 6 if draw.device == "cuda" else 3, draw.pick(1, 4), 8, draw.pick(32, 6, 12), side
+        return (
+            draw.pick(1, 2),
+            Q,
+            P,
+            6 if draw.device == "cuda" else 3,
+            draw.pick(1, 4),
+            8,
+            draw.pick(32, 6, 12),
+            side,
+        )
     G, group = draw.pick(1, 2, 3, 4, 8), draw.pick(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 24, 32, 71)
     if draw.chance(0.1):
         G, group = 1, draw.pick(0, 1, 30, 71, 256, 1025)
@@ -158,7 +167,9 @@ def _draw_fused(draw: Draw) -> Problem:
     for _ in range(4):
         key_points = key_points.to(wide).double()
         unclear = _is_ambiguous(key_points, projection, image_wh, shapes)
-        key_points = torch.where(unclear[..., None], key_points + draw.uniform(-0.5, 0.5, B, Q, P, 3), key_points)
+        key_points = torch.where(
+            unclear[..., None], key_points + draw.uniform(-0.5, 0.5, B, Q, P, 3), key_points
+        )
     unclear = _is_ambiguous(key_points.to(wide).double(), projection, image_wh, shapes)
     key_points = torch.where(unclear[..., None], torch.nan, key_points)
     if draw.has_bad_numbers and draw.chance(0.3):
@@ -168,7 +179,9 @@ def _draw_fused(draw: Draw) -> Problem:
     narrow = draw.dtype(wide, features.dtype, *HALVES)
     logits = draw.numbers(*((B, Q, L, P, G) if has_camera else (B, Q, V, L, P, G)))
     logits = draw.place(draw.with_bad_numbers(logits), narrow)
-    camera_logits = draw.place(draw.with_bad_numbers(draw.numbers(B, V, L, P, G)), draw.dtype(narrow, narrow, wide))
+    camera_logits = draw.place(
+        draw.with_bad_numbers(draw.numbers(B, V, L, P, G)), draw.dtype(narrow, narrow, wide)
+    )
     keep = draw.place(draw.uniform(0, 1, B, Q, V, P) < 0.8, can_expand=False) if draw.chance(0.4) else None
     arguments = {
         "features": features,

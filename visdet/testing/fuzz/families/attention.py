@@ -14,7 +14,17 @@ from visdet.ops import (
 
 from ..problem import Draw, Family, Problem
 
-__all__ = ["FAMILIES", "HALVES", "gradient_sum", "largest", "level_tables", "near_whole", "pyramid", "row_sum", "wide_of"]
+__all__ = [
+    "FAMILIES",
+    "HALVES",
+    "gradient_sum",
+    "largest",
+    "level_tables",
+    "near_whole",
+    "pyramid",
+    "row_sum",
+    "wide_of",
+]
 
 HEAD_CHANNELS = (1, 2, 3, 4, 6, 8, 16, 24, 30, 32, 33, 48, 64, 71, 128)
 HALVES = (torch.float16, torch.bfloat16)
@@ -67,7 +77,9 @@ def locations_around(draw: Draw, shapes: Tensor, B: int, Q: int, G: int, P: int)
     elif kind < 0.75:  # all in one cell
         locations = draw.uniform(0, 1, 1, 1, 1, L, 1, 2) + draw.uniform(0, 1e-3, B, Q, G, L, P, 2) / size
     elif kind < 0.9:  # texel centres and borders
-        half_texels = torch.rand((B, Q, G, L, P, 2), generator=draw.generator, dtype=torch.float64) * (2 * size + 6)
+        half_texels = torch.rand((B, Q, G, L, P, 2), generator=draw.generator, dtype=torch.float64) * (
+            2 * size + 6
+        )
         locations = (half_texels.floor() - 3) / (2 * size)
     else:
         locations = draw.numbers(B, Q, G, L, P, 2)
@@ -112,7 +124,9 @@ def _draw(draw: Draw) -> Problem:
     L = len(shapes)
     value = _value(draw, B, int(shapes.prod(1).sum()), G, C)
     wide = wide_of(value.dtype)
-    locations = draw.place(locations_around(draw, shapes, B, Q, G, P), draw.dtype(wide, wide, torch.float64, torch.float32))
+    locations = draw.place(
+        locations_around(draw, shapes, B, Q, G, P), draw.dtype(wide, wide, torch.float64, torch.float32)
+    )
     weights = draw.place(draw.with_bad_numbers(draw.numbers(B, Q, G, L, P)), draw.dtype(wide, wide, *HALVES))
     given_shapes, given_starts, starts = level_tables(draw, shapes)
     arguments = {
@@ -189,7 +203,9 @@ def _draw_fused(draw: Draw) -> Problem:
     narrow = draw.dtype(wide, value.dtype, *HALVES)
     offsets = draw.place(draw.with_bad_numbers(offsets), narrow)
     logits = draw.place(draw.with_bad_numbers(logits), narrow if draw.chance(0.8) else draw.dtype())
-    types = (wide,) if shared_batch or shared_level else (wide, wide, *HALVES)  # a sum is rounded for each term
+    types = (
+        (wide,) if shared_batch or shared_level else (wide, wide, *HALVES)
+    )  # a sum is rounded for each term
     reference_points = draw.place(draw.with_bad_numbers(reference_points), draw.dtype(*types))
     given_shapes, given_starts, starts = level_tables(draw, shapes)
     level_of = torch.repeat_interleave(torch.arange(L), torch.tensor(counts, dtype=torch.int64))
@@ -215,12 +231,19 @@ def _draw_fused(draw: Draw) -> Problem:
 
 
 def _near_whole_of_fused(
-    shapes: Tensor, level_of: Tensor, counts: list[int], reference_points: Tensor, offsets: Tensor, wide: torch.dtype
+    shapes: Tensor,
+    level_of: Tensor,
+    counts: list[int],
+    reference_points: Tensor,
+    offsets: Tensor,
+    wide: torch.dtype,
 ) -> Tensor:
     """Return where a sample's position [B, Q, G, K, 2] is near a whole number of pixels."""
     if offsets.numel() == 0:
         return torch.zeros(offsets.shape, dtype=torch.bool)
-    reference = reference_points.detach().to(wide).double().cpu().expand(offsets.shape[0], -1, len(shapes), -1)
+    reference = (
+        reference_points.detach().to(wide).double().cpu().expand(offsets.shape[0], -1, len(shapes), -1)
+    )
     moves = offsets.detach().to(wide).double().cpu()
     sizes = shapes.flip(-1).double()[level_of]  # [K, 2]
     centers = reference[..., :2][:, :, level_of][:, :, None]  # [B, Q, 1, K, 2]

@@ -66,7 +66,7 @@ def _draw_field(draw: Draw) -> Problem:
     problem = _problem(tensors, {"tolerance": tolerance}, refusal)
     if tolerance:  # gradients are those of the terms that were added
         problem.absolute["output"] = 1.01 * tolerance
-        problem.skip = {name: True for name in tensors}
+        problem.skip = dict.fromkeys(tensors, True)
     return problem
 
 
@@ -133,7 +133,11 @@ FAMILIES = (
         _draw_distance,
         _distance,
         _distance_bounds,
-        spoiled={"points": ("rank", "type", 1), "means": ("rank", "device", 0, 1), "cholesky": ("device", 0, 1, 2)},
+        spoiled={
+            "points": ("rank", "type", 1),
+            "means": ("rank", "device", 0, 1),
+            "cholesky": ("device", 0, 1, 2),
+        },
     ),
     Family(
         "gaussian_field",

@@ -72,7 +72,9 @@ def _draw_sum(draw: Draw) -> Problem:
     images = _images(draw, C, big)
     samples = _samples(draw, images, Q, D)
     wide = wide_of(images.dtype)
-    weights = draw.place(draw.with_bad_numbers(draw.numbers(len(images), G, Q, D)), draw.dtype(wide, wide, *HALVES))
+    weights = draw.place(
+        draw.with_bad_numbers(draw.numbers(len(images), G, Q, D)), draw.dtype(wide, wide, *HALVES)
+    )
     return _problem({"images": images, "samples": samples, "weights": weights}, {})
 
 
@@ -86,7 +88,9 @@ def _draw_dot(draw: Draw) -> Problem:
     wide = wide_of(images.dtype)
     queries = draw.numbers(len(images), G, Q, max(C - 2 * octaves, 0))
     queries = draw.place(draw.with_bad_numbers(queries), draw.dtype(wide, wide, *HALVES))
-    depths = draw.place(draw.with_bad_numbers(draw.uniform(-4, 4, len(images), Q, D)), draw.dtype(wide, wide, *HALVES))
+    depths = draw.place(
+        draw.with_bad_numbers(draw.uniform(-4, 4, len(images), Q, D)), draw.dtype(wide, wide, *HALVES)
+    )
     return _problem(
         {"images": images, "samples": samples, "queries": queries, "depths": depths},
         {"num_octaves": octaves},
@@ -102,22 +106,26 @@ def _sum_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     if "weights" in bounds:
         bounds["weights"] = peak * gradient_sum(bounds)
     if "samples" in bounds:
-        bounds["samples"] = 4 * max(images.shape[2:]) * peak * largest(weights) * gradient_sum(bounds) * groups
+        bounds["samples"] = (
+            4 * max(images.shape[2:]) * peak * largest(weights) * gradient_sum(bounds) * groups
+        )
 
 
 def _dot_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     images, queries = problem.arguments["images"], problem.arguments["queries"]
     octaves = problem.arguments["num_octaves"]
     peak, groups = largest(images), max(1, queries.shape[1])
-    angles = max(1.0, largest(problem.arguments["depths"])) if problem.wide == torch.float64 else 1.0
-    row = row_sum(queries, 1) + 2 * octaves  # of a query and its encoding
-    bounds["output"] = peak * (row + 2 * octaves * angles * 2**octaves * 1e-3)
+    # The reference's own angles, in float64, are off by its epsilon times their size.
+    angle = 2 * math.pi * 2**octaves * largest(problem.arguments["depths"])
+    angle *= torch.finfo(torch.float64).eps / torch.finfo(problem.wide).eps
+    row = row_sum(queries, 1) + 2 * octaves * (1 + angle)  # of a query and its encoding
+    bounds["output"] = peak * row
     gradient = bounds.get("grad_output", 0.0)
     for name, bound in (
-        ("images", bounds.get("images", 0.0) + gradient * groups * max(1, queries.shape[2])),
+        ("images", bounds.get("images", 0.0) + (1 + angle) * gradient * groups * max(1, queries.shape[2])),
         ("queries", peak * gradient),
         ("samples", 4 * max(images.shape[2:]) * peak * row * gradient * groups),
-        ("depths", 4 * math.pi * 2**octaves * peak * gradient * groups * max(1, octaves)),
+        ("depths", 4 * math.pi * 2**octaves * (1 + angle) * peak * gradient * groups * max(1, octaves)),
     ):
         if name in bounds:
             bounds[name] = bound

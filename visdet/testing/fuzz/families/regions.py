@@ -1,1 +1,216 @@
-FAMILIES: tuple = ()
+"""roi_align, roi_pool and deform_roi_pool."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visdet.ops import deform_roi_pool, roi_align, roi_pool
+from visdet.ops.roi_align import roi_align_reference
+from visdet.ops.roi_pool import roi_pool_reference
+
+from ..problem import Draw, Family, Problem
+from .attention import largest, wide_of
+
+__all__ = ["FAMILIES"]
+
+NOWHERE = (0.0, -900.0, -900.0, -890.0, -890.0)  # a region that no pixel belongs to
+CLEAR = 1e-3
+
+
+def _regions(draw: Draw, images: Tensor, scale: float) -> Tensor:
+    """Return regions [N, 5] whose corners are multiples of 1/8 pixel: exact in every type."""
+    B, _, H, W = images.shape
+    N = draw.pick(100, 500) if draw.is_big else draw.size(12)
+    if B == 0:
+        N = 0
+    image = draw.whole(0, max(B, 1), N).double()
+    x, y = draw.uniform(-4, W + 2, N), draw.uniform(-4, H + 2, N)
+    regions = torch.stack([image, x, y, x + draw.uniform(0, W + 3, N), y + draw.uniform(0, H + 3, N)], 1)
+    regions[:, 1:] = (regions[:, 1:] * 8).round() / 8 / scale
+    if draw.chance(0.1):  # without area, or the wrong way round
+        regions[:, 3:] = regions[:, 1:3] + draw.pick(0.0, -1.0)
+    return regions
+
+
+def _spoil_some(draw: Draw, regions: Tensor, B: int) -> Tensor:
+    """Return which regions have become bad: of no image, without numbers, or huge."""
+    is_bad = torch.zeros(len(regions), dtype=torch.bool)
+    if draw.has_bad_numbers and len(regions) and draw.chance(0.5):
+        for _ in range(draw.random.randint(1, 3)):
+            row, column = draw.random.randrange(len(regions)), draw.random.randrange(5)
+            indices = (-1.0, float(B), 1e9, math.nan, -math.inf)
+            corners = (math.nan, math.inf, -math.inf, 1e30, -1e30, 1e5)
+            regions[row, column] = draw.pick(*(corners if column else indices))
+            is_bad[row] = True
+    return is_bad
+
+
+def _positions(low: float, high: float, bins: int, ratio: int) -> list[float]:
+    size = (high - low) / bins
+    count = ratio if ratio > 0 else math.ceil(size)
+    return [low + (b + (i + 0.5) / count) * size for b in range(bins) for i in range(count)]
+
+
+def _is_unclear(region: list[float], images: Tensor, settings: dict[str, Any]) -> bool:
+    """Return whether rounding may put a sample in or outside of a map."""
+    scale, shift = settings["spatial_scale"], 0.5 if settings.get("aligned", True) else 0.0
+    for axis in (0, 1):
+        low, high = region[1 + axis] * scale - shift, region[3 + axis] * scale - shift
+        high = high if settings.get("aligned", True) else max(high, low + 1)
+        bins, side = settings["output_size"][1 - axis], images.shape[3 - axis]
+        for place in _positions(low, high, bins, settings["sampling_ratio"]):
+            if abs(place + 1) < CLEAR or abs(place - side) < CLEAR:
+                return True
+    return False
+
+
+def _edges_unclear(region: list[float], settings: dict[str, Any]) -> bool:
+    """Return whether rounding may put the edge of a bin of roi_pool into another pixel."""
+    scale = settings["spatial_scale"]
+    for axis in (0, 1):
+        low, high = region[1 + axis] * scale, (region[3 + axis] + 1) * scale
+        bins = settings["output_size"][1 - axis]
+        for k in range(bins + 1):
+            edge = low + k * (high - low) / bins
+            if abs(edge - round(edge)) < CLEAR and bins & (bins - 1):
+                return True
+    return False
+
+
+def _draw(draw: Draw, kind: str) -> Problem:
+    B, C = draw.size(3), draw.pick(1, 2, 3, 8, 13, 30)
+    H, W = draw.size(20, 0.01), draw.size(20, 0.01)
+    images = draw.place(draw.with_bad_numbers(draw.numbers(B, C, H, W)), draw.dtype())
+    wide = wide_of(images.dtype)
+    settings: dict[str, Any] = {
+        "output_size": (draw.pick(1, 2, 3, 7), draw.pick(1, 2, 4, 7)),
+        "spatial_scale": draw.pick(1.0, 0.5, 0.25, 2.0),
+    }
+    if kind != "roi_pool":
+        settings["sampling_ratio"] = draw.pick(0, 0, 1, 2, 3)
+    if kind == "roi_align":
+        settings.update(pool_mode=draw.pick("avg", "avg", "max"), aligned=draw.chance(0.7))
+    if kind == "deform_roi_pool":
+        settings["gamma"] = draw.pick(0.1, 0.5)
+    regions = _regions(draw, images, settings["spatial_scale"])
+    for row, region in enumerate(regions.tolist()):
+        unclear = (
+            _edges_unclear(region, settings) if kind == "roi_pool" else _is_unclear(region, images, settings)
+        )
+        if unclear:
+            regions[row] = torch.tensor(NOWHERE, dtype=regions.dtype)
+    exact = regions.clone()
+    is_bad = _spoil_some(draw, regions, B)
+    exact[is_bad] = torch.tensor(NOWHERE, dtype=regions.dtype)
+    arguments: dict[str, Any] = {
+        "input": images,
+        "rois": draw.place(regions, wide, can_expand=False),
+        **settings,
+    }
+    rounds = images.dtype == torch.float16 and draw.device == "cuda" and kind == "roi_align"
+    any_bad = bool(is_bad.any())
+    rows = is_bad[:, None, None, None]
+    skip: dict[str, Any] = {
+        "output": True if rounds else rows,
+        "offset": rows,
+        "input": any_bad or rounds or settings.get("pool_mode") == "max",
+    }
+    if kind == "deform_roi_pool":
+        _add_offset(draw, arguments, images, exact, settings, skip)
+    side = max(H, W, 1)
+    return Problem(
+        arguments,
+        differentiable=("input", "offset") if arguments.get("offset") is not None else ("input",),
+        positions=("rois", "offset", "input") if kind == "roi_pool" else ("rois", "offset"),
+        reference_arguments={"rois": exact.to(images.device)},
+        wide=wide,
+        error_factor=64.0 + 32 * side + 8 * len(regions),
+        skip=skip,
+        may_refuse="a region is bad or a map is empty" if any_bad or H * W == 0 else "",
+    )
+
+
+def _add_offset(
+    draw: Draw,
+    arguments: dict,
+    images: Tensor,
+    regions: Tensor,
+    settings: dict[str, Any],
+    skip: dict[str, Any],
+) -> None:
+    """Add offsets to a problem of deform_roi_pool; where they lead to an unclear place nothing is compared."""
+    if draw.chance(0.2):
+        arguments["offset"] = None
+        return
+    PH, PW = settings["output_size"]
+    wide = wide_of(images.dtype)
+    offset = draw.numbers(len(regions), 2, PH, PW).to(wide).double()
+    corners = regions[:, 1:] * settings["spatial_scale"] - 0.5
+    unclear = False
+    for n, (x1, y1, x2, y2) in enumerate(corners.tolist()):
+        for axis, (low, high, bins) in enumerate(((x1, x2, PW), (y1, y2, PH))):
+            places = torch.tensor(
+                _positions(low, high, bins, settings["sampling_ratio"]), dtype=torch.float64
+            )
+            if len(places) == 0:
+                continue
+            places = places.view(bins, -1)  # [bins, samples]
+            places = places[None] if axis == 0 else places[:, None]
+            moved = places + settings["gamma"] * (high - low) * offset[n, axis][..., None]
+            unclear |= bool(((moved - moved.round()).abs() < CLEAR).any())
+    arguments["offset"] = draw.place(draw.with_bad_numbers(offset, 0.3), wide, can_expand=False)
+    bad = not bool((arguments["offset"].abs() < 1e4).all())
+    if unclear or bad:
+        skip.update(offset=True, input=True, output=True)
+
+
+def _pool_reference(
+    input: Tensor, rois: Tensor, output_size: tuple[int, int], spatial_scale: float
+) -> Tensor:
+    return roi_pool_reference(input, rois, *output_size, spatial_scale)[0]
+
+
+def _deform_reference(offset: Tensor | None, **others: Any) -> Tensor:
+    safe = None if offset is None else torch.where(offset.abs() < 1e4, offset, 0.0)
+    return deform_roi_pool(offset=safe, **others)
+
+
+def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    images, regions = problem.arguments["input"], problem.reference_arguments["rois"]
+    bounds["output"] = largest(images)
+    if "input" in bounds:
+        bounds["input"] = max(bounds["input"], bounds.get("grad_peak", 0.0))
+    if "offset" in bounds:
+        extent = largest(regions) + 1
+        channels = images.shape[1]
+        bounds["offset"] = 8 * largest(images) * bounds.get("grad_peak", 0.0) * channels * extent
+
+
+FAMILIES = (
+    Family(
+        "roi_align",
+        roi_align,
+        lambda draw: _draw(draw, "roi_align"),
+        roi_align_reference,
+        _bounds,
+        spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
+    ),
+    Family(
+        "roi_pool",
+        roi_pool,
+        lambda draw: _draw(draw, "roi_pool"),
+        _pool_reference,
+        _bounds,
+        spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
+    ),
+    Family(
+        "deform_roi_pool",
+        deform_roi_pool,
+        lambda draw: _draw(draw, "deform_roi_pool"),
+        _deform_reference,
+        _bounds,
+        spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
+    ),
+)
