@@ -136,7 +136,7 @@ class Draw:
         tensor = tensor.to(dtype or tensor.dtype).to(self.device)
         kind = self.random.random()
         if kind < 0.45 or tensor.dim() == 0:
-            return tensor
+            return tensor.clone()
         if kind < 0.6:
             return self._shifted(tensor, self.random.randint(1, 3))
         order = list(range(tensor.dim()))
@@ -159,6 +159,14 @@ class Draw:
         if tensor.shape[dim] == 0:
             return tensor
         return tensor.narrow(dim, 0, 1).expand(tensor.shape)
+
+    def leave_out(self, positions: Tensor, is_near: Tensor, value: float = MARGIN) -> None:
+        """In a problem with bad numbers, move positions near a whole number of pixels out of the map, in place.
+
+        Rounding decides which texels such a sample reads, and so whether it meets a bad number.
+        """
+        if self.has_bad_numbers:
+            positions.masked_fill_(is_near.to(positions.device), value)
 
     def _filled(self, shape: Sequence[int], like: Tensor) -> Tensor:
         fill = MARGIN if like.is_floating_point() else 1

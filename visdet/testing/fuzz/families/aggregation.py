@@ -78,7 +78,8 @@ def _draw(draw: Draw) -> Problem:
         locations = (locations * 2 * size).round() / (2 * size)
     elif kind < 0.25:
         locations = draw.uniform(0.1, 0.9, 1, 1, 1, V, 2) + draw.uniform(0, 1e-3, B, Q, P, V, 2)
-    locations = draw.place(draw.with_bad_numbers(locations), draw.dtype(wide, wide, torch.float64, *HALVES))
+    types = (wide, wide, torch.float64, *HALVES)
+    locations = draw.place(draw.with_bad_numbers(locations), draw.dtype(*types), not draw.has_bad_numbers)
     weights = draw.place(
         draw.with_bad_numbers(draw.numbers(B, Q, P, V, L, G)), draw.dtype(wide, features.dtype, *HALVES)
     )
@@ -86,6 +87,7 @@ def _draw(draw: Draw) -> Problem:
     near = torch.zeros(used.shape, dtype=torch.bool)
     for level in range(L):
         near |= near_whole(used, shapes[:, level].flip(-1).double())
+    draw.leave_out(locations, near)
     return Problem(
         {
             "features": features,
@@ -228,12 +230,16 @@ def _fused_reference(
 def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     given, shapes = problem.arguments, problem.reference_arguments["level_shapes"]
     side = float(shapes.max()) if shapes.numel() else 1.0
-    sample = largest(given["features"]) * given["keep_scale"]
+    exponent = 1 + largest(given["logits"], 1e6)  # off by its epsilon times its size
+    if given["camera_logits"] is not None:
+        exponent += largest(given["camera_logits"], 1e6)
+    sample = largest(given["features"]) * given["keep_scale"] * exponent
     product = sample * gradient_sum(bounds)
     queries = given["key_points"].shape[1]
     bounds["output"] = sample
     # One over the least depth, 0.05, twice: once in a location, once more in its derivative.
     for name, bound in (
+        ("features", bounds.get("features", 0.0) * exponent),
         ("logits", 2 * product * (given["projection"].shape[1] if given["camera_logits"] is not None else 1)),
         ("camera_logits", 2 * product * max(1, queries)),
         ("key_points", 4 * side * product * 400 * max(1, given["logits"].shape[-1])),

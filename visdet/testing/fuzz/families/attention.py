@@ -12,19 +12,9 @@ from visdet.ops import (
     ms_deform_attn_reference,
 )
 
-from ..problem import Draw, Family, Problem
+from ..problem import EXTREME, Draw, Family, Problem
 
-__all__ = [
-    "FAMILIES",
-    "HALVES",
-    "gradient_sum",
-    "largest",
-    "level_tables",
-    "near_whole",
-    "pyramid",
-    "row_sum",
-    "wide_of",
-]
+__all__ = ["FAMILIES", "HALVES", "NEAR", "gradient_sum", "largest", "near_whole", "row_sum", "wide_of"]
 
 HEAD_CHANNELS = (1, 2, 3, 4, 6, 8, 16, 24, 30, 32, 33, 48, 64, 71, 128)
 HALVES = (torch.float16, torch.bfloat16)
@@ -124,9 +114,9 @@ def _draw(draw: Draw) -> Problem:
     L = len(shapes)
     value = _value(draw, B, int(shapes.prod(1).sum()), G, C)
     wide = wide_of(value.dtype)
-    locations = draw.place(
-        locations_around(draw, shapes, B, Q, G, P), draw.dtype(wide, wide, torch.float64, torch.float32)
-    )
+    locations = locations_around(draw, shapes, B, Q, G, P)
+    types = (wide, wide, torch.float64, torch.float32)
+    locations = draw.place(locations, draw.dtype(*types), not draw.has_bad_numbers)
     weights = draw.place(draw.with_bad_numbers(draw.numbers(B, Q, G, L, P)), draw.dtype(wide, wide, *HALVES))
     given_shapes, given_starts, starts = level_tables(draw, shapes)
     arguments = {
@@ -136,8 +126,8 @@ def _draw(draw: Draw) -> Problem:
         "locations": locations,
         "weights": weights,
     }
-    used = locations.detach().to(wide)
-    sizes = shapes.flip(-1)[:, None].to(used.device)
+    near = near_whole(locations.to(wide), shapes.flip(-1)[:, None].to(locations.device))
+    draw.leave_out(locations, near)
     return Problem(
         arguments,
         differentiable=("value", "locations", "weights"),
@@ -145,17 +135,16 @@ def _draw(draw: Draw) -> Problem:
         reference_arguments={"level_shapes": shapes, "level_starts": starts},
         wide=wide,
         error_factor=_factor(shapes, Q * P),
-        skip={"locations": near_whole(used, sizes)},
+        skip={"locations": near},
         may_refuse="level_shapes is empty or has no rows" if L == 0 else "",
     )
 
 
 def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    """Bound sums by the largest value: next to a corner of little weight, an error of the position counts in full."""
     shapes = problem.reference_arguments["level_shapes"]
     side = float(shapes.max()) if shapes.numel() else 1.0
     peak = largest(problem.arguments["value"])
-    # A position in float32 is off by its epsilon times the side, which error_factor counts; next to a corner whose
-    # weight is near zero, the difference between the corners counts instead of the sample.
     bounds["output"] = peak * row_sum(problem.arguments["weights"], 2)
     if "weights" in bounds:
         bounds["weights"] = max(bounds["weights"], peak * gradient_sum(bounds))
@@ -168,15 +157,17 @@ def gradient_sum(bounds: dict[str, float]) -> float:
     return bounds.get("grad_output", 0.0)
 
 
-def largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor, below: float = EXTREME) -> float:
+    """Return the largest magnitude of those below a number."""
     tensor = tensor.detach().double().abs()
-    tensor = torch.where(tensor < 1e4, tensor, 0.0)
+    tensor = torch.where(tensor < below, tensor, 0.0)
     return float(tensor.max()) if tensor.numel() else 0.0
 
 
 def row_sum(tensor: Tensor, dims: int) -> float:
+    """Return the largest sum of magnitudes over the last dimensions."""
     tensor = tensor.detach().double().abs()
-    tensor = torch.where(tensor < 1e4, tensor, 0.0).flatten(-dims).sum(-1)
+    tensor = torch.where(tensor < EXTREME, tensor, 0.0).flatten(-dims).sum(-1)
     return float(tensor.max()) if tensor.numel() else 0.0
 
 
@@ -201,7 +192,7 @@ def _draw_fused(draw: Draw) -> Problem:
     if draw.has_bad_numbers and K:
         logits = torch.where(draw.uniform(0, 1, *logits.shape) < 0.1, -torch.inf, logits)
     narrow = draw.dtype(wide, value.dtype, *HALVES)
-    offsets = draw.place(draw.with_bad_numbers(offsets), narrow)
+    offsets = draw.place(draw.with_bad_numbers(offsets), narrow, not draw.has_bad_numbers)
     logits = draw.place(draw.with_bad_numbers(logits), narrow if draw.chance(0.8) else draw.dtype())
     types = (
         (wide,) if shared_batch or shared_level else (wide, wide, *HALVES)
@@ -210,6 +201,7 @@ def _draw_fused(draw: Draw) -> Problem:
     given_shapes, given_starts, starts = level_tables(draw, shapes)
     level_of = torch.repeat_interleave(torch.arange(L), torch.tensor(counts, dtype=torch.int64))
     near = _near_whole_of_fused(shapes, level_of, counts, reference_points, offsets, wide)
+    draw.leave_out(offsets, near)
     return Problem(
         {
             "value": value,
@@ -268,11 +260,14 @@ def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     side = float(shapes.max()) if shapes.numel() else 1.0
     sample = largest(given["value"]) * gradient_sum(bounds)  # a product of a sample and a gradient
     reach = max(1.0, largest(given["reference_points"]), largest(given["offsets"]))
+    exponent = 1 + largest(given["logits"], 1e6)  # off by its epsilon times its size
+    reach *= exponent
     bounds["output"] = largest(given["value"]) * reach
     per_location = 4 * side * sample * reach
     heads = max(1, given["value"].shape[2])
     everywhere = max(1, given["value"].shape[0] * max(1, len(shapes)))  # shared by the batch and the levels
     for name, bound in (
+        ("value", bounds.get("value", 0.0) * exponent),
         ("logits", 2 * sample * reach),
         ("offsets", per_location),
         ("reference_points", per_location * heads * everywhere * reach),

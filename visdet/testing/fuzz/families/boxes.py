@@ -14,9 +14,9 @@ from visdet.ops import (
     nms,
     soft_nms,
 )
-from visdet.ops.nms import soft_nms_reference
+from visdet.ops.nms import SOFT_METHODS, soft_nms_reference
 
-from ..problem import Draw, Family, Problem
+from ..problem import EXTREME, Draw, Family, Problem
 from .attention import HALVES, largest
 
 __all__ = ["FAMILIES"]
@@ -45,6 +45,7 @@ def _draw_key_points(draw: Draw) -> Problem:
         differentiable=("anchors", "logits"),
         wide=dtype,
         error_factor=256.0,
+        skip={"anchors": ~(arguments["anchors"].abs() < EXTREME)},  # next to NaN, either side's gradient
         may_refuse="anchors have fewer than 8 numbers" if anchors.shape[-1] < 8 else "",
     )
 
@@ -198,12 +199,9 @@ def _draw_batched(draw: Draw) -> Problem:
         settings.update(type="soft_nms")
         problem.skip["output"] = True
     # Shifting the classes apart rounds overlaps: in float32 they may cross a threshold they are near to.
-    boxes = given["boxes"].detach().double()
-    shifted = (
-        given["boxes"]
-        + (given["idxs"].to(given["boxes"]) * (given["boxes"].max() + 1 if len(boxes) else 0))[:, None]
-    )
-    overlaps = _overlap_matrix(shifted.double(), 0)
+    boxes = given["boxes"]
+    reach = boxes.max() + 1 if len(boxes) else 0
+    overlaps = _overlap_matrix((boxes + (given["idxs"].to(boxes) * reach)[:, None]).double(), 0)
     if bool(((overlaps - settings["iou_threshold"]).abs() < 1e-4).any()):
         problem.skip["output"] = True
     return problem
@@ -226,26 +224,15 @@ def _draw_soft(draw: Draw) -> Problem:
     problem.arguments.update(
         sigma=draw.pick(0.5, 0.1, 2.0),
         min_score=draw.pick(1e-3, 0.2),
-        method=draw.pick("naive", "linear", "gaussian"),
+        method=draw.pick(*SOFT_METHODS),
     )
     return problem
 
 
-def _soft(
-    boxes: Tensor,
-    scores: Tensor,
-    iou_threshold: float,
-    sigma: float,
-    min_score: float,
-    method: str,
-    offset: int,
-):
-    methods = ("naive", "linear", "gaussian")
+def _soft(boxes: Tensor, scores: Tensor, method: str, **settings: Any) -> tuple[Tensor, ...]:
     if not bool(boxes.isfinite().all() & scores.isfinite().all()):
         return boxes[:0], boxes[:0]
-    found = soft_nms_reference(
-        boxes.cpu(), scores.cpu(), iou_threshold, sigma, min_score, methods.index(method), offset
-    )
+    found = soft_nms_reference(boxes.cpu(), scores.cpu(), method=SOFT_METHODS.index(method), **settings)
     return tuple(t.to(boxes.device) for t in found)
 
 

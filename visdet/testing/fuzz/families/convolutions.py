@@ -43,12 +43,17 @@ def _deformed(draw: Draw, modulated: bool) -> Problem:
     if modulated:
         tensors["mask"] = draw.with_bad_numbers(draw.uniform(-0.2, 1.0, B, deform_groups * taps, *size))
         tensors["bias"] = draw.numbers(out_channels)
-    arguments: dict[str, Any] = {name: draw.place(tensor, dtype) for name, tensor in tensors.items()}
+    arguments: dict[str, Any] = {
+        name: draw.place(tensor, dtype, name != "offset" or not draw.has_bad_numbers)
+        for name, tensor in tensors.items()
+    }
     if modulated and draw.chance(0.3):
         arguments["bias"] = None
     settings = dict(
         stride=stride, padding=padding, dilation=dilation, groups=groups, deform_groups=deform_groups
     )
+    near = _near_whole(arguments["offset"])
+    draw.leave_out(arguments["offset"], near)
     terms = C // groups * taps
     is_narrow = dtype in HALVES
     return Problem(
@@ -58,11 +63,11 @@ def _deformed(draw: Draw, modulated: bool) -> Problem:
         wide=wide_of(dtype),
         epsilon=torch.finfo(dtype).eps if is_narrow else None,  # columns are kept in the type of the tensors
         error_factor=8.0 if is_narrow else 64.0 + 16 * max(H, W) + terms + B * size[0] * size[1],
-        skip={"offset": _near_whole(arguments["offset"], kernel, size, stride, padding, dilation)},
+        skip={"offset": near},
     )
 
 
-def _near_whole(offset: Tensor, kernel: Any, size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+def _near_whole(offset: Tensor) -> Tensor:
     """Return where an offset leads so near a whole number that its gradient may be that of either side."""
     whole_parts = offset.detach().double()  # taps lie at whole numbers
     return (whole_parts - whole_parts.round()).abs() < NEAR

@@ -73,7 +73,7 @@ def _draw_field(draw: Draw) -> Problem:
 def _positive(cholesky: Tensor) -> Tensor:
     """Return the factors, NaN where the diagonal is not positive."""
     is_right = (cholesky.diagonal(0, 1, 2) > 0).all(1)[:, None, None]
-    return torch.where(is_right, cholesky.tril(), torch.nan)
+    return cholesky.tril() + torch.where(is_right, 0.0, torch.nan)
 
 
 def _distance(points: Tensor, means: Tensor, cholesky: Tensor) -> Tensor:

@@ -35,7 +35,10 @@ def _samples(draw: Draw, images: Tensor, Q: int, D: int) -> Tensor:
     else:
         samples = draw.numbers(B, Q, D, 2)
     wide = wide_of(images.dtype)
-    return draw.place(draw.with_bad_numbers(samples), draw.dtype(wide, wide, torch.float64, *HALVES))
+    types = (wide, wide, torch.float64, *HALVES)
+    samples = draw.place(draw.with_bad_numbers(samples), draw.dtype(*types), not draw.has_bad_numbers)
+    draw.leave_out(samples, _near(images, samples))
+    return samples
 
 
 def _near(images: Tensor, samples: Tensor) -> Tensor:
@@ -136,7 +139,8 @@ def _draw_points(draw: Draw) -> Problem:
     images = _images(draw, C, False)
     shape = (len(images), Q, 2) if draw.chance(0.5) else (len(images), Q, D, 2)
     points = draw.with_bad_numbers(draw.uniform(-0.2, 1.2, *shape))
-    points = draw.place(points, images.dtype)
+    points = draw.place(points, images.dtype, not draw.has_bad_numbers)
+    draw.leave_out(points, _near(images, points * 2 - 1), -9.0)
     settings = {
         "align_corners": draw.chance(0.3),
         "mode": draw.pick("bilinear", "bilinear", "bilinear", "nearest"),

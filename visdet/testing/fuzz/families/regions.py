@@ -53,8 +53,10 @@ def _positions(low: float, high: float, bins: int, ratio: int) -> list[float]:
     return [low + (b + (i + 0.5) / count) * size for b in range(bins) for i in range(count)]
 
 
-def _is_unclear(region: list[float], images: Tensor, settings: dict[str, Any]) -> bool:
-    """Return whether rounding may put a sample in or outside of a map."""
+def _is_unclear(
+    region: list[float], images: Tensor, settings: dict[str, Any], near_bad_numbers: bool
+) -> bool:
+    """Return whether rounding may put a sample in or outside of a map, or have it read a bad number or not."""
     scale, shift = settings["spatial_scale"], 0.5 if settings.get("aligned", True) else 0.0
     for axis in (0, 1):
         low, high = region[1 + axis] * scale - shift, region[3 + axis] * scale - shift
@@ -62,6 +64,8 @@ def _is_unclear(region: list[float], images: Tensor, settings: dict[str, Any]) -
         bins, side = settings["output_size"][1 - axis], images.shape[3 - axis]
         for place in _positions(low, high, bins, settings["sampling_ratio"]):
             if abs(place + 1) < CLEAR or abs(place - side) < CLEAR:
+                return True
+            if near_bad_numbers and abs(place - round(place)) < CLEAR:
                 return True
     return False
 
@@ -96,9 +100,10 @@ def _draw(draw: Draw, kind: str) -> Problem:
         settings["gamma"] = draw.pick(0.1, 0.5)
     regions = _regions(draw, images, settings["spatial_scale"])
     for row, region in enumerate(regions.tolist()):
-        unclear = (
-            _edges_unclear(region, settings) if kind == "roi_pool" else _is_unclear(region, images, settings)
-        )
+        if kind == "roi_pool":
+            unclear = _edges_unclear(region, settings)
+        else:
+            unclear = _is_unclear(region, images, settings, draw.has_bad_numbers)
         if unclear:
             regions[row] = torch.tensor(NOWHERE, dtype=regions.dtype)
     exact = regions.clone()
