@@ -125,6 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parse(arguments)
     if chosen.device == "cpu":
         torch.set_num_threads(1)  # before a fork: no pool of threads that a child would lack
+    # Without it cuBLAS refuses to run under deterministic algorithms.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     chosen.jobs = chosen.jobs or (1 if chosen.device == "cuda" else len(os.sched_getaffinity(0)))
     chosen.batch = chosen.batch or (1000 if chosen.device == "cuda" else 200)
     names = list(FAMILIES) if chosen.op == "all" else [chosen.op]

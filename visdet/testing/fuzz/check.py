@@ -106,6 +106,8 @@ def _judge_error(family: Family, problem: Problem, error: Exception, determinist
     text = f"{type(error).__name__}: {error}"
     if "CUDA error" in text or "CUDA kernel" in text or "AcceleratorError" in text:
         return Outcome("CUDA error", f"{text}; {describe(problem)}")
+    if deterministic and "does not have a deterministic implementation" in text:
+        return Outcome("refused")  # torch's own words, of an operator in plain torch
     is_clear = isinstance(error, REFUSALS) and any(n in str(error) for n in (family.name, *family.aliases))
     if (problem.may_refuse or problem.must_refuse) and is_clear:
         return Outcome("refused")

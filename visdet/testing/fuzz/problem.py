@@ -91,7 +91,7 @@ class Draw:
     @property
     def is_big(self) -> bool:
         """Whether this problem is one of the rare big ones; drawn anew each time it is asked."""
-        return self.chance(0.1 if self.device == "cuda" else 0.01)
+        return self.chance(0.03 if self.device == "cuda" else 0.01)
 
     def dtype(self, *options: torch.dtype) -> torch.dtype:
         return self.pick(*(options or (*FLOATING, torch.float32)))

@@ -83,7 +83,7 @@ class Batch:
         theirs.close()
         self.current: int | None = None
         self.finished = 0  # calls with an outcome
-        self.is_over = False
+        self.is_over = self.has_ended_early = False
         self.deadline = time.monotonic() + START_LIMIT_S
 
     def receive(self) -> tuple[int, Outcome] | None:
@@ -97,6 +97,7 @@ class Batch:
             self.current = seed
             return None
         self.current, self.finished = None, self.finished + 1
+        self.has_ended_early = Outcome(*outcome).is_fatal
         return seed, Outcome(*outcome)
 
     def _death(self) -> tuple[int, Outcome] | None:
@@ -104,7 +105,7 @@ class Batch:
         self.is_over = True
         seed, self.current = self.current, None
         code = self.process.exitcode
-        if seed is None and code == 0:
+        if seed is None and (code == 0 or self.has_ended_early):
             return None
         seed = self.seeds[min(self.finished, len(self.seeds) - 1)] if seed is None else seed
         self.finished += 1

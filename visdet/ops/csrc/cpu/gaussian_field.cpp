@@ -231,6 +231,7 @@ VISDET_INSTANTIATE(double)
 
 #include <algorithm>
 #include <atomic>
+#include <initializer_list>
 #include <tuple>
 
 #include "../gaussian_field.h"
@@ -329,6 +330,17 @@ Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, con
   return output;
 }
 
+// A gradient summed over no Gaussians, or over no points, is zero even where an input is infinite or NaN.
+void zero_empty_sums(const GaussianProblem& problem, std::initializer_list<Tensor*> over_gaussians,
+                     std::initializer_list<Tensor*> over_points) {
+  for (Tensor* sum : over_gaussians) {
+    if (problem.N == 0) zero_(*sum);
+  }
+  for (Tensor* sum : over_points) {
+    if (problem.B == 0) zero_(*sum);
+  }
+}
+
 std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& grad_output_in, const Tensor& points_in,
                                                                  const Tensor& means_in, const Tensor& cholesky_in) {
   constexpr const char* op = "mahalanobis_distance_backward";
@@ -349,6 +361,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
     for_points(a, VISDET_BEST_ISA(grad_of_point, A, false));
     for_blocks(a, VISDET_BEST_ISA(grad_of_block, A, false));
   });
+  zero_empty_sums(problem, {&grad_points}, {&grad_means, &grad_cholesky});
   return {grad_points, grad_means, grad_cholesky};
 }
 
@@ -412,6 +425,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
     for_points(a, VISDET_BEST_ISA(grad_of_point, A, true));
     for_blocks(a, VISDET_BEST_ISA(grad_of_block, A, true));
   });
+  zero_empty_sums(problem, {&grad_points}, {&grad_means, &grad_cholesky, &grad_weights});
   return {grad_points, grad_means, grad_cholesky, grad_weights};
 }
 

@@ -29,6 +29,7 @@ struct MsDeformAttnArrays {
   const int32_t* copied;      // [K + kBlock] whether the sample's level is one of them
   const int64_t* copy_start;  // [K + kBlock] the level's first row in the copy, else in value
   int64_t copy_rows;          // of one head, in all
+  const T* zeros;             // [C up to a whole register] what a sample that does not count reads
 
   const int64_t* order;  // [Q] the order in which queries are worked on, or null for their own
   bool gathered;         // backward: a head's values and sums are laid out in one piece
@@ -334,6 +335,7 @@ VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A
   const int64_t k0 = out.block.first;
   const int64_t element = sizeof(T), copy_stride = whole_registers<A>(a.C) * element, stride = a.G * a.C * element;
   const auto copy_at = reinterpret_cast<uintptr_t>(copy);
+  const auto zeros_at = reinterpret_cast<uintptr_t>(a.zeros);
   const auto head_at = reinterpret_cast<uintptr_t>(a.value + (out.block.b * a.S * a.G + out.block.g) * a.C);
   const ReadableSamples<A> from(a, row, out.block);
   const A *location = from.location, *weight = from.weight;
@@ -349,8 +351,11 @@ VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A
     put_corner_weights(at, w, i, out.weight);
     const int64_t step = copied[i] ? copy_stride : stride;
     const uintptr_t level = copied[i] ? copy_at : head_at;
-    const uintptr_t first = level + static_cast<uintptr_t>((start[i] + at.index[0]) * step);
-    const uintptr_t right = at.left & at.right ? step : 0, below = at.top & at.bottom ? W[i] * step : 0;
+    // A sample that does not count reads zeros: zero times a texel would be NaN where that is infinite or NaN.
+    const uintptr_t texel = level + static_cast<uintptr_t>((start[i] + at.index[0]) * step);
+    const uintptr_t first = counts ? texel : zeros_at;
+    const uintptr_t right = counts & at.left & at.right ? step : 0,
+                    below = counts & at.top & at.bottom ? W[i] * step : 0;
     out.address[0][i] = first, out.address[1][i] = first + right;
     out.address[2][i] = first + below, out.address[3][i] = first + below + right;
   }
@@ -580,6 +585,8 @@ VISDET_INLINE void scatter_samples(GradSamples<A>& samples, const GradSamples<A>
   for (int i = 0; i < count; ++i) {
     prefetch_corners<Into::kAllCaches>(C, [&](int k) { return value + later.offset[k][i]; });
     prefetch_corners<Into::kAllCaches>(C, [&](int k) { return grad + later.offset[k][i]; });
+    // A sample that does not count adds nothing, not even zero times a gradient that is infinite or NaN.
+    if (samples.top[i] + samples.bottom[i] == 0) continue;
     Vec<A> dots[4] = {};
     int64_t c = 0;
     for (; c + 2 * W <= C; c += 2 * W) scatter_channels<2>(samples, i, g + c, value + c, grad + c, dots);
@@ -805,6 +812,8 @@ Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, con
     fill(a);
     a.output = static_cast<T*>(output.mutable_data_ptr());
     a.copied = copies.copied.data(), a.copy_start = copies.start.data(), a.copy_rows = copies.rows;
+    const std::vector<A> zeros(static_cast<size_t>((problem.C + 15) / 16 * 16));
+    a.zeros = reinterpret_cast<const T*>(zeros.data());
     const auto run = VISDET_BEST_ISA(forward_rows, T, A);
     const int64_t Q = problem.Q, G = problem.G;
     if (copies.rows > 0) {

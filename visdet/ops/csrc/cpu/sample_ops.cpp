@@ -232,7 +232,11 @@ VISDET_INLINE void dot_samples(const SampleArrays<T, A>& a, const SampleCorners<
         if (n >= first_encoded && g0 == 0) {
           const Vec<A> with = load(encoding + n * kLanes<A>);
           if (DOTS) of_encoding += s * with;
-          if (GRAD) h += with * total, of_derivative += s * load(derivative + n * kLanes<A>);
+          if (GRAD) {
+            // The register may hold channels of queries too: those add nothing, not even zero times infinity.
+            const Vec<A> rate = load(derivative + n * kLanes<A>);
+            h += with * total, of_derivative += rate != 0 ? s * rate : Vec<A>{};
+          }
         }
         if (GRAD) {
 #pragma GCC unroll 4
@@ -254,7 +258,7 @@ VISDET_INLINE void dot_samples(const SampleArrays<T, A>& a, const SampleCorners<
     if (!a.grad_depths) continue;
     Vec<A> alone[4] = {of_derivative};
     horizontal_sums(alone, e);
-    a.grad_depths[sample] = total * e[0];
+    a.grad_depths[sample] = octaves > 0 ? total * e[0] : A(0);  // total may be NaN
   }
 }
 

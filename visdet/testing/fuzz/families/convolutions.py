@@ -137,7 +137,7 @@ def _draw_masked(draw: Draw) -> Problem:
 def _masked_reference(
     features: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]
 ) -> Tensor:
-    output = F.conv2d(features, weight, bias, padding=padding)
+    output = F.conv2d(features.contiguous(), weight.contiguous(), bias, padding=padding)
     is_marked = mask[:, None, : output.shape[2], : output.shape[3]] > 0
     marked = torch.zeros_like(output[:, :1], dtype=torch.bool)
     marked[:, :, : is_marked.shape[2], : is_marked.shape[3]] = is_marked
