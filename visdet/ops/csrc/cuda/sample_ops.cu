@@ -130,10 +130,9 @@ template <typename T>
 struct Copying {
   const T* from;  // null: nothing is to be copied
   T* to;
-  int32_t* done;     // [B] blocks that have copied their part of an image; not counted if null
-  int32_t patience;  // looks at `done` before a block that waits copies its image itself
-  uint32_t blocks;   // of an image
-  bool in_packs;     // sizes and addresses allow packs of kCopyPack<T>
+  int32_t* done;    // [B] blocks that have copied their part of an image; not counted if null
+  uint32_t blocks;  // of an image
+  bool in_packs;    // sizes and addresses allow packs of kCopyPack<T>
 };
 
 constexpr int kCopyThreads = 256;
@@ -246,11 +245,12 @@ __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const Copying<T> cop
   copy_block<kCopyThreads>(copying, image, blockIdx.x - image * copying.blocks, sizes, tile);
 }
 
-// What a block of the sum or dots pass does: it owns a query, or it copies a part of an image. The queries of an image
-// alternate with the copies of the next, so that they read what has just been copied from the second-level cache, and
-// wait until all blocks that copy their image are done. GPUs start blocks in the order of their numbers, so that the
-// awaited ones are never behind; but CUDA does not promise this order, and blocks that wait might leave no room for
-// those that they wait for. So a block whose patience ends copies the image itself: it writes what the others write.
+// What a block of the sum or dots pass does: it owns a query, or, if COPIES, it may copy a part of an image. The
+// queries of an image alternate with the copies of the next, so that they read what has just been copied from the
+// second-level cache, and wait until all blocks that copy their image are done. This rests on GPUs starting blocks in
+// the order of their numbers, which they do although CUDA does not promise it: the awaited blocks have lower numbers,
+// so they are running already, and they wait for nobody. Numbers taken from a counter in memory would need no such
+// order, but cost 8 % of the time; instead a wait without end becomes an error of the launch.
 struct Role {
   bool copies;
   uint32_t image, index;
@@ -273,33 +273,19 @@ __device__ __forceinline__ Role role_of_block(const Copying<T>& copying, const S
   return blocks > Q ? Role{true, image + 1, n - Q} : Role{false, image, n - blocks};
 }
 
-// All threads of a block: copies an image, value by value and without shared memory.
-template <typename T>
-__device__ __noinline__ void copy_alone(const Copying<T>& copying, int64_t image, const Sizes& sizes) {
-  const int64_t pixels = static_cast<int64_t>(sizes.H) * sizes.W, count = pixels * sizes.C;
-  const T* from = copying.from + image * count;
-  T* to = copying.to + image * count;
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
-    const int64_t c = i / pixels;
-    to[(i - c * pixels) * sizes.C + c] = from[i];
-  }
-}
-
 // All threads of a block: returns when the image is copied.
+constexpr int kMostLooks = 1 << 25;  // some 20 s
 template <typename T>
-__device__ __forceinline__ void await_image(const Copying<T>& copying, int64_t image, const Sizes& sizes) {
-  bool is_late = false;
+__device__ __forceinline__ void await_image(const Copying<T>& copying, int64_t image) {
   if (threadIdx.x == 0) {
     uint32_t done;
-    int32_t looks = 0;
+    int looks = 0;
     do {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(copying.done + image) : "memory");
-    } while (done < copying.blocks && ++looks <= copying.patience);
-    is_late = done < copying.blocks;
+      if (++looks == kMostLooks) __trap();
+    } while (done < copying.blocks);
   }
-  if (!__syncthreads_or(is_late)) return;
-  copy_alone(copying, image, sizes);
-  __syncthreads();  // the image is copied
+  __syncthreads();
 }
 
 // The sum pass. A block owns a query: its threads are split into slots of as many as there are packs of VEC channels;
@@ -344,7 +330,7 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
               shared.lists.coefficients[place] = mine;
             },
             [](int) {});
-        if (waits) await_image(copying, b, sizes);
+        if (waits) await_image(copying, b);
         waits = false;
         if (works) {
 #pragma unroll 1
@@ -497,7 +483,7 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
               if (!DOTS) grad_depths[first + d] = 0;
             }
           });
-      if (waits) await_image(copying, b, sizes);
+      if (waits) await_image(copying, b);
       waits = false;
       // Several samples at once keep more loads in flight; past the last one, that one again.
 #pragma unroll 1
@@ -963,8 +949,6 @@ struct Images {
     } else {
       done = new_empty(images, {problem.B}, ScalarType::Int);
       copying.done = static_cast<int32_t*>(done.mutable_data_ptr());
-      // Some 10 ms. One multiprocessor holds so few blocks at a time that waiting gains nothing.
-      copying.patience = scope.device().multiprocessors > 1 ? 1 << 14 : 0;
       fill_bytes(op, scope, copying.done, 0, problem.B * static_cast<int64_t>(sizeof(int32_t)));
     }
   }
