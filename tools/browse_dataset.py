@@ -8,10 +8,9 @@ import os
 from pathlib import Path
 
 import torch
-from mmengine.config import DictAction
 from mmengine.registry import init_default_scope
 
-from visdet.engine import load_config, say, tool_session
+from visdet.engine import CfgOptions, load_config, say, tool_session
 from visdet.registry import DATASETS, VISUALIZERS
 
 
@@ -29,7 +28,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the augmentations (default: %(default)s)")
     parser.add_argument(
-        "--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="changes of the config"
+        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="changes of the config"
     )
     return parser.parse_args()
 

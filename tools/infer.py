@@ -6,9 +6,16 @@ python tools/infer.py CONFIG CHECKPOINT IMAGE|FOLDER
 import argparse
 import sys
 
-from mmengine.config import DictAction
-
-from visdet.engine import Detector, check_work_dir, detect_files, find_images, load_config, say, tool_session
+from visdet.engine import (
+    CfgOptions,
+    Detector,
+    check_work_dir,
+    detect_files,
+    find_images,
+    load_config,
+    say,
+    tool_session,
+)
 from visdet.registry import VISUALIZERS
 
 
@@ -27,7 +34,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--device", help="'cpu', 'cuda:1', ...; default: the GPU if there is one")
     parser.add_argument(
-        "--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="changes of the config"
+        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="changes of the config"
     )
     return parser.parse_args()
 

@@ -5,9 +5,7 @@ python tools/print_config.py CONFIG --cfg-options train_cfg.max_iters=100
 
 import argparse
 
-from mmengine.config import DictAction
-
-from visdet.engine import load_config, tool_session
+from visdet.engine import CfgOptions, load_config, tool_session
 
 
 def parse_args() -> argparse.Namespace:
@@ -16,7 +14,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("config", help="a Python config file")
     parser.add_argument(
-        "--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="changes of the config"
+        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="changes of the config"
     )
     return parser.parse_args()
 

@@ -5,9 +5,8 @@ python tools/test.py CONFIG CHECKPOINT
 
 import argparse
 
-from mmengine.config import DictAction
-
 from visdet.engine import (
+    CfgOptions,
     build_runner,
     check_required_keys,
     checked_launcher,
@@ -32,7 +31,7 @@ def parse_args() -> argparse.Namespace:
         "--launcher", choices=("none", "pytorch"), help="default: 'pytorch' under torchrun, 'none' otherwise"
     )
     parser.add_argument(
-        "--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="changes of the config"
+        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="changes of the config"
     )
     return parser.parse_args()
 

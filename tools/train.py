@@ -6,9 +6,8 @@ torchrun --nproc-per-node 2 tools/train.py CONFIG
 
 import argparse
 
-from mmengine.config import DictAction
-
 from visdet.engine import (
+    CfgOptions,
     build_runner,
     check_required_keys,
     checked_launcher,
@@ -44,7 +43,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--cfg-options",
         nargs="+",
-        action=DictAction,
+        action=CfgOptions,
         metavar="KEY=VALUE",
         help="e.g. train_cfg.max_iters=100",
     )

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from mmengine.config import DictAction
 from mmengine.dataset import pseudo_collate
 from mmengine.registry import init_default_scope
 from PIL import Image
 
-from visdet.engine import load_config, tool_session
+from visdet.engine import CfgOptions, load_config, tool_session
 from visdet.engine.checkpoint import read_checkpoint, register_checkpoint_readers
 from visdet.engine.errors import UserError
 from visdet.engine.weights import load_weights, weights_of
@@ -39,7 +38,7 @@ def parse_args() -> argparse.Namespace:
         "--reach", type=float, default=32.0, help="of the view from above, m; default: %(default)s"
     )
     parser.add_argument(
-        "--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="changes of the config"
+        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="changes of the config"
     )
     return parser.parse_args()
 

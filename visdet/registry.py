@@ -2,8 +2,8 @@
 
 A registry imports the packages named in its ``locations`` at its first look-up, so
 ``MODELS.build(dict(type='MultiScaleDeformableAttention', ...))`` and ``type='visdet.DeformableDETR'`` in a
-foreign config work with nothing imported before. An unknown name raises a ``KeyError`` with the nearest names
-and the files that register them.
+foreign config work with nothing imported before. An unknown name raises an :class:`UnknownNameError`, which is a
+``KeyError``, with the nearest names and the files that register them.
 """
 
 import difflib
@@ -13,6 +13,8 @@ from typing import Any
 
 from mmengine import registry as mmengine_registry
 from mmengine.registry import Registry as _MMEngineRegistry
+
+from visdet.errors import UnknownNameError, build_step
 
 __all__ = [
     "DATASETS",
@@ -58,14 +60,30 @@ def _origin(registered: Any) -> str:
 class Registry(_MMEngineRegistry):
     """An mmengine registry that answers an unknown name with a ``KeyError`` naming the nearest ones.
 
-    ``name in registry`` stays a plain question: it answers ``False`` and raises nothing.
+    ``name in registry`` stays a plain question: it answers ``False`` and raises nothing. An error of a build says
+    what was being built.
+
+    Args:
+        variable: the name of the registry in this module; by default its own in capitals.
+        **options: mmengine's.
     """
+
+    def __init__(self, name: str, variable: str | None = None, **options: Any) -> None:
+        super().__init__(name, **options)
+        self._variable = variable or name.upper()
+
+    def build(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build what a config dict describes, see mmengine's ``Registry.build``."""
+        kind = cfg.get("type") if isinstance(cfg, dict) else None
+        name = kind.rsplit(".", 1)[-1] if isinstance(kind, str) else getattr(kind, "__name__", self.name)
+        with build_step(str(name)):
+            return super().build(cfg, *args, **kwargs)
 
     def get(self, key: str) -> Any:
         """Return what ``key`` names in this registry or its parents.
 
         Raises:
-            KeyError: the name is unknown; the message lists the nearest names and where they are registered.
+            UnknownNameError: the name is unknown; the message lists the nearest names and where they are registered.
         """
         self.import_from_location()  # whose own errors are not a name's
         try:
@@ -73,7 +91,7 @@ class Registry(_MMEngineRegistry):
         except RuntimeError:  # mmengine's way to say that a dotted path does not import
             registered = None
         if registered is None:
-            raise KeyError(self._unknown_name_message(key))
+            raise UnknownNameError(self._unknown_name_message(key))
         return registered
 
     def __contains__(self, key: object) -> bool:
@@ -98,22 +116,22 @@ class Registry(_MMEngineRegistry):
                 name = by_lower_case[lower]
                 lines.append(f"  {name!r}, {_origin(known[name])}")
         lines.append(
-            "A class of your own needs @MODELS.register_module() (or its registry's) and its file imported, by "
+            f"A class of your own needs @{self._variable}.register_module() and its file imported, by "
             "custom_imports = dict(imports=['my_package.my_module'], allow_failed_imports=False) in the config."
         )
-        return _ReadableMessage("\n".join(lines))
-
-
-class _ReadableMessage(str):
-    """A string whose repr is itself, so that ``KeyError`` prints its lines as lines."""
-
-    def __repr__(self) -> str:
-        return str(self)
+        return "\n".join(lines)
 
 
 def _child(parent_name: str, locations: list[str], build_func: Callable | None = None) -> Registry:
     parent = getattr(mmengine_registry, parent_name)
-    return Registry(parent.name, build_func=build_func, parent=parent, scope=SCOPE, locations=locations)
+    return Registry(
+        parent.name,
+        variable=parent_name,
+        build_func=build_func,
+        parent=parent,
+        scope=SCOPE,
+        locations=locations,
+    )
 
 
 MODELS = _child("MODELS", ["visdet.models"])
@@ -125,7 +143,7 @@ DATASETS = _child("DATASETS", ["visdet.datasets"])
 DATA_SAMPLERS = _child("DATA_SAMPLERS", ["visdet.datasets"])
 TRANSFORMS = _child("TRANSFORMS", ["visdet.datasets"])
 
-METRICS = _child("METRICS", ["visdet.evaluation"])
+METRICS = _child("METRICS", ["visdet.evaluation", "visdet.engine"])
 EVALUATOR = _child("EVALUATOR", ["visdet.evaluation"])
 
 RUNNERS = _child("RUNNERS", ["visdet.engine"])
@@ -144,4 +162,4 @@ FUNCTIONS = _child("FUNCTIONS", ["visdet.engine"])
 VISUALIZERS = _child("VISUALIZERS", ["visdet.visualization"])
 VISBACKENDS = _child("VISBACKENDS", ["visdet.visualization"])
 
-OPS = Registry("op", scope=SCOPE, locations=["visdet.ops.registration"])
+OPS = Registry("op", variable="OPS", scope=SCOPE, locations=["visdet.ops.registration"])

@@ -163,6 +163,28 @@ def test_a_missing_checkpoint_names_what_is_there(tmp_path):
         read_checkpoint(tmp_path)
 
 
+def test_addresses_that_end_alike_are_two_files(tmp_path, monkeypatch):
+    """A name with a checksum is one file wherever it comes from, and torch compares the two."""
+    fetched = []
+
+    def fetch(url, path, hash_prefix=None, progress=True):
+        fetched.append((url, hash_prefix))
+        torch.save({"url": url}, path)
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    for host in ("a", "b", "a"):
+        assert read_checkpoint(f"https://{host}/model.pth") == {"url": f"https://{host}/model.pth"}
+        assert read_checkpoint(f"https://{host}/model-0123abcd.pth") == {
+            "url": "https://a/model-0123abcd.pth"
+        }
+    assert fetched == [
+        ("https://a/model.pth", None),
+        ("https://a/model-0123abcd.pth", "0123abcd"),
+        ("https://b/model.pth", None),
+    ]
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "w.pth"
     write_checkpoint({"w": 1}, path)

@@ -1,13 +1,19 @@
 """Which errors become one message, and which keep their traceback."""
 
 import json
+import traceback
+from http.client import HTTPException
 
 import pytest
 import torch
+from toy_detection import ToyBoxes
 from toy_run import toy_config
 
 from visdet.engine import ConfigError, UserError, build_runner, tool_session
+from visdet.engine.checkpoint import register_checkpoint_readers
 from visdet.engine.errors import explain, nearest_names
+from visdet.errors import hints_of
+from visdet.registry import MODELS, TRANSFORMS
 
 
 def explained(tmp_path, **options) -> str | None:
@@ -58,8 +64,14 @@ def explained(tmp_path, **options) -> str | None:
         ),
         ({"val_evaluator__type": "ToyAcuracy"}, ["'ToyAcuracy' is not in the visdet::metric registry"]),
         (
-            {"default_hooks__logger__interval": -5},
-            ["interval must be greater than 0", "while building LoggerHook"],
+            {
+                "optim_wrapper": {
+                    "type": "AmpOptimWrapper",
+                    "dtype": "float8",
+                    "optimizer": {"type": "SGD", "lr": 1},
+                }
+            },
+            ["dtype must be 'bfloat16' or 'float16', got 'float8'", "in the config: optim_wrapper"],
         ),
     ],
 )
@@ -68,6 +80,53 @@ def test_mistakes_in_a_config(tmp_path, options, parts):
     for part in parts:
         assert part in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"default_hooks__logger__interval": -5}, "in the config: default_hooks.logger"),
+        ({"custom_hooks": [1]}, "in the config: default_hooks or custom_hooks"),
+        ({"model__channels": -1}, "in the config: model"),
+        ({"train_dataloader__dataset__count": "many"}, "in the config: train_cfg or train_dataloader"),
+    ],
+)
+def test_an_error_of_somebody_elses_code_keeps_its_traceback_and_names_the_place(tmp_path, options, place):
+    with pytest.raises(Exception) as caught:
+        build_runner(toy_config(tmp_path, **options)).train()
+    assert explain(caught.value) is None
+    assert place in hints_of(caught.value)
+
+
+@TRANSFORMS.register_module()
+class BrokenTransform:
+    """A user's transform with a bug: an error of the named kind."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def __call__(self, results):
+        raise {"AttributeError": AttributeError, "KeyError": KeyError, "ValueError": ValueError}[self.error](
+            "x"
+        )
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("error", ["AttributeError", "KeyError", "ValueError"])
+def test_a_bug_in_a_users_transform_keeps_its_traceback(tmp_path, error, num_workers):
+    with pytest.raises(Exception) as caught:
+        build_runner(
+            toy_config(
+                tmp_path,
+                train_dataloader__dataset=coco_dataset(
+                    tmp_path, [{"type": "BrokenTransform", "error": error}]
+                ),
+                train_dataloader__num_workers=num_workers,
+            )
+        ).train()
+    assert explain(caught.value) is None and type(caught.value).__name__ == error
+    shown = "".join(traceback.format_exception(caught.value))
+    assert __file__ in shown and "in __call__" in shown
 
 
 def test_classes_that_do_not_fit_the_head(tmp_path):
@@ -83,8 +142,8 @@ def test_classes_of_the_validation_set_are_compared_too(tmp_path):
     assert "val_dataloader.dataset (ToyBoxes) has 3 classes (a, b, c)" in message
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_corrupt_image_is_named(tmp_path, num_workers):
+def coco_dataset(tmp_path, pipeline) -> dict:
+    """Return the config of a data set whose only image is cut short."""
     content = {
         "images": [{"id": 1, "file_name": "bad.jpg", "height": 32, "width": 32}],
         "annotations": [
@@ -94,18 +153,66 @@ def test_a_corrupt_image_is_named(tmp_path, num_workers):
     }
     (tmp_path / "coco.json").write_text(json.dumps(content))
     (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8\xff\xe0 cut short")
-    dataset = {
+    return {
         "_delete_": True,
         "type": "CocoDataset",
         "data_root": str(tmp_path),
         "ann_file": "coco.json",
         "metainfo": {"classes": ("dark", "bright")},
-        "pipeline": [{"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}, {"type": "PackDetInputs"}],
+        "pipeline": pipeline,
     }
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_corrupt_image_is_named(tmp_path, num_workers):
+    dataset = coco_dataset(
+        tmp_path, [{"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}, {"type": "PackDetInputs"}]
+    )
     message = explained(
         tmp_path, train_dataloader__dataset=dataset, train_dataloader__num_workers=num_workers
     )
-    assert f"cannot read image {tmp_path}/bad.jpg" in message and "Traceback" not in message
+    assert message.startswith("LoadImageFromFile: ") and "\n" not in message
+    assert f"cannot read image {tmp_path}/bad.jpg" in message and "BytesIO" not in message
+
+
+@pytest.mark.parametrize("mistake", [True, False], ids=["mistake", "bug"])
+def test_a_fatal_error_is_the_last_entry_of_the_log(tmp_path, monkeypatch, mistake, capsys):
+    def fail(self):
+        raise UserError("the mistake") if mistake else ZeroDivisionError("the bug")
+
+    monkeypatch.setattr(ToyBoxes, "full_init", fail)
+    with pytest.raises(Exception, match=r"the (mistake|bug)"):
+        build_runner(toy_config(tmp_path)).train()
+    last_entry = next(tmp_path.glob("*/*.log")).read_text().split("ERROR - ")[-1]
+    if mistake:
+        assert " - the mistake\n(" in last_entry
+    else:
+        assert " - Traceback" in last_entry and "ZeroDivisionError: the bug" in last_entry
+    assert "the bug" not in capsys.readouterr().out, "the terminal shows what the caller makes of it"
+
+
+def test_an_error_while_the_model_is_built_is_in_the_log(tmp_path):
+    explained(tmp_path, model__chanels=3)
+    assert (
+        "does not know the keyword 'chanels'" in next(tmp_path.glob("*/*.log")).read_text().splitlines()[-1]
+    )
+
+
+@pytest.mark.parametrize("checkpoint", ["torchvision://resnet18", "https://nowhere.invalid/resnet18.pth"])
+@pytest.mark.parametrize("error", [OSError("no network"), HTTPException("no network")], ids=["os", "http"])
+def test_pretrained_weights_that_cannot_be_fetched_are_one_message(tmp_path, monkeypatch, checkpoint, error):
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    register_checkpoint_readers()
+    pretrained = {"type": "Pretrained", "checkpoint": checkpoint}
+    with pytest.raises(UserError) as caught:
+        MODELS.build({"type": "ResNet", "depth": 18, "init_cfg": pretrained}).init_weights()
+    message = explain(caught.value)
+    assert checkpoint in message and "no network" in message
+    assert "init_cfg=dict(type='Pretrained', checkpoint='PATH')" in message
 
 
 def test_bugs_keep_their_traceback():
@@ -118,7 +225,7 @@ def test_bugs_keep_their_traceback():
     with pytest.raises(TypeError) as caught:
         broken(wrong=1)
     assert explain(caught.value) is None, "a wrong call in code is nobody's config"
-    assert explain(KeyError("x")) is None
+    assert explain(KeyError("'Foo' is not in the model registry")) is None
 
 
 def test_a_session_prints_one_message_and_exits(capsys, monkeypatch):

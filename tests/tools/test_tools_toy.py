@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toolbox import TOY_CONFIG, fail, fail_here, kill_when, start, succeed, succeed_here
+from toolbox import TOY_CONFIG, fail, fail_here, kill_when, run_here, start, succeed, succeed_here
 
 from visdet.engine import read_checkpoint, read_scalars
 
@@ -96,11 +96,6 @@ def test_two_processes_on_the_cpu(tmp_path):
             [TOY_CONFIG, "--cfg-options", "model.chanels=2"],
             "ToyDetector does not know the keyword 'chanels'",
         ),
-        (
-            "train",
-            [TOY_CONFIG, "--cfg-options", "custom_hooks=[1]"],
-            "hook should be an instance of Hook or dict",
-        ),
         ("train", [TOY_CONFIG, "--work-dir", "/proc/nowhere"], "work_dir /proc/nowhere cannot be written"),
         ("train", [TOY_CONFIG, "--launcher", "pytorch"], "--launcher pytorch needs torchrun"),
         ("train", [TOY_CONFIG, "--resume", "iter_1.pth"], "iter_1.pth does not exist"),
@@ -120,6 +115,12 @@ def test_two_processes_on_the_cpu(tmp_path):
 def test_a_mistake_ends_in_one_message(tmp_path, monkeypatch, capsys, tool, arguments, message):
     monkeypatch.chdir(tmp_path)
     assert message in fail_here(monkeypatch, capsys, tool, *arguments)
+
+
+@pytest.mark.parametrize("option", ["foo", "=1", "a=[1,(2]"])
+def test_an_option_that_is_no_pair_is_one_message(monkeypatch, capsys, option):
+    status, _, message = run_here(monkeypatch, capsys, "print_config", TOY_CONFIG, "--cfg-options", option)
+    assert status == 2 and "argument --cfg-options: " in message and option in message
 
 
 def test_a_mistake_sets_the_exit_status():

@@ -10,6 +10,7 @@ from mmengine.dataset import BaseDataset
 from mmengine.fileio import join_path
 from mmengine.logging import print_log
 
+from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.coco_json import listed, load_coco_json, match_categories
 from visdet.structures.palette import class_palette
@@ -93,12 +94,14 @@ class CocoDataset(BaseDataset):
         name = type(self).__name__
         data_prefix = {"img": ""} if data_prefix is None else data_prefix
         if set(data_prefix) != {"img"}:
-            raise ValueError(
+            raise InvalidInputError(
                 f"{name}: data_prefix must be dict(img='folder of the images'), got {dict(data_prefix)}"
             )
         unknown = set(filter_cfg or {}) - {"filter_empty_gt", "min_size"}
         if unknown:
-            raise ValueError(f"{name}: filter_cfg knows filter_empty_gt and min_size, got {sorted(unknown)}")
+            raise InvalidInputError(
+                f"{name}: filter_cfg knows filter_empty_gt and min_size, got {sorted(unknown)}"
+            )
         if return_classes:
             print_log(f"{name}: return_classes=True has no effect", logger="current", level=logging.WARNING)
         self.backend_args = backend_args
@@ -125,18 +128,18 @@ class CocoDataset(BaseDataset):
             loaded.pop("palette", None)  # the default palette belongs to the default classes
         classes = loaded["classes"]
         if isinstance(classes, str) or not all(isinstance(name, str) for name in classes):
-            raise ValueError(
+            raise InvalidInputError(
                 f"{cls.__name__}: metainfo['classes'] must be a tuple of names, got {classes!r}"
                 + (f"; for one class write ({classes!r},)" if isinstance(classes, str) else "")
             )
         repeated = [name for name, count in Counter(classes).items() if count > 1]
         if repeated or not classes:
-            raise ValueError(
+            raise InvalidInputError(
                 f"{cls.__name__}: metainfo['classes'] must be distinct names, got {tuple(classes)}"
             )
         palette = loaded.setdefault("palette", class_palette(len(classes)))
         if len(palette) < len(classes):
-            raise ValueError(
+            raise InvalidInputError(
                 f"{cls.__name__}: metainfo['palette'] must have a colour for each of {len(classes)} classes, "
                 f"got {len(palette)}"
             )
@@ -153,7 +156,7 @@ class CocoDataset(BaseDataset):
         if self._indices is not None:
             self.data_list = self._get_unserialized_subset(self._indices)
         if not self.data_list:
-            raise ValueError(
+            raise InvalidInputError(
                 f"{type(self).__name__}: no image is left of the {num_in_file} in {self.ann_file} "
                 f"(filter_cfg={self.filter_cfg}, indices={self._indices})"
             )
@@ -190,7 +193,7 @@ class CocoDataset(BaseDataset):
             names.get(key, f"id {key}"): count for key, count in num_boxes.items() if key not in matched
         }
         if left_out and not self._classes_are_chosen:
-            raise ValueError(
+            raise InvalidInputError(
                 f"annotation file {self.ann_file} has categories that are not among the default classes of "
                 f"{type(self).__name__}: {listed(left_out)}. Name the classes to train on in the data set's "
                 f"config, metainfo=dict(classes={tuple(names.values())!r:.500}), and set "
@@ -244,7 +247,7 @@ class CocoDataset(BaseDataset):
             "clipped to their image; a COCO bbox is [x, y, width, height] in pixels"
         )
         if total and num_dropped >= total:
-            raise ValueError(f"annotation file {self.ann_file}: {message}. No box is left.")
+            raise InvalidInputError(f"annotation file {self.ann_file}: {message}. No box is left.")
         self._warn(message)
 
     def filter_data(self) -> list[dict]:
@@ -274,7 +277,7 @@ class CocoDataset(BaseDataset):
             present = set(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else set()
             missing += [os.path.join(folder, name) for name in names if name not in present]
         if missing:
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"{type(self).__name__}: {len(missing)} of the {len(self.data_list)} images of "
                 f"{self.ann_file} are missing: {listed(missing, 3)} (the folder is data_prefix['img'])"
             )

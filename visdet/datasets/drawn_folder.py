@@ -11,7 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from visdet.errors import UserError
+
 __all__ = ["draw_in_processes", "draw_once", "is_orphan"]
+
+
+class ForeignFolderError(UserError, FileExistsError):
+    """A folder to draw into that holds somebody else's files."""
 
 
 def draw_once(
@@ -31,7 +37,7 @@ def draw_once(
         draw: writes the content.
 
     Raises:
-        FileExistsError: the folder is not empty and has no stamp.
+        ForeignFolderError: the folder is not empty and has no stamp.
     """
     folder = Path(folder)
     if _read_stamp(folder / stamp_name) == stamp:
@@ -41,7 +47,7 @@ def draw_once(
         if _read_stamp(folder / stamp_name) == stamp:
             return folder
         if folder.exists() and any(folder.iterdir()) and _read_stamp(folder / stamp_name) is None:
-            raise FileExistsError(
+            raise ForeignFolderError(
                 f"{maker}: {folder.resolve()} is not empty and has no {stamp_name}, so it was not made by "
                 f"{maker}; give another data_root or empty it"
             )

@@ -7,6 +7,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS
 from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_matrix
@@ -99,9 +100,9 @@ def make_driving_scenes(
     }
     for name in ("num_train", "num_val", "num_frames"):
         if stamp[name] < 1:
-            raise ValueError(f"make_driving_scenes: {name} must be positive, got {stamp[name]}")
+            raise InvalidInputError(f"make_driving_scenes: {name} must be positive, got {stamp[name]}")
     if len(image_size) != 2 or min(image_size) < 16:
-        raise ValueError(
+        raise InvalidInputError(
             f"make_driving_scenes: image_size must be (height, width) of 16 or more, got {image_size}"
         )
     return draw_once(

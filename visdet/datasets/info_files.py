@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from mmengine import fileio
 
+from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError
+
 __all__ = ["InfoTable", "frame_keys", "load_infos", "save_infos"]
 
 _FORMAT = "visdet-infos-1"
@@ -104,7 +106,7 @@ def _encode(value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int
             return {_ARRAY: "text", "items": value.astype(str).tolist()}
         name = value.dtype.name
         if name not in pools:
-            raise TypeError(
+            raise InvalidTypeError(
                 f"an info file holds arrays of {', '.join(_POOL_TYPES)} or text, got {value.dtype}"
             )
         reference = {_ARRAY: name, "at": sizes[name], "shape": list(value.shape)}
@@ -118,7 +120,9 @@ def _plain(value: Any) -> Any:
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    raise TypeError(f"an info file holds numbers, text, lists, dicts and arrays, got {type(value).__name__}")
+    raise InvalidTypeError(
+        f"an info file holds numbers, text, lists, dicts and arrays, got {type(value).__name__}"
+    )
 
 
 def _decode(value: Any, pools: dict[str, np.ndarray]) -> Any:
@@ -151,7 +155,7 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
     """
     path = Path(path)
     if path.suffix != ".npz":
-        raise ValueError(f"save_infos: path must end with .npz, got {path}")
+        raise InvalidInputError(f"save_infos: path must end with .npz, got {path}")
     header = json.dumps({"format": _FORMAT, "metadata": metadata})
     with open(path, "wb") as file:
         np.savez(file, header=np.array(header), **InfoTable.from_infos(infos).arrays())
@@ -169,18 +173,18 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
     try:
         file: Any = open(path, "rb") if Path(path).exists() else io.BytesIO(fileio.get(str(path)))  # noqa: SIM115
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"info file {path} does not exist") from error
+        raise MissingFileError(f"info file {path} does not exist") from error
     with file:
         if str(path).endswith(".npz"):
             return _load_npz(path, file)
         if not str(path).endswith((".pkl", ".pickle")):
-            raise ValueError(f"info file {path} must end with .npz or .pkl")
+            raise InvalidInputError(f"info file {path} must end with .npz or .pkl")
         try:
             loaded = _NumpyUnpickler(file).load()
         except pickle.UnpicklingError as error:
-            raise ValueError(f"info file {path} cannot be read: {error}") from error
+            raise InvalidInputError(f"info file {path} cannot be read: {error}") from error
     if not isinstance(loaded, dict) or not {"infos", "metadata"} <= set(loaded):
-        raise ValueError(f"info file {path} must hold a dict of infos and metadata")
+        raise InvalidInputError(f"info file {path} must hold a dict of infos and metadata")
     return list(loaded["infos"]), dict(loaded["metadata"])
 
 
@@ -194,7 +198,7 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
             keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
             return InfoTable(file["text"], file["ends"], pools, keys), header["metadata"]
     except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"info file {path} is not one of visdet's: {error}") from error
+        raise InvalidInputError(f"info file {path} is not one of visdet's: {error}") from error
 
 
 class _NumpyUnpickler(pickle.Unpickler):

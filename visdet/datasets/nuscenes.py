@@ -11,6 +11,7 @@ import torch
 from mmengine.dataset import Compose
 from torch.utils.data import Dataset
 
+from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.poses import inverse_pose, pose_matrix, wrap_angle
 
@@ -222,7 +223,7 @@ class NuScenes3DDetTrackDataset(Dataset):
     def _cameras(self, info: dict) -> dict:
         """Return file names and matrices of the cameras, in the file's order."""
         if len(info["cams"]) != self.num_cameras:
-            raise ValueError(
+            raise InvalidInputError(
                 f"frame {info['token']} of {self.ann_file} must have {self.num_cameras} cameras "
                 f"(num_cameras), got {len(info['cams'])}: {', '.join(info['cams'])}"
             )
@@ -253,7 +254,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         boxes = np.asarray(info["gt_boxes"], dtype=np.float64).reshape(-1, 7)[mask]
         if not np.isfinite(boxes).all():
             wrong = np.flatnonzero(mask)[~np.isfinite(boxes).all(axis=1)]
-            raise ValueError(
+            raise InvalidInputError(
                 f"frame {info['token']} of {self.ann_file} has boxes that are NaN or infinite: {wrong.tolist()}"
             )
         names = np.asarray(info["gt_names"])[mask]
@@ -285,7 +286,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         """
         values = np.array(info[key], dtype=np.float32)[mask]
         if not np.isfinite(values).all():
-            raise ValueError(f"frame {info['token']} of {self.ann_file} has NaN or infinite {key}")
+            raise InvalidInputError(f"frame {info['token']} of {self.ann_file} has NaN or infinite {key}")
         return values
 
     def _valid(self, info: dict) -> np.ndarray:
@@ -330,14 +331,14 @@ def _lidar_to_global(info: dict) -> np.ndarray:
     lidar_to_ego = pose_matrix(info["lidar2ego_translation"], info["lidar2ego_rotation"])
     pose = pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ lidar_to_ego
     if not np.isfinite(pose).all():
-        raise ValueError(f"frame {info['token']} has a pose that is NaN or infinite")
+        raise InvalidInputError(f"frame {info['token']} has a pose that is NaN or infinite")
     return pose
 
 
 def _check_calibration(token: str, camera: str, to_lidar: np.ndarray, intrinsic: np.ndarray) -> None:
     for name, matrix in (("sensor2lidar", to_lidar), ("cam_intrinsic", intrinsic)):
         if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-9:
-            raise ValueError(f"frame {token}: {name} of {camera} must be invertible, got\n{matrix}")
+            raise InvalidInputError(f"frame {token}: {name} of {camera} must be invertible, got\n{matrix}")
 
 
 def _sort_frames(infos: Sequence[dict], interval: int, file: str) -> tuple[np.ndarray, np.ndarray]:
@@ -348,7 +349,7 @@ def _sort_frames(infos: Sequence[dict], interval: int, file: str) -> tuple[np.nd
     """
     keys = frame_keys(infos)
     if not keys:
-        raise ValueError(f"info file {file} holds no frames")
+        raise InvalidInputError(f"info file {file} holds no frames")
     scene_starts: dict[str, int] = {}
     for time, scene, _ in keys:
         scene_starts[scene] = min(time, scene_starts.get(scene, time))
@@ -358,7 +359,7 @@ def _sort_frames(infos: Sequence[dict], interval: int, file: str) -> tuple[np.nd
     for position, (before, here) in enumerate(pairwise(order), start=1):
         (time_before, scene_before, _), (time, scene, is_first) = keys[before], keys[here]
         if scene == scene_before and time == time_before:
-            raise ValueError(f"info file {file}: two frames of scene {scene} have the time {time}")
+            raise InvalidInputError(f"info file {file}: two frames of scene {scene} have the time {time}")
         scenes[position] = scenes[position - 1] + (scene != scene_before or is_first)
     return np.array(order, dtype=np.int64)[::interval], scenes[::interval]
 
@@ -368,7 +369,9 @@ def _sequence_flags(scenes: np.ndarray, split_num: int | str) -> np.ndarray:
     if split_num in (-1, "all"):
         return np.arange(len(scenes))
     if not isinstance(split_num, int) or split_num < 1:
-        raise ValueError(f"sequences_split_num must be a positive number, -1 or 'all', got {split_num!r}")
+        raise InvalidInputError(
+            f"sequences_split_num must be a positive number, -1 or 'all', got {split_num!r}"
+        )
     flags, number = np.empty_like(scenes), 0
     for frames in np.split(np.arange(len(scenes)), np.flatnonzero(np.diff(scenes)) + 1):
         length = math.ceil(len(frames) / split_num)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from visdet.errors import MissingFileError
 from visdet.structures.poses import inverse_pose, pose_matrix
 
 from .nuscenes_maps import NuScenesMap
@@ -147,7 +148,7 @@ class NuScenesConverter:
 
     def _existing(self, name: str) -> str:
         if not (self.root / name).exists():
-            raise FileNotFoundError(f"nuScenes file {self.root / name} does not exist")
+            raise MissingFileError(f"nuScenes file {self.root / name} does not exist")
         return name
 
     def _poses(self, data: dict) -> tuple[dict, dict]:

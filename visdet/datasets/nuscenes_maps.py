@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from visdet.errors import MissingFileError, MissingPackageError
+
 __all__ = ["NuScenesMap"]
 
 _EDGE_MARGIN_M = 0.2  # road outlines are cut a little inside the region, so that its edges are no boundaries
@@ -31,11 +33,11 @@ class NuScenesMap:
         try:
             import shapely
         except ImportError as error:
-            raise ImportError("the map of nuScenes needs shapely 2: pip install shapely") from error
+            raise MissingPackageError("the map of nuScenes needs shapely 2: pip install shapely") from error
         self._shapely = shapely
         path = Path(root) / "maps" / "expansion" / f"{location}.json"
         if not path.exists():
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"{path} does not exist: unpack nuScenes' map expansion (v1.3) into {Path(root) / 'maps'}"
             )
         layers = json.loads(path.read_text())

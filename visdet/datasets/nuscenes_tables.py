@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from visdet.errors import MissingFileError, UnknownNameError
+
 __all__ = ["NuScenesTables", "nearest_message"]
 
 _TABLES = (
@@ -36,12 +38,12 @@ class NuScenesTables:
         self.root, self.version = Path(root), version
         folder = self.root / version
         if not folder.is_dir():
-            raise FileNotFoundError(f"nuScenes {version} is not in {self.root}: there is no {folder}")
+            raise MissingFileError(f"nuScenes {version} is not in {self.root}: there is no {folder}")
         self._records: dict[str, dict[str, dict]] = {}
         for name in _TABLES:
             path = folder / f"{name}.json"
             if not path.exists():
-                raise FileNotFoundError(f"nuScenes table {path} does not exist")
+                raise MissingFileError(f"nuScenes table {path} does not exist")
             records = json.loads(path.read_text())
             if name == "sample_data":
                 records = [record for record in records if record["is_key_frame"]]
@@ -66,7 +68,9 @@ class NuScenesTables:
         try:
             return self._records[table][token]
         except KeyError:
-            raise KeyError(f"nuScenes table {table}.json of {self.version} has no token {token!r}") from None
+            raise UnknownNameError(
+                f"nuScenes table {table}.json of {self.version} has no token {token!r}"
+            ) from None
 
     def scenes(self) -> list[dict]:
         """Return all scenes in the table's order."""
@@ -89,7 +93,7 @@ class NuScenesTables:
         try:
             return self._data_of_sample[sample["token"]][channel]
         except KeyError:
-            raise KeyError(f"nuScenes frame {sample['token']} has no data of {channel}") from None
+            raise UnknownNameError(f"nuScenes frame {sample['token']} has no data of {channel}") from None
 
     def annotations(self, sample: dict) -> list[dict]:
         """Return the annotations of a key frame."""

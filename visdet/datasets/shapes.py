@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS
 from visdet.structures.palette import class_palette
 
@@ -78,9 +79,9 @@ def make_shapes(
     """
     for name, number in (("num_train", num_train), ("num_val", num_val)):
         if number < 1:
-            raise ValueError(f"make_shapes: {name} must be positive, got {number}")
+            raise InvalidInputError(f"make_shapes: {name} must be positive, got {number}")
     if image_size < 32:
-        raise ValueError(f"make_shapes: image_size must be at least 32 pixels, got {image_size}")
+        raise InvalidInputError(f"make_shapes: image_size must be at least 32 pixels, got {image_size}")
     stamp = {
         "generator_version": _GENERATOR_VERSION,
         "num_train": num_train,

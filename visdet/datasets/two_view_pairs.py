@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from mmengine.dataset import BaseDataset
 
+from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS
 
 __all__ = ["TwoViewPairs"]
@@ -68,13 +69,13 @@ class TwoViewPairs(BaseDataset):
         **base_arguments: Any,
     ) -> None:
         if num_pairs < 1:
-            raise ValueError(f"TwoViewPairs: num_pairs must be positive, got {num_pairs}")
+            raise InvalidInputError(f"TwoViewPairs: num_pairs must be positive, got {num_pairs}")
         if any(side < 1 or side % depth_stride for side in image_size):
-            raise ValueError(
+            raise InvalidInputError(
                 f"TwoViewPairs: image_size must be positive multiples of {depth_stride}, got {tuple(image_size)}"
             )
         if not 0 < depth_range[0] < depth_range[1]:
-            raise ValueError(
+            raise InvalidInputError(
                 f"TwoViewPairs: depth_range must be positive and rising, got {tuple(depth_range)}"
             )
         self.num_pairs = num_pairs

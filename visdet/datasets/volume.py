@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import DATASETS
 
 __all__ = ["PointSampleDataset", "VolumeDataset", "make_volume"]
@@ -70,11 +71,11 @@ class VolumeDataset(_Samples):
         normalize: bool = True,
     ) -> None:
         if (path is None) == (synthetic is None):
-            raise ValueError("VolumeDataset: give either path or synthetic")
+            raise InvalidInputError("VolumeDataset: give either path or synthetic")
         name = f"VolumeDataset: {path if path is not None else 'the synthetic volume'}"
         volume = make_volume(**synthetic) if path is None else _read(path, name, key)[0]
         if volume.ndim != 3:
-            raise ValueError(f"{name} must be [D0, D1, D2], got {list(volume.shape)}")
+            raise InvalidInputError(f"{name} must be [D0, D1, D2], got {list(volume.shape)}")
         values, scale = _checked_values(volume, name, normalize)
         self.shape = volume.shape
         self.values = values.reshape(-1)
@@ -121,10 +122,10 @@ class PointSampleDataset(_Samples):
         else:
             (table,) = _read(path, name, None)
             if table.ndim != 2 or table.shape[1] != 4:
-                raise ValueError(f"{name} must be [M, 4] (x, y, z, value), got {list(table.shape)}")
+                raise InvalidInputError(f"{name} must be [M, 4] (x, y, z, value), got {list(table.shape)}")
             points, values = table[:, :3], table[:, 3]
         if points.ndim != 2 or points.shape[1] != 3 or values.shape != points.shape[:1]:
-            raise ValueError(
+            raise InvalidInputError(
                 f"{name}: points must be [M, 3] and values [M], got {list(points.shape)} and {list(values.shape)}"
             )
         self.values, value_scale = _checked_values(values, name, normalize)
@@ -132,7 +133,7 @@ class PointSampleDataset(_Samples):
         _check_finite(points, f"{name}: points")
         low, side = points.min(0), float(np.ptp(points, axis=0).max())
         if side == 0:
-            raise ValueError(f"{name}: all points are at one place")
+            raise InvalidInputError(f"{name}: all points are at one place")
         offset, scale = (low, side / volume_size) if volume_size > 0 else (np.zeros(3), 1.0)
         self._points = torch.from_numpy(((points - offset) / scale).astype(np.float32))
         self.metainfo = {"offset": offset.tolist(), "voxel_size": scale, "value_scale": value_scale}
@@ -152,7 +153,7 @@ def make_volume(size: int | Sequence[int] = 48, num_blobs: int = 12, seed: int =
     """
     shape = (size,) * 3 if isinstance(size, int) else tuple(size)
     if len(shape) != 3 or min(shape) < 1:
-        raise ValueError(f"make_volume: size must be one or three positive numbers, got {size}")
+        raise InvalidInputError(f"make_volume: size must be one or three positive numbers, got {size}")
     rng = np.random.default_rng(seed)
     axes = [(np.arange(n) + 0.5) / max(shape) for n in shape]
     points = np.stack(np.meshgrid(*axes, indexing="ij"), -1)  # [D0, D1, D2, 3]
@@ -170,9 +171,9 @@ def make_volume(size: int | Sequence[int] = 48, num_blobs: int = 12, seed: int =
 def _read(path: str, name: str, *keys: str | None) -> list[np.ndarray]:
     """Return the arrays named ``keys`` of a file; None for the only one."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{name}: there is no such file")
+        raise MissingFileError(f"{name}: there is no such file")
     if not str(path).endswith((".npy", ".npz")):
-        raise ValueError(f"{name} must be a .npy or .npz file")
+        raise InvalidInputError(f"{name} must be a .npy or .npz file")
     loaded = np.load(path, allow_pickle=False)
     if isinstance(loaded, np.ndarray):
         return [loaded]
@@ -183,7 +184,7 @@ def _read(path: str, name: str, *keys: str | None) -> list[np.ndarray]:
         missing = [key for key in keys if key not in found]
         if missing:
             wanted = "one array, or key" if keys == (None,) else f"arrays {', '.join(map(str, keys))}"
-            raise ValueError(f"{name} must have {wanted}; it has {', '.join(found) or 'none'}")
+            raise InvalidInputError(f"{name} must have {wanted}; it has {', '.join(found) or 'none'}")
         return [loaded[key] for key in keys]
 
 
@@ -191,7 +192,7 @@ def _check_finite(array: np.ndarray, name: str) -> None:
     is_finite = np.isfinite(array)
     if not is_finite.all():
         first = np.argwhere(~is_finite)[0].tolist()
-        raise ValueError(
+        raise InvalidInputError(
             f"{name} must be finite, got {(~is_finite).sum()} NaN or infinite numbers, the first at {first}"
         )
 
@@ -199,12 +200,14 @@ def _check_finite(array: np.ndarray, name: str) -> None:
 def _checked_values(array: np.ndarray, name: str, normalize: bool) -> tuple[Tensor, float]:
     """Return values in float32, divided by the returned scale."""
     if array.size == 0:
-        raise ValueError(f"{name} is empty: {list(array.shape)}")
+        raise InvalidInputError(f"{name} is empty: {list(array.shape)}")
     if array.dtype.kind not in "fiub":
-        raise ValueError(f"{name} must hold real numbers, got {array.dtype}")
+        raise InvalidInputError(f"{name} must hold real numbers, got {array.dtype}")
     values = np.asarray(array, np.float64)
     _check_finite(values, name)
     if values.min() == values.max():
-        raise ValueError(f"{name} has one value everywhere, {values.flat[0]:g}: there is nothing to fit")
+        raise InvalidInputError(
+            f"{name} has one value everywhere, {values.flat[0]:g}: there is nothing to fit"
+        )
     scale = float(np.abs(values).max()) if normalize else 1.0
     return torch.from_numpy((values / scale).astype(np.float32)), scale

@@ -1,7 +1,7 @@
 """Running a config: what mmengine's Runner lacks, and what the tools do."""
 
 from .checkpoint import newest_readable_checkpoint, read_checkpoint, write_checkpoint
-from .config import check_required_keys, check_work_dir, complete_config, load_config
+from .config import CfgOptions, check_required_keys, check_work_dir, complete_config, load_config
 from .console import say
 from .distributed import checked_launcher
 from .dump_detections import DumpDetections
@@ -31,6 +31,7 @@ from .runner import DetRunner
 
 __all__ = [
     "AmpOptimWrapper",
+    "CfgOptions",
     "CheckInvalidLossHook",
     "CheckpointError",
     "CheckpointHook",

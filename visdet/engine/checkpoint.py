@@ -1,9 +1,12 @@
 """Checkpoint files: written whole or not at all, read without running code that a file brings along."""
 
+import hashlib
 import io
 import os
 import pickle
+import re
 import zipfile
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -19,6 +22,8 @@ __all__ = ["newest_readable_checkpoint", "read_checkpoint", "register_checkpoint
 
 LAST_CHECKPOINT = "last_checkpoint"
 _URL_SCHEMES = ("http://", "https://")
+# torch's convention: the first digits of the SHA-256 of the file.
+_CHECKSUM_IN_NAME = re.compile(r"-([a-f0-9]{8,})\.")
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -142,13 +147,22 @@ def _downloaded(path: str) -> str:
     """Return the local file of a checkpoint, fetching it where ``path`` is an address."""
     if not path.startswith(_URL_SCHEMES):
         return path
-    cached = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(path).path).name
+    name = Path(urlparse(path).path).name
+    checksum = _CHECKSUM_IN_NAME.search(name)
+    if checksum is None:  # then the name says nothing about the content: another address may end in the same
+        name = f"{hashlib.sha256(path.encode()).hexdigest()[:8]}-{name}"
+    cached = Path(torch.hub.get_dir()) / "checkpoints" / name
     if not cached.exists():
         cached.parent.mkdir(parents=True, exist_ok=True)
         try:
-            torch.hub.download_url_to_file(path, str(cached), progress=False)
-        except OSError as error:
-            raise MissingCheckpointError(f"checkpoint {path} cannot be fetched: {error}") from error
+            torch.hub.download_url_to_file(
+                path, str(cached), hash_prefix=checksum and checksum[1], progress=False
+            )
+        except (OSError, HTTPException, RuntimeError, ValueError) as error:
+            raise MissingCheckpointError(
+                f"checkpoint {path} cannot be fetched: {error}. Fetch it where there is a network, and give its path "
+                f"in the place of the address or put it at {cached}"
+            ) from error
     return str(cached)
 
 

@@ -85,7 +85,7 @@ def detect_files(
     for path in images:
         try:
             sample = detector(path)
-        except (ValueError, OSError) as error:
+        except UserError as error:
             failures.append(str(error))
             continue
         found.append(detections_of(sample, detector.dataset_meta["classes"], score_thr))

@@ -7,6 +7,7 @@ from mmengine.runner.utils import calc_dynamic_intervals
 from torch import nn
 from torch.utils.data import DataLoader
 
+from visdet.errors import InvalidInputError
 from visdet.registry import LOOPS
 
 from .random_state import preserved_random_state
@@ -100,7 +101,7 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
         # Not IterBasedTrainLoop's own constructor: it starts the workers, on batches a resumed run has seen.
         BaseLoop.__init__(self, runner, dataloader)
         if int(max_iters) != max_iters:
-            raise ValueError(f"IterBasedTrainLoop: max_iters must be a whole number, got {max_iters}")
+            raise InvalidInputError(f"IterBasedTrainLoop: max_iters must be a whole number, got {max_iters}")
         self._max_iters = int(max_iters)
         self._max_epochs = 1
         self._epoch = 0

@@ -9,6 +9,7 @@ from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from visdet.errors import InvalidInputError
 from visdet.registry import OPTIM_WRAPPERS
 
 __all__ = ["AmpOptimWrapper"]
@@ -57,11 +58,11 @@ class AmpOptimWrapper(OptimWrapper):
     def _checked_dtype(self, dtype: str | torch.dtype | None) -> torch.dtype:
         name = "bfloat16" if dtype is None else str(dtype).removeprefix("torch.")
         if name not in _DTYPES:
-            raise ValueError(f"AmpOptimWrapper: dtype must be 'bfloat16' or 'float16', got {dtype!r}")
+            raise InvalidInputError(f"AmpOptimWrapper: dtype must be 'bfloat16' or 'float16', got {dtype!r}")
         if name == "float16" and self.device_type == "cpu":
-            raise ValueError("AmpOptimWrapper: dtype 'float16' needs a GPU; on a CPU use 'bfloat16'")
+            raise InvalidInputError("AmpOptimWrapper: dtype 'float16' needs a GPU; on a CPU use 'bfloat16'")
         if name == "bfloat16" and self.device_type == "cuda" and not torch.cuda.is_bf16_supported():
-            raise ValueError(
+            raise InvalidInputError(
                 f"AmpOptimWrapper: {torch.cuda.get_device_name()} has no bfloat16; use "
                 "optim_wrapper.dtype='float16'"
             )
@@ -75,7 +76,7 @@ class AmpOptimWrapper(OptimWrapper):
         if isinstance(loss_scale, int | float):
             self._fixed_scale = float(loss_scale)
             return {"init_scale": self._fixed_scale}
-        raise ValueError(
+        raise InvalidInputError(
             f"AmpOptimWrapper: loss_scale must be 'dynamic', a number or a dict, got {loss_scale!r}"
         )
 

@@ -6,6 +6,8 @@ from functools import partial
 
 from torch.utils.data import DataLoader, Sampler
 
+from visdet.errors import InvalidInputError
+
 __all__ = ["ResumableBatches", "reseed_workers"]
 
 # A prime far above any number of workers, so that worker seeds of two starting points do not meet.
@@ -40,7 +42,7 @@ class ResumableBatches:
             ValueError: the loader has no batch sampler (an iterable data set, or batch_size=None).
         """
         if dataloader.batch_sampler is None:
-            raise ValueError(
+            raise InvalidInputError(
                 "train_dataloader must give batches of indices of a map-style data set, got "
                 f"{type(dataloader.dataset).__name__} without a batch sampler"
             )
@@ -76,7 +78,7 @@ class ResumableBatches:
                 is_empty = False
                 yield batch
             if is_empty:
-                raise ValueError(
+                raise InvalidInputError(
                     f"train_dataloader gives no batch: {type(self.batch_sampler).__name__} of batch size "
                     f"{self.batch_size} found nothing to batch in its data set"
                 )

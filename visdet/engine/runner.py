@@ -1,11 +1,13 @@
 """mmengine's Runner with checkpoints that survive, resumes that continue, and CPU processes under torchrun."""
 
 import copy
+import functools
 import logging
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -16,13 +18,16 @@ from mmengine.dist import master_only
 from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
-from mmengine.runner import Runner
+from mmengine.runner import EpochBasedTrainLoop, Runner, TestLoop, ValLoop
 from mmengine.runner.base_loop import BaseLoop
 from mmengine.runner.checkpoint import weights_to_cpu
 from torch import nn
+from torch.utils.data import DataLoader
 
+from visdet.errors import build_step
 from visdet.registry import RUNNERS
 
+from .build_errors import building
 from .checkpoint import (
     newest_readable_checkpoint,
     read_checkpoint,
@@ -32,7 +37,7 @@ from .checkpoint import (
 from .config import complete_config
 from .console import ConsoleHandler, say
 from .distributed import start_process_group
-from .errors import CheckpointError
+from .errors import CheckpointError, log_fatal_error
 from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
 from .temporal_state import restore_temporal_state
@@ -66,6 +71,11 @@ class DetRunner(Runner):
     Args: see :class:`mmengine.runner.Runner`; ``from_cfg`` completes the config first
         (:func:`complete_config`).
     """
+
+    @functools.wraps(Runner.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with self._logging_fatal_errors():
+            super().__init__(*args, **kwargs)
 
     @classmethod
     def from_cfg(cls, cfg: Config) -> "DetRunner":
@@ -108,12 +118,56 @@ class DetRunner(Runner):
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             return super().wrap_model(model_wrapper_cfg, model)
 
+    def build_model(self, model: nn.Module | dict) -> nn.Module:
+        """Build the model."""
+        with building(self.cfg, "model"):
+            return super().build_model(model)
+
+    def build_visualizer(self, visualizer: Any = None) -> Any:
+        """Build the visualizer."""
+        with building(self.cfg, "visualizer"):
+            return super().build_visualizer(visualizer)
+
     def build_train_loop(self, loop: BaseLoop | dict) -> BaseLoop:
         """Build the training loop; ``by_epoch`` chooses this package's loops."""
         if isinstance(loop, dict) and "type" not in loop:
             loop = copy.deepcopy(loop)
             loop["type"] = "EpochBasedTrainLoop" if loop.pop("by_epoch", True) else "IterBasedTrainLoop"
-        return super().build_train_loop(loop)
+        defaults = {"train_cfg": EpochBasedTrainLoop, "train_dataloader": DataLoader}
+        with building(self.cfg, "train_cfg", "train_dataloader", defaults=defaults):
+            return super().build_train_loop(loop)
+
+    def build_val_loop(self, loop: BaseLoop | dict) -> BaseLoop:
+        """Build the validation loop."""
+        defaults = {"val_cfg": ValLoop, "val_dataloader": DataLoader}
+        with building(self.cfg, "val_cfg", "val_dataloader", "val_evaluator", defaults=defaults):
+            return super().build_val_loop(loop)
+
+    def build_test_loop(self, loop: BaseLoop | dict) -> BaseLoop:
+        """Build the test loop."""
+        defaults = {"test_cfg": TestLoop, "test_dataloader": DataLoader}
+        with building(self.cfg, "test_cfg", "test_dataloader", "test_evaluator", defaults=defaults):
+            return super().build_test_loop(loop)
+
+    def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
+        """Build the optimizer and its wrapper."""
+        with building(self.cfg, "optim_wrapper"):
+            return super().build_optim_wrapper(optim_wrapper)
+
+    def build_param_scheduler(self, scheduler: Any) -> Any:
+        """Build the schedules."""
+        with building(self.cfg, "param_scheduler"):
+            return super().build_param_scheduler(scheduler)
+
+    def build_log_processor(self, log_processor: Any) -> Any:
+        """Build the log processor."""
+        with building(self.cfg, "log_processor"):
+            return super().build_log_processor(log_processor)
+
+    def register_hook(self, hook: Any, priority: Any = None) -> None:
+        """Register a hook, built first where it is a config."""
+        with building(self.cfg, "default_hooks", "custom_hooks"), build_step(_type_of(hook)):
+            super().register_hook(hook, priority)
 
     def register_default_hooks(self, hooks: dict | None = None) -> None:
         """Register mmengine's default hooks, this package's, and those of the config."""
@@ -124,11 +178,14 @@ class DetRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train, from the checkpoint to resume if there is one, and return the model."""
+        return self._announcing_the_end(self._train)
+
+    def _train(self) -> nn.Module:
         self._find_checkpoint_to_resume()
         # A process trains on one device, so a thread of the backward's own gains nothing, and waking it costs: where
         # launches bound a step, it is some 5 % shorter in this thread.
         with torch.autograd.set_multithreading_enabled(False):
-            return self._announcing_the_end(super().train)
+            return super().train()
 
     def val(self) -> dict:
         """Validate and return the metrics."""
@@ -140,10 +197,21 @@ class DetRunner(Runner):
 
     def _announcing_the_end(self, stage: Any) -> Any:
         """Run a stage; hooks that own the terminal let go of it (``on_exit``) however the stage ends."""
+        with self._logging_fatal_errors():
+            try:
+                return stage()
+            finally:
+                self.call_hook("on_exit")
+
+    @contextmanager
+    def _logging_fatal_errors(self) -> Iterator[None]:
+        """Make an error of the block the last entry of the run's log file, if there is one yet."""
         try:
-            return stage()
-        finally:
-            self.call_hook("on_exit")
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            if getattr(self, "logger", None) is not None:
+                log_fatal_error(self.logger, error)
+            raise
 
     def _find_checkpoint_to_resume(self) -> None:
         """Settle which checkpoint to resume and take over its seed, which the data order depends on."""
@@ -303,6 +371,11 @@ class DetRunner(Runner):
             checkpoint["param_schedulers"] = _states(self.param_schedulers)
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         write_checkpoint(checkpoint, os.path.join(out_dir, filename))
+
+
+def _type_of(hook: Any) -> str:
+    kind = hook.get("type", "a hook") if isinstance(hook, dict) else type(hook)
+    return kind.rsplit(".", 1)[-1] if isinstance(kind, str) else kind.__name__
 
 
 def _states(schedulers: list | dict) -> list | dict:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from visdet.errors import InvalidInputError, MissingPackageError
+
 __all__ = ["AREAS", "BoxEvaluation", "evaluate_boxes", "import_backend"]
 
 # Name: module and class of the annotation index and of the evaluator.
@@ -28,14 +30,14 @@ def import_backend(name: str | None = None) -> tuple[type, type]:
         ImportError: it is not installed.
     """
     if name is not None and name not in _BACKENDS:
-        raise ValueError(f"CocoMetric: backend must be one of {tuple(_BACKENDS)}, got {name!r}")
+        raise InvalidInputError(f"CocoMetric: backend must be one of {tuple(_BACKENDS)}, got {name!r}")
     for candidate in [name] if name else _BACKENDS:
         with contextlib.suppress(ImportError):
             index, evaluator = (path.rpartition(".") for path in _BACKENDS[candidate])
             return tuple(
                 getattr(importlib.import_module(module), cls) for module, _, cls in (index, evaluator)
             )
-    raise ImportError(f"CocoMetric needs {name or ' or '.join(_BACKENDS)}, which is not installed")
+    raise MissingPackageError(f"CocoMetric needs {name or ' or '.join(_BACKENDS)}, which is not installed")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from mmengine.logging import print_log
 from rich.console import Console
 from rich.table import Table
 
+from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 from visdet.structures.coco_json import listed, load_coco_json, match_categories
 
@@ -89,9 +90,11 @@ class CocoMetric(BaseMetric):
     ) -> None:
         super().__init__(collect_device=collect_device, prefix=prefix)
         if metric not in ("bbox", ["bbox"], ("bbox",)):
-            raise ValueError(f"CocoMetric: metric must be 'bbox', got {metric!r}")
+            raise InvalidInputError(f"CocoMetric: metric must be 'bbox', got {metric!r}")
         if format_only and outfile_prefix is None:
-            raise ValueError("CocoMetric: format_only=True needs an outfile_prefix to write to, got None")
+            raise InvalidInputError(
+                "CocoMetric: format_only=True needs an outfile_prefix to write to, got None"
+            )
         self.classwise = classwise
         self.format_only = format_only
         self.outfile_prefix = outfile_prefix
@@ -102,7 +105,9 @@ class CocoMetric(BaseMetric):
         self.metric_items = list(metric_items or _PRECISIONS)
         unknown = [item for item in self.metric_items if item not in [*_PRECISIONS, *recalls]]
         if unknown:
-            raise ValueError(f"CocoMetric: metric_items must be of {[*_PRECISIONS, *recalls]}, got {unknown}")
+            raise InvalidInputError(
+                f"CocoMetric: metric_items must be of {[*_PRECISIONS, *recalls]}, got {unknown}"
+            )
         self.classwise_results: list[dict] = []
         self._backend = import_backend(backend)
         self._ann_file = ann_file
@@ -146,7 +151,9 @@ class CocoMetric(BaseMetric):
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the numbers asked for, without the prefix."""
         if self._dataset_meta is None:
-            raise ValueError("CocoMetric: set dataset_meta, which names the classes, before evaluating")
+            raise InvalidInputError(
+                "CocoMetric: set dataset_meta, which names the classes, before evaluating"
+            )
         classes = self._dataset_meta["classes"]
         self.classwise_results = []
         results = list({result["img_id"]: result for result in results}.values())
@@ -186,7 +193,7 @@ class CocoMetric(BaseMetric):
     def _check_images(self, evaluated: set, in_file: set) -> None:
         unknown = sorted(evaluated - in_file)
         if unknown:
-            raise ValueError(
+            raise InvalidInputError(
                 f"CocoMetric: ann_file {self._ann_file} does not have {len(unknown)} of the {len(evaluated)} "
                 f"evaluated images: ids {listed(unknown, 5)}. Evaluator and data set must name the same file."
             )
@@ -253,7 +260,7 @@ def _truth_of_sample(sample: dict) -> list[dict]:
         if not instances:
             if iscrowd:
                 continue
-            raise ValueError("CocoMetric: without an ann_file the data samples must hold gt_instances")
+            raise InvalidInputError("CocoMetric: without an ann_file the data samples must hold gt_instances")
         for bbox, label in zip(_numpy(instances["bboxes"]) / scale, instances["labels"], strict=True):
             xywh = _xywh(bbox)
             annotations.append(_annotation(sample["img_id"], int(label), xywh, xywh[2] * xywh[3], iscrowd))

@@ -8,6 +8,7 @@ import torch
 from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 
+from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
 __all__ = ["FieldMetric"]
@@ -50,7 +51,7 @@ class FieldMetric(BaseMetric):
     def compute_metrics(self, results: list[tuple[float, ...]]) -> dict[str, float]:
         """Return the metrics of the sums of all batches."""
         if not results:
-            raise ValueError("FieldMetric: no point was evaluated")
+            raise InvalidInputError("FieldMetric: no point was evaluated")
         counts, errors, centres, spreads, lows, highs = torch.tensor(results, dtype=torch.float64).unbind(1)
         count = counts.sum()
         mse = float(errors.sum() / count)

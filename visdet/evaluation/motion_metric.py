@@ -8,6 +8,7 @@ from mmengine.logging import print_log
 from rich.console import Console
 from rich.table import Table
 
+from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
 from .detection_curves import Boxes, Curve, match_frames, take_nearest, tp_error
@@ -99,15 +100,15 @@ class MotionMetric(DrivingMetric):
             name = f"MotionMetric: frame {meta['token']}"
             for key in ("gt_bboxes_3d", "gt_agent_fut_trajs", "gt_agent_fut_masks"):
                 if key not in truth:
-                    raise ValueError(f"{name} has no {key}; the test pipeline must keep it")
+                    raise InvalidInputError(f"{name} has no {key}; the test pipeline must keep it")
             if "trajs_3d" not in prediction:
-                raise ValueError(f"{name}: the prediction has no trajs_3d")
+                raise InvalidInputError(f"{name}: the prediction has no trajs_3d")
             pose = np.asarray(meta["T_global"], dtype=np.float64)
             paths, steps = as_array(prediction["trajs_3d"]), as_array(truth["gt_agent_fut_trajs"])
             boxes, gt_boxes = as_array(prediction["boxes_3d"]), as_array(truth["gt_bboxes_3d"])
             num_steps = steps.shape[1] if len(steps) else paths.shape[-2]
             if paths.shape != (len(boxes), *paths.shape[1:2], num_steps, 2):
-                raise ValueError(
+                raise InvalidInputError(
                     f"{name}: trajs_3d must be [{len(boxes)}, K, {num_steps}, 2], got {list(paths.shape)}"
                 )
             steps = steps.reshape(len(gt_boxes), num_steps, 2)
@@ -143,7 +144,7 @@ class MotionMetric(DrivingMetric):
         merged = [self.class_mapping.get(name) for name in classes]
         names = list(dict.fromkeys(name for name in merged if name is not None))
         if not names:
-            raise ValueError(
+            raise InvalidInputError(
                 f"MotionMetric: class_mapping must name one of {', '.join(classes)}, "
                 f"got {', '.join(self.class_mapping)}"
             )
@@ -166,7 +167,9 @@ class MotionMetric(DrivingMetric):
         if not isinstance(self.class_range, Mapping):
             return float(self.class_range)
         if name not in self.class_range:
-            raise ValueError(f"MotionMetric: class_range must name {name}, got {', '.join(self.class_range)}")
+            raise InvalidInputError(
+                f"MotionMetric: class_range must name {name}, got {', '.join(self.class_range)}"
+            )
         return self.class_range[name]
 
     @staticmethod

@@ -10,6 +10,7 @@ from mmengine.logging import print_log
 from rich.console import Console
 from rich.table import Table
 
+from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
 from .detection_curves import TP_ERRORS, Boxes, Curve, accumulate, average_precision, tp_error
@@ -90,7 +91,7 @@ class NuScenesMetric(DrivingMetric):
         """Keep the boxes of a batch, in the world."""
         for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
             if "gt_bboxes_3d" not in truth:
-                raise ValueError(
+                raise InvalidInputError(
                     f"NuScenesMetric: frame {meta['token']} has no gt_bboxes_3d; the test pipeline drops them"
                 )
             pose = np.asarray(meta["T_global"], dtype=np.float64)
@@ -158,7 +159,7 @@ class NuScenesMetric(DrivingMetric):
         if not isinstance(self.class_range, Mapping):
             return float(self.class_range)
         if name not in self.class_range:
-            raise ValueError(
+            raise InvalidInputError(
                 f"NuScenesMetric: class_range must name {name}, got {', '.join(self.class_range)}"
             )
         return self.class_range[name]

@@ -8,6 +8,7 @@ from mmengine.logging import print_log
 from rich.console import Console
 from rich.table import Table
 
+from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
 from .driving_metric import DrivingMetric, as_array, frames_of_batch
@@ -73,15 +74,17 @@ class PlanningMetric(DrivingMetric):
             name = f"PlanningMetric: frame {meta['token']}"
             for key in ("gt_ego_fut_trajs", "gt_ego_fut_masks", "fut_boxes"):
                 if key not in truth:
-                    raise ValueError(
+                    raise InvalidInputError(
                         f"{name} has no {key}; the data set needs test_mode=True, and must keep it"
                     )
             if "final_planning" not in prediction:
-                raise ValueError(f"{name}: the prediction has no final_planning")
+                raise InvalidInputError(f"{name}: the prediction has no final_planning")
             path = as_array(truth["gt_ego_fut_trajs"]).cumsum(axis=0)
             plan = as_array(prediction["final_planning"])
             if plan.shape != path.shape:
-                raise ValueError(f"{name}: final_planning must be {list(path.shape)}, got {list(plan.shape)}")
+                raise InvalidInputError(
+                    f"{name}: final_planning must be {list(path.shape)}, got {list(plan.shape)}"
+                )
             boxes = truth["fut_boxes"]
             complete = bool(as_array(truth["gt_ego_fut_masks"]).all()) and len(boxes) >= len(path)
             frame = {"token": meta["token"], "complete": complete, "steps": len(path)}

@@ -8,6 +8,7 @@ from mmengine.logging import print_log
 from rich.console import Console
 from rich.table import Table
 
+from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
 from .clear_mot import Frame, interpolate, motar_curve
@@ -61,7 +62,7 @@ class TrackingMetric(DrivingMetric):
         """Keep ids and places of a batch, in the world."""
         for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
             if "instance_ids" not in prediction:
-                raise ValueError(
+                raise InvalidInputError(
                     f"TrackingMetric: the prediction of frame {meta['token']} has no instance_ids"
                 )
             pose = np.asarray(meta["T_global"], dtype=np.float64)

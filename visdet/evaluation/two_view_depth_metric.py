@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from mmengine.evaluator import BaseMetric
 
+from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
 __all__ = ["TwoViewDepthMetric"]
@@ -32,7 +33,7 @@ class TwoViewDepthMetric(BaseMetric):
             predicted = sample["pred_depth"].double().cpu().numpy()
             truth = sample["gt_depth"].double().cpu().numpy()
             if predicted.shape != truth.shape:
-                raise ValueError(
+                raise InvalidInputError(
                     f"TwoViewDepthMetric: pred_depth must have gt_depth's shape {truth.shape}, got {predicted.shape}"
                 )
             known = np.isfinite(truth) & (truth > 0)
@@ -43,7 +44,7 @@ class TwoViewDepthMetric(BaseMetric):
         predicted = np.concatenate([pair[0] for pair in results])
         truth = np.concatenate([pair[1] for pair in results])
         if not truth.size:
-            raise ValueError("TwoViewDepthMetric: no pixel has a positive, finite true depth")
+            raise InvalidInputError("TwoViewDepthMetric: no pixel has a positive, finite true depth")
         constant = 1 / np.median(1 / truth)
         return {
             "abs_rel": float(np.mean(np.abs(predicted - truth) / truth)),

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.spatial.distance import cdist
 
+from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 from visdet.structures.polylines import resample
 
@@ -64,7 +65,7 @@ class VectorMapMetric(DrivingMetric):
         """Keep the lines of a batch."""
         for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
             if "vectors" not in truth:
-                raise ValueError(
+                raise InvalidInputError(
                     f"VectorMapMetric: frame {meta['token']} has no vectors; the test pipeline must make them"
                 )
             lines = [as_array(line) for line in prediction["vectors"]]

@@ -7,6 +7,8 @@ from difflib import get_close_matches
 
 from mmengine.fileio import get_text
 
+from visdet.errors import InvalidInputError, MissingFileError
+
 __all__ = ["listed", "load_coco_json", "match_categories"]
 
 _REQUIRED_KEYS = {
@@ -35,17 +37,19 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
     try:
         content = json.loads(get_text(path, backend_args=backend_args))
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"annotation file {path} does not exist") from error
+        raise MissingFileError(f"annotation file {path} does not exist") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"annotation file {path} is not valid JSON: {error}") from error
+        raise InvalidInputError(f"annotation file {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"annotation file {path} must hold a JSON object, got a {type(content).__name__}")
+        raise InvalidInputError(
+            f"annotation file {path} must hold a JSON object, got a {type(content).__name__}"
+        )
     if not needs_annotations:
         content.setdefault("annotations", [])
     for section, keys in _REQUIRED_KEYS.items():
         if not isinstance(content.get(section), list):
             found = ", ".join(sorted(content)) or "nothing"
-            raise ValueError(
+            raise InvalidInputError(
                 f"annotation file {path} needs a list under the key {section!r}; its keys: {found}"
             )
         _check_records(content[section], section, keys, path)
@@ -54,12 +58,14 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
             not _are_numbers([image["width"], image["height"]], 2)
             or min(image["width"], image["height"]) <= 0
         ):
-            raise ValueError(
+            raise InvalidInputError(
                 f"annotation file {path}: width and height must be positive numbers: {image!r:.200}"
             )
     for annotation in content["annotations"]:
         if not _are_numbers(annotation["bbox"], 4):
-            raise ValueError(f"annotation file {path}: bbox must be four finite numbers: {annotation!r:.200}")
+            raise InvalidInputError(
+                f"annotation file {path}: bbox must be four finite numbers: {annotation!r:.200}"
+            )
     return content
 
 
@@ -75,13 +81,15 @@ def _check_records(records: list, section: str, keys: Sequence[str], path: str) 
     for position, record in enumerate(records):
         for key in keys:
             if not isinstance(record, dict) or key not in record:
-                raise ValueError(
+                raise InvalidInputError(
                     f"annotation file {path}: {section}[{position}] has no key {key!r}: {record!r:.200}"
                 )
     seen = set()
     for record in records:
         if record["id"] in seen:
-            raise ValueError(f"annotation file {path}: id {record['id']!r} occurs twice in {section!r}")
+            raise InvalidInputError(
+                f"annotation file {path}: id {record['id']!r} occurs twice in {section!r}"
+            )
         seen.add(record["id"])
 
 
@@ -98,7 +106,7 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
     names = [category["name"] for category in categories]
     repeated = sorted({name for name in names if name in label_of and names.count(name) > 1})
     if repeated:
-        raise ValueError(f"annotation file {path}: several categories are named {', '.join(repeated)}")
+        raise InvalidInputError(f"annotation file {path}: several categories are named {', '.join(repeated)}")
     matched = {
         category["id"]: label_of[category["name"]] for category in categories if category["name"] in label_of
     }
@@ -109,7 +117,7 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
             for name in classes
             if (near := get_close_matches(name.lower(), by_lower_case, n=1))
         ]
-        raise ValueError(
+        raise InvalidInputError(
             f"annotation file {path}: none of its {len(names)} categories ({listed(names)}) is among the "
             f"{len(classes)} classes ({listed(classes)}). "
             + (f"Near misses: {listed(hint)}. " if hint else "")

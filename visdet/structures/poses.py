@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from visdet.errors import InvalidInputError
+
 __all__ = [
     "box_corners",
     "inverse_pose",
@@ -23,7 +25,9 @@ def rotation_from_quaternion(quaternion_wxyz: Sequence[float]) -> np.ndarray:
     quaternion = np.asarray(quaternion_wxyz, dtype=np.float64)
     length = np.linalg.norm(quaternion)
     if quaternion.shape != (4,) or not np.isfinite(length) or length < 1e-8:
-        raise ValueError(f"rotation must be a quaternion (w, x, y, z) that is not zero, got {quaternion}")
+        raise InvalidInputError(
+            f"rotation must be a quaternion (w, x, y, z) that is not zero, got {quaternion}"
+        )
     w, x, y, z = quaternion / length
     return np.array(
         [

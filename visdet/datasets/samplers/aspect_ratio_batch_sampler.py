@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import BatchSampler, Sampler
 
+from visdet.errors import InvalidTypeError
 from visdet.registry import DATA_SAMPLERS
 
 __all__ = ["AspectRatioBatchSampler"]
@@ -29,11 +30,11 @@ class AspectRatioBatchSampler(BatchSampler):
 
     def __init__(self, sampler: Sampler, batch_size: int, drop_last: bool = False) -> None:
         if not isinstance(sampler, Sampler):
-            raise TypeError(
+            raise InvalidTypeError(
                 f"AspectRatioBatchSampler: sampler must be a torch Sampler, got {type(sampler).__name__}"
             )
         if not hasattr(getattr(sampler, "dataset", None), "get_data_info"):
-            raise TypeError("AspectRatioBatchSampler: sampler.dataset must have get_data_info")
+            raise InvalidTypeError("AspectRatioBatchSampler: sampler.dataset must have get_data_info")
         super().__init__(sampler, batch_size, drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:

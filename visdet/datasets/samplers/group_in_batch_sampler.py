@@ -7,6 +7,7 @@ import numpy as np
 from mmengine.dist import get_dist_info, sync_random_seed
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
+from visdet.errors import InvalidInputError
 from visdet.registry import DATA_SAMPLERS
 
 __all__ = ["GroupInBatchSampler", "SceneSampler"]
@@ -65,13 +66,13 @@ class GroupInBatchSampler(BatchSampler):
         self.sequence_flip_prob = sequence_flip_prob
         flag = getattr(self.dataset, "flag", None)
         if flag is None:
-            raise ValueError(
+            raise InvalidInputError(
                 f"GroupInBatchSampler: {type(self.dataset).__name__} has no flag; set with_seq_flag=True"
             )
         self._frames_of_sequence = [np.flatnonzero(flag == number) for number in range(int(flag.max()) + 1)]
         num_slots = batch_size * self.world_size
         if len(self._frames_of_sequence) < num_slots:
-            raise ValueError(
+            raise InvalidInputError(
                 f"GroupInBatchSampler: {num_slots} slots (batch_size {batch_size} x {self.world_size} ranks) need as "
                 f"many sequences, got {len(self._frames_of_sequence)}; raise sequences_split_num or lower batch_size"
             )
@@ -128,7 +129,7 @@ class SceneSampler(Sampler[int]):
 
     def __init__(self, dataset: Dataset, shuffle: bool = False, seed: int | None = None) -> None:
         if shuffle:
-            raise ValueError("SceneSampler: shuffle must be False: frames are played in order")
+            raise InvalidInputError("SceneSampler: shuffle must be False: frames are played in order")
         self.dataset = dataset
         self.seed = seed
         rank, world_size = get_dist_info()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from visdet.errors import InvalidInputError, UnknownNameError
 from visdet.registry import TRANSFORMS
 from visdet.structures.polylines import closed_orders, open_orders, resample, simplify_line
 from visdet.structures.poses import inverse_pose, wrap_angle
@@ -158,12 +159,12 @@ class VectorizeMap(BaseTransform):
         permute: bool = False,
     ) -> None:
         if [simplify, sample_num > 1, sample_dist > 0].count(True) != 1:
-            raise ValueError(
+            raise InvalidInputError(
                 "VectorizeMap: exactly one of simplify, sample_num > 1 and sample_dist > 0 must be given, got "
                 f"simplify={simplify}, sample_num={sample_num}, sample_dist={sample_dist}"
             )
         if permute and sample_num < 2:
-            raise ValueError("VectorizeMap: permute needs sample_num")
+            raise InvalidInputError("VectorizeMap: permute needs sample_num")
         self.roi_size = np.array(roi_size, dtype=np.float64)
         self.normalize = normalize
         self.coords_dim = coords_dim
@@ -179,7 +180,7 @@ class VectorizeMap(BaseTransform):
         for label, annotated in results["map_annos"].items():
             for line in annotated:
                 if not np.isfinite(line).all():
-                    raise ValueError(
+                    raise InvalidInputError(
                         f"frame {results.get('token')}: a line of map class {label} is NaN or infinite"
                     )
                 labels.append(int(label))
@@ -232,7 +233,7 @@ class NuScenesSparse4DAdaptor(BaseTransform):
     def transform(self, results: dict) -> dict:
         sizes = {image.shape for image in results["img"]}
         if len(sizes) > 1:
-            raise ValueError(
+            raise InvalidInputError(
                 f"frame {results.get('token')}: images of all cameras must be of one size, got {sorted(sizes)}"
             )
         results["img"] = torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image in results["img"]]))
@@ -316,7 +317,9 @@ class PackDrivingInputs(BaseTransform):
             keys = [key for key in self.DEFAULT_KEYS if key in results]
         missing = [key for key in keys if key not in results]
         if missing:
-            raise KeyError(f"PackDrivingInputs: frame {results.get('token')} has no {', '.join(missing)}")
+            raise UnknownNameError(
+                f"PackDrivingInputs: frame {results.get('token')} has no {', '.join(missing)}"
+            )
         samples = {key: results[key] for key in keys if key != "img"}
         samples["img_metas"] = {key: results[key] for key in self.meta_keys if key in results}
         return {"inputs": {"img": results["img"]}, "data_samples": samples}

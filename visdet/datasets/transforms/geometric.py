@@ -6,6 +6,7 @@ import torch
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, choose, set_boxes, set_image, uniform, uniform_int
@@ -45,11 +46,13 @@ class Resize(BaseTransform):
         interpolation: str = "bilinear",
     ) -> None:
         if (scale is None) == (scale_factor is None):
-            raise ValueError(f"Resize: give either scale or scale_factor, got {scale=} and {scale_factor=}")
+            raise InvalidInputError(
+                f"Resize: give either scale or scale_factor, got {scale=} and {scale_factor=}"
+            )
         if backend not in ("cv2", "pillow"):
-            raise ValueError(f"Resize: backend must be 'cv2' or 'pillow', got {backend!r}")
+            raise InvalidInputError(f"Resize: backend must be 'cv2' or 'pillow', got {backend!r}")
         if interpolation not in ("nearest", "bilinear", "bicubic"):
-            raise ValueError(
+            raise InvalidInputError(
                 f"Resize: interpolation must be nearest, bilinear or bicubic, got {interpolation!r}"
             )
         self.scale = None if scale is None else _positive_pair("Resize: scale", scale)
@@ -106,7 +109,7 @@ class RandomChoiceResize(BaseTransform):
     def __init__(self, scales: Sequence | int, resize_type: str = "Resize", **resize_kwargs) -> None:
         self.scales = list(scales) if isinstance(scales, list) else [scales]
         if not self.scales:
-            raise ValueError("RandomChoiceResize: scales must not be empty")
+            raise InvalidInputError("RandomChoiceResize: scales must not be empty")
         self._resizes = [
             TRANSFORMS.build(dict(type=resize_type, scale=scale, **resize_kwargs)) for scale in self.scales
         ]
@@ -138,12 +141,14 @@ class RandomResize(BaseTransform):
     ) -> None:
         is_one_pair = all(isinstance(side, int) for side in scale)
         if len(scale) != 2 or is_one_pair != (ratio_range is not None):
-            raise ValueError(
+            raise InvalidInputError(
                 "RandomResize: scale must be one (width, height) with a ratio_range, or two of them without, "
                 f"got {scale=} and {ratio_range=}"
             )
         if ratio_range is not None and not 0 < ratio_range[0] <= ratio_range[1]:
-            raise ValueError(f"RandomResize: ratio_range must be 0 < lowest <= highest, got {ratio_range}")
+            raise InvalidInputError(
+                f"RandomResize: ratio_range must be 0 < lowest <= highest, got {ratio_range}"
+            )
         self.scale = scale
         self.ratio_range = ratio_range
         self._resize_cfg = dict(type=resize_type, **resize_kwargs)
@@ -175,12 +180,12 @@ class RandomFlip(BaseTransform):
     def __init__(self, prob: float | Sequence[float], direction: str | Sequence[str] = "horizontal") -> None:
         directions = [direction] if isinstance(direction, str) else list(direction)
         if not directions or not set(directions) <= {"horizontal", "vertical", "diagonal"}:
-            raise ValueError(
+            raise InvalidInputError(
                 f"RandomFlip: direction must be horizontal, vertical or diagonal, got {direction!r}"
             )
         probs = list(prob) if isinstance(prob, (list, tuple)) else [prob / len(directions)] * len(directions)
         if len(probs) != len(directions) or min(probs) < 0 or sum(probs) > 1 + 1e-9:
-            raise ValueError(
+            raise InvalidInputError(
                 f"RandomFlip: prob must be 0..1, or one per direction summing to at most 1, got {prob}"
             )
         self.prob = prob
@@ -232,26 +237,30 @@ class RandomCrop(BaseTransform):
         bbox_clip_border: bool = True,
     ) -> None:
         if crop_type not in ("absolute", "absolute_range", "relative", "relative_range"):
-            raise ValueError(
+            raise InvalidInputError(
                 "RandomCrop: crop_type must be absolute, absolute_range, relative or relative_range, "
                 f"got {crop_type!r}"
             )
         if recompute_bbox:
-            raise ValueError("RandomCrop: recompute_bbox=True needs instance masks, which visdet has not")
+            raise InvalidInputError(
+                "RandomCrop: recompute_bbox=True needs instance masks, which visdet has not"
+            )
         first, second = crop_size
         is_absolute = crop_type.startswith("absolute")
         if is_absolute and not (
             isinstance(first, int) and isinstance(second, int) and min(first, second) > 0
         ):
-            raise ValueError(
+            raise InvalidInputError(
                 f"RandomCrop: crop_size must be positive integers for {crop_type!r}, got {crop_size}"
             )
         if crop_type == "absolute_range" and first > second:
-            raise ValueError(
+            raise InvalidInputError(
                 f"RandomCrop: crop_size must be (smallest, largest) for {crop_type!r}, got {crop_size}"
             )
         if not is_absolute and not (0 < first <= 1 and 0 < second <= 1):
-            raise ValueError(f"RandomCrop: crop_size must be in (0, 1] for {crop_type!r}, got {crop_size}")
+            raise InvalidInputError(
+                f"RandomCrop: crop_size must be in (0, 1] for {crop_type!r}, got {crop_size}"
+            )
         self.crop_size = (first, second)
         self.crop_type = crop_type
         self.allow_negative_crop = allow_negative_crop
@@ -315,12 +324,12 @@ class Pad(BaseTransform):
         padding_mode: str = "constant",
     ) -> None:
         if (size is not None) + (size_divisor is not None or pad_to_square) != 1:
-            raise ValueError(
+            raise InvalidInputError(
                 "Pad: give either size, or size_divisor and/or pad_to_square, "
                 f"got {size=}, {size_divisor=}, {pad_to_square=}"
             )
         if padding_mode not in ("constant", "edge", "reflect", "symmetric"):
-            raise ValueError(
+            raise InvalidInputError(
                 f"Pad: padding_mode must be constant, edge, reflect or symmetric, got {padding_mode!r}"
             )
         self.size = None if size is None else _positive_pair("Pad: size", size)
@@ -339,7 +348,7 @@ class Pad(BaseTransform):
                 -(-side // self.size_divisor) * self.size_divisor for side in (target_w, target_h)
             )
         if target_w < width or target_h < height:
-            raise ValueError(
+            raise InvalidInputError(
                 f"Pad: size (width, height) = {self.size} is smaller than the image, {width}x{height}: "
                 f"{results.get('img_path')}"
             )
@@ -354,5 +363,5 @@ class Pad(BaseTransform):
 def _positive_pair(what: str, value: float | Sequence[float]) -> tuple:
     pair = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
     if len(pair) != 2 or min(pair) <= 0:
-        raise ValueError(f"{what} must be a positive number or (width, height), got {value!r}")
+        raise InvalidInputError(f"{what} must be a positive number or (width, height), got {value!r}")
     return pair

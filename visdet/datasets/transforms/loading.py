@@ -7,6 +7,7 @@ import torch
 from mmengine import fileio
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from visdet.errors import InvalidInputError, MissingFileError, UserError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, set_boxes, set_image
@@ -57,7 +58,9 @@ class LoadImageFromFile(BaseTransform):
             ("imdecode_backend", imdecode_backend, ("pillow",)),
         ):
             if value not in allowed:
-                raise ValueError(f"LoadImageFromFile: {argument} must be one of {allowed}, got {value!r}")
+                raise InvalidInputError(
+                    f"LoadImageFromFile: {argument} must be one of {allowed}, got {value!r}"
+                )
         self.to_float32 = to_float32
         self.color_type = color_type
         self.channel_order = channel_order
@@ -67,7 +70,7 @@ class LoadImageFromFile(BaseTransform):
     def transform(self, results: dict) -> dict | None:
         try:
             rgb = self._read(results["img_path"], (results.get("height"), results.get("width")))
-        except (FileNotFoundError, ValueError):
+        except UserError:
             if self.ignore_empty:
                 return None
             raise
@@ -83,7 +86,7 @@ class LoadImageFromFile(BaseTransform):
         try:
             content = fileio.get(path, backend_args=self.backend_args)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"LoadImageFromFile: image {path} does not exist") from error
+            raise MissingFileError(f"LoadImageFromFile: image {path} does not exist") from error
         try:
             with Image.open(io.BytesIO(content)) as stored:
                 stored.load()
@@ -98,11 +101,14 @@ class LoadImageFromFile(BaseTransform):
             ValueError,
             Image.DecompressionBombError,
         ) as error:
-            raise ValueError(
-                f"LoadImageFromFile: cannot read image {path} ({len(content)} bytes): {error}"
+            # Pillow's own message names the buffer that the file was read into.
+            unidentified = isinstance(error, UnidentifiedImageError)
+            reason = "it is of no format that Pillow knows" if unidentified else error
+            raise InvalidInputError(
+                f"LoadImageFromFile: cannot read image {path} ({len(content)} bytes): {reason}"
             ) from error
         if None not in expected_shape and rgb.shape[:2] != expected_shape:
-            raise ValueError(
+            raise InvalidInputError(
                 f"LoadImageFromFile: image {path} is {rgb.shape[1]}x{rgb.shape[0]} pixels (width x height), "
                 f"but its annotation file says {expected_shape[1]}x{expected_shape[0]}: boxes would not fit"
             )
@@ -142,13 +148,15 @@ class LoadAnnotations(BaseTransform):
 
     def __init__(self, with_bbox: bool = True, with_label: bool = True, with_mask: bool = False) -> None:
         if with_mask:
-            raise ValueError("LoadAnnotations: with_mask=True is not supported, visdet has no instance masks")
+            raise InvalidInputError(
+                "LoadAnnotations: with_mask=True is not supported, visdet has no instance masks"
+            )
         self.with_bbox = with_bbox
         self.with_label = with_label
 
     def transform(self, results: dict) -> dict:
         if results.get("flip", False):
-            raise ValueError(
+            raise InvalidInputError(
                 "LoadAnnotations must come before RandomFlip: the boxes of the file are not flipped"
             )
         instances = results.get("instances", [])

@@ -7,6 +7,7 @@ import numpy as np
 from mmengine import fileio
 from PIL import Image
 
+from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, uniform, uniform_int
@@ -41,7 +42,7 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         self, to_float32: bool = False, color_type: str = "unchanged", backend_args: dict | None = None
     ) -> None:
         if color_type not in ("color", "unchanged"):
-            raise ValueError(
+            raise InvalidInputError(
                 f"LoadMultiViewImageFromFiles: color_type must be 'color' or 'unchanged', got {color_type!r}"
             )
         self.to_float32 = to_float32
@@ -63,12 +64,12 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         try:
             content = fileio.get(path, backend_args=self.backend_args)
         except FileNotFoundError as error:
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"LoadMultiViewImageFromFiles: image {path} of camera {camera}, frame {token}, does not exist"
             ) from error
         image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR) if content else None
         if image is None:
-            raise ValueError(
+            raise InvalidInputError(
                 f"LoadMultiViewImageFromFiles: cannot read image {path} ({len(content)} bytes) of camera {camera}"
             )
         return image
@@ -101,18 +102,20 @@ class LoadPointsFromFile(BaseTransform):
         backend_args: dict | None = None,
     ) -> None:
         if coord_type not in ("CAMERA", "LIDAR", "DEPTH"):
-            raise ValueError(
+            raise InvalidInputError(
                 f"LoadPointsFromFile: coord_type must be CAMERA, LIDAR or DEPTH, got {coord_type!r}"
             )
         self.coord_type = coord_type
         self.load_dim = load_dim
         self.use_dim = list(range(use_dim)) if isinstance(use_dim, int) else list(use_dim)
         if max(self.use_dim) >= load_dim:
-            raise ValueError(
+            raise InvalidInputError(
                 f"LoadPointsFromFile: use_dim must be below load_dim {load_dim}, got {self.use_dim}"
             )
         if file_client_args not in (None, {"backend": "disk"}):
-            raise ValueError(f"LoadPointsFromFile: use backend_args, got file_client_args={file_client_args}")
+            raise InvalidInputError(
+                f"LoadPointsFromFile: use backend_args, got file_client_args={file_client_args}"
+            )
         self.backend_args = backend_args
 
     def transform(self, results: dict) -> dict:
@@ -120,9 +123,9 @@ class LoadPointsFromFile(BaseTransform):
         try:
             content = fileio.get(path, backend_args=self.backend_args)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"LoadPointsFromFile: {path} does not exist") from error
+            raise MissingFileError(f"LoadPointsFromFile: {path} does not exist") from error
         if len(content) % (4 * self.load_dim):
-            raise ValueError(
+            raise InvalidInputError(
                 f"LoadPointsFromFile: {path} must hold rows of {self.load_dim} float32, got {len(content)} bytes"
             )
         results["points"] = np.frombuffer(content, np.float32).reshape(-1, self.load_dim)[:, self.use_dim]

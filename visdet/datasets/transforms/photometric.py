@@ -3,6 +3,7 @@
 import torch
 from torchvision.transforms.v2 import functional as F
 
+from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, set_image, uniform
@@ -38,9 +39,11 @@ class PhotoMetricDistortion(BaseTransform):
     ) -> None:
         for name, pair in (("contrast_range", contrast_range), ("saturation_range", saturation_range)):
             if len(pair) != 2 or not 0 <= pair[0] <= pair[1]:
-                raise ValueError(f"PhotoMetricDistortion: {name} must be 0 <= lowest <= highest, got {pair}")
+                raise InvalidInputError(
+                    f"PhotoMetricDistortion: {name} must be 0 <= lowest <= highest, got {pair}"
+                )
         if not 0 <= hue_delta <= 180 or brightness_delta < 0:
-            raise ValueError(
+            raise InvalidInputError(
                 "PhotoMetricDistortion: brightness_delta must not be negative and hue_delta be in 0..180, "
                 f"got {brightness_delta} and {hue_delta}"
             )

@@ -6,6 +6,7 @@ import torch
 from mmengine.dataset import Compose
 from torchvision.transforms import v2
 
+from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, choose, set_boxes, set_image
@@ -30,9 +31,9 @@ class RandomChoice(BaseTransform):
         prob: Sequence[float] | None = None,
     ) -> None:
         if not transforms:
-            raise ValueError("RandomChoice: transforms must not be empty")
+            raise InvalidInputError("RandomChoice: transforms must not be empty")
         if prob is not None and (len(prob) != len(transforms) or min(prob) < 0 or abs(sum(prob) - 1) > 1e-6):
-            raise ValueError(
+            raise InvalidInputError(
                 f"RandomChoice: prob must be {len(transforms)} numbers that sum to 1, got {list(prob)}"
             )
         self.prob = prob
@@ -67,7 +68,7 @@ class TorchvisionTransform(BaseTransform):
     def __init__(self, transform: str, **arguments) -> None:
         transform_class = getattr(v2, transform, None)
         if not (isinstance(transform_class, type) and issubclass(transform_class, v2.Transform)):
-            raise ValueError(
+            raise InvalidInputError(
                 f"TorchvisionTransform: torchvision.transforms.v2 has no transform {transform!r}"
             )
         self.transform_name = transform
@@ -80,7 +81,9 @@ class TorchvisionTransform(BaseTransform):
             return results
         image, boxes = self._transform(results["img"], results["gt_bboxes"])
         if len(boxes) != len(results["gt_bboxes"]):
-            raise ValueError(f"TorchvisionTransform: {self.transform_name} changed the number of boxes")
+            raise InvalidInputError(
+                f"TorchvisionTransform: {self.transform_name} changed the number of boxes"
+            )
         set_image(results, image)
         boxes = v2.functional.clamp_bounding_boxes(boxes).as_subclass(torch.Tensor)
         set_boxes(results, boxes, keep=(boxes[:, 2:] - boxes[:, :2] >= 1).all(dim=1))

@@ -6,6 +6,7 @@ import torch
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
 
+from visdet.errors import InvalidInputError
 from visdet.registry import HOOKS
 
 from ..errors import UserError
@@ -39,7 +40,7 @@ class CheckInvalidLossHook(Hook):
 
     def __init__(self, action: str = "stop", max_skips: int = 20, interval: int = 1) -> None:
         if action not in ("stop", "skip"):
-            raise ValueError(f"CheckInvalidLossHook: action must be 'stop' or 'skip', got {action!r}")
+            raise InvalidInputError(f"CheckInvalidLossHook: action must be 'stop' or 'skip', got {action!r}")
         self.action = action
         self.max_skips = max_skips
         self.interval = interval

@@ -8,6 +8,7 @@ from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import HOOKS
 
 from ..console import say
@@ -73,7 +74,7 @@ class SplitGaussiansHook(Hook):
         max_share: float = 0.1,
     ) -> None:
         if interval < 1 or prune_below < 0 or not 0 <= max_share <= 0.5:
-            raise ValueError(
+            raise InvalidInputError(
                 "SplitGaussiansHook: interval must be at least 1, prune_below at least 0 and max_share in 0..0.5, "
                 f"got {interval}, {prune_below}, {max_share}"
             )

@@ -1,14 +1,21 @@
 """Pretrained backbone weights: torchvision's, or a file."""
 
 import logging
+from http.client import HTTPException
 
 from mmengine.logging import print_log
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError, UserError
+
 __all__ = ["load_pretrained"]
 
 _TORCHVISION = "torchvision://"
+
+
+class PretrainedWeightsError(UserError, RuntimeError):
+    """Pretrained weights that cannot be had, or are those of another architecture."""
 
 
 def load_pretrained(
@@ -32,19 +39,22 @@ def load_pretrained(
             keep the random initialisation.
 
     Raises:
-        RuntimeError: the weights are unavailable and 'random' was not asked for, or are those of another architecture.
+        PretrainedWeightsError: the weights are unavailable and 'random' was not asked for, or are those of another
+            architecture.
     """
     if if_unavailable not in ("error", "random"):
-        raise ValueError(f"init_cfg: if_unavailable must be 'error' or 'random', got {if_unavailable!r}")
+        raise InvalidInputError(
+            f"init_cfg: if_unavailable must be 'error' or 'random', got {if_unavailable!r}"
+        )
     try:
         state_dict = _read(checkpoint, map_location)
-    except OSError as error:  # no such file, no network, HTTP errors
+    except (OSError, HTTPException) as error:  # no such file, no network, a broken connection
         message = (
             f"pretrained weights {checkpoint!r} of {type(backbone).__name__} are not available ({error}). Download "
             "them where there is a network and give their path: init_cfg=dict(type='Pretrained', checkpoint='PATH')"
         )
         if if_unavailable == "error":
-            raise RuntimeError(
+            raise PretrainedWeightsError(
                 f"{message}; or allow training from random weights: init_cfg=dict(..., if_unavailable='random')."
             ) from error
         print_log(
@@ -73,11 +83,11 @@ def _read_torchvision(name: str) -> dict[str, Tensor]:
     try:
         available = get_model_weights(model_name)
     except ValueError as error:
-        raise ValueError(f"init_cfg: torchvision has no model {model_name!r}") from error
+        raise InvalidInputError(f"init_cfg: torchvision has no model {model_name!r}") from error
     variants = [weights.name for weights in available]
     variant = variant or variants[0]
     if variant not in variants:
-        raise ValueError(
+        raise InvalidInputError(
             f"init_cfg: torchvision's {model_name} has weights {', '.join(variants)}, not {variant!r}"
         )
     return available[variant].get_state_dict(progress=False, check_hash=True)
@@ -100,7 +110,7 @@ def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -
             for label, keys in (("missing", missing), ("other shape", reshaped), ("surplus", surplus))
             if keys
         )
-        raise RuntimeError(
+        raise PretrainedWeightsError(
             f"pretrained weights {checkpoint!r} do not fit the {type(backbone).__name__} of this config: {details}"
         )
     backbone.load_state_dict({key: state_dict[key] for key in own if key in state_dict}, strict=False)

@@ -1,0 +1,95 @@
+"""Mistakes of a user: errors whose message stands alone, so that a tool prints it without a traceback.
+
+Whoever finds a mistake in a config, a file or a command raises one of these. The subclasses are also the Python errors
+that a caller would expect (``ValueError``, ``FileNotFoundError``, ...). Every other exception is a bug, of this package
+or of somebody's own code, and keeps its traceback.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = [
+    "ConfigError",
+    "InvalidInputError",
+    "InvalidTypeError",
+    "MissingFileError",
+    "MissingPackageError",
+    "UnknownNameError",
+    "UserError",
+    "add_hint",
+    "build_step",
+    "hints_of",
+]
+
+_BUILDING = "while building "
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: the message says what, where and what to do, and stands alone."""
+
+
+class ConfigError(UserError):
+    """A config file, or an option on the command line, that cannot be used as it is."""
+
+
+class InvalidInputError(UserError, ValueError):
+    """A value in a config, or the content of a file, that cannot be used."""
+
+
+class InvalidTypeError(UserError, TypeError):
+    """An argument of a type, or a keyword, that is not accepted."""
+
+
+class MissingFileError(UserError, FileNotFoundError):
+    """A file or a folder that is not there."""
+
+
+class MissingPackageError(UserError, ImportError):
+    """A Python package that a feature needs and that is not installed."""
+
+
+class UnknownNameError(UserError, KeyError):
+    """A name that is not known."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError's own shows the repr, with its line breaks escaped
+
+
+def add_hint(error: BaseException, hint: str) -> None:
+    """Add a line that is printed below the error's message; Python 3.10 has no ``add_note``."""
+    if sys.version_info >= (3, 11):
+        error.add_note(hint)
+    else:
+        error.__notes__ = [*hints_of(error), hint]  # type: ignore[attr-defined]
+
+
+def hints_of(error: BaseException) -> list[str]:
+    """Return the lines that :func:`add_hint` added to an error."""
+    return list(getattr(error, "__notes__", []))
+
+
+@contextmanager
+def build_step(name: str) -> Iterator[None]:
+    """Add ``while building <name>`` to an error of the block.
+
+    Steps within each other share one line, outermost first: ``while building DeformableDETR > ResNet``.
+    """
+    try:
+        yield
+    except Exception as error:
+        notes = hints_of(error)
+        inner = next((note for note in notes if note.startswith(_BUILDING)), None)
+        if inner is None:
+            add_hint(error, f"{_BUILDING}{name}")
+        else:
+            notes[notes.index(inner)] = f"{_BUILDING}{name} > {inner.removeprefix(_BUILDING)}"
+            error.__notes__ = notes  # type: ignore[attr-defined]
+        raise
+
+
+def built_names(error: BaseException) -> list[str]:
+    """Return the names of the :func:`build_step` blocks that an error passed through, outermost first."""
+    inner = next((note for note in hints_of(error) if note.startswith(_BUILDING)), None)
+    return [] if inner is None else re.split(r" > ", inner.removeprefix(_BUILDING))
