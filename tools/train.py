@@ -31,7 +31,7 @@ def parse_args() -> argparse.Namespace:
         nargs="?",
         const="auto",
         metavar="auto|PATH",
-        help="continue from the newest checkpoint of the work_dir, or from PATH",
+        help="continue from the newest checkpoint of the work_dir, if there is one, or from the file or folder PATH",
     )
     parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast, on CPU or GPU")
     parser.add_argument(

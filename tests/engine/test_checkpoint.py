@@ -1,5 +1,6 @@
 """Checkpoint files: plain types, read without running code, written whole."""
 
+import errno
 import os
 import pathlib
 import pickle
@@ -11,7 +12,9 @@ import torch
 from mmengine.logging import HistoryBuffer
 from toy_run import toy_config, toy_runner, train
 
+import visdet.engine.checkpoint as checkpoint_module
 from visdet.engine import CheckpointError, newest_readable_checkpoint, read_checkpoint, write_checkpoint
+from visdet.engine.errors import DamagedCheckpointError
 from visdet.engine.plain_state import restore_message_hub, to_plain
 
 
@@ -49,7 +52,6 @@ def test_to_plain_converts_what_weights_only_would_refuse(tmp_path):
         "history": history,
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "nested": (1, [None, "x", b"y", 2.5, True]),
-        "object": pytest,
     }
     write_checkpoint(state, tmp_path / "plain.pth")
     plain = torch.load(tmp_path / "plain.pth", weights_only=True)
@@ -60,7 +62,6 @@ def test_to_plain_converts_what_weights_only_would_refuse(tmp_path):
     assert plain["path"] == "a/b" and plain["set"] == [7] and plain["counter"] == {3: 1}
     assert plain["nested"] == (1, [None, "x", b"y", 2.5, True])
     assert torch.equal(plain["parameter"], torch.ones(2)) and not plain["parameter"].requires_grad
-    assert plain["object"].startswith("<module 'pytest'")
     hub = {
         "log_scalars": {"h": plain["history"]},
         "runtime_info": {},
@@ -69,6 +70,16 @@ def test_to_plain_converts_what_weights_only_would_refuse(tmp_path):
     restored = restore_message_hub(hub)
     assert restored["log_scalars"]["h"].mean(2) == history.mean(2) == 2.0
     assert restored["resumed_keys"] == {"h": True}
+
+
+def test_what_is_no_plain_type_is_an_error_at_save(tmp_path):
+    path = tmp_path / "w.pth"
+    write_checkpoint({"w": 1}, path)
+    state = {"message_hub": {"runtime_info": {"ages": [1, {"rate": complex(1, 2)}]}}}
+    where = r"checkpoint\['message_hub'\]\['runtime_info'\]\['ages'\]\[1\]\['rate'\] is a builtins.complex"
+    with pytest.raises(TypeError, match=where):
+        write_checkpoint(state, path)
+    assert read_checkpoint(path) == {"w": 1}
 
 
 def test_to_plain_keeps_the_latest_of_a_long_history():
@@ -144,13 +155,47 @@ def test_a_file_that_is_no_checkpoint(tmp_path, content):
         read_checkpoint(path)
 
 
+class FailingDisk(checkpoint_module._DiskFile):
+    """A file whose reads fail after the first few, as those of a network's disk may for a moment."""
+
+    reads_left = 0
+
+    def readinto(self, buffer):
+        type(self).reads_left -= 1
+        if self.reads_left < 0:
+            self.failure = OSError(errno.EIO, "Input/output error")
+            raise self.failure
+        return super().readinto(buffer)
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2, 3, 4])
+def test_an_error_of_the_disk_is_no_damage(tmp_path, monkeypatch, reads):
+    for name in ("iter_1.pth", "iter_2.pth"):
+        write_checkpoint({"optimizer": {}, "w": torch.arange(50_000.0)}, tmp_path / name)
+    monkeypatch.setattr(checkpoint_module, "_DiskFile", FailingDisk)
+    monkeypatch.setattr(FailingDisk, "reads_left", reads)
+    with pytest.raises(CheckpointError, match="cannot be read now: Input/output error") as caught:
+        read_checkpoint(tmp_path / name)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    FailingDisk.reads_left = reads
+    with pytest.raises(CheckpointError, match="cannot be read now"):
+        newest_readable_checkpoint(tmp_path)
+
+
+def test_an_error_of_a_real_disk_is_no_damage():
+    """The memory of this process as a file: its beginning cannot be read."""
+    with pytest.raises(CheckpointError, match=r"cannot be read now: Input/output error"):
+        read_checkpoint("/proc/self/mem")
+
+
 def test_every_cut_of_a_checkpoint_is_noticed(tmp_path):
     write_checkpoint({"optimizer": {}, "w": torch.arange(2000.0)}, tmp_path / "whole.pth")
     whole = (tmp_path / "whole.pth").read_bytes()
     for length in range(0, len(whole), 611):
         (tmp_path / "cut.pth").write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            read_checkpoint(tmp_path / "cut.pth")
+        for verify in (False, True):
+            with pytest.raises(DamagedCheckpointError, match="cannot be read"):
+                read_checkpoint(tmp_path / "cut.pth", verify=verify)
 
 
 def test_a_missing_checkpoint_names_what_is_there(tmp_path):

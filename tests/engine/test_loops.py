@@ -22,7 +22,8 @@ def batches(endless: bool, sampler=DefaultSampler, workers: int = 0) -> tuple[Re
         collate_fn=list,
         num_workers=workers,
     )
-    return ResumableBatches.install(loader, endless), loader
+    loader = ResumableBatches.install(loader, endless)
+    return loader.batch_sampler, loader
 
 
 def first(loader: DataLoader, count: int) -> list[list[int]]:
@@ -35,7 +36,7 @@ def first(loader: DataLoader, count: int) -> list[list[int]]:
 def test_a_start_continues_the_sequence(sampler, workers):
     whole = first(batches(True, sampler)[1], 9)
     resumed, loader = batches(True, sampler, workers)
-    resumed.start = 4
+    resumed.start_at(seed=0, iteration=4, skipped=4)
     assert first(loader, 5) == whole[4:]
 
 
@@ -47,10 +48,11 @@ def test_endless_batches_go_through_epochs():
     assert nine[:3] != nine[3:6], "and an order of its own"
 
 
-def test_a_start_holds_for_one_epoch():
+def test_a_start_inside_an_epoch():
     resumed, loader = batches(endless=False)
-    resumed.start = 2
+    resumed.start_at(seed=0, iteration=2, skipped=2)
     assert [len(batch) for batch in loader] == [2]
+    resumed.start_at(seed=0, iteration=3, skipped=0)
     assert [len(batch) for batch in loader] == [4, 4, 2]
     assert len(loader) == 3
 
@@ -59,7 +61,7 @@ def test_an_empty_data_set_is_an_error_and_not_an_endless_loop():
     loader = DataLoader(
         [1, 2], batch_sampler=BatchSampler(DefaultSampler([1, 2]), batch_size=4, drop_last=True)
     )
-    ResumableBatches.install(loader, endless=True)
+    loader = ResumableBatches.install(loader, endless=True)
     with pytest.raises(ValueError, match="gives no batch: BatchSampler of batch size 4"):
         next(iter(loader))
 

@@ -1,13 +1,21 @@
 """A resumed run is the uninterrupted run."""
 
+import itertools
+import random
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from mmengine.dataset import DefaultSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 from toy_detection import ToyDetector
-from toy_run import losses, toy_runner, train, weights
+from toy_run import losses, toy_config, toy_runner, train, weights
 
-from visdet.engine import CheckpointError, read_checkpoint
+import visdet.engine.resume as resume_module
+from visdet.engine import CheckpointError, build_runner, read_checkpoint
+from visdet.engine.resumable_batches import ResumableBatches
+from visdet.engine.resume import decided_by_the_main_process
 from visdet.registry import MODELS
 
 EPOCHS = {
@@ -165,6 +173,90 @@ def test_resume_from_a_folder_and_from_a_file(tmp_path):
         assert next(iter(losses(runner))) == 11
 
 
+def damage(path) -> None:
+    path.write_bytes(path.read_bytes()[:3000])
+
+
+def test_a_folder_without_a_checkpoint_cannot_be_resumed(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*empty can be resumed"):
+        train(tmp_path / "run", resume=str(tmp_path / "empty"))
+    train(tmp_path / "first", train_cfg__max_iters=5)
+    damage(tmp_path / "first" / "iter_5.pth")
+    with pytest.raises(CheckpointError, match=r"iter_5\.pth \(3000 bytes\) cannot be read"):
+        train(tmp_path / "run", resume=str(tmp_path / "first"))
+    with pytest.raises(CheckpointError, match=r"iter_5\.pth \(3000 bytes\) cannot be read"):
+        train(tmp_path / "run", resume=str(tmp_path / "first" / "iter_5.pth"))
+
+
+def test_auto_with_damaged_checkpoints_alone_fails_and_names_them(tmp_path):
+    train(tmp_path, default_hooks__checkpoint__interval=10)
+    for path in tmp_path.glob("iter_*.pth"):
+        damage(path)
+    with pytest.raises(CheckpointError) as caught:
+        train(tmp_path, resume="auto")
+    assert all(f"iter_{step}.pth (3000 bytes) cannot be read" in str(caught.value) for step in (10, 20))
+    assert "choose another --work-dir" in str(caught.value)
+
+
+def test_auto_with_a_pointer_to_a_checkpoint_that_is_gone_fails(tmp_path):
+    train(tmp_path, train_cfg__max_iters=5, default_hooks__checkpoint__save_best=None)
+    (tmp_path / "iter_5.pth").unlink()
+    with pytest.raises(CheckpointError, match=r"last_checkpoint names iter_5\.pth, which is not there"):
+        train(tmp_path, resume="auto")
+
+
+def test_auto_without_a_checkpoint_loads_what_load_from_names(tmp_path, capsys):
+    train(tmp_path / "stage1", train_cfg__max_iters=5)
+    stage1 = str(tmp_path / "stage1" / "iter_5.pth")
+    runner = toy_runner(tmp_path / "stage2", resume="auto", load_from=stage1)
+    runner._find_checkpoint_to_resume()
+    runner.load_or_resume()
+    saved = read_checkpoint(stage1)["state_dict"]
+    assert torch.equal(runner.model.conv.weight, saved["conv.weight"]) and runner.iter == 0
+    assert f"starting from the weights of {stage1}" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="does not exist"):
+        toy_runner(tmp_path / "stage2", resume="auto", load_from=stage1 + "x")
+    train(tmp_path / "stage2", load_from=stage1, train_cfg__max_iters=5)
+    again = train(tmp_path / "stage2", resume="auto", load_from=stage1 + "x")
+    assert next(iter(losses(again))) == 6, "stage 2 goes on, with or without what it began from"
+
+
+def test_true_resumes_what_load_from_names(tmp_path):
+    """mmengine's way to say it, in a config."""
+    train(tmp_path / "first", train_cfg__max_iters=10)
+    cfg = toy_config(tmp_path / "again", load_from=str(tmp_path / "first" / "iter_10.pth"))
+    cfg.resume = True
+    runner = build_runner(cfg)
+    runner.train()
+    assert runner._load_from.endswith("first/iter_10.pth") and runner._resume and runner.iter == 20
+
+
+def test_the_main_process_decides_and_all_follow(monkeypatch):
+    """A stand-in for a group of processes: what rank 0 sends is what rank 1 gets."""
+    sent = []
+    monkeypatch.setattr(resume_module, "broadcast_object_list", lambda data, src: sent.append(list(data)))
+    assert decided_by_the_main_process(lambda: ("iter_5.pth", [])) == ("iter_5.pth", [])
+
+    def refuse():
+        raise CheckpointError("all are damaged")
+
+    with pytest.raises(CheckpointError, match="all are damaged"):
+        decided_by_the_main_process(refuse)
+
+    monkeypatch.setattr(resume_module, "is_main_process", lambda: False)
+    monkeypatch.setattr(
+        resume_module, "broadcast_object_list", lambda data, src: data.__setitem__(slice(None), sent.pop(0))
+    )
+
+    def never():
+        raise AssertionError("only the main process looks into the folder")
+
+    assert decided_by_the_main_process(never) == ("iter_5.pth", [])
+    with pytest.raises(CheckpointError, match="all are damaged"):
+        decided_by_the_main_process(never)
+
+
 def test_auto_without_a_checkpoint_starts_from_scratch(tmp_path, capsys):
     runner = train(tmp_path, resume="auto", train_cfg__max_iters=5)
     assert runner.iter == 5
@@ -178,7 +270,9 @@ def test_resume_of_a_finished_run_validates_and_trains_nothing(tmp_path, loop, c
     capsys.readouterr()
     again = train(tmp_path, resume="auto", **loop)
     assert again.iter == finished.iter and losses(again) == {}
-    assert capsys.readouterr().out.count("toy/accuracy") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("toy/accuracy") == 1
+    assert f"the run is finished, after {finished.iter} of {finished.iter} iterations" in printed
 
 
 def test_weights_alone_cannot_be_resumed(tmp_path):
@@ -210,15 +304,69 @@ def test_ema_and_its_counter_are_resumed(tmp_path):
     )
 
 
-def test_workers_do_not_repeat_their_random_numbers(tmp_path):
-    """Workers that start on a resume draw on from new seeds; the order of the data is that of the whole run."""
+class Noise(Dataset):
+    """What each generator of the worker draws for an item."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return index, random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+def noise(workers: int, iteration: int = 0, batches: int = 10) -> list:
+    sampler = BatchSampler(DefaultSampler(Noise(), shuffle=True, seed=3), batch_size=4, drop_last=False)
+    loader = DataLoader(Noise(), batch_sampler=sampler, num_workers=workers, collate_fn=list)
+    loader = ResumableBatches.install(loader, endless=True)
+    loader.batch_sampler.start_at(seed=5, iteration=iteration, skipped=iteration)
+    return list(itertools.islice(loader, batches))
+
+
+def test_what_a_worker_draws_depends_on_the_batch_alone():
+    whole = noise(workers=2)
+    assert noise(workers=1) == whole and noise(workers=2, iteration=7, batches=3) == whole[7:]
+    drawn = [number for batch in whole for item in batch for number in item[1:]]
+    assert len(set(drawn)) == 40 * 3, "no number is drawn twice"
+
+
+def test_a_loader_without_workers_leaves_the_generators_alone():
+    states = []
+    for begin in (0, 5):
+        torch.manual_seed(1)
+        noise(workers=0, iteration=begin, batches=5)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "new-each-epoch"])
+@pytest.mark.parametrize("loop", [{"train_cfg__max_iters": 24}, EPOCHS], ids=["iterations", "epochs"])
+@pytest.mark.parametrize("at", [12, 9])
+def test_two_halves_with_workers_equal_the_whole(tmp_path, loop, persistent, at):
+    """12 is the end of the second epoch, 9 is inside of it."""
     options = {
-        "train_dataloader__num_workers": 1,
-        "train_dataloader__persistent_workers": True,
-        "default_hooks__checkpoint__interval": 10,
+        **loop,
+        "train_dataloader__num_workers": 2,
+        "train_dataloader__persistent_workers": persistent,
+        "default_hooks__checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": at},
     }
-    seeds = []
-    for resume in (None, "auto"):
-        runner = train(tmp_path, resume, **options, train_cfg__max_iters=20 if resume else 10)
-        seeds.append(runner.train_dataloader.worker_init_fn.keywords["seed"])
-    assert seeds[0] == runner.seed != seeds[1]
+    whole = train(tmp_path / "whole", **options)
+    interrupted(tmp_path / "halves", at=at, **options)
+    rest = train(tmp_path / "halves", resume="auto", **options)
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > at}
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(rest)[name]), name
+
+
+@pytest.mark.parametrize("loop", [{}, EPOCHS], ids=["iterations", "epochs"])
+def test_a_validation_that_was_due_when_the_run_was_killed_is_made_up_for(tmp_path, loop):
+    """The checkpoint of an iteration is written before its validation."""
+    by_iteration = {"type": "CheckpointHook", "by_epoch": False, "interval": 6, "save_best": "auto"}
+    options = {**loop, "default_hooks__checkpoint": by_iteration}
+    if not loop:
+        options["train_cfg__val_interval"] = 6
+    whole = train(tmp_path / "whole", **options)
+    interrupted(tmp_path / "halves", at=6, **options)
+    rest = train(tmp_path / "halves", resume="auto", **options)
+    scores = [run.message_hub.get_scalar("val/toy/accuracy").data[0].tolist() for run in (whole, rest)]
+    assert scores[0] == scores[1] and len(scores[0]) == 4
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 6}

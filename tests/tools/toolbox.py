@@ -40,11 +40,17 @@ def start(tool: str, *arguments: object, processes: int = 0, devices: str = "", 
     )
 
 
-def kill_when(process: subprocess.Popen, is_time: Callable[[], bool], timeout: float) -> None:
-    """Send SIGKILL to a process as soon as ``is_time``; fail if it ends, or ``timeout`` seconds pass, before."""
+def kill_when(
+    process: subprocess.Popen, is_time: Callable[[], bool], timeout: float, delay: float = 0.0
+) -> None:
+    """Send SIGKILL to a process ``delay`` seconds after ``is_time``.
+
+    The test fails if the process ends, or ``timeout`` seconds pass, before.
+    """
     deadline = time.monotonic() + timeout
     while not is_time() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
+    time.sleep(delay)
     came_to_it = is_time() and process.poll() is None
     process.kill()
     out, err = process.communicate()

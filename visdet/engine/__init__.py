@@ -1,6 +1,6 @@
 """Running a config: what mmengine's Runner lacks, and what the tools do."""
 
-from .checkpoint import newest_readable_checkpoint, read_checkpoint, write_checkpoint
+from .checkpoint import read_checkpoint, write_checkpoint
 from .config import CfgOptions, check_required_keys, check_work_dir, complete_config, load_config
 from .console import say
 from .distributed import checked_launcher
@@ -27,6 +27,7 @@ from .prepare import (
     set_resume,
     write_detections,
 )
+from .resume import newest_readable_checkpoint
 from .runner import DetRunner
 
 __all__ = [

@@ -8,17 +8,17 @@ import re
 import zipfile
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlparse
 
 import torch
 from mmengine.runner import CheckpointLoader
 
 from .allowed_pickle import AllowedPickle, DisallowedGlobalError
-from .errors import CheckpointError, MissingCheckpointError, nearest_names
+from .errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, nearest_names
 from .plain_state import to_plain
 
-__all__ = ["newest_readable_checkpoint", "read_checkpoint", "register_checkpoint_readers", "write_checkpoint"]
+__all__ = ["read_checkpoint", "register_checkpoint_readers", "write_checkpoint"]
 
 LAST_CHECKPOINT = "last_checkpoint"
 _URL_SCHEMES = ("http://", "https://")
@@ -27,9 +27,13 @@ _CHECKSUM_IN_NAME = re.compile(r"-([a-f0-9]{8,})\.")
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write tensors and plain types to ``path``: after a crash the file is the old one or the new one, never a part."""
+    """Write tensors and plain types to ``path``: after a crash the file is the old one or the new one, never a part.
+
+    Raises:
+        InvalidTypeError: the checkpoint holds something else; nothing is written.
+    """
     buffer = io.BytesIO()
-    torch.save(to_plain(checkpoint), buffer)
+    torch.save(to_plain(checkpoint, "checkpoint"), buffer)
     write_atomically(path, buffer.getbuffer())
 
 
@@ -64,29 +68,51 @@ def read_checkpoint(
         verify: compare the file with the checksums in it, which ``torch.load`` ignores.
 
     Raises:
-        CheckpointError: no such file; damaged or cut short; types outside the list while ``trust`` is False.
+        CheckpointError: no such file; types outside the list while ``trust`` is False; the file cannot be read now.
+        DamagedCheckpointError: what the file holds is cut short, altered, or no checkpoint.
     """
     check_checkpoint_exists(path)
     source, path = str(path), _downloaded(str(path))
     try:
-        if verify:
-            _verify(path)
-        if trust:
-            return torch.load(path, map_location=map_location, weights_only=False)
-        if _holds_plain_types(path):
-            return torch.load(path, map_location=map_location, weights_only=True)
-        return torch.load(path, map_location=map_location, pickle_module=AllowedPickle, weights_only=False)
+        disk = _DiskFile(path)
+    except OSError as error:
+        raise _not_now(source, error) from error
+    try:
+        with io.BufferedReader(disk) as file:
+            return _read(file, map_location, trust, verify)
     except DisallowedGlobalError as error:
         raise CheckpointError(
             f"checkpoint {source} holds a {error}, which is not a tensor or a plain type. If you trust its origin, "
             "read it whole with `--cfg-options trust_checkpoint=True`: that can run code from the file."
         ) from error
     except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, ValueError) as error:
+        if disk.failure is not None:
+            raise _not_now(source, disk.failure) from error
         reason = str(error).strip().split("\n")[0][:160]
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"checkpoint {source} ({os.path.getsize(path)} bytes) cannot be read; it is damaged, cut short or no "
             f"checkpoint: {reason}"
         ) from error
+
+
+class _DiskFile(io.FileIO):
+    """A file that remembers an error of the disk, which zipfile would report as one of the content."""
+
+    failure: OSError | None = None
+
+    def readinto(self, buffer: Any) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+def _not_now(source: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {source} cannot be read now: {error.strerror or error}. The file itself may be whole; try again, "
+        "or look into the storage it is on"
+    )
 
 
 def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> None:
@@ -97,50 +123,46 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
     raise MissingCheckpointError(_missing_message(path))
 
 
-def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tuple[str | None, list[str]]:
-    """Return the newest checkpoint of a run that can be read whole, and a remark on each newer one that cannot.
+def register_checkpoint_readers(trust: bool = False) -> None:
+    """Make mmengine read local and http(s) checkpoints by :func:`read_checkpoint`, in ``init_cfg`` too.
 
-    Candidates are the file that ``last_checkpoint`` names and every other ``*.pth`` of the folder that holds
-    the state of training, by age.
+    Args:
+        trust: the config's ``trust_checkpoint``, see :func:`read_checkpoint`.
     """
-    work_dir = Path(work_dir)
-    candidates = sorted(work_dir.glob("*.pth"), key=lambda path: path.stat().st_mtime, reverse=True)
-    pointer = work_dir / LAST_CHECKPOINT
-    if pointer.is_file() and (named := pointer.read_text().strip()):
-        # Only the name: the folder may have been moved or copied since.
-        last = work_dir / Path(named).name
-        candidates = [last, *(path for path in candidates if path != last)]
-    remarks = []
-    for path in candidates:
-        try:
-            if "optimizer" in read_checkpoint(path, trust=trust, verify=True):
-                return str(path), remarks
-        except CheckpointError as error:
-            remarks.append(f"skipping a checkpoint: {error}")
-    return None, remarks
-
-
-def register_checkpoint_readers() -> None:
-    """Make mmengine read local and http(s) checkpoints by :func:`read_checkpoint`, in ``init_cfg`` too."""
 
     def load_from_file_or_url(filename: str, map_location: Any = None) -> dict[str, Any]:
-        return read_checkpoint(os.path.expanduser(filename), map_location=map_location)
+        return read_checkpoint(os.path.expanduser(filename), map_location=map_location, trust=trust)
 
     for prefix in ("", *_URL_SCHEMES):
         CheckpointLoader.register_scheme(prefix, load_from_file_or_url, force=True)
 
 
-def _verify(path: str) -> None:
-    with zipfile.ZipFile(path) as archive:
+def _read(file: BinaryIO, map_location: Any, trust: bool, verify: bool) -> dict[str, Any]:
+    if verify:
+        _verify(file)
+    if trust:
+        return torch.load(file, map_location=map_location, weights_only=False)
+    if _holds_plain_types(file):
+        return torch.load(file, map_location=map_location, weights_only=True)
+    return torch.load(file, map_location=map_location, pickle_module=AllowedPickle, weights_only=False)
+
+
+def _verify(file: BinaryIO) -> None:
+    with zipfile.ZipFile(file) as archive:
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"the checksum of {damaged} in it does not fit")
+    file.seek(0)
 
 
-def _holds_plain_types(path: str) -> bool:
+def _holds_plain_types(file: BinaryIO) -> bool:
     """Return whether ``torch.load(weights_only=True)`` knows every type in the file, without reading its tensors."""
-    if not zipfile.is_zipfile(path):
+    is_zip = zipfile.is_zipfile(file)
+    file.seek(0)
+    if not is_zip:
         return False
-    return not torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    file.seek(0)
+    return not unknown
 
 
 def _downloaded(path: str) -> str:

@@ -11,9 +11,11 @@ from visdet.errors import InvalidInputError
 from visdet.registry import LOOPS
 
 from .random_state import preserved_random_state
-from .resumable_batches import ResumableBatches, reseed_workers
+from .resumable_batches import ResumableBatches
 
 __all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop"]
+
+_VALIDATED = "validated_at_iter"
 
 
 @LOOPS.register_module()
@@ -21,8 +23,8 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
     """Epoch-based training that resumes inside an epoch where the checkpoint was saved inside one.
 
     Differences from mmengine's: a resumed run continues with the next batch of the epoch; the random state
-    continues where the checkpoint left it; workers get new seeds each epoch; validation leaves the random
-    state alone.
+    continues where the checkpoint left it, and what workers draw depends on the batch alone; a validation that was
+    due at the checkpoint is made up for; validation leaves the random state alone.
 
     Args: see :class:`mmengine.runner.EpochBasedTrainLoop`.
     """
@@ -37,7 +39,7 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader, max_epochs, val_begin, val_interval, dynamic_intervals)
-        self._batches = ResumableBatches.install(self.dataloader, endless=False)
+        self.dataloader = ResumableBatches.install(self.dataloader, endless=False)
 
     def run(self) -> nn.Module:
         """Train to the last epoch, validate when it is due, and return the model.
@@ -46,14 +48,13 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         """
         self.runner.call_hook("before_train")
         was_finished = self._epoch >= self._max_epochs
+        _restore_random_state(self.runner)
+        if was_finished or (self._iter == self._epoch * len(self.dataloader) and self._must_catch_up()):
+            _validate(self.runner)
         while self._epoch < self._max_epochs and not self.stop_training:
             self.run_epoch()
-            self._decide_current_val_interval()
-            due = self._epoch % self.val_interval == 0 or self._epoch == self._max_epochs
-            if self._epoch >= self.val_begin and due:
+            if self._is_validation_due():
                 _validate(self.runner)
-        if was_finished:
-            _validate(self.runner)
         self.runner.call_hook("after_train")
         return self.runner.model
 
@@ -62,19 +63,24 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         self.runner.call_hook("before_train_epoch")
         self.runner.model.train()
         done = self._iter - self._epoch * len(self.dataloader)
-        start = self._batches.start = done if 0 < done < len(self.dataloader) else 0
-        reseed_workers(self.dataloader, self.runner.seed, self._iter)
-        # Creating the iterator draws a random number. The run before drew it ahead of its checkpoint if that
-        # was saved inside the epoch, and did not if it was saved at its end.
-        if start == 0:
-            _restore_random_state(self.runner)
-        batches = iter(self.dataloader)
-        if start > 0:
-            _restore_random_state(self.runner)
-        for batch_idx, data_batch in enumerate(batches, start):
+        start = done if 0 < done <= len(self.dataloader) else 0
+        self.dataloader.batch_sampler.start_at(self.runner.seed, self._iter, skipped=start)
+        # A checkpoint of the last iteration was saved before the hooks that end the epoch: those are left then.
+        for batch_idx, data_batch in enumerate(
+            self.dataloader if start < len(self.dataloader) else (), start
+        ):
             self.run_iter(batch_idx, data_batch)
         self.runner.call_hook("after_train_epoch")
         self._epoch += 1
+
+    def _is_validation_due(self) -> bool:
+        self._decide_current_val_interval()
+        due = self._epoch % self.val_interval == 0 or self._epoch == self._max_epochs
+        return self._epoch >= self.val_begin and due
+
+    def _must_catch_up(self) -> bool:
+        """Return whether a resumed run was killed between its checkpoint and the validation that was due."""
+        return self._epoch > 0 and self._is_validation_due() and not _is_validated(self.runner)
 
 
 @LOOPS.register_module()
@@ -82,9 +88,9 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
     """Iteration-based training that resumes at its iteration without loading what was trained on before.
 
     Differences from mmengine's: the data order of a resumed run is that of an uninterrupted one, found by
-    counting index batches instead of loading them; the random state continues where the checkpoint left it; a
-    finite sampler goes on with its next epoch without restarting the workers; validation leaves the random
-    state alone.
+    counting index batches instead of loading them; the random state continues where the checkpoint left it, and what
+    workers draw depends on the batch alone; a finite sampler goes on with its next epoch without restarting the
+    workers; a validation that was due at the checkpoint is made up for; validation leaves the random state alone.
 
     Args: see :class:`mmengine.runner.IterBasedTrainLoop`.
     """
@@ -113,7 +119,7 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
             val_interval, dynamic_intervals
         )
         self.runner.visualizer.dataset_meta = getattr(self.dataloader.dataset, "metainfo", None)
-        self._batches = ResumableBatches.install(self.dataloader, endless=True)
+        self.dataloader = ResumableBatches.install(self.dataloader, endless=True)
 
     def run(self) -> nn.Module:
         """Train to the last iteration, validate when it is due, and return the model.
@@ -123,28 +129,41 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
         self.runner.call_hook("before_train")
         self.runner.call_hook("before_train_epoch")  # the whole training counts as one epoch
         was_finished = self._iter >= self._max_iters
-        self._batches.start = self._iter
-        reseed_workers(self.dataloader, self.runner.seed, self._iter)
-        self.dataloader_iterator = iter(self.dataloader)
         _restore_random_state(self.runner)
+        if was_finished or self._must_catch_up():
+            _validate(self.runner)
+        self.dataloader.batch_sampler.start_at(self.runner.seed, self._iter, skipped=self._iter)
+        self.dataloader_iterator = iter(self.dataloader)
         while self._iter < self._max_iters and not self.stop_training:
             self.runner.model.train()
             self.run_iter(next(self.dataloader_iterator))
-            self._decide_current_val_interval()
-            due = self._iter % self.val_interval == 0 or self._iter == self._max_iters
-            if self._iter >= self.val_begin and due:
+            if self._is_validation_due():
                 _validate(self.runner)
-        if was_finished:
-            _validate(self.runner)
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
         return self.runner.model
 
+    def _is_validation_due(self) -> bool:
+        self._decide_current_val_interval()
+        due = self._iter % self.val_interval == 0 or self._iter == self._max_iters
+        return self._iter >= self.val_begin and due
+
+    def _must_catch_up(self) -> bool:
+        """Return whether a resumed run was killed between its checkpoint and the validation that was due."""
+        return self._iter > 0 and self._is_validation_due() and not _is_validated(self.runner)
+
 
 def _validate(runner) -> None:
     if runner.val_loop is not None:
+        # Before, because a hook may write a checkpoint when it knows the metrics.
+        runner.message_hub.update_info(_VALIDATED, runner.iter)
         with preserved_random_state():
             runner.val_loop.run()
+
+
+def _is_validated(runner) -> bool:
+    """Return whether the weights of this iteration were validated before they were saved."""
+    return runner.message_hub.get_info(_VALIDATED) == runner.iter
 
 
 def _restore_random_state(runner) -> None:

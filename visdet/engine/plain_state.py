@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
 
+from visdet.errors import InvalidTypeError
+
 __all__ = ["restore_message_hub", "to_plain"]
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -16,12 +18,20 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _HISTORY_LENGTH = 10_000
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: Any, name: str = "") -> Any:
     """Return ``value`` with tensors, None, numbers, strings, dicts, lists and tuples only.
 
     numpy scalars and arrays become numbers and lists, paths strings, sets lists, and mmengine's
-    ``HistoryBuffer`` a dict of its latest values and counts. Anything else is kept as its ``repr``:
-    information, not state. A module's state dict keeps the ``_metadata`` by which modules migrate old weights.
+    ``HistoryBuffer`` a dict of its latest values and counts. A module's state dict keeps the ``_metadata`` by which
+    modules migrate old weights.
+
+    Args:
+        value: nested in any way.
+        name: of the value, for the error.
+
+    Raises:
+        InvalidTypeError: a value of any other type, which would not come back when the checkpoint is read; the message
+            says where it is.
     """
     if type(value) in _PLAIN or type(value) in (torch.Size, torch.dtype):
         return value
@@ -35,22 +45,26 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
-        return to_plain(value.tolist())
+        return to_plain(value.tolist(), name)
     if isinstance(value, Mapping):
-        plain = {to_plain(key): to_plain(item) for key, item in value.items()}
+        plain = {to_plain(key, name): to_plain(item, f"{name}[{key!r}]") for key, item in value.items()}
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             plain = OrderedDict(plain)
             plain._metadata = value._metadata
         return plain
     if isinstance(value, tuple):
-        return tuple(to_plain(item) for item in value)
+        return tuple(to_plain(item, f"{name}[{place}]") for place, item in enumerate(value))
     if isinstance(value, list | set | frozenset):
-        return [to_plain(item) for item in value]
+        return [to_plain(item, f"{name}[{place}]") for place, item in enumerate(value)]
     if isinstance(value, _PLAIN):  # subclasses: a str enum, numpy's float64
         return next(kind(value) for kind in (bool, int, float, str, bytes) if isinstance(value, kind))
     if isinstance(value, PurePath):
         return str(value)
-    return repr(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise InvalidTypeError(
+        f"{name or 'the value'} is a {kind}, which a checkpoint cannot hold: give tensors, numbers, strings, None, and "
+        "dicts, lists and tuples of them"
+    )
 
 
 def restore_message_hub(message_hub: dict) -> dict:

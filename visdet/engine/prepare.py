@@ -1,6 +1,7 @@
 """From a config and the switches of a command line to a runner."""
 
 import os
+from pathlib import Path
 
 from mmengine.config import Config
 from mmengine.runner import Runner
@@ -10,6 +11,7 @@ from visdet.registry import RUNNERS
 from .checkpoint import check_checkpoint_exists
 from .config import check_work_dir
 from .errors import ConfigError
+from .resume import AUTO
 
 __all__ = [
     "build_runner",
@@ -29,16 +31,22 @@ def build_runner(cfg: Config) -> Runner:
             found out before anything is built.
     """
     check_work_dir(cfg.work_dir)
-    if cfg.get("load_from"):
-        check_checkpoint_exists(cfg.load_from, folder_is_fine=bool(cfg.get("resume")))
+    resume, load_from = cfg.get("resume") or False, cfg.get("load_from")
+    if isinstance(resume, str) and resume != AUTO:
+        check_checkpoint_exists(resume, folder_is_fine=True)
+    may_resume = resume == AUTO and any(Path(cfg.work_dir).glob("*.pth"))
+    if load_from and not may_resume:
+        check_checkpoint_exists(load_from, folder_is_fine=resume is True)
     cfg.setdefault("runner_type", "DetRunner")
     return RUNNERS.build(cfg)
 
 
 def set_resume(cfg: Config, resume: str) -> None:
-    """Resume from the work_dir's newest checkpoint ('auto'), from a checkpoint file, or from another run's folder."""
-    cfg.resume = True
-    cfg.load_from = None if resume == "auto" else os.path.expanduser(resume)
+    """Resume from the work_dir's newest checkpoint ('auto'), from a checkpoint file, or from another run's folder.
+
+    The config's ``load_from`` stays: a run that 'auto' finds no checkpoint of begins from those weights.
+    """
+    cfg.resume = AUTO if resume == AUTO else os.path.expanduser(resume)
 
 
 def enable_amp(cfg: Config) -> None:

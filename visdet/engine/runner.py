@@ -29,7 +29,6 @@ from visdet.registry import RUNNERS
 
 from .build_errors import building
 from .checkpoint import (
-    newest_readable_checkpoint,
     read_checkpoint,
     register_checkpoint_readers,
     write_checkpoint,
@@ -40,6 +39,7 @@ from .distributed import start_process_group
 from .errors import CheckpointError, log_fatal_error
 from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
+from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_every_process
 from .temporal_state import restore_temporal_state
 from .weights import load_weights, weights_of
 
@@ -61,8 +61,9 @@ class DetRunner(Runner):
 
     * Checkpoints hold tensors and plain types and are written in one step. Reading one runs no code from the
       file, unless the config says ``trust_checkpoint=True``.
-    * A resumed run continues with the seed, data order and random state of the run before; a damaged newest
-      checkpoint is passed over. ``load_from`` refuses weights that do not fit, unless ``strict_load=False``.
+    * A resumed run continues with the seed, data order and random state of the run before, workers included; a
+      damaged newest checkpoint is passed over. ``resume`` is 'auto' or a path, or mmengine's True.
+    * ``load_from`` refuses weights that do not fit, unless ``strict_load=False``.
     * ``launcher='pytorch'`` works without GPUs, by gloo.
     * The backward runs in the training thread, as on the CPU.
     * The terminal shows warnings, progress and results; environment, config and every log line go to the log
@@ -86,7 +87,7 @@ class DetRunner(Runner):
 
     def setup_env(self, env_cfg: dict) -> None:
         """Join the process group and set what ``env_cfg`` says."""
-        register_checkpoint_readers()
+        register_checkpoint_readers(trust=self._trusts_checkpoints)
         self._random_state: dict[str, Any] | None = None
         self._checkpoint: tuple[str, dict] | None = None
         start_process_group(self.launcher, env_cfg.get("dist_cfg", {}).get("timeout"))
@@ -217,16 +218,20 @@ class DetRunner(Runner):
         """Settle which checkpoint to resume and take over its seed, which the data order depends on."""
         if not self._resume:
             return
-        folder = self._load_from or self.work_dir
-        if os.path.isdir(folder):
-            self._load_from, remarks = newest_readable_checkpoint(folder, self._trusts_checkpoints)
-            for remark in remarks:
-                self.logger.warning(remark)
-            if self._load_from is None:
-                self._resume = False
-                say(f"resume: no checkpoint in {folder}, starting from scratch")
-                return
-        checkpoint = read_checkpoint(self._load_from, trust=self._trusts_checkpoints)
+        found, remarks = decided_by_the_main_process(
+            lambda: checkpoint_to_resume(
+                self._resume, self._load_from, self.work_dir, self._trusts_checkpoints
+            )
+        )
+        for remark in remarks if self.rank == 0 else ():
+            self.logger.warning(f"a newer checkpoint is passed over: {remark}")
+        self._resume = found is not None
+        if found is None:
+            start = f"the weights of {self._load_from}" if self._load_from else "scratch"
+            say(f"resume: no checkpoint in {self.work_dir}, starting from {start}")
+            return
+        self._load_from = found
+        checkpoint = read_on_every_process(found, self._trusts_checkpoints)
         lacking = [key for key in ("optimizer", "message_hub", "meta") if key not in checkpoint]
         if lacking:
             raise CheckpointError(

@@ -137,6 +137,11 @@ def _optimizer(wrapper) -> str:
 
 
 def _start(runner) -> str:
+    if runner.iter >= runner.max_iters:
+        return (
+            f"resumed from {_short(runner._load_from)}: the run is finished, after {runner.iter} of "
+            f"{runner.max_iters} iterations; nothing is left to train"
+        )
     if runner.iter > 0:
         return f"resumed from {_short(runner._load_from)} at iteration {runner.iter}"
     return f"weights of {runner._load_from}" if runner._load_from else "from scratch"

@@ -1,0 +1,70 @@
+"""A run that is killed again and again, and resumed each time, is the run that nobody touched."""
+
+import random
+import re
+import time
+from collections.abc import Mapping
+
+import pytest
+import torch
+from toolbox import TOY_CONFIG, kill_when, start, succeed
+
+from visdet.engine import read_checkpoint
+
+_KILLS = 10
+_ITERATIONS = 200
+_OPTIONS = (
+    f"train_cfg.max_iters={_ITERATIONS}",
+    "train_cfg.val_interval=7",
+    "train_dataloader.num_workers=2",
+    "train_dataloader.persistent_workers=True",
+    "default_hooks.checkpoint.interval=1",
+)
+
+
+def assert_equal(one, other, name: str) -> None:
+    if isinstance(one, Mapping):
+        assert one.keys() == other.keys(), name
+        for key in one:
+            assert_equal(one[key], other[key], f"{name}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), name
+        for place, (first, second) in enumerate(zip(one, other, strict=True)):
+            assert_equal(first, second, f"{name}.{place}")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), name
+    else:
+        assert one == other, name
+
+
+@pytest.mark.slow
+def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path):
+    seed = time.time_ns() % 2**32
+    moments = random.Random(seed)
+    pointer = tmp_path / "killed" / "last_checkpoint"
+
+    def last_iteration() -> int:
+        return int(re.findall(r"iter_(\d+)", pointer.read_text())[0]) if pointer.exists() else 0
+
+    succeed("train", TOY_CONFIG, "--work-dir", tmp_path / "whole", "--cfg-options", *_OPTIONS)
+    reached = []
+    for _ in range(_KILLS):
+        goal = last_iteration() + moments.randint(0, 6)
+        process = start(
+            "train", TOY_CONFIG, "--work-dir", pointer.parent, "--resume", "--cfg-options", *_OPTIONS
+        )
+        kill_when(process, lambda goal=goal: last_iteration() >= goal, timeout=120, delay=moments.random())
+        reached.append(last_iteration())
+    assert 0 < reached[-1] < _ITERATIONS, f"killed while it trained: {reached}"
+    succeed("train", TOY_CONFIG, "--work-dir", pointer.parent, "--resume", "--cfg-options", *_OPTIONS)
+
+    whole, killed = (
+        read_checkpoint(tmp_path / run / f"iter_{_ITERATIONS}.pth") for run in ("whole", "killed")
+    )
+    print(f"moments drawn with seed {seed}, killed after iterations {reached}")
+    for part in ("state_dict", "optimizer", "param_schedulers"):
+        assert_equal(whole[part], killed[part], part)
+    assert_equal(whole["meta"]["random_states"], killed["meta"]["random_states"], "random_states")
+    for scalar in ("train/loss", "val/toy/accuracy"):
+        histories = [run["message_hub"]["log_scalars"][scalar] for run in (whole, killed)]
+        assert_equal(*histories, scalar)

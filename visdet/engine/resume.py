@@ -1,0 +1,121 @@
+"""Which checkpoint a run continues from, decided once for all processes."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
+
+from .checkpoint import LAST_CHECKPOINT, read_checkpoint
+from .errors import CheckpointError, DamagedCheckpointError
+
+__all__ = [
+    "AUTO",
+    "checkpoint_to_resume",
+    "decided_by_the_main_process",
+    "newest_readable_checkpoint",
+    "read_on_every_process",
+]
+
+AUTO = "auto"
+_Decided = TypeVar("_Decided")
+
+
+def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tuple[str | None, list[str]]:
+    """Return the newest checkpoint of a run that can be read whole, and a remark on each newer one that cannot.
+
+    Candidates are the file that ``last_checkpoint`` names and every other ``*.pth`` of the folder that holds
+    the state of training, by age. Weights alone are passed over without a remark, except where ``last_checkpoint``
+    names them.
+
+    Raises:
+        CheckpointError: a file may be whole but cannot be read now, or only with ``trust``: passing over it could
+            lose work.
+    """
+    work_dir = Path(work_dir)
+    candidates = sorted(work_dir.glob("*.pth"), key=lambda path: path.stat().st_mtime, reverse=True)
+    last, remarks = None, []
+    pointer = work_dir / LAST_CHECKPOINT
+    if pointer.is_file() and (named := pointer.read_text().strip()):
+        # Only the name: the folder may have been moved or copied since.
+        last = work_dir / Path(named).name
+        if last.is_file():
+            candidates = [last, *(path for path in candidates if path != last)]
+        else:
+            remarks.append(f"{pointer} names {last.name}, which is not there")
+    for path in candidates:
+        try:
+            content = read_checkpoint(path, trust=trust, verify=True)
+        except DamagedCheckpointError as error:
+            remarks.append(str(error))
+            continue
+        if "optimizer" in content:
+            return str(path), remarks
+        if path == last:
+            remarks.append(f"checkpoint {path} holds no state of training")
+    return None, remarks
+
+
+def checkpoint_to_resume(
+    resume: bool | str, load_from: str | None, work_dir: str, trust: bool = False
+) -> tuple[str | None, list[str]]:
+    """Return the checkpoint that a run continues from, or None where it begins, and remarks for the log.
+
+    Args:
+        resume: 'auto' for the newest checkpoint of the work_dir; a checkpoint or the folder of another run; True for
+            ``load_from`` where it is given and 'auto' otherwise, as mmengine reads it.
+        load_from: the config's, for ``resume=True``.
+        work_dir: the run's folder.
+        trust: see :func:`read_checkpoint`.
+
+    Raises:
+        CheckpointError: a folder that was named has nothing to resume; the work_dir has checkpoints, and none of them
+            can be resumed; or as :func:`newest_readable_checkpoint`.
+    """
+    if resume is True:
+        resume = load_from or AUTO
+    folder = work_dir if resume == AUTO else str(resume)
+    if not os.path.isdir(folder):
+        return (None, []) if resume == AUTO else (folder, [])
+    found, remarks = newest_readable_checkpoint(folder, trust)
+    if found is None and (remarks or resume != AUTO):
+        reasons = "".join(f"\n  {remark}" for remark in remarks) or " it holds no state of training"
+        advice = "; to begin anew, choose another --work-dir" if resume == AUTO else ""
+        raise CheckpointError(f"resume: no checkpoint in {folder} can be resumed:{reasons}{advice}")
+    return found, remarks
+
+
+def decided_by_the_main_process(decide: Callable[[], _Decided]) -> _Decided:
+    """Return what ``decide`` returns on the main process, on every process.
+
+    Raises:
+        CheckpointError: ``decide`` raised one there; every process raises it.
+    """
+    outcome: list[Any] = [None, None]
+    if is_main_process():
+        try:
+            outcome[0] = decide()
+        except CheckpointError as error:
+            outcome[1] = str(error)
+    broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise CheckpointError(outcome[1])
+    return outcome[0]
+
+
+def read_on_every_process(path: str, trust: bool) -> dict[str, Any]:
+    """Return the content of a checkpoint, read by every process for itself.
+
+    Raises:
+        CheckpointError: a process cannot read it; every process raises the error of the first such one.
+    """
+    checkpoint, problem = {}, None
+    try:
+        checkpoint = read_checkpoint(path, trust=trust)
+    except CheckpointError as error:
+        problem = f"{error} (read by process {get_rank()})" if get_rank() else str(error)
+    problems = [found for found in all_gather_object(problem) if found is not None]
+    if problems:
+        raise CheckpointError(problems[0])
+    return checkpoint
