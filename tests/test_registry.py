@@ -103,3 +103,8 @@ def test_a_library_of_an_older_source_is_no_unknown_name(tmp_path):
         "    print(error)\n"
     )
     assert "has no operator 'operator_of_tomorrow': it was built from an older source; build it with" in out
+
+
+def test_metrics_of_the_engine_are_found_before_it_is_imported():
+    out = run("from visdet.registry import METRICS; print(METRICS.get('DumpDetections'))")
+    assert "visdet.engine.dump_detections.DumpDetections" in out

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from mmengine.registry import init_default_scope
 
-from visdet.engine import CfgOptions, load_config, say, tool_session
+from visdet.engine import CfgOptions, dataset_config, load_config, say, tool_session
 from visdet.registry import DATASETS, VISUALIZERS
 
 
@@ -39,7 +39,7 @@ def main() -> None:
         cfg, _ = load_config(args.config, args.cfg_options)
         init_default_scope(cfg.get("default_scope", "visdet"))
         torch.manual_seed(args.seed)
-        dataset = DATASETS.build(cfg[f"{args.split}_dataloader"].dataset)
+        dataset = DATASETS.build(dataset_config(cfg, args.split))
         visualizer = VISUALIZERS.build({"type": "visdet.DetLocalVisualizer", "name": "browse_dataset"})
         visualizer.dataset_meta = dataset.metainfo
         # What the model takes for blue: a wrong channel order shows as wrong colours.

@@ -44,7 +44,7 @@ def main() -> None:
     with tool_session():
         cfg, _ = load_config(args.config, args.cfg_options)
         images = find_images(args.images)
-        check_work_dir(args.out_dir)
+        check_work_dir(args.out_dir, "--out-dir")
         detector = Detector(cfg, args.checkpoint, args.device)
         drawing = {**cfg.get("visualizer", {"type": "DetLocalVisualizer"}), "vis_backends": None}
         found, failures = detect_files(

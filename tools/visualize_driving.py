@@ -15,7 +15,7 @@ from mmengine.dataset import pseudo_collate
 from mmengine.registry import init_default_scope
 from PIL import Image
 
-from visdet.engine import CfgOptions, load_config, tool_session
+from visdet.engine import CfgOptions, dataset_config, load_config, tool_session
 from visdet.engine.checkpoint import read_checkpoint, register_checkpoint_readers
 from visdet.engine.errors import UserError
 from visdet.engine.weights import load_weights, weights_of
@@ -48,7 +48,7 @@ def main() -> None:
     with tool_session():
         cfg, _ = load_config(args.config, args.cfg_options)
         init_default_scope(cfg.get("default_scope", "visdet"))
-        dataset = DATASETS.build(cfg.test_dataloader.dataset)
+        dataset = DATASETS.build(dataset_config(cfg, "test"))
         model = load_model(cfg, args.checkpoint) if args.checkpoint else None
         out_dir = Path(args.out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -63,9 +63,10 @@ def main() -> None:
 
 
 def load_model(cfg, checkpoint: str) -> torch.nn.Module:
-    register_checkpoint_readers()
+    trust = bool(cfg.get("trust_checkpoint", False))
+    register_checkpoint_readers(trust)
     model = MODELS.build(cfg.model)
-    load_weights(model, weights_of(read_checkpoint(checkpoint), checkpoint), checkpoint, True)
+    load_weights(model, weights_of(read_checkpoint(checkpoint, trust=trust), checkpoint), checkpoint, True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 

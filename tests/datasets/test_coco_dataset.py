@@ -109,9 +109,20 @@ def test_a_file_without_any_of_the_classes(tmp_path):
         build(tmp_path)
 
 
+def test_training_without_any_box_is_refused(tmp_path):
+    write_coco(tmp_path, [])
+    with pytest.raises(ValueError, match=r"none of its 2 images has a box .*allow_no_boxes=True"):
+        build(tmp_path)
+    assert len(build(tmp_path, allow_no_boxes=True)) == len(build(tmp_path, test_mode=True)) == 2
+
+
 def test_classes_that_the_file_lacks(tmp_path, warnings_logged):
     write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])], names=("cat",))
-    build(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"no category for 2 of the 3 classes: dog, bird; its categories: cat"
+    ):
+        build(tmp_path)
+    build(tmp_path, allow_absent_classes=True)
     assert len(warnings_logged) == 1
     assert "no category for 2 of the 3 classes: dog, bird" in warnings_logged[0]
 
@@ -242,7 +253,7 @@ def test_lazy_and_serialized(tmp_path, serialize_data):
 
 
 def test_a_pipeline_that_gives_up(tmp_path):
-    write_coco(tmp_path, [])
+    write_coco(tmp_path, [annotation(1, 2, [5, 6, 10, 12])])
     torch.manual_seed(0)
     takes_the_second = [lambda record: record if record["img_id"] == 2 else None]
     assert build(tmp_path, pipeline=takes_the_second)[0]["img_id"] == 2

@@ -114,6 +114,24 @@ def test_load_interval(dataset_of, infos):
     assert np.bincount(dataset.flag).tolist() == [3, 3, 2]
 
 
+def test_future_boxes_are_those_of_the_file_whatever_the_interval(dataset_of, infos):
+    """The vehicle's future has a step every 0.5 s, so the boxes it may hit do too."""
+    every, third = (dataset_of(infos, test_mode=True, load_interval=n) for n in (1, 3))
+    for index, position in ((0, 0), (1, 3), (3, 9)):
+        assert third[index]["token"] == every[position]["token"]
+        for one, other in zip(third[index]["fut_boxes"], every[position]["fut_boxes"], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_the_truth_of_a_test_has_boxes_that_radar_alone_saw(dataset_of, infos):
+    lidar = infos[0]["num_lidar_pts"]
+    seen_by_radar = np.zeros_like(lidar)
+    seen_by_radar[np.flatnonzero(lidar == 0)[0]] = 2
+    infos = changed(infos, 0, num_radar_pts=seen_by_radar)
+    num_boxes = {test: len(dataset_of(infos, test_mode=test)[0]["gt_bboxes_3d"]) for test in (False, True)}
+    assert num_boxes == {False: (lidar > 0).sum(), True: (lidar > 0).sum() + 1}
+
+
 def test_augmentation_limits(dataset_of, infos):
     dataset = dataset_of(infos, data_aug_conf=AUGMENTATION)
     rng = np.random.default_rng(0)

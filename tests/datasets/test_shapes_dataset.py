@@ -1,5 +1,6 @@
 """The shapes set: what is drawn, and that its folder is whole whatever happens while it is written."""
 
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -121,6 +122,27 @@ def test_a_whole_folder_is_left_alone_and_another_recipe_replaces_it(tmp_path, m
     make_shapes(folder, num_workers=1, **(SMALL | dict(num_train=4)))
     assert len(list((folder / "train").iterdir())) == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == [".shapes.lock", "shapes"]
+
+
+def test_a_folder_that_a_data_set_reads_is_not_replaced(tmp_path):
+    config = dict(
+        type="ShapesDataset",
+        data_root=str(tmp_path / "shapes"),
+        ann_file="annotations/instances_train.json",
+        data_prefix=dict(img="train/"),
+        generator=SMALL,
+    )
+    dataset = DATASETS.build(config)
+    other = dict(config, generator=SMALL | dict(num_train=4))
+    with pytest.raises(
+        ValueError, match=r"holds num_train=\d+, not num_train=4; .*different values of data_root"
+    ):
+        DATASETS.build(other)
+    assert Path(dataset.get_data_info(0)["img_path"]).exists()
+    DATASETS.build(config)
+    del dataset
+    gc.collect()
+    assert len(DATASETS.build(other)) == 4
 
 
 def test_a_folder_of_the_users_is_never_touched(tmp_path):

@@ -16,6 +16,8 @@ import visdet.engine.checkpoint as checkpoint_module
 from visdet.engine import CheckpointError, newest_readable_checkpoint, read_checkpoint, write_checkpoint
 from visdet.engine.errors import DamagedCheckpointError
 from visdet.engine.plain_state import restore_message_hub, to_plain
+from visdet.engine.weights import load_weights
+from visdet.registry import MODELS
 
 
 class RunsCode:
@@ -352,3 +354,31 @@ def test_weights_of_a_wrapped_model_and_of_other_layouts_load(tmp_path):
         runner = toy_runner(tmp_path / name, load_from=str(tmp_path / f"{name}.pth"))
         runner.load_or_resume()
         assert torch.equal(runner.model.conv.weight, state["conv.weight"]), name
+
+
+def test_refused_weights_leave_the_model_as_it_was(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    other = {key: torch.zeros_like(value) for key, value in before.items()}
+    with pytest.raises(CheckpointError, match="1 unexpected"):
+        load_weights(model, {**other, "extra": torch.zeros(1)}, "other.pth")
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_trust_holds_for_pretrained_backbones_too(tmp_path, monkeypatch, trusted):
+    monkeypatch.chdir(tmp_path)
+    backbone = {"type": "ResNet", "depth": 18, "base_channels": 4}
+    weights = MODELS.build(backbone).state_dict()
+    torch.save({"state_dict": weights, "extra": RunsCode()}, tmp_path / "foreign.pth")
+    toy_runner(tmp_path / "run", trust_checkpoint=trusted)
+    pretrained = {"type": "Pretrained", "checkpoint": str(tmp_path / "foreign.pth")}
+    model = MODELS.build({**backbone, "init_cfg": pretrained})
+    if trusted:
+        model.init_weights()
+        assert torch.equal(model.conv1.weight, weights["conv1.weight"]) and os.path.exists("ran")
+    else:
+        with pytest.raises(CheckpointError, match="trust_checkpoint=True"):
+            model.init_weights()
+        assert not os.path.exists("ran")

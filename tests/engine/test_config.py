@@ -141,9 +141,9 @@ def test_work_dir_follows_the_config_unless_given(tmp_path):
 
 def test_an_unwritable_work_dir(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"work_dir .*file/run cannot be written: Not a directory"):
+    with pytest.raises(UserError, match=r"folder .*file/run cannot be written: Not a directory"):
         check_work_dir(str(tmp_path / "file" / "run"))
-    with pytest.raises(UserError, match="work_dir /proc/visdet cannot be written"):
+    with pytest.raises(UserError, match="folder /proc/visdet cannot be written"):
         check_work_dir("/proc/visdet")
     check_work_dir(str(tmp_path / "new" / "run"))
     assert os.listdir(tmp_path / "new" / "run") == []

@@ -111,6 +111,19 @@ class BrokenTransform:
         )
 
 
+def test_data_sets_of_a_run_name_the_same_classes(tmp_path):
+    message = explained(tmp_path, val_dataloader__dataset__metainfo={"classes": ("bright", "dark")})
+    assert message.startswith(
+        "the classes of train_dataloader.dataset and val_dataloader.dataset differ: label 0 is 'dark' in the one and "
+        "'bright' in the other (2 and 2 classes)"
+    )
+
+
+def test_an_unknown_data_set_is_told_the_registry_of_data_sets(tmp_path):
+    message = explained(tmp_path, train_dataloader__dataset__type="ToyBoxez")
+    assert "'ToyBoxez' is not in" in message and "@DATASETS.register_module()" in message
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("error", ["AttributeError", "KeyError", "ValueError"])
 def test_a_bug_in_a_users_transform_keeps_its_traceback(tmp_path, error, num_workers):

@@ -16,7 +16,7 @@ from toy_run import losses, toy_runner, train, weights
 
 from visdet.engine import ConfigError, NonFiniteLossError
 from visdet.engine import console as console_module
-from visdet.engine.hooks import progress_hook, run_report_hook
+from visdet.engine.hooks import check_invalid_loss_hook, progress_hook, run_report_hook
 from visdet.engine.hooks.check_invalid_loss_hook import CheckInvalidLossHook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,6 +187,24 @@ def test_skipping_gives_up_in_the_end(tmp_path):
         CheckInvalidLossHook(action="ignore")
 
 
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_a_process_with_good_losses_stops_when_another_has_bad_ones(tmp_path, monkeypatch, action):
+    """A stand-in for the other process, which has a bad loss from the second iteration on."""
+    calls = []
+
+    def all_reduce(flag):
+        calls.append(float(flag))
+        flag += len(calls) >= 2
+
+    monkeypatch.setattr(check_invalid_loss_hook, "all_reduce", all_reduce)
+    options = {"type": "CheckInvalidLossHook", "action": action, "max_skips": 3}
+    with pytest.raises(
+        NonFiniteLossError, match=f"iteration {2 if action == 'stop' else 4}: a loss of another"
+    ):
+        train(tmp_path, default_hooks__invalid_loss=options)
+    assert not any(calls)
+
+
 def test_every_validation_writes_a_sheet(tmp_path):
     images = {f"{part}_dataloader__dataset__image_dir": str(tmp_path / "images") for part in ("train", "val")}
     train(tmp_path / "run", **DRAWING, **images)
@@ -211,6 +229,8 @@ def test_pictures_of_a_test_go_where_they_are_asked_to(tmp_path):
     }
     toy_runner(tmp_path / "run", **options).test()
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["000.png", "001.png"]
+    toy_runner(tmp_path / "again", **options).test()
+    assert len(list((tmp_path / "pictures").iterdir())) == 2, "another test of the same images replaces them"
 
 
 def test_a_default_hook_can_be_removed_and_changed(tmp_path, capsys):

@@ -10,8 +10,10 @@ from PIL import Image
 from toy_run import toy_config, toy_runner, train
 
 from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
-from visdet.engine.inference import detections_of, image_of
+from visdet.engine.inference import detect_files, detections_of, image_of
+from visdet.engine.picture_paths import PicturePaths
 from visdet.engine.prepare import write_detections
+from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
 
 PIPELINE = [
@@ -111,6 +113,40 @@ def test_images_of_a_folder(tmp_path):
         find_images(str(tmp_path / "empty"))
     with pytest.raises(UserError, match="neither an image file nor a folder"):
         find_images(str(tmp_path / "nowhere"))
+
+
+def test_pictures_of_images_of_equal_names_do_not_overwrite_each_other(tmp_path, trained, image):
+    folder = tmp_path / "images"
+    for name in ("a.png", "a.bmp", "sub/a.png", "sub/a.bmp"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.open(image).save(folder / name)
+    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    visualizer = VISUALIZERS.build({"type": "DetLocalVisualizer", "vis_backends": None, "name": "pictures"})
+    _, failures = detect_files(detector, visualizer, find_images(str(folder)), str(tmp_path / "out"), 0.0)
+    pictures = tmp_path / "out" / "pictures"
+    written = sorted(str(path.relative_to(pictures)) for path in pictures.rglob("*.png"))
+    assert not failures and written == ["a.png", "a.png.png", "sub/a.png", "sub/a.png.png"]
+
+
+def test_picture_paths():
+    paths = PicturePaths("out")
+    names = [
+        paths.path_of(image, image.rsplit("/", 1)[-1]).name for image in ("1/a.jpg", "2/a.jpg", "3/a.jpg")
+    ]
+    assert names == ["a.png", "a.jpg.png", "a.jpg_2.png"]
+    assert paths.path_of("2/a.jpg", "a.jpg").name == "a.jpg.png", "an image keeps its picture"
+
+
+def test_a_bug_of_the_model_is_no_unreadable_image(tmp_path, trained, image, monkeypatch):
+    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+
+    def broken(data):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(detector.model, "test_step", broken)
+    visualizer = VISUALIZERS.build({"type": "DetLocalVisualizer", "vis_backends": None, "name": "bug"})
+    with pytest.raises(ValueError, match="a bug"):
+        detect_files(detector, visualizer, [image], str(tmp_path / "out"), 0.0)
 
 
 def test_a_test_writes_the_detections_of_every_image(tmp_path, trained):

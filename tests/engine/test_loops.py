@@ -160,3 +160,19 @@ def test_equal_seeds_give_equal_runs(tmp_path):
     other = train(tmp_path / "c", randomness__seed=6)
     assert losses(other) != losses(first_run)
     assert torch.is_tensor(other.model.conv.weight)
+
+
+def test_an_endless_sampler_in_an_epoch_loop_is_refused(tmp_path):
+    options = {"train_cfg": {"_delete_": True, "max_epochs": 2}, "param_scheduler": []}
+    for batch_sampler in (None, {"type": "AspectRatioBatchSampler"}):
+        options["train_dataloader__batch_sampler"] = batch_sampler
+        with pytest.raises(ConfigError, match="InfiniteSampler gives batches without end"):
+            train(tmp_path, train_dataloader__sampler__type="InfiniteSampler", **options)
+
+
+@pytest.mark.parametrize("loop", [{"max_epochs": 2}, {"by_epoch": False, "max_iters": 2}])
+def test_a_batch_larger_than_the_data_set_is_refused_where_nothing_is_left(tmp_path, loop):
+    options = {"train_cfg": {"_delete_": True, **loop}, "param_scheduler": []}
+    with pytest.raises(ConfigError, match="24 samples, BatchSampler makes batches of 25 and drops"):
+        train(tmp_path, train_dataloader__batch_size=25, train_dataloader__drop_last=True, **options)
+    assert train(tmp_path / "small_batch", train_dataloader__batch_size=25, **options).iter == 2

@@ -64,6 +64,11 @@ def test_errors():
         ValueError, match=r"img of all samples must be of one shape, got \[\(2, 3, 4, 6\), \(2, 3, 4, 8\)\]"
     ):
         preprocessor(pseudo_collate([item(1, 1), item(2, 1, (4, 8))]))
+    uint8, float32 = item(1, 1), item(2, 1)
+    float32["inputs"]["img"] = float32["inputs"]["img"].float()
+    uint8["inputs"]["img"] = uint8["inputs"]["img"].to(torch.uint8)
+    with pytest.raises(ValueError, match=r"one type, got \['torch\.float32', 'torch\.uint8'\]"):
+        preprocessor(pseudo_collate([uint8, float32]))
     with pytest.raises(ValueError, match="mean and std must be given together"):
         MODELS.build(dict(type="DrivingDataPreprocessor", mean=MEAN))
 

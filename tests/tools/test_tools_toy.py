@@ -57,6 +57,7 @@ def test_two_processes_on_the_cpu(tmp_path):
     """Each trains on its own half, all end with the same weights, and metrics see every image once; then resume."""
     config = tmp_path / "record.py"
     config.write_text(
+        "model_wrapper_cfg = dict(find_unused_parameters=True, broadcast_buffers=False)\n"
         f"_base_ = [{TOY_CONFIG!r}]\ncustom_hooks = [dict(type='RecordProcesses')]\n"
         "train_cfg = dict(max_iters=9, val_interval=3)\ndefault_hooks = dict(checkpoint=dict(interval=3))\n"
     )
@@ -96,7 +97,7 @@ def test_two_processes_on_the_cpu(tmp_path):
             [TOY_CONFIG, "--cfg-options", "model.chanels=2"],
             "ToyDetector does not know the keyword 'chanels'",
         ),
-        ("train", [TOY_CONFIG, "--work-dir", "/proc/nowhere"], "work_dir /proc/nowhere cannot be written"),
+        ("train", [TOY_CONFIG, "--work-dir", "/proc/nowhere"], "folder /proc/nowhere cannot be written"),
         ("train", [TOY_CONFIG, "--launcher", "pytorch"], "--launcher pytorch needs torchrun"),
         ("train", [TOY_CONFIG, "--resume", "iter_1.pth"], "iter_1.pth does not exist"),
         ("train", [TOY_CONFIG, "--auto-scale-lr"], "auto_scale_lr = dict(base_batch_size=...)"),
@@ -108,7 +109,20 @@ def test_two_processes_on_the_cpu(tmp_path):
         ),
         ("infer", [TOY_CONFIG, "iter_1.pth", "nothing"], "nothing is neither an image file nor a folder"),
         ("infer", [TOY_CONFIG, "iter_1.pth", "."], "folder . has no image (.bmp"),
+        (
+            "infer",
+            [TOY_CONFIG, "iter_1.pth", TOY_CONFIG, "--out-dir", "/proc/nowhere"],
+            "folder /proc/nowhere cannot be written: No such file or directory; choose another one with --out-dir",
+        ),
         ("analyze_logs", ["."], "no log there"),
+        *(
+            (
+                tool,
+                [TOY_CONFIG, *split, "--cfg-options", "test_dataloader=None"],
+                "has no test_dataloader.dataset",
+            )
+            for tool, split in (("browse_dataset", ["--split", "test"]), ("visualize_driving", []))
+        ),
         ("print_config", ["none.py"], "none.py does not exist"),
     ],
 )

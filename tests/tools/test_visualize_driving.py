@@ -1,8 +1,17 @@
 """Driving scenes drawn by the tool."""
 
+import pathlib
+import runpy
+
+import pytest
+import torch
 from datasets.driving_files import SMALL, driving_scenes
+from mmengine.config import Config
 from PIL import Image
 from toolbox import ROOT, fail, succeed
+
+from visdet.engine import CheckpointError
+from visdet.registry import MODELS
 
 BASE = str(ROOT / "configs/_base_/datasets/driving_scenes.py")
 
@@ -24,3 +33,14 @@ def test_scenes_are_drawn_without_a_model(tmp_path):
     assert "the data set has 2 scenes, there is no number 5" in fail(
         "visualize_driving", config, "--scenes", 5
     )
+
+
+def test_trust_is_the_configs(tmp_path):
+    load_model = runpy.run_path(str(ROOT / "tools" / "visualize_driving.py"))["load_model"]
+    model = {"type": "ResNet", "depth": 18, "base_channels": 4}
+    checkpoint = str(tmp_path / "foreign.pth")
+    foreign = pathlib.PurePosixPath  # a class is no plain value
+    torch.save({"state_dict": MODELS.build(model).state_dict(), "extra": foreign}, checkpoint)
+    with pytest.raises(CheckpointError, match="trust_checkpoint=True"):
+        load_model(Config({"model": model}), checkpoint)
+    assert not load_model(Config({"model": model, "trust_checkpoint": True}), checkpoint).training

@@ -63,11 +63,14 @@ class CocoDataset(BaseDataset):
         lazy_init: load the file at the first use instead of now.
         max_refetch: how many other images to try when the pipeline returns ``None`` in training.
         backend_args: mmengine's file backend, for a JSON file that is not on a local disk.
+        allow_no_boxes: train although no image has a box.
+        allow_absent_classes: accept ``metainfo['classes']`` of which some have no category in the file.
         return_classes: for models that read the class names as text; visdet has none, so ``True`` only warns.
 
     Raises:
         FileNotFoundError: the JSON file or images are missing.
-        ValueError: a key is missing, categories do not fit the classes, or nothing is left to train on.
+        ValueError: a key is missing, categories do not fit the classes, a class has no category, or nothing is left to
+            train on.
 
     Source: mmdet's CocoDataset (names, filtering rules). Differences: labels follow the order of ``classes``
     and not of the file, boxes are clipped, and mistakes are reported.
@@ -90,6 +93,8 @@ class CocoDataset(BaseDataset):
         max_refetch: int = 1000,
         backend_args: dict | None = None,
         return_classes: bool = False,
+        allow_no_boxes: bool = False,
+        allow_absent_classes: bool = False,
     ) -> None:
         name = type(self).__name__
         data_prefix = {"img": ""} if data_prefix is None else data_prefix
@@ -105,6 +110,8 @@ class CocoDataset(BaseDataset):
         if return_classes:
             print_log(f"{name}: return_classes=True has no effect", logger="current", level=logging.WARNING)
         self.backend_args = backend_args
+        self._allow_no_boxes = allow_no_boxes
+        self._allow_absent_classes = allow_absent_classes
         self._classes_are_chosen = "classes" in (metainfo or {})
         super().__init__(
             ann_file=ann_file,
@@ -180,6 +187,12 @@ class CocoDataset(BaseDataset):
         num_orphans = sum(map(len, annotations_of_image.values()))
         tally.update({"boxes": num_orphans, "of an image that is not in the file": num_orphans})
         self._report_boxes(tally)
+        if not (self.test_mode or self._allow_no_boxes or any(record["instances"] for record in records)):
+            raise InvalidInputError(
+                f"annotation file {self.ann_file}: none of its {len(records)} images has a box of "
+                "metainfo['classes'], so there is nothing to learn from it; allow_no_boxes=True in the data "
+                "set's config trains on it all the same"
+            )
         return records
 
     def _match_categories(self, content: dict) -> dict[int, int]:
@@ -206,9 +219,13 @@ class CocoDataset(BaseDataset):
             )
         absent = [name for label, name in enumerate(classes) if label not in set(matched.values())]
         if absent:
-            self._warn(
-                f"it has no category for {len(absent)} of the {len(classes)} classes: {listed(absent)}"
-            )
+            message = f"it has no category for {len(absent)} of the {len(classes)} classes: {listed(absent)}"
+            if self._classes_are_chosen and not self._allow_absent_classes:
+                raise InvalidInputError(
+                    f"annotation file {self.ann_file}: {message}; its categories: {listed(list(names.values()))}. "
+                    "Correct metainfo['classes'], or set allow_absent_classes=True in the data set's config"
+                )
+            self._warn(message)
         return matched
 
     def _parse_image(self, image: dict, annotations: list, label_of_category: dict, tally: Counter) -> dict:

@@ -8,12 +8,22 @@ import os
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from visdet.errors import UserError
+from visdet.errors import InvalidInputError, UserError
 
-__all__ = ["draw_in_processes", "draw_once", "is_orphan"]
+__all__ = ["claim_folder", "draw_in_processes", "draw_once", "is_orphan"]
+
+
+# Which folder each living data set reads.
+_claims: weakref.WeakKeyDictionary[object, Path] = weakref.WeakKeyDictionary()
+
+
+def claim_folder(owner: object, folder: str | Path) -> None:
+    """Keep ``folder`` from being replaced while ``owner`` lives, by this process."""
+    _claims[owner] = Path(folder).resolve()
 
 
 class ForeignFolderError(UserError, FileExistsError):
@@ -26,7 +36,8 @@ def draw_once(
     """Let ``draw(partial_folder)`` fill ``folder``, unless it holds ``stamp`` already, and return the folder.
 
     Everything is written beside the folder and renamed at the end. Processes that start at once wait for the first
-    one. A folder with another stamp is replaced; one without a stamp is never touched.
+    one. A folder with another stamp is replaced, if no data set of this process reads it; one without a stamp is never
+    touched.
 
     Args:
         folder: where to write.
@@ -38,6 +49,7 @@ def draw_once(
 
     Raises:
         ForeignFolderError: the folder is not empty and has no stamp.
+        InvalidInputError: the folder has another stamp, and a data set of this process reads it.
     """
     folder = Path(folder)
     if _read_stamp(folder / stamp_name) == stamp:
@@ -51,11 +63,23 @@ def draw_once(
                 f"{maker}: {folder.resolve()} is not empty and has no {stamp_name}, so it was not made by "
                 f"{maker}; give another data_root or empty it"
             )
+        _refuse_to_replace_a_claimed(folder, _read_stamp(folder / stamp_name), stamp, maker)
         start = time.monotonic()
         print(f"drawing {what} into {folder} …", flush=True)
         _write_and_rename(folder, stamp_name, stamp, draw)
         print(f"drew them in {time.monotonic() - start:.0f} s", flush=True)
     return folder
+
+
+def _refuse_to_replace_a_claimed(folder: Path, held: dict | None, wanted: dict, maker: str) -> None:
+    if held is not None and folder.resolve() in _claims.values():
+        keys = [key for key in {**held, **wanted} if held.get(key) != wanted.get(key)]
+        raise InvalidInputError(
+            f"{maker}: {folder} is read by another data set of this run and holds "
+            f"{', '.join(f'{key}={held.get(key)}' for key in keys)}, not "
+            f"{', '.join(f'{key}={wanted.get(key)}' for key in keys)}; give data sets of different generator arguments "
+            "different values of data_root"
+        )
 
 
 def _write_and_rename(folder: Path, stamp_name: str, stamp: dict, draw: Callable) -> None:

@@ -12,7 +12,7 @@ from visdet.registry import DATASETS
 from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_matrix
 
-from .drawn_folder import draw_in_processes, draw_once, is_orphan
+from .drawn_folder import claim_folder, draw_in_processes, draw_once, is_orphan
 from .driving_renderer import GROUND_Z, RIG, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 from .info_files import load_infos, save_infos
@@ -52,6 +52,7 @@ class DrivingScenesDataset(NuScenes3DDetTrackDataset):
         self, generator: dict | None = None, data_root: str = "data/driving_scenes/", **nuscenes_arguments
     ) -> None:
         make_driving_scenes(data_root, **(generator or {}))
+        claim_folder(self, data_root)
         super().__init__(data_root=data_root, **nuscenes_arguments)
 
 

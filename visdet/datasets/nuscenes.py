@@ -45,7 +45,8 @@ class NuScenes3DDetTrackDataset(Dataset):
         load_interval: keep every n-th frame.
         with_velocity: append the velocity to the boxes.
         test_mode: no random augmentation, and unknown velocities stay NaN for the metrics instead of becoming 0.
-        use_valid_flag: keep boxes with a lidar or radar point instead of those with a lidar point.
+        use_valid_flag: train on boxes with a lidar or radar point instead of those with a lidar point. In test mode the
+            boxes of a frame are always the former, as nuScenes' evaluation has it.
         num_cameras: cameras a frame must have.
         data_aug_conf: ``H, W`` of the files, ``final_dim`` (height, width), ``resize_lim, bot_pct_lim, rot_lim``
             (degrees), ``rand_flip, rot3d_range`` (radians).
@@ -119,7 +120,9 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.MAP_CLASSES = tuple(map_classes or self.METAINFO["map_classes"])
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
         self._infos, self.metadata = load_infos(self._resolve(ann_file))
-        self._order, self._scenes = _sort_frames(self._infos, load_interval, str(ann_file))
+        self._all_frames, self._all_scenes = _sort_frames(self._infos, str(ann_file))
+        self._interval = load_interval
+        self._order, self._scenes = self._all_frames[::load_interval], self._all_scenes[::load_interval]
         self.metainfo = {
             "classes": self.CLASSES,
             "map_classes": self.MAP_CLASSES,
@@ -250,7 +253,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         }
 
     def _annotations(self, info: dict) -> dict:
-        mask = self._valid(info)
+        mask = self._measured(info) if self.test_mode else self._valid(info)
         boxes = np.asarray(info["gt_boxes"], dtype=np.float64).reshape(-1, 7)[mask]
         if not np.isfinite(boxes).all():
             wrong = np.flatnonzero(mask)[~np.isfinite(boxes).all(axis=1)]
@@ -293,14 +296,26 @@ class NuScenes3DDetTrackDataset(Dataset):
         valid = info["valid_flag"] if self.use_valid_flag else np.asarray(info["num_lidar_pts"]) > 0
         return np.asarray(valid, dtype=bool).reshape(-1)
 
+    def _measured(self, info: dict) -> np.ndarray:
+        """Return which boxes nuScenes' evaluation counts: those with a lidar or a radar point."""
+        if "num_lidar_pts" not in info:
+            return self._valid(info)
+        points = np.asarray(info["num_lidar_pts"]).reshape(-1)
+        radar = info.get("num_radar_pts")
+        return (points if radar is None else points + np.asarray(radar).reshape(-1)) > 0
+
     def _future_boxes(self, index: int, num_steps: int) -> list[np.ndarray]:
-        """Return the boxes [m, 7] of the coming frames of the scene, each seen from this frame."""
+        """Return the boxes [m, 7] of the coming frames of the file's scene, each seen from this frame.
+
+        A step is a frame of the file, as in the future of the vehicle, whatever ``load_interval`` leaves out.
+        """
         boxes_of_step: list[np.ndarray] = []
         from_global = inverse_pose(_lidar_to_global(self.get_info(index)))
-        for step in range(1, num_steps + 1):
-            if index + step >= len(self) or self._scenes[index + step] != self._scenes[index]:
+        here = range(len(self))[index] * self._interval
+        for later in range(here + 1, here + num_steps + 1):
+            if later >= len(self._all_frames) or self._all_scenes[later] != self._all_scenes[here]:
                 break
-            info = self.get_info(index + step)
+            info = self._infos[int(self._all_frames[later])]
             to_current = from_global @ _lidar_to_global(info)
             boxes = np.array(info["gt_boxes"], dtype=np.float64).reshape(-1, 7)[self._valid(info)]
             boxes[:, :3] = boxes[:, :3] @ to_current[:3, :3].T + to_current[:3, 3]
@@ -341,7 +356,7 @@ def _check_calibration(token: str, camera: str, to_lidar: np.ndarray, intrinsic:
             raise InvalidInputError(f"frame {token}: {name} of {camera} must be invertible, got\n{matrix}")
 
 
-def _sort_frames(infos: Sequence[dict], interval: int, file: str) -> tuple[np.ndarray, np.ndarray]:
+def _sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the frames' positions, scene after scene, each in order of time, and the number of the scene of each.
 
     Raises:
@@ -361,7 +376,7 @@ def _sort_frames(infos: Sequence[dict], interval: int, file: str) -> tuple[np.nd
         if scene == scene_before and time == time_before:
             raise InvalidInputError(f"info file {file}: two frames of scene {scene} have the time {time}")
         scenes[position] = scenes[position - 1] + (scene != scene_before or is_first)
-    return np.array(order, dtype=np.int64)[::interval], scenes[::interval]
+    return np.array(order, dtype=np.int64), scenes
 
 
 def _sequence_flags(scenes: np.ndarray, split_num: int | str) -> np.ndarray:

@@ -11,7 +11,7 @@ from visdet.registry import DATASETS
 from visdet.structures.palette import class_palette
 
 from .coco import CocoDataset
-from .drawn_folder import draw_in_processes, draw_once, is_orphan
+from .drawn_folder import claim_folder, draw_in_processes, draw_once, is_orphan
 from .shapes_images import SHAPE_CLASSES, draw_shapes
 
 __all__ = ["ShapesDataset", "make_shapes"]
@@ -44,6 +44,7 @@ class ShapesDataset(CocoDataset):
     def full_init(self) -> None:
         if not self._fully_initialized:
             make_shapes(self.data_root, **self._generator)
+            claim_folder(self, self.data_root)
         super().full_init()
 
 

@@ -1,7 +1,14 @@
 """Running a config: what mmengine's Runner lacks, and what the tools do."""
 
 from .checkpoint import read_checkpoint, write_checkpoint
-from .config import CfgOptions, check_required_keys, check_work_dir, complete_config, load_config
+from .config import (
+    CfgOptions,
+    check_required_keys,
+    check_work_dir,
+    complete_config,
+    dataset_config,
+    load_config,
+)
 from .console import say
 from .distributed import checked_launcher
 from .dump_detections import DumpDetections
@@ -53,6 +60,7 @@ __all__ = [
     "check_work_dir",
     "checked_launcher",
     "complete_config",
+    "dataset_config",
     "detect_files",
     "draw_curves",
     "draw_detections",

@@ -13,7 +13,14 @@ from mmengine.runner import Runner
 from .errors import ConfigError, UserError, nearest_names
 from .foreign_scope import adopt_mmdet_scope
 
-__all__ = ["CfgOptions", "check_required_keys", "check_work_dir", "complete_config", "load_config"]
+__all__ = [
+    "CfgOptions",
+    "check_required_keys",
+    "check_work_dir",
+    "complete_config",
+    "dataset_config",
+    "load_config",
+]
 
 # What mmengine's Runner reads from a config beside its own arguments, and what this package adds.
 _OTHER_KEYS = {
@@ -189,8 +196,24 @@ def check_required_keys(cfg: Config, for_training: bool) -> None:
         raise ConfigError(f"config {cfg.filename} lacks {', '.join(missing)}")
 
 
-def check_work_dir(work_dir: str) -> None:
+def dataset_config(cfg: Config, split: str) -> dict:
+    """Return the config of the data set of a split, 'train', 'val' or 'test'.
+
+    Raises:
+        ConfigError: the config has no loader for the split, or the loader has no data set.
+    """
+    dataset = (cfg.get(f"{split}_dataloader") or {}).get("dataset")
+    if dataset is None:
+        raise ConfigError(f"config {cfg.filename} has no {split}_dataloader.dataset")
+    return dataset
+
+
+def check_work_dir(work_dir: str, option: str = "--work-dir") -> None:
     """Create ``work_dir`` and write a file in it, to learn now rather than at the first checkpoint that one cannot.
+
+    Args:
+        work_dir: the folder.
+        option: of the command line, that chooses another one.
 
     Raises:
         UserError: names the folder and the reason.
@@ -201,5 +224,5 @@ def check_work_dir(work_dir: str) -> None:
             file.write(b"\0")
     except OSError as error:
         raise UserError(
-            f"work_dir {work_dir} cannot be written: {error.strerror or error}; choose another one with --work-dir"
+            f"folder {work_dir} cannot be written: {error.strerror or error}; choose another one with {option}"
         ) from error

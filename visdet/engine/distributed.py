@@ -2,12 +2,16 @@
 
 import datetime
 import os
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from visdet.registry import MODEL_WRAPPERS
 
 from .errors import UserError
 
-__all__ = ["checked_launcher", "start_process_group"]
+__all__ = ["checked_launcher", "start_process_group", "wrapper_on_the_cpu"]
 
 
 def checked_launcher(launcher: str | None) -> str:
@@ -42,3 +46,17 @@ def start_process_group(launcher: str, timeout: float | None = None) -> None:
         return
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     torch.distributed.init_process_group("gloo", timeout=limit)
+
+
+def wrapper_on_the_cpu(given: dict[str, Any] | None, find_unused_parameters: bool) -> dict[str, Any]:
+    """Return the config of a model's wrapper for processes without GPUs.
+
+    Args:
+        given: the config's ``model_wrapper_cfg``; None for a DistributedDataParallel with mmengine's defaults.
+        find_unused_parameters: of the config, for that case.
+    """
+    default = {"broadcast_buffers": False, "find_unused_parameters": find_unused_parameters}
+    wrapper = {"type": "MMDistributedDataParallel", **(given or default)}
+    if issubclass(MODEL_WRAPPERS.get(wrapper["type"]), DistributedDataParallel):
+        wrapper.setdefault("device_ids", None)  # mmengine's default is the number of a GPU
+    return wrapper

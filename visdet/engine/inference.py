@@ -20,6 +20,7 @@ from visdet.structures import DetDataSample
 from .checkpoint import read_checkpoint, register_checkpoint_readers
 from .config import complete_config
 from .errors import ConfigError, UserError
+from .picture_paths import PicturePaths
 from .weights import load_weights, weights_of
 
 __all__ = ["Detector", "detect_files", "detections_of", "find_images", "image_of", "write_detections_file"]
@@ -49,9 +50,10 @@ class Detector:
         cfg = copy.deepcopy(cfg)
         complete_config(cfg)
         init_default_scope(cfg.default_scope)
-        register_checkpoint_readers()
+        trust = bool(cfg.get("trust_checkpoint", False))
+        register_checkpoint_readers(trust)
         self.device = _checked_device(device)
-        content = read_checkpoint(checkpoint, trust=bool(cfg.get("trust_checkpoint", False)))
+        content = read_checkpoint(checkpoint, trust=trust)
         self.dataset_meta = _dataset_meta(cfg, content)
         self.model: nn.Module = MODELS.build(cfg.model)
         load_weights(self.model, weights_of(content, checkpoint), checkpoint, cfg.get("strict_load", True))
@@ -74,13 +76,14 @@ def detect_files(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Detect in image files: ``predictions.json`` in ``out_dir``, and pictures of all in ``pictures/`` beside it.
 
-    Pictures lie in folders as the images do below the folder that they share.
+    Pictures lie in folders as the images do below the folder that they share; see :class:`PicturePaths`.
 
     Returns:
         The detections of every image, as :func:`detections_of`, and a message for each file that is no image.
     """
     visualizer.dataset_meta = detector.dataset_meta
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in images])
+    pictures = PicturePaths(os.path.join(out_dir, "pictures"))
     found, failures = [], []
     for path in images:
         try:
@@ -89,7 +92,7 @@ def detect_files(
             failures.append(str(error))
             continue
         found.append(detections_of(sample, detector.dataset_meta["classes"], score_thr))
-        picture = Path(out_dir, "pictures", os.path.relpath(path, root)).with_suffix(".png")
+        picture = pictures.path_of(os.path.relpath(path, root))
         picture.parent.mkdir(parents=True, exist_ok=True)
         visualizer.add_datasample(
             picture.name,

@@ -1,5 +1,6 @@
 """mmengine's two training loops, resumable at any iteration without reading data again."""
 
+from mmengine.dataset import InfiniteSampler
 from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
 from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 from visdet.errors import InvalidInputError
 from visdet.registry import LOOPS
 
+from .errors import ConfigError
 from .random_state import preserved_random_state
 from .resumable_batches import ResumableBatches
 
@@ -39,7 +41,9 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader, max_epochs, val_begin, val_interval, dynamic_intervals)
+        _check_epochs_end(self.dataloader)
         self.dataloader = ResumableBatches.install(self.dataloader, endless=False)
+        _check_there_are_batches(self.dataloader)
 
     def run(self) -> nn.Module:
         """Train to the last epoch, validate when it is due, and return the model.
@@ -120,6 +124,7 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
         )
         self.runner.visualizer.dataset_meta = getattr(self.dataloader.dataset, "metainfo", None)
         self.dataloader = ResumableBatches.install(self.dataloader, endless=True)
+        _check_there_are_batches(self.dataloader)
 
     def run(self) -> nn.Module:
         """Train to the last iteration, validate when it is due, and return the model.
@@ -151,6 +156,37 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
     def _must_catch_up(self) -> bool:
         """Return whether a resumed run was killed between its checkpoint and the validation that was due."""
         return self._iter > 0 and self._is_validation_due() and not _is_validated(self.runner)
+
+
+def _check_epochs_end(dataloader: DataLoader) -> None:
+    """Refuse a sampler that goes on for ever, where an epoch is what a sampler gives.
+
+    Raises:
+        ConfigError: names the sampler.
+    """
+    batches = dataloader.batch_sampler
+    for sampler in (batches, getattr(batches, "sampler", None), dataloader.sampler):
+        if isinstance(sampler, InfiniteSampler) or getattr(sampler, "endless", False):
+            raise ConfigError(
+                f"train_dataloader: {type(sampler).__name__} gives batches without end, so that EpochBasedTrainLoop "
+                "would never end its first epoch; use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler "
+                "whose epochs end, such as DefaultSampler"
+            )
+
+
+def _check_there_are_batches(dataloader: DataLoader) -> None:
+    """Refuse a loader that has no batch, as one that drops the last batch of a data set smaller than a batch.
+
+    Raises:
+        ConfigError: names the sizes.
+    """
+    batches = dataloader.batch_sampler
+    if len(batches) == 0:
+        raise ConfigError(
+            f"train_dataloader gives no batch: its data set has {len(dataloader.dataset)} samples, "
+            f"{type(batches.batch_sampler).__name__} makes batches of {batches.batch_size} and drops what is left "
+            "over; set batch_size to at most the number of samples of a process, or drop_last=False"
+        )
 
 
 def _validate(runner) -> None:

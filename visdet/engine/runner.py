@@ -35,7 +35,7 @@ from .checkpoint import (
 )
 from .config import complete_config
 from .console import ConsoleHandler, say
-from .distributed import start_process_group
+from .distributed import start_process_group, wrapper_on_the_cpu
 from .errors import CheckpointError, log_fatal_error
 from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
@@ -107,13 +107,9 @@ class DetRunner(Runner):
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
         """Move the model to its device and wrap it for distributed training, on the CPU too."""
-        if self.distributed and model_wrapper_cfg is None and not torch.cuda.is_available():
-            model_wrapper_cfg = {
-                "type": "MMDistributedDataParallel",
-                "device_ids": None,
-                "broadcast_buffers": False,
-                "find_unused_parameters": self.cfg.get("find_unused_parameters", False),
-            }
+        if self.distributed and not torch.cuda.is_available():
+            unused = self.cfg.get("find_unused_parameters", False)
+            model_wrapper_cfg = wrapper_on_the_cpu(model_wrapper_cfg, find_unused_parameters=unused)
         with warnings.catch_warnings():
             # mmengine's way to leave batch statistics to each process; torch has renamed the argument.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)

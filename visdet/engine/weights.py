@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ def load_weights(
     strict: bool = True,
     revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
 ) -> None:
-    """Load ``state_dict`` into ``model``.
+    """Load ``state_dict`` into ``model``, which stays as it was where the weights are refused.
 
     Counters of batches seen by a normalisation layer (``num_batches_tracked``) may be missing.
 
@@ -68,6 +69,7 @@ def load_weights(
     fitting = OrderedDict((key, value) for key, value in weights.items() if key not in differing)
     if hasattr(state_dict, "_metadata"):
         fitting._metadata = state_dict._metadata  # versions, by which a module migrates old weights
+    before = {key: value.detach().clone() for key, value in expected.items() if isinstance(value, Tensor)}
     missing, unexpected = model.load_state_dict(fitting, strict=False)
     missing = [key for key in missing if key not in differing and not key.endswith("num_batches_tracked")]
     if not (missing or unexpected or differing):
@@ -82,6 +84,10 @@ def load_weights(
         if keys
     )
     if strict or len(unexpected) == len(fitting):
+        with torch.no_grad():
+            for key, value in model.state_dict().items():
+                if key in before:
+                    value.copy_(before[key])
         raise CheckpointError(
             f"{report}.\nLoad the weights that fit, to fine-tune, with `--cfg-options strict_load=False`."
         )

@@ -39,7 +39,7 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
         non_blocking: copy to the device without waiting.
 
     Raises:
-        ValueError: images of a batch differ in size or number, or hold NaN-free uint8 and float mixed.
+        ValueError: images of a batch differ in size or number, or in type.
     """
 
     def __init__(
@@ -100,4 +100,7 @@ def _stack(name: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) != 1:
         raise ValueError(f"DrivingDataPreprocessor: {name} of all samples must be of one shape, got {shapes}")
+    dtypes = sorted({str(tensor.dtype) for tensor in tensors})
+    if len(dtypes) != 1:
+        raise ValueError(f"DrivingDataPreprocessor: {name} of all samples must be of one type, got {dtypes}")
     return torch.stack(list(tensors))

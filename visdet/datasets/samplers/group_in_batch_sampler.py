@@ -41,6 +41,8 @@ class GroupInBatchSampler(BatchSampler):
     numbers come from ``seed``, and it starts afresh at every ``iter()``.
     """
 
+    endless = True  # an epoch of it never ends
+
     def __init__(
         self,
         sampler: Sampler | None = None,

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
 
@@ -24,8 +25,7 @@ class CheckInvalidLossHook(Hook):
 
     Args:
         action: 'stop' ends training before a checkpoint with the damaged weights is written. 'skip' leaves
-            the parameters as they are in an iteration with a gradient that is not finite; every process of a
-            distributed run decides alike, because gradients are summed before.
+            the parameters as they are in an iteration with a gradient that is not finite.
         max_skips: consecutive bad iterations after which 'skip' stops too.
         interval: look at the losses every so many iterations.
 
@@ -57,11 +57,14 @@ class CheckInvalidLossHook(Hook):
             return
         values = {name: float(torch.as_tensor(value).detach()) for name, value in (outputs or {}).items()}
         bad = {name: value for name, value in values.items() if not math.isfinite(value)}
-        if not bad:
+        # All processes decide alike: one that stops or counts by itself would leave the others waiting for it.
+        num_bad = torch.tensor(float(bool(bad)))
+        all_reduce(num_bad)
+        if num_bad == 0:
             self.skips_in_a_row = 0
             return
         self.skips_in_a_row += 1
-        what = ", ".join(f"{name} = {value}" for name, value in bad.items())
+        what = ", ".join(f"{name} = {value}" for name, value in bad.items()) or "a loss of another process"
         where = f"iteration {runner.iter + 1}: {what}"
         if self.action == "stop" or self.skips_in_a_row >= self.max_skips:
             last = runner.message_hub.get_info("last_ckpt")

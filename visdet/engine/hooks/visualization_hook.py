@@ -10,6 +10,7 @@ from visdet.structures import DetDataSample
 
 from ..errors import ConfigError
 from ..inference import image_of
+from ..picture_paths import PicturePaths
 
 __all__ = ["DetVisualizationHook", "val_pictures_folder"]
 
@@ -35,7 +36,7 @@ class DetVisualizationHook(Hook):
         show: open a window for what ``draw`` draws.
         wait_time: seconds that a window stays; 0 waits for a key.
         test_out_dir: folder for the pictures of a test, relative to the run's log folder; of a distributed
-            test, those of the main process.
+            test, those of the main process. Images of equal names get pictures of different names.
         num_val_pictures: images on the sheet; 0 for no sheet.
 
     Raises:
@@ -63,6 +64,7 @@ class DetVisualizationHook(Hook):
         self.num_val_pictures = num_val_pictures
         self._sheet: list[DetDataSample] = []
         self._images_tested = 0
+        self._pictures = PicturePaths("")
 
     def before_train(self, runner) -> None:
         """Check that the visualizer can do what validation will ask for."""
@@ -107,6 +109,8 @@ class DetVisualizationHook(Hook):
     def before_test_epoch(self, runner) -> None:
         """Start counting images."""
         self._images_tested = 0
+        if self.test_out_dir is not None:
+            self._pictures = PicturePaths(os.path.join(runner.log_dir, self.test_out_dir))
 
     def after_test_iter(
         self, runner, batch_idx: int, data_batch=None, outputs: list[DetDataSample] | None = None
@@ -118,8 +122,8 @@ class DetVisualizationHook(Hook):
             self._images_tested += 1
             path = None
             if self.test_out_dir is not None:
-                name = os.path.splitext(os.path.basename(sample.img_path))[0]
-                path = os.path.join(runner.log_dir, self.test_out_dir, f"{name}.png")
+                name = os.path.basename(sample.img_path)
+                path = str(self._pictures.path_of(sample.img_path, name))
             self._draw(runner, sample, "test_img", self._images_tested, path)
 
     def _draw(self, runner, sample: DetDataSample, name: str, step: int, path: str | None) -> None:
