@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from toy_run import losses, toy_runner, train, weights
 
 from visdet.engine import ConfigError, NonFiniteLossError
@@ -109,6 +110,15 @@ def test_a_failing_run_gives_the_terminal_back(tmp_path, terminal):
         train(tmp_path, model__explode_at=4)
     screen = terminal.getvalue()
     assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+def test_a_worker_prints_past_the_bar(monkeypatch):
+    real, called = io.StringIO(), []
+    monkeypatch.setattr(sys, "stdout", FileProxy(Console(file=io.StringIO()), real))
+    console_module.WorkerStart(called.append)(3)
+    assert sys.stdout is real and called == [3]
+    console_module.WorkerStart(None)(3)
+    assert sys.stdout is real, "without a bar the streams stay"
 
 
 @pytest.mark.slow

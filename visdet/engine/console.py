@@ -2,13 +2,16 @@
 
 import logging
 import os
+import sys
+from collections.abc import Callable
 
 from mmengine.dist import get_rank, is_distributed
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.markup import escape
 from rich.text import Text
 
-__all__ = ["ConsoleHandler", "console", "is_main_process", "say"]
+__all__ = ["ConsoleHandler", "WorkerStart", "console", "is_main_process", "say"]
 
 console = Console(highlight=False)
 
@@ -30,6 +33,25 @@ def say(text: str, style: str | None = None) -> None:
     if is_main_process():
         # As a Text: a style given to print() would colour the bar below too.
         console.print(Text(text, style=style or ""), soft_wrap=True)
+
+
+class WorkerStart:
+    """What a data worker does first: it leaves the live progress bar to its parent, and prints to the real streams.
+
+    Args:
+        init: the loader's own ``worker_init_fn``, called after that.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker: int) -> None:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if isinstance(stream, FileProxy):
+                setattr(sys, name, stream.rich_proxied_file)
+        if self.init is not None:
+            self.init(worker)
 
 
 class ConsoleHandler(logging.Handler):

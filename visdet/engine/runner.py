@@ -34,7 +34,7 @@ from .checkpoint import (
     write_checkpoint,
 )
 from .config import complete_config
-from .console import ConsoleHandler, say
+from .console import ConsoleHandler, WorkerStart, say
 from .distributed import start_process_group, wrapper_on_the_cpu
 from .errors import CheckpointError, log_fatal_error
 from .plain_state import restore_message_hub, to_plain
@@ -124,6 +124,16 @@ class DetRunner(Runner):
         """Build the visualizer."""
         with building(self.cfg, "visualizer"):
             return super().build_visualizer(visualizer)
+
+    @staticmethod
+    def build_dataloader(
+        dataloader: DataLoader | dict, seed: int | None = None, diff_rank_seed: bool = False
+    ) -> DataLoader:
+        """Build a loader, whose workers leave the terminal to the training process."""
+        loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
+        if not isinstance(loader.worker_init_fn, WorkerStart):
+            loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
+        return loader
 
     def build_train_loop(self, loop: BaseLoop | dict) -> BaseLoop:
         """Build the training loop; ``by_epoch`` chooses this package's loops."""

@@ -1,7 +1,5 @@
 """Progress on the terminal: a live bar where there is one, a plain line per interval in a pipe."""
 
-import os
-import sys
 import time
 from datetime import timedelta
 
@@ -54,7 +52,6 @@ class ProgressHook(Hook):
                 auto_refresh=False,
                 transient=True,
             )
-            os.register_at_fork(after_in_child=_write_past_the_bar)
 
     def on_exit(self, runner) -> None:
         """Give the terminal back."""
@@ -193,8 +190,3 @@ def _number(value: int | float) -> str:
     if isinstance(value, int):
         return str(value)
     return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.2e}"
-
-
-def _write_past_the_bar() -> None:
-    """In a data worker: print to the real streams, because the bar's are the parent's to draw on."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__

@@ -214,8 +214,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether calling a layer does what this kind does, and nothing else but for hooks of all modules."""
-    own = layer.__dict__
+    """Return whether calling a layer does what this kind does, and nothing else but for hooks of all modules.
+
+    torch has no public way to ask a module for its hooks, or for a ``forward`` of its own.
+    """
+    own = vars(layer)
     return type(layer) is kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
 
 
@@ -223,6 +226,5 @@ def _plain_parameters(*layers: nn.Module) -> list[Tensor] | None:
     """Return each layer's weight and bias; None unless calling each does what ``F.linear`` does, and nothing else."""
     if _has_any_global_hook() or not all(_is_plain(layer, nn.Linear) for layer in layers):
         return None
-    named = [layer.__dict__["_parameters"] for layer in layers]
-    parameters = [own.get(name) for own in named for name in ("weight", "bias")]
+    parameters = [getattr(layer, name) for layer in layers for name in ("weight", "bias")]
     return parameters if all(type(tensor) in (Tensor, nn.Parameter) for tensor in parameters) else None
