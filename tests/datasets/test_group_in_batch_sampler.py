@@ -84,7 +84,7 @@ def test_seed_and_restart():
 
 def test_a_resumed_run_continues():
     batches = ResumableBatches(GroupInBatchSampler(dataset=Sequences(), batch_size=2, seed=3), endless=True)
-    batches.start = 17
+    batches.start_at(seed=0, iteration=17, skipped=17)
     assert list(islice(batches, 10)) == first(27)[17:]
 
 
