@@ -80,10 +80,7 @@ def checkpoint_to_resume(
         return (None, []) if resume == AUTO else (folder, [])
     found, remarks = newest_readable_checkpoint(folder, trust)
     if found is None and (remarks or resume != AUTO):
-        reasons = (
-            "".join(f"\n  {remark}" for remark in remarks)
-            or " it has no *.pth file that holds the state of training"
-        )
+        reasons = "".join(f"\n  {remark}" for remark in remarks) or " none holds the state of training"
         advice = "; to begin anew, choose another --work-dir" if resume == AUTO else ""
         raise CheckpointError(f"resume: no checkpoint in {folder} can be resumed:{reasons}{advice}")
     return found, remarks
