@@ -263,7 +263,9 @@ def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     exponent = 1 + largest(given["logits"], 1e6)  # off by its epsilon times its size
     reach *= exponent
     bounds["output"] = largest(given["value"]) * reach
-    per_location = 4 * side * sample * reach
+    # A box of 1e30 with an offset of zero has a position, and a gradient of that size.
+    scale = max(reach, largest(given["reference_points"], 1e38))
+    per_location = 4 * side * sample * scale * exponent
     heads = max(1, given["value"].shape[2])
     everywhere = max(1, given["value"].shape[0] * max(1, len(shapes)))  # shared by the batch and the levels
     for name, bound in (
