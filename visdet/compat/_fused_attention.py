@@ -1,0 +1,280 @@
+"""The attention modules of ``transformers`` with softmax and sampling locations inside visdet's kernel.
+
+A module of these families predicts offsets and logits from its queries, turns them into locations and weights, and
+calls the operator. ``ms_deform_attn_fused`` takes the predictions themselves. Whether a module has this form is found
+by computing: a small module of its class, put together from known parts, has to give what the replacement gives.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from visdet import ops
+from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
+
+from ._attention import level_tables, takes
+
+__all__ = ["Form", "attention_classes", "find_form", "fused_forward"]
+
+_ARGUMENTS = {"hidden_states", "encoder_hidden_states", "reference_points", "spatial_shapes_list"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a class of attention modules names and uses its parts.
+
+    points: attribute with the samples of a level, one number for all or one each.
+    is_projected: whether it has ``value_proj`` and ``output_proj``. mask_is_padding: whether True in its mask marks
+    padding rather than what counts. method: attribute that must be "default", and with it ``offset_scale`` 0.5 and
+    boxes of one level as references.
+    """
+
+    points: str
+    is_projected: bool = True
+    mask_is_padding: bool = False
+    method: str | None = None
+
+
+_FORMS = (
+    Form("n_points"),  # Deformable DETR
+    Form("n_points", mask_is_padding=True),  # Mask2Former
+    Form("n_points_list", method="method"),  # RT-DETRv2
+    Form("num_points_list", is_projected=False, method="decoder_method"),  # D-FINE
+)
+
+
+def attention_classes(module: ModuleType) -> list[type[nn.Module]]:
+    """Return the classes a module defines whose forward predicts ``sampling_offsets`` and attends with them."""
+    found = []
+    for owner in vars(module).values():
+        if isinstance(owner, type) and issubclass(owner, nn.Module) and owner.__module__ == module.__name__:
+            forward = vars(owner).get("forward")
+            code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
+            if code is not None and "sampling_offsets" in code.co_names and _takes_known_arguments(forward):
+                found.append(owner)
+    return found
+
+
+def _takes_known_arguments(forward: Callable[..., Any]) -> bool:
+    return set(inspect.signature(forward).parameters) >= _ARGUMENTS
+
+
+def find_form(owner: type[nn.Module], module: ModuleType) -> Form | None:
+    """Return the form in which a class computes, or None where it is none of the known ones."""
+    return next((form for form in _FORMS if _computes(owner, module, form)), None)
+
+
+def fused_forward(original: Callable[..., Any], form: Form) -> Callable[..., Any]:
+    """Return a forward of this form by visdet's fused operator, that falls back on the original one."""
+    names = list(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        attended = _attend(self, form, {**dict(zip(names, args, strict=False)), **kwargs})
+        return original(self, *args, **kwargs) if attended is None else attended
+
+    return forward
+
+
+def _attend(module: Any, form: Form, given: dict[str, Any]) -> tuple[Tensor, Tensor | None] | None:
+    query, memory = given.get("hidden_states"), given.get("encoder_hidden_states")
+    references, shapes = given.get("reference_points"), given.get("spatial_shapes_list")
+    if not takes(memory) or not isinstance(query, Tensor) or not isinstance(references, Tensor) or not shapes:
+        return None
+    mask = given.get("attention_mask")
+    if not _fits(module, form, references, shapes, memory, mask):
+        return None
+    if given.get("position_embeddings") is not None:
+        query = query + given["position_embeddings"]
+    if mask is not None and not form.mask_is_padding:
+        mask = ~mask
+    points = getattr(module, form.points)
+    wants_weights = _wants_weights(module)
+    if not wants_weights and form.is_projected:
+        output = _attend_as_one(module, query, memory, mask, references, shapes, points)
+        if output is not None:
+            return output, None
+    value = module.value_proj(memory) if form.is_projected else memory
+    if mask is not None:
+        value = value.masked_fill(mask[..., None], 0.0)
+    rows = (*query.shape[:2], module.n_heads)
+    offsets = module.sampling_offsets(query).view(*rows, -1, 2)
+    logits = module.attention_weights(query).view(*rows, -1)
+    output = ops.ms_deform_attn_fused(
+        value.unflatten(-1, (module.n_heads, -1)), *level_tables(shapes), references, offsets, logits, points
+    )
+    if form.is_projected:
+        output = module.output_proj(output)
+    if not wants_weights:
+        return output, None
+    weights = torch.softmax(logits, -1)
+    return output, weights if form.method else weights.unflatten(-1, (len(shapes), -1))
+
+
+def _fits(
+    module: Any, form: Form, references: Tensor, shapes: Sequence[Any], memory: Tensor, mask: Tensor | None
+) -> bool:
+    """Return whether the fused operator computes this call; the original forward also words what is wrong with it."""
+    levels = len(shapes)
+    if references.dim() != 4 or memory.dim() != 3 or levels != module.n_levels:
+        return False
+    if sum(height * width for height, width in shapes) != memory.shape[1]:
+        return False
+    if mask is not None and not form.is_projected:
+        return False  # D-FINE's own forward fails on a mask
+    if form.method is not None:
+        is_standard = getattr(module, form.method) == "default" and module.offset_scale == 0.5
+        return is_standard and references.shape[2:] == (1, 4)
+    core = vars(module)["_modules"].get("attn")
+    is_untouched = core is None or _is_untouched(core)
+    return is_untouched and references.shape[2] in (1, levels) and references.shape[3] in (2, 4)
+
+
+def _is_untouched(layer: nn.Module, kind: type[nn.Module] | None = None) -> bool:
+    """Return whether calling a layer runs its class's forward and nothing else but hooks of all modules."""
+    own = vars(layer)
+    is_kind = kind is None or type(layer) is kind
+    return is_kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
+
+
+def _attend_as_one(
+    module: Any,
+    query: Tensor,
+    memory: Tensor,
+    mask: Tensor | None,
+    references: Tensor,
+    shapes: Sequence[Any],
+    points: Any,
+) -> Tensor | None:
+    """Return the output by one node of the autograd graph, or None where a layer has to be called by itself."""
+    parameters = []
+    for name in ("sampling_offsets", "attention_weights", "value_proj", "output_proj"):
+        layer = vars(module)["_modules"].get(name)
+        if layer is None or not _is_untouched(layer, nn.Linear) or _has_any_global_hook():
+            return None
+        own = layer._parameters
+        if any(type(own.get(key)) is not nn.Parameter for key in ("weight", "bias")):
+            return None
+        parameters += [own["weight"], own["bias"]]
+    tables = level_tables(shapes)
+    counts = [points] * len(shapes) if isinstance(points, int) else list(points)
+    return ms_deform_attn_projected(
+        query, memory, None, mask, *tables, references, counts, module.n_heads, parameters
+    )
+
+
+def _wants_weights(module: nn.Module) -> bool:
+    """Return whether somebody may read the attention weights that a forward returns.
+
+    Nobody does inside a model of ``transformers`` that records no attentions, for its layers drop them; a hook or a
+    direct call may. A checkpointed segment runs twice, the second time outside its model, and has to save the same
+    tensors both times. A compiler drops what nobody reads by itself.
+    """
+    if torch.compiler.is_compiling() or vars(module)["_forward_hooks"] or _has_any_global_hook():
+        return True
+    if torch.is_grad_enabled() and _has_saved_tensor_hooks():
+        return True
+    collector = _collector()
+    recorded = None if collector is None else collector.get()
+    return recorded is None or any("attention" in key for key in recorded)
+
+
+def _has_saved_tensor_hooks() -> bool:
+    read = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return read is None or read(True) is not None
+
+
+@functools.cache
+def _collector() -> Any:
+    """Return the context variable in which ``transformers`` keeps what it records of a call, or None."""
+    try:
+        from transformers.utils import output_capturing
+    except ImportError:
+        return None
+    return getattr(output_capturing, "_active_collector", None)
+
+
+def _computes(owner: type[nn.Module], module: ModuleType, form: Form) -> bool:
+    """Return whether a small module of this class computes what ``_attend`` computes in this form."""
+    example = _example(owner, module, form)
+    forward = vars(owner)["forward"]
+    known = inspect.signature(forward).parameters
+    for boxes in (True,) if form.method else (False, True):
+        arguments = {key: value for key, value in _example_arguments(boxes).items() if key in known}
+        if not form.is_projected:
+            del arguments["attention_mask"]
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                expected = forward(example, **arguments)
+                found = _attend(example, form, arguments)
+        except (AttributeError, NameError, TypeError, ValueError, RuntimeError, IndexError, KeyError):
+            return False  # it uses parts that this form does not have
+        if not isinstance(expected, tuple) or len(expected) != 2 or found is None:
+            return False
+        for one, other in zip(expected, found, strict=True):
+            is_pair = isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+            if not is_pair or not torch.allclose(one, other, rtol=1e-9, atol=1e-9):
+                return False
+    return True
+
+
+_DIMS, _HEADS, _SHAPES = 8, 2, [(3, 4), (2, 2)]
+
+
+def _example(owner: type[nn.Module], module: ModuleType, form: Form) -> Any:
+    """Return a module of a class, made without its constructor: with the parts of a form and no others."""
+    example: Any = owner.__new__(owner)
+    nn.Module.__init__(example)
+    points = [1, 3] if form.method == "decoder_method" else [2, 2]
+    samples = _HEADS * sum(points)
+    example.d_model, example.n_heads, example.n_levels, example.im2col_step = _DIMS, _HEADS, len(_SHAPES), 64
+    example.n_points = 2
+    layers = {"sampling_offsets": 2 * samples, "attention_weights": samples}
+    if form.is_projected:
+        layers |= {"value_proj": _DIMS, "output_proj": _DIMS}
+    if form.method:
+        setattr(example, form.points, points)
+        setattr(example, form.method, "default")
+        example.offset_scale = 0.5
+        scale = torch.tensor([1 / n for n in points for _ in range(n)], dtype=torch.float64, device="cpu")
+        setattr(example, f"{form.points.removesuffix('_list')}_scale", scale)
+        example.ms_deformable_attn_core = getattr(module, "multi_scale_deformable_attention_v2", None)
+    elif hasattr(module, "MultiScaleDeformableAttention"):
+        example.attn = module.MultiScaleDeformableAttention()
+    generator = torch.Generator("cpu").manual_seed(0)
+    for name, width in layers.items():
+        layer = nn.utils.skip_init(nn.Linear, _DIMS, width, device="cpu", dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.uniform_(-1, 1, generator=generator)
+        setattr(example, name, layer)
+    return example
+
+
+def _example_arguments(boxes: bool) -> dict[str, Any]:
+    """Return keyword arguments of an attention module's forward, with a mask and embeddings for ``boxes``."""
+    generator = torch.Generator("cpu").manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device="cpu", dtype=torch.float64)
+
+    rows = sum(height * width for height, width in _SHAPES)
+    arguments: dict[str, Any] = dict(
+        hidden_states=random(2, 5, _DIMS),
+        encoder_hidden_states=random(2, rows, _DIMS) - 0.5,
+        reference_points=random(2, 5, 1 if boxes else len(_SHAPES), 4 if boxes else 2),
+        spatial_shapes=torch.tensor(_SHAPES, device="cpu"),
+        spatial_shapes_list=_SHAPES,
+    )
+    if boxes:
+        arguments["attention_mask"] = random(2, rows) > 0.3
+        arguments["position_embeddings"] = random(2, 5, _DIMS)
+    return arguments

@@ -1,0 +1,116 @@
+"""Replacements of the operator of ``transformers``, in the three forms in which its modules call it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ._attention import agrees, attend, attend_ragged, takes
+
+__all__ = ["BoundFunction", "class_forward", "disagreement", "function", "ragged_function"]
+
+
+def class_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a forward for class ``MultiScaleDeformableAttention``."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        value: Tensor,
+        value_spatial_shapes: Tensor,
+        value_spatial_shapes_list: Sequence[tuple[int, int]],
+        level_start_index: Tensor,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+        im2col_step: int,
+    ) -> Tensor:
+        if takes(value):
+            return attend(value, value_spatial_shapes_list, sampling_locations, attention_weights)
+        tables = value_spatial_shapes, value_spatial_shapes_list, level_start_index
+        return original(self, value, *tables, sampling_locations, attention_weights, im2col_step)
+
+    return forward
+
+
+def function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function ``multi_scale_deformable_attention``."""
+
+    @functools.wraps(original)
+    def attention(
+        value: Tensor,
+        value_spatial_shapes: Any,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+    ) -> Tensor:
+        attend_here = attend if takes(value) else original
+        return attend_here(value, value_spatial_shapes, sampling_locations, attention_weights)
+
+    return attention
+
+
+def ragged_function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function ``multi_scale_deformable_attention_v2``; another method than "default" stays theirs."""
+
+    @functools.wraps(original)
+    def attention(
+        value: Tensor,
+        value_spatial_shapes: Any,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+        num_points_list: list[int],
+        method: str = "default",
+    ) -> Tensor:
+        arguments = value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list
+        if method == "default" and takes(value):
+            return attend_ragged(*arguments)
+        return original(*arguments, method)
+
+    return attention
+
+
+class BoundFunction:
+    """A function that instances keep in an attribute, replaced where it is read and kept where it is stored.
+
+    A data descriptor of the class: what the constructor stores lies in the instance as ever, so that copies, pickles
+    and models built before and after are what they were.
+    """
+
+    def __init__(self, name: str, original: Any, replacement: Any) -> None:
+        self.name, self.original, self.replacement = name, original, replacement
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        try:
+            stored = vars(instance)[self.name]
+        except KeyError:
+            raise AttributeError(f"{type(instance).__name__} has no attribute {self.name!r}") from None
+        return self.replacement if stored is self.original else stored
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self.name] = self.original if value is self.replacement else value
+
+    def __delete__(self, instance: Any) -> None:
+        del vars(instance)[self.name]
+
+
+def disagreement(
+    name: str, original: Callable[..., Tensor], replacement: Callable[..., Tensor]
+) -> str | None:
+    """Return None where two implementations of an operator compute the same, or what is wrong with the original."""
+    is_ragged = name.endswith("_v2")
+    if name == "MultiScaleDeformableAttention":
+        functions = [
+            lambda value, shapes, locations, weights, call=call: call(
+                None, value, None, shapes, None, locations, weights, 64
+            )
+            for call in (replacement, original)
+        ]
+    else:
+        functions = [replacement, original]
+    try:
+        is_same = agrees(*functions, is_ragged)
+    except (AttributeError, NameError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+        return f"fails on a small example: {type(error).__name__}: {error}"
+    return None if is_same else "computes something else than multi-scale deformable attention"

@@ -1,0 +1,133 @@
+"""``transformers``' detectors on visdet's deformable attention: one line, for models built before and after it.
+
+``install()`` reaches every family whose ``modeling_*.py`` defines the operator, whatever its name: a class
+``MultiScaleDeformableAttention``, or a function ``multi_scale_deformable_attention`` or
+``multi_scale_deformable_attention_v2``. Each is compared with visdet's on a small example before it is replaced.
+Parameters, state dicts and outputs stay what they are. Traces, exports and ``method="discrete"`` keep the package's
+own path.
+"""
+
+import importlib.metadata
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from ._bridge import Bridge, CompatWarning
+
+__all__ = ["CompatWarning", "install", "installed", "patched", "uninstall"]
+
+_MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
+_CLASS, _FUNCTION, _RAGGED = (
+    "MultiScaleDeformableAttention",
+    "multi_scale_deformable_attention",
+    "multi_scale_deformable_attention_v2",
+)
+_BOUND = "ms_deformable_attn_core"  # the attribute to which D-FINE's constructor binds the function
+_PARAMETERS = {
+    _CLASS: (
+        "self",
+        "value",
+        "value_spatial_shapes",
+        "value_spatial_shapes_list",
+        "level_start_index",
+        "sampling_locations",
+        "attention_weights",
+        "im2col_step",
+    ),
+    _FUNCTION: ("value", "value_spatial_shapes", "sampling_locations", "attention_weights"),
+    _RAGGED: (
+        "value",
+        "value_spatial_shapes",
+        "sampling_locations",
+        "attention_weights",
+        "num_points_list",
+        "method",
+    ),
+}
+
+
+def patched() -> dict[str, list[str]]:
+    """Return what has been replaced so far: of each module of ``transformers``, one line for each replacement."""
+    return {name: list(lines) for name, lines in bridge.reached.items()}
+
+
+def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
+    if not any(hasattr(module, name) for name in _PARAMETERS):
+        return
+    from . import _fused_attention, _operators
+
+    forms = {
+        owner: _fused_attention.find_form(owner, module)
+        for owner in _fused_attention.attention_classes(module)
+    }
+    for name, replacement_of in (
+        (_CLASS, _operators.class_forward),
+        (_FUNCTION, _operators.function),
+        (_RAGGED, _operators.ragged_function),
+    ):
+        owned = vars(module).get(name)
+        if owned is None or owned.__module__ != module.__name__:
+            continue
+        original = vars(owned).get("forward") if name == _CLASS else owned
+        if not _is_known(module, name, original, replacement_of):
+            return
+        replacement = replacement_of(original)
+        if name == _CLASS:
+            bridge.replace(owned, "forward", replacement)
+        else:
+            bridge.replace(module, name, replacement)
+        for owner in forms:
+            if name == _RAGGED and _binds(owner):
+                bridge.replace(owner, _BOUND, _operators.BoundFunction(_BOUND, original, replacement))
+        yield name
+    for owner, form in forms.items():
+        if form is not None:
+            bridge.replace(owner, "forward", _fused_attention.fused_forward(vars(owner)["forward"], form))
+            yield f"{owner.__name__}.forward, fused"
+
+
+def _is_known(
+    module: ModuleType,
+    name: str,
+    original: Callable[..., Any] | None,
+    replacement_of: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> bool:
+    """Return whether a function of ``transformers`` is what its name says; warn where it is not."""
+    from . import _operators
+
+    found = tuple(inspect.signature(original).parameters) if original is not None else ()
+    if found != _PARAMETERS[name]:
+        _warn(module, f"{name} takes {found}, where {_PARAMETERS[name]} was expected")
+        return False
+    problem = _operators.disagreement(name, original, replacement_of(original))
+    if problem:
+        _warn(module, f"{name} {problem}")
+    return not problem
+
+
+def _binds(owner: type) -> bool:
+    """Return whether the constructor of a class keeps the function in an attribute of its instances."""
+    code = getattr(inspect.unwrap(owner.__init__), "__code__", None)
+    return code is not None and {_BOUND, _RAGGED} <= set(code.co_names)
+
+
+def _warn(module: ModuleType, change: str) -> None:
+    version = importlib.metadata.version("transformers")
+    warnings.warn(
+        f"visdet.compat.transformers: in transformers {version}, {module.__name__}.{change}. This family keeps its own "
+        "implementation; update visdet-ops, or report it with this message.",
+        CompatWarning,
+        stacklevel=2,
+    )
+
+
+bridge = Bridge(
+    "transformers",
+    "transformers",
+    lambda name: _MODELING.fullmatch(name) is not None,
+    lambda module, bridge: list(_patch(module, bridge)),
+)
+install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
