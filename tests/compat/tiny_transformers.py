@@ -23,7 +23,7 @@ def build(name):
     torch.manual_seed(0)
     model, (height, width) = MODELS[name]()
     generator = torch.Generator().manual_seed(1)
-    for key, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.dim() > 1:  # of a size that keeps signals alive through all layers
             scale = 1.5 * parameter[0].numel() ** -0.5
             parameter.data = scale * torch.randn(parameter.shape, generator=generator)

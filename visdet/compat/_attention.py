@@ -15,10 +15,10 @@ from visdet.ops import _library
 
 from ._bridge import CompatWarning
 
-__all__ = ["agrees", "attend", "attend_ragged", "is_recorded", "level_tables", "takes"]
+__all__ = ["attend", "attend_ragged", "disagreement", "is_recorded", "level_tables", "takes"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_PROBE_SHAPES = ((3, 5), (2, 2))
+_EXAMPLE_SHAPES = ((3, 5), (2, 2))
 
 
 def takes(value: Any) -> bool:
@@ -103,11 +103,12 @@ def _warn_of_missing_cuda() -> None:
     )
 
 
-def agrees(candidate: Callable[..., Tensor], original: Callable[..., Tensor], is_ragged: bool) -> bool:
-    """Return whether two functions of (value, level_shapes, locations, weights) compute the same on a small example.
+def disagreement(candidate: Callable[..., Tensor], original: Callable[..., Tensor], kind: str) -> str | None:
+    """Return None where two implementations of the operator compute the same, or what is wrong with the original.
 
-    It reaches over every border, so that another convention of the package for coordinates or borders shows. With
-    ``is_ragged`` the functions take samples level after level and their numbers as a fifth argument.
+    They are functions of (value, level_shapes, locations, weights), by ``kind``: "levels" with locations
+    [B, Q, G, L, P, 2], "folded" with [B, Q, G, L * P, 2], "ragged" with the points of each level as fifth argument.
+    The small example reaches over every border, so that another convention for coordinates or borders shows.
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -119,9 +120,15 @@ def agrees(candidate: Callable[..., Tensor], original: Callable[..., Tensor], is
         random(2, 7, 2, 2, 3, 2) * 1.6 - 0.3,
         random(2, 7, 2, 2, 3),
     )
-    arguments: tuple[Any, ...] = (value, list(_PROBE_SHAPES), locations, weights)
-    if is_ragged:
-        arguments = (value, list(_PROBE_SHAPES), locations.flatten(3, 4), weights.flatten(3, 4), [2, 4])
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        expected, found = original(*arguments), candidate(*arguments)
-    return expected.shape == found.shape and bool(torch.allclose(expected, found, rtol=1e-9, atol=1e-9))
+    shapes = torch.tensor(_EXAMPLE_SHAPES, device="cpu") if kind == "levels" else list(_EXAMPLE_SHAPES)
+    if kind != "levels":
+        locations, weights = locations.flatten(3, 4), weights.flatten(3, 4)
+    arguments = (value, shapes, locations, weights, *([[2, 4]] if kind == "ragged" else []))
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            expected, found = original(*arguments), candidate(*arguments)
+    except (AttributeError, NameError, TypeError, ValueError, RuntimeError, LookupError) as error:
+        return f"fails on a small example ({type(error).__name__}: {error})"
+    if expected.shape == found.shape and torch.allclose(expected, found, rtol=1e-9, atol=1e-9):
+        return None
+    return "computes something else than multi-scale deformable attention"

@@ -1,8 +1,10 @@
 """What every bridge does: replace attributes of a package's modules, now and at their import, and put them back."""
 
+import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -25,6 +27,7 @@ class Bridge:
         wants: whether a module, by its full name, is to be looked at.
         patch: given a module and this bridge, calls ``replace`` for what it finds there and returns what it reached,
             one line each.
+        distribution: what installs the package, if its name is another one.
 
     A module that is already imported is patched by ``install``, one imported later at its import: until ``uninstall``
     a finder stands first in ``sys.meta_path`` for the modules it wants, and leaves no trace in their specs.
@@ -35,14 +38,16 @@ class Bridge:
         name: str,
         package: str,
         wants: Callable[[str], bool],
-        patch: Callable[[ModuleType, "Bridge"], Sequence[str]],
+        patch: Callable[[ModuleType, "Bridge"], Iterable[str]],
+        distribution: str | None = None,
     ) -> None:
         self.name = name
         self.package = package
+        self.distribution = distribution or package
         self.wants = wants
         self.reached: dict[str, list[str]] = {}
         self._patch = patch
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], Any]] = []
         self._finder = _Finder(self)
 
     @property
@@ -81,15 +86,11 @@ class Bridge:
                 self.patch_module(module)
 
     def uninstall(self) -> None:
-        """Put back every attribute that ``install`` replaced; where nothing is installed it changes nothing."""
+        """Undo everything that ``install`` did; where nothing is installed it changes nothing."""
         if self.is_installed:
             sys.meta_path.remove(self._finder)
         while self._undo:
-            owner, attribute, original = self._undo.pop()
-            if original is _MISSING:
-                delattr(owner, attribute)
-            else:
-                setattr(owner, attribute, original)
+            self._undo.pop()()
         self.reached.clear()
 
     @contextmanager
@@ -103,6 +104,16 @@ class Bridge:
             if not was_installed:
                 self.uninstall()
 
+    def warn(self, module: ModuleType, change: str) -> None:
+        """Say that a module is not what this bridge knows, and that it is left alone."""
+        version = importlib.metadata.version(self.distribution)
+        warnings.warn(
+            f"visdet.compat.{self.name}: in {self.distribution} {version}, {module.__name__}.{change}. It keeps its "
+            "own implementation there; update visdet-ops, or report it with this message.",
+            CompatWarning,
+            stacklevel=2,
+        )
+
     def patch_module(self, module: ModuleType) -> None:
         """Patch one module, and note what was reached in it."""
         reached = list(self._patch(module, self))
@@ -111,8 +122,16 @@ class Bridge:
 
     def replace(self, owner: Any, attribute: str, value: Any) -> None:
         """Set an attribute of a module or class, and remember what was there."""
-        self._undo.append((owner, attribute, vars(owner).get(attribute, _MISSING)))
+        original = vars(owner).get(attribute, _MISSING)
+        if original is _MISSING:
+            self.at_uninstall(lambda: delattr(owner, attribute))
+        else:
+            self.at_uninstall(lambda: setattr(owner, attribute, original))
         setattr(owner, attribute, value)
+
+    def at_uninstall(self, undo: Callable[[], Any]) -> None:
+        """Have a function called by ``uninstall``; the last one given is called first."""
+        self._undo.append(undo)
 
 
 class _Finder:

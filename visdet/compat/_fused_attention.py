@@ -21,7 +21,7 @@ from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 
 from ._attention import level_tables, takes
 
-__all__ = ["Form", "attention_classes", "find_form", "fused_forward"]
+__all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "is_untouched"]
 
 _ARGUMENTS = {"hidden_states", "encoder_hidden_states", "reference_points", "spatial_shapes_list"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -58,7 +58,12 @@ def attention_classes(module: ModuleType) -> list[type[nn.Module]]:
         if isinstance(owner, type) and issubclass(owner, nn.Module) and owner.__module__ == module.__name__:
             forward = vars(owner).get("forward")
             code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
-            if code is not None and "sampling_offsets" in code.co_names and _takes_known_arguments(forward):
+            if (
+                forward
+                and code is not None
+                and "sampling_offsets" in code.co_names
+                and _takes_known_arguments(forward)
+            ):
                 found.append(owner)
     return found
 
@@ -85,7 +90,8 @@ def fused_forward(original: Callable[..., Any], form: Form) -> Callable[..., Any
 
 
 def _attend(module: Any, form: Form, given: dict[str, Any]) -> tuple[Tensor, Tensor | None] | None:
-    query, memory = given.get("hidden_states"), given.get("encoder_hidden_states")
+    query: Any = given.get("hidden_states")
+    memory: Any = given.get("encoder_hidden_states")
     references, shapes = given.get("reference_points"), given.get("spatial_shapes_list")
     if not takes(memory) or not isinstance(query, Tensor) or not isinstance(references, Tensor) or not shapes:
         return None
@@ -97,26 +103,44 @@ def _attend(module: Any, form: Form, given: dict[str, Any]) -> tuple[Tensor, Ten
     if mask is not None and not form.mask_is_padding:
         mask = ~mask
     points = getattr(module, form.points)
-    wants_weights = _wants_weights(module)
-    if not wants_weights and form.is_projected:
+    output, logits = attend_fused(
+        module, query, memory, mask, references, shapes, points, form.is_projected, _wants_weights(module)
+    )
+    if logits is None:
+        return output, None
+    weights = torch.softmax(logits, -1)
+    return output, weights if form.method else weights.unflatten(-1, (len(shapes), -1))
+
+
+def attend_fused(
+    module: Any,
+    query: Tensor,  # [B, Q, channels]
+    memory: Tensor,  # [B, S, channels]
+    mask: Tensor | None,  # [B, S], True where a row of memory counts as zero
+    references: Tensor,  # [B, Q, L or 1, 2 or 4]
+    shapes: Any,  # [L, 2] (height, width): pairs of integers, or a tensor
+    points: int | Sequence[int],
+    is_projected: bool = True,
+    wants_logits: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output of an attention module, and its logits [B, Q, G, K] where they are wanted.
+
+    The module has the layers ``sampling_offsets``, ``attention_weights`` and, if it is projected, ``value_proj`` and
+    ``output_proj``, and ``n_heads``.
+    """
+    if is_projected and not wants_logits:
         output = _attend_as_one(module, query, memory, mask, references, shapes, points)
         if output is not None:
             return output, None
-    value = module.value_proj(memory) if form.is_projected else memory
+    value = module.value_proj(memory) if is_projected else memory
     if mask is not None:
         value = value.masked_fill(mask[..., None], 0.0)
     rows = (*query.shape[:2], module.n_heads)
     offsets = module.sampling_offsets(query).view(*rows, -1, 2)
     logits = module.attention_weights(query).view(*rows, -1)
-    output = ops.ms_deform_attn_fused(
-        value.unflatten(-1, (module.n_heads, -1)), *level_tables(shapes), references, offsets, logits, points
-    )
-    if form.is_projected:
-        output = module.output_proj(output)
-    if not wants_weights:
-        return output, None
-    weights = torch.softmax(logits, -1)
-    return output, weights if form.method else weights.unflatten(-1, (len(shapes), -1))
+    value = value.unflatten(-1, (module.n_heads, -1))
+    output = ops.ms_deform_attn_fused(value, *level_tables(shapes), references, offsets, logits, points)
+    return module.output_proj(output) if is_projected else output, logits if wants_logits else None
 
 
 def _fits(
@@ -134,11 +158,11 @@ def _fits(
         is_standard = getattr(module, form.method) == "default" and module.offset_scale == 0.5
         return is_standard and references.shape[2:] == (1, 4)
     core = vars(module)["_modules"].get("attn")
-    is_untouched = core is None or _is_untouched(core)
-    return is_untouched and references.shape[2] in (1, levels) and references.shape[3] in (2, 4)
+    is_own = core is None or is_untouched(core)
+    return is_own and references.shape[2] in (1, levels) and references.shape[3] in (2, 4)
 
 
-def _is_untouched(layer: nn.Module, kind: type[nn.Module] | None = None) -> bool:
+def is_untouched(layer: nn.Module, kind: type[nn.Module] | None = None) -> bool:
     """Return whether calling a layer runs its class's forward and nothing else but hooks of all modules."""
     own = vars(layer)
     is_kind = kind is None or type(layer) is kind
@@ -151,14 +175,14 @@ def _attend_as_one(
     memory: Tensor,
     mask: Tensor | None,
     references: Tensor,
-    shapes: Sequence[Any],
-    points: Any,
+    shapes: Any,
+    points: int | Sequence[int],
 ) -> Tensor | None:
     """Return the output by one node of the autograd graph, or None where a layer has to be called by itself."""
     parameters = []
     for name in ("sampling_offsets", "attention_weights", "value_proj", "output_proj"):
         layer = vars(module)["_modules"].get(name)
-        if layer is None or not _is_untouched(layer, nn.Linear) or _has_any_global_hook():
+        if layer is None or not is_untouched(layer, nn.Linear) or _has_any_global_hook():
             return None
         own = layer._parameters
         if any(type(own.get(key)) is not nn.Parameter for key in ("weight", "bias")):
@@ -219,11 +243,14 @@ def _computes(owner: type[nn.Module], module: ModuleType, form: Form) -> bool:
             return False  # it uses parts that this form does not have
         if not isinstance(expected, tuple) or len(expected) != 2 or found is None:
             return False
-        for one, other in zip(expected, found, strict=True):
-            is_pair = isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
-            if not is_pair or not torch.allclose(one, other, rtol=1e-9, atol=1e-9):
-                return False
+        if not all(_is_same(one, other) for one, other in zip(expected, found, strict=True)):
+            return False
     return True
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    is_pair = isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+    return is_pair and torch.allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 _DIMS, _HEADS, _SHAPES = 8, 2, [(3, 4), (2, 2)]

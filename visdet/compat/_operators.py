@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ._attention import agrees, attend, attend_ragged, takes
+from ._attention import attend, attend_ragged, takes
 
-__all__ = ["BoundFunction", "class_forward", "disagreement", "function", "ragged_function"]
+__all__ = ["BoundFunction", "class_forward", "function", "ragged_function"]
 
 
 def class_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -93,24 +93,3 @@ class BoundFunction:
 
     def __delete__(self, instance: Any) -> None:
         del vars(instance)[self.name]
-
-
-def disagreement(
-    name: str, original: Callable[..., Tensor], replacement: Callable[..., Tensor]
-) -> str | None:
-    """Return None where two implementations of an operator compute the same, or what is wrong with the original."""
-    is_ragged = name.endswith("_v2")
-    if name == "MultiScaleDeformableAttention":
-        functions = [
-            lambda value, shapes, locations, weights, call=call: call(
-                None, value, None, shapes, None, locations, weights, 64
-            )
-            for call in (replacement, original)
-        ]
-    else:
-        functions = [replacement, original]
-    try:
-        is_same = agrees(*functions, is_ragged)
-    except (AttributeError, NameError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-        return f"fails on a small example: {type(error).__name__}: {error}"
-    return None if is_same else "computes something else than multi-scale deformable attention"

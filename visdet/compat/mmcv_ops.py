@@ -6,12 +6,12 @@ before ``mmcv.ops`` is imported. ``VISDET_MMCV_OPS=1`` makes ``import visdet``, 
 
 import importlib.machinery
 import importlib.util
-import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from . import mmcv_ext
+from ._run import run_program
 
 __all__ = ["install", "main"]
 
@@ -50,13 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("usage: python -m visdet.compat.mmcv_ops SCRIPT|-m MODULE [ARGUMENTS]", file=sys.stderr)
         return 2
     install()
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-        runpy.run_path(arguments[0], run_name="__main__")
+    run_program(arguments)
     return 0
 
 

@@ -7,10 +7,8 @@ Parameters, state dicts and outputs stay what they are. Traces, exports and ``me
 own path.
 """
 
-import importlib.metadata
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -96,38 +94,36 @@ def _is_known(
     replacement_of: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> bool:
     """Return whether a function of ``transformers`` is what its name says; warn where it is not."""
-    from . import _operators
+    from ._attention import disagreement
 
     found = tuple(inspect.signature(original).parameters) if original is not None else ()
-    if found != _PARAMETERS[name]:
-        _warn(module, f"{name} takes {found}, where {_PARAMETERS[name]} was expected")
+    if original is None or found != _PARAMETERS[name]:
+        bridge.warn(module, f"{name} takes {found}, where {_PARAMETERS[name]} was expected")
         return False
-    problem = _operators.disagreement(name, original, replacement_of(original))
+    functions = replacement_of(original), original
+    if name == _CLASS:
+        functions = _as_function(functions[0]), _as_function(functions[1])
+    problem = disagreement(*functions, "ragged" if name == _RAGGED else "levels")
     if problem:
-        _warn(module, f"{name} {problem}")
+        bridge.warn(module, f"{name} {problem}")
     return not problem
+
+
+def _as_function(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward of the class, which reads nothing of its instance, as a function like the others."""
+    return lambda value, shapes, *rest: forward(None, value, shapes, shapes.tolist(), None, *rest, 64)
 
 
 def _binds(owner: type) -> bool:
     """Return whether the constructor of a class keeps the function in an attribute of its instances."""
-    code = getattr(inspect.unwrap(owner.__init__), "__code__", None)
+    code = getattr(inspect.unwrap(vars(owner).get("__init__", _binds)), "__code__", None)
     return code is not None and {_BOUND, _RAGGED} <= set(code.co_names)
-
-
-def _warn(module: ModuleType, change: str) -> None:
-    version = importlib.metadata.version("transformers")
-    warnings.warn(
-        f"visdet.compat.transformers: in transformers {version}, {module.__name__}.{change}. This family keeps its own "
-        "implementation; update visdet-ops, or report it with this message.",
-        CompatWarning,
-        stacklevel=2,
-    )
 
 
 bridge = Bridge(
     "transformers",
     "transformers",
     lambda name: _MODELING.fullmatch(name) is not None,
-    lambda module, bridge: list(_patch(module, bridge)),
+    _patch,
 )
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed

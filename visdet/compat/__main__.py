@@ -1,0 +1,99 @@
+"""``python -m visdet.compat``: the bridges and what each would replace here; ``run``: a script under them."""
+
+import importlib.metadata
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from visdet.compat import BRIDGES, watch
+from visdet.compat._run import run_program, share_with_children
+
+_OPERATOR = re.compile(
+    r"^(?:class MultiScaleDeformableAttention|def multi_scale_deformable_attention(?:_v2)?)\b", re.M
+)
+_REPLACED = {
+    "ultralytics": "MSDeformAttn of RT-DETR",
+    "rfdetr": "MSDeformAttn",
+    "groundingdino": "multi_scale_deformable_attn_pytorch; groundingdino._C where it is missing",
+    "libreyolo": "the kernel slot ms_deform_attn",
+    "extensions": "MultiScaleDeformableAttention, groundingdino._C, detrex._C, deformable_aggregation_ext",
+}
+_USAGE = """usage: python -m visdet.compat                                              list the bridges
+       python -m visdet.compat run [--only NAMES] SCRIPT|-m MODULE [ARGUMENTS]  run a program under them
+       python -m visdet.compat startup                                      print the folder for PYTHONPATH"""
+_DISTRIBUTIONS = {"groundingdino": ("groundingdino-py", "rf-groundingdino", "groundingdino")}
+
+
+def families() -> list[str]:
+    """Return the families of the installed ``transformers`` whose sources define the operator."""
+    spec = find_spec("transformers")
+    folders = spec.submodule_search_locations if spec is not None else None
+    sources = (path for folder in folders or () for path in Path(folder).glob("models/*/modeling_*.py"))
+    return sorted(
+        {path.parent.name for path in sources if _OPERATOR.search(path.read_text(encoding="utf-8"))}
+    )
+
+
+def version_of(name: str) -> str | None:
+    """Return the installed version of a bridge's package, or None."""
+    for distribution in _DISTRIBUTIONS.get(name, (name,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def print_bridges() -> None:
+    """Print a table of the bridges, and how to run a script under them."""
+    from visdet.ops import build_info
+
+    for name, state in build_info().items():
+        print(
+            f"visdet's {name} operators: {'ready' if state['loaded'] else 'not loaded: ' + state['problem']}"
+        )
+    print()
+    for name in BRIDGES:
+        version = "-" if name == "extensions" else version_of(name) or "not installed"
+        replaced = ", ".join(families()) or "-" if name == "transformers" else _REPLACED[name]
+        print(f"{name:14}{version:15}{replaced}")
+    mmcv = version_of("mmcv-lite") or "not installed"
+    print(f"{'mmcv-lite':14}{mmcv:15}mmcv._ext, by python -m visdet.compat.mmcv_ops SCRIPT")
+    print(
+        "\nA script under all of them:   python -m visdet.compat run SCRIPT|-m MODULE [ARGUMENTS]"
+        "\nunder some:                   python -m visdet.compat run --only transformers,extensions SCRIPT"
+        "\nof a launcher:                torchrun --nproc-per-node 8 -m visdet.compat run SCRIPT"
+        "\nin a program:                 import visdet.compat.transformers; visdet.compat.transformers.install()"
+        '\nwhere Python starts itself:   PYTHONPATH="$(python -m visdet.compat startup)" VISDET_COMPAT=transformers ...'
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """List the bridges, run a program under them, or print the folder for PYTHONPATH."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = given.pop(0) if given else ""
+    names = "all"
+    if command == "run" and given and given[0] == "--only":
+        names = given[1] if len(given) > 1 else ""
+        given = given[2:]
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = sorted({*chosen} - {*BRIDGES, "all"})
+    if unknown or not chosen:
+        print(f"--only {names}: it takes some of {','.join(BRIDGES)}", file=sys.stderr)
+    elif command == "run" and given not in ([], ["-m"]):
+        share_with_children(watch(chosen))
+        run_program(given)
+        return 0
+    elif command == "startup" and not given:
+        print(Path(__file__).resolve().parent / "startup")
+        return 0
+    elif command == "":
+        print_bridges()
+        return 0
+    print(_USAGE, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""Runs a script or module as ``python`` would."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+__all__ = ["run_program", "share_with_children"]
+
+_STARTUP = str(Path(__file__).resolve().parent / "startup")
+
+
+def run_program(arguments: list[str]) -> None:
+    """Run a script, or a module after ``-m``, with the arguments that follow it, as the main program."""
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def share_with_children(names: list[str]) -> None:
+    """Have these bridges installed in every Python process that this one starts."""
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *(entry for entry in entries if entry != _STARTUP)])
+    os.environ["VISDET_COMPAT"] = ",".join(names)

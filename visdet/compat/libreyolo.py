@@ -1,0 +1,47 @@
+"""libreyolo's detectors on visdet's deformable attention, through its public registry of kernels.
+
+Training as well as prediction, on CPU and CUDA. Families with unequal numbers of points a level (D-FINE, DEIM) do not
+ask the registry, and keep their own path. ``LIBREYOLO_KERNELS=off`` turns every kernel off, this one included.
+"""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from ._bridge import Bridge, CompatWarning
+
+__all__ = ["CompatWarning", "install", "installed", "patched", "uninstall"]
+
+_MODULE = "libreyolo.kernels.attention.ms_deform_attn"
+_SLOT, _NAME = "ms_deform_attn", "visdet"
+
+
+def patched() -> dict[str, list[str]]:
+    """Return what has been registered so far, by module."""
+    return {name: list(lines) for name, lines in bridge.reached.items()}
+
+
+def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
+    from ._attention import attend, takes
+
+    kernels = sys.modules["libreyolo.kernels"]
+    register, unregister = getattr(kernels, "register", None), getattr(kernels, "unregister", None)
+    if register is None or unregister is None:
+        bridge.warn(module, "register: libreyolo.kernels has no register and unregister any more")
+        return
+
+    def ms_deform_attn(
+        value: Any, spatial_shapes: Any, sampling_locations: Any, attention_weights: Any
+    ) -> Any:
+        if not takes(value):
+            return None
+        return attend(value, spatial_shapes, sampling_locations, attention_weights)
+
+    register(_SLOT, ms_deform_attn, name=_NAME)
+    bridge.at_uninstall(lambda: unregister(_SLOT, _NAME))
+    yield f"kernels.register({_SLOT!r})"
+
+
+bridge = Bridge("libreyolo", "libreyolo", lambda name: name == _MODULE, _patch)
+install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed

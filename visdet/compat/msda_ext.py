@@ -1,0 +1,57 @@
+"""The functions of the extension that Deformable DETR and its descendants compile, under their names.
+
+``visdet.compat.extensions`` makes this module importable as ``MultiScaleDeformableAttention``, ``groundingdino._C``
+and ``detrex._C``. Any 16-bit or float type is taken; coordinates and weights are computed in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visdet import ops
+
+__all__ = ["get_compiler_version", "get_cuda_version", "ms_deform_attn_backward", "ms_deform_attn_forward"]
+
+
+def ms_deform_attn_forward(
+    value: Tensor,  # [B, S, G, C]
+    spatial_shapes: Tensor,  # [L, 2] (height, width)
+    level_start_index: Tensor,  # [L]
+    sampling_loc: Tensor,  # [B, Q, G, L, P, 2] (x, y) in 0..1
+    attn_weight: Tensor,  # [B, Q, G, L, P]
+    im2col_step: int = 64,
+) -> Tensor:  # [B, Q, G * C]
+    """Return ``visdet.ops.ms_deform_attn`` of the same arguments; ``im2col_step`` has no effect."""
+    return ops.ms_deform_attn(value, spatial_shapes, level_start_index, sampling_loc, attn_weight)
+
+
+def ms_deform_attn_backward(
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    sampling_loc: Tensor,
+    attn_weight: Tensor,
+    grad_output: Tensor,  # [B, Q, G * C]
+    im2col_step: int = 64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``value``, ``sampling_loc`` and ``attn_weight``, each in the type of its tensor."""
+    coordinate_dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    grads: Any = torch.ops.visdet.ms_deform_attn_backward.default(
+        grad_output.to(value.dtype),
+        value,
+        spatial_shapes.to(torch.int64),
+        level_start_index.to(torch.int64),
+        sampling_loc.to(coordinate_dtype),
+        attn_weight.to(coordinate_dtype),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return grads[0], grads[1].to(sampling_loc.dtype), grads[2].to(attn_weight.dtype)
+
+
+def get_compiler_version() -> str:
+    return "none: operators by visdet"
+
+
+def get_cuda_version() -> str:
+    return torch.version.cuda or "not available"

@@ -1,0 +1,27 @@
+"""Installs the bridges that VISDET_COMPAT lists when Python starts with this folder on PYTHONPATH."""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def _run_the_other_one() -> None:
+    """Run the ``sitecustomize`` that this one hides, if there is one."""
+    path = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _FOLDER]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+_run_the_other_one()
+if os.environ.get("VISDET_COMPAT"):
+    try:
+        from visdet import compat
+    except ModuleNotFoundError as error:
+        if error.name != "visdet":  # another Python environment, started by a script of this one
+            raise
+    else:
+        compat.watch()
