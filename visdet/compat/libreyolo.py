@@ -15,6 +15,7 @@ __all__ = ["CompatWarning", "install", "installed", "patched", "uninstall"]
 
 _MODULE = "libreyolo.kernels.attention.ms_deform_attn"
 _SLOT, _NAME = "ms_deform_attn", "visdet"
+_REGISTRY = ("register", "unregister", "clear_cache")
 
 
 def patched() -> dict[str, list[str]]:
@@ -25,10 +26,9 @@ def patched() -> dict[str, list[str]]:
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     from ._attention import attend, takes
 
-    kernels = sys.modules["libreyolo.kernels"]
-    register, unregister = getattr(kernels, "register", None), getattr(kernels, "unregister", None)
-    if register is None or unregister is None:
-        bridge.warn(module, "register: libreyolo.kernels has no register and unregister any more")
+    kernels: Any = sys.modules["libreyolo.kernels"]
+    if not all(hasattr(kernels, name) for name in _REGISTRY):
+        bridge.warn(module, f"register: libreyolo.kernels has not all of {', '.join(_REGISTRY)} any more")
         return
 
     def ms_deform_attn(
@@ -38,8 +38,13 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
             return None
         return attend(value, spatial_shapes, sampling_locations, attention_weights)
 
-    register(_SLOT, ms_deform_attn, name=_NAME)
-    bridge.at_uninstall(lambda: unregister(_SLOT, _NAME))
+    def forget() -> None:
+        kernels.unregister(_SLOT, _NAME)
+        kernels.clear_cache()
+
+    kernels.register(_SLOT, ms_deform_attn, name=_NAME)
+    kernels.clear_cache()  # register itself forgets an earlier choice only under another key
+    bridge.at_uninstall(forget)
     yield f"kernels.register({_SLOT!r})"
 
 

@@ -1,0 +1,325 @@
+"""The machinery of visdet.compat, on packages made for the test: patching at import, restoring, extensions, scripts."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from visdet import compat, ops
+from visdet.compat import _bridge, extensions, msda_ext
+
+CUDA = pytest.param("cuda", marks=[pytest.mark.cuda])
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package ``vehicle`` whose module ``vehicle.models.car`` has a function and a class to replace."""
+    folder = tmp_path / "vehicle" / "models"
+    folder.mkdir(parents=True)
+    (tmp_path / "vehicle" / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("")
+    (folder / "car.py").write_text(
+        "def speed():\n    return 1\n\nclass Car:\n    def drive(self):\n        return speed()\n"
+    )
+    (folder / "bike.py").write_text("def speed():\n    return 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "vehicle.models.car"
+    for name in [name for name in sys.modules if name.split(".")[0] == "vehicle"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def bridge(package):
+    def patch(module, bridge):
+        bridge.replace(module, "speed", lambda: 2)
+        bridge.replace(module.Car, "wheels", 4)
+        yield "speed"
+
+    made = _bridge.Bridge("vehicle", "vehicle", lambda name: name == package, patch)
+    yield made
+    made.uninstall()
+
+
+def state(module):
+    return dict(vars(module)), dict(vars(module.Car)), module.__spec__.loader, module.__loader__
+
+
+def test_a_module_imported_later_is_patched_at_its_import_and_keeps_its_loader(bridge, package):
+    bridge.install()
+    assert package not in sys.modules
+    module = importlib.import_module(package)
+    assert module.Car().drive() == 2 and module.Car.wheels == 4
+    assert bridge.reached == {package: ["speed"]}
+    assert type(module.__loader__).__module__ == type(module.__spec__.loader).__module__
+    assert "frozen" in type(module.__loader__).__module__ and "class Car" in inspect.getsource(module)
+    assert importlib.import_module("vehicle.models.bike").speed() == 3
+
+
+def test_a_module_imported_before_is_patched_and_restored_exactly(bridge, package):
+    module = importlib.import_module(package)
+    before, finders = state(module), list(sys.meta_path)
+    bridge.install()
+    bridge.install()
+    assert module.Car().drive() == 2
+    bridge.uninstall()
+    bridge.uninstall()
+    assert state(module) == before and sys.meta_path == finders and bridge.reached == {}
+    assert module.Car().drive() == 1 and not hasattr(module.Car, "wheels")
+
+
+def test_reload_patches_again(bridge, package):
+    bridge.install()
+    module = importlib.reload(importlib.import_module(package))
+    assert module.speed() == 2
+
+
+def test_the_context_manager_leaves_what_it_found(bridge, package):
+    module = importlib.import_module(package)
+    with bridge.installed():
+        assert module.speed() == 2
+        with bridge.installed():
+            pass
+        assert module.speed() == 2
+    assert module.speed() == 1 and not bridge.is_installed
+
+
+def test_a_package_that_is_not_installed_is_named():
+    bridge = _bridge.Bridge("nothing", "no_such_package", lambda name: False, lambda module, bridge: [])
+    with pytest.raises(ImportError, match=r"visdet\.compat\.nothing: no_such_package is not installed"):
+        bridge.install()
+    assert not bridge.is_installed
+
+
+def test_a_changed_package_is_named_with_its_version():
+    bridge = _bridge.Bridge("arrays", "numpy", lambda name: False, lambda module, bridge: [])
+    with pytest.warns(_bridge.CompatWarning, match=r"in numpy \d.*numpy\.spin takes \(\).*update visdet-ops"):
+        bridge.warn(sys.modules["numpy"], "spin takes ()")
+
+
+def test_an_unknown_bridge_is_refused():
+    with pytest.raises(
+        ValueError, match="there is no bridge 'tensorflow'; there are transformers, ultralytics"
+    ):
+        compat.find("tensorflow")
+
+
+@pytest.mark.parametrize("name", compat.BRIDGES)
+def test_every_bridge_has_the_same_functions(name):
+    module = importlib.import_module(f"visdet.compat.{name}")
+    assert {"install", "uninstall", "installed"} <= set(module.__all__)
+    assert compat.find(name) is module.bridge and module.bridge.name == name
+
+
+@pytest.fixture
+def no_extensions(monkeypatch):
+    yield
+    extensions.uninstall()
+
+
+@pytest.mark.parametrize("name", ["MultiScaleDeformableAttention", "deformable_aggregation_ext"])
+def test_an_extension_is_importable_only_while_installed(name, no_extensions):
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(name)
+    with extensions.installed():
+        assert importlib.import_module(name).__name__ == name
+        assert extensions.provided() == [name]
+    assert name not in sys.modules
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", ["groundingdino._C", "detrex._C", "projects.ops.deformable_aggregation_ext"])
+def test_an_extension_within_a_package(name, tmp_path, monkeypatch, no_extensions):
+    parent, _, child = name.rpartition(".")
+    for key in [key for key in sys.modules if key.split(".")[0] == parent.split(".")[0]]:
+        monkeypatch.delitem(sys.modules, key)
+    folder = tmp_path
+    for part in parent.split("."):
+        folder = folder / part
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    extensions.install()
+    scope = {"__package__": parent}
+    exec(f"from {parent} import {child} as absolute\nfrom . import {child} as relative", scope)
+    assert scope["absolute"] is scope["relative"] is sys.modules[name]
+    extensions.uninstall()
+    assert not hasattr(sys.modules[parent], child)
+    for key in [key for key in sys.modules if key.split(".")[0] == parent.split(".")[0]]:
+        monkeypatch.delitem(sys.modules, key)
+
+
+def test_an_extension_that_is_there_is_left_alone(tmp_path, monkeypatch, no_extensions):
+    (tmp_path / "MultiScaleDeformableAttention.py").write_text("own = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    extensions.install()
+    assert importlib.import_module("MultiScaleDeformableAttention").own
+    del sys.modules["MultiScaleDeformableAttention"]
+
+
+def attention_inputs(device, dtype, coordinate_dtype):
+    generator = torch.Generator().manual_seed(0)
+    shapes = torch.tensor([[5, 7], [2, 3]], device=device)
+    starts = torch.tensor([0, 35], device=device)
+    value = torch.randn(2, 41, 3, 8, generator=generator).to(device, dtype)
+    locations = (torch.rand(2, 9, 3, 2, 4, 2, generator=generator) * 1.4 - 0.2).to(device, coordinate_dtype)
+    weights = torch.rand(2, 9, 3, 2, 4, generator=generator).to(device, coordinate_dtype)
+    grad = torch.randn(2, 9, 24, generator=generator).to(device, dtype)
+    return value, shapes, starts, locations, weights, grad
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize(
+    "dtype, coordinate_dtype",
+    [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_the_three_gradients_of_an_extension(device, dtype, coordinate_dtype):
+    value, shapes, starts, locations, weights, grad = attention_inputs(device, dtype, coordinate_dtype)
+    out = msda_ext.ms_deform_attn_forward(value, shapes, starts, locations, weights, 64)
+    grads = msda_ext.ms_deform_attn_backward(value, shapes, starts, locations, weights, grad, 64)
+    exact = [tensor.double().requires_grad_() for tensor in (value, locations, weights)]
+    expected = ops.ms_deform_attn_reference(exact[0], shapes, starts, *exact[1:])
+    expected_grads = torch.autograd.grad(expected, exact, grad.double())
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 3e-2)
+    for found, wanted, like in zip(
+        (out, *grads), (expected, *expected_grads), (value, value, locations, weights), strict=True
+    ):
+        assert found.dtype == like.dtype and found.shape == wanted.shape
+        scale = float(wanted.detach().abs().max())
+        torch.testing.assert_close(found.double(), wanted.detach(), rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_deformable_attention_as_a_repository_writes_it(device, no_extensions):
+    """A Function over the extension, as in Deformable DETR's sources, has the gradients of visdet's operator."""
+    extensions.install()
+    MSDA = importlib.import_module("MultiScaleDeformableAttention")
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value, shapes, starts, locations, weights, step):
+            ctx.step = step
+            ctx.save_for_backward(value, shapes, starts, locations, weights)
+            return MSDA.ms_deform_attn_forward(value, shapes, starts, locations, weights, step)
+
+        @staticmethod
+        def backward(ctx, grad):
+            value, locations, weights = MSDA.ms_deform_attn_backward(*ctx.saved_tensors, grad, ctx.step)
+            return value, None, None, locations, weights, None
+
+    value, shapes, starts, locations, weights, grad = attention_inputs(device, torch.float32, torch.float32)
+    leaves = [tensor.requires_grad_() for tensor in (value, locations, weights)]
+    found = torch.autograd.grad(Attention.apply(value, shapes, starts, locations, weights, 64), leaves, grad)
+    wanted = torch.autograd.grad(ops.ms_deform_attn(value, shapes, starts, locations, weights), leaves, grad)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_aggregation_adds_its_gradients(device, no_extensions):
+    extensions.install()
+    extension = importlib.import_module("deformable_aggregation_ext")
+    generator = torch.Generator().manual_seed(0)
+    shapes = torch.tensor([[[4, 5], [2, 3]]] * 2, dtype=torch.int32, device=device)
+    starts = torch.tensor([[0, 20], [26, 46]], dtype=torch.int32, device=device)
+    features = torch.randn(2, 52, 8, generator=generator).to(device)
+    locations = (torch.rand(2, 5, 3, 2, 2, generator=generator) * 1.2 - 0.1).to(device)
+    weights = torch.rand(2, 5, 3, 2, 2, 4, generator=generator).to(device)
+    out = extension.deformable_aggregation_forward(features, shapes, starts, locations, weights)
+    grads = [torch.ones_like(tensor) for tensor in (features, locations, weights)]
+    extension.deformable_aggregation_backward(
+        features, shapes, starts, locations, weights, torch.ones_like(out), *grads
+    )
+    leaves = [tensor.requires_grad_() for tensor in (features, locations, weights)]
+    wanted = ops.deformable_aggregation(features, shapes, starts, locations, weights)
+    torch.testing.assert_close(out, wanted.detach())
+    for found, grad in zip(grads, torch.autograd.grad(wanted.sum(), leaves), strict=True):
+        torch.testing.assert_close(found, grad + 1)
+
+
+ROOT = str(Path(compat.__file__).resolve().parents[2])
+
+
+def run_python(*arguments, PYTHONPATH=ROOT, **environment):
+    finished = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},
+        timeout=300,
+    )
+    return finished.returncode, finished.stdout, finished.stderr
+
+
+def test_visdet_compat_imports_nothing():
+    code, _, error = run_python(
+        "-c", "import visdet.compat, sys; assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    assert code == 0, error
+
+
+def test_the_list_of_bridges():
+    code, out, error = run_python("-m", "visdet.compat")
+    assert code == 0, error
+    assert all(f"\n{name}" in out for name in compat.BRIDGES) and "run SCRIPT" in out
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import subprocess, sys\n"
+        "import MultiScaleDeformableAttention as MSDA, neighbour\n"
+        "print(__name__, sys.argv[1:], MSDA.__spec__.origin)\n"
+        "if sys.argv[1] == 'parent':\n"
+        "    sys.exit(subprocess.run([sys.executable, __file__, 'child']).returncode)\n"
+    )
+    (tmp_path / "neighbour.py").write_text("")
+    return path
+
+
+def test_a_script_and_its_children_run_under_the_bridges(script):
+    code, out, error = run_python(
+        "-m", "visdet.compat", "run", "--only", "extensions", script, "parent", "-m"
+    )
+    assert code == 0, error
+    assert sorted(out.splitlines()) == ["__main__ ['child'] visdet", "__main__ ['parent', '-m'] visdet"]
+
+
+def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path):
+    folder = run_python("-m", "visdet.compat", "startup")[1].strip()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text("print('the other sitecustomize')\n")
+    path = os.pathsep.join([folder, str(other), ROOT])
+    code, out, error = run_python(script, "x", PYTHONPATH=path, VISDET_COMPAT="extensions")
+    assert (code, out) == (0, "the other sitecustomize\n__main__ ['x'] visdet\n"), error
+    code, _, error = run_python(script, "x", PYTHONPATH=path, VISDET_COMPAT="")
+    assert code == 1 and "No module named 'MultiScaleDeformableAttention'" in error
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["run"], "usage: python -m visdet.compat"),
+        (["run", "-m"], "usage: python -m visdet.compat"),
+        (["fly"], "usage: python -m visdet.compat"),
+        (["run", "--only", "jax", "x.py"], "--only jax: it takes some of transformers,"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_command_lines(arguments, words, capsys):
+    from visdet.compat.__main__ import main
+
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
