@@ -5,6 +5,7 @@
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
 # make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
 # make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
+# make check-transformers  all detectors of transformers on visdet's operators (docs/compat_transformers.md)
 # make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
 PYTHON ?= python3
 VENV ?= .venv
@@ -114,3 +115,12 @@ clean:
 # PYTHON: of an environment with visdet, mmcv-lite, mmdet and tqdm.
 check-mmdet:
 	$(PYTHON) tools/check_mmdet_configs.py
+
+# All detectors of transformers against visdet.compat, in an environment of their own; nothing is skipped there.
+TRANSFORMERS ?= transformers timm
+.PHONY: check-transformers
+check-transformers: setup
+	$(PYTHON) -m venv $(VENV)-transformers
+	$(VENV)-transformers/bin/python -m pip install --quiet $(TORCH) $(TRANSFORMERS) numpy pytest pytest-timeout
+	VISDET_CHECK_TRANSFORMERS=1 OMP_NUM_THREADS=1 $(VENV)-transformers/bin/python -m pytest \
+		tests/compat/test_bridge.py tests/compat/test_transformers.py
