@@ -123,4 +123,4 @@ check-transformers: setup
 	$(PYTHON) -m venv $(VENV)-transformers
 	$(VENV)-transformers/bin/python -m pip install --quiet $(TORCH) $(TRANSFORMERS) numpy pytest pytest-timeout
 	VISDET_CHECK_TRANSFORMERS=1 OMP_NUM_THREADS=1 $(VENV)-transformers/bin/python -m pytest \
-		tests/compat/test_bridge.py tests/compat/test_transformers.py
+		tests/compat/test_bridge.py tests/compat/test_transformers.py tests/compat/test_transformers_install.py

@@ -1,0 +1,267 @@
+"""visdet.compat.transformers: what it reaches, how it is undone, and where it leaves the plain path."""
+
+import copy
+import io
+import subprocess
+import sys
+import warnings
+
+import pytest
+import tiny_transformers
+import torch
+from transformers_checks import (
+    FAMILIES,
+    FORMS,
+    Recorder,
+    assert_gradients_close,
+    attend,
+    attention_calls,
+    modeling,
+    tensors_of,
+)
+
+from visdet.compat import transformers as bridge
+
+
+@pytest.fixture(autouse=True)
+def uninstalled():
+    yield
+    bridge.uninstall()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_uninstall_restores_everything(name):
+    module = modeling(name)
+
+    def state():
+        classes = [value for value in vars(module).values() if isinstance(value, type)]
+        return dict(vars(module)), [dict(vars(owner)) for owner in classes], list(sys.meta_path)
+
+    before = state()
+    bridge.install()
+    assert f"{module.__name__}" in bridge.patched() and state() != before
+    bridge.uninstall()
+    assert state() == before and bridge.patched() == {}
+
+
+def test_families_are_found_in_a_fresh_process_at_their_import():
+    code = (
+        "import importlib, sys, visdet.compat.transformers as bridge\n"
+        "bridge.install()\n"
+        "assert not any('modeling_' in name for name in bridge.patched())\n"
+        f"for name in {FAMILIES!r}:\n"
+        "    importlib.import_module(f'transformers.models.{name}.modeling_{name}')\n"
+        "    lines = bridge.patched()[f'transformers.models.{name}.modeling_{name}']\n"
+        "    assert len(lines) == 2 and lines[1].endswith('forward, fused'), (name, lines)\n"
+        "importlib.import_module('transformers.models.detr.modeling_detr')\n"
+        f"assert len(bridge.patched()) == {len(FAMILIES)}\n"
+    )
+    subprocess.run([sys.executable, "-W", "error::UserWarning:visdet", "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_models_built_before_and_after(name):
+    before, inputs, _ = tiny_transformers.build(name)
+    bridge.install()
+    after = tiny_transformers.build(name)[0]
+    with torch.no_grad(), Recorder() as first:
+        one = tensors_of(before.eval()(**inputs))
+    with torch.no_grad(), Recorder() as second:
+        other = tensors_of(after.eval()(**inputs))
+    assert first.calls == second.calls != []
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
+    bridge.uninstall()
+    with torch.no_grad(), Recorder() as third:
+        before(**inputs), after(**inputs)
+    assert third.calls == []
+
+
+def test_a_model_that_binds_the_function_is_saved_and_copied_as_ever():
+    before = tiny_transformers.build("d_fine")[0]
+    bridge.install()
+    for model in (before, tiny_transformers.build("d_fine")[0]):
+        layer = next(m for m in model.modules() if "ms_deformable_attn_core" in vars(m))
+        stock = vars(layer)["ms_deformable_attn_core"]
+        assert stock is not layer.ms_deformable_attn_core  # what is read is visdet's, what is stored is stock
+        assert vars(copy.deepcopy(layer))["ms_deformable_attn_core"] is stock
+        layer.ms_deformable_attn_core = print
+        assert layer.ms_deformable_attn_core is print
+        layer.ms_deformable_attn_core = stock
+    bridge.uninstall()
+    assert layer.ms_deformable_attn_core is stock
+    buffer = io.BytesIO()
+    torch.save(before, buffer)
+
+
+def layer_call(name, **changes):
+    layer, arguments = attention_calls(name)[0]
+    for key, value in changes.items():
+        assert hasattr(layer, key)
+        setattr(layer, key, value)
+    return layer, arguments
+
+
+@pytest.mark.parametrize(
+    "name, changes, calls",
+    [
+        ("rt_detr_v2", {"method": "discrete"}, []),
+        ("d_fine", {"decoder_method": "discrete"}, []),
+        ("rt_detr_v2", {"offset_scale": 0.7}, ["ms_deform_attn"]),
+        ("d_fine", {"offset_scale": 0.7}, ["ms_deform_attn"]),
+    ],
+    ids=["rt_detr_v2-discrete", "d_fine-discrete", "rt_detr_v2-offset_scale", "d_fine-offset_scale-3+6+3"],
+)
+def test_what_the_fused_operator_does_not_compute(name, changes, calls):
+    layer, arguments = layer_call(name, **changes)
+    with torch.no_grad():
+        expected = layer(**arguments)
+        with bridge.installed(), Recorder() as recorder:
+            found = layer(**arguments)
+    assert recorder.calls == calls
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_watched_or_replaced_inner_module_is_called():
+    layer, arguments = layer_call("deformable_detr")
+    bridge.install()
+    seen = []
+    hook = layer.attn.register_forward_hook(lambda module, args, output: seen.append(args[4].shape))
+    with torch.no_grad(), Recorder() as recorder:
+        expected = layer(**arguments)
+    hook.remove()
+    assert recorder.calls == ["ms_deform_attn"] and len(seen) == 1
+    layer.attn.forward = lambda *_: torch.zeros_like(expected[0])  # as the hub's kernels do
+    with torch.no_grad():
+        assert torch.equal(layer(**arguments)[0], layer.output_proj(torch.zeros_like(expected[0])))
+
+
+def test_adapters_in_place_of_layers_are_called():
+    layer, arguments = layer_call("deformable_detr")
+
+    class Doubled(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return 2 * self.base(x)
+
+    layer.value_proj, layer.sampling_offsets = Doubled(layer.value_proj), Doubled(layer.sampling_offsets)
+    expected = attend(layer, arguments, torch.float32)
+    with bridge.installed():
+        found = attend(layer, arguments, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_traces_and_exports_keep_the_plain_path(name):
+    layer, arguments = layer_call(name)
+    tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, tensors):
+            return self.layer(**{**arguments, **tensors})[0]
+
+    bridge.install()
+    traced = torch.jit.trace(Wrapped(), (tensors,), strict=False, check_trace=False)
+    assert "visdet::" not in str(traced.inlined_graph) and "grid_sampler" in str(traced.inlined_graph)
+    for strict in (False, True):
+        program = torch.export.export(Wrapped(), (tensors,), strict=strict)
+        assert "visdet" not in str(program.graph) and "grid_sampler" in str(program.graph), f"strict={strict}"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_compiled_models_have_visdets_operator_without_a_graph_break(name):
+    layer, arguments = layer_call(name)
+    bridge.install()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(str(graph.graph))
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        found, expected = compiled(**arguments), layer(**arguments)
+    assert len(graphs) == 1 and "visdet" in graphs[0]
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant):
+    def gradients(checkpointed):
+        model, inputs, _ = tiny_transformers.build("deformable_detr")
+        model.train()
+        if checkpointed:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
+        inputs["pixel_values"].requires_grad_()
+        model(**inputs).logits.square().sum().backward()
+        return {key: parameter.grad for key, parameter in model.named_parameters()}
+
+    bridge.install()
+    expected, found = gradients(False), gradients(True)
+    assert_gradients_close(found, expected)
+
+
+def test_a_changed_signature_is_reported_and_left_alone(monkeypatch):
+    module = modeling("deformable_detr")
+    owner = module.MultiScaleDeformableAttention
+
+    def forward(self, value, shapes):
+        return value
+
+    monkeypatch.setattr(owner, "forward", forward)
+    with pytest.warns(
+        bridge.CompatWarning, match=r"in transformers \d.*MultiScaleDeformableAttention takes \('self'"
+    ):
+        bridge.install()
+    assert owner.forward is forward and module.__name__ not in bridge.patched()
+
+
+def test_another_computation_is_reported_and_left_alone(monkeypatch):
+    module = modeling("mask2former")
+    stock = module.multi_scale_deformable_attention
+
+    def doubled(value, value_spatial_shapes, sampling_locations, attention_weights):
+        return 2 * stock(value, value_spatial_shapes, sampling_locations, attention_weights)
+
+    doubled.__module__ = module.__name__
+    monkeypatch.setattr(module, "multi_scale_deformable_attention", doubled)
+    with pytest.warns(bridge.CompatWarning, match="multi_scale_deformable_attention computes something else"):
+        bridge.install()
+    assert module.multi_scale_deformable_attention is doubled
+
+
+def test_the_random_state_is_left_alone():
+    modeling("deformable_detr")
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    bridge.install()
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", FORMS)
+def test_on_a_gpu_nothing_waits_for_the_device(name):
+    """The attention of a family computes what stock computes on CUDA, without a synchronisation of its own."""
+    layer, arguments = attention_calls(name)[0]
+    layer = layer.cuda()
+    arguments = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    with torch.no_grad():
+        expected = layer(**arguments)
+        bridge.install()
+        layer(**arguments)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = layer(**arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,109 @@
+"""What the tests of visdet.compat.transformers share; imported where that is installed, or must be."""
+
+import copy
+import importlib
+import os
+import sys
+
+import pytest
+import tiny_transformers
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from visdet.compat.__main__ import families
+
+CHECKS_ALL = os.environ.get("VISDET_CHECK_TRANSFORMERS", "0") not in ("", "0")
+if not CHECKS_ALL:
+    pytest.importorskip("transformers", reason="transformers is not installed: make check-transformers")
+
+FORMS = ["deformable_detr", "rt_detr_v2", "d_fine", "mask2former", "grounding_dino"]
+FAMILIES = families() if CHECKS_ALL else FORMS
+
+
+class Recorder(TorchDispatchMode):
+    """The names of visdet's operators that were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        if function.namespace == "visdet":
+            self.calls.append(function._opname)
+        return function(*args, **(kwargs or {}))
+
+
+def tensors_of(outputs):
+    if isinstance(outputs, torch.Tensor):
+        return [outputs] if outputs.is_floating_point() else []
+    if isinstance(outputs, dict):
+        return tensors_of(list(outputs.values()))
+    parts = outputs if isinstance(outputs, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def assert_gradients_close(found, expected):
+    """Compare to 1e-4 of the largest gradient: some, as of biases before a norm, are rounding errors around zero."""
+    largest = max(float(grad.abs().max()) for grad in expected.values() if grad is not None)
+    for key, grad in expected.items():
+        assert (grad is None) == (found[key] is None), key
+        if grad is not None:
+            torch.testing.assert_close(
+                found[key], grad, rtol=1e-4, atol=1e-4 * largest, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+def attention_calls(name):
+    """Return the attention modules of a model, each with the arguments of one call."""
+    from visdet.compat import _fused_attention
+
+    model, inputs, _ = tiny_transformers.build(name)
+    module = sys.modules[type(model).__module__]
+    classes = tuple(_fused_attention.attention_classes(module))
+    calls = []
+
+    def keep(layer, args, kwargs):
+        assert not args
+        calls.append((layer, kwargs))
+
+    hooks = [
+        m.register_forward_pre_hook(keep, with_kwargs=True) for m in model.modules() if isinstance(m, classes)
+    ]
+    with torch.no_grad():
+        model.eval()(**inputs)
+    for hook in hooks:
+        hook.remove()
+    assert calls
+    return calls
+
+
+def cast(value, dtype):
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value
+
+
+def attend(layer, arguments, dtype, autocast=False):
+    """Return an attention module's output and the gradients of its inputs and parameters."""
+    layer = copy.deepcopy(layer).to(torch.float32 if autocast else dtype)
+    arguments = {key: cast(value, torch.float32 if autocast else dtype) for key, value in arguments.items()}
+    leaves = [
+        value for value in arguments.values() if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    queue = iter(leaves)
+    arguments = {
+        key: next(queue) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for key, value in arguments.items()
+    }
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        output = layer(**arguments)[0]
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.randn(output.shape, generator=generator)
+    grads = torch.autograd.grad(
+        (output.double() * weights).sum(), [*leaves, *layer.parameters()], allow_unused=True
+    )
+    return [output.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def modeling(name):
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
