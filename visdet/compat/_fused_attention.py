@@ -20,6 +20,7 @@ from visdet import ops
 from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 
 from ._attention import level_tables, takes
+from ._requests import is_asked
 
 __all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "is_untouched"]
 
@@ -198,32 +199,20 @@ def _attend_as_one(
 def _wants_weights(module: nn.Module) -> bool:
     """Return whether somebody may read the attention weights that a forward returns.
 
-    Nobody does inside a model of ``transformers`` that records no attentions, for its layers drop them; a hook or a
-    direct call may. A checkpointed segment runs twice, the second time outside its model, and has to save the same
+    Nobody does inside a model of ``transformers`` that was not asked for attentions, for its layers drop them; a hook
+    or a direct call may. A checkpointed segment runs twice, the second time outside its model, and has to save the same
     tensors both times. A compiler drops what nobody reads by itself.
     """
     if torch.compiler.is_compiling() or vars(module)["_forward_hooks"] or _has_any_global_hook():
         return True
     if torch.is_grad_enabled() and _has_saved_tensor_hooks():
         return True
-    collector = _collector()
-    recorded = None if collector is None else collector.get()
-    return recorded is None or any("attention" in key for key in recorded)
+    return is_asked()
 
 
 def _has_saved_tensor_hooks() -> bool:
     read = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return read is None or read(True) is not None
-
-
-@functools.cache
-def _collector() -> Any:
-    """Return the context variable in which ``transformers`` keeps what it records of a call, or None."""
-    try:
-        from transformers.utils import output_capturing
-    except ImportError:
-        return None
-    return getattr(output_capturing, "_active_collector", None)
 
 
 def _computes(owner: type[nn.Module], module: ModuleType, form: Form) -> bool:

@@ -55,7 +55,7 @@ def patched() -> dict[str, list[str]]:
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     if not any(hasattr(module, name) for name in _PARAMETERS):
         return
-    from . import _fused_attention, _operators
+    from . import _fused_attention, _operators, _requests
 
     forms = {
         owner: _fused_attention.find_form(owner, module)
@@ -85,6 +85,9 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         if form is not None:
             bridge.replace(owner, "forward", _fused_attention.fused_forward(vars(owner)["forward"], form))
             yield f"{owner.__name__}.forward, fused"
+    if any(form is not None for form in forms.values()):
+        for model in _requests.asking_models(module):
+            bridge.replace(model, "forward", _requests.noting_forward(vars(model)["forward"]))
 
 
 def _is_known(

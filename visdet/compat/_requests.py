@@ -1,0 +1,74 @@
+"""Whether a model of ``transformers`` was asked for attention weights, for its attention modules to know.
+
+Most families record attentions with hooks under a context variable of ``transformers``, which says what is recorded.
+Others (Grounding DINO, Mask2Former, OneFormer) collect what their layers return: their models' forwards are wrapped, to
+note what they were asked for.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["asking_models", "is_asked", "noting_forward"]
+
+_OPTION = "output_attentions"
+_noted: ContextVar[bool | None] = ContextVar("visdet_output_attentions", default=None)
+
+
+def asking_models(module: ModuleType) -> list[type]:
+    """Return the models that a module defines whose forwards take ``output_attentions`` by name."""
+    found = []
+    for owner in vars(module).values():
+        if (
+            not isinstance(owner, type)
+            or owner.__module__ != module.__name__
+            or not hasattr(owner, "config_class")
+        ):
+            continue
+        forward = vars(owner).get("forward")
+        if forward is not None and _OPTION in inspect.signature(forward).parameters:
+            found.append(owner)
+    return found
+
+
+def noting_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that notes, while it runs, whether it or a model around it was asked for attentions."""
+    names = list(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        option = dict(zip(names, args, strict=False)).get(_OPTION, kwargs.get(_OPTION))
+        asked = bool(getattr(self.config, _OPTION, False) if option is None else option)
+        token = _noted.set(asked or bool(_noted.get()))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _noted.reset(token)
+
+    return forward
+
+
+def is_asked() -> bool:
+    """Return whether somebody may read attention weights: a model was asked for them, or none is running."""
+    if _noted.get() is not None:
+        return bool(_noted.get())
+    collector = _collector()
+    recorded = None if collector is None else collector.get()
+    return recorded is None or any("attention" in key for key in recorded)
+
+
+@functools.cache
+def _collector() -> Any:
+    """Return the context variable in which ``transformers`` keeps what it records of a call, or None."""
+    try:
+        from transformers.utils import output_capturing
+    except ImportError:
+        return None
+    return getattr(output_capturing, "_active_collector", None)
