@@ -90,7 +90,9 @@ def fused_forward(original: Callable[..., Any], form: Form) -> Callable[..., Any
     return forward
 
 
-def _attend(module: Any, form: Form, given: dict[str, Any]) -> tuple[Tensor, Tensor | None] | None:
+def _attend(
+    module: Any, form: Form, given: dict[str, Any], wants_weights: bool | None = None
+) -> tuple[Tensor, Tensor | None] | None:
     query: Any = given.get("hidden_states")
     memory: Any = given.get("encoder_hidden_states")
     references, shapes = given.get("reference_points"), given.get("spatial_shapes_list")
@@ -104,8 +106,10 @@ def _attend(module: Any, form: Form, given: dict[str, Any]) -> tuple[Tensor, Ten
     if mask is not None and not form.mask_is_padding:
         mask = ~mask
     points = getattr(module, form.points)
+    if wants_weights is None:
+        wants_weights = _wants_weights(module)
     output, logits = attend_fused(
-        module, query, memory, mask, references, shapes, points, form.is_projected, _wants_weights(module)
+        module, query, memory, mask, references, shapes, points, form.is_projected, wants_weights
     )
     if logits is None:
         return output, None
@@ -227,7 +231,7 @@ def _computes(owner: type[nn.Module], module: ModuleType, form: Form) -> bool:
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 expected = forward(example, **arguments)
-                found = _attend(example, form, arguments)
+                found = _attend(example, form, arguments, wants_weights=True)
         except (AttributeError, NameError, TypeError, ValueError, RuntimeError, IndexError, KeyError):
             return False  # it uses parts that this form does not have
         if not isinstance(expected, tuple) or len(expected) != 2 or found is None:
