@@ -151,7 +151,7 @@ def test_an_extension_within_a_package(name, tmp_path, monkeypatch, no_extension
     extensions.uninstall()
     assert not hasattr(sys.modules[parent], child)
     for key in [key for key in sys.modules if key.split(".")[0] == parent.split(".")[0]]:
-        monkeypatch.delitem(sys.modules, key)
+        del sys.modules[key]  # made for this test; monkeypatch puts back what was there before
 
 
 def test_an_extension_that_is_there_is_left_alone(tmp_path, monkeypatch, no_extensions):
