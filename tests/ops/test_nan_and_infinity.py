@@ -24,7 +24,8 @@ def attention_case(C, Q, dtype, device):
     return value, shapes, locations.to(device, wide_of(dtype))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+# CUDA reads a texel with weight zero instead, as the docstring says.
+@pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("C", "Q"), [(1, 3), (7, 2), (16, 40), (30, 5), (32, 16)], ids=str)
 @pytest.mark.parametrize("bad", BAD, ids=str)

@@ -36,7 +36,8 @@ def ms_deform_attn(
     Pixel coordinates are ``x = loc_x * W - 0.5``, ``y = loc_y * H - 0.5``. A sample counts iff
     ``-1 < x < W`` and ``-1 < y < H``; a corner outside the map counts as zero (``grid_sample`` of ``2 * loc - 1``:
     bilinear, zeros, align_corners=False). A sample with a NaN or infinite coordinate contributes nothing,
-    whatever its weight, and has zero gradients.
+    whatever its weight, and has zero gradients. On CUDA a corner outside is read as a texel inside with weight zero, so
+    a NaN or infinite number of ``value`` may reach samples beside the map, too; the CPU does not read it.
 
     Args:
         value: float64, float32, float16 or bfloat16, channels last; the levels one after another, S = sum
@@ -216,6 +217,8 @@ def fused_geometry(
     _check_device("ms_deform_attn_fused", "reference_points", reference_points, value)
     shapes, starts = _level_tables(value, level_shapes, level_starts)
     L = shapes.shape[0] if shapes.dim() else 0
+    # Before it is expanded, so that the gradients of batch entries and levels are summed in this type.
+    reference_points = reference_points.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
     if reference_points.dim() == 4:
         try:
             reference_points = reference_points.expand(value.shape[0], -1, L, -1)
@@ -224,7 +227,6 @@ def fused_geometry(
                 f"ms_deform_attn_fused: reference_points must be [B or 1, Q, L or 1, 2 or 4] with B = {value.shape[0]} "
                 f"as in value and L = {L}, got {tuple(reference_points.shape)}"
             ) from error
-    reference_points = reference_points.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
     return (
         shapes,
         starts,

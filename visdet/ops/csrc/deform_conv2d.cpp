@@ -1,5 +1,5 @@
-// Schemas of deform_conv2d. Fake tensors, autograd, the plain-torch definition and who serves where a library is missing
-// are in visdet/ops/deform_conv2d.py.
+// Schemas of deform_conv2d. Fake tensors, autograd, the plain-torch definition and who serves where a library is
+// missing are in visdet/ops/deform_conv2d.py.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {

@@ -55,6 +55,8 @@ class Family:
         spoiled: arguments of which one may be spoiled on purpose, with what can be wrong: "rank", "type", "device", or
             the number of a dimension, which is then one longer.
         aliases: further names under which errors may come.
+        reads_beside: arguments of which CUDA kernels read numbers with weight zero for corners outside a map, so that a
+            NaN or infinite one may reach more results than the definition says.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Family:
     compare: Callable[[Problem, Any, Any], str] | None = None
     spoiled: dict[str, Sequence[str | int]] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    reads_beside: tuple[str, ...] = ()
 
 
 class Draw:

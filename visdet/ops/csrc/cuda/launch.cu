@@ -9,8 +9,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../common/launch.h"
 #include "../common/cuda_errors.h"
+#include "../common/launch.h"
 #include "../common/paths.h"
 
 namespace visdet {

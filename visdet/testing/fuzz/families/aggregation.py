@@ -255,6 +255,7 @@ FAMILIES = (
         _draw,
         deformable_aggregation_reference,
         _bounds,
+        reads_beside=("features",),
         spoiled={
             "features": ("rank", "type", 0),
             "locations": ("rank", "device", 0, 1, 2, 3, 4),
@@ -268,6 +269,7 @@ FAMILIES = (
         _draw_fused,
         _fused_reference,
         _fused_bounds,
+        reads_beside=("features",),
         spoiled={
             "features": ("rank", "type", 0),
             "key_points": ("rank", "device", 0, 1, 2, 3),

@@ -285,6 +285,7 @@ FAMILIES = (
         _draw,
         ms_deform_attn_reference,
         _bounds,
+        reads_beside=("value",),
         spoiled={
             "value": ("rank", "type", 0, 1, 2),
             "locations": ("rank", "device", 0, 1, 2, 3, 4, 5),
@@ -298,6 +299,7 @@ FAMILIES = (
         _draw_fused,
         _fused_reference,
         _fused_bounds,
+        reads_beside=("value",),
         spoiled={
             "value": ("rank", "type", 0, 1, 2),
             "offsets": ("rank", "device", 0, 1, 2, 3, 4),

@@ -191,6 +191,7 @@ FAMILIES = (
         _draw_sum,
         sample_sum_reference,
         _sum_bounds,
+        reads_beside=("images",),
         spoiled={
             "images": ("rank", "type", 0),
             "samples": ("rank", "device", 0, 1, 2, 3),
@@ -203,6 +204,7 @@ FAMILIES = (
         _draw_dot,
         sample_dot_reference,
         _dot_bounds,
+        reads_beside=("images",),
         spoiled={
             "images": ("rank", "type", 0, 1),
             "samples": ("rank", "device", 0, 1, 2, 3),
