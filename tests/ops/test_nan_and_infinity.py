@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from visdet.ops import gaussian_field, mahalanobis_distance, ms_deform_attn, ms_deform_attn_fused, sample_dot
+from visdet.ops import (
+    gaussian_field,
+    mahalanobis_distance,
+    modulated_deform_conv2d,
+    ms_deform_attn,
+    ms_deform_attn_fused,
+    sample_dot,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -96,3 +103,15 @@ def test_gradients_of_empty_sums_are_zero(B, N, device):
     distance = mahalanobis_distance(points, means, cholesky)
     for gradient in torch.autograd.grad(distance, leaves[:3], torch.ones_like(distance)):
         assert not gradient.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_mask_that_is_no_number_gives_offsets_outside_no_gradient(dtype, device):
+    images = torch.randn(1, 4, 5, 6, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    offset = torch.full((1, 18, 5, 6), 50.0, dtype=dtype, device=device, requires_grad=True)
+    mask = torch.full((1, 9, 5, 6), torch.nan, dtype=dtype, device=device)
+    weight = torch.ones(2, 4, 3, 3, dtype=dtype, device=device)
+    output = modulated_deform_conv2d(images, offset, mask, weight, None, padding=1)
+    (gradient,) = torch.autograd.grad(output, offset, torch.ones_like(output))
+    assert not gradient.any()

@@ -361,8 +361,9 @@ VISDET_INLINE void write_grad_offsets(const DeformConvArrays<T, A>& a, int64_t b
                     const A of_y = (1 - sample.fx) * (dot[2] - dot[0]) + sample.fx * (dot[3] - dot[1]);
                     const A of_x = (1 - sample.fy) * (dot[1] - dot[0]) + sample.fy * (dot[3] - dot[2]);
                     T* to = a.grad_offset + 2 * tap * a.places + n * kRows + r;
-                    from_accumulate(sample.mask * of_y, to[0]);
-                    from_accumulate(sample.mask * of_x, to[a.places]);
+                    // Outside the map 0, whatever the mask.
+                    from_accumulate(of_y == 0 ? A(0) : of_y * sample.mask, to[0]);
+                    from_accumulate(of_x == 0 ? A(0) : of_x * sample.mask, to[a.places]);
                     if (a.grad_mask) {
                       const A of_mask = w[0] * dot[0] + w[1] * dot[1] + w[2] * dot[2] + w[3] * dot[3];
                       from_accumulate(of_mask, a.grad_mask[tap * a.places + n * kRows + r]);

@@ -221,8 +221,10 @@ __global__ void __launch_bounds__(kThreads)
       A weight[4];
       sample.corner_weights(weight);
       A of_mask = weight[0] * dot[0] + weight[1] * dot[1] + weight[2] * dot[2] + weight[3] * dot[3];
-      A of_y = sample.mask * ((1 - sample.fx) * (dot[2] - dot[0]) + sample.fx * (dot[3] - dot[1]));
-      A of_x = sample.mask * ((1 - sample.fy) * (dot[1] - dot[0]) + sample.fy * (dot[3] - dot[2]));
+      A of_y = (1 - sample.fx) * (dot[2] - dot[0]) + sample.fx * (dot[3] - dot[1]);
+      A of_x = (1 - sample.fy) * (dot[1] - dot[0]) + sample.fy * (dot[3] - dot[2]);
+      of_y = of_y == 0 ? A(0) : of_y * sample.mask;  // outside the map 0, whatever the mask
+      of_x = of_x == 0 ? A(0) : of_x * sample.mask;
       for (int step = lanes / 2; step > 0; step /= 2) {
         of_y += __shfl_xor_sync(0xffffffffu, of_y, step);
         of_x += __shfl_xor_sync(0xffffffffu, of_x, step);
