@@ -125,6 +125,9 @@ def _spoil(family: Family, problem: Problem, draw: Draw) -> None:
     tensor = problem.arguments[name]
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return
+    tables = [value for key, value in problem.arguments.items() if key.startswith("level_")]
+    if isinstance(what, int) and any(isinstance(table, Tensor) and table.is_cuda for table in tables):
+        return  # what stands there is not looked at before the launch
     if what == "rank":
         tensor, text = tensor[None], "has a dimension too many"
     elif what == "type":
@@ -203,6 +206,7 @@ def _compare(
     if grad_outputs:
         results.update(zip(needed, gradients, strict=True))
     beside = [problem.arguments[name] for name in family.reads_beside]
+    beside += grad_outputs if beside else []
     may_be_nan = any(tensor.is_cuda and not bool(tensor.isfinite().all()) for tensor in beside)
     for name, got in results.items():
         title = name if name.startswith("output") else f"gradient of {name}"

@@ -56,7 +56,7 @@ class Family:
             the number of a dimension, which is then one longer.
         aliases: further names under which errors may come.
         reads_beside: arguments of which CUDA kernels read numbers with weight zero for corners outside a map, so that a
-            NaN or infinite one may reach more results than the definition says.
+            NaN or infinite one, in them or in the gradient of the result, may reach more than the definition says.
     """
 
     name: str

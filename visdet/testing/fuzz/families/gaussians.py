@@ -55,7 +55,10 @@ def _problem(tensors: dict[str, Tensor], constants: dict, refusal: str) -> Probl
 
 def _draw_distance(draw: Draw) -> Problem:
     tensors, refusal = _gaussians(draw)
-    return _problem(tensors, {}, refusal)
+    problem = _problem(tensors, {}, refusal)
+    if refusal:  # on CUDA distances are NaN then, and so are gradients
+        problem.skip = dict.fromkeys(tensors, True)
+    return problem
 
 
 def _draw_field(draw: Draw) -> Problem:
