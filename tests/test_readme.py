@@ -5,17 +5,28 @@ from pathlib import Path
 
 import pytest
 
+from visdet.ops import _library
+
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def test_there_are_the_promised_snippets():
-    assert len(SNIPPETS) == 3
+    assert len(SNIPPETS) == 4
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_snippet_runs(index):
     exec(compile(SNIPPETS[index], f"README snippet {index}", "exec"), {})
+
+
+def test_the_explanation_follows_the_operator_call(capsys):
+    if not _library.is_loaded("cuda"):
+        pytest.skip("the CUDA library, which makes the plans, is not built")
+    names = {}
+    for index in (0, 3):
+        exec(compile(SNIPPETS[index], f"README snippet {index}", "exec"), names)
+    assert "ms_deform_attn: path 'decoder'" in capsys.readouterr().out
 
 
 def test_own_data_config_resolves(tmp_path):

@@ -6,7 +6,10 @@ import inspect
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from visdet.ops.devices import Device
 
 __all__ = ["main", "report"]
 
@@ -166,6 +169,8 @@ def _code_for(capability: tuple[int, int], cuda: dict[str, Any]) -> str | None:
 def _gpus(info: dict, advice: list[str]) -> list[str]:
     import torch
 
+    from visdet.ops.devices import present_device
+
     lines = _driver(info, advice)
     if not torch.cuda.is_available():
         reason = (
@@ -182,6 +187,35 @@ def _gpus(info: dict, advice: list[str]) -> list[str]:
         lines.append(f"  {index}: {properties.name}, compute capability {capability}, {memory:.0f} GiB")
         if info["cuda"]["loaded"]:
             lines += _kernels_on_gpu(index, (properties.major, properties.minor), info["cuda"], advice)
+            lines += _paths(present_device(index))
+    return lines
+
+
+def _paths(device: "str | Device") -> list[str]:
+    """Return which paths the calls of published models take on a GPU, at batch size 2 in bfloat16."""
+    import torch
+
+    from visdet.ops import explain
+
+    levels = [(100, 134), (50, 67), (25, 34), (13, 17)]  # an image of 800 x 1066 pixels
+    texels, values = sum(height * width for height, width in levels), torch.bfloat16
+    lines = []
+    for title, queries in (
+        ("a Deformable DETR's encoder", texels),
+        ("its decoder, 300 queries", 300),
+        ("900 queries", 900),
+    ):
+        plan = explain(
+            "ms_deform_attn",
+            torch.empty(2, texels, 8, 32, dtype=values, device="meta"),
+            levels,
+            None,
+            torch.empty(2, queries, 8, 4, 4, 2, device="meta"),
+            torch.empty(2, queries, 8, 4, 4, device="meta"),
+            device=device,
+        )
+        paths = ", ".join(f"{op}: {path}" for op, path in plan.paths().items())
+        lines.append(f"     {title}: {paths}")
     return lines
 
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from visdet import ops
+from visdet.doctor import _paths
 from visdet.ops import _library, explain
 from visdet.ops.devices import DEVICES, Device
 from visdet.ops.explain import choose_for, choose_only
@@ -143,6 +144,12 @@ def test_an_explanation_names_the_kernels():
         explain("ms_deform_attn", **attention(300), device="H200", backward=False).plans[-1].op
         == "ms_deform_attn"
     )
+
+
+@needs_library
+def test_the_doctor_says_which_paths_a_gpu_takes():
+    lines = _paths("L4")
+    assert "encoder" in lines[0] and all("ms_deform_attn: decoder" in line for line in lines[1:])
 
 
 def test_on_the_cpu_there_is_nothing_to_choose():
