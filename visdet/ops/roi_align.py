@@ -1,9 +1,11 @@
 """RoIAlign: bilinear samples in the bins of each region, averaged or their maximum."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from . import _torchvision
+from . import _library, _torchvision
 from ._renamed import renamed_arguments
 from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pair, pool_samples
 
@@ -37,10 +39,12 @@ def roi_align(
     region, a region is cut where it ends further outside the map than the map's longer side (128 pixels of it at
     least); with a given ``sampling_ratio``, 2^24 pixels outside. Infinite corners are cut likewise.
 
-    Differentiable with respect to ``input``. 'avg' is served by torchvision; float16 on the CPU and bfloat16,
-    which it refuses, are computed in float32; its float16 on CUDA rounds ``rois`` to float16 too. 'max', and
-    everything where torchvision is missing, is plain torch; so are gradients on CUDA under
-    ``torch.use_deterministic_algorithms(True)``, which torchvision's are not made for.
+    Differentiable once with respect to ``input``. 'avg' on the CPU is a kernel of visdet's, for all four value types,
+    with sums in float32 (float64 for float64) and the same bits for any number of threads. 'avg' on CUDA, and where
+    visdet's library is missing, is torchvision's; bfloat16, which it refuses, and float16 on the CPU are computed in
+    float32; its float16 on CUDA rounds ``rois`` to float16 too. 'max', and everything where torchvision is missing as
+    well, is plain torch; so are gradients on CUDA under ``torch.use_deterministic_algorithms(True)``, which
+    torchvision's are not made for.
 
     Raises:
         ValueError: a shape, type, device, number or ``pool_mode`` does not fit.
@@ -52,8 +56,24 @@ def roi_align(
     check_sampling_ratio("roi_align", sampling_ratio, size)
     if pool_mode not in ("avg", "max"):
         raise ValueError(f"roi_align: pool_mode must be 'avg' or 'max', got {pool_mode!r}")
-    if pool_mode == "max" or input.numel() == 0 or not _torchvision.serves_gradients(input):
+    is_served = _library.is_loaded("cpu") and _library.kernel_device(input) in ("cpu", "meta")
+    if pool_mode == "max" or input.numel() == 0 or not (is_served or _torchvision.serves_gradients(input)):
         return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
+    if is_served:
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        bounded = bounded_rois(rois, input, spatial_scale, sampling_ratio, wide)
+        return _roi_align(input, bounded, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
+    return _by_torchvision(input, rois, size, spatial_scale, sampling_ratio, aligned)
+
+
+def _by_torchvision(
+    input: Tensor,
+    rois: Tensor,
+    size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    aligned: bool,
+) -> Tensor:
     from torchvision.ops import roi_align as torchvision_roi_align
 
     is_native = input.dtype in (torch.float32, torch.float64) or (
@@ -96,7 +116,7 @@ def roi_align_reference(
 
 
 class RoIAlign(nn.Module):
-    """``roi_align`` with its settings; ``use_torchvision`` is accepted and ignored: torchvision serves where it can."""
+    """``roi_align`` with its settings; ``use_torchvision`` is accepted and ignored."""
 
     @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
     def __init__(
@@ -132,3 +152,42 @@ class RoIAlign(nn.Module):
             f"output_size={self.output_size}, spatial_scale={self.spatial_scale}, "
             f"sampling_ratio={self.sampling_ratio}, pool_mode={self.pool_mode}, aligned={self.aligned}"
         )
+
+
+def _fake(
+    input: Tensor,
+    rois: Tensor,
+    pooled_height: int,
+    pooled_width: int,
+    scale: float,
+    ratio: int,
+    aligned: bool,
+) -> Tensor:
+    return input.new_empty(rois.shape[0], input.shape[1], pooled_height, pooled_width)
+
+
+def _fake_backward(
+    grad_output: Tensor, rois: Tensor, B: int, H: int, W: int, scale: float, ratio: int, aligned: bool
+) -> Tensor:
+    return grad_output.new_empty(B, grad_output.shape[1], H, W)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, rois, _, _, *settings = inputs
+    ctx.save_for_backward(rois)
+    ctx.sizes, ctx.settings = (input.shape[0], *input.shape[2:]), settings
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    (rois,) = ctx.saved_tensors
+    grad = torch.ops.visdet.roi_align_backward.default(grad_output, rois, *ctx.sizes, *ctx.settings)
+    return grad, None, None, None, None, None, None
+
+
+_roi_align = _library.differentiable(
+    "roi_align",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -3,7 +3,7 @@
 // Forward: parallel over blocks of channels, which lie side by side in the lanes: a window of the map is laid out pixel
 // by pixel once, then every bin is searched without branches, in reading order. Backward: parallel over channels, each
 // adding its regions in order.
-#include "vec.h"
+#include "regions.h"
 
 namespace visdet {
 
@@ -15,58 +15,24 @@ struct RoIPoolArrays {
   int32_t* argmax;  // [N, C, PH, PW]
 };
 
-// A rectangle of the map: rows [top, bottom), columns [left, right).
-struct RoIPoolWindow {
-  int32_t top, bottom, left, right;
-};
-
 // A region: its bins, half-open intervals inside the map, and the smallest window around them.
 struct RoIPoolRegion {
   int64_t n;
   const int32_t* rows;     // [PH, 2]
   const int32_t* columns;  // [PW, 2]
-  RoIPoolWindow window;
+  Window window;
 };
-
-// The channels of a block: as many as fill a cache line, a vector or a few.
-template <typename A>
-constexpr int kBlock = 64 / static_cast<int>(sizeof(A));
 
 namespace VISDET_ISA {
 
-template <typename A>
-constexpr int kParts = kBlock<A> / kLanes<A>;
 // Integers as wide as A, in a vector.
 template <typename A>
 using IndexVec = decltype(Vec<A>{} > Vec<A>{});
 
-// Writes `window` of the `channels` planes from `maps` on to `to` [pixels, kBlock]; the other lanes are 0.
-template <typename T, typename A>
-void lay_out_window(const T* maps, int64_t W, int64_t plane, int64_t channels, const RoIPoolWindow& window, A* to) {
-  constexpr int kTile = kBlock<A>;
-  A tile[kTile][kTile] = {};  // [channel, pixel]: each row of a plane is read once, whatever set of the cache it is in
-  for (int64_t h = window.top; h < window.bottom; ++h) {
-    for (int64_t w = window.left; w < window.right; w += kTile) {
-      const int64_t count = window.right - w < kTile ? window.right - w : kTile;
-      const T* from = maps + h * W + w;
-      for (int64_t c = 0; c < channels; ++c, from += plane) {
-        if (count == kTile) {
-          for (int k = 0; k < kTile; k += kLanes<A>) store(tile[c] + k, load(from + k));
-        } else {
-          for (int64_t k = 0; k < count; ++k) tile[c][k] = to_accumulate(from[k]);
-        }
-      }
-      for (int64_t k = 0; k < count; ++k, to += kTile) {
-        for (int c = 0; c < kTile; ++c) to[c] = tile[c][k];
-      }
-    }
-  }
-}
-
 // Pools one region over a block of channels from c0 on. pixels [window, kBlock] holds at least the region's window.
 // peaks and places: scratch of [PH * PW, kBlock] each.
 template <typename T, typename A>
-void pool_region(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t c0, const RoIPoolWindow& window,
+void pool_region(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t c0, const Window& window,
                  const A* pixels, A* peaks, int32_t* places) {
   constexpr int kTile = kBlock<A>, kStep = kLanes<A>;
   const int64_t width = window.right - window.left, bins = a.PH * a.PW;
@@ -117,10 +83,10 @@ void pool_region(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t
   }
 }
 
-#define VISDET_INSTANTIATE(T, A)                                                                                \
-  template void lay_out_window<T, A>(const T*, int64_t, int64_t, int64_t, const RoIPoolWindow&, A*);            \
-  template void pool_region<T, A>(const RoIPoolArrays<T>&, const RoIPoolRegion&, int64_t, const RoIPoolWindow&, \
-                                  const A*, A*, int32_t*);
+#define VISDET_INSTANTIATE(T, A)                                                                                       \
+  template void lay_out_window<T, A>(const T*, int64_t, int64_t, int64_t, const Window&, A*);                          \
+  template void pool_region<T, A>(const RoIPoolArrays<T>&, const RoIPoolRegion&, int64_t, const Window&, const A*, A*, \
+                                  int32_t*);
 VISDET_INSTANTIATE(float, float)
 VISDET_INSTANTIATE(double, double)
 VISDET_INSTANTIATE(Float16, float)
@@ -145,13 +111,12 @@ VISDET_INSTANTIATE(BFloat16, float)
 
 namespace visdet {
 
-#define VISDET_DECLARE(isa)                                                                                    \
-  namespace isa {                                                                                              \
-  template <typename T, typename A>                                                                            \
-  void lay_out_window(const T*, int64_t, int64_t, int64_t, const RoIPoolWindow&, A*);                          \
-  template <typename T, typename A>                                                                            \
-  void pool_region(const RoIPoolArrays<T>&, const RoIPoolRegion&, int64_t, const RoIPoolWindow&, const A*, A*, \
-                   int32_t*);                                                                                  \
+#define VISDET_DECLARE(isa)                                                                                        \
+  namespace isa {                                                                                                  \
+  template <typename T, typename A>                                                                                \
+  void lay_out_window(const T*, int64_t, int64_t, int64_t, const Window&, A*);                                     \
+  template <typename T, typename A>                                                                                \
+  void pool_region(const RoIPoolArrays<T>&, const RoIPoolRegion&, int64_t, const Window&, const A*, A*, int32_t*); \
   }
 VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
 #undef VISDET_DECLARE
@@ -175,8 +140,8 @@ bool write_bins(A start, A end, int64_t count, int64_t size, int32_t* bins) {
 }
 
 // The smallest window around intervals [count, 2] of rows and of columns; empty ones do not count.
-RoIPoolWindow window_of(const RoIPoolRegion& region, int64_t PH, int64_t PW) {
-  RoIPoolWindow window{INT32_MAX, 0, INT32_MAX, 0};
+Window window_of(const RoIPoolRegion& region, int64_t PH, int64_t PW) {
+  Window window{INT32_MAX, 0, INT32_MAX, 0};
   for (int64_t p = 0; p < PH; ++p) {
     if (region.rows[2 * p] >= region.rows[2 * p + 1]) continue;
     window.top = std::min(window.top, region.rows[2 * p]);
@@ -187,30 +152,10 @@ RoIPoolWindow window_of(const RoIPoolRegion& region, int64_t PH, int64_t PW) {
     window.left = std::min(window.left, region.columns[2 * q]);
     window.right = std::max(window.right, region.columns[2 * q + 1]);
   }
-  return window.top < window.bottom && window.left < window.right ? window : RoIPoolWindow{0, 0, 0, 0};
+  return window.top < window.bottom && window.left < window.right ? window : Window{0, 0, 0, 0};
 }
 
-int64_t area(const RoIPoolWindow& w) { return static_cast<int64_t>(w.bottom - w.top) * (w.right - w.left); }
-
-// The regions of one image, and what of it is laid out at a time: `shared`, around all of them, or, where that is
-// more, each region's own.
-struct RoIPoolImage {
-  std::vector<RoIPoolRegion> regions;
-  RoIPoolWindow shared{INT32_MAX, 0, INT32_MAX, 0};
-  int64_t own_areas = 0, largest = 0;
-
-  void add(const RoIPoolRegion& region) {
-    regions.push_back(region);
-    const RoIPoolWindow& w = region.window;
-    if (area(w) == 0) return;
-    shared = {std::min(shared.top, w.top), std::max(shared.bottom, w.bottom), std::min(shared.left, w.left),
-              std::max(shared.right, w.right)};
-    own_areas += area(w);
-    largest = std::max(largest, area(w));
-  }
-  bool is_shared() const { return own_areas > 0 && area(shared) < own_areas; }
-  int64_t pixels() const { return is_shared() ? area(shared) : largest; }
-};
+using RoIPoolImage = RegionsOfImage<RoIPoolRegion>;
 
 // Sorts the regions by image; those of none have no bins, and are with the first. intervals: [N, 2 * (PH + PW)].
 template <typename A>
@@ -266,7 +211,7 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
         const RoIPoolImage& image = images[b];
         if (image.is_shared()) lay_out(maps, a.W, plane, channels, image.shared, laid_out.data());
         for (const RoIPoolRegion& region : image.regions) {
-          const RoIPoolWindow& window = image.is_shared() ? image.shared : region.window;
+          const Window& window = image.is_shared() ? image.shared : region.window;
           if (!image.is_shared()) lay_out(maps, a.W, plane, channels, window, laid_out.data());
           pool(a, region, c0, window, laid_out.data(), peaks.data(), places.data());
         }

@@ -1,0 +1,97 @@
+// Maps of a block of channels, laid out pixel by pixel for the operators that pool regions on the CPU. See vec.h.
+#pragma once
+
+#include "vec.h"
+
+namespace visdet {
+
+// A rectangle of the map: rows [top, bottom), columns [left, right).
+struct Window {
+  int32_t top, bottom, left, right;
+};
+
+// The channels of a block: as many as fill a cache line, a vector or a few.
+template <typename A>
+constexpr int kBlock = 64 / static_cast<int>(sizeof(A));
+
+namespace VISDET_ISA {
+
+// The vectors of a block.
+template <typename A>
+constexpr int kParts = kBlock<A> / kLanes<A>;
+
+// Writes `window` of the `channels` planes from `maps` on to `to` [pixels, kBlock]; the other lanes are 0.
+template <typename T, typename A>
+void lay_out_window(const T* maps, int64_t W, int64_t plane, int64_t channels, const Window& window, A* to) {
+  constexpr int kTile = kBlock<A>;
+  A tile[kTile][kTile] = {};  // [channel, pixel]: each row of a plane is read once, whatever set of the cache it is in
+  for (int64_t h = window.top; h < window.bottom; ++h) {
+    for (int64_t w = window.left; w < window.right; w += kTile) {
+      const int64_t count = window.right - w < kTile ? window.right - w : kTile;
+      const T* from = maps + h * W + w;
+      for (int64_t c = 0; c < channels; ++c, from += plane) {
+        if (count == kTile) {
+          for (int k = 0; k < kTile; k += kLanes<A>) store(tile[c] + k, load(from + k));
+        } else {
+          for (int64_t k = 0; k < count; ++k) tile[c][k] = to_accumulate(from[k]);
+        }
+      }
+      for (int64_t k = 0; k < count; ++k, to += kTile) {
+        for (int c = 0; c < kTile; ++c) to[c] = tile[c][k];
+      }
+    }
+  }
+}
+
+// The way back: writes `from` [pixels, kBlock] to `window` of the planes.
+template <typename T, typename A>
+void take_back_window(const A* from, int64_t W, int64_t plane, int64_t channels, const Window& window, T* maps) {
+  constexpr int kTile = kBlock<A>;
+  for (int64_t h = window.top; h < window.bottom; ++h) {
+    for (int64_t w = window.left; w < window.right; w += kTile) {
+      const int64_t count = window.right - w < kTile ? window.right - w : kTile;
+      T* to = maps + h * W + w;
+      for (int64_t c = 0; c < channels; ++c, to += plane) {
+        for (int64_t k = 0; k < count; ++k) from_accumulate(from[k * kTile + c], to[k]);
+      }
+      from += count * kTile;
+    }
+  }
+}
+
+}  // namespace VISDET_ISA
+}  // namespace visdet
+
+#if defined(VISDET_ISA_BASELINE)
+
+#include <algorithm>
+#include <vector>
+
+namespace visdet {
+
+inline int64_t area(const Window& w) { return static_cast<int64_t>(w.bottom - w.top) * (w.right - w.left); }
+
+// Regions of one image, and what of it is laid out at a time: `shared`, around all of them, or, where that is more,
+// each region's own window.
+template <typename Region>
+struct RegionsOfImage {
+  std::vector<Region> regions;
+  Window shared{INT32_MAX, 0, INT32_MAX, 0};
+  int64_t own_areas = 0, largest = 0;
+
+  void add(const Region& region) {
+    regions.push_back(region);
+    const Window& w = region.window;
+    if (area(w) == 0) return;
+    shared = {std::min(shared.top, w.top), std::max(shared.bottom, w.bottom), std::min(shared.left, w.left),
+              std::max(shared.right, w.right)};
+    own_areas += area(w);
+    largest = std::max(largest, area(w));
+  }
+  bool is_shared() const { return own_areas > 0 && area(shared) < own_areas; }
+  int64_t pixels() const { return is_shared() ? area(shared) : largest; }
+};
+
+}  // namespace visdet
+
+#endif  // VISDET_ISA_BASELINE
