@@ -105,8 +105,10 @@ def _torchvision_operators(advice: list[str]) -> list[str]:
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         problem = _torchvision.problem(device)
         server = "torchvision" if problem is None else "plain torch, slower"
-        of_convolution = "visdet's kernels" if _library.is_loaded(device) else server
-        lines += [f"  nms, roi_align on {device}: {server}", f"  deform_conv2d on {device}: {of_convolution}"]
+        kernels = "visdet's kernels" if _library.is_loaded(device) else server
+        of_regions = kernels if device == "cpu" else server
+        lines += [f"  nms on {device}: {server}", f"  roi_align on {device}: {of_regions}"]
+        lines += [f"  deform_conv2d on {device}: {kernels}"]
         if problem is not None:
             advice.append(f"{problem}: install torch and torchvision as a matching pair")
     return lines

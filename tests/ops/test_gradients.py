@@ -11,6 +11,7 @@ from visdet.ops import (
     mahalanobis_distance,
     ms_deform_attn,
     ms_deform_attn_fused,
+    roi_align,
     roi_pool,
     sample_dot,
     sample_sum,
@@ -51,6 +52,7 @@ CALLS = {
     mahalanobis_distance: lambda: (rand(5, 3), rand(4, 3), rand(4, 3, 3).tril() + torch.eye(3)),
     box_key_points: lambda: (rand(1, 2, 11), rand(3, 3)),
     carafe: lambda: (rand(1, 2, 3, 3), rand(1, 9, 6, 6), 3, 1, 2),
+    roi_align: lambda: (rand(1, 2, 6, 6), torch.tensor([[0, 0, 0, 4, 4]]).double(), 2),
     roi_pool: lambda: (rand(1, 2, 6, 6), torch.tensor([[0, 0, 0, 4, 4]]).double(), 2),
     sigmoid_focal_loss: lambda: (rand(4, 3), torch.tensor([0, 1, 2, 3])),
 }

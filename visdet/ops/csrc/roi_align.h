@@ -34,8 +34,9 @@ inline void check_roi_align_problem(const char* op, const RoIAlignProblem& p, co
                torch::headeronly::toString(accumulate_dtype(values.scalar_type())), ", got ", dtype_text(rois));
   VISDET_CHECK(op, on_device_of(values, rois), "rois must be on the device of input");
   VISDET_CHECK(op, p.PH > 0 && p.PW > 0, "output_size must be positive, got ", p.PH, " x ", p.PW);
-  VISDET_CHECK(op, p.B >= 0 && p.H >= 0 && p.W >= 0 && (p.H == 0 || p.W <= INT32_MAX / p.H),
-               "input must have fewer than 2^31 pixels, got ", p.H, " x ", p.W);
+  VISDET_CHECK(op, p.B >= 0 && p.H >= 0 && p.W >= 0, "input's sizes must not be negative, got ", p.B, ", ", p.H, ", ",
+               p.W);
+  VISDET_CHECK(op, p.H == 0 || p.W <= INT32_MAX / p.H, "input must have fewer than 2^31 pixels, got ", p.H, " x ", p.W);
   VISDET_CHECK(op, p.scale > 0 && p.scale * 0 == 0, "spatial_scale must be positive and finite, got ", p.scale);
   const int64_t bins = p.PH <= INT32_MAX / p.PW ? p.PH * p.PW : INT32_MAX;
   VISDET_CHECK(
