@@ -331,3 +331,15 @@ def test_the_doctor_says_who_serves(monkeypatch):
     monkeypatch.setattr(_torchvision, "_problems", {"cpu": "torchvision does not import (why)"})
     text, advice = doctor.report()
     assert "nms on cpu: plain torch" in text and any("does not import (why)" in line for line in advice)
+
+
+@pytest.mark.cuda
+def test_roi_align_beside_the_map_is_zero_under_deterministic_algorithms():
+    image = torch.ones(1, 2, 6, 7, device="cuda")
+    rois = torch.tensor([[0, -40.0, -40.0, -20.0, -20.0], [0, 1.0, 1.0, 4.0, 4.0]], device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        pooled = roi_align(image, rois, 3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not pooled[0].any() and torch.equal(pooled[1], torch.ones(2, 3, 3, device="cuda"))

@@ -74,14 +74,16 @@ def _by_torchvision(
     sampling_ratio: int,
     aligned: bool,
 ) -> Tensor:
-    from torchvision.ops import roi_align as torchvision_roi_align
+    import torchvision  # noqa: F401, which registers the operator
 
     is_native = input.dtype in (torch.float32, torch.float64) or (
         input.dtype == torch.float16 and input.device.type == "cuda"
     )
     values = input if is_native else input.float()
     bounded = bounded_rois(rois, values, spatial_scale, sampling_ratio, values.dtype)
-    pooled = torchvision_roi_align(values, bounded, size, spatial_scale, sampling_ratio, aligned)
+    # Not torchvision's function: on CUDA under deterministic algorithms it calls another implementation, whose samples
+    # beside the map are not 0.
+    pooled = torch.ops.torchvision.roi_align(values, bounded, spatial_scale, *size, sampling_ratio, aligned)
     return pooled if is_native else pooled.to(input.dtype)
 
 
