@@ -85,6 +85,17 @@ def test_masked_convolution_is_the_convolution_where_marked(share):
         torch.testing.assert_close(first, second)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
+def test_gradients_of_a_masked_convolution_add_up_in_float32(device):
+    """The second pixel's gradients from three taps are 4e4, 4e4 and -4e4: float16 does not hold their partial sums."""
+    x = torch.zeros(1, 1, 1, 3, dtype=torch.float16, device=device, requires_grad=True)
+    weight = torch.ones(1, 1, 1, 3, dtype=torch.float16, device=device, requires_grad=True)
+    out = masked_conv2d(x, torch.ones(1, 1, 3, device=device), weight, None, (0, 1))
+    assert out.dtype == torch.float16
+    out.backward(torch.tensor([[[[4e4, 4e4, -4e4]]]], dtype=torch.float16, device=device))
+    assert x.grad.flatten().tolist()[1:] == [4e4, 0] and x.grad.dtype == weight.grad.dtype == torch.float16
+
+
 def test_masked_convolution_rejections():
     x, weight = torch.zeros(1, 3, 4, 4), torch.zeros(2, 3, 3, 3)
     with pytest.raises(ValueError, match="stride must be 1, got 2"):
@@ -129,6 +140,39 @@ def test_points():
     assert rel_roi_point_to_rel_img_point(rois, points, (8, 6)).tolist() == [[[0.5, 0.5]]]
     grid = torch.rand(1, 4, 4, 2) * 2 - 1
     torch.testing.assert_close(bilinear_grid_sample(x, grid), F.grid_sample(x, grid, align_corners=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_points_of_large_16_bit_maps(dtype, channels_last):
+    """torch's CPU kernel counts the numbers of a map in 16 bits where they are of 16 bits."""
+    x = (torch.arange(300.0) / 100).view(1, 1, 300, 1).expand(2, 4, 300, 200).to(dtype).contiguous()
+    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+    x, points = x.requires_grad_(), torch.rand(2, 50, 2).to(dtype).requires_grad_()
+    out = point_sample(x, points)
+    expected = point_sample(x.detach().double(), points.detach().double())
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-3)
+    for grad in torch.autograd.grad(out.sum(), (x, points)):
+        assert grad.dtype == dtype and grad.isfinite().all() and grad.any()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
+@pytest.mark.parametrize("shape", [(2, 3, 1, 0), (2, 3, 0, 4)], ids=str)
+def test_points_of_a_map_without_pixels_are_outside(shape, device):
+    x = torch.zeros(shape, device=device, requires_grad=True)
+    for size in ((2, 5, 2), (2, 5, 1, 2)):
+        points = torch.full(size, float("nan"), device=device, requires_grad=True)
+        out = point_sample(x, points)
+        assert out.shape == (2, 3, *size[1:-1]) and not out.any()
+        grads = torch.autograd.grad(out.sum(), (x, points))
+        assert grads[0].shape == shape and not grads[1].any()
+        for mode in ("border", "reflection"):
+            message = rf"point_sample: input must have pixels where padding_mode is '{mode}', got \[2, 3, "
+            with pytest.raises(ValueError, match=message):
+                point_sample(x, points, padding_mode=mode)
+    assert not bilinear_grid_sample(x, torch.zeros(2, 5, 6, 2, device=device)).any()
+    assert SimpleRoIAlign(2, 1.0)(x, torch.zeros(4, 5, device=device)).shape == (4, 3, 2, 2)
 
 
 def test_simple_roi_align_keeps_the_order_of_regions():

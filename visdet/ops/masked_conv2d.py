@@ -20,7 +20,8 @@ def masked_conv2d(
     """Return the convolution where ``mask`` is positive and 0 elsewhere; only those places are computed.
 
     ``stride`` must be 1. Differentiable with respect to features, weight and bias (mmcv's has no gradient
-    and takes B = 1 only). An empty mask gives zeros; a NaN in it does not count.
+    and takes B = 1 only). An empty mask gives zeros; a NaN in it does not count. float16 and bfloat16 features are
+    computed in float32, gradients included, and the result has their type.
 
     Raises:
         ValueError: a shape or ``stride`` does not fit.
@@ -46,6 +47,10 @@ def masked_conv2d(
             f"masked_conv2d: weight must have a kernel within the padded map of {H + 2 * pad_h} x {W + 2 * pad_w}, "
             f"got {KH} x {KW}"
         )
+    dtype = features.dtype
+    if dtype in (torch.float16, torch.bfloat16):  # else the gradients of a pixel's taps add up in that type
+        features, weight = features.float(), weight.float()
+        bias = None if bias is None else bias.float()
     image, row, column = (mask[:, :height, :width] > 0).nonzero().unbind(1)  # each [K]
     padded = F.pad(features, (pad_w, pad_w, pad_h, pad_h)).permute(0, 2, 3, 1)  # [B, H + 2p, W + 2p, C]
     tap_row = row[:, None, None] + torch.arange(KH, device=mask.device)[:, None]
@@ -53,7 +58,8 @@ def masked_conv2d(
     taps = padded[image[:, None, None], tap_row, tap_column]  # [K, KH, KW, C]
     values = F.linear(taps.flatten(1), weight.permute(0, 2, 3, 1).flatten(1), bias)  # [K, C']
     output = values.new_zeros(B, height, width, weight.shape[0])
-    return output.index_put((image, row, column), values).permute(0, 3, 1, 2).contiguous()
+    output = output.index_put((image, row, column), values).permute(0, 3, 1, 2).contiguous()
+    return output.to(dtype) if dtype in (torch.float16, torch.bfloat16) else output
 
 
 class MaskedConv2d(nn.Conv2d):

@@ -25,18 +25,40 @@ __all__ = [
 _FURTHEST = 16384.0
 
 
-def _grid_sample(im: Tensor, grid: Tensor, align_corners: bool, **kwargs: Any) -> Tensor:
+def _needs_float32(im: Tensor) -> bool:
+    """Return whether torch's kernel is not to be given the type of ``im``.
+
+    Its CPU kernels of 16-bit types count pixels in 16 bits, and read wrong ones, or stray memory, from 2^15 numbers on.
+    """
+    return im.device.type == "cpu" and im.dtype in (torch.float16, torch.bfloat16)
+
+
+def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwargs: Any) -> Tensor:
     """Return ``grid_sample`` of points that are numbers: torch's reads stray memory at others on the CPU."""
+    if im.dim() == 4 and grid.dim() == 4 and 0 in im.shape[2:]:
+        padding = kwargs.get("padding_mode", "zeros")
+        if padding != "zeros":
+            raise ValueError(
+                f"{op}: input must have pixels where padding_mode is {padding!r}, got {list(im.shape)}"
+            )
+        # All points are outside. A sum of nothing gives them a gradient.
+        nothing = im.sum() + grid.flatten()[:0].sum()
+        return im.new_zeros(*im.shape[:2], *grid.shape[1:3]) + nothing.to(im.dtype)
+    dtype, is_widened = im.dtype, _needs_float32(im)
+    if is_widened:
+        im, grid = im.float(), grid.float()
     grid = grid.nan_to_num(nan=-_FURTHEST).clamp(-_FURTHEST, _FURTHEST)
-    return F.grid_sample(im, grid, align_corners=align_corners, **kwargs)
+    samples = F.grid_sample(im, grid, align_corners=align_corners, **kwargs)
+    return samples.to(dtype) if is_widened else samples
 
 
 def bilinear_grid_sample(im: Tensor, grid: Tensor, align_corners: bool = False) -> Tensor:
     """Return ``grid_sample`` (bilinear, zeros) of im [B, C, H, W] at grid [B, Hg, Wg, 2], [B, C, Hg, Wg].
 
-    A point with a NaN or infinite coordinate is outside, and so 0, without gradient.
+    A point with a NaN or infinite coordinate is outside, and so 0, without gradient, and so is any of a map without
+    pixels. float16 and bfloat16 are computed in float32 on the CPU.
     """
-    return _grid_sample(im, grid, align_corners)
+    return _grid_sample("bilinear_grid_sample", im, grid, align_corners)
 
 
 def normalize(grid: Tensor) -> Tensor:
@@ -93,13 +115,18 @@ def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **k
     Points [B, P, 2] give [B, C, P]; [B, Hg, Wg, 2] give [B, C, Hg, Wg]. Further arguments are ``grid_sample``'s.
     A NaN coordinate counts as one far to the left or above, an infinite or huge one as one far outside on its side:
     such a point is 0 with the zeros that ``padding_mode`` pads by default, and on the border with 'border'. The point
-    gets no gradient.
+    gets no gradient. Of a map without pixels every point is outside. float16 and bfloat16 are computed in float32 on
+    the CPU.
+
+    Raises:
+        ValueError: ``input`` has no pixels and ``padding_mode`` is not 'zeros'.
 
     Source: PointRend; the signature is mmcv's.
     """
-    if points.dim() == 3:
-        return _grid_sample(input, denormalize(points[:, :, None]), align_corners, **kwargs).squeeze(3)
-    return _grid_sample(input, denormalize(points), align_corners, **kwargs)
+    points = points.float() if _needs_float32(input) else points
+    grid = denormalize(points[:, :, None] if points.dim() == 3 else points)
+    samples = _grid_sample("point_sample", input, grid, align_corners, **kwargs)
+    return samples.squeeze(3) if points.dim() == 3 else samples
 
 
 class SimpleRoIAlign(nn.Module):
