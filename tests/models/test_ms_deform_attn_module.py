@@ -511,3 +511,21 @@ def test_a_compiled_module_is_made_of_its_layers():
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("aten::mm: CUDA out of memory. Tried to allocate 2.00 GiB", torch.OutOfMemoryError),
+        ("ms_deform_attn: the CUDA kernel decoder_kernel did not start", RuntimeError),
+    ],
+    ids=["out-of-memory", "launch"],
+)
+def test_errors_of_the_gpu_reach_the_caller(monkeypatch, message, kind):
+    def fails(*_):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr("visdet.ops.ms_deform_attn_projected._Projected.apply", fails)
+    with pytest.raises(kind, match=r"out of memory|did not start") as caught:
+        module()(**inputs())
+    assert type(caught.value) is kind
