@@ -7,5 +7,5 @@ from visdet.registry import OPS
 
 for _name in ops.__all__:
     _member = getattr(ops, _name)
-    if inspect.isfunction(_member) and _name != "build_info":
+    if inspect.isfunction(_member) and _name not in ("build_info", "explain"):
         OPS.register_module(name=_name, module=_member)
