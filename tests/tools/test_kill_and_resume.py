@@ -12,7 +12,7 @@ from toolbox import TOY_CONFIG, kill_when, start, succeed
 from visdet.engine import read_checkpoint
 
 _KILLS = 10
-_ITERATIONS = 200
+_ITERATIONS = 400  # many more than ten starts reach, so that every kill finds the run at work
 _OPTIONS = (
     f"train_cfg.max_iters={_ITERATIONS}",
     "train_cfg.val_interval=7",
@@ -53,7 +53,9 @@ def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path):
         process = start(
             "train", TOY_CONFIG, "--work-dir", pointer.parent, "--resume", "--cfg-options", *_OPTIONS
         )
-        kill_when(process, lambda goal=goal: last_iteration() >= goal, timeout=120, delay=moments.random())
+        kill_when(
+            process, lambda goal=goal: last_iteration() >= goal, timeout=120, delay=0.3 * moments.random()
+        )
         reached.append(last_iteration())
     assert 0 < reached[-1] < _ITERATIONS, f"killed while it trained: {reached}"
     succeed("train", TOY_CONFIG, "--work-dir", pointer.parent, "--resume", "--cfg-options", *_OPTIONS)
