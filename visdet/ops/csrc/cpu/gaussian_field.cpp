@@ -39,6 +39,11 @@ enum { kX, kY, kZ, k00, k10, k11, k20, k21, k22, kWeight, kLow, kHigh = kLow + 3
 template <typename A>
 int64_t prepare_blocks(const GaussianArrays<A>& a, int64_t begin, int64_t end) {
   constexpr int W = kLanes<A>;
+  // In a field, a Gaussian thinner than this is 0 wherever floating point tells a point from its plane. Its reciprocal
+  // is kept within numbers whose squares are finite, so that the gradients of its zeros are zero, not zero times
+  // infinity.
+  constexpr A kThinnest = sizeof(A) == 4 ? A(1e-18) : A(1e-150);
+  const auto inverse = [&](A l) { return 1 / (a.weights && l > 0 && l < kThinnest ? kThinnest : l); };
   int64_t bad = -1;
   for (int64_t block = begin; block < end; ++block) {
     A* rows = a.blocks + block * kRows * W;
@@ -49,7 +54,8 @@ int64_t prepare_blocks(const GaussianArrays<A>& a, int64_t begin, int64_t end) {
       const A *mean = a.means + 3 * n, *l = a.cholesky + 9 * n;
       if (!(l[0] > 0 && l[4] > 0 && l[8] > 0)) bad = bad < 0 ? n : bad;
       const A weight = a.weights ? a.weights[n] : A(0);
-      const A values[kLow] = {mean[0], mean[1], mean[2], 1 / l[0], l[3], 1 / l[4], l[6], l[7], 1 / l[8], weight};
+      const A values[kLow] = {mean[0],       mean[1], mean[2], inverse(l[0]), l[3],
+                              inverse(l[4]), l[6],    l[7],    inverse(l[8]), weight};
       for (int row = 0; row < kLow; ++row) rows[row * W + lane] = values[row];
       if (a.cutoff > 0) {
         const A size = weight < 0 ? -weight : weight;
