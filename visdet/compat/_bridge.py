@@ -104,6 +104,10 @@ class Bridge:
             if not was_installed:
                 self.uninstall()
 
+    def patched(self) -> dict[str, list[str]]:
+        """Return what has been replaced so far: of each module, one line for each replacement."""
+        return {name: list(lines) for name, lines in self.reached.items()}
+
     def warn(self, module: ModuleType, change: str) -> None:
         """Say that a module is not what this bridge knows, and that it is left alone."""
         version = importlib.metadata.version(self.distribution)

@@ -1,4 +1,4 @@
-"""Replacements of the operator of ``transformers``, in the three forms in which its modules call it."""
+"""Replacements of the operator in the three forms in which modules of other packages call it."""
 
 import functools
 from collections.abc import Callable, Sequence

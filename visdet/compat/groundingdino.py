@@ -3,11 +3,9 @@
 Of the repository's sources, whose extension ``groundingdino._C`` is not compiled, the missing module is provided too.
 """
 
-import functools
 import inspect
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 from ._bridge import Bridge, CompatWarning
 
@@ -18,27 +16,17 @@ _FUNCTION = "multi_scale_deformable_attn_pytorch"
 _PARAMETERS = ("value", "value_spatial_shapes", "sampling_locations", "attention_weights")
 
 
-def patched() -> dict[str, list[str]]:
-    """Return what has been replaced so far, by module."""
-    return {name: list(lines) for name, lines in bridge.reached.items()}
-
-
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     from . import msda_ext
-    from ._attention import attend, disagreement, takes
+    from ._attention import disagreement
+    from ._operators import function
 
     original = vars(module).get(_FUNCTION)
     if original is None or tuple(inspect.signature(original).parameters) != _PARAMETERS:
         bridge.warn(module, f"{_FUNCTION} is missing, or takes other arguments than {_PARAMETERS}")
         return
 
-    @functools.wraps(original)
-    def attention(
-        value: Any, value_spatial_shapes: Any, sampling_locations: Any, attention_weights: Any
-    ) -> Any:
-        attend_here = attend if takes(value) else original
-        return attend_here(value, value_spatial_shapes, sampling_locations, attention_weights)
-
+    attention = function(original)
     problem = disagreement(attention, original, "levels")
     if problem:
         bridge.warn(module, f"{_FUNCTION} {problem}")
@@ -54,3 +42,4 @@ bridge = Bridge(
     "groundingdino", "groundingdino", lambda name: name == _MODULE, _patch, distribution="groundingdino-py"
 )
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+patched = bridge.patched

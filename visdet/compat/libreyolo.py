@@ -18,11 +18,6 @@ _SLOT, _NAME = "ms_deform_attn", "visdet"
 _REGISTRY = ("register", "unregister", "clear_cache")
 
 
-def patched() -> dict[str, list[str]]:
-    """Return what has been registered so far, by module."""
-    return {name: list(lines) for name, lines in bridge.reached.items()}
-
-
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     from ._attention import attend, takes
 
@@ -50,3 +45,4 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
 bridge = Bridge("libreyolo", "libreyolo", lambda name: name == _MODULE, _patch)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+patched = bridge.patched

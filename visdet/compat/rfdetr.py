@@ -23,11 +23,6 @@ _FORWARD = (
 )
 
 
-def patched() -> dict[str, list[str]]:
-    """Return what has been replaced so far, by module."""
-    return {name: list(lines) for name, lines in bridge.reached.items()}
-
-
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     from ._attention import takes
     from ._fused_attention import attend_fused
@@ -60,3 +55,4 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 _TABLES = ("input_spatial_shapes", "input_level_start_index", "input_padding_mask", "input_spatial_shapes_hw")
 bridge = Bridge("rfdetr", "rfdetr", lambda name: name == _MODULE, _patch)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+patched = bridge.patched

@@ -47,11 +47,6 @@ _PARAMETERS = {
 }
 
 
-def patched() -> dict[str, list[str]]:
-    """Return what has been replaced so far: of each module of ``transformers``, one line for each replacement."""
-    return {name: list(lines) for name, lines in bridge.reached.items()}
-
-
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     if not any(hasattr(module, name) for name in _PARAMETERS):
         return
@@ -130,3 +125,4 @@ bridge = Bridge(
     _patch,
 )
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+patched = bridge.patched

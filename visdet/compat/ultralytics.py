@@ -16,11 +16,6 @@ _PARAMETERS = ("value", "value_spatial_shapes", "sampling_locations", "attention
 _FORWARD = ("self", "query", "refer_bbox", "value", "value_shapes", "value_mask")
 
 
-def patched() -> dict[str, list[str]]:
-    """Return what has been replaced so far, by module."""
-    return {name: list(lines) for name, lines in bridge.reached.items()}
-
-
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     from ._attention import attend, attend_ragged, disagreement, takes
 
@@ -75,3 +70,4 @@ def _fused_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 bridge = Bridge("ultralytics", "ultralytics", lambda name: name == _MODULE, _patch)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+patched = bridge.patched
