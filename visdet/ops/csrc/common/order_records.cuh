@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <type_traits>
 
 namespace visdet {
 
@@ -73,11 +72,11 @@ __device__ __forceinline__ void order_by_digits(Record* from, Record* to, int32_
 
 // All lanes of a warp: writes the `count` records of `from` to `to`, in the order of their `sample`, a non-negative
 // int32 that no two share. Up to 32 records it compares each with each. More it marks in a bitmap, a window of samples
-// at a time, whose set bits it counts; or, where the samples lie in more than kMostOrderWindows windows and `from` may
-// be written, it sorts them by digits. So the work is in proportion to the number of records, all of them in one cell
+// at a time, whose set bits it counts; or, where the samples lie in more than kMostOrderWindows windows, it sorts them
+// by digits, with `from` as scratch. So the work is in proportion to the number of records, all of them in one cell
 // included.
-template <typename Source, typename Record>
-__device__ __forceinline__ void order_records(Source* __restrict__ from, Record* __restrict__ to, int32_t count,
+template <typename Record>
+__device__ __forceinline__ void order_records(Record* __restrict__ from, Record* __restrict__ to, int32_t count,
                                               OrderBitmap& bitmap) {
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kWindow = OrderBitmap::kWords * 32;
@@ -99,10 +98,8 @@ __device__ __forceinline__ void order_records(Source* __restrict__ from, Record*
     lowest = min(lowest, __shfl_xor_sync(kAll, lowest, step));
     highest = max(highest, __shfl_xor_sync(kAll, highest, step));
   }
-  if constexpr (!std::is_const_v<Source>) {
-    if (highest - lowest >= kMostOrderWindows * kWindow) {
-      return order_by_digits(from, to, count, lowest, highest - lowest, bitmap.counters);
-    }
+  if (highest - lowest >= kMostOrderWindows * kWindow) {
+    return order_by_digits(from, to, count, lowest, highest - lowest, bitmap.counters);
   }
   int32_t placed = 0;
   for (int64_t window = lowest; window <= highest; window += kWindow) {
