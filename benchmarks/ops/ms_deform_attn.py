@@ -13,7 +13,7 @@ from visdet.ops.ms_deform_attn import level_starts_of
 
 from ..case import Call, Case, Peer, Work
 
-__all__ = ["CASES", "grid_sample_path", "make_arguments", "work_of"]
+__all__ = ["CASES", "PYRAMID", "case", "grid_sample_path", "make_arguments", "work_of"]
 
 Levels = tuple[tuple[int, int], ...]  # (height, width)
 
@@ -194,7 +194,7 @@ def _tolerance(dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def _case(
+def case(
     name: str,
     B: int = 2,
     Q: int = 0,  # 0: S
@@ -230,8 +230,8 @@ def _goals(single: dict[str, float], half: dict[str, float]) -> dict[torch.dtype
 
 
 CASES = [
-    _case("tiny", Q=13, G=3, C=20, levels=((7, 5), (3, 4))),
-    _case(
+    case("tiny", Q=13, G=3, C=20, levels=((7, 5), (3, 4))),
+    case(
         "encoder",
         local=True,
         checked_batches=(1,),
@@ -241,26 +241,26 @@ CASES = [
         ),
         goals_ratio={"forward": 25, "both": 15},
     ),
-    _case("encoder-uniform", checked_batches=(1,)),
-    _case("encoder-p8", P=8, local=True, checked_batches=(1,)),
-    _case("encoder-l3", levels=PYRAMID[:3], local=True, checked_batches=(1,)),  # 12 samples a row
-    _case("encoder-c64", C=64, local=True, checked_batches=(1,)),
-    _case("encoder-c31", C=31, local=True, checked_batches=(1,)),
-    _case(
+    case("encoder-uniform", checked_batches=(1,)),
+    case("encoder-p8", P=8, local=True, checked_batches=(1,)),
+    case("encoder-l3", levels=PYRAMID[:3], local=True, checked_batches=(1,)),  # 12 samples a row
+    case("encoder-c64", C=64, local=True, checked_batches=(1,)),
+    case("encoder-c31", C=31, local=True, checked_batches=(1,)),
+    case(
         "decoder-q300",
         Q=300,
         graph=True,
         goals_us=_goals({"forward": 6}, {"forward": 5}),
         goals_ratio={"forward": 40},
     ),
-    _case(
+    case(
         "decoder-q900",
         Q=900,
         graph=True,
         goals_us=_goals({"forward": 10}, {"forward": 7}),
         goals_ratio={"forward": 40},
     ),
-    _case(
+    case(
         "images-48",
         B=48,
         Q=15422,

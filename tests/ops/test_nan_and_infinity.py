@@ -117,13 +117,17 @@ def test_a_mask_that_is_no_number_gives_offsets_outside_no_gradient(dtype, devic
     assert not gradient.any()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_gaussian_without_thickness_leaves_the_others_alone(dtype):
-    points = torch.tensor([[0.3, -0.2, 0.1], [1.0, 0.5, -0.4]], dtype=dtype, requires_grad=True)
-    means = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
-    cholesky = torch.eye(3, dtype=dtype).repeat(2, 1, 1)
-    cholesky[1, 2, 2] = torch.finfo(dtype).smallest_normal / 128
-    weights = torch.ones(2, dtype=dtype, requires_grad=True)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_gaussian_without_thickness_leaves_the_others_alone(axis, dtype, device):
+    points = torch.tensor(
+        [[0.3, -0.2, 0.1], [1.0, 0.5, -0.4]], dtype=dtype, device=device, requires_grad=True
+    )
+    means = torch.zeros(2, 3, dtype=dtype, device=device, requires_grad=True)
+    cholesky = torch.eye(3, dtype=dtype, device=device).repeat(2, 1, 1)
+    cholesky[1, axis, axis] = torch.finfo(dtype).smallest_normal / 128
+    weights = torch.ones(2, dtype=dtype, device=device, requires_grad=True)
     field = gaussian_field(points, means, cholesky.requires_grad_(), weights)
     gradients = torch.autograd.grad(field.sum(), (points, means, cholesky, weights))
     alone = gaussian_field(points, means[:1], cholesky[:1], weights[:1])

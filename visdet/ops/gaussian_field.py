@@ -27,8 +27,7 @@ def gaussian_field(
         means: of any floating type; means, factors and weights are converted to the type of the computation.
         cholesky: lower factors of the covariances; what stands above the diagonal is not read. On the CPU a diagonal
             that is not positive is an error; on CUDA, where finding it would synchronise, the field is NaN. A
-            Gaussian with a diagonal below 1e-18 (1e-150 in float64) adds nothing beside its plane; on CUDA gradients
-            are NaN from where the reciprocal of its diagonal is infinite.
+            Gaussian with a diagonal below 1e-18 (1e-150 in float64) adds nothing beside its plane.
         weights: any numbers.
         tolerance: 0 adds every pair. Above 0, Gaussian n may be left out at points where its term is below
             ``tolerance / N`` in magnitude, so that no value of the field is off by more than ``tolerance``; points

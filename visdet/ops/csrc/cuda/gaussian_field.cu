@@ -72,6 +72,11 @@ struct Exponent<double> {
   static __device__ __forceinline__ double apply(double square) { return exp(-0.5 * square); }
 };
 
+// In a field, a Gaussian thinner than this is 0 wherever floating point tells a point from its plane. Its reciprocal is
+// kept within numbers whose squares are finite, so that the gradients of its zeros are zero, not zero times infinity.
+template <typename A>
+constexpr A kThinnest = sizeof(A) == 4 ? A(1e-18) : A(1e-150);
+
 // A Gaussian as the inner loops want it: the factor divided by the exponent's scale, its diagonal inverted. A diagonal
 // that is not positive makes everything NaN.
 template <typename A>
@@ -86,16 +91,18 @@ __device__ __forceinline__ Gaussian<A> read_gaussian(const Inputs<A>& in, int64_
   const A *mean = in.means + 3 * n, *l = in.cholesky + 9 * n;
   const bool is_valid = l[0] > 0 && l[4] > 0 && l[8] > 0;
   const A nan = quiet_nan<A>();
+  // Without weights the distance is asked for, which a thin Gaussian has, too.
+  const A thinnest = in.weights ? kThinnest<A> : A(0);
   return {mean[0],
           mean[1],
           is_valid ? mean[2] : nan,
           in.weights ? in.weights[n] : A(0),
-          scale / l[0],
+          scale / max(l[0], thinnest),
           l[3] / scale,
-          scale / l[4],
+          scale / max(l[4], thinnest),
           l[6] / scale,
           l[7] / scale,
-          scale / l[8],
+          scale / max(l[8], thinnest),
           A(0),
           A(0)};
 }

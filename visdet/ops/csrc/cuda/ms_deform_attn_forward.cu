@@ -30,11 +30,10 @@ struct alignas(16) Sample {
   uint32_t texel;  // counted from the first row of value; in pyramid_kernel that row's offset in bytes
 };
 
-// Where the samples of the i-th of several groups begin in shared memory, BYTES a group, so that a store of
+// Where the samples of the i-th of several groups begin in shared memory, `bytes` a group, so that a store of
 // neighbouring samples and a load of one sample of each group fall into different banks.
-template <int BYTES>
-__host__ __device__ constexpr int samples_offset(int i) {
-  return BYTES >= 128 ? i * (BYTES + 16) : i / 2 * (2 * BYTES + 16) + i % 2 * BYTES;
+__host__ __device__ constexpr int samples_offset(int bytes, int i) {
+  return bytes >= 128 ? i * (bytes + 16) : i / 2 * (2 * bytes + 16) + i % 2 * bytes;
 }
 
 // From a texel to the next column and to the next row: 0 where a level has only one.
@@ -135,7 +134,7 @@ struct Walk {
   static_assert(kBatch == kGroup, "each thread prepares one sample");
   template <typename A>
   __host__ __device__ static constexpr int group_offset(int group) {
-    return samples_offset<(sizeof(Sample<A>) + (kMixed ? sizeof(Steps) : 0)) * kBatch>(group);
+    return samples_offset((sizeof(Sample<A>) + (kMixed ? sizeof(Steps) : 0)) * kBatch, group);
   }
 };
 
@@ -487,7 +486,7 @@ struct PyramidWalk {
   static constexpr int kRows = 32 / LANES, kRowBits = LANES == 4 ? 3 : LANES == 8 ? 2 : LANES == 16 ? 1 : 0;
   static constexpr int kPass = LANES * kEach;
   __host__ __device__ static constexpr int row_offset(int row) {
-    return samples_offset<sizeof(Sample<A>) * LANES>(row);
+    return samples_offset(sizeof(Sample<A>) * LANES, row);
   }
   static constexpr int kWarpBytes = row_offset(kRows);
 };
@@ -952,10 +951,8 @@ EncoderPlan encoder_plan(const ForwardCall<Form>& call) {
                      row.vec * row.lanes == 32 && wide_levels(call.levels, problem) && call.levels.follow;
   if (plan.by_four && usual) plan.whole = true, plan.column = static_cast<uint32_t>(256 * call.element());
   const int64_t warps = kPyramidThreads / 32, steps = plan.by_four ? problem.K / 4 : problem.K;
-  const int64_t row_bytes = sizeof(Sample<float>) * row.lanes, rows = 32 / row.lanes;
-  // PyramidWalk::kWarpBytes
-  const int64_t warp_bytes =
-      row_bytes >= 128 ? rows * (row_bytes + 16) : rows / 2 * (2 * row_bytes + 16) + rows % 2 * row_bytes;
+  const int lanes = static_cast<int>(row.lanes);
+  const int64_t warp_bytes = samples_offset(sizeof(Sample<float>) * lanes, 32 / lanes);  // PyramidWalk::kWarpBytes
   plan.shared = warp_bytes * warps + static_cast<int64_t>(sizeof(Level)) * problem.L +
                 static_cast<int64_t>(sizeof(Level) + sizeof(Steps)) * steps +
                 static_cast<int64_t>(region_bytes(problem.L, known_regions(call.levels, static_cast<int>(problem.L))));

@@ -167,7 +167,7 @@ def _draw_points(draw: Draw) -> Problem:
     )
 
 
-def _points_reference(input: Tensor, points: Tensor, **settings) -> Tensor:
+def _points_reference(input: Tensor, points: Tensor, **settings: Any) -> Tensor:
     grid = torch.where(points.isfinite() & (points.abs() < 1e3), points, -9.0) * 2 - 1
     if 0 in input.shape[2:]:  # which grid_sample refuses
         nothing = input.sum() + grid.flatten()[:0].sum()

@@ -1,0 +1,139 @@
+"""``python -m benchmarks.paths``: the time of every path of an operator on the shapes of published models.
+
+An operator with several kernels for one task chooses among its paths by the sizes of a call (``visdet.ops.explain``
+names them). This measures each path that serves a shape, so that it shows what the choice gains: a path is worth its
+code where it is 5 % faster than the next best on a shape that a model runs. Needs a GPU.
+"""
+
+import argparse
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visdet.ops import explain
+from visdet.ops.explain import choose_only
+
+from .case import Case, dtype_name
+from .environment import describe
+from .ops.deformable_aggregation import CASES as AGGREGATION
+from .ops.detection import CASES as DETECTION
+from .ops.gaussian_field import CASES as GAUSSIANS
+from .ops.ms_deform_attn import CASES as ATTENTION
+from .ops.ms_deform_attn import PYRAMID
+from .ops.ms_deform_attn import case as attention_case
+from .ops.sample import CASES as SAMPLES
+from .timing import time_pass
+
+__all__ = ["main", "measure_paths"]
+
+PATHS = {
+    "ms_deform_attn": (
+        ("decoder", "few_rows", "encoder", "half_lines", "rows"),
+        ("direct", "encoder", "sorted"),
+    ),
+    "deformable_aggregation": (("packs", "single_values"), ("held_packs", "packs", "single_values")),
+    "gaussian_field": (
+        ("culled", "many_points", "several_points", "one_point"),
+        ("culled", "several_points", "one_point"),
+    ),
+    "sample_sum": (("in_place", "alternating", "copy_first"),) * 2,
+    "sample_dot": (("in_place", "alternating", "copy_first"),) * 2,
+    "deform_conv2d": (("packs", "values"), ("weight_only", "packs", "values")),
+    "modulated_deform_conv2d": (("packs", "values"), ("weight_only", "packs", "values")),
+}
+
+FIVE_SCALES = ((200, 268), *PYRAMID)  # DINO with levels of strides 4 to 64
+REAL_TIME = ((80, 80), (40, 40), (20, 20))  # 640 x 640 pixels: RT-DETR, D-FINE
+BEV_CAMERAS = ((116, 200), (58, 100), (29, 50), (15, 25))  # BEVFormer at 928 x 1600 pixels
+
+
+def model_cases() -> list[Case]:
+    """Return attention's shapes in published models that the benchmark of the operator does not have."""
+    local = dict(local=True, graph=True)
+    cases = [
+        attention_case("dino-5-scales", B=1, levels=FIVE_SCALES, **local),
+        attention_case("single-scale", levels=PYRAMID[1:2], **local),
+        attention_case("bevformer-temporal", B=2, levels=((200, 200),), **local),
+        attention_case("bevformer-cameras", B=6, Q=9600, P=8, levels=BEV_CAMERAS, graph=True),
+    ]
+    for B, Q, levels, name in (
+        (1, 300, REAL_TIME, "rt-detr-b1"),
+        (16, 300, REAL_TIME, "rt-detr-b16"),
+        (1, 300, PYRAMID, "decoder-q300-b1"),
+        (8, 300, PYRAMID, "decoder-q300-b8"),
+        (16, 300, PYRAMID, "decoder-q300-b16"),
+        (1, 900, PYRAMID, "decoder-q900-b1"),
+        (8, 900, PYRAMID, "decoder-q900-b8"),
+        (2, 1100, PYRAMID, "decoder-q1100-denoising"),
+        (2, 1100, FIVE_SCALES, "decoder-q1100-5-scales"),
+    ):
+        cases.append(attention_case(name, B=B, Q=Q, levels=levels, graph=True))
+    return cases
+
+
+def measure_paths(case: Case, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
+    """Return {"op", "case", "sizes", "dtype", "pass", "path", "chosen", "us"} for every path that serves the case."""
+    arguments = case.make(dtype, torch.device("cuda"))
+    call = case.call(arguments)
+    # Leaves of the gradient are the same on every path; a plan of the call says which one it takes by itself.
+    with torch.no_grad():
+        output = call.function(*arguments)
+    grad_output = torch.randn_like(output)
+    chosen = explain(case.op, *arguments).paths()
+    rows: list[dict[str, Any]] = []
+    for kind, paths in zip(("forward", "backward"), PATHS[case.op], strict=True):
+        op = case.op if kind == "forward" else f"{case.op}_backward"
+        for path in paths:
+            torch.cuda.empty_cache()
+            try:
+                with choose_only(op, path):
+                    timing = time_pass(call, kind, grad_output, True, seconds)
+            except RuntimeError as error:
+                if "path" not in str(error):
+                    raise
+                continue  # it declines the call
+            row = dict(op=case.op, case=case.name, sizes=case.sizes, dtype=dtype_name(dtype))
+            row |= {"pass": kind, "path": path, "chosen": chosen.get(op) == path, "us": timing.median_us}
+            rows.append(row)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.paths", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--cases", nargs="+", default=[], metavar="WORD", help="cases whose op/name contains a WORD"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.05, help="of repetition for one time (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("work_dirs/bench/paths.json"), help="the table as JSON"
+    )
+    options = parser.parse_args(arguments)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    report: dict[str, Any] = {"environment": describe(torch.device("cuda")), "commit": commit, "rows": []}
+    for case in (*ATTENTION, *model_cases(), *AGGREGATION, *SAMPLES, *GAUSSIANS, *DETECTION):
+        if case.op not in PATHS or case.name == "tiny":
+            continue
+        if options.cases and not any(word in case.title for word in options.cases):
+            continue
+        for dtype in case.dtypes[:2]:
+            rows = measure_paths(case, dtype, options.seconds)
+            report["rows"] += rows
+            for kind in ("forward", "backward"):
+                times = [f"{'*' * r['chosen']}{r['path']} {r['us']:.1f}" for r in rows if r["pass"] == kind]
+                print(f"{case.title} {dtype_name(dtype)} {kind}: {', '.join(times)}", flush=True)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
