@@ -79,11 +79,10 @@ def measure_paths(case: Case, dtype: torch.dtype, seconds: float) -> list[dict[s
     """Return {"op", "case", "sizes", "dtype", "pass", "path", "chosen", "us"} for every path that serves the case."""
     arguments = case.make(dtype, torch.device("cuda"))
     call = case.call(arguments)
-    # Leaves of the gradient are the same on every path; a plan of the call says which one it takes by itself.
     with torch.no_grad():
         output = call.function(*arguments)
     grad_output = torch.randn_like(output)
-    chosen = explain(case.op, *arguments).paths()
+    chosen = explain(case.function, *arguments).paths()
     rows: list[dict[str, Any]] = []
     for kind, paths in zip(("forward", "backward"), PATHS[case.op], strict=True):
         op = case.op if kind == "forward" else f"{case.op}_backward"

@@ -37,8 +37,8 @@ def ms_deform_attn(
     ``-1 < x < W`` and ``-1 < y < H``; a corner outside the map counts as zero (``grid_sample`` of ``2 * loc - 1``:
     bilinear, zeros, align_corners=False). A sample with a NaN or infinite coordinate contributes nothing,
     whatever its weight, and has zero gradients. On CUDA a corner outside stands for a texel inside with weight zero, so
-    a NaN or infinite number of ``value`` may reach samples beside the map, and one of the output's gradient texels
-    beside its own. The CPU does not read these texels.
+    a NaN or infinite number of ``value`` may reach samples beside the map, and one of the output's gradient or of a
+    weight the gradients of texels beside its own. The CPU does not read these texels.
 
     Args:
         value: float64, float32, float16 or bfloat16, channels last; the levels one after another, S = sum

@@ -48,7 +48,10 @@ def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwarg
     if is_widened:
         im, grid = im.float(), grid.float()
     grid = grid.nan_to_num(nan=-_FURTHEST).clamp(-_FURTHEST, _FURTHEST)
-    samples = F.grid_sample(im, grid, align_corners=align_corners, **kwargs)
+    # cuDNN's gradients differ from run to run and it does not say so; torch's own kernel raises an error.
+    uses_cudnn = torch.backends.cudnn.enabled and not torch.are_deterministic_algorithms_enabled()
+    with torch.backends.cudnn.flags(enabled=uses_cudnn):
+        samples = F.grid_sample(im, grid, align_corners=align_corners, **kwargs)
     return samples.to(dtype) if is_widened else samples
 
 

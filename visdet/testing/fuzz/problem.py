@@ -57,6 +57,7 @@ class Family:
         aliases: further names under which errors may come.
         reads_beside: arguments of which CUDA kernels read numbers with weight zero for corners outside a map, so that a
             NaN or infinite one, in them or in the gradient of the result, may reach more than the definition says.
+        scatters_beside: arguments of which a NaN or infinite number may likewise reach gradients of ``reads_beside``.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Family:
     spoiled: dict[str, Sequence[str | int]] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     reads_beside: tuple[str, ...] = ()
+    scatters_beside: tuple[str, ...] = ()
 
 
 class Draw:

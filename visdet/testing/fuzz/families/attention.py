@@ -286,6 +286,7 @@ FAMILIES = (
         ms_deform_attn_reference,
         _bounds,
         reads_beside=("value",),
+        scatters_beside=("weights",),
         spoiled={
             "value": ("rank", "type", 0, 1, 2),
             "locations": ("rank", "device", 0, 1, 2, 3, 4, 5),
@@ -300,6 +301,7 @@ FAMILIES = (
         _fused_reference,
         _fused_bounds,
         reads_beside=("value",),
+        scatters_beside=("logits",),
         spoiled={
             "value": ("rank", "type", 0, 1, 2),
             "offsets": ("rank", "device", 0, 1, 2, 3, 4),

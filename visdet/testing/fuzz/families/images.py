@@ -1,6 +1,7 @@
 """sample_sum, sample_dot and point_sample: bilinear samples of images."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
