@@ -37,7 +37,7 @@ CSRC = Path("visdet/ops/csrc")
 # torch 2.10, the oldest supported: 0x02 major, 0x0a minor (0x0210 would be 2.16).
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 CXX = os.environ.get("CXX", "g++")
-# cpu/<op>.cpp is compiled once per instruction set (see csrc/cpu/vec.h).
+# Every .cpp below cpu is compiled once per instruction set (see csrc/cpu/vec.h).
 X86_ISAS = {
     "baseline": [],
     "avx2": ["-march=x86-64-v3"],
@@ -151,6 +151,11 @@ def cuda_decision(torch):
     return nvcc
 
 
+def object_stem(source):
+    """Return csrc/cuda/op/forward.cu as "cuda_op_forward"."""
+    return "_".join(source.relative_to(ROOT / CSRC).with_suffix("").parts)
+
+
 def common_flags():
     """Return the flags of every compilation."""
     from torch.utils.cpp_extension import include_paths
@@ -240,8 +245,8 @@ class NinjaFile:
         for isa, isa_flags in X86_ISAS.items() if is_x86 else [("baseline", [])]:
             defines = [f"-DVISDET_ISA={isa}"] + (["-DVISDET_ISA_BASELINE"] if isa == "baseline" else [])
             command = " ".join([CXX, *flags, *isa_flags, *defines])
-            for source in sorted((ROOT / CSRC / "cpu").glob("*.cpp")):
-                built.append(self.compile(command, source, objects / f"cpu_{source.stem}_{isa}.o"))
+            for source in sorted((ROOT / CSRC / "cpu").rglob("*.cpp")):
+                built.append(self.compile(command, source, objects / f"{object_stem(source)}_{isa}.o"))
         self.link(f"{CXX} -shared", built, library, libraries)
 
     def add_cuda_objects(self, objects, nvcc, gencode, *flags):
@@ -257,8 +262,8 @@ class NinjaFile:
             *flags,
         ]
         command = " ".join([str(nvcc), *flags])
-        sources = sorted((ROOT / CSRC / "cuda").glob("*.cu"))
-        return [self.compile(command, source, objects / f"cuda_{source.stem}.o") for source in sources]
+        sources = sorted((ROOT / CSRC / "cuda").rglob("*.cu"))
+        return [self.compile(command, source, objects / f"{object_stem(source)}.o") for source in sources]
 
     def add_cuda_library(self, library, objects, libraries, nvcc, names, with_ptx):
         gencode = gencode_flags(names, with_ptx)

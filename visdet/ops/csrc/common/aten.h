@@ -9,7 +9,7 @@
 #include <array>
 #include <vector>
 
-#include "checks.h"
+#include "common/checks.h"
 
 // The text of the thread's last error. Null before torch 2.13: older ones print that text on stderr.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "checks.h"
+#include "common/checks.h"
 
 namespace visdet {
 

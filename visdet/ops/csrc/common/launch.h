@@ -21,8 +21,8 @@
 #include <optional>
 #include <utility>
 
-#include "checks.h"
-#include "device.h"
+#include "common/checks.h"
+#include "common/device.h"
 
 namespace visdet {
 

@@ -2,8 +2,8 @@
 //
 // Parallel over anchors. An anchor's places are written to a row of scratch first, in vectors, where the exponentials
 // are; turning them is a few multiplications a point.
-#include "exp.h"
-#include "vec.h"
+#include "cpu/exp.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 
@@ -115,8 +115,8 @@ VISDET_INSTANTIATE(double)
 #include <tuple>
 #include <vector>
 
-#include "../box_key_points.h"
-#include "dispatch.h"
+#include "box_key_points.h"
+#include "cpu/dispatch.h"
 
 namespace visdet {
 

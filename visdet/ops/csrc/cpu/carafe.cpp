@@ -3,7 +3,7 @@
 // The s * s pixels above one of the map's are phases. Masks are first copied into rows of one phase and one tap each,
 // [B, G, H, s * s, K * K, W]; then all three passes are sums of products of rows of W numbers. Forward and the
 // gradient of masks are parallel over rows of the map, the gradient of features over its channels.
-#include "vec.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 
@@ -174,8 +174,8 @@ VISDET_INSTANTIATE(BFloat16, float)
 
 #include <tuple>
 
-#include "../carafe.h"
-#include "dispatch.h"
+#include "carafe.h"
+#include "cpu/dispatch.h"
 
 namespace visdet {
 

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <memory>
 
-#include "../common/checks.h"
-#include "vec.h"
+#include "common/checks.h"
+#include "cpu/vec.h"
 
 #if defined(VISDET_HAS_X86_ISAS)
 #include <cpuid.h>

@@ -1,7 +1,7 @@
 // exp of a vector of numbers that are not positive. Included like vec.h, by every pass.
 #pragma once
 
-#include "vec.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 namespace VISDET_ISA {

@@ -5,8 +5,8 @@
 // means, factors and weights. Triangular systems are solved by substitution: an explicit inverse costs as much and
 // loses the digits of ill-conditioned factors. Forward and the gradient of points are parallel over points, the
 // gradients of Gaussians over blocks, so there are no races and no dependence on the number of threads.
-#include "exp.h"
-#include "vec.h"
+#include "cpu/exp.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 
@@ -240,8 +240,8 @@ VISDET_INSTANTIATE(double)
 #include <initializer_list>
 #include <tuple>
 
-#include "../gaussian_field.h"
-#include "dispatch.h"
+#include "cpu/dispatch.h"
+#include "gaussian_field.h"
 
 namespace visdet {
 

@@ -1,7 +1,7 @@
 // Maps of a block of channels, laid out pixel by pixel for the operators that pool regions on the CPU. See vec.h.
 #pragma once
 
-#include "vec.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 

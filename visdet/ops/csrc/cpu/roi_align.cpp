@@ -4,7 +4,7 @@
 // Then channels lie side by side in the lanes: a window of the map is laid out pixel by pixel once for a block of them,
 // and each bin adds up its pixels. Forward: parallel over images (or parts of their regions) and blocks of channels.
 // Backward: parallel over images and blocks of channels, each adding its regions in order.
-#include "regions.h"
+#include "cpu/regions.h"
 
 namespace visdet {
 
@@ -115,8 +115,8 @@ VISDET_INSTANTIATE(BFloat16, float)
 #include <cmath>
 #include <vector>
 
-#include "../roi_align.h"
-#include "dispatch.h"
+#include "cpu/dispatch.h"
+#include "roi_align.h"
 
 namespace visdet {
 

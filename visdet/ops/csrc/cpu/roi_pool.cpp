@@ -3,7 +3,7 @@
 // Forward: parallel over blocks of channels, which lie side by side in the lanes: a window of the map is laid out pixel
 // by pixel once, then every bin is searched without branches, in reading order. Backward: parallel over channels, each
 // adding its regions in order.
-#include "regions.h"
+#include "cpu/regions.h"
 
 namespace visdet {
 
@@ -106,8 +106,8 @@ VISDET_INSTANTIATE(BFloat16, float)
 #include <tuple>
 #include <vector>
 
-#include "../roi_pool.h"
-#include "dispatch.h"
+#include "cpu/dispatch.h"
+#include "roi_pool.h"
 
 namespace visdet {
 

@@ -2,8 +2,8 @@
 //
 // Most elements are no target: rows are run through as background, in vectors, and the few targets are then computed
 // once more. Parallel over rows.
-#include "exp.h"
-#include "vec.h"
+#include "cpu/exp.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 
@@ -124,8 +124,8 @@ VISDET_INSTANTIATE(BFloat16, float)
 
 #include <algorithm>
 
-#include "../sigmoid_focal_loss.h"
-#include "dispatch.h"
+#include "cpu/dispatch.h"
+#include "sigmoid_focal_loss.h"
 
 namespace visdet {
 

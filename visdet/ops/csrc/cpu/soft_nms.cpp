@@ -3,8 +3,8 @@
 // Boxes are kept as columns, a vector's lanes are boxes. Rounds depend on each other and a round is short, so all of it
 // runs on one thread. The places behind the last box hold NaN scores, which are neither best nor too low: no loop has a
 // remainder.
-#include "exp.h"
-#include "vec.h"
+#include "cpu/exp.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 
@@ -126,8 +126,8 @@ VISDET_INSTANTIATE(double)
 #include <limits>
 #include <tuple>
 
-#include "../soft_nms.h"
-#include "dispatch.h"
+#include "cpu/dispatch.h"
+#include "soft_nms.h"
 
 namespace visdet {
 

@@ -4,9 +4,9 @@
 
 #include <tuple>
 
-#include "../box_key_points.h"
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
+#include "box_key_points.h"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
 
 namespace visdet {
 namespace {

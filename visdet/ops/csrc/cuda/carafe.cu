@@ -4,9 +4,9 @@
 
 #include <tuple>
 
-#include "../carafe.h"
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
+#include "carafe.h"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
 
 namespace visdet {
 namespace {

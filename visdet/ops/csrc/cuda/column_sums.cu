@@ -8,8 +8,8 @@
 
 #include <vector>
 
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
 
 namespace visdet {
 namespace {

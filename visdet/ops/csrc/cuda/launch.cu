@@ -9,9 +9,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../common/cuda_errors.h"
-#include "../common/launch.h"
-#include "../common/paths.h"
+#include "common/cuda_errors.h"
+#include "common/launch.h"
+#include "common/paths.h"
 
 namespace visdet {
 namespace {

@@ -4,9 +4,9 @@
 
 #include <tuple>
 
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
-#include "../roi_pool.h"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
+#include "roi_pool.h"
 
 namespace visdet {
 namespace {

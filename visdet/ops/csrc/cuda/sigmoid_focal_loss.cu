@@ -2,9 +2,9 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
-#include "../sigmoid_focal_loss.h"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
+#include "sigmoid_focal_loss.h"
 
 namespace visdet {
 namespace {

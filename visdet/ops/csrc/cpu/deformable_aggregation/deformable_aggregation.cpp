@@ -5,8 +5,8 @@
 // Forward: parallel over (b, q). Backward: parallel over (b, v), one task owning camera v's rows of grad_features and
 // its pairs' grad_locations and grad_weights, so there are no races and no dependence on the number of threads.
 // Gradients of 16-bit features are summed in float32 in a scratch of one camera's rows, and rounded once.
-#include "../common/bilinear.h"
-#include "vec.h"
+#include "common/bilinear.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 
@@ -212,9 +212,9 @@ template void round_sums<BFloat16, float>(const float*, BFloat16*, int64_t);
 #include <type_traits>
 #include <vector>
 
-#include "../deformable_aggregation.h"
-#include "deformable_aggregation_cpu.h"
-#include "dispatch.h"
+#include "cpu/deformable_aggregation/deformable_aggregation_cpu.h"
+#include "cpu/dispatch.h"
+#include "deformable_aggregation.h"
 
 namespace visdet {
 

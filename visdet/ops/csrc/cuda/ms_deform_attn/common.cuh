@@ -6,10 +6,10 @@
 #include <cstring>
 #include <type_traits>
 
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
-#include "../common/paths.h"
-#include "../ms_deform_attn.h"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
+#include "common/paths.h"
+#include "ms_deform_attn.h"
 
 namespace visdet {
 namespace msda {

@@ -6,8 +6,8 @@
 // parts of a batch entry's queries, which depend on the sizes alone. A part works its rows out again and sums the
 // gradients of camera_logits of its queries; the parts' sums are added in order. So there are no races and no
 // dependence on the number of threads.
-#include "exp.h"
-#include "vec.h"
+#include "cpu/exp.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 
@@ -263,9 +263,9 @@ VISDET_INSTANTIATE(BFloat16, float)
 #include <numeric>
 #include <tuple>
 
-#include "../deformable_aggregation_fused.h"
-#include "deformable_aggregation_cpu.h"
-#include "dispatch.h"
+#include "cpu/deformable_aggregation/deformable_aggregation_cpu.h"
+#include "cpu/dispatch.h"
+#include "deformable_aggregation_fused.h"
 
 namespace visdet {
 

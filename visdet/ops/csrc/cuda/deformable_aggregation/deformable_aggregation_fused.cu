@@ -6,10 +6,10 @@
 #include <tuple>
 #include <type_traits>
 
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
-#include "../deformable_aggregation_fused.h"
-#include "deformable_aggregation.cuh"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
+#include "cuda/deformable_aggregation/deformable_aggregation.cuh"
+#include "deformable_aggregation_fused.h"
 
 namespace visdet {
 namespace {

@@ -11,8 +11,8 @@
 
 #include <type_traits>
 
-#include "../common/bilinear.h"
-#include "vec.h"
+#include "common/bilinear.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 

@@ -6,7 +6,7 @@
 // a chunk the gradients of columns, offset and mask are made in parallel over its places; then the gradient of input,
 // in parallel over lines of channels and bands of rows; then that of the weight, in parallel over lines of channels.
 // Every number is written by one task, its terms in one order: results do not depend on the number of threads.
-#include "deform_conv2d_kernels.h"
+#include "cpu/deform_conv2d/deform_conv2d_kernels.h"
 
 namespace visdet {
 namespace VISDET_ISA {
@@ -38,8 +38,8 @@ VISDET_INSTANTIATE(BFloat16, float)
 #include <tuple>
 #include <vector>
 
-#include "../deform_conv2d.h"
-#include "dispatch.h"
+#include "cpu/dispatch.h"
+#include "deform_conv2d.h"
 
 namespace visdet {
 

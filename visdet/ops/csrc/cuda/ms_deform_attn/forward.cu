@@ -2,7 +2,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "ms_deform_attn.cuh"
+#include "cuda/ms_deform_attn/common.cuh"
 
 namespace visdet {
 namespace msda {

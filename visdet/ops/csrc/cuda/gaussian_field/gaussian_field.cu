@@ -17,10 +17,10 @@
 #include <tuple>
 #include <type_traits>
 
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
-#include "../common/paths.h"
-#include "../gaussian_field.h"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
+#include "common/paths.h"
+#include "gaussian_field.h"
 
 namespace visdet {
 namespace {

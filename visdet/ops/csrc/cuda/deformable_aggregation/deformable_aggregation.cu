@@ -8,14 +8,14 @@
 #include <tuple>
 #include <type_traits>
 
-#include "../common/bilinear.h"
-#include "../common/block_scan.cuh"
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
-#include "../common/order_records.cuh"
-#include "../common/paths.h"
-#include "../deformable_aggregation.h"
-#include "deformable_aggregation.cuh"
+#include "common/bilinear.h"
+#include "common/block_scan.cuh"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
+#include "common/order_records.cuh"
+#include "common/paths.h"
+#include "cuda/deformable_aggregation/deformable_aggregation.cuh"
+#include "deformable_aggregation.h"
 
 namespace visdet {
 namespace {

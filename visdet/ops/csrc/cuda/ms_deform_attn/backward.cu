@@ -6,9 +6,9 @@
 #include <optional>
 #include <tuple>
 
-#include "../common/bilinear.h"
-#include "../common/block_scan.cuh"
-#include "ms_deform_attn.cuh"
+#include "common/bilinear.h"
+#include "common/block_scan.cuh"
+#include "cuda/ms_deform_attn/common.cuh"
 
 namespace visdet {
 namespace msda {

@@ -10,9 +10,9 @@
 // in place: no races, and a result that does not depend on the number of threads.
 #include <type_traits>
 
-#include "../common/bilinear.h"
-#include "exp.h"
-#include "vec.h"
+#include "common/bilinear.h"
+#include "cpu/exp.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 
@@ -691,8 +691,8 @@ VISDET_INSTANTIATE(BFloat16, float)
 #include <tuple>
 #include <vector>
 
-#include "../ms_deform_attn.h"
-#include "dispatch.h"
+#include "cpu/dispatch.h"
+#include "ms_deform_attn.h"
 
 namespace visdet {
 

@@ -13,12 +13,12 @@
 #include <tuple>
 #include <type_traits>
 
-#include "../common/aten.h"
-#include "../common/bilinear.h"
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
-#include "../common/paths.h"
-#include "../deform_conv2d.h"
+#include "common/aten.h"
+#include "common/bilinear.h"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
+#include "common/paths.h"
+#include "deform_conv2d.h"
 
 namespace visdet {
 namespace {

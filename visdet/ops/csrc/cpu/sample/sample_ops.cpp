@@ -4,8 +4,8 @@
 // Images are read as [B, H, W, pixel]: NCHW ones are copied into that order first. The sum and dots passes are parallel
 // over (b, q), the scatter pass over (b, chunk of channels), so there are no races and no dependence on the number of
 // threads. Channels are taken in whole vectors: the last one of a pixel begins early enough to end with the pixel.
-#include "../common/bilinear.h"
-#include "vec.h"
+#include "common/bilinear.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 
@@ -436,8 +436,8 @@ template void transpose<BFloat16, BFloat16>(const BFloat16*, int64_t, BFloat16*,
 #include <algorithm>
 #include <tuple>
 
-#include "../sample_ops.h"
-#include "dispatch.h"
+#include "cpu/dispatch.h"
+#include "sample_ops.h"
 
 namespace visdet {
 

@@ -9,13 +9,13 @@
 #include <tuple>
 #include <type_traits>
 
-#include "../common/bilinear.h"
-#include "../common/block_scan.cuh"
-#include "../common/cuda_utils.cuh"
-#include "../common/launch.h"
-#include "../common/order_records.cuh"
-#include "../common/paths.h"
-#include "../sample_ops.h"
+#include "common/bilinear.h"
+#include "common/block_scan.cuh"
+#include "common/cuda_utils.cuh"
+#include "common/launch.h"
+#include "common/order_records.cuh"
+#include "common/paths.h"
+#include "sample_ops.h"
 
 namespace visdet {
 namespace {
