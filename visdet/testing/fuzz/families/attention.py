@@ -146,6 +146,9 @@ def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
     side = float(shapes.max()) if shapes.numel() else 1.0
     peak = largest(problem.arguments["value"])
     bounds["output"] = peak * row_sum(problem.arguments["weights"], 2)
+    if "value" in bounds:
+        per_texel = largest(problem.arguments["weights"]) * bounds.get("grad_peak", 0.0)
+        bounds["value"] = max(bounds["value"], per_texel)
     if "weights" in bounds:
         bounds["weights"] = max(bounds["weights"], peak * gradient_sum(bounds))
     if "locations" in bounds:
@@ -269,7 +272,7 @@ def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     heads = max(1, given["value"].shape[2])
     everywhere = max(1, given["value"].shape[0] * max(1, len(shapes)))  # shared by the batch and the levels
     for name, bound in (
-        ("value", bounds.get("value", 0.0) * exponent),
+        ("value", max(bounds.get("value", 0.0), bounds.get("grad_peak", 0.0)) * exponent),
         ("logits", 2 * sample * reach),
         ("offsets", per_location),
         ("reference_points", per_location * heads * everywhere * reach),
