@@ -20,8 +20,21 @@ __all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop"]
 _VALIDATED = "validated_at_iter"
 
 
+class _Validation:
+    """When a training loop validates; ``_progress`` says what is done and what is to be done, in its own unit."""
+
+    def _is_validation_due(self) -> bool:
+        self._decide_current_val_interval()
+        done, total = self._progress()
+        return done >= self.val_begin and (done % self.val_interval == 0 or done == total)
+
+    def _must_catch_up(self) -> bool:
+        """Return whether a resumed run was killed between its checkpoint and the validation that was due."""
+        return self._progress()[0] > 0 and self._is_validation_due() and not _is_validated(self.runner)
+
+
 @LOOPS.register_module()
-class EpochBasedTrainLoop(_EpochBasedTrainLoop):
+class EpochBasedTrainLoop(_Validation, _EpochBasedTrainLoop):
     """Epoch-based training that resumes inside an epoch where the checkpoint was saved inside one.
 
     Differences from mmengine's: a resumed run continues with the next batch of the epoch; the random state
@@ -77,18 +90,12 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         self.runner.call_hook("after_train_epoch")
         self._epoch += 1
 
-    def _is_validation_due(self) -> bool:
-        self._decide_current_val_interval()
-        due = self._epoch % self.val_interval == 0 or self._epoch == self._max_epochs
-        return self._epoch >= self.val_begin and due
-
-    def _must_catch_up(self) -> bool:
-        """Return whether a resumed run was killed between its checkpoint and the validation that was due."""
-        return self._epoch > 0 and self._is_validation_due() and not _is_validated(self.runner)
+    def _progress(self) -> tuple[int, int]:
+        return self._epoch, self._max_epochs
 
 
 @LOOPS.register_module()
-class IterBasedTrainLoop(_IterBasedTrainLoop):
+class IterBasedTrainLoop(_Validation, _IterBasedTrainLoop):
     """Iteration-based training that resumes at its iteration without loading what was trained on before.
 
     Differences from mmengine's: the data order of a resumed run is that of an uninterrupted one, found by
@@ -148,14 +155,8 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
         self.runner.call_hook("after_train")
         return self.runner.model
 
-    def _is_validation_due(self) -> bool:
-        self._decide_current_val_interval()
-        due = self._iter % self.val_interval == 0 or self._iter == self._max_iters
-        return self._iter >= self.val_begin and due
-
-    def _must_catch_up(self) -> bool:
-        """Return whether a resumed run was killed between its checkpoint and the validation that was due."""
-        return self._iter > 0 and self._is_validation_due() and not _is_validated(self.runner)
+    def _progress(self) -> tuple[int, int]:
+        return self._iter, self._max_iters
 
 
 def _check_epochs_end(dataloader: DataLoader) -> None:
