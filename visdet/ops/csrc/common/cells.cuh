@@ -23,9 +23,9 @@ __device__ __forceinline__ Index cell_of(A x, A y, int32_t W) {
   return static_cast<Index>(row) * (static_cast<Index>(W) + 1) + static_cast<Index>(column);
 }
 
-// Bytes of shared memory that exclusive_sum_block() declares.
+// Bytes of shared memory that exclusive_sum_block() declares, up to the next multiple of 16.
 template <int THREADS>
-constexpr int64_t kExclusiveSumShared = sizeof(int32_t) * (THREADS / 32);
+constexpr int64_t kExclusiveSumShared = (sizeof(int32_t) * (THREADS / 32) + 15) / 16 * 16;
 
 // For all threads of a block: the sum of `value` over the threads before this one; `total` over all.
 template <int THREADS>

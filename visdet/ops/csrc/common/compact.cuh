@@ -9,9 +9,9 @@
 
 namespace visdet {
 
-// Bytes of shared memory that compact_block() declares.
+// Bytes of shared memory that compact_block() declares, up to the next multiple of 16.
 template <int THREADS, int ROUNDS = 1>
-constexpr int64_t kCompactShared = sizeof(int32_t) * ROUNDS * (THREADS / 32);
+constexpr int64_t kCompactShared = (sizeof(int32_t) * ROUNDS * (THREADS / 32) + 15) / 16 * 16;
 
 // For all threads of a block: there are THREADS entries a round, a thread has one of each. Calls put(round, position)
 // for every entry for which keeps(round) holds, its position being the number of kept entries before it, and returns
