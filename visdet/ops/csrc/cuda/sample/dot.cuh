@@ -5,7 +5,7 @@
 // A block owns a query. It lists the samples that count with their corners and works out their encodings; its warps
 // take the samples one after another, and the 32 lanes split the channels. A lane has one or two packs of VEC channels
 // of the query's rows in registers (HELD), with TAIL one channel more, which is enough for all channels; with HELD 0 it
-// reads rows again for every sample. Groups are done GROUPS at a time. For the gradients a lane multiplies each corner
+// reads rows again for every sample. Groups are done kGroups at a time. For the gradients a lane multiplies each corner
 // with h, the sum over groups of coefficients times rows (see ../sample_ops.h); a transposed sum then gives four lanes
 // the dot product of a corner each, of which they make the gradient of the location. One lane writes it, and adds what
 // it wrote for earlier groups. No two threads write one address, but for the counters below.
@@ -30,12 +30,12 @@ struct Position {
   int32_t d, inside;  // inside: a bit a corner
 };
 
-template <typename T, typename A, int GROUPS, bool GRAD>
+template <typename T, typename A, bool GRAD>
 union DotsShared {
   struct {
     CornerRows<A> samples[kDotThreads<A>];
     Position<A> positions[kDotThreads<A>];
-    Pack<A, GROUPS> coefficients[GRAD ? kDotThreads<A> : 1];
+    Pack<A, kGroups> coefficients[GRAD ? kDotThreads<A> : 1];
   } lists;
   std::conditional_t<GRAD, char, CopyTile<T>> tile;
   __device__ DotsShared() {}
@@ -44,25 +44,25 @@ union DotsShared {
 // What a lane adds up for a sample. GRAD: `values` are the dot products of the four corners with h, then those of the
 // sample with the rows, or the gradient of the depth; else they are the dot products with the rows, and `of_encoding`
 // is that with the encoding, which all groups have in common.
-template <typename A, int GROUPS, bool DOTS, bool GRAD>
+template <typename A, bool DOTS, bool GRAD>
 struct SampleSums {
   static constexpr int kFirstDot = GRAD ? 4 : 0;
 
   A* values;
   const CornerRows<A>& sample;
   const A* encoding;
-  Pack<A, GROUPS> coefficient;
+  Pack<A, kGroups> coefficient;
   A all_coefficients, of_encoding;
 
   // Adds VEC channels from c on, given those of the corners and, for c < K, of the rows.
   template <int VEC>
-  __device__ __forceinline__ void add(int c, const A (&corner)[4][VEC], const A (&row)[GROUPS][VEC],
+  __device__ __forceinline__ void add(int c, const A (&corner)[4][VEC], const A (&row)[kGroups][VEC],
                                       const Sizes& sizes) {
     A sampled[VEC], h[VEC] = {};
     interpolate(corner, sample.weight, sampled);
     if (c < sizes.K) {
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
+      for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
           if (DOTS) values[kFirstDot + g] += sampled[v] * row[g][v];
@@ -91,17 +91,17 @@ struct SampleSums {
   }
 };
 
-template <typename T, typename TO, typename A, int VEC, int GROUPS, int HELD, bool TAIL, bool DOTS, bool GRAD>
+template <typename T, typename TO, typename A, int VEC, int HELD, bool TAIL, bool DOTS, bool GRAD>
 __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
     dots_kernel(const T* images, const Copying<T> copying, const Pack<A, 2>* __restrict__ samples,
                 const A* __restrict__ coefficients, const A* __restrict__ rows, const A* __restrict__ depths,
                 TO* __restrict__ dots, Pack<A, 2>* __restrict__ grad_samples, A* __restrict__ grad_depths,
                 int32_t* __restrict__ counts, int32_t* __restrict__ ranks, const Sizes sizes) {
-  using Sums = SampleSums<A, GROUPS, DOTS, GRAD>;
-  constexpr int kValues = GRAD ? 8 : GROUPS, kPack = 32 * VEC, kBatch = sizeof(A) == 4 ? 2 : 1, kTail = HELD * kPack,
+  using Sums = SampleSums<A, DOTS, GRAD>;
+  constexpr int kValues = GRAD ? 8 : kGroups, kPack = 32 * VEC, kBatch = sizeof(A) == 4 ? 2 : 1, kTail = HELD * kPack,
                 kThreads = kDotThreads<A>, kWarps = kThreads / 32;
   extern __shared__ __align__(16) char dynamic_shared[];
-  __shared__ DotsShared<T, A, GROUPS, GRAD> shared;
+  __shared__ DotsShared<T, A, GRAD> shared;
   auto& list = shared.lists.samples;
   auto& positions = shared.lists.positions;
   auto& listed_coefficients = shared.lists.coefficients;
@@ -115,17 +115,17 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
   const auto* image = reinterpret_cast<const char*>(images + b * sizes.H * sizes.W * sizes.C);
   const uint32_t pixel_bytes = sizes.C * sizeof(T);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, encoded = sizes.C - sizes.K, tail = kTail + lane;
-  for (int g0 = 0; g0 < sizes.G; g0 += GROUPS) {
-    const int groups = min(GROUPS, sizes.G - g0);
+  for (int g0 = 0; g0 < sizes.G; g0 += kGroups) {
+    const int groups = min(kGroups, sizes.G - g0);
     const int64_t group_rows = sizes.Q * sizes.K, group_dots = sizes.Q * sizes.D;
     const A* my_rows = rows + ((b * sizes.G + g0) * sizes.Q + q) * sizes.K;
     TO* my_dots = DOTS ? dots + ((b * sizes.G + g0) * sizes.Q + q) * sizes.D : nullptr;
-    const auto load_rows = [&](int c, auto& row) {  // [GROUPS][channels]
+    const auto load_rows = [&](int c, auto& row) {  // [kGroups][channels]
       constexpr int kVec = sizeof(row[0]) / sizeof(A);
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) load_pack<A, kVec>(my_rows + min(g, groups - 1) * group_rows + c, row[g]);
+      for (int g = 0; g < kGroups; ++g) load_pack<A, kVec>(my_rows + min(g, groups - 1) * group_rows + c, row[g]);
     };
-    A held[greatest(HELD, 1)][GROUPS][VEC], held_tail[GROUPS][1];
+    A held[greatest(HELD, 1)][kGroups][VEC], held_tail[kGroups][1];
 #pragma unroll
     for (int n = 0; n < HELD; ++n) {
       if (n * kPack + lane * VEC < sizes.K) load_rows(n * kPack + lane * VEC, held[n]);
@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
     if (TAIL && tail < sizes.K) load_rows(tail, held_tail);
     for (int d0 = 0; d0 < sizes.D; d0 += kThreads) {
       const int mine = d0 + threadIdx.x;
-      Pack<A, GROUPS> my_coefficients = {};
-      if (GRAD) my_coefficients = load_coefficients<GROUPS>(coefficients, b, q, g0, mine, sizes);
+      Pack<A, kGroups> my_coefficients = {};
+      if (GRAD) my_coefficients = load_coefficients(coefficients, b, q, g0, mine, sizes);
       const A my_depth = encoded > 0 && mine < sizes.D ? depths[first + mine] : A(0);
       const int count = list_samples<kThreads>(
           samples + first, d0, sizes,
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
           if constexpr (GRAD) {
             sums.coefficient = listed_coefficients[i];
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) sums.all_coefficients += sums.coefficient.at[g];
+            for (int g = 0; g < kGroups; ++g) sums.all_coefficients += sums.coefficient.at[g];
           }
           if constexpr (HELD > 0) {
 #pragma unroll
@@ -198,14 +198,14 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
             if (TAIL && tail < sizes.C) sums.add(tail, corner_tail[s], held_tail, sizes);
           } else {
             for (int c = lane * VEC; c < sizes.C; c += kPack) {
-              A row[GROUPS][VEC];
+              A row[kGroups][VEC];
               load_corners<T, VEC>(image + c * sizeof(T), sums.sample.row, pixel_bytes, corner[s][0]);
               if (c < sizes.K) load_rows(c, row);
               sums.add(c, corner[s][0], row, sizes);
             }
           }
 #pragma unroll
-          for (int g = 0; DOTS && !GRAD && g < GROUPS; ++g) sums.values[g] += sums.of_encoding;
+          for (int g = 0; DOTS && !GRAD && g < kGroups; ++g) sums.values[g] += sums.of_encoding;
         }
         // Lane s * kValues + j has sum j of sample s.
         const A sum = transposed_sum_lanes(value);
@@ -262,24 +262,20 @@ CellCounts launch_dots(const Inputs<T, A>& in, const A* coefficients, const A* r
     counts = mutable_data_of<int32_t>(cells.counts), ranks = mutable_data_of<int32_t>(cells.ranks);
   }
   in.with_vec(rows, [&](auto vec) {
-    in.with_groups([&](auto groups) {
-      constexpr int kVec = decltype(vec)::value, kGroups = decltype(groups)::value;
-      constexpr int64_t kOctave = 2 * sizeof(A) * kDotThreads<A>;  // bytes of encodings
-      constexpr int64_t kStatic = sizeof(DotsShared<T, A, kGroups, GRAD>) + kCompactShared<kDotThreads<A>>;
-      static_assert(kStatic + kMaxOctaves * kOctave <= 64 << 10, "every GPU must have so much shared memory");
-      const auto run = [&](auto kernel) {
-        launch(
-            {in.op, "dots_kernel", in.scope, in.blocks(), kDotThreads<A>, (sizes.C - sizes.K) / 2 * kOctave, kStatic},
-            kernel, in.images.data, in.images.copying, in.sample_data(), coefficients, rows, depths, out.dots,
-            reinterpret_cast<Pack<A, 2>*>(out.grad_samples), out.grad_depths, counts, ranks, sizes);
-      };
-      if constexpr (sizeof(A) == 4) {
-        if (sizes.C <= 32 * kVec) return run(dots_kernel<T, TO, A, kVec, kGroups, 1, false, DOTS, GRAD>);
-        if (sizes.C <= 32 * (kVec + 1)) return run(dots_kernel<T, TO, A, kVec, kGroups, 1, true, DOTS, GRAD>);
-        if (sizes.C <= 64 * kVec) return run(dots_kernel<T, TO, A, kVec, kGroups, 2, false, DOTS, GRAD>);
-      }
-      run(dots_kernel<T, TO, A, kVec, kGroups, 0, false, DOTS, GRAD>);
-    });
+    constexpr int kVec = decltype(vec)::value;
+    constexpr int64_t kOctave = 2 * sizeof(A) * kDotThreads<A>;  // bytes of encodings
+    constexpr int64_t kStatic = sizeof(DotsShared<T, A, GRAD>) + kCompactShared<kDotThreads<A>>;
+    static_assert(kStatic + kMaxOctaves * kOctave <= 64 << 10, "every GPU must have so much shared memory");
+    const auto run = [&](auto kernel) {
+      launch({in.op, "dots_kernel", in.scope, in.blocks(), kDotThreads<A>, (sizes.C - sizes.K) / 2 * kOctave, kStatic},
+             kernel, in.images.data, in.images.copying, in.sample_data(), coefficients, rows, depths, out.dots,
+             reinterpret_cast<Pack<A, 2>*>(out.grad_samples), out.grad_depths, counts, ranks, sizes);
+    };
+    if constexpr (kVec > 1) {
+      if (sizes.C <= 32 * (kVec + 1)) return run(dots_kernel<T, TO, A, kVec, 1, true, DOTS, GRAD>);
+      if (sizes.C <= 64 * kVec) return run(dots_kernel<T, TO, A, kVec, 2, false, DOTS, GRAD>);
+    }
+    run(dots_kernel<T, TO, A, kVec, 0, false, DOTS, GRAD>);
   });
   return cells;
 }

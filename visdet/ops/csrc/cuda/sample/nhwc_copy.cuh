@@ -236,16 +236,6 @@ struct Inputs {
     }
     f(std::integral_constant<int, 1>{});
   }
-
-  // Calls f(GROUPS) with the groups that kernels do at once.
-  template <typename F>
-  void with_groups(const F& f) const {
-    if (sizes.G == 1) {
-      f(std::integral_constant<int, 1>{});
-    } else {
-      f(std::integral_constant<int, 4>{});
-    }
-  }
 };
 
 }  // namespace

@@ -48,6 +48,8 @@ A* mutable_data_of(Tensor& tensor) {
   return static_cast<A*>(tensor.mutable_data_ptr());
 }
 
+constexpr int kGroups = 4;  // that a kernel does at once
+
 // Whether a sample counts, its position in pixels, and its corners.
 template <typename A>
 __device__ __forceinline__ bool locate_sample(const Pack<A, 2>& sample, const Sizes& sizes, A& x, A& y,
@@ -71,14 +73,14 @@ __device__ __forceinline__ int list_samples(const Pack<A, 2>* __restrict__ sampl
       1, [&](int) { return counts; }, [&](int, int position) { keep(position, d, x, y, at); });
 }
 
-// Coefficients of sample d of query q for GROUPS groups from g0 on, zero past the last group and the last sample.
-template <int GROUPS, typename A>
-__device__ __forceinline__ Pack<A, GROUPS> load_coefficients(const A* __restrict__ coefficients, int64_t b, int64_t q,
-                                                             int g0, int d, const Sizes& sizes) {
-  Pack<A, GROUPS> out = {};
+// Coefficients of sample d of query q for kGroups groups from g0 on, zero past the last group and the last sample.
+template <typename A>
+__device__ __forceinline__ Pack<A, kGroups> load_coefficients(const A* __restrict__ coefficients, int64_t b, int64_t q,
+                                                              int g0, int d, const Sizes& sizes) {
+  Pack<A, kGroups> out = {};
   if (d >= sizes.D) return out;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
+  for (int g = 0; g < kGroups; ++g) {
     if (g0 + g < sizes.G) out.at[g] = coefficients[((b * sizes.G + g0 + g) * sizes.Q + q) * sizes.D + d];
   }
   return out;

@@ -73,31 +73,31 @@ __global__ void __launch_bounds__(kOrderThreads)
   }
 }
 
-// [B, G, N] to [B, G / GROUPS, N, GROUPS], the last groups filled up with zeros, so that one load reads a number of
-// GROUPS groups. A thread writes them for one n. Of the blocks of a plane the first `blocks_of_one` do one tensor of
+// [B, G, N] to [B, G / kGroups, N, kGroups], the last groups filled up with zeros, so that one load reads a number of
+// kGroups groups. A thread writes them for one n. Of the blocks of a plane the first `blocks_of_one` do one tensor of
 // the two, the others the other.
-template <typename A, int GROUPS>
+template <typename A>
 struct Interleaved {
   const A* from;
-  Pack<A, GROUPS>* to;
+  Pack<A, kGroups>* to;
   int64_t N;
 };
 
 constexpr int kInterleaveThreads = 256;
 
-template <typename A, int GROUPS>
+template <typename A>
 __global__ void __launch_bounds__(kInterleaveThreads)
-    interleave_kernel(Interleaved<A, GROUPS> one, const Interleaved<A, GROUPS> other, int64_t blocks_of_one,
-                      int64_t blocks_of_both, int groups) {
-  const int64_t plane = blockIdx.x / blocks_of_both, parts = (groups + GROUPS - 1) / GROUPS, b = plane / parts;
-  const int64_t g0 = (plane - b * parts) * GROUPS;
+    interleave_kernel(Interleaved<A> one, const Interleaved<A> other, int64_t blocks_of_one, int64_t blocks_of_both,
+                      int groups) {
+  const int64_t plane = blockIdx.x / blocks_of_both, parts = (groups + kGroups - 1) / kGroups, b = plane / parts;
+  const int64_t g0 = (plane - b * parts) * kGroups;
   int64_t block = blockIdx.x - plane * blocks_of_both;
   if (block >= blocks_of_one) one = other, block -= blocks_of_one;
   const int64_t n = block * kInterleaveThreads + threadIdx.x;
   if (n >= one.N) return;
-  Pack<A, GROUPS> out;
+  Pack<A, kGroups> out;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
+  for (int g = 0; g < kGroups; ++g) {
     out.at[g] = g0 + g < groups ? one.from[(b * groups + g0 + g) * one.N + n] : A(0);
   }
   one.to[plane * one.N + n] = out;
@@ -160,13 +160,13 @@ struct Runs {
 };
 
 // A record as a lane prepares it for all lanes of its warp.
-template <typename A, int GROUPS>
+template <typename A>
 struct alignas(4 * sizeof(A)) Prepared {
   A weight[4];
   uint16_t at[4];  // where the sums of the corners' pixels begin; kTileSums for pixels outside the tile
   uint32_t query;
   A depth;
-  Pack<A, GROUPS> coefficient;
+  Pack<A, kGroups> coefficient;
 
   // r: the row of cells of the unit.
   __device__ __forceinline__ void set_corners(const Record<A>& record, const Unit& unit, int r) {
@@ -182,12 +182,12 @@ struct alignas(4 * sizeof(A)) Prepared {
 // For all lanes of a warp: adds the batches `part`, `part + parts`, ... of 32 records of a unit to `sums`
 // [kTilePixels, kTileRow], which it clears first. Each lane prepares a record of a batch in `prepared`; then all lanes
 // walk them, kAtOnce at a time.
-template <typename A, int GROUPS>
+template <typename A>
 __device__ __forceinline__ void add_records(const Unit& unit, const Runs& runs, int part, int parts,
-                                            const Pack<A, GROUPS>* __restrict__ coefficients,
-                                            const Pack<A, GROUPS>* __restrict__ rows, const A* __restrict__ depths,
-                                            const Record<A>* __restrict__ records, Prepared<A, GROUPS>* prepared,
-                                            A* sums, const Sizes& sizes) {
+                                            const Pack<A, kGroups>* __restrict__ coefficients,
+                                            const Pack<A, kGroups>* __restrict__ rows, const A* __restrict__ depths,
+                                            const Record<A>* __restrict__ records, Prepared<A>* prepared, A* sums,
+                                            const Sizes& sizes) {
   constexpr int kAtOnce = 4;
   const int lane = threadIdx.x % 32;
   const int64_t in_image = sizes.Q * sizes.D;
@@ -195,7 +195,7 @@ __device__ __forceinline__ void add_records(const Unit& unit, const Runs& runs, 
   const int32_t count = runs.count();
   const int c = unit.c0 + lane;
   const Record<A>* my_records = records + unit.b * in_image;
-  const int parts_of_groups = (sizes.G + GROUPS - 1) / GROUPS;
+  const int parts_of_groups = (sizes.G + kGroups - 1) / kGroups;
   for (int g0 = 0; g0 < parts_of_groups; ++g0) {
     const int64_t first_row = (unit.b * parts_of_groups + g0) * sizes.Q;
     const auto* my_rows = rows + first_row * sizes.K + c;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void add_records(const Unit& unit, const Runs& runs, 
       int32_t i = i0 + lane;
       const bool exists = i < count;
       const int r = runs.find(i);
-      Prepared<A, GROUPS> mine = {};
+      Prepared<A> mine = {};
 #pragma unroll
       for (int k = 0; k < 4; ++k) mine.at[k] = kTileSums;
       if (exists) {
@@ -223,19 +223,19 @@ __device__ __forceinline__ void add_records(const Unit& unit, const Runs& runs, 
         if (c < sizes.K) {
 #pragma unroll
           for (int j = 0; j < kAtOnce; ++j) {
-            const Prepared<A, GROUPS>& record = prepared[j0 + j];
-            const Pack<A, GROUPS> row = my_rows[static_cast<uint64_t>(record.query) * static_cast<uint32_t>(sizes.K)];
-            const Pack<A, GROUPS> coefficient = record.coefficient;
+            const Prepared<A>& record = prepared[j0 + j];
+            const Pack<A, kGroups> row = my_rows[static_cast<uint64_t>(record.query) * static_cast<uint32_t>(sizes.K)];
+            const Pack<A, kGroups> coefficient = record.coefficient;
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) h[j] += coefficient.at[g] * row.at[g];
+            for (int g = 0; g < kGroups; ++g) h[j] += coefficient.at[g] * row.at[g];
           }
         } else if (c < sizes.C) {
 #pragma unroll 1
           for (int j = 0; j < kAtOnce; ++j) {
-            const Prepared<A, GROUPS>& record = prepared[j0 + j];
+            const Prepared<A>& record = prepared[j0 + j];
             A all = 0;
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) all += record.coefficient.at[g];
+            for (int g = 0; g < kGroups; ++g) all += record.coefficient.at[g];
             const A product = all * encode(record.depth, c - sizes.K);
 #pragma unroll
             for (int other = 0; other < kAtOnce; ++other) h[other] = other == j ? product : h[other];
@@ -243,7 +243,7 @@ __device__ __forceinline__ void add_records(const Unit& unit, const Runs& runs, 
         }
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          const Prepared<A, GROUPS> record = prepared[j0 + j];
+          const Prepared<A> record = prepared[j0 + j];
           A sum[4];  // all read before one is written: else each would wait for the one before it
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
@@ -298,14 +298,14 @@ __device__ __forceinline__ void write_unit(const Unit& unit, int part, int parts
 
 // The warps of a block have units far apart. The records of a unit with kLongTile of them or more are split among the
 // warps of its block, each of which adds to sums of its own; these are added in order.
-template <typename T, typename A, int GROUPS, bool CHANNELS_LAST>
+template <typename T, typename A, bool CHANNELS_LAST>
 __global__ void __launch_bounds__(32 * kTileWarps<A>, 6)
-    tile_kernel(const Pack<A, GROUPS>* __restrict__ coefficients, const Pack<A, GROUPS>* __restrict__ rows,
+    tile_kernel(const Pack<A, kGroups>* __restrict__ coefficients, const Pack<A, kGroups>* __restrict__ rows,
                 const A* __restrict__ depths, const int32_t* __restrict__ starts, const Record<A>* __restrict__ records,
                 T* __restrict__ grad_images, const Sizes sizes, const Tiles tiles) {
   constexpr int kWarps = kTileWarps<A>;
   __shared__ A sums[kWarps][kTileSums];
-  __shared__ Prepared<A, GROUPS> prepared[kWarps][32];
+  __shared__ Prepared<A> prepared[kWarps][32];
   __shared__ int64_t long_units[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   A* my_sums = sums[warp];
@@ -377,28 +377,20 @@ void launch_scatter(const Inputs<T, A>& in, const CellCounts& cells, const A* co
   Tiles tiles{static_cast<int32_t>(ceil_div(sizes.W, kTileWidth)), static_cast<int32_t>(ceil_div(sizes.H, kTileHeight)),
               static_cast<int32_t>(ceil_div(sizes.C, 32))};
   tiles.units = sizes.B * tiles.down * tiles.across * tiles.chunks;
-  in.with_groups([&](auto groups) {
-    constexpr int kGroups = decltype(groups)::value;
-    using Group = Pack<A, kGroups>;
-    const int64_t planes = sizes.B * ceil_div(sizes.G, kGroups), in_rows = sizes.Q * sizes.K;
-    const auto *grouped_coefficients = reinterpret_cast<const Group*>(coefficients),
-               *grouped_rows = reinterpret_cast<const Group*>(rows);
-    Tensor grouped = in.samples;  // both, if interleaved
-    if (kGroups > 1) {
-      grouped = new_empty(in.samples, {planes * (in_image + in_rows) * kGroups});
-      auto* to = mutable_data_of<Group>(grouped);
-      const int64_t of_one = ceil_div(in_image, kInterleaveThreads),
-                    of_both = of_one + ceil_div(in_rows, kInterleaveThreads);
-      launch({in.op, "interleave_kernel", in.scope, planes * of_both, kInterleaveThreads},
-             interleave_kernel<A, kGroups>, Interleaved<A, kGroups>{coefficients, to, in_image},
-             Interleaved<A, kGroups>{rows, to + planes * in_image, in_rows}, of_one, of_both, sizes.G);
-      grouped_coefficients = to, grouped_rows = to + planes * in_image;
-    }
-    const auto kernel = channels_last ? tile_kernel<T, A, kGroups, true> : tile_kernel<T, A, kGroups, false>;
-    launch({in.op, "tile_kernel", in.scope, ceil_div(tiles.units, kTileWarps<A>), 32 * kTileWarps<A>}, kernel,
-           grouped_coefficients, grouped_rows, depths, start_data, data_of<Record<A>>(records),
-           mutable_data_of<T>(grad_images), sizes, tiles);
-  });
+  using Groups = Pack<A, kGroups>;
+  const int64_t planes = sizes.B * ceil_div(sizes.G, kGroups), in_rows = sizes.Q * sizes.K;
+  Tensor grouped = new_empty(in.samples, {planes * (in_image + in_rows) * kGroups});
+  auto *grouped_coefficients = mutable_data_of<Groups>(grouped),
+       *grouped_rows = grouped_coefficients + planes * in_image;
+  const int64_t of_coefficients = ceil_div(in_image, kInterleaveThreads),
+                of_both = of_coefficients + ceil_div(in_rows, kInterleaveThreads);
+  launch({in.op, "interleave_kernel", in.scope, planes * of_both, kInterleaveThreads}, interleave_kernel<A>,
+         Interleaved<A>{coefficients, grouped_coefficients, in_image}, Interleaved<A>{rows, grouped_rows, in_rows},
+         of_coefficients, of_both, sizes.G);
+  const auto kernel = channels_last ? tile_kernel<T, A, true> : tile_kernel<T, A, false>;
+  launch({in.op, "tile_kernel", in.scope, ceil_div(tiles.units, kTileWarps<A>), 32 * kTileWarps<A>}, kernel,
+         grouped_coefficients, grouped_rows, depths, start_data, data_of<Record<A>>(records),
+         mutable_data_of<T>(grad_images), sizes, tiles);
 }
 
 }  // namespace

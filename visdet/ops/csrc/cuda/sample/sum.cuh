@@ -2,7 +2,7 @@
 //
 // A block owns a query. It lists the samples that count with their corners and coefficients; then its threads are split
 // into slots of as many threads as there are packs of VEC channels, the slots take the samples one after another, and a
-// thread keeps the sums of its pack for GROUPS groups in registers, so that each corner is read once for all of them.
+// thread keeps the sums of its pack for kGroups groups in registers, so that each corner is read once for all of them.
 // At the end the slots' sums are added in order, through shared memory: results do not differ from run to run, and each
 // output is written once.
 #pragma once
@@ -14,17 +14,17 @@ namespace {
 
 constexpr int kSumThreads = 256;
 
-template <typename T, typename TO, typename A, int VEC, int GROUPS>
+template <typename T, typename TO, typename A, int VEC>
 __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
     sum_kernel(const T* images, const Copying<T> copying, const Pack<A, 2>* __restrict__ samples,
                const A* __restrict__ coefficients, TO* __restrict__ sums, const Sizes sizes) {
   struct Lists {
     CornerRows<A> samples[kSumThreads];
-    Pack<A, GROUPS> coefficients[kSumThreads];
+    Pack<A, kGroups> coefficients[kSumThreads];
   };
   __shared__ union Shared {
     Lists lists;
-    A planes[GROUPS * VEC][kSumThreads];
+    A planes[kGroups * VEC][kSumThreads];
     CopyTile<T> tile;
     __device__ Shared() {}
   } shared;
@@ -36,14 +36,14 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
   const uint32_t pixel_bytes = sizes.C * sizeof(T);
   const int packs = (sizes.K + VEC - 1) / VEC, in_slot = min(packs, kSumThreads), slots = kSumThreads / in_slot;
   const int slot = threadIdx.x / in_slot, pack_in_slot = threadIdx.x - slot * in_slot;
-  for (int g0 = 0; g0 < sizes.G; g0 += GROUPS) {
+  for (int g0 = 0; g0 < sizes.G; g0 += kGroups) {
     for (int p0 = 0; p0 < packs; p0 += in_slot) {
       const int pack = p0 + pack_in_slot;
       const bool works = slot < slots && pack < packs;
       const int c = works ? pack * VEC : 0;
-      A sum[GROUPS][VEC] = {};
+      A sum[kGroups][VEC] = {};
       for (int d0 = 0; d0 < sizes.D; d0 += kSumThreads) {
-        const auto mine = load_coefficients<GROUPS>(coefficients, b, q, g0, d0 + threadIdx.x, sizes);
+        const auto mine = load_coefficients(coefficients, b, q, g0, d0 + threadIdx.x, sizes);
         const int count = list_samples<kSumThreads>(
             samples + query * sizes.D, d0, sizes,
             [&](int position, int, A, A, const Bilinear<A>& at) {
@@ -60,9 +60,9 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
             A corner[4][VEC], s[VEC];
             load_corners<T, VEC>(image + c * sizeof(T), sample.row, pixel_bytes, corner);
             interpolate(corner, sample.weight, s);
-            const Pack<A, GROUPS> coefficient = shared.lists.coefficients[i];
+            const Pack<A, kGroups> coefficient = shared.lists.coefficients[i];
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
+            for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
               for (int v = 0; v < VEC; ++v) sum[g][v] += s[v] * coefficient.at[g];
             }
@@ -71,14 +71,14 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
         __syncthreads();  // the lists have been read
       }
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
+      for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) shared.planes[g * VEC + v][threadIdx.x] = sum[g][v];
       }
       __syncthreads();  // the slots' sums are complete
                         // Each slot finishes some of the groups.
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
+      for (int g = 0; g < kGroups; ++g) {
         if (!works || g0 + g >= sizes.G || g % slots != slot) continue;
         A total[VEC] = {};
         for (int other = 0; other < slots; ++other) {
@@ -96,11 +96,8 @@ template <typename T, typename A, typename TO>
 void launch_sum(const Inputs<T, A>& in, const A* coefficients, TO* sums) {
   if (in.queries() == 0 || in.sizes.G == 0 || in.sizes.K == 0) return;
   in.with_vec(sums, [&](auto vec) {
-    in.with_groups([&](auto groups) {
-      launch({in.op, "sum_kernel", in.scope, in.blocks(), kSumThreads},
-             sum_kernel<T, TO, A, decltype(vec)::value, decltype(groups)::value>, in.images.data, in.images.copying,
-             in.sample_data(), coefficients, sums, in.sizes);
-    });
+    launch({in.op, "sum_kernel", in.scope, in.blocks(), kSumThreads}, sum_kernel<T, TO, A, decltype(vec)::value>,
+           in.images.data, in.images.copying, in.sample_data(), coefficients, sums, in.sizes);
   });
 }
 
