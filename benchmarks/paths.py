@@ -40,8 +40,8 @@ PATHS = {
         ("culled", "many_points", "several_points", "one_point"),
         ("culled", "several_points", "one_point"),
     ),
-    "sample_sum": (("in_place", "alternating", "copy_first"),) * 2,
-    "sample_dot": (("in_place", "alternating", "copy_first"),) * 2,
+    "sample_sum": (("in_place", "copy_first"),) * 2,
+    "sample_dot": (("in_place", "copy_first"),) * 2,
     "deform_conv2d": (("packs", "values"), ("weight_only", "packs", "values")),
     "modulated_deform_conv2d": (("packs", "values"), ("weight_only", "packs", "values")),
 }

@@ -5,6 +5,8 @@
 
 namespace visdet {
 
+constexpr int64_t kOverlapCapability = 90;  // the least with launches that overlap, see common/overlap.cuh
+
 struct Device {
   int64_t index = -1;                        // CUDA's number of the device
   int64_t multiprocessors = 1;               // number of streaming multiprocessors

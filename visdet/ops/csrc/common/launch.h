@@ -7,6 +7,10 @@
 // compares sizes and registers with what the device and the compiled kernel allow, and checks every return code. Its
 // errors name the operator, the kernel and the sizes. A launch without blocks does nothing.
 //
+// A launch that `overlaps` may start as soon as all blocks of the launch before it have called allow_next_launch() of
+// common/overlap.cuh, which says what its kernel has to do in return. GPUs before sm_90 start it when the launch before
+// it is done.
+//
 // A plan is a call of an operator on meta tensors: launch() then notes what would start instead of starting it, so that
 // `visdet.ops.explain` and the tests see the choices and sizes for any device, with or without a GPU. Code of operators
 // needs no branch for it, if it gets its device and stream from DeviceScope, starts kernels by launch(), and clears
@@ -61,12 +65,15 @@ struct Launch {
   // Bytes of shared memory that the kernel declares itself, at least, for kernels that also have dynamic shared memory:
   // a plan, which has no compiled kernel to ask, adds them. A launch compares them with the compiled kernel's.
   int64_t static_shared = 0;
+  bool overlaps = false;
 };
 
 namespace launching {
 
 // Checks the sizes, and notes them if this is a plan. Returns whether the kernel is to be started.
 bool prepare(const Launch& launch, const void* kernel);
+// Whether the kernel may be started before the launch before it is done.
+bool can_overlap(const Launch& launch, const void* kernel);
 // Raises an error if the kernel did not start.
 void finish(const Launch& launch);
 
@@ -77,8 +84,17 @@ void launch(const Launch& at, void (*kernel)(Parameters...), Arguments&&... argu
   static_assert(sizeof...(Parameters) == sizeof...(Arguments), "a kernel takes all of its arguments");
   if (!launching::prepare(at, reinterpret_cast<const void*>(kernel))) return;
   const dim3 grid(static_cast<unsigned>(at.grid.x), static_cast<unsigned>(at.grid.y), static_cast<unsigned>(at.grid.z));
-  kernel<<<grid, static_cast<unsigned>(at.threads), static_cast<size_t>(at.dynamic_shared), at.scope.stream()>>>(
-      std::forward<Arguments>(arguments)...);
+  const auto threads = static_cast<unsigned>(at.threads);
+  const auto shared = static_cast<size_t>(at.dynamic_shared);
+  if (at.overlaps && launching::can_overlap(at, reinterpret_cast<const void*>(kernel))) {
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    const cudaLaunchConfig_t config{grid, dim3(threads), shared, at.scope.stream(), &overlap, 1};
+    cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...);
+  } else {
+    kernel<<<grid, threads, shared, at.scope.stream()>>>(std::forward<Arguments>(arguments)...);
+  }
   launching::finish(at);
 }
 

@@ -70,6 +70,7 @@ void note(const char* kind, const char* op, std::initializer_list<std::pair<cons
 // What the driver says of a compiled kernel on a device, and how much dynamic shared memory it was allowed.
 struct CompiledKernel {
   int64_t static_shared, max_threads, allowed_dynamic;
+  int64_t capability;  // compute capability that it was compiled for, as major * 10 + minor
 };
 
 // A kernel that declares no shared memory: what the driver says of it is what the architecture reserves for itself.
@@ -97,7 +98,8 @@ CompiledKernel& compiled_kernel(const Launch& launch, const void* kernel) {
   check_cuda(launch.op, cudaFuncGetAttributes(&of_empty, empty_kernel), "cudaFuncGetAttributes");
   const int64_t static_shared =
       static_cast<int64_t>(attributes.sharedSizeBytes) - static_cast<int64_t>(of_empty.sharedSizeBytes);
-  return kernels[key] = {static_shared, attributes.maxThreadsPerBlock, attributes.maxDynamicSharedSizeBytes};
+  return kernels[key] = {static_shared, attributes.maxThreadsPerBlock, attributes.maxDynamicSharedSizeBytes,
+                         std::min(attributes.binaryVersion, attributes.ptxVersion)};
 }
 
 std::string sizes_text(const Launch& launch, int64_t static_shared) {
@@ -171,6 +173,15 @@ bool prepare(const Launch& launch, const void* kernel) {
     compiled.allowed_dynamic = launch.dynamic_shared;
   }
   return true;
+}
+
+bool can_overlap(const Launch& launch, const void* kernel) {
+  constexpr int kGraphs = 12030;  // the driver of CUDA 12.3 is the first that can capture such a launch in a graph
+  static const int driver = [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+  }();
+  return driver >= kGraphs && compiled_kernel(launch, kernel).capability >= kOverlapCapability;
 }
 
 void finish(const Launch& launch) {

@@ -30,15 +30,11 @@ struct Position {
   int32_t d, inside;  // inside: a bit a corner
 };
 
-template <typename T, typename A, bool GRAD>
-union DotsShared {
-  struct {
-    CornerRows<A> samples[kDotThreads<A>];
-    Position<A> positions[kDotThreads<A>];
-    Pack<A, kGroups> coefficients[GRAD ? kDotThreads<A> : 1];
-  } lists;
-  std::conditional_t<GRAD, char, CopyTile<T>> tile;
-  __device__ DotsShared() {}
+template <typename A, bool GRAD>
+struct DotsLists {
+  CornerRows<A> samples[kDotThreads<A>];
+  Position<A> positions[kDotThreads<A>];
+  Pack<A, kGroups> coefficients[GRAD ? kDotThreads<A> : 1];
 };
 
 // What a lane adds up for a sample. GRAD: `values` are the dot products of the four corners with h, then those of the
@@ -93,25 +89,19 @@ struct SampleSums {
 
 template <typename T, typename TO, typename A, int VEC, int HELD, bool TAIL, bool DOTS, bool GRAD>
 __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
-    dots_kernel(const T* images, const Copying<T> copying, const Pack<A, 2>* __restrict__ samples,
-                const A* __restrict__ coefficients, const A* __restrict__ rows, const A* __restrict__ depths,
-                TO* __restrict__ dots, Pack<A, 2>* __restrict__ grad_samples, A* __restrict__ grad_depths,
-                int32_t* __restrict__ counts, int32_t* __restrict__ ranks, const Sizes sizes) {
+    dots_kernel(const T* images, const Pack<A, 2>* __restrict__ samples, const A* __restrict__ coefficients,
+                const A* __restrict__ rows, const A* __restrict__ depths, TO* __restrict__ dots,
+                Pack<A, 2>* __restrict__ grad_samples, A* __restrict__ grad_depths, int32_t* __restrict__ counts,
+                int32_t* __restrict__ ranks, const Sizes sizes) {
   using Sums = SampleSums<A, DOTS, GRAD>;
   constexpr int kValues = GRAD ? 8 : kGroups, kPack = 32 * VEC, kBatch = sizeof(A) == 4 ? 2 : 1, kTail = HELD * kPack,
                 kThreads = kDotThreads<A>, kWarps = kThreads / 32;
   extern __shared__ __align__(16) char dynamic_shared[];
-  __shared__ DotsShared<T, A, GRAD> shared;
-  auto& list = shared.lists.samples;
-  auto& positions = shared.lists.positions;
-  auto& listed_coefficients = shared.lists.coefficients;
+  __shared__ DotsLists<A, GRAD> lists;
   A* encodings = reinterpret_cast<A*>(dynamic_shared);  // [kThreads][C - K]
-  const Role role = role_of_block<!GRAD>(copying, sizes);
-  if constexpr (!GRAD) {
-    if (role.copies) return copy_block<kThreads>(copying, role.image, role.index, sizes, shared.tile);
-  }
-  bool waits = !GRAD && copying.from != nullptr;
-  const int64_t b = role.image, q = role.index, query = b * sizes.Q + q, first = query * sizes.D;
+  allow_next_launch();
+  const Query at = Query::of_block(sizes);
+  const int64_t b = at.b, q = at.q, query = b * sizes.Q + q, first = query * sizes.D;
   const auto* image = reinterpret_cast<const char*>(images + b * sizes.H * sizes.W * sizes.C);
   const uint32_t pixel_bytes = sizes.C * sizeof(T);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, encoded = sizes.C - sizes.K, tail = kTail + lane;
@@ -138,16 +128,16 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
       const A my_depth = encoded > 0 && mine < sizes.D ? depths[first + mine] : A(0);
       const int count = list_samples<kThreads>(
           samples + first, d0, sizes,
-          [&](int position, int d, A x, A y, const Bilinear<A>& at) {
-            list[position] = CornerRows<A>::of(at);
+          [&](int n, int d, A x, A y, const Bilinear<A>& at) {
+            lists.samples[n] = CornerRows<A>::of(at);
             Position<A> entry{at.fx, at.fy, d, 0};
 #pragma unroll
             for (int k = 0; k < 4; ++k) entry.inside |= at.is_inside[k] << k;
-            positions[position] = entry;
-            if (GRAD) listed_coefficients[position] = my_coefficients;
+            lists.positions[n] = entry;
+            if (GRAD) lists.coefficients[n] = my_coefficients;
             if (GRAD && g0 == 0) ranks[first + d] = atomicAdd(counts + b * sizes.cells + cell_of(x, y, sizes.W), 1);
             for (int octave = 0; 2 * octave < encoded; ++octave) {
-              A* to = encodings + position * encoded + 2 * octave;
+              A* to = encodings + n * encoded + 2 * octave;
               sincospi(scalbn(my_depth, octave + 1), to, to + 1);
             }
           },
@@ -159,9 +149,8 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
               if (!DOTS) grad_depths[first + d] = 0;
             }
           });
-      if (waits) await_image(copying, b);
-      waits = false;
-      // Several samples at once keep more loads in flight; past the last one, that one again.
+      await_previous_launch();  // the copy of the images
+                                // Several samples at once keep more loads in flight; past the last one, that one again.
 #pragma unroll 1
       for (int i0 = warp * kBatch; i0 < count; i0 += kWarps * kBatch) {
         A value[kBatch * kValues] = {};
@@ -169,7 +158,7 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
         if constexpr (HELD > 0) {
 #pragma unroll
           for (int s = 0; s < kBatch; ++s) {
-            const CornerRows<A>& sample = list[min(i0 + s, count - 1)];
+            const CornerRows<A>& sample = lists.samples[min(i0 + s, count - 1)];
 #pragma unroll
             for (int n = 0; n < HELD; ++n) {
               const int c = n * kPack + lane * VEC;
@@ -183,9 +172,9 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
 #pragma unroll
         for (int s = 0; s < kBatch; ++s) {
           const int i = min(i0 + s, count - 1);
-          Sums sums{value + s * kValues, list[i], encodings + i * encoded, {}, 0, 0};
+          Sums sums{value + s * kValues, lists.samples[i], encodings + i * encoded, {}, 0, 0};
           if constexpr (GRAD) {
-            sums.coefficient = listed_coefficients[i];
+            sums.coefficient = lists.coefficients[i];
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) sums.all_coefficients += sums.coefficient.at[g];
           }
@@ -211,23 +200,23 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
         const A sum = transposed_sum_lanes(value);
         const int of_sample = lane / kValues, j = lane % kValues, g = j - Sums::kFirstDot;
         const bool works = of_sample < kBatch && i0 + of_sample < count;
-        const Position<A> at = positions[works ? i0 + of_sample : i0];
-        if (DOTS && works && g >= 0 && g < groups) my_dots[g * group_dots + at.d] = from_accumulate<TO>(sum);
+        const Position<A> position = lists.positions[works ? i0 + of_sample : i0];
+        if (DOTS && works && g >= 0 && g < groups) my_dots[g * group_dots + position.d] = from_accumulate<TO>(sum);
         if constexpr (GRAD) {
-          const CornerFactors<A> factors = corner_factors(j, at.fx, at.fy);
-          const A of_corner = j < 4 && at.inside >> j & 1 ? sum : A(0);
+          const CornerFactors<A> factors = corner_factors(j, position.fx, position.fy);
+          const A of_corner = j < 4 && position.inside >> j & 1 ? sum : A(0);
           A by_xy[2] = {of_corner * factors.by_x, of_corner * factors.by_y};
           sum_lanes(by_xy, 1, 4);
           if (works && j == 0) {
             Pack<A, 2> grad = {A(sizes.W) / 2 * by_xy[0], A(sizes.H) / 2 * by_xy[1]};
             if (g0 > 0) {
-              const Pack<A, 2> before = grad_samples[first + at.d];
+              const Pack<A, 2> before = grad_samples[first + position.d];
               grad.at[0] += before.at[0], grad.at[1] += before.at[1];
             }
-            grad_samples[first + at.d] = grad;
+            grad_samples[first + position.d] = grad;
           }
           if (!DOTS && works && j == 4) {
-            grad_depths[first + at.d] = (g0 > 0 ? grad_depths[first + at.d] : A(0)) + sum;
+            grad_depths[first + position.d] = (g0 > 0 ? grad_depths[first + position.d] : A(0)) + sum;
           }
         }
       }
@@ -248,10 +237,10 @@ struct DotsOutputs {
   A *grad_samples = nullptr, *grad_depths = nullptr;
 };
 
-// GRAD: also returns the counts of cells for launch_scatter().
+// GRAD: also returns the counts of cells for launch_scatter(); all images are to be one run.
 template <bool DOTS, bool GRAD, typename T, typename A, typename TO>
-CellCounts launch_dots(const Inputs<T, A>& in, const A* coefficients, const A* rows, const A* depths,
-                       const DotsOutputs<TO, A>& out) {
+CellCounts launch_dots(const Inputs<T, A>& in, const ImageRun& run, const A* coefficients, const A* rows,
+                       const A* depths, const DotsOutputs<TO, A>& out) {
   const Sizes& sizes = in.sizes;
   CellCounts cells{in.samples, in.samples};
   if (in.queries() == 0 || sizes.D == 0 || sizes.G == 0) return cells;  // with no group, gradients are zero already
@@ -261,21 +250,26 @@ CellCounts launch_dots(const Inputs<T, A>& in, const A* coefficients, const A* r
     cells.ranks = new_empty(in.samples, {in.queries() * sizes.D}, ScalarType::Int);
     counts = mutable_data_of<int32_t>(cells.counts), ranks = mutable_data_of<int32_t>(cells.ranks);
   }
+  const int64_t query = run.first * sizes.Q;
+  const A* run_depths = depths == nullptr ? nullptr : depths + query * sizes.D;
+  TO* run_dots = DOTS ? out.dots + query * sizes.G * sizes.D : nullptr;
   in.with_vec(rows, [&](auto vec) {
     constexpr int kVec = decltype(vec)::value;
     constexpr int64_t kOctave = 2 * sizeof(A) * kDotThreads<A>;  // bytes of encodings
-    constexpr int64_t kStatic = sizeof(DotsShared<T, A, GRAD>) + kCompactShared<kDotThreads<A>>;
+    constexpr int64_t kStatic = sizeof(DotsLists<A, GRAD>) + kCompactShared<kDotThreads<A>>;
     static_assert(kStatic + kMaxOctaves * kOctave <= 64 << 10, "every GPU must have so much shared memory");
-    const auto run = [&](auto kernel) {
-      launch({in.op, "dots_kernel", in.scope, in.blocks(), kDotThreads<A>, (sizes.C - sizes.K) / 2 * kOctave, kStatic},
-             kernel, in.images.data, in.images.copying, in.sample_data(), coefficients, rows, depths, out.dots,
-             reinterpret_cast<Pack<A, 2>*>(out.grad_samples), out.grad_depths, counts, ranks, sizes);
+    const auto start = [&](auto kernel) {
+      launch({in.op, "dots_kernel", in.scope, run.count * sizes.Q, kDotThreads<A>, (sizes.C - sizes.K) / 2 * kOctave,
+              kStatic, run.overlaps},
+             kernel, in.image_data(run.first), in.sample_data(query), coefficients, rows + query * sizes.G * sizes.K,
+             run_depths, run_dots, reinterpret_cast<Pack<A, 2>*>(out.grad_samples), out.grad_depths, counts, ranks,
+             sizes);
     };
     if constexpr (kVec > 1) {
-      if (sizes.C <= 32 * (kVec + 1)) return run(dots_kernel<T, TO, A, kVec, 1, true, DOTS, GRAD>);
-      if (sizes.C <= 64 * kVec) return run(dots_kernel<T, TO, A, kVec, 2, false, DOTS, GRAD>);
+      if (sizes.C <= 32 * (kVec + 1)) return start(dots_kernel<T, TO, A, kVec, 1, true, DOTS, GRAD>);
+      if (sizes.C <= 64 * kVec) return start(dots_kernel<T, TO, A, kVec, 2, false, DOTS, GRAD>);
     }
-    run(dots_kernel<T, TO, A, kVec, 0, false, DOTS, GRAD>);
+    start(dots_kernel<T, TO, A, kVec, 0, false, DOTS, GRAD>);
   });
   return cells;
 }

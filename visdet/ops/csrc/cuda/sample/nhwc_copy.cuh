@@ -1,5 +1,5 @@
 // Images in the order that the passes of sample_sum and sample_dot read: [B, H, W, C]. Channels-last images are so
-// already; NCHW ones are copied, either by a kernel of its own or by blocks of the first pass.
+// already; NCHW ones are copied.
 //
 // A block copies kCopyPixels neighbouring pixels of an image with all their channels. It reads whole lines of each
 // channel into shared memory, asynchronously where the GPU can; then each thread takes squares of N x N numbers,
@@ -8,8 +8,10 @@
 
 #include <cuda_pipeline.h>
 
+#include <algorithm>
 #include <type_traits>
 
+#include "common/overlap.cuh"
 #include "cuda/sample/samples.cuh"
 
 namespace visdet::sample {
@@ -17,9 +19,8 @@ namespace {
 
 template <typename T>
 struct Copying {
-  const T* from;  // null: there is nothing to copy
+  const T* from;
   T* to;
-  int32_t* done;    // [B] blocks that have copied their part of an image; not counted if null
   uint32_t blocks;  // of an image
   bool in_packs;    // sizes and addresses allow packs of kCopyPack<T>
 };
@@ -66,7 +67,7 @@ __device__ __forceinline__ void copy_async(P* to, const P* from) {
 
 // For all threads of a block: copies the block's part of an image. Packs of N pixels lie in the tile in an order in
 // which neither the writes nor the reads of a warp meet bank conflicts.
-template <int THREADS, int N, typename T>
+template <int N, typename T>
 __device__ __forceinline__ void copy_pixels(const Copying<T>& copying, int64_t image, int64_t block, const Sizes& sizes,
                                             CopyTile<T>& tile) {
   constexpr int kPacks = kCopyPixels / N, kChannels = kCopyChannels<T>;
@@ -78,7 +79,7 @@ __device__ __forceinline__ void copy_pixels(const Copying<T>& copying, int64_t i
   T* to = copying.to + (image * pixels + first) * sizes.C;
   for (int c0 = 0; c0 < sizes.C; c0 += kChannels) {
     const int here = min(kChannels, sizes.C - c0), pack = threadIdx.x % kPacks;
-    for (int c = threadIdx.x / kPacks; pack < count && c < here; c += THREADS / kPacks) {
+    for (int c = threadIdx.x / kPacks; pack < count && c < here; c += kCopyThreads / kPacks) {
       copy_async(packs + index_of(c, pack), reinterpret_cast<const Pack<T, N>*>(from + (c0 + c) * pixels + pack * N));
     }
     __pipeline_commit();
@@ -86,7 +87,7 @@ __device__ __forceinline__ void copy_pixels(const Copying<T>& copying, int64_t i
     __syncthreads();  // the tile is complete
     const int across = here / N;
     int down = threadIdx.x / across, c = threadIdx.x - down * across;
-    const int step_down = THREADS / across, step_c = THREADS - step_down * across;
+    const int step_down = kCopyThreads / across, step_c = kCopyThreads - step_down * across;
 #pragma unroll(N == 1 ? 4 : 1)
     while (down < count) {
       Pack<T, N> in[N];
@@ -108,104 +109,73 @@ __device__ __forceinline__ void copy_pixels(const Copying<T>& copying, int64_t i
       down += step_down, c += step_c;
       if (c >= across) c -= across, ++down;
     }
-    __syncthreads();  // the tile may be written again, and all is written
-  }
-  if (copying.done != nullptr && threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(copying.done + image, 1);
-  }
-}
-
-template <int THREADS, typename T>
-__device__ __forceinline__ void copy_block(const Copying<T>& copying, int64_t image, int64_t block, const Sizes& sizes,
-                                           CopyTile<T>& tile) {
-  if (copying.in_packs) {
-    copy_pixels<THREADS, kCopyPack<T>>(copying, image, block, sizes, tile);
-  } else {
-    copy_pixels<THREADS, 1>(copying, image, block, sizes, tile);
+    __syncthreads();  // the tile may be written again
   }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const Copying<T> copying, const Sizes sizes) {
   __shared__ CopyTile<T> tile;
-  const uint32_t image = blockIdx.x / copying.blocks;
-  copy_block<kCopyThreads>(copying, image, blockIdx.x - image * copying.blocks, sizes, tile);
-}
-
-// What a block of the sum or dots pass does: it owns a query, or, if COPIES, it may copy a part of an image. The
-// queries of an image alternate with the copies of the next, so that they read what has just been copied from the
-// second-level cache, and wait until all blocks that copy their image are done. This rests on GPUs starting blocks in
-// the order of their numbers, which they do although CUDA does not promise it: the awaited blocks have lower numbers,
-// so they are running already, and they wait for nobody. Should that ever fail, a wait without end becomes an error of
-// the launch.
-struct Role {
-  bool copies;
-  uint32_t image, index;  // index: of the query, or of the part of the image
-};
-
-// For all threads of a block.
-template <bool COPIES, typename T>
-__device__ __forceinline__ Role role_of_block(const Copying<T>& copying, const Sizes& sizes) {
-  const auto Q = static_cast<uint32_t>(sizes.Q), B = static_cast<uint32_t>(sizes.B), blocks = copying.blocks;
-  if (!COPIES || copying.from == nullptr) {
-    const uint32_t i = gridDim.x - 1 - blockIdx.x;  // what was copied last is still in the second-level cache
-    return {false, i / Q, i % Q};
+  allow_next_launch();
+  const uint32_t image = blockIdx.x / copying.blocks, block = blockIdx.x - image * copying.blocks;
+  if (copying.in_packs) {
+    copy_pixels<kCopyPack<T>>(copying, image, block, sizes, tile);
+  } else {
+    copy_pixels<1>(copying, image, block, sizes, tile);
   }
-  const uint32_t number = blockIdx.x;
-  if (number < blocks) return {true, 0, number};
-  const uint32_t i = number - blocks, both = blocks + Q, image = i / both, n = i - image * both;
-  if (image == B - 1) return {false, image, n};
-  const uint32_t alternating = 2 * min(blocks, Q);
-  if (n < alternating) return {n % 2 == 1, n % 2 == 1 ? image + 1 : image, n / 2};
-  return blocks > Q ? Role{true, image + 1, n - Q} : Role{false, image, n - blocks};
+  if (blockIdx.x == 0) await_previous_launch();
 }
 
-constexpr int kMaxLooks = 1 << 25;  // at the counter before await_image() gives up, after some 20 s
-
-// For all threads of a block: returns when the image is copied.
-template <typename T>
-__device__ __forceinline__ void await_image(const Copying<T>& copying, int64_t image) {
-  if (threadIdx.x == 0) {
-    uint32_t done;
-    int looks = 0;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(copying.done + image) : "memory");
-      if (++looks == kMaxLooks) __trap();
-    } while (done < copying.blocks);
-  }
-  __syncthreads();
+// How many images are copied, and then read, at a time by passes whose launches overlap: few enough that the copies are
+// still in the second-level cache when they are read. Where launches cannot overlap, more launches cost more than that
+// gains.
+inline int64_t images_at_once(const Device& device, int64_t B, int64_t image_bytes) {
+  if (device.capability < kOverlapCapability) return B;
+  const int64_t most = std::max<int64_t>(1, device.l2_bytes / 4 * 3 / std::max<int64_t>(1, image_bytes));
+  return ceil_div(B, ceil_div(B, most));
 }
 
-inline int64_t copying_blocks(const SampleProblem& problem) { return ceil_div(problem.H * problem.W, kCopyPixels); }
-
-// Images as [B, H, W, C] in memory: themselves, or a copy, which is made at once or by the first pass.
+// Images as [B, H, W, C] in memory: themselves if they are channels last, else a copy, which start_copy() makes.
 template <typename T>
 struct Images {
-  Tensor given, copy, done;
+  Tensor given, copy;
   const T* data;
-  Copying<T> copying{};
+  bool is_copy;
 
-  Images(const char* op, const Tensor& images, const SampleProblem& problem, const Sizes& sizes,
-         const DeviceScope& scope, bool at_once)
-      : given(images), copy(images), done(images), data(data_of<T>(images)) {
-    if (problem.channels_last || images.numel() == 0) return;
-    given = dense(images), copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
-    const int64_t pixels = problem.H * problem.W, blocks = copying_blocks(problem);
-    copying.from = data_of<T>(given), copying.to = mutable_data_of<T>(copy);
-    copying.blocks = static_cast<uint32_t>(blocks);
-    copying.in_packs =
-        problem.C % kCopyPack<T> == 0 && pixels % kCopyPack<T> == 0 && aligned(given, sizeof(Pack<T, kCopyPack<T>>));
-    data = copying.to;
-    if (at_once) {
-      launch({op, "copy_kernel", scope, problem.B * blocks, kCopyThreads}, copy_kernel<T>, copying, sizes);
-      copying = {};
-    } else {
-      done = new_empty(images, {problem.B}, ScalarType::Int);
-      copying.done = mutable_data_of<int32_t>(done);
-      fill_bytes(op, scope, copying.done, 0, problem.B * static_cast<int64_t>(sizeof(int32_t)));
-    }
+  Images(const Tensor& images, const SampleProblem& problem)
+      : given(images), copy(images), is_copy(!problem.channels_last && images.numel() > 0) {
+    if (is_copy) given = dense(images), copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
+    data = data_of<T>(copy);
   }
+
+  // Copies `count` images from `first` on. overlaps: with the launch before it.
+  void start_copy(const char* op, const DeviceScope& scope, const Sizes& sizes, int64_t first, int64_t count,
+                  bool overlaps) const {
+    const int64_t pixels = int64_t{sizes.H} * sizes.W, offset = first * pixels * sizes.C;
+    const int64_t blocks = ceil_div(pixels, kCopyPixels);
+    const bool in_packs =
+        sizes.C % kCopyPack<T> == 0 && pixels % kCopyPack<T> == 0 && aligned(given, sizeof(Pack<T, kCopyPack<T>>));
+    const Copying<T> copying{data_of<T>(given) + offset, static_cast<T*>(copy.mutable_data_ptr()) + offset,
+                             static_cast<uint32_t>(blocks), in_packs};
+    launch({op, "copy_kernel", scope, count * blocks, kCopyThreads, 0, 0, overlaps}, copy_kernel<T>, copying, sizes);
+  }
+};
+
+// The query that a block of the sum or dots pass owns. The last block has the first one: what was copied last is still
+// in the second-level cache.
+struct Query {
+  uint32_t b, q;
+
+  static __device__ __forceinline__ Query of_block(const Sizes& sizes) {
+    const uint32_t i = gridDim.x - 1 - blockIdx.x, Q = static_cast<uint32_t>(sizes.Q);
+    return {i / Q, i % Q};
+  }
+};
+
+// A run of images of a call, whose queries one launch serves. overlaps: with the launch before it.
+struct ImageRun {
+  int64_t first, count;
+  bool overlaps;
 };
 
 // What every pass reads. T: of images; A: of everything else, and of sums.
@@ -220,12 +190,34 @@ struct Inputs {
   const Images<T>& images;
   const Tensor& samples;
 
-  const Pack<A, 2>* sample_data() const { return data_of<Pack<A, 2>>(samples); }
   int64_t queries() const { return sizes.B * sizes.Q; }
-  // Of a pass that owns a query with each block, and those that copy.
-  int64_t blocks() const { return queries() + sizes.B * images.copying.blocks; }
+  // From query `query` of all images on.
+  const Pack<A, 2>* sample_data(int64_t query = 0) const { return data_of<Pack<A, 2>>(samples) + query * sizes.D; }
+  const T* image_data(int64_t image) const { return images.data + image * sizes.H * sizes.W * sizes.C; }
 
-  // Calls f(VEC) with 4 channels a load where types, sizes and addresses, `other` among them, allow it, else 1.
+  ImageRun all() const { return {0, sizes.B, false}; }
+
+  void copy_all() const {
+    if (images.is_copy) images.start_copy(op, scope, sizes, 0, sizes.B, false);
+  }
+  // Calls f(run) for the runs of images that are copied together, each after the launch of its copy. f() launches one
+  // kernel, which awaits the copy if there are samples.
+  template <typename F>
+  void copy_by_runs(const F& f) const {
+    if (queries() == 0 || sizes.G == 0) return;
+    if (!images.is_copy) return f(all());
+    const bool overlaps = scope.device().capability >= kOverlapCapability && sizes.D > 0;
+    const int64_t image_bytes = int64_t{sizes.H} * sizes.W * sizes.C * sizeof(T);
+    const int64_t count = images_at_once(scope.device(), sizes.B, image_bytes);
+    for (int64_t first = 0; first < sizes.B; first += count) {
+      const ImageRun run{first, std::min(count, sizes.B - first), overlaps};
+      images.start_copy(op, scope, sizes, run.first, run.count, overlaps && first > 0);
+      f(run);
+    }
+  }
+
+  // Calls f(VEC) with 4 channels a load where types, sizes and addresses, that of the tensor `other` with K channels a
+  // row among them, allow it, else 1.
   template <typename F>
   void with_vec(const void* other, const F& f) const {
     if constexpr (sizeof(A) == 4) {

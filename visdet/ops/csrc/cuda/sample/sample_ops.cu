@@ -25,12 +25,12 @@ struct Call {
   const Tensor &images, &samples;
   const Work& work;
 
-  void run(bool copies_at_once) const {
+  void run() const {
     dispatch_value_type(images.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
       using T = decltype(value_tag);
       using A = decltype(accumulate_tag);
       const Sizes sizes = sizes_of(problem);
-      const Images<T> in_order(op, images, problem, sizes, scope, copies_at_once);
+      const Images<T> in_order(images, problem);
       work(Inputs<T, A>{op, scope, sizes, in_order, samples});
     });
   }
@@ -41,32 +41,14 @@ const char* in_place_declines(const Call<Work>& call) {
   return call.problem.channels_last ? nullptr : "images are not channels last";
 }
 template <typename Work>
-const char* alternating_declines(const Call<Work>& call) {
-  const SampleProblem& problem = call.problem;
-  return problem.Q + copying_blocks(problem) <= INT32_MAX / std::max<int64_t>(1, problem.B)
-             ? nullptr
-             : "queries and copies are more blocks than a launch has";
-}
-template <typename Work>
-void copy_first(const Call<Work>& call) {
-  call.run(true);
-}
-template <typename Work>
-void alternating(const Call<Work>& call) {
-  call.run(false);
+void run(const Call<Work>& call) {
+  call.run();
 }
 
-// In forwards, one launch copies the images and reads the copies; backwards have several passes that read them.
 template <typename Work>
-constexpr Path<Call<Work>> kForwardPaths[] = {
-    {"in_place", in_place_declines<Work>, copy_first<Work>},
-    {"alternating", alternating_declines<Work>, alternating<Work>},
-    {"copy_first", nullptr, copy_first<Work>},
-};
-template <typename Work>
-constexpr Path<Call<Work>> kBackwardPaths[] = {
-    {"in_place", in_place_declines<Work>, copy_first<Work>},
-    {"copy_first", nullptr, copy_first<Work>},
+constexpr Path<Call<Work>> kPaths[] = {
+    {"in_place", in_place_declines<Work>, run<Work>},
+    {"copy_first", nullptr, run<Work>},
 };
 
 // An empty tensor in the layout of images: channels last, or contiguous.
@@ -83,9 +65,11 @@ Tensor sample_sum(const Tensor& images, const Tensor& samples_in, const Tensor& 
   Tensor output = new_empty(images, {problem.B, problem.G, problem.Q, problem.C});
   const auto work = [&](const auto& in) {
     using In = std::decay_t<decltype(in)>;
-    launch_sum(in, data_of<typename In::Sum>(weights), mutable_data_of<typename In::Value>(output));
+    in.copy_by_runs([&](const ImageRun& run) {
+      launch_sum(in, run, data_of<typename In::Sum>(weights), mutable_data_of<typename In::Value>(output));
+    });
   };
-  run_first(op, kForwardPaths<decltype(work)>, {op, problem, scope, images, samples, work});
+  run_first(op, kPaths<decltype(work)>, {op, problem, scope, images, samples, work});
   return output;
 }
 
@@ -105,10 +89,11 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
     using A = typename std::decay_t<decltype(in)>::Sum;
     const A *coefficients = data_of<A>(weights), *rows = data_of<A>(grad_output), *depths = nullptr;
     const DotsOutputs<A, A> out{mutable_data_of<A>(grad_weights), mutable_data_of<A>(grad_samples), nullptr};
-    const CellCounts cells = launch_dots<true, true>(in, coefficients, rows, depths, out);
+    in.copy_all();
+    const CellCounts cells = launch_dots<true, true>(in, in.all(), coefficients, rows, depths, out);
     launch_scatter(in, cells, coefficients, rows, depths, grad_images, problem.channels_last, deterministic);
   };
-  run_first(op, kBackwardPaths<decltype(work)>, {op, problem, scope, images, samples, work});
+  run_first(op, kPaths<decltype(work)>, {op, problem, scope, images, samples, work});
   return {grad_images, grad_samples, grad_weights};
 }
 
@@ -124,9 +109,11 @@ Tensor sample_dot(const Tensor& images, const Tensor& samples_in, const Tensor& 
     using In = std::decay_t<decltype(in)>;
     using A = typename In::Sum;
     const DotsOutputs<typename In::Value, A> out{mutable_data_of<typename In::Value>(output), nullptr, nullptr};
-    launch_dots<true, false>(in, static_cast<const A*>(nullptr), data_of<A>(queries), data_of<A>(depths), out);
+    in.copy_by_runs([&](const ImageRun& run) {
+      launch_dots<true, false>(in, run, static_cast<const A*>(nullptr), data_of<A>(queries), data_of<A>(depths), out);
+    });
   };
-  run_first(op, kForwardPaths<decltype(work)>, {op, problem, scope, images, samples, work});
+  run_first(op, kPaths<decltype(work)>, {op, problem, scope, images, samples, work});
   return output;
 }
 
@@ -147,12 +134,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
   const auto work = [&](const auto& in) {
     using A = typename std::decay_t<decltype(in)>::Sum;
     const A *coefficients = data_of<A>(grad_output), *rows = data_of<A>(queries), *depth_data = data_of<A>(depths);
-    launch_sum(in, coefficients, mutable_data_of<A>(grad_queries));
+    in.copy_all();
+    launch_sum(in, in.all(), coefficients, mutable_data_of<A>(grad_queries));
     const DotsOutputs<A, A> out{nullptr, mutable_data_of<A>(grad_samples), mutable_data_of<A>(grad_depths)};
-    const CellCounts cells = launch_dots<false, true>(in, coefficients, rows, depth_data, out);
+    const CellCounts cells = launch_dots<false, true>(in, in.all(), coefficients, rows, depth_data, out);
     launch_scatter(in, cells, coefficients, rows, depth_data, grad_images, problem.channels_last, deterministic);
   };
-  run_first(op, kBackwardPaths<decltype(work)>, {op, problem, scope, images, samples, work});
+  run_first(op, kPaths<decltype(work)>, {op, problem, scope, images, samples, work});
   return {grad_images, grad_samples, grad_queries, grad_depths};
 }
 

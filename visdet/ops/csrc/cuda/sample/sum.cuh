@@ -16,8 +16,8 @@ constexpr int kSumThreads = 256;
 
 template <typename T, typename TO, typename A, int VEC>
 __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
-    sum_kernel(const T* images, const Copying<T> copying, const Pack<A, 2>* __restrict__ samples,
-               const A* __restrict__ coefficients, TO* __restrict__ sums, const Sizes sizes) {
+    sum_kernel(const T* images, const Pack<A, 2>* __restrict__ samples, const A* __restrict__ coefficients,
+               TO* __restrict__ sums, const Sizes sizes) {
   struct Lists {
     CornerRows<A> samples[kSumThreads];
     Pack<A, kGroups> coefficients[kSumThreads];
@@ -25,13 +25,11 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
   __shared__ union Shared {
     Lists lists;
     A planes[kGroups * VEC][kSumThreads];
-    CopyTile<T> tile;
     __device__ Shared() {}
   } shared;
-  const Role role = role_of_block<true>(copying, sizes);
-  if (role.copies) return copy_block<kSumThreads>(copying, role.image, role.index, sizes, shared.tile);
-  bool waits = copying.from != nullptr;
-  const int64_t b = role.image, q = role.index, query = b * sizes.Q + q;
+  allow_next_launch();
+  const Query at = Query::of_block(sizes);
+  const int64_t b = at.b, q = at.q, query = b * sizes.Q + q;
   const auto* image = reinterpret_cast<const char*>(images + b * sizes.H * sizes.W * sizes.C);
   const uint32_t pixel_bytes = sizes.C * sizeof(T);
   const int packs = (sizes.K + VEC - 1) / VEC, in_slot = min(packs, kSumThreads), slots = kSumThreads / in_slot;
@@ -51,8 +49,7 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
               shared.lists.coefficients[position] = mine;
             },
             [](int) {});
-        if (waits) await_image(copying, b);
-        waits = false;
+        await_previous_launch();  // the copy of the images
         if (works) {
 #pragma unroll 1
           for (int i = slot; i < count; i += slots) {
@@ -93,11 +90,14 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
 }
 
 template <typename T, typename A, typename TO>
-void launch_sum(const Inputs<T, A>& in, const A* coefficients, TO* sums) {
-  if (in.queries() == 0 || in.sizes.G == 0 || in.sizes.K == 0) return;
+void launch_sum(const Inputs<T, A>& in, const ImageRun& run, const A* coefficients, TO* sums) {
+  const Sizes& sizes = in.sizes;
+  if (in.queries() == 0 || sizes.G == 0 || sizes.K == 0) return;
+  const int64_t query = run.first * sizes.Q;
   in.with_vec(sums, [&](auto vec) {
-    launch({in.op, "sum_kernel", in.scope, in.blocks(), kSumThreads}, sum_kernel<T, TO, A, decltype(vec)::value>,
-           in.images.data, in.images.copying, in.sample_data(), coefficients, sums, in.sizes);
+    launch({in.op, "sum_kernel", in.scope, run.count * sizes.Q, kSumThreads, 0, 0, run.overlaps},
+           sum_kernel<T, TO, A, decltype(vec)::value>, in.image_data(run.first), in.sample_data(query),
+           coefficients + query * sizes.G * sizes.D, sums + query * sizes.G * sizes.K, sizes);
   });
 }
 
