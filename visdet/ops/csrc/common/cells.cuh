@@ -16,7 +16,7 @@ namespace visdet {
 __host__ __device__ __forceinline__ int64_t cell_count(int64_t H, int64_t W) { return H > 0 ? (H + 1) * (W + 1) : 0; }
 
 // The cell of a sample at pixel (x, y) of a map of W columns. The sample must count: -1 < x < W and -1 < y < H. Index:
-// the type of the result, wide enough for the cells of the map.
+// the type of the result, which must hold the number of cells.
 template <typename Index = int64_t, typename A>
 __device__ __forceinline__ Index cell_of(A x, A y, int32_t W) {
   const int32_t column = static_cast<int32_t>(floor(x)) + 1, row = static_cast<int32_t>(floor(y)) + 1;

@@ -19,8 +19,8 @@ struct Device {
   // Bytes of shared memory, static and dynamic together, with which `blocks` blocks fit a multiprocessor. The driver
   // takes 1 KB a block for itself.
   constexpr int64_t shared_for(int64_t blocks) const {
-    const int64_t share = shared_multiprocessor / blocks - 1024;
-    return share < shared_block ? share : shared_block;
+    const int64_t of_block = shared_multiprocessor / blocks - 1024;
+    return of_block < shared_block ? of_block : shared_block;
   }
 };
 

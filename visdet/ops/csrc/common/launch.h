@@ -25,6 +25,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "common/checks.h"
@@ -70,32 +71,21 @@ struct Launch {
 
 namespace launching {
 
-// Checks the sizes, and notes them if this is a plan. Returns whether the kernel is to be started.
-bool prepare(const Launch& launch, const void* kernel);
-// Whether the kernel may be started before the launch before it is done.
-bool can_overlap(const Launch& launch, const void* kernel);
-// Raises an error if the kernel did not start.
-void finish(const Launch& launch);
+// Checks the sizes; notes them if this is a plan, else starts the kernel. arguments: a pointer to each.
+void start(const Launch& launch, const void* kernel, void** arguments);
 
 }  // namespace launching
 
 template <typename... Parameters, typename... Arguments>
 void launch(const Launch& at, void (*kernel)(Parameters...), Arguments&&... arguments) {
   static_assert(sizeof...(Parameters) == sizeof...(Arguments), "a kernel takes all of its arguments");
-  if (!launching::prepare(at, reinterpret_cast<const void*>(kernel))) return;
-  const dim3 grid(static_cast<unsigned>(at.grid.x), static_cast<unsigned>(at.grid.y), static_cast<unsigned>(at.grid.z));
-  const auto threads = static_cast<unsigned>(at.threads);
-  const auto shared = static_cast<size_t>(at.dynamic_shared);
-  if (at.overlaps && launching::can_overlap(at, reinterpret_cast<const void*>(kernel))) {
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    const cudaLaunchConfig_t config{grid, dim3(threads), shared, at.scope.stream(), &overlap, 1};
-    cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...);
-  } else {
-    kernel<<<grid, threads, shared, at.scope.stream()>>>(std::forward<Arguments>(arguments)...);
-  }
-  launching::finish(at);
+  std::tuple<Parameters...> values(static_cast<Parameters>(std::forward<Arguments>(arguments))...);
+  std::apply(
+      [&](Parameters&... value) {
+        void* pointers[] = {const_cast<void*>(static_cast<const void*>(&value))..., nullptr};
+        launching::start(at, reinterpret_cast<const void*>(kernel), pointers);
+      },
+      values);
 }
 
 // Sets bytes of device memory, in the order of the stream.

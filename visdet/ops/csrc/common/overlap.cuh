@@ -4,7 +4,7 @@
 // started: they take the multiprocessors that this launch leaves free. A kernel of a launch that overlaps calls
 // await_previous_launch() in all threads that read what earlier launches wrote, and in at least one block in any case:
 // so its end says that the launches before it have ended, too, which whoever comes next may rely on. No block waits for
-// a block of its own launch, and all blocks that it waits for are running already. Both functions do nothing in a
+// a block of its own launch, and all blocks that it waits for are running already. Both functions have no effect in a
 // launch that does not overlap, and before sm_90.
 #pragma once
 
