@@ -1,21 +1,20 @@
-// deformable_aggregation's CUDA entries, for the operators that prepare its arguments in kernels of their own.
+// The operators deformable_aggregation and deformable_aggregation_backward on CUDA, for operators that prepare their
+// arguments by kernels of their own.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <tuple>
 
-namespace visdet {
+namespace visdet::deformable_aggregation {
 
-torch::stable::Tensor deformable_aggregation_cuda(const torch::stable::Tensor& features,
-                                                  const torch::stable::Tensor& level_shapes,
-                                                  const torch::stable::Tensor& level_starts,
-                                                  const torch::stable::Tensor& locations,
-                                                  const torch::stable::Tensor& weights);
+using torch::stable::Tensor;
 
-std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> deformable_aggregation_backward_cuda(
-    const torch::stable::Tensor& grad_output, const torch::stable::Tensor& features,
-    const torch::stable::Tensor& level_shapes, const torch::stable::Tensor& level_starts,
-    const torch::stable::Tensor& locations, const torch::stable::Tensor& weights, bool deterministic);
+Tensor forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts, const Tensor& locations,
+               const Tensor& weights);
 
-}  // namespace visdet
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& features,
+                                            const Tensor& level_shapes, const Tensor& level_starts,
+                                            const Tensor& locations, const Tensor& weights, bool deterministic);
+
+}  // namespace visdet::deformable_aggregation

@@ -11,7 +11,7 @@
 #include "cuda/deformable_aggregation/deformable_aggregation.cuh"
 #include "deformable_aggregation_fused.h"
 
-namespace visdet {
+namespace visdet::deformable_aggregation_fused {
 namespace {
 
 using torch::stable::Tensor;
@@ -291,15 +291,15 @@ Prepared prepare(const DeviceScope& scope, const FusedAggregationProblem& proble
   return it;
 }
 
-Tensor fused_forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts,
-                     const Tensor& key_points, const Tensor& projection, const Tensor& image_wh, const Tensor& logits,
-                     const Tensor& camera_logits, const Tensor& keep, double keep_scale) {
+Tensor forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts, const Tensor& key_points,
+               const Tensor& projection, const Tensor& image_wh, const Tensor& logits, const Tensor& camera_logits,
+               const Tensor& keep, double keep_scale) {
   const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
                                                           logits, camera_logits, keep);
   const DeviceScope scope(features);
   const Prepared it =
       prepare(scope, problem, features, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
-  return deformable_aggregation_cuda(features, level_shapes, level_starts, it.locations, it.weights);
+  return deformable_aggregation::forward(features, level_shapes, level_starts, it.locations, it.weights);
 }
 
 // The gradients of logits, of points, and of camera_logits if there are any.
@@ -328,12 +328,12 @@ void launch_finish(const DeviceScope& scope, const FusedAggregationProblem& prob
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_output, const Tensor& features,
-                                                          const Tensor& level_shapes, const Tensor& level_starts,
-                                                          const Tensor& key_points, const Tensor& projection,
-                                                          const Tensor& image_wh, const Tensor& logits,
-                                                          const Tensor& camera_logits, const Tensor& keep,
-                                                          double keep_scale, bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& features,
+                                                    const Tensor& level_shapes, const Tensor& level_starts,
+                                                    const Tensor& key_points, const Tensor& projection,
+                                                    const Tensor& image_wh, const Tensor& logits,
+                                                    const Tensor& camera_logits, const Tensor& keep, double keep_scale,
+                                                    bool deterministic) {
   using torch::stable::new_empty;
   using torch::stable::zero_;
   const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
@@ -341,7 +341,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
   const DeviceScope scope(features);
   const Prepared it =
       prepare(scope, problem, features, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
-  const auto [grad_features, grad_locations, grad_weights] = deformable_aggregation_backward_cuda(
+  const auto [grad_features, grad_locations, grad_weights] = deformable_aggregation::backward(
       grad_output, features, level_shapes, level_starts, it.locations, it.weights, deterministic);
   Tensor grad_key_points = new_empty(it.key_points, it.key_points.sizes()),
          grad_logits = new_empty(it.logits, it.logits.sizes()),
@@ -356,9 +356,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
 }
 
 }  // namespace
-}  // namespace visdet
+}  // namespace visdet::deformable_aggregation_fused
 
 VISDET_CUDA_OPERATORS(m) {
-  m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::fused_forward));
-  m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::fused_backward));
+  m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::deformable_aggregation_fused::forward));
+  m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::deformable_aggregation_fused::backward));
 }
