@@ -36,10 +36,7 @@ PATHS = {
         ("direct", "encoder", "sorted"),
     ),
     "deformable_aggregation": (("packs", "single_values"), ("held_packs", "packs", "single_values")),
-    "gaussian_field": (
-        ("culled", "many_points", "several_points", "one_point"),
-        ("culled", "several_points", "one_point"),
-    ),
+    "gaussian_field": (("culled", "many_points", "one_point"), ("culled", "one_point")),
     "sample_sum": (("in_place", "alternating", "copy_first"),) * 2,
     "sample_dot": (("in_place", "alternating", "copy_first"),) * 2,
     "deform_conv2d": (("packs", "values"), ("weight_only", "packs", "values")),

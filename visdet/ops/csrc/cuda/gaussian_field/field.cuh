@@ -1,48 +1,46 @@
-// The field of many points.
+// The field, in float32, of so many points that they fill the GPU. A thread has several points, which read a Gaussian
+// once for all of them.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
-#include "common/launch.h"
-#include "cuda/gaussian_field/calls.cuh"
 #include "cuda/gaussian_field/finish.cuh"
 #include "cuda/gaussian_field/gaussians.cuh"
 
 namespace visdet::gaussian_field {
 namespace {
 
-// Writes 2^-square to `result` if `always` is not 0, which holds always, unknown to ptxas: it then waits for the
-// readers of what was in `result`, and cannot gather the exponentials of all points. Those would wait for one another:
-// the special-function unit takes one of a warp every eight cycles.
+constexpr int kFieldPoints = 16;  // of a thread
+constexpr int kFieldBlocks = 4;   // of a multiprocessor at a time
+
+// The Gaussians in parts: [first[p], first[p + 1]) is part p.
+constexpr int kMaxParts = 100;
+struct Parts {
+  int32_t count;
+  int64_t first[kMaxParts + 1];
+};
+
+// Writes 2^-square to `result` if `always` is not 0. It never is, which the assembler cannot know: so it waits for the
+// readers of what was in `result` and cannot gather the exponentials of all points, which would wait for one another,
+// since the special-function unit takes one of a warp every eight cycles.
 __device__ __forceinline__ void exponential_in_turn(float square, int always, float& result) {
   asm("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ex2.approx.ftz.f32 %0, %1;}" : "+f"(result) : "f"(-square), "r"(always));
 }
 
-constexpr int kFieldPoints = 16;  // a thread
-constexpr int kFieldBlocks = 4;   // a multiprocessor
-
-// Part p of the Gaussians is [first[p], first[p + 1]).
-constexpr int kMostParts = 100;
-struct Parts {
-  int32_t count;
-  int64_t first[kMostParts + 1];
-};
-
-// The field, in float32, of so many points that they fill the GPU: point_block's task without its order and gradients.
-// A block takes kThreads * kFieldPoints points and a part of the Gaussians. A thread takes two points at a time. The
-// statements stand in one of the fastest of 200 orders, the slowest of which takes 7 % longer: the order decides which
-// of ptxas's instructions wait for one another at the two ports of the registers.
+// A block has kThreads * kFieldPoints points and a part of the Gaussians, and writes the sums of its part. A thread
+// works on two points at a time. The statements stand in one of the fastest of 200 orders, of which the slowest takes 7
+// % longer: their order decides which instructions wait for one another at the two ports of the registers.
 __global__ void __launch_bounds__(kThreads, kFieldBlocks)
     field_kernel(const Inputs<float> in, const __grid_constant__ Parts parts, float* __restrict__ to, int owners,
                  int always) {
   __shared__ Gaussian<float> tile[kThreads];
   const int part = blockIdx.x / owners;
-  const int64_t mine = static_cast<int64_t>(blockIdx.x % owners) * (kThreads * kFieldPoints) + threadIdx.x;
+  const int64_t first_b = static_cast<int64_t>(blockIdx.x % owners) * (kThreads * kFieldPoints) + threadIdx.x;
   float x[kFieldPoints], y[kFieldPoints], z[kFieldPoints], sums[kFieldPoints] = {};
 #pragma unroll
   for (int r = 0; r < kFieldPoints; ++r) {
-    const int64_t b = mine + r * kThreads;
+    const int64_t b = first_b + r * kThreads;
     const float* point = in.points + 3 * b;
     const bool exists = b < in.B;
     x[r] = exists ? point[0] : 0;
@@ -53,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, kFieldBlocks)
   const int64_t end = parts.first[part + 1];
   for (int64_t first = parts.first[part]; first < end; first += kThreads) {
     const int count = static_cast<int>(min(end - first, int64_t{kThreads}));
-    if (threadIdx.x < count) tile[threadIdx.x] = read_gaussian(in, first + threadIdx.x, Exponent<float>::kScale);
+    if (threadIdx.x < count) tile[threadIdx.x] = read_gaussian(in, first + threadIdx.x, Exponential<float>::kScale);
     __syncthreads();
 #pragma unroll 8
     for (int k = 0; k < count; ++k) {
@@ -90,46 +88,41 @@ __global__ void __launch_bounds__(kThreads, kFieldBlocks)
   }
 #pragma unroll
   for (int r = 0; r < kFieldPoints; ++r) {
-    const int64_t b = mine + r * kThreads;
+    const int64_t b = first_b + r * kThreads;
     if (b < in.B) to[part * in.B + b] = sums[r];
   }
 }
 
-// Parts for `owners` blocks each on a GPU that works on `places` blocks at a time: large ones first, then ever smaller
-// ones. A multiprocessor serves its oldest block first, so that equal blocks end at very different times, and the last
-// ones of all run on a GPU that is no longer full: the smaller they are, the shorter.
-Parts decreasing_parts(int64_t count, int64_t owners, int64_t places) {
-  constexpr double kTake = 0.76, kLeast = 0.03;  // of a share
-  const int64_t at_once = std::max<int64_t>(1, places / owners);
-  const double share = std::min(1.0, static_cast<double>(owners) / static_cast<double>(places));  // a block's
-  const double least = std::max(32.0, kLeast * share * static_cast<double>(count));
+// Divides `count` Gaussians into parts for a GPU that works on `at_once` blocks at a time, where each part takes
+// `owners` blocks: large parts first, then ever smaller ones. A multiprocessor serves its oldest block first, so that
+// equal blocks would end at very different times. The last blocks run on a GPU that is no longer full, and the smaller
+// they are, the sooner they end.
+Parts decreasing_parts(int64_t count, int64_t owners, int64_t at_once) {
+  constexpr double kFirst = 0.76, kLeast = 0.03;  // of what a block would take if all took the same
+  const int64_t parts_at_once = std::max<int64_t>(1, at_once / owners);
+  const double equal = std::min(1.0, static_cast<double>(owners) / static_cast<double>(at_once));
+  const double least = std::max(32.0, kLeast * equal * static_cast<double>(count));
   Parts parts{};
   int64_t end = 0;
   while (end < count) {
-    const double wanted = std::max(least, kTake * share * static_cast<double>(count - end));
+    const double wanted = std::max(least, kFirst * equal * static_cast<double>(count - end));
     const int64_t size = 8 * static_cast<int64_t>(std::ceil(wanted / 8));  // whole passes of the unrolled loop
-    for (int64_t i = 0; i < at_once && end < count; ++i) {
-      end = parts.count + 1 < kMostParts ? std::min(end + size, count) : count;
+    for (int64_t i = 0; i < parts_at_once && end < count; ++i) {
+      end = parts.count + 1 < kMaxParts ? std::min(end + size, count) : count;
       parts.first[++parts.count] = end;
     }
   }
   return parts;
 }
 
-// Several points a thread share the reading of a Gaussian, once there are enough to fill the GPU.
-template <typename Call>
-const char* several_points_decline(const Call& call) {
+const char* many_points_decline(const ForwardCall& call) {
+  if (call.points.scalar_type() == ScalarType::Double) return "points are float64";
   const int64_t enough = 4 * kThreads * call.scope.device().multiprocessors;
   return call.problem.B >= enough ? nullptr : "its points are too few to fill the GPU";
 }
 
-const char* many_points_decline(const ForwardCall& call) {
-  if (call.points.scalar_type() == ScalarType::Double) return "points are float64";
-  return several_points_decline(call);
-}
-
 void launch_many_points(const ForwardCall& call) {
-  const auto in = inputs_of_field<float>(call);
+  const auto in = call.inputs<float>();
   auto* field = call.field.mutable_data_ptr<float>();
   const int64_t owners = ceil_div(in.B, kThreads * kFieldPoints);
   const Parts parts = decreasing_parts(in.N, owners, kFieldBlocks * call.scope.device().multiprocessors);
@@ -143,8 +136,8 @@ void launch_many_points(const ForwardCall& call) {
          static_cast<int>(owners), 1);
   if (parts.count == 1) return;
   const int64_t blocks = ceil_div(in.B, kThreads);
-  launch({call.op, "finish_kernel", call.scope, blocks, kThreads}, finish_kernel<float, false, true>, in, nullptr, to,
-         parts.count, field, in.B, static_cast<int>(blocks), nullptr, 0, nullptr, nullptr, nullptr);
+  launch({call.op, "finish_kernel", call.scope, blocks, kThreads}, finish_kernel<float, Task::kField>, in, to,
+         parts.count, in.B, static_cast<int>(blocks), nullptr, 0, Outputs<float>{nullptr, field});
 }
 
 }  // namespace

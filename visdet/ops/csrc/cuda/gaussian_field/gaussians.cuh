@@ -1,70 +1,65 @@
-// What every kernel of Gaussians reads: the tensors of a call, a Gaussian as the inner loops want it, and its two
-// triangular systems.
+// What the kernels of mahalanobis_distance and gaussian_field read: the tensors of a call, a Gaussian in the form that
+// the inner loops want, and its two triangular systems.
 #pragma once
 
-#include <algorithm>
-
-#include "common/cuda_utils.cuh"
 #include "common/launch.h"
+#include "common/values.cuh"
 #include "gaussian_field.h"
 
 namespace visdet::gaussian_field {
 namespace {
 
-constexpr unsigned kAll = 0xffffffffu;
 constexpr int kThreads = 128;
 
-template <typename A>
+// A box along the axes.
 struct Box {
-  A low[3], high[3];
+  float low[3], high[3];
 };
 
 template <typename A>
 struct Inputs {
   int64_t B, N;
-  const A* points;                // [B, 3]
-  const A* means;                 // [N, 3]
-  const A* cholesky;              // [N, 3, 3]
-  const A* weights;               // [N]
-  const int64_t* point_order;     // [B], or null: as they come
-  const int64_t* gaussian_order;  // [N], or null
-  A cutoff;                       // tolerance / N, or 0: leave out nothing
-  const Box<A>* boxes;            // [N] of Gaussians, in gaussian_order
-  const Box<A>* gaussian_groups;  // of kThreads neighbours each
-  const Box<A>* point_groups;
-  int64_t part;  // of the split side, what a block takes
+  const A* points;    // [B, 3]
+  const A* means;     // [N, 3]
+  const A* cholesky;  // [N, 3, 3]
+  const A* weights;   // [N], or null for distances
+  int64_t part;       // how many points or Gaussians a block looks at, of the side that is divided among blocks
+
+  // For the path that leaves out pairs. The orders are permutations that bring neighbours together.
+  const int64_t* point_order;     // [B]
+  const int64_t* gaussian_order;  // [N]
+  A cutoff;                       // tolerance / N: terms below it may be left out
+  const Box* boxes;               // [N] around each Gaussian, in gaussian_order
+  const Box* gaussian_groups;     // around kThreads neighbouring Gaussians each
+  const Box* point_groups;        // around kThreads neighbouring points each
 };
 
-// The i-th of `count` points or Gaussians in an order. An order that is no permutation leads to no stray access.
-__device__ __forceinline__ int64_t in_order(const int64_t* order, int64_t i, int64_t count) {
-  return min(max(order[i], int64_t{0}), count - 1);
-}
-
-// exp(-distance / 2) is 2^-|v'|^2 with v' = v * kScale in float32, where 2^x is one instruction.
+// exp(-distance / 2). In float32 it is 2^-|v'|^2 with v' = v * kScale, where 2^x is one instruction.
 template <typename A>
-struct Exponent;
+struct Exponential;
 template <>
-struct Exponent<float> {
+struct Exponential<float> {
   static constexpr float kScale = 0.84932180028801907f;  // sqrt(log2(e) / 2)
-  static __device__ __forceinline__ float apply(float square) {
+  static __device__ __forceinline__ float of(float square) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(-square));
     return result;
   }
 };
 template <>
-struct Exponent<double> {
+struct Exponential<double> {
   static constexpr double kScale = 1.0;
-  static __device__ __forceinline__ double apply(double square) { return exp(-0.5 * square); }
+  static __device__ __forceinline__ double of(double square) { return exp(-0.5 * square); }
 };
 
-// In a field, a Gaussian thinner than this is 0 wherever floating point tells a point from its plane. Its reciprocal is
-// kept within numbers whose squares are finite, so that the gradients of its zeros are zero, not zero times infinity.
+// In a field, a Gaussian thinner than this is 0 wherever floating point tells a point from the Gaussian's plane. Its
+// reciprocal is kept within numbers whose squares are finite, so that the gradients of its zeros are zero, not zero
+// times infinity.
 template <typename A>
 constexpr A kThinnest = sizeof(A) == 4 ? A(1e-18) : A(1e-150);
 
-// A Gaussian as the inner loops want it: the factor divided by the exponent's scale, its diagonal inverted. A diagonal
-// that is not positive makes everything NaN.
+// A Gaussian in the form that the inner loops want: the factor L divided by the scale of the exponential, its diagonal
+// inverted. A diagonal that is not positive makes everything NaN.
 template <typename A>
 struct alignas(16) Gaussian {
   A x, y, z, weight;
@@ -77,8 +72,7 @@ __device__ __forceinline__ Gaussian<A> read_gaussian(const Inputs<A>& in, int64_
   const A *mean = in.means + 3 * n, *l = in.cholesky + 9 * n;
   const bool is_valid = l[0] > 0 && l[4] > 0 && l[8] > 0;
   const A nan = quiet_nan<A>();
-  // Without weights the distance is asked for, which a thin Gaussian has, too.
-  const A thinnest = in.weights ? kThinnest<A> : A(0);
+  const A thinnest = in.weights ? kThinnest<A> : A(0);  // a thin Gaussian has distances, too
   return {mean[0],
           mean[1],
           is_valid ? mean[2] : nan,
@@ -93,7 +87,7 @@ __device__ __forceinline__ Gaussian<A> read_gaussian(const Inputs<A>& in, int64_
           A(0)};
 }
 
-// v = L^-1 (point - mean); returns |v|^2.
+// Solves L v = point - mean and returns |v|^2.
 template <typename A>
 __device__ __forceinline__ A whiten(const Gaussian<A>& g, A x, A y, A z, A (&v)[3]) {
   const A dx = x - g.x, dy = y - g.y, dz = z - g.z;
@@ -103,7 +97,7 @@ __device__ __forceinline__ A whiten(const Gaussian<A>& g, A x, A y, A z, A (&v)[
   return v[0] * v[0] + v[1] * v[1] + v[2] * v[2];
 }
 
-// u = L^-T v.
+// Solves L^T u = v.
 template <typename A>
 __device__ __forceinline__ void whiten_back(const Gaussian<A>& g, const A (&v)[3], A (&u)[3]) {
   u[2] = v[2] * g.i22;
@@ -125,6 +119,56 @@ template <typename F>
 void dispatch_float(const Tensor& points, const F& f) {
   points.scalar_type() == ScalarType::Double ? f(double{}) : f(float{});
 }
+
+// As many blocks of kThreads threads as a GPU works on at a time, twice.
+int64_t wanted_blocks(const DeviceScope& scope) { return 32 * scope.device().multiprocessors; }
+
+// What a pass over all pairs of points and Gaussians is for: the field; the gradients of the field with respect to
+// points and Gaussians; the gradients of distances with respect to Gaussians.
+enum class Task { kField, kFieldGradients, kDistanceGradients };
+
+// Where a pass writes, and the gradient that it reads. Null is what its task has no use for.
+template <typename A>
+struct Outputs {
+  const A* grad_output;
+  A* of_points;  // the field [B], or the gradients of points [B, 3]
+  A *grad_means, *grad_cholesky, *grad_weights;
+};
+
+// A call of gaussian_field with at least one point and one Gaussian.
+struct FieldCall {
+  const char* op;
+  const DeviceScope& scope;
+  const GaussianProblem& problem;
+  const Tensor &points, &means, &cholesky, &weights, &point_order, &gaussian_order;
+  double tolerance;
+
+  template <typename A>
+  Inputs<A> inputs() const {
+    auto in = inputs_of<A>(problem, points, means, cholesky);
+    in.weights = weights.const_data_ptr<A>();
+    return in;
+  }
+};
+struct ForwardCall : FieldCall {
+  static constexpr Task kTask = Task::kField;
+  const Tensor& field;
+
+  template <typename A>
+  Outputs<A> outputs() const {
+    return {nullptr, field.mutable_data_ptr<A>()};
+  }
+};
+struct BackwardCall : FieldCall {
+  static constexpr Task kTask = Task::kFieldGradients;
+  const Tensor &grad_output, &grad_points, &grad_means, &grad_cholesky, &grad_weights;
+
+  template <typename A>
+  Outputs<A> outputs() const {
+    return {grad_output.const_data_ptr<A>(), grad_points.mutable_data_ptr<A>(), grad_means.mutable_data_ptr<A>(),
+            grad_cholesky.mutable_data_ptr<A>(), grad_weights.mutable_data_ptr<A>()};
+  }
+};
 
 }  // namespace
 }  // namespace visdet::gaussian_field

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "common/launch.h"
+#include "common/warp.cuh"
 #include "cuda/gaussian_field/gaussians.cuh"
 #include "cuda/gaussian_field/pairs.cuh"
 #include "gaussian_field.h"
@@ -13,8 +14,8 @@
 namespace visdet::gaussian_field {
 namespace {
 
-// A thread keeps a Gaussian, a block walks one of `parts` parts of the points: rows of the output, written side by
-// side.
+// A thread has a Gaussian and a block one of `parts` parts of the points: neighbouring threads write neighbouring
+// numbers of rows of the output.
 template <typename A>
 __global__ void __launch_bounds__(kThreads) distance_kernel(const Inputs<A> in, A* __restrict__ output, int parts) {
   const int column = blockIdx.x / parts, part = blockIdx.x % parts;
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) distance_kernel(const Inputs<A> in, 
   }
 }
 
-// A warp takes a point; its lanes share the Gaussians.
+// A warp has a point, and each of its lanes a 32nd of the Gaussians.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     distance_point_kernel(const Inputs<A> in, const A* __restrict__ grad_output, A* __restrict__ grad_points) {
@@ -49,9 +50,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int d = 0; d < 3; ++d) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sums[d] += __shfl_xor_sync(kAll, sums[d], step);
-    if (lane == 0) grad_points[3 * b + d] = 2 * sums[d];
+    const A sum = sum_lanes(sums[d]);
+    if (lane == 0) grad_points[3 * b + d] = 2 * sum;
   }
 }
 
@@ -94,9 +94,8 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
     const A* grad = grad_output.const_data_ptr<A>();
     launch({op, "distance_point_kernel", scope, ceil_div(problem.B, kThreads / 32), kThreads}, distance_point_kernel<A>,
            in, grad, grad_points.mutable_data_ptr<A>());
-    run_pairs<A, 1, true, false, false>(
-        op, scope, in, points,
-        {grad, nullptr, nullptr, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>(), nullptr});
+    launch_pairs<A, Task::kDistanceGradients, false>(
+        op, scope, in, points, {grad, nullptr, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>()});
   });
   return {grad_points, grad_means, grad_cholesky};
 }
