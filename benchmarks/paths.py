@@ -35,7 +35,7 @@ PATHS = {
         ("decoder", "few_rows", "encoder", "half_lines", "rows"),
         ("direct", "encoder", "sorted"),
     ),
-    "deformable_aggregation": (("packs", "single_values"), ("held_packs", "packs", "single_values")),
+    "deformable_aggregation": (("packs", "single_values"),) * 2,
     "gaussian_field": (("culled", "many_points", "one_point"), ("culled", "one_point")),
     "sample_sum": (("in_place", "alternating", "copy_first"),) * 2,
     "sample_dot": (("in_place", "alternating", "copy_first"),) * 2,

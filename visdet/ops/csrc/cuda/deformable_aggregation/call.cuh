@@ -4,15 +4,13 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/cuda_utils.cuh"
 #include "common/launch.h"
+#include "common/values.cuh"
 #include "cuda/deformable_aggregation/maps.cuh"
 #include "deformable_aggregation.h"
 
 namespace visdet::deformable_aggregation {
 namespace {
-
-constexpr unsigned kAll = 0xffffffffu;
 
 // The sizes of a call, and how they are divided among lanes and blocks. A warp works on all channels of a query or of a
 // texel. 2^lanes_log2 neighbouring lanes work on a group of channels, so that a warp works on 32 >> lanes_log2 groups
@@ -90,7 +88,7 @@ int32_t splits_of(const DeformableAggregationProblem& problem, int64_t blocks, i
 struct Call {
   const DeviceScope& scope;
   const DeformableAggregationProblem& problem;
-  const Plan& plan;
+  const CallMaps& maps;
   const Tensor &features, &locations, &weights;
 };
 struct ForwardCall : Call {
@@ -102,13 +100,19 @@ struct BackwardCall : Call {
   const Tensor &grad_features, &grad_locations, &grad_weights;
 };
 
-// A pack is 16 bytes of neighbouring channels, which a lane reads by one load.
+// A pack is 16 bytes of neighbouring channels, which a lane reads by one load. Kernels with PACKS work on them, the
+// general ones on single values.
+template <typename T, bool PACKS>
+constexpr int kPackValues = PACKS ? 16 / sizeof(T) : 1;
+
+// Packs of all groups that a lane of the backward's kernels holds in registers: 256 channels a warp.
 template <typename T>
-constexpr int kPackValues = 16 / sizeof(T);
+constexpr int kHeldPacks = 8 / kPackValues<T, true>;
 
 int64_t pack_values(const Tensor& tensor) { return 16 / static_cast<int64_t>(tensor.element_size()); }
 
-const char* packs_decline(const Call& call) {
+template <typename AnyCall>
+const char* packs_decline(const AnyCall& call) {
   if (call.features.scalar_type() == ScalarType::Double) return "the values are float64";
   if (call.problem.C / call.problem.G % pack_values(call.features) != 0) {
     return "the channels of a group are no multiple of 16 bytes";

@@ -18,42 +18,40 @@ namespace visdet::deformable_aggregation {
 namespace {
 
 constexpr Path<ForwardCall> kForwardPaths[] = {
-    {"packs", packs_decline_forward, forward_launch<true>},
-    {"single_values", nullptr, forward_launch<false>},
+    {"packs", packs_decline<ForwardCall>, launch_forward<true>},
+    {"single_values", nullptr, launch_forward<false>},
 };
 
-template <bool PACKS, bool HOLD>
-void backward_launch(const BackwardCall& call) {
+const char* packs_decline_backward(const BackwardCall& call) {
+  if (const char* reason = packs_decline(call)) return reason;
+  const int64_t vec = pack_values(call.features);
+  const Sizes sizes = sizes_of(call.problem, 0, vec);
+  if (sizes.lane_packs > 1 || sizes.warp_packs > 8 / vec) return "a warp cannot hold the channels of grad_output";
+  return aligned(call.grad_output, 16) ? nullptr : "grad_output does not start at a multiple of 16 bytes";
+}
+
+template <bool PACKS>
+void launch_backward(const BackwardCall& call) {
   dispatch_types(call.features, call.weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using TW = decltype(weight_tag);
     using A = decltype(accumulate_tag);
-    constexpr int kVec = PACKS ? kPackValues<T> : 1;
     if constexpr (!PACKS || sizeof(T) < 8) {  // packs of float64 are declined
       const auto& problem = call.problem;
-      Sizes sizes = sizes_of(problem, call.plan.cell_entries, kVec);
+      Sizes sizes = sizes_of(problem, call.maps.cell_entries, kPackValues<T, PACKS>);
       sizes.splits = splits_of(problem, problem.B * problem.Q, 8 * call.scope.device().multiprocessors);
       const Tensor starts = new_zeros(call.features, {problem.B * sizes.cell_entries}, ScalarType::Int);
       const Tensor ranks = new_empty(call.features, {call.locations.numel() / 2 * problem.L}, ScalarType::Int);
-      if constexpr (HOLD) {
-        if (sizes.warp_packs == 1) launch_pairs<T, TW, A, kVec, 1, true>(call, sizes, starts, ranks);
-        if (sizes.warp_packs == 2) launch_pairs<T, TW, A, kVec, 2, true>(call, sizes, starts, ranks);
-      } else {
-        launch_pairs<T, TW, A, kVec, 1, false>(call, sizes, starts, ranks);
-      }
+      launch_pairs<T, TW, A, PACKS>(call, sizes, starts, ranks);
       const Tensor records = write_records<A>(call, sizes, starts, ranks);
-      if constexpr (PACKS) {
-        if (sizes.warp_packs == 1) return launch_texels<T, TW, A, kVec, 1>(call, sizes, starts, records);
-      }
-      launch_texels<T, TW, A, kVec, 2>(call, sizes, starts, records);
+      launch_texels<T, TW, A, PACKS>(call, sizes, starts, records);
     }
   });
 }
 
 constexpr Path<BackwardCall> kBackwardPaths[] = {
-    {"held_packs", held_packs_decline, backward_launch<true, true>},
-    {"packs", packs_decline_backward, backward_launch<true, false>},
-    {"single_values", nullptr, backward_launch<false, false>},
+    {"packs", packs_decline_backward, launch_backward<true>},
+    {"single_values", nullptr, launch_backward<false>},
 };
 
 }  // namespace
@@ -64,11 +62,11 @@ Tensor forward(const Tensor& features_in, const Tensor& level_shapes, const Tens
   check_sizes(problem);
   const DeviceScope scope(features_in);
   const Tensor features = dense(features_in), locations = contiguous_pairs(locations_in), weights = dense(weights_in);
-  const Plan plan = plan_of(kOp, scope, problem, level_shapes, level_starts, features);
+  const CallMaps maps = maps_of_call(kOp, scope, problem, level_shapes, level_starts, features);
   Tensor output = new_empty(features, {problem.B, problem.Q, problem.C});
   if (output.numel() == 0) return output;
   if (problem.S == 0 || weights.numel() == 0) return zero_(output);
-  run_first(kOp, kForwardPaths, ForwardCall{{scope, problem, plan, features, locations, weights}, output});
+  run_first(kOp, kForwardPaths, ForwardCall{{scope, problem, maps, features, locations, weights}, output});
   return output;
 }
 
@@ -81,7 +79,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const 
   const DeviceScope scope(features_in);
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in),
                locations = contiguous_pairs(locations_in), weights = dense(weights_in);
-  const Plan plan = plan_of(kBackwardOp, scope, problem, level_shapes, level_starts, features);
+  const CallMaps maps = maps_of_call(kBackwardOp, scope, problem, level_shapes, level_starts, features);
   Tensor grad_features = new_empty(features, features.sizes()),
          grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
   if (problem.S == 0 || problem.C == 0 || weights.numel() == 0 || grad_output.numel() == 0) {
@@ -89,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const 
     return {grad_features, grad_locations, grad_weights};
   }
   run_first(kBackwardOp, kBackwardPaths,
-            BackwardCall{{scope, problem, plan, features, locations, weights},
+            BackwardCall{{scope, problem, maps, features, locations, weights},
                          grad_output,
                          deterministic,
                          grad_features,

@@ -1,11 +1,10 @@
 // The feature maps of a call: where the map of each camera and level lies in features, and its cells, which the
-// backward pass counts samples by. plan_of() makes them of the tables that the operator is given.
+// backward pass counts samples by. maps_of_call() makes them of the tables that the operator is given.
 #pragma once
 
-#include <algorithm>
-
-#include "common/cuda_utils.cuh"
+#include "common/cells.cuh"
 #include "common/launch.h"
+#include "common/values.cuh"
 #include "deformable_aggregation.h"
 
 namespace visdet::deformable_aggregation {
@@ -23,22 +22,20 @@ struct alignas(16) Map {
   uint32_t first_cell;  // where its cells begin in an image's table of cells, which has cells_of(map) + 1 entries of it
 };
 
-// The maps of all cameras and levels, by value if the host has the tables, else by a pointer to what plan_kernel wrote.
+// The maps of all cameras and levels, by value if the host has the tables, else by a pointer to what maps_kernel wrote.
 struct Maps {
   const Map* device;
   Map host[kMaxHostMaps];
 };
 
-__host__ __device__ __forceinline__ int64_t cells_of(const Map& map) {
-  return map.H > 0 ? (static_cast<int64_t>(map.H) + 1) * (map.W + 1) : 0;
-}
+__host__ __device__ __forceinline__ int64_t cells_of(const Map& map) { return cell_count(map.H, map.W); }
 
-constexpr int kPlanThreads = 64;
+constexpr int kMapsThreads = 64;
 
 // Reads tables that are on the device, in one block. An image's table of cells has room for `cell_entries` numbers.
 // Only maps that overlap can need more, and those without room are treated as maps that do not lie within S.
-__global__ void __launch_bounds__(kPlanThreads)
-    plan_kernel(const int64_t* __restrict__ shapes, const int64_t* __restrict__ starts, Map* __restrict__ maps,
+__global__ void __launch_bounds__(kMapsThreads)
+    maps_kernel(const int64_t* __restrict__ shapes, const int64_t* __restrict__ starts, Map* __restrict__ maps,
                 int count, int64_t S, int64_t cell_entries) {
   for (int m = threadIdx.x; m < count; m += blockDim.x) {
     const int64_t H = shapes[2 * m], W = shapes[2 * m + 1], start = starts[m];
@@ -70,12 +67,6 @@ __device__ __forceinline__ A pixel_of(A location, int32_t size) {
   return fma(location, A(size), A(-0.5));
 }
 
-// Returns the cell that a visible sample at pixel (x, y) falls into, among those of its map.
-template <typename A>
-__device__ __forceinline__ int64_t cell_of(const Map& map, A x, A y) {
-  return (static_cast<int64_t>(floor(y)) + 1) * (map.W + 1) + static_cast<int32_t>(floor(x)) + 1;
-}
-
 void check_sizes(const DeformableAggregationProblem& problem) {
   VISDET_CHECK(kOp, problem.S < (1 << 30), "features must have fewer than 2^30 rows S on CUDA, got ", problem.S);
   VISDET_CHECK(kOp, problem.C < (1 << 28), "features must have fewer than 2^28 channels C on CUDA, got ", problem.C);
@@ -88,43 +79,43 @@ void check_sizes(const DeformableAggregationProblem& problem) {
                problem.L);
 }
 
-// The maps as an argument of kernels, and the sizes of scratch memory that depend on them. Tables that are on the
-// device are read there, so that the host waits for nothing.
-struct Plan {
+// The maps of a call as an argument of kernels, and the sizes of memory that depend on them.
+struct CallMaps {
   Maps maps;
   Tensor scratch;        // what maps.device points to
   int64_t cell_entries;  // of an image in the table of cells
   int64_t table_bytes;   // of all maps in shared memory
 };
 
-Plan plan_of(const char* op, const DeviceScope& scope, const DeformableAggregationProblem& problem,
-             const Tensor& shapes_in, const Tensor& starts_in, const Tensor& features) {
+// Tables that are on the device are read there, so that the host waits for nothing.
+CallMaps maps_of_call(const char* op, const DeviceScope& scope, const DeformableAggregationProblem& problem,
+                      const Tensor& shapes_in, const Tensor& starts_in, const Tensor& features) {
   const Tensor shapes = dense(shapes_in), starts = dense(starts_in);
   const int64_t count = problem.V * problem.L;
-  Plan plan{{}, features, 0, static_cast<int64_t>(sizeof(Map)) * count};
+  CallMaps call{{}, features, 0, static_cast<int64_t>(sizeof(Map)) * count};
   const auto *shape_data = shapes.const_data_ptr<int64_t>(), *start_data = starts.const_data_ptr<int64_t>();
   if (shapes.is_cpu()) {
     check_camera_levels(problem, shape_data, start_data);
     VISDET_CHECK(kOp, count <= kMaxHostMaps, "level_shapes on the CPU may name ", kMaxHostMaps,
                  " maps V * L at the most, got ", count, "; pass the tables on features' device");
     for (int64_t m = 0; m < count; ++m) {
-      Map& map = plan.maps.host[m];
+      Map& map = call.maps.host[m];
       map.start = static_cast<int32_t>(start_data[m]);
       map.H = static_cast<int32_t>(shape_data[2 * m]), map.W = static_cast<int32_t>(shape_data[2 * m + 1]);
-      map.first_cell = static_cast<uint32_t>(plan.cell_entries);
-      plan.cell_entries += cells_of(map) + 1;
+      map.first_cell = static_cast<uint32_t>(call.cell_entries);
+      call.cell_entries += cells_of(map) + 1;
     }
-    VISDET_CHECK(kOp, plan.cell_entries <= UINT32_MAX, "level_shapes must hold fewer than 2^32 texels on CUDA, got ",
-                 plan.cell_entries, " with their borders");
-    return plan;
+    VISDET_CHECK(kOp, call.cell_entries <= UINT32_MAX, "level_shapes must hold fewer than 2^32 texels on CUDA, got ",
+                 call.cell_entries, " with their borders");
+    return call;
   }
-  plan.cell_entries = 2 * problem.S + 3 * count;  // H * W + H + W + 1 <= 2 * H * W + 2
-  plan.scratch = new_empty(features, {plan.table_bytes}, ScalarType::Byte);
-  auto* maps = static_cast<Map*>(plan.scratch.mutable_data_ptr());
-  launch({op, "plan_kernel", scope, 1, kPlanThreads}, plan_kernel, shape_data, start_data, maps,
-         static_cast<int>(count), problem.S, plan.cell_entries);
-  plan.maps.device = maps;
-  return plan;
+  call.cell_entries = 2 * problem.S + 3 * count;  // H * W + H + W + 1 <= 2 * H * W + 2
+  call.scratch = new_empty(features, {call.table_bytes}, ScalarType::Byte);
+  auto* maps = static_cast<Map*>(call.scratch.mutable_data_ptr());
+  launch({op, "maps_kernel", scope, 1, kMapsThreads}, maps_kernel, shape_data, start_data, maps,
+         static_cast<int>(count), problem.S, call.cell_entries);
+  call.maps.device = maps;
+  return call;
 }
 
 }  // namespace

@@ -1,10 +1,15 @@
-// Backward, the second step: the samples in the order of their cells.
+// Backward, the second step: the samples of an image in the order of their cells. scan_kernel turns the counts of cells
+// into starts, and record_kernel writes the record of each sample behind the start of its cell, at its rank. Only the
+// ranks differ from run to run: in deterministic mode order_kernel sorts the records of each cell.
+//
+// Scratch memory: 20 bytes a sample of any pair, visible or not (36 with order_kernel), and 4 bytes a cell.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 
-#include "common/block_scan.cuh"
-#include "common/order_records.cuh"
+#include "common/cells.cuh"
+#include "common/launch.h"
 #include "cuda/deformable_aggregation/call.cuh"
 #include "cuda/deformable_aggregation/visible.cuh"
 
@@ -18,21 +23,23 @@ struct alignas(16) Record {
   A fx, fy;
 };
 
-// counts -> starts, in place: one block a (batch, map).
 constexpr int kScanThreads = 1024;
+
+// A block turns the counts of one map of one image into starts, in place, followed by their end.
 __global__ void __launch_bounds__(kScanThreads)
     scan_kernel(const Maps maps, int32_t* __restrict__ counts, int map_count, int64_t cell_entries) {
   const int64_t b = blockIdx.x / map_count;
   const Map map = map_of(maps, blockIdx.x - static_cast<int>(b) * map_count);
   if (map.H == 0) return;
   const int64_t cells = cells_of(map);
-  int32_t* mine = counts + b * cell_entries + map.first_cell;
-  const int32_t total = place_counts<kScanThreads>(mine, mine, 0, cells, 0);
-  if (threadIdx.x == 0) mine[cells] = total;
+  int32_t* map_counts = counts + b * cell_entries + map.first_cell;
+  const int32_t total = scan_counts<kScanThreads>(map_counts, map_counts, 0, cells, 0);
+  if (threadIdx.x == 0) map_counts[cells] = total;
 }
 
-// A thread takes a (query, point, camera) pair and writes its levels' records.
 constexpr int kRecordThreads = 256;
+
+// A thread has a (query, point, camera) pair and writes the records of its samples.
 template <typename A>
 __global__ void __launch_bounds__(kRecordThreads)
     record_kernel(const Maps maps, const Pack<A, 2>* __restrict__ locations, const int32_t* __restrict__ starts,
@@ -53,12 +60,15 @@ __global__ void __launch_bounds__(kRecordThreads)
     const Map map = table[m];
     if (map.H == 0) continue;
     const A x = pixel_of(location.at[0], map.W), y = pixel_of(location.at[1], map.H);
-    const int32_t place = starts[b * sizes.cell_entries + map.first_cell + cell_of(map, x, y)] + ranks[pair * L + l];
-    records[(b * V * L + m) * samples + place] = {sample, sample / sizes.P, x - floor(x), y - floor(y)};
+    const int32_t start = starts[b * sizes.cell_entries + map.first_cell + cell_of(x, y, map.W)];
+    records[(b * V * L + m) * samples + start + ranks[pair * L + l]] = {sample, sample / sizes.P, x - floor(x),
+                                                                        y - floor(y)};
   }
 }
 
 constexpr int kOrderThreads = 128;
+
+// A warp sorts the records of one cell after another, in a time in proportion to their number.
 template <typename A>
 __global__ void __launch_bounds__(kOrderThreads)
     order_kernel(const Maps maps, const int32_t* __restrict__ starts, Record<A>* __restrict__ records,
@@ -83,28 +93,29 @@ __global__ void __launch_bounds__(kOrderThreads)
   }
 }
 
+// Shared memory that order_kernel declares beside the table of maps.
 constexpr int64_t kOrderShared = sizeof(OrderBitmap) * (kOrderThreads / 32);
 
 // Turns the counts of cells into starts, in place, and returns the records of all cells.
 template <typename A>
 Tensor write_records(const BackwardCall& call, const Sizes& sizes, const Tensor& counts, const Tensor& ranks) {
-  const auto& [scope, problem, plan, features, locations, weights] = static_cast<const Call&>(call);
+  const auto& [scope, problem, maps, features, locations, weights] = static_cast<const Call&>(call);
   const int64_t map_count = problem.V * problem.L, pairs = problem.B * problem.Q * problem.P * problem.V;
   const std::initializer_list<int64_t> bytes{pairs * problem.L * static_cast<int64_t>(sizeof(Record<A>))};
   const Tensor records = new_empty(features, bytes, ScalarType::Byte);
   auto* starts = static_cast<int32_t*>(counts.mutable_data_ptr());
   auto* unordered = static_cast<Record<A>*>(records.mutable_data_ptr());
-  launch({kBackwardOp, "scan_kernel", scope, problem.B * map_count, kScanThreads}, scan_kernel, plan.maps, starts,
-         static_cast<int>(map_count), plan.cell_entries);
-  launch({kBackwardOp, "record_kernel", scope, ceil_div(pairs, kRecordThreads), kRecordThreads, plan.table_bytes},
-         record_kernel<A>, plan.maps, static_cast<const Pack<A, 2>*>(locations.const_data_ptr()), starts,
+  launch({kBackwardOp, "scan_kernel", scope, problem.B * map_count, kScanThreads}, scan_kernel, maps.maps, starts,
+         static_cast<int>(map_count), maps.cell_entries);
+  launch({kBackwardOp, "record_kernel", scope, ceil_div(pairs, kRecordThreads), kRecordThreads, maps.table_bytes},
+         record_kernel<A>, maps.maps, static_cast<const Pack<A, 2>*>(locations.const_data_ptr()), starts,
          static_cast<const int32_t*>(ranks.const_data_ptr()), unordered, sizes);
   if (!call.deterministic) return records;
   const Tensor ordered = new_empty(features, bytes, ScalarType::Byte);
   const int64_t blocks =
-      std::min(ceil_div(problem.B * plan.cell_entries, kOrderThreads / 32 * 4), 64 * scope.device().multiprocessors);
-  launch({kBackwardOp, "order_kernel", scope, blocks, kOrderThreads, plan.table_bytes, kOrderShared}, order_kernel<A>,
-         plan.maps, starts, unordered, static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
+      std::min(ceil_div(problem.B * maps.cell_entries, kOrderThreads / 32 * 4), 64 * scope.device().multiprocessors);
+  launch({kBackwardOp, "order_kernel", scope, blocks, kOrderThreads, maps.table_bytes, kOrderShared}, order_kernel<A>,
+         maps.maps, starts, unordered, static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
   return ordered;
 }
 
