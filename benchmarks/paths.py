@@ -39,8 +39,8 @@ PATHS = {
     "gaussian_field": (("culled", "many_points", "one_point"), ("culled", "one_point")),
     "sample_sum": (("in_place", "alternating", "copy_first"),) * 2,
     "sample_dot": (("in_place", "alternating", "copy_first"),) * 2,
-    "deform_conv2d": (("packs", "values"), ("weight_only", "packs", "values")),
-    "modulated_deform_conv2d": (("packs", "values"), ("weight_only", "packs", "values")),
+    "deform_conv2d": (("packs", "values"),) * 2,
+    "modulated_deform_conv2d": (("packs", "values"),) * 2,
 }
 
 FIVE_SCALES = ((200, 268), *PYRAMID)  # DINO with levels of strides 4 to 64

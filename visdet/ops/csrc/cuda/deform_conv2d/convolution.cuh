@@ -1,4 +1,6 @@
-// One convolution.
+// One convolution as a sequence of steps: images with their channels innermost, columns, products with the weight, and
+// the gradients of each. The products, which are torch's, see all images of a part of the batch at once and rows that
+// begin at whole packs. What comes as [B, C, H, W] is copied to [B, H, W, C] first, and results are copied back.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +18,11 @@
 namespace visdet::deform_conv2d {
 namespace {
 
-// Neighbouring channels that share a group of the weight and an offset.
+// How many neighbouring channels have a group of the weight and an offset in common.
 int64_t slice_of(const DeformConvProblem& p) { return std::gcd(p.C / p.groups, p.C / p.G); }
 
-// Channels that a thread takes at a time if it can: in columns by one load, in gradients by one addition. float64 has
-// no loads of packs.
+// Channels of a pack: of columns 16 bytes, which a thread moves by one load, of gradients four sums, which it adds by
+// one atomic. float64 has no packs.
 template <typename T>
 constexpr int kPack = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
 template <typename A>
@@ -118,7 +120,7 @@ class Convolution {
   // Adds the gradient of the weight, [groups, M / groups, KH * KW * C / groups] in A, to `sums`, which it makes at
   // first.
   void add_grad_weight(const Tensor& grad_products, const Tensor& columns, std::optional<Tensor>& sums) const {
-    const Tensor product = multiply_wide(torch::stable::transpose(grad_products, -2, -1), columns);
+    const Tensor product = multiply_in_float32(torch::stable::transpose(grad_products, -2, -1), columns);
     if (!sums) {
       sums = product;
       return;
@@ -146,7 +148,7 @@ class Convolution {
     Sizes z{};
     z.C = static_cast<int>(p.C), z.H = static_cast<int>(p.H), z.W = static_cast<int>(p.W);
     z.KW = static_cast<int>(p.KW), z.taps = static_cast<int>(p.taps());
-    z.width = static_cast<int>(p.width), z.places = static_cast<int>(p.places());
+    z.width = static_cast<int>(p.width), z.positions = static_cast<int>(p.places());
     z.groups = static_cast<int>(p.groups), z.per_group = static_cast<int>(p.C / p.groups);
     z.G = static_cast<int>(p.G), z.per_offset = static_cast<int>(p.C / p.G);
     z.slice = static_cast<int>(slice_of(p)), z.slices = z.per_offset / z.slice;
@@ -154,7 +156,7 @@ class Convolution {
       z.stride[d] = static_cast<int>(p.stride[d]), z.padding[d] = static_cast<int>(p.padding[d]);
       z.dilation[d] = static_cast<int>(p.dilation[d]);
     }
-    z.tiles = static_cast<int>(ceil_div(p.places(), kPlaces));
+    z.tiles = static_cast<int>(ceil_div(p.places(), kPositions));
     return z;
   }
 
@@ -165,7 +167,7 @@ class Convolution {
 
   int64_t tiles_of(int64_t count) const { return count * p_.G * sizes_.tiles; }
 
-  // For `count` images, where threads that take `vec` channels at a time share `channels`.
+  // The sizes of a pass over `count` images in which a sample has `channels` and a thread works on `vec` at a time.
   Sizes sizes_for(int64_t count, int vec, int channels) const {
     Sizes sizes = sizes_;
     sizes.images = static_cast<int>(count);
@@ -186,14 +188,14 @@ class Convolution {
   Tensor new_matrices(int64_t rows, int64_t columns) const {
     return p_.groups == 1 ? new_empty(input_, {rows, columns}) : new_empty(input_, {p_.groups, rows, columns});
   }
-  void multiply(const Tensor& left, const Tensor& right, const Tensor& to) const {
-    call(p_.groups == 1 ? "aten::mm" : "aten::bmm", "out", left, right, to);
+  void multiply(const Tensor& a, const Tensor& b, const Tensor& to) const {
+    call(p_.groups == 1 ? "aten::mm" : "aten::bmm", "out", a, b, to);
   }
-  // In float32 where the operands are of 16 bits.
-  Tensor multiply_wide(const Tensor& left, const Tensor& right) const {
+  // The product in float32 where a and b are of 16 bits.
+  Tensor multiply_in_float32(const Tensor& a, const Tensor& b) const {
     const char* name = p_.groups == 1 ? "aten::mm" : "aten::bmm";
-    if constexpr (std::is_same_v<T, A>) return call(name, "", left, right);
-    return call(name, "dtype", left, right, ScalarType::Float);
+    if constexpr (std::is_same_v<T, A>) return call(name, "", a, b);
+    return call(name, "dtype", a, b, ScalarType::Float);
   }
 
   const char* op_;

@@ -1,9 +1,5 @@
-// deform_conv2d on CUDA. The contract is in ../deform_conv2d.h.
-//
-// Images are read as [B, H, W, C] and columns written as [groups, B * H' * W', KH * KW, C / groups]: the channels of a
-// sample lie next to each other, so that reading a corner, writing a column and adding to a pixel are whole lines, and
-// a sample's place is computed once for all of its channels. The products, torch's, see all images at once and rows
-// that begin at whole packs. What comes as NCHW is copied into that order first, and results are copied back.
+// deform_conv2d on CUDA. The contract is in ../deform_conv2d.h; convolution.cuh has the steps, of which this file makes
+// the forward and the backward pass.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -20,13 +16,13 @@
 namespace visdet::deform_conv2d {
 namespace {
 
-// What kernels compute in int32.
+// The kernels compute channels in int32.
 void check_sizes(const char* op, const DeformConvProblem& p) {
   VISDET_CHECK(op, p.C <= 1 << 23, "input must have at most 2^23 channels on CUDA, got ", p.C);
   VISDET_CHECK(op, p.M <= 1 << 30, "weight must have at most 2^30 output channels on CUDA, got ", p.M);
 }
 
-// A call of either operator, none of whose tensors is empty.
+// A call of either direction, none of whose tensors is empty.
 struct Call {
   const char* op;
   const DeformConvProblem& problem;
@@ -72,20 +68,6 @@ void convolve(const Call& call) {
       [](auto&) {});
 }
 
-const char* weight_only_declines(const Call& call) {
-  return call.needs_input || call.needs_offset ? "the gradient of input or of offset is wanted" : nullptr;
-}
-void differentiate_weight_only(const Call& call) {
-  const bool by_packs = column_packs_decline(call) == nullptr;
-  std::optional<Tensor> sums;
-  call.for_parts(
-      [&](auto& run, int64_t first, int64_t count) {
-        const Tensor images = run.images(first, count), products = run.grad_products(*call.grad_output, first, count);
-        run.add_grad_weight(products, run.columns(images, first, count, by_packs), sums);
-      },
-      [&](auto& run) { run.grad_weight(*sums, *call.grad_weight); });
-}
-
 template <bool BY_PACKS>
 void differentiate(const Call& call) {
   const DeformConvProblem& p = call.problem;
@@ -115,7 +97,6 @@ constexpr Path<Call> kForwardPaths[] = {
     {"values", nullptr, convolve<false>},
 };
 constexpr Path<Call> kBackwardPaths[] = {
-    {"weight_only", weight_only_declines, differentiate_weight_only},
     {"packs", gradient_packs_decline, differentiate<true>},
     {"values", nullptr, differentiate<false>},
 };

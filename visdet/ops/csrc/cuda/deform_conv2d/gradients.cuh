@@ -1,29 +1,31 @@
-// Gradients.
+// The gradients of images, offsets and masks from that of the columns. A block has a tile. 2^lanes_log2 threads work on
+// a sample with all of its channels, so that what they add to pixels lies in whole lines. grad_columns is read once.
+// Where the gradient of the weight is wanted, the thread that has read a number of it writes the column's number there
+// instead. Samples of several blocks add to a pixel of the images' gradient, hence by atomics: the last bits depend on
+// their order. The gradients of a sample's offset and mask are summed over its lanes, kept with the samples, and
+// written position by position.
 #pragma once
 
+#include "common/warp.cuh"
 #include "cuda/deform_conv2d/samples.cuh"
 
 namespace visdet::deform_conv2d {
 namespace {
 
-// What a backward pass writes; null where it is not wanted.
+// What a backward pass writes. Null is what is not wanted.
 template <typename T, typename A>
 struct Gradients {
-  A* images;  // zero at first
+  A* images;  // zeros before
   T* offsets;
-  T* masks;      // with offsets only
-  bool columns;  // over their gradient
+  T* masks;      // only with offsets
+  bool columns;  // whether the columns are written over their gradient
 };
 
-// All gradients from that of the columns. A block owns a tile; 2^lanes_log2 threads take a sample with all of its
-// channels, so that what they add lies in whole lines. grad_columns is read once, and where the weight's gradient is
-// wanted the columns take its place, written by the thread that read it. Adding to the gradient of the images races, so
-// it is atomic. A sample's own gradients are summed over its lanes, then written place by place.
 template <typename T, typename A, int VEC>
 __global__ void __launch_bounds__(kThreads)
     gradients_kernel(const T* __restrict__ images, const T* __restrict__ offsets, const T* __restrict__ masks,
                      T* grad_columns, const Gradients<T, A> grads, const Sizes z) {
-  __shared__ Sample<A> samples[kTaps * kPlaces];
+  __shared__ Sample<A> samples[kTaps * kPositions];
   const Tile tile(z);
   const int64_t pixels = tile.image * z.H * z.W * z.C;
   const T* image = images + pixels;
@@ -31,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
   const int unit = threadIdx.x >> z.lanes_log2, units = kThreads >> z.lanes_log2;
   const int first = tile.g * z.per_offset, last = first + z.per_offset;
   for (int k0 = 0; k0 < z.taps; k0 += kTaps) {
-    const int count = min(z.taps - k0, kTaps), here = count * kPlaces;
+    const int count = min(z.taps - k0, kTaps), here = count * kPositions;
     locate_samples(offsets, masks, tile, k0, count, z, samples);
     __syncthreads();
     for (int s0 = 0; s0 < here; s0 += units) {  // whole warps: their lanes are summed
@@ -48,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
           T* column = grad_columns + tile.column(z, c) + static_cast<int64_t>(sample.row) * z.per_group;
           A grad[VEC], corner[4][VEC], value[VEC] = {};
           load_pack<T, VEC>(column, grad);
-          load_corners<T, VEC>(image, sample, z, c, corner);
+          load_corners_inside<T, VEC>(image, sample, z, c, corner);
 #pragma unroll
           for (int n = 0; n < 4; ++n) {
             if (sample.pixel[n] < 0) continue;
@@ -79,23 +81,20 @@ __global__ void __launch_bounds__(kThreads)
       A of_x = (1 - sample.fy) * (dot[1] - dot[0]) + sample.fy * (dot[3] - dot[2]);
       of_y = of_y == 0 ? A(0) : of_y * sample.mask;  // outside the map 0, whatever the mask
       of_x = of_x == 0 ? A(0) : of_x * sample.mask;
-      for (int step = lanes / 2; step > 0; step /= 2) {
-        of_y += __shfl_xor_sync(0xffffffffu, of_y, step);
-        of_x += __shfl_xor_sync(0xffffffffu, of_x, step);
-        of_mask += __shfl_xor_sync(0xffffffffu, of_mask, step);
-      }
+      A sums[3] = {of_x, of_y, of_mask};
+      sum_lanes(sums, 1, lanes);
       __syncwarp();  // the sample was read by all of its lanes
-      if (lane == 0 && works) samples[s].fx = of_x, samples[s].fy = of_y, samples[s].mask = of_mask;
+      if (lane == 0 && works) samples[s].fx = sums[0], samples[s].fy = sums[1], samples[s].mask = sums[2];
     }
     __syncthreads();
     for (int n = threadIdx.x; grads.offsets && n < here; n += kThreads) {
-      const int p = tile.first + n % kPlaces;
-      if (p >= z.places) continue;
-      const Sample<A>& sums = samples[n % kPlaces * count + n / kPlaces];
-      const int64_t tap = tile.tap(z, k0 + n / kPlaces);
-      T* to = grads.offsets + 2 * tap * z.places + p;
-      to[0] = from_accumulate<T>(sums.fy), to[z.places] = from_accumulate<T>(sums.fx);
-      if (grads.masks) grads.masks[tap * z.places + p] = from_accumulate<T>(sums.mask);
+      const int p = tile.first + n % kPositions;
+      if (p >= z.positions) continue;
+      const Sample<A>& sums = samples[n % kPositions * count + n / kPositions];
+      const int64_t tap = tile.tap(z, k0 + n / kPositions);
+      T* to = grads.offsets + 2 * tap * z.positions + p;
+      to[0] = from_accumulate<T>(sums.fy), to[z.positions] = from_accumulate<T>(sums.fx);
+      if (grads.masks) grads.masks[tap * z.positions + p] = from_accumulate<T>(sums.mask);
     }
     __syncthreads();  // samples may be written again
   }

@@ -1,6 +1,7 @@
-// Transposes and sums of matrices.
+// Transposed copies of matrices, and their sum.
 #pragma once
 
+#include "common/values.cuh"
 #include "cuda/deform_conv2d/samples.cuh"
 
 namespace visdet::deform_conv2d {
@@ -8,22 +9,22 @@ namespace {
 
 constexpr int kSide = 64;
 
-// Threads in turn take the elements (row, column) of a matrix that fits into a square, row by row; rows past the last
-// are none.
+// Called by all threads of a block: calls f(n, row, column) for the elements of a matrix that has `columns` columns and
+// fits into a square, row by row; a thread's n-th element comes with n. Rows past the matrix's last come, too.
 template <typename F>
 __device__ __forceinline__ void for_elements(int columns, const F& f) {
   int row = threadIdx.x / columns, column = threadIdx.x - row * columns;
   const int down = kThreads / columns, across = kThreads - down * columns;
 #pragma unroll
-  for (int turn = 0; turn < kSide * kSide / kThreads; ++turn) {
-    f(turn, row, column);
+  for (int n = 0; n < kSide * kSide / kThreads; ++n) {
+    f(n, row, column);
     row += down, column += across;
     if (column >= columns) column -= columns, ++row;
   }
 }
 
-// Matrices [rows, columns], of which there are [outer, inner], to [inner, outer] of [columns, rows], converted. A block
-// owns a square of kSide x kSide numbers.
+// Transposes matrices [rows, columns], of which there are [outer, inner], to [inner, outer] matrices [columns, rows],
+// and converts their numbers. A block has a square of kSide x kSide numbers.
 template <typename From, typename To, typename A>
 __global__ void __launch_bounds__(kThreads)
     transpose_kernel(const From* __restrict__ from, To* __restrict__ to, int rows, int columns, int outer, int inner) {
@@ -35,11 +36,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t numbers = static_cast<int64_t>(rows) * columns;
   from += matrix * numbers + static_cast<int64_t>(row0) * columns + column0;
   From value[kSide * kSide / kThreads];
-  for_elements(width, [&](int turn, int row, int column) {  // without a branch: all are on their way at once
-    value[turn] = from[row < height ? static_cast<int64_t>(row) * columns + column : 0];
+  for_elements(width, [&](int n, int row, int column) {  // without a branch: all are under way at once
+    value[n] = from[row < height ? static_cast<int64_t>(row) * columns + column : 0];
   });
-  for_elements(width, [&](int turn, int row, int column) {
-    if (row < height) square[row][column] = from_accumulate<To>(A(to_accumulate(value[turn])));
+  for_elements(width, [&](int n, int row, int column) {
+    if (row < height) square[row][column] = from_accumulate<To>(A(to_accumulate(value[n])));
   });
   __syncthreads();
   to += (matrix % inner * outer + matrix / inner) * numbers + static_cast<int64_t>(column0) * rows + row0;
@@ -48,6 +49,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+// sums += terms, a number a thread.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     add_kernel(A* __restrict__ sums, const A* __restrict__ terms, int64_t count) {
