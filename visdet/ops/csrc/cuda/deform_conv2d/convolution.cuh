@@ -24,7 +24,7 @@ int64_t slice_of(const DeformConvProblem& p) { return std::gcd(p.C / p.groups, p
 // Channels of a pack: of columns 16 bytes, which a thread moves by one load, of gradients four sums, which it adds by
 // one atomic. float64 has no packs.
 template <typename T>
-constexpr int kPack = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
+constexpr int kPack = sizeof(T) == 8 ? 1 : kVectorValues<T>;
 template <typename A>
 constexpr int kSums = sizeof(A) == 8 ? 1 : 4;
 
@@ -37,7 +37,7 @@ class Convolution {
       : op_(op),
         p_(problem),
         scope_(scope),
-        is_channels_last_(is_channels_last(input) && aligned(input, 16)),
+        is_channels_last_(is_channels_last(input) && aligned(input, kVectorBytes)),
         input_(is_channels_last_ ? input : dense(input)),
         offset_(dense(offset)),
         mask_(mask ? std::optional<Tensor>(dense(*mask)) : std::nullopt),

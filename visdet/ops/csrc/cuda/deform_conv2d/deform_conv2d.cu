@@ -54,9 +54,7 @@ const char* packs_decline(const Call& call, int64_t channels) {
   return slice_of(call.problem) % channels == 0 ? nullptr
                                                 : "channels that share a weight and an offset do not fill packs";
 }
-const char* column_packs_decline(const Call& call) {
-  return packs_decline(call, 16 / static_cast<int64_t>(call.input.element_size()));
-}
+const char* column_packs_decline(const Call& call) { return packs_decline(call, vector_values(call.input)); }
 const char* gradient_packs_decline(const Call& call) { return packs_decline(call, kSums<float>); }
 
 template <bool BY_PACKS>

@@ -103,21 +103,21 @@ struct BackwardCall : Call {
 // A pack is 16 bytes of neighbouring channels, which a lane reads by one load. Kernels with PACKS work on them, the
 // general ones on single values.
 template <typename T, bool PACKS>
-constexpr int kPackValues = PACKS ? 16 / sizeof(T) : 1;
+constexpr int kPackValues = PACKS ? kVectorValues<T> : 1;
 
-// Packs of all groups that a lane of the backward's kernels holds in registers: 256 channels a warp.
+// Channels of all groups that a lane of the backward's kernels holds in registers: a warp holds 256. And how many packs
+// they are.
+constexpr int kHeldChannels = 8;
 template <typename T>
-constexpr int kHeldPacks = 8 / kPackValues<T, true>;
-
-int64_t pack_values(const Tensor& tensor) { return 16 / static_cast<int64_t>(tensor.element_size()); }
+constexpr int kHeldPacks = kHeldChannels / kPackValues<T, true>;
 
 template <typename AnyCall>
 const char* packs_decline(const AnyCall& call) {
   if (call.features.scalar_type() == ScalarType::Double) return "the values are float64";
-  if (call.problem.C / call.problem.G % pack_values(call.features) != 0) {
+  if (call.problem.C / call.problem.G % vector_values(call.features) != 0) {
     return "the channels of a group are no multiple of 16 bytes";
   }
-  return aligned(call.features, 16) ? nullptr : "features do not start at a multiple of 16 bytes";
+  return aligned(call.features, kVectorBytes) ? nullptr : "features do not start at a multiple of 16 bytes";
 }
 
 }  // namespace

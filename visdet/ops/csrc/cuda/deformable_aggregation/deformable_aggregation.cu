@@ -24,10 +24,11 @@ constexpr Path<ForwardCall> kForwardPaths[] = {
 
 const char* packs_decline_backward(const BackwardCall& call) {
   if (const char* reason = packs_decline(call)) return reason;
-  const int64_t vec = pack_values(call.features);
+  const int64_t vec = vector_values(call.features);
   const Sizes sizes = sizes_of(call.problem, 0, vec);
-  if (sizes.lane_packs > 1 || sizes.warp_packs > 8 / vec) return "a warp cannot hold the channels of grad_output";
-  return aligned(call.grad_output, 16) ? nullptr : "grad_output does not start at a multiple of 16 bytes";
+  if (sizes.lane_packs > 1 || sizes.warp_packs > kHeldChannels / vec)
+    return "a warp cannot hold the channels of grad_output";
+  return aligned(call.grad_output, kVectorBytes) ? nullptr : "grad_output does not start at a multiple of 16 bytes";
 }
 
 template <bool PACKS>
