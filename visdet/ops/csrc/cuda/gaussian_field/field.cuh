@@ -21,16 +21,15 @@ struct Parts {
   int64_t first[kMaxParts + 1];
 };
 
-// Writes 2^-square to `result` if `always` is not 0. It never is, which the assembler cannot know: so it waits for the
-// readers of what was in `result` and cannot gather the exponentials of all points, which would wait for one another,
-// since the special-function unit takes one of a warp every eight cycles.
+// Writes 2^-square to `result`. `always` is never 0, which the assembler cannot know: since the instruction might not
+// write, it stays behind the readers of what was in `result`. So the exponentials of a thread's points are spread among
+// the other instructions. Gathered, they would wait for one another: the special-function unit takes one of a warp
+// every eight cycles.
 __device__ __forceinline__ void exponential_in_turn(float square, int always, float& result) {
   asm("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ex2.approx.ftz.f32 %0, %1;}" : "+f"(result) : "f"(-square), "r"(always));
 }
 
-// A block has kThreads * kFieldPoints points and a part of the Gaussians, and writes the sums of its part. A thread
-// works on two points at a time. The statements stand in one of the fastest of 200 orders, of which the slowest takes 7
-// % longer: their order decides which instructions wait for one another at the two ports of the registers.
+// A block has kThreads * kFieldPoints points and a part of the Gaussians, and writes the sums of its part.
 __global__ void __launch_bounds__(kThreads, kFieldBlocks)
     field_kernel(const Inputs<float> in, const __grid_constant__ Parts parts, float* __restrict__ to, int owners,
                  int always) {
@@ -57,31 +56,10 @@ __global__ void __launch_bounds__(kThreads, kFieldBlocks)
     for (int k = 0; k < count; ++k) {
       const Gaussian<float> g = tile[k];
 #pragma unroll
-      for (int r = 0; r < kFieldPoints; r += 2) {
-        const int s = r + 1;
-        const float v0_r = (x[r] - g.x) * g.i00;
-        const float v0_s = (x[s] - g.x) * g.i00;
-        float v1_s = (y[s] - g.y) - g.l10 * v0_s;
-        float v1_r = (y[r] - g.y) - g.l10 * v0_r;
-        const float dz_r = z[r] - g.z;
-        v1_r = v1_r * g.i11;
-        float v2_s = (z[s] - g.z) - g.l20 * v0_s;
-        float v2_r = dz_r - g.l20 * v0_r;
-        float square_r = v1_r * v1_r;
-        v2_r = v2_r - g.l21 * v1_r;
-        square_r = v0_r * v0_r + square_r;
-        v2_r = v2_r * g.i22;
-        square_r = v2_r * v2_r + square_r;
-        v1_s = v1_s * g.i11;
-        v2_s = v2_s - g.l21 * v1_s;
-        float square_s = v1_s * v1_s;
-        square_s = v0_s * v0_s + square_s;
-        v2_s = v2_s * g.i22;
-        square_s = v2_s * v2_s + square_s;
-        exponential_in_turn(square_r, always, e);
+      for (int r = 0; r < kFieldPoints; ++r) {
+        float v[3];
+        exponential_in_turn(whiten(g, x[r], y[r], z[r], v), always, e);
         sums[r] += g.weight * e;
-        exponential_in_turn(square_s, always, e);
-        sums[s] += g.weight * e;
       }
     }
     __syncthreads();  // the tile has been read
