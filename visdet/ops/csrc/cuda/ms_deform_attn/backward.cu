@@ -21,18 +21,23 @@ constexpr Path<BackwardCall<Form>> kBackwardPaths[] = {
     {"sorted", nullptr, sorted_launch<Form>},
 };
 
-// Fills grad_value and the samples' gradients, none of which is empty.
+// Fills grad_value and the samples' gradients, none of which is empty. The kernels read rows 16 bytes at a time: where
+// C or an address does not allow it, copies whose rows are filled up with zeros take the place of the tensors.
 template <typename Form>
 void backward(const MsDeformAttnProblem& problem, const DeviceScope& scope, const Tensor& grad_output,
               const Tensor& value, const Levels& levels, Plans& plans, Form& form, bool deterministic,
               Tensor& grad_value) {
-  if (const int64_t channels = filled_channels(problem, value); channels > problem.C) {
+  const int64_t vec = 16 / static_cast<int64_t>(value.element_size()), channels = ceil_div(problem.C, vec) * vec;
+  if (channels > problem.C || !aligned(value, 16) || !aligned(grad_output, 16)) {
     MsDeformAttnProblem filled = problem;
     filled.C = channels;
-    Tensor wide = new_empty(value, {problem.B, problem.S, problem.G, channels});
-    backward(filled, scope, fill_rows(grad_output, problem, channels), fill_rows(value, problem, channels), levels,
-             plans, form, deterministic, wide);
-    copy_(grad_value, narrow(wide, 3, 0, problem.C));
+    check_sizes(filled);
+    const auto copy = [&](const Tensor& rows) {
+      return channels > problem.C ? fill_rows(rows, problem, channels) : clone(rows);
+    };
+    Tensor filled_grad = new_empty(value, {problem.B, problem.S, problem.G, channels});
+    backward(filled, scope, copy(grad_output), copy(value), levels, plans, form, deterministic, filled_grad);
+    copy_(grad_value, narrow(filled_grad, 3, 0, problem.C));
     return;
   }
   run_first(kOp, kBackwardPaths<Form>,

@@ -72,7 +72,8 @@ __device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t i
   }
 }
 
-// A call of the backward, none of whose tensors is empty. Form says where samples come from and where their gradients
+// A call of the backward, none of whose tensors is empty. Rows of value and grad_output begin at multiples of 16 bytes
+// and have a multiple of 16 bytes. Form says where samples come from and where their gradients
 // go: form.source<T, A>(encoder) and form.grads<A>(encoder), encoder being pyramid_grad_kernel, which works out a row's
 // softmax by itself, and writes by put_once().
 template <typename Form>
@@ -88,8 +89,16 @@ struct BackwardCall {
 
   int64_t element() const { return static_cast<int64_t>(value.element_size()); }
   bool is_double() const { return element() == 8; }
-  bool is_aligned() const { return aligned(value, 16) && aligned(grad_output, 16); }
 };
+
+// Calls f(LANES) with the number of threads, 4, 8 or 16, that read a row of C channels together, four channels each. A
+// row of more than 64 channels takes 16 threads several turns.
+template <typename F>
+void dispatch_lanes(int64_t C, const F& f) {
+  if (C <= 16) return f(std::integral_constant<int, 4>{});
+  if (C <= 32) return f(std::integral_constant<int, 8>{});
+  f(std::integral_constant<int, 16>{});
+}
 
 }  // namespace
 }  // namespace ms_deform_attn

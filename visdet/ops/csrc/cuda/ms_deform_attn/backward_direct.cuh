@@ -26,11 +26,12 @@ __device__ __forceinline__ unsigned group_mask() {
 
 // Few samples (a decoder), where sorting over the whole pyramid does not pay: a group of LANES threads takes one
 // sample, adds to the four rows of grad_sums, which was zeroed, and works out the sample's own gradients.
-template <typename T, typename A, typename Source, int VEC, int LANES>
+template <typename T, typename A, typename Source, int LANES>
 __global__ void __launch_bounds__(kSampleThreads)
     direct_kernel(const T* __restrict__ grad_output, const T* __restrict__ value, const LevelPlan* __restrict__ plan,
                   const Source source, A* __restrict__ grad_sums, const SampleGrads<A> grads,
                   const MsDeformAttnProblem problem) {
+  constexpr int VEC = 4;  // 16 bytes of sums, so that the lanes' reductions lie side by side
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
   load_plan(plan, static_cast<int>(problem.L), table);
@@ -109,13 +110,12 @@ void direct_launch(const BackwardCall<Form>& call) {
     if constexpr (sizeof(A) == 4) {
       const auto source = call.form.template source<T, A>(false);
       using Source = std::decay_t<decltype(source)>;
-      // VEC: 16 bytes of sums, so that the lanes' reductions lie side by side.
-      dispatch_row<4, 32>(row_split(problem.C, call.is_aligned(), 4, 32), [&](auto vec, auto lanes) {
-        constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
+      dispatch_lanes(problem.C, [&](auto lanes) {
+        constexpr int kLanes = decltype(lanes)::value;
         const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
         launch({kOp, "direct_kernel", call.scope, ceil_div(samples * kLanes, kSampleThreads), kSampleThreads,
                 static_cast<int64_t>(sizeof(LevelPlan)) * problem.L},
-               direct_kernel<T, A, Source, kVec, kLanes>, static_cast<const T*>(call.grad_output.const_data_ptr()),
+               direct_kernel<T, A, Source, kLanes>, static_cast<const T*>(call.grad_output.const_data_ptr()),
                static_cast<const T*>(call.value.const_data_ptr()), plan, source,
                static_cast<A*>(sums.mutable_data_ptr()), call.form.template grads<A>(false), problem);
       });

@@ -357,8 +357,7 @@ const char* encoder_declines(const BackwardCall<Form>& call) {
   if (call.deterministic) return "it adds in no fixed order, and the call is deterministic";
   if (problem.Q != problem.S) return "the queries are not the texels of the pyramid (Q is not S)";
   if (call.is_double()) return "the values are float64";
-  if (problem.C > 128) return "a row of value has more than 128 channels";
-  if (row_split(problem.C, call.is_aligned(), 4, 32).vec != 4) return "rows cannot be read 4 channels at a time";
+  if (problem.C > 64) return "a row of value has more than 64 channels";
   // check_sizes sees to samples, texels and heads
   if (problem.Q * problem.L > INT32_MAX) return "Q * L is 2^31 or more";
   const ChunkPlan plan = chunk_plan(call);
@@ -384,18 +383,16 @@ void encoder_launch(const BackwardCall<Form>& call) {
     if constexpr (sizeof(A) == 4) {
       const auto source = call.form.template source<T, A>(true);
       using Source = std::decay_t<decltype(source)>;
-      dispatch_row<4, 32>(row_split(problem.C, call.is_aligned(), 4, 32), [&](auto vec, auto lanes) {
-        if constexpr (decltype(vec)::value == 4) {
-          launch({kOp, "pyramid_grad_kernel", call.scope, ceil_div(rows, plan.share), kChunkThreads, plan.shared,
-                  kScanShared},
-                 pyramid_grad_kernel<T, Source, decltype(lanes)::value>,
-                 static_cast<const T*>(call.grad_output.const_data_ptr()),
-                 static_cast<const T*>(call.value.const_data_ptr()), call.levels, order_data, source,
-                 static_cast<float*>(sums.mutable_data_ptr()), call.form.template grads<A>(true),
-                 ChunkSizes{problem.S, rows, static_cast<int32_t>(problem.Q), static_cast<int32_t>(problem.G),
-                            static_cast<int32_t>(problem.C), L, static_cast<int32_t>(problem.K),
-                            static_cast<uint32_t>(plan.share)});
-        }
+      dispatch_lanes(problem.C, [&](auto lanes) {
+        launch({kOp, "pyramid_grad_kernel", call.scope, ceil_div(rows, plan.share), kChunkThreads, plan.shared,
+                kScanShared},
+               pyramid_grad_kernel<T, Source, decltype(lanes)::value>,
+               static_cast<const T*>(call.grad_output.const_data_ptr()),
+               static_cast<const T*>(call.value.const_data_ptr()), call.levels, order_data, source,
+               static_cast<float*>(sums.mutable_data_ptr()), call.form.template grads<A>(true),
+               ChunkSizes{problem.S, rows, static_cast<int32_t>(problem.Q), static_cast<int32_t>(problem.G),
+                          static_cast<int32_t>(problem.C), L, static_cast<int32_t>(problem.K),
+                          static_cast<uint32_t>(plan.share)});
       });
     }
   });

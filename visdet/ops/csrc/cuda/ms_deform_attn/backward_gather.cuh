@@ -45,14 +45,19 @@ __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
   return out;
 }
 
-template <typename T, typename A, int VEC, int LANES, bool TENSOR_CORES>
+// Of a row, 128 bytes of sums at a time: so much that the planes of a tile's cells fit shared memory.
+template <typename T, typename A>
+constexpr int kGatherLanes = 128 / kRowVec<T> / static_cast<int>(sizeof(A));
+constexpr int kGatherBatch = 4;  // records that a group walks at a time
+
+template <typename T, typename A, bool TENSOR_CORES>
 __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what fits the registers without spills
     gather_kernel(const T* __restrict__ grad_output, const T* __restrict__ value, const LevelPlan* __restrict__ plan,
                   const int32_t* __restrict__ starts, const Record<A>* __restrict__ records, T* __restrict__ grad_value,
                   const SampleGrads<A> grads, const MsDeformAttnProblem problem, int64_t head_slots, int point_bits) {
-  constexpr int kGroups = kGatherThreads / LANES, kChannels = LANES * VEC;
-  // Records a group (with tensor cores, a warp) walks at a time.
-  constexpr int kBatch = TENSOR_CORES ? kMmaRecords : LANES < 4 ? LANES : 4;
+  constexpr int VEC = kRowVec<T>, LANES = kGatherLanes<T, A>, kGroups = kGatherThreads / LANES;
+  constexpr int kChannels = LANES * VEC;
+  constexpr int kBatch = TENSOR_CORES ? kMmaRecords : kGatherBatch;  // of a group, or with tensor cores of a warp
   extern __shared__ __align__(16) char shared[];
   auto* planes = reinterpret_cast<A*>(shared);                                       // [4, kSlots, kChannels]
   auto* batches = planes + static_cast<size_t>(4) * kSlots * kChannels;              // [kGroups, kBatch, 4]
@@ -128,7 +133,6 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what
       const char* value_base = reinterpret_cast<const char*>(value + image_value + c);
       const char* g_base = reinterpret_cast<const char*>(grad_output + image_output + c);
       if constexpr (TENSOR_CORES) {
-        static_assert(kChannels == kMmaChannels, "a matrix covers the channels of a turn");
         const int warp = threadIdx.x / 32, corner_row = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         // [corner][t]: of records 2 t, 2 t + 1: the rounded weights, the rests; of 2 t + 8, 2 t + 9: the same.
         auto* warp_weights = reinterpret_cast<uint16_t*>(batches) + warp * 4 * 4 * 8;
@@ -298,13 +302,9 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // what
 #pragma unroll
                 for (int v = 0; v < VEC; ++v) dot[u] += corner[k][v] * g_out[v];
               }
-              d[k] = dot[0];
-              if constexpr (kBatch == 2) d[k] = exchange(kAll, lane & 1, dot[0], dot[1], 1);
-              if constexpr (kBatch == 4) {
-                const A even = exchange(kAll, lane & 1, dot[0], dot[1], 1);
-                const A odd = exchange(kAll, lane & 1, dot[2], dot[3], 1);
-                d[k] = exchange(kAll, lane & 2, even, odd, 2);
-              }
+              const A even = exchange(kAll, lane & 1, dot[0], dot[1], 1);
+              const A odd = exchange(kAll, lane & 1, dot[2], dot[3], 1);
+              d[k] = exchange(kAll, lane & 2, even, odd, 2);
 #pragma unroll
               for (int s = kBatch; s < LANES; s *= 2) d[k] += __shfl_xor_sync(kAll, d[k], s);
             }
@@ -350,24 +350,18 @@ template <typename T, typename A, typename Form>
 void gather(const BackwardCall<Form>& call, const SortedSizes& sizes, const SampleGrads<A>& grads,
             const int32_t* starts, const Record<A>* sorted) {
   const MsDeformAttnProblem& problem = call.problem;
-  // Of a row, at most 128 bytes of sums at a time: the planes of a tile's cells must fit shared memory.
-  constexpr int kVecOfRow = kRowVec<T>, kMost = 128 / kVecOfRow / sizeof(A);
-  dispatch_row<kVecOfRow, kMost>(row_split(problem.C, call.is_aligned(), kVecOfRow, kMost), [&](auto vec, auto lanes) {
-    constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
-    constexpr int kBatch = least(kLanes, 4), kGroups = kGatherThreads / kLanes;  // scratch enough for either way
-    constexpr bool kTensorCores = std::is_same_v<T, __nv_bfloat16> && kVec * kLanes == kMmaChannels && kVec > 1;
-    // No channels may be left over in the last turn, and the tensor cores know bfloat16 from sm_80 on.
-    const bool multiplies = problem.C % kMmaChannels == 0 && call.scope.device().capability >= 80;
-    const auto kernel =
-        multiplies ? gather_kernel<T, A, kVec, kLanes, kTensorCores> : gather_kernel<T, A, kVec, kLanes, false>;
-    const int64_t shared = sizeof(A) * 4 * kSlots * kLanes * kVec + kGroups * kBatch * (4 * sizeof(A) + 4);
-    launch({kOp, "gather_kernel", call.scope, head_grid(sizes.tiles, problem.B * problem.G), kGatherThreads, shared,
-            2 * kSlots * sizeof(int32_t)},
-           kernel, static_cast<const T*>(call.grad_output.const_data_ptr()),
-           static_cast<const T*>(call.value.const_data_ptr()), call.plans.get(), starts, sorted,
-           static_cast<T*>(call.grad_value.mutable_data_ptr()), grads, problem, sizes.head_slots,
-           point_bits_of(problem));
-  });
+  constexpr int kChannels = kRowVec<T> * kGatherLanes<T, A>, kGroups = kGatherThreads / kGatherLanes<T, A>;
+  constexpr bool kTensorCores = std::is_same_v<T, __nv_bfloat16>;
+  static_assert(!kTensorCores || kChannels == kMmaChannels, "a matrix covers the channels of a turn");
+  // The tensor cores know bfloat16 from sm_80 on, and they take rows of whole matrices only.
+  const bool multiplies = problem.C % kMmaChannels == 0 && call.scope.device().capability >= 80;
+  const auto kernel = multiplies ? gather_kernel<T, A, kTensorCores> : gather_kernel<T, A, false>;
+  const int64_t shared = sizeof(A) * 4 * kSlots * kChannels + kGroups * kGatherBatch * (4 * sizeof(A) + 4);
+  launch({kOp, "gather_kernel", call.scope, head_grid(sizes.tiles, problem.B * problem.G), kGatherThreads, shared,
+          2 * kSlots * sizeof(int32_t)},
+         kernel, static_cast<const T*>(call.grad_output.const_data_ptr()),
+         static_cast<const T*>(call.value.const_data_ptr()), call.plans.get(), starts, sorted,
+         static_cast<T*>(call.grad_value.mutable_data_ptr()), grads, problem, sizes.head_slots, point_bits_of(problem));
 }
 
 }  // namespace
