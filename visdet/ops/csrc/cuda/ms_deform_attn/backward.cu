@@ -8,10 +8,13 @@
 
 #include "common/bilinear.h"
 #include "common/block_scan.cuh"
-#include "cuda/ms_deform_attn/common.cuh"
+#include "common/paths.h"
+#include "cuda/ms_deform_attn/levels.cuh"
+#include "cuda/ms_deform_attn/regions.cuh"
+#include "cuda/ms_deform_attn/row_split.cuh"
+#include "cuda/ms_deform_attn/sample.cuh"
 
-namespace visdet {
-namespace msda {
+namespace visdet::ms_deform_attn {
 namespace {
 
 constexpr const char* kOp = "ms_deform_attn_backward";
@@ -963,10 +966,10 @@ __global__ void __launch_bounds__(kSampleThreads)
 
 // The backward of an encoder, whose queries are the pyramid's own texels. A block owns a chunk of the queries of one
 // head in the order of regions, so that its samples share most of their texels. Level after level, and kPassPoints
-// samples of a query at a time, it sorts the samples by their square of texels (see place()) in shared memory; then
-// each group of LANES threads walks as many of them as any other, with the square's values and gradients in registers
-// and the rows of grad_output in shared memory. Where the walk leaves a texel, it adds the texel's gradient to
-// grad_sums by one reduction, which other blocks and groups do, too; from a square to its right neighbour only two
+// samples of a query at a time, it sorts the samples by their square of texels (see first_texel()) in shared memory;
+// then each group of LANES threads walks as many of them as any other, with the square's values and gradients in
+// registers and the rows of grad_output in shared memory. Where the walk leaves a texel, it adds the texel's gradient
+// to grad_sums by one reduction, which other blocks and groups do, too; from a square to its right neighbour only two
 // texels change. The dots with the four texels, of which the sample's own gradients are made, take its place in shared
 // memory.
 constexpr int kChunkThreads = 512;
@@ -1157,7 +1160,7 @@ __device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t i
   to.weights[index] = grad.weight;
   const Pack<float, 2> of_offset = source.grad_offset(raw, level, points, grad.x, grad.y);
   const int64_t place = 2 * index + query * to.offset_gap;
-  if (source.wide) {
+  if (source.full_precision) {
     put_pair(reinterpret_cast<float*>(to.offsets) + place, of_offset.at, to.offset_gap);
   } else {
     put_pair(reinterpret_cast<T*>(to.offsets) + place, of_offset.at, to.offset_gap);
@@ -1260,7 +1263,7 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
         place_of[j] = ~0u;
         float x, y, fx, fy, part_x, part_y;
         if (!position(j, x, y) || !exists(j)) continue;
-        const int32_t x0 = place(x, level.W, fx, part_x), y0 = place(y, level.H, fy, part_y);
+        const int32_t x0 = first_texel(x, level.W, fx, part_x), y0 = first_texel(y, level.H, fy, part_y);
         const float weight = weight_of(j);
         samples[id_of(j)] = {__int_as_float(y0 * level.W + x0), fx, fy, weight * (part_x * part_y)};
         const uint32_t bucket = (y0 << kColumnBits | (x0 & ((1 << kColumnBits) - 1))) & (kBuckets - 1);
@@ -1831,7 +1834,7 @@ class FusedBackward {
   // After backward().
   template <typename T, typename A>
   void finish(Plans& plans) {
-    if (form_.template source<T, A>().wide) {
+    if (form_.template source<T, A>().full_precision) {
       finish_predictions<T, A, A>(plans);
     } else {
       finish_predictions<T, A, T>(plans);
@@ -1924,11 +1927,11 @@ auto ms_deform_attn_fused_backward(const Tensor& grad_output, const Tensor& valu
 }
 
 }  // namespace
-}  // namespace msda
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn
 
 VISDET_CUDA_OPERATORS(m) {
-  m.impl("ms_deform_attn_backward", TORCH_BOX(&visdet::msda::ms_deform_attn_backward));
-  m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::msda::ms_deform_attn_fused_backward<false>));
-  m.impl("ms_deform_attn_fused_backward_joined", TORCH_BOX(&visdet::msda::ms_deform_attn_fused_backward<true>));
+  m.impl("ms_deform_attn_backward", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_backward));
+  m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_fused_backward<false>));
+  m.impl("ms_deform_attn_fused_backward_joined",
+         TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_fused_backward<true>));
 }
