@@ -10,8 +10,7 @@
 #include "cuda/ms_deform_attn/backward_sorted.cuh"
 #include "cuda/ms_deform_attn/softmax.cuh"
 
-namespace visdet {
-namespace ms_deform_attn {
+namespace visdet::ms_deform_attn {
 namespace {
 
 template <typename Form>
@@ -131,8 +130,7 @@ auto ms_deform_attn_fused_backward(const Tensor& grad_output, const Tensor& valu
 }
 
 }  // namespace
-}  // namespace ms_deform_attn
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn
 
 VISDET_CUDA_OPERATORS(m) {
   m.impl("ms_deform_attn_backward", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_backward));

@@ -1,10 +1,11 @@
 // A call of ms_deform_attn's backward as its paths see it, and where they write the gradients of the samples.
 #pragma once
 
+#include "common/paths.h"
 #include "cuda/ms_deform_attn/backward_plan.cuh"
+#include "cuda/ms_deform_attn/sample.cuh"
 
-namespace visdet {
-namespace ms_deform_attn {
+namespace visdet::ms_deform_attn {
 namespace {
 
 constexpr int kSoftmaxLanes = 4;     // threads that work out the softmax of a row together
@@ -65,7 +66,7 @@ __device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t i
   to.weights[index] = grad.weight;
   const Pack<float, 2> of_offset = source.grad_offset(raw, level, points, grad.x, grad.y);
   const int64_t place = 2 * index + query * to.offset_gap;
-  if (source.wide) {
+  if (source.full_precision) {
     put_pair(reinterpret_cast<float*>(to.offsets) + place, of_offset.at, to.offset_gap);
   } else {
     put_pair(reinterpret_cast<T*>(to.offsets) + place, of_offset.at, to.offset_gap);
@@ -101,5 +102,4 @@ void dispatch_lanes(int64_t C, const F& f) {
 }
 
 }  // namespace
-}  // namespace ms_deform_attn
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn

@@ -11,8 +11,7 @@
 #include "common/bilinear.h"
 #include "cuda/ms_deform_attn/backward_call.cuh"
 
-namespace visdet {
-namespace ms_deform_attn {
+namespace visdet::ms_deform_attn {
 namespace {
 
 constexpr int kSampleThreads = 256;  // one thread a sample
@@ -125,5 +124,4 @@ void direct_launch(const BackwardCall<Form>& call) {
 }
 
 }  // namespace
-}  // namespace ms_deform_attn
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn

@@ -12,17 +12,17 @@
 
 #include "common/block_scan.cuh"
 #include "cuda/ms_deform_attn/backward_call.cuh"
+#include "cuda/ms_deform_attn/regions.cuh"
 
-namespace visdet {
-namespace ms_deform_attn {
+namespace visdet::ms_deform_attn {
 namespace {
 
 // The backward of an encoder, whose queries are the pyramid's own texels. A block owns a chunk of the queries of one
 // head in the order of regions, so that its samples share most of their texels. Level after level, and kPassPoints
-// samples of a query at a time, it sorts the samples by their square of texels (see place()) in shared memory; then
-// each group of LANES threads walks as many of them as any other, with the square's values and gradients in registers
-// and the rows of grad_output in shared memory. Where the walk leaves a texel, it adds the texel's gradient to
-// grad_sums by one reduction, which other blocks and groups do, too; from a square to its right neighbour only two
+// samples of a query at a time, it sorts the samples by their square of texels (see first_texel()) in shared memory;
+// then each group of LANES threads walks as many of them as any other, with the square's values and gradients in
+// registers and the rows of grad_output in shared memory. Where the walk leaves a texel, it adds the texel's gradient
+// to grad_sums by one reduction, which other blocks and groups do, too; from a square to its right neighbour only two
 // texels change. The dots with the four texels, of which the sample's own gradients are made, take its place in shared
 // memory.
 constexpr int kChunkThreads = 512;
@@ -52,13 +52,13 @@ __global__ void __launch_bounds__(kOrderQueryThreads)
     order_queries_kernel(const Levels levels, const Regions known, int L, int64_t S, uint32_t* __restrict__ order) {
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<Level*>(shared);  // [L]
-  const bool follow = load_levels(levels, L, S, table);
+  const bool contiguous = load_levels(levels, L, S, table);
   const auto level_at = [&](int l) { return table[l]; };
   const Regions regions = levels.by_value() ? known : Regions::of(L, level_at);
   const uint32_t Q = static_cast<uint32_t>(S), share = (Q + gridDim.x - 1) / gridDim.x, first = blockIdx.x * share;
   if (first >= Q) return;
   const uint32_t count = min(share, Q - first);
-  if (!follow || !regions.fit) {
+  if (!contiguous || !regions.fit) {
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) order[first + i] = first + i;
     return;
   }
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
         place_of[j] = ~0u;
         float x, y, fx, fy, part_x, part_y;
         if (!position(j, x, y) || !exists(j)) continue;
-        const int32_t x0 = place(x, level.W, fx, part_x), y0 = place(y, level.H, fy, part_y);
+        const int32_t x0 = first_texel(x, level.W, fx, part_x), y0 = first_texel(y, level.H, fy, part_y);
         const float weight = weight_of(j);
         samples[id_of(j)] = {__int_as_float(y0 * level.W + x0), fx, fy, weight * (part_x * part_y)};
         const uint32_t bucket = (y0 << kColumnBits | (x0 & ((1 << kColumnBits) - 1))) & (kBuckets - 1);
@@ -400,5 +400,4 @@ void encoder_launch(const BackwardCall<Form>& call) {
 }
 
 }  // namespace
-}  // namespace ms_deform_attn
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn

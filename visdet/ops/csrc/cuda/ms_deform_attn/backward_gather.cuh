@@ -11,8 +11,7 @@
 
 #include "cuda/ms_deform_attn/backward_records.cuh"
 
-namespace visdet {
-namespace ms_deform_attn {
+namespace visdet::ms_deform_attn {
 namespace {
 
 constexpr int kGatherThreads = 256;
@@ -365,5 +364,4 @@ void gather(const BackwardCall<Form>& call, const SortedSizes& sizes, const Samp
 }
 
 }  // namespace
-}  // namespace ms_deform_attn
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn

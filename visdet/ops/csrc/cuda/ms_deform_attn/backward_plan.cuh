@@ -8,11 +8,10 @@
 
 #include <optional>
 
-#include "cuda/ms_deform_attn/common.cuh"
+#include "cuda/ms_deform_attn/levels.cuh"
+#include "cuda/ms_deform_attn/row_split.cuh"
 
-namespace visdet {
-namespace ms_deform_attn {
-using namespace msda;  // of common.cuh
+namespace visdet::ms_deform_attn {
 namespace {
 
 constexpr const char* kOp = "ms_deform_attn_backward";
@@ -145,5 +144,4 @@ class Plans {
 };
 
 }  // namespace
-}  // namespace ms_deform_attn
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn

@@ -13,8 +13,7 @@
 #include "common/block_scan.cuh"
 #include "cuda/ms_deform_attn/backward_call.cuh"
 
-namespace visdet {
-namespace ms_deform_attn {
+namespace visdet::ms_deform_attn {
 namespace {
 
 template <typename A>
@@ -260,5 +259,4 @@ void write_records(const BackwardCall<Form>& call, const SortedSizes& sizes, con
 }
 
 }  // namespace
-}  // namespace ms_deform_attn
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn

@@ -5,8 +5,7 @@
 
 #include "cuda/ms_deform_attn/backward_records.cuh"
 
-namespace visdet {
-namespace ms_deform_attn {
+namespace visdet::ms_deform_attn {
 namespace {
 
 // A block sorts a bin by cell and, in a cell, by a number that no two samples share. Up to kWindow records it sorts in
@@ -254,5 +253,4 @@ void sort_records(const BackwardCall<Form>& call, const SortedSizes& sizes, cons
 }
 
 }  // namespace
-}  // namespace ms_deform_attn
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn

@@ -14,8 +14,7 @@
 #include "cuda/ms_deform_attn/backward_gather.cuh"
 #include "cuda/ms_deform_attn/backward_sort.cuh"
 
-namespace visdet {
-namespace ms_deform_attn {
+namespace visdet::ms_deform_attn {
 namespace {
 
 template <typename Form>
@@ -49,5 +48,4 @@ void sorted_launch(const BackwardCall<Form>& call) {
 }
 
 }  // namespace
-}  // namespace ms_deform_attn
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn

@@ -2,10 +2,13 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "cuda/ms_deform_attn/common.cuh"
+#include "common/paths.h"
+#include "cuda/ms_deform_attn/levels.cuh"
+#include "cuda/ms_deform_attn/regions.cuh"
+#include "cuda/ms_deform_attn/row_split.cuh"
+#include "cuda/ms_deform_attn/sample.cuh"
 
-namespace visdet {
-namespace msda {
+namespace visdet::ms_deform_attn {
 namespace {
 
 // A row is one (b, q, g). LANES neighbouring threads own a row's channels, VEC of them each (16 bytes), and SPLIT such
@@ -52,8 +55,8 @@ __device__ __forceinline__ Sample<A> make_sample(const Source& source, const typ
   A x, y, fy, part_x, part_y;
   source.position(raw, level, points, x, y);
   Sample<A> sample;
-  const int32_t first_x = place(x, level.W, sample.fx, part_x);
-  const int32_t first_y = place(y, level.H, fy, part_y);
+  const int32_t first_x = first_texel(x, level.W, sample.fx, part_x);
+  const int32_t first_y = first_texel(y, level.H, fy, part_y);
   const A inside = part_x * part_y;
   A weight = inside > A(0) ? source.weight(raw, row) * inside : A(0);
   if (level.H == 0) weight = quiet_nan<A>();
@@ -948,7 +951,7 @@ EncoderPlan encoder_plan(const ForwardCall<Form>& call) {
   // 16 or 12 samples of 8 heads of 32 channels, as nearly every model has them: 16 take 113 us, 116 else (bfloat16 79,
   // 84).
   const bool usual = (problem.K == 16 || problem.K == 12) && problem.C == 32 && problem.G == 8 && problem.L <= 4 &&
-                     row.vec * row.lanes == 32 && wide_levels(call.levels, problem) && call.levels.follow;
+                     row.vec * row.lanes == 32 && wide_levels(call.levels, problem) && call.levels.contiguous;
   if (plan.by_four && usual) plan.whole = true, plan.column = static_cast<uint32_t>(256 * call.element());
   const int64_t warps = kPyramidThreads / 32, steps = plan.by_four ? problem.K / 4 : problem.K;
   const int lanes = static_cast<int>(row.lanes);
@@ -1102,10 +1105,9 @@ Tensor ms_deform_attn_fused(const Tensor& value_in, const Tensor& level_shapes_i
 }
 
 }  // namespace
-}  // namespace msda
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn
 
 VISDET_CUDA_OPERATORS(m) {
-  m.impl("ms_deform_attn", TORCH_BOX(&visdet::msda::ms_deform_attn));
-  m.impl("ms_deform_attn_fused", TORCH_BOX(&visdet::msda::ms_deform_attn_fused));
+  m.impl("ms_deform_attn", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn));
+  m.impl("ms_deform_attn_fused", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_fused));
 }

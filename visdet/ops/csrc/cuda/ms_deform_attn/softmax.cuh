@@ -11,8 +11,7 @@
 
 #include "cuda/ms_deform_attn/backward_call.cuh"
 
-namespace visdet {
-namespace ms_deform_attn {
+namespace visdet::ms_deform_attn {
 namespace {
 
 constexpr int kRowThreads = 256;
@@ -192,7 +191,7 @@ class FusedBackward {
   // After backward().
   template <typename T, typename A>
   void finish(Plans& plans) {
-    if (form_.template source<T, A>().wide) {
+    if (form_.template source<T, A>().full_precision) {
       finish_predictions<T, A, A>(plans);
     } else {
       finish_predictions<T, A, T>(plans);
@@ -239,5 +238,4 @@ class FusedBackward {
 };
 
 }  // namespace
-}  // namespace ms_deform_attn
-}  // namespace visdet
+}  // namespace visdet::ms_deform_attn
