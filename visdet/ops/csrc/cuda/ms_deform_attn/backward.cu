@@ -49,13 +49,25 @@ struct GivenBackward {
   Tensor &grad_locations, &grad_weights;
 
   template <typename T, typename A>
-  GivenSamples<A> source(bool /*encoder*/) const {
+  GivenSamples<A> source() const {
     return given.template source<T, A>();
   }
+  template <typename T, typename A>
+  GivenSamples<A> source_with_softmax() const {
+    return source<T, A>();
+  }
+  template <typename A, typename F>
+  void with_source(const F& f) const {
+    f(source<A, A>());
+  }
   template <typename A>
-  SampleGrads<A> grads(bool /*encoder*/) const {
+  SampleGrads<A> grads() const {
     return {static_cast<A*>(grad_locations.mutable_data_ptr()), static_cast<A*>(grad_weights.mutable_data_ptr()),
             nullptr, nullptr, 0};
+  }
+  template <typename A>
+  SampleGrads<A> final_grads() const {
+    return grads<A>();
   }
 };
 
@@ -107,9 +119,8 @@ std::array<Tensor, 4> fused_backward(const Tensor& grad_output_in, const Tensor&
   }
   Plans plans(problem, scope, value, levels);
   backward(problem, scope, grad_output, value, levels, plans, form, deterministic, grad_value);
-  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    form.template finish<decltype(value_tag), decltype(accumulate_tag)>(plans);
-  });
+  dispatch_value_type(reference.scalar_type(),
+                      [&](auto, auto accumulate) { form.finish<decltype(accumulate)>(plans); });
   return {grad_value, form.grad_reference, form.grad_offsets, form.grad_logits};
 }
 

@@ -74,9 +74,12 @@ __device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t i
 }
 
 // A call of the backward, none of whose tensors is empty. Rows of value and grad_output begin at multiples of 16 bytes
-// and have a multiple of 16 bytes. Form says where samples come from and where their gradients
-// go: form.source<T, A>(encoder) and form.grads<A>(encoder), encoder being pyramid_grad_kernel, which works out a row's
-// softmax by itself, and writes by put_once().
+// and have a multiple of 16 bytes. Form is the form of the operator, GivenBackward or FusedBackward:
+//   form.source<T, A>()               where a kernel finds the samples that works out the softmax of rows by itself,
+//   form.source_with_softmax<T, A>()  the same for one that reads it, T being the type of the values,
+//   form.with_source<A>(f)            calls f with the latter for kernels that do not depend on the type of the values,
+//   form.grads<A>()                   where the gradients of samples go, and
+//   form.final_grads<A>()             the same for a kernel that writes each sample's once, by put_once().
 template <typename Form>
 struct BackwardCall {
   const MsDeformAttnProblem& problem;

@@ -107,7 +107,7 @@ void direct_launch(const BackwardCall<Form>& call) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     if constexpr (sizeof(A) == 4) {
-      const auto source = call.form.template source<T, A>(false);
+      const auto source = call.form.template source_with_softmax<T, A>();
       using Source = std::decay_t<decltype(source)>;
       dispatch_lanes(problem.C, [&](auto lanes) {
         constexpr int kLanes = decltype(lanes)::value;
@@ -116,7 +116,7 @@ void direct_launch(const BackwardCall<Form>& call) {
                 static_cast<int64_t>(sizeof(LevelPlan)) * problem.L},
                direct_kernel<T, A, Source, kLanes>, static_cast<const T*>(call.grad_output.const_data_ptr()),
                static_cast<const T*>(call.value.const_data_ptr()), plan, source,
-               static_cast<A*>(sums.mutable_data_ptr()), call.form.template grads<A>(false), problem);
+               static_cast<A*>(sums.mutable_data_ptr()), call.form.template grads<A>(), problem);
       });
     }
   });

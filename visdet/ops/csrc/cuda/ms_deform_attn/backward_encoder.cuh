@@ -381,7 +381,7 @@ void encoder_launch(const BackwardCall<Form>& call) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     if constexpr (sizeof(A) == 4) {
-      const auto source = call.form.template source<T, A>(true);
+      const auto source = call.form.template source<T, A>();
       using Source = std::decay_t<decltype(source)>;
       dispatch_lanes(problem.C, [&](auto lanes) {
         launch({kOp, "pyramid_grad_kernel", call.scope, ceil_div(rows, plan.share), kChunkThreads, plan.shared,
@@ -389,7 +389,7 @@ void encoder_launch(const BackwardCall<Form>& call) {
                pyramid_grad_kernel<T, Source, decltype(lanes)::value>,
                static_cast<const T*>(call.grad_output.const_data_ptr()),
                static_cast<const T*>(call.value.const_data_ptr()), call.levels, order_data, source,
-               static_cast<float*>(sums.mutable_data_ptr()), call.form.template grads<A>(true),
+               static_cast<float*>(sums.mutable_data_ptr()), call.form.template final_grads<A>(),
                ChunkSizes{problem.S, rows, static_cast<int32_t>(problem.Q), static_cast<int32_t>(problem.G),
                           static_cast<int32_t>(problem.C), L, static_cast<int32_t>(problem.K),
                           static_cast<uint32_t>(plan.share)});

@@ -227,17 +227,14 @@ SortedSizes sorted_sizes(const BackwardCall<Form>& call) {
   return sizes;
 }
 
-template <typename T, typename A, typename Form>
-void write_records(const BackwardCall<Form>& call, const SortedSizes& sizes, const SampleGrads<A>& grads,
-                   int32_t* bin_starts, Record<A>* records) {
+template <typename A, typename Form, typename Source>
+void write_records(const BackwardCall<Form>& call, const SortedSizes& sizes, const Source& source,
+                   const SampleGrads<A>& grads, int32_t* bin_starts, Record<A>* records) {
   const MsDeformAttnProblem& problem = call.problem;
   const int64_t heads = problem.B * problem.G;
   const int head_bins = static_cast<int>(sizes.head_bins);
   const LevelPlan* plan = call.plans.get();
   int32_t* filled = bin_starts + heads * sizes.head_bins;
-  const auto source = call.form.template source<T, A>(false);
-  using Source = std::decay_t<decltype(source)>;
-
   constexpr int kEach = kPieceEach<A>;
   const uint32_t K = static_cast<uint32_t>(problem.K);
   const int64_t pieces = heads * ceil_div(problem.Q, PieceWalk::queries(K, kEach)) * PieceWalk::parts(K);

@@ -40,8 +40,9 @@ void sorted_launch(const BackwardCall<Form>& call) {
     // Where the records of the bins start, and how far the bins are filled.
     Tensor bins = new_zeros(call.value, {2, heads * sizes.head_bins}, ScalarType::Int);
     auto* bin_starts = static_cast<int32_t*>(bins.mutable_data_ptr());
-    const SampleGrads<A> grads = call.form.template grads<A>(false);
-    write_records<T, A>(call, sizes, grads, bin_starts, record_data);
+    const SampleGrads<A> grads = call.form.template grads<A>();
+    call.form.template with_source<A>(
+        [&](const auto& source) { write_records(call, sizes, source, grads, bin_starts, record_data); });
     sort_records<A>(call, sizes, bin_starts, record_data, sorted_data, start_data);
     gather<T, A>(call, sizes, grads, start_data, sorted_data);
   });

@@ -24,9 +24,9 @@ inline int row_lanes_of(int64_t K) {
 }
 
 // kSoftmaxLanes a row: its softmax.
-template <typename T, typename A>
+template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
-    softmax_kernel(const FusedSamples<T, A> source, SoftmaxRow<A>* __restrict__ rows, int64_t count, int K) {
+    softmax_kernel(const FusedSamples<I, A> source, SoftmaxRow<A>* __restrict__ rows, int64_t count, int K) {
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / kSoftmaxLanes;
   const int lane = threadIdx.x % kSoftmaxLanes;
   const auto of_row = source.of_image(0, row * K);
@@ -42,9 +42,9 @@ struct PredictionGrads {
 };
 
 // A few lanes a row: from the gradients of locations and weights to those of offsets and logits, which are of type I.
-template <typename T, typename A, typename I>
+template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
-    fused_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<T, A> source,
+    fused_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<I, A> source,
                       const Pack<A, 4>* __restrict__ sample_grads, const PredictionGrads<I> grads, int64_t count, int G,
                       int L, int K, int lanes) {
   extern __shared__ __align__(16) char shared[];
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int k = lane; exists && k < K; k += lanes) {
     while (k >= table[l].level.end) ++l;
     const Pack<A, 4> grad = of_row[k];
-    typename FusedSamples<T, A>::Raw raw;
+    typename FusedSamples<I, A>::Raw raw;
     if (source.boxes) source.fetch_reference(query * L + l, raw);
     const Pack<A, 2> of_offset = source.grad_offset(raw, table[l].level, table[l].points, grad.at[2], grad.at[3]);
     put_pair(grads.offsets + 2 * (row * K + k) + query * grads.offset_gap, of_offset.at, grads.offset_gap);
@@ -71,16 +71,16 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 // kSoftmaxLanes a row: from the gradients of its weights to those of its logits.
-template <typename T, typename A, typename I>
+template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
-    softmax_grad_kernel(const FusedSamples<T, A> source, const A* __restrict__ grad_weights,
+    softmax_grad_kernel(const FusedSamples<I, A> source, const A* __restrict__ grad_weights,
                         const PredictionGrads<I> grads, int64_t count, int G, int K) {
   constexpr int kEach = 4, kTurn = kEach * kSoftmaxLanes;  // kEach: loads in flight
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / kSoftmaxLanes, first = row * K;
   const int lane = threadIdx.x % kSoftmaxLanes;
   const bool exists = row < count;
   const auto of_row = source.of_image(0, first);
-  typename FusedSamples<T, A>::Raw raw[kEach];
+  typename FusedSamples<I, A>::Raw raw[kEach];
   A grad[kEach];
   const auto has = [&](int k0, int i) { return exists && k0 + i * kSoftmaxLanes + lane < K; };
   const auto fetch = [&](int k0) {
@@ -115,9 +115,9 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 // A thread a (b, q, level): the gradient of its reference point, summed over heads and points in their order.
-template <typename T, typename A>
+template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
-    reference_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<T, A> source,
+    reference_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<I, A> source,
                           const Pack<A, 4>* __restrict__ sample_grads, A* __restrict__ grad_reference, int64_t count,
                           int G, int L, int K) {
   const int64_t query_level = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
@@ -167,65 +167,95 @@ class FusedBackward {
   Tensor grad_reference, grad_offsets, grad_logits;
 
   template <typename T, typename A>
-  FusedSamples<T, A> source(bool encoder) {
+  FusedSamples<T, A> source() const {
+    return form_.template source<T, A>();
+  }
+  template <typename T, typename A>
+  FusedSamples<T, A> source_with_softmax() {
     FusedSamples<T, A> source = form_.template source<T, A>();
-    if (encoder) return source;
-    softmax_ = new_empty(form_.reference, {rows_, 2});
-    auto* of_rows = static_cast<SoftmaxRow<A>*>(softmax_->mutable_data_ptr());
-    launch({kOp, "softmax_kernel", scope_, ceil_div(rows_ * kSoftmaxLanes, kRowThreads), kRowThreads},
-           softmax_kernel<T, A>, source, of_rows, rows_, static_cast<int>(problem_.K));
-    source.rows = of_rows;
+    source.rows = softmax<A>();
     return source;
+  }
+  template <typename A, typename F>
+  void with_source(const F& f) {
+    dispatch_predictions<A>([&](auto type) { f(source_with_softmax<decltype(type), A>()); });
   }
 
   template <typename A>
-  SampleGrads<A> grads(bool encoder) {
-    has_offsets_ = encoder && !needs_reference_;  // a reference's gradient is summed from those of places
-    sample_grads_ = new_empty(form_.reference, {rows_, problem_.K, has_offsets_ ? 1 : 4});
-    auto* data = sample_grads_->mutable_data_ptr();
-    if (!has_offsets_) return {nullptr, nullptr, static_cast<Pack<A, 4>*>(data), nullptr, 0};
-    return {nullptr, static_cast<A*>(data), nullptr, static_cast<char*>(grad_offsets.mutable_data_ptr()),
+  SampleGrads<A> grads() {
+    has_offsets_ = false;
+    return {nullptr, nullptr, new_sample_grads<Pack<A, 4>>(), nullptr, 0};
+  }
+  template <typename A>
+  SampleGrads<A> final_grads() {
+    if (needs_reference_) return grads<A>();  // a reference point's gradient is summed from those of locations
+    has_offsets_ = true;
+    return {nullptr, new_sample_grads<A>(), nullptr, static_cast<char*>(grad_offsets.mutable_data_ptr()),
             joined_ ? problem_.G * problem_.K : 0};
   }
 
   // After backward().
-  template <typename T, typename A>
+  template <typename A>
   void finish(Plans& plans) {
-    if (form_.template source<T, A>().full_precision) {
-      finish_predictions<T, A, A>(plans);
-    } else {
-      finish_predictions<T, A, T>(plans);
-    }
-    if (!needs_reference_) return;
-    const int64_t count = problem_.B * problem_.Q * problem_.L;
-    launch({kOp, "reference_grad_kernel", scope_, ceil_div(count, kRowThreads), kRowThreads},
-           reference_grad_kernel<T, A>, plans.get(), form_.template source<T, A>(),
-           static_cast<const Pack<A, 4>*>(sample_grads_->const_data_ptr()),
-           static_cast<A*>(grad_reference.mutable_data_ptr()), count, static_cast<int>(problem_.G),
-           static_cast<int>(problem_.L), static_cast<int>(problem_.K));
+    dispatch_predictions<A>([&](auto type) { finish_predictions<decltype(type), A>(plans); });
   }
 
  private:
+  // Calls f(I{}) with the type of offsets and logits.
+  template <typename A, typename F>
+  void dispatch_predictions(const F& f) const {
+    dispatch_value_type(form_.offsets.scalar_type(), [&](auto type, auto accumulate) {
+      if constexpr (std::is_same_v<decltype(accumulate), A>) f(type);
+    });
+  }
+
+  template <typename A>
+  const SoftmaxRow<A>* softmax() {
+    softmax_ = new_empty(form_.reference, {rows_, 2});
+    auto* of_rows = static_cast<SoftmaxRow<A>*>(softmax_->mutable_data_ptr());
+    dispatch_predictions<A>([&](auto type) {
+      using I = decltype(type);
+      launch({kOp, "softmax_kernel", scope_, ceil_div(rows_ * kSoftmaxLanes, kRowThreads), kRowThreads},
+             softmax_kernel<I, A>, source<I, A>(), of_rows, rows_, static_cast<int>(problem_.K));
+    });
+    return of_rows;
+  }
+
+  // V: what is written of a sample, numbers of the type of coordinates.
+  template <typename V>
+  V* new_sample_grads() {
+    const int64_t numbers = static_cast<int64_t>(sizeof(V)) / form_.reference.element_size();
+    sample_grads_ = new_empty(form_.reference, {rows_, problem_.K, numbers});
+    return static_cast<V*>(sample_grads_->mutable_data_ptr());
+  }
+
   // I: the type of offsets and logits.
-  template <typename T, typename A, typename I>
+  template <typename I, typename A>
   void finish_predictions(Plans& plans) {
     const int G = static_cast<int>(problem_.G), L = static_cast<int>(problem_.L), K = static_cast<int>(problem_.K);
     const int64_t samples = problem_.G * problem_.K;
     auto* of_offsets = static_cast<I*>(grad_offsets.mutable_data_ptr());
     const auto predictions = joined_ ? PredictionGrads<I>{of_offsets, of_offsets + 2 * samples, samples, 2 * samples}
                                      : PredictionGrads<I>{of_offsets, static_cast<I*>(grad_logits.mutable_data_ptr())};
-    const auto source = form_.template source<T, A>();
+    const FusedSamples<I, A> samples_of = source<I, A>();
     const void* grads = sample_grads_->const_data_ptr();
-    if (has_offsets_) {
-      launch({kOp, "softmax_grad_kernel", scope_, ceil_div(rows_ * kSoftmaxLanes, kRowThreads), kRowThreads},
-             softmax_grad_kernel<T, A, I>, source, static_cast<const A*>(grads), predictions, rows_, G, K);
-      return;
+    if constexpr (sizeof(A) == 4) {  // the path that writes offsets serves no float64
+      if (has_offsets_) {
+        launch({kOp, "softmax_grad_kernel", scope_, ceil_div(rows_ * kSoftmaxLanes, kRowThreads), kRowThreads},
+               softmax_grad_kernel<I, A>, samples_of, static_cast<const A*>(grads), predictions, rows_, G, K);
+        return;
+      }
     }
+    const auto* packed = static_cast<const Pack<A, 4>*>(grads);
     const int lanes = row_lanes_of(problem_.K);
     launch({kOp, "fused_grad_kernel", scope_, ceil_div(rows_ * lanes, kRowThreads), kRowThreads,
             static_cast<int64_t>(sizeof(LevelPlan)) * L},
-           fused_grad_kernel<T, A, I>, plans.get(), source, static_cast<const Pack<A, 4>*>(grads), predictions, rows_,
-           G, L, K, lanes);
+           fused_grad_kernel<I, A>, plans.get(), samples_of, packed, predictions, rows_, G, L, K, lanes);
+    if (!needs_reference_) return;
+    const int64_t count = problem_.B * problem_.Q * problem_.L;
+    launch({kOp, "reference_grad_kernel", scope_, ceil_div(count, kRowThreads), kRowThreads},
+           reference_grad_kernel<I, A>, plans.get(), samples_of, packed,
+           static_cast<A*>(grad_reference.mutable_data_ptr()), count, G, L, K);
   }
 
   const MsDeformAttnProblem& problem_;
