@@ -21,13 +21,13 @@ constexpr Path<BackwardCall<Form>> kBackwardPaths[] = {
 };
 
 // Fills grad_value and the samples' gradients, none of which is empty. The kernels read rows 16 bytes at a time: where
-// C or an address does not allow it, copies whose rows are filled up with zeros take the place of the tensors.
+// C or an address does not allow it, the call goes on with copies whose rows are filled up with zeros.
 template <typename Form>
 void backward(const MsDeformAttnProblem& problem, const DeviceScope& scope, const Tensor& grad_output,
               const Tensor& value, const Levels& levels, Plans& plans, Form& form, bool deterministic,
               Tensor& grad_value) {
-  const int64_t vec = 16 / static_cast<int64_t>(value.element_size()), channels = ceil_div(problem.C, vec) * vec;
-  if (channels > problem.C || !aligned(value, 16) || !aligned(grad_output, 16)) {
+  const int64_t vec = vector_values(value), channels = ceil_div(problem.C, vec) * vec;
+  if (channels > problem.C || !aligned(value, kVectorBytes) || !aligned(grad_output, kVectorBytes)) {
     MsDeformAttnProblem filled = problem;
     filled.C = channels;
     check_sizes(filled);

@@ -1,11 +1,11 @@
-// Path "direct": few samples (a decoder), where sorting over the whole pyramid does not pay.
+// Path "direct": few samples, as a decoder has them, for which sorting over the whole pyramid does not pay.
 //
-// A group of LANES neighbouring threads owns one sample, a block the samples next to each other. The group reads the
-// sample's row of grad_output and its four rows of value, adds to the four rows of grad_sums, and its first thread
-// writes the gradients of the sample's location and weight.
+// A group of LANES neighbouring threads owns a sample; a block has as many as fit, in the order of their index. The
+// group reads the sample's row of grad_output and its four rows of value, and adds to the four rows of grad_sums. Its
+// first thread writes the gradients of the sample's location and weight.
 //
-// Races: groups add to the same rows of grad_sums, which is cleared before, by atomic additions of float32. Their order
-// differs between runs, so grad_value does, too; no other address is written twice.
+// Races: groups add to the same rows of grad_sums, which is zero before, by atomic additions of float32. Their order
+// differs between runs, and with it the rounding of grad_value. Every other address has one writer.
 #pragma once
 
 #include "common/bilinear.h"
@@ -14,27 +14,18 @@
 namespace visdet::ms_deform_attn {
 namespace {
 
-constexpr int kSampleThreads = 256;  // one thread a sample
+constexpr int kDirectThreads = 256;
 
-// Lanes of a warp in the group of `size` threads that this thread belongs to.
-template <int SIZE>
-__device__ __forceinline__ unsigned group_mask() {
-  if constexpr (SIZE == 32) return 0xffffffffu;
-  return ((1u << (SIZE % 32)) - 1) << (threadIdx.x % 32 / SIZE * SIZE);
-}
-
-// Few samples (a decoder), where sorting over the whole pyramid does not pay: a group of LANES threads takes one
-// sample, adds to the four rows of grad_sums, which was zeroed, and works out the sample's own gradients.
-template <typename T, typename A, typename Source, int LANES>
-__global__ void __launch_bounds__(kSampleThreads)
+template <typename T, typename Source, int LANES>
+__global__ void __launch_bounds__(kDirectThreads)
     direct_kernel(const T* __restrict__ grad_output, const T* __restrict__ value, const LevelPlan* __restrict__ plan,
-                  const Source source, A* __restrict__ grad_sums, const SampleGrads<A> grads,
+                  const Source source, float* __restrict__ grad_sums, const SampleGrads<float> grads,
                   const MsDeformAttnProblem problem) {
-  constexpr int VEC = 4;  // 16 bytes of sums, so that the lanes' reductions lie side by side
+  constexpr int VEC = 4;  // 16 bytes of grad_sums for each thread, so that a group's additions lie side by side
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
   load_plan(plan, static_cast<int>(problem.L), table);
-  const int64_t index = (static_cast<int64_t>(blockIdx.x) * kSampleThreads + threadIdx.x) / LANES;
+  const int64_t index = (static_cast<int64_t>(blockIdx.x) * kDirectThreads + threadIdx.x) / LANES;
   const int lane = threadIdx.x % LANES;
   const int64_t row = index / problem.K, query = row / problem.G, b = query / problem.Q;
   if (b >= problem.B) return;
@@ -44,51 +35,39 @@ __global__ void __launch_bounds__(kSampleThreads)
   const Level level = table[l].level;
   typename Source::Raw raw = source.fetch_position(index, query * problem.L + l);
   source.fetch_weight(index, raw);
-  const A weight = source.weight(raw, source.row_at(row));
-  A x, y;
+  const float weight = source.weight(raw, source.row_at(row));
+  float x, y;
   source.position(raw, level, table[l].points, x, y);
-  Bilinear<A> at;
+  Bilinear<float> at;
   const bool counts = level.H > 0 && locate(x, y, level.H, level.W, at);
-  A dot[4] = {}, corner_weights[4];
+  float dots[4] = {}, corner_weights[4];
   if (counts) {
     at.corner_weights(corner_weights);
     const int64_t C = problem.C, image = (b * problem.S * problem.G + g) * C;
     for (int64_t c = lane * VEC; c < C; c += LANES * VEC) {
-      A g_out[VEC];
+      float g_out[VEC];
       load_pack<T, VEC>(grad_output + row * C + c, g_out);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (!at.is_inside[i]) continue;
         const int64_t offset = image + (level.start + static_cast<int64_t>(at.index[i])) * problem.G * C + c;
-        A corner[VEC], part[VEC];
+        float corner[VEC], of_sample[VEC];
         load_pack<T, VEC>(value + offset, corner);
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
-          dot[i] += corner[v] * g_out[v];
-          part[v] = corner_weights[i] * weight * g_out[v];
+          dots[i] += corner[v] * g_out[v];
+          of_sample[v] = corner_weights[i] * weight * g_out[v];
         }
-        add_pack<VEC>(grad_sums + offset, part);
+        add_pack<VEC>(grad_sums + offset, of_sample);
       }
     }
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dot[i] += __shfl_xor_sync(group_mask<LANES>(), dot[i], step);
-    }
+    sum_lanes(dots, 1, LANES, kAllLanes >> (32 - LANES) << (threadIdx.x % 32 / LANES * LANES));
   }
   if (lane > 0) return;
-  if (!counts) {
-    const A nothing = level.H > 0 ? A(0) : quiet_nan<A>();
-    return grads.put(index, weight, nothing, nothing, nothing, false);
-  }
-  const A top = dot[0] + at.fx * (dot[1] - dot[0]), bottom = dot[2] + at.fx * (dot[3] - dot[2]);
-  const A left = dot[2] - dot[0], right = dot[3] - dot[1];
-  grads.put(index, weight, top + at.fy * (bottom - top),
-            level.W * weight * ((dot[1] - dot[0]) + at.fy * (right - left)),
-            level.H * weight * (left + at.fx * (right - left)), false);
+  grads.put(index, weight,
+            counts ? sample_gradient(dots, at.fx, at.fy, weight, level) : gradient_of_uncounted<float>(level));
 }
 
-// The path of few samples.
 template <typename Form>
 const char* direct_declines(const BackwardCall<Form>& call) {
   if (call.deterministic) return "it adds in no fixed order, and the call is deterministic";
@@ -105,18 +84,17 @@ void direct_launch(const BackwardCall<Form>& call) {
   Tensor sums = is_float ? zero_(call.grad_value) : new_zeros(call.value, call.value.sizes(), ScalarType::Float);
   dispatch_value_type(call.value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    if constexpr (sizeof(A) == 4) {
-      const auto source = call.form.template source_with_softmax<T, A>();
+    if constexpr (std::is_same_v<decltype(accumulate_tag), float>) {
+      const auto source = call.form.template source_with_softmax<T, float>();
       using Source = std::decay_t<decltype(source)>;
       dispatch_lanes(problem.C, [&](auto lanes) {
         constexpr int kLanes = decltype(lanes)::value;
         const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
-        launch({kOp, "direct_kernel", call.scope, ceil_div(samples * kLanes, kSampleThreads), kSampleThreads,
+        launch({kOp, "direct_kernel", call.scope, ceil_div(samples * kLanes, kDirectThreads), kDirectThreads,
                 static_cast<int64_t>(sizeof(LevelPlan)) * problem.L},
-               direct_kernel<T, A, Source, kLanes>, static_cast<const T*>(call.grad_output.const_data_ptr()),
+               direct_kernel<T, Source, kLanes>, static_cast<const T*>(call.grad_output.const_data_ptr()),
                static_cast<const T*>(call.value.const_data_ptr()), plan, source,
-               static_cast<A*>(sums.mutable_data_ptr()), call.form.template grads<A>(), problem);
+               static_cast<float*>(sums.mutable_data_ptr()), call.form.template grads<float>(), problem);
       });
     }
   });

@@ -16,14 +16,14 @@ namespace {
 
 constexpr int kRowThreads = 256;
 
-// The lanes of a warp that share a row's K samples.
+// Returns how many lanes of a warp divide the K samples of a row among them.
 inline int row_lanes_of(int64_t K) {
   int lanes = 1;
   while (lanes < 32 && lanes < K) lanes *= 2;
   return lanes;
 }
 
-// kSoftmaxLanes a row: its softmax.
+// I, here and below: the type of offsets and logits. kSoftmaxLanes threads own a row, and write its softmax.
 template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
     softmax_kernel(const FusedSamples<I, A> source, SoftmaxRow<A>* __restrict__ rows, int64_t count, int K) {
@@ -34,14 +34,15 @@ __global__ void __launch_bounds__(kRowThreads)
   if (row < count && lane == 0) rows[row] = softmax;
 }
 
-// The gradients of offsets and logits: of two tensors, or of one that has a query's offsets and then its logits.
+// Where the gradients of offsets and logits go: to two tensors, or to one that has the offsets of a query and then its
+// logits.
 template <typename I>
 struct PredictionGrads {
   I *offsets, *logits;                    // [B, Q, G, K, 2] and [B, Q, G, K]
-  int64_t offset_gap = 0, logit_gap = 0;  // elements between a query's and the next one's
+  int64_t offset_gap = 0, logit_gap = 0;  // the elements between the last one of a query and the first of the next
 };
 
-// A few lanes a row: from the gradients of locations and weights to those of offsets and logits, which are of type I.
+// From the gradients of locations and weights to those of offsets and logits. `lanes` threads own a row.
 template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
     fused_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<I, A> source,
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const int64_t query = row / G;
   A mean = 0;  // of the weights' gradients
   for (int k = lane; exists && k < K; k += lanes) mean += of_row[k].at[0] * of_row[k].at[1];
-  for (int step = 1; step < lanes; step *= 2) mean += __shfl_xor_sync(0xffffffffu, mean, step);
+  mean = sum_lanes(mean, 1, lanes);
   int l = 0;
   for (int k = lane; exists && k < K; k += lanes) {
     while (k >= table[l].level.end) ++l;
@@ -70,12 +71,12 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// kSoftmaxLanes a row: from the gradients of its weights to those of its logits.
+// From the gradients of weights to those of logits. kSoftmaxLanes threads own a row, and take kStep samples at a time.
 template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
     softmax_grad_kernel(const FusedSamples<I, A> source, const A* __restrict__ grad_weights,
                         const PredictionGrads<I> grads, int64_t count, int G, int K) {
-  constexpr int kEach = 4, kTurn = kEach * kSoftmaxLanes;  // kEach: loads in flight
+  constexpr int kEach = 4, kStep = kEach * kSoftmaxLanes;  // kEach: the loads that a thread has in flight
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / kSoftmaxLanes, first = row * K;
   const int lane = threadIdx.x % kSoftmaxLanes;
   const bool exists = row < count;
@@ -92,19 +93,19 @@ __global__ void __launch_bounds__(kRowThreads)
     }
   };
   fetch(0);
-  const SoftmaxRow<A> softmax = K <= kTurn
+  const SoftmaxRow<A> softmax = K <= kStep
                                     ? of_row.template row_of_raw<kSoftmaxLanes>(raw, [&](int i) { return has(0, i); })
                                     : of_row.row_of_lanes(exists, 0, K, lane, kSoftmaxLanes);
   A mean = 0;  // of the weights' gradients
-  for (int k0 = 0; k0 < K; k0 += kTurn) {
+  for (int k0 = 0; k0 < K; k0 += kStep) {
     if (k0 > 0) fetch(k0);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) mean += has(k0, i) ? of_row.weight(raw[i], softmax) * grad[i] : A(0);
   }
-  for (int step = 1; step < kSoftmaxLanes; step *= 2) mean += __shfl_xor_sync(0xffffffffu, mean, step);
+  mean = sum_lanes(mean, 1, kSoftmaxLanes);
   I* const grad_logits = grads.logits + (grads.logit_gap > 0 ? row / G * grads.logit_gap : 0);
-  for (int k0 = 0; k0 < K; k0 += kTurn) {
-    if (K > kTurn) fetch(k0);
+  for (int k0 = 0; k0 < K; k0 += kStep) {
+    if (K > kStep) fetch(k0);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if (!has(k0, i)) continue;
@@ -114,7 +115,8 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// A thread a (b, q, level): the gradient of its reference point, summed over heads and points in their order.
+// The gradient of the reference point of a query on a level, which a thread owns: it adds up those of heads and points
+// in their order.
 template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
     reference_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<I, A> source,
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(kRowThreads)
   if (query_level >= count) return;
   const int64_t query = query_level / L;
   const int l = static_cast<int>(query_level - query * L), first = plan[l].first_point, points = plan[l].points;
-  const A share = A(0.5) / points;
+  const A half_of_each = A(0.5) / points;
   A sum[4] = {};
   for (int g = 0; g < G; ++g) {
     for (int p = 0; p < points; ++p) {
@@ -133,21 +135,21 @@ __global__ void __launch_bounds__(kRowThreads)
       sum[0] += grad.at[2], sum[1] += grad.at[3];
       if (source.boxes) {
         const Pack<A, 2> offset = source.offset_of(source.fetch_position(index, query_level));
-        if (grad.at[2] != 0) sum[2] += grad.at[2] * offset.at[0] * share;
-        if (grad.at[3] != 0) sum[3] += grad.at[3] * offset.at[1] * share;
+        if (grad.at[2] != 0) sum[2] += grad.at[2] * offset.at[0] * half_of_each;
+        if (grad.at[3] != 0) sum[3] += grad.at[3] * offset.at[1] * half_of_each;
       }
     }
   }
   for (int i = 0; i < (source.boxes ? 4 : 2); ++i) grad_reference[query_level * (source.boxes ? 4 : 2) + i] = sum[i];
 }
 
-// The fused form's samples, and the gradients of its predictions, which are written once those of its samples are
-// known.
+// The fused form as a Form of BackwardCall, and the gradients of its predictions: finish() writes them once those of
+// the samples are known.
 class FusedBackward {
  public:
   static constexpr bool kHasSoftmax = true;
 
-  // joined: the gradients of offsets and logits are one tensor, [B, Q, G * K * 3], and grad_logits is empty.
+  // joined: the gradients of offsets and logits are one tensor [B, Q, G * K * 3], and grad_logits is empty.
   FusedBackward(const MsDeformAttnProblem& problem, const DeviceScope& scope, const FusedForm& form,
                 bool needs_reference, bool joined)
       : problem_(problem),
