@@ -362,3 +362,111 @@ def test_backward_of_an_encoder_whose_chunks_take_just_48_kib(shapes, dtype):
 def test_rows_of_one_channel_and_more_heads_than_a_block_has_groups():
     given = attention(1000, B=1, G=32, C=1, shapes=[(20, 25)], device="cpu")
     assert_matches(ops.ms_deform_attn, given, torch.float32)
+
+
+FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
+
+# The forms of the backward's kernels: rows of 4, 8 and 16 lanes, and of more channels than they take at a time (C);
+# rows that are filled up to 16 bytes (C = 1, 30 and 31); the gather by tensor cores (bfloat16, C a multiple of 32) and
+# without; encoders whose points take one pass or several (P); pieces of one query and of several (K); bins that are
+# sorted in shared memory and larger ones (one texel), and more of them than a block counts in shared memory (256
+# levels). "tables" puts the level tables on the GPU, where only kernels read them.
+BACKWARD_FORMS = {
+    "direct-C16": ("direct", dict(Q=77, C=16)),
+    "direct-C30": ("direct", dict(Q=77, C=30)),
+    "direct-C64": ("direct", dict(Q=77, G=4, C=64)),
+    "direct-C100": ("direct", dict(Q=77, G=2, C=100)),
+    "direct-float16": ("direct", dict(Q=77, dtype=torch.float16)),
+    "direct-tables": ("direct", dict(Q=77, tables=True)),
+    "encoder-C1": ("encoder", dict(Q=None, C=1)),
+    "encoder-C16": ("encoder", dict(Q=None, C=16)),
+    "encoder-C31": ("encoder", dict(Q=None, G=4, C=31)),
+    "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
+    "encoder-P3": ("encoder", dict(Q=None, P=3)),
+    "encoder-P9": ("encoder", dict(Q=None, P=9)),
+    "encoder-one-row": ("encoder", dict(Q=None, shapes=[(1, 40), (20, 1), (1, 1)])),
+    "encoder-float16": ("encoder", dict(Q=None, dtype=torch.float16)),
+    "encoder-tables": ("encoder", dict(Q=None, tables=True)),
+    "sorted-C1": ("sorted", dict(Q=301, G=4, C=1)),
+    "sorted-C31": ("sorted", dict(Q=301, G=4, C=31)),
+    "sorted-C32": ("sorted", dict(Q=301)),
+    "sorted-C96": ("sorted", dict(Q=301, G=2, C=96)),
+    "sorted-K600": ("sorted", dict(Q=21, G=2, P=150)),
+    "sorted-dense": ("sorted", dict(Q=1500, G=2, shapes=[(3, 4), (2, 2)])),
+    "sorted-one-texel": ("sorted", dict(Q=3000, G=2, shapes=[(1, 1)])),
+    "sorted-256-levels": ("sorted", dict(Q=5, B=1, G=1, C=4, P=1, shapes=[(8, 16)] * 256, tables=True)),
+    "sorted-float16": ("sorted", dict(Q=301, dtype=torch.float16)),
+    "sorted-float64": ("sorted", dict(Q=301, C=33, dtype=torch.float64)),
+    "sorted-tables": ("sorted", dict(Q=301, tables=True)),
+}
+
+
+def backward_form(name, make, dtype, device):
+    """Return the path of an entry of BACKWARD_FORMS, its arguments on a device and the type of its values."""
+    path, sizes = BACKWARD_FORMS[name]
+    sizes = dict(B=2, shapes=SMALL, dtype=dtype) | sizes
+    tables = sizes.pop("tables", False)
+    given = make(**sizes, device=device)
+    if tables:
+        shapes = torch.tensor(sizes["shapes"])
+        given["level_shapes"] = shapes.to(device)
+        given["level_starts"] = (shapes.prod(1).cumsum(0) - shapes.prod(1)).to(device)
+    return path, given, sizes["dtype"]
+
+
+# The fused function names at most 16 levels.
+FORM_CASES = [
+    pytest.param(make, name, id=f"{'plain' if make is attention else 'fused'}-{name}")
+    for make in FUNCTIONS
+    for name, (_, sizes) in BACKWARD_FORMS.items()
+    if make is attention or len(sizes.get("shapes", SMALL)) <= 16
+]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("make", "name"), FORM_CASES)
+def test_paths_of_the_backward_serve_their_forms(make, name, dtype):
+    path, given, _ = backward_form(name, make, dtype, "meta")
+    for device in ("H200", "T4"):
+        with choose_only("ms_deform_attn_backward", path):
+            plan = explain(FUNCTIONS[make], **given, device=device)
+        assert plan.paths()["ms_deform_attn_backward"] == path
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("make", "name"), FORM_CASES)
+def test_every_form_of_the_backward(make, name, dtype):
+    path, given, dtype = backward_form(name, make, dtype, "cpu")
+    with choose_only("ms_deform_attn_backward", path):
+        assert_matches(FUNCTIONS[make], given, dtype)
+
+
+@needs_library
+def test_what_the_tuned_paths_of_the_backward_decline():
+    declined = {
+        "encoder": [dict(Q=None, C=65), dict(Q=None, dtype=torch.float64), dict(Q=77)],
+        "direct": [dict(Q=77, dtype=torch.float64), dict(Q=60000, B=1)],
+    }
+    for path, cases in declined.items():
+        for sizes in cases:
+            plan = explain("ms_deform_attn", **attention(**sizes), device="H200").plans[-1]
+            assert path in [name for name, _ in plan.declined] and plan.path != path, (path, sizes)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("path", "Q"), [("direct", 77), ("encoder", None), ("sorted", 301)])
+def test_backward_of_values_between_vectors(path, Q):
+    given = attention(Q, B=1, shapes=SMALL, device="cuda")
+    grad_output = torch.randn(1, given["locations"].shape[1], 8 * 32, device="cuda")
+    memory = torch.empty(given["value"].numel() + 1, device="cuda")
+    moved = memory[1:].view_as(given["value"]).copy_(given["value"])
+    assert moved.data_ptr() % 16 == 4
+    with choose_only("ms_deform_attn_backward", path):
+        expected = results(ops.ms_deform_attn, given, grad_output)[1:]
+        leaves = [tensor.requires_grad_() for tensor in (moved, given["locations"], given["weights"])]
+        out = ops.ms_deform_attn(leaves[0], SMALL, None, *leaves[1:])
+        found = torch.autograd.grad(out, leaves, grad_output)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
