@@ -15,8 +15,10 @@
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -82,6 +84,31 @@ void launch(const Launch& at, void (*kernel)(Parameters...), Arguments&&... argu
 
 // Sets bytes of device memory, in the order of the stream.
 void fill_bytes(const char* op, const DeviceScope& scope, void* to, int value, int64_t bytes);
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Blocks of a kernel whose blocks go on to more work when theirs is done: enough to take `count` things, `each` of them
+// a block, but not more than `per_multiprocessor` for every multiprocessor of the GPU.
+inline int64_t bounded_blocks(const DeviceScope& scope, int64_t count, int64_t each, int64_t per_multiprocessor) {
+  return std::min(ceil_div(count, each), per_multiprocessor * scope.device().multiprocessors);
+}
+
+// Bytes that a thread loads or stores by one instruction at the most, and how many values these are.
+constexpr int64_t kVectorBytes = 16;
+template <typename T>
+constexpr int kVectorValues = static_cast<int>(kVectorBytes / sizeof(T));
+inline int64_t vector_values(const Tensor& tensor) {
+  return kVectorBytes / static_cast<int64_t>(tensor.element_size());
+}
+
+inline bool aligned(const void* data, int64_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
+inline bool aligned(const Tensor& tensor, int64_t bytes) { return aligned(tensor.const_data_ptr(), bytes); }
+
+// The tensor, contiguous and at an address where a pair of coordinates can be read at once.
+inline Tensor contiguous_pairs(const Tensor& tensor) {
+  const Tensor packed = dense(tensor);
+  return aligned(packed, kVectorBytes) ? packed : torch::stable::clone(packed);
+}
 
 }  // namespace visdet
 
