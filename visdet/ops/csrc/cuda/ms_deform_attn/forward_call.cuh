@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/launch.h"
 #include "common/paths.h"
@@ -15,6 +16,9 @@ namespace {
 // Registers of a thread: as many as hold the loads of four samples in flight. Kernels set it by __maxnreg__, because
 // with __launch_bounds__ the compiler orders the loads worse.
 constexpr int kForwardRegisters = 64;
+
+constexpr int kMaxTunedLanes = 16;
+constexpr int kUsualChannels = 32;  // of a row in nearly every published model; some kernels have a form for them
 
 // A call none of whose tensors is empty. Form: GivenForm or FusedForm.
 template <typename Form>
@@ -30,14 +34,41 @@ struct ForwardCall {
   int64_t texel_bytes() const { return problem.G * problem.C * element(); }
   bool is_double() const { return element() == 8; }
   bool is_16_bit() const { return element() == 2; }
-  RowSplit row() const { return row_split(problem.C, aligned(value, 16), 16 / element(), 32); }
+  // Rows in float64 are read value by value, which spares them kernels of their own for each length.
+  RowSplit row() const {
+    return row_split(problem.C, !is_double() && aligned(value, kVectorBytes), vector_values(value), 32);
+  }
 
   // Calls f(T, A, VEC, LANES) with the types of values and sums and the constants of row().
   template <typename F>
   void visit(const F& f) const {
     dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-      dispatch_row<kRowVec<decltype(value_tag)>, 32>(
-          row(), [&](auto vec, auto lanes) { f(value_tag, accumulate_tag, vec, lanes); });
+      if constexpr (sizeof(accumulate_tag) == 8) {
+        f(value_tag, accumulate_tag, std::integral_constant<int, 1>{}, std::integral_constant<int, 32>{});
+      } else {
+        dispatch_row<kVectorValues<decltype(value_tag)>, 32>(
+            row(), [&](auto vec, auto lanes) { f(value_tag, accumulate_tag, vec, lanes); });
+      }
+    });
+  }
+
+  // All paths but `rows` have kernels only for rows of the lengths that published models have: of 16 lanes at the most,
+  // which are 64 channels in float32 and 128 in 16 bit. Returns null if the call's rows are such, else why not.
+  const char* declines_row() const {
+    if (is_double()) return "the values are float64";
+    if (row().vec == 1) return "rows of value cannot be read 16 bytes at a time";
+    if (problem.C * element() > kMaxTunedLanes * kVectorBytes) return "a row of value has more than 256 bytes";
+    return nullptr;
+  }
+
+  // Calls f(T, VEC, LANES) with the type of values and the constants of row(), of a call whose row is not declined.
+  template <typename F>
+  void visit_tuned(const F& f) const {
+    visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
+      if constexpr (sizeof(accumulate_tag) == 4 && decltype(vec)::value > 1 &&
+                    decltype(lanes)::value <= kMaxTunedLanes) {
+        f(value_tag, vec, lanes);
+      }
     });
   }
 };

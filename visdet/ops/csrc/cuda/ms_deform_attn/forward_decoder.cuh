@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/warp.cuh"
 #include "cuda/ms_deform_attn/forward_call.cuh"
 #include "cuda/ms_deform_attn/forward_rows.cuh"
 #include "cuda/ms_deform_attn/forward_runs.cuh"
@@ -71,12 +72,9 @@ struct DecoderSizes {
 };
 
 // The bytes of shared memory that a group's samples take; 16 more let neighbouring groups use different banks.
-template <typename A>
-constexpr int chunk_bytes() {
-  return sizeof(Sample<A>) * kChunk + 16;
-}
+constexpr int kChunkBytes = sizeof(Sample<float>) * kChunk + 16;
 
-template <typename T, typename A, typename Source, typename Runs, int VEC, int LANES, int SPLIT>
+template <typename T, typename Source, typename Runs, int VEC, int LANES, int SPLIT>
 __global__ void __maxnreg__(kForwardRegisters)
     decoder_kernel(const T* __restrict__ value, const Source source, T* __restrict__ output, const DecoderSizes sizes,
                    const __grid_constant__ Runs runs) {
@@ -90,8 +88,8 @@ __global__ void __maxnreg__(kForwardRegisters)
   const int groups = blockDim.x / kGroup, group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
   const int L = sizes.L, K = kFew ? kChunk : sizes.K, G = sizes.G, C = sizes.C, g = blockIdx.y;
   const uint32_t b = blockIdx.z;
-  auto* my_samples = reinterpret_cast<Sample<A>*>(shared + group * chunk_bytes<A>());
-  auto* table = reinterpret_cast<Level*>(shared + groups * chunk_bytes<A>());  // [K / kRun], unless kFew
+  auto* my_samples = reinterpret_cast<Sample<float>*>(shared + group * kChunkBytes);
+  auto* table = reinterpret_cast<Level*>(shared + groups * kChunkBytes);  // [K / kRun], unless kFew
   const uint32_t query = blockIdx.x * groups + group;
   const bool exists = query < sizes.Q;
   const uint32_t row = exists ? query * G + g : 0;
@@ -148,7 +146,7 @@ __global__ void __maxnreg__(kForwardRegisters)
   // Lanes past the last channel read the first channels.
   const uint32_t texel_bytes = sizes.texel_bytes, row_offset = c < C ? c * sizeof(T) : 0;
   const char* base = reinterpret_cast<const char*>(value) + b * sizes.image_bytes + g * C * sizeof(T);
-  A sum[VEC] = {};
+  float sum[VEC] = {};
 #pragma unroll 1
   for (int k0 = 0;;) {
 #pragma unroll
@@ -157,7 +155,7 @@ __global__ void __maxnreg__(kForwardRegisters)
       const int first_of_pair = k0 + sample_of(i / 2 * 2);  // It lies on the same level.
       const Level level = level_of(first_of_pair);
       const int points = Source::kNeedsLevel ? points_of(first_of_pair, level) : 0;
-      const Sample<A> sample = make_sample<A>(image, raw[i], softmax, level, points, exists && k < K);
+      const Sample<float> sample = make_sample<float>(image, raw[i], softmax, level, points, exists && k < K);
       if (kGroup <= kChunk || lane < kChunk) my_samples[sample_of(i)] = sample;
     }
     __syncwarp();  // These samples are complete.
@@ -174,7 +172,7 @@ __global__ void __maxnreg__(kForwardRegisters)
       }
       right = level.W > 1 ? texel_bytes : 0, below = level.H > 1 ? level.W * texel_bytes : 0;
     };
-    Sample<A> at[kInFlight];
+    Sample<float> at[kInFlight];
     Pack<T, VEC> texels[kInFlight][4];
     const auto load = [&](int slot, int step) {
       at[slot] = my_samples[run * kRun + step * SPLIT + split];
@@ -208,20 +206,17 @@ __global__ void __maxnreg__(kForwardRegisters)
     __syncwarp();  // The threads have read the samples.
   }
   // The threads that own the same channels add their sums up, and the first of them writes the row.
-#pragma unroll
-  for (int step = LANES; step < kGroup; step *= 2) {
-#pragma unroll
-    for (int v = 0; v < VEC; ++v) sum[v] += __shfl_xor_sync(0xffffffffu, sum[v], step);
-  }
+  sum_lanes(sum, LANES, kGroup);
   if (split == 0 && c < C && exists) {
     store_pack<T, VEC>(output + (static_cast<uint64_t>(b) * sizes.image_rows + row) * C + c, sum);
   }
 }
 
-// Returns whether the call's runs travel as FewRuns.
+// Returns whether the runs are given to the kernel as FewRuns. Only rows of the usual channels have kernels for them.
 template <typename Form>
 bool has_few_runs(const ForwardCall<Form>& call) {
-  return call.levels.by_value() && call.problem.K == kChunk;
+  const RowSplit row = call.row();
+  return call.levels.by_value() && call.problem.K == kChunk && row.vec * row.lanes == kUsualChannels;
 }
 
 // Up to kMaxBlocksEach blocks on a multiprocessor, one after the other, are still faster than another path.
@@ -238,7 +233,7 @@ FewBlocks decoder_blocks(const ForwardCall<Form>& call) {
 
 template <typename Form>
 int64_t decoder_shared_bytes(const ForwardCall<Form>& call, const FewBlocks& blocks) {
-  return chunk_bytes<float>() * (blocks.threads / (call.row().lanes * blocks.split)) +
+  return kChunkBytes * (blocks.threads / (call.row().lanes * blocks.split)) +
          (has_few_runs(call) ? 0 : static_cast<int64_t>(sizeof(Level)) * (call.problem.K / kRun));
 }
 
@@ -246,9 +241,7 @@ int64_t decoder_shared_bytes(const ForwardCall<Form>& call, const FewBlocks& blo
 template <typename Form>
 const char* decoder_declines(const ForwardCall<Form>& call) {
   const MsDeformAttnProblem& problem = call.problem;
-  if (call.is_double()) return "the values are float64";
-  if (call.row().vec == 1) return "rows of value cannot be read 16 bytes at a time";
-  if (problem.C > call.row().vec * call.row().lanes) return "a row of value is too long for a warp";
+  if (const char* reason = call.declines_row()) return reason;
   if (problem.K == 0 || problem.K > kMaxInRuns || !points_divide(call.levels, problem, kRun)) {
     return "the samples of a row on each level are no multiple of 4, or too many";
   }
@@ -277,33 +270,29 @@ void decoder_launch(const ForwardCall<Form>& call) {
                            static_cast<int32_t>(problem.C),
                            static_cast<int32_t>(problem.L),
                            static_cast<int32_t>(problem.K)};
-  call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
+  call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
     using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
     constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
-    if constexpr (kVec > 1 && sizeof(A) == 4) {
-      dispatch_split<kLanes>(blocks.split, [&](auto split) {
-        const auto source = call.form.template source<T, A>();
-        using Source = std::decay_t<decltype(source)>;
-        const auto start = [&](const auto& runs) {
-          using Runs = std::decay_t<decltype(runs)>;
-          launch({"ms_deform_attn",
-                  "decoder_kernel",
-                  call.scope,
-                  {ceil_div(problem.Q, rows), problem.G, problem.B},
-                  blocks.threads,
-                  shared},
-                 decoder_kernel<T, A, Source, Runs, kVec, kLanes, decltype(split)::value>,
-                 static_cast<const T*>(call.value.const_data_ptr()), source,
-                 static_cast<T*>(call.output.mutable_data_ptr()), sizes, runs);
-        };
-        if (has_few_runs(call)) {
-          start(few_runs(call.levels, problem));
-        } else {
-          start(many_runs(call.levels, problem));
-        }
-      });
-    }
+    dispatch_split<kLanes>(blocks.split, [&](auto split) {
+      const auto source = call.form.template source<T, float>();
+      using Source = std::decay_t<decltype(source)>;
+      const auto start = [&](const auto& runs) {
+        using Runs = std::decay_t<decltype(runs)>;
+        launch({"ms_deform_attn",
+                "decoder_kernel",
+                call.scope,
+                {ceil_div(problem.Q, rows), problem.G, problem.B},
+                blocks.threads,
+                shared},
+               decoder_kernel<T, Source, Runs, kVec, kLanes, decltype(split)::value>,
+               static_cast<const T*>(call.value.const_data_ptr()), source,
+               static_cast<T*>(call.output.mutable_data_ptr()), sizes, runs);
+      };
+      if constexpr (kVec * kLanes == kUsualChannels) {
+        if (has_few_runs(call)) return start(few_runs(call.levels, problem));
+      }
+      start(many_runs(call.levels, problem));
+    });
   });
 }
 

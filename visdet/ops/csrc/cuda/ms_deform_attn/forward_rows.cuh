@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/warp.cuh"
 #include "cuda/ms_deform_attn/forward_call.cuh"
 #include "cuda/ms_deform_attn/forward_sample.cuh"
 
@@ -179,14 +180,9 @@ __global__ void __maxnreg__(kForwardRegisters)
   // The threads that own the same channels add their sums up, and the first of them writes the row.
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    constexpr unsigned kAll = 0xffffffffu;
     const int from = r % P::kRowsAtOnce * P::kPass % P::kGroup;
-    const uint32_t index = __shfl_sync(kAll, row_index[r / P::kRowsAtOnce], from, P::kGroup);
-#pragma unroll
-    for (int step = LANES; step < P::kGroup; step *= 2) {
-#pragma unroll
-      for (int v = 0; v < VEC; ++v) sum[r][v] += __shfl_xor_sync(kAll, sum[r][v], step);
-    }
+    const uint32_t index = __shfl_sync(kAllLanes, row_index[r / P::kRowsAtOnce], from, P::kGroup);
+    sum_lanes(sum[r], LANES, P::kGroup);
     if (split == 0 && c < C && index != kNone) store_pack<T, VEC>(output + (image_rows + index) * C + c, sum[r]);
   }
 }
@@ -219,9 +215,10 @@ void rows_launch(const ForwardCall<Form>& call) {
   call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
     constexpr int kLanes = decltype(lanes)::value, kSplit2 = least(2, greatest(1, 8 / kLanes));
     constexpr bool kTwoRows = sizeof(value_tag) > 2 || kLanes > 4;
-    if (!by_four && !Passes<kLanes, 1, 2>::kMixed) {
-      launch_rows<kSplit2, 1>(call, value_tag, accumulate_tag, vec, lanes, 256, true);
-    } else if constexpr (kTwoRows) {
+    if constexpr (!Passes<kLanes, 1, 2>::kMixed) {
+      if (!by_four) return launch_rows<kSplit2, 1>(call, value_tag, accumulate_tag, vec, lanes, 256, true);
+    }
+    if constexpr (kTwoRows) {
       launch_rows<1, 2>(call, value_tag, accumulate_tag, vec, lanes, 512, true);
     } else {
       launch_rows<1, 1>(call, value_tag, accumulate_tag, vec, lanes, 256, true);
@@ -264,7 +261,7 @@ void dispatch_split(int64_t split, const F& f) {
 // The path `few_rows` serves decoders that the path `decoder` declines, such as those whose levels have three samples.
 template <typename Form>
 const char* few_rows_declines(const ForwardCall<Form>& call) {
-  if (call.is_double()) return "the values are float64";
+  if (const char* reason = call.declines_row()) return reason;
   return few_blocks(call, false, 1).threads > 0 ? nullptr
                                                 : "there are too many queries for the number of multiprocessors";
 }
@@ -272,12 +269,10 @@ const char* few_rows_declines(const ForwardCall<Form>& call) {
 template <typename Form>
 void few_rows_launch(const ForwardCall<Form>& call) {
   const FewBlocks blocks = few_blocks(call, false, 1);
-  call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
-    if constexpr (sizeof(accumulate_tag) == 4) {
-      dispatch_split<decltype(lanes)::value>(blocks.split, [&](auto split) {
-        launch_rows<decltype(split)::value, 1>(call, value_tag, accumulate_tag, vec, lanes, blocks.threads, false);
-      });
-    }
+  call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
+    dispatch_split<decltype(lanes)::value>(blocks.split, [&](auto split) {
+      launch_rows<decltype(split)::value, 1>(call, value_tag, float{}, vec, lanes, blocks.threads, false);
+    });
   });
 }
 
@@ -285,10 +280,10 @@ void few_rows_launch(const ForwardCall<Form>& call) {
 template <typename Form>
 const char* half_lines_declines(const ForwardCall<Form>& call) {
   const MsDeformAttnProblem& problem = call.problem;
-  if (!call.is_16_bit() || call.row().vec == 1 || call.row().lanes != 4) {
-    return "the rows of value are not 64 bytes of 16-bit values";
+  if (const char* reason = call.declines_row()) return reason;
+  if (!call.is_16_bit() || problem.G != 1 || call.texel_bytes() != 64) {
+    return "the texels of value are not one row of 64 bytes in 16 bit";
   }
-  if (problem.G != 1 || call.texel_bytes() != 64) return "there are several heads";
   if (!points_divide(call.levels, problem, 4)) return "the samples of a row on each level are no multiple of 4";
   if (problem.S * call.texel_bytes() > int64_t{UINT32_MAX}) return "an image of value has 4 GiB or more";
   return levels_have_two_columns(call.levels, problem) ? nullptr : "a level may have only one column";
@@ -296,9 +291,9 @@ const char* half_lines_declines(const ForwardCall<Form>& call) {
 
 template <typename Form>
 void half_lines_launch(const ForwardCall<Form>& call) {
-  call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
-    if constexpr (sizeof(value_tag) == 2 && decltype(vec)::value > 1 && decltype(lanes)::value == 4) {
-      launch_rows<1, 1, true>(call, value_tag, accumulate_tag, vec, lanes, 256, false);
+  call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
+    if constexpr (sizeof(value_tag) == 2 && decltype(lanes)::value == 4) {
+      launch_rows<1, 1, true>(call, value_tag, float{}, vec, lanes, 256, false);
     }
   });
 }

@@ -5,7 +5,7 @@
 // and each adds its own channels of the sample's four texels.
 #pragma once
 
-#include "common/cuda_utils.cuh"
+#include "common/values.cuh"
 #include "cuda/ms_deform_attn/levels.cuh"
 #include "cuda/ms_deform_attn/sample.cuh"
 
