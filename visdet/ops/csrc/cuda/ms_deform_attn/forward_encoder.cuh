@@ -1,25 +1,26 @@
 // The forward of an encoder, whose queries are the texels of the pyramid itself.
 //
-// Queries are taken in the order of regions (regions.cuh), so that those at work at the same time lie close together in
-// the image, and those that follow lie beside them: the first-level cache keeps the parts of the maps that they read.
-// The queries of all heads and images, in this order head after head, are divided among the blocks, one for each
-// multiprocessor: a block owns a run of them, which may begin in one head and end in another.
+// Queries are taken in the order of regions (regions.cuh). Those at work at the same time, and those taken next, then
+// lie close together in the image, and the first-level cache keeps the parts of the maps that they read. The queries of
+// all heads and images, in this order head after head, are divided among the blocks, one for each multiprocessor: a
+// block owns a range of them, which may begin in one head and end in another.
 //
 // LANES threads own a row, the output of one (b, q, g): its channels, VEC of them each. So a warp works on 32 / LANES
 // rows at a time, a batch: a few neighbouring queries, each with all heads whose channels lie in one line of 128 bytes.
+// Queries are numbered here in the order of regions.
 //
-//   a warp with LANES = 8 (32 channels in float32):
-//      threads  0-7        8-15       16-23      24-31
-//      row      query q    q + 1      q + 2      q + 3      in the order of regions
-//   LANES = 4 (32 channels in 16 bit), where two heads share a line:
-//      threads  0-3    4-7    8-11   12-15  16-19  20-23  24-27  28-31
-//      row      q, g   q, g+1 q+1, g q+1,   ...                  q+3, g+1
-//                                    g+1
+//   32 channels in float32, LANES = 8:
+//      threads   0-7    8-15   16-23   24-31
+//      query     q      q + 1  q + 2   q + 3
+//   32 channels in bfloat16, LANES = 4, two heads a line:
+//      threads   0-3   4-7   8-11   12-15   16-19   20-23   24-27   28-31
+//      query     q     q     q + 1  q + 1   q + 2   q + 2   q + 3   q + 3
+//      head      g     g + 1 g      g + 1   g       g + 1   g       g + 1
 //
-// A warp works out the queries of its batches by itself, 32 at a time, and needs no barrier of the block after the
+// A warp works out the queries of its batches by itself, 32 at a time, and needs no barrier of the block once the
 // tables of levels and regions are complete. It takes the samples of its rows in passes. In a pass each thread fetches
 // kEach neighbouring samples of its row by one load; it prepares them one after the other in shared memory, which only
-// this warp reads, and after each the threads of the row add their channels of these LANES samples.
+// this warp reads, and after each of them the threads of the row add their channels of these LANES samples.
 //
 // In float32 the path from the first-level cache to the registers bounds the kernel, in 16 bit the number of
 // instructions. Each output is written once. Loops that run once a block are not unrolled, since their instructions

@@ -45,11 +45,14 @@ struct Passes {
   }
 };
 
-// For texels of 64 bytes, half a line of the first-level cache. Two groups that read a half line each at the same time
-// wait for one another if both read the left half of a line, or both the right half: these are in the same banks. So
-// groups of even number read that texel of each pair first that is a left half, and the others the right half.
-// Of a sample returned, `texel` is the texel of a pair that is read first, in bytes, and |fx| is the weight of the
-// other one. fx is negative, or -0, if that other texel is to the left. value begins at `base`.
+// For texels of 64 bytes, two of which lie in a line of the first-level cache. The left halves of all lines use the
+// same banks, and so do the right halves: two groups that read a texel each at the same time are served one after the
+// other if both texels are left halves, or both right halves. Of each pair of neighbouring texels, groups of even
+// number therefore read the left half of a line first, and groups of odd number the right half.
+//
+// Of the sample returned, `texel` is the texel of the pair that is read first, in bytes, and |fx| is the fraction of
+// the pair's weight that the other one has. fx is negative, or -0, if that other texel is the one to the left. `base`
+// is an address in the first texel of the image.
 template <typename A>
 __device__ __forceinline__ Sample<A> order_half_lines(Sample<A> sample, const char* base, uint32_t group,
                                                       uint32_t texel_bytes) {
