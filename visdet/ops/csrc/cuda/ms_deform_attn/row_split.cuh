@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/cuda_utils.cuh"
 #include "common/launch.h"
+#include "common/values.cuh"
 #include "cuda/ms_deform_attn/levels.cuh"
 
 namespace visdet::ms_deform_attn {
@@ -38,7 +38,7 @@ struct RowSplit {
 };
 
 template <typename T>
-constexpr int kRowVec = 16 / static_cast<int>(sizeof(T));
+constexpr int kRowVec = kVectorValues<T>;
 
 inline RowSplit row_split(int64_t C, bool is_aligned, int64_t vec, int64_t most_lanes) {
   if (C % vec != 0 || !is_aligned) return {1, std::min<int64_t>(most_lanes * vec, 32)};

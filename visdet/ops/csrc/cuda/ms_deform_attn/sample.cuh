@@ -18,7 +18,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "common/cuda_utils.cuh"
+#include "common/values.cuh"
+#include "common/warp.cuh"
 #include "cuda/ms_deform_attn/levels.cuh"
 
 namespace visdet::ms_deform_attn {
@@ -262,13 +263,8 @@ struct FusedSamples {
       for (int i = 0; i < kEach; ++i) sum += exp(logit[i] - top);
       largest = top;
     }
-    A top = largest;
-    for (int step = 1; step < lanes; step *= 2) {
-      const A other = __shfl_xor_sync(0xffffffffu, top, step);
-      top = other > top ? other : top;
-    }
-    sum *= exp(largest - top);
-    for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    const A top = max_lanes(largest, 1, lanes);
+    sum = sum_lanes(sum * exp(largest - top), 1, lanes);
     return {top, A(1) / sum};
   }
   // The same where LANES threads have already fetched the whole row, N samples each. has(i) says whether the i-th
@@ -281,16 +277,10 @@ struct FusedSamples {
       logit[i] = has(i) ? logit_of(raw[i].weight) : -static_cast<A>(INFINITY);
       largest = logit[i] > largest ? logit[i] : largest;  // A NaN is not the largest, but makes the sum NaN.
     }
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) {
-      const A other = __shfl_xor_sync(0xffffffffu, largest, step);
-      largest = other > largest ? other : largest;
-    }
+    largest = max_lanes(largest, 1, LANES);
 #pragma unroll
     for (int i = 0; i < N; ++i) sum += exp(logit[i] - largest);
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    return {largest, A(1) / sum};
+    return {largest, A(1) / sum_lanes(sum, 1, LANES)};
   }
   __device__ __forceinline__ Row row_at(int64_t row) const { return rows[row]; }
   __device__ __forceinline__ A weight(const Raw& raw, const Row& row) const { return row.weight(logit_of(raw.weight)); }
