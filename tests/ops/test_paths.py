@@ -472,7 +472,7 @@ def test_rows_of_one_channel_and_more_heads_than_a_block_has_groups():
 
 FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
 
-# The forms of the backward's kernels: rows of 4, 8 and 16 lanes, and of more channels than they take at a time (C);
+# The forms of the backward's kernels: rows of every number of lanes, and of more channels than they take at a time (C);
 # rows that are filled up to 16 bytes (C = 1, 30 and 31); the gather by tensor cores (bfloat16, C a multiple of 32) and
 # without; encoders whose points take one pass or several (P); pieces of one query and of several (K); bins that are
 # sorted in shared memory and larger ones (one texel), and more of them than a block counts in shared memory (256
@@ -482,6 +482,7 @@ BACKWARD_FORMS = {
     "direct-C30": ("direct", dict(Q=77, C=30)),
     "direct-C64": ("direct", dict(Q=77, G=4, C=64)),
     "direct-C100": ("direct", dict(Q=77, G=2, C=100)),
+    "direct-C160": ("direct", dict(Q=77, G=2, C=160)),
     "direct-float16": ("direct", dict(Q=77, dtype=torch.float16)),
     "direct-tables": ("direct", dict(Q=77, tables=True)),
     "encoder-C1": ("encoder", dict(Q=None, C=1)),
