@@ -115,14 +115,5 @@ struct BackwardCall {
   bool is_double() const { return element() == 8; }
 };
 
-// Calls f(LANES) with the number of threads, 4, 8 or 16, that read a row of C channels together, four channels each. A
-// row of more than 64 channels takes 16 threads several steps.
-template <typename F>
-void dispatch_lanes(int64_t C, const F& f) {
-  if (C <= 16) return f(std::integral_constant<int, 4>{});
-  if (C <= 32) return f(std::integral_constant<int, 8>{});
-  f(std::integral_constant<int, 16>{});
-}
-
 }  // namespace
 }  // namespace visdet::ms_deform_attn

@@ -64,17 +64,6 @@ __global__ void __launch_bounds__(kOrderQueryThreads)
   for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) order[first + i] = table_of_regions.query_at(first + i);
 }
 
-// Loads values and unpacks them at once. The empty statement keeps the compiler from unpacking bfloat16 values where
-// they are used, with which it would hold them in registers in both forms.
-template <typename T, int VEC>
-__device__ __forceinline__ void load_now(const T* from, float (&to)[VEC]) {
-  load_pack<T, VEC>(from, to);
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-#pragma unroll
-    for (int v = 0; v < VEC; ++v) asm volatile("" : "+f"(to[v]));
-  }
-}
-
 // Walks through the samples list[0] to list[count - 1] with one group. steps: at least count, and the same for all
 // groups of the warp. value, sums: the first texel of the level, at the channels of this lane, if it has any; rows: the
 // rows of grad_output at these channels.
@@ -109,11 +98,11 @@ __device__ __forceinline__ void walk_samples(const uint16_t* list, int count, in
     const T* lower = value + static_cast<uint64_t>(next + below) * texel_step;
 #pragma unroll
     for (int v = 0; v < VEC; ++v) corner[0][v] = corner[1][v], corner[2][v] = corner[3][v];
-    load_now<T, VEC>(upper + right * texel_step, corner[1]);
-    load_now<T, VEC>(lower + right * texel_step, corner[3]);
+    load_pack<T, VEC>(upper + right * texel_step, corner[1]);
+    load_pack<T, VEC>(lower + right * texel_step, corner[3]);
     if (!to_right) {
-      load_now<T, VEC>(upper, corner[0]);
-      load_now<T, VEC>(lower, corner[2]);
+      load_pack<T, VEC>(upper, corner[0]);
+      load_pack<T, VEC>(lower, corner[2]);
     }
   };
   const bool walks = count > 0 && has_channels;
@@ -127,7 +116,7 @@ __device__ __forceinline__ void walk_samples(const uint16_t* list, int count, in
     Pack<float, 4> sample = {};
     float g_out[VEC] = {};
     if (exists) sample = samples[id];
-    if (exists && has_channels) load_now<T, VEC>(rows + (id / kPassPoints) * C, g_out);
+    if (exists && has_channels) load_pack<T, VEC>(rows + (id / kPassPoints) * C, g_out);
     const uint32_t next = has_next ? __float_as_uint(samples[next_id].at[0]) : texel;
     float weights[4];
     scaled_corner_weights(sample.at[3], sample.at[1], sample.at[2], weights);
@@ -247,19 +236,13 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
         return source.weight(raw[j], row);
       };
       const auto fetch = [&] {
-        uint32_t entry = b;
-        // The empty statement hides from the compiler where the number comes from. So it works out the addresses again,
-        // instead of keeping them in registers during the walk.
-        if constexpr (Source::kNeedsLevel && sizeof(T) == 4) asm volatile("" : "+r"(entry));
-        const Source of_entry =
-            source.of_image(static_cast<int64_t>(entry) * Q * L, static_cast<int64_t>(entry) * Q * G * K);
 #pragma unroll
         for (int j = 0; j < kThreadSamplesOfPass; ++j) {
           raw[j] = {};
           if (!exists(j)) continue;
           const uint32_t at = row_of(j) * K + first_point + id_of(j) % kPassPoints;
-          raw[j] = of_entry.template fetch_position<true, true>(at, queries[id_of(j) / kPassPoints] * L + l);
-          of_entry.template fetch_weight<true, true>(at, raw[j]);
+          raw[j] = image.template fetch_position<true, true>(at, queries[id_of(j) / kPassPoints] * L + l);
+          image.template fetch_weight<true, true>(at, raw[j]);
         }
       };
       const auto position = [&](int j, float& x, float& y) {  // whether the sample counts
@@ -358,6 +341,14 @@ const char* encoder_declines(const BackwardCall<Form>& call) {
   const ChunkPlan plan = chunk_plan(call);
   if (plan.chunk == 0 || plan.order_shared > 48 << 10) return "a block has too little shared memory";
   return nullptr;
+}
+
+// Calls f(LANES) with the number of threads, 8 or 16, that read a row of up to 64 channels together, four channels
+// each.
+template <typename F>
+void dispatch_lanes(int64_t C, const F& f) {
+  if (C <= 32) return f(std::integral_constant<int, 8>{});
+  f(std::integral_constant<int, 16>{});
 }
 
 template <typename Form>
