@@ -161,6 +161,67 @@ __device__ __forceinline__ SampleGradient<float> gradient_of_dots(const Pack<flo
   return sample_gradient(around, x - floor(x), y - floor(y), weight, level);
 }
 
+// The shared memory of a block. A sample's number is that of its query in the chunk times kPassPoints, plus its point.
+template <typename T, typename Source>
+struct ChunkMemory {
+  Pack<float, 4>* samples;        // [chunk, kPassPoints] first texel on the level, fractions, weight; later the dots
+  Level* table;                   // [L]
+  uint16_t* buckets;              // [kBuckets] counts, then starts
+  T* rows;                        // [chunk, C] of grad_output
+  typename Source::Row* softmax;  // [chunk] if the source needs it
+  uint32_t* queries;              // [chunk]
+  uint16_t* sorted;               // [chunk * kPassPoints] numbers of samples, by bucket
+
+  __device__ __forceinline__ ChunkMemory(char* shared, const ChunkSizes& sizes)
+      : samples(reinterpret_cast<Pack<float, 4>*>(shared)),
+        table(reinterpret_cast<Level*>(samples + sizes.chunk * kPassPoints)),
+        buckets(reinterpret_cast<uint16_t*>(table + sizes.L)),
+        rows(reinterpret_cast<T*>(buckets + kBuckets)),
+        softmax(reinterpret_cast<typename Source::Row*>(rows + static_cast<size_t>(sizes.chunk) * sizes.C)),
+        queries(reinterpret_cast<uint32_t*>(softmax + (Source::kNeedsLevel ? sizes.chunk : 0))),
+        sorted(reinterpret_cast<uint16_t*>(queries + sizes.chunk)) {}
+
+  // The buckets whose counts this thread adds up.
+  __device__ __forceinline__ Pack<uint16_t, 4>& own_buckets() const {
+    return reinterpret_cast<Pack<uint16_t, 4>*>(buckets)[threadIdx.x];
+  }
+  // Counts a sample of the square that begins at texel (x0, y0) and returns its bucket and its rank in the bucket.
+  __device__ __forceinline__ uint32_t count_sample(int32_t x0, int32_t y0) const {
+    const uint32_t bucket = (y0 << kColumnBits | (x0 & ((1 << kColumnBits) - 1))) & (kBuckets - 1);
+    const uint32_t shift = bucket % 2 * 16;
+    const uint32_t before = atomicAdd(reinterpret_cast<uint32_t*>(buckets) + bucket / 2, 1u << shift) >> shift;
+    return bucket << 16 | (before & 0xffffu);
+  }
+  // Turns the counts of the buckets into their starts and returns how many samples they have. All threads of the block
+  // call it.
+  __device__ __forceinline__ int32_t start_buckets() const {
+    const Pack<uint16_t, 4> counts = own_buckets();
+    int32_t total,
+        start = exclusive_sum_block<kChunkThreads>(counts.at[0] + counts.at[1] + counts.at[2] + counts.at[3], total);
+    Pack<uint16_t, 4> starts;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) starts.at[i] = start, start += counts.at[i];
+    own_buckets() = starts;
+    __syncthreads();  // the buckets' starts are known
+    return total;
+  }
+};
+
+// Works out the softmax of the rows of `count` queries. All threads of the block call it. image: where the samples of
+// the image are found; g: the head, of G.
+template <typename Source>
+__device__ __forceinline__ void load_softmax(const Source& image, const uint32_t* queries, uint32_t count, uint32_t G,
+                                             uint32_t g, int K, typename Source::Row* softmax) {
+  const uint32_t lane = threadIdx.x % kSoftmaxLanes, first = threadIdx.x / kSoftmaxLanes;
+#pragma unroll 1
+  for (uint32_t i = first; i - first < count; i += kChunkThreads / kSoftmaxLanes) {
+    const bool exists = i < count;
+    const auto row = image.row_of_lanes(exists, exists ? (queries[i] * G + g) * K : 0, K, lane, kSoftmaxLanes);
+    if (exists && lane == 0) softmax[i] = row;
+  }
+  __syncthreads();  // the rows' softmax is known
+}
+
 // Steps 1 to 3 above.
 template <typename T, typename Source, int LANES>
 __global__ void __launch_bounds__(kChunkThreads, 2)
@@ -171,17 +232,9 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
   extern __shared__ __align__(16) char shared[];
   const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C;
   const uint32_t Q = sizes.Q, chunk = sizes.chunk;
-  // By the number of the query in the chunk, and the point: first texel of the level, fractions, weight; later the
-  // dots.
-  auto* samples = reinterpret_cast<Pack<float, 4>*>(shared);              // [chunk, kPassPoints]
-  auto* table = reinterpret_cast<Level*>(samples + chunk * kPassPoints);  // [L]
-  auto* buckets = reinterpret_cast<uint16_t*>(table + L);                 // [kBuckets] counts, then starts
-  auto* rows = reinterpret_cast<T*>(buckets + kBuckets);                  // [chunk, C] of grad_output
-  auto* softmax =
-      reinterpret_cast<typename Source::Row*>(rows + static_cast<size_t>(chunk) * C);        // [chunk] if it is needed
-  auto* queries = reinterpret_cast<uint32_t*>(softmax + (Source::kNeedsLevel ? chunk : 0));  // [chunk]
-  auto* sorted = reinterpret_cast<uint16_t*>(queries + chunk);  // [chunk * kPassPoints] numbers of samples
-  auto* own_buckets = reinterpret_cast<Pack<uint16_t, 4>*>(buckets) + threadIdx.x;
+  const ChunkMemory<T, Source> memory(shared, sizes);
+  const Level* table = memory.table;
+  uint32_t* queries = memory.queries;
   const int group = threadIdx.x / LANES, c = threadIdx.x % LANES * VEC;
   const bool has_channels = c < C;
   const uint32_t texel_step = G * C;
@@ -190,9 +243,9 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
   uint32_t head = static_cast<uint32_t>(begin / Q),
            first = static_cast<uint32_t>(begin - static_cast<int64_t>(head) * Q);
   uint32_t remaining = static_cast<uint32_t>(min(sizes.rows - begin, static_cast<int64_t>(chunk)));
-  *own_buckets = {};
-  load_levels(levels, L, sizes.S, table);
-  const auto first_of = [&](int l) { return l > 0 ? table[l - 1].end : 0; };  // of a row's samples on the level
+  memory.own_buckets() = {};
+  load_levels(levels, L, sizes.S, memory.table);
+  const auto first_of = [&](int l) { return l > 0 ? table[l - 1].end : 0; };  // the level's first sample of a row
   while (remaining > 0) {  // A chunk may end in another head than it begins in.
     const uint32_t count = min(remaining, Q - first);
     for (uint32_t i = threadIdx.x; i < count; i += kChunkThreads) queries[i] = order[first + i];
@@ -203,23 +256,13 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
     const T* image_output = grad_output + (image_rows + g) * C + c;
     for (uint32_t i = group; i < count; i += kGroups) {
       if (!has_channels) break;
-      *reinterpret_cast<Pack<T, VEC>*>(rows + i * C + c) = load_once(
+      *reinterpret_cast<Pack<T, VEC>*>(memory.rows + i * C + c) = load_once(
           reinterpret_cast<const Pack<T, VEC>*>(image_output + static_cast<int64_t>(queries[i]) * texel_step));
     }
     const int64_t image_value = (static_cast<int64_t>(b) * sizes.S * G + g) * C + c;
-    if constexpr (Source::kNeedsLevel) {
-      const int lane = threadIdx.x % kSoftmaxLanes;
-#pragma unroll 1
-      for (uint32_t i = threadIdx.x / kSoftmaxLanes; i - threadIdx.x / kSoftmaxLanes < count;
-           i += kChunkThreads / kSoftmaxLanes) {
-        const bool exists = i < count;
-        const auto row = image.row_of_lanes(exists, exists ? (queries[i] * G + g) * K : 0, K, lane, kSoftmaxLanes);
-        if (exists && lane == 0) softmax[i] = row;
-      }
-      __syncthreads();  // the rows' softmax is known
-    }
+    if constexpr (Source::kNeedsLevel) load_softmax(image, queries, count, G, g, K, memory.softmax);
 
-    int pass = 0;
+    int pass = 0;  // the first point of the level that the pass takes
 #pragma unroll 1
     for (int l = 0; l < L; first_of(l) + pass + kPassPoints < table[l].end ? pass += kPassPoints : (pass = 0, ++l)) {
       Level level = table[l];
@@ -232,7 +275,7 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
       const auto row_of = [&](int j) { return queries[id_of(j) / kPassPoints] * G + g; };
       const auto weight_of = [&](int j) {
         typename Source::Row row;
-        if constexpr (Source::kNeedsLevel) row = softmax[id_of(j) / kPassPoints];
+        if constexpr (Source::kNeedsLevel) row = memory.softmax[id_of(j) / kPassPoints];
         return source.weight(raw[j], row);
       };
       const auto fetch = [&] {
@@ -245,7 +288,8 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
           image.template fetch_weight<true, true>(at, raw[j]);
         }
       };
-      const auto position = [&](int j, float& x, float& y) {  // whether the sample counts
+      // Finds the position of a sample and returns whether it counts.
+      const auto position = [&](int j, float& x, float& y) {
         source.position(raw[j], level, points, x, y);
         return level.H > 0 && x > -1 && y > -1 && x < level.W && y < level.H;
       };
@@ -257,34 +301,25 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
         if (!position(j, x, y) || !exists(j)) continue;
         const int32_t x0 = first_texel(x, level.W, fx, part_x), y0 = first_texel(y, level.H, fy, part_y);
         const float weight = weight_of(j);
-        samples[id_of(j)] = {__int_as_float(y0 * level.W + x0), fx, fy, weight * (part_x * part_y)};
-        const uint32_t bucket = (y0 << kColumnBits | (x0 & ((1 << kColumnBits) - 1))) & (kBuckets - 1);
-        const uint32_t shift = bucket % 2 * 16;
-        const uint32_t before = atomicAdd(reinterpret_cast<uint32_t*>(buckets) + bucket / 2, 1u << shift) >> shift;
-        bucket_and_rank[j] = bucket << 16 | (before & 0xffffu);
+        memory.samples[id_of(j)] = {__int_as_float(y0 * level.W + x0), fx, fy, weight * (part_x * part_y)};
+        bucket_and_rank[j] = memory.count_sample(x0, y0);
       }
       __syncthreads();  // the buckets are counted
-      const Pack<uint16_t, 4> counts = *own_buckets;
-      int32_t listed,
-          start = exclusive_sum_block<kChunkThreads>(counts.at[0] + counts.at[1] + counts.at[2] + counts.at[3], listed);
-      Pack<uint16_t, 4> starts;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) starts.at[i] = start, start += counts.at[i];
-      *own_buckets = starts;
-      __syncthreads();  // the buckets' starts are known
+      const int32_t listed = memory.start_buckets();
 #pragma unroll
       for (int j = 0; j < kThreadSamplesOfPass; ++j) {
-        if (bucket_and_rank[j] != ~0u)
-          sorted[buckets[bucket_and_rank[j] >> 16] + (bucket_and_rank[j] & 0xffffu)] = id_of(j);
+        if (bucket_and_rank[j] == ~0u) continue;
+        memory.sorted[memory.buckets[bucket_and_rank[j] >> 16] + (bucket_and_rank[j] & 0xffffu)] = id_of(j);
       }
       __syncthreads();  // the samples are sorted
-      *own_buckets = {};
+      memory.own_buckets() = {};
       const int steps = (listed + kGroups - 1) / kGroups, from = group * steps;
       const int64_t level_value = image_value + static_cast<int64_t>(level.start) * texel_step;
-      walk_samples<T, LANES>(sorted + from, min(steps, listed - from), steps, samples, rows + c, value + level_value,
-                             grad_sums + level_value, level, texel_step, C, has_channels);
-      __syncthreads();                      // the dots are complete
-      if constexpr (Source::kNeedsLevel) {  // read again, for want of registers during the walk
+      walk_samples<T, LANES>(memory.sorted + from, min(steps, listed - from), steps, memory.samples, memory.rows + c,
+                             value + level_value, grad_sums + level_value, level, texel_step, C, has_channels);
+      __syncthreads();  // the dots are complete
+      // The walk has few registers to spare in the fused form: there the level is read again rather than kept.
+      if constexpr (Source::kNeedsLevel) {
         level = table[l], first_point = first_of(l) + pass, points = level.end - first_of(l);
         pass_points = min(level.end - first_point, kPassPoints);
       }
@@ -296,7 +331,7 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
         const float weight = weight_of(j);
         SampleGradient<float> grad = gradient_of_uncounted<float>(level);
         float x, y;
-        if (position(j, x, y)) grad = gradient_of_dots(samples[id_of(j)], x, y, weight, level);
+        if (position(j, x, y)) grad = gradient_of_dots(memory.samples[id_of(j)], x, y, weight, level);
         put_once(grads, row * K + first_point + id_of(j) % kPassPoints, source, raw[j],
                  static_cast<int64_t>(b) * Q + queries[id_of(j) / kPassPoints], level, points, weight, grad);
       }
