@@ -35,15 +35,12 @@ PATHS = {
         ("decoder", "few_rows", "encoder", "half_lines", "rows"),
         ("direct", "encoder", "sorted"),
     ),
-    "deformable_aggregation": (("packs", "single_values"), ("held_packs", "packs", "single_values")),
-    "gaussian_field": (
-        ("culled", "many_points", "several_points", "one_point"),
-        ("culled", "several_points", "one_point"),
-    ),
-    "sample_sum": (("in_place", "alternating", "copy_first"),) * 2,
-    "sample_dot": (("in_place", "alternating", "copy_first"),) * 2,
-    "deform_conv2d": (("packs", "values"), ("weight_only", "packs", "values")),
-    "modulated_deform_conv2d": (("packs", "values"), ("weight_only", "packs", "values")),
+    "deformable_aggregation": (("packs", "single_values"),) * 2,
+    "gaussian_field": (("culled", "many_points", "one_point"), ("culled", "one_point")),
+    "sample_sum": (("in_place", "copy_first"),) * 2,
+    "sample_dot": (("in_place", "copy_first"),) * 2,
+    "deform_conv2d": (("packs", "values"),) * 2,
+    "modulated_deform_conv2d": (("packs", "values"),) * 2,
 }
 
 FIVE_SCALES = ((200, 268), *PYRAMID)  # DINO with levels of strides 4 to 64

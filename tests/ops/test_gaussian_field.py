@@ -362,8 +362,8 @@ def test_more_than_two_to_the_31_elements():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 3e-6)], ids=str)
-def test_several_points_a_thread(dtype, bound):
-    """Threads take several of so many points; far from the origin, narrow Gaussians need the difference first."""
+def test_many_points_of_narrow_gaussians_far_from_the_origin(dtype, bound):
+    """A float32 thread has many of so many points; narrow Gaussians need the difference to a point first."""
     B, N, size = 150_001, 333, 1e-3
     case = make_case(B, N, size=size)
     case[1] = case[1].sigmoid() + 1
@@ -499,10 +499,17 @@ def test_tensors_of_two_devices_are_refused():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("tolerance, path", [(1e-9, "culled"), (0.0, "several_points"), (0.0, "one_point")])
-def test_every_path_of_the_backward_gives_the_same(path, tolerance, dtype):
-    B, N = 100_000, 40  # enough points for the path that keeps several a thread
+@pytest.mark.parametrize(
+    "dtype, tolerance, path",
+    [
+        (torch.float32, 1e-9, "culled"),
+        (torch.float32, 0.0, "one_point"),
+        (torch.float64, 1e-9, "one_point"),
+    ],
+    ids=str,
+)
+def test_every_path_of_the_backward_gives_the_same(dtype, tolerance, path):
+    B, N = 100_000, 40
     case = make_case(B, N, dtype=dtype, device="cuda")
     orders = [torch.arange(count, device="cuda").flip(0) for count in (B, N)]
     grad_output = torch.randn(B, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
@@ -523,8 +530,6 @@ def test_every_path_of_the_backward_gives_the_same(path, tolerance, dtype):
         (torch.float32, "culled"),
         (torch.float32, "many_points"),
         (torch.float32, "one_point"),
-        (torch.float64, "culled"),
-        (torch.float64, "several_points"),
         (torch.float64, "one_point"),
     ],
     ids=str,

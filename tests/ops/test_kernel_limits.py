@@ -57,10 +57,8 @@ def test_sample_dot_with_every_number_of_octaves(dtype, octaves, device):
 @pytest.mark.parametrize("name", OPS)
 def test_sample_ops_give_the_same_by_every_path(name, sizes):
     tensors, rest = make_case(name, *SIZES[sizes], dtype=torch.float32, device="cuda")
-    with only(**{f"sample_{name}": "alternating"}):
-        expected = OPS[name][0](*tensors, *rest)
     with only(**{f"sample_{name}": "copy_first"}):
-        assert torch.equal(OPS[name][0](*tensors, *rest), expected)
+        expected = OPS[name][0](*tensors, *rest)
     with only(**{f"sample_{name}": "in_place"}):
         tensors[0] = tensors[0].to(memory_format=torch.channels_last)
         assert torch.equal(OPS[name][0](*tensors, *rest), expected)
@@ -138,12 +136,11 @@ def test_deform_conv2d_gives_the_same_by_every_path(dtype):
             results[path] = [
                 torch.ops.visdet.deform_conv2d(*given, *rest),
                 *torch.ops.visdet.deform_conv2d_backward(grad_output, *given, *rest, True, True, True),
+                torch.ops.visdet.deform_conv2d_backward(grad_output, *given, *rest, False, False, True)[3],
             ]
-    with only(deform_conv2d_backward="weight_only"):
-        _, _, _, of_weight = torch.ops.visdet.deform_conv2d_backward(
-            grad_output, *given, *rest, False, False, True
-        )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for one, other in zip(results["packs"], results["values"], strict=True):
         assert relative_error(one, other) < tolerance
-    assert relative_error(of_weight, results["values"][4]) < tolerance
+    for path in results:
+        *_, of_weight, of_weight_alone = results[path]
+        assert relative_error(of_weight_alone, of_weight) < tolerance

@@ -108,6 +108,37 @@ def test_choices_of_ms_deform_attn(name):
     assert plan.paths() == {"ms_deform_attn": forward, "ms_deform_attn_backward": backward}
 
 
+LONG, SINGLE = "a row of value has more than 256 bytes", "rows of value cannot be read 16 bytes at a time"
+UNEVEN, DOUBLE = "the samples of a row on each level are no multiple of 4", "the values are float64"
+DECLINED = {
+    "decoder-P3": (dict(Q=300, P=3), "decoder", UNEVEN, "few_rows"),
+    "decoder-C128": (dict(Q=300, C=128), "decoder", LONG, "rows"),
+    "decoder-C128-bf16": (dict(Q=300, C=128, dtype=torch.bfloat16), None, None, "decoder"),
+    "decoder-C136-bf16": (dict(Q=300, C=136, dtype=torch.bfloat16), "decoder", LONG, "rows"),
+    "decoder-C31": (dict(Q=300, C=31), "decoder", SINGLE, "rows"),
+    "decoder-float64": (dict(Q=300, dtype=torch.float64), "decoder", DOUBLE, "rows"),
+    "few_rows-C64-bf16": (dict(Q=300, C=64, P=3, dtype=torch.bfloat16), None, None, "few_rows"),
+    "few_rows-C64": (dict(Q=300, C=64, P=3), "few_rows", "a row of value has more than 128 bytes", "rows"),
+    "few_rows-C128": (dict(Q=300, C=128, P=3), "few_rows", LONG, "rows"),
+    "few_rows-float64": (dict(Q=300, P=3, dtype=torch.float64), "few_rows", DOUBLE, "rows"),
+    "encoder-P3": (dict(Q=None, P=3), "encoder", UNEVEN, "rows"),
+    "encoder-C64": (dict(Q=None, B=1, C=64), None, None, "encoder"),
+    "encoder-C128": (dict(Q=None, B=1, C=128), "encoder", LONG, "rows"),
+    "encoder-float64": (dict(Q=None, B=1, dtype=torch.float64), "encoder", DOUBLE, "rows"),
+    "half_lines-float64": (dict(Q=15422, B=1, G=1, dtype=torch.float64), "half_lines", DOUBLE, "rows"),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("name", DECLINED)
+def test_why_a_path_of_the_forward_declines(name):
+    sizes, declining, reason, chosen = DECLINED[name]
+    for function, make in ((ops.ms_deform_attn, attention), (ops.ms_deform_attn_fused, fused)):
+        plan = explain(function, **make(**sizes), device="H200", backward=False).plans[-1]
+        assert plan.path == chosen
+        assert declining is None or dict(plan.declined)[declining].startswith(reason)
+
+
 @needs_library
 def test_deterministic_mode_sorts():
     torch.use_deterministic_algorithms(True)
@@ -291,7 +322,7 @@ def assert_matches(function, given, dtype, seed=0):
 SMALL = [(24, 30), (12, 15), (6, 8), (3, 4)]
 PATH_CASES = {
     "decoder": dict(Q=77, G=8, C=32),
-    "few_rows": dict(Q=77, G=2, C=20, P=3),
+    "few_rows": dict(Q=77, G=2, C=24, P=3),
     "encoder": dict(Q=None, G=8, C=32),
     "rows": dict(Q=301, G=4, C=40),
     "half_lines": dict(Q=301, G=1, C=32, dtype=torch.bfloat16),
@@ -318,6 +349,82 @@ def test_every_path_of_ms_deform_attn(op, path, make, dtype):
     function = ops.ms_deform_attn if make is attention else ops.ms_deform_attn_fused
     with choose_only(op, path):
         assert_matches(function, given, dtype)
+
+
+# The forms of the forward's kernels: rows of 4, 8 and 16 lanes (C) and of single values, one, two or four sets of
+# lanes a row (Q), samples in one chunk or several and of levels by four or not (P, levels), and what is compiled for
+# the sizes of most models. "tables" puts the level tables on the GPU, where only the kernel reads them.
+FIVE_LEVELS = [(24, 30), (20, 26), *SMALL[1:]]
+FORMS = {
+    "decoder-C32": ("decoder", dict(Q=77)),
+    "decoder-C32-Q700": ("decoder", dict(Q=700)),
+    "decoder-C32-Q1500": ("decoder", dict(Q=1500)),
+    "decoder-C16": ("decoder", dict(Q=77, C=16)),
+    "decoder-C16-Q1500": ("decoder", dict(Q=1500, C=16)),
+    "decoder-C64": ("decoder", dict(Q=77, C=64)),
+    "decoder-C64-Q700": ("decoder", dict(Q=700, C=64)),
+    "decoder-C128": ("decoder", dict(Q=77, C=128, dtype=torch.bfloat16)),
+    "decoder-K12": ("decoder", dict(Q=77, shapes=SMALL[:3])),
+    "decoder-K20-Q700": ("decoder", dict(Q=700, shapes=FIVE_LEVELS)),
+    "decoder-K20-Q1500": ("decoder", dict(Q=1500, shapes=FIVE_LEVELS)),
+    "decoder-K32": ("decoder", dict(Q=77, P=8)),
+    "decoder-tables": ("decoder", dict(Q=77, tables=True)),
+    "few_rows-C16": ("few_rows", dict(Q=77, C=16, P=3)),
+    "few_rows-C16-Q600": ("few_rows", dict(Q=600, C=16, P=3)),
+    "few_rows-C32": ("few_rows", dict(Q=77, P=3)),
+    "few_rows-C32-Q600": ("few_rows", dict(Q=600, P=3)),
+    "few_rows-C64": ("few_rows", dict(Q=77, C=64, P=3, dtype=torch.bfloat16)),
+    "encoder-K16": ("encoder", dict(Q=None)),
+    "encoder-K12": ("encoder", dict(Q=None, shapes=SMALL[:3])),
+    "encoder-K20": ("encoder", dict(Q=None, shapes=FIVE_LEVELS)),
+    "encoder-K4": ("encoder", dict(Q=None, shapes=SMALL[:1])),
+    "encoder-G3": ("encoder", dict(Q=None, G=3)),
+    "encoder-C16": ("encoder", dict(Q=None, C=16)),
+    "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
+    "encoder-C128": ("encoder", dict(Q=None, G=2, C=128, dtype=torch.bfloat16)),
+    "encoder-tables": ("encoder", dict(Q=None, tables=True)),
+    "half_lines-float16": ("half_lines", dict(Q=301, G=1, dtype=torch.float16)),
+    "rows-C16": ("rows", dict(Q=301, C=16)),
+    "rows-C16-P3": ("rows", dict(Q=301, C=16, P=3)),
+    "rows-C32": ("rows", dict(Q=301)),
+    "rows-C32-P3": ("rows", dict(Q=301, P=3)),
+    "rows-C64": ("rows", dict(Q=301, C=64)),
+    "rows-C64-P3": ("rows", dict(Q=301, C=64, P=3)),
+    "rows-C128": ("rows", dict(Q=301, G=2, C=128)),
+    "rows-C260": ("rows", dict(Q=301, G=2, C=260)),
+    "rows-C31": ("rows", dict(Q=30, G=2, C=31)),
+    "rows-float64": ("rows", dict(Q=301, dtype=torch.float64)),
+    "rows-tables": ("rows", dict(Q=301, tables=True)),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_forward(form, make, dtype):
+    path, sizes = FORMS[form]
+    sizes = {"shapes": SMALL, "dtype": dtype, "tables": False, **sizes}
+    tables, dtype = sizes.pop("tables"), sizes["dtype"]
+    given = make(**sizes, device="cpu")
+    if tables:
+        given["level_shapes"] = torch.tensor(sizes["shapes"])
+    function = ops.ms_deform_attn if make is attention else ops.ms_deform_attn_fused
+    with choose_only("ms_deform_attn", path):
+        assert_matches(function, given, dtype)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_forward_is_served_on_an_h200(form, dtype):
+    path, sizes = FORMS[form]
+    sizes = {"shapes": SMALL, "dtype": dtype, **sizes}
+    sizes.pop("tables", None)
+    with choose_only("ms_deform_attn", path):
+        for function, make in ((ops.ms_deform_attn, attention), (ops.ms_deform_attn_fused, fused)):
+            plan = explain(function, **make(**sizes), device="H200", backward=False).plans[-1]
+            assert plan.path == path
 
 
 @pytest.mark.cuda
@@ -362,3 +469,112 @@ def test_backward_of_an_encoder_whose_chunks_take_just_48_kib(shapes, dtype):
 def test_rows_of_one_channel_and_more_heads_than_a_block_has_groups():
     given = attention(1000, B=1, G=32, C=1, shapes=[(20, 25)], device="cpu")
     assert_matches(ops.ms_deform_attn, given, torch.float32)
+
+
+FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
+
+# The forms of the backward's kernels: rows of every number of lanes, and of more channels than they take at a time (C);
+# rows that are filled up to 16 bytes (C = 1, 30 and 31); the gather by tensor cores (bfloat16, C a multiple of 32) and
+# without; encoders whose points take one pass or several (P); pieces of one query and of several (K); bins that are
+# sorted in shared memory and larger ones (one texel), and more of them than a block counts in shared memory (256
+# levels). "tables" puts the level tables on the GPU, where only kernels read them.
+BACKWARD_FORMS = {
+    "direct-C16": ("direct", dict(Q=77, C=16)),
+    "direct-C30": ("direct", dict(Q=77, C=30)),
+    "direct-C64": ("direct", dict(Q=77, G=4, C=64)),
+    "direct-C100": ("direct", dict(Q=77, G=2, C=100)),
+    "direct-C160": ("direct", dict(Q=77, G=2, C=160)),
+    "direct-float16": ("direct", dict(Q=77, dtype=torch.float16)),
+    "direct-tables": ("direct", dict(Q=77, tables=True)),
+    "encoder-C1": ("encoder", dict(Q=None, C=1)),
+    "encoder-C16": ("encoder", dict(Q=None, C=16)),
+    "encoder-C31": ("encoder", dict(Q=None, G=4, C=31)),
+    "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
+    "encoder-P3": ("encoder", dict(Q=None, P=3)),
+    "encoder-P9": ("encoder", dict(Q=None, P=9)),
+    "encoder-one-row": ("encoder", dict(Q=None, shapes=[(1, 40), (20, 1), (1, 1)])),
+    "encoder-float16": ("encoder", dict(Q=None, dtype=torch.float16)),
+    "encoder-tables": ("encoder", dict(Q=None, tables=True)),
+    "sorted-C1": ("sorted", dict(Q=301, G=4, C=1)),
+    "sorted-C31": ("sorted", dict(Q=301, G=4, C=31)),
+    "sorted-C32": ("sorted", dict(Q=301)),
+    "sorted-C96": ("sorted", dict(Q=301, G=2, C=96)),
+    "sorted-K600": ("sorted", dict(Q=21, G=2, P=150)),
+    "sorted-dense": ("sorted", dict(Q=1500, G=2, shapes=[(3, 4), (2, 2)])),
+    "sorted-one-texel": ("sorted", dict(Q=3000, G=2, shapes=[(1, 1)])),
+    "sorted-256-levels": ("sorted", dict(Q=5, B=1, G=1, C=4, P=1, shapes=[(8, 16)] * 256, tables=True)),
+    "sorted-float16": ("sorted", dict(Q=301, dtype=torch.float16)),
+    "sorted-float64": ("sorted", dict(Q=301, C=33, dtype=torch.float64)),
+    "sorted-tables": ("sorted", dict(Q=301, tables=True)),
+}
+
+
+def backward_form(name, make, dtype, device):
+    """Return the path of an entry of BACKWARD_FORMS, its arguments on a device and the type of its values."""
+    path, sizes = BACKWARD_FORMS[name]
+    sizes = dict(B=2, shapes=SMALL, dtype=dtype) | sizes
+    tables = sizes.pop("tables", False)
+    given = make(**sizes, device=device)
+    if tables:
+        shapes = torch.tensor(sizes["shapes"])
+        given["level_shapes"] = shapes.to(device)
+        given["level_starts"] = (shapes.prod(1).cumsum(0) - shapes.prod(1)).to(device)
+    return path, given, sizes["dtype"]
+
+
+# The fused function names at most 16 levels.
+FORM_CASES = [
+    pytest.param(make, name, id=f"{'plain' if make is attention else 'fused'}-{name}")
+    for make in FUNCTIONS
+    for name, (_, sizes) in BACKWARD_FORMS.items()
+    if make is attention or len(sizes.get("shapes", SMALL)) <= 16
+]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("make", "name"), FORM_CASES)
+def test_paths_of_the_backward_serve_their_forms(make, name, dtype):
+    path, given, _ = backward_form(name, make, dtype, "meta")
+    for device in ("H200", "T4"):
+        with choose_only("ms_deform_attn_backward", path):
+            plan = explain(FUNCTIONS[make], **given, device=device)
+        assert plan.paths()["ms_deform_attn_backward"] == path
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("make", "name"), FORM_CASES)
+def test_every_form_of_the_backward(make, name, dtype):
+    path, given, dtype = backward_form(name, make, dtype, "cpu")
+    with choose_only("ms_deform_attn_backward", path):
+        assert_matches(FUNCTIONS[make], given, dtype)
+
+
+@needs_library
+def test_what_the_tuned_paths_of_the_backward_decline():
+    declined = {
+        "encoder": [dict(Q=None, C=65), dict(Q=None, dtype=torch.float64), dict(Q=77)],
+        "direct": [dict(Q=77, dtype=torch.float64), dict(Q=60000, B=1)],
+    }
+    for path, cases in declined.items():
+        for sizes in cases:
+            plan = explain("ms_deform_attn", **attention(**sizes), device="H200").plans[-1]
+            assert path in [name for name, _ in plan.declined] and plan.path != path, (path, sizes)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("path", "Q"), [("direct", 77), ("encoder", None), ("sorted", 301)])
+def test_backward_of_values_between_vectors(path, Q):
+    given = attention(Q, B=1, shapes=SMALL, device="cuda")
+    grad_output = torch.randn(1, given["locations"].shape[1], 8 * 32, device="cuda")
+    memory = torch.empty(given["value"].numel() + 1, device="cuda")
+    moved = memory[1:].view_as(given["value"]).copy_(given["value"])
+    assert moved.data_ptr() % 16 == 4
+    with choose_only("ms_deform_attn_backward", path):
+        expected = results(ops.ms_deform_attn, given, grad_output)[1:]
+        leaves = [tensor.requires_grad_() for tensor in (moved, given["locations"], given["weights"])]
+        out = ops.ms_deform_attn(leaves[0], SMALL, None, *leaves[1:])
+        found = torch.autograd.grad(out, leaves, grad_output)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

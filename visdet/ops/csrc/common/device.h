@@ -5,6 +5,8 @@
 
 namespace visdet {
 
+constexpr int64_t kOverlapCapability = 90;  // the least with launches that overlap, see common/overlap.cuh
+
 struct Device {
   int64_t index = -1;                        // CUDA's number of the device
   int64_t multiprocessors = 1;               // number of streaming multiprocessors
@@ -17,8 +19,8 @@ struct Device {
   // Bytes of shared memory, static and dynamic together, with which `blocks` blocks fit a multiprocessor. The driver
   // takes 1 KB a block for itself.
   constexpr int64_t shared_for(int64_t blocks) const {
-    const int64_t share = shared_multiprocessor / blocks - 1024;
-    return share < shared_block ? share : shared_block;
+    const int64_t of_block = shared_multiprocessor / blocks - 1024;
+    return of_block < shared_block ? of_block : shared_block;
   }
 };
 

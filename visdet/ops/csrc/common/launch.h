@@ -7,6 +7,10 @@
 // compares sizes and registers with what the device and the compiled kernel allow, and checks every return code. Its
 // errors name the operator, the kernel and the sizes. A launch without blocks does nothing.
 //
+// A launch that `overlaps` may start as soon as all blocks of the launch before it have called allow_next_launch() of
+// common/overlap.cuh, which says what its kernel has to do in return. GPUs before sm_90 start it when the launch before
+// it is done.
+//
 // A plan is a call of an operator on meta tensors: launch() then notes what would start instead of starting it, so that
 // `visdet.ops.explain` and the tests see the choices and sizes for any device, with or without a GPU. Code of operators
 // needs no branch for it, if it gets its device and stream from DeviceScope, starts kernels by launch(), and clears
@@ -15,10 +19,13 @@
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "common/checks.h"
@@ -59,29 +66,55 @@ struct Launch {
   // Bytes of shared memory that the kernel declares itself, at least, for kernels that also have dynamic shared memory:
   // a plan, which has no compiled kernel to ask, adds them. A launch compares them with the compiled kernel's.
   int64_t static_shared = 0;
+  bool overlaps = false;
 };
 
 namespace launching {
 
-// Checks the sizes, and notes them if this is a plan. Returns whether the kernel is to be started.
-bool prepare(const Launch& launch, const void* kernel);
-// Raises an error if the kernel did not start.
-void finish(const Launch& launch);
+// Checks the sizes; notes them if this is a plan, else starts the kernel. arguments: a pointer to each.
+void start(const Launch& launch, const void* kernel, void** arguments);
 
 }  // namespace launching
 
 template <typename... Parameters, typename... Arguments>
 void launch(const Launch& at, void (*kernel)(Parameters...), Arguments&&... arguments) {
   static_assert(sizeof...(Parameters) == sizeof...(Arguments), "a kernel takes all of its arguments");
-  if (!launching::prepare(at, reinterpret_cast<const void*>(kernel))) return;
-  const dim3 grid(static_cast<unsigned>(at.grid.x), static_cast<unsigned>(at.grid.y), static_cast<unsigned>(at.grid.z));
-  kernel<<<grid, static_cast<unsigned>(at.threads), static_cast<size_t>(at.dynamic_shared), at.scope.stream()>>>(
-      std::forward<Arguments>(arguments)...);
-  launching::finish(at);
+  std::tuple<Parameters...> values(static_cast<Parameters>(std::forward<Arguments>(arguments))...);
+  std::apply(
+      [&](Parameters&... value) {
+        void* pointers[] = {const_cast<void*>(static_cast<const void*>(&value))..., nullptr};
+        launching::start(at, reinterpret_cast<const void*>(kernel), pointers);
+      },
+      values);
 }
 
 // Sets bytes of device memory, in the order of the stream.
 void fill_bytes(const char* op, const DeviceScope& scope, void* to, int value, int64_t bytes);
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Blocks of a kernel whose blocks go on to more work when theirs is done: enough to take `count` things, `each` of them
+// a block, but not more than `per_multiprocessor` for every multiprocessor of the GPU.
+inline int64_t bounded_blocks(const DeviceScope& scope, int64_t count, int64_t each, int64_t per_multiprocessor) {
+  return std::min(ceil_div(count, each), per_multiprocessor * scope.device().multiprocessors);
+}
+
+// Bytes that a thread loads or stores by one instruction at the most, and how many values these are.
+constexpr int64_t kVectorBytes = 16;
+template <typename T>
+constexpr int kVectorValues = static_cast<int>(kVectorBytes / sizeof(T));
+inline int64_t vector_values(const Tensor& tensor) {
+  return kVectorBytes / static_cast<int64_t>(tensor.element_size());
+}
+
+inline bool aligned(const void* data, int64_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
+inline bool aligned(const Tensor& tensor, int64_t bytes) { return aligned(tensor.const_data_ptr(), bytes); }
+
+// The tensor, contiguous and at an address where a pair of coordinates can be read at once.
+inline Tensor contiguous_pairs(const Tensor& tensor) {
+  const Tensor packed = dense(tensor);
+  return aligned(packed, kVectorBytes) ? packed : torch::stable::clone(packed);
+}
 
 }  // namespace visdet
 

@@ -5,14 +5,14 @@
 #include <tuple>
 
 #include "box_key_points.h"
-#include "common/cuda_utils.cuh"
 #include "common/launch.h"
+#include "common/values.cuh"
+#include "common/warp.cuh"
 
-namespace visdet {
+namespace visdet::box_key_points {
 namespace {
 
 constexpr const char* kOp = "box_key_points";
-constexpr unsigned kAll = 0xffffffffu;
 constexpr int kThreads = 128;
 
 template <typename A>
@@ -39,14 +39,14 @@ struct Box {
   }
 };
 
-// The place of an anchor's p-th point along an axis, in sizes.
+// How far an anchor's p-th point lies from its centre along an axis of the box, in sizes of the box.
 template <typename A>
-__device__ __forceinline__ A place_of(const KeyPointsArrays<A>& a, int64_t anchor, int64_t p, int axis) {
+__device__ __forceinline__ A offset_of(const KeyPointsArrays<A>& a, int64_t anchor, int64_t p, int axis) {
   if (p < a.F) return a.fixed[p * 3 + axis];
   return 1 / (1 + exp(-a.logits[(anchor * a.M + p - a.F) * 3 + axis])) - A(0.5);
 }
 
-// A thread owns a point; the few numbers of its anchor come from the first-level cache.
+// A thread has a point. The few numbers of its anchor come from the first-level cache.
 template <typename A>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const KeyPointsArrays<A> a, A* __restrict__ output) {
   const int64_t points = a.F + a.M, i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -55,13 +55,14 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const KeyPointsArrays
   const Box<A> box(a, anchor);
   A at[3];
 #pragma unroll
-  for (int axis = 0; axis < 3; ++axis) at[axis] = place_of(a, anchor, p, axis) * box.size[axis];
+  for (int axis = 0; axis < 3; ++axis) at[axis] = offset_of(a, anchor, p, axis) * box.size[axis];
   output[i * 3] = box.cos * at[0] - box.sin * at[1] + box.centre[0];
   output[i * 3 + 1] = box.sin * at[0] + box.cos * at[1] + box.centre[1];
   output[i * 3 + 2] = at[2] + box.centre[2];
 }
 
-// A warp owns an anchor, a lane every 32nd of its points; the anchor's gradient is the sum over the lanes, in order.
+// A warp has an anchor, and a lane every 32nd of its points. The anchor's gradient is the sum over the lanes, whose
+// order is always the same.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const KeyPointsArrays<A> a, const A* __restrict__ grad_output, A* __restrict__ grad_anchors,
@@ -73,27 +74,23 @@ __global__ void __launch_bounds__(kThreads)
   A sum[8] = {};  // of centre, logarithms of sizes, sin, cos
   for (int64_t p = lane; p < points; p += 32) {
     const A* grad = grad_output + (anchor * points + p) * 3;
-    const A turned[3] = {box.cos * grad[0] + box.sin * grad[1], box.cos * grad[1] - box.sin * grad[0], grad[2]};
+    const A rotated[3] = {box.cos * grad[0] + box.sin * grad[1], box.cos * grad[1] - box.sin * grad[0], grad[2]};
     A at[3];
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
-      const A place = place_of(a, anchor, p, axis);
-      at[axis] = place * box.size[axis];
+      const A offset = offset_of(a, anchor, p, axis);
+      at[axis] = offset * box.size[axis];
       sum[axis] += grad[axis];
-      sum[3 + axis] += turned[axis] * at[axis];
+      sum[3 + axis] += rotated[axis] * at[axis];
       if (p >= a.F) {
-        const A slope = (A(0.5) + place) * (A(0.5) - place);
-        grad_logits[(anchor * a.M + p - a.F) * 3 + axis] = turned[axis] * box.size[axis] * slope;
+        const A slope = (A(0.5) + offset) * (A(0.5) - offset);
+        grad_logits[(anchor * a.M + p - a.F) * 3 + axis] = rotated[axis] * box.size[axis] * slope;
       }
     }
     sum[6] += grad[1] * at[0] - grad[0] * at[1];
     sum[7] += grad[0] * at[0] + grad[1] * at[1];
   }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum[i] += __shfl_xor_sync(kAll, sum[i], step);
-  }
+  sum_lanes(sum);
   for (int64_t d = lane; d < a.D; d += 32) {
     A grad = 0;
 #pragma unroll
@@ -103,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Inputs as the kernels want them; `arrays<A>()` of their data.
+// The inputs, contiguous. arrays<A>() are their data.
 struct Inputs {
   KeyPointsProblem problem;
   Tensor anchors, fixed, logits;
@@ -129,7 +126,7 @@ void dispatch(const Tensor& anchors, const F& f) {
   f(float{});
 }
 
-Tensor box_key_points(const Tensor& anchors, const Tensor& fixed, const Tensor& logits, double max_log_size) {
+Tensor forward(const Tensor& anchors, const Tensor& fixed, const Tensor& logits, double max_log_size) {
   const auto problem = check_box_key_points(anchors, fixed, logits);
   const DeviceScope scope(anchors);
   const Inputs inputs{problem, dense(anchors), dense(fixed), dense(logits), max_log_size};
@@ -143,8 +140,8 @@ Tensor box_key_points(const Tensor& anchors, const Tensor& fixed, const Tensor& 
   return output;
 }
 
-std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in, const Tensor& anchors,
-                                                   const Tensor& fixed, const Tensor& logits, double max_log_size) {
+std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& anchors, const Tensor& fixed,
+                                    const Tensor& logits, double max_log_size) {
   const auto problem = check_box_key_points(anchors, fixed, logits);
   check_key_points_gradient(problem, grad_output_in, anchors);
   const DeviceScope scope(anchors);
@@ -163,9 +160,9 @@ std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in,
 }
 
 }  // namespace
-}  // namespace visdet
+}  // namespace visdet::box_key_points
 
 VISDET_CUDA_OPERATORS(m) {
-  m.impl("box_key_points", TORCH_BOX(&visdet::box_key_points));
-  m.impl("box_key_points_backward", TORCH_BOX(&visdet::box_key_points_backward));
+  m.impl("box_key_points", TORCH_BOX(&visdet::box_key_points::forward));
+  m.impl("box_key_points_backward", TORCH_BOX(&visdet::box_key_points::backward));
 }

@@ -1,14 +1,15 @@
-// carafe on CUDA. The contract is in ../carafe.h; every pass gathers, so nothing races.
+// carafe on CUDA. The contract is in ../carafe.h. Every number of every result is written once, by the thread that sums
+// it.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <tuple>
 
 #include "carafe.h"
-#include "common/cuda_utils.cuh"
 #include "common/launch.h"
+#include "common/values.cuh"
 
-namespace visdet {
+namespace visdet::carafe {
 namespace {
 
 constexpr int kThreads = 256;
@@ -18,13 +19,14 @@ constexpr int kTaps = 8;      // of a thread of the gradient of masks
 struct CarafeSizes {
   int C, H, W, G, K, s;
   int chunks;       // of channels or taps, per image and group
-  unsigned blocks;  // of pixels or places, per chunk
+  unsigned blocks;  // of pixels of the output or of the map, per chunk
 };
 
-// What a block owns: kThreads pixels of one chunk of a group of an image.
+// What a block works on: kThreads pixels of one chunk of a group of an image.
 struct Part {
   int64_t b, g;
-  int chunk, pixel;  // pixel: of this thread
+  int chunk;
+  int pixel;  // of this thread
 
   __device__ __forceinline__ explicit Part(const CarafeSizes& z) {
     const unsigned row = blockIdx.x / z.blocks, of_image = row / z.chunks;
@@ -33,8 +35,8 @@ struct Part {
   }
 };
 
-// Forward. A thread owns kChannels channels of a pixel of the output, threads are neighbours in a row. A pixel's masks
-// are read once for each chunk of channels, a feature K * K * s * s times: from L1.
+// Forward. A thread has kChannels channels of a pixel of the output, and the next thread the next pixel of the row. The
+// masks of a pixel are read once for each chunk of channels, a feature K * K * s * s times, from the first-level cache.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads) upsample_kernel(const T* __restrict__ features, const T* __restrict__ masks,
                                                             T* __restrict__ output, const CarafeSizes z) {
@@ -68,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) upsample_kernel(const T* __restrict_
   }
 }
 
-// The gradient of masks. A thread owns kTaps taps of a pixel of the output and runs through the group's channels;
+// The gradient of masks. A thread has kTaps taps of a pixel of the output and sums over the channels of the group.
 // grad_output is read once for each chunk of taps.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
@@ -81,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
   const int y = pixel / columns, x = pixel - y * columns, h = y / z.s, w = x / z.s, edge = z.K / 2, taps = z.K * z.K;
   const int per_group = z.C / z.G, first = part.chunk * kTaps;
   const int64_t map = z.H * z.W;
-  int at[kTaps];  // of each tap in the map, or -1
+  int at[kTaps];  // pixel of the map that each tap reads, or -1
 #pragma unroll
   for (int k = 0; k < kTaps; ++k) {
     const int tap = first + k, row = h + tap / z.K - edge, column = w + tap % z.K - edge;
@@ -104,17 +106,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The gradient of features. A thread owns kChannels channels of a pixel of the map and gathers from the
-// K * K * s * s pixels of the output that read it.
+// The gradient of features. A thread has kChannels channels of a pixel of the map and sums over the K * K * s * s
+// pixels of the output that read it.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     grad_features_kernel(const T* __restrict__ grad_output, const T* __restrict__ masks, T* __restrict__ grad_features,
                          const CarafeSizes z) {
   const Part part(z);
   const int64_t b = part.b, g = part.g, map = z.H * z.W;
-  const int columns = z.W * z.s, pixels = z.H * z.s * columns, place = part.pixel;
-  if (place >= z.H * z.W) return;
-  const int h = place / z.W, w = place - h * z.W, edge = z.K / 2;
+  const int columns = z.W * z.s, pixels = z.H * z.s * columns, target = part.pixel;
+  if (target >= z.H * z.W) return;
+  const int h = target / z.W, w = target - h * z.W, edge = z.K / 2;
   const int per_group = z.C / z.G, first = part.chunk * kChannels, count = min(per_group - first, kChannels);
   const T* grad = grad_output + (b * z.C + g * per_group + first) * static_cast<int64_t>(pixels);
   const T* mask = masks + (b * z.G + g) * z.K * z.K * static_cast<int64_t>(pixels);
@@ -136,15 +138,15 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  T* to = grad_features + (b * z.C + g * per_group + first) * map + place;
+  T* to = grad_features + (b * z.C + g * per_group + first) * map + target;
 #pragma unroll
   for (int k = 0; k < kChannels; ++k) {
     if (k < count) to[k * map] = from_accumulate<T>(sum[k]);
   }
 }
 
-// For threads that own one of `pixels` each, and chunks of `each` of the `count` channels or taps. Not for empty
-// tensors.
+// The sizes for threads that have one of `pixels` each, and `each` of the `count` channels or taps. The tensors must
+// not be empty.
 CarafeSizes sizes_of(const char* op, const CarafeProblem& p, int64_t pixels, int64_t count, int64_t each) {
   VISDET_CHECK(op, p.H <= (INT32_MAX - kThreads) / p.s / p.s / p.W,
                "the output must have fewer than 2^31 - 256 pixels, got ", p.H * p.s, " x ", p.W * p.s);
@@ -158,7 +160,7 @@ CarafeSizes sizes_of(const char* op, const CarafeProblem& p, int64_t pixels, int
 
 int64_t blocks_of(const CarafeProblem& p, const CarafeSizes& z) { return p.B * p.G * z.chunks * z.blocks; }
 
-Tensor carafe(const Tensor& features_in, const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
+Tensor forward(const Tensor& features_in, const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
   constexpr const char* op = "carafe";
   const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
   const DeviceScope scope(features_in);
@@ -177,8 +179,8 @@ Tensor carafe(const Tensor& features_in, const Tensor& masks_in, int64_t K, int6
   return output;
 }
 
-std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const Tensor& features_in,
-                                           const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
+std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& features_in, const Tensor& masks_in,
+                                    int64_t K, int64_t G, int64_t s) {
   constexpr const char* op = "carafe_backward";
   const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
   check_carafe_shape(op, "grad_output", grad_output_in, features_in, problem.C, s);
@@ -186,9 +188,9 @@ std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const T
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in), masks = dense(masks_in);
   Tensor grad_features = new_empty(features, features.sizes()), grad_masks = new_empty(masks, masks.sizes());
   if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
-  const int64_t places = problem.H * problem.W;
-  const CarafeSizes by_channels = sizes_of(op, problem, places, problem.C / G, kChannels),
-                    by_taps = sizes_of(op, problem, places * s * s, K * K, kTaps);
+  const int64_t map = problem.H * problem.W;
+  const CarafeSizes by_channels = sizes_of(op, problem, map, problem.C / G, kChannels),
+                    by_taps = sizes_of(op, problem, map * s * s, K * K, kTaps);
   dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
@@ -203,9 +205,9 @@ std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const T
 }
 
 }  // namespace
-}  // namespace visdet
+}  // namespace visdet::carafe
 
 VISDET_CUDA_OPERATORS(m) {
-  m.impl("carafe", TORCH_BOX(&visdet::carafe));
-  m.impl("carafe_backward", TORCH_BOX(&visdet::carafe_backward));
+  m.impl("carafe", TORCH_BOX(&visdet::carafe::forward));
+  m.impl("carafe_backward", TORCH_BOX(&visdet::carafe::backward));
 }

@@ -1,24 +1,25 @@
 // Sums of the columns of several tall matrices, in float32 or float64 and always in the same order: the gradients of
 // biases. The contract is in ../ms_deform_attn_projected.cpp.
 //
-// Blocks of rows are summed by a block of threads each, all matrices in one launch: a thread owns VEC neighbouring
-// columns of every few rows. A second, small launch sums the blocks' sums.
+// One launch sums the rows of all matrices: a block has some rows of one of them, and a thread VEC neighbouring columns
+// of every few of these rows. A second, small launch adds the sums of the blocks.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <vector>
 
-#include "common/cuda_utils.cuh"
 #include "common/launch.h"
+#include "common/values.cuh"
 
-namespace visdet {
+namespace visdet::column_sums {
 namespace {
 
-constexpr int kMost = 4;        // matrices a launch
-constexpr int kThreads = 256;   // of either kernel
-constexpr int kLeastRows = 64;  // of a block
-constexpr int kColumns = 32;    // of a block of the second kernel
-constexpr int kInFlight = 4;    // loads of a thread
+constexpr int kMaxMatrices = 4;  // of a launch
+constexpr int kThreads = 256;    // of either kernel
+constexpr int kMinRows = 64;     // of a block
+constexpr int kColumns = 32;     // of a block of the second kernel
+constexpr int kInFlight = 4;     // loads of a thread
 
 struct Matrix {
   const void* data;  // [rows, columns]
@@ -28,10 +29,12 @@ struct Matrix {
   int32_t columns, first_block, blocks;
 };
 struct Matrices {
-  Matrix at[kMost];
+  Matrix at[kMaxMatrices];
   int32_t count, rows;  // rows: of a block
 };
 
+// A block sums some rows of a matrix. Its threads form groups of a thread for each pack of columns; group g of n has
+// every n-th row.
 template <typename T, typename A, int VEC>
 __global__ void __launch_bounds__(kThreads) block_sums_kernel(const Matrices matrices, A* __restrict__ block_sums) {
   __shared__ A shared[kThreads * VEC];
@@ -67,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) block_sums_kernel(const Matrices mat
     }
 #pragma unroll
     for (int v = 0; v < VEC; ++v) shared[threadIdx.x * VEC + v] = sum[v];
-    __syncthreads();  // the groups' sums are complete
+    __syncthreads();  // the sums of the groups are complete
     for (int c = threadIdx.x; c < width * VEC; c += kThreads) {
       A total = 0;
       for (int g = 0; g < groups; ++g) total += shared[g * width * VEC + c];
@@ -77,6 +80,7 @@ __global__ void __launch_bounds__(kThreads) block_sums_kernel(const Matrices mat
   }
 }
 
+// A block adds the sums of all blocks for kColumns columns of a matrix.
 template <typename A, typename O>
 __global__ void __launch_bounds__(kThreads)
     total_kernel(const Matrices matrices, const A* __restrict__ block_sums, O* __restrict__ totals) {
@@ -92,13 +96,13 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   shared[threadIdx.x] = sum;
-  __syncthreads();  // the groups' sums are complete
+  __syncthreads();  // the sums of the groups are complete
   if (group > 0 || c >= matrix.columns) return;
   for (int g = 1; g < kGroups; ++g) sum += shared[g * kColumns + threadIdx.x];
   totals[matrix.first_total + c] = from_accumulate<O>(sum);
 }
 
-Tensor column_sums(std::vector<Tensor> matrices, ScalarType type) {
+Tensor forward(std::vector<Tensor> matrices, ScalarType type) {
   VISDET_CHECK("column_sums", !matrices.empty(), "matrices must not be empty");
   const ScalarType from = matrices[0].scalar_type();
   VISDET_CHECK("column_sums", is_value_dtype(from) && (type == from || type == accumulate_dtype(from)),
@@ -106,7 +110,7 @@ Tensor column_sums(std::vector<Tensor> matrices, ScalarType type) {
                dtype_text(matrices[0]));
   int64_t columns = 0;
   bool are_packs = true;
-  const int64_t vec = from == ScalarType::Double ? 1 : 16 / static_cast<int64_t>(matrices[0].element_size());
+  const int64_t vec = from == ScalarType::Double ? 1 : vector_values(matrices[0]);
   for (Tensor& matrix : matrices) {
     VISDET_CHECK("column_sums",
                  matrix.dim() == 2 && matrix.scalar_type() == from && on_device_of(matrices[0], matrix) &&
@@ -115,19 +119,19 @@ Tensor column_sums(std::vector<Tensor> matrices, ScalarType type) {
                  shape_text(matrix), " of ", dtype_text(matrix), " beside ", dtype_text(matrices[0]));
     matrix = dense(matrix);
     columns += matrix.size(1);
-    are_packs = are_packs && matrix.size(1) % vec == 0 && aligned(matrix, 16);
+    are_packs = are_packs && matrix.size(1) % vec == 0 && aligned(matrix, kVectorBytes);
   }
   const DeviceScope scope(matrices[0]);
   Tensor totals = new_empty(matrices[0], {columns}, type);
   const int64_t wanted_blocks = 4 * scope.device().multiprocessors;
   int64_t first_total = 0;
-  for (size_t first = 0; first < matrices.size(); first += kMost) {
-    const size_t count = std::min<size_t>(matrices.size() - first, kMost);
+  for (size_t first = 0; first < matrices.size(); first += kMaxMatrices) {
+    const size_t count = std::min<size_t>(matrices.size() - first, kMaxMatrices);
     int64_t rows = 0, blocks = 0, numbers = 0, most_columns = 0;
     for (size_t m = 0; m < count; ++m) rows += matrices[first + m].size(0);
     Matrices some{};
     some.count = static_cast<int32_t>(count);
-    const int64_t block_rows = std::max<int64_t>(ceil_div(rows, wanted_blocks), kLeastRows);
+    const int64_t block_rows = std::max<int64_t>(ceil_div(rows, wanted_blocks), kMinRows);
     VISDET_CHECK("column_sums", block_rows < (int64_t{1} << 31), "too many rows: ", rows);
     some.rows = static_cast<int32_t>(block_rows);
     for (size_t m = 0; m < count; ++m) {
@@ -149,7 +153,7 @@ Tensor column_sums(std::vector<Tensor> matrices, ScalarType type) {
       using T = decltype(value_tag);
       using A = decltype(accumulate_tag);
       auto* of_blocks = static_cast<A*>(sums.mutable_data_ptr());
-      constexpr int kVec = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
+      constexpr int kVec = sizeof(T) == 8 ? 1 : kVectorValues<T>;
       launch({"column_sums", "block_sums_kernel", scope, blocks, kThreads},
              are_packs ? block_sums_kernel<T, A, kVec> : block_sums_kernel<T, A, 1>, some, of_blocks);
       const Launch last{"column_sums",
@@ -168,6 +172,6 @@ Tensor column_sums(std::vector<Tensor> matrices, ScalarType type) {
 }
 
 }  // namespace
-}  // namespace visdet
+}  // namespace visdet::column_sums
 
-VISDET_CUDA_OPERATORS(m) { m.impl("column_sums", TORCH_BOX(&visdet::column_sums)); }
+VISDET_CUDA_OPERATORS(m) { m.impl("column_sums", TORCH_BOX(&visdet::column_sums::forward)); }

@@ -70,6 +70,7 @@ void note(const char* kind, const char* op, std::initializer_list<std::pair<cons
 // What the driver says of a compiled kernel on a device, and how much dynamic shared memory it was allowed.
 struct CompiledKernel {
   int64_t static_shared, max_threads, allowed_dynamic;
+  int64_t capability;  // compute capability that it was compiled for, as major * 10 + minor
 };
 
 // A kernel that declares no shared memory: what the driver says of it is what the architecture reserves for itself.
@@ -97,7 +98,8 @@ CompiledKernel& compiled_kernel(const Launch& launch, const void* kernel) {
   check_cuda(launch.op, cudaFuncGetAttributes(&of_empty, empty_kernel), "cudaFuncGetAttributes");
   const int64_t static_shared =
       static_cast<int64_t>(attributes.sharedSizeBytes) - static_cast<int64_t>(of_empty.sharedSizeBytes);
-  return kernels[key] = {static_shared, attributes.maxThreadsPerBlock, attributes.maxDynamicSharedSizeBytes};
+  return kernels[key] = {static_shared, attributes.maxThreadsPerBlock, attributes.maxDynamicSharedSizeBytes,
+                         std::min(attributes.binaryVersion, attributes.ptxVersion)};
 }
 
 std::string sizes_text(const Launch& launch, int64_t static_shared) {
@@ -136,8 +138,9 @@ DeviceScope::DeviceScope(const Tensor& tensor) : is_plan_(inquiry.is_plan && !te
   stream_ = static_cast<cudaStream_t>(stream);
 }
 
-namespace launching {
+namespace {
 
+// Whether the kernel is to be started.
 bool prepare(const Launch& launch, const void* kernel) {
   const Grid& grid = launch.grid;
   VISDET_CHECK(launch.op, grid.x >= 0 && grid.y >= 0 && grid.z >= 0, "the CUDA kernel ", launch.kernel,
@@ -173,10 +176,38 @@ bool prepare(const Launch& launch, const void* kernel) {
   return true;
 }
 
-void finish(const Launch& launch) {
-  const cudaError_t error = cudaGetLastError();
-  VISDET_CHECK(launch.op, error == cudaSuccess, "the CUDA kernel ", launch.kernel, " did not start with ",
-               sizes_text(launch, launch.static_shared), ": ", explain_cuda_error(error));
+// Whether the kernel may be started before the launch before it is done.
+bool can_overlap(const CompiledKernel& compiled) {
+  constexpr int kGraphs = 12030;  // the driver of CUDA 12.3 is the first that can capture such a launch in a graph
+  static const int driver = [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+  }();
+  return driver >= kGraphs && compiled.capability >= kOverlapCapability;
+}
+
+}  // namespace
+
+namespace launching {
+
+void start(const Launch& launch, const void* kernel, void** arguments) {
+  if (!prepare(launch, kernel)) return;
+  const auto number = [](int64_t x) { return static_cast<unsigned>(x); };
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(number(launch.grid.x), number(launch.grid.y), number(launch.grid.z));
+  config.blockDim = dim3(number(launch.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(launch.dynamic_shared);
+  config.stream = launch.scope.stream();
+  config.attrs = &overlap;
+  config.numAttrs = launch.overlaps && can_overlap(compiled_kernel(launch, kernel)) ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelExC(&config, kernel, arguments);
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // it shall not be taken for that of a later launch
+  fail(launch.op, ": the CUDA kernel ", launch.kernel, " did not start with ", sizes_text(launch, launch.static_shared),
+       ": ", explain_cuda_error(error));
 }
 
 bool is_skipped(const char* op, const char* path) {

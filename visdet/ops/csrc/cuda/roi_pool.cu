@@ -4,11 +4,11 @@
 
 #include <tuple>
 
-#include "common/cuda_utils.cuh"
 #include "common/launch.h"
+#include "common/values.cuh"
 #include "roi_pool.h"
 
-namespace visdet {
+namespace visdet::roi_pool {
 namespace {
 
 constexpr int kThreads = 256;
@@ -18,8 +18,8 @@ __device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a
 __device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ double plus(double a, double b) { return __dadd_rn(a, b); }
 
-// Bin k of `count` in start..end, cut to 0..size; empty where its ends are NaN, of a region without end. A float32 may
-// not hold `size`: it is compared as an integer.
+// Bin k of `count` between start and end, cut to 0..size. It is empty where its ends are NaN, as those of an infinite
+// region are. float32 may not be able to represent `size`, which is therefore compared as an integer.
 template <typename A>
 __device__ __forceinline__ void bin_of(A start, A end, int k, int64_t count, int64_t size, int& begin, int& stop) {
   const A width = plus(end, -start) / static_cast<A>(count), most = A(int64_t{1} << 31);
@@ -34,7 +34,7 @@ __device__ __forceinline__ bool is_image(A b, int64_t B) {
   return b >= 0 && b < A(int64_t{1} << 62) && static_cast<int64_t>(b) < B;
 }
 
-// A thread owns an element of the output. The pixels that neighbouring bins share are read twice.
+// A thread computes an element of the output. Pixels that lie in two neighbouring bins are read twice.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     pool_kernel(const T* __restrict__ input, const A* __restrict__ rois, T* __restrict__ output,
@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kThreads)
   argmax[i] = index;
 }
 
-// A thread owns an element of grad_output and adds it to its pixel; regions that overlap race, so the order of a
-// pixel's additions varies.
+// A thread has an element of grad_output and adds it to its pixel, atomically: regions may overlap, so the order in
+// which a pixel's terms are added differs from run to run.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const T* __restrict__ grad_output, const A* __restrict__ rois, const int32_t* __restrict__ argmax,
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kThreads)
   atomicAdd(grad_input + (static_cast<int64_t>(b) * size.C + c) * pixels + index, to_accumulate(grad_output[i]));
 }
 
-std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
-                                    double spatial_scale) {
+std::tuple<Tensor, Tensor> forward(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
+                                   double spatial_scale) {
   constexpr const char* op = "roi_pool";
   const auto problem = check_roi_pool(input_in, rois_in, PH, PW);
   const DeviceScope scope(input_in);
@@ -105,8 +105,8 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
   return {output, argmax};
 }
 
-Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tensor& argmax_in, int64_t B,
-                         int64_t H, int64_t W) {
+Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tensor& argmax_in, int64_t B, int64_t H,
+                int64_t W) {
   constexpr const char* op = "roi_pool_backward";
   const auto problem = check_roi_pool_backward(grad_output_in, rois_in, argmax_in, B, H, W);
   const DeviceScope scope(grad_output_in);
@@ -125,9 +125,9 @@ Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, co
 }
 
 }  // namespace
-}  // namespace visdet
+}  // namespace visdet::roi_pool
 
 VISDET_CUDA_OPERATORS(m) {
-  m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool));
-  m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool_backward));
+  m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool::forward));
+  m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool::backward));
 }

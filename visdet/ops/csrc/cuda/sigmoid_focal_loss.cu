@@ -2,11 +2,11 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "common/cuda_utils.cuh"
 #include "common/launch.h"
+#include "common/values.cuh"
 #include "sigmoid_focal_loss.h"
 
-namespace visdet {
+namespace visdet::sigmoid_focal_loss {
 namespace {
 
 constexpr int kThreads = 256;
@@ -32,8 +32,8 @@ __device__ __forceinline__ A focal(A a, A gamma) {
   return a == a ? value : a;
 }
 
-// A thread owns a pack of VEC elements of one row, and then the pack a whole grid further. Nothing is read twice but
-// the row's target and its weight.
+// A thread has a pack of VEC elements of one row, then the pack that lies a whole grid further on. Only a row's target
+// and its weight are read more than once.
 template <typename T, typename A, int VEC, bool GRAD>
 __global__ void __launch_bounds__(kThreads)
     focal_kernel(const T* __restrict__ input, const int64_t* __restrict__ target, const A* __restrict__ weight,
@@ -76,12 +76,12 @@ Tensor run_focal(const char* op, const FocalProblem& problem, const Tensor* grad
   dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    constexpr int kPack = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
-    const bool packed =
-        problem.C % kPack == 0 && aligned(input, 16) && aligned(output, 16) && (one_number || aligned(grad_output, 16));
+    constexpr int kPack = sizeof(T) == 8 ? 1 : kVectorValues<T>;
+    const bool packed = problem.C % kPack == 0 && aligned(input, kVectorBytes) && aligned(output, kVectorBytes) &&
+                        (one_number || aligned(grad_output, kVectorBytes));
     const FocalSettings<A> settings{problem.N * problem.C / (packed ? kPack : 1), problem.C, static_cast<A>(gamma),
                                     static_cast<A>(alpha), one_number};
-    const int64_t blocks = std::min(ceil_div(settings.packs, kThreads), 32 * scope.device().multiprocessors);
+    const int64_t blocks = bounded_blocks(scope, settings.packs, kThreads, 32);
     launch({op, "focal_kernel", scope, blocks, kThreads},
            packed ? focal_kernel<T, A, kPack, GRAD> : focal_kernel<T, A, 1, GRAD>,
            static_cast<const T*>(input.const_data_ptr()), target.const_data_ptr<int64_t>(),
@@ -91,14 +91,14 @@ Tensor run_focal(const char* op, const FocalProblem& problem, const Tensor* grad
   return output;
 }
 
-Tensor sigmoid_focal_loss(const Tensor& input, const Tensor& target, const Tensor& weight, double gamma, double alpha) {
+Tensor forward(const Tensor& input, const Tensor& target, const Tensor& weight, double gamma, double alpha) {
   constexpr const char* op = "sigmoid_focal_loss";
   const auto problem = check_sigmoid_focal_loss(op, input, target, weight);
   return run_focal<false>(op, problem, nullptr, input, target, weight, gamma, alpha);
 }
 
-Tensor sigmoid_focal_loss_backward(const Tensor& grad_output, const Tensor& input, const Tensor& target,
-                                   const Tensor& weight, double gamma, double alpha) {
+Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& target, const Tensor& weight,
+                double gamma, double alpha) {
   constexpr const char* op = "sigmoid_focal_loss_backward";
   const auto problem = check_sigmoid_focal_loss(op, input, target, weight);
   check_focal_gradient(op, grad_output, input);
@@ -106,9 +106,9 @@ Tensor sigmoid_focal_loss_backward(const Tensor& grad_output, const Tensor& inpu
 }
 
 }  // namespace
-}  // namespace visdet
+}  // namespace visdet::sigmoid_focal_loss
 
 VISDET_CUDA_OPERATORS(m) {
-  m.impl("sigmoid_focal_loss", TORCH_BOX(&visdet::sigmoid_focal_loss));
-  m.impl("sigmoid_focal_loss_backward", TORCH_BOX(&visdet::sigmoid_focal_loss_backward));
+  m.impl("sigmoid_focal_loss", TORCH_BOX(&visdet::sigmoid_focal_loss::forward));
+  m.impl("sigmoid_focal_loss_backward", TORCH_BOX(&visdet::sigmoid_focal_loss::backward));
 }

@@ -1,21 +1,27 @@
-// deformable_aggregation's CUDA entries, for the operators that prepare its arguments in kernels of their own.
+// What operators need that prepare the arguments of deformable_aggregation by kernels of their own: the rule by which a
+// pair is visible, and the operator's two directions.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <tuple>
 
-namespace visdet {
+#include "common/values.cuh"
 
-torch::stable::Tensor deformable_aggregation_cuda(const torch::stable::Tensor& features,
-                                                  const torch::stable::Tensor& level_shapes,
-                                                  const torch::stable::Tensor& level_starts,
-                                                  const torch::stable::Tensor& locations,
-                                                  const torch::stable::Tensor& weights);
+namespace visdet::deformable_aggregation {
 
-std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> deformable_aggregation_backward_cuda(
-    const torch::stable::Tensor& grad_output, const torch::stable::Tensor& features,
-    const torch::stable::Tensor& level_shapes, const torch::stable::Tensor& level_starts,
-    const torch::stable::Tensor& locations, const torch::stable::Tensor& weights, bool deterministic);
+// Whether a (point, camera) pair at this location counts; NaN does not.
+template <typename A>
+__device__ __forceinline__ bool is_visible(const Pack<A, 2>& location) {
+  const A x = location.at[0], y = location.at[1];
+  return x > 0 && x < 1 && y > 0 && y < 1;
+}
 
-}  // namespace visdet
+Tensor forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts, const Tensor& locations,
+               const Tensor& weights);
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& features,
+                                            const Tensor& level_shapes, const Tensor& level_starts,
+                                            const Tensor& locations, const Tensor& weights, bool deterministic);
+
+}  // namespace visdet::deformable_aggregation

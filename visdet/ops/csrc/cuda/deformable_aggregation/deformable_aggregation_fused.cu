@@ -1,20 +1,20 @@
-// deformable_aggregation_fused on CUDA: a kernel before deformable_aggregation's, and after its backward. The contract
-// is in ../deformable_aggregation_fused.h.
+// deformable_aggregation_fused on CUDA: one kernel before those of deformable_aggregation, which makes its locations
+// and weights, and one after those of its backward. The contract is in ../deformable_aggregation_fused.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <tuple>
 #include <type_traits>
 
-#include "common/cuda_utils.cuh"
 #include "common/launch.h"
+#include "common/values.cuh"
 #include "cuda/deformable_aggregation/deformable_aggregation.cuh"
 #include "deformable_aggregation_fused.h"
 
-namespace visdet {
+namespace visdet::deformable_aggregation_fused {
 namespace {
 
-using torch::stable::Tensor;
+using deformable_aggregation::is_visible;
 
 constexpr const char* kFusedOp = "deformable_aggregation_fused";
 constexpr const char* kFusedBackwardOp = "deformable_aggregation_fused_backward";
@@ -25,7 +25,7 @@ struct FusedSizes {
   bool has_camera, has_keep;
 };
 
-// A query's logits: of entry j = (l * P + p) * G + g in camera v.
+// The logits of a query: at(v, j) is that of camera v and entry j = (l * P + p) * G + g.
 template <typename TL, typename A>
 struct Logits {
   const TL* query;   // [V, L, P, G], or [L, P, G] beside camera
@@ -45,7 +45,7 @@ __device__ __forceinline__ Logits<TL, A> logits_of(const TL* logits, const TL* c
   return {logits + query * stride, camera_logits + b * sizes.V * stride, stride};
 }
 
-// A camera: rows 0 to 2 of its matrix, the image's width and height.
+// A camera: the first three rows of its matrix, and the size of its image.
 template <typename A>
 struct Camera {
   A row[3][4], width, height;
@@ -59,15 +59,10 @@ struct Camera {
   }
 };
 
-template <typename A>
-__device__ __forceinline__ bool is_in_image(const Pack<A, 2>& location) {
-  return location.at[0] > 0 && location.at[0] < 1 && location.at[1] > 0 && location.at[1] < 1;
-}
+constexpr int kMaxThreads = 1024;  // of a block
 
-constexpr int kMostThreads = 1024;  // of a block that owns a query
-
-// The sums over a block's threads of one number each, for threads n of the same n % groups: of all of them, if n is
-// below groups * (blockDim.x / groups). In order, so that every run gives the same bits.
+// Called by all threads of a block: combines the numbers of all threads n of the same n % groups by f, in order, so
+// that every run gives the same bits. Threads from groups * (blockDim.x / groups) on are ignored.
 template <typename A, typename F>
 __device__ __forceinline__ A combine(A mine, int groups, A* shared, const F& f) {
   const int members = blockDim.x / groups;
@@ -79,12 +74,12 @@ __device__ __forceinline__ A combine(A mine, int groups, A* shared, const F& f) 
   return all;
 }
 
-// A block owns a query. Its threads project the points into the cameras; then thread n walks the logits of group
-// n % G for the softmax's maximum and sum; then warps take the visible (point, camera) pairs in turn and write their
-// weights, L * G neighbours. Weights of other pairs are never read, so they are never written.
+// A block has a query. Its threads first project the points into the cameras. Then the threads n of one n % G find the
+// maximum and the sum of the softmax of this group. Last, warp w writes the weights of every pair whose number is w
+// modulo the number of warps, L * G neighbours, if the pair is visible: the weights of other pairs are never read.
 // stats [B * Q, G, 2]: maximum and reciprocal sum, for the backward.
 template <typename TL, typename A>
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kMaxThreads)
     prepare_kernel(const A* __restrict__ key_points, const A* __restrict__ projection, const A* __restrict__ image_wh,
                    const TL* __restrict__ logits, const TL* __restrict__ camera_logits, const bool* __restrict__ keep,
                    A keep_scale, Pack<A, 2>* __restrict__ locations, A* __restrict__ weights, A* __restrict__ stats,
@@ -136,7 +131,7 @@ __global__ void __launch_bounds__(kMostThreads)
   __syncthreads();  // locations and stats are written
   const int lane = threadIdx.x % 32, numbers = L * G;
   for (int64_t pair = threadIdx.x / 32; pair < pairs; pair += blockDim.x / 32) {
-    if (!is_in_image(my_locations[pair])) continue;
+    if (!is_visible(my_locations[pair])) continue;
     const int p = static_cast<int>(pair / V), v = static_cast<int>(pair - static_cast<int64_t>(p) * V);
     A* to = weights + (query * pairs + pair) * numbers;
     for (int n = lane; n < numbers; n += 32) {
@@ -147,10 +142,11 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// A block owns a query: the gradients of its logits through the softmax, and of its points through the projection.
-// grad_pairs [B * Q, V, L, P, G]: the logits' gradients camera by camera, for those of camera_logits, or null.
+// A block has a query and writes the gradients of its logits, through the softmax, and of its points, through the
+// projection. grad_pairs [B * Q, V, L, P, G] are the gradients of logits for each camera, of which those of
+// camera_logits are made; null without camera_logits.
 template <typename TL, typename A>
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kMaxThreads)
     finish_kernel(const A* __restrict__ key_points, const A* __restrict__ projection, const A* __restrict__ image_wh,
                   const TL* __restrict__ logits, const TL* __restrict__ camera_logits, A keep_scale,
                   const Pack<A, 2>* __restrict__ locations, const A* __restrict__ weights, const A* __restrict__ stats,
@@ -170,7 +166,7 @@ __global__ void __launch_bounds__(kMostThreads)
     for (int v = 0; v < V; ++v) {
       const int64_t pair = static_cast<int64_t>(p) * V + v;
       const Pack<A, 2> location = my_locations[pair];
-      if (!is_in_image(location)) continue;
+      if (!is_visible(location)) continue;
       const Camera<A> camera(projection, image_wh, b * V + v);
       const Pack<A, 2> grad_location = grad_locations[query * pairs + pair];
       const A raw = camera.pixel(2, at), depth = raw < A(kMinDepth) ? A(kMinDepth) : raw;
@@ -189,7 +185,7 @@ __global__ void __launch_bounds__(kMostThreads)
     A dot = 0;
     if (first < members) {
       for (int64_t i = first; i < pairs * L; i += members) {
-        if (is_in_image(my_locations[i / L])) dot += my_weights[i * G + g] * my_grads[i * G + g];
+        if (is_visible(my_locations[i / L])) dot += my_weights[i * G + g] * my_grads[i * G + g];
       }
     }
     dot = combine(dot, groups, scratch, [](A x, A y) { return x + y; });
@@ -201,7 +197,7 @@ __global__ void __launch_bounds__(kMostThreads)
       A sum = 0;
       for (int v = 0; v < V; ++v) {
         const int64_t pair = static_cast<int64_t>(p) * V + v;
-        const A grad = is_in_image(my_locations[pair]) ? my_grads[(pair * L + l) * G + g] * keep_scale : A(0);
+        const A grad = is_visible(my_locations[pair]) ? my_grads[(pair * L + l) * G + g] * keep_scale : A(0);
         const A through = exp(my_logits.at(v, j) - most) * reciprocal * (grad - dot);
         if (sizes.has_camera) {
           sum += through;
@@ -215,8 +211,8 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// grad_camera_logits [B, N] = the sums of grad_pairs [B, Q, N] over Q. A block owns 32 columns; its warps take queries
-// in turn, and their sums are added in order.
+// grad_camera_logits [B, N] are the sums of grad_pairs [B, Q, N] over Q. A block has 32 columns, and each of its warps
+// every kSumWarps-th query; the sums of the warps are added in order.
 constexpr int kSumWarps = 16;
 template <typename TL, typename A>
 __global__ void __launch_bounds__(32 * kSumWarps)
@@ -236,7 +232,7 @@ __global__ void __launch_bounds__(32 * kSumWarps)
   grad_camera_logits[b * N + n] = from_accumulate<TL>(sum);
 }
 
-// Inputs as the kernels want them, and what prepare_kernel leaves.
+// The inputs, contiguous, and what prepare_kernel writes.
 struct Prepared {
   Tensor key_points, projection, image_wh, logits, camera_logits, keep, locations, weights, stats;
   FusedSizes sizes;
@@ -274,7 +270,7 @@ Prepared prepare(const DeviceScope& scope, const FusedAggregationProblem& proble
               {Q, static_cast<int32_t>(V), static_cast<int32_t>(L), static_cast<int32_t>(P), static_cast<int32_t>(G),
                has_camera, has_keep},
               B * Q,
-              V * L * P * G > 16384 ? kMostThreads : 256};
+              V * L * P * G > 16384 ? kMaxThreads : 256};
   if (it.weights.numel() == 0) return it;
   dispatch_logits(features, logits, [&](auto logit_tag, auto accumulate_tag) {
     using TL = decltype(logit_tag);
@@ -291,15 +287,15 @@ Prepared prepare(const DeviceScope& scope, const FusedAggregationProblem& proble
   return it;
 }
 
-Tensor fused_forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts,
-                     const Tensor& key_points, const Tensor& projection, const Tensor& image_wh, const Tensor& logits,
-                     const Tensor& camera_logits, const Tensor& keep, double keep_scale) {
+Tensor forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts, const Tensor& key_points,
+               const Tensor& projection, const Tensor& image_wh, const Tensor& logits, const Tensor& camera_logits,
+               const Tensor& keep, double keep_scale) {
   const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
                                                           logits, camera_logits, keep);
   const DeviceScope scope(features);
   const Prepared it =
       prepare(scope, problem, features, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
-  return deformable_aggregation_cuda(features, level_shapes, level_starts, it.locations, it.weights);
+  return deformable_aggregation::forward(features, level_shapes, level_starts, it.locations, it.weights);
 }
 
 // The gradients of logits, of points, and of camera_logits if there are any.
@@ -328,12 +324,12 @@ void launch_finish(const DeviceScope& scope, const FusedAggregationProblem& prob
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_output, const Tensor& features,
-                                                          const Tensor& level_shapes, const Tensor& level_starts,
-                                                          const Tensor& key_points, const Tensor& projection,
-                                                          const Tensor& image_wh, const Tensor& logits,
-                                                          const Tensor& camera_logits, const Tensor& keep,
-                                                          double keep_scale, bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& features,
+                                                    const Tensor& level_shapes, const Tensor& level_starts,
+                                                    const Tensor& key_points, const Tensor& projection,
+                                                    const Tensor& image_wh, const Tensor& logits,
+                                                    const Tensor& camera_logits, const Tensor& keep, double keep_scale,
+                                                    bool deterministic) {
   using torch::stable::new_empty;
   using torch::stable::zero_;
   const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
@@ -341,7 +337,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
   const DeviceScope scope(features);
   const Prepared it =
       prepare(scope, problem, features, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
-  const auto [grad_features, grad_locations, grad_weights] = deformable_aggregation_backward_cuda(
+  const auto [grad_features, grad_locations, grad_weights] = deformable_aggregation::backward(
       grad_output, features, level_shapes, level_starts, it.locations, it.weights, deterministic);
   Tensor grad_key_points = new_empty(it.key_points, it.key_points.sizes()),
          grad_logits = new_empty(it.logits, it.logits.sizes()),
@@ -356,9 +352,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
 }
 
 }  // namespace
-}  // namespace visdet
+}  // namespace visdet::deformable_aggregation_fused
 
 VISDET_CUDA_OPERATORS(m) {
-  m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::fused_forward));
-  m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::fused_backward));
+  m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::deformable_aggregation_fused::forward));
+  m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::deformable_aggregation_fused::backward));
 }

@@ -1,18 +1,16 @@
-// What every CUDA operator shares: value types, their conversions, and loads and stores of several values.
+// Values on the device: their types, the types their sums are taken in, conversions, and loads and stores of several
+// values by one instruction.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
+#include <cstdint>
 
 #include "common/checks.h"
 
 namespace visdet {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T>
 struct AccumulateType {
@@ -129,22 +127,6 @@ template <typename T, int VEC, typename A>
 __device__ __forceinline__ void load_pack(const void* from, A (&to)[VEC]) {
   const Pack<T, VEC> pack = *static_cast<const Pack<T, VEC>*>(from);  // a copy: one load
   unpack(pack, to);
-}
-
-// One step of a reduction in which each lane keeps half of the sums.
-template <typename A>
-__device__ __forceinline__ A exchange(unsigned mask, bool upper, A low, A high, int step) {
-  return (upper ? high : low) + __shfl_xor_sync(mask, upper ? low : high, step);
-}
-
-inline bool aligned(const Tensor& tensor, size_t bytes) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
-}
-
-// Contiguous, and at an address where a pair of coordinates can be read at once.
-inline Tensor contiguous_pairs(const Tensor& tensor) {
-  const Tensor packed = dense(tensor);
-  return aligned(packed, 16) ? packed : clone(packed);
 }
 
 // Calls f(T{}, A{}) with the value type T of a tensor and the type A its sums are taken in.

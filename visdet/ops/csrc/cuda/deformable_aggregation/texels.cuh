@@ -1,0 +1,264 @@
+// Backward, the last kernel: the gradient of features. The samples of the four cells around a texel are those that its
+// gradient is made of, each a row of grad_output, which the caches hold. A warp has kRows rows of features and walks
+// the records of all of them as one list, whose loads do not wait for one another. A row with many records (a long row)
+// is summed by all warps of its block instead. So every row of grad_features is written once, in its own type: without
+// floating-point atomics, without zeros before and without a copy in float32.
+#pragma once
+
+#include "common/warp.cuh"
+#include "cuda/deformable_aggregation/call.cuh"
+#include "cuda/deformable_aggregation/records.cuh"
+
+namespace visdet::deformable_aggregation {
+namespace {
+
+constexpr int kTexelThreads = 256;
+constexpr int kTexelWarps = kTexelThreads / 32;
+constexpr int kRows = 16;                        // of a warp
+constexpr int kBlockRows = kTexelWarps * kRows;  // of a block
+constexpr int kBatch = 4;                        // records whose loads are under way at once
+constexpr int kLongRow = 64;                     // records from which on a row is a long one
+constexpr int kChunk = 16;                       // records of a long row that a warp adds at a time
+
+// The rows of one image that a block has: row(n) for n < kBlockRows. They are `blocks` apart, so that every block has
+// some of the coarse levels, whose rows have most records.
+struct BlockRows {
+  int64_t b, block, blocks;
+  __device__ __forceinline__ explicit BlockRows(const Sizes& sizes) {
+    blocks = (sizes.S + kBlockRows - 1) / kBlockRows;
+    b = blockIdx.x / blocks, block = blockIdx.x - b * blocks;
+  }
+  __device__ __forceinline__ int64_t row(int n) const { return n * blocks + block; }
+};
+
+// The records of one row of features, in two runs: those of the two cells above the texel and those of the two below.
+// Records [begin, middle) of a run are of the cell to the left of the texel, those after them of the cell to its right.
+struct RowRuns {
+  int32_t begin[2] = {}, middle[2] = {}, above = 0, count = 0;  // above: records of the first run; count: of both
+  int32_t map = -1;
+  bool is_long = false;  // has many records, or lies in several maps, which overlap
+};
+
+// The first entry in the table of cells of the two cells above texel `texel` of a map; below them lie those W + 1 on.
+__device__ __forceinline__ int64_t cell_above(const Map& map, uint32_t texel) {
+  const uint32_t y = texel / map.W;
+  return static_cast<int64_t>(y) * (map.W + 1) + (texel - y * map.W);
+}
+
+__device__ __forceinline__ RowRuns runs_of_row(int64_t row, const Map* table, int map_count, const int32_t* starts) {
+  RowRuns runs;
+  for (int m = 0; m < map_count; ++m) {
+    if (row < table[m].start || row >= table[m].start + static_cast<int64_t>(table[m].H) * table[m].W) continue;
+    runs.is_long = runs.map >= 0;
+    runs.map = m;
+  }
+  if (runs.map < 0) return runs;
+  const Map map = table[runs.map];
+  const int32_t* run = starts + map.first_cell + cell_above(map, static_cast<uint32_t>(row - map.start));
+  const int32_t* below = run + map.W + 1;
+  runs.begin[0] = run[0], runs.middle[0] = run[1], runs.above = run[2] - run[0];
+  runs.begin[1] = below[0], runs.middle[1] = below[1], runs.count = runs.above + below[2] - below[0];
+  runs.is_long = runs.is_long || runs.count >= kLongRow;
+  return runs;
+}
+
+// The weight of a texel in a sample of a cell above or below it, to its left or right.
+template <typename A>
+__device__ __forceinline__ A texel_weight(const Record<A>& record, bool is_below, bool is_left) {
+  return (is_below ? 1 - record.fy : record.fy) * (is_left ? record.fx : 1 - record.fx);
+}
+
+template <typename T, typename TW, typename A, bool PACKS>
+__global__ void __launch_bounds__(kTexelThreads, 3)
+    texel_kernel(const T* __restrict__ grad_output, const TW* __restrict__ weights, const Maps maps,
+                 const int32_t* __restrict__ starts, const Record<A>* __restrict__ records,
+                 T* __restrict__ grad_features, const Sizes sizes) {
+  constexpr int VEC = kPackValues<T, PACKS>, NP = PACKS ? kHeldPacks<T> : 2;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ A warp_sums[kTexelWarps][NP * VEC][32];
+  __shared__ unsigned long_rows[kTexelWarps];
+  auto* table = reinterpret_cast<Map*>(shared);  // [V * L]
+  const int L = sizes.L, V = sizes.V, G = sizes.G, C = sizes.C, map_count = V * L;
+  load_maps(maps, map_count, table);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const BlockRows rows(sizes);
+  const int64_t b = rows.b, samples = sizes.Q * sizes.P;
+  const int32_t* my_starts = starts + b * sizes.cell_entries;
+  const TW* my_weights = weights + b * samples * V * L * G;
+  const char* my_output = reinterpret_cast<const char*>(grad_output + b * sizes.Q * C);
+  T* my_features = grad_features + b * sizes.S * C;
+  const uint32_t row_bytes = C * sizeof(T);
+
+  // Calls f(m, its cells above the texel) for the maps that hold a row: one, or none, unless maps overlap.
+  const auto for_each_map = [&](int64_t row, const auto& f) {
+    for (int m0 = 0; m0 < map_count; m0 += 32) {
+      const Map map = m0 + lane < map_count ? table[m0 + lane] : Map{};
+      const bool holds = row >= map.start && row < map.start + static_cast<int64_t>(map.H) * map.W;
+      for (unsigned ballot = __ballot_sync(kAllLanes, holds); ballot != 0; ballot &= ballot - 1) {
+        const int m = m0 + __ffs(ballot) - 1;
+        f(m, cell_above(table[m], static_cast<uint32_t>(row - table[m].start)));
+      }
+    }
+  };
+  // Adds to `sum` what this warp has to add to the gradient of a long row.
+  const auto add_long_row = [&](int64_t row, const Channels(&at)[NP], A(&sum)[NP][VEC]) {
+    for_each_map(row, [&](int m, int64_t cell) {
+      const Record<A>* my_records = records + (b * map_count + m) * samples;
+#pragma unroll 1
+      for (int below = 0; below < 2; ++below) {
+        const int32_t* run = my_starts + table[m].first_cell + cell + below * (table[m].W + 1);
+        const int32_t begin = run[0], middle = run[1], end = run[2];
+#pragma unroll 1
+        for (int32_t i0 = begin + warp * kChunk; i0 < end; i0 += kTexelWarps * kChunk) {
+          const int32_t i = i0 + lane;
+          A corner = 0;
+          int32_t query = 0, weight_row = 0;
+          if (lane < kChunk && i < end) {
+            const Record<A> record = my_records[i];
+            corner = texel_weight(record, below, i < middle);
+            query = record.query, weight_row = record.sample * (V * L) + m;
+          }
+          const int here = min(kChunk, end - i0);
+#pragma unroll 4
+          for (int j = 0; j < here; ++j) {
+            const A of_corner = __shfl_sync(kAllLanes, corner, j);
+            const int32_t q = __shfl_sync(kAllLanes, query, j), w = __shfl_sync(kAllLanes, weight_row, j);
+#pragma unroll
+            for (int n = 0; n < NP; ++n) {
+              A grad[VEC];
+              load_pack<T, VEC>(my_output + static_cast<uint64_t>(q) * row_bytes + at[n].c * sizeof(T), grad);
+              const A weight = of_corner * to_accumulate(my_weights[static_cast<int64_t>(w) * G + at[n].g]);
+#pragma unroll
+              for (int v = 0; v < VEC; ++v) sum[n][v] += grad[v] * weight;
+            }
+          }
+        }
+      }
+    });
+  };
+
+  // Lane r < kRows holds the runs of the warp's row r.
+  RowRuns runs;
+  const int64_t row = rows.row(warp * kRows + lane);
+  if (lane < kRows && row < sizes.S) runs = runs_of_row(row, table, map_count, my_starts);
+  const unsigned long_mask = __ballot_sync(kAllLanes, runs.is_long);
+  if (lane == 0) long_rows[warp] = long_mask;
+  const bool any_long = __syncthreads_or(runs.is_long);
+  if (runs.is_long) runs.count = 0;
+  const int32_t last = inclusive_sum_lanes(runs.count, kRows);  // end of the row's records in the warp's list
+  const int32_t total = __shfl_sync(kAllLanes, last, kRows - 1);
+  for (int n0 = 0; n0 < sizes.warp_packs; n0 += NP) {
+    Channels at[NP];
+    A sum[NP][VEC] = {};
+#pragma unroll
+    for (int n = 0; n < NP; ++n) {
+      at[n] = channels_of<VEC>(sizes, lane, n0 + n);  // past the last pack: past the last group
+    }
+    const auto store = [&](int64_t to) {
+#pragma unroll
+      for (int n = 0; n < NP; ++n) {
+        if (at[n].is_active) store_pack<T, VEC>(my_features + to * C + at[n].c, sum[n]);
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) sum[n][v] = 0;
+      }
+    };
+    int current = 0;  // the row that `sum` is of
+    const auto finish_rows = [&](int until) {
+      for (; current < until; ++current) {
+        const int64_t to = rows.row(warp * kRows + current);
+        if (!(long_mask >> current & 1) && to < sizes.S) store(to);
+      }
+    };
+    for (int32_t j0 = 0; j0 < total; j0 += 32) {
+      // Each lane reads one record of the list; lanes beyond its end repeat the last one.
+      const int32_t j = min(j0 + lane, total - 1);
+      int r = 0;
+#pragma unroll
+      for (int k = 0; k < kRows - 1; ++k) r += j >= __shfl_sync(kAllLanes, last, k);
+      const int32_t of_row = j - (__shfl_sync(kAllLanes, last, r) - __shfl_sync(kAllLanes, runs.count, r));
+      const int32_t of_above = __shfl_sync(kAllLanes, runs.above, r), m = __shfl_sync(kAllLanes, runs.map, r);
+      const bool is_below = of_row >= of_above;
+      const int32_t begins[2] = {__shfl_sync(kAllLanes, runs.begin[0], r), __shfl_sync(kAllLanes, runs.begin[1], r)};
+      const int32_t middles[2] = {__shfl_sync(kAllLanes, runs.middle[0], r), __shfl_sync(kAllLanes, runs.middle[1], r)};
+      const int32_t i = is_below ? begins[1] + of_row - of_above : begins[0] + of_row;
+      const Record<A> record = records[(b * map_count + m) * samples + i];
+      const A corner = texel_weight(record, is_below, i < (is_below ? middles[1] : middles[0]));
+      const int32_t query = record.query, weight_row = record.sample * (V * L) + m;
+      const int here = min(32, total - j0);
+      for (int i = 0; i < here; i += kBatch) {
+        A grad[kBatch][NP][VEC], weight[kBatch][NP];
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+          const A of_corner = __shfl_sync(kAllLanes, corner, i + u);
+          const int32_t q = __shfl_sync(kAllLanes, query, i + u), w = __shfl_sync(kAllLanes, weight_row, i + u);
+#pragma unroll
+          for (int n = 0; n < NP; ++n) {
+            load_pack<T, VEC>(my_output + static_cast<uint64_t>(q) * row_bytes + at[n].c * sizeof(T), grad[u][n]);
+            weight[u][n] = of_corner * to_accumulate(my_weights[static_cast<int64_t>(w) * G + at[n].g]);
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+          if (i + u >= here) break;
+          finish_rows(__shfl_sync(kAllLanes, r, i + u));
+#pragma unroll
+          for (int n = 0; n < NP; ++n) {
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sum[n][v] += grad[u][n][v] * weight[u][n];
+          }
+        }
+      }
+    }
+    finish_rows(kRows);
+    if (!any_long) continue;
+    for (int n = 0; n < kBlockRows; ++n) {
+      const int w = n / kRows;
+      if (!(long_rows[w] >> (n - w * kRows) & 1)) continue;
+      const int64_t long_row = rows.row(n);
+#pragma unroll
+      for (int i = 0; i < NP; ++i) {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) sum[i][v] = 0;
+      }
+      add_long_row(long_row, at, sum);
+#pragma unroll
+      for (int i = 0; i < NP; ++i) {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) warp_sums[warp][i * VEC + v][lane] = sum[i][v];
+      }
+      __syncthreads();
+      if (warp == w) {
+#pragma unroll
+        for (int i = 0; i < NP; ++i) {
+#pragma unroll
+          for (int v = 0; v < VEC; ++v) {
+            sum[i][v] = 0;
+            for (int other = 0; other < kTexelWarps; ++other) sum[i][v] += warp_sums[other][i * VEC + v][lane];
+          }
+        }
+        store(long_row);
+      }
+      __syncthreads();  // warp_sums may be written again
+    }
+  }
+}
+
+// Shared memory that the kernel declares beside the table of maps.
+template <typename T, typename A, bool PACKS>
+constexpr int64_t kTexelShared =
+    sizeof(A) * kTexelWarps * (PACKS ? kHeldPacks<T> : 2) * kPackValues<T, PACKS> * 32 + sizeof(unsigned) * kTexelWarps;
+
+// Writes the gradient of features.
+template <typename T, typename TW, typename A, bool PACKS>
+void launch_texels(const BackwardCall& call, const Sizes& sizes, const Tensor& starts, const Tensor& records) {
+  const int64_t blocks = sizes.B * ceil_div(sizes.S, kBlockRows);
+  launch({kBackwardOp, "texel_kernel", call.scope, blocks, kTexelThreads, call.maps.table_bytes,
+          kTexelShared<T, A, PACKS>},
+         texel_kernel<T, TW, A, PACKS>, static_cast<const T*>(call.grad_output.const_data_ptr()),
+         static_cast<const TW*>(call.weights.const_data_ptr()), call.maps.maps,
+         static_cast<const int32_t*>(starts.const_data_ptr()), static_cast<const Record<A>*>(records.const_data_ptr()),
+         static_cast<T*>(call.grad_features.mutable_data_ptr()), sizes);
+}
+
+}  // namespace
+}  // namespace visdet::deformable_aggregation

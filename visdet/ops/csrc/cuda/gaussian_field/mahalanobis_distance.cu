@@ -1,0 +1,109 @@
+// mahalanobis_distance on CUDA. The contract is in ../gaussian_field.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "common/launch.h"
+#include "common/warp.cuh"
+#include "cuda/gaussian_field/gaussians.cuh"
+#include "cuda/gaussian_field/pairs.cuh"
+#include "gaussian_field.h"
+
+namespace visdet::gaussian_field {
+namespace {
+
+// A thread has a Gaussian and a block one of `parts` parts of the points: neighbouring threads write neighbouring
+// numbers of rows of the output.
+template <typename A>
+__global__ void __launch_bounds__(kThreads) distance_kernel(const Inputs<A> in, A* __restrict__ output, int parts) {
+  const int column = blockIdx.x / parts, part = blockIdx.x % parts;
+  const int64_t n = static_cast<int64_t>(column) * kThreads + threadIdx.x;
+  if (n >= in.N) return;
+  const Gaussian<A> g = read_gaussian(in, n, A(1));
+  const int64_t begin = part * in.part, end = min(begin + in.part, in.B);
+#pragma unroll 4
+  for (int64_t b = begin; b < end; ++b) {
+    A v[3];
+    output[b * in.N + n] = whiten(g, in.points[3 * b], in.points[3 * b + 1], in.points[3 * b + 2], v);
+  }
+}
+
+// A warp has a point, and each of its lanes a 32nd of the Gaussians.
+template <typename A>
+__global__ void __launch_bounds__(kThreads)
+    distance_point_kernel(const Inputs<A> in, const A* __restrict__ grad_output, A* __restrict__ grad_points) {
+  const int64_t b = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  if (b >= in.B) return;
+  const int lane = threadIdx.x % 32;
+  const A x = in.points[3 * b], y = in.points[3 * b + 1], z = in.points[3 * b + 2];
+  A sums[3] = {};
+  for (int64_t n = lane; n < in.N; n += 32) {
+    const Gaussian<A> g = read_gaussian(in, n, A(1));
+    A v[3], u[3];
+    whiten(g, x, y, z, v);
+    whiten_back(g, v, u);
+    const A s = grad_output[b * in.N + n];
+#pragma unroll
+    for (int d = 0; d < 3; ++d) sums[d] += s * u[d];
+  }
+#pragma unroll
+  for (int d = 0; d < 3; ++d) {
+    const A sum = sum_lanes(sums[d]);
+    if (lane == 0) grad_points[3 * b + d] = 2 * sum;
+  }
+}
+
+Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in) {
+  constexpr const char* op = "mahalanobis_distance";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  const DeviceScope scope(points_in);
+  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in);
+  Tensor output = new_empty(points, {problem.B, problem.N});
+  if (output.numel() == 0) return output;
+  const int64_t columns = ceil_div(problem.N, kThreads);
+  dispatch_float(points, [&](auto tag) {
+    using A = decltype(tag);
+    auto in = inputs_of<A>(problem, points, means, cholesky);
+    in.part = std::clamp<int64_t>(ceil_div(problem.B * columns, 4 * wanted_blocks(scope)), 1, 64);
+    const int64_t parts = ceil_div(problem.B, in.part);
+    launch({op, "distance_kernel", scope, parts * columns, kThreads}, distance_kernel<A>, in,
+           output.mutable_data_ptr<A>(), static_cast<int>(parts));
+  });
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& grad_output_in, const Tensor& points_in,
+                                                                 const Tensor& means_in, const Tensor& cholesky_in) {
+  constexpr const char* op = "mahalanobis_distance_backward";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  check_distance_gradient(op, grad_output_in, problem, points_in);
+  const DeviceScope scope(points_in);
+  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
+               cholesky = dense(cholesky_in);
+  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
+         grad_cholesky = new_empty(cholesky, cholesky.sizes());
+  if (grad_output.numel() == 0) {
+    zero_(grad_points), zero_(grad_means), zero_(grad_cholesky);
+    return {grad_points, grad_means, grad_cholesky};
+  }
+  dispatch_float(points, [&](auto tag) {
+    using A = decltype(tag);
+    const auto in = inputs_of<A>(problem, points, means, cholesky);
+    const A* grad = grad_output.const_data_ptr<A>();
+    launch({op, "distance_point_kernel", scope, ceil_div(problem.B, kThreads / 32), kThreads}, distance_point_kernel<A>,
+           in, grad, grad_points.mutable_data_ptr<A>());
+    launch_pairs<A, Task::kDistanceGradients, false>(
+        op, scope, in, points, {grad, nullptr, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>()});
+  });
+  return {grad_points, grad_means, grad_cholesky};
+}
+
+}  // namespace
+}  // namespace visdet::gaussian_field
+
+VISDET_CUDA_OPERATORS(m) {
+  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::gaussian_field::mahalanobis_distance));
+  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::gaussian_field::mahalanobis_distance_backward));
+}

@@ -1,0 +1,85 @@
+// How the threads of a warp divide the channels of a row among them, and which sizes the kernels' indices can hold.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "common/launch.h"
+#include "common/values.cuh"
+#include "cuda/ms_deform_attn/levels.cuh"
+
+namespace visdet::ms_deform_attn {
+
+inline void check_sizes(const MsDeformAttnProblem& problem) {
+  VISDET_CHECK("ms_deform_attn", problem.L <= kMaxLevels, "level_shapes may name ", kMaxLevels,
+               " levels at the most on CUDA, got ", problem.L);
+  VISDET_CHECK("ms_deform_attn", problem.S <= INT32_MAX, "value must have fewer than 2^31 rows S, got ", problem.S);
+  // Kernels count the samples of one image and the bytes of one texel in 32 bits.
+  const double samples = 1.0 * problem.Q * problem.G * problem.K;
+  VISDET_CHECK("ms_deform_attn", samples <= INT32_MAX && problem.Q * problem.G <= INT32_MAX,
+               "Q * G * L * P must be under 2^31, got ", problem.Q, " * ", problem.G, " * ", problem.K);
+  VISDET_CHECK("ms_deform_attn", 8.0 * problem.G * problem.C <= INT32_MAX, "G * C must be under 2^28, got ", problem.G,
+               " * ", problem.C);
+  VISDET_CHECK("ms_deform_attn", problem.B * problem.G <= INT32_MAX, "B * G must be under 2^31, got ", problem.B, " * ",
+               problem.G);
+}
+
+// Returns a grid whose x counts the blocks of a head, and whose y and z together count the heads: a kernel reads its
+// head back as y + 65535 * z.
+inline Grid head_grid(int64_t blocks, int64_t heads) {
+  return {blocks, std::min<int64_t>(heads, 65535), ceil_div(heads, 65535)};
+}
+
+// `lanes` neighbouring threads, a power of two, read a row of C channels together, `vec` channels each by one load. vec
+// is 16 bytes' worth of values where channels and addresses allow such loads, else 1. The lanes cover the row, or are
+// the most that a path has; they then take the row in several steps.
+struct RowSplit {
+  int64_t vec, lanes;
+};
+
+template <typename T>
+constexpr int kRowVec = kVectorValues<T>;
+
+inline RowSplit row_split(int64_t C, bool is_aligned, int64_t vec, int64_t most_lanes) {
+  if (C % vec != 0 || !is_aligned) return {1, std::min<int64_t>(most_lanes * vec, 32)};
+  int64_t lanes = 4;
+  while (lanes < most_lanes && lanes * vec < C) lanes *= 2;
+  return {vec, lanes};
+}
+
+// Calls f(VEC, LANES) with the constants of a row_split(C, is_aligned, VEC, MOST).
+template <int VEC, int MOST, typename F>
+void dispatch_row(const RowSplit& row, const F& f) {
+  if (row.vec == 1) {
+    return f(std::integral_constant<int, 1>{}, std::integral_constant<int, least(MOST * VEC, 32)>{});
+  }
+  const std::integral_constant<int, VEC> vec;
+  if constexpr (MOST >= 32) {
+    if (row.lanes == 32) return f(vec, std::integral_constant<int, 32>{});
+  }
+  if constexpr (MOST >= 16) {
+    if (row.lanes == 16) return f(vec, std::integral_constant<int, 16>{});
+  }
+  if constexpr (MOST >= 8) {
+    if (row.lanes == 8) return f(vec, std::integral_constant<int, 8>{});
+  }
+  f(vec, std::integral_constant<int, 4>{});
+}
+
+// A backward with at most this many samples a texel adds its gradients directly, which is then faster than sorting.
+constexpr int64_t kDirectSamples = 4;
+
+// Returns how many channels each row should be padded to before the kernels run, so that rows can be read 16 bytes at a
+// time: C itself where rows already can be, and where samples are so few that the copies would cost more.
+inline int64_t filled_channels(const MsDeformAttnProblem& problem, const Tensor& value) {
+  const int64_t vec = 16 / static_cast<int64_t>(value.element_size());
+  const bool pays = problem.C >= vec && problem.Q * problem.K > kDirectSamples * problem.S;
+  return pays ? ceil_div(problem.C, vec) * vec : problem.C;
+}
+inline Tensor fill_rows(const Tensor& tensor, const MsDeformAttnProblem& problem, int64_t channels) {
+  const Tensor rows = view(tensor, {problem.B, tensor.size(1), problem.G, problem.C});
+  const int64_t before_and_after[] = {0, channels - problem.C};
+  return pad(rows, {before_and_after, 2});
+}
+
+}  // namespace visdet::ms_deform_attn

@@ -1,0 +1,234 @@
+// Images in the order that the passes of sample_sum and sample_dot read: [B, H, W, C]. Channels-last images are so
+// already; NCHW ones are copied.
+//
+// A block copies kCopyPixels neighbouring pixels of an image with all their channels. It reads whole lines of each
+// channel into shared memory, asynchronously where the GPU can; then each thread takes squares of N x N numbers,
+// transposes them in registers, and writes N channels of N pixels.
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "common/overlap.cuh"
+#include "cuda/sample/samples.cuh"
+
+namespace visdet::sample {
+namespace {
+
+template <typename T>
+struct Copying {
+  const T* from;
+  T* to;
+  uint32_t blocks;  // of an image
+  bool in_packs;    // sizes and addresses allow packs of kCopyPack<T>
+};
+
+constexpr int kCopyThreads = 256;
+constexpr int kCopyPixels = 32;
+
+template <typename T>
+constexpr int kCopyPack = sizeof(T) == 8 ? 1 : 4;
+template <typename T>
+constexpr int kCopyChannels = sizeof(T) == 8 ? 96 : 160;  // at a time
+
+template <typename T>
+struct CopyTile {
+  alignas(16) T at[kCopyChannels<T> * kCopyPixels];
+};
+
+// Copies to shared memory without registers, so that all copies are under way at once. What is read will not be read
+// again: it is the first to leave the second-level cache, where the copy is to stay. Before sm_80 there is no such
+// instruction, and the copy goes through registers.
+template <typename P>
+__device__ __forceinline__ void copy_async(P* to, const P* from) {
+#if __CUDA_ARCH__ >= 800
+  constexpr bool kHasAsync = true;
+#else
+  constexpr bool kHasAsync = false;
+#endif
+  if constexpr (sizeof(P) < 4 || !kHasAsync) {
+    *to = *from;
+  } else {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const auto at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    if constexpr (sizeof(P) == 16) {
+      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "l"(policy)
+                   : "memory");
+    } else {
+      asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(sizeof(P)),
+                   "l"(policy)
+                   : "memory");
+    }
+  }
+}
+
+// For all threads of a block: copies the block's part of an image. Packs of N pixels lie in the tile in an order in
+// which neither the writes nor the reads of a warp meet bank conflicts.
+template <int N, typename T>
+__device__ __forceinline__ void copy_pixels(const Copying<T>& copying, int64_t image, int64_t block, const Sizes& sizes,
+                                            CopyTile<T>& tile) {
+  constexpr int kPacks = kCopyPixels / N, kChannels = kCopyChannels<T>;
+  auto* packs = reinterpret_cast<Pack<T, N>*>(tile.at);
+  const auto index_of = [&](int c, int pack) { return c * kPacks + (pack ^ (c / N % kPacks)); };
+  const int64_t pixels = static_cast<int64_t>(sizes.H) * sizes.W, first = block * kCopyPixels, rest = pixels - first;
+  const int count = static_cast<int>(rest < kCopyPixels ? rest : kCopyPixels) / N;
+  const T* from = copying.from + image * sizes.C * pixels + first;
+  T* to = copying.to + (image * pixels + first) * sizes.C;
+  for (int c0 = 0; c0 < sizes.C; c0 += kChannels) {
+    const int here = min(kChannels, sizes.C - c0), pack = threadIdx.x % kPacks;
+    for (int c = threadIdx.x / kPacks; pack < count && c < here; c += kCopyThreads / kPacks) {
+      copy_async(packs + index_of(c, pack), reinterpret_cast<const Pack<T, N>*>(from + (c0 + c) * pixels + pack * N));
+    }
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    __syncthreads();  // the tile is complete
+    const int across = here / N;
+    int down = threadIdx.x / across, c = threadIdx.x - down * across;
+    const int step_down = kCopyThreads / across, step_c = kCopyThreads - step_down * across;
+#pragma unroll(N == 1 ? 4 : 1)
+    while (down < count) {
+      Pack<T, N> in[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) in[i] = packs[index_of(c * N + i, down)];
+      T* pixel = to + static_cast<int64_t>(down) * N * sizes.C + c0 + c * N;
+#pragma unroll
+      for (int i = 0; i < N; ++i, pixel += sizes.C) {
+        Pack<T, N> out;
+#pragma unroll
+        for (int j = 0; j < N; ++j) out.at[j] = in[j].at[i];
+        if constexpr (N == 1) {
+          *pixel = out.at[0];
+        } else {
+          using Word = std::conditional_t<sizeof(out) == 16, int4, int2>;
+          __stcg(reinterpret_cast<Word*>(pixel), *reinterpret_cast<const Word*>(&out));  // one store
+        }
+      }
+      down += step_down, c += step_c;
+      if (c >= across) c -= across, ++down;
+    }
+    __syncthreads();  // the tile may be written again
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kCopyThreads) copy_kernel(const Copying<T> copying, const Sizes sizes) {
+  __shared__ CopyTile<T> tile;
+  allow_next_launch();
+  const uint32_t image = blockIdx.x / copying.blocks, block = blockIdx.x - image * copying.blocks;
+  if (copying.in_packs) {
+    copy_pixels<kCopyPack<T>>(copying, image, block, sizes, tile);
+  } else {
+    copy_pixels<1>(copying, image, block, sizes, tile);
+  }
+  if (blockIdx.x == 0) await_previous_launch();
+}
+
+// How many images are copied, and then read, at a time by passes whose launches overlap: few enough that the copies are
+// still in the second-level cache when they are read. Where launches cannot overlap, more launches cost more than that
+// gains.
+inline int64_t images_at_once(const Device& device, int64_t B, int64_t image_bytes) {
+  if (device.capability < kOverlapCapability) return B;
+  const int64_t most = std::max<int64_t>(1, device.l2_bytes / 4 * 3 / std::max<int64_t>(1, image_bytes));
+  return ceil_div(B, ceil_div(B, most));
+}
+
+// Images as [B, H, W, C] in memory: themselves if they are channels last, else a copy, which start_copy() makes.
+template <typename T>
+struct Images {
+  Tensor given, copy;
+  const T* data;
+  bool is_copy;
+
+  Images(const Tensor& images, const SampleProblem& problem)
+      : given(images), copy(images), is_copy(!problem.channels_last && images.numel() > 0) {
+    if (is_copy) given = dense(images), copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
+    data = data_of<T>(copy);
+  }
+
+  // Copies `count` images from `first` on. overlaps: with the launch before it.
+  void start_copy(const char* op, const DeviceScope& scope, const Sizes& sizes, int64_t first, int64_t count,
+                  bool overlaps) const {
+    const int64_t pixels = int64_t{sizes.H} * sizes.W, offset = first * pixels * sizes.C;
+    const int64_t blocks = ceil_div(pixels, kCopyPixels);
+    const bool in_packs =
+        sizes.C % kCopyPack<T> == 0 && pixels % kCopyPack<T> == 0 && aligned(given, sizeof(Pack<T, kCopyPack<T>>));
+    const Copying<T> copying{data_of<T>(given) + offset, static_cast<T*>(copy.mutable_data_ptr()) + offset,
+                             static_cast<uint32_t>(blocks), in_packs};
+    launch({op, "copy_kernel", scope, count * blocks, kCopyThreads, 0, 0, overlaps}, copy_kernel<T>, copying, sizes);
+  }
+};
+
+// The query that a block of the sum or dots pass owns. The last block has the first one: what was copied last is still
+// in the second-level cache.
+struct Query {
+  uint32_t b, q;
+
+  static __device__ __forceinline__ Query of_block(const Sizes& sizes) {
+    const uint32_t i = gridDim.x - 1 - blockIdx.x, Q = static_cast<uint32_t>(sizes.Q);
+    return {i / Q, i % Q};
+  }
+};
+
+// A run of images of a call, whose queries one launch serves. overlaps: with the launch before it.
+struct ImageRun {
+  int64_t first, count;
+  bool overlaps;
+};
+
+// What every pass reads. T: of images; A: of everything else, and of sums.
+template <typename T, typename A>
+struct Inputs {
+  using Value = T;
+  using Sum = A;
+
+  const char* op;
+  const DeviceScope& scope;
+  Sizes sizes;
+  const Images<T>& images;
+  const Tensor& samples;
+
+  int64_t queries() const { return sizes.B * sizes.Q; }
+  // From query `query` of all images on.
+  const Pack<A, 2>* sample_data(int64_t query = 0) const { return data_of<Pack<A, 2>>(samples) + query * sizes.D; }
+  const T* image_data(int64_t image) const { return images.data + image * sizes.H * sizes.W * sizes.C; }
+
+  ImageRun all() const { return {0, sizes.B, false}; }
+
+  void copy_all() const {
+    if (images.is_copy) images.start_copy(op, scope, sizes, 0, sizes.B, false);
+  }
+  // Calls f(run) for the runs of images that are copied together, each after the launch of its copy. f() launches one
+  // kernel, which awaits the copy if there are samples.
+  template <typename F>
+  void copy_by_runs(const F& f) const {
+    if (queries() == 0 || sizes.G == 0) return;
+    if (!images.is_copy) return f(all());
+    const bool overlaps = scope.device().capability >= kOverlapCapability && sizes.D > 0;
+    const int64_t image_bytes = int64_t{sizes.H} * sizes.W * sizes.C * sizeof(T);
+    const int64_t count = images_at_once(scope.device(), sizes.B, image_bytes);
+    for (int64_t first = 0; first < sizes.B; first += count) {
+      const ImageRun run{first, std::min(count, sizes.B - first), overlaps};
+      images.start_copy(op, scope, sizes, run.first, run.count, overlaps && first > 0);
+      f(run);
+    }
+  }
+
+  // Calls f(VEC) with 4 channels a load where types, sizes and addresses, that of the tensor `other` with K channels a
+  // row among them, allow it, else 1.
+  template <typename F>
+  void with_vec(const void* other, const F& f) const {
+    if constexpr (sizeof(A) == 4) {
+      constexpr int kVec = 4;
+      if (sizes.C % kVec == 0 && sizes.K % kVec == 0 && aligned(images.data, kVec * sizeof(T)) && aligned(other, 16)) {
+        return f(std::integral_constant<int, kVec>{});
+      }
+    }
+    f(std::integral_constant<int, 1>{});
+  }
+};
+
+}  // namespace
+}  // namespace visdet::sample
