@@ -3,11 +3,12 @@
 // Each multiprocessor has about one block, which owns neighbouring queries of one head (blockIdx.y is the head,
 // blockIdx.z the image). As in forward_rows.cuh, a group of LANES * SPLIT threads owns a row: LANES threads own its
 // channels, VEC each, and SPLIT sets of lanes divide its samples among them. Every level has a multiple of four samples
-// of a row, so that each run of four samples lies on one level (forward_runs.cuh).
+// of a row, so that each run of kRun samples lies on one level.
 //
 // A group takes its row in chunks of kChunk samples. Its threads first prepare the samples of the chunk in shared
-// memory, each of them neighbouring pairs of samples that it fetches by one load if the group has at most kChunk / 2
-// threads. Then each set of lanes takes its part of every run, with the texels of kInFlight samples loading.
+// memory (forward_sample.cuh). If the group has fewer threads than the chunk has samples, each thread fetches pairs of
+// neighbouring samples by one load. Then each set of lanes adds its samples of every run, while the texels of the next
+// kInFlight samples are being loaded.
 //
 //   a group of 8 threads, LANES = 4, SPLIT = 2:
 //      thread       0     1     2    ...     7
@@ -25,17 +26,17 @@
 #include "common/warp.cuh"
 #include "cuda/ms_deform_attn/forward_call.cuh"
 #include "cuda/ms_deform_attn/forward_rows.cuh"
-#include "cuda/ms_deform_attn/forward_runs.cuh"
 #include "cuda/ms_deform_attn/forward_sample.cuh"
 
 namespace visdet::ms_deform_attn {
 namespace {
 
+constexpr int kChunk = 16;        // samples that a group prepares at a time
 constexpr int kMaxInRuns = 1024;  // samples of a row, since the levels of their runs are in shared memory
 
 // The levels of the runs of any row, from which the kernel fills a table in shared memory. The host lists the first
 // ones, as far as it knows the levels: searching them in the kernel would delay every block.
-struct ManyRuns {
+struct RunLevels {
   int64_t S;
   int32_t count;    // the runs that `level` lists
   Level level[16];  // The level's number stands in `end`.
@@ -51,8 +52,8 @@ struct ManyRuns {
   }
 };
 
-inline ManyRuns many_runs(const Levels& levels, const MsDeformAttnProblem& problem) {
-  ManyRuns runs{};
+inline RunLevels run_levels(const Levels& levels, const MsDeformAttnProblem& problem) {
+  RunLevels runs{};
   runs.S = problem.S, runs.levels = levels;
   if (!levels.by_value()) return runs;
   constexpr int kMost = sizeof(runs.level) / sizeof(Level);
@@ -74,22 +75,22 @@ struct DecoderSizes {
 // The bytes of shared memory that a group's samples take; 16 more let neighbouring groups use different banks.
 constexpr int kChunkBytes = sizeof(Sample<float>) * kChunk + 16;
 
-template <typename T, typename Source, typename Runs, int VEC, int LANES, int SPLIT>
+template <typename T, typename Source, int VEC, int LANES, int SPLIT>
 __global__ void __maxnreg__(kForwardRegisters)
     decoder_kernel(const T* __restrict__ value, const Source source, T* __restrict__ output, const DecoderSizes sizes,
-                   const __grid_constant__ Runs runs) {
+                   const __grid_constant__ RunLevels runs) {
   constexpr int kGroup = LANES * SPLIT;
-  constexpr int kEach = greatest(1, kChunk / kGroup), kPairs = kEach / 2;  // of samples that a thread prepares
+  constexpr int kEach = greatest(1, kChunk / kGroup), kPairs = kEach / 2;  // samples, and pairs, that a thread prepares
   constexpr int kSteps = kRun / SPLIT;                                     // the samples of a run that a thread sums
-  constexpr bool kFew = std::is_same_v<Runs, FewRuns>;
   // In 16 bit a thread sums twice as many channels of a sample, and one sample in flight is enough.
   constexpr int kInFlight = sizeof(T) == 2 && SPLIT > 1 ? 1 : least(2, kSteps);
   extern __shared__ __align__(16) char shared[];
   const int groups = blockDim.x / kGroup, group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
-  const int L = sizes.L, K = kFew ? kChunk : sizes.K, G = sizes.G, C = sizes.C, g = blockIdx.y;
+  const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C, g = blockIdx.y;
   const uint32_t b = blockIdx.z;
   auto* my_samples = reinterpret_cast<Sample<float>*>(shared + group * kChunkBytes);
-  auto* table = reinterpret_cast<Level*>(shared + groups * kChunkBytes);  // [K / kRun], unless kFew
+  // [K / kRun]: of each run, the level, with its number in `end`.
+  auto* table = reinterpret_cast<Level*>(shared + groups * kChunkBytes);
   const uint32_t query = blockIdx.x * groups + group;
   const bool exists = query < sizes.Q;
   const uint32_t row = exists ? query * G + g : 0;
@@ -99,20 +100,7 @@ __global__ void __maxnreg__(kForwardRegisters)
   typename Source::Raw raw[kEach];
   // Returns the number of raw[i] among the samples of the chunk: pairs are dealt to the threads of the group in order.
   const auto sample_of = [&](int i) { return kPairs > 0 ? (i / 2 * kGroup + lane) * 2 + i % 2 : lane; };
-  const auto level_of = [&](int k) {
-    if constexpr (kFew) {
-      return of_run(runs.level, k);
-    } else {
-      return table[min(k, K - 1) / kRun];
-    }
-  };
-  const auto points_of = [&](int k, const Level& level) {
-    if constexpr (kFew) {
-      return of_run(runs.points, k);
-    } else {
-      return points_on(runs.levels, level.end);
-    }
-  };
+  const auto level_of = [&](int k) { return table[min(k, K - 1) / kRun]; };
   const auto fetch = [&](int k0) {
 #pragma unroll
     for (int i = 0; i < kEach; i += 2) {
@@ -131,16 +119,11 @@ __global__ void __maxnreg__(kForwardRegisters)
       if constexpr (kPairs > 0) raw[i + 1] = pair[1];
     }
   };
-  if (kFew || !Source::kNeedsLevel) fetch(0);
-  typename Source::Row softmax;
-  if constexpr (kFew) {
-    softmax = image.template row_of_raw<kGroup>(raw, [&](int i) { return sample_of(i) < K; });
-  } else {
-    for (int r = threadIdx.x; r < K / kRun; r += blockDim.x) table[r] = runs.at(r);
-    __syncthreads();  // The table is complete.
-    softmax = image.row_of_lanes(exists, row * K, K, lane, kGroup);
-    if (Source::kNeedsLevel) fetch(0);
-  }
+  if (!Source::kNeedsLevel) fetch(0);
+  for (int r = threadIdx.x; r < K / kRun; r += blockDim.x) table[r] = runs.at(r);
+  __syncthreads();  // The table is complete.
+  const typename Source::Row softmax = image.row_of_lanes(exists, row * K, K, lane, kGroup);
+  if (Source::kNeedsLevel) fetch(0);
 
   const int channel_lane = lane % LANES, split = lane / LANES, c = channel_lane * VEC;
   // Lanes past the last channel read the first channels.
@@ -154,22 +137,17 @@ __global__ void __maxnreg__(kForwardRegisters)
       const int k = k0 + sample_of(i);
       const int first_of_pair = k0 + sample_of(i / 2 * 2);  // It lies on the same level.
       const Level level = level_of(first_of_pair);
-      const int points = Source::kNeedsLevel ? points_of(first_of_pair, level) : 0;
+      const int points = Source::kNeedsLevel ? points_on(runs.levels, level.end) : 0;
       const Sample<float> sample = make_sample<float>(image, raw[i], softmax, level, points, exists && k < K);
       if (kGroup <= kChunk || lane < kChunk) my_samples[sample_of(i)] = sample;
     }
     __syncwarp();  // These samples are complete.
 
-    const int count = kFew ? K / kRun : min(kChunk, K - k0) / kRun;
+    const int count = min(kChunk, K - k0) / kRun;
     int run = threadIdx.x / 128 % 2 * (count / 2);
     uint32_t right, below;  // from a texel of this run to its neighbours, in bytes
     const auto enter_run = [&] {
-      Level level;
-      if constexpr (kFew) {
-        level = runs.level[run];
-      } else {
-        level = table[k0 / kRun + run];
-      }
+      const Level level = table[k0 / kRun + run];
       right = level.W > 1 ? texel_bytes : 0, below = level.H > 1 ? level.W * texel_bytes : 0;
     };
     Sample<float> at[kInFlight];
@@ -201,7 +179,7 @@ __global__ void __maxnreg__(kForwardRegisters)
     for (int remaining = count; remaining > 1; --remaining) sum_run(std::false_type{});
     sum_run(std::true_type{});
     k0 += kChunk;
-    if (kFew || k0 >= K) break;
+    if (k0 >= K) break;
     fetch(k0);
     __syncwarp();  // The threads have read the samples.
   }
@@ -210,13 +188,6 @@ __global__ void __maxnreg__(kForwardRegisters)
   if (split == 0 && c < C && exists) {
     store_pack<T, VEC>(output + (static_cast<uint64_t>(b) * sizes.image_rows + row) * C + c, sum);
   }
-}
-
-// Returns whether the runs are given to the kernel as FewRuns. Only rows of the usual channels have kernels for them.
-template <typename Form>
-bool has_few_runs(const ForwardCall<Form>& call) {
-  const RowSplit row = call.row();
-  return call.levels.by_value() && call.problem.K == kChunk && row.vec * row.lanes == kUsualChannels;
 }
 
 // Up to kMaxBlocksEach blocks on a multiprocessor, one after the other, are still faster than another path.
@@ -234,7 +205,7 @@ FewBlocks decoder_blocks(const ForwardCall<Form>& call) {
 template <typename Form>
 int64_t decoder_shared_bytes(const ForwardCall<Form>& call, const FewBlocks& blocks) {
   return kChunkBytes * (blocks.threads / (call.row().lanes * blocks.split)) +
-         (has_few_runs(call) ? 0 : static_cast<int64_t>(sizeof(Level)) * (call.problem.K / kRun));
+         static_cast<int64_t>(sizeof(Level)) * (call.problem.K / kRun);
 }
 
 // The path `decoder` serves queries so few that about one block a multiprocessor holds them.
@@ -276,22 +247,15 @@ void decoder_launch(const ForwardCall<Form>& call) {
     dispatch_split<kLanes>(blocks.split, [&](auto split) {
       const auto source = call.form.template source<T, float>();
       using Source = std::decay_t<decltype(source)>;
-      const auto start = [&](const auto& runs) {
-        using Runs = std::decay_t<decltype(runs)>;
-        launch({"ms_deform_attn",
-                "decoder_kernel",
-                call.scope,
-                {ceil_div(problem.Q, rows), problem.G, problem.B},
-                blocks.threads,
-                shared},
-               decoder_kernel<T, Source, Runs, kVec, kLanes, decltype(split)::value>,
-               static_cast<const T*>(call.value.const_data_ptr()), source,
-               static_cast<T*>(call.output.mutable_data_ptr()), sizes, runs);
-      };
-      if constexpr (kVec * kLanes == kUsualChannels) {
-        if (has_few_runs(call)) return start(few_runs(call.levels, problem));
-      }
-      start(many_runs(call.levels, problem));
+      launch({"ms_deform_attn",
+              "decoder_kernel",
+              call.scope,
+              {ceil_div(problem.Q, rows), problem.G, problem.B},
+              blocks.threads,
+              shared},
+             decoder_kernel<T, Source, kVec, kLanes, decltype(split)::value>,
+             static_cast<const T*>(call.value.const_data_ptr()), source,
+             static_cast<T*>(call.output.mutable_data_ptr()), sizes, run_levels(call.levels, problem));
     });
   });
 }

@@ -32,7 +32,6 @@
 
 #include "common/warp.cuh"
 #include "cuda/ms_deform_attn/forward_call.cuh"
-#include "cuda/ms_deform_attn/forward_runs.cuh"
 #include "cuda/ms_deform_attn/forward_sample.cuh"
 #include "cuda/ms_deform_attn/regions.cuh"
 
@@ -49,18 +48,40 @@ __host__ __device__ constexpr int row_samples_offset(int lanes, int row) {
   return samples_offset(static_cast<int>(sizeof(Sample<float>)) * lanes, row);
 }
 
-// What the host works out of levels that it knows. `runs` and `below` are of rows of at most kChunk samples.
+// What the host works out for the form of encoder_kernel whose rows have at most kKnownSamples samples: of each run,
+// the level. The kernel reads it from its arguments, without a table in shared memory.
+constexpr int kKnownSamples = 16;
+constexpr int kKnownRuns = kKnownSamples / kRun;
+
 struct KnownLevels {
-  FewRuns runs;
-  uint32_t below[kChunk / kRun];  // from a texel of a run's level to the one below, in bytes; 0 if there is one row
-  Regions regions;
+  Level level[kKnownRuns];     // The level's number stands in `end`.
+  int32_t points[kKnownRuns];  // the number of samples that a row has on that level
+  uint32_t below[kKnownRuns];  // from a texel of that level to the one below, in bytes; 0 if there is only one row
+  Regions regions;             // also for the other form, if the host knows the levels
 };
 
+// Returns the entry of `runs` for sample k of a row. It selects, because a kernel argument that each lane reads at an
+// address of its own would be read lane after lane.
+template <typename V>
+__device__ __forceinline__ V of_run(const V (&runs)[kKnownRuns], int k) {
+  V found = runs[0];
+#pragma unroll
+  for (int r = 1; r < kKnownRuns; ++r) {
+    if (k >= r * kRun) found = runs[r];
+  }
+  return found;
+}
+
 inline KnownLevels known_levels(const Levels& levels, const MsDeformAttnProblem& problem, uint32_t texel_bytes) {
-  KnownLevels known{few_runs(levels, problem), {}, known_regions(levels, static_cast<int>(problem.L))};
-  for (int r = 0; r < kChunk / kRun; ++r) {
-    const Level& level = known.runs.level[r];
-    known.below[r] = level.H > 1 ? level.W * texel_bytes : 0;
+  KnownLevels known{};
+  known.regions = known_regions(levels, static_cast<int>(problem.L));
+  if (!levels.by_value() || problem.K > kKnownSamples) return known;
+  int run = 0;
+  for (int l = 0; l < problem.L; ++l) {
+    for (int i = 0; i < points_on(levels, l) / kRun; ++i, ++run) {
+      known.level[run] = {levels.start[l], levels.H[l], levels.W[l], l}, known.points[run] = points_on(levels, l);
+      known.below[run] = levels.H[l] > 1 ? levels.W[l] * texel_bytes : 0;
+    }
   }
   return known;
 }
@@ -75,7 +96,7 @@ __global__ void __maxnreg__(kEncoderRegisters)
     encoder_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
                    const ForwardSizes sizes, uint32_t queries_of_block, const __grid_constant__ KnownLevels known) {
   constexpr bool kKnown = SAMPLES > 0;
-  constexpr int kEach = kKnown ? kChunk / LANES : 1, kPass = LANES * kEach, kWarps = kEncoderThreads / 32;
+  constexpr int kEach = kKnown ? kKnownSamples / LANES : 1, kPass = LANES * kEach, kWarps = kEncoderThreads / 32;
   constexpr int kWarpBytes = row_samples_offset(LANES, 32 / LANES);
   constexpr int kRowBits = LANES == 4 ? 3 : LANES == 8 ? 2 : 1;  // log2 of the rows of a batch
   constexpr bool kPrefetch = kKnown || !Source::kNeedsLevel;     // The samples of the next pass or batch load early.
@@ -127,7 +148,7 @@ __global__ void __maxnreg__(kEncoderRegisters)
   int points = 0;
   const auto take_level = [&](int k) {
     if constexpr (kKnown) {
-      level = of_run(known.runs.level, k), points = of_run(known.runs.points, k);
+      level = of_run(known.level, k), points = of_run(known.points, k);
     } else {
       level = level_of[min(k, K - 1) / kRun];
       if constexpr (Source::kNeedsLevel) {
@@ -281,8 +302,7 @@ template <typename Form>
 void encoder_launch(const ForwardCall<Form>& call) {
   const MsDeformAttnProblem& problem = call.problem;
   const EncoderPlan plan = encoder_plan(call);
-  KnownLevels known{{}, {}, known_regions(call.levels, static_cast<int>(problem.L))};
-  if (plan.is_known) known = known_levels(call.levels, problem, static_cast<uint32_t>(call.texel_bytes()));
+  const KnownLevels known = known_levels(call.levels, problem, static_cast<uint32_t>(call.texel_bytes()));
   call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
     using T = decltype(value_tag);
     constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;

@@ -1,18 +1,19 @@
 // The forward kernel that serves every call, and the three paths that start it: `rows` for any sizes, `few_rows` for
-// decoders, `half_lines` for many images of one head.
+// decoders, `half_lines` for one head of 64 bytes a texel.
 //
-// A row is the output of one (b, q, g): C channels. A group of LANES * SPLIT neighbouring threads owns ROWS rows. In
-// the group, LANES threads own a row's channels, VEC of them each (16 bytes of value), and SPLIT such sets of lanes
-// divide the row's samples among them; at the end their sums are added up.
+// A row is the output of one (b, q, g): C channels. A group of LANES * SPLIT neighbouring threads owns a row: LANES
+// threads own its channels, VEC of them each (16 bytes of value), and SPLIT such sets of lanes divide its samples among
+// them; at the end their sums are added up.
 //
 //   a group of LANES = 4, SPLIT = 2, C = 16 float32:
 //      thread      0     1     2     3   |   4     5     6     7
 //      channels   0-3   4-7   8-11 12-15 |  0-3   4-7   8-11 12-15
 //      samples      0, 2, 4, ...         |    1, 3, 5, ...
 //
-// The group takes the samples of its rows in passes. First each thread prepares one sample, which it has fetched during
-// the pass before, in shared memory (forward_sample.cuh); only threads of the same warp read it, so a barrier of the
-// warp is enough. Then every thread adds its channels of the prepared samples, with loads that depend on no branch.
+// The group takes the samples of its row in passes of as many samples as it has threads. First each thread prepares one
+// of them, which it has fetched during the pass before, in shared memory (forward_sample.cuh); only threads of the same
+// warp read it, so a barrier of the warp is enough. Then every thread adds its channels of the prepared samples, with
+// loads that depend on no branch. A row of more channels than the lanes hold takes several groups.
 //
 // A block owns neighbouring queries of one head, or of the few heads whose channels lie in one line of 128 bytes: their
 // samples lie close together, so that the first-level cache serves most loads. Each output is written once.
@@ -30,20 +31,12 @@ namespace {
 
 constexpr int kForwardThreads = 1024;  // the most threads of a block
 
-// How a group of LANES * SPLIT threads takes the samples of its ROWS rows: kPass samples of kRowsAtOnce rows in a pass.
-template <int LANES, int SPLIT, int ROWS>
-struct Passes {
-  static constexpr int kGroup = LANES * SPLIT;
-  static constexpr int kRowsAtOnce = least(ROWS, greatest(1, kGroup / 4));
-  static constexpr int kPass = greatest(4, kGroup / kRowsAtOnce);
-  static constexpr int kBatch = kRowsAtOnce * kPass;  // the prepared samples in shared memory
-  static constexpr bool kMixed = kPass > 4;  // A pass may hold samples of several levels; one of four does not.
-  static_assert(kBatch == kGroup, "each thread prepares one sample");
-  template <typename A>
-  __host__ __device__ static constexpr int group_offset(int group) {
-    return samples_offset((sizeof(Sample<A>) + (kMixed ? sizeof(Steps) : 0)) * kBatch, group);
-  }
-};
+// Returns where the samples of a group of `size` threads begin in shared memory. A pass of a group of more than four
+// threads may hold samples of several levels (`mixed`); their steps then stand behind them.
+template <typename A>
+__host__ __device__ constexpr int group_offset(int size, bool mixed, int group) {
+  return samples_offset(static_cast<int>(sizeof(Sample<A>) + (mixed ? sizeof(Steps) : 0)) * size, group);
+}
 
 // For texels of 64 bytes, two of which lie in a line of the first-level cache. The left halves of all lines use the
 // same banks, and so do the right halves: two groups that read a texel each at the same time are served one after the
@@ -75,19 +68,20 @@ __device__ __forceinline__ void add_half_lines(const Sample<float>& sample, cons
 }
 
 // HALF_LINES: value has one head and 64 bytes a texel, and every level has two columns or more.
-template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT, int ROWS, bool HALF_LINES = false>
+template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT, bool HALF_LINES = false>
 __global__ void __maxnreg__(kForwardRegisters)
     rows_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
                 const ForwardSizes sizes) {
-  using P = Passes<LANES, SPLIT, ROWS>;
-  constexpr bool kMixed = P::kMixed;
+  constexpr int kGroup = LANES * SPLIT;  // also the samples of a pass
+  constexpr bool kMixed = kGroup > 4;    // A pass may hold samples of several levels.
+  constexpr uint32_t kNone = 0xffffffffu;
   extern __shared__ __align__(16) char shared[];
   const uint32_t task = blockIdx.y + blockIdx.z * 65535u, head_block = task / sizes.slices;
   if (head_block >= sizes.heads) return;
-  const int groups = blockDim.x / P::kGroup, group = threadIdx.x / P::kGroup, lane = threadIdx.x % P::kGroup;
-  auto* my_samples = reinterpret_cast<Sample<A>*>(shared + P::template group_offset<A>(group));
-  auto* my_steps = reinterpret_cast<Steps*>(my_samples + P::kBatch);                     // of each sample, if kMixed
-  auto* table = reinterpret_cast<Level*>(shared + P::template group_offset<A>(groups));  // [L]
+  const int groups = blockDim.x / kGroup, group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
+  auto* my_samples = reinterpret_cast<Sample<A>*>(shared + group_offset<A>(kGroup, kMixed, group));
+  auto* my_steps = reinterpret_cast<Steps*>(my_samples + kGroup);  // of each sample, if kMixed
+  auto* table = reinterpret_cast<Level*>(shared + group_offset<A>(kGroup, kMixed, groups));  // [L]
   const int L = sizes.L, K = sizes.K, G = HALF_LINES ? 1 : sizes.G, C = HALF_LINES ? LANES * VEC : sizes.C;
   load_levels(levels, L, sizes.S, table);
 
@@ -98,20 +92,10 @@ __global__ void __maxnreg__(kForwardRegisters)
   const int64_t image_rows = static_cast<int64_t>(b) * sizes.Q * G;
   const Source image = source.of_image(static_cast<int64_t>(b) * sizes.Q * L, image_rows * K);
 
-  // In step t of a pass this thread prepares samples of one row, number row_index[t] of the image.
-  constexpr int kRowSteps = ROWS / P::kRowsAtOnce;
-  constexpr uint32_t kNone = 0xffffffffu;
-  uint32_t row_index[kRowSteps], query_levels[kRowSteps];
-  typename Source::Row row[kRowSteps];
-#pragma unroll
-  for (int t = 0; t < kRowSteps; ++t) {
-    const int r = t * P::kRowsAtOnce + lane / P::kPass;
-    const int64_t e = (static_cast<int64_t>(blockIdx.x) * ROWS + r) * groups_of_head + group_of_head;
-    const uint32_t query = static_cast<uint32_t>(e);
-    row_index[t] = e < sizes.Q ? query * G + g : kNone;
-    query_levels[t] = query * L;
-    row[t] = image.row_of_lanes(e < sizes.Q, row_index[t] * K, K, lane % P::kPass, P::kPass);
-  }
+  const int64_t q = static_cast<int64_t>(blockIdx.x) * groups_of_head + group_of_head;
+  const uint32_t query = static_cast<uint32_t>(q);
+  const uint32_t row_index = q < sizes.Q ? query * G + g : kNone;  // counted from the first row of the image
+  const typename Source::Row row = image.row_of_lanes(q < sizes.Q, row_index * K, K, lane, kGroup);
 
   const int channel_lane = lane % LANES, split = lane / LANES;
   const uint32_t texel_bytes = HALF_LINES ? LANES * VEC * sizeof(T) : sizes.texel_bytes;
@@ -120,20 +104,20 @@ __global__ void __maxnreg__(kForwardRegisters)
   // the preparation of the next one.
   const char* base =
       reinterpret_cast<const char*>(value + (static_cast<int64_t>(b) * sizes.S * G + g) * C + (c < C ? c : 0));
-  A sum[ROWS][VEC] = {};
+  A sum[VEC] = {};
   typename Source::Raw raw;
   int fetch_level = 0;
-  const auto fetch = [&](int step, int k) {
+  const auto fetch = [&](int k) {
     raw = {};
-    if (row_index[step] == kNone || k >= K) return;
+    if (row_index == kNone || k >= K) return;
     if constexpr (Source::kNeedsLevel) {
       while (k >= table[fetch_level].end) ++fetch_level;
     }
-    const uint32_t index = row_index[step] * K + k;
-    raw = image.fetch_position(index, query_levels[step] + fetch_level);
+    const uint32_t index = row_index * K + k;
+    raw = image.fetch_position(index, query * L + fetch_level);
     image.fetch_weight(index, raw);
   };
-  fetch(0, lane % P::kPass);
+  fetch(lane);
   int l = 0, stop = 0;
   Level level = L > 0 ? table[0] : Level{};
   const auto find_level = [&](int k) {
@@ -142,90 +126,74 @@ __global__ void __maxnreg__(kForwardRegisters)
   if (!kMixed && K > 0) find_level(0);
 #pragma unroll 1
   for (int k0 = 0; k0 < K; k0 = stop) {
-    const int k = k0 + lane % P::kPass;  // the sample that this thread prepares, of each of its rows
+    const int k = k0 + lane;  // the sample that this thread prepares
     if (kMixed && k < K) find_level(k);
-    stop = min(k0 + P::kPass, kMixed ? K : level.end);
+    stop = min(k0 + kGroup, kMixed ? K : level.end);
     const Steps level_steps = Steps::of(level);
+    const Sample<A> sample = make_sample<A>(image, raw, row, level, level.end - (l > 0 ? table[l - 1].end : 0),
+                                            k < stop && row_index != kNone);
+    __syncwarp();  // The threads have read the previous samples.
+    my_samples[lane] = HALF_LINES ? order_half_lines(sample, base, group, texel_bytes) : sample;
+    if constexpr (kMixed) my_steps[lane] = level_steps;
+    __syncwarp();  // These samples are complete.
+    fetch(stop + lane);
+    if (!kMixed && stop < K) find_level(stop);
 #pragma unroll
-    for (int step = 0; step < kRowSteps; ++step) {
-      const Sample<A> sample = make_sample<A>(image, raw, row[step], level, level.end - (l > 0 ? table[l - 1].end : 0),
-                                              k < stop && row_index[step] != kNone);
-      __syncwarp();  // The threads have read the previous samples.
-      my_samples[lane] = HALF_LINES ? order_half_lines(sample, base, group, texel_bytes) : sample;
-      if constexpr (kMixed) my_steps[lane] = level_steps;
-      __syncwarp();  // These samples are complete.
-      const bool is_last = step + 1 == kRowSteps;
-      fetch(is_last ? 0 : step + 1, is_last ? stop + lane % P::kPass : k);
-      if (!kMixed && is_last && stop < K) find_level(stop);
-#pragma unroll
-      for (int r = 0; r < P::kRowsAtOnce; ++r) {
-#pragma unroll
-        for (int i = 0; i < P::kPass; i += SPLIT) {
-          const Sample<A> at = my_samples[r * P::kPass + i + split];
-          const Steps steps = kMixed ? my_steps[r * P::kPass + i + split] : level_steps;
-          auto& to = sum[step * P::kRowsAtOnce + r];
-          if constexpr (HALF_LINES) {
-            add_half_lines<T>(at, base, steps.row * texel_bytes, texel_bytes, to);
-          } else {
-            const uint64_t column_bytes = steps.column * texel_bytes;
-            const uint64_t row_bytes = static_cast<uint64_t>(steps.row) * texel_bytes;
-            const char* corner[4];
-            corner[0] = base + static_cast<uint64_t>(at.texel) * texel_bytes;
-            corner[1] = corner[0] + column_bytes;
-            corner[2] = corner[0] + row_bytes;
-            corner[3] = corner[1] + row_bytes;
-            add_sample<T>(at, corner, to);
-          }
-        }
+    for (int i = 0; i < kGroup; i += SPLIT) {
+      const Sample<A> at = my_samples[i + split];
+      const Steps steps = kMixed ? my_steps[i + split] : level_steps;
+      if constexpr (HALF_LINES) {
+        add_half_lines<T>(at, base, steps.row * texel_bytes, texel_bytes, sum);
+      } else {
+        const uint64_t column_bytes = steps.column * texel_bytes;
+        const uint64_t row_bytes = static_cast<uint64_t>(steps.row) * texel_bytes;
+        const char* corner[4];
+        corner[0] = base + static_cast<uint64_t>(at.texel) * texel_bytes;
+        corner[1] = corner[0] + column_bytes;
+        corner[2] = corner[0] + row_bytes;
+        corner[3] = corner[1] + row_bytes;
+        add_sample<T>(at, corner, sum);
       }
     }
   }
   // The threads that own the same channels add their sums up, and the first of them writes the row.
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int from = r % P::kRowsAtOnce * P::kPass % P::kGroup;
-    const uint32_t index = __shfl_sync(kAllLanes, row_index[r / P::kRowsAtOnce], from, P::kGroup);
-    sum_lanes(sum[r], LANES, P::kGroup);
-    if (split == 0 && c < C && index != kNone) store_pack<T, VEC>(output + (image_rows + index) * C + c, sum[r]);
+  sum_lanes(sum, LANES, kGroup);
+  if (split == 0 && c < C && row_index != kNone) {
+    store_pack<T, VEC>(output + (image_rows + row_index) * C + c, sum);
   }
 }
 
 // Starts rows_kernel in blocks of `threads` threads. joins_heads: a block works on all heads of a line.
-template <int SPLIT, int ROWS, bool HALF_LINES = false, typename Form, typename T, typename A, int VEC, int LANES>
+template <int SPLIT, bool HALF_LINES = false, typename Form, typename T, typename A, int VEC, int LANES>
 void launch_rows(const ForwardCall<Form>& call, T, A, std::integral_constant<int, VEC>,
                  std::integral_constant<int, LANES>, int64_t threads, bool joins_heads) {
-  using P = Passes<LANES, SPLIT, ROWS>;
-  const int64_t groups = threads / P::kGroup;
+  constexpr int kGroup = LANES * SPLIT;
+  const int64_t groups = threads / kGroup;
   int most_bits = 0;
   while (joins_heads && int64_t{2} << most_bits <= groups) ++most_bits;
   const ForwardSizes sizes = forward_sizes(call, heads_of_line_bits(call, most_bits));
   const auto source = call.form.template source<T, A>();
   launch({"ms_deform_attn", "rows_kernel", call.scope,
-          head_grid(ceil_div(call.problem.Q, (groups >> sizes.head_bits) * ROWS), int64_t{sizes.heads} * sizes.slices),
-          threads,
-          P::template group_offset<A>(static_cast<int>(groups)) + static_cast<int64_t>(sizeof(Level)) * call.problem.L},
-         rows_kernel<T, A, std::decay_t<decltype(source)>, VEC, LANES, SPLIT, ROWS, HALF_LINES>,
+          head_grid(ceil_div(call.problem.Q, groups >> sizes.head_bits), int64_t{sizes.heads} * sizes.slices), threads,
+          group_offset<A>(kGroup, kGroup > 4, static_cast<int>(groups)) +
+              static_cast<int64_t>(sizeof(Level)) * call.problem.L},
+         rows_kernel<T, A, std::decay_t<decltype(source)>, VEC, LANES, SPLIT, HALF_LINES>,
          static_cast<const T*>(call.value.const_data_ptr()), call.levels, source,
          static_cast<T*>(call.output.mutable_data_ptr()), sizes);
 }
 
-// The path `rows` serves every call. Two rows a group, in passes of four samples of one level, are the fastest, unless
-// a level's samples are no multiple of four, so that its last pass would be partly empty. In 16 bit, rows of four lanes
-// are faster one a group, since that makes more warps.
+constexpr int64_t kRowsThreads = 256;  // of a block of the paths `rows` and `half_lines`
+
+// The path `rows` serves every call. A group of four threads takes four samples of one level in a pass; where a level's
+// samples are no multiple of four, so that its last pass would be partly empty, groups have eight threads.
 template <typename Form>
 void rows_launch(const ForwardCall<Form>& call) {
   const bool by_four = points_divide(call.levels, call.problem, 4);
   call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
-    constexpr int kLanes = decltype(lanes)::value, kSplit2 = least(2, greatest(1, 8 / kLanes));
-    constexpr bool kTwoRows = sizeof(value_tag) > 2 || kLanes > 4;
-    if constexpr (!Passes<kLanes, 1, 2>::kMixed) {
-      if (!by_four) return launch_rows<kSplit2, 1>(call, value_tag, accumulate_tag, vec, lanes, 256, true);
+    if constexpr (decltype(lanes)::value == 4) {
+      if (!by_four) return launch_rows<2>(call, value_tag, accumulate_tag, vec, lanes, kRowsThreads, true);
     }
-    if constexpr (kTwoRows) {
-      launch_rows<1, 2>(call, value_tag, accumulate_tag, vec, lanes, 512, true);
-    } else {
-      launch_rows<1, 1>(call, value_tag, accumulate_tag, vec, lanes, 256, true);
-    }
+    launch_rows<1>(call, value_tag, accumulate_tag, vec, lanes, kRowsThreads, true);
   });
 }
 
@@ -279,7 +247,7 @@ void few_rows_launch(const ForwardCall<Form>& call) {
   call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
     if constexpr (decltype(lanes)::value <= kFewRowsLanes) {
       dispatch_split<decltype(lanes)::value>(blocks.split, [&](auto split) {
-        launch_rows<decltype(split)::value, 1>(call, value_tag, float{}, vec, lanes, blocks.threads, false);
+        launch_rows<decltype(split)::value>(call, value_tag, float{}, vec, lanes, blocks.threads, false);
       });
     }
   });
@@ -302,7 +270,7 @@ template <typename Form>
 void half_lines_launch(const ForwardCall<Form>& call) {
   call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
     if constexpr (sizeof(value_tag) == 2 && decltype(lanes)::value == 4) {
-      launch_rows<1, 1, true>(call, value_tag, float{}, vec, lanes, 256, false);
+      launch_rows<1, true>(call, value_tag, float{}, vec, lanes, kRowsThreads, false);
     }
   });
 }

@@ -12,6 +12,10 @@
 namespace visdet::ms_deform_attn {
 namespace {
 
+// Where every level has a multiple of kRun samples of a row, each kRun samples in succession, a run, lie on one level.
+// Kernels then look levels up by run.
+constexpr int kRun = 4;
+
 // A prepared sample. It reads a square of four texels that all lie in the map: `texel`, its right neighbour, and the
 // two below them (see Steps). So no thread checks a border. Where only a part of the sample falls inside the map, the
 // fractions point at the texels inside, and the weight is that part of the sample's own.
