@@ -17,7 +17,9 @@ namespace {
 // with __launch_bounds__ the compiler orders the loads worse.
 constexpr int kForwardRegisters = 64;
 
-constexpr int kMaxTunedLanes = 16;
+// Kernels are compiled for rows of the lengths that published models have: of 16 lanes at the most, which are 64
+// channels in float32 and 128 in 16 bit.
+constexpr int kMaxLanes = 16;
 constexpr int kUsualChannels = 32;  // of a row in nearly every published model; some kernels have a form for them
 
 // A call none of whose tensors is empty. Form: GivenForm or FusedForm.
@@ -34,9 +36,9 @@ struct ForwardCall {
   int64_t texel_bytes() const { return problem.G * problem.C * element(); }
   bool is_double() const { return element() == 8; }
   bool is_16_bit() const { return element() == 2; }
-  // Rows in float64 are read value by value, which spares them kernels of their own for each length.
+  // Rows in float64 are read value by value, so that one kernel serves all of their lengths.
   RowSplit row() const {
-    return row_split(problem.C, !is_double() && aligned(value, kVectorBytes), vector_values(value), 32);
+    return row_split(problem.C, !is_double() && aligned(value, kVectorBytes), vector_values(value), kMaxLanes);
   }
 
   // Calls f(T, A, VEC, LANES) with the types of values and sums and the constants of row().
@@ -46,18 +48,18 @@ struct ForwardCall {
       if constexpr (sizeof(accumulate_tag) == 8) {
         f(value_tag, accumulate_tag, std::integral_constant<int, 1>{}, std::integral_constant<int, 32>{});
       } else {
-        dispatch_row<kVectorValues<decltype(value_tag)>, 32>(
+        dispatch_row<kVectorValues<decltype(value_tag)>, kMaxLanes>(
             row(), [&](auto vec, auto lanes) { f(value_tag, accumulate_tag, vec, lanes); });
       }
     });
   }
 
-  // All paths but `rows` have kernels only for rows of the lengths that published models have: of 16 lanes at the most,
-  // which are 64 channels in float32 and 128 in 16 bit. Returns null if the call's rows are such, else why not.
+  // Why the paths other than `rows` decline the call's rows, which their kernels read by one load of each lane; or
+  // null.
   const char* declines_row() const {
     if (is_double()) return "the values are float64";
     if (row().vec == 1) return "rows of value cannot be read 16 bytes at a time";
-    if (problem.C * element() > kMaxTunedLanes * kVectorBytes) return "a row of value has more than 256 bytes";
+    if (problem.C * element() > kMaxLanes * kVectorBytes) return "a row of value has more than 256 bytes";
     return nullptr;
   }
 
@@ -65,10 +67,7 @@ struct ForwardCall {
   template <typename F>
   void visit_tuned(const F& f) const {
     visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
-      if constexpr (sizeof(accumulate_tag) == 4 && decltype(vec)::value > 1 &&
-                    decltype(lanes)::value <= kMaxTunedLanes) {
-        f(value_tag, vec, lanes);
-      }
+      if constexpr (sizeof(accumulate_tag) == 4 && decltype(vec)::value > 1) f(value_tag, vec, lanes);
     });
   }
 };
@@ -77,7 +76,7 @@ struct ForwardCall {
 struct ForwardSizes {
   int64_t S;
   int32_t Q, G, C, L, K;
-  uint32_t heads;        // the blocks of heads of all images: B * G / 2^head_bits
+  uint32_t heads;        // of all images, counting those that a block works on together once: B * G / 2^head_bits
   uint32_t slices;       // the steps that a group of lanes needs for the C channels of a row
   uint32_t texel_bytes;  // from one row of value to the next
   int32_t head_bits;     // log2 of the heads that a block works on together

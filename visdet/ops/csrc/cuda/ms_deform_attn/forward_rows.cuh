@@ -262,9 +262,13 @@ void dispatch_split(int64_t split, const F& f) {
 }
 
 // The path `few_rows` serves decoders that the path `decoder` declines, such as those whose levels have three samples.
+// In published models, rows of such decoders have 32 channels at the most.
+constexpr int kFewRowsLanes = 8;
+
 template <typename Form>
 const char* few_rows_declines(const ForwardCall<Form>& call) {
   if (const char* reason = call.declines_row()) return reason;
+  if (call.row().lanes > kFewRowsLanes) return "a row of value has more than 128 bytes";
   return few_blocks(call, false, 1).threads > 0 ? nullptr
                                                 : "there are too many queries for the number of multiprocessors";
 }
@@ -273,13 +277,15 @@ template <typename Form>
 void few_rows_launch(const ForwardCall<Form>& call) {
   const FewBlocks blocks = few_blocks(call, false, 1);
   call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
-    dispatch_split<decltype(lanes)::value>(blocks.split, [&](auto split) {
-      launch_rows<decltype(split)::value, 1>(call, value_tag, float{}, vec, lanes, blocks.threads, false);
-    });
+    if constexpr (decltype(lanes)::value <= kFewRowsLanes) {
+      dispatch_split<decltype(lanes)::value>(blocks.split, [&](auto split) {
+        launch_rows<decltype(split)::value, 1>(call, value_tag, float{}, vec, lanes, blocks.threads, false);
+      });
+    }
   });
 }
 
-// The path `half_lines` serves many images of one head, as sparse detectors with a view for each camera have them.
+// The path `half_lines` serves values of one head and 64 bytes a texel, for which rows_kernel has a form.
 template <typename Form>
 const char* half_lines_declines(const ForwardCall<Form>& call) {
   const MsDeformAttnProblem& problem = call.problem;
