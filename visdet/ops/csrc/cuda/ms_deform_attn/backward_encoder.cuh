@@ -265,9 +265,9 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
     int pass = 0;  // the first point of the level that the pass takes
 #pragma unroll 1
     for (int l = 0; l < L; first_of(l) + pass + kPassPoints < table[l].end ? pass += kPassPoints : (pass = 0, ++l)) {
-      Level level = table[l];
-      int first_point = first_of(l) + pass, points = level.end - first_of(l);
-      uint32_t pass_points = min(level.end - first_point, kPassPoints);
+      const Level level = table[l];
+      const int first_point = first_of(l) + pass, points = level.end - first_of(l);
+      const uint32_t pass_points = min(level.end - first_point, kPassPoints);
       typename Source::Raw raw[kThreadSamplesOfPass];
       uint32_t bucket_and_rank[kThreadSamplesOfPass];  // or ~0u
       const auto id_of = [&](int j) { return threadIdx.x + j * kChunkThreads; };
@@ -318,11 +318,6 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
       walk_samples<T, LANES>(memory.sorted + from, min(steps, listed - from), steps, memory.samples, memory.rows + c,
                              value + level_value, grad_sums + level_value, level, texel_step, C, has_channels);
       __syncthreads();  // the dots are complete
-      // The walk has few registers to spare in the fused form: there the level is read again rather than kept.
-      if constexpr (Source::kNeedsLevel) {
-        level = table[l], first_point = first_of(l) + pass, points = level.end - first_of(l);
-        pass_points = min(level.end - first_point, kPassPoints);
-      }
       fetch();
 #pragma unroll
       for (int j = 0; j < kThreadSamplesOfPass; ++j) {

@@ -39,15 +39,15 @@ struct TileWork {
   SampleGrads<A> grads;
   Level level;
   Tile tile;
-  int32_t x_first, y_first;  // the first texel
-  uint32_t row_bytes;        // from one row of value or grad_output to the next
+  int32_t x_first, y_first;     // the first texel
+  uint32_t cells_x_reciprocal;  // a little more than 2^16 / tile.cells_x
+  uint32_t row_bytes;           // from one row of value or grad_output to the next
   int32_t C, samples_per_query;
   int64_t first_index;  // of the samples of query 0 on the level, among all
   int point_bits;
 
   // Returns where a cell of the tile lies on the level.
   __device__ __forceinline__ void cell_at(int cell, int& x_in_tile, int& y_in_tile) const {
-    const uint32_t cells_x_reciprocal = 65536u / tile.cells_x + 1;
     y_in_tile = static_cast<uint32_t>(cell) * cells_x_reciprocal >> 16, x_in_tile = cell - y_in_tile * tile.cells_x;
   }
   // Returns whether this tile, of those that have the cell, is the one that writes the gradients of its samples.
@@ -227,14 +227,14 @@ __device__ __forceinline__ void multiply_slots(const TileWork<T, float>& work, c
     const int32_t next_begin = slots.begin_of(slot + kWarps), next_end = slots.end_of(slot + kWarps);
     int x_in_tile, y_in_tile;
     work.cell_at(slot >> work.tile.part_bits, x_in_tile, y_in_tile);
+    const int32_t x = work.x_first + x_in_tile, y = work.y_first + y_in_tile;
     const bool owns = work.owns(x_in_tile, y_in_tile);
     float sum[4][4] = {};
     uint4 corner = {};  // corner matrix_row, if that is under 4
     if (begin < end && owns && matrix_row < 4) {
-      const int32_t x = work.x_first + x_in_tile - 1 + matrix_row % 2,
-                    y = work.y_first + y_in_tile - 1 + matrix_row / 2;
-      if (x >= 0 && x < level.W && y >= 0 && y < level.H) {
-        const uint32_t texel = level.start + y * level.W + x;
+      const int32_t corner_x = x - 1 + matrix_row % 2, corner_y = y - 1 + matrix_row / 2;
+      if (corner_x >= 0 && corner_x < level.W && corner_y >= 0 && corner_y < level.H) {
+        const uint32_t texel = level.start + corner_y * level.W + corner_x;
         corner = *reinterpret_cast<const uint4*>(value + static_cast<uint64_t>(texel) * work.row_bytes);
       }
     }
@@ -370,6 +370,7 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // as m
                               tile,
                               x_first,
                               y_first,
+                              65536u / tile.cells_x + 1,
                               static_cast<uint32_t>(G * C * sizeof(T)),
                               C,
                               static_cast<int32_t>(problem.G * problem.K),

@@ -1,10 +1,10 @@
-// What the fused form of the backward does before and after the paths: softmax_kernel works out the softmax of each row
-// for paths that do not do so themselves, and the kernels after turn the gradients of locations and weights into those
+// What the fused form of the backward does before and after the paths. softmax_kernel works out the softmax of each row
+// for the paths that do not do so themselves. The other kernels turn the gradients of locations and weights into those
 // of offsets, logits and reference points.
 //
-// A few neighbouring threads own a row of softmax_kernel, softmax_grad_kernel and fused_grad_kernel and write the
-// gradients of its samples; a thread of reference_grad_kernel owns the reference point of a query on a level and adds
-// up its gradients over heads and points. No writes race.
+// A few neighbouring threads own a row in softmax_kernel, softmax_grad_kernel and fused_grad_kernel, and write the
+// gradients of its samples. A thread of reference_grad_kernel owns the reference point of a query on a level. No writes
+// race.
 #pragma once
 
 #include <optional>
