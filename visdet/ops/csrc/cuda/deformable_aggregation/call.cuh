@@ -1,4 +1,4 @@
-// What the kernels of both directions are given: the sizes of a call, the channels that a lane owns, and the types.
+// What the kernels of both directions are given: the sizes of a call, the channels that a lane works on, and the types.
 #pragma once
 
 #include <algorithm>

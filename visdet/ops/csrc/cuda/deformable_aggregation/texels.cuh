@@ -68,6 +68,77 @@ __device__ __forceinline__ A texel_weight(const Record<A>& record, bool is_below
   return (is_below ? 1 - record.fy : record.fy) * (is_left ? record.fx : 1 - record.fx);
 }
 
+// One image of a call, as a warp reads it.
+template <typename TW, typename A>
+struct TexelImage {
+  const Map* table;  // [V * L]
+  int32_t map_count;
+  const int32_t* starts;     // of cells
+  const Record<A>* records;  // [V * L, samples]
+  int64_t samples;
+  const TW* weights;  // [Q * P, V * L, G]
+  const char* grad_output;
+  uint32_t row_bytes;  // of grad_output
+  int32_t G;
+};
+
+// Called by all lanes of a warp: calls f(m, the first of the cells above the texel) for the maps that hold a row of
+// features. These are one or none, unless maps overlap.
+template <typename F>
+__device__ __forceinline__ void for_maps_of_row(int64_t row, const Map* table, int map_count, const F& f) {
+  const int lane = threadIdx.x % 32;
+  for (int m0 = 0; m0 < map_count; m0 += 32) {
+    const Map map = m0 + lane < map_count ? table[m0 + lane] : Map{};
+    const bool holds = row >= map.start && row < map.start + static_cast<int64_t>(map.H) * map.W;
+    for (unsigned ballot = __ballot_sync(kAllLanes, holds); ballot != 0; ballot &= ballot - 1) {
+      const int m = m0 + __ffs(ballot) - 1;
+      f(m, cell_above(table[m], static_cast<uint32_t>(row - table[m].start)));
+    }
+  }
+}
+
+// Called by all lanes of a warp: adds to `sum` what this warp of the block has to add to the gradient of a long row.
+template <typename T, int VEC, int NP, typename TW, typename A>
+__device__ __forceinline__ void add_long_row(const TexelImage<TW, A>& image, int64_t row, const Channels (&at)[NP],
+                                             A (&sum)[NP][VEC]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for_maps_of_row(row, image.table, image.map_count, [&](int m, int64_t cell) {
+    const Map& map = image.table[m];
+    const Record<A>* records = image.records + m * image.samples;
+#pragma unroll 1
+    for (int below = 0; below < 2; ++below) {
+      const int32_t* run = image.starts + map.first_cell + cell + below * (map.W + 1);
+      const int32_t begin = run[0], middle = run[1], end = run[2];
+#pragma unroll 1
+      for (int32_t i0 = begin + warp * kChunk; i0 < end; i0 += kTexelWarps * kChunk) {
+        const int32_t i = i0 + lane;
+        A corner = 0;
+        int32_t query = 0, weight_row = 0;
+        if (lane < kChunk && i < end) {
+          const Record<A> record = records[i];
+          corner = texel_weight(record, below, i < middle);
+          query = record.query, weight_row = record.sample * image.map_count + m;
+        }
+        const int here = min(kChunk, end - i0);
+#pragma unroll 4
+        for (int j = 0; j < here; ++j) {
+          const A of_corner = __shfl_sync(kAllLanes, corner, j);
+          const int32_t q = __shfl_sync(kAllLanes, query, j), w = __shfl_sync(kAllLanes, weight_row, j);
+#pragma unroll
+          for (int n = 0; n < NP; ++n) {
+            A grad[VEC];
+            load_pack<T, VEC>(image.grad_output + static_cast<uint64_t>(q) * image.row_bytes + at[n].c * sizeof(T),
+                              grad);
+            const A weight = of_corner * to_accumulate(image.weights[static_cast<int64_t>(w) * image.G + at[n].g]);
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sum[n][v] += grad[v] * weight;
+          }
+        }
+      }
+    }
+  });
+}
+
 template <typename T, typename TW, typename A, bool PACKS>
 __global__ void __launch_bounds__(kTexelThreads, 3)
     texel_kernel(const T* __restrict__ grad_output, const TW* __restrict__ weights, const Maps maps,
@@ -78,69 +149,26 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
   __shared__ A warp_sums[kTexelWarps][NP * VEC][32];
   __shared__ unsigned long_rows[kTexelWarps];
   auto* table = reinterpret_cast<Map*>(shared);  // [V * L]
-  const int L = sizes.L, V = sizes.V, G = sizes.G, C = sizes.C, map_count = V * L;
+  const int C = sizes.C, map_count = sizes.V * sizes.L;
   load_maps(maps, map_count, table);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const BlockRows rows(sizes);
   const int64_t b = rows.b, samples = sizes.Q * sizes.P;
-  const int32_t* my_starts = starts + b * sizes.cell_entries;
-  const TW* my_weights = weights + b * samples * V * L * G;
-  const char* my_output = reinterpret_cast<const char*>(grad_output + b * sizes.Q * C);
+  const TexelImage<TW, A> image{table,
+                                map_count,
+                                starts + b * sizes.cell_entries,
+                                records + b * map_count * samples,
+                                samples,
+                                weights + b * samples * map_count * sizes.G,
+                                reinterpret_cast<const char*>(grad_output + b * sizes.Q * C),
+                                static_cast<uint32_t>(C * sizeof(T)),
+                                sizes.G};
   T* my_features = grad_features + b * sizes.S * C;
-  const uint32_t row_bytes = C * sizeof(T);
-
-  // Calls f(m, its cells above the texel) for the maps that hold a row: one, or none, unless maps overlap.
-  const auto for_each_map = [&](int64_t row, const auto& f) {
-    for (int m0 = 0; m0 < map_count; m0 += 32) {
-      const Map map = m0 + lane < map_count ? table[m0 + lane] : Map{};
-      const bool holds = row >= map.start && row < map.start + static_cast<int64_t>(map.H) * map.W;
-      for (unsigned ballot = __ballot_sync(kAllLanes, holds); ballot != 0; ballot &= ballot - 1) {
-        const int m = m0 + __ffs(ballot) - 1;
-        f(m, cell_above(table[m], static_cast<uint32_t>(row - table[m].start)));
-      }
-    }
-  };
-  // Adds to `sum` what this warp has to add to the gradient of a long row.
-  const auto add_long_row = [&](int64_t row, const Channels(&at)[NP], A(&sum)[NP][VEC]) {
-    for_each_map(row, [&](int m, int64_t cell) {
-      const Record<A>* my_records = records + (b * map_count + m) * samples;
-#pragma unroll 1
-      for (int below = 0; below < 2; ++below) {
-        const int32_t* run = my_starts + table[m].first_cell + cell + below * (table[m].W + 1);
-        const int32_t begin = run[0], middle = run[1], end = run[2];
-#pragma unroll 1
-        for (int32_t i0 = begin + warp * kChunk; i0 < end; i0 += kTexelWarps * kChunk) {
-          const int32_t i = i0 + lane;
-          A corner = 0;
-          int32_t query = 0, weight_row = 0;
-          if (lane < kChunk && i < end) {
-            const Record<A> record = my_records[i];
-            corner = texel_weight(record, below, i < middle);
-            query = record.query, weight_row = record.sample * (V * L) + m;
-          }
-          const int here = min(kChunk, end - i0);
-#pragma unroll 4
-          for (int j = 0; j < here; ++j) {
-            const A of_corner = __shfl_sync(kAllLanes, corner, j);
-            const int32_t q = __shfl_sync(kAllLanes, query, j), w = __shfl_sync(kAllLanes, weight_row, j);
-#pragma unroll
-            for (int n = 0; n < NP; ++n) {
-              A grad[VEC];
-              load_pack<T, VEC>(my_output + static_cast<uint64_t>(q) * row_bytes + at[n].c * sizeof(T), grad);
-              const A weight = of_corner * to_accumulate(my_weights[static_cast<int64_t>(w) * G + at[n].g]);
-#pragma unroll
-              for (int v = 0; v < VEC; ++v) sum[n][v] += grad[v] * weight;
-            }
-          }
-        }
-      }
-    });
-  };
 
   // Lane r < kRows holds the runs of the warp's row r.
   RowRuns runs;
   const int64_t row = rows.row(warp * kRows + lane);
-  if (lane < kRows && row < sizes.S) runs = runs_of_row(row, table, map_count, my_starts);
+  if (lane < kRows && row < sizes.S) runs = runs_of_row(row, table, map_count, image.starts);
   const unsigned long_mask = __ballot_sync(kAllLanes, runs.is_long);
   if (lane == 0) long_rows[warp] = long_mask;
   const bool any_long = __syncthreads_or(runs.is_long);
@@ -181,9 +209,9 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
       const int32_t begins[2] = {__shfl_sync(kAllLanes, runs.begin[0], r), __shfl_sync(kAllLanes, runs.begin[1], r)};
       const int32_t middles[2] = {__shfl_sync(kAllLanes, runs.middle[0], r), __shfl_sync(kAllLanes, runs.middle[1], r)};
       const int32_t i = is_below ? begins[1] + of_row - of_above : begins[0] + of_row;
-      const Record<A> record = records[(b * map_count + m) * samples + i];
+      const Record<A> record = image.records[m * samples + i];
       const A corner = texel_weight(record, is_below, i < (is_below ? middles[1] : middles[0]));
-      const int32_t query = record.query, weight_row = record.sample * (V * L) + m;
+      const int32_t query = record.query, weight_row = record.sample * map_count + m;
       const int here = min(32, total - j0);
       for (int i = 0; i < here; i += kBatch) {
         A grad[kBatch][NP][VEC], weight[kBatch][NP];
@@ -193,8 +221,9 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
           const int32_t q = __shfl_sync(kAllLanes, query, i + u), w = __shfl_sync(kAllLanes, weight_row, i + u);
 #pragma unroll
           for (int n = 0; n < NP; ++n) {
-            load_pack<T, VEC>(my_output + static_cast<uint64_t>(q) * row_bytes + at[n].c * sizeof(T), grad[u][n]);
-            weight[u][n] = of_corner * to_accumulate(my_weights[static_cast<int64_t>(w) * G + at[n].g]);
+            load_pack<T, VEC>(image.grad_output + static_cast<uint64_t>(q) * image.row_bytes + at[n].c * sizeof(T),
+                              grad[u][n]);
+            weight[u][n] = of_corner * to_accumulate(image.weights[static_cast<int64_t>(w) * image.G + at[n].g]);
           }
         }
 #pragma unroll
@@ -220,7 +249,7 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
 #pragma unroll
         for (int v = 0; v < VEC; ++v) sum[i][v] = 0;
       }
-      add_long_row(long_row, at, sum);
+      add_long_row<T>(image, long_row, at, sum);
 #pragma unroll
       for (int i = 0; i < NP; ++i) {
 #pragma unroll
