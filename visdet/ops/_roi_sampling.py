@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["bounded_rois", "check_rois", "check_sampling_ratio", "pair", "pool_samples"]
+__all__ = ["bounded_rois", "check_rois", "check_sampling_ratio", "pool_samples"]
 
 # Values gathered at a time: bounds the memory of a call without gradients to some hundred megabytes.
 CHUNK_VALUES = 1 << 24
@@ -17,12 +17,6 @@ FURTHEST = 1 << 24
 LEAST_REACH = 128
 # and no more than keeps the samples of a channel countable in 31 bits.
 LARGEST_SIDE = 46000
-
-
-def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width) of one number or two."""
-    height, width = (size, size) if isinstance(size, int) else size
-    return int(height), int(width)
 
 
 def check_rois(op: str, input: Tensor, rois: Tensor, size: tuple[int, int], spatial_scale: float) -> None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library
+from ._arguments import computation_dtype
 
 __all__ = ["CARAFE", "CARAFENaive", "CARAFEPack", "carafe", "carafe_naive", "carafe_reference"]
 
@@ -58,7 +59,7 @@ def carafe_reference(
     """Return what ``carafe`` returns, in plain torch: the definition kernels are tested against."""
     B, C, H, W = features.shape
     K, G, s = kernel_size, group_size, scale_factor
-    wide = torch.float64 if features.dtype == torch.float64 else torch.float32
+    wide = computation_dtype(features)
     padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1).to(wide)
     kernels = masks.reshape(B, G, 1, K * K, H, s, W, s).to(wide)
     output = torch.zeros(B, G, C // G, H, s, W, s, dtype=wide, device=features.device)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pair, pool_samples
+from ._arguments import computation_dtype, pair
+from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_samples
 
 __all__ = ["DeformRoIPool", "DeformRoIPoolPack", "ModulatedDeformRoIPoolPack", "deform_roi_pool"]
 
@@ -37,7 +38,7 @@ def deform_roi_pool(
     fits = offset is not None and list(offset.shape) == [N, 2, PH, PW]
     if not fits and offset is not None and offset.numel() > 0:
         raise ValueError(f"deform_roi_pool: offset must be {[N, 2, PH, PW]}, got {list(offset.shape)}")
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    dtype = computation_dtype(input)
     rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
     boxes = rois[:, 1:] * spatial_scale - 0.5
     start = boxes[:, :2].flip(1)  # (y, x)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
+from ._arguments import check_device, computation_dtype, integer_table
 
 __all__ = [
     "deformable_aggregation",
@@ -63,16 +64,12 @@ def deformable_aggregation(
 
     Source: Sparse4D, arXiv 2211.10581, and SparseDrive, arXiv 2405.19620; the border rule is that of their kernel.
     """
-    shapes, starts = as_tables(features, level_shapes, level_starts)
+    shapes, starts = as_tables("deformable_aggregation", features, level_shapes, level_starts)
     for name, tensor in (("locations", locations), ("weights", weights)):
-        if tensor.device != features.device:
-            raise RuntimeError(
-                f"deformable_aggregation: {name} must be on features' device {features.device}, got {tensor.device}"
-            )
-    coordinate_dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
-    locations = locations.to(coordinate_dtype)
+        check_device("deformable_aggregation", name, tensor, "features", features)
+    locations = locations.to(computation_dtype(features))
     if weights.dtype != features.dtype:
-        weights = weights.to(coordinate_dtype)
+        weights = weights.to(computation_dtype(features))
     if features.device.type not in ("cpu", "cuda", "meta"):
         return deformable_aggregation_reference(features, shapes, starts, locations, weights)
     return _deformable_aggregation(features, shapes, starts, locations, weights)
@@ -177,27 +174,20 @@ def _unflatten(features: Tensor, level_shapes: Tensor, level_starts: Tensor) -> 
 
 
 def as_tables(
-    features: Tensor, level_shapes: Tensor | Sequence[Any], level_starts: Tensor | Sequence[Any]
+    operator: str,
+    features: Tensor,
+    level_shapes: Tensor | Sequence[Any],
+    level_starts: Tensor | Sequence[Any],
 ) -> tuple[Tensor, Tensor]:
     """Return the level tables as int64 tensors where the kernels for ``features`` read them."""
-    shapes, starts = _as_int64(level_shapes, "level_shapes"), _as_int64(level_starts, "level_starts")
+    expected = "nested sequences of integers"
+    shapes = integer_table(operator, "level_shapes", level_shapes, expected)
+    starts = integer_table(operator, "level_starts", level_starts, expected)
     if features.device.type not in ("cuda", "meta"):
         return shapes.cpu(), starts.cpu()
     if shapes.device.type != starts.device.type or shapes.numel() > 2 * _MAX_HOST_MAPS:
         return shapes.to(features.device), starts.to(features.device)
     return shapes, starts
-
-
-def _as_int64(levels: Any, name: str) -> Tensor:
-    if isinstance(levels, Tensor):
-        return levels.to(torch.int64)
-    try:
-        return torch.tensor(levels, dtype=torch.int64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"deformable_aggregation: {name} must be an integer tensor or nested sequences of integers, "
-            f"got {levels!r}"
-        ) from error
 
 
 def _fake(

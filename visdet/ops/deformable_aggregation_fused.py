@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._arguments import computation_dtype
 from .deformable_aggregation import as_tables, deformable_aggregation_reference
 
 __all__ = ["deformable_aggregation_fused", "deformable_aggregation_fused_reference"]
@@ -65,8 +66,8 @@ def deformable_aggregation_fused(
             raise RuntimeError(
                 f"deformable_aggregation_fused: {name} is not differentiable, got one that requires grad"
             )
-    shapes, starts = as_tables(features, level_shapes, level_starts)
-    wide = torch.float64 if features.dtype == torch.float64 else torch.float32
+    shapes, starts = as_tables("deformable_aggregation_fused", features, level_shapes, level_starts)
+    wide = computation_dtype(features)
     if image_wh is None:
         image_wh = projection.new_ones(*projection.shape[:2], 2)
     if camera_logits is not None and camera_logits.dtype != logits.dtype:

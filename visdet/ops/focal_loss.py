@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library
+from ._arguments import computation_dtype
 
 __all__ = [
     "SigmoidFocalLoss",
@@ -72,7 +73,7 @@ def sigmoid_focal_loss(
     Source: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017; signature and targets are mmcv's.
     """
     _check("sigmoid_focal_loss", input, target, weight, reduction)
-    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    wide = computation_dtype(input)
     weight = input.new_empty(0, dtype=wide) if weight is None else weight.to(wide)
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
     run = _sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._arguments import computation_dtype
 
 __all__ = ["mahalanobis_distance", "mahalanobis_distance_reference"]
 
@@ -53,7 +54,7 @@ def in_computation_type(op: str, points: Tensor, *others: Tensor) -> tuple[Any, 
     """Return points and the other tensors in float32, or float64 where points are, and the type of points."""
     if not points.is_floating_point():
         raise RuntimeError(f"{op}: points must be a floating-point tensor, got {points.dtype}")
-    dtype = torch.float64 if points.dtype == torch.float64 else torch.float32
+    dtype = computation_dtype(points)
     return (points.to(dtype), *(other.to(dtype) for other in others), points.dtype)
 
 

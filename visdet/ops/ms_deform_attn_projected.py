@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._library import declares
-from .ms_deform_attn import fused_geometry, has_fused_kernel
+from .ms_deform_attn_fused import fused_geometry, has_fused_kernel
 from .tracing import is_traced
 
 __all__ = ["ms_deform_attn_projected"]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._roi_sampling import pair
+from ._arguments import pair
 
 __all__ = [
     "SimpleRoIAlign",

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _library, _torchvision
+from ._arguments import computation_dtype, pair
 from ._renamed import renamed_arguments
-from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pair, pool_samples
+from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_samples
 
 __all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
 
@@ -60,7 +61,7 @@ def roi_align(
     if pool_mode == "max" or input.numel() == 0 or not (is_served or _torchvision.serves_gradients(input)):
         return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
     if is_served:
-        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        wide = computation_dtype(input)
         bounded = bounded_rois(rois, input, spatial_scale, sampling_ratio, wide)
         return _roi_align(input, bounded, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
     return _by_torchvision(input, rois, size, spatial_scale, sampling_ratio, aligned)
@@ -98,7 +99,7 @@ def roi_align_reference(
 ) -> Tensor:
     """``roi_align`` in plain torch, of both modes."""
     PH, PW = pair(output_size)
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    dtype = computation_dtype(input)
     rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
     boxes = rois[:, 1:] * spatial_scale - (0.5 if aligned else 0.0)
     start = boxes[:, :2].flip(1)  # (y, x)

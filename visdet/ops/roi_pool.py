@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from . import _library
-from ._roi_sampling import check_rois, pair
+from ._arguments import computation_dtype, pair
+from ._roi_sampling import check_rois
 
 __all__ = ["RoIPool", "roi_pool", "roi_pool_reference", "roi_pool_with_argmax"]
 
@@ -40,7 +41,7 @@ def roi_pool_with_argmax(
 ) -> tuple[Tensor, Tensor]:  # [N, C, PH, PW] in input's type, int32
     """Return ``roi_pool`` and the index into H * W of each bin's maximum; -1 for a bin without pixels."""
     check_rois("roi_pool", input, rois, output_size, spatial_scale)
-    rois = rois.detach().to(torch.float64 if input.dtype == torch.float64 else torch.float32)
+    rois = rois.detach().to(computation_dtype(input))
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
     run = _roi_pool if is_served else roi_pool_reference
     return run(input, rois, *output_size, float(spatial_scale))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
+from ._arguments import computation_dtype
 
 __all__ = ["sample_sum", "sample_sum_reference"]
 
@@ -61,7 +62,7 @@ def sampled(images: Tensor, samples: Tensor) -> Tensor:
 
 def in_sample_types(op: str, images: Tensor, *others: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return images, and the other tensors in float32, or float64 where images are."""
-    dtype = torch.float64 if images.dtype == torch.float64 else torch.float32
+    dtype = computation_dtype(images)
     for other in others:
         if other.device != images.device:
             raise RuntimeError(
