@@ -12,9 +12,8 @@ __all__ = ["check_device", "computation_dtype", "integer_table", "pair"]
 def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Tensor) -> None:
     """Raise RuntimeError unless the argument ``name`` is on the device of the argument ``of_name``."""
     if tensor.device != of.device:
-        raise RuntimeError(
-            f"{operator}: {name} must be on {of_name}'s device {of.device}, got {tensor.device}"
-        )
+        whose = f"{of_name}'" if of_name.endswith("s") else f"{of_name}'s"
+        raise RuntimeError(f"{operator}: {name} must be on {whose} device {of.device}, got {tensor.device}")
 
 
 def computation_dtype(tensor: Tensor) -> torch.dtype:
