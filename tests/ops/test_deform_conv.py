@@ -212,6 +212,7 @@ def test_state_dicts_have_the_names_of_mmcvs_and_load_strictly(pack, loader):
         assert torch.equal(value, state[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:.*is of version 1")
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
 def test_offset_layers_that_are_not_loaded_are_named(pack, strict):
@@ -397,6 +398,13 @@ def test_rejections():
             "weight must have a multiple of 2 output",
         ),
         (lambda: deform_conv2d(x[..., :1, :1], offset, weight), "is too small"),
+        (lambda: deform_conv2d(x, offset, weight[0]), r"weight must be \[C', C / groups, KH, KW\], got "),
+        (lambda: deform_conv2d(x, offset, weight, *settings, 0), "groups must be at least 1, got 0"),
+        (
+            lambda: deform_conv2d(x, offset, weight, *settings, 2, 0),
+            "deform_groups must be at least 1, got 0",
+        ),
+        (lambda: deform_conv2d(x, offset, weight, (1, 0)), "stride must be at least 1, got 0"),
         (lambda: deform_conv2d(x, offset, weight, *settings, 2, 2, True), "bias must be False"),
         (
             lambda: modulated_deform_conv2d(x, offset, mask[:, 1:], weight, bias, *settings, 2, 2),

@@ -31,36 +31,38 @@ def deformable_aggregation(
 
     ``out[b, q, c] = sum_{p, v, l} weights[b, q, p, v, l, g] * bilinear(features[b, v, l, c], locations[b, q, p, v])``
     with ``g = c // (C // G)``. A (point, camera) pair counts iff ``0 < x < 1`` and ``0 < y < 1``, strictly, where
-    ``grid_sample`` goes on for another half texel; it is then sampled in every level at pixel ``x * W - 0.5``,
-    ``y * H - 0.5``, and a corner outside the map counts as zero. Any other pair, one with a NaN coordinate
-    included, contributes nothing, whatever its weight, and has gradients of exactly zero.
+    ``grid_sample`` goes on for another half texel. A pair that counts is sampled in every level at pixel
+    ``x * W - 0.5``, ``y * H - 0.5``, and a corner outside the map counts as zero. Any other pair, one with a NaN
+    coordinate included, contributes nothing, whatever its weight, and has gradients of exactly zero.
 
     Args:
-        features: float64, float32, float16 or bfloat16; S rows hold the maps camera by camera, level by level.
-        level_shapes: (height, width) of each camera's levels, a tensor or nested sequences.
-        level_starts: first row of each map; the maps must lie within S and not overlap.
-        locations: float32 (float64 for float64 features); other types are converted.
-        weights: any numbers, usually a softmax over P * V * L; float32 (float64) or the type of ``features``,
-            other types are converted to the type of ``locations``. G divides C.
+        features: The maps, float64, float32, float16 or bfloat16; the S rows hold them camera by camera and level by
+            level.
+        level_shapes: The (height, width) of each camera's levels, as a tensor or as nested sequences.
+        level_starts: The first row of each map, likewise. The maps must lie within S and must not overlap.
+        locations: The points' positions in the images, float32 (float64 for float64 features). Other types are
+            converted.
+        weights: Any numbers, usually a softmax over P * V * L, in float32 (float64) or the type of ``features``. Other
+            types are converted to the type of ``locations``. G divides C.
 
     Returns:
-        The sums, in the type of ``features``, accumulated in float32 (float64 for float64). B, Q, P, V or L of 0
-        give an empty or zero result.
+        The sums, in the type of ``features``, accumulated in float32 (float64 for float64). If B, Q, P, V or L is 0,
+        the result is empty or zero.
 
-    Differentiable once with respect to ``features``, ``locations`` and ``weights``. Under autocast every tensor keeps
-    its type.
+    It is differentiable once with respect to ``features``, ``locations`` and ``weights``. Under autocast every tensor
+    keeps its type.
 
-    Level tables on the CPU (or sequences) are checked; on CUDA, tables on the device are read there, without a
-    synchronisation, and a map that does not lie within S yields NaN. The forward is deterministic everywhere, the
-    backward on the CPU, for any number of threads, and on CUDA under ``torch.use_deterministic_algorithms(True)``;
-    otherwise the order in which CUDA sums a feature's gradient may change between runs. The CUDA backward takes 20
-    bytes of scratch memory a sample (B * Q * P * V * L; 36 when deterministic), and CUDA wants S < 2^30,
-    Q * P * V * L < 2^30, L * G < 2^21 and V * L <= 512.
+    Level tables on the CPU (or sequences) are checked. On CUDA, tables on the device are read there, without a
+    synchronisation, and a map that does not lie within S yields NaN. The forward is deterministic everywhere. The
+    backward is so on the CPU, for any number of threads, and on CUDA under
+    ``torch.use_deterministic_algorithms(True)``; otherwise the order in which CUDA sums a feature's gradient may change
+    between runs. The CUDA backward takes 20 bytes of scratch memory a sample (B * Q * P * V * L; 36 when
+    deterministic), and CUDA needs S < 2^30, Q * P * V * L < 2^30, L * G < 2^21 and V * L <= 512.
 
     Raises:
-        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
-        NotBuiltError: the CPU library is not built.
+        NotBuiltError: The CPU library is not built.
 
     Source: Sparse4D, arXiv 2211.10581, and SparseDrive, arXiv 2405.19620; the border rule is that of their kernel.
     """
@@ -114,17 +116,19 @@ def feature_maps_format(feature_maps: Sequence[Any], inverse: bool = False) -> l
     """Return feature maps flattened for ``deformable_aggregation``, or with ``inverse`` the maps of flattened ones.
 
     Args:
-        feature_maps: one [B, V, C, H, W] per level, or a list of such lists for camera groups of different sizes.
-            With ``inverse``: what this function returned, ``[features, level_shapes, level_starts]``.
-        inverse: whether to go back.
+        feature_maps: One [B, V, C, H, W] per level, or a list of such lists for groups of cameras of different sizes.
+            With ``inverse``, what this function returned: ``[features, level_shapes, level_starts]``.
+        inverse: Whether to go back.
 
     Returns:
-        ``[features [B, S, C], level_shapes [V, L, 2], level_starts [V, L]]``, the tables int64 on the CPU, where the
-        operator wants them, so that nothing synchronises. With ``inverse``, a list with one list of
-        [B, V, C, H, W] maps for each run of cameras of equal shapes (one run: still a list with one list).
+        ``[features [B, S, C], level_shapes [V, L, 2], level_starts [V, L]]``. The tables are int64 and on the CPU,
+        where the operator wants them, so that nothing synchronises. With ``inverse``, a list that holds one list of
+        [B, V, C, H, W] maps for each run of cameras of equal shapes (for one run still a list with one list).
+
+    It is differentiable with respect to the maps.
 
     Raises:
-        ValueError: no maps, or maps that differ in B, V or C where they must not.
+        ValueError: There are no maps, or they differ in B, V or C where they must not.
 
     Source: SparseDrive's function of this name, whose tables are on the device of the maps.
     """
@@ -137,6 +141,9 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
     groups = [feature_maps] if isinstance(feature_maps[0], Tensor) else feature_maps
     flat, shapes = [], []
     for maps in groups:
+        if len(maps) == 0 or maps[0].dim() != 5:
+            found = list(maps[0].shape) if len(maps) else "none"
+            raise ValueError(f"feature_maps_format: each level must be [B, V, C, H, W], got {found}")
         B, V, C = maps[0].shape[:3]
         for level in maps:
             if level.dim() != 5 or level.shape[:3] != (B, V, C):

@@ -59,18 +59,23 @@ def sigmoid_focal_loss(
     """Return the focal loss of each logit: -α (1-p)^γ log p for the target's class, -(1-α) p^γ log(1-p) for others.
 
     Args:
-        input: logits; 16-bit types are computed in float32 and the result has the type of ``input``.
-        target: class of each row; a number that is no class (C by convention) is background.
-        weight: factor of all of a row's losses, by the row's target; background counts 1.
-        reduction: 'none' gives [N, C]; 'sum'; 'mean' divides the sum by N, not by N * C.
+        input: The logits. 16-bit types are computed in float32.
+        target: The class of each row. A number that is no class (C by convention) stands for background.
+        gamma: γ, the exponent.
+        alpha: α, the weight of the target's class.
+        weight: A factor of all losses of a row, chosen by the row's target; background has the factor 1.
+        reduction: 'none' gives [N, C], 'sum' the sum, and 'mean' the sum divided by N, not by N * C.
 
-    Differentiable once with respect to ``input``; saved for the backward are the inputs. log p is exact for large
-    logits too, where mmcv cuts it at -87.3; a NaN logit gives NaN. Deterministic.
+    Returns:
+        The losses, or a scalar, in the type of ``input``. log p is exact for large logits, too, where mmcv cuts it at
+        -87.3. A NaN logit gives NaN.
+
+    It is differentiable once with respect to ``input``; the inputs are saved for the backward. It is deterministic.
 
     Raises:
-        ValueError: a shape, type or ``reduction`` does not fit.
+        ValueError: A shape, type or ``reduction`` does not fit; the message names the argument.
 
-    Source: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017; signature and targets are mmcv's.
+    Source: Focal Loss for Dense Object Detection, arXiv 1708.02002; the signature and the targets are mmcv's.
     """
     _check("sigmoid_focal_loss", input, target, weight, reduction)
     wide = computation_dtype(input)
@@ -106,22 +111,32 @@ def softmax_focal_loss(
 ) -> Tensor:  # [N] or a scalar
     """Return the focal loss of each row, -α (1-p)^γ log p with p the softmax probability of its target.
 
-    Args: as ``sigmoid_focal_loss``; 'none' gives [N]. A row with a negative target has loss and gradient 0. A target
-    of C or more is a mistake, which only a synchronisation could report from CUDA: the row's loss is NaN, on every
-    device, and its gradient 0.
+    Args:
+        input: The logits. 16-bit types are computed in float32.
+        target: The class of each row. A row with a negative target has loss and gradient 0. A target of C or more is
+            a mistake that only a synchronisation could report from CUDA: on every device the row's loss is NaN and
+            its gradient 0.
+        gamma: γ, the exponent.
+        alpha: α, the factor of all losses.
+        weight: A factor of a row's loss, chosen by the row's target.
+        reduction: 'none' gives [N], 'sum' the sum, and 'mean' the sum divided by N.
 
-    Differentiable with respect to ``input``.
+    Returns:
+        The losses, or a scalar, in the type of ``input``.
+
+    It is differentiable with respect to ``input``. Plain torch serves it.
 
     Raises:
-        ValueError: a shape, type or ``reduction`` does not fit.
+        ValueError: A shape, type or ``reduction`` does not fit, or there are no classes; the message names the
+            argument.
 
-    Source: signature and targets are mmcv's.
+    Source: The signature and the targets are mmcv's.
     """
     _check("softmax_focal_loss", input, target, weight, reduction)
     logits = input if input.dtype in (torch.float32, torch.float64) else input.float()
     C = logits.shape[1]
     if C == 0:
-        raise ValueError("softmax_focal_loss: input must have a class at least, got none")
+        raise ValueError(f"softmax_focal_loss: input must have at least one class, got {list(input.shape)}")
     of_class = target.clamp(0, C - 1)
     log_p = F.log_softmax(logits, 1).gather(1, of_class[:, None]).squeeze(1)
     loss = -alpha * (1 - log_p.exp()).pow(gamma) * log_p

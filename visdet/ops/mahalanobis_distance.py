@@ -19,23 +19,25 @@ def mahalanobis_distance(
     """Return ``distance[b, n] = |v|^2`` with ``cholesky[n] @ v = points[b] - means[n]``: squared, nothing added.
 
     Args:
-        points: float64, float32, float16 or bfloat16.
-        means: of any floating type; means and factors are converted to the type of the computation.
-        cholesky: lower factors of the covariances; what stands above the diagonal is not read. On the CPU a diagonal
-            that is not positive is an error; on CUDA, where finding it would synchronise, that Gaussian's distances
-            are NaN.
+        points: Positions in any unit, float64, float32, float16 or bfloat16.
+        means: The Gaussians' centres in the same unit, of any floating-point type. Means and factors are converted to
+            the type of the computation.
+        cholesky: The lower factors of the covariances; what stands above the diagonal is not read. On the CPU a
+            diagonal that is not positive is an error. On CUDA, where finding it would synchronise, that Gaussian's
+            distances are NaN.
 
     Returns:
-        The distances, computed in float32 (float64 for float64 points) and returned in the type of ``points``.
+        The distances, computed in float32 (float64 for float64 points), in the type of ``points``. Distances of a NaN
+        point, or of a Gaussian with a NaN, are NaN.
 
-    Differentiable once with respect to everything, all six entries of each factor included (zero above the
-    diagonal). Deterministic. A NaN point, or Gaussian, has NaN distances.
+    It is differentiable once with respect to everything, all six entries of each factor included (zero above the
+    diagonal). It is deterministic.
 
     Raises:
-        RuntimeError: a shape, type, device or diagonal does not fit; the message names the argument.
-        NotBuiltError: the library for the device is not built.
+        RuntimeError: A shape, type, device or diagonal does not fit; the message names the argument.
+        NotBuiltError: The library for the device is not built.
 
-    Source: the triangular solve of a Gaussian's exponent; the fused kernels are visdet's own.
+    Source: The triangular solve of a Gaussian's exponent; the fused kernels are visdet's own.
     """
     points, means, cholesky, dtype = in_computation_type("mahalanobis_distance", points, means, cholesky)
     if points.device.type not in ("cpu", "cuda", "meta"):

@@ -23,9 +23,17 @@ def modulated_deform_conv2d(
     """Return ``deform_conv2d`` with the sample of each tap multiplied by ``mask``, plus ``bias``.
 
     Args:
-        input: See ``deform_conv2d``, as for the arguments that are not named here.
+        input: The map, of any floating-point type.
+        offset: The offsets in pixels, one field for each of the ``deform_groups`` (G) groups of channels. The result
+            has their type.
         mask: The factors of the taps, any numbers; usually results of a sigmoid.
+        weight: The kernel. H' and W' are those of the convolution without offsets.
         bias: The number added to each output channel, or None.
+        stride: (height, width) of the step between neighbouring outputs, or one number for both.
+        padding: (height, width) of the border of zeros, or one number for both.
+        dilation: (height, width) of the distance between neighbouring taps, or one number for both.
+        groups: The number of groups of channels that are convolved separately; it divides C and C'.
+        deform_groups: The number of groups of channels that have offsets of their own; it divides C.
 
     Returns:
         The convolution, in the type of ``offset``.

@@ -26,42 +26,43 @@ def ms_deform_attn(
 
     ``out[b, q, g] = sum_{l, p} weights[b, q, g, l, p] * bilinear(value[b, l, g], locations[b, q, g, l, p])``
 
-    Pixel coordinates are ``x = loc_x * W - 0.5``, ``y = loc_y * H - 0.5``. A sample counts iff
-    ``-1 < x < W`` and ``-1 < y < H``; a corner outside the map counts as zero (``grid_sample`` of ``2 * loc - 1``:
-    bilinear, zeros, align_corners=False). A sample with a NaN or infinite coordinate contributes nothing,
-    whatever its weight, and has zero gradients. On CUDA a corner outside stands for a texel inside with weight zero, so
-    a NaN or infinite number of ``value`` may reach samples beside the map, and one of the output's gradient or of a
-    weight the gradients of texels beside its own. The CPU does not read these texels.
+    Pixel coordinates are ``x = loc_x * W - 0.5``, ``y = loc_y * H - 0.5``. A sample counts iff ``-1 < x < W`` and
+    ``-1 < y < H``, and a corner outside the map counts as zero: this is ``grid_sample`` of ``2 * loc - 1``, bilinear,
+    with zeros and align_corners=False. A sample with a NaN or infinite coordinate contributes nothing, whatever its
+    weight, and has zero gradients. On CUDA a texel inside with weight zero stands for a corner outside. A NaN or an
+    infinite number of ``value`` may therefore reach samples beside the map, and one in the output's gradient or in a
+    weight may reach the gradients of texels beside its own. The CPU does not read these texels.
 
     Args:
-        value: float64, float32, float16 or bfloat16, channels last; the levels one after another, S = sum
-            of H_l * W_l.
-        level_shapes: (height, width) of each level: a sequence, or a tensor on the CPU or on ``value``'s device.
-        level_starts: first row of each level, likewise, on the same device as ``level_shapes`` or not; None for
-            levels without gaps. What is on the CPU is checked against S and travels with the launch. What is on a
-            GPU is read there without a synchronisation, and a level that does not lie within S then yields NaN.
-        locations: float32 (float64 for float64 values); other types are converted.
-        weights: any numbers, usually a softmax over L * P; type as ``locations``.
-        im2col_step: ignored; accepted because mmcv's function takes it last. B need not divide by anything.
+        value: The maps, float64, float32, float16 or bfloat16, channels last. The levels stand one after another, and
+            S is the sum of H_l * W_l.
+        level_shapes: The (height, width) of each level, as a sequence or as a tensor on the CPU or on ``value``'s
+            device.
+        level_starts: The first row of each level, likewise, on the same device as ``level_shapes`` or not; None
+            stands for levels without gaps. A table on the CPU is checked against S and travels with the launch. A
+            table on a GPU is read there without a synchronisation, and a level that does not lie within S yields NaN.
+        locations: The samples' positions, float32 (float64 for float64 values). Other types are converted.
+        weights: Any numbers, usually a softmax over L * P, of the type of ``locations``. Other types are converted.
+        im2col_step: It is ignored. mmcv's function takes it last; here B need not divide by anything.
 
     Returns:
-        The sums, in the type of ``value``, accumulated in float32 (float64 for float64). B, Q, P or C of 0
-        give an empty or zero result.
+        The sums, in the type of ``value``, accumulated in float32 (float64 for float64). If B, Q, P or C is 0, the
+        result is empty or zero.
 
-    Differentiable once with respect to ``value``, ``locations`` and ``weights``. Deterministic on the CPU
-    for any number of threads. On CUDA the forward is; the gradient of ``value`` is under
-    ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type: coordinates
-    and weights are never rounded to 16 bits here.
+    It is differentiable once with respect to ``value``, ``locations`` and ``weights``. It is deterministic on the CPU,
+    for any number of threads. On CUDA the forward is deterministic; the gradient of ``value`` is so under
+    ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type: coordinates and weights
+    are never rounded to 16 bits here.
 
     On CUDA an image's Q * G * L * P must be under 2^31, G * C under 2^28, S and B * G under 2^31, and in the backward
-    Q times P rounded up to a power of two under 2^31. The backward takes scratch memory: 32 bytes a sample
-    (64 in float64). Few samples, and an encoder's (Q = S), take instead a float32 copy of a 16-bit gradient of
-    ``value``, the encoder's also 4 bytes a query; not in deterministic mode.
+    Q times P rounded up to a power of two under 2^31. The backward takes 32 bytes of scratch memory a sample (64 in
+    float64). Calls with few samples and encoders' (Q = S) take a float32 copy of a 16-bit gradient of ``value``
+    instead, those of an encoder also 4 bytes a query; not in deterministic mode.
 
     Raises:
-        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor a sequence of integers.
-        NotBuiltError: the library for ``value``'s device is not built.
+        NotBuiltError: The library for ``value``'s device is not built.
 
     Source: Deformable DETR, arXiv 2010.04159, eq. 3; the signature is mmcv's.
     """

@@ -26,37 +26,39 @@ def ms_deform_attn_fused(
 ) -> Tensor:  # [B, Q, G * C]
     """Return ``ms_deform_attn`` of what a detector's linear layers predict, in one operator.
 
-    A row's K = sum of ``num_points`` samples stand level after level. Their weights are the softmax of ``logits``
-    over K; their locations are ``(x, y) + offset / (W, H)`` of the level for reference points, in pixels, and
-    ``(cx, cy) + offset * (w, h) * 0.5 / P`` for reference boxes, P being the samples of that level. Neither is
-    ever written to memory: the backward works them out again from the inputs, which are all it keeps.
+    The K = sum of ``num_points`` samples of a query and head stand level after level. Their weights are the softmax of
+    ``logits`` over K. Their locations are ``(x, y) + offset / (W, H)`` of the level where reference points are given,
+    so that offsets are in pixels, and ``(cx, cy) + offset * (w, h) * 0.5 / P`` where reference boxes are given, with P
+    the number of samples on that level. Neither weights nor locations are ever written to memory: the backward works
+    them out again from the inputs, which are all that is saved for it.
 
     Args:
-        value: as for ``ms_deform_attn``, and so are ``level_shapes`` and ``level_starts``.
-        reference_points: float32 (float64 for float64 values); other types are converted. Of size 1 where one
-            serves every batch entry or level.
-        offsets: float32 or the type of ``value``, in which autocast leaves them; other types are converted.
-            The arithmetic is in float32 in any case (float64 for float64 values).
-        logits: any numbers; type as ``offsets``. -inf gives a sample the weight zero; a row of -inf or one with a
-            NaN is NaN where a sample of it counts, as with ``torch.softmax``.
-        num_points: one number for every level, or a sequence of one for each (D-FINE has [3, 6, 3]).
+        value: The maps, as ``ms_deform_attn`` takes them.
+        level_shapes: The (height, width) of each level, as ``ms_deform_attn`` takes them.
+        level_starts: The first row of each level, as ``ms_deform_attn`` takes them.
+        reference_points: Points (x, y) or boxes (cx, cy, w, h) in 0..1, float32 (float64 for float64 values). Other
+            types are converted. A dimension of size 1 serves every batch entry or level.
+        offsets: The samples' offsets (x, y), float32 or of the type of ``value``, in which autocast leaves them. Other
+            types are converted. The arithmetic is in float32 in any case (float64 for float64 values).
+        logits: Any numbers, of the type of ``offsets``. -inf gives a sample the weight zero. A row that holds only -inf
+            or a NaN is NaN where one of its samples counts, as with ``torch.softmax``.
+        num_points: The number of samples on every level, or a sequence of one number for each (D-FINE has [3, 6, 3]).
 
     Returns:
-        What ``ms_deform_attn`` returns. A sample whose position is not finite contributes nothing, and gives
+        What ``ms_deform_attn`` returns. A sample whose position is not finite contributes nothing and gives
         ``offsets`` and ``reference_points`` zero gradients.
 
-    Differentiable once with respect to ``value``, ``reference_points``, ``offsets`` and ``logits``. Everything
-    else (determinism, autocast, limits) is as for ``ms_deform_attn``; the backward on CUDA takes 16 bytes a sample
-    and 8 a row more of scratch. More than 16 levels on CUDA, and devices without kernels, take the path of
-    separate operators.
+    It is differentiable once with respect to ``value``, ``reference_points``, ``offsets`` and ``logits``. Determinism,
+    autocast and limits are those of ``ms_deform_attn``; on CUDA the backward takes 16 bytes of scratch memory a sample
+    and 8 a row more. More than 16 levels on CUDA, and devices without kernels, are served by separate operators.
 
     Raises:
-        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor a sequence of integers.
-        NotBuiltError: the library for ``value``'s device is not built.
+        NotBuiltError: The library for ``value``'s device is not built.
 
-    Source: Deformable DETR, arXiv 2010.04159, eq. 2 and appendix A.4; the division by the samples of each level is
-    D-FINE's (arXiv 2410.13842) and the same as theirs where the levels have equally many.
+    Source: Deformable DETR, arXiv 2010.04159, eq. 2 and appendix A.4. The division by the samples of each level is
+    D-FINE's (arXiv 2410.13842), and the same as theirs where the levels have equally many.
     """
     for name, tensor in (("offsets", offsets), ("logits", logits)):
         check_device("ms_deform_attn_fused", name, tensor, "value", value)

@@ -75,23 +75,25 @@ def nms(
     """Return the boxes that no better box overlaps by more than ``iou_threshold``, best score first, and their indices.
 
     Args:
-        boxes: floating point, a tensor or a NumPy array; the results are of the same kind. 16-bit types are
-            compared in float32.
-        scores: of equal scores the lower index comes first on the CPU.
-        iou_threshold: a box goes if its IoU with a kept one is greater.
-        offset: 0, or 1: widths and heights are x2 - x1 + 1, as pixels were counted in mmdet 1.
-        score_threshold: where positive, boxes with a score not above it go first.
-        max_num: keep at most so many; -1 or 0 keeps all.
+        boxes: Floating-point boxes in any unit, a tensor or a NumPy array. 16-bit types are compared in float32.
+        scores: The score of each box. Of equal scores the lower index comes first on the CPU. NaN scores come first,
+            as in ``torch.sort``.
+        iou_threshold: A box is suppressed if its IoU with a kept one is greater.
+        offset: 0, or 1 for widths and heights of x2 - x1 + 1, as pixels were counted in mmdet 1.
+        score_threshold: Where it is positive, boxes with a score not above it are removed first.
+        max_num: The largest number of boxes to keep; -1 or 0 keeps all.
 
-    No boxes give an empty [0, 5] and an empty int64 tensor. A box with a NaN corner suppresses nothing and stays; NaN
-    scores come first, as in ``torch.sort``. The [M, 5] is differentiable with respect to boxes
-    and scores (a selection); the indices are not. Served by torchvision; plain torch gives the same where it is
-    missing.
+    Returns:
+        The boxes with their scores, and int64 indices, as tensors or as NumPy arrays like the arguments. No boxes give
+        an empty [0, 5] and empty indices. A box with a NaN corner suppresses no other box and is kept.
+
+    The [M, 5] is differentiable with respect to boxes and scores, being a selection; the indices are not. torchvision
+    serves it; where torchvision is missing plain torch gives the same.
 
     Raises:
-        ValueError: a shape or ``offset`` does not fit.
+        ValueError: A shape or ``offset`` does not fit; the message names the argument.
 
-    Source: the signature is mmcv's.
+    Source: The signature is mmcv's.
     """
     boxes, scores, is_numpy = as_tensors("nms", boxes, scores, offset)
     if score_threshold > 0:
@@ -118,19 +120,29 @@ def soft_nms(
     """Return the boxes with scores lowered by how much better boxes overlap them, best first, and their indices.
 
     With o the IoU with a better box, a score is multiplied by 0 (``naive``) or 1 - o (``linear``) where
-    o >= ``iou_threshold``, or by exp(-o² / ``sigma``) (``gaussian``); a score that falls below ``min_score`` goes.
+    o >= ``iou_threshold``, or by exp(-o² / ``sigma``) (``gaussian``). A box whose score falls below ``min_score`` is
+    removed.
 
-    Args: a tensor or a NumPy array, results of the same kind; ``offset`` as in ``nms``. 16-bit types are computed
-    in float32. ``sigma`` must be positive for ``gaussian``. Not differentiable. NaN scores come last; a NaN overlap
-    counts as 0.
+    Args:
+        boxes: Boxes in any unit, a tensor or a NumPy array. 16-bit types are computed in float32.
+        scores: The score of each box. NaN scores come last.
+        iou_threshold: The overlap from which ``naive`` and ``linear`` lower a score.
+        sigma: The width of ``gaussian``, for which it must be positive.
+        min_score: The score below which a box is removed.
+        method: 'naive', 'linear' or 'gaussian'.
+        offset: 0, or 1 for widths and heights of x2 - x1 + 1.
 
-    Runs on the CPU whatever the device: rounds follow one another, and a thousand of them cost less there, copies
-    included, than as many synchronisations of a GPU's blocks.
+    Returns:
+        The boxes with their lowered scores, and int64 indices, as tensors or as NumPy arrays like the arguments. A NaN
+        overlap counts as 0.
+
+    It is not differentiable. It runs on the CPU whatever the device: each round needs the result of the one before, and
+    a thousand rounds cost less there, copies included, than as many synchronisations of a GPU's blocks.
 
     Raises:
-        ValueError: a shape, ``offset``, ``method`` or ``sigma`` does not fit.
+        ValueError: A shape, ``offset``, ``method`` or ``sigma`` does not fit; the message names the argument.
 
-    Source: Bodla et al., Soft-NMS, ICCV 2017; signature and order of equal scores are mmcv's.
+    Source: Soft-NMS, arXiv 1704.04503; the signature and the order of equal scores are mmcv's.
     """
     boxes, scores, is_numpy = as_tensors("soft_nms", boxes, scores, offset)
     if method not in SOFT_METHODS:
@@ -209,11 +221,17 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     """Return one group of indices per kept box: its own index, then those of the boxes it suppressed, best first.
 
     Args:
-        dets: [N, 5] boxes (x1, y1, x2, y2) and scores, a tensor or a NumPy array; groups are of the same kind, int64.
-        iou_threshold: a box joins the first group whose kept box it overlaps by at least this. A box with a NaN corner
-            overlaps none; NaN scores come first.
+        dets: [N, 5] boxes (x1, y1, x2, y2) and scores, a tensor or a NumPy array. NaN scores come first.
+        iou_threshold: A box joins the first group whose kept box it overlaps by at least this. A box with a NaN corner
+            overlaps none.
 
-    Source: mmcv; used by prime sample attention (PISA).
+    Returns:
+        The groups, int64, as tensors or as NumPy arrays like the argument. It is not differentiable.
+
+    Raises:
+        ValueError: The shape does not fit.
+
+    Source: mmcv; prime sample attention (PISA), arXiv 1904.04821, uses it.
     """
     is_numpy = not isinstance(dets, Tensor)
     table = torch.from_numpy(dets) if is_numpy else dets.detach()

@@ -25,32 +25,37 @@ def roi_align(
     """Return each region's bins, pooled over bilinear samples.
 
     Args:
-        rois: corners in the image's pixels; not differentiated.
+        input: The map, of any floating-point type.
+        rois: The regions' batch indices and corners, in pixels of the image. They are not differentiated.
         output_size: (height, width) in bins, or one number for both.
-        spatial_scale: pixels of the map per pixel of the image.
-        sampling_ratio: samples down and across each bin; 0: as many as the bin covers pixels, rounded up.
-        pool_mode: 'avg', or 'max' over a bin's samples.
-        aligned: shift by half a pixel, so that pixel centres are at .5 of the map; False is the first version, which
-            also makes regions at least one pixel wide.
+        spatial_scale: The number of pixels of the map per pixel of the image.
+        sampling_ratio: The number of samples down and across each bin; 0 for as many as the bin covers pixels,
+            rounded up.
+        pool_mode: 'avg' for the mean of a bin's samples, 'max' for their maximum.
+        aligned: Whether regions are moved by half a pixel, so that pixel centres are at .5 of the map. False is the
+            first version, which also makes regions at least one pixel wide.
 
-    A sample beyond one pixel outside the map is 0, others are clamped to it. No regions give [0, C, PH, PW].
+    Returns:
+        The bins in the type of ``input``. A sample beyond one pixel outside the map is 0; others are clamped to it. No
+        regions give [0, C, PH, PW].
 
     A region whose batch index is not within 0..B-1, or with NaN among its numbers, gives 0 and has no gradient, on
     every device and without synchronising one. With ``sampling_ratio=0``, where the number of samples grows with the
-    region, a region is cut where it ends further outside the map than the map's longer side (128 pixels of it at
-    least); with a given ``sampling_ratio``, 2^24 pixels outside. Infinite corners are cut likewise.
+    region, a region is cut where it ends further outside the map than the map's longer side (at least 128 pixels).
+    With a given ``sampling_ratio`` it is cut 2^24 pixels outside. Infinite corners are cut likewise.
 
-    Differentiable once with respect to ``input``. 'avg' on the CPU is a kernel of visdet's, for all four value types,
-    with sums in float32 (float64 for float64) and the same bits for any number of threads. 'avg' on CUDA, and where
-    visdet's library is missing, is torchvision's; bfloat16, which it refuses, and float16 on the CPU are computed in
-    float32; its float16 on CUDA rounds ``rois`` to float16 too. 'max', and everything where torchvision is missing as
-    well, is plain torch; so are gradients on CUDA under ``torch.use_deterministic_algorithms(True)``, which
-    torchvision's are not made for.
+    It is differentiable once with respect to ``input``. A kernel of visdet's serves 'avg' on the CPU for all four value
+    types, with sums in float32 (float64 for float64) and the same bits for any number of threads. torchvision serves
+    'avg' on CUDA, and where visdet's library is missing. bfloat16, which torchvision refuses, and float16 on the CPU
+    are computed in float32; its float16 on CUDA rounds ``rois`` to float16, too. Plain torch serves 'max', everything
+    where torchvision is missing as well, and gradients on CUDA under ``torch.use_deterministic_algorithms(True)``,
+    which torchvision's are not made for.
 
     Raises:
-        ValueError: a shape, type, device, number or ``pool_mode`` does not fit.
+        ValueError: A shape, type, device, number or ``pool_mode`` does not fit; the message names the argument.
 
-    Source: Mask R-CNN; signature and defaults are mmcv's (torchvision's default is aligned=False).
+    Source: Mask R-CNN, arXiv 1703.06870; the signature and the defaults are mmcv's (torchvision's default is
+    aligned=False).
     """
     size = pair(output_size)
     check_rois("roi_align", input, rois, size, spatial_scale)
@@ -97,7 +102,7 @@ def roi_align_reference(
     pool_mode: str = "avg",
     aligned: bool = True,
 ) -> Tensor:
-    """``roi_align`` in plain torch, of both modes."""
+    """Return what ``roi_align`` returns, in plain torch, in both modes: the definition kernels are tested against."""
     PH, PW = pair(output_size)
     dtype = computation_dtype(input)
     rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)

@@ -21,17 +21,26 @@ def roi_pool(
 ) -> Tensor:  # [N, C, PH, PW]
     """Return the maximum of each bin: pixels floor(start) to ceil(end) of x1·scale .. (x2 + 1)·scale, cut in bins.
 
-    Corners are not rounded and the far one counts one pixel more, as in mmcv and unlike torchvision, which rounds
-    both. A bin without pixels, and a region without area, of no image of the batch, or with a corner that is NaN or
-    infinite, gives 0 and has no gradient; a NaN pixel counts as -inf.
-    Differentiable once with respect to ``input``: the gradient goes to the maximum, the first in reading order of
-    equal ones. Saved for the backward are the regions and the place of each maximum, which costs as much to find
-    again as the forward. Deterministic; on CUDA the backward under ``torch.use_deterministic_algorithms(True)``.
+    Args:
+        input: The map, float64, float32, float16 or bfloat16. A NaN pixel counts as -inf.
+        rois: The regions' batch indices and corners, in pixels of the image. They are not differentiated. Corners are
+            not rounded and the far one counts one pixel more, as in mmcv and unlike torchvision, which rounds both.
+        output_size: (height, width) in bins, or one number for both.
+        spatial_scale: The number of pixels of the map per pixel of the image.
+
+    Returns:
+        The maxima in the type of ``input``. A bin without pixels gives 0 and has no gradient, and so does a region
+        without area, of no image of the batch, or with a corner that is NaN or infinite.
+
+    It is differentiable once with respect to ``input``: the gradient goes to the maximum, the first in reading order of
+    equal ones. The regions and the position of each maximum are saved for the backward; finding a maximum again would
+    cost as much as the forward. It is deterministic, on CUDA the backward under
+    ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
-        ValueError: a shape, type, device or number does not fit.
+        ValueError: A shape, type, device or number does not fit; the message names the argument.
 
-    Source: Fast R-CNN; bins and signature are mmcv's.
+    Source: Fast R-CNN, arXiv 1504.08083; the bins and the signature are mmcv's.
     """
     return roi_pool_with_argmax(input, rois, pair(output_size), spatial_scale)[0]
 
