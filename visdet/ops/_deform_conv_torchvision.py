@@ -32,7 +32,7 @@ def convolve_by_torchvision(
 
 
 def _within_reach(offset: Tensor, size: Any, padding: tuple[int, int]) -> Tensor:
-    """Return the offsets, with one that leads out of every map in the place of those that are NaN or lead further.
+    """Return the offsets; one that leads out of every map replaces those that are NaN or lead further.
 
     At a position that is NaN torchvision reads pixels outside of the image's memory.
     """

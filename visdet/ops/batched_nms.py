@@ -14,37 +14,6 @@ __all__ = ["batched_nms", "register_nms"]
 _KINDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"nms": nms, "soft_nms": soft_nms}
 
 
-def register_nms(name: str, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Let ``batched_nms`` find ``function(boxes, scores, **cfg) -> (dets, keep)`` under ``type=name``.
-
-    Registering the same function again changes nothing.
-
-    Raises:
-        KeyError: Another function has the name already.
-    """
-    if _KINDS.setdefault(name, function) is not function:
-        raise KeyError(f"register_nms: {name!r} is taken by {_KINDS[name]!r}")
-
-
-def _kind(kind: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    if callable(kind):
-        return kind
-    if kind not in _KINDS:
-        raise KeyError(f"batched_nms: type must be one of {sorted(_KINDS)} or a function, got {kind!r}")
-    return _KINDS[kind]
-
-
-def _shifted_apart(boxes: Tensor, idxs: Tensor) -> Tensor:
-    """Return the boxes moved so far that those of different classes cannot overlap."""
-    if boxes.numel() == 0:
-        return boxes
-    known = boxes.nan_to_num(0, 0, 0)  # a box that is no number must not move the others
-    if boxes.shape[-1] == 5:  # rotated: only centres move
-        reach = known[:, :2].max() + known[:, 2:4].max() + 1
-        return torch.cat([boxes[:, :2] + (idxs.to(boxes) * reach)[:, None], boxes[:, 2:]], 1)
-    return boxes + (idxs.to(boxes) * (known.max() + 1))[:, None]
-
-
 def batched_nms(
     boxes: Tensor,  # [N, 4] (x1, y1, x2, y2), or [N, 5] (x, y, w, h, angle)
     scores: Tensor,  # [N]
@@ -105,10 +74,41 @@ def batched_nms(
     return torch.cat([boxes[kept], kept_scores[:, None].to(boxes)], -1), kept
 
 
+def register_nms(name: str, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Let ``batched_nms`` find ``function(boxes, scores, **cfg) -> (dets, keep)`` under ``type=name``.
+
+    Registering the same function again changes nothing.
+
+    Raises:
+        KeyError: Another function has the name already.
+    """
+    if _KINDS.setdefault(name, function) is not function:
+        raise KeyError(f"register_nms: {name!r} is taken by {_KINDS[name]!r}")
+
+
+def _kind(kind: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    if callable(kind):
+        return kind
+    if kind not in _KINDS:
+        raise KeyError(f"batched_nms: type must be one of {sorted(_KINDS)} or a function, got {kind!r}")
+    return _KINDS[kind]
+
+
+def _shifted_apart(boxes: Tensor, idxs: Tensor) -> Tensor:
+    """Return the boxes moved so far that those of different classes cannot overlap."""
+    if boxes.numel() == 0:
+        return boxes
+    known = boxes.nan_to_num(0, 0, 0)  # a box that is no number must not move the others
+    if boxes.shape[-1] == 5:  # rotated: only centres move
+        reach = known[:, :2].max() + known[:, 2:4].max() + 1
+        return torch.cat([boxes[:, :2] + (idxs.to(boxes) * reach)[:, None], boxes[:, 2:]], 1)
+    return boxes + (idxs.to(boxes) * (known.max() + 1))[:, None]
+
+
 def _class_by_class(
     boxes: Tensor, scores: Tensor, idxs: Tensor, suppress: Callable, arguments: dict
 ) -> tuple[Tensor, Tensor]:
-    """Return (scores, indices) of what is left of all classes, best first."""
+    """Return (scores, indices) of the boxes that each class keeps, best first."""
     by_class, members = idxs.sort(stable=True)
     counts = by_class.unique_consecutive(return_counts=True)[1].tolist()
     parts = (values.split(counts) for values in (members, boxes[members], scores[members]))

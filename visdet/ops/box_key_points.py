@@ -1,4 +1,4 @@
-"""Key points of 3-D boxes: places given in sizes, turned and moved with each box."""
+"""Key points of 3-D boxes: points given in sizes of the box, rotated and moved with it."""
 
 from typing import Any
 
@@ -60,10 +60,10 @@ def box_key_points_reference(
 ) -> Tensor:  # [B, Q, F + M, 3]
     """Return what ``box_key_points`` returns, in plain torch: the definition kernels are tested against."""
     centre, log_size, heading = anchors[..., None, :8].split((3, 3, 2), -1)  # [B, Q, 1, ...]
-    places = fixed.to(anchors.dtype).expand(*anchors.shape[:2], -1, -1)
+    points = fixed.to(anchors.dtype).expand(*anchors.shape[:2], -1, -1)
     if logits is not None:
-        places = torch.cat([places, logits.to(anchors.dtype).unflatten(-1, (-1, 3)).sigmoid() - 0.5], -2)
-    x, y, z = (places * log_size.clamp(max=max_log_size).exp()).unbind(-1)  # [B, Q, P]
+        points = torch.cat([points, logits.to(anchors.dtype).unflatten(-1, (-1, 3)).sigmoid() - 0.5], -2)
+    x, y, z = (points * log_size.clamp(max=max_log_size).exp()).unbind(-1)  # [B, Q, P]
     sin, cos = heading.unbind(-1)
     return torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + centre
 

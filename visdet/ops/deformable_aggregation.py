@@ -66,7 +66,7 @@ def deformable_aggregation(
 
     Source: Sparse4D, arXiv 2211.10581, and SparseDrive, arXiv 2405.19620; the border rule is that of their kernel.
     """
-    shapes, starts = as_tables("deformable_aggregation", features, level_shapes, level_starts)
+    shapes, starts = as_tables(features, level_shapes, level_starts)
     for name, tensor in (("locations", locations), ("weights", weights)):
         check_device("deformable_aggregation", name, tensor, "features", features)
     locations = locations.to(computation_dtype(features))
@@ -181,12 +181,16 @@ def _unflatten(features: Tensor, level_shapes: Tensor, level_starts: Tensor) -> 
 
 
 def as_tables(
-    operator: str,
     features: Tensor,
     level_shapes: Tensor | Sequence[Any],
     level_starts: Tensor | Sequence[Any],
+    operator: str = "deformable_aggregation",
 ) -> tuple[Tensor, Tensor]:
-    """Return the level tables as int64 tensors where the kernels for ``features`` read them."""
+    """Return the level tables as int64 tensors where the kernels for ``features`` read them.
+
+    Raises:
+        TypeError: a table is neither a tensor nor nested sequences of integers; the message names ``operator``.
+    """
     expected = "nested sequences of integers"
     shapes = integer_table(operator, "level_shapes", level_shapes, expected)
     starts = integer_table(operator, "level_starts", level_starts, expected)

@@ -68,7 +68,7 @@ def deformable_aggregation_fused(
             raise RuntimeError(
                 f"deformable_aggregation_fused: {name} is not differentiable, got one that requires grad"
             )
-    shapes, starts = as_tables("deformable_aggregation_fused", features, level_shapes, level_starts)
+    shapes, starts = as_tables(features, level_shapes, level_starts, "deformable_aggregation_fused")
     wide = computation_dtype(features)
     if image_wh is None:
         image_wh = projection.new_ones(*projection.shape[:2], 2)

@@ -18,36 +18,6 @@ __all__ = [
 ]
 
 
-def _check(op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str) -> None:
-    if input.dim() != 2:
-        raise ValueError(f"{op}: input must be [N, C], got {list(input.shape)}")
-    if not input.is_floating_point():
-        raise ValueError(f"{op}: input must be of a floating-point type, got {input.dtype}")
-    if target.dtype != torch.int64:
-        raise ValueError(f"{op}: target must be int64, got {target.dtype}")
-    if target.shape != input.shape[:1]:
-        raise ValueError(f"{op}: target must be [{input.shape[0]}], got {list(target.shape)}")
-    if weight is not None and weight.shape != input.shape[1:]:
-        raise ValueError(f"{op}: weight must be [{input.shape[1]}], got {list(weight.shape)}")
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
-
-
-def _reduce(loss: Tensor, reduction: str) -> Tensor:
-    """``mean`` divides by the number of rows, not by that of elements."""
-    if reduction == "none":
-        return loss
-    return loss.sum() / len(loss) if reduction == "mean" else loss.sum()
-
-
-def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
-    """Return weight[target]; 1 for a target that is no class."""
-    if len(weight) == 0:
-        return weight.new_ones(target.shape)
-    is_class = (target >= 0) & (target < len(weight))
-    return torch.where(is_class, weight[target.clamp(0, len(weight) - 1)], 1.0)
-
-
 def sigmoid_focal_loss(
     input: Tensor,  # [N, C]
     target: Tensor,  # [N] int64 in 0..C, C: background
@@ -93,8 +63,8 @@ def sigmoid_focal_loss_reference(
     logits = input if input.dtype == torch.float64 else input.float()
     is_target = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
     against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
-    share = is_target.to(logits.dtype)
-    balance = alpha * share + (1 - alpha) * (1 - share)
+    one_hot = is_target.to(logits.dtype)
+    balance = alpha * one_hot + (1 - alpha) * (1 - one_hot)
     loss = balance * against.sigmoid().pow(gamma) * -F.logsigmoid(-against)
     if weight.numel() > 0:
         loss = loss * _weight_of_target(weight, target)[:, None]
@@ -146,29 +116,34 @@ def softmax_focal_loss(
     return _reduce(loss, reduction).to(input.dtype)
 
 
-class SigmoidFocalLoss(nn.Module):
-    """``sigmoid_focal_loss`` with its settings; ``weight`` is a buffer."""
-
-    def __init__(
-        self, gamma: float, alpha: float, weight: Tensor | None = None, reduction: str = "mean"
-    ) -> None:
-        super().__init__()
-        self.gamma, self.alpha, self.reduction = gamma, alpha, reduction
-        self.weight: Tensor | None
-        self.register_buffer("weight", weight)
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return sigmoid_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)
-
-    def extra_repr(self) -> str:
-        return f"gamma={self.gamma}, alpha={self.alpha}, reduction={self.reduction}"
+def _check(op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str) -> None:
+    if input.dim() != 2:
+        raise ValueError(f"{op}: input must be [N, C], got {list(input.shape)}")
+    if not input.is_floating_point():
+        raise ValueError(f"{op}: input must be of a floating-point type, got {input.dtype}")
+    if target.dtype != torch.int64:
+        raise ValueError(f"{op}: target must be int64, got {target.dtype}")
+    if target.shape != input.shape[:1]:
+        raise ValueError(f"{op}: target must be [{input.shape[0]}], got {list(target.shape)}")
+    if weight is not None and weight.shape != input.shape[1:]:
+        raise ValueError(f"{op}: weight must be [{input.shape[1]}], got {list(weight.shape)}")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
 
 
-class SoftmaxFocalLoss(SigmoidFocalLoss):
-    """``softmax_focal_loss`` with its settings; ``weight`` is a buffer."""
+def _reduce(loss: Tensor, reduction: str) -> Tensor:
+    """``mean`` divides by the number of rows, not by that of elements."""
+    if reduction == "none":
+        return loss
+    return loss.sum() / len(loss) if reduction == "mean" else loss.sum()
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return softmax_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)
+
+def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
+    """Return weight[target]; 1 for a target that is no class."""
+    if len(weight) == 0:
+        return weight.new_ones(target.shape)
+    is_class = (target >= 0) & (target < len(weight))
+    return torch.where(is_class, weight[target.clamp(0, len(weight) - 1)], 1.0)
 
 
 def _fake(input: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float) -> Tensor:
@@ -200,3 +175,28 @@ _sigmoid_focal_loss = _library.differentiable(
     setup_context=_setup_context,
     backward=_backward,
 )
+
+
+class SigmoidFocalLoss(nn.Module):
+    """``sigmoid_focal_loss`` with its settings; ``weight`` is a buffer."""
+
+    def __init__(
+        self, gamma: float, alpha: float, weight: Tensor | None = None, reduction: str = "mean"
+    ) -> None:
+        super().__init__()
+        self.gamma, self.alpha, self.reduction = gamma, alpha, reduction
+        self.weight: Tensor | None
+        self.register_buffer("weight", weight)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return sigmoid_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)
+
+    def extra_repr(self) -> str:
+        return f"gamma={self.gamma}, alpha={self.alpha}, reduction={self.reduction}"
+
+
+class SoftmaxFocalLoss(SigmoidFocalLoss):
+    """``softmax_focal_loss`` with its settings; ``weight`` is a buffer."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return softmax_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)

@@ -1,4 +1,4 @@
-"""Convolution computed at the marked places only."""
+"""Convolution computed at the marked positions only."""
 
 import torch
 import torch.nn.functional as F

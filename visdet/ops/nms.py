@@ -13,56 +13,6 @@ __all__ = ["nms", "nms_match", "soft_nms", "soft_nms_reference"]
 SOFT_METHODS = ("naive", "linear", "gaussian")
 
 
-def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, Tensor, bool]:
-    is_numpy = not isinstance(boxes, Tensor)
-    boxes = boxes if isinstance(boxes, Tensor) else torch.from_numpy(boxes)
-    scores = scores if isinstance(scores, Tensor) else torch.from_numpy(scores)
-    if boxes.dim() != 2 or boxes.shape[1] != 4:
-        raise ValueError(f"{op}: boxes must be [N, 4], got {list(boxes.shape)}")
-    if scores.shape != boxes.shape[:1]:
-        raise ValueError(f"{op}: scores must be [{boxes.shape[0]}], got {list(scores.shape)}")
-    if offset not in (0, 1):
-        raise ValueError(f"{op}: offset must be 0 or 1, got {offset!r}")
-    return boxes, scores, is_numpy
-
-
-def _overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
-    """Return the IoU of one box [4] with each of boxes [N, 4]; widths are x2 - x1 + offset."""
-    sides = (torch.minimum(box[2:], boxes[:, 2:]) - torch.maximum(box[:2], boxes[:, :2]) + offset).clamp(
-        min=0
-    )
-    intersection = sides[:, 0] * sides[:, 1]
-    areas = (boxes[:, 2] - boxes[:, 0] + offset) * (boxes[:, 3] - boxes[:, 1] + offset)
-    area = (box[2] - box[0] + offset) * (box[3] - box[1] + offset)
-    return intersection / (area + areas - intersection)
-
-
-def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Greedy suppression in plain torch, on the CPU; the order and the result are torchvision's."""
-    order = scores.sort(descending=True, stable=True).indices.cpu()
-    ordered = boxes.cpu()[order]
-    is_alive = torch.ones(len(order), dtype=torch.bool)
-    for i in range(len(order)):
-        if is_alive[i]:
-            is_alive[i + 1 :] &= ~(_overlaps_with(ordered[i], ordered[i + 1 :], 0) > iou_threshold)
-    return order[is_alive].to(boxes.device)
-
-
-def kept_indices(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
-    """Return the indices of the boxes that stay, best score first."""
-    boxes, scores = boxes.detach(), scores.detach()
-    if boxes.dtype not in (torch.float32, torch.float64):
-        boxes, scores = boxes.float(), scores.float()
-    scores = scores.to(boxes.dtype)
-    if offset:  # a box whose sides count one more is the box that ends one later
-        boxes = boxes + boxes.new_tensor([0, 0, offset, offset])
-    if _torchvision.serves(boxes.device.type):
-        from torchvision.ops import nms as torchvision_nms
-
-        return torchvision_nms(boxes, scores, iou_threshold)
-    return kept_by_plain_torch(boxes, scores, iou_threshold)
-
-
 @renamed_arguments(iou_thr="iou_threshold")
 def nms(
     boxes: Any,  # [N, 4] (x1, y1, x2, y2)
@@ -204,19 +154,6 @@ def soft_nms_reference(
     return torch.cat([boxes[:count], scores[:count, None]], 1), index[:count]
 
 
-def _fake_soft_nms(
-    boxes: Tensor,
-    scores: Tensor,
-    iou_threshold: float,
-    sigma: float,
-    min_score: float,
-    method: int,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
-    count = torch.library.get_ctx().new_dynamic_size()
-    return boxes.new_empty(count, 5), boxes.new_empty(count, dtype=torch.int64)
-
-
 def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     """Return one group of indices per kept box: its own index, then those of the boxes it suppressed, best first.
 
@@ -248,6 +185,70 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
         groups.append(torch.cat([order[:1], order[1:][joins]]))
         order = order[1:][~joins]
     return [group.numpy() if is_numpy else group.to(dets.device) for group in groups]
+
+
+def kept_indices(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
+    """Return the indices of the boxes that stay, best score first."""
+    boxes, scores = boxes.detach(), scores.detach()
+    if boxes.dtype not in (torch.float32, torch.float64):
+        boxes, scores = boxes.float(), scores.float()
+    scores = scores.to(boxes.dtype)
+    if offset:  # a box whose sides count one more is the box that ends one later
+        boxes = boxes + boxes.new_tensor([0, 0, offset, offset])
+    if _torchvision.serves(boxes.device.type):
+        from torchvision.ops import nms as torchvision_nms
+
+        return torchvision_nms(boxes, scores, iou_threshold)
+    return kept_by_plain_torch(boxes, scores, iou_threshold)
+
+
+def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Greedy suppression in plain torch, on the CPU; the order and the result are torchvision's."""
+    order = scores.sort(descending=True, stable=True).indices.cpu()
+    ordered = boxes.cpu()[order]
+    is_alive = torch.ones(len(order), dtype=torch.bool)
+    for i in range(len(order)):
+        if is_alive[i]:
+            is_alive[i + 1 :] &= ~(_overlaps_with(ordered[i], ordered[i + 1 :], 0) > iou_threshold)
+    return order[is_alive].to(boxes.device)
+
+
+def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, Tensor, bool]:
+    """Return boxes and scores as tensors, and whether they are NumPy arrays; raise ValueError if one does not fit."""
+    is_numpy = not isinstance(boxes, Tensor)
+    boxes = boxes if isinstance(boxes, Tensor) else torch.from_numpy(boxes)
+    scores = scores if isinstance(scores, Tensor) else torch.from_numpy(scores)
+    if boxes.dim() != 2 or boxes.shape[1] != 4:
+        raise ValueError(f"{op}: boxes must be [N, 4], got {list(boxes.shape)}")
+    if scores.shape != boxes.shape[:1]:
+        raise ValueError(f"{op}: scores must be [{boxes.shape[0]}], got {list(scores.shape)}")
+    if offset not in (0, 1):
+        raise ValueError(f"{op}: offset must be 0 or 1, got {offset!r}")
+    return boxes, scores, is_numpy
+
+
+def _overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
+    """Return the IoU of one box [4] with each of boxes [N, 4]; widths are x2 - x1 + offset."""
+    sides = (torch.minimum(box[2:], boxes[:, 2:]) - torch.maximum(box[:2], boxes[:, :2]) + offset).clamp(
+        min=0
+    )
+    intersection = sides[:, 0] * sides[:, 1]
+    areas = (boxes[:, 2] - boxes[:, 0] + offset) * (boxes[:, 3] - boxes[:, 1] + offset)
+    area = (box[2] - box[0] + offset) * (box[3] - box[1] + offset)
+    return intersection / (area + areas - intersection)
+
+
+def _fake_soft_nms(
+    boxes: Tensor,
+    scores: Tensor,
+    iou_threshold: float,
+    sigma: float,
+    min_score: float,
+    method: int,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    count = torch.library.get_ctx().new_dynamic_size()
+    return boxes.new_empty(count, 5), boxes.new_empty(count, dtype=torch.int64)
 
 
 if _library.declares("soft_nms"):

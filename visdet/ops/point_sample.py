@@ -41,9 +41,9 @@ def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwarg
             raise ValueError(
                 f"{op}: input must have pixels where padding_mode is {padding!r}, got {list(im.shape)}"
             )
-        # All points are outside. A sum of nothing gives them a gradient.
-        nothing = im.sum() + grid.flatten()[:0].sum()
-        return im.new_zeros(*im.shape[:2], *grid.shape[1:3]) + nothing.to(im.dtype)
+        # All points are outside. The sum of no numbers gives them a gradient.
+        empty_sum = im.sum() + grid.flatten()[:0].sum()
+        return im.new_zeros(*im.shape[:2], *grid.shape[1:3]) + empty_sum.to(im.dtype)
     dtype, is_widened = im.dtype, _needs_float32(im)
     if is_widened:
         im, grid = im.float(), grid.float()

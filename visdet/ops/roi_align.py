@@ -123,45 +123,6 @@ def roi_align_reference(
     return pool_samples(input.to(dtype), rois[:, 0].long(), origin, bin_size, grid, reduce).to(input.dtype)
 
 
-class RoIAlign(nn.Module):
-    """``roi_align`` with its settings; ``use_torchvision`` is accepted and ignored."""
-
-    @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
-    def __init__(
-        self,
-        output_size: int | tuple[int, int],
-        spatial_scale: float = 1.0,
-        sampling_ratio: int = 0,
-        pool_mode: str = "avg",
-        aligned: bool = True,
-        use_torchvision: bool = False,
-    ) -> None:
-        super().__init__()
-        self.output_size = pair(output_size)
-        self.spatial_scale = float(spatial_scale)
-        self.sampling_ratio = int(sampling_ratio)
-        self.pool_mode = pool_mode
-        self.aligned = aligned
-        self.use_torchvision = use_torchvision
-
-    def forward(self, input: Tensor, rois: Tensor) -> Tensor:
-        return roi_align(
-            input,
-            rois,
-            self.output_size,
-            self.spatial_scale,
-            self.sampling_ratio,
-            self.pool_mode,
-            self.aligned,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"output_size={self.output_size}, spatial_scale={self.spatial_scale}, "
-            f"sampling_ratio={self.sampling_ratio}, pool_mode={self.pool_mode}, aligned={self.aligned}"
-        )
-
-
 def _fake(
     input: Tensor,
     rois: Tensor,
@@ -199,3 +160,42 @@ _roi_align = _library.differentiable(
     setup_context=_setup_context,
     backward=_backward,
 )
+
+
+class RoIAlign(nn.Module):
+    """``roi_align`` with its settings; ``use_torchvision`` is accepted and ignored."""
+
+    @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
+    def __init__(
+        self,
+        output_size: int | tuple[int, int],
+        spatial_scale: float = 1.0,
+        sampling_ratio: int = 0,
+        pool_mode: str = "avg",
+        aligned: bool = True,
+        use_torchvision: bool = False,
+    ) -> None:
+        super().__init__()
+        self.output_size = pair(output_size)
+        self.spatial_scale = float(spatial_scale)
+        self.sampling_ratio = int(sampling_ratio)
+        self.pool_mode = pool_mode
+        self.aligned = aligned
+        self.use_torchvision = use_torchvision
+
+    def forward(self, input: Tensor, rois: Tensor) -> Tensor:
+        return roi_align(
+            input,
+            rois,
+            self.output_size,
+            self.spatial_scale,
+            self.sampling_ratio,
+            self.pool_mode,
+            self.aligned,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"output_size={self.output_size}, spatial_scale={self.spatial_scale}, "
+            f"sampling_ratio={self.sampling_ratio}, pool_mode={self.pool_mode}, aligned={self.aligned}"
+        )

@@ -56,42 +56,6 @@ def roi_pool_with_argmax(
     return run(input, rois, *output_size, float(spatial_scale))
 
 
-class RoIPool(nn.Module):
-    """``roi_pool`` with its settings."""
-
-    def __init__(self, output_size: int | tuple[int, int], spatial_scale: float = 1.0) -> None:
-        super().__init__()
-        self.output_size = pair(output_size)
-        self.spatial_scale = float(spatial_scale)
-
-    def forward(self, input: Tensor, rois: Tensor) -> Tensor:
-        return roi_pool(input, rois, self.output_size, self.spatial_scale)
-
-    def extra_repr(self) -> str:
-        return f"output_size={self.output_size}, spatial_scale={self.spatial_scale}"
-
-
-def roi_pool_gradient(
-    grad_output: Tensor, rois: Tensor, argmax: Tensor, sizes: tuple[int, int, int]
-) -> Tensor:
-    """Return the gradient of the input [B, C, H, W], with sizes (B, H, W), in the type of ``rois``."""
-    needs_order = grad_output.is_cuda and torch.are_deterministic_algorithms_enabled()
-    is_served = _library.is_loaded("cpu") and grad_output.device.type in ("cpu", "cuda", "meta")
-    if needs_order or not is_served:
-        return _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *sizes)
-    return torch.ops.visdet.roi_pool_backward.default(grad_output, rois, argmax, *sizes)
-
-
-def _bins(start: Tensor, end: Tensor, count: int, size: int) -> Tensor:
-    """Return [N, count, size] bool: the pixels of each bin of the intervals start..end [N]."""
-    steps = torch.arange(count + 1, device=start.device).to(start)
-    width = (end - start) / count
-    first = (steps[:-1] * width[:, None] + start[:, None]).floor()
-    last = (steps[1:] * width[:, None] + start[:, None]).ceil()
-    pixel = torch.arange(size, device=start.device)
-    return (pixel >= first[..., None]) & (pixel < last[..., None])
-
-
 def roi_pool_reference(
     input: Tensor, rois: Tensor, PH: int, PW: int, spatial_scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -124,6 +88,16 @@ def roi_pool_reference(
     return torch.where(argmax >= 0, pooled, 0), argmax.int()
 
 
+def _bins(start: Tensor, end: Tensor, count: int, size: int) -> Tensor:
+    """Return [N, count, size] bool: the pixels of each bin of the intervals start..end [N]."""
+    steps = torch.arange(count + 1, device=start.device).to(start)
+    width = (end - start) / count
+    first = (steps[:-1] * width[:, None] + start[:, None]).floor()
+    last = (steps[1:] * width[:, None] + start[:, None]).ceil()
+    pixel = torch.arange(size, device=start.device)
+    return (pixel >= first[..., None]) & (pixel < last[..., None])
+
+
 def _fake(
     input: Tensor, rois: Tensor, pooled_height: int, pooled_width: int, spatial_scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -151,6 +125,17 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: Any) -> tuple[Tensor | No
     return grad.to(ctx.dtype), None, None, None, None
 
 
+def roi_pool_gradient(
+    grad_output: Tensor, rois: Tensor, argmax: Tensor, sizes: tuple[int, int, int]
+) -> Tensor:
+    """Return the gradient of the input [B, C, H, W], with sizes (B, H, W), in the type of ``rois``."""
+    needs_order = grad_output.is_cuda and torch.are_deterministic_algorithms_enabled()
+    is_served = _library.is_loaded("cpu") and grad_output.device.type in ("cpu", "cuda", "meta")
+    if needs_order or not is_served:
+        return _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *sizes)
+    return torch.ops.visdet.roi_pool_backward.default(grad_output, rois, argmax, *sizes)
+
+
 def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int, H: int, W: int) -> Tensor:
     """Return the gradient of the input by torch's ordered accumulation: slower than atomic additions."""
     C = grad_output.shape[1]
@@ -172,3 +157,18 @@ _roi_pool = _library.differentiable(
     setup_context=_setup_context,
     backward=_backward,
 )
+
+
+class RoIPool(nn.Module):
+    """``roi_pool`` with its settings."""
+
+    def __init__(self, output_size: int | tuple[int, int], spatial_scale: float = 1.0) -> None:
+        super().__init__()
+        self.output_size = pair(output_size)
+        self.spatial_scale = float(spatial_scale)
+
+    def forward(self, input: Tensor, rois: Tensor) -> Tensor:
+        return roi_pool(input, rois, self.output_size, self.spatial_scale)
+
+    def extra_repr(self) -> str:
+        return f"output_size={self.output_size}, spatial_scale={self.spatial_scale}"
