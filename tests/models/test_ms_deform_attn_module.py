@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import types
 
 import pytest
 import torch
@@ -521,11 +522,13 @@ def test_bad_calls(call, message):
     ],
     ids=["out-of-memory", "launch"],
 )
-def test_errors_of_the_gpu_reach_the_caller(monkeypatch, message, kind):
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_errors_of_the_gpu_reach_the_caller(monkeypatch, message, kind, direction):
     def fails(*_):
         raise RuntimeError(message)
 
-    monkeypatch.setattr("visdet.ops.ms_deform_attn_projected._Projected.apply", fails)
+    name = "ms_deform_attn_projected" + ("_backward" if direction == "backward" else "")
+    monkeypatch.setattr(torch.ops.visdet, name, types.SimpleNamespace(default=fails))
     with pytest.raises(kind, match=r"out of memory|did not start") as caught:
-        module()(**inputs())
+        module()(**inputs()).sum().backward()
     assert type(caught.value) is kind

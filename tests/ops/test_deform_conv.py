@@ -1,6 +1,9 @@
 """deform_conv2d, modulated_deform_conv2d, their modules, and SAConv2d."""
 
+import contextlib
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from visdet.ops import (
     modulated_deform_conv2d,
 )
 from visdet.ops.deform_conv2d import deform_conv2d_reference
+from visdet.ops.deform_conv_layers import rename_offset_layers_on_load
 
 
 def let_serve(backend, monkeypatch):
@@ -162,10 +166,15 @@ class Block(torch.nn.Module):
         self.conv2 = pack(4, 4, 3, padding=1)
 
 
+def model_of(pack):
+    return torch.nn.Sequential(torch.nn.ModuleDict(dict(a=Block(pack))), pack(4, 4, 1), Block(pack))
+
+
 @pytest.mark.parametrize("loader", ["torch", "mmengine", "mmengine.load_checkpoint"])
 @pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
 def test_every_loader_renames_the_offsets_of_version_one(pack, loader, tmp_path):
-    model = torch.nn.Sequential(torch.nn.ModuleDict(dict(a=Block(pack))), pack(4, 4, 1), Block(pack))
+    model = model_of(pack)
+    rename_offset_layers_on_load(model)
     state = _version_one(model)
     assert {"0.a.conv2_offset.weight", "1_offset.bias", "2.conv2_offset.bias"} <= set(state)
     expected = dict(zip(model.state_dict(), state.values(), strict=True))
@@ -183,6 +192,49 @@ def test_every_loader_renames_the_offsets_of_version_one(pack, loader, tmp_path)
     copied = copy.deepcopy(model)
     copied.load_state_dict(_version_one(model))  # the copy renames too
     model.load_state_dict(model.state_dict())  # version 2 stays as it is
+    rename_offset_layers_on_load(model)  # a second call changes nothing
+    model.load_state_dict(_version_one(model))
+
+
+@pytest.mark.parametrize("loader", ["torch", "mmengine"])
+@pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
+def test_state_dicts_have_the_names_of_mmcvs_and_load_strictly(pack, loader):
+    model = torch.nn.ModuleDict(dict(layer1=torch.nn.Sequential(Block(pack))))
+    own = {"weight", "conv_offset.weight", "conv_offset.bias"}
+    own |= {"bias"} if pack is ModulatedDeformConv2dPack else set()
+    state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    assert {f"layer1.0.conv2.{name}" for name in own} == {name for name in state if ".conv2." in name}
+    if loader == "torch":
+        model.load_state_dict(state, strict=True)
+    else:
+        pytest.importorskip("mmengine.runner.checkpoint").load_state_dict(model, state, strict=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:.*is of version 1")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
+def test_offset_layers_that_are_not_loaded_are_named(pack, strict):
+    model = model_of(pack)
+    state = _version_one(model)
+    refusal = pytest.raises(RuntimeError, match=r"Unexpected key.*0\.a\.conv2_offset\.weight")
+    warning = pytest.warns(UserWarning, match=r"'0\.a\.conv2_offset\.weight' is not loaded; call .*_on_load")
+    with warning, refusal if strict else contextlib.nullcontext():
+        model.load_state_dict(state, strict=strict)
+
+
+def test_the_operators_leave_torchs_modules_alone():
+    """A hook of all modules would be called for every module of the process."""
+    code = (
+        "from torch import nn\n"
+        "hooks = [name for name in vars(nn.modules.module) if name.startswith('_global_')]\n"
+        "count = lambda: {name: len(getattr(nn.modules.module, name) or ()) for name in hooks}\n"
+        "before = count()\n"
+        "import visdet.ops\n"
+        "assert hooks and count() == before, count()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("modulated", [False, True])
@@ -346,6 +398,13 @@ def test_rejections():
             "weight must have a multiple of 2 output",
         ),
         (lambda: deform_conv2d(x[..., :1, :1], offset, weight), "is too small"),
+        (lambda: deform_conv2d(x, offset, weight[0]), r"weight must be \[C', C / groups, KH, KW\], got "),
+        (lambda: deform_conv2d(x, offset, weight, *settings, 0), "groups must be at least 1, got 0"),
+        (
+            lambda: deform_conv2d(x, offset, weight, *settings, 2, 0),
+            "deform_groups must be at least 1, got 0",
+        ),
+        (lambda: deform_conv2d(x, offset, weight, (1, 0)), "stride must be at least 1, got 0"),
         (lambda: deform_conv2d(x, offset, weight, *settings, 2, 2, True), "bias must be False"),
         (
             lambda: modulated_deform_conv2d(x, offset, mask[:, 1:], weight, bias, *settings, 2, 2),

@@ -10,8 +10,10 @@ from torch.library import opcheck
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_function,
+    deformable_aggregation_fused,
     deformable_aggregation_reference,
     feature_maps_format,
+    ms_deform_attn_fused,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
@@ -339,6 +341,23 @@ def test_feature_maps_format_rejects():
         ValueError, match=r"each level must be \[B, V, C, H, W\] = \[2, 3, 4, H, W\], got \[2, 1, 4, 2, 3\]"
     ):
         feature_maps_format([torch.zeros(2, 3, 4, 4, 6), torch.zeros(2, 1, 4, 2, 3)])
+    with pytest.raises(ValueError, match=r"each level must be \[B, V, C, H, W\], got \[3, 4\]"):
+        feature_maps_format([torch.zeros(3, 4)])
+    with pytest.raises(ValueError, match=r"each level must be \[B, V, C, H, W\], got none"):
+        feature_maps_format([[]])
+
+
+def test_errors_of_level_tables_name_the_operator_that_was_called():
+    key_points, logits = torch.zeros(1, 1, 1, 3), torch.zeros(1, 1, 1, 1, 1, 1)
+    with pytest.raises(TypeError, match=r"^deformable_aggregation_fused: level_shapes must be .* got 'abc'"):
+        deformable_aggregation_fused(
+            torch.zeros(1, 4, 2), "abc", [[0]], key_points, torch.zeros(1, 1, 4, 4), None, logits
+        )
+    offsets, logits = torch.zeros(1, 1, 1, 1, 2), torch.zeros(1, 1, 1, 1)
+    with pytest.raises(TypeError, match=r"^ms_deform_attn_fused: level_starts must be .* got 'abc'"):
+        ms_deform_attn_fused(
+            torch.zeros(1, 4, 1, 2), [(2, 2)], "abc", torch.zeros(1, 1, 1, 2), offsets, logits, 1
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -91,3 +91,10 @@ def test_rejections(function):
     ]:
         with pytest.raises(ValueError, match=message):
             function(*arguments)
+
+
+def test_a_softmax_needs_a_class():
+    with pytest.raises(
+        ValueError, match=r"softmax_focal_loss: input must have at least one class, got \[3, 0\]"
+    ):
+        softmax_focal_loss(torch.zeros(3, 0), torch.zeros(3).long())

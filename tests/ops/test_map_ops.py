@@ -102,7 +102,7 @@ def test_masked_convolution_rejections():
         masked_conv2d(x, torch.ones(1, 4, 4), weight, None, 1, 2)
     with pytest.raises(ValueError, match=r"mask must be \[1, 4, 4\], got \[1, 3, 4\]"):
         masked_conv2d(x, torch.ones(1, 3, 4), weight)
-    with pytest.raises(ValueError, match="groups and dilation must be 1"):
+    with pytest.raises(ValueError, match="groups and dilation must be 1 and padding_mode 'zeros', got "):
         MaskedConv2d(4, 4, 3, groups=2)(torch.zeros(1, 4, 4, 4), torch.ones(1, 4, 4))
 
 
@@ -201,3 +201,10 @@ def test_names_in_the_registries():
         assert name in MODELS, name
     for name in ("nms", "batched_nms", "soft_nms", "roi_align", "deform_conv2d", "carafe", "point_sample"):
         assert OPS.get(name).__name__ == name
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 2, 3), (1, 1, 1, 1, 2)])
+def test_point_sample_rejects_points_of_another_shape(shape):
+    message = r"point_sample: points must be \[B, P, 2\] or \[B, Hg, Wg, 2\] for input \[1, 2, 4, 4\], got "
+    with pytest.raises(ValueError, match=message):
+        point_sample(torch.zeros(1, 2, 4, 4), torch.zeros(shape))

@@ -270,7 +270,10 @@ def test_kinds_are_looked_up_never_evaluated():
         (lambda: nms_match(BOXES, 0.5), r"nms_match: dets must be \[N, 5\], got \[4, 4\]"),
         (lambda: bbox_overlaps(BOXES, BOXES, mode="giou"), "bbox_overlaps: mode must be 'iou' or 'iof'"),
         (lambda: bbox_overlaps(BOXES, BOXES, offset=3), "bbox_overlaps: offset must be 0 or 1, got 3"),
-        (lambda: bbox_overlaps(BOXES, BOXES[:2], aligned=True), "aligned boxes must be as many, got 4 and 2"),
+        (
+            lambda: bbox_overlaps(BOXES, BOXES[:2], aligned=True),
+            r"bboxes2 must be \[4, 4\] as bboxes1 where aligned, got \[2, 4\]",
+        ),
         (lambda: bbox_overlaps(torch.ones(2, 3), BOXES), r"bboxes1 must be \[N, 4\], got \[2, 3\]"),
     ],
 )

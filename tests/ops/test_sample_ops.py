@@ -231,7 +231,7 @@ REJECTIONS = {
     "device": (
         "sum",
         dict(weights=torch.zeros(2, 2, 4, 6, device="meta")),
-        "on images' device cpu, got one on meta",
+        "weights must be on images' device cpu, got meta",
     ),
     "queries": (
         "dot",

@@ -6,7 +6,13 @@ from .bbox_overlaps import bbox_overlaps
 from .box_key_points import box_key_points, box_key_points_reference
 from .carafe import CARAFE, CARAFENaive, CARAFEPack, carafe, carafe_naive
 from .corner_pool import CornerPool, corner_pool
-from .deform_conv2d import DeformConv2d, DeformConv2dPack, deform_conv2d
+from .deform_conv2d import deform_conv2d
+from .deform_conv_layers import (
+    DeformConv2d,
+    DeformConv2dPack,
+    ModulatedDeformConv2d,
+    ModulatedDeformConv2dPack,
+)
 from .deform_roi_pool import DeformRoIPool, DeformRoIPoolPack, ModulatedDeformRoIPoolPack, deform_roi_pool
 from .deformable_aggregation import (
     deformable_aggregation,
@@ -20,13 +26,9 @@ from .focal_loss import SigmoidFocalLoss, SoftmaxFocalLoss, sigmoid_focal_loss, 
 from .gaussian_field import gaussian_field, gaussian_field_reference
 from .mahalanobis_distance import mahalanobis_distance, mahalanobis_distance_reference
 from .masked_conv2d import MaskedConv2d, masked_conv2d
-from .modulated_deform_conv2d import ModulatedDeformConv2d, ModulatedDeformConv2dPack, modulated_deform_conv2d
-from .ms_deform_attn import (
-    ms_deform_attn,
-    ms_deform_attn_fused,
-    ms_deform_attn_fused_reference,
-    ms_deform_attn_reference,
-)
+from .modulated_deform_conv2d import modulated_deform_conv2d
+from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
+from .ms_deform_attn_fused import ms_deform_attn_fused, ms_deform_attn_fused_reference
 from .nms import nms, nms_match, soft_nms
 from .point_sample import (
     SimpleRoIAlign,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["bounded_rois", "check_rois", "check_sampling_ratio", "pair", "pool_samples"]
+__all__ = ["bounded_rois", "check_rois", "check_sampling_ratio", "pool_samples"]
 
 # Values gathered at a time: bounds the memory of a call without gradients to some hundred megabytes.
 CHUNK_VALUES = 1 << 24
@@ -17,12 +17,6 @@ FURTHEST = 1 << 24
 LEAST_REACH = 128
 # and no more than keeps the samples of a channel countable in 31 bits.
 LARGEST_SIDE = 46000
-
-
-def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width) of one number or two."""
-    height, width = (size, size) if isinstance(size, int) else size
-    return int(height), int(width)
 
 
 def check_rois(op: str, input: Tensor, rois: Tensor, size: tuple[int, int], spatial_scale: float) -> None:
@@ -60,7 +54,7 @@ def bounded_rois(
 ) -> Tensor:  # [N, 5] in dtype
     """Return the regions such that every number can be computed with, by tensor arithmetic alone.
 
-    A region whose batch index is not within 0..B-1, or with NaN among its numbers, moves off the map, where all
+    A region whose batch index is not within 0..B-1, or with NaN among its numbers, is moved off the map, where all
     samples are 0 and have no gradient. Others are cut where they end far outside: ``FURTHEST`` pixels from the map,
     or, where the number of samples grows with the region, closer. There a negative extent, which has no samples
     either, becomes 0: torchvision on the CPU allocates by the product of both.
@@ -126,10 +120,10 @@ def pool_samples(
     B, C, H, W = input.shape
     N, _, PH, PW = origin.shape
     output = input.new_zeros(N, PH * PW, C)
-    # A sum of nothing: it gives what has no samples a gradient of zero, whatever the numbers are.
-    nothing = input.flatten()[:0].sum() + origin.flatten()[:0].sum()
+    # The sum of no numbers gives what has no samples a gradient of zero, whatever the numbers are.
+    empty_sum = input.flatten()[:0].sum() + origin.flatten()[:0].sum()
     if output.numel() == 0 or input.numel() == 0:
-        return output.transpose(1, 2).reshape(N, C, PH, PW) + nothing
+        return output.transpose(1, 2).reshape(N, C, PH, PW) + empty_sum
     rows = input.permute(0, 2, 3, 1).reshape(B * H * W, C)
     parts, members_of_parts = [], []
     for down, across, all_members in _groups(grid):
@@ -150,5 +144,5 @@ def pool_samples(
     if parts:
         output = output.index_copy(0, torch.cat(members_of_parts), torch.cat(parts).to(output.dtype))
     else:
-        output = output + nothing
+        output = output + empty_sum
     return output.transpose(1, 2).reshape(N, C, PH, PW)

@@ -33,10 +33,14 @@ def _find_problem(device_type: str) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
 def serves(device_type: str) -> bool:
     """Return whether torchvision's operators run on devices of this type; a constant under torch.compile."""
     return problem(device_type) is None
+
+
+# This is what the decorator torch.compiler.assume_constant_result sets. The decorator imports torch._dynamo, and that
+# would make the import of visdet.ops take as long as torch's own.
+serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def serves_gradients(*tensors: Tensor | None) -> bool:

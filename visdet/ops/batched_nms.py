@@ -14,35 +14,6 @@ __all__ = ["batched_nms", "register_nms"]
 _KINDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"nms": nms, "soft_nms": soft_nms}
 
 
-def register_nms(name: str, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Let ``batched_nms`` find ``function(boxes, scores, **cfg) -> (dets, keep)`` under ``type=name``.
-
-    Raises:
-        KeyError: the name is taken by another function.
-    """
-    if _KINDS.setdefault(name, function) is not function:
-        raise KeyError(f"register_nms: {name!r} is taken by {_KINDS[name]!r}")
-
-
-def _kind(kind: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    if callable(kind):
-        return kind
-    if kind not in _KINDS:
-        raise KeyError(f"batched_nms: type must be one of {sorted(_KINDS)} or a function, got {kind!r}")
-    return _KINDS[kind]
-
-
-def _shifted_apart(boxes: Tensor, idxs: Tensor) -> Tensor:
-    """Return the boxes moved so far that those of different classes cannot overlap."""
-    if boxes.numel() == 0:
-        return boxes
-    known = boxes.nan_to_num(0, 0, 0)  # a box that is no number must not move the others
-    if boxes.shape[-1] == 5:  # rotated: only centres move
-        reach = known[:, :2].max() + known[:, 2:4].max() + 1
-        return torch.cat([boxes[:, :2] + (idxs.to(boxes) * reach)[:, None], boxes[:, 2:]], 1)
-    return boxes + (idxs.to(boxes) * (known.max() + 1))[:, None]
-
-
 def batched_nms(
     boxes: Tensor,  # [N, 4] (x1, y1, x2, y2), or [N, 5] (x, y, w, h, angle)
     scores: Tensor,  # [N]
@@ -50,26 +21,34 @@ def batched_nms(
     nms_cfg: dict | None,
     class_agnostic: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [M, 5] or [M, 6] boxes and scores, [M] int64
-    """Return what suppression within each class leaves, best score first, and the indices into ``boxes``.
+    """Return the boxes that suppression within each class leaves, best score first, and their indices in ``boxes``.
 
     Args:
-        nms_cfg: ``type`` ('nms', 'soft_nms', a name given to ``register_nms`` or a function; 'nms' if absent) and that
-            function's arguments, usually ``iou_threshold``. ``class_agnostic`` in it overrides the argument.
-            ``split_thr`` (10000): from so many boxes on, classes are handled one after another; ``max_num`` (-1: all)
-            cuts the merged result, whatever the type. None sorts only.
-        class_agnostic: boxes of all classes suppress each other; from ``split_thr`` boxes on only those of their own
-            class, as in mmcv: give a larger ``split_thr`` where that matters.
+        boxes: Axis-aligned boxes (x1, y1, x2, y2), or rotated ones, in any unit.
+        scores: The score of each box.
+        idxs: The class of each box.
+        nms_cfg: ``type``, which is 'nms' (the default), 'soft_nms', a name given to ``register_nms`` or a function, and
+            the arguments of that function, usually ``iou_threshold``. Three more entries are read here.
+            ``class_agnostic`` overrides the argument. From ``split_thr`` (10000) boxes on, classes are handled one
+            after another. ``max_num`` (-1, for all) limits the number of boxes of the merged result, whatever the
+            type. None instead of a dict sorts the boxes and suppresses none.
+        class_agnostic: Whether boxes of all classes suppress each other. From ``split_thr`` boxes on only those of one
+            class do, as in mmcv: give a larger ``split_thr`` where that matters.
 
-    16-bit boxes are shifted apart in float32: 80 classes times 1333 pixels are beyond float16 and between whole pixels
-    in bfloat16. Boxes are shifted where classes are split too, as in mmcv: overlaps round alike. The result has the
-    boxes as given and the scores the suppression made of them. A box with a NaN or infinite corner does not suppress
-    others, nor do they suppress it, and it does not change how others are shifted.
+    Returns:
+        The boxes as they were given with the scores that the suppression made of them, and int64 indices.
+
+    Boxes of different classes are moved so far apart that they do not overlap; where classes are handled one after
+    another, too, as in mmcv, so that overlaps round alike. 16-bit boxes are moved in float32, because 80 classes times
+    1333 pixels are beyond float16 and, in bfloat16, fall between whole pixels. A box with a NaN or infinite corner
+    suppresses no other box, is suppressed by none, and does not change how far others are moved. Differentiability is
+    that of the function that suppresses.
 
     Raises:
         KeyError: ``type`` is unknown.
-        ValueError: a shape does not fit.
+        ValueError: A shape does not fit; the message names the argument.
 
-    Source: mmcv's semantics; the trick of shifting classes apart is torchvision's.
+    Source: The semantics are mmcv's; the trick of moving classes apart is torchvision's.
     """
     if boxes.dim() != 2 or boxes.shape[1] not in (4, 5):
         raise ValueError(f"batched_nms: boxes must be [N, 4] or [N, 5], got {list(boxes.shape)}")
@@ -95,10 +74,41 @@ def batched_nms(
     return torch.cat([boxes[kept], kept_scores[:, None].to(boxes)], -1), kept
 
 
+def register_nms(name: str, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Let ``batched_nms`` find ``function(boxes, scores, **cfg) -> (dets, keep)`` under ``type=name``.
+
+    Registering the same function again changes nothing.
+
+    Raises:
+        KeyError: Another function has the name already.
+    """
+    if _KINDS.setdefault(name, function) is not function:
+        raise KeyError(f"register_nms: {name!r} is taken by {_KINDS[name]!r}")
+
+
+def _kind(kind: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    if callable(kind):
+        return kind
+    if kind not in _KINDS:
+        raise KeyError(f"batched_nms: type must be one of {sorted(_KINDS)} or a function, got {kind!r}")
+    return _KINDS[kind]
+
+
+def _shifted_apart(boxes: Tensor, idxs: Tensor) -> Tensor:
+    """Return the boxes moved so far that those of different classes cannot overlap."""
+    if boxes.numel() == 0:
+        return boxes
+    known = boxes.nan_to_num(0, 0, 0)  # a box that is no number must not move the others
+    if boxes.shape[-1] == 5:  # rotated: only centres move
+        reach = known[:, :2].max() + known[:, 2:4].max() + 1
+        return torch.cat([boxes[:, :2] + (idxs.to(boxes) * reach)[:, None], boxes[:, 2:]], 1)
+    return boxes + (idxs.to(boxes) * (known.max() + 1))[:, None]
+
+
 def _class_by_class(
     boxes: Tensor, scores: Tensor, idxs: Tensor, suppress: Callable, arguments: dict
 ) -> tuple[Tensor, Tensor]:
-    """Return (scores, indices) of what is left of all classes, best first."""
+    """Return (scores, indices) of the boxes that each class keeps, best first."""
     by_class, members = idxs.sort(stable=True)
     counts = by_class.unique_consecutive(return_counts=True)[1].tolist()
     parts = (values.split(counts) for values in (members, boxes[members], scores[members]))

@@ -16,18 +16,22 @@ def bbox_overlaps(
     """Return the overlap of each box of ``bboxes1`` with each of ``bboxes2``, or pair by pair.
 
     Args:
-        mode: 'iou', intersection over union, or 'iof', over the area of the box of ``bboxes1``.
-        aligned: compare row with row; M = N.
-        offset: 0, or 1: widths and heights are x2 - x1 + 1.
+        bboxes1: Boxes (x1, y1, x2, y2), in any unit. A tensor of no boxes may have any last dimension.
+        bboxes2: Boxes of the same kind.
+        mode: 'iou' divides the intersection by the union, 'iof' by the area of the box of ``bboxes1``.
+        aligned: Whether row is compared with row; then M = N.
+        offset: 0, or 1 for widths and heights of x2 - x1 + 1.
 
-    Two boxes without area have overlap NaN (0 / 0) at offset 0, and so have boxes with a NaN corner. 16-bit types are
-    computed in float32, and so are integers, whose overlaps are float32.
-    Differentiable. A tensor of no boxes may have any last dimension.
+    Returns:
+        The overlaps in the type of ``bboxes1``, or in float32 for integers. 16-bit types are computed in float32. With
+        offset 0 the overlap of two boxes without area is NaN (0 / 0); that of a box with a NaN corner is NaN, too.
+
+    It is differentiable, and deterministic.
 
     Raises:
-        ValueError: a shape, ``mode`` or ``offset`` does not fit.
+        ValueError: A shape, ``mode`` or ``offset`` does not fit.
 
-    Source: signature is mmcv's.
+    Source: The signature is mmcv's.
     """
     if mode not in ("iou", "iof"):
         raise ValueError(f"bbox_overlaps: mode must be 'iou' or 'iof', got {mode!r}")
@@ -38,7 +42,7 @@ def bbox_overlaps(
             raise ValueError(f"bbox_overlaps: {name} must be [N, 4], got {list(boxes.shape)}")
     M, N = len(bboxes1), len(bboxes2)
     if aligned and M != N:
-        raise ValueError(f"bbox_overlaps: aligned boxes must be as many, got {M} and {N}")
+        raise ValueError(f"bbox_overlaps: bboxes2 must be [{M}, 4] as bboxes1 where aligned, got [{N}, 4]")
     given = bboxes1.dtype if bboxes1.is_floating_point() else torch.float32
     if M * N == 0:
         return bboxes1.new_zeros(M if aligned else (M, N), dtype=given)

@@ -1,4 +1,4 @@
-"""Key points of 3-D boxes: places given in sizes, turned and moved with each box."""
+"""Key points of 3-D boxes: points given in sizes of the box, rotated and moved with it."""
 
 from typing import Any
 
@@ -16,30 +16,30 @@ def box_key_points(
     logits: Tensor | None = None,  # [B, Q, M * 3]
     max_log_size: float = 10.0,
 ) -> Tensor:  # [B, Q, F + M, 3]
-    """Return points of each box: fixed places, and places within half a size of the centre that logits choose.
+    """Return points of each box: fixed points, and points within half a size of the centre that logits choose.
 
-    An anchor is x, y, z, the logarithms of its sizes along its own three axes, and sin and cos of its yaw (used as
-    they are, not normalised); the rest of D is not read. A place is in sizes from the centre: a row of ``fixed``, or
-    ``sigmoid(logit) - 0.5`` of three neighbouring logits. It is scaled, turned about z, and moved to the centre.
+    An anchor is x, y, z, the logarithms of the box's sizes along its own three axes, and sin and cos of its yaw, which
+    are used as they are, not normalised. The rest of D is not read. A point is given in sizes from the centre: it is a
+    row of ``fixed``, or ``sigmoid(logit) - 0.5`` of three neighbouring logits. It is multiplied by the sizes, rotated
+    about z, and added to the centre.
 
     Args:
-        anchors: metres; float32 or float64, D at least 8.
-        fixed: any numbers.
-        logits: of M points more; None for none.
-        max_log_size: sizes end at its exponential; beyond, their gradient is zero.
+        anchors: The boxes in metres, float32 or float64, with D at least 8.
+        fixed: The fixed points, any numbers; they are converted to the type of ``anchors``.
+        logits: The logits of M points more, converted likewise, or None for none.
+        max_log_size: The logarithm at which sizes end; beyond it their gradient is zero.
 
     Returns:
-        Metres, the fixed points first. NaN and infinity go where the formula takes them.
+        The points in metres, the fixed ones first. NaN and infinity go where the formula takes them.
 
-    ``fixed`` and ``logits`` are converted to the type of ``anchors``. Differentiable once with respect to ``anchors``
-    and ``logits``; deterministic, forward and backward, on every device. Where no library is built for the device,
-    plain torch computes the same.
+    It is differentiable once with respect to ``anchors`` and ``logits``, and deterministic, forward and backward, on
+    every device. Where no library is built for the device, plain torch computes the same.
 
     Raises:
-        RuntimeError: a shape, type or device does not fit, or ``fixed`` requires a gradient; the message names the
+        RuntimeError: A shape, type or device does not fit, or ``fixed`` requires a gradient; the message names the
             argument.
 
-    Source: the key points of Sparse4D, arXiv 2211.10581, with the anchors of SparseDrive, arXiv 2405.19620.
+    Source: The key points of Sparse4D, arXiv 2211.10581, with the anchors of SparseDrive, arXiv 2405.19620.
     """
     if fixed.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("box_key_points: fixed is not differentiable, got one that requires grad")
@@ -60,10 +60,10 @@ def box_key_points_reference(
 ) -> Tensor:  # [B, Q, F + M, 3]
     """Return what ``box_key_points`` returns, in plain torch: the definition kernels are tested against."""
     centre, log_size, heading = anchors[..., None, :8].split((3, 3, 2), -1)  # [B, Q, 1, ...]
-    places = fixed.to(anchors.dtype).expand(*anchors.shape[:2], -1, -1)
+    points = fixed.to(anchors.dtype).expand(*anchors.shape[:2], -1, -1)
     if logits is not None:
-        places = torch.cat([places, logits.to(anchors.dtype).unflatten(-1, (-1, 3)).sigmoid() - 0.5], -2)
-    x, y, z = (places * log_size.clamp(max=max_log_size).exp()).unbind(-1)  # [B, Q, P]
+        points = torch.cat([points, logits.to(anchors.dtype).unflatten(-1, (-1, 3)).sigmoid() - 0.5], -2)
+    x, y, z = (points * log_size.clamp(max=max_log_size).exp()).unbind(-1)  # [B, Q, P]
     sin, cos = heading.unbind(-1)
     return torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + centre
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library
+from ._arguments import computation_dtype
 
 __all__ = ["CARAFE", "CARAFENaive", "CARAFEPack", "carafe", "carafe_naive", "carafe_reference"]
 
@@ -21,16 +22,23 @@ def carafe(
     """Return each pixel (y, x) as the sum of the K x K pixels around (y // s, x // s), weighted by its own kernel.
 
     Args:
-        masks: kernels, row by row, one for each of G groups of channels; usually a softmax over K * K.
-        kernel_size: K, odd. group_size: G, divides C. scale_factor: s >= 1.
+        features: The map, float64, float32, float16 or bfloat16. Pixels outside it are zeros.
+        masks: The kernels, row by row, one for each of G groups of channels; usually a softmax over K * K. They are
+            converted to the type of ``features``.
+        kernel_size: K, an odd number of pixels.
+        group_size: G, the number of groups, which divides C.
+        scale_factor: s, the factor of the size, at least 1.
 
-    Pixels outside are zeros. Differentiable once with respect to features and masks; saved for the backward are the
-    inputs. Sums are taken in float32 (float64 for float64). Deterministic, for any number of threads.
+    Returns:
+        The sums, taken in float32 (float64 for float64), in the type of ``features``.
+
+    It is differentiable once with respect to ``features`` and ``masks``; the inputs are saved for the backward. It is
+    deterministic, for any number of threads. NaN and infinity go where the formula takes them.
 
     Raises:
-        ValueError: a shape or number does not fit.
+        ValueError: A shape or a number does not fit; the message names the argument.
 
-    Source: CARAFE, ICCV 2019; signature and order of the masks are mmcv's.
+    Source: CARAFE, arXiv 1905.02188; the signature and the order of the masks are mmcv's.
     """
     if features.dim() != 4:
         raise ValueError(f"carafe: features must be [B, C, H, W], got {list(features.shape)}")
@@ -58,7 +66,7 @@ def carafe_reference(
     """Return what ``carafe`` returns, in plain torch: the definition kernels are tested against."""
     B, C, H, W = features.shape
     K, G, s = kernel_size, group_size, scale_factor
-    wide = torch.float64 if features.dtype == torch.float64 else torch.float32
+    wide = computation_dtype(features)
     padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1).to(wide)
     kernels = masks.reshape(B, G, 1, K * K, H, s, W, s).to(wide)
     output = torch.zeros(B, G, C // G, H, s, W, s, dtype=wide, device=features.device)
@@ -106,7 +114,7 @@ _carafe = _library.differentiable(
 def carafe_naive(
     features: Tensor, masks: Tensor, kernel_size: int, group_size: int, scale_factor: int
 ) -> Tensor:
-    """``carafe`` under the name of mmcv's first implementation."""
+    """Return ``carafe`` of the same arguments, under the name of mmcv's first implementation."""
     return carafe(features, masks, kernel_size, group_size, scale_factor)
 
 
@@ -134,10 +142,13 @@ class CARAFEPack(nn.Module):
     """Upsampler that predicts its own kernels, 'carafe' in configs.
 
     Args:
-        channels: of the map. scale_factor: of the size.
-        up_kernel, up_group: kernel size and groups of ``carafe``.
-        encoder_kernel, encoder_dilation: of the convolution that predicts the kernels.
-        compressed_channels: what the map is reduced to before.
+        channels: The number of channels of the map.
+        scale_factor: The factor of the size.
+        up_kernel: The ``kernel_size`` of ``carafe``.
+        up_group: The ``group_size`` of ``carafe``.
+        encoder_kernel: The kernel size of the convolution that predicts the kernels.
+        encoder_dilation: The dilation of that convolution.
+        compressed_channels: The number of channels to which the map is reduced for that convolution.
     """
 
     def __init__(

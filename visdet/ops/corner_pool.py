@@ -15,15 +15,18 @@ def _check(mode: str) -> None:
 
 
 def corner_pool(x: Tensor, mode: str) -> Tensor:
-    """Return the maximum of each pixel and all pixels before it on its way in a direction, [B, C, H, W].
+    """Return the maximum of each pixel and of all pixels before it on the way in a direction, [B, C, H, W].
 
-    ``mode``: 'bottom' and 'right' run towards higher rows and columns, 'top' and 'left' towards lower ones.
-    Differentiable; of equal maxima the last on the way takes the gradient. From a NaN on, pixels are NaN.
+    Args:
+        x: The map [B, C, H, W].
+        mode: 'bottom' and 'right' run towards higher rows and columns, 'top' and 'left' towards lower ones.
+
+    It is differentiable: of equal maxima the last on the way gets the gradient. From a NaN on, pixels are NaN.
 
     Raises:
-        ValueError: ``mode`` is unknown or x has another number of dimensions.
+        ValueError: ``mode`` is unknown, or ``x`` has another number of dimensions.
 
-    Source: CornerNet, ECCV 2018; modes are mmcv's.
+    Source: CornerNet, arXiv 1808.01244; the modes are mmcv's.
     """
     _check(mode)
     if x.dim() != 4:

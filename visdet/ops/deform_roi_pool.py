@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pair, pool_samples
+from ._arguments import computation_dtype, pair
+from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_samples
 
 __all__ = ["DeformRoIPool", "DeformRoIPoolPack", "ModulatedDeformRoIPoolPack", "deform_roi_pool"]
 
@@ -17,18 +18,30 @@ def deform_roi_pool(
     sampling_ratio: int = 0,
     gamma: float = 0.1,
 ) -> Tensor:  # [N, C, PH, PW]
-    """Return the mean of bilinear samples in each bin, moved by ``gamma`` * (region's size) * ``offset``.
+    """Return the mean of bilinear samples in each bin, moved by ``gamma`` * (the region's size) * ``offset``.
 
-    Without offset (None or empty) this is ``roi_align`` with aligned=True. Sampling and borders are RoIAlign's.
-    Differentiable with respect to input and offset (mmcv extrapolates the gradient of an offset within a pixel outside
-    the border; here it is that of the clamped sample: 0 across the border). 16-bit types are computed in float32.
-    Plain torch. Regions of no image, with NaN or far outside the map are treated as by ``roi_align``; a sample whose
-    offset is NaN or infinite is 0.
+    Args:
+        input: The map, of any floating-point type. 16-bit types are computed in float32.
+        rois: The regions (batch index, x1, y1, x2, y2) in pixels of the image. They are not differentiated.
+        offset: The movement (x, y) of each bin in units of ``gamma`` times the region's size. Without it (None or
+            empty) this is ``roi_align`` with aligned=True.
+        output_size: (height, width) in bins, or one number for both.
+        spatial_scale: The number of pixels of the map per pixel of the image.
+        sampling_ratio: The number of samples down and across each bin; 0 for as many as the bin covers pixels,
+            rounded up.
+        gamma: The factor of the offsets.
+
+    Returns:
+        The bins in the type of ``input``. Sampling, borders and regions of no image, with NaN or far outside the map
+        are treated as by ``roi_align``. A sample whose offset is NaN or infinite is 0.
+
+    It is differentiable with respect to ``input`` and ``offset``. mmcv extrapolates the gradient of an offset within a
+    pixel outside the border; here it is that of the clamped sample: 0 across the border. Plain torch serves it.
 
     Raises:
-        ValueError: a shape, type, device or number does not fit.
+        ValueError: A shape, type, device or number does not fit; the message names the argument.
 
-    Source: Deformable Convolutional Networks, ICCV 2017; the signature is mmcv's.
+    Source: Deformable Convolutional Networks, arXiv 1703.06211; the signature is mmcv's.
     """
     PH, PW = pair(output_size)
     check_rois("deform_roi_pool", input, rois, (PH, PW), spatial_scale)
@@ -37,7 +50,7 @@ def deform_roi_pool(
     fits = offset is not None and list(offset.shape) == [N, 2, PH, PW]
     if not fits and offset is not None and offset.numel() > 0:
         raise ValueError(f"deform_roi_pool: offset must be {[N, 2, PH, PW]}, got {list(offset.shape)}")
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    dtype = computation_dtype(input)
     rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
     boxes = rois[:, 1:] * spatial_scale - 0.5
     start = boxes[:, :2].flip(1)  # (y, x)

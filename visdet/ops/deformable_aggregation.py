@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
+from ._arguments import check_device, computation_dtype, integer_table
 
 __all__ = [
     "deformable_aggregation",
@@ -30,49 +31,47 @@ def deformable_aggregation(
 
     ``out[b, q, c] = sum_{p, v, l} weights[b, q, p, v, l, g] * bilinear(features[b, v, l, c], locations[b, q, p, v])``
     with ``g = c // (C // G)``. A (point, camera) pair counts iff ``0 < x < 1`` and ``0 < y < 1``, strictly, where
-    ``grid_sample`` goes on for another half texel; it is then sampled in every level at pixel ``x * W - 0.5``,
-    ``y * H - 0.5``, and a corner outside the map counts as zero. Any other pair, one with a NaN coordinate
-    included, contributes nothing, whatever its weight, and has gradients of exactly zero.
+    ``grid_sample`` goes on for another half texel. A pair that counts is sampled in every level at pixel
+    ``x * W - 0.5``, ``y * H - 0.5``, and a corner outside the map counts as zero. Any other pair, one with a NaN
+    coordinate included, contributes nothing, whatever its weight, and has gradients of exactly zero.
 
     Args:
-        features: float64, float32, float16 or bfloat16; S rows hold the maps camera by camera, level by level.
-        level_shapes: (height, width) of each camera's levels, a tensor or nested sequences.
-        level_starts: first row of each map; the maps must lie within S and not overlap.
-        locations: float32 (float64 for float64 features); other types are converted.
-        weights: any numbers, usually a softmax over P * V * L; float32 (float64) or the type of ``features``,
-            other types are converted to the type of ``locations``. G divides C.
+        features: The maps, float64, float32, float16 or bfloat16; the S rows hold them camera by camera and level by
+            level.
+        level_shapes: The (height, width) of each camera's levels, as a tensor or as nested sequences.
+        level_starts: The first row of each map, likewise. The maps must lie within S and must not overlap.
+        locations: The points' positions in the images, float32 (float64 for float64 features). Other types are
+            converted.
+        weights: Any numbers, usually a softmax over P * V * L, in float32 (float64) or the type of ``features``. Other
+            types are converted to the type of ``locations``. G divides C.
 
     Returns:
-        The sums, in the type of ``features``, accumulated in float32 (float64 for float64). B, Q, P, V or L of 0
-        give an empty or zero result.
+        The sums, in the type of ``features``, accumulated in float32 (float64 for float64). If B, Q, P, V or L is 0,
+        the result is empty or zero.
 
-    Differentiable once with respect to ``features``, ``locations`` and ``weights``. Under autocast every tensor keeps
-    its type.
+    It is differentiable once with respect to ``features``, ``locations`` and ``weights``. Under autocast every tensor
+    keeps its type.
 
-    Level tables on the CPU (or sequences) are checked; on CUDA, tables on the device are read there, without a
-    synchronisation, and a map that does not lie within S yields NaN. The forward is deterministic everywhere, the
-    backward on the CPU, for any number of threads, and on CUDA under ``torch.use_deterministic_algorithms(True)``;
-    otherwise the order in which CUDA sums a feature's gradient may change between runs. The CUDA backward takes 20
-    bytes of scratch memory a sample (B * Q * P * V * L; 36 when deterministic), and CUDA wants S < 2^30,
-    Q * P * V * L < 2^30, L * G < 2^21 and V * L <= 512.
+    Level tables on the CPU (or sequences) are checked. On CUDA, tables on the device are read there, without a
+    synchronisation, and a map that does not lie within S yields NaN. The forward is deterministic everywhere. The
+    backward is so on the CPU, for any number of threads, and on CUDA under
+    ``torch.use_deterministic_algorithms(True)``; otherwise the order in which CUDA sums a feature's gradient may change
+    between runs. The CUDA backward takes 20 bytes of scratch memory a sample (B * Q * P * V * L; 36 when
+    deterministic), and CUDA needs S < 2^30, Q * P * V * L < 2^30, L * G < 2^21 and V * L <= 512.
 
     Raises:
-        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
-        NotBuiltError: the CPU library is not built.
+        NotBuiltError: The CPU library is not built.
 
     Source: Sparse4D, arXiv 2211.10581, and SparseDrive, arXiv 2405.19620; the border rule is that of their kernel.
     """
     shapes, starts = as_tables(features, level_shapes, level_starts)
     for name, tensor in (("locations", locations), ("weights", weights)):
-        if tensor.device != features.device:
-            raise RuntimeError(
-                f"deformable_aggregation: {name} must be on features' device {features.device}, got {tensor.device}"
-            )
-    coordinate_dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
-    locations = locations.to(coordinate_dtype)
+        check_device("deformable_aggregation", name, tensor, "features", features)
+    locations = locations.to(computation_dtype(features))
     if weights.dtype != features.dtype:
-        weights = weights.to(coordinate_dtype)
+        weights = weights.to(computation_dtype(features))
     if features.device.type not in ("cpu", "cuda", "meta"):
         return deformable_aggregation_reference(features, shapes, starts, locations, weights)
     return _deformable_aggregation(features, shapes, starts, locations, weights)
@@ -117,17 +116,19 @@ def feature_maps_format(feature_maps: Sequence[Any], inverse: bool = False) -> l
     """Return feature maps flattened for ``deformable_aggregation``, or with ``inverse`` the maps of flattened ones.
 
     Args:
-        feature_maps: one [B, V, C, H, W] per level, or a list of such lists for camera groups of different sizes.
-            With ``inverse``: what this function returned, ``[features, level_shapes, level_starts]``.
-        inverse: whether to go back.
+        feature_maps: One [B, V, C, H, W] per level, or a list of such lists for groups of cameras of different sizes.
+            With ``inverse``, what this function returned: ``[features, level_shapes, level_starts]``.
+        inverse: Whether to go back.
 
     Returns:
-        ``[features [B, S, C], level_shapes [V, L, 2], level_starts [V, L]]``, the tables int64 on the CPU, where the
-        operator wants them, so that nothing synchronises. With ``inverse``, a list with one list of
-        [B, V, C, H, W] maps for each run of cameras of equal shapes (one run: still a list with one list).
+        ``[features [B, S, C], level_shapes [V, L, 2], level_starts [V, L]]``. The tables are int64 and on the CPU,
+        where the operator wants them, so that nothing synchronises. With ``inverse``, a list that holds one list of
+        [B, V, C, H, W] maps for each run of cameras of equal shapes (for one run still a list with one list).
+
+    It is differentiable with respect to the maps.
 
     Raises:
-        ValueError: no maps, or maps that differ in B, V or C where they must not.
+        ValueError: There are no maps, or they differ in B, V or C where they must not.
 
     Source: SparseDrive's function of this name, whose tables are on the device of the maps.
     """
@@ -140,6 +141,9 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
     groups = [feature_maps] if isinstance(feature_maps[0], Tensor) else feature_maps
     flat, shapes = [], []
     for maps in groups:
+        if len(maps) == 0 or maps[0].dim() != 5:
+            found = list(maps[0].shape) if len(maps) else "none"
+            raise ValueError(f"feature_maps_format: each level must be [B, V, C, H, W], got {found}")
         B, V, C = maps[0].shape[:3]
         for level in maps:
             if level.dim() != 5 or level.shape[:3] != (B, V, C):
@@ -177,27 +181,24 @@ def _unflatten(features: Tensor, level_shapes: Tensor, level_starts: Tensor) -> 
 
 
 def as_tables(
-    features: Tensor, level_shapes: Tensor | Sequence[Any], level_starts: Tensor | Sequence[Any]
+    features: Tensor,
+    level_shapes: Tensor | Sequence[Any],
+    level_starts: Tensor | Sequence[Any],
+    operator: str = "deformable_aggregation",
 ) -> tuple[Tensor, Tensor]:
-    """Return the level tables as int64 tensors where the kernels for ``features`` read them."""
-    shapes, starts = _as_int64(level_shapes, "level_shapes"), _as_int64(level_starts, "level_starts")
+    """Return the level tables as int64 tensors where the kernels for ``features`` read them.
+
+    Raises:
+        TypeError: a table is neither a tensor nor nested sequences of integers; the message names ``operator``.
+    """
+    expected = "nested sequences of integers"
+    shapes = integer_table(operator, "level_shapes", level_shapes, expected)
+    starts = integer_table(operator, "level_starts", level_starts, expected)
     if features.device.type not in ("cuda", "meta"):
         return shapes.cpu(), starts.cpu()
     if shapes.device.type != starts.device.type or shapes.numel() > 2 * _MAX_HOST_MAPS:
         return shapes.to(features.device), starts.to(features.device)
     return shapes, starts
-
-
-def _as_int64(levels: Any, name: str) -> Tensor:
-    if isinstance(levels, Tensor):
-        return levels.to(torch.int64)
-    try:
-        return torch.tensor(levels, dtype=torch.int64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"deformable_aggregation: {name} must be an integer tensor or nested sequences of integers, "
-            f"got {levels!r}"
-        ) from error
 
 
 def _fake(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._arguments import computation_dtype
 from .deformable_aggregation import as_tables, deformable_aggregation_reference
 
 __all__ = ["deformable_aggregation_fused", "deformable_aggregation_fused_reference"]
@@ -28,45 +29,47 @@ def deformable_aggregation_fused(
 ) -> Tensor:  # [B, Q, C]
     """Return ``deformable_aggregation`` at the projections of 3-D points, with a softmax's weights, in one operator.
 
-    Point p falls in camera v at ``(x / d, y / d) / image_wh`` with ``(x, y, d, _) = projection (point, 1)`` and d at
+    A point is at ``(x / d, y / d) / image_wh`` in a camera, with ``(x, y, d, _) = projection (point, 1)`` and d at
     least 1e-5. The weights of a query's group are ``keep_scale`` times the softmax of its logits over cameras, levels
-    and points together; a pair whose ``keep`` is False contributes nothing, though its logits have their share of
-    the softmax. Neither locations nor weights are kept for the backward, which works them out again from the inputs.
+    and points together. A pair whose ``keep`` is False contributes nothing, but its logits count in the softmax.
+    Neither locations nor weights are saved for the backward, which works them out again from the inputs.
 
     Args:
-        features: as for ``deformable_aggregation``, and so are ``level_shapes`` and ``level_starts``.
-        key_points: metres; float32 (float64 for float64 features), other types are converted.
-        projection: from the points' frame to pixels, on features' device; converted as ``key_points``.
-        image_wh: images' width and height in pixels; None where the projection ends in 0..1.
-        logits: any numbers, float32 or the type of ``features`` (others are converted); the arithmetic is in float32
-            (float64) in any case.
-        camera_logits: what each camera adds to the logits of every query: the two halves of a Linear of
-            ``query + camera``, which need not be written out as [B, Q, V, ...]. Type as ``logits``.
-        keep: the pairs that attention dropout leaves; None for all.
-        keep_scale: factor of the weights, ``1 / (1 - drop)`` under dropout.
+        features: The maps, as ``deformable_aggregation`` takes them.
+        level_shapes: The (height, width) of each camera's levels, as ``deformable_aggregation`` takes them.
+        level_starts: The first row of each map, as ``deformable_aggregation`` takes them.
+        key_points: The points in metres, float32 (float64 for float64 features). Other types are converted.
+        projection: The matrices from the points' frame to pixels, on features' device; converted as ``key_points``.
+        image_wh: The images' (width, height) in pixels; None where the projection ends in 0..1.
+        logits: Any numbers, float32 or of the type of ``features``. Other types are converted. The arithmetic is in
+            float32 in any case (float64 for float64 features).
+        camera_logits: What each camera adds to the logits of every query: the two halves of a Linear of
+            ``query + camera``, which need not be written out as [B, Q, V, ...]. The type is that of ``logits``.
+        keep: The pairs that attention dropout leaves; None for all.
+        keep_scale: The factor of the weights, ``1 / (1 - drop)`` under dropout.
 
     Returns:
-        What ``deformable_aggregation`` returns. A point with a coordinate that is not finite contributes nothing, and
+        What ``deformable_aggregation`` returns. A point with a coordinate that is not finite contributes nothing and
         has zero gradients.
 
-    Differentiable once with respect to ``features``, ``key_points``, ``logits`` and ``camera_logits``. Everything else
-    (determinism, autocast, limits) is as for ``deformable_aggregation``; on CUDA the backward takes 8 bytes of scratch
-    a logit more.
+    It is differentiable once with respect to ``features``, ``key_points``, ``logits`` and ``camera_logits``.
+    Determinism, autocast and limits are those of ``deformable_aggregation``; on CUDA the backward takes 8 bytes of
+    scratch memory a logit more.
 
     Raises:
-        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
-        NotBuiltError: the CPU library is not built.
+        NotBuiltError: The CPU library is not built.
 
-    Source: the weights and the projection of Sparse4D v2, arXiv 2305.14018, and SparseDrive, arXiv 2405.19620.
+    Source: The weights and the projection of Sparse4D v2, arXiv 2305.14018, and SparseDrive, arXiv 2405.19620.
     """
     for name, tensor in (("projection", projection), ("image_wh", image_wh)):
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"deformable_aggregation_fused: {name} is not differentiable, got one that requires grad"
             )
-    shapes, starts = as_tables(features, level_shapes, level_starts)
-    wide = torch.float64 if features.dtype == torch.float64 else torch.float32
+    shapes, starts = as_tables(features, level_shapes, level_starts, "deformable_aggregation_fused")
+    wide = computation_dtype(features)
     if image_wh is None:
         image_wh = projection.new_ones(*projection.shape[:2], 2)
     if camera_logits is not None and camera_logits.dtype != logits.dtype:

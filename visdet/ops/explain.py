@@ -78,18 +78,20 @@ def explain(
     without a GPU can answer for any device.
 
     Args:
-        operator: a function of ``visdet.ops`` or its name.
-        arguments: its arguments. Tensors on the CPU stand for tensors on ``device``, but for ``level_shapes`` and
-            ``level_starts``, which stay where they are.
-        device: a name of ``visdet.ops.devices.DEVICES``, or numbers of a device; default: the device of the tensors.
-        backward: also say what the gradients would take: of the tensors that require one, or if none does, of all of
-            floating-point type.
-        keywords: its keyword arguments.
+        operator: A function of ``visdet.ops`` or its name.
+        arguments: The arguments of the function. Tensors on the CPU stand for tensors on ``device``, but for
+            ``level_shapes`` and ``level_starts``, which stay where they are.
+        device: A name of ``visdet.ops.devices.DEVICES`` or the numbers of a device; by default the device of the
+            tensors.
+        backward: Whether to say what the gradients would take, too: those of the tensors that require one or, if none
+            does, of all tensors of floating-point type.
+        keywords: The keyword arguments of the function.
 
     Raises:
-        ValueError: the operator or the device has no such name.
-        NotBuiltError: the CUDA library is not loaded.
-        Whatever the operator raises for these arguments.
+        ValueError: The operator or the device has no such name.
+        NotBuiltError: The CUDA library is not loaded.
+
+    It also raises whatever the operator raises for these arguments.
     """
     function, name = _function_of(operator)
     bound = inspect.signature(function).bind(*arguments, **keywords)
@@ -164,7 +166,7 @@ def _numbers_of(device: str | Device | None, tensor: Tensor | None) -> tuple[Dev
     if device is not None:
         if device not in DEVICES:
             raise ValueError(
-                f"device must be one of {sorted(DEVICES)} or a visdet.ops.devices.Device, got {device!r}"
+                f"explain: device must be one of {sorted(DEVICES)} or a visdet.ops.devices.Device, got {device!r}"
             )
         return DEVICES[device], device
     assert tensor is not None

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library
+from ._arguments import computation_dtype
 
 __all__ = [
     "SigmoidFocalLoss",
@@ -15,6 +16,104 @@ __all__ = [
     "sigmoid_focal_loss_reference",
     "softmax_focal_loss",
 ]
+
+
+def sigmoid_focal_loss(
+    input: Tensor,  # [N, C]
+    target: Tensor,  # [N] int64 in 0..C, C: background
+    gamma: float = 2.0,
+    alpha: float = 0.25,
+    weight: Tensor | None = None,  # [C]
+    reduction: str = "mean",
+) -> Tensor:  # [N, C] or a scalar
+    """Return the focal loss of each logit: -α (1-p)^γ log p for the target's class, -(1-α) p^γ log(1-p) for others.
+
+    Args:
+        input: The logits. 16-bit types are computed in float32.
+        target: The class of each row. A number that is no class (C by convention) stands for background.
+        gamma: γ, the exponent.
+        alpha: α, the weight of the target's class.
+        weight: A factor of all losses of a row, chosen by the row's target; background has the factor 1.
+        reduction: 'none' gives [N, C], 'sum' the sum, and 'mean' the sum divided by N, not by N * C.
+
+    Returns:
+        The losses, or a scalar, in the type of ``input``. log p is exact for large logits, too, where mmcv cuts it at
+        -87.3. A NaN logit gives NaN.
+
+    It is differentiable once with respect to ``input``; the inputs are saved for the backward. It is deterministic.
+
+    Raises:
+        ValueError: A shape, type or ``reduction`` does not fit; the message names the argument.
+
+    Source: Focal Loss for Dense Object Detection, arXiv 1708.02002; the signature and the targets are mmcv's.
+    """
+    _check("sigmoid_focal_loss", input, target, weight, reduction)
+    wide = computation_dtype(input)
+    weight = input.new_empty(0, dtype=wide) if weight is None else weight.to(wide)
+    is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
+    run = _sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference
+    logits = input if reduction == "none" else input.to(wide)  # no sum of rounded losses
+    return _reduce(run(logits, target, weight, float(gamma), float(alpha)), reduction).to(input.dtype)
+
+
+def sigmoid_focal_loss_reference(
+    input: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float
+) -> Tensor:
+    """Return the losses [N, C] in plain torch: the definition kernels are tested against. No weight: [0]."""
+    logits = input if input.dtype == torch.float64 else input.float()
+    is_target = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
+    against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
+    one_hot = is_target.to(logits.dtype)
+    balance = alpha * one_hot + (1 - alpha) * (1 - one_hot)
+    loss = balance * against.sigmoid().pow(gamma) * -F.logsigmoid(-against)
+    if weight.numel() > 0:
+        loss = loss * _weight_of_target(weight, target)[:, None]
+    return loss.to(input.dtype)
+
+
+def softmax_focal_loss(
+    input: Tensor,  # [N, C]
+    target: Tensor,  # [N] int64 in 0..C-1, negative: ignored
+    gamma: float = 2.0,
+    alpha: float = 0.25,
+    weight: Tensor | None = None,  # [C]
+    reduction: str = "mean",
+) -> Tensor:  # [N] or a scalar
+    """Return the focal loss of each row, -α (1-p)^γ log p with p the softmax probability of its target.
+
+    Args:
+        input: The logits. 16-bit types are computed in float32.
+        target: The class of each row. A row with a negative target has loss and gradient 0. A target of C or more is
+            a mistake that only a synchronisation could report from CUDA: on every device the row's loss is NaN and
+            its gradient 0.
+        gamma: γ, the exponent.
+        alpha: α, the factor of all losses.
+        weight: A factor of a row's loss, chosen by the row's target.
+        reduction: 'none' gives [N], 'sum' the sum, and 'mean' the sum divided by N.
+
+    Returns:
+        The losses, or a scalar, in the type of ``input``.
+
+    It is differentiable with respect to ``input``. Plain torch serves it.
+
+    Raises:
+        ValueError: A shape, type or ``reduction`` does not fit, or there are no classes; the message names the
+            argument.
+
+    Source: The signature and the targets are mmcv's.
+    """
+    _check("softmax_focal_loss", input, target, weight, reduction)
+    logits = input if input.dtype in (torch.float32, torch.float64) else input.float()
+    C = logits.shape[1]
+    if C == 0:
+        raise ValueError(f"softmax_focal_loss: input must have at least one class, got {list(input.shape)}")
+    of_class = target.clamp(0, C - 1)
+    log_p = F.log_softmax(logits, 1).gather(1, of_class[:, None]).squeeze(1)
+    loss = -alpha * (1 - log_p.exp()).pow(gamma) * log_p
+    if weight is not None:
+        loss = loss * weight.to(loss)[of_class]
+    loss = torch.where(target >= 0, loss, 0.0).masked_fill(target >= C, float("nan"))
+    return _reduce(loss, reduction).to(input.dtype)
 
 
 def _check(op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str) -> None:
@@ -47,114 +146,6 @@ def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
     return torch.where(is_class, weight[target.clamp(0, len(weight) - 1)], 1.0)
 
 
-def sigmoid_focal_loss(
-    input: Tensor,  # [N, C]
-    target: Tensor,  # [N] int64 in 0..C, C: background
-    gamma: float = 2.0,
-    alpha: float = 0.25,
-    weight: Tensor | None = None,  # [C]
-    reduction: str = "mean",
-) -> Tensor:  # [N, C] or a scalar
-    """Return the focal loss of each logit: -α (1-p)^γ log p for the target's class, -(1-α) p^γ log(1-p) for others.
-
-    Args:
-        input: logits; 16-bit types are computed in float32 and the result has the type of ``input``.
-        target: class of each row; a number that is no class (C by convention) is background.
-        weight: factor of all of a row's losses, by the row's target; background counts 1.
-        reduction: 'none' gives [N, C]; 'sum'; 'mean' divides the sum by N, not by N * C.
-
-    Differentiable once with respect to ``input``; saved for the backward are the inputs. log p is exact for large
-    logits too, where mmcv cuts it at -87.3; a NaN logit gives NaN. Deterministic.
-
-    Raises:
-        ValueError: a shape, type or ``reduction`` does not fit.
-
-    Source: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017; signature and targets are mmcv's.
-    """
-    _check("sigmoid_focal_loss", input, target, weight, reduction)
-    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-    weight = input.new_empty(0, dtype=wide) if weight is None else weight.to(wide)
-    is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
-    run = _sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference
-    logits = input if reduction == "none" else input.to(wide)  # no sum of rounded losses
-    return _reduce(run(logits, target, weight, float(gamma), float(alpha)), reduction).to(input.dtype)
-
-
-def sigmoid_focal_loss_reference(
-    input: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float
-) -> Tensor:
-    """Return the losses [N, C] in plain torch: the definition kernels are tested against. No weight: [0]."""
-    logits = input if input.dtype == torch.float64 else input.float()
-    is_target = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
-    against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
-    share = is_target.to(logits.dtype)
-    balance = alpha * share + (1 - alpha) * (1 - share)
-    loss = balance * against.sigmoid().pow(gamma) * -F.logsigmoid(-against)
-    if weight.numel() > 0:
-        loss = loss * _weight_of_target(weight, target)[:, None]
-    return loss.to(input.dtype)
-
-
-def softmax_focal_loss(
-    input: Tensor,  # [N, C]
-    target: Tensor,  # [N] int64 in 0..C-1, negative: ignored
-    gamma: float = 2.0,
-    alpha: float = 0.25,
-    weight: Tensor | None = None,  # [C]
-    reduction: str = "mean",
-) -> Tensor:  # [N] or a scalar
-    """Return the focal loss of each row, -α (1-p)^γ log p with p the softmax probability of its target.
-
-    Args: as ``sigmoid_focal_loss``; 'none' gives [N]. A row with a negative target has loss and gradient 0. A target
-    of C or more is a mistake, which only a synchronisation could report from CUDA: the row's loss is NaN, on every
-    device, and its gradient 0.
-
-    Differentiable with respect to ``input``.
-
-    Raises:
-        ValueError: a shape, type or ``reduction`` does not fit.
-
-    Source: signature and targets are mmcv's.
-    """
-    _check("softmax_focal_loss", input, target, weight, reduction)
-    logits = input if input.dtype in (torch.float32, torch.float64) else input.float()
-    C = logits.shape[1]
-    if C == 0:
-        raise ValueError("softmax_focal_loss: input must have a class at least, got none")
-    of_class = target.clamp(0, C - 1)
-    log_p = F.log_softmax(logits, 1).gather(1, of_class[:, None]).squeeze(1)
-    loss = -alpha * (1 - log_p.exp()).pow(gamma) * log_p
-    if weight is not None:
-        loss = loss * weight.to(loss)[of_class]
-    loss = torch.where(target >= 0, loss, 0.0).masked_fill(target >= C, float("nan"))
-    return _reduce(loss, reduction).to(input.dtype)
-
-
-class SigmoidFocalLoss(nn.Module):
-    """``sigmoid_focal_loss`` with its settings; ``weight`` is a buffer."""
-
-    def __init__(
-        self, gamma: float, alpha: float, weight: Tensor | None = None, reduction: str = "mean"
-    ) -> None:
-        super().__init__()
-        self.gamma, self.alpha, self.reduction = gamma, alpha, reduction
-        self.weight: Tensor | None
-        self.register_buffer("weight", weight)
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return sigmoid_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)
-
-    def extra_repr(self) -> str:
-        return f"gamma={self.gamma}, alpha={self.alpha}, reduction={self.reduction}"
-
-
-class SoftmaxFocalLoss(SigmoidFocalLoss):
-    """``softmax_focal_loss`` with its settings; ``weight`` is a buffer."""
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return softmax_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)
-
-
 def _fake(input: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float) -> Tensor:
     return input.new_empty(input.shape)
 
@@ -184,3 +175,28 @@ _sigmoid_focal_loss = _library.differentiable(
     setup_context=_setup_context,
     backward=_backward,
 )
+
+
+class SigmoidFocalLoss(nn.Module):
+    """``sigmoid_focal_loss`` with its settings; ``weight`` is a buffer."""
+
+    def __init__(
+        self, gamma: float, alpha: float, weight: Tensor | None = None, reduction: str = "mean"
+    ) -> None:
+        super().__init__()
+        self.gamma, self.alpha, self.reduction = gamma, alpha, reduction
+        self.weight: Tensor | None
+        self.register_buffer("weight", weight)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return sigmoid_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)
+
+    def extra_repr(self) -> str:
+        return f"gamma={self.gamma}, alpha={self.alpha}, reduction={self.reduction}"
+
+
+class SoftmaxFocalLoss(SigmoidFocalLoss):
+    """``softmax_focal_loss`` with its settings; ``weight`` is a buffer."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return softmax_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)

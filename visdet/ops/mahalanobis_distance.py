@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._arguments import computation_dtype
 
 __all__ = ["mahalanobis_distance", "mahalanobis_distance_reference"]
 
@@ -18,23 +19,25 @@ def mahalanobis_distance(
     """Return ``distance[b, n] = |v|^2`` with ``cholesky[n] @ v = points[b] - means[n]``: squared, nothing added.
 
     Args:
-        points: float64, float32, float16 or bfloat16.
-        means: of any floating type; means and factors are converted to the type of the computation.
-        cholesky: lower factors of the covariances; what stands above the diagonal is not read. On the CPU a diagonal
-            that is not positive is an error; on CUDA, where finding it would synchronise, that Gaussian's distances
-            are NaN.
+        points: Positions in any unit, float64, float32, float16 or bfloat16.
+        means: The Gaussians' centres in the same unit, of any floating-point type. Means and factors are converted to
+            the type of the computation.
+        cholesky: The lower factors of the covariances; what stands above the diagonal is not read. On the CPU a
+            diagonal that is not positive is an error. On CUDA, where finding it would synchronise, that Gaussian's
+            distances are NaN.
 
     Returns:
-        The distances, computed in float32 (float64 for float64 points) and returned in the type of ``points``.
+        The distances, computed in float32 (float64 for float64 points), in the type of ``points``. Distances of a NaN
+        point, or of a Gaussian with a NaN, are NaN.
 
-    Differentiable once with respect to everything, all six entries of each factor included (zero above the
-    diagonal). Deterministic. A NaN point, or Gaussian, has NaN distances.
+    It is differentiable once with respect to everything, all six entries of each factor included (zero above the
+    diagonal). It is deterministic.
 
     Raises:
-        RuntimeError: a shape, type, device or diagonal does not fit; the message names the argument.
-        NotBuiltError: the library for the device is not built.
+        RuntimeError: A shape, type, device or diagonal does not fit; the message names the argument.
+        NotBuiltError: The library for the device is not built.
 
-    Source: the triangular solve of a Gaussian's exponent; the fused kernels are visdet's own.
+    Source: The triangular solve of a Gaussian's exponent; the fused kernels are visdet's own.
     """
     points, means, cholesky, dtype = in_computation_type("mahalanobis_distance", points, means, cholesky)
     if points.device.type not in ("cpu", "cuda", "meta"):
@@ -53,7 +56,7 @@ def in_computation_type(op: str, points: Tensor, *others: Tensor) -> tuple[Any, 
     """Return points and the other tensors in float32, or float64 where points are, and the type of points."""
     if not points.is_floating_point():
         raise RuntimeError(f"{op}: points must be a floating-point tensor, got {points.dtype}")
-    dtype = torch.float64 if points.dtype == torch.float64 else torch.float32
+    dtype = computation_dtype(points)
     return (points.to(dtype), *(other.to(dtype) for other in others), points.dtype)
 
 

@@ -1,10 +1,10 @@
-"""Convolution computed at the marked places only."""
+"""Convolution computed at the marked positions only."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._roi_sampling import pair
+from ._arguments import pair
 
 __all__ = ["MaskedConv2d", "masked_conv2d"]
 
@@ -17,16 +17,26 @@ def masked_conv2d(
     padding: int | tuple[int, int] = 0,
     stride: int | tuple[int, int] = 1,
 ) -> Tensor:  # [B, C', H', W']
-    """Return the convolution where ``mask`` is positive and 0 elsewhere; only those places are computed.
+    """Return the convolution where ``mask`` is positive and 0 elsewhere; only those positions are computed.
 
-    ``stride`` must be 1. Differentiable with respect to features, weight and bias (mmcv's has no gradient
-    and takes B = 1 only). An empty mask gives zeros; a NaN in it does not count. float16 and bfloat16 features are
-    computed in float32, gradients included, and the result has their type.
+    Args:
+        features: The map. float16 and bfloat16 are computed in float32, gradients included.
+        mask: The positions that count are those above 0; a NaN does not count. A mask without any gives zeros.
+        weight: The kernel.
+        bias: The number added to each output channel where the mask is positive, or None.
+        padding: (height, width) of the border of zeros, or one number for both.
+        stride: It must be 1.
+
+    Returns:
+        The convolution in the type of ``features``.
+
+    It is differentiable with respect to ``features``, ``weight`` and ``bias``; mmcv's has no gradient and takes B = 1
+    only. Plain torch serves it, with a synchronisation on CUDA for the number of positions.
 
     Raises:
-        ValueError: a shape or ``stride`` does not fit.
+        ValueError: A shape, ``padding`` or ``stride`` does not fit; the message names the argument.
 
-    Source: guided anchoring, CVPR 2019; the signature is mmcv's.
+    Source: Guided anchoring, arXiv 1901.03278; the signature is mmcv's.
     """
     if pair(stride) != (1, 1):
         raise ValueError(f"masked_conv2d: stride must be 1, got {stride!r}")
@@ -69,5 +79,8 @@ class MaskedConv2d(nn.Conv2d):
         if mask is None:
             return super().forward(input)
         if self.padding_mode != "zeros" or self.groups != 1 or pair(self.dilation) != (1, 1):  # type: ignore[arg-type]
-            raise ValueError("MaskedConv2d: with a mask, groups and dilation must be 1 and padding zeros")
+            raise ValueError(
+                "MaskedConv2d: with a mask, groups and dilation must be 1 and padding_mode 'zeros', got "
+                f"{self.groups}, {self.dilation} and {self.padding_mode!r}"
+            )
         return masked_conv2d(input, mask, self.weight, self.bias, self.padding, self.stride)  # type: ignore[arg-type]

@@ -1,17 +1,11 @@
-"""Modulated deformable convolution: offsets and a factor for each tap."""
+"""Modulated deformable convolution: each tap of the kernel has an offset and a factor."""
 
-import math
-from typing import Any
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
+from ._deform_conv_inputs import Pair, check_shapes
+from .deform_conv2d import convolve
 
-from ._offset_layers import rename_offset_layer
-from ._renamed import renamed_arguments
-from ._roi_sampling import pair
-from .deform_conv2d import Pair, check, convolve, output_shape
-
-__all__ = ["ModulatedDeformConv2d", "ModulatedDeformConv2dPack", "modulated_deform_conv2d"]
+__all__ = ["modulated_deform_conv2d"]
 
 
 def modulated_deform_conv2d(
@@ -26,112 +20,33 @@ def modulated_deform_conv2d(
     groups: int = 1,
     deform_groups: int = 1,
 ) -> Tensor:  # [B, C', H', W']
-    """Return ``deform_conv2d`` with each tap's sample multiplied by ``mask``, plus ``bias``.
+    """Return ``deform_conv2d`` with the sample of each tap multiplied by ``mask``, plus ``bias``.
 
-    Types, borders and who serves it: as ``deform_conv2d``. Differentiable with respect to all tensors.
+    Args:
+        input: The map, of any floating-point type.
+        offset: The offsets in pixels, one field for each of the ``deform_groups`` (G) groups of channels. The result
+            has their type.
+        mask: The factors of the taps, any numbers; usually results of a sigmoid.
+        weight: The kernel. H' and W' are those of the convolution without offsets.
+        bias: The number added to each output channel, or None.
+        stride: (height, width) of the step between neighbouring outputs, or one number for both.
+        padding: (height, width) of the border of zeros, or one number for both.
+        dilation: (height, width) of the distance between neighbouring taps, or one number for both.
+        groups: The number of groups of channels that are convolved separately; it divides C and C'.
+        deform_groups: The number of groups of channels that have offsets of their own; it divides C.
+
+    Returns:
+        The convolution, in the type of ``offset``.
+
+    It is differentiable once with respect to all tensors. Types, borders, determinism and who serves the call are
+    those of ``deform_conv2d``.
 
     Raises:
-        ValueError: a shape does not fit.
+        ValueError: A shape or a number does not fit; the message names the argument.
+        RuntimeError: On CUDA, deterministic algorithms were switched on between the forward and the backward.
 
-    Source: Deformable ConvNets v2, CVPR 2019; the signature is mmcv's.
+    Source: Deformable ConvNets v2, arXiv 1811.11168; the signature is mmcv's.
     """
-    if input.dim() != 4:
-        raise ValueError(f"modulated_deform_conv2d: input must be [B, C, H, W], got {list(input.shape)}")
-    size = output_shape(input, weight, stride, padding, dilation)
-    check("modulated_deform_conv2d", input, offset, weight, deform_groups, groups, size)
-    expected = [input.shape[0], deform_groups * weight.shape[2] * weight.shape[3], *size]
-    if list(mask.shape) != expected:
-        raise ValueError(f"modulated_deform_conv2d: mask must be {expected}, got {list(mask.shape)}")
-    return convolve(input, offset, mask, weight, bias, stride, padding, dilation, deform_groups)
-
-
-class ModulatedDeformConv2d(nn.Module):
-    """Modulated deformable convolution with a weight and a bias; offset and mask are inputs."""
-
-    @renamed_arguments(deformable_groups="deform_groups")
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Pair,
-        stride: Pair = 1,
-        padding: Pair = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-        deform_groups: int = 1,
-        bias: bool | str = True,
-    ) -> None:
-        super().__init__()
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size = pair(kernel_size)
-        self.stride, self.padding, self.dilation = pair(stride), pair(padding), pair(dilation)
-        self.groups, self.deform_groups = groups, deform_groups
-        self.transposed, self.output_padding = False, (0,)  # what code for nn.Conv2d looks at
-        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size))
-        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        bound = 1 / math.sqrt(self.in_channels * self.kernel_size[0] * self.kernel_size[1])
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor, offset: Tensor, mask: Tensor) -> Tensor:
-        return modulated_deform_conv2d(
-            x,
-            offset,
-            mask,
-            self.weight,
-            self.bias,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-            self.deform_groups,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, "
-            f"deform_groups={self.deform_groups}, bias={self.bias is not None}"
-        )
-
-
-class ModulatedDeformConv2dPack(ModulatedDeformConv2d):
-    """The same with offsets and masks of a convolution of its own, 'DCNv2' in configs.
-
-    ``conv_offset`` starts at zero: offsets 0, masks 0.5. The first two thirds of its channels are the offset
-    field, the last third the masks before the sigmoid. State dicts: as ``DeformConv2dPack``.
-    """
-
-    _version = 2
-    has_offset_layer = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.conv_offset = nn.Conv2d(
-            self.in_channels,
-            self.deform_groups * 3 * self.kernel_size[0] * self.kernel_size[1],
-            kernel_size=self.kernel_size,
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-        )
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        super().init_weights()
-        if hasattr(self, "conv_offset"):
-            nn.init.zeros_(self.conv_offset.weight)
-            if self.conv_offset.bias is not None:
-                nn.init.zeros_(self.conv_offset.bias)
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        first, second, mask = self.conv_offset(x).chunk(3, dim=1)
-        return super().forward(x, torch.cat([first, second], 1), mask.sigmoid())
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: Any) -> None:
-        rename_offset_layer(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+    settings = (stride, padding, dilation)
+    check_shapes("modulated_deform_conv2d", input, offset, mask, weight, settings, groups, deform_groups)
+    return convolve(input, offset, mask, weight, bias, *settings, deform_groups)

@@ -13,56 +13,6 @@ __all__ = ["nms", "nms_match", "soft_nms", "soft_nms_reference"]
 SOFT_METHODS = ("naive", "linear", "gaussian")
 
 
-def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, Tensor, bool]:
-    is_numpy = not isinstance(boxes, Tensor)
-    boxes = boxes if isinstance(boxes, Tensor) else torch.from_numpy(boxes)
-    scores = scores if isinstance(scores, Tensor) else torch.from_numpy(scores)
-    if boxes.dim() != 2 or boxes.shape[1] != 4:
-        raise ValueError(f"{op}: boxes must be [N, 4], got {list(boxes.shape)}")
-    if scores.shape != boxes.shape[:1]:
-        raise ValueError(f"{op}: scores must be [{boxes.shape[0]}], got {list(scores.shape)}")
-    if offset not in (0, 1):
-        raise ValueError(f"{op}: offset must be 0 or 1, got {offset!r}")
-    return boxes, scores, is_numpy
-
-
-def _overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
-    """Return the IoU of one box [4] with each of boxes [N, 4]; widths are x2 - x1 + offset."""
-    sides = (torch.minimum(box[2:], boxes[:, 2:]) - torch.maximum(box[:2], boxes[:, :2]) + offset).clamp(
-        min=0
-    )
-    intersection = sides[:, 0] * sides[:, 1]
-    areas = (boxes[:, 2] - boxes[:, 0] + offset) * (boxes[:, 3] - boxes[:, 1] + offset)
-    area = (box[2] - box[0] + offset) * (box[3] - box[1] + offset)
-    return intersection / (area + areas - intersection)
-
-
-def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Greedy suppression in plain torch, on the CPU; the order and the result are torchvision's."""
-    order = scores.sort(descending=True, stable=True).indices.cpu()
-    ordered = boxes.cpu()[order]
-    is_alive = torch.ones(len(order), dtype=torch.bool)
-    for i in range(len(order)):
-        if is_alive[i]:
-            is_alive[i + 1 :] &= ~(_overlaps_with(ordered[i], ordered[i + 1 :], 0) > iou_threshold)
-    return order[is_alive].to(boxes.device)
-
-
-def kept_indices(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
-    """Return the indices of the boxes that stay, best score first."""
-    boxes, scores = boxes.detach(), scores.detach()
-    if boxes.dtype not in (torch.float32, torch.float64):
-        boxes, scores = boxes.float(), scores.float()
-    scores = scores.to(boxes.dtype)
-    if offset:  # a box whose sides count one more is the box that ends one later
-        boxes = boxes + boxes.new_tensor([0, 0, offset, offset])
-    if _torchvision.serves(boxes.device.type):
-        from torchvision.ops import nms as torchvision_nms
-
-        return torchvision_nms(boxes, scores, iou_threshold)
-    return kept_by_plain_torch(boxes, scores, iou_threshold)
-
-
 @renamed_arguments(iou_thr="iou_threshold")
 def nms(
     boxes: Any,  # [N, 4] (x1, y1, x2, y2)
@@ -75,23 +25,25 @@ def nms(
     """Return the boxes that no better box overlaps by more than ``iou_threshold``, best score first, and their indices.
 
     Args:
-        boxes: floating point, a tensor or a NumPy array; the results are of the same kind. 16-bit types are
-            compared in float32.
-        scores: of equal scores the lower index comes first on the CPU.
-        iou_threshold: a box goes if its IoU with a kept one is greater.
-        offset: 0, or 1: widths and heights are x2 - x1 + 1, as pixels were counted in mmdet 1.
-        score_threshold: where positive, boxes with a score not above it go first.
-        max_num: keep at most so many; -1 or 0 keeps all.
+        boxes: Floating-point boxes in any unit, a tensor or a NumPy array. 16-bit types are compared in float32.
+        scores: The score of each box. Of equal scores the lower index comes first on the CPU. NaN scores come first,
+            as in ``torch.sort``.
+        iou_threshold: A box is suppressed if its IoU with a kept one is greater.
+        offset: 0, or 1 for widths and heights of x2 - x1 + 1, as pixels were counted in mmdet 1.
+        score_threshold: Where it is positive, boxes with a score not above it are removed first.
+        max_num: The largest number of boxes to keep; -1 or 0 keeps all.
 
-    No boxes give an empty [0, 5] and an empty int64 tensor. A box with a NaN corner suppresses nothing and stays; NaN
-    scores come first, as in ``torch.sort``. The [M, 5] is differentiable with respect to boxes
-    and scores (a selection); the indices are not. Served by torchvision; plain torch gives the same where it is
-    missing.
+    Returns:
+        The boxes with their scores, and int64 indices, as tensors or as NumPy arrays like the arguments. No boxes give
+        an empty [0, 5] and empty indices. A box with a NaN corner suppresses no other box and is kept.
+
+    The [M, 5] is differentiable with respect to boxes and scores, being a selection; the indices are not. torchvision
+    serves it; where torchvision is missing plain torch gives the same.
 
     Raises:
-        ValueError: a shape or ``offset`` does not fit.
+        ValueError: A shape or ``offset`` does not fit; the message names the argument.
 
-    Source: the signature is mmcv's.
+    Source: The signature is mmcv's.
     """
     boxes, scores, is_numpy = as_tensors("nms", boxes, scores, offset)
     if score_threshold > 0:
@@ -118,19 +70,29 @@ def soft_nms(
     """Return the boxes with scores lowered by how much better boxes overlap them, best first, and their indices.
 
     With o the IoU with a better box, a score is multiplied by 0 (``naive``) or 1 - o (``linear``) where
-    o >= ``iou_threshold``, or by exp(-o² / ``sigma``) (``gaussian``); a score that falls below ``min_score`` goes.
+    o >= ``iou_threshold``, or by exp(-o² / ``sigma``) (``gaussian``). A box whose score falls below ``min_score`` is
+    removed.
 
-    Args: a tensor or a NumPy array, results of the same kind; ``offset`` as in ``nms``. 16-bit types are computed
-    in float32. ``sigma`` must be positive for ``gaussian``. Not differentiable. NaN scores come last; a NaN overlap
-    counts as 0.
+    Args:
+        boxes: Boxes in any unit, a tensor or a NumPy array. 16-bit types are computed in float32.
+        scores: The score of each box. NaN scores come last.
+        iou_threshold: The overlap from which ``naive`` and ``linear`` lower a score.
+        sigma: The width of ``gaussian``, for which it must be positive.
+        min_score: The score below which a box is removed.
+        method: 'naive', 'linear' or 'gaussian'.
+        offset: 0, or 1 for widths and heights of x2 - x1 + 1.
 
-    Runs on the CPU whatever the device: rounds follow one another, and a thousand of them cost less there, copies
-    included, than as many synchronisations of a GPU's blocks.
+    Returns:
+        The boxes with their lowered scores, and int64 indices, as tensors or as NumPy arrays like the arguments. A NaN
+        overlap counts as 0.
+
+    It is not differentiable. It runs on the CPU whatever the device: each round needs the result of the one before, and
+    a thousand rounds cost less there, copies included, than as many synchronisations of a GPU's blocks.
 
     Raises:
-        ValueError: a shape, ``offset``, ``method`` or ``sigma`` does not fit.
+        ValueError: A shape, ``offset``, ``method`` or ``sigma`` does not fit; the message names the argument.
 
-    Source: Bodla et al., Soft-NMS, ICCV 2017; signature and order of equal scores are mmcv's.
+    Source: Soft-NMS, arXiv 1704.04503; the signature and the order of equal scores are mmcv's.
     """
     boxes, scores, is_numpy = as_tensors("soft_nms", boxes, scores, offset)
     if method not in SOFT_METHODS:
@@ -192,28 +154,21 @@ def soft_nms_reference(
     return torch.cat([boxes[:count], scores[:count, None]], 1), index[:count]
 
 
-def _fake_soft_nms(
-    boxes: Tensor,
-    scores: Tensor,
-    iou_threshold: float,
-    sigma: float,
-    min_score: float,
-    method: int,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
-    count = torch.library.get_ctx().new_dynamic_size()
-    return boxes.new_empty(count, 5), boxes.new_empty(count, dtype=torch.int64)
-
-
 def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     """Return one group of indices per kept box: its own index, then those of the boxes it suppressed, best first.
 
     Args:
-        dets: [N, 5] boxes (x1, y1, x2, y2) and scores, a tensor or a NumPy array; groups are of the same kind, int64.
-        iou_threshold: a box joins the first group whose kept box it overlaps by at least this. A box with a NaN corner
-            overlaps none; NaN scores come first.
+        dets: [N, 5] boxes (x1, y1, x2, y2) and scores, a tensor or a NumPy array. NaN scores come first.
+        iou_threshold: A box joins the first group whose kept box it overlaps by at least this. A box with a NaN corner
+            overlaps none.
 
-    Source: mmcv; used by prime sample attention (PISA).
+    Returns:
+        The groups, int64, as tensors or as NumPy arrays like the argument. It is not differentiable.
+
+    Raises:
+        ValueError: The shape does not fit.
+
+    Source: mmcv; prime sample attention (PISA), arXiv 1904.04821, uses it.
     """
     is_numpy = not isinstance(dets, Tensor)
     table = torch.from_numpy(dets) if is_numpy else dets.detach()
@@ -230,6 +185,70 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
         groups.append(torch.cat([order[:1], order[1:][joins]]))
         order = order[1:][~joins]
     return [group.numpy() if is_numpy else group.to(dets.device) for group in groups]
+
+
+def kept_indices(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
+    """Return the indices of the boxes that stay, best score first."""
+    boxes, scores = boxes.detach(), scores.detach()
+    if boxes.dtype not in (torch.float32, torch.float64):
+        boxes, scores = boxes.float(), scores.float()
+    scores = scores.to(boxes.dtype)
+    if offset:  # a box whose sides count one more is the box that ends one later
+        boxes = boxes + boxes.new_tensor([0, 0, offset, offset])
+    if _torchvision.serves(boxes.device.type):
+        from torchvision.ops import nms as torchvision_nms
+
+        return torchvision_nms(boxes, scores, iou_threshold)
+    return kept_by_plain_torch(boxes, scores, iou_threshold)
+
+
+def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Greedy suppression in plain torch, on the CPU; the order and the result are torchvision's."""
+    order = scores.sort(descending=True, stable=True).indices.cpu()
+    ordered = boxes.cpu()[order]
+    is_alive = torch.ones(len(order), dtype=torch.bool)
+    for i in range(len(order)):
+        if is_alive[i]:
+            is_alive[i + 1 :] &= ~(_overlaps_with(ordered[i], ordered[i + 1 :], 0) > iou_threshold)
+    return order[is_alive].to(boxes.device)
+
+
+def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, Tensor, bool]:
+    """Return boxes and scores as tensors, and whether they are NumPy arrays; raise ValueError if one does not fit."""
+    is_numpy = not isinstance(boxes, Tensor)
+    boxes = boxes if isinstance(boxes, Tensor) else torch.from_numpy(boxes)
+    scores = scores if isinstance(scores, Tensor) else torch.from_numpy(scores)
+    if boxes.dim() != 2 or boxes.shape[1] != 4:
+        raise ValueError(f"{op}: boxes must be [N, 4], got {list(boxes.shape)}")
+    if scores.shape != boxes.shape[:1]:
+        raise ValueError(f"{op}: scores must be [{boxes.shape[0]}], got {list(scores.shape)}")
+    if offset not in (0, 1):
+        raise ValueError(f"{op}: offset must be 0 or 1, got {offset!r}")
+    return boxes, scores, is_numpy
+
+
+def _overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
+    """Return the IoU of one box [4] with each of boxes [N, 4]; widths are x2 - x1 + offset."""
+    sides = (torch.minimum(box[2:], boxes[:, 2:]) - torch.maximum(box[:2], boxes[:, :2]) + offset).clamp(
+        min=0
+    )
+    intersection = sides[:, 0] * sides[:, 1]
+    areas = (boxes[:, 2] - boxes[:, 0] + offset) * (boxes[:, 3] - boxes[:, 1] + offset)
+    area = (box[2] - box[0] + offset) * (box[3] - box[1] + offset)
+    return intersection / (area + areas - intersection)
+
+
+def _fake_soft_nms(
+    boxes: Tensor,
+    scores: Tensor,
+    iou_threshold: float,
+    sigma: float,
+    min_score: float,
+    method: int,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    count = torch.library.get_ctx().new_dynamic_size()
+    return boxes.new_empty(count, 5), boxes.new_empty(count, dtype=torch.int64)
 
 
 if _library.declares("soft_nms"):

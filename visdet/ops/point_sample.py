@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._roi_sampling import pair
+from ._arguments import pair
 
 __all__ = [
     "SimpleRoIAlign",
@@ -41,9 +41,9 @@ def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwarg
             raise ValueError(
                 f"{op}: input must have pixels where padding_mode is {padding!r}, got {list(im.shape)}"
             )
-        # All points are outside. A sum of nothing gives them a gradient.
-        nothing = im.sum() + grid.flatten()[:0].sum()
-        return im.new_zeros(*im.shape[:2], *grid.shape[1:3]) + nothing.to(im.dtype)
+        # All points are outside. The sum of no numbers gives them a gradient.
+        empty_sum = im.sum() + grid.flatten()[:0].sum()
+        return im.new_zeros(*im.shape[:2], *grid.shape[1:3]) + empty_sum.to(im.dtype)
     dtype, is_widened = im.dtype, _needs_float32(im)
     if is_widened:
         im, grid = im.float(), grid.float()
@@ -56,26 +56,39 @@ def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwarg
 
 
 def bilinear_grid_sample(im: Tensor, grid: Tensor, align_corners: bool = False) -> Tensor:
-    """Return ``grid_sample`` (bilinear, zeros) of im [B, C, H, W] at grid [B, Hg, Wg, 2], [B, C, Hg, Wg].
+    """Return ``grid_sample``, bilinear and with zeros, of im [B, C, H, W] at grid [B, Hg, Wg, 2], [B, C, Hg, Wg].
 
-    A point with a NaN or infinite coordinate is outside, and so 0, without gradient, and so is any of a map without
-    pixels. float16 and bfloat16 are computed in float32 on the CPU.
+    Args:
+        im: The map. float16 and bfloat16 are computed in float32 on the CPU.
+        grid: Points (x, y) in -1..1. One with a NaN or infinite coordinate is outside, and so 0, without gradient; and
+            so is any point of a map without pixels.
+        align_corners: Whether -1 and 1 are the centres of the outer pixels instead of their outer edges.
+
+    It is differentiable with respect to ``im`` and ``grid``.
+
+    Source: The signature is mmcv's.
     """
     return _grid_sample("bilinear_grid_sample", im, grid, align_corners)
 
 
 def normalize(grid: Tensor) -> Tensor:
-    """Return -1..1 as 0..1."""
+    """Return coordinates in -1..1 as coordinates in 0..1."""
     return (grid + 1.0) / 2.0
 
 
 def denormalize(grid: Tensor) -> Tensor:
-    """Return 0..1 as -1..1."""
+    """Return coordinates in 0..1 as coordinates in -1..1."""
     return grid * 2.0 - 1.0
 
 
 def generate_grid(num_grid: int, size: tuple[int, int], device: torch.device | str) -> Tensor:
-    """Return the centres (x, y) in 0..1 of size = (height, width) cells, row by row, [num_grid, height * width, 2]."""
+    """Return the centres (x, y) in 0..1 of cells, row by row, [num_grid, height * width, 2].
+
+    Args:
+        num_grid: The number of equal grids.
+        size: (height, width) in cells.
+        device: The device of the result.
+    """
     height, width = size
     y = (torch.arange(height, device=device) + 0.5) / height
     x = (torch.arange(width, device=device) + 0.5) / width
@@ -85,7 +98,15 @@ def generate_grid(num_grid: int, size: tuple[int, int], device: torch.device | s
 
 @torch.no_grad()
 def rel_roi_point_to_abs_img_point(rois: Tensor, rel_roi_points: Tensor) -> Tensor:
-    """Return points [N, P, 2] in 0..1 of regions [N, 4] or [N, 5] as pixels (x, y), without gradient."""
+    """Return points [N, P, 2] in 0..1 of their regions as points (x, y) in pixels, without gradient.
+
+    Args:
+        rois: The regions (x1, y1, x2, y2) in pixels, [N, 4], or [N, 5] with the batch index first.
+        rel_roi_points: The points of each region, (x, y).
+
+    Raises:
+        ValueError: A shape does not fit.
+    """
     if len(rel_roi_points) != len(rois) or rois.dim() != 2 or rel_roi_points.dim() != 3:
         raise ValueError(
             f"rel_roi_point_to_abs_img_point: rel_roi_points must be [{len(rois)}, P, 2], got "
@@ -98,7 +119,13 @@ def rel_roi_point_to_abs_img_point(rois: Tensor, rel_roi_points: Tensor) -> Tens
 def abs_img_point_to_rel_img_point(
     abs_img_points: Tensor, img: tuple[int, int] | Tensor, spatial_scale: float = 1.0
 ) -> Tensor:
-    """Return points [N, P, 2] in pixels (x, y) as 0..1 of ``img``, (height, width) or a map [B, C, H, W]."""
+    """Return points [N, P, 2] in pixels (x, y) as points in 0..1 of ``img``.
+
+    Args:
+        abs_img_points: The points in pixels of the image.
+        img: (height, width) in pixels, or a map [B, C, H, W].
+        spatial_scale: The number of pixels of ``img`` per pixel of the points.
+    """
     height, width = img.shape[2:] if isinstance(img, Tensor) else img
     return abs_img_points / abs_img_points.new_tensor([width, height], dtype=torch.float32) * spatial_scale
 
@@ -106,7 +133,17 @@ def abs_img_point_to_rel_img_point(
 def rel_roi_point_to_rel_img_point(
     rois: Tensor, rel_roi_points: Tensor, img: tuple[int, int] | Tensor, spatial_scale: float = 1.0
 ) -> Tensor:
-    """Return points [N, P, 2] in 0..1 of regions as 0..1 of ``img``."""
+    """Return points [N, P, 2] in 0..1 of their regions as points in 0..1 of ``img``, without gradient.
+
+    Args:
+        rois: The regions, as ``rel_roi_point_to_abs_img_point`` takes them.
+        rel_roi_points: The points of each region, (x, y).
+        img: (height, width) in pixels, or a map [B, C, H, W].
+        spatial_scale: The number of pixels of ``img`` per pixel of the regions.
+
+    Raises:
+        ValueError: A shape does not fit.
+    """
     return abs_img_point_to_rel_img_point(
         rel_roi_point_to_abs_img_point(rois, rel_roi_points), img, spatial_scale
     )
@@ -115,17 +152,28 @@ def rel_roi_point_to_rel_img_point(
 def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **kwargs: Any) -> Tensor:
     """Return bilinear samples of input [B, C, H, W] at points (x, y) in 0..1.
 
-    Points [B, P, 2] give [B, C, P]; [B, Hg, Wg, 2] give [B, C, Hg, Wg]. Further arguments are ``grid_sample``'s.
-    A NaN coordinate counts as one far to the left or above, an infinite or huge one as one far outside on its side:
-    such a point is 0 with the zeros that ``padding_mode`` pads by default, and on the border with 'border'. The point
-    gets no gradient. Of a map without pixels every point is outside. float16 and bfloat16 are computed in float32 on
-    the CPU.
+    Args:
+        input: The map. float16 and bfloat16 are computed in float32 on the CPU.
+        points: [B, P, 2], which give [B, C, P], or [B, Hg, Wg, 2], which give [B, C, Hg, Wg].
+        align_corners: Whether 0 and 1 are the centres of the outer pixels instead of their outer edges.
+        kwargs: Further arguments of ``grid_sample``.
+
+    A NaN coordinate counts as one far to the left or above, and an infinite or huge one as one far outside on its side.
+    Such a point is 0 with the zeros that ``padding_mode`` pads by default, and on the border with 'border'; the point
+    gets no gradient. Every point is outside of a map without pixels.
+
+    It is differentiable with respect to ``input`` and ``points``.
 
     Raises:
-        ValueError: ``input`` has no pixels and ``padding_mode`` is not 'zeros'.
+        ValueError: ``points`` do not fit ``input``, or ``input`` has no pixels and ``padding_mode`` is not 'zeros'.
 
-    Source: PointRend; the signature is mmcv's.
+    Source: PointRend, arXiv 1912.08193; the signature is mmcv's.
     """
+    if input.dim() == 4 and (points.dim() not in (3, 4) or points.shape[-1] != 2):
+        raise ValueError(
+            f"point_sample: points must be [B, P, 2] or [B, Hg, Wg, 2] for input {list(input.shape)}, "
+            f"got {list(points.shape)}"
+        )
     points = points.float() if _needs_float32(input) else points
     grid = denormalize(points[:, :, None] if points.dim() == 3 else points)
     samples = _grid_sample("point_sample", input, grid, align_corners, **kwargs)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _library, _torchvision
+from ._arguments import computation_dtype, pair
 from ._renamed import renamed_arguments
-from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pair, pool_samples
+from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_samples
 
 __all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
 
@@ -24,32 +25,37 @@ def roi_align(
     """Return each region's bins, pooled over bilinear samples.
 
     Args:
-        rois: corners in the image's pixels; not differentiated.
+        input: The map, of any floating-point type.
+        rois: The regions' batch indices and corners, in pixels of the image. They are not differentiated.
         output_size: (height, width) in bins, or one number for both.
-        spatial_scale: pixels of the map per pixel of the image.
-        sampling_ratio: samples down and across each bin; 0: as many as the bin covers pixels, rounded up.
-        pool_mode: 'avg', or 'max' over a bin's samples.
-        aligned: shift by half a pixel, so that pixel centres are at .5 of the map; False is the first version, which
-            also makes regions at least one pixel wide.
+        spatial_scale: The number of pixels of the map per pixel of the image.
+        sampling_ratio: The number of samples down and across each bin; 0 for as many as the bin covers pixels,
+            rounded up.
+        pool_mode: 'avg' for the mean of a bin's samples, 'max' for their maximum.
+        aligned: Whether regions are moved by half a pixel, so that pixel centres are at .5 of the map. False is the
+            first version, which also makes regions at least one pixel wide.
 
-    A sample beyond one pixel outside the map is 0, others are clamped to it. No regions give [0, C, PH, PW].
+    Returns:
+        The bins in the type of ``input``. A sample beyond one pixel outside the map is 0; others are clamped to it. No
+        regions give [0, C, PH, PW].
 
     A region whose batch index is not within 0..B-1, or with NaN among its numbers, gives 0 and has no gradient, on
     every device and without synchronising one. With ``sampling_ratio=0``, where the number of samples grows with the
-    region, a region is cut where it ends further outside the map than the map's longer side (128 pixels of it at
-    least); with a given ``sampling_ratio``, 2^24 pixels outside. Infinite corners are cut likewise.
+    region, a region is cut where it ends further outside the map than the map's longer side (at least 128 pixels).
+    With a given ``sampling_ratio`` it is cut 2^24 pixels outside. Infinite corners are cut likewise.
 
-    Differentiable once with respect to ``input``. 'avg' on the CPU is a kernel of visdet's, for all four value types,
-    with sums in float32 (float64 for float64) and the same bits for any number of threads. 'avg' on CUDA, and where
-    visdet's library is missing, is torchvision's; bfloat16, which it refuses, and float16 on the CPU are computed in
-    float32; its float16 on CUDA rounds ``rois`` to float16 too. 'max', and everything where torchvision is missing as
-    well, is plain torch; so are gradients on CUDA under ``torch.use_deterministic_algorithms(True)``, which
-    torchvision's are not made for.
+    It is differentiable once with respect to ``input``. A kernel of visdet's serves 'avg' on the CPU for all four value
+    types, with sums in float32 (float64 for float64) and the same bits for any number of threads. torchvision serves
+    'avg' on CUDA, and where visdet's library is missing. bfloat16, which torchvision refuses, and float16 on the CPU
+    are computed in float32; its float16 on CUDA rounds ``rois`` to float16, too. Plain torch serves 'max', everything
+    where torchvision is missing as well, and gradients on CUDA under ``torch.use_deterministic_algorithms(True)``,
+    which torchvision's are not made for.
 
     Raises:
-        ValueError: a shape, type, device, number or ``pool_mode`` does not fit.
+        ValueError: A shape, type, device, number or ``pool_mode`` does not fit; the message names the argument.
 
-    Source: Mask R-CNN; signature and defaults are mmcv's (torchvision's default is aligned=False).
+    Source: Mask R-CNN, arXiv 1703.06870; the signature and the defaults are mmcv's (torchvision's default is
+    aligned=False).
     """
     size = pair(output_size)
     check_rois("roi_align", input, rois, size, spatial_scale)
@@ -60,7 +66,7 @@ def roi_align(
     if pool_mode == "max" or input.numel() == 0 or not (is_served or _torchvision.serves_gradients(input)):
         return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
     if is_served:
-        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        wide = computation_dtype(input)
         bounded = bounded_rois(rois, input, spatial_scale, sampling_ratio, wide)
         return _roi_align(input, bounded, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
     return _by_torchvision(input, rois, size, spatial_scale, sampling_ratio, aligned)
@@ -96,9 +102,9 @@ def roi_align_reference(
     pool_mode: str = "avg",
     aligned: bool = True,
 ) -> Tensor:
-    """``roi_align`` in plain torch, of both modes."""
+    """Return what ``roi_align`` returns, in plain torch, in both modes: the definition kernels are tested against."""
     PH, PW = pair(output_size)
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    dtype = computation_dtype(input)
     rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
     boxes = rois[:, 1:] * spatial_scale - (0.5 if aligned else 0.0)
     start = boxes[:, :2].flip(1)  # (y, x)
@@ -115,45 +121,6 @@ def roi_align_reference(
         return samples.mean(2) if pool_mode == "avg" else samples.max(2).values
 
     return pool_samples(input.to(dtype), rois[:, 0].long(), origin, bin_size, grid, reduce).to(input.dtype)
-
-
-class RoIAlign(nn.Module):
-    """``roi_align`` with its settings; ``use_torchvision`` is accepted and ignored."""
-
-    @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
-    def __init__(
-        self,
-        output_size: int | tuple[int, int],
-        spatial_scale: float = 1.0,
-        sampling_ratio: int = 0,
-        pool_mode: str = "avg",
-        aligned: bool = True,
-        use_torchvision: bool = False,
-    ) -> None:
-        super().__init__()
-        self.output_size = pair(output_size)
-        self.spatial_scale = float(spatial_scale)
-        self.sampling_ratio = int(sampling_ratio)
-        self.pool_mode = pool_mode
-        self.aligned = aligned
-        self.use_torchvision = use_torchvision
-
-    def forward(self, input: Tensor, rois: Tensor) -> Tensor:
-        return roi_align(
-            input,
-            rois,
-            self.output_size,
-            self.spatial_scale,
-            self.sampling_ratio,
-            self.pool_mode,
-            self.aligned,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"output_size={self.output_size}, spatial_scale={self.spatial_scale}, "
-            f"sampling_ratio={self.sampling_ratio}, pool_mode={self.pool_mode}, aligned={self.aligned}"
-        )
 
 
 def _fake(
@@ -193,3 +160,42 @@ _roi_align = _library.differentiable(
     setup_context=_setup_context,
     backward=_backward,
 )
+
+
+class RoIAlign(nn.Module):
+    """``roi_align`` with its settings; ``use_torchvision`` is accepted and ignored."""
+
+    @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
+    def __init__(
+        self,
+        output_size: int | tuple[int, int],
+        spatial_scale: float = 1.0,
+        sampling_ratio: int = 0,
+        pool_mode: str = "avg",
+        aligned: bool = True,
+        use_torchvision: bool = False,
+    ) -> None:
+        super().__init__()
+        self.output_size = pair(output_size)
+        self.spatial_scale = float(spatial_scale)
+        self.sampling_ratio = int(sampling_ratio)
+        self.pool_mode = pool_mode
+        self.aligned = aligned
+        self.use_torchvision = use_torchvision
+
+    def forward(self, input: Tensor, rois: Tensor) -> Tensor:
+        return roi_align(
+            input,
+            rois,
+            self.output_size,
+            self.spatial_scale,
+            self.sampling_ratio,
+            self.pool_mode,
+            self.aligned,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"output_size={self.output_size}, spatial_scale={self.spatial_scale}, "
+            f"sampling_ratio={self.sampling_ratio}, pool_mode={self.pool_mode}, aligned={self.aligned}"
+        )

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from . import _library
-from ._roi_sampling import check_rois, pair
+from ._arguments import computation_dtype, pair
+from ._roi_sampling import check_rois
 
 __all__ = ["RoIPool", "roi_pool", "roi_pool_reference", "roi_pool_with_argmax"]
 
@@ -20,17 +21,26 @@ def roi_pool(
 ) -> Tensor:  # [N, C, PH, PW]
     """Return the maximum of each bin: pixels floor(start) to ceil(end) of x1·scale .. (x2 + 1)·scale, cut in bins.
 
-    Corners are not rounded and the far one counts one pixel more, as in mmcv and unlike torchvision, which rounds
-    both. A bin without pixels, and a region without area, of no image of the batch, or with a corner that is NaN or
-    infinite, gives 0 and has no gradient; a NaN pixel counts as -inf.
-    Differentiable once with respect to ``input``: the gradient goes to the maximum, the first in reading order of
-    equal ones. Saved for the backward are the regions and the place of each maximum, which costs as much to find
-    again as the forward. Deterministic; on CUDA the backward under ``torch.use_deterministic_algorithms(True)``.
+    Args:
+        input: The map, float64, float32, float16 or bfloat16. A NaN pixel counts as -inf.
+        rois: The regions' batch indices and corners, in pixels of the image. They are not differentiated. Corners are
+            not rounded and the far one counts one pixel more, as in mmcv and unlike torchvision, which rounds both.
+        output_size: (height, width) in bins, or one number for both.
+        spatial_scale: The number of pixels of the map per pixel of the image.
+
+    Returns:
+        The maxima in the type of ``input``. A bin without pixels gives 0 and has no gradient, and so does a region
+        without area, of no image of the batch, or with a corner that is NaN or infinite.
+
+    It is differentiable once with respect to ``input``: the gradient goes to the maximum, the first in reading order of
+    equal ones. The regions and the position of each maximum are saved for the backward; finding a maximum again would
+    cost as much as the forward. It is deterministic, on CUDA the backward under
+    ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
-        ValueError: a shape, type, device or number does not fit.
+        ValueError: A shape, type, device or number does not fit; the message names the argument.
 
-    Source: Fast R-CNN; bins and signature are mmcv's.
+    Source: Fast R-CNN, arXiv 1504.08083; the bins and the signature are mmcv's.
     """
     return roi_pool_with_argmax(input, rois, pair(output_size), spatial_scale)[0]
 
@@ -40,46 +50,10 @@ def roi_pool_with_argmax(
 ) -> tuple[Tensor, Tensor]:  # [N, C, PH, PW] in input's type, int32
     """Return ``roi_pool`` and the index into H * W of each bin's maximum; -1 for a bin without pixels."""
     check_rois("roi_pool", input, rois, output_size, spatial_scale)
-    rois = rois.detach().to(torch.float64 if input.dtype == torch.float64 else torch.float32)
+    rois = rois.detach().to(computation_dtype(input))
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
     run = _roi_pool if is_served else roi_pool_reference
     return run(input, rois, *output_size, float(spatial_scale))
-
-
-class RoIPool(nn.Module):
-    """``roi_pool`` with its settings."""
-
-    def __init__(self, output_size: int | tuple[int, int], spatial_scale: float = 1.0) -> None:
-        super().__init__()
-        self.output_size = pair(output_size)
-        self.spatial_scale = float(spatial_scale)
-
-    def forward(self, input: Tensor, rois: Tensor) -> Tensor:
-        return roi_pool(input, rois, self.output_size, self.spatial_scale)
-
-    def extra_repr(self) -> str:
-        return f"output_size={self.output_size}, spatial_scale={self.spatial_scale}"
-
-
-def roi_pool_gradient(
-    grad_output: Tensor, rois: Tensor, argmax: Tensor, sizes: tuple[int, int, int]
-) -> Tensor:
-    """Return the gradient of the input [B, C, H, W], with sizes (B, H, W), in the type of ``rois``."""
-    needs_order = grad_output.is_cuda and torch.are_deterministic_algorithms_enabled()
-    is_served = _library.is_loaded("cpu") and grad_output.device.type in ("cpu", "cuda", "meta")
-    if needs_order or not is_served:
-        return _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *sizes)
-    return torch.ops.visdet.roi_pool_backward.default(grad_output, rois, argmax, *sizes)
-
-
-def _bins(start: Tensor, end: Tensor, count: int, size: int) -> Tensor:
-    """Return [N, count, size] bool: the pixels of each bin of the intervals start..end [N]."""
-    steps = torch.arange(count + 1, device=start.device).to(start)
-    width = (end - start) / count
-    first = (steps[:-1] * width[:, None] + start[:, None]).floor()
-    last = (steps[1:] * width[:, None] + start[:, None]).ceil()
-    pixel = torch.arange(size, device=start.device)
-    return (pixel >= first[..., None]) & (pixel < last[..., None])
 
 
 def roi_pool_reference(
@@ -114,6 +88,16 @@ def roi_pool_reference(
     return torch.where(argmax >= 0, pooled, 0), argmax.int()
 
 
+def _bins(start: Tensor, end: Tensor, count: int, size: int) -> Tensor:
+    """Return [N, count, size] bool: the pixels of each bin of the intervals start..end [N]."""
+    steps = torch.arange(count + 1, device=start.device).to(start)
+    width = (end - start) / count
+    first = (steps[:-1] * width[:, None] + start[:, None]).floor()
+    last = (steps[1:] * width[:, None] + start[:, None]).ceil()
+    pixel = torch.arange(size, device=start.device)
+    return (pixel >= first[..., None]) & (pixel < last[..., None])
+
+
 def _fake(
     input: Tensor, rois: Tensor, pooled_height: int, pooled_width: int, spatial_scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -141,6 +125,17 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: Any) -> tuple[Tensor | No
     return grad.to(ctx.dtype), None, None, None, None
 
 
+def roi_pool_gradient(
+    grad_output: Tensor, rois: Tensor, argmax: Tensor, sizes: tuple[int, int, int]
+) -> Tensor:
+    """Return the gradient of the input [B, C, H, W], with sizes (B, H, W), in the type of ``rois``."""
+    needs_order = grad_output.is_cuda and torch.are_deterministic_algorithms_enabled()
+    is_served = _library.is_loaded("cpu") and grad_output.device.type in ("cpu", "cuda", "meta")
+    if needs_order or not is_served:
+        return _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *sizes)
+    return torch.ops.visdet.roi_pool_backward.default(grad_output, rois, argmax, *sizes)
+
+
 def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int, H: int, W: int) -> Tensor:
     """Return the gradient of the input by torch's ordered accumulation: slower than atomic additions."""
     C = grad_output.shape[1]
@@ -162,3 +157,18 @@ _roi_pool = _library.differentiable(
     setup_context=_setup_context,
     backward=_backward,
 )
+
+
+class RoIPool(nn.Module):
+    """``roi_pool`` with its settings."""
+
+    def __init__(self, output_size: int | tuple[int, int], spatial_scale: float = 1.0) -> None:
+        super().__init__()
+        self.output_size = pair(output_size)
+        self.spatial_scale = float(spatial_scale)
+
+    def forward(self, input: Tensor, rois: Tensor) -> Tensor:
+        return roi_pool(input, rois, self.output_size, self.spatial_scale)
+
+    def extra_repr(self) -> str:
+        return f"output_size={self.output_size}, spatial_scale={self.spatial_scale}"

@@ -21,31 +21,34 @@ def sample_dot(
 ) -> Tensor:  # Float[Tensor, "B G Q D"]
     """Return the dot product of each sample with its query, extended by an encoding of the sample's depth.
 
-    The last ``2 * num_octaves`` channels of the images meet ``sin(2 pi 2^k depth + phase pi / 2)`` at channel
-    ``2 k + phase``; the channels before them meet the query. Sampling is that of ``sample_sum``.
+    The last ``2 * num_octaves`` channels of the images are multiplied by ``sin(2 pi 2^k depth + phase pi / 2)`` at
+    channel ``2 k + phase``; the channels before them are multiplied by the query. Sampling is that of ``sample_sum``.
 
     Args:
         images: float64, float32, float16 or bfloat16, NCHW or channels last. The kernels read channels last: an NCHW
             image costs one copy.
-        samples: float32 (float64 for float64 images); other types are converted.
-        queries: converted to the type of ``samples``.
-        depths: in units whose octaves matter; converted to the type of ``samples``. Not read with ``num_octaves=0``.
-        num_octaves: from 0 to 30.
+        samples: The samples' positions, float32 (float64 for float64 images). Other types are converted.
+        queries: Any numbers; they are converted to the type of ``samples``.
+        depths: The samples' depths, in units whose octaves matter; they are converted to the type of ``samples``. They
+            are not read with ``num_octaves=0``.
+        num_octaves: A number from 0 to 30.
 
     Returns:
         The products, summed in the type of ``samples``, in the type of ``images``. A sample outside the image gives 0.
 
-    Differentiable once with respect to all tensors; the gradient of ``images`` has their layout. Saved for the backward
-    are the inputs. Deterministic on the CPU for any number of threads; on CUDA the forward always,
-    the backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
+    It is differentiable once with respect to all tensors; the gradient of ``images`` has their layout. The inputs are
+    saved for the backward. It is deterministic on the CPU for any number of threads; on CUDA the forward always is, the
+    backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
 
     Raises:
-        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
-        NotBuiltError: the library for the device is not built.
+        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        NotBuiltError: The library for the device is not built.
 
-    Source: the operator is that of fused_sample_ops; the kernels are visdet's own.
+    Source: The operator is that of fused_sample_ops; the kernels are visdet's own.
     """
-    images, (samples, queries, depths) = in_sample_types("sample_dot", images, samples, queries, depths)
+    samples, queries, depths = in_sample_types(
+        "sample_dot", images, samples=samples, queries=queries, depths=depths
+    )
     if images.device.type not in ("cpu", "cuda", "meta"):
         return sample_dot_reference(images, samples, queries, depths, num_octaves)
     return _sample_dot(images, samples, queries, depths, num_octaves)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
+from ._arguments import check_device, computation_dtype
 
 __all__ = ["sample_sum", "sample_sum_reference"]
 
@@ -19,28 +20,29 @@ def sample_sum(
     """Return ``out[b, g, q] = sum_d weights[b, g, q, d] * grid_sample(images[b], samples[b, q, d])``.
 
     Sampling is that of ``grid_sample(mode="bilinear", padding_mode="zeros", align_corners=False)``: (-1, -1) is the
-    outer corner of the first pixel, a corner outside the image counts as zero, a sample with NaN contributes nothing.
+    outer corner of the first pixel, a corner outside the image counts as zero, and a sample with NaN contributes
+    nothing.
 
     Args:
         images: float64, float32, float16 or bfloat16, NCHW or channels last. The kernels read channels last: an NCHW
             image costs one copy.
-        samples: float32 (float64 for float64 images); other types are converted.
-        weights: any numbers, usually a softmax over D; converted to the type of ``samples``.
+        samples: The samples' positions, float32 (float64 for float64 images). Other types are converted.
+        weights: Any numbers, usually a softmax over D; they are converted to the type of ``samples``.
 
     Returns:
         The sums, taken in the type of ``samples``, in the type of ``images``. Sizes of 0 give empty or zero results.
 
-    Differentiable once with respect to everything; the gradient of ``images`` has their layout. Saved for the backward
-    are the inputs. Deterministic on the CPU for any number of threads; on CUDA the forward always,
-    the backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
+    It is differentiable once with respect to everything; the gradient of ``images`` has their layout. The inputs are
+    saved for the backward. It is deterministic on the CPU for any number of threads; on CUDA the forward always is, the
+    backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
 
     Raises:
-        RuntimeError: a shape, type, size or device does not fit; the message names the argument.
-        NotBuiltError: the library for the device is not built.
+        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        NotBuiltError: The library for the device is not built.
 
-    Source: the operator is that of fused_sample_ops (attention over samples of an image); the kernels are visdet's own.
+    Source: The operator is that of fused_sample_ops (attention over samples of an image); the kernels are visdet's own.
     """
-    images, (samples, weights) = in_sample_types("sample_sum", images, samples, weights)
+    samples, weights = in_sample_types("sample_sum", images, samples=samples, weights=weights)
     if images.device.type not in ("cpu", "cuda", "meta"):
         return sample_sum_reference(images, samples, weights)
     return _sample_sum(images, samples, weights)
@@ -59,15 +61,11 @@ def sampled(images: Tensor, samples: Tensor) -> Tensor:
     return F.grid_sample(images.to(samples.dtype), grid, padding_mode="zeros", align_corners=False)
 
 
-def in_sample_types(op: str, images: Tensor, *others: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return images, and the other tensors in float32, or float64 where images are."""
-    dtype = torch.float64 if images.dtype == torch.float64 else torch.float32
-    for other in others:
-        if other.device != images.device:
-            raise RuntimeError(
-                f"{op}: all tensors must be on images' device {images.device}, got one on {other.device}"
-            )
-    return images, tuple(other.to(dtype) for other in others)
+def in_sample_types(op: str, images: Tensor, **others: Tensor) -> tuple[Tensor, ...]:
+    """Return the other tensors, given by their names, in float32, or in float64 where images are."""
+    for name, other in others.items():
+        check_device(op, name, other, "images", images)
+    return tuple(other.to(computation_dtype(images)) for other in others.values())
 
 
 def empty_gradient(images: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._inductor.config  # torch.use_deterministic_algorithms imports it; forked processes have it already
 
 from .check import Outcome, run_call
 

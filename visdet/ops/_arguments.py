@@ -1,0 +1,46 @@
+"""Arguments of operators: the checks and conversions that several operators share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_device", "computation_dtype", "integer_table", "pair"]
+
+
+def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Tensor) -> None:
+    """Raise RuntimeError unless the argument ``name`` is on the device of the argument ``of_name``."""
+    if tensor.device != of.device:
+        whose = f"{of_name}'" if of_name.endswith("s") else f"{of_name}'s"
+        raise RuntimeError(f"{operator}: {name} must be on {whose} device {of.device}, got {tensor.device}")
+
+
+def computation_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the type that sums and coordinates have beside ``tensor``: float64 for float64, otherwise float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def integer_table(operator: str, name: str, table: Tensor | Sequence[Any], expected: str) -> Tensor:
+    """Return a table of integers as an int64 tensor: a tensor on its device, sequences on the CPU.
+
+    Args:
+        expected: what the error says besides "an integer tensor", such as "a sequence of integers".
+
+    Raises:
+        TypeError: ``table`` is neither a tensor nor such a sequence.
+    """
+    if isinstance(table, Tensor):
+        return table.to(torch.int64)
+    try:
+        return torch.tensor(table, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{operator}: {name} must be an integer tensor or {expected}, got {table!r}"
+        ) from error
+
+
+def pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return (height, width) of one number or two."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return int(height), int(width)

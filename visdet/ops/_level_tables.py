@@ -1,0 +1,48 @@
+"""Tables of a flattened pyramid's levels, their shapes and first rows, as the kernels of attention read them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ._arguments import integer_table
+
+__all__ = ["MAX_HOST_LEVELS", "level_starts_of", "level_tables"]
+
+# A CUDA kernel takes the tables of so many levels as an argument; it reads longer tables from the device. This is
+# kMaxHostLevels of csrc/cuda/ms_deform_attn.
+MAX_HOST_LEVELS = 16
+
+
+def level_starts_of(level_shapes: Tensor) -> Tensor:
+    """Return the first row [L] of each level [L, 2] (height, width) of a flattened pyramid without gaps."""
+    areas = level_shapes.prod(1)
+    return areas.cumsum(0) - areas
+
+
+def level_tables(
+    operator: str,
+    value: Tensor,
+    level_shapes: Tensor | Sequence[Sequence[int]],  # [L, 2] (height, width)
+    level_starts: Tensor | Sequence[int] | None,  # [L]
+) -> tuple[Tensor, Tensor]:
+    """Return both tables as int64 tensors that a kernel for ``value`` can read.
+
+    For ``value`` on the CPU they are on the CPU. For ``value`` on a GPU each stays where it is, on the CPU or on the
+    GPU, unless there are more than ``MAX_HOST_LEVELS`` levels, whose tables are copied to the GPU.
+
+    Raises:
+        TypeError: a table is neither a tensor nor a sequence of integers.
+    """
+    expected = "a sequence of integers"
+    shapes = integer_table(operator, "level_shapes", level_shapes, expected)
+    if level_starts is None:
+        starts = level_starts_of(shapes)
+    else:
+        starts = integer_table(operator, "level_starts", level_starts, expected)
+    if value.is_cuda:
+        if shapes.shape[:1].numel() > MAX_HOST_LEVELS:
+            shapes = shapes.to(value.device, non_blocking=True)
+            starts = starts.to(value.device, non_blocking=True)
+    elif value.device.type == "cpu":
+        shapes, starts = shapes.to("cpu"), starts.to("cpu")
+    return shapes, starts

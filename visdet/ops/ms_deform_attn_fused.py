@@ -1,0 +1,225 @@
+"""Multi-scale deformable attention of what a detector predicts: offsets and logits, not locations and weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _library
+from ._arguments import check_device, computation_dtype
+from ._level_tables import MAX_HOST_LEVELS, level_tables
+from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
+
+__all__ = ["ms_deform_attn_fused", "ms_deform_attn_fused_reference"]
+
+
+def ms_deform_attn_fused(
+    value: Tensor,  # [B, S, G, C]
+    level_shapes: Tensor | Sequence[Sequence[int]],  # [L, 2] (height, width)
+    level_starts: Tensor | Sequence[int] | None,  # [L]
+    reference_points: Tensor,  # [B or 1, Q, L or 1, 2 or 4] (x, y) or (cx, cy, w, h) in 0..1
+    offsets: Tensor,  # [B, Q, G, K, 2] (x, y)
+    logits: Tensor,  # [B, Q, G, K]
+    num_points: int | Sequence[int],  # samples on each level, or on every one
+) -> Tensor:  # [B, Q, G * C]
+    """Return ``ms_deform_attn`` of what a detector's linear layers predict, in one operator.
+
+    The K = sum of ``num_points`` samples of a query and head stand level after level. Their weights are the softmax of
+    ``logits`` over K. Their locations are ``(x, y) + offset / (W, H)`` of the level where reference points are given,
+    so that offsets are in pixels, and ``(cx, cy) + offset * (w, h) * 0.5 / P`` where reference boxes are given, with P
+    the number of samples on that level. Neither weights nor locations are ever written to memory: the backward works
+    them out again from the inputs, which are all that is saved for it.
+
+    Args:
+        value: The maps, as ``ms_deform_attn`` takes them.
+        level_shapes: The (height, width) of each level, as ``ms_deform_attn`` takes them.
+        level_starts: The first row of each level, as ``ms_deform_attn`` takes them.
+        reference_points: Points (x, y) or boxes (cx, cy, w, h) in 0..1, float32 (float64 for float64 values). Other
+            types are converted. A dimension of size 1 serves every batch entry or level.
+        offsets: The samples' offsets (x, y), float32 or of the type of ``value``, in which autocast leaves them. Other
+            types are converted. The arithmetic is in float32 in any case (float64 for float64 values).
+        logits: Any numbers, of the type of ``offsets``. -inf gives a sample the weight zero. A row that holds only -inf
+            or a NaN is NaN where one of its samples counts, as with ``torch.softmax``.
+        num_points: The number of samples on every level, or a sequence of one number for each (D-FINE has [3, 6, 3]).
+
+    Returns:
+        What ``ms_deform_attn`` returns. A sample whose position is not finite contributes nothing and gives
+        ``offsets`` and ``reference_points`` zero gradients.
+
+    It is differentiable once with respect to ``value``, ``reference_points``, ``offsets`` and ``logits``. Determinism,
+    autocast and limits are those of ``ms_deform_attn``; on CUDA the backward takes 16 bytes of scratch memory a sample
+    and 8 a row more. More than 16 levels on CUDA, and devices without kernels, are served by separate operators.
+
+    Raises:
+        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor a sequence of integers.
+        NotBuiltError: The library for ``value``'s device is not built.
+
+    Source: Deformable DETR, arXiv 2010.04159, eq. 2 and appendix A.4. The division by the samples of each level is
+    D-FINE's (arXiv 2410.13842), and the same as theirs where the levels have equally many.
+    """
+    for name, tensor in (("offsets", offsets), ("logits", logits)):
+        check_device("ms_deform_attn_fused", name, tensor, "value", value)
+    shapes, starts, reference_points, points = fused_geometry(
+        value, level_shapes, level_starts, reference_points, num_points
+    )
+    if not offsets.dtype == logits.dtype == value.dtype:
+        offsets, logits = offsets.to(reference_points.dtype), logits.to(reference_points.dtype)
+    if not has_fused_kernel(value, shapes):
+        return ms_deform_attn(
+            value, shapes, starts, *_compose(shapes, reference_points, offsets, logits, points)
+        )
+    return _ms_deform_attn_fused(value, shapes, starts, reference_points, offsets, logits, points)
+
+
+def ms_deform_attn_fused_reference(
+    value: Tensor,  # [B, S, G, C]
+    level_shapes: Tensor,  # [L, 2] (height, width)
+    level_starts: Tensor,  # [L]
+    reference_points: Tensor,  # [B, Q, L, 2 or 4]
+    offsets: Tensor,  # [B, Q, G, K, 2]
+    logits: Tensor,  # [B, Q, G, K]
+    num_points: Sequence[int],  # [L]
+) -> Tensor:  # [B, Q, G * C]
+    """Return what ``ms_deform_attn_fused`` returns, in plain torch: the definition kernels are tested against."""
+    composed = _compose(level_shapes, reference_points, offsets, logits, num_points)
+    return ms_deform_attn_reference(value, level_shapes, level_starts, *composed)
+
+
+def _compose(
+    level_shapes: Tensor,  # [L, 2]
+    reference_points: Tensor,  # [B, Q, L, 2 or 4]
+    offsets: Tensor,  # [B, Q, G, K, 2]
+    logits: Tensor,  # [B, Q, G, K]
+    num_points: Sequence[int],  # [L]
+) -> tuple[Tensor, Tensor]:
+    """Return locations [B, Q, G, L, P, 2] and weights [B, Q, G, L, P], P the most samples of any level.
+
+    A level with fewer samples is filled up with samples of weight zero.
+    """
+    dtype = reference_points.dtype
+    centers, sizes = reference_points[..., :2], reference_points[..., 2:]  # [B, Q, L, 2], [B, Q, L, 0 or 2]
+    weights = logits.to(dtype).softmax(-1)
+    P = max(num_points, default=0)
+    level_locations, level_weights = [], []
+    offsets_of, weights_of = offsets.to(dtype).split(num_points, 3), weights.split(num_points, 3)
+    for level, count in enumerate(num_points):
+        if sizes.shape[-1]:
+            scale = (sizes[:, :, level] * (0.5 / max(count, 1)))[:, :, None, None]
+        else:
+            scale = level_shapes[level].flip(0).to(centers).reciprocal()
+        location = centers[:, :, level, None, None] + offsets_of[level] * scale
+        level_locations.append(F.pad(location, (0, 0, 0, P - count)))
+        level_weights.append(F.pad(weights_of[level], (0, P - count)))
+    if not num_points:
+        return offsets.to(dtype)[:, :, :, None], weights[:, :, :, None]
+    return torch.stack(level_locations, 3), torch.stack(level_weights, 3)
+
+
+def fused_geometry(
+    value: Tensor,  # [B, ...]
+    level_shapes: Tensor | Sequence[Sequence[int]],
+    level_starts: Tensor | Sequence[int] | None,
+    reference_points: Tensor,
+    num_points: int | Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Return these arguments of ``ms_deform_attn_fused`` as its kernels take them."""
+    check_device("ms_deform_attn_fused", "reference_points", reference_points, "value", value)
+    shapes, starts = level_tables("ms_deform_attn_fused", value, level_shapes, level_starts)
+    B, L = value.shape[0], shapes.shape[0] if shapes.dim() else 0
+    # The conversion comes before the expansion: so the gradients of batch entries and levels are summed in this type.
+    reference_points = reference_points.to(computation_dtype(value))
+    if reference_points.dim() == 4:
+        if reference_points.shape[0] not in (1, B) or reference_points.shape[2] not in (1, L):
+            raise RuntimeError(
+                f"ms_deform_attn_fused: reference_points must be [B or 1, Q, L or 1, 2 or 4] with B = {B} as in value "
+                f"and L = {L}, got {tuple(reference_points.shape)}"
+            )
+        reference_points = reference_points.expand(B, -1, L, -1)
+    points = [num_points] * L if isinstance(num_points, int) else list(num_points)
+    return shapes, starts, reference_points, points
+
+
+def has_fused_kernel(value: Tensor, level_shapes: Tensor) -> bool:
+    """Return whether ``ms_deform_attn_fused`` has a kernel for the device of ``value`` and so many levels."""
+    if value.is_cuda:
+        return level_shapes.shape[:1].numel() <= MAX_HOST_LEVELS
+    return value.device.type in ("cpu", "meta")
+
+
+def _fake(
+    value: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    reference_points: Tensor,
+    offsets: Tensor,
+    logits: Tensor,
+    num_points: Sequence[int],
+) -> Tensor:
+    torch._check(
+        value.dim() == 4,
+        lambda: f"ms_deform_attn_fused: value must be [B, S, G, C], got {tuple(value.shape)}",
+    )
+    torch._check(
+        offsets.dim() == 5,
+        lambda: f"ms_deform_attn_fused: offsets must be [B, Q, G, K, 2], got {tuple(offsets.shape)}",
+    )
+    return value.new_empty(value.shape[0], offsets.shape[1], value.shape[2] * value.shape[3])
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    value: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    reference_points: Tensor,
+    offsets: Tensor,
+    logits: Tensor,
+    num_points: Sequence[int],
+    needs_reference: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        value.new_empty(value.shape),
+        reference_points.new_empty(reference_points.shape if needs_reference else (0,)),
+        offsets.new_empty(offsets.shape),
+        logits.new_empty(logits.shape),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+    ctx.num_points = inputs[-1]
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    needs_reference = ctx.needs_input_grad[3]
+    grad_value, grad_reference, grad_offsets, grad_logits = (
+        torch.ops.visdet.ms_deform_attn_fused_backward.default(
+            grad_output,
+            *ctx.saved_tensors,
+            ctx.num_points,
+            needs_reference,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+    )
+    return (
+        grad_value,
+        None,
+        None,
+        grad_reference if needs_reference else None,
+        grad_offsets,
+        grad_logits,
+        None,
+    )
+
+
+_ms_deform_attn_fused = _library.differentiable(
+    "ms_deform_attn_fused",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    setup_context=_setup_context,
+    backward=_backward,
+)
