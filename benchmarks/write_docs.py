@@ -1,0 +1,232 @@
+"""``python -m benchmarks.write_docs [REPORT.json ...]``: the tables of the pages in docs/kernels.
+
+A report is what ``benchmarks.run`` (bench.json) or ``benchmarks.paths`` (paths.json) wrote. Its medians replace those
+of the same operators in docs/kernels/DEVICE.json, which is committed. Then every part of a page between
+``<!-- figures: DEVICE KIND OPERATOR ... -->`` and ``<!-- end -->`` is written anew from these files. Without a report
+the pages alone are written.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .report import table, time_text
+
+__all__ = ["PAGES", "add_report", "main", "rendered", "write_docs"]
+
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "kernels"
+FACTS = ("device", "driver", "torch", "CUDA of torch", "instruction set", "threads", "commit", "date")
+BLOCK = re.compile(r"(<!-- figures: ([\w-]+) ([\w-]+) ([\w ]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Figures = dict[str, dict[str, Any]]  # operator: {"times": section, "paths": section}
+Row = dict[str, Any]
+
+
+def write_docs(reports: Sequence[Path] = (), pages: Path = PAGES) -> None:
+    """Take the figures of ``reports`` into the committed files and rewrite the generated parts of all pages."""
+    for path in reports:
+        report = json.loads(path.read_text())
+        file = pages / f"{device_name(report['environment'])}.json"
+        figures = json.loads(file.read_text()) if file.exists() else {}
+        add_report(figures, report)
+        file.write_text(_as_json(figures))
+    for page in sorted(pages.glob("*.md")):
+        page.write_text(rendered(page.read_text(), pages))
+
+
+def device_name(environment: dict[str, str]) -> str:
+    """Return the name of the file that holds the figures of a device: "h200" for "NVIDIA H200", "cpu" for any CPU."""
+    if "driver" not in environment:
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", environment["device"].removeprefix("NVIDIA ").lower()).strip("-")
+
+
+def add_report(figures: Figures, report: dict[str, Any]) -> None:
+    """Replace the times, or the paths, of every operator that ``report`` holds."""
+    kind = "paths" if "rows" in report else "times"
+    rows = _path_rows(report["rows"]) if kind == "paths" else [_time_row(r) for r in report["results"]]
+    facts = {key: report["environment"][key] for key in FACTS if key in report["environment"]}
+    command = report.get("command", "python -m benchmarks.paths")
+    facts["command"] = re.sub(r" --(out \S+|write-docs)", "", command)
+    for op in dict.fromkeys(row["op"] for row in rows):
+        chosen = [row for row in rows if row["op"] == op and row["case"] != "tiny"]
+        cases = {row["case"]: row["sizes"] for row in chosen}
+        kept = [{key: value for key, value in row.items() if key not in ("op", "sizes")} for row in chosen]
+        figures.setdefault(op, {})[kind] = {**facts, "cases": cases, "rows": kept}
+
+
+def rendered(text: str, pages: Path = PAGES) -> str:
+    """Return the page ``text`` with its generated parts as the committed figures have them."""
+
+    def block(match: re.Match[str]) -> str:
+        start, device, kind, ops, end = match.groups()
+        file = pages / f"{device}.json"
+        figures = json.loads(file.read_text()) if file.exists() else {}
+        lines: list[str] = []
+        for op in ops.split():
+            section = figures.get(op, {}).get("times" if kind == "times" else "paths")
+            heading = [f"**{op}**", ""] if " " in ops else []
+            lines += [
+                *heading,
+                *(KINDS[kind](section) if section else [f"No figures of `{op}` are committed yet."]),
+                "",
+            ]
+        return "\n".join([start, *lines, end])
+
+    return BLOCK.sub(block, text)
+
+
+def _time_row(result: dict[str, Any]) -> Row:
+    passes = {}
+    for name, figures in result["passes"].items():
+        kept = {"us": figures["time"]["median_us"], "floor": figures["floor_us"]}
+        kept |= {key: figures[f"{key}_us"] for key in ("goal",) if f"{key}_us" in figures}
+        passes[name] = {key: _rounded(value) for key, value in kept.items()}
+        if "goal_ratio" in figures:
+            passes[name]["goal_ratio"] = figures["goal_ratio"]
+    slower = {
+        peer: {kind: _rounded(ratio, 3) for kind, ratio in entry["times_slower"].items()}
+        for peer, entry in result["peers"].items()
+        if entry.get("times_slower")
+    }
+    row = {key: result[key] for key in ("op", "case", "sizes", "dtype")}
+    return {**row, "passes": passes, "times_slower": slower}
+
+
+def _path_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return one row for every case, type and pass: the chosen path and the times of all."""
+    merged: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("op", "case", "dtype", "pass"))
+        entry = merged.setdefault(key, {k: row[k] for k in ("op", "case", "sizes", "dtype", "pass")})
+        entry.setdefault("us", {})[row["path"]] = _rounded(row["us"])
+        if row["chosen"]:
+            entry["chosen"] = row["path"]
+    return [row for row in merged.values() if "chosen" in row]
+
+
+def _rounded(value: float, digits: int = 4) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _as_json(figures: Figures) -> str:
+    """Return JSON with a line for every row, so that a commit shows which figures changed."""
+    ops = []
+    for op in sorted(figures):
+        kinds = []
+        for kind, section in sorted(figures[op].items()):
+            facts = json.dumps(
+                {key: value for key, value in section.items() if key != "rows"}, ensure_ascii=False
+            )
+            rows = ",\n".join(
+                json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in section["rows"]
+            )
+            kinds.append(f'"{kind}": {facts[:-1]}, "rows": [\n{rows}\n]}}')
+        ops.append(f'"{op}": {{\n' + ",\n".join(kinds) + "\n}")
+    return "{\n" + ",\n".join(ops) + "\n}\n"
+
+
+def _source(section: dict[str, Any]) -> str:
+    facts = ", ".join(f"{key} {section[key]}" for key in FACTS[1:-1] if key in section)
+    return f"{section['device']}, {facts}, {section['date']}; `{section['command']}`."
+
+
+def _sizes(section: dict[str, Any]) -> str:
+    return "Cases: " + "; ".join(f"`{name}` {sizes}" for name, sizes in section["cases"].items()) + "."
+
+
+def _times(section: dict[str, Any]) -> list[str]:
+    columns = {
+        "forward": "forward",
+        "backward": "backward",
+        "backward_deterministic_unfilled": "deterministic backward",
+    }
+    if not any("backward_deterministic_unfilled" in row["passes"] for row in section["rows"]):
+        columns = {"forward": "forward", "both": "forward and backward"}
+    peers = list(dict.fromkeys(peer for row in section["rows"] for peer in row["times_slower"]))
+    body = []
+    for row in section["rows"]:
+        cells = [_time_cell(row["passes"].get(name)) for name in columns]
+        for peer in peers:
+            slower = row["times_slower"].get(peer, {})
+            cells.append(", ".join(f"{slower[kind]:.3g}x" for kind in ("forward", "both") if kind in slower))
+        body.append([row["case"], row["dtype"], *cells])
+    return [
+        _source(section),
+        "",
+        *table(["case", "type", *columns.values(), *peers], body),
+        "",
+        _sizes(section),
+    ]
+
+
+def _time_cell(figures: dict[str, float] | None) -> str:
+    """Return a time with its goal and its floor; a floor under a tenth of the time says nothing."""
+    if figures is None:
+        return ""
+    notes = [f"goal {time_text(figures['goal'])}"] if "goal" in figures else []
+    notes += [f"goal {figures['goal_ratio']:g}x"] if "goal_ratio" in figures else []
+    notes += [f"floor {time_text(figures['floor'])}"] if figures["floor"] > figures["us"] / 10 else []
+    return time_text(figures["us"]) + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _path_times(section: dict[str, Any]) -> list[str]:
+    """Return the times of all paths: the chosen one first, others from the fastest on."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in section["rows"]))
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in section["rows"]:
+        others = sorted((us, path) for path, us in row["us"].items() if path != row["chosen"])
+        times = [(row["us"][row["chosen"]], row["chosen"]), *others]
+        text = ", ".join(f"{path} {us:.3g}" if us < 1000 else f"{path} {us:.0f}" for us, path in times)
+        cells.setdefault((row["case"], row["pass"]), {})[row["dtype"]] = text
+    body = [
+        [case, name, *(texts.get(dtype, "") for dtype in dtypes)] for (case, name), texts in cells.items()
+    ]
+    return [_source(section), "", *table(["case", "pass", *dtypes], body), "", _sizes(section)]
+
+
+def _path_gains(section: dict[str, Any]) -> list[str]:
+    """Return for every path on how many shapes it is chosen, and its greatest and least gain over the next best."""
+    found: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    count: dict[tuple[str, str], int] = {}
+    for row in section["rows"]:
+        key = (row["pass"], row["chosen"])
+        count[key] = count.get(key, 0) + 1
+        others = [us for path, us in row["us"].items() if path != row["chosen"]]
+        if others:
+            gain = min(others) / row["us"][row["chosen"]] - 1
+            found.setdefault(key, []).append((gain, f"{row['case']}, {row['dtype']}"))
+    body = []
+    for key in sorted(count, key=lambda key: (key[0] != "forward", key)):
+        gains = sorted(found.get(key, []))
+        texts = (
+            [f"{round(100 * gain)} % ({where})" for gain, where in (gains[-1], gains[0])]
+            if gains
+            else ["", ""]
+        )
+        over = str(sum(gain >= 0.05 for gain, _ in gains)) if gains else "no other path"
+        body.append([key[0], f"`{key[1]}`", str(count[key]), over, *texts])
+    header = ["pass", "path", "chosen on", "5 % and more on", "greatest gain", "least gain"]
+    return [_source(section), "", *table(header, body)]
+
+
+KINDS = {"times": _times, "path-gains": _path_gains, "path-times": _path_times}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.write_docs", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "reports", nargs="*", type=Path, metavar="REPORT.json", help="bench.json or paths.json"
+    )
+    write_docs(parser.parse_args(arguments).reports)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
