@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["short_table", "table", "time_text", "write_plot", "write_tables"]
+__all__ = ["short_table", "table", "write_plot", "write_tables"]
 
 Report = dict[str, Any]  # "environment", "clocks", "floors", "command", "results"; all of it plain JSON
 
@@ -27,7 +27,7 @@ def short_table(report: Report) -> str:
             rows.append([*name, "not timed: red gate", *[""] * (len(peers) + 3)])
         for kind, figures in result["passes"].items():
             ratios = [_ratio(result, peer, kind) for peer in peers]
-            median, percent = time_text(figures["time"]["median_us"]), f"{figures['percent_of_floor']:.0f} %"
+            median, percent = _time(figures["time"]["median_us"]), f"{figures['percent_of_floor']:.0f} %"
             rows.append([*name, _label(kind), median, percent, *ratios, _goal(figures)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -69,7 +69,7 @@ def write_plot(report: Report, folder: Path) -> Path | None:
         axes.barh(places, times, height, label=name)
         for place, time in zip(places, times, strict=True):
             axes.annotate(
-                time_text(time), (time, place), (3, 0), textcoords="offset points", va="center", fontsize=6
+                _time(time), (time, place), (3, 0), textcoords="offset points", va="center", fontsize=6
             )
     floors = [result["passes"][kind]["floor_us"] for result, kind in bars]
     axes.scatter(floors, range(len(bars)), marker="|", s=150, color="black", label="floor", zorder=3)
@@ -141,11 +141,11 @@ def _times(report: Report) -> list[str]:
         for kind, figures in result["passes"].items():
             time = figures["time"]
             rows.append(
-                [result["case"], result["dtype"], _label(kind), time_text(time["median_us"])]
-                + [f"{time_text(time['low_us'])} – {time_text(time['high_us'])}"]
+                [result["case"], result["dtype"], _label(kind), _time(time["median_us"])]
+                + [f"{_time(time['low_us'])} – {_time(time['high_us'])}"]
                 + [f"{figures[name] * scale:.3g}" for name in ("moved_tb_s", "gathered_tb_s", "tflop_s")]
                 + [
-                    f"{time_text(figures['floor_us'])} ({figures['floor_of']})",
+                    f"{_time(figures['floor_us'])} ({figures['floor_of']})",
                     f"{figures['percent_of_floor']:.0f}",
                 ]
                 + [_peer(result, peer, kind) for peer in peers]
@@ -208,15 +208,13 @@ def _ratio(result: dict[str, Any], peer: str, kind: str) -> str:
 
 def _peer(result: dict[str, Any], peer: str, kind: str) -> str:
     median = _median(result, peer, kind) if peer in result["peers"] else None
-    return (
-        "" if median is None else f"{time_text(median)} ({result['peers'][peer]['times_slower'][kind]:.3g}×)"
-    )
+    return "" if median is None else f"{_time(median)} ({result['peers'][peer]['times_slower'][kind]:.3g}×)"
 
 
 def _goal(figures: dict[str, Any]) -> str:
     if "goal_us" in figures:
         verdict = "met" if figures["time"]["median_us"] <= figures["goal_us"] else "missed"
-        return f"≤ {time_text(figures['goal_us'])} {verdict}"
+        return f"≤ {_time(figures['goal_us'])} {verdict}"
     if "ratio" in figures:
         return (
             f"≥ {figures['goal_ratio']:g}x {'met' if figures['ratio'] >= figures['goal_ratio'] else 'missed'}"
@@ -224,7 +222,7 @@ def _goal(figures: dict[str, Any]) -> str:
     return ""
 
 
-def time_text(us: float) -> str:
+def _time(us: float) -> str:
     """Return ``us`` with three significant digits or more, in ms from 10 ms on."""
     if us >= 1e4:
         return f"{us / 1e3:.0f} ms" if us >= 1e5 else f"{us / 1e3:.1f} ms"

@@ -1,25 +1,27 @@
 """``python -m benchmarks.write_docs [REPORT.json ...]``: the tables of the pages in docs/kernels.
 
 A report is what ``benchmarks.run`` (bench.json) or ``benchmarks.paths`` (paths.json) wrote. Its medians replace those
-of the same operators in docs/kernels/DEVICE.json, which is committed. Then every part of a page between
-``<!-- figures: DEVICE KIND OPERATOR ... -->`` and ``<!-- end -->`` is written anew from these files. Without a report
-the pages alone are written.
+of the same operators in docs/kernels/DEVICE.json, which is committed; operators that no page names are left out. Then
+every part of a page between ``<!-- figures: DEVICE KIND OPERATOR ... -->`` and ``<!-- end -->`` is written anew from
+these files; a KIND is one of KINDS below. Without a report the pages alone are written.
 """
 
 import argparse
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import table, time_text
+from .report import table
 
 __all__ = ["PAGES", "add_report", "main", "rendered", "write_docs"]
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "kernels"
-FACTS = ("device", "driver", "torch", "CUDA of torch", "instruction set", "threads", "commit", "date")
+FACTS = ("device", "driver", "torch", "instruction set", "threads", "commit", "date")
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) ([\w-]+) ([\w ]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+HEADINGS = {"deterministic": "deterministic backward", "both": "forward and backward"}
 
 Figures = dict[str, dict[str, Any]]  # operator: {"times": section, "paths": section}
 Row = dict[str, Any]
@@ -27,11 +29,13 @@ Row = dict[str, Any]
 
 def write_docs(reports: Sequence[Path] = (), pages: Path = PAGES) -> None:
     """Take the figures of ``reports`` into the committed files and rewrite the generated parts of all pages."""
+    texts = [page.read_text() for page in pages.glob("*.md")]
+    ops = {op for text in texts for _, _, _, names, _ in BLOCK.findall(text) for op in names.split()}
     for path in reports:
         report = json.loads(path.read_text())
         file = pages / f"{device_name(report['environment'])}.json"
         figures = json.loads(file.read_text()) if file.exists() else {}
-        add_report(figures, report)
+        add_report(figures, report, ops)
         file.write_text(_as_json(figures))
     for page in sorted(pages.glob("*.md")):
         page.write_text(rendered(page.read_text(), pages))
@@ -44,14 +48,14 @@ def device_name(environment: dict[str, str]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", environment["device"].removeprefix("NVIDIA ").lower()).strip("-")
 
 
-def add_report(figures: Figures, report: dict[str, Any]) -> None:
-    """Replace the times, or the paths, of every operator that ``report`` holds."""
+def add_report(figures: Figures, report: dict[str, Any], ops: Container[str]) -> None:
+    """Replace the times, or the paths, of every operator of ``ops`` that ``report`` holds."""
     kind = "paths" if "rows" in report else "times"
     rows = _path_rows(report["rows"]) if kind == "paths" else [_time_row(r) for r in report["results"]]
     facts = {key: report["environment"][key] for key in FACTS if key in report["environment"]}
     command = report.get("command", "python -m benchmarks.paths")
     facts["command"] = re.sub(r" --(out \S+|write-docs)", "", command)
-    for op in dict.fromkeys(row["op"] for row in rows):
+    for op in dict.fromkeys(row["op"] for row in rows if row["op"] in ops):
         chosen = [row for row in rows if row["op"] == op and row["case"] != "tiny"]
         cases = {row["case"]: row["sizes"] for row in chosen}
         kept = [{key: value for key, value in row.items() if key not in ("op", "sizes")} for row in chosen]
@@ -80,15 +84,25 @@ def rendered(text: str, pages: Path = PAGES) -> str:
 
 
 def _time_row(result: dict[str, Any]) -> Row:
+    """Return the figures that the tables show; a floor under a tenth of the time says nothing and is left out."""
+    # On a GPU the gradients stand apart, on a CPU with the forward; torch's filling of fresh memory is left out.
+    shown = {"forward": "forward", "backward": "backward", "backward_deterministic_unfilled": "deterministic"}
+    if "backward_deterministic_unfilled" not in result["passes"]:
+        shown = {"forward": "forward", "both": "both"}
     passes = {}
-    for name, figures in result["passes"].items():
-        kept = {"us": figures["time"]["median_us"], "floor": figures["floor_us"]}
-        kept |= {key: figures[f"{key}_us"] for key in ("goal",) if f"{key}_us" in figures}
-        passes[name] = {key: _rounded(value) for key, value in kept.items()}
-        if "goal_ratio" in figures:
-            passes[name]["goal_ratio"] = figures["goal_ratio"]
+    for name in (name for name in shown if name in result["passes"]):
+        figures = result["passes"][name]
+        kept = {"us": figures["time"]["median_us"]}
+        kept |= {"goal": figures["goal_us"]} if "goal_us" in figures else {}
+        kept |= {"goal_ratio": figures["goal_ratio"]} if "goal_ratio" in figures else {}
+        kept |= (
+            {"floor": figures["floor_us"]} if figures["floor_us"] > figures["time"]["median_us"] / 10 else {}
+        )
+        passes[shown[name]] = {key: _rounded(value) for key, value in kept.items()}
     slower = {
-        peer: {kind: _rounded(ratio, 3) for kind, ratio in entry["times_slower"].items()}
+        peer: {
+            kind: _rounded(ratio, 3) for kind, ratio in entry["times_slower"].items() if kind != "backward"
+        }
         for peer, entry in result["peers"].items()
         if entry.get("times_slower")
     }
@@ -131,7 +145,7 @@ def _as_json(figures: Figures) -> str:
 
 def _source(section: dict[str, Any]) -> str:
     facts = ", ".join(f"{key} {section[key]}" for key in FACTS[1:-1] if key in section)
-    return f"{section['device']}, {facts}, {section['date']}; `{section['command']}`."
+    return f"Medians in µs: {section['device']}, {facts}, {section['date']}; `{section['command']}`."
 
 
 def _sizes(section: dict[str, Any]) -> str:
@@ -139,13 +153,7 @@ def _sizes(section: dict[str, Any]) -> str:
 
 
 def _times(section: dict[str, Any]) -> list[str]:
-    columns = {
-        "forward": "forward",
-        "backward": "backward",
-        "backward_deterministic_unfilled": "deterministic backward",
-    }
-    if not any("backward_deterministic_unfilled" in row["passes"] for row in section["rows"]):
-        columns = {"forward": "forward", "both": "forward and backward"}
+    columns = list(dict.fromkeys(name for row in section["rows"] for name in row["passes"]))
     peers = list(dict.fromkeys(peer for row in section["rows"] for peer in row["times_slower"]))
     body = []
     for row in section["rows"]:
@@ -154,23 +162,21 @@ def _times(section: dict[str, Any]) -> list[str]:
             slower = row["times_slower"].get(peer, {})
             cells.append(", ".join(f"{slower[kind]:.3g}x" for kind in ("forward", "both") if kind in slower))
         body.append([row["case"], row["dtype"], *cells])
-    return [
-        _source(section),
-        "",
-        *table(["case", "type", *columns.values(), *peers], body),
-        "",
-        _sizes(section),
-    ]
+    header = ["case", "type", *(HEADINGS.get(name, name) for name in columns), *peers]
+    return [_source(section), "", *table(header, body), "", _sizes(section)]
 
 
 def _time_cell(figures: dict[str, float] | None) -> str:
-    """Return a time with its goal and its floor; a floor under a tenth of the time says nothing."""
     if figures is None:
         return ""
-    notes = [f"goal {time_text(figures['goal'])}"] if "goal" in figures else []
+    notes = [f"goal {_number(figures['goal'])}"] if "goal" in figures else []
     notes += [f"goal {figures['goal_ratio']:g}x"] if "goal_ratio" in figures else []
-    notes += [f"floor {time_text(figures['floor'])}"] if figures["floor"] > figures["us"] / 10 else []
-    return time_text(figures["us"]) + (f" ({', '.join(notes)})" if notes else "")
+    notes += [f"floor {_number(figures['floor'])}"] if "floor" in figures else []
+    return _number(figures["us"]) + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _number(us: float) -> str:
+    return f"{us:.3g}" if us < 1000 else f"{us:.0f}"
 
 
 def _path_times(section: dict[str, Any]) -> list[str]:
@@ -180,7 +186,7 @@ def _path_times(section: dict[str, Any]) -> list[str]:
     for row in section["rows"]:
         others = sorted((us, path) for path, us in row["us"].items() if path != row["chosen"])
         times = [(row["us"][row["chosen"]], row["chosen"]), *others]
-        text = ", ".join(f"{path} {us:.3g}" if us < 1000 else f"{path} {us:.0f}" for us, path in times)
+        text = ", ".join(f"{path} {_number(us)}" for us, path in times)
         cells.setdefault((row["case"], row["pass"]), {})[row["dtype"]] = text
     body = [
         [case, name, *(texts.get(dtype, "") for dtype in dtypes)] for (case, name), texts in cells.items()

@@ -71,7 +71,8 @@ def times_report(median, environment=None):
         "dtype": "float32",
         "passes": {
             "forward": {"time": {"median_us": median}, "floor_us": 5.0, "goal_us": 50},
-            "both": {"time": {"median_us": 20 * median}, "floor_us": 5.0},
+            "backward": {"time": {"median_us": 15 * median}, "floor_us": 5.0},
+            "both": {"time": {"median_us": 20 * median}, "floor_us": 5.0, "goal_ratio": 6},
         },
         "peers": {"torch": {"times_slower": {"forward": 3.14159, "both": 2.0}}, "absent": {"problem": "no"}},
     }
@@ -112,8 +113,8 @@ def test_reports_become_tables(tmp_path):
         and text.endswith("\nAfter.\n")
         and "old" not in text
     )
-    assert "NVIDIA H200, driver 580, today; `python -m benchmarks.run --device cuda`." in text
-    assert "| small | float32 | 10 µs (goal 50 µs, floor 5 µs) | 200 µs | 3.14x, 2x |" in text
+    assert "Medians in µs: NVIDIA H200, driver 580, today; `python -m benchmarks.run --device cuda`." in text
+    assert "| small | float32 | 10 (goal 50, floor 5) | 200 (goal 6x) | 3.14x, 2x |" in text
     assert "tiny" not in text and "No figures of `other_op` are committed yet." in text
     assert "| forward | `fast` | 2 | 1 | 25 % (small, float32) | -10 % (large, float32) |" in text
     assert "| backward | `plain` | 1 | no other path |  |  |" in text
@@ -125,13 +126,27 @@ def test_reports_become_tables(tmp_path):
 
 def test_a_report_replaces_the_operators_that_it_holds():
     figures = {"other_op": {"times": {"rows": []}}}
-    add_report(figures, times_report(10.0))
-    add_report(figures, paths_report())
-    add_report(figures, times_report(11.11111))
+    for report in (times_report(10.0), paths_report(), times_report(11.11111)):
+        add_report(figures, report, {"window_sum"})
+    add_report(figures, times_report(12.0), {"another_op"})
     assert list(figures) == ["other_op", "window_sum"] and figures["window_sum"].keys() == {"times", "paths"}
     [row] = figures["window_sum"]["times"]["rows"]
     assert row["passes"]["forward"] == {"us": 11.11, "floor": 5.0, "goal": 50}
     assert row["times_slower"] == {"torch": {"forward": 3.14, "both": 2.0}}
+
+
+def test_a_gpu_has_the_gradients_apart_and_no_floor_that_says_nothing():
+    report = times_report(100.0)
+    passes = report["results"][0]["passes"]
+    passes["backward_deterministic_unfilled"] = passes["backward"]
+    figures = {}
+    add_report(figures, report, {"window_sum"})
+    [row] = figures["window_sum"]["times"]["rows"]
+    assert row["passes"] == {
+        "forward": {"us": 100.0, "goal": 50.0},
+        "backward": {"us": 1500.0},
+        "deterministic": {"us": 1500.0},
+    }
 
 
 @pytest.mark.parametrize(
