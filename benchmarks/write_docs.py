@@ -68,16 +68,15 @@ def rendered(text: str, pages: Path = PAGES) -> str:
     def block(match: re.Match[str]) -> str:
         start, device, kind, ops, end = match.groups()
         file = pages / f"{device}.json"
-        figures = json.loads(file.read_text()) if file.exists() else {}
+        if not file.exists():
+            return f"{start}\nNo figures of this device are committed yet.\n\n{end}"
+        figures = json.loads(file.read_text())
         lines: list[str] = []
         for op in ops.split():
             section = figures.get(op, {}).get("times" if kind == "times" else "paths")
-            heading = [f"**{op}**", ""] if " " in ops else []
-            lines += [
-                *heading,
-                *(KINDS[kind](section) if section else [f"No figures of `{op}` are committed yet."]),
-                "",
-            ]
+            lines += [f"**{op}**", ""] if " " in ops else []
+            lines += KINDS[kind](section) if section else [f"No figures of `{op}` are committed yet."]
+            lines += [""]
         return "\n".join([start, *lines, end])
 
     return BLOCK.sub(block, text)

@@ -30,7 +30,10 @@ pages = pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
 def test_figures_are_the_committed_ones(page):
     text = page.read_text()
     assert text == rendered(text), "run: python -m benchmarks.write_docs"
-    assert text.count("<!-- figures:") == len(BLOCK.findall(text)) == text.count("<!-- end -->")
+    begins, ends = (
+        re.findall(f"^{line}", text, re.MULTILINE) for line in ("<!-- figures: .* -->$", "<!-- end -->$")
+    )
+    assert len(begins) == len(BLOCK.findall(text)) == len(ends)
 
 
 @pages
@@ -55,6 +58,14 @@ def test_links_to_the_pages_exist():
     for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([\w./]*kernels[\w./]*)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_snippet_of_the_first_page_runs(capsys):
+    if not _library.is_loaded("cuda"):
+        pytest.skip("the CUDA library, which makes the plans, is not built")
+    [snippet] = re.findall(r"```python\n(.*?)```", (PAGES / "README.md").read_text(), re.DOTALL)
+    exec(compile(snippet, "docs/kernels/README.md", "exec"), {})
+    assert "ms_deform_attn: path 'decoder'" in capsys.readouterr().out
 
 
 def test_committed_figures_are_small():
