@@ -106,23 +106,24 @@ def _time_row(result: dict[str, Any]) -> Row:
         if entry.get("times_slower")
     }
     row = {key: result[key] for key in ("op", "case", "sizes", "dtype")}
-    return {**row, "passes": passes, "times_slower": slower}
+    return {**row, "passes": passes, "slower": slower}
 
 
 def _path_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return one row for every case, type and pass: the chosen path and the times of all."""
+    """Return one row for every case, type and pass: the times of its paths, the chosen one first."""
     merged: dict[tuple[str, ...], Row] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: not row["chosen"]):
         key = tuple(row[name] for name in ("op", "case", "dtype", "pass"))
-        entry = merged.setdefault(key, {k: row[k] for k in ("op", "case", "sizes", "dtype", "pass")})
+        if not row["chosen"] and key not in merged:
+            continue  # no path of this call is the chosen one
+        entry = merged.setdefault(key, {name: row[name] for name in ("op", "case", "sizes", "dtype", "pass")})
         entry.setdefault("us", {})[row["path"]] = _rounded(row["us"])
-        if row["chosen"]:
-            entry["chosen"] = row["path"]
-    return [row for row in merged.values() if "chosen" in row]
+    return list(merged.values())
 
 
 def _rounded(value: float, digits: int = 4) -> float:
-    return float(f"{value:.{digits}g}")
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def _as_json(figures: Figures) -> str:
@@ -153,12 +154,12 @@ def _sizes(section: dict[str, Any]) -> str:
 
 def _times(section: dict[str, Any]) -> list[str]:
     columns = list(dict.fromkeys(name for row in section["rows"] for name in row["passes"]))
-    peers = list(dict.fromkeys(peer for row in section["rows"] for peer in row["times_slower"]))
+    peers = list(dict.fromkeys(peer for row in section["rows"] for peer in row["slower"]))
     body = []
     for row in section["rows"]:
         cells = [_time_cell(row["passes"].get(name)) for name in columns]
         for peer in peers:
-            slower = row["times_slower"].get(peer, {})
+            slower = row["slower"].get(peer, {})
             cells.append(", ".join(f"{slower[kind]:.3g}x" for kind in ("forward", "both") if kind in slower))
         body.append([row["case"], row["dtype"], *cells])
     header = ["case", "type", *(HEADINGS.get(name, name) for name in columns), *peers]
@@ -183,9 +184,9 @@ def _path_times(section: dict[str, Any]) -> list[str]:
     dtypes = list(dict.fromkeys(row["dtype"] for row in section["rows"]))
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in section["rows"]:
-        others = sorted((us, path) for path, us in row["us"].items() if path != row["chosen"])
-        times = [(row["us"][row["chosen"]], row["chosen"]), *others]
-        text = ", ".join(f"{path} {_number(us)}" for us, path in times)
+        chosen, *others = row["us"].items()
+        times = [chosen, *sorted(others, key=lambda other: other[1])]
+        text = ", ".join(f"{path} {_number(us)}" for path, us in times)
         cells.setdefault((row["case"], row["pass"]), {})[row["dtype"]] = text
     body = [
         [case, name, *(texts.get(dtype, "") for dtype in dtypes)] for (case, name), texts in cells.items()
@@ -198,20 +199,16 @@ def _path_gains(section: dict[str, Any]) -> list[str]:
     found: dict[tuple[str, str], list[tuple[float, str]]] = {}
     count: dict[tuple[str, str], int] = {}
     for row in section["rows"]:
-        key = (row["pass"], row["chosen"])
+        chosen, *others = row["us"]
+        key = (row["pass"], chosen)
         count[key] = count.get(key, 0) + 1
-        others = [us for path, us in row["us"].items() if path != row["chosen"]]
         if others:
-            gain = min(others) / row["us"][row["chosen"]] - 1
+            gain = min(row["us"][other] for other in others) / row["us"][chosen] - 1
             found.setdefault(key, []).append((gain, f"{row['case']}, {row['dtype']}"))
     body = []
     for key in sorted(count, key=lambda key: (key[0] != "forward", key)):
         gains = sorted(found.get(key, []))
-        texts = (
-            [f"{round(100 * gain)} % ({where})" for gain, where in (gains[-1], gains[0])]
-            if gains
-            else ["", ""]
-        )
+        texts = [f"{round(100 * gain)} % ({where})" for gain, where in (*gains[-1:], *gains[:1])] or ["", ""]
         over = str(sum(gain >= 0.05 for gain, _ in gains)) if gains else "no other path"
         body.append([key[0], f"`{key[1]}`", str(count[key]), over, *texts])
     header = ["pass", "path", "chosen on", "5 % and more on", "greatest gain", "least gain"]

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 
 from benchmarks.ops.detection import CASES as DETECTION  # noqa: E402
 from benchmarks.ops.ms_deform_attn import CASES as ATTENTION  # noqa: E402
-from benchmarks.paths import FOLDERS, chosen_paths, paths_of  # noqa: E402
+from benchmarks.paths import FOLDERS, chosen_paths, measure_paths, paths_of  # noqa: E402
 from benchmarks.run import main as run_benchmarks  # noqa: E402
 from benchmarks.write_docs import BLOCK, PAGES, add_report, device_name, rendered, write_docs  # noqa: E402
 from visdet.ops import _library  # noqa: E402
@@ -98,8 +98,10 @@ def times_report(median, environment=None):
 def paths_report():
     row = {"op": "window_sum", "case": "small", "sizes": "B2 Q3", "dtype": "float32"}
     rows = [
-        row | {"pass": "forward", "path": "fast", "chosen": True, "us": 10.04},
+        row | {"pass": "forward", "path": "slow", "chosen": False, "us": 40.0},
         row | {"pass": "forward", "path": "plain", "chosen": False, "us": 12.5},
+        row | {"pass": "forward", "path": "fast", "chosen": True, "us": 10.04},
+        row | {"pass": "deterministic", "path": "plain", "chosen": False, "us": 1.0},
         row | {"pass": "backward", "path": "plain", "chosen": True, "us": 2000.4},
         row | {"case": "large", "pass": "forward", "path": "fast", "chosen": True, "us": 20.0},
         row | {"case": "large", "pass": "forward", "path": "plain", "chosen": False, "us": 18.0},
@@ -129,7 +131,11 @@ def test_reports_become_tables(tmp_path):
     assert "tiny" not in text and "No figures of `other_op` are committed yet." in text
     assert "| forward | `fast` | 2 | 1 | 25 % (small, float32) | -10 % (large, float32) |" in text
     assert "| backward | `plain` | 1 | no other path |  |  |" in text
-    assert "| small | forward | fast 10, plain 12.5 |" in text and "| small | backward | plain 2000 |" in text
+    assert (
+        "| small | forward | fast 10, plain 12.5, slow 40 |" in text
+        and "| small | backward | plain 2000 |" in text
+    )
+    assert "deterministic" not in text
     assert "Cases: `small` B2 Q3; `large` B2 Q3." in text
     assert rendered(text, tmp_path) == text
     assert rendered(text.replace("plain 2000", "plain 1000"), tmp_path) == text
@@ -143,7 +149,7 @@ def test_a_report_replaces_the_operators_that_it_holds():
     assert list(figures) == ["other_op", "window_sum"] and figures["window_sum"].keys() == {"times", "paths"}
     [row] = figures["window_sum"]["times"]["rows"]
     assert row["passes"]["forward"] == {"us": 11.11, "floor": 5.0, "goal": 50}
-    assert row["times_slower"] == {"torch": {"forward": 3.14, "both": 2.0}}
+    assert row["slower"] == {"torch": {"forward": 3.14, "both": 2.0}}
 
 
 def test_a_gpu_has_the_gradients_apart_and_no_floor_that_says_nothing():
@@ -226,3 +232,15 @@ def test_chosen_paths_of_a_call(case, expected):
     assert chosen == expected
     for op, path in chosen.values():
         assert path in paths_of(op)
+
+
+@pytest.mark.cuda
+def test_every_path_that_serves_a_case_is_timed_once():
+    case = next(case for case in ATTENTION if case.name == "tiny")
+    rows = measure_paths(case, torch.float32, seconds=0.001)
+    assert {row["pass"] for row in rows} >= {"forward", "backward"}
+    for kind in {row["pass"] for row in rows}:
+        of_pass = [row for row in rows if row["pass"] == kind]
+        assert [row["chosen"] for row in of_pass].count(True) == 1
+        assert len({row["path"] for row in of_pass}) == len(of_pass)
+        assert all(row["us"] > 0 for row in of_pass)
