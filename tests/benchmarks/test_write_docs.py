@@ -185,7 +185,7 @@ def test_quick_figures_are_refused(capsys):
 
 
 @pytest.mark.parametrize("is_green", [True, False])
-def test_run_writes_the_docs_where_asked(tmp_path, monkeypatch, is_green):
+def test_run_writes_the_docs_where_asked(tmp_path, monkeypatch, capsys, is_green):
     taken = []
     monkeypatch.setattr("benchmarks.run.run", lambda *_: is_green)
     monkeypatch.setattr("benchmarks.run.write_docs", taken.extend)
@@ -194,6 +194,7 @@ def test_run_writes_the_docs_where_asked(tmp_path, monkeypatch, is_green):
     assert taken == []
     run_benchmarks([*options, "--write-docs"])
     assert taken == ([tmp_path / "bench.json"] if is_green else [])
+    assert ("docs/kernels is left as it was" in capsys.readouterr().err) is not is_green
 
 
 @pytest.mark.parametrize("op", FOLDERS)
@@ -201,6 +202,13 @@ def test_run_writes_the_docs_where_asked(tmp_path, monkeypatch, is_green):
 def test_every_operator_with_a_folder_has_paths(op, suffix):
     paths = paths_of(op + suffix)
     assert len(paths) >= 2 and len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize("op", FOLDERS)
+def test_every_path_is_told_of_on_its_page(op):
+    text = (PAGES / f"{FOLDERS[op]}.md").read_text()
+    for path in (*paths_of(op), *paths_of(f"{op}_backward")):
+        assert f"`{path}`" in BLOCK.sub("", text), path
 
 
 @pytest.mark.parametrize(
