@@ -163,7 +163,7 @@ def _times(section: dict[str, Any]) -> list[str]:
             cells.append(", ".join(f"{slower[kind]:.3g}x" for kind in ("forward", "both") if kind in slower))
         body.append([row["case"], row["dtype"], *cells])
     header = ["case", "type", *(HEADINGS.get(name, name) for name in columns), *peers]
-    return [_source(section), "", *table(header, body), "", _sizes(section)]
+    return [*table(header, body), "", f"{_source(section)} {_sizes(section)}"]
 
 
 def _time_cell(figures: dict[str, float] | None) -> str:
@@ -191,7 +191,7 @@ def _path_times(section: dict[str, Any]) -> list[str]:
     body = [
         [case, name, *(texts.get(dtype, "") for dtype in dtypes)] for (case, name), texts in cells.items()
     ]
-    return [_source(section), "", *table(["case", "pass", *dtypes], body), "", _sizes(section)]
+    return [*table(["case", "pass", *dtypes], body), "", f"{_source(section)} {_sizes(section)}"]
 
 
 def _path_gains(section: dict[str, Any]) -> list[str]:
@@ -212,7 +212,7 @@ def _path_gains(section: dict[str, Any]) -> list[str]:
         over = str(sum(gain >= 0.05 for gain, _ in gains)) if gains else "no other path"
         body.append([key[0], f"`{key[1]}`", str(count[key]), over, *texts])
     header = ["pass", "path", "chosen on", "5 % and more on", "greatest gain", "least gain"]
-    return [_source(section), "", *table(header, body)]
+    return [*table(header, body), "", _source(section)]
 
 
 KINDS = {"times": _times, "path-gains": _path_gains, "path-times": _path_times}
