@@ -42,7 +42,8 @@ class Floors:
         return seconds[resource], resource
 
 
-# docs/kernels.md has the measurement. The first point of each curve serves smaller footprints, the last larger ones.
+# Each rate was measured by a kernel that does nothing else. The first point of each curve serves smaller footprints,
+# the last larger ones.
 H200 = Floors(
     source="NVIDIA H200: copy 4.27 TB/s, L1 30 TB/s, random 128-byte rows and float32 reductions by footprint",
     copy=4.27e12,

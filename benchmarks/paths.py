@@ -7,8 +7,10 @@ code where it is 5 % faster than the next best on a shape that a model runs. Nee
 
 import argparse
 import json
-import subprocess
-from collections.abc import Sequence
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,21 @@ from .ops.ms_deform_attn import CASES as ATTENTION
 from .ops.ms_deform_attn import PYRAMID
 from .ops.ms_deform_attn import case as attention_case
 from .ops.sample import CASES as SAMPLES
-from .timing import time_pass
+from .timing import deterministic, time_pass
+from .write_docs import write_docs
 
-__all__ = ["main", "measure_paths"]
+__all__ = ["chosen_paths", "main", "measure_paths", "paths_of"]
 
-PATHS = {
-    "ms_deform_attn": (
-        ("decoder", "few_rows", "encoder", "half_lines", "rows"),
-        ("direct", "encoder", "sorted"),
-    ),
-    "deformable_aggregation": (("packs", "single_values"),) * 2,
-    "gaussian_field": (("culled", "many_points", "one_point"), ("culled", "one_point")),
-    "sample_sum": (("in_place", "copy_first"),) * 2,
-    "sample_dot": (("in_place", "copy_first"),) * 2,
-    "deform_conv2d": (("packs", "values"),) * 2,
-    "modulated_deform_conv2d": (("packs", "values"),) * 2,
+SOURCES = Path(__file__).resolve().parents[1] / "visdet" / "ops" / "csrc" / "cuda"
+FOLDERS = {  # of the operators that have paths; modulated_deform_conv2d calls deform_conv2d
+    "ms_deform_attn": "ms_deform_attn",
+    "deformable_aggregation": "deformable_aggregation",
+    "sample_sum": "sample",
+    "sample_dot": "sample",
+    "gaussian_field": "gaussian_field",
+    "deform_conv2d": "deform_conv2d",
 }
+PASSES = {"forward": "forward", "backward": "backward", "deterministic": "backward_deterministic_unfilled"}
 
 FIVE_SCALES = ((200, 268), *PYRAMID)  # DINO with levels of strides 4 to 64
 REAL_TIME = ((80, 80), (40, 40), (20, 20))  # 640 x 640 pixels: RT-DETR, D-FINE
@@ -72,6 +73,31 @@ def model_cases() -> list[Case]:
     return cases
 
 
+def paths_of(op: str) -> list[str]:
+    """Return the paths of ``op``, which has "_backward" for gradients, in the order of the list in its sources."""
+    name = "Backward" if op.endswith("_backward") else "Forward"
+    for source in sorted((SOURCES / FOLDERS[op.removesuffix("_backward")]).glob("*.cu*")):
+        found = re.search(rf"k{name}Paths\[\] = \{{(.*?)\n\}};", source.read_text(), re.DOTALL)
+        if found:
+            return re.findall(r'\{"(\w+)"', found[1])
+    raise LookupError(f"no k{name}Paths in {SOURCES / FOLDERS[op.removesuffix('_backward')]}")
+
+
+def chosen_paths(
+    function: Callable[..., Any], arguments: Sequence[Any], **options: Any
+) -> dict[str, tuple[str, str]]:
+    """Return {pass: (operator, its path)} of a call; "deterministic" is there where it is not the backward's."""
+    with deterministic():
+        of_deterministic = explain(function, *arguments, **options).paths()
+    plain = {op: path for op, path in explain(function, *arguments, **options).paths().items() if path}
+    chosen = {"backward" if op.endswith("_backward") else "forward": (op, path) for op, path in plain.items()}
+    if "backward" in chosen:
+        op, path = chosen["backward"]
+        if of_deterministic.get(op) not in (None, path):
+            chosen["deterministic"] = op, of_deterministic[op]
+    return chosen
+
+
 def measure_paths(case: Case, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
     """Return {"op", "case", "sizes", "dtype", "pass", "path", "chosen", "us"} for every path that serves the case."""
     arguments = case.make(dtype, torch.device("cuda"))
@@ -79,22 +105,19 @@ def measure_paths(case: Case, dtype: torch.dtype, seconds: float) -> list[dict[s
     with torch.no_grad():
         output = call.function(*arguments)
     grad_output = torch.randn_like(output)
-    chosen = explain(case.function, *arguments).paths()
     rows: list[dict[str, Any]] = []
-    for kind, paths in zip(("forward", "backward"), PATHS[case.op], strict=True):
-        op = case.op if kind == "forward" else f"{case.op}_backward"
-        for path in paths:
+    for kind, (op, chosen) in chosen_paths(case.function, arguments).items():
+        for path in paths_of(op):
             torch.cuda.empty_cache()
             try:
                 with choose_only(op, path):
-                    timing = time_pass(call, kind, grad_output, True, seconds)
+                    timing = time_pass(call, PASSES[kind], grad_output, True, seconds)
             except RuntimeError as error:
-                if "path" not in str(error):
+                if "does not serve this call" not in str(error):
                     raise
-                continue  # it declines the call
+                continue
             row = dict(op=case.op, case=case.name, sizes=case.sizes, dtype=dtype_name(dtype))
-            row |= {"pass": kind, "path": path, "chosen": chosen.get(op) == path, "us": timing.median_us}
-            rows.append(row)
+            rows.append(row | {"pass": kind, "path": path, "chosen": path == chosen, "us": timing.median_us})
     return rows
 
 
@@ -110,24 +133,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("work_dirs/bench/paths.json"), help="the table as JSON"
     )
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put the times into the pages of docs/kernels"
+    )
     options = parser.parse_args(arguments)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    report: dict[str, Any] = {"environment": describe(torch.device("cuda")), "commit": commit, "rows": []}
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "benchmarks.paths", *given])
+    report: dict[str, Any] = {"environment": describe(torch.device("cuda")), "command": command, "rows": []}
     for case in (*ATTENTION, *model_cases(), *AGGREGATION, *SAMPLES, *GAUSSIANS, *DETECTION):
-        if case.op not in PATHS or case.name == "tiny":
+        if case.op.removeprefix("modulated_") not in FOLDERS or case.name == "tiny":
             continue
         if options.cases and not any(word in case.title for word in options.cases):
             continue
         for dtype in case.dtypes[:2]:
             rows = measure_paths(case, dtype, options.seconds)
             report["rows"] += rows
-            for kind in ("forward", "backward"):
+            for kind in PASSES:
                 times = [f"{'*' * r['chosen']}{r['path']} {r['us']:.1f}" for r in rows if r["pass"] == kind]
-                print(f"{case.title} {dtype_name(dtype)} {kind}: {', '.join(times)}", flush=True)
+                if times:
+                    print(f"{case.title} {dtype_name(dtype)} {kind}: {', '.join(times)}", flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(report, indent=1))
+    if options.write_docs:
+        write_docs([options.out])
     return 0
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["short_table", "write_plot", "write_tables"]
+__all__ = ["short_table", "table", "write_plot", "write_tables"]
 
 Report = dict[str, Any]  # "environment", "clocks", "floors", "command", "results"; all of it plain JSON
 
@@ -151,7 +151,7 @@ def _times(report: Report) -> list[str]:
                 + [_peer(result, peer, kind) for peer in peers]
                 + [_goal(figures)]
             )
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _gates(report: Report) -> list[str]:
@@ -169,10 +169,11 @@ def _gates(report: Report) -> list[str]:
             + ["; ".join(gate["problems"])]
         )
     header = ["case", "dtype", "gate", *(_tensor(name) for name in tensors)]
-    return _table([*header, *(f"output of {peer}" for peer in peers), "problem"], rows)
+    return table([*header, *(f"output of {peer}" for peer in peers), "problem"], rows)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
     cells = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
 

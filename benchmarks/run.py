@@ -21,6 +21,7 @@ from .environment import clocks, describe
 from .floors import floors_of
 from .measure import measure
 from .report import short_table, write_plot, write_tables
+from .write_docs import write_docs
 
 __all__ = ["all_cases", "main", "run"]
 
@@ -105,7 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a tenth of the repetitions, for a first look")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
     parser.add_argument("--list", action="store_true", help="name the cases and leave")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put the medians into the pages of docs/kernels"
+    )
     options = parser.parse_args(arguments)
+    if options.write_docs and options.quick:
+        parser.error("--write-docs wants figures of full length, without --quick")
 
     cases = all_cases()
     if options.list:
@@ -131,6 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.quick,
         shlex.join(words),
     )
+    if options.write_docs and green:
+        write_docs([options.out / "bench.json"])
+    elif options.write_docs:
+        print("docs/kernels is left as it was: a gate was red or a pass failed", file=sys.stderr)
     return 0 if green else 1
 
 

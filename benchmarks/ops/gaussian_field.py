@@ -99,7 +99,7 @@ CASES = [
         graph=True,
         goals_us={torch.float32: {"forward": 6, "backward": 12}},
     ),
-    _case("cpu", B=5000, N=1000, goals_ratio={"forward": 10, "both": 10}),
+    _case("small", B=5000, N=1000, goals_ratio={"forward": 10, "both": 10}),
     _case(
         "pairs-1e9",
         B=100_000,

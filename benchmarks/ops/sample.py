@@ -130,12 +130,12 @@ def _case(op: str, name: str, goals: tuple[float, float] | None = None, **change
 SMALL = dict(B=1, H=64, W=128, Q=128)
 CASES = [
     _case("sample_sum", "tiny", B=1, C=20, H=9, W=12, Q=7, D=5, G=2, octaves=2),
-    _case("sample_sum", "cpu", goals_ratio={"forward": 6, "both": 6}, **SMALL),
+    _case("sample_sum", "small", goals_ratio={"forward": 6, "both": 6}, **SMALL),
     _case("sample_sum", "nchw", (140, 350), heavy=True),
     _case("sample_sum", "channels-last", (75, 350), channels_last=True, heavy=True),
     _case("sample_sum", "epipolar", epipolar=True, heavy=True),
     _case("sample_dot", "tiny", B=1, C=20, H=9, W=12, Q=7, D=5, G=2, octaves=2),
-    _case("sample_dot", "cpu", goals_ratio={"forward": 6, "both": 6}, **SMALL),
+    _case("sample_dot", "small", goals_ratio={"forward": 6, "both": 6}, **SMALL),
     _case("sample_dot", "nchw", (150, 450), heavy=True),
     _case("sample_dot", "channels-last", channels_last=True, heavy=True),
     _case("sample_dot", "epipolar", epipolar=True, heavy=True),

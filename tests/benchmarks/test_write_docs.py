@@ -1,0 +1,254 @@
+"""The pages of docs/kernels: their figures are the committed ones, they stay short, and what they name exists."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
+
+from benchmarks.ops.detection import CASES as DETECTION  # noqa: E402
+from benchmarks.ops.ms_deform_attn import CASES as ATTENTION  # noqa: E402
+from benchmarks.paths import FOLDERS, chosen_paths, measure_paths, paths_of  # noqa: E402
+from benchmarks.run import main as run_benchmarks  # noqa: E402
+from benchmarks.write_docs import BLOCK, PAGES, add_report, device_name, rendered, write_docs  # noqa: E402
+from visdet.ops import _library  # noqa: E402
+
+DOCUMENTS = sorted(PAGES.glob("*.md"))
+CSRC = ROOT / "visdet" / "ops" / "csrc"
+SOURCES = "\n".join(
+    path.read_text() for path in CSRC.rglob("*") if path.suffix in (".cpp", ".cu", ".cuh", ".h")
+)
+pages = pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+
+
+@pages
+def test_figures_are_the_committed_ones(page):
+    text = page.read_text()
+    assert text == rendered(text), "run: python -m benchmarks.write_docs"
+    begins, ends = (
+        re.findall(f"^{line}", text, re.MULTILINE) for line in ("<!-- figures: .* -->$", "<!-- end -->$")
+    )
+    assert len(begins) == len(BLOCK.findall(text)) == len(ends)
+
+
+@pages
+def test_pages_stay_short(page):
+    lines = page.read_text().splitlines()
+    assert len(lines) <= 200
+    assert [line for line in lines if line.startswith("|") and len(line) > 140] == []
+
+
+@pages
+def test_links_files_and_kernels_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for name in re.findall(r"`((?:visdet|benchmarks|tests|docs|csrc|tools)/[\w./-]+)`", text):
+        assert (ROOT / name).exists() or (CSRC.parent / name).exists(), name
+    for kernel in re.findall(r"`(\w+_kernel)`", text):
+        assert re.search(rf"\b{kernel}\b", SOURCES), kernel
+
+
+def test_links_to_the_pages_exist():
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([\w./]*kernels[\w./]*)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_snippet_of_the_first_page_runs(capsys):
+    if not _library.is_loaded("cuda"):
+        pytest.skip("the CUDA library, which makes the plans, is not built")
+    [snippet] = re.findall(r"```python\n(.*?)```", (PAGES / "README.md").read_text(), re.DOTALL)
+    exec(compile(snippet, "docs/kernels/README.md", "exec"), {})
+    assert "ms_deform_attn: path 'decoder'" in capsys.readouterr().out
+
+
+def test_committed_figures_are_small():
+    assert sum(path.stat().st_size for path in PAGES.glob("*.json")) < 80_000
+    for path in PAGES.glob("*.json"):
+        assert path.stat().st_size < 60_000, path.name
+
+
+def times_report(median, environment=None):
+    result = {
+        "op": "window_sum",
+        "case": "small",
+        "sizes": "B2 Q3",
+        "dtype": "float32",
+        "passes": {
+            "forward": {"time": {"median_us": median}, "floor_us": 5.0, "goal_us": 50},
+            "backward": {"time": {"median_us": 15 * median}, "floor_us": 5.0},
+            "both": {"time": {"median_us": 20 * median}, "floor_us": 5.0, "goal_ratio": 6},
+        },
+        "peers": {"torch": {"times_slower": {"forward": 3.14159, "both": 2.0}}, "absent": {"problem": "no"}},
+    }
+    environment = environment or {"device": "NVIDIA H200", "driver": "580", "date": "today", "load": "1"}
+    return {
+        "environment": environment,
+        "command": "python -m benchmarks.run --out /some/where --write-docs --device cuda",
+        "results": [result, {**result, "case": "tiny"}],
+    }
+
+
+def paths_report():
+    row = {"op": "window_sum", "case": "small", "sizes": "B2 Q3", "dtype": "float32"}
+    rows = [
+        row | {"pass": "forward", "path": "slow", "chosen": False, "us": 40.0},
+        row | {"pass": "forward", "path": "plain", "chosen": False, "us": 12.5},
+        row | {"pass": "forward", "path": "fast", "chosen": True, "us": 10.04},
+        row | {"pass": "deterministic", "path": "plain", "chosen": False, "us": 1.0},
+        row | {"pass": "backward", "path": "plain", "chosen": True, "us": 2000.4},
+        row | {"case": "large", "pass": "forward", "path": "fast", "chosen": True, "us": 20.0},
+        row | {"case": "large", "pass": "forward", "path": "plain", "chosen": False, "us": 18.0},
+    ]
+    return {"environment": {"device": "NVIDIA H200", "driver": "580", "date": "today"}, "rows": rows}
+
+
+def test_reports_become_tables(tmp_path):
+    page = tmp_path / "window_sum.md"
+    page.write_text(
+        "Before.\n<!-- figures: h200 times window_sum other_op -->\n<!-- end -->\nBetween.\n"
+        "<!-- figures: h200 path-gains window_sum -->\nold\n<!-- end -->\n"
+        "<!-- figures: h200 path-times window_sum -->\n<!-- end -->\nAfter.\n"
+    )
+    for name, report in (("bench", times_report(10.0)), ("paths", paths_report())):
+        (tmp_path / f"{name}.report").write_text(json.dumps(report))
+    write_docs([tmp_path / "bench.report", tmp_path / "paths.report"], tmp_path)
+    text = page.read_text()
+    assert (
+        text.startswith("Before.\n")
+        and "\nBetween.\n" in text
+        and text.endswith("\nAfter.\n")
+        and "old" not in text
+    )
+    assert "Medians in µs: NVIDIA H200, driver 580, today; `python -m benchmarks.run --device cuda`." in text
+    assert "| small | float32 | 10 (goal 50, floor 5) | 200 (goal 6x) | 3.14x, 2x |" in text
+    assert "tiny" not in text and "No figures of `other_op` are committed yet." in text
+    assert "| forward | `fast` | 2 | 1 | 25 % (small, float32) | -10 % (large, float32) |" in text
+    assert "| backward | `plain` | 1 | no other path |  |  |" in text
+    assert (
+        "| small | forward | fast 10, plain 12.5, slow 40 |" in text
+        and "| small | backward | plain 2000 |" in text
+    )
+    assert "deterministic" not in text
+    assert "Cases: `small` B2 Q3; `large` B2 Q3." in text
+    assert rendered(text, tmp_path) == text
+    assert rendered(text.replace("plain 2000", "plain 1000"), tmp_path) == text
+
+
+def test_a_report_replaces_the_operators_that_it_holds():
+    figures = {"other_op": {"times": {"rows": []}}}
+    for report in (times_report(10.0), paths_report(), times_report(11.11111)):
+        add_report(figures, report, {"window_sum"})
+    add_report(figures, times_report(12.0), {"another_op"})
+    assert list(figures) == ["other_op", "window_sum"] and figures["window_sum"].keys() == {"times", "paths"}
+    [row] = figures["window_sum"]["times"]["rows"]
+    assert row["passes"]["forward"] == {"us": 11.11, "floor": 5.0, "goal": 50}
+    assert row["slower"] == {"torch": {"forward": 3.14, "both": 2.0}}
+
+
+def test_a_gpu_has_the_gradients_apart_and_no_floor_that_says_nothing():
+    report = times_report(100.0)
+    passes = report["results"][0]["passes"]
+    passes["backward_deterministic_unfilled"] = passes["backward"]
+    figures = {}
+    add_report(figures, report, {"window_sum"})
+    [row] = figures["window_sum"]["times"]["rows"]
+    assert row["passes"] == {
+        "forward": {"us": 100.0, "goal": 50.0},
+        "backward": {"us": 1500.0},
+        "deterministic": {"us": 1500.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"device": "NVIDIA H200", "driver": "580"}, "h200"),
+        ({"device": "NVIDIA GeForce RTX 4090", "driver": "580"}, "geforce-rtx-4090"),
+        ({"device": "AMD EPYC 9005"}, "cpu"),
+    ],
+)
+def test_every_kind_of_device_has_a_file(environment, name):
+    assert device_name(environment) == name
+
+
+def test_quick_figures_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        run_benchmarks(["--quick", "--write-docs"])
+    assert "--write-docs wants figures of full length" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_green", [True, False])
+def test_run_writes_the_docs_where_asked(tmp_path, monkeypatch, capsys, is_green):
+    taken = []
+    monkeypatch.setattr("benchmarks.run.run", lambda *_: is_green)
+    monkeypatch.setattr("benchmarks.run.write_docs", taken.extend)
+    options = ["--device", "cpu", "--cases", "attn/tiny", "--out", str(tmp_path)]
+    run_benchmarks(options)
+    assert taken == []
+    run_benchmarks([*options, "--write-docs"])
+    assert taken == ([tmp_path / "bench.json"] if is_green else [])
+    assert ("docs/kernels is left as it was" in capsys.readouterr().err) is not is_green
+
+
+@pytest.mark.parametrize("op", FOLDERS)
+@pytest.mark.parametrize("suffix", ["", "_backward"])
+def test_every_operator_with_a_folder_has_paths(op, suffix):
+    paths = paths_of(op + suffix)
+    assert len(paths) >= 2 and len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize("op", FOLDERS)
+def test_every_path_is_told_of_on_its_page(op):
+    text = (PAGES / f"{FOLDERS[op]}.md").read_text()
+    for path in (*paths_of(op), *paths_of(f"{op}_backward")):
+        assert f"`{path}`" in BLOCK.sub("", text), path
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (
+            next(case for case in ATTENTION if case.name == "decoder-q300"),
+            {
+                "forward": ("ms_deform_attn", "decoder"),
+                "backward": ("ms_deform_attn_backward", "direct"),
+                "deterministic": ("ms_deform_attn_backward", "sorted"),
+            },
+        ),
+        *(
+            (
+                next(case for case in DETECTION if case.op == op),
+                {"forward": ("deform_conv2d", "packs"), "backward": ("deform_conv2d_backward", "packs")},
+            )
+            for op in ("deform_conv2d", "modulated_deform_conv2d")
+        ),
+    ],
+    ids=lambda value: getattr(value, "title", ""),
+)
+def test_chosen_paths_of_a_call(case, expected):
+    if not _library.is_loaded("cuda"):
+        pytest.skip("the CUDA library, which makes the plans, is not built")
+    arguments = case.make(torch.float32, torch.device("cpu"))
+    chosen = chosen_paths(case.function, arguments, device="H200")
+    assert chosen == expected
+    for op, path in chosen.values():
+        assert path in paths_of(op)
+
+
+@pytest.mark.cuda
+def test_every_path_that_serves_a_case_is_timed_once():
+    case = next(case for case in ATTENTION if case.name == "tiny")
+    rows = measure_paths(case, torch.float32, seconds=0.001)
+    assert {row["pass"] for row in rows} >= {"forward", "backward"}
+    for kind in {row["pass"] for row in rows}:
+        of_pass = [row for row in rows if row["pass"] == kind]
+        assert [row["chosen"] for row in of_pass].count(True) == 1
+        assert len({row["path"] for row in of_pass}) == len(of_pass)
+        assert all(row["us"] > 0 for row in of_pass)
