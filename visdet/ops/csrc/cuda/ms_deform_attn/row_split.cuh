@@ -37,9 +37,6 @@ struct RowSplit {
   int64_t vec, lanes;
 };
 
-template <typename T>
-constexpr int kRowVec = kVectorValues<T>;
-
 inline RowSplit row_split(int64_t C, bool is_aligned, int64_t vec, int64_t most_lanes) {
   if (C % vec != 0 || !is_aligned) return {1, std::min<int64_t>(most_lanes * vec, 32)};
   int64_t lanes = 4;
