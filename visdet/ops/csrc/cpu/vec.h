@@ -1,29 +1,17 @@
-// One vector register of the instruction set a kernel file is compiled for, and conversions of 16-bit values.
-//
-// setup.py compiles every cpu/<op>.cpp once per instruction set, with VISDET_ISA naming it (baseline, avx2, avx512) and
-// the matching -march. The kernels live in namespace visdet::VISDET_ISA; checks, launchers and registration are
-// compiled in the baseline pass alone (VISDET_ISA_BASELINE) and pick the kernels of the best set the processor has.
-// Nothing but this header and plain structs may be included by the other passes: an inline function of a library,
-// compiled there with AVX-512, could be the copy the linker keeps for everyone.
+// One vector register of the instruction set that a kernel file is compiled for, and conversions of 16-bit values. See
+// kernels.h.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "cpu/kernels.h"
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 namespace visdet {
-
-// Raw 16-bit floating-point values, as torch stores them.
-struct Float16 {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
-
 namespace VISDET_ISA {
 
 #if defined(__AVX512F__)
