@@ -3,24 +3,10 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 
 #include "common/checks.h"
 #include "cpu/kernels.h"
-
-// The instruction sets setup.py compiled besides the baseline.
-#if defined(VISDET_HAS_X86_ISAS)
-#define VISDET_FOR_EACH_OTHER_ISA(macro) macro(avx2) macro(avx512)
-// The function `name<types...>` of the best instruction set this processor has.
-#define VISDET_BEST_ISA(name, ...)                                            \
-  (::visdet::best_isa() == ::visdet::Isa::avx512 ? &avx512::name<__VA_ARGS__> \
-   : ::visdet::best_isa() == ::visdet::Isa::avx2 ? &avx2::name<__VA_ARGS__>   \
-                                                 : &baseline::name<__VA_ARGS__>)
-#else
-#define VISDET_FOR_EACH_OTHER_ISA(macro)
-#define VISDET_BEST_ISA(name, ...) (&baseline::name<__VA_ARGS__>)
-#endif
 
 namespace visdet {
 
@@ -39,6 +25,21 @@ void dispatch_value_type(ScalarType type, const F& f) {
     default:
       fail("visdet: unsupported value type ", torch::headeronly::toString(type));
   }
+}
+
+// The same for operators of float32 and float64 alone, which take sums in the type of their values.
+template <typename F>
+auto dispatch_sum_type(ScalarType type, const F& f) {
+  return type == ScalarType::Double ? f(double{}) : f(float{});
+}
+
+template <typename V>
+const V* data_of(const Tensor& tensor) {
+  return static_cast<const V*>(tensor.const_data_ptr());
+}
+template <typename V>
+V* mutable_data_of(const Tensor& tensor) {
+  return static_cast<V*>(tensor.mutable_data_ptr());
 }
 
 // Uninitialised numbers on a cache-line border, owned by one thread.

@@ -13,15 +13,9 @@
 
 #include <cstdint>
 
-namespace visdet {
+#include "cpu/values.h"
 
-// Raw 16-bit floating-point values, as torch stores them.
-struct Float16 {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
+namespace visdet {
 
 enum class Isa { baseline, avx2, avx512 };
 

@@ -1,43 +1,16 @@
 // deformable_aggregation_fused on the CPU: kernels before deformable_aggregation's, and after its backward. The
-// contract is in ../deformable_aggregation_fused.h; how this file is compiled, in vec.h.
+// contract is in csrc/deformable_aggregation_fused.h.
 //
 // Before: parallel over (b, q). A query's logits are summed and exponentiated in a scratch row; of its weights only
 // those of visible (point, camera) pairs are written, as deformable_aggregation reads no others. After: parallel over
 // parts of a batch entry's queries, which depend on the sizes alone. A part works its rows out again and sums the
 // gradients of camera_logits of its queries; the parts' sums are added in order. So there are no races and no
 // dependence on the number of threads.
+#include "cpu/deformable_aggregation/fused_arrays.h"
 #include "cpu/exp.h"
 #include "cpu/vec.h"
 
 namespace visdet {
-
-// The tensors of one call, all contiguous, with A the type of all but logits and keep.
-template <typename TL, typename A>
-struct FusedAggregationArrays {
-  int64_t B, Q, V, L, P, G;
-  A keep_scale, min_depth;
-  const A* key_points;      // [B, Q, P, 3]
-  const A* projection;      // [B, V, 4, 4]
-  const A* image_wh;        // [B, V, 2]
-  const TL* logits;         // [B, Q, V, L, P, G], or [B, Q, L, P, G] beside camera_logits
-  const TL* camera_logits;  // [B, V, L, P, G], or null
-  const bool* keep;         // [B, Q, V, P], or null
-  A* locations;             // [B, Q, P, V, 2]
-  A* weights;               // [B, Q, P, V, L, G], those of visible pairs
-  // Scratch of one task: two patterns of `period` numbers, a row of `row` numbers and three of `points`.
-  int64_t period;  // of the patterns over a row: a multiple of G and of every vector's lanes
-  int64_t row;     // V * L * P * G, up to a multiple of period
-  int64_t points;  // P, up to a multiple of every vector's lanes
-  // Backward.
-  int64_t part, parts;      // queries of a part, parts of a batch entry
-  const A* grad_locations;  // as locations, zero for pairs that are not visible
-  const A* grad_weights;    // as weights
-  A* grad_key_points;       // as key_points
-  TL* grad_logits;          // as logits
-  A* part_sums;             // [B, parts, V, L, P, G]
-  TL* grad_camera_logits;   // as camera_logits
-};
-
 namespace VISDET_ISA {
 
 template <typename A>
@@ -241,183 +214,8 @@ void add_parts(const FusedAggregationArrays<TL, A>& a, int64_t b, int64_t begin,
   round_row(sums + begin, a.grad_camera_logits + b * N + begin, end - begin);
 }
 
-#define VISDET_INSTANTIATE(TL, A)                                                                   \
-  template void prepare_queries<TL, A>(const FusedAggregationArrays<TL, A>&, A*, int64_t, int64_t); \
-  template void finish_part<TL, A>(const FusedAggregationArrays<TL, A>&, A*, int64_t);              \
-  template void add_parts<TL, A>(const FusedAggregationArrays<TL, A>&, int64_t, int64_t, int64_t);
-VISDET_INSTANTIATE(float, float)
-VISDET_INSTANTIATE(double, double)
-VISDET_INSTANTIATE(Float16, float)
-VISDET_INSTANTIATE(BFloat16, float)
-#undef VISDET_INSTANTIATE
-
 }  // namespace VISDET_ISA
+
+VISDET_KERNELS(FusedAggregationKernels, prepare_queries<T, A>, finish_part<T, A>, add_parts<T, A>)
+
 }  // namespace visdet
-
-#if defined(VISDET_ISA_BASELINE)
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
-#include <numeric>
-#include <tuple>
-
-#include "cpu/deformable_aggregation/deformable_aggregation_cpu.h"
-#include "cpu/dispatch.h"
-#include "deformable_aggregation_fused.h"
-
-namespace visdet {
-
-#define VISDET_DECLARE(isa)                                                         \
-  namespace isa {                                                                   \
-  template <typename TL, typename A>                                                \
-  void prepare_queries(const FusedAggregationArrays<TL, A>&, A*, int64_t, int64_t); \
-  template <typename TL, typename A>                                                \
-  void finish_part(const FusedAggregationArrays<TL, A>&, A*, int64_t);              \
-  template <typename TL, typename A>                                                \
-  void add_parts(const FusedAggregationArrays<TL, A>&, int64_t, int64_t, int64_t);  \
-  }
-VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
-#undef VISDET_DECLARE
-
-namespace {
-
-using torch::stable::contiguous;
-using torch::stable::new_empty;
-using torch::stable::parallel_for;
-using torch::stable::zero_;
-
-// Queries of one piece of work; entries of camera_logits in one; a batch entry has at most kMostParts parts, of at
-// least kLeastPart queries.
-constexpr int64_t kQueryGrain = 8, kEntryGrain = 256, kMostParts = 64, kLeastPart = 8;
-// Numbers of a vector of any instruction set: a multiple of its lanes.
-constexpr int64_t kAnyLanes = 16, kLeastPeriod = 64;
-
-int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
-
-// The inputs of a call, and what the kernels before deformable_aggregation leave.
-struct Prepared {
-  FusedAggregationProblem problem;
-  Tensor key_points, projection, image_wh, logits, camera_logits, keep, locations, weights;
-  double keep_scale;
-};
-
-template <typename TL, typename A>
-FusedAggregationArrays<TL, A> arrays_of(const Prepared& it) {
-  const auto& problem = it.problem;
-  FusedAggregationArrays<TL, A> a{};
-  a.B = problem.B, a.Q = problem.Q, a.V = problem.V, a.L = problem.L, a.P = problem.P, a.G = problem.G;
-  a.keep_scale = static_cast<A>(it.keep_scale), a.min_depth = static_cast<A>(kMinDepth);
-  a.key_points = static_cast<const A*>(it.key_points.const_data_ptr());
-  a.projection = static_cast<const A*>(it.projection.const_data_ptr());
-  a.image_wh = static_cast<const A*>(it.image_wh.const_data_ptr());
-  a.logits = static_cast<const TL*>(it.logits.const_data_ptr());
-  if (problem.has_camera) a.camera_logits = static_cast<const TL*>(it.camera_logits.const_data_ptr());
-  if (problem.has_keep) a.keep = static_cast<const bool*>(it.keep.const_data_ptr());
-  a.locations = static_cast<A*>(it.locations.mutable_data_ptr());
-  a.weights = static_cast<A*>(it.weights.mutable_data_ptr());
-  a.period = std::lcm(a.G, kAnyLanes);
-  a.period *= ceil_div(kLeastPeriod, a.period);
-  a.row = ceil_div(a.V * a.L * a.P * a.G, a.period) * a.period;
-  a.points = ceil_div(a.P, kAnyLanes) * kAnyLanes;
-  a.part = std::max(kLeastPart, ceil_div(a.Q, kMostParts)), a.parts = ceil_div(a.Q, a.part);
-  return a;
-}
-
-template <typename TL, typename A>
-int64_t scratch_size(const FusedAggregationArrays<TL, A>& a) {
-  return 2 * a.period + a.row + 3 * a.points;
-}
-
-Prepared prepare(const Tensor& features, const Tensor& level_shapes, const Tensor& key_points, const Tensor& projection,
-                 const Tensor& image_wh, const Tensor& logits, const Tensor& camera_logits, const Tensor& keep,
-                 double keep_scale) {
-  const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
-                                                          logits, camera_logits, keep);
-  const auto [B, Q, V, L, P, G, has_camera, has_keep] = problem;
-  Prepared it{problem,
-              dense(key_points),
-              dense(projection),
-              dense(image_wh),
-              dense(logits),
-              dense(camera_logits),
-              dense(keep),
-              new_empty(key_points, {B, Q, P, V, 2}),
-              new_empty(key_points, {B, Q, P, V, L, G}),
-              keep_scale};
-  if (it.weights.numel() == 0) return it;
-  dispatch_value_type(it.logits.scalar_type(), [&](auto logit_tag, auto accumulate_tag) {
-    using TL = decltype(logit_tag);
-    using A = decltype(accumulate_tag);
-    const auto a = arrays_of<TL, A>(it);
-    const auto run = VISDET_BEST_ISA(prepare_queries, TL, A);
-    parallel_for(0, a.B * a.Q, kQueryGrain, [&](int64_t begin, int64_t end) {
-      Scratch<A> scratch(scratch_size(a));
-      run(a, scratch.data(), begin, end);
-    });
-  });
-  return it;
-}
-
-Tensor fused_forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts,
-                     const Tensor& key_points, const Tensor& projection, const Tensor& image_wh, const Tensor& logits,
-                     const Tensor& camera_logits, const Tensor& keep, double keep_scale) {
-  const Prepared it =
-      prepare(features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
-  return deformable_aggregation_cpu(features, level_shapes, level_starts, it.locations, it.weights);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_output, const Tensor& features,
-                                                          const Tensor& level_shapes, const Tensor& level_starts,
-                                                          const Tensor& key_points, const Tensor& projection,
-                                                          const Tensor& image_wh, const Tensor& logits,
-                                                          const Tensor& camera_logits, const Tensor& keep,
-                                                          double keep_scale, bool deterministic) {
-  const Prepared it =
-      prepare(features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
-  Tensor grad_features, grad_locations, grad_weights;  // structured bindings could not be captured
-  std::tie(grad_features, grad_locations, grad_weights) = deformable_aggregation_backward_cpu(
-      grad_output, features, level_shapes, level_starts, it.locations, it.weights, deterministic);
-  Tensor grad_key_points = new_empty(it.key_points, it.key_points.sizes()),
-         grad_logits = new_empty(it.logits, it.logits.sizes()),
-         grad_camera_logits = new_empty(it.camera_logits, it.camera_logits.sizes());
-  if (it.weights.numel() == 0) {
-    zero_(grad_key_points), zero_(grad_logits), zero_(grad_camera_logits);
-    return {grad_features, grad_key_points, grad_logits, grad_camera_logits};
-  }
-  dispatch_value_type(it.logits.scalar_type(), [&](auto logit_tag, auto accumulate_tag) {
-    using TL = decltype(logit_tag);
-    using A = decltype(accumulate_tag);
-    auto a = arrays_of<TL, A>(it);
-    const int64_t N = a.V * a.L * a.P * a.G;
-    const Scratch<A> part_sums(a.camera_logits ? a.B * a.parts * N : 0);
-    a.grad_locations = static_cast<const A*>(grad_locations.const_data_ptr());
-    a.grad_weights = static_cast<const A*>(grad_weights.const_data_ptr());
-    a.grad_key_points = static_cast<A*>(grad_key_points.mutable_data_ptr());
-    a.grad_logits = static_cast<TL*>(grad_logits.mutable_data_ptr());
-    a.part_sums = part_sums.data();
-    a.grad_camera_logits = static_cast<TL*>(grad_camera_logits.mutable_data_ptr());
-    const auto finish = VISDET_BEST_ISA(finish_part, TL, A);
-    parallel_for(0, a.B * a.parts, 1, [&](int64_t begin, int64_t end) {
-      Scratch<A> scratch(scratch_size(a));
-      for (int64_t task = begin; task < end; ++task) finish(a, scratch.data(), task);
-    });
-    if (!a.camera_logits) return;
-    const auto add = VISDET_BEST_ISA(add_parts, TL, A);
-    for (int64_t b = 0; b < a.B; ++b) {
-      parallel_for(0, N, kEntryGrain, [&](int64_t begin, int64_t end) { add(a, b, begin, end); });
-    }
-  });
-  return {grad_features, grad_key_points, grad_logits, grad_camera_logits};
-}
-
-}  // namespace
-}  // namespace visdet
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::fused_forward));
-  m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::fused_backward));
-}
-
-#endif  // VISDET_ISA_BASELINE
