@@ -16,7 +16,6 @@ namespace visdet {
 namespace {
 
 constexpr int64_t kGrain = 1 << 12;  // points of one piece of work
-constexpr int64_t kMostLanes = 16;
 
 template <typename A>
 KeyPointsArrays<A> arrays_of(const KeyPointsProblem& problem, const Tensor& anchors, const Tensor& fixed,
@@ -34,7 +33,7 @@ template <typename A, typename Kernel>
 void run(const KeyPointsProblem& problem, const KeyPointsArrays<A>& a, const Kernel& kernel) {
   const int64_t points = problem.F + problem.M, grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, points));
   torch::stable::parallel_for(0, problem.B * problem.Q, grain, [&](int64_t begin, int64_t end) {
-    std::vector<A> scratch(points * 3 + kMostLanes);
+    std::vector<A> scratch(points * 3 + kAnyLanes);
     kernel(a, begin, end, scratch.data());
   });
 }

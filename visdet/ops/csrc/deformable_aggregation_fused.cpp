@@ -25,10 +25,7 @@ using torch::stable::zero_;
 // Queries of one piece of work; entries of camera_logits in one; a batch entry has at most kMostParts parts, of at
 // least kLeastPart queries.
 constexpr int64_t kQueryGrain = 8, kEntryGrain = 256, kMostParts = 64, kLeastPart = 8;
-// Numbers of a vector of any instruction set: a multiple of its lanes.
-constexpr int64_t kAnyLanes = 16, kLeastPeriod = 64;
-
-int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+constexpr int64_t kLeastPeriod = 64;
 
 // The inputs of a call, and what the kernels before deformable_aggregation leave.
 struct Prepared {
@@ -52,10 +49,10 @@ FusedAggregationArrays<TL, A> arrays_of(const Prepared& it) {
   a.locations = mutable_data_of<A>(it.locations);
   a.weights = mutable_data_of<A>(it.weights);
   a.period = std::lcm(a.G, kAnyLanes);
-  a.period *= ceil_div(kLeastPeriod, a.period);
-  a.row = ceil_div(a.V * a.L * a.P * a.G, a.period) * a.period;
-  a.points = ceil_div(a.P, kAnyLanes) * kAnyLanes;
-  a.part = std::max(kLeastPart, ceil_div(a.Q, kMostParts)), a.parts = ceil_div(a.Q, a.part);
+  a.period *= ceil_of(kLeastPeriod, a.period);
+  a.row = ceil_of(a.V * a.L * a.P * a.G, a.period) * a.period;
+  a.points = ceil_of(a.P, kAnyLanes) * kAnyLanes;
+  a.part = std::max(kLeastPart, ceil_of(a.Q, kMostParts)), a.parts = ceil_of(a.Q, a.part);
   return a;
 }
 

@@ -15,11 +15,11 @@
 namespace visdet {
 namespace {
 
-// An encoder's queries are the texels of the pyramid itself; taken in 8 x 8 squares, their samples share most of their
-// texels. Other queries are taken in order.
+// An encoder's queries are the texels of the pyramid itself; taken in 8 x 8 squares, their samples have in common most
+// of their texels. Other queries are taken in order.
 constexpr int64_t kTileSide = 8;
 
-// The queries in the order they are worked on, or nothing for their own order. It is a matter of locality alone:
+// The queries in the order they are worked on, or none for their own order. It is a matter of locality alone:
 // results do not depend on it.
 std::vector<int64_t> query_order(const MsDeformAttnProblem& problem, const int64_t* level_shapes) {
   std::vector<int64_t> order;
@@ -215,9 +215,9 @@ struct FusedInputs {
       : reference(dense(reference_in)), offsets(dense(offsets_in)), logits(dense(logits_in)) {
     const bool boxes = reference.size(3) == 4;
     for (size_t k = 0; k < geometry.points.size(); ++k) {
-      const double share = 0.5 / static_cast<double>(geometry.points[k]);
-      scale.push_back(boxes ? share : 1.0 / geometry.W[k]);
-      scale.push_back(boxes ? share : 1.0 / geometry.H[k]);
+      const double unit = 0.5 / static_cast<double>(geometry.points[k]);
+      scale.push_back(boxes ? unit : 1.0 / geometry.W[k]);
+      scale.push_back(boxes ? unit : 1.0 / geometry.H[k]);
       center.push_back(geometry.level[k] * (boxes ? 4 : 2));
       center.push_back(center.back() + 1);
     }
@@ -264,8 +264,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),
          grad_logits = new_empty(logits, logits.sizes());
   const int64_t D = inputs.reference.size(3);
-  const std::vector<int64_t> part_sizes{problem.B, problem.G, problem.Q, problem.L, D}, nothing{0};
-  Tensor parts = new_empty(inputs.reference, needs_reference ? part_sizes : nothing);
+  const std::vector<int64_t> part_sizes{problem.B, problem.G, problem.Q, problem.L, D}, none{0};
+  Tensor parts = new_empty(inputs.reference, needs_reference ? part_sizes : none);
   if (problem.Q == 0 || problem.C == 0 || problem.K == 0) {
     zero_(grad_value), zero_(grad_offsets), zero_(grad_logits), zero_(parts);
   } else {

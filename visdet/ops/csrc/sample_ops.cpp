@@ -38,9 +38,9 @@ Tensor in_channels_last(const Tensor& images, const SampleProblem& problem) {
   const int64_t tasks = (pixels + kCopyPixels - 1) / kCopyPixels;
   torch::stable::parallel_for(0, problem.B * tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t b = task / tasks, first = (task - b * tasks) * kCopyPixels, left = pixels - first;
+      const int64_t b = task / tasks, first = (task - b * tasks) * kCopyPixels, remaining = pixels - first;
       run(from + b * C * pixels + first, pixels, to + (b * pixels + first) * pixel, pixel, C,
-          std::min(left, kCopyPixels), left);
+          std::min(remaining, kCopyPixels), remaining);
     }
   });
   return copy;
@@ -69,10 +69,9 @@ void run_sum(const SampleArrays<T, A>& a) {
 template <typename T, typename A>
 void run_dots(const SampleArrays<T, A>& a) {
   const auto run = best_kernels<SampleDot<T, A>>().query;
-  constexpr int64_t kMostLanes = 16;
   torch::stable::parallel_for(0, a.B * a.Q, kGrain, [&](int64_t begin, int64_t end) {
     Scratch<SampleCorners<A>> list(a.D + 1);
-    Scratch<A> scratch((a.G + 5) * (a.pixel + kMostLanes) + (a.C - a.K) * a.D);
+    Scratch<A> scratch((a.G + 5) * (a.pixel + kAnyLanes) + (a.C - a.K) * a.D);
     for (int64_t query = begin; query < end; ++query) run(a, list.data(), scratch.data(), query);
   });
 }

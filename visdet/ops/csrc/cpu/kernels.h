@@ -7,8 +7,9 @@
 //                     table of its kernels;
 //   csrc/cpu/<op>.cpp the kernels, in namespace visdet::VISDET_ISA, and at the end VISDET_KERNELS, which fills the
 //                     table for each type of values.
-// Files below csrc/cpu include nothing of torch and no header of the standard library with inline functions: such a
-// function, compiled there with AVX-512, could be the copy that the linker keeps for everyone.
+// Kernel files include nothing of torch and no header of the standard library with inline functions: such a function,
+// compiled there with AVX-512, could be the copy that the linker keeps for everyone. dispatch.h, images.h and
+// deformable_aggregation/cpu_functions.h are headers of host code.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,11 @@
 #include "cpu/values.h"
 
 namespace visdet {
+
+// A multiple of the lanes of every vector of every instruction set.
+constexpr int64_t kAnyLanes = 16;
+
+constexpr int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 enum class Isa { baseline, avx2, avx512 };
 

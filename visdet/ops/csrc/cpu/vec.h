@@ -97,6 +97,12 @@ VISDET_INLINE void store(A* to, Vec<A> v) {
   std::memcpy(to, &v, sizeof(v));
 }
 
+// to[i] = from[i], sums in the type of values.
+template <typename T, typename A>
+VISDET_INLINE void round_numbers(const A* from, T* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) from_accumulate(from[i], to[i]);
+}
+
 // sums[k] = the sum over the lanes of v[k]. The order of additions is fixed for each instruction set.
 VISDET_INLINE void horizontal_sums(const Vec<float> (&v)[4], float (&sums)[4]) {
 #if defined(__AVX2__)

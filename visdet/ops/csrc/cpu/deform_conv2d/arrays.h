@@ -15,8 +15,6 @@ constexpr int kPanel = 2 * kLine<A>;  // columns of a matrix that are multiplied
 template <typename A>
 constexpr int kTile = kRows * kPanel<A>;  // numbers of a product of kRows rows with a panel: [2, kRows, kLine]
 
-constexpr int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // One tap at one place.
 template <typename A>
 struct DeformSample {

@@ -21,6 +21,12 @@ struct DeformableAggregationArrays {
   TW* grad_weights;             // [B, Q, P, V, L, G]  zeroed
 };
 
+// Whether a pair counts: strictly inside the image.
+template <typename A>
+VISDET_INLINE bool is_visible(const A* location) {
+  return location[0] > A(0) && location[0] < A(1) && location[1] > A(0) && location[1] < A(1);
+}
+
 template <typename T, typename TW, typename A = typename AccumulateType<T>::type>
 struct DeformableAggregationKernels {
   // One row (b, q) of the output. acc: scratch of C numbers.

@@ -12,12 +12,6 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// Whether a pair counts: strictly inside the image.
-template <typename A>
-VISDET_INLINE bool is_visible(const A* location) {
-  return location[0] > A(0) && location[0] < A(1) && location[1] > A(0) && location[1] < A(1);
-}
-
 // The four corners of a visible pair in one level.
 template <typename A>
 struct Corners {
@@ -164,19 +158,14 @@ void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, A
   }
 }
 
-// Sums back to the type of features.
-template <typename T, typename A = typename AccumulateType<T>::type>
-void round_sums(const A* from, T* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) from_accumulate(from[i], to[i]);
-}
-
 }  // namespace VISDET_ISA
 
 // A is the type of weights here: that of sums, or that of 16-bit features.
-VISDET_KERNELS(DeformableAggregationKernels, forward_row<T, A>, backward_camera<T, A>, round_sums<T>)
+VISDET_KERNELS(DeformableAggregationKernels, forward_row<T, A>, backward_camera<T, A>,
+               round_numbers<T, typename AccumulateType<T>::type>)
 VISDET_KERNELS_OF(DeformableAggregationKernels, Float16, Float16, forward_row<T, A>, backward_camera<T, A>,
-                  round_sums<T>)
+                  round_numbers<T, typename AccumulateType<T>::type>)
 VISDET_KERNELS_OF(DeformableAggregationKernels, BFloat16, BFloat16, forward_row<T, A>, backward_camera<T, A>,
-                  round_sums<T>)
+                  round_numbers<T, typename AccumulateType<T>::type>)
 
 }  // namespace visdet

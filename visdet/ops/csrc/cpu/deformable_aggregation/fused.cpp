@@ -6,17 +6,13 @@
 // parts of a batch entry's queries, which depend on the sizes alone. A part works its rows out again and sums the
 // gradients of camera_logits of its queries; the parts' sums are added in order. So there are no races and no
 // dependence on the number of threads.
+#include "cpu/deformable_aggregation/arrays.h"
 #include "cpu/deformable_aggregation/fused_arrays.h"
 #include "cpu/exp.h"
 #include "cpu/vec.h"
 
 namespace visdet {
 namespace VISDET_ISA {
-
-template <typename A>
-VISDET_INLINE bool is_visible(const A* location) {
-  return location[0] > A(0) && location[0] < A(1) && location[1] > A(0) && location[1] < A(1);
-}
 
 // to[i] = x[i] + y[i].
 template <typename T, typename A>
@@ -32,10 +28,6 @@ VISDET_INLINE void widen_row(const T* x, A* to, int64_t count) {
   int64_t i = 0;
   for (; i + W <= count; i += W) store(to + i, load(x + i));
   for (; i < count; ++i) to[i] = to_accumulate(x[i]);
-}
-template <typename T, typename A>
-VISDET_INLINE void round_row(const A* x, T* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) from_accumulate(x[i], to[i]);
 }
 
 // pattern[j] = f over the numbers of group j % G, for each j.
@@ -196,9 +188,9 @@ void finish_part(const FusedAggregationArrays<TL, A>& a, A* scratch, int64_t tas
     if (a.camera_logits) {
       add_rows(sums, row, sums, N);
       for (int64_t n = stride; n < N; n += stride) add_rows(row, row + n, row, stride);
-      round_row(row, a.grad_logits + query * stride, stride);
+      round_numbers(row, a.grad_logits + query * stride, stride);
     } else {
-      round_row(row, a.grad_logits + query * N, N);
+      round_numbers(row, a.grad_logits + query * N, N);
     }
   }
 }
@@ -211,7 +203,7 @@ void add_parts(const FusedAggregationArrays<TL, A>& a, int64_t b, int64_t begin,
   for (int64_t part = 1; part < a.parts; ++part) {
     add_rows(sums + begin, sums + part * N + begin, sums + begin, end - begin);
   }
-  round_row(sums + begin, a.grad_camera_logits + b * N + begin, end - begin);
+  round_numbers(sums + begin, a.grad_camera_logits + b * N + begin, end - begin);
 }
 
 }  // namespace VISDET_ISA

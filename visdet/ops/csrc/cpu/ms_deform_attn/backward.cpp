@@ -144,15 +144,15 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int
   for (int64_t c = a.C; c < C; ++c) g_row[c] = 0;
   BlockWalk blocks({a.Q, a.G, true, a.order, a.Q, b, g, 0}, a.K);
   GradSamples<A> ring[kBackwardRing] = {};
-  const auto scratch_of = [&](int64_t turn) { return row_scratch + turn % kBackwardRing * row_scratch_size(a.K); };
+  const auto scratch_of = [&](int64_t number) { return row_scratch + number % kBackwardRing * row_scratch_size(a.K); };
   const auto prepare = [&](GradSamples<A>& samples) {
     if (blocks.is_done()) return;
     if (blocks.first == 0) {
       prefetch_row(a, blocks.ahead.row());
-      begin_row(a, blocks.rows.row(), scratch_of(blocks.turn));
+      begin_row(a, blocks.rows.row(), scratch_of(blocks.number));
     }
     samples.block = blocks.next();
-    locate_grad_samples(a, row_of(a, samples.block.row, scratch_of(samples.block.turn)), texel_stride, samples);
+    locate_grad_samples(a, row_of(a, samples.block.row, scratch_of(samples.block.number)), texel_stride, samples);
   };
   for (int s = 0; s < kBackwardRing - 1; ++s) prepare(ring[s]);
   int64_t rows = a.Q;
@@ -164,7 +164,7 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int
       for (int64_t c = 0; c < a.C; ++c) g_row[c] = to_accumulate(a.grad_output[row * a.C + c]);
     }
     scatter_samples(samples, ring[(s + kBackwardRing - 2) % kBackwardRing], g_row, value, grad, C);
-    A* row_numbers = scratch_of(samples.block.turn);
+    A* row_numbers = scratch_of(samples.block.number);
     finish_grad_samples(a, row_of(a, row, row_numbers), samples);
     if (samples.block.is_last) {
       end_row(a, row, row_numbers);

@@ -40,7 +40,7 @@ VISDET_INLINE void write_numbers(const A* from, bool in_sum_type, int64_t row, i
 }
 
 // weights = softmax of the logits in them, with zeros after the last up to a whole register. `largest` is a finite
-// number, so that -inf has weight zero; a row of nothing else is NaN, as in torch, and so is one with a NaN.
+// number, so that -inf has weight zero; a row of -inf alone is NaN, as in torch, and so is one with a NaN.
 template <typename A>
 VISDET_INLINE void softmax(A* weights, int64_t K) {
   constexpr int W = kLanes<A>;

@@ -62,12 +62,12 @@ struct RowWalk {
   int64_t Q, G;
   bool by_head;
   const int64_t* order;
-  int64_t left;     // rows to come, the current one among them
-  int64_t b, g, i;  // query i of the working order
+  int64_t remaining;  // rows to come, the current one among them
+  int64_t b, g, i;    // query i of the working order
 
   int64_t row() const { return (b * Q + (order != nullptr ? order[i] : i)) * G + g; }
   void advance() {
-    --left;
+    --remaining;
     if (by_head) {
       if (++i < Q) return;
       i = 0;
@@ -83,7 +83,7 @@ struct RowWalk {
 // Some of a row's samples: number first .. first + count.
 struct Block {
   int64_t b, g, row;
-  int64_t turn;  // the row is number `turn` of the loop
+  int64_t number;  // of the row, in the order of the loop
   int64_t first;
   int count;
   bool is_first, is_last;  // of the row
@@ -92,23 +92,23 @@ struct Block {
 // The rows of a walk in blocks of at most kBlock samples, a row's all of about the same size.
 struct BlockWalk {
   RowWalk rows, ahead;
-  int64_t K, size, first = 0, turn = 0;
+  int64_t K, size, first = 0, number = 0;
 
   BlockWalk(const RowWalk& walk, int64_t K) : rows(walk), ahead(walk), K(K) {
     const int64_t blocks = (K + kBlock - 1) / kBlock;
     size = (K + blocks - 1) / blocks;
-    for (int k = 0; k < kPrefetchedRows && ahead.left > 1; ++k) ahead.advance();
+    for (int k = 0; k < kPrefetchedRows && ahead.remaining > 1; ++k) ahead.advance();
   }
-  bool is_done() const { return rows.left == 0; }
+  bool is_done() const { return rows.remaining == 0; }
   Block next() {
     const bool is_last = first + size >= K;
-    const Block block{rows.b,     rows.g, rows.row(), turn, first, static_cast<int>(is_last ? K - first : size),
+    const Block block{rows.b,     rows.g, rows.row(), number, first, static_cast<int>(is_last ? K - first : size),
                       first == 0, is_last};
     first += size;
     if (is_last) {
-      first = 0, ++turn;
+      first = 0, ++number;
       rows.advance();
-      if (ahead.left > 1) ahead.advance();
+      if (ahead.remaining > 1) ahead.advance();
     }
     return block;
   }

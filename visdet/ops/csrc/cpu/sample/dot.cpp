@@ -10,7 +10,7 @@ struct Number {
 };
 
 // The dots pass of a query's listed samples, DOTS and GRAD as in dot_query. rows: [G rounded up to GROUPS][vectors *
-// kLanes], an element in each vector's place, zero where a vector overlaps the one before it.
+// kLanes], the elements of vector n from n * kLanes on, zero where a vector overlaps the one before it.
 template <int GROUPS, bool DOTS, bool GRAD, typename T, typename A>
 VISDET_INLINE void dot_samples(const SampleArrays<T, A>& a, const SampleCorners<A>* list, int64_t count, const A* rows,
                                const A* encodings, A* encoding, A* derivative, int64_t query) {
@@ -28,10 +28,10 @@ VISDET_INLINE void dot_samples(const SampleArrays<T, A>& a, const SampleCorners<
     for (int64_t g = 0; GRAD && g < a.G; ++g) total += a.coefficients[row0 + g * step + at.d];
     for (int64_t j = 0; j < 2 * octaves; ++j) {
       const int64_t c = a.K + j, n = c / kLanes<A>;
-      const int64_t place = c + n * kLanes<A> - vector_start<A>(n, a.pixel);
+      const int64_t slot = c + n * kLanes<A> - vector_start<A>(n, a.pixel);
       const A rate = kTurn * static_cast<A>(int64_t{1} << j / 2);
-      encoding[place] = encodings[j * a.D + i];
-      derivative[place] = (j % 2 ? -rate : rate) * encodings[(j ^ 1) * a.D + i];
+      encoding[slot] = encodings[j * a.D + i];
+      derivative[slot] = (j % 2 ? -rate : rate) * encodings[(j ^ 1) * a.D + i];
     }
     if (i + 1 < count) {  // the next sample's pixels, often in no nearer cache than the last: a quarter less time
       for (int k = 0; k < 4; ++k) {

@@ -63,13 +63,8 @@ void transpose(const From* from, int64_t from_stride, To* to, int64_t to_stride,
   }
 }
 
-template <typename From, typename To>
-void round_numbers(const From* from, To* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) from_accumulate(from[i], to[i]);
-}
-
 }  // namespace VISDET_ISA
 
-VISDET_KERNELS(SampleLayout, transpose<T, T>, transpose<A, T>, round_numbers<A, T>)
+VISDET_KERNELS(SampleLayout, transpose<T, T>, transpose<A, T>, round_numbers<T, A>)
 
 }  // namespace visdet
