@@ -2,12 +2,6 @@
 // are in visdet/ops/box_key_points.py.
 #include "box_key_points.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <tuple>
-#include <vector>
-
 #include "cpu/box_key_points.h"
 #include "cpu/dispatch.h"
 

@@ -2,11 +2,6 @@
 // visdet/ops/carafe.py.
 #include "carafe.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <tuple>
-
 #include "cpu/carafe.h"
 #include "cpu/dispatch.h"
 

@@ -2,13 +2,7 @@
 // who serves where a library is missing are in visdet/ops/deform_conv2d.py.
 #include "deform_conv2d.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
 #include <optional>
-#include <tuple>
-#include <vector>
 
 #include "cpu/deform_conv2d/arrays.h"
 #include "cpu/dispatch.h"

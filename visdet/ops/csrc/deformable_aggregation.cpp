@@ -2,14 +2,6 @@
 // definition are in visdet/ops/deformable_aggregation.py.
 #include "deformable_aggregation.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
-#include <tuple>
-#include <type_traits>
-#include <vector>
-
 #include "cpu/deformable_aggregation/arrays.h"
 #include "cpu/deformable_aggregation/cpu_functions.h"
 #include "cpu/dispatch.h"

@@ -2,12 +2,7 @@
 // definition are in visdet/ops/deformable_aggregation_fused.py.
 #include "deformable_aggregation_fused.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
 #include <numeric>
-#include <tuple>
 
 #include "cpu/deformable_aggregation/cpu_functions.h"
 #include "cpu/deformable_aggregation/fused_arrays.h"

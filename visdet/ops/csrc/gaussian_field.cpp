@@ -2,13 +2,8 @@
 // plain-torch definitions are in visdet/ops/mahalanobis_distance.py and visdet/ops/gaussian_field.py.
 #include "cpu/gaussian_field.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
 #include <atomic>
 #include <initializer_list>
-#include <tuple>
 
 #include "cpu/dispatch.h"
 #include "gaussian_field.h"

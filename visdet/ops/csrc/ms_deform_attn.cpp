@@ -2,13 +2,6 @@
 // are in visdet/ops/ms_deform_attn.py.
 #include "ms_deform_attn.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
-#include <tuple>
-#include <vector>
-
 #include "cpu/dispatch.h"
 #include "cpu/ms_deform_attn/arrays.h"
 
@@ -74,7 +67,7 @@ MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geo
   a.level = geometry.level.data();
   a.H = geometry.H.data(), a.W = geometry.W.data(), a.start = geometry.start.data();
   a.order = geometry.order.empty() ? nullptr : geometry.order.data();
-  a.value = static_cast<const T*>(value.const_data_ptr());
+  a.value = data_of<T>(value);
   return a;
 }
 
@@ -117,7 +110,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, con
     using A = decltype(accumulate_tag);
     auto a = arrays_of<T, A>(problem, geometry, value);
     fill(a);
-    a.output = static_cast<T*>(output.mutable_data_ptr());
+    a.output = mutable_data_of<T>(output);
     a.copied = copies.copied.data(), a.copy_start = copies.start.data(), a.copy_rows = copies.rows;
     const std::vector<A> zeros(static_cast<size_t>((problem.C + 15) / 16 * 16));
     a.zeros = reinterpret_cast<const T*>(zeros.data());
@@ -154,8 +147,8 @@ void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, cons
     using A = decltype(accumulate_tag);
     auto a = arrays_of<T, A>(problem, geometry, value);
     fill(a);
-    a.grad_output = static_cast<const T*>(grad_output.const_data_ptr());
-    a.grad_value = static_cast<T*>(grad_value.mutable_data_ptr());
+    a.grad_output = data_of<T>(grad_output);
+    a.grad_value = mutable_data_of<T>(grad_value);
     a.gathered = !std::is_same<T, A>::value || pays_to_gather(problem);
     if (!a.gathered) zero_(grad_value);
     const auto run = best_kernels<MsDeformAttnBackward<T, A>>().head;
@@ -175,8 +168,8 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes, const 
   const Geometry geometry(problem, level_shapes, level_starts, nullptr);
   return forward(problem, geometry, value, [&](auto& a) {
     using A = std::remove_pointer_t<decltype(a.grad_weights)>;
-    a.locations = static_cast<const A*>(locations.const_data_ptr());
-    a.weights = static_cast<const A*>(weights.const_data_ptr());
+    a.locations = data_of<A>(locations);
+    a.weights = data_of<A>(weights);
   });
 }
 
@@ -196,10 +189,10 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   }
   backward(problem, geometry, grad_output, value_in, grad_value, [&](auto& a) {
     using A = std::remove_pointer_t<decltype(a.grad_weights)>;
-    a.locations = static_cast<const A*>(locations.const_data_ptr());
-    a.weights = static_cast<const A*>(weights.const_data_ptr());
-    a.grad_locations = static_cast<A*>(grad_locations.mutable_data_ptr());
-    a.grad_weights = static_cast<A*>(grad_weights.mutable_data_ptr());
+    a.locations = data_of<A>(locations);
+    a.weights = data_of<A>(weights);
+    a.grad_locations = mutable_data_of<A>(grad_locations);
+    a.grad_weights = mutable_data_of<A>(grad_weights);
   });
   return {grad_value, grad_locations, grad_weights};
 }
@@ -232,7 +225,7 @@ struct FusedInputs {
   template <typename Arrays>
   void fill(Arrays& a) const {
     using A = std::remove_pointer_t<decltype(a.grad_weights)>;
-    a.reference_points = static_cast<const A*>(reference.const_data_ptr());
+    a.reference_points = data_of<A>(reference);
     a.boxes = reference.size(3) == 4;
     a.in_sum_type = offsets.scalar_type() == reference.scalar_type();
     a.offsets = offsets.const_data_ptr(), a.logits = logits.const_data_ptr();
@@ -273,7 +266,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
       using A = std::remove_pointer_t<decltype(a.grad_weights)>;
       inputs.fill(a);
       a.grad_offsets = grad_offsets.mutable_data_ptr(), a.grad_logits = grad_logits.mutable_data_ptr();
-      a.grad_reference = needs_reference ? static_cast<A*>(parts.mutable_data_ptr()) : nullptr;
+      a.grad_reference = needs_reference ? mutable_data_of<A>(parts) : nullptr;
     });
   }
   const int64_t heads[] = {1};

@@ -2,12 +2,7 @@
 // and the plain-torch definition are in visdet/ops/roi_align.py.
 #include "cpu/roi_align.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "cpu/dispatch.h"
 #include "cpu/images.h"

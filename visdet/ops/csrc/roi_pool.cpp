@@ -2,13 +2,7 @@
 // visdet/ops/roi_pool.py.
 #include "cpu/roi_pool.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
 #include <cmath>
-#include <tuple>
-#include <vector>
 
 #include "cpu/dispatch.h"
 #include "cpu/images.h"

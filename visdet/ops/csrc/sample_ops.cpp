@@ -4,12 +4,6 @@
 // chunk of channels), so there are no races and no dependence on the number of threads.
 #include "sample_ops.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
-#include <tuple>
-
 #include "cpu/dispatch.h"
 #include "cpu/sample/arrays.h"
 

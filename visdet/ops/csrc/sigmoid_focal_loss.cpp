@@ -2,11 +2,6 @@
 // definition are in visdet/ops/focal_loss.py.
 #include "cpu/sigmoid_focal_loss.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
-
 #include "cpu/dispatch.h"
 #include "sigmoid_focal_loss.h"
 

@@ -2,12 +2,7 @@
 // in visdet/ops/nms.py.
 #include "cpu/soft_nms.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
 #include <limits>
-#include <tuple>
 
 #include "cpu/dispatch.h"
 #include "soft_nms.h"

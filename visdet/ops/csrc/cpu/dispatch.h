@@ -1,9 +1,15 @@
-// For host code of CPU operators: the choice of value type, and scratch memory.
+// What the host code of CPU operators is written with: torch, the choice of value type, and scratch memory.
 #pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <tuple>
+#include <type_traits>
+#include <vector>
 
 #include "common/checks.h"
 #include "cpu/kernels.h"
