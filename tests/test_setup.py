@@ -165,6 +165,45 @@ def test_the_baseline_is_linked_before_the_other_instruction_sets(build, monkeyp
     assert linked == sorted(linked, key=["baseline", "avx2", "avx512"].index) and len(set(linked)) == 3
 
 
+def commands_of(rules):
+    """Return the command that makes each target, and what it is made of."""
+    texts = iter(rules.lines)
+    commands, made = {}, {}
+    for line in texts:
+        if line.startswith("rule "):
+            commands[line.split()[1]] = next(texts).split(" = ", 1)[1]
+        elif line.startswith("build "):
+            target, rule, inputs = re.fullmatch(r"build (\S+): (\S+) (.*)", line).groups()
+            made[target] = (commands[rule], inputs)
+    return made
+
+
+def test_kernels_are_compiled_per_instruction_set_without_torch_and_host_code_once(build, monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    rules = build.NinjaFile()
+    rules.add_cpu_library(Path("libvisdet_cpu.so"), Path("objects"), [])
+    made = {target: command for target, command in commands_of(rules).items() if target.endswith(".o")}
+    kernels = [
+        target for target in made if target.startswith("objects/cpu_") and target != "objects/cpu_isa.o"
+    ]
+    sources = list((build.ROOT / build.CSRC / "cpu").rglob("*.cpp"))
+    assert len(kernels) == 3 * len(sources)
+    assert len(made) - len(kernels) == len(list((build.ROOT / build.CSRC).glob("*.cpp")))
+    for target, (command, inputs) in made.items():
+        isa = target.removesuffix(".o").rsplit("_", 1)[1] if target in kernels else "host"
+        assert (f"-DVISDET_ISA={isa}" in command) == (target in kernels)
+        # The header that all of them include is compiled first, with the same flags, and found first.
+        header = "cpu/precompiled.h" if target in kernels else "common/precompiled.h"
+        compiled = f"objects/{isa}/{header}.gch"
+        assert inputs.endswith(f" | {compiled}")
+        assert command.index(f"-Iobjects/{isa} ") < command.index(f"-I{build.ROOT / build.CSRC} ")
+        flags = set(command.split()) - {f"-Iobjects/{isa}", "-include", header}
+        assert flags <= set(commands_of(rules)[compiled][0].replace(f"{compiled}.d", f"{target}.d").split())
+    for source in [*sources, *(build.ROOT / build.CSRC / "cpu").rglob("*.h")]:
+        if source.name not in ("dispatch.h", "cpu_functions.h", "images.h"):  # for host code
+            assert "torch" not in re.findall(r"#include [<\"](\w+)", source.read_text()), source
+
+
 def test_the_cuda_library_is_told_what_it_is_compiled_for(build, nvcc):
     rules = build.NinjaFile()
     rules.add_cuda_library(Path("libvisdet_cuda.so"), Path("objects"), [], nvcc, ["75", "90"], ["90"])

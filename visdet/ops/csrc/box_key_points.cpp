@@ -1,9 +1,82 @@
-// Schemas of box_key_points. Fake tensors, autograd and the plain-torch definition are in visdet/ops/box_key_points.py.
-#include <torch/csrc/stable/library.h>
+// box_key_points: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch definition
+// are in visdet/ops/box_key_points.py.
+#include "box_key_points.h"
+
+#include "cpu/box_key_points.h"
+#include "cpu/dispatch.h"
+
+namespace visdet {
+
+namespace {
+
+constexpr int64_t kGrain = 1 << 12;  // points of one piece of work
+
+template <typename A>
+KeyPointsArrays<A> arrays_of(const KeyPointsProblem& problem, const Tensor& anchors, const Tensor& fixed,
+                             const Tensor& logits, double max_log_size) {
+  KeyPointsArrays<A> a{};
+  a.D = problem.D, a.F = problem.F, a.M = problem.M;
+  a.anchors = data_of<A>(anchors);
+  a.fixed = data_of<A>(fixed);
+  a.logits = data_of<A>(logits);
+  a.max_log_size = static_cast<A>(max_log_size);
+  return a;
+}
+
+template <typename A, typename Kernel>
+void run(const KeyPointsProblem& problem, const KeyPointsArrays<A>& a, const Kernel& kernel) {
+  const int64_t points = problem.F + problem.M, grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, points));
+  torch::stable::parallel_for(0, problem.B * problem.Q, grain, [&](int64_t begin, int64_t end) {
+    std::vector<A> scratch(points * 3 + kAnyLanes);
+    kernel(a, begin, end, scratch.data());
+  });
+}
+
+Tensor box_key_points(const Tensor& anchors_in, const Tensor& fixed_in, const Tensor& logits_in, double max_log_size) {
+  const auto problem = check_box_key_points(anchors_in, fixed_in, logits_in);
+  const Tensor anchors = dense(anchors_in), fixed = dense(fixed_in), logits = dense(logits_in);
+  Tensor output = new_empty(anchors, {problem.B, problem.Q, problem.F + problem.M, 3});
+  if (output.numel() == 0) return output;
+  dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
+    using A = decltype(tag);
+    auto a = arrays_of<A>(problem, anchors, fixed, logits, max_log_size);
+    a.output = mutable_data_of<A>(output);
+    run(problem, a, best_kernels<KeyPointsKernels<A>>().forward);
+  });
+  return output;
+}
+
+std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in, const Tensor& anchors_in,
+                                                   const Tensor& fixed_in, const Tensor& logits_in,
+                                                   double max_log_size) {
+  const auto problem = check_box_key_points(anchors_in, fixed_in, logits_in);
+  check_key_points_gradient(problem, grad_output_in, anchors_in);
+  const Tensor grad_output = dense(grad_output_in), anchors = dense(anchors_in), fixed = dense(fixed_in),
+               logits = dense(logits_in);
+  Tensor grad_anchors = new_empty(anchors, anchors.sizes()), grad_logits = new_empty(logits, logits.sizes());
+  if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
+  dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
+    using A = decltype(tag);
+    auto a = arrays_of<A>(problem, anchors, fixed, logits, max_log_size);
+    a.grad_output = data_of<A>(grad_output);
+    a.grad_anchors = mutable_data_of<A>(grad_anchors);
+    a.grad_logits = mutable_data_of<A>(grad_logits);
+    run(problem, a, best_kernels<KeyPointsKernels<A>>().backward);
+  });
+  return {grad_anchors, grad_logits};
+}
+
+}  // namespace
+}  // namespace visdet
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def("box_key_points(Tensor anchors, Tensor fixed, Tensor logits, float max_log_size) -> Tensor");
   m.def(
       "box_key_points_backward(Tensor grad_output, Tensor anchors, Tensor fixed, Tensor logits, float max_log_size)"
       " -> (Tensor grad_anchors, Tensor grad_logits)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
+  m.impl("box_key_points", TORCH_BOX(&visdet::box_key_points));
+  m.impl("box_key_points_backward", TORCH_BOX(&visdet::box_key_points_backward));
 }

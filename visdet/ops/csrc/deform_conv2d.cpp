@@ -1,6 +1,313 @@
-// Schemas of deform_conv2d. Fake tensors, autograd, the plain-torch definition and who serves where a library is
-// missing are in visdet/ops/deform_conv2d.py.
-#include <torch/csrc/stable/library.h>
+// deform_conv2d: schemas, and the functions for CPU tensors. Fake tensors, autograd, the plain-torch definition and
+// who serves where a library is missing are in visdet/ops/deform_conv2d.py.
+#include "deform_conv2d.h"
+
+#include <optional>
+
+#include "cpu/deform_conv2d/arrays.h"
+#include "cpu/dispatch.h"
+
+namespace visdet {
+
+namespace {
+
+using torch::stable::parallel_for;
+
+constexpr int64_t kTileNumbers = int64_t{1} << 17;   // of columns, that a task makes at a time
+constexpr int64_t kChunkNumbers = int64_t{1} << 22;  // of columns, that a backward holds at a time
+constexpr int64_t kMaxTile = 8;                      // blocks of a task
+constexpr int64_t kPixels = 256;                     // of a task that copies images
+
+// run(b, first, last) for pixels of every image.
+template <typename F>
+void for_pixels(int64_t B, int64_t map, const F& run) {
+  const int64_t parts = ceil_of(map, kPixels);
+  parallel_for(0, B * parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task % parts * kPixels;
+      run(task / parts, first, std::min(first + kPixels, map));
+    }
+  });
+}
+
+// One call: its arrays, and the memory of those that are its own.
+template <typename T, typename A>
+class Convolution {
+ public:
+  static constexpr int64_t L = kLine<A>, P = kPanel<A>;
+
+  Convolution(const DeformConvProblem& p, const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask)
+      : B_(p.B), offset_(dense(offset)), mask_(mask ? std::optional<Tensor>(dense(*mask)) : std::nullopt) {
+    a.C = p.C, a.H = p.H, a.W = p.W, a.M = p.M, a.KW = p.KW, a.taps = p.taps();
+    a.width = p.width, a.places = p.places(), a.groups = p.groups, a.G = p.G;
+    for (int d = 0; d < 2; ++d) {
+      a.stride[d] = p.stride[d], a.padding[d] = p.padding[d], a.dilation[d] = p.dilation[d];
+    }
+    a.per_group = p.C / p.groups, a.per_offset = p.C / p.G, a.per_output = p.M / p.groups;
+    a.lines = ceil_of(a.per_offset, L), a.blocks = ceil_of(a.places, kRows);
+    a.offset = data_of<T>(offset_);
+    a.mask = mask_ ? data_of<T>(*mask_) : nullptr;
+    zeros_.assign(static_cast<size_t>(a.lines * L), A(0));
+    a.zeros = zeros_.data();
+    take_positions();
+    take_images(input);
+  }
+
+  // Blocks that a task takes at a time; no result depends on it.
+  int64_t tile() const {
+    const int64_t fair = B_ * a.blocks / (2 * static_cast<int64_t>(torch::stable::get_num_threads()));
+    return std::max<int64_t>(1, std::min({kTileNumbers / a.block(), kMaxTile, fair}));
+  }
+
+  void forward(const Tensor& weight, Tensor& output) {
+    const Scratch<A> matrix = pack_weight(weight);
+    a.weight = matrix.data(), a.output = mutable_data_of<T>(output);
+    const int64_t tile = this->tile(), parts = ceil_of(a.blocks, tile);
+    const auto run = best_kernels<DeformConvKernels<T, A>>().forward_tile;
+    parallel_for(0, B_ * parts, 1, [&](int64_t begin, int64_t end) {
+      const Scratch<A> scratch(a.forward_scratch(tile));
+      const Scratch<DeformSample<A>> samples(a.block_samples());
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t first = task % parts * tile;
+        run(a, scratch.data(), samples.data(), task / parts, first, std::min(tile, a.blocks - first));
+      }
+    });
+  }
+
+  // Null for a gradient that is not wanted.
+  void backward(const Tensor& grad_output, const Tensor& weight, Tensor* grad_input, Tensor* grad_offset,
+                Tensor* grad_mask, Tensor* grad_weight) {
+    const int64_t all = B_ * a.blocks, chunk = std::min(all, std::max<int64_t>(1, kChunkNumbers / a.block()));
+    const bool needs_columns = grad_weight != nullptr, needs_grads = grad_input || grad_offset;
+    const Scratch<A> matrix = needs_grads ? pack_transposed_weight(weight) : Scratch<A>(0);
+    const Scratch<A> grad_columns(needs_grads ? chunk * a.block() : 0);
+    const Scratch<A> columns(needs_columns ? chunk * a.block() : 0);
+    const Scratch<A> products(needs_columns ? a.groups * a.tiles() * chunk * kRows * kRows : 0);
+    const Scratch<DeformSample<A>> samples(chunk * a.block_samples());
+    const int64_t pixels = grad_input ? B_ * a.H * a.W * a.pixel() : 0;
+    const Scratch<A> grad_images(pixels);
+    a.transposed = matrix.data(), a.grad_output = data_of<T>(grad_output), a.samples = samples.data();
+    a.grad_columns = needs_grads ? grad_columns.data() : nullptr;
+    a.columns = needs_columns ? columns.data() : nullptr, a.grad_products = products.data();
+    a.grad_offset = grad_offset ? mutable_data_of<T>(*grad_offset) : nullptr;
+    a.grad_mask = grad_mask ? mutable_data_of<T>(*grad_mask) : nullptr;
+    if (needs_columns) take_lines();
+    const int64_t weights = needs_columns ? a.groups * a.pairs * a.tiles() * kTile<A> : 0;
+    const Scratch<A> sums(weights);
+    a.grad_images = grad_images.data(), a.grad_weight = sums.data();
+    std::fill_n(a.grad_weight, weights, A(0));
+    parallel_for(0, pixels, 1 << 16,
+                 [&](int64_t begin, int64_t end) { std::fill(a.grad_images + begin, a.grad_images + end, A(0)); });
+    for (a.first = 0; a.first < all; a.first += chunk) {
+      a.count = std::min(chunk, all - a.first);
+      make_gradients();
+      if (grad_input) add_to_images();
+      if (grad_weight) add_to_sums();
+    }
+    if (grad_input) {
+      a.grad_input = mutable_data_of<T>(*grad_input);
+      const auto run = best_kernels<DeformConvKernels<T, A>>().copy_grad_image;
+      for_pixels(B_, a.H * a.W, [&](int64_t b, int64_t first, int64_t last) { run(a, b, first, last); });
+    }
+    if (grad_weight) unpack_grad_weight(mutable_data_of<T>(*grad_weight));
+  }
+
+ private:
+  void take_positions() {
+    position_.reserve(static_cast<size_t>(a.groups * a.terms()));
+    for (int64_t group = 0; group < a.groups; ++group) {
+      for (int64_t k = 0; k < a.taps; ++k) {
+        for (int64_t i = 0; i < a.per_group; ++i) {
+          const int64_t c = group * a.per_group + i, g = c / a.per_offset, of_offset = c % a.per_offset;
+          position_.push_back(((k * a.G + g) * a.lines + of_offset / L) * kRows * L + of_offset % L);
+        }
+      }
+    }
+    a.position = position_.data();
+  }
+
+  void take_images(const Tensor& input) {
+    if (std::is_same<T, A>::value && !a.is_padded() && is_channels_last(input)) {
+      input_ = input;
+      a.images = data_of<A>(*input_);
+      return;
+    }
+    input_ = dense(input);
+    a.input = data_of<T>(*input_);
+    copy_.emplace(B_ * a.H * a.W * a.pixel());
+    const auto run = best_kernels<DeformConvKernels<T, A>>().copy_image;
+    for_pixels(B_, a.H * a.W, [&](int64_t b, int64_t first, int64_t last) { run(a, copy_->data(), b, first, last); });
+    a.images = copy_->data();
+  }
+
+  // [groups, panels of per_output, terms, P], zeros past the last output channel.
+  Scratch<A> pack_weight(const Tensor& weight) const {
+    const Tensor from = dense(weight);
+    const T* kernels = data_of<T>(from);
+    const int64_t panels = ceil_of(a.per_output, P), terms = a.terms();
+    Scratch<A> matrix(a.groups * panels * terms * P);
+    parallel_for(0, a.groups * panels, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t first = task % panels * P, here = std::min(P, a.per_output - first);
+        const T* kernel = kernels + (task / panels * a.per_output + first) * terms;
+        A* to = matrix.data() + task * terms * P;
+        for (int64_t t = 0; t < terms; ++t) {  // in the weight's order: channel, tap
+          A* row = to + (t % a.taps * a.per_group + t / a.taps) * P;
+          for (int64_t m = 0; m < P; ++m) row[m] = m < here ? A(to_accumulate(kernel[m * terms + t])) : A(0);
+        }
+      }
+    });
+    return matrix;
+  }
+
+  // [groups, panels of terms, per_output, P], zeros past the last term.
+  Scratch<A> pack_transposed_weight(const Tensor& weight) const {
+    const Tensor from = dense(weight);
+    const T* kernels = data_of<T>(from);
+    const int64_t panels = ceil_of(a.terms(), P), terms = a.terms();
+    Scratch<A> matrix(a.groups * panels * a.per_output * P);
+    parallel_for(0, a.groups * panels, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t first = task % panels * P, here = std::min(P, terms - first);
+        A* to = matrix.data() + task * a.per_output * P;
+        const T* kernel = kernels + task / panels * a.per_output * terms;
+        for (int64_t m = 0; m < a.per_output; ++m, kernel += terms, to += P) {
+          for (int64_t j = 0; j < P; ++j) {
+            const int64_t t = first + j;
+            to[j] = j < here ? A(to_accumulate(kernel[t % a.per_group * a.taps + t / a.per_group])) : A(0);
+          }
+        }
+      }
+    });
+    return matrix;
+  }
+
+  // The lines of a block that hold channels of each group, in pairs; of all groups as many as of the one with most.
+  void take_lines() {
+    std::vector<std::vector<int64_t>> lines(static_cast<size_t>(a.groups));
+    for (int64_t group = 0; group < a.groups; ++group) {
+      auto& mine = lines[static_cast<size_t>(group)];
+      for (int64_t t = 0; t < a.terms(); ++t) {
+        const int64_t line = a.position[group * a.terms() + t] / (kRows * L);
+        if (mine.empty() || mine.back() != line) mine.push_back(line);
+        slot_.push_back(static_cast<int64_t>(mine.size()) - 1);
+      }
+      a.pairs = std::max(a.pairs, ceil_of(static_cast<int64_t>(mine.size()), 2));
+    }
+    for (auto& mine : lines) {
+      mine.resize(static_cast<size_t>(2 * a.pairs), mine.back());
+      line_pair_.insert(line_pair_.end(), mine.begin(), mine.end());
+    }
+    a.line_pair = line_pair_.data();
+  }
+
+  void make_gradients() {
+    const int64_t tile = std::min(this->tile(), a.count);
+    const auto run = best_kernels<DeformConvKernels<T, A>>().backward_tile;
+    parallel_for(0, ceil_of(a.count, tile), 1, [&](int64_t begin, int64_t end) {
+      const Scratch<A> scratch(a.backward_scratch(tile));
+      for (int64_t task = begin; task < end; ++task) {
+        run(a, scratch.data(), task * tile, std::min(tile, a.count - task * tile));
+      }
+    });
+  }
+
+  // A task takes some lines of channels and a band of rows of an image; the fewer the lines, the more bands.
+  void add_to_images() {
+    const int64_t b0 = a.first / a.blocks, images = (a.first + a.count - 1) / a.blocks - b0 + 1;
+    const int64_t slices = ceil_of(a.lines, kAtOnce), parts = images * a.G * slices;
+    const int64_t wanted = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
+    const int64_t bands = std::min(a.H, ceil_of(wanted, parts));
+    const auto run = best_kernels<DeformConvKernels<T, A>>().add_to_pixels;
+    parallel_for(0, parts * bands, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t band = task % bands, slice = task / bands % slices, g = task / (bands * slices) % a.G;
+        const int64_t b = b0 + task / (bands * slices * a.G);
+        const int64_t t0 = std::max<int64_t>(0, b * a.blocks - a.first);
+        const int64_t t1 = std::min(a.count, (b + 1) * a.blocks - a.first);
+        run(a, b, t0, t1, g, slice * kAtOnce, std::min((slice + 1) * kAtOnce, a.lines), a.H * band / bands * a.W,
+            a.H * (band + 1) / bands * a.W);
+      }
+    });
+  }
+
+  void add_to_sums() {
+    const auto run = best_kernels<DeformConvKernels<T, A>>().add_to_weight;
+    parallel_for(0, a.groups * a.pairs, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) run(a, task / a.pairs, task % a.pairs);
+    });
+  }
+
+  void unpack_grad_weight(T* to) const {
+    const int64_t terms = a.terms(), tiles = a.tiles();
+    parallel_for(0, a.M, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m) {
+        const int64_t group = m / a.per_output, tile = m % a.per_output / kRows, row = m % a.per_output % kRows;
+        for (int64_t t = 0; t < terms; ++t) {
+          const int64_t slot = slot_[static_cast<size_t>(group * terms + t)], lane = a.position[group * terms + t] % L;
+          const A* from = a.grad_weight + ((group * a.pairs + slot / 2) * tiles + tile) * kTile<A>;
+          from_accumulate(from[(slot % 2 * kRows + row) * L + lane],
+                          to[m * terms + t % a.per_group * a.taps + t / a.per_group]);
+        }
+      }
+    });
+  }
+
+  DeformConvArrays<T, A> a{};
+  int64_t B_;
+  std::optional<Tensor> input_;
+  Tensor offset_;
+  std::optional<Tensor> mask_;
+  std::optional<Scratch<A>> copy_;
+  std::vector<A> zeros_;
+  std::vector<int64_t> position_, line_pair_;
+  std::vector<int64_t> slot_;  // [groups, terms] the line of each term among those of its group
+};
+
+using Ints = std::vector<int64_t>;
+
+Tensor deform_conv2d(const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask, const Tensor& weight,
+                     const Ints& stride, const Ints& padding, const Ints& dilation, int64_t deform_groups,
+                     int64_t im2col_step) {
+  const auto p = check_deform_conv("deform_conv2d", input, offset, mask ? &*mask : nullptr, weight, stride, padding,
+                                   dilation, deform_groups, im2col_step);
+  Tensor output = new_empty(input, {p.B, p.M, p.height, p.width});
+  if (output.numel() == 0 || input.numel() == 0) return zero_(output);
+  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    Convolution<decltype(value_tag), decltype(accumulate_tag)>(p, input, offset, mask).forward(weight, output);
+  });
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward(
+    const Tensor& grad_output, const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask,
+    const Tensor& weight, const Ints& stride, const Ints& padding, const Ints& dilation, int64_t deform_groups,
+    int64_t im2col_step, bool needs_input, bool needs_offset, bool needs_weight) {
+  constexpr const char* op = "deform_conv2d_backward";
+  const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
+                                   deform_groups, im2col_step);
+  check_deform_tensor(op, "grad_output", grad_output, input, {p.B, p.M, p.height, p.width});
+  const auto gradient_of = [&](const Tensor& tensor, bool needs) {
+    return needs ? new_empty(tensor, tensor.sizes()) : new_empty(tensor, {0});
+  };
+  const bool needs_mask = needs_offset && mask;
+  Tensor grad_input = gradient_of(input, needs_input), grad_offset = gradient_of(offset, needs_offset);
+  Tensor grad_mask = gradient_of(mask ? *mask : offset, needs_mask), grad_weight = gradient_of(weight, needs_weight);
+  if (grad_output.numel() == 0 || input.numel() == 0) {
+    return {zero_(grad_input), zero_(grad_offset), zero_(grad_mask), zero_(grad_weight)};
+  }
+  if (!needs_input && !needs_offset && !needs_weight) return {grad_input, grad_offset, grad_mask, grad_weight};
+  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    Convolution<decltype(value_tag), decltype(accumulate_tag)>(p, input, offset, mask)
+        .backward(dense(grad_output), weight, needs_input ? &grad_input : nullptr,
+                  needs_offset ? &grad_offset : nullptr, needs_mask ? &grad_mask : nullptr,
+                  needs_weight ? &grad_weight : nullptr);
+  });
+  return {grad_input, grad_offset, grad_mask, grad_weight};
+}
+
+}  // namespace
+}  // namespace visdet
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
@@ -11,4 +318,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       " int[] stride, int[] padding, int[] dilation, int deform_groups, int im2col_step, bool needs_input,"
       " bool needs_offset, bool needs_weight)"
       " -> (Tensor grad_input, Tensor grad_offset, Tensor grad_mask, Tensor grad_weight)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
+  m.impl("deform_conv2d", TORCH_BOX(&visdet::deform_conv2d));
+  m.impl("deform_conv2d_backward", TORCH_BOX(&visdet::deform_conv2d_backward));
 }

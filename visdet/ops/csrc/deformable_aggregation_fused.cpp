@@ -1,6 +1,144 @@
-// Schemas of deformable_aggregation_fused. Fake tensors, autograd and the plain-torch definition are in
-// visdet/ops/deformable_aggregation_fused.py.
-#include <torch/csrc/stable/library.h>
+// deformable_aggregation_fused: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch
+// definition are in visdet/ops/deformable_aggregation_fused.py.
+#include "deformable_aggregation_fused.h"
+
+#include <numeric>
+
+#include "cpu/deformable_aggregation/cpu_functions.h"
+#include "cpu/deformable_aggregation/fused_arrays.h"
+#include "cpu/dispatch.h"
+
+namespace visdet {
+
+namespace {
+
+using torch::stable::contiguous;
+using torch::stable::new_empty;
+using torch::stable::parallel_for;
+using torch::stable::zero_;
+
+// Queries of one piece of work; entries of camera_logits in one; a batch entry has at most kMostParts parts, of at
+// least kLeastPart queries.
+constexpr int64_t kQueryGrain = 8, kEntryGrain = 256, kMostParts = 64, kLeastPart = 8;
+constexpr int64_t kLeastPeriod = 64;
+
+// The inputs of a call, and what the kernels before deformable_aggregation leave.
+struct Prepared {
+  FusedAggregationProblem problem;
+  Tensor key_points, projection, image_wh, logits, camera_logits, keep, locations, weights;
+  double keep_scale;
+};
+
+template <typename TL, typename A>
+FusedAggregationArrays<TL, A> arrays_of(const Prepared& it) {
+  const auto& problem = it.problem;
+  FusedAggregationArrays<TL, A> a{};
+  a.B = problem.B, a.Q = problem.Q, a.V = problem.V, a.L = problem.L, a.P = problem.P, a.G = problem.G;
+  a.keep_scale = static_cast<A>(it.keep_scale), a.min_depth = static_cast<A>(kMinDepth);
+  a.key_points = data_of<A>(it.key_points);
+  a.projection = data_of<A>(it.projection);
+  a.image_wh = data_of<A>(it.image_wh);
+  a.logits = data_of<TL>(it.logits);
+  if (problem.has_camera) a.camera_logits = data_of<TL>(it.camera_logits);
+  if (problem.has_keep) a.keep = data_of<bool>(it.keep);
+  a.locations = mutable_data_of<A>(it.locations);
+  a.weights = mutable_data_of<A>(it.weights);
+  a.period = std::lcm(a.G, kAnyLanes);
+  a.period *= ceil_of(kLeastPeriod, a.period);
+  a.row = ceil_of(a.V * a.L * a.P * a.G, a.period) * a.period;
+  a.points = ceil_of(a.P, kAnyLanes) * kAnyLanes;
+  a.part = std::max(kLeastPart, ceil_of(a.Q, kMostParts)), a.parts = ceil_of(a.Q, a.part);
+  return a;
+}
+
+template <typename TL, typename A>
+int64_t scratch_size(const FusedAggregationArrays<TL, A>& a) {
+  return 2 * a.period + a.row + 3 * a.points;
+}
+
+Prepared prepare(const Tensor& features, const Tensor& level_shapes, const Tensor& key_points, const Tensor& projection,
+                 const Tensor& image_wh, const Tensor& logits, const Tensor& camera_logits, const Tensor& keep,
+                 double keep_scale) {
+  const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
+                                                          logits, camera_logits, keep);
+  const auto [B, Q, V, L, P, G, has_camera, has_keep] = problem;
+  Prepared it{problem,
+              dense(key_points),
+              dense(projection),
+              dense(image_wh),
+              dense(logits),
+              dense(camera_logits),
+              dense(keep),
+              new_empty(key_points, {B, Q, P, V, 2}),
+              new_empty(key_points, {B, Q, P, V, L, G}),
+              keep_scale};
+  if (it.weights.numel() == 0) return it;
+  dispatch_value_type(it.logits.scalar_type(), [&](auto logit_tag, auto accumulate_tag) {
+    using TL = decltype(logit_tag);
+    using A = decltype(accumulate_tag);
+    const auto a = arrays_of<TL, A>(it);
+    const auto run = best_kernels<FusedAggregationKernels<TL, A>>().prepare_queries;
+    parallel_for(0, a.B * a.Q, kQueryGrain, [&](int64_t begin, int64_t end) {
+      Scratch<A> scratch(scratch_size(a));
+      run(a, scratch.data(), begin, end);
+    });
+  });
+  return it;
+}
+
+Tensor fused_forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts,
+                     const Tensor& key_points, const Tensor& projection, const Tensor& image_wh, const Tensor& logits,
+                     const Tensor& camera_logits, const Tensor& keep, double keep_scale) {
+  const Prepared it =
+      prepare(features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
+  return deformable_aggregation_cpu(features, level_shapes, level_starts, it.locations, it.weights);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_output, const Tensor& features,
+                                                          const Tensor& level_shapes, const Tensor& level_starts,
+                                                          const Tensor& key_points, const Tensor& projection,
+                                                          const Tensor& image_wh, const Tensor& logits,
+                                                          const Tensor& camera_logits, const Tensor& keep,
+                                                          double keep_scale, bool deterministic) {
+  const Prepared it =
+      prepare(features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
+  Tensor grad_features, grad_locations, grad_weights;  // structured bindings could not be captured
+  std::tie(grad_features, grad_locations, grad_weights) = deformable_aggregation_backward_cpu(
+      grad_output, features, level_shapes, level_starts, it.locations, it.weights, deterministic);
+  Tensor grad_key_points = new_empty(it.key_points, it.key_points.sizes()),
+         grad_logits = new_empty(it.logits, it.logits.sizes()),
+         grad_camera_logits = new_empty(it.camera_logits, it.camera_logits.sizes());
+  if (it.weights.numel() == 0) {
+    zero_(grad_key_points), zero_(grad_logits), zero_(grad_camera_logits);
+    return {grad_features, grad_key_points, grad_logits, grad_camera_logits};
+  }
+  dispatch_value_type(it.logits.scalar_type(), [&](auto logit_tag, auto accumulate_tag) {
+    using TL = decltype(logit_tag);
+    using A = decltype(accumulate_tag);
+    auto a = arrays_of<TL, A>(it);
+    const int64_t N = a.V * a.L * a.P * a.G;
+    const Scratch<A> part_sums(a.camera_logits ? a.B * a.parts * N : 0);
+    a.grad_locations = data_of<A>(grad_locations);
+    a.grad_weights = data_of<A>(grad_weights);
+    a.grad_key_points = mutable_data_of<A>(grad_key_points);
+    a.grad_logits = mutable_data_of<TL>(grad_logits);
+    a.part_sums = part_sums.data();
+    a.grad_camera_logits = mutable_data_of<TL>(grad_camera_logits);
+    const auto& kernels = best_kernels<FusedAggregationKernels<TL, A>>();
+    parallel_for(0, a.B * a.parts, 1, [&](int64_t begin, int64_t end) {
+      Scratch<A> scratch(scratch_size(a));
+      for (int64_t task = begin; task < end; ++task) kernels.finish_part(a, scratch.data(), task);
+    });
+    if (!a.camera_logits) return;
+    for (int64_t b = 0; b < a.B; ++b) {
+      parallel_for(0, N, kEntryGrain, [&](int64_t begin, int64_t end) { kernels.add_parts(a, b, begin, end); });
+    }
+  });
+  return {grad_features, grad_key_points, grad_logits, grad_camera_logits};
+}
+
+}  // namespace
+}  // namespace visdet
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
@@ -12,4 +150,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       " Tensor level_starts, Tensor key_points, Tensor projection, Tensor image_wh, Tensor logits,"
       " Tensor camera_logits, Tensor keep, float keep_scale, bool deterministic)"
       " -> (Tensor grad_features, Tensor grad_key_points, Tensor grad_logits, Tensor grad_camera_logits)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
+  m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::fused_forward));
+  m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::fused_backward));
 }

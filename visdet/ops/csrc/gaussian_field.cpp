@@ -1,6 +1,184 @@
-// Schemas of mahalanobis_distance and gaussian_field. Fake tensors, autograd and the plain-torch definitions are in
-// visdet/ops/mahalanobis_distance.py and visdet/ops/gaussian_field.py.
-#include <torch/csrc/stable/library.h>
+// mahalanobis_distance and gaussian_field: schemas, and the functions for CPU tensors. Fake tensors, autograd and the
+// plain-torch definitions are in visdet/ops/mahalanobis_distance.py and visdet/ops/gaussian_field.py.
+#include "cpu/gaussian_field.h"
+
+#include <atomic>
+#include <initializer_list>
+
+#include "cpu/dispatch.h"
+#include "gaussian_field.h"
+
+namespace visdet {
+
+namespace {
+
+// Pairs of one piece of work.
+constexpr int64_t kGrain = 1 << 15;
+
+// The blocks of one call; checks the factors on the way.
+template <typename A>
+Scratch<A> prepare(const char* op, GaussianArrays<A>& a) {
+  const auto& kernels = best_kernels<GaussianKernels<A>>();
+  const int64_t count = (a.N + kernels.lanes - 1) / kernels.lanes;
+  Scratch<A> blocks(count * kernels.block);
+  a.blocks = blocks.data();
+  std::atomic<int64_t> bad{-1};
+  torch::stable::parallel_for(0, count, kGrain / 16, [&](int64_t begin, int64_t end) {
+    const int64_t found = kernels.prepare_blocks(a, begin, end);
+    if (found >= 0) bad.store(found);
+  });
+  const int64_t n = bad.load();
+  if (n >= 0) {
+    const A* l = a.cholesky + 9 * n;
+    fail(op, ": cholesky must have positive diagonals, got (", l[0], ", ", l[4], ", ", l[8], ") for Gaussian ", n);
+  }
+  return blocks;
+}
+
+template <typename A>
+GaussianArrays<A> arrays_of(const GaussianProblem& problem, const Tensor& points, const Tensor& means,
+                            const Tensor& cholesky) {
+  GaussianArrays<A> a{};
+  a.B = problem.B, a.N = problem.N;
+  a.points = points.const_data_ptr<A>();
+  a.means = means.const_data_ptr<A>();
+  a.cholesky = cholesky.const_data_ptr<A>();
+  return a;
+}
+
+template <typename A, typename F>
+void for_points(const GaussianArrays<A>& a, const F& run) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, a.N));
+  torch::stable::parallel_for(0, a.B, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) run(a, b);
+  });
+}
+
+template <typename A, typename F>
+void for_blocks(const GaussianArrays<A>& a, const F& run) {
+  const int64_t lanes = best_kernels<GaussianKernels<A>>().lanes;
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, a.B * lanes));
+  torch::stable::parallel_for(0, (a.N + lanes - 1) / lanes, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) run(a, block);
+  });
+}
+
+Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in) {
+  constexpr const char* op = "mahalanobis_distance";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in);
+  Tensor output = new_empty(points, {problem.B, problem.N});
+  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
+    using A = decltype(tag);
+    auto a = arrays_of<A>(problem, points, means, cholesky);
+    a.output = output.mutable_data_ptr<A>();
+    const auto blocks = prepare(op, a);
+    for_points(a, best_kernels<GaussianKernels<A>>().distances_of_point);
+  });
+  return output;
+}
+
+// A gradient summed over no Gaussians, or over no points, is zero even where an input is infinite or NaN.
+void zero_empty_sums(const GaussianProblem& problem, std::initializer_list<Tensor*> over_gaussians,
+                     std::initializer_list<Tensor*> over_points) {
+  for (Tensor* sum : over_gaussians) {
+    if (problem.N == 0) zero_(*sum);
+  }
+  for (Tensor* sum : over_points) {
+    if (problem.B == 0) zero_(*sum);
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& grad_output_in, const Tensor& points_in,
+                                                                 const Tensor& means_in, const Tensor& cholesky_in) {
+  constexpr const char* op = "mahalanobis_distance_backward";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  check_distance_gradient(op, grad_output_in, problem, points_in);
+  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
+               cholesky = dense(cholesky_in);
+  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
+         grad_cholesky = new_empty(cholesky, cholesky.sizes());
+  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
+    using A = decltype(tag);
+    auto a = arrays_of<A>(problem, points, means, cholesky);
+    a.grad_output = grad_output.const_data_ptr<A>();
+    a.grad_points = grad_points.mutable_data_ptr<A>();
+    a.grad_means = grad_means.mutable_data_ptr<A>();
+    a.grad_cholesky = grad_cholesky.mutable_data_ptr<A>();
+    const auto blocks = prepare(op, a);
+    for_points(a, best_kernels<GaussianKernels<A>>().distance_grad_of_point);
+    for_blocks(a, best_kernels<GaussianKernels<A>>().distance_grad_of_block);
+  });
+  zero_empty_sums(problem, {&grad_points}, {&grad_means, &grad_cholesky});
+  return {grad_points, grad_means, grad_cholesky};
+}
+
+// What forward and backward of the field share.
+template <typename A>
+GaussianArrays<A> field_arrays(const GaussianProblem& problem, const Tensor& points, const Tensor& means,
+                               const Tensor& cholesky, const Tensor& weights, const Tensor& gaussian_order,
+                               double tolerance) {
+  auto a = arrays_of<A>(problem, points, means, cholesky);
+  a.weights = weights.const_data_ptr<A>();
+  if (gaussian_order.numel() > 0) a.gaussian_order = gaussian_order.const_data_ptr<int64_t>();
+  a.cutoff = tolerance > 0 && problem.N > 0 ? static_cast<A>(tolerance / static_cast<double>(problem.N)) : A(0);
+  return a;
+}
+
+Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in,
+                      const Tensor& weights_in, const Tensor& point_order, const Tensor& gaussian_order_in,
+                      double tolerance) {
+  constexpr const char* op = "gaussian_field";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  check_vector(op, "weights", weights_in, problem.N, points_in);
+  check_order(op, "point_order", point_order, problem.B, points_in);
+  check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
+  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in),
+               weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
+  Tensor output = new_empty(points, {problem.B});
+  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
+    using A = decltype(tag);
+    auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);
+    a.output = output.mutable_data_ptr<A>();
+    const auto blocks = prepare(op, a);
+    for_points(a, best_kernels<GaussianKernels<A>>().field_of_point);
+  });
+  return output;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor& grad_output_in,
+                                                                   const Tensor& points_in, const Tensor& means_in,
+                                                                   const Tensor& cholesky_in, const Tensor& weights_in,
+                                                                   const Tensor& point_order,
+                                                                   const Tensor& gaussian_order_in, double tolerance) {
+  constexpr const char* op = "gaussian_field_backward";
+  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
+  check_vector(op, "weights", weights_in, problem.N, points_in);
+  check_vector(op, "grad_output", grad_output_in, problem.B, points_in);
+  check_order(op, "point_order", point_order, problem.B, points_in);
+  check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
+  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
+               cholesky = dense(cholesky_in), weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
+  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
+         grad_cholesky = new_empty(cholesky, cholesky.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
+    using A = decltype(tag);
+    auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);
+    a.grad_output = grad_output.const_data_ptr<A>();
+    a.grad_points = grad_points.mutable_data_ptr<A>();
+    a.grad_means = grad_means.mutable_data_ptr<A>();
+    a.grad_cholesky = grad_cholesky.mutable_data_ptr<A>();
+    a.grad_weights = grad_weights.mutable_data_ptr<A>();
+    const auto blocks = prepare(op, a);
+    for_points(a, best_kernels<GaussianKernels<A>>().field_grad_of_point);
+    for_blocks(a, best_kernels<GaussianKernels<A>>().field_grad_of_block);
+  });
+  zero_empty_sums(problem, {&grad_points}, {&grad_means, &grad_cholesky, &grad_weights});
+  return {grad_points, grad_means, grad_cholesky, grad_weights};
+}
+
+}  // namespace
+}  // namespace visdet
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def("mahalanobis_distance(Tensor points, Tensor means, Tensor cholesky) -> Tensor");
@@ -14,4 +192,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       "gaussian_field_backward(Tensor grad_output, Tensor points, Tensor means, Tensor cholesky, Tensor weights,"
       " Tensor point_order, Tensor gaussian_order, float tolerance)"
       " -> (Tensor grad_points, Tensor grad_means, Tensor grad_cholesky, Tensor grad_weights)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
+  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::mahalanobis_distance));
+  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::mahalanobis_distance_backward));
+  m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field));
+  m.impl("gaussian_field_backward", TORCH_BOX(&visdet::gaussian_field_backward));
 }

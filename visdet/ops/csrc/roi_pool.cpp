@@ -1,5 +1,147 @@
-// Schemas of roi_pool. Fake tensors, autograd and the plain-torch definition are in visdet/ops/roi_pool.py.
-#include <torch/csrc/stable/library.h>
+// roi_pool: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch definition are in
+// visdet/ops/roi_pool.py.
+#include "cpu/roi_pool.h"
+
+#include <cmath>
+
+#include "cpu/dispatch.h"
+#include "cpu/images.h"
+#include "roi_pool.h"
+
+namespace visdet {
+
+namespace {
+
+// Bins of start..end, each [begin, end) within 0..size; false without extent. Multiplications and additions are kept
+// apart by the volatile: see the contract.
+template <typename A>
+bool write_bins(A start, A end, int64_t count, int64_t size, int32_t* bins) {
+  if (!(end > start)) return false;
+  const A width = (end - start) / static_cast<A>(count);
+  for (int64_t k = 0; k < count; ++k) {
+    volatile A low = static_cast<A>(k) * width, high = static_cast<A>(k + 1) * width;
+    const A limit = static_cast<A>(size), first = std::floor(low + start), last = std::ceil(high + start);
+    // NaN, of a region without end, makes the bin empty.
+    bins[2 * k] = static_cast<int32_t>(first < limit ? (first > 0 ? first : A(0)) : limit);
+    bins[2 * k + 1] = static_cast<int32_t>(last > 0 ? (last < limit ? last : limit) : A(0));
+  }
+  return true;
+}
+
+// The smallest window around intervals [count, 2] of rows and of columns; empty ones do not count.
+Window window_of(const RoIPoolRegion& region, int64_t PH, int64_t PW) {
+  Window window{INT32_MAX, 0, INT32_MAX, 0};
+  for (int64_t p = 0; p < PH; ++p) {
+    if (region.rows[2 * p] >= region.rows[2 * p + 1]) continue;
+    window.top = std::min(window.top, region.rows[2 * p]);
+    window.bottom = std::max(window.bottom, region.rows[2 * p + 1]);
+  }
+  for (int64_t q = 0; q < PW; ++q) {
+    if (region.columns[2 * q] >= region.columns[2 * q + 1]) continue;
+    window.left = std::min(window.left, region.columns[2 * q]);
+    window.right = std::max(window.right, region.columns[2 * q + 1]);
+  }
+  return window.top < window.bottom && window.left < window.right ? window : Window{0, 0, 0, 0};
+}
+
+using RoIPoolImage = RegionsOfImage<RoIPoolRegion>;
+
+// Sorts the regions by image; those of none have no bins, and are with the first. intervals: [N, 2 * (PH + PW)].
+template <typename A>
+std::vector<RoIPoolImage> sort_regions(const RoIPoolProblem& p, const A* boxes, A scale, int32_t* intervals) {
+  std::vector<RoIPoolImage> images(std::max<int64_t>(p.B, 1));
+  for (int64_t n = 0; n < p.N; ++n, boxes += 5, intervals += 2 * (p.PH + p.PW)) {
+    int32_t *rows = intervals, *columns = rows + 2 * p.PH;
+    const bool is_image = boxes[0] >= 0 && boxes[0] < static_cast<A>(p.B);
+    const bool is_region = is_image && write_bins<A>(boxes[2] * scale, (boxes[4] + 1) * scale, p.PH, p.H, rows) &&
+                           write_bins<A>(boxes[1] * scale, (boxes[3] + 1) * scale, p.PW, p.W, columns);
+    if (!is_region) std::fill(rows, rows + 2 * (p.PH + p.PW), 0);
+    RoIPoolRegion region{n, rows, columns, {}};
+    region.window = window_of(region, p.PH, p.PW);
+    images[is_region ? static_cast<int64_t>(boxes[0]) : 0].add(region);
+  }
+  return images;
+}
+
+std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
+                                    double spatial_scale) {
+  const auto problem = check_roi_pool(input_in, rois_in, PH, PW);
+  const Tensor input = dense(input_in), rois = dense(rois_in);
+  Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
+  Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
+  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    const RoIPoolArrays<T> a{problem.B,
+                             problem.C,
+                             problem.H,
+                             problem.W,
+                             problem.N,
+                             PH,
+                             PW,
+                             data_of<T>(input),
+                             mutable_data_of<T>(output),
+                             argmax.mutable_data_ptr<int32_t>()};
+    const Scratch<int32_t> intervals(problem.N * 2 * (PH + PW));
+    const auto images =
+        sort_regions<A>(problem, rois.const_data_ptr<A>(), static_cast<A>(spatial_scale), intervals.data());
+    int64_t pixels = 0;
+    for (const RoIPoolImage& image : images) pixels = std::max(pixels, image.pixels());
+    const auto& kernels = best_kernels<RoIPoolKernels<T, A>>();
+    const int64_t blocks = (a.C + kBlock<A> - 1) / kBlock<A>, plane = a.H * a.W;
+    torch::stable::parallel_for(0, static_cast<int64_t>(images.size()) * blocks, 1, [&](int64_t begin, int64_t end) {
+      const Scratch<A> laid_out(pixels * kBlock<A>), peaks(PH * PW * kBlock<A>);
+      const Scratch<int32_t> places(PH * PW * kBlock<A>);
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t b = task / blocks, c0 = task % blocks * kBlock<A>;
+        const int64_t channels = std::min<int64_t>(a.C - c0, kBlock<A>);
+        const T* maps = a.input + (b * a.C + c0) * plane;
+        const RoIPoolImage& image = images[b];
+        if (image.is_shared()) kernels.lay_out(maps, a.W, plane, channels, image.shared, laid_out.data());
+        for (const RoIPoolRegion& region : image.regions) {
+          const Window& window = image.is_shared() ? image.shared : region.window;
+          if (!image.is_shared()) kernels.lay_out(maps, a.W, plane, channels, window, laid_out.data());
+          kernels.pool(a, region, c0, window, laid_out.data(), peaks.data(), places.data());
+        }
+      }
+    });
+  });
+  return {output, argmax};
+}
+
+Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tensor& argmax_in, int64_t B,
+                         int64_t H, int64_t W) {
+  const auto problem = check_roi_pool_backward(grad_output_in, rois_in, argmax_in, B, H, W);
+  const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in), argmax = dense(argmax_in);
+  Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
+  zero_(grad_input);
+  const int64_t bins = problem.PH * problem.PW, pixels = H * W;
+  dispatch_value_type(grad_output.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    const T* gradient = data_of<T>(grad_output);
+    const A* boxes = rois.const_data_ptr<A>();
+    const int32_t* index = argmax.const_data_ptr<int32_t>();
+    A* sums = grad_input.mutable_data_ptr<A>();
+    torch::stable::parallel_for(0, problem.C, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t n = 0; n < problem.N; ++n) {
+        const A b = boxes[5 * n];
+        if (!(b >= 0 && b < static_cast<A>(B))) continue;
+        for (int64_t c = begin; c < end; ++c) {
+          A* map = sums + (static_cast<int64_t>(b) * problem.C + c) * pixels;
+          const int64_t first = (n * problem.C + c) * bins;
+          for (int64_t i = first; i < first + bins; ++i) {
+            if (index[i] >= 0 && index[i] < pixels) map[index[i]] += to_accumulate(gradient[i]);
+          }
+        }
+      }
+    });
+  });
+  return grad_input;
+}
+
+}  // namespace
+}  // namespace visdet
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
@@ -8,4 +150,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
       "roi_pool_backward(Tensor grad_output, Tensor rois, Tensor argmax, int B, int H, int W)"
       " -> Tensor grad_input");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
+  m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool));
+  m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool_backward));
 }

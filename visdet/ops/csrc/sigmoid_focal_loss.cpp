@@ -1,10 +1,67 @@
-// Schemas of sigmoid_focal_loss. Fake tensors, autograd and the plain-torch definition are in
-// visdet/ops/focal_loss.py.
-#include <torch/csrc/stable/library.h>
+// sigmoid_focal_loss: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch
+// definition are in visdet/ops/focal_loss.py.
+#include "cpu/sigmoid_focal_loss.h"
+
+#include "cpu/dispatch.h"
+#include "sigmoid_focal_loss.h"
+
+namespace visdet {
+
+namespace {
+
+constexpr int64_t kGrain = 1 << 13;  // elements of one piece of work
+
+template <bool GRAD>
+Tensor run_focal(const FocalProblem& problem, const Tensor* grad_output_in, const Tensor& input_in,
+                 const Tensor& target_in, const Tensor& weight_in, double gamma, double alpha) {
+  const Tensor input = dense(input_in), target = dense(target_in), weight = dense(weight_in);
+  Tensor output = new_empty(input, {problem.N, problem.C});
+  if (output.numel() == 0) return output;
+  const bool one_number = GRAD && is_one_number(*grad_output_in);
+  const Tensor grad_output = GRAD && !one_number ? dense(*grad_output_in) : GRAD ? *grad_output_in : input;
+  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    FocalArrays<T, A> a{};
+    a.N = problem.N, a.C = problem.C;
+    a.input = data_of<T>(input);
+    a.target = target.const_data_ptr<int64_t>();
+    a.weight = weight.numel() ? weight.const_data_ptr<A>() : nullptr;
+    a.gamma = static_cast<A>(gamma), a.alpha = static_cast<A>(alpha);
+    if (GRAD) a.grad_output = data_of<T>(grad_output);
+    a.grad_step = one_number ? 0 : 1;
+    a.output = mutable_data_of<T>(output);
+    const auto run = GRAD ? best_kernels<FocalKernels<T, A>>().gradients : best_kernels<FocalKernels<T, A>>().losses;
+    const int64_t grain = std::max<int64_t>(1, kGrain / a.C);
+    torch::stable::parallel_for(0, a.N, grain, [&](int64_t begin, int64_t end) { run(a, begin, end); });
+  });
+  return output;
+}
+
+Tensor sigmoid_focal_loss(const Tensor& input, const Tensor& target, const Tensor& weight, double gamma, double alpha) {
+  const auto problem = check_sigmoid_focal_loss("sigmoid_focal_loss", input, target, weight);
+  return run_focal<false>(problem, nullptr, input, target, weight, gamma, alpha);
+}
+
+Tensor sigmoid_focal_loss_backward(const Tensor& grad_output, const Tensor& input, const Tensor& target,
+                                   const Tensor& weight, double gamma, double alpha) {
+  constexpr const char* op = "sigmoid_focal_loss_backward";
+  const auto problem = check_sigmoid_focal_loss(op, input, target, weight);
+  check_focal_gradient(op, grad_output, input);
+  return run_focal<true>(problem, &grad_output, input, target, weight, gamma, alpha);
+}
+
+}  // namespace
+}  // namespace visdet
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def("sigmoid_focal_loss(Tensor input, Tensor target, Tensor weight, float gamma, float alpha) -> Tensor");
   m.def(
       "sigmoid_focal_loss_backward(Tensor grad_output, Tensor input, Tensor target, Tensor weight, float gamma,"
       " float alpha) -> Tensor grad_input");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
+  m.impl("sigmoid_focal_loss", TORCH_BOX(&visdet::sigmoid_focal_loss));
+  m.impl("sigmoid_focal_loss_backward", TORCH_BOX(&visdet::sigmoid_focal_loss_backward));
 }

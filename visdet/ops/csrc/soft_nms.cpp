@@ -1,8 +1,65 @@
-// Schema of soft_nms. The fake tensor and the plain-torch definition are in visdet/ops/nms.py.
-#include <torch/csrc/stable/library.h>
+// Schema of soft_nms: schemas, and the functions for CPU tensors. The fake tensor and the plain-torch definition are
+// in visdet/ops/nms.py.
+#include "cpu/soft_nms.h"
+
+#include <limits>
+
+#include "cpu/dispatch.h"
+#include "soft_nms.h"
+
+namespace visdet {
+
+namespace {
+
+template <typename A>
+std::tuple<Tensor, Tensor> run_soft_nms(const Tensor& boxes, const Tensor& scores, SoftNmsArrays<A> a) {
+  const int64_t stride = a.N + best_kernels<SoftNmsKernels<A>>().lanes;
+  const Scratch<A> columns(kColumns * stride);
+  for (int k = 0; k < kColumns; ++k) a.column[k] = columns.data() + k * stride;
+  const A *box = boxes.const_data_ptr<A>(), *score = scores.const_data_ptr<A>();
+  const Scratch<int64_t> index(a.N);
+  a.index = index.data();
+  for (int64_t n = 0; n < stride; ++n) {
+    const bool is_box = n < a.N;
+    for (int k = 0; k < 4; ++k) a.column[k][n] = is_box ? box[4 * n + k] : A(0);
+    a.column[kArea][n] =
+        (a.column[kX2][n] - a.column[kX1][n] + a.offset) * (a.column[kY2][n] - a.column[kY1][n] + a.offset);
+    a.column[kScore][n] = is_box ? score[n] : std::numeric_limits<A>::quiet_NaN();
+    if (is_box) a.index[n] = n;
+  }
+  const int64_t M = best_kernels<SoftNmsKernels<A>>().rounds(a);
+  Tensor detections = new_empty(boxes, {M, 5});
+  A* out = detections.mutable_data_ptr<A>();
+  for (int64_t n = 0; n < M; ++n) {
+    for (int k = 0; k < 4; ++k) out[5 * n + k] = a.column[k][n];
+    out[5 * n + 4] = a.column[kScore][n];
+  }
+  Tensor keep = new_empty(boxes, {M}, ScalarType::Long);
+  std::copy(a.index, a.index + M, keep.mutable_data_ptr<int64_t>());
+  return {detections, keep};
+}
+
+std::tuple<Tensor, Tensor> soft_nms(const Tensor& boxes_in, const Tensor& scores_in, double iou_threshold, double sigma,
+                                    double min_score, int64_t method, int64_t offset) {
+  check_soft_nms(boxes_in, scores_in, sigma, method);
+  const Tensor boxes = dense(boxes_in), scores = dense(scores_in);
+  return dispatch_sum_type(boxes.scalar_type(), [&](auto tag) {
+    using A = decltype(tag);
+    SoftNmsArrays<A> a{};
+    a.N = boxes.size(0), a.method = method;
+    a.iou_threshold = static_cast<A>(iou_threshold), a.sigma = static_cast<A>(sigma);
+    a.min_score = static_cast<A>(min_score), a.offset = static_cast<A>(offset);
+    return run_soft_nms(boxes, scores, a);
+  });
+}
+
+}  // namespace
+}  // namespace visdet
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
       "soft_nms(Tensor boxes, Tensor scores, float iou_threshold, float sigma, float min_score, int method, int offset)"
       " -> (Tensor detections, Tensor keep)");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) { m.impl("soft_nms", TORCH_BOX(&visdet::soft_nms)); }

@@ -1,18 +1,10 @@
-// Maps of a block of channels, laid out pixel by pixel for the operators that pool regions on the CPU. See vec.h.
+// Maps of a block of channels, laid out pixel by pixel for the operators that pool regions on the CPU.
 #pragma once
 
 #include "cpu/vec.h"
+#include "cpu/windows.h"
 
 namespace visdet {
-
-// A rectangle of the map: rows [top, bottom), columns [left, right).
-struct Window {
-  int32_t top, bottom, left, right;
-};
-
-// The channels of a block: as many as fill a cache line, a vector or a few.
-template <typename A>
-constexpr int kBlock = 64 / static_cast<int>(sizeof(A));
 
 namespace VISDET_ISA {
 
@@ -61,37 +53,3 @@ void take_back_window(const A* from, int64_t W, int64_t plane, int64_t channels,
 
 }  // namespace VISDET_ISA
 }  // namespace visdet
-
-#if defined(VISDET_ISA_BASELINE)
-
-#include <algorithm>
-#include <vector>
-
-namespace visdet {
-
-inline int64_t area(const Window& w) { return static_cast<int64_t>(w.bottom - w.top) * (w.right - w.left); }
-
-// Regions of one image, and what of it is laid out at a time: `shared`, around all of them, or, where that is more,
-// each region's own window.
-template <typename Region>
-struct RegionsOfImage {
-  std::vector<Region> regions;
-  Window shared{INT32_MAX, 0, INT32_MAX, 0};
-  int64_t own_areas = 0, largest = 0;
-
-  void add(const Region& region) {
-    regions.push_back(region);
-    const Window& w = region.window;
-    if (area(w) == 0) return;
-    shared = {std::min(shared.top, w.top), std::max(shared.bottom, w.bottom), std::min(shared.left, w.left),
-              std::max(shared.right, w.right)};
-    own_areas += area(w);
-    largest = std::max(largest, area(w));
-  }
-  bool is_shared() const { return own_areas > 0 && area(shared) < own_areas; }
-  int64_t pixels() const { return is_shared() ? area(shared) : largest; }
-};
-
-}  // namespace visdet
-
-#endif  // VISDET_ISA_BASELINE

@@ -1,39 +1,16 @@
-// roi_align on the CPU. The contract is in ../roi_align.h; how this file is compiled, in vec.h.
+// roi_align on the CPU. The contract is in csrc/roi_align.h.
 //
 // The weights with which a bin takes rows and columns are the same in every channel: they are computed once a region.
 // Then channels lie side by side in the lanes: a window of the map is laid out pixel by pixel once for a block of them,
 // and each bin adds up its pixels. Forward: parallel over images (or parts of their regions) and blocks of channels.
 // Backward: parallel over images and blocks of channels, each adding its regions in order.
+#include "cpu/roi_align.h"
+
 #include "cpu/regions.h"
 
 namespace visdet {
-
-// A row or column of the map and its weight in a bin.
-template <typename A>
-struct RoIAlignTap {
-  A weight;
-  int32_t index;
-};
-
-// The taps of the bins along an axis: those of bin k end before ends[k], where those of bin k + 1 begin.
-template <typename A>
-struct RoIAlignAxis {
-  const RoIAlignTap<A>* taps;
-  const int64_t* ends;
-  int64_t bins;
-};
-
-template <typename A>
-struct RoIAlignRegion {
-  int64_t n;
-  RoIAlignAxis<A> rows, columns;
-  Window window;  // the smallest with all taps
-};
-
 namespace VISDET_ISA {
 
-// Averages one region over a block of channels into output [channels, PH * PW]. pixels [window, kBlock] holds at least
-// the region's window. means: scratch of [PH * PW, kBlock].
 template <typename T, typename A>
 void average_region(const RoIAlignRegion<A>& region, int64_t channels, const Window& window, const A* pixels, A* means,
                     T* output) {
@@ -61,8 +38,6 @@ void average_region(const RoIAlignRegion<A>& region, int64_t channels, const Win
   }
 }
 
-// Adds the gradient of one region, grad_output [channels, PH * PW], to sums [window, kBlock].
-// gradients: scratch of [PH * PW, kBlock].
 template <typename T, typename A>
 void spread_region(const RoIAlignRegion<A>& region, int64_t channels, const Window& window, const T* grad_output,
                    A* gradients, A* sums) {
@@ -79,12 +54,12 @@ void spread_region(const RoIAlignRegion<A>& region, int64_t channels, const Wind
     for (int64_t q = 0, column = 0; q < columns.bins; column = columns.ends[q++], gradient += kTile) {
       for (int64_t i = row; i < rows.ends[p]; ++i) {
         A* line = sums + ((rows.taps[i].index - window.top) * width - window.left) * kTile;
-        Vec<A> share[kParts<A>];
-        for (int k = 0; k < kParts<A>; ++k) share[k] = rows.taps[i].weight * load(gradient + k * kStep);
+        Vec<A> along[kParts<A>];
+        for (int k = 0; k < kParts<A>; ++k) along[k] = rows.taps[i].weight * load(gradient + k * kStep);
         for (int64_t j = column; j < columns.ends[q]; ++j) {
           A* pixel = line + columns.taps[j].index * static_cast<int64_t>(kTile);
           for (int k = 0; k < kParts<A>; ++k) {
-            store(pixel + k * kStep, load(pixel + k * kStep) + columns.taps[j].weight * share[k]);
+            store(pixel + k * kStep, load(pixel + k * kStep) + columns.taps[j].weight * along[k]);
           }
         }
       }
@@ -92,257 +67,8 @@ void spread_region(const RoIAlignRegion<A>& region, int64_t channels, const Wind
   }
 }
 
-#define VISDET_INSTANTIATE(T, A)                                                                          \
-  template void lay_out_window<T, A>(const T*, int64_t, int64_t, int64_t, const Window&, A*);             \
-  template void take_back_window<T, A>(const A*, int64_t, int64_t, int64_t, const Window&, T*);           \
-  template void average_region<T, A>(const RoIAlignRegion<A>&, int64_t, const Window&, const A*, A*, T*); \
-  template void spread_region<T, A>(const RoIAlignRegion<A>&, int64_t, const Window&, const T*, A*, A*);
-VISDET_INSTANTIATE(float, float)
-VISDET_INSTANTIATE(double, double)
-VISDET_INSTANTIATE(Float16, float)
-VISDET_INSTANTIATE(BFloat16, float)
-#undef VISDET_INSTANTIATE
-
 }  // namespace VISDET_ISA
+
+VISDET_KERNELS(RoIAlignKernels, lay_out_window<T, A>, take_back_window<T, A>, average_region<T, A>, spread_region<T, A>)
+
 }  // namespace visdet
-
-#if defined(VISDET_ISA_BASELINE)
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
-#include <cmath>
-#include <vector>
-
-#include "cpu/dispatch.h"
-#include "roi_align.h"
-
-namespace visdet {
-
-#define VISDET_DECLARE(isa)                                                                \
-  namespace isa {                                                                          \
-  template <typename T, typename A>                                                        \
-  void lay_out_window(const T*, int64_t, int64_t, int64_t, const Window&, A*);             \
-  template <typename T, typename A>                                                        \
-  void take_back_window(const A*, int64_t, int64_t, int64_t, const Window&, T*);           \
-  template <typename T, typename A>                                                        \
-  void average_region(const RoIAlignRegion<A>&, int64_t, const Window&, const A*, A*, T*); \
-  template <typename T, typename A>                                                        \
-  void spread_region(const RoIAlignRegion<A>&, int64_t, const Window&, const T*, A*, A*);  \
-  }
-VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
-#undef VISDET_DECLARE
-
-namespace {
-
-// The memory of a region's axis.
-template <typename A>
-struct AxisTaps {
-  std::vector<RoIAlignTap<A>> taps;
-  std::vector<int64_t> ends;
-  int32_t first = INT32_MAX, last = -1;
-
-  RoIAlignAxis<A> view() const { return {taps.data(), ends.data(), static_cast<int64_t>(ends.size())}; }
-};
-
-// Weighs the pixels of a bin. slots [size of the axis]: where in the bin a pixel's tap is, -1 without one.
-template <typename A>
-class BinTaps {
- public:
-  BinTaps(AxisTaps<A>& axis, int64_t size, int32_t* slots)
-      : axis_(axis), size_(size), slots_(slots), begin_(static_cast<int64_t>(axis.taps.size())) {}
-
-  void add_sample(A position, A weight) {
-    if (!(position >= -1 && position <= static_cast<A>(size_))) return;
-    position = std::max(position, A(0));
-    const int64_t low = std::min(static_cast<int64_t>(position), size_ - 1);
-    if (low + 1 < size_) {
-      const A fraction = position - static_cast<A>(low);
-      add(low, weight * (1 - fraction));
-      add(low + 1, weight * fraction);
-    } else {
-      add(low, weight);
-    }
-  }
-
-  void finish() {
-    for (auto tap = axis_.taps.begin() + begin_; tap != axis_.taps.end(); ++tap) {
-      axis_.first = std::min(axis_.first, tap->index);
-      axis_.last = std::max(axis_.last, tap->index);
-      slots_[tap->index] = -1;
-    }
-    axis_.ends.push_back(static_cast<int64_t>(axis_.taps.size()));
-  }
-
- private:
-  void add(int64_t pixel, A weight) {
-    int32_t& slot = slots_[pixel];
-    if (slot < 0) {
-      slot = static_cast<int32_t>(static_cast<int64_t>(axis_.taps.size()) - begin_);
-      axis_.taps.push_back({weight, static_cast<int32_t>(pixel)});
-    } else {
-      axis_.taps[begin_ + slot].weight += weight;
-    }
-  }
-
-  AxisTaps<A>& axis_;
-  int64_t size_;
-  int32_t* slots_;
-  int64_t begin_;
-};
-
-// Weighs the pixels of `bins` bins between two corners of a map of `size` pixels, which it has.
-template <typename A>
-void weigh(const RoIAlignProblem& p, A low, A high, int64_t bins, int64_t size, int32_t* slots, AxisTaps<A>& axis) {
-  const A scale = static_cast<A>(p.scale), shift = p.aligned ? A(0.5) : A(0);
-  const A start = low * scale - shift;
-  const A difference = (high * scale - shift) - start;
-  const A extent = p.aligned ? difference : std::max(difference, A(1));
-  const A bin_size = extent / static_cast<A>(bins);
-  const A wanted = p.sampling_ratio > 0 ? static_cast<A>(p.sampling_ratio) : std::ceil(bin_size);
-  const bool is_countable = wanted > 0 && wanted * static_cast<A>(bins) < A(1u << 31);  // false for NaN
-  const int64_t samples = is_countable ? static_cast<int64_t>(wanted) : 0;
-  axis.ends.reserve(bins);
-  for (int64_t k = 0; k < bins; ++k) {
-    BinTaps<A> bin(axis, size, slots);
-    const A origin = start + static_cast<A>(k) * bin_size;
-    for (int64_t i = 0; i < samples; ++i) {
-      const A place = (static_cast<A>(i) + A(0.5)) * bin_size / static_cast<A>(samples);
-      bin.add_sample(origin + place, A(1) / static_cast<A>(samples));
-    }
-    bin.finish();
-  }
-}
-
-// The regions of a batch and the memory that they point to.
-template <typename A>
-struct RegionsOfBatch {
-  std::vector<AxisTaps<A>> axes;  // [N, 2]: rows and columns
-  std::vector<RoIAlignRegion<A>> regions;
-  std::vector<int64_t> images;
-};
-
-template <typename A>
-RegionsOfBatch<A> weigh_regions(const RoIAlignProblem& p, const A* boxes) {
-  constexpr int64_t kGrain = 16;
-  RegionsOfBatch<A> batch{std::vector<AxisTaps<A>>(2 * p.N), std::vector<RoIAlignRegion<A>>(p.N),
-                          std::vector<int64_t>(p.N)};
-  const int64_t size = std::max(p.H, p.W);
-  torch::stable::parallel_for(0, p.N, kGrain, [&](int64_t begin, int64_t end) {
-    std::vector<int32_t> slots(size, -1);
-    for (int64_t n = begin; n < end; ++n) {
-      const A* box = boxes + 5 * n;
-      AxisTaps<A>&rows = batch.axes[2 * n], &columns = batch.axes[2 * n + 1];
-      const bool is_of_image = box[0] >= 0 && box[0] < static_cast<A>(p.B);
-      const bool is_finite = std::all_of(box, box + 5, [](A number) { return std::isfinite(number); });
-      if (is_of_image && is_finite && p.H > 0 && p.W > 0) {
-        weigh(p, box[2], box[4], p.PH, p.H, slots.data(), rows);
-        weigh(p, box[1], box[3], p.PW, p.W, slots.data(), columns);
-        batch.images[n] = static_cast<int64_t>(box[0]);
-      } else {
-        rows.ends.assign(p.PH, 0);
-        columns.ends.assign(p.PW, 0);
-      }
-      const bool is_seen = rows.last >= 0 && columns.last >= 0;
-      const Window window{rows.first, rows.last + 1, columns.first, columns.last + 1};
-      batch.regions[n] = {n, rows.view(), columns.view(), is_seen ? window : Window{0, 0, 0, 0}};
-    }
-  });
-  return batch;
-}
-
-// The regions by image, in order; those of each image in `parts` parts.
-template <typename A>
-std::vector<RegionsOfImage<RoIAlignRegion<A>>> sort_regions(const RoIAlignProblem& p, const RegionsOfBatch<A>& batch,
-                                                            int64_t parts) {
-  std::vector<RegionsOfImage<RoIAlignRegion<A>>> sorted(std::max<int64_t>(p.B, 1) * parts);
-  for (int64_t n = 0; n < p.N; ++n) sorted[batch.images[n] * parts + n * parts / p.N].add(batch.regions[n]);
-  return sorted;
-}
-
-Tensor roi_align(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW, double spatial_scale,
-                 int64_t sampling_ratio, bool aligned) {
-  const auto p = check_roi_align(input_in, rois_in, PH, PW, spatial_scale, sampling_ratio, aligned);
-  const Tensor input = dense(input_in), rois = dense(rois_in);
-  Tensor output = new_empty(input, {p.N, p.C, PH, PW});
-  if (output.numel() == 0) return output;
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const T* values = static_cast<const T*>(input.const_data_ptr());
-    T* averages = static_cast<T*>(output.mutable_data_ptr());
-    const RegionsOfBatch<A> batch = weigh_regions(p, rois.const_data_ptr<A>());
-    const int64_t blocks = (p.C + kBlock<A> - 1) / kBlock<A>, plane = p.H * p.W, bins = PH * PW;
-    const int64_t tasks = std::max<int64_t>(p.B, 1) * blocks, threads = torch::stable::get_num_threads();
-    const int64_t parts = std::min((threads + tasks - 1) / tasks, p.N);
-    const auto sorted = sort_regions(p, batch, parts);
-    int64_t pixels = 0;
-    for (const auto& image : sorted) pixels = std::max(pixels, image.pixels());
-    const auto lay_out = VISDET_BEST_ISA(lay_out_window, T, A);
-    const auto average = VISDET_BEST_ISA(average_region, T, A);
-    torch::stable::parallel_for(0, tasks * parts, 1, [&](int64_t begin, int64_t end) {
-      const Scratch<A> laid_out(pixels * kBlock<A>), means(bins * kBlock<A>);
-      for (int64_t task = begin; task < end; ++task) {
-        const auto& image = sorted[task / blocks];
-        const int64_t b = task / blocks / parts, c0 = task % blocks * kBlock<A>;
-        const int64_t channels = std::min<int64_t>(p.C - c0, kBlock<A>);
-        const T* maps = values + (b * p.C + c0) * plane;
-        if (image.is_shared()) lay_out(maps, p.W, plane, channels, image.shared, laid_out.data());
-        for (const RoIAlignRegion<A>& region : image.regions) {
-          const Window& window = image.is_shared() ? image.shared : region.window;
-          if (!image.is_shared()) lay_out(maps, p.W, plane, channels, window, laid_out.data());
-          average(region, channels, window, laid_out.data(), means.data(), averages + (region.n * p.C + c0) * bins);
-        }
-      }
-    });
-  });
-  return output;
-}
-
-Tensor roi_align_backward(const Tensor& grad_output_in, const Tensor& rois_in, int64_t B, int64_t H, int64_t W,
-                          double spatial_scale, int64_t sampling_ratio, bool aligned) {
-  const auto p = check_roi_align_backward(grad_output_in, rois_in, B, H, W, spatial_scale, sampling_ratio, aligned);
-  const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in);
-  Tensor grad_input = new_empty(grad_output, {B, p.C, H, W});
-  zero_(grad_input);
-  if (grad_output.numel() == 0 || grad_input.numel() == 0) return grad_input;
-  dispatch_value_type(grad_output.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const T* gradient = static_cast<const T*>(grad_output.const_data_ptr());
-    T* values = static_cast<T*>(grad_input.mutable_data_ptr());
-    const RegionsOfBatch<A> batch = weigh_regions(p, rois.const_data_ptr<A>());
-    const auto sorted = sort_regions(p, batch, 1);
-    int64_t pixels = 0;
-    for (const auto& image : sorted) pixels = std::max(pixels, image.own_areas > 0 ? area(image.shared) : 0);
-    const auto spread = VISDET_BEST_ISA(spread_region, T, A);
-    const auto take_back = VISDET_BEST_ISA(take_back_window, T, A);
-    const int64_t blocks = (p.C + kBlock<A> - 1) / kBlock<A>, plane = H * W, bins = p.PH * p.PW;
-    torch::stable::parallel_for(0, B * blocks, 1, [&](int64_t begin, int64_t end) {
-      const Scratch<A> sums(pixels * kBlock<A>), gradients(bins * kBlock<A>);
-      for (int64_t task = begin; task < end; ++task) {
-        const auto& image = sorted[task / blocks];
-        if (image.own_areas == 0) continue;
-        const int64_t c0 = task % blocks * kBlock<A>, channels = std::min<int64_t>(p.C - c0, kBlock<A>);
-        std::fill_n(sums.data(), area(image.shared) * kBlock<A>, A(0));
-        for (const RoIAlignRegion<A>& region : image.regions) {
-          spread(region, channels, image.shared, gradient + (region.n * p.C + c0) * bins, gradients.data(),
-                 sums.data());
-        }
-        take_back(sums.data(), W, plane, channels, image.shared, values + (task / blocks * p.C + c0) * plane);
-      }
-    });
-  });
-  return grad_input;
-}
-
-}  // namespace
-}  // namespace visdet
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("roi_align", TORCH_BOX(&visdet::roi_align));
-  m.impl("roi_align_backward", TORCH_BOX(&visdet::roi_align_backward));
-}
-
-#endif  // VISDET_ISA_BASELINE

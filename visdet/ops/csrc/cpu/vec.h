@@ -1,29 +1,17 @@
-// One vector register of the instruction set a kernel file is compiled for, and conversions of 16-bit values.
-//
-// setup.py compiles every cpu/<op>.cpp once per instruction set, with VISDET_ISA naming it (baseline, avx2, avx512) and
-// the matching -march. The kernels live in namespace visdet::VISDET_ISA; checks, launchers and registration are
-// compiled in the baseline pass alone (VISDET_ISA_BASELINE) and pick the kernels of the best set the processor has.
-// Nothing but this header and plain structs may be included by the other passes: an inline function of a library,
-// compiled there with AVX-512, could be the copy the linker keeps for everyone.
+// One vector register of the instruction set that a kernel file is compiled for, and what is done with it. See
+// kernels.h.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "cpu/kernels.h"
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 namespace visdet {
-
-// Raw 16-bit floating-point values, as torch stores them.
-struct Float16 {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
-
 namespace VISDET_ISA {
 
 #if defined(__AVX512F__)
@@ -33,18 +21,6 @@ constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
 #endif
-
-#define VISDET_INLINE static inline __attribute__((always_inline))
-
-// The type sums are taken in.
-template <typename T>
-struct AccumulateType {
-  using type = float;
-};
-template <>
-struct AccumulateType<double> {
-  using type = double;
-};
 
 template <typename A>
 struct VecOf;
@@ -64,63 +40,6 @@ template <typename A>
 using IntVec = typename VecOf<A>::integers;  // of as many integers, each as wide
 template <typename A>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(A));
-
-VISDET_INLINE float to_accumulate(float v) { return v; }
-VISDET_INLINE double to_accumulate(double v) { return v; }
-VISDET_INLINE float to_accumulate(BFloat16 v) {
-  const uint32_t bits = static_cast<uint32_t>(v.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, sizeof(out));
-  return out;
-}
-VISDET_INLINE float to_accumulate(Float16 v) {
-  // Shifting the exponent field into float32's place leaves it short by 127 - 15; multiplying by 2^112 mends normal and
-  // subnormal numbers alike. Inf and NaN keep an all-ones exponent.
-  const uint32_t magnitude = static_cast<uint32_t>(v.bits & 0x7fff) << 13;
-  float out;
-  std::memcpy(&out, &magnitude, sizeof(out));
-  out *= 0x1p112f;
-  uint32_t bits;
-  std::memcpy(&bits, &out, sizeof(bits));
-  if ((v.bits & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
-  bits |= static_cast<uint32_t>(v.bits & 0x8000) << 16;
-  std::memcpy(&out, &bits, sizeof(out));
-  return out;
-}
-
-// Conversions back round to nearest even.
-VISDET_INLINE void from_accumulate(float v, float& out) { out = v; }
-VISDET_INLINE void from_accumulate(double v, double& out) { out = v; }
-VISDET_INLINE void from_accumulate(float v, BFloat16& out) {
-  uint32_t bits;
-  std::memcpy(&bits, &v, sizeof(bits));
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  out.bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-VISDET_INLINE void from_accumulate(float v, Float16& out) {
-#if defined(__F16C__)
-  out.bits = static_cast<uint16_t>(_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(v), _MM_FROUND_TO_NEAREST_INT), 0));
-#else
-  uint32_t bits;
-  std::memcpy(&bits, &v, sizeof(bits));
-  const uint32_t sign = (bits >> 16) & 0x8000;
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) {
-    out.bits = static_cast<uint16_t>(sign | 0x7e00);
-  } else if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
-    out.bits = static_cast<uint16_t>(sign | 0x7c00);
-  } else if (magnitude < 0x38800000u) {  // below 2^-14: a subnormal, rounded by the addition of 0.5
-    float shifted;
-    std::memcpy(&shifted, &magnitude, sizeof(shifted));
-    shifted += 0.5f;
-    uint32_t rounded;
-    std::memcpy(&rounded, &shifted, sizeof(rounded));
-    out.bits = static_cast<uint16_t>(sign | (rounded - 0x3f000000u));
-  } else {
-    out.bits = static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13));
-  }
-#endif
-}
 
 VISDET_INLINE Vec<float> load(const float* from) {
   Vec<float> out;
@@ -176,6 +95,12 @@ VISDET_INLINE Vec<double> gather(const double* from, const int32_t* index) {
 template <typename A>
 VISDET_INLINE void store(A* to, Vec<A> v) {
   std::memcpy(to, &v, sizeof(v));
+}
+
+// to[i] = from[i], sums in the type of values.
+template <typename T, typename A>
+VISDET_INLINE void round_numbers(const A* from, T* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) from_accumulate(from[i], to[i]);
 }
 
 // sums[k] = the sum over the lanes of v[k]. The order of additions is fixed for each instruction set.

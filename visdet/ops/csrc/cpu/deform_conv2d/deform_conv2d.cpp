@@ -1,379 +1,383 @@
-// deform_conv2d on the CPU. The contract is in ../deform_conv2d.h; the kernels and their layout, in
-// deform_conv2d_kernels.h.
+// The kernels of deform_conv2d on the CPU, which arrays.h names.
 //
-// The input is copied once, channels innermost, unless it lies so. Forward: parallel over tiles of places, whose
-// columns a thread makes, multiplies and forgets. Backward: by chunks of places, small enough to stay in the cache. Of
-// a chunk the gradients of columns, offset and mask are made in parallel over its places; then the gradient of input,
-// in parallel over lines of channels and bands of rows; then that of the weight, in parallel over lines of channels.
-// Every number is written by one task, its terms in one order: results do not depend on the number of threads.
-#include "cpu/deform_conv2d/deform_conv2d_kernels.h"
+// Numbers are handled in lines of 64 bytes, whatever the instruction set: the channels of a deformable group fill whole
+// lines, with zeros after the last. kRows places of the output make a block, and a block of columns is [lines of a
+// place, kRows, numbers of a line]. So a sample is located once for all of its channels, a line of it is one or a few
+// registers, and a matrix product reads numbers of kRows places, or a line of each, at distances the compiler knows.
+//
+// The products are of this file too: they take the blocks as they lie, and add the terms of each number in one order,
+// whatever the tiles and the number of threads.
+#include <type_traits>
+
+#include "common/bilinear.h"
+#include "cpu/deform_conv2d/arrays.h"
+#include "cpu/vec.h"
 
 namespace visdet {
 namespace VISDET_ISA {
 
-#define VISDET_INSTANTIATE(T, A)                                                                                    \
-  template void copy_image<T, A>(const DeformConvArrays<T, A>&, A*, int64_t, int64_t, int64_t);                     \
-  template void copy_grad_image<T, A>(const DeformConvArrays<T, A>&, int64_t, int64_t, int64_t);                    \
-  template void forward_tile<T, A>(const DeformConvArrays<T, A>&, A*, DeformSample<A>*, int64_t, int64_t, int64_t); \
-  template void backward_tile<T, A>(const DeformConvArrays<T, A>&, A*, int64_t, int64_t);                           \
-  template void add_to_pixels<T, A>(const DeformConvArrays<T, A>&, int64_t, int64_t, int64_t, int64_t, int64_t,     \
-                                    int64_t, int64_t, int64_t);                                                     \
-  template void add_to_weight<T, A>(const DeformConvArrays<T, A>&, int64_t, int64_t);
-VISDET_INSTANTIATE(float, float)
-VISDET_INSTANTIATE(double, double)
-VISDET_INSTANTIATE(Float16, float)
-VISDET_INSTANTIATE(BFloat16, float)
-#undef VISDET_INSTANTIATE
-
-}  // namespace VISDET_ISA
-}  // namespace visdet
-
-#if defined(VISDET_ISA_BASELINE)
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
-#include <optional>
-#include <tuple>
-#include <vector>
-
-#include "cpu/dispatch.h"
-#include "deform_conv2d.h"
-
-namespace visdet {
-
-#define VISDET_DECLARE(isa)                                                                                        \
-  namespace isa {                                                                                                  \
-  template <typename T, typename A>                                                                                \
-  void copy_image(const DeformConvArrays<T, A>&, A*, int64_t, int64_t, int64_t);                                   \
-  template <typename T, typename A>                                                                                \
-  void copy_grad_image(const DeformConvArrays<T, A>&, int64_t, int64_t, int64_t);                                  \
-  template <typename T, typename A>                                                                                \
-  void forward_tile(const DeformConvArrays<T, A>&, A*, DeformSample<A>*, int64_t, int64_t, int64_t);               \
-  template <typename T, typename A>                                                                                \
-  void backward_tile(const DeformConvArrays<T, A>&, A*, int64_t, int64_t);                                         \
-  template <typename T, typename A>                                                                                \
-  void add_to_pixels(const DeformConvArrays<T, A>&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, \
-                     int64_t);                                                                                     \
-  template <typename T, typename A>                                                                                \
-  void add_to_weight(const DeformConvArrays<T, A>&, int64_t, int64_t);                                             \
-  }
-VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
-#undef VISDET_DECLARE
-
-namespace {
-
-using torch::stable::parallel_for;
-
-constexpr int64_t kTileNumbers = int64_t{1} << 17;   // of columns, that a task makes at a time
-constexpr int64_t kChunkNumbers = int64_t{1} << 22;  // of columns, that a backward holds at a time
-constexpr int64_t kMaxTile = 8;                      // blocks of a task
-constexpr int64_t kPixels = 256;                     // of a task that copies images
-
-template <typename V>
-const V* data_of(const Tensor& tensor) {
-  return static_cast<const V*>(tensor.const_data_ptr());
-}
-template <typename V>
-V* mutable_data_of(const Tensor& tensor) {
-  return static_cast<V*>(tensor.mutable_data_ptr());
-}
-
-// run(b, first, last) for pixels of every image.
-template <typename F>
-void for_pixels(int64_t B, int64_t map, const F& run) {
-  const int64_t parts = ceil_of(map, kPixels);
-  parallel_for(0, B * parts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t first = task % parts * kPixels;
-      run(task / parts, first, std::min(first + kPixels, map));
+// c [2, kRows, kLine] += rows of one matrix times a panel of another. walk(v, visit) calls visit(a, b0, b1) for each
+// term, a pointing to the term's numbers of the rows, STRIDE apart, b0 and b1 to the vectors v and v + 1 of the panel.
+template <int STRIDE, typename A, typename Walk>
+VISDET_INLINE void add_products(A* c, bool is_first, const Walk& walk) {
+  constexpr int W = kLanes<A>, L = kLine<A>;
+  constexpr int kSums = kVectorBytes == 64 ? 12 : 6;  // two sums of each row leave registers for the operands
+  for (int row = 0; row < kRows; row += kSums) {
+    for (int v = 0; v < kPanel<A> / W; v += 2) {
+      A* const to0 = c + (v * W / L * kRows + row) * L + v * W % L;
+      A* const to1 = c + ((v + 1) * W / L * kRows + row) * L + (v + 1) * W % L;
+      Vec<A> sum0[kSums] = {}, sum1[kSums] = {};
+      if (!is_first) {
+#pragma GCC unroll 12
+        for (int r = 0; r < kSums; ++r) sum0[r] = load(to0 + r * L), sum1[r] = load(to1 + r * L);
+      }
+      walk(v, [&](const A* a, const A* b0, const A* b1) __attribute__((always_inline)) {
+        const Vec<A> one = load(b0), other = load(b1);
+#pragma GCC unroll 12
+        for (int r = 0; r < kSums; ++r) {
+          const A factor = a[(row + r) * STRIDE];
+          sum0[r] += factor * one;
+          sum1[r] += factor * other;
+        }
+      });
+#pragma GCC unroll 12
+      for (int r = 0; r < kSums; ++r) store(to0 + r * L, sum0[r]), store(to1 + r * L, sum1[r]);
     }
-  });
+  }
 }
 
-// One call: its arrays, and the memory of those that are its own.
 template <typename T, typename A>
-class Convolution {
- public:
-  static constexpr int64_t L = kLine<A>, P = kPanel<A>;
-
-  Convolution(const DeformConvProblem& p, const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask)
-      : B_(p.B), offset_(dense(offset)), mask_(mask ? std::optional<Tensor>(dense(*mask)) : std::nullopt) {
-    a.C = p.C, a.H = p.H, a.W = p.W, a.M = p.M, a.KW = p.KW, a.taps = p.taps();
-    a.width = p.width, a.places = p.places(), a.groups = p.groups, a.G = p.G;
-    for (int d = 0; d < 2; ++d) {
-      a.stride[d] = p.stride[d], a.padding[d] = p.padding[d], a.dilation[d] = p.dilation[d];
-    }
-    a.per_group = p.C / p.groups, a.per_offset = p.C / p.G, a.per_output = p.M / p.groups;
-    a.lines = ceil_of(a.per_offset, L), a.blocks = ceil_of(a.places, kRows);
-    a.offset = data_of<T>(offset_);
-    a.mask = mask_ ? data_of<T>(*mask_) : nullptr;
-    zeros_.assign(static_cast<size_t>(a.lines * L), A(0));
-    a.zeros = zeros_.data();
-    take_positions();
-    take_images(input);
-  }
-
-  // Blocks that a task takes at a time; no result depends on it.
-  int64_t tile() const {
-    const int64_t fair = B_ * a.blocks / (2 * static_cast<int64_t>(torch::stable::get_num_threads()));
-    return std::max<int64_t>(1, std::min({kTileNumbers / a.block(), kMaxTile, fair}));
-  }
-
-  void forward(const Tensor& weight, Tensor& output) {
-    const Scratch<A> matrix = pack_weight(weight);
-    a.weight = matrix.data(), a.output = mutable_data_of<T>(output);
-    const int64_t tile = this->tile(), parts = ceil_of(a.blocks, tile);
-    const auto run = VISDET_BEST_ISA(forward_tile, T, A);
-    parallel_for(0, B_ * parts, 1, [&](int64_t begin, int64_t end) {
-      const Scratch<A> scratch(a.forward_scratch(tile));
-      const Scratch<DeformSample<A>> samples(a.block_samples());
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t first = task % parts * tile;
-        run(a, scratch.data(), samples.data(), task / parts, first, std::min(tile, a.blocks - first));
-      }
-    });
-  }
-
-  // Null for a gradient that is not wanted.
-  void backward(const Tensor& grad_output, const Tensor& weight, Tensor* grad_input, Tensor* grad_offset,
-                Tensor* grad_mask, Tensor* grad_weight) {
-    const int64_t all = B_ * a.blocks, chunk = std::min(all, std::max<int64_t>(1, kChunkNumbers / a.block()));
-    const bool needs_columns = grad_weight != nullptr, needs_grads = grad_input || grad_offset;
-    const Scratch<A> matrix = needs_grads ? pack_transposed_weight(weight) : Scratch<A>(0);
-    const Scratch<A> grad_columns(needs_grads ? chunk * a.block() : 0);
-    const Scratch<A> columns(needs_columns ? chunk * a.block() : 0);
-    const Scratch<A> products(needs_columns ? a.groups * a.tiles() * chunk * kRows * kRows : 0);
-    const Scratch<DeformSample<A>> samples(chunk * a.block_samples());
-    const int64_t pixels = grad_input ? B_ * a.H * a.W * a.pixel() : 0;
-    const Scratch<A> grad_images(pixels);
-    a.transposed = matrix.data(), a.grad_output = data_of<T>(grad_output), a.samples = samples.data();
-    a.grad_columns = needs_grads ? grad_columns.data() : nullptr;
-    a.columns = needs_columns ? columns.data() : nullptr, a.grad_products = products.data();
-    a.grad_offset = grad_offset ? mutable_data_of<T>(*grad_offset) : nullptr;
-    a.grad_mask = grad_mask ? mutable_data_of<T>(*grad_mask) : nullptr;
-    if (needs_columns) take_lines();
-    const int64_t weights = needs_columns ? a.groups * a.pairs * a.tiles() * kTile<A> : 0;
-    const Scratch<A> sums(weights);
-    a.grad_images = grad_images.data(), a.grad_weight = sums.data();
-    std::fill_n(a.grad_weight, weights, A(0));
-    parallel_for(0, pixels, 1 << 16,
-                 [&](int64_t begin, int64_t end) { std::fill(a.grad_images + begin, a.grad_images + end, A(0)); });
-    for (a.first = 0; a.first < all; a.first += chunk) {
-      a.count = std::min(chunk, all - a.first);
-      make_gradients();
-      if (grad_input) add_to_images();
-      if (grad_weight) add_to_sums();
-    }
-    if (grad_input) {
-      a.grad_input = mutable_data_of<T>(*grad_input);
-      const auto run = VISDET_BEST_ISA(copy_grad_image, T, A);
-      for_pixels(B_, a.H * a.W, [&](int64_t b, int64_t first, int64_t last) { run(a, b, first, last); });
-    }
-    if (grad_weight) unpack_grad_weight(mutable_data_of<T>(*grad_weight));
-  }
-
- private:
-  void take_positions() {
-    position_.reserve(static_cast<size_t>(a.groups * a.terms()));
-    for (int64_t group = 0; group < a.groups; ++group) {
-      for (int64_t k = 0; k < a.taps; ++k) {
-        for (int64_t i = 0; i < a.per_group; ++i) {
-          const int64_t c = group * a.per_group + i, g = c / a.per_offset, of_offset = c % a.per_offset;
-          position_.push_back(((k * a.G + g) * a.lines + of_offset / L) * kRows * L + of_offset % L);
+void copy_image(const DeformConvArrays<T, A>& a, A* images, int64_t b, int64_t first, int64_t last) {
+  constexpr int64_t L = kLine<A>;
+  const int64_t map = a.H * a.W, pixel = a.pixel(), padded = a.lines * L;
+  const T* const from = a.input + b * a.C * map;
+  A* const to = images + b * map * pixel;
+  for (int64_t p0 = first; p0 < last; p0 += L) {
+    const int64_t end = last < p0 + L ? last : p0 + L;
+    for (int64_t g = 0; g < a.G; ++g) {
+      for (int64_t c = 0; c < padded; ++c) {
+        const T* channel = from + (g * a.per_offset + c) * map;
+        A* at = to + g * padded + c;
+        if (c < a.per_offset) {
+          for (int64_t p = p0; p < end; ++p) at[p * pixel] = to_accumulate(channel[p]);
+        } else {
+          for (int64_t p = p0; p < end; ++p) at[p * pixel] = 0;
         }
       }
     }
-    a.position = position_.data();
   }
+}
 
-  void take_images(const Tensor& input) {
-    if (std::is_same<T, A>::value && !a.is_padded() && is_channels_last(input)) {
-      input_ = input;
-      a.images = data_of<A>(*input_);
-      return;
+template <typename T, typename A>
+void copy_grad_image(const DeformConvArrays<T, A>& a, int64_t b, int64_t first, int64_t last) {
+  constexpr int64_t L = kLine<A>;
+  const int64_t map = a.H * a.W, pixel = a.pixel(), padded = a.lines * L;
+  T* const to = a.grad_input + b * a.C * map;
+  const A* const from = a.grad_images + b * map * pixel;
+  for (int64_t p0 = first; p0 < last; p0 += L) {
+    const int64_t end = last < p0 + L ? last : p0 + L;
+    for (int64_t c = 0; c < a.C; ++c) {
+      const A* at = from + c / a.per_offset * padded + c % a.per_offset;
+      for (int64_t p = p0; p < end; ++p) from_accumulate(at[p * pixel], to[c * map + p]);
     }
-    input_ = dense(input);
-    a.input = data_of<T>(*input_);
-    copy_.emplace(B_ * a.H * a.W * a.pixel());
-    const auto run = VISDET_BEST_ISA(copy_image, T, A);
-    for_pixels(B_, a.H * a.W, [&](int64_t b, int64_t first, int64_t last) { run(a, copy_->data(), b, first, last); });
-    a.images = copy_->data();
   }
+}
 
-  // [groups, panels of per_output, terms, P], zeros past the last output channel.
-  Scratch<A> pack_weight(const Tensor& weight) const {
-    const Tensor from = dense(weight);
-    const T* kernels = data_of<T>(from);
-    const int64_t panels = ceil_of(a.per_output, P), terms = a.terms();
-    Scratch<A> matrix(a.groups * panels * terms * P);
-    parallel_for(0, a.groups * panels, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t first = task % panels * P, here = std::min(P, a.per_output - first);
-        const T* kernel = kernels + (task / panels * a.per_output + first) * terms;
-        A* to = matrix.data() + task * terms * P;
-        for (int64_t t = 0; t < terms; ++t) {  // in the weight's order: channel, tap
-          A* row = to + (t % a.taps * a.per_group + t / a.taps) * P;
-          for (int64_t m = 0; m < P; ++m) row[m] = m < here ? A(baseline::to_accumulate(kernel[m * terms + t])) : A(0);
+// All samples of block n of image b: [G, taps, kRows]. Those past the last place count nothing.
+template <typename T, typename A>
+VISDET_INLINE void locate_block(const DeformConvArrays<T, A>& a, int64_t b, int64_t n, DeformSample<A>* sample) {
+  const int64_t rows = a.rows(n);
+  for (int64_t g = 0; g < a.G; ++g) {
+    for (int64_t k = 0; k < a.taps; ++k) {
+      const int64_t tap = (b * a.G + g) * a.taps + k;
+      const T* offset = a.offset + 2 * tap * a.places + n * kRows;
+      const int64_t down = k / a.KW * a.dilation[0] - a.padding[0], across = k % a.KW * a.dilation[1] - a.padding[1];
+      int64_t row = n * kRows / a.width, column = n * kRows % a.width;
+      for (int r = 0; r < kRows; ++r, ++sample) {
+        *sample = {{-1, -1, -1, -1}, 0, 0, 0};
+        if (r >= rows) continue;
+        Bilinear<A> at;
+        const A y = A(row * a.stride[0] + down) + to_accumulate(offset[r]);
+        const A x = A(column * a.stride[1] + across) + to_accumulate(offset[a.places + r]);
+        locate(x, y, static_cast<int32_t>(a.H), static_cast<int32_t>(a.W), at);
+        for (int i = 0; i < 4; ++i) sample->pixel[i] = at.is_inside[i] ? at.index[i] : -1;
+        sample->fx = at.fx, sample->fy = at.fy;
+        sample->mask = a.mask ? to_accumulate(a.mask[tap * a.places + n * kRows + r]) : A(1);
+        if (++column == a.width) column = 0, ++row;
+      }
+    }
+  }
+}
+
+template <typename A>
+VISDET_INLINE void corner_weights(const DeformSample<A>& s, A (&w)[4]) {
+  w[0] = (1 - s.fy) * (1 - s.fx), w[1] = (1 - s.fy) * s.fx, w[2] = s.fy * (1 - s.fx), w[3] = s.fy * s.fx;
+}
+
+// Visits the samples of a block with the channels of each corner, and the sample's first line in the block.
+template <typename T, typename A, typename F>
+VISDET_INLINE void for_samples(const DeformConvArrays<T, A>& a, int64_t b, const DeformSample<A>* sample,
+                               const F& visit) {
+  constexpr int64_t L = kLine<A>;
+  for (int64_t g = 0; g < a.G; ++g) {
+    const A* map = a.images + b * a.H * a.W * a.pixel() + g * a.lines * L;
+    for (int64_t k = 0; k < a.taps; ++k) {
+      for (int r = 0; r < kRows; ++r, ++sample) {
+        const A* corner[4];
+        for (int i = 0; i < 4; ++i) {
+          corner[i] = sample->pixel[i] < 0 ? a.zeros : map + sample->pixel[i] * a.pixel();
+        }
+        visit(*sample, corner, ((k * a.G + g) * a.lines * kRows + r) * L, g, k, r);
+      }
+    }
+  }
+}
+
+template <typename T, typename A>
+VISDET_INLINE void write_columns(const DeformConvArrays<T, A>& a, int64_t b, const DeformSample<A>* samples,
+                                 A* columns) {
+  constexpr int L = kLine<A>, W = kLanes<A>;
+  for_samples(a, b, samples,
+              [&](const DeformSample<A>& sample, const A* const(&corner)[4], int64_t at, int64_t, int64_t, int)
+                  __attribute__((always_inline)) {
+                    A w[4];
+                    corner_weights(sample, w);
+                    for (int64_t line = 0; line < a.lines; ++line) {
+                      for (int v = 0; v < L; v += W) {
+                        const int64_t c = line * L + v;
+                        Vec<A> value = load(corner[0] + c) * w[0];
+                        for (int i = 1; i < 4; ++i) value += load(corner[i] + c) * w[i];
+                        store(columns + at + line * kRows * L + v, value * sample.mask);
+                      }
+                    }
+                  });
+}
+
+template <typename T, typename A>
+void forward_tile(const DeformConvArrays<T, A>& a, A* scratch, DeformSample<A>* samples, int64_t b, int64_t n0,
+                  int64_t count) {
+  constexpr int64_t P = kPanel<A>, L = kLine<A>;
+  const int64_t terms = a.terms(), panels = ceil_of(a.per_output, P);
+  A *columns = scratch, *products = scratch + count * a.block();  // [count, block], [panels, count, kTile]
+  for (int64_t n = 0; n < count; ++n) {
+    locate_block(a, b, n0 + n, samples);
+    write_columns(a, b, samples, columns + n * a.block());
+  }
+  for (int64_t group = 0; group < a.groups; ++group) {
+    const int64_t* position = a.position + group * terms;
+    for (int64_t t0 = 0; t0 < terms; t0 += kDepth) {
+      const int64_t t1 = terms < t0 + kDepth ? terms : t0 + kDepth;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        const A* weight = a.weight + (group * panels + panel) * terms * P;
+        for (int64_t n = 0; n < count; ++n) {
+          const A* block = columns + n * a.block();
+          add_products<L>(products + (panel * count + n) * kTile<A>, t0 == 0,
+                          [&](int v, const auto& visit) __attribute__((always_inline)) {
+                            const A* row = weight + t0 * P + v * kLanes<A>;
+                            for (int64_t t = t0; t < t1; ++t, row += P) {
+                              visit(block + position[t], row, row + kLanes<A>);
+                            }
+                          });
         }
       }
-    });
-    return matrix;
+    }
+    for (int64_t m = 0; m < a.per_output; ++m) {
+      T* out = a.output + (b * a.M + group * a.per_output + m) * a.places + n0 * kRows;
+      for (int64_t n = 0; n < count; ++n) {
+        const A* from = products + (m / P * count + n) * kTile<A> + m % P / L * kRows * L + m % L;
+        for (int64_t r = 0; r < a.rows(n0 + n); ++r) from_accumulate(from[r * L], out[n * kRows + r]);
+      }
+    }
   }
+}
 
-  // [groups, panels of terms, per_output, P], zeros past the last term.
-  Scratch<A> pack_transposed_weight(const Tensor& weight) const {
-    const Tensor from = dense(weight);
-    const T* kernels = data_of<T>(from);
-    const int64_t panels = ceil_of(a.terms(), P), terms = a.terms();
-    Scratch<A> matrix(a.groups * panels * a.per_output * P);
-    parallel_for(0, a.groups * panels, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t first = task % panels * P, here = std::min(P, terms - first);
-        A* to = matrix.data() + task * a.per_output * P;
-        const T* kernel = kernels + task / panels * a.per_output * terms;
-        for (int64_t m = 0; m < a.per_output; ++m, kernel += terms, to += P) {
-          for (int64_t j = 0; j < P; ++j) {
-            const int64_t t = first + j;
-            to[j] = j < here ? A(baseline::to_accumulate(kernel[t % a.per_group * a.taps + t / a.per_group])) : A(0);
+// The gradient of the products of a block, [M, kRows], zeros past the last place; and, if the weight wants its own, by
+// output channel.
+template <typename T, typename A>
+VISDET_INLINE void copy_grad_products(const DeformConvArrays<T, A>& a, int64_t b, int64_t n, int64_t t, A* grad) {
+  const int64_t rows = a.rows(n), tiles = a.tiles();
+  for (int64_t m = 0; m < a.M; ++m) {
+    const T* from = a.grad_output + (b * a.M + m) * a.places + n * kRows;
+    for (int64_t r = 0; r < kRows; ++r) grad[m * kRows + r] = r < rows ? to_accumulate(from[r]) : A(0);
+  }
+  if (a.columns == nullptr) return;
+  for (int64_t tile = 0; tile < a.groups * tiles; ++tile) {
+    A* to = a.grad_products + (tile * a.count + t) * kRows * kRows;
+    const int64_t first = tile % tiles * kRows, m0 = tile / tiles * a.per_output + first;
+    for (int64_t i = 0; i < kRows; ++i) {
+      const bool is_channel = first + i < a.per_output;
+      for (int64_t r = 0; r < kRows; ++r) to[r * kRows + i] = is_channel ? grad[(m0 + i) * kRows + r] : A(0);
+    }
+  }
+}
+
+// A panel of a product, whose columns are terms t0 .. of a kernel, to where these are in a block of columns.
+template <typename A>
+VISDET_INLINE void place_panel(const A* from, const int64_t* position, int64_t count, A* block) {
+  constexpr int64_t L = kLine<A>;
+  for (int64_t j0 = 0; j0 < count; j0 += L, from += kRows * L) {
+    const int64_t here = count - j0 < L ? count - j0 : L, start = position[j0];
+    if (here == L && start % L == 0 && position[j0 + L - 1] == start + L - 1) {
+      for (int64_t i = 0; i < kRows * L; ++i) block[start + i] = from[i];
+      continue;
+    }
+    for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t j = 0; j < here; ++j) block[position[j0 + j] + r * L] = from[r * L + j];
+    }
+  }
+}
+
+// The gradient of the columns of `count` blocks, of which `grads` are the gradients of products.
+template <typename T, typename A>
+VISDET_INLINE void write_grad_columns(const DeformConvArrays<T, A>& a, const A* grads, A* products, A* to,
+                                      int64_t count) {
+  constexpr int64_t P = kPanel<A>;
+  const int64_t terms = a.terms(), panels = ceil_of(terms, P);
+  if (a.is_padded()) {
+    for (int64_t i = 0; i < count * a.block(); ++i) to[i] = 0;
+  }
+  for (int64_t group = 0; group < a.groups; ++group) {
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const A* weight = a.transposed + (group * panels + panel) * a.per_output * P;
+      for (int64_t m0 = 0; m0 < a.per_output; m0 += kDepth) {
+        const int64_t m1 = a.per_output < m0 + kDepth ? a.per_output : m0 + kDepth;
+        for (int64_t n = 0; n < count; ++n) {
+          const A* grad = grads + (n * a.M + group * a.per_output) * kRows;
+          add_products<1>(products + n * kTile<A>, m0 == 0,
+                          [&](int v, const auto& visit) __attribute__((always_inline)) {
+                            const A* row = weight + m0 * P + v * kLanes<A>;
+                            for (int64_t m = m0; m < m1; ++m, row += P) {
+                              visit(grad + m * kRows, row, row + kLanes<A>);
+                            }
+                          });
+        }
+      }
+      const int64_t left = terms - panel * P;
+      for (int64_t n = 0; n < count; ++n) {
+        place_panel(products + n * kTile<A>, a.position + group * terms + panel * P, left < P ? left : P,
+                    to + n * a.block());
+      }
+    }
+  }
+}
+
+// The gradients of offset and mask of a block, and its columns if they are wanted.
+template <typename T, typename A>
+VISDET_INLINE void write_grad_offsets(const DeformConvArrays<T, A>& a, int64_t b, int64_t n,
+                                      const DeformSample<A>* samples, const A* grad_columns, A* columns) {
+  constexpr int L = kLine<A>, W = kLanes<A>;
+  const int64_t rows = a.rows(n);
+  for_samples(a, b, samples,
+              [&](const DeformSample<A>& sample, const A* const(&corner)[4], int64_t at, int64_t g, int64_t k, int r)
+                  __attribute__((always_inline)) {
+                    A w[4], dot[4];
+                    corner_weights(sample, w);
+                    Vec<A> sum[4] = {};
+                    for (int64_t line = 0; line < a.lines; ++line) {
+                      for (int v = 0; v < L; v += W) {
+                        const Vec<A> grad = load(grad_columns + at + line * kRows * L + v);
+                        Vec<A> value = {};
+                        for (int i = 0; i < 4; ++i) {
+                          const Vec<A> texel = load(corner[i] + line * L + v);
+                          sum[i] += grad * texel;
+                          value += texel * w[i];
+                        }
+                        if (columns) store(columns + at + line * kRows * L + v, value * sample.mask);
+                      }
+                    }
+                    if (r >= rows) return;
+                    horizontal_sums(sum, dot);
+                    for (int i = 0; i < 4; ++i) dot[i] = sample.pixel[i] < 0 ? A(0) : dot[i];
+                    const int64_t tap = (b * a.G + g) * a.taps + k;
+                    const A of_y = (1 - sample.fx) * (dot[2] - dot[0]) + sample.fx * (dot[3] - dot[1]);
+                    const A of_x = (1 - sample.fy) * (dot[1] - dot[0]) + sample.fy * (dot[3] - dot[2]);
+                    T* to = a.grad_offset + 2 * tap * a.places + n * kRows + r;
+                    // Outside the map 0, whatever the mask.
+                    from_accumulate(of_y == 0 ? A(0) : of_y * sample.mask, to[0]);
+                    from_accumulate(of_x == 0 ? A(0) : of_x * sample.mask, to[a.places]);
+                    if (a.grad_mask) {
+                      const A of_mask = w[0] * dot[0] + w[1] * dot[1] + w[2] * dot[2] + w[3] * dot[3];
+                      from_accumulate(of_mask, a.grad_mask[tap * a.places + n * kRows + r]);
+                    }
+                  });
+}
+
+template <typename T, typename A>
+void backward_tile(const DeformConvArrays<T, A>& a, A* scratch, int64_t t0, int64_t count) {
+  A *grads = scratch, *products = scratch + count * a.M * kRows;
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t block = a.first + t0 + n;
+    copy_grad_products(a, block / a.blocks, block % a.blocks, t0 + n, grads + n * a.M * kRows);
+    locate_block(a, block / a.blocks, block % a.blocks, a.samples + (t0 + n) * a.block_samples());
+  }
+  if (a.grad_columns) write_grad_columns(a, grads, products, a.grad_columns + t0 * a.block(), count);
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t block = a.first + t0 + n;
+    const DeformSample<A>* samples = a.samples + (t0 + n) * a.block_samples();
+    A* columns = a.columns ? a.columns + (t0 + n) * a.block() : nullptr;
+    if (a.grad_offset) {
+      write_grad_offsets(a, block / a.blocks, block % a.blocks, samples, a.grad_columns + (t0 + n) * a.block(),
+                         columns);
+    } else if (columns) {
+      write_columns(a, block / a.blocks, samples, columns);
+    }
+  }
+}
+
+template <typename T, typename A>
+void add_to_pixels(const DeformConvArrays<T, A>& a, int64_t b, int64_t t0, int64_t t1, int64_t g, int64_t line0,
+                   int64_t line1, int64_t pixel0, int64_t pixel1) {
+  constexpr int L = kLine<A>, W = kLanes<A>;
+  A* const map = a.grad_images + b * a.H * a.W * a.pixel() + g * a.lines * L;
+  for (int64_t t = t0; t < t1; ++t) {
+    const DeformSample<A>* sample = a.samples + (t * a.G + g) * a.taps * kRows;
+    const A* block = a.grad_columns + t * a.block();
+    for (int64_t k = 0; k < a.taps; ++k) {
+      for (int r = 0; r < kRows; ++r, ++sample) {
+        const A* grad = block + ((k * a.G + g) * a.lines * kRows + r) * L;
+        A w[4];
+        corner_weights(*sample, w);
+        for (int i = 0; i < 4; ++i) {
+          const int64_t pixel = sample->pixel[i];
+          const A factor = w[i] * sample->mask;
+          if (pixel < pixel0 || pixel >= pixel1 || factor == 0) continue;
+          A* const to = map + pixel * a.pixel();
+          for (int64_t line = line0; line < line1; ++line) {
+            for (int v = 0; v < L; v += W) {
+              const int64_t c = line * L + v;
+              store(to + c, load(to + c) + factor * load(grad + line * kRows * L + v));
+            }
           }
         }
       }
-    });
-    return matrix;
-  }
-
-  // The lines of a block that hold channels of each group, in pairs; of all groups as many as of the one with most.
-  void take_lines() {
-    std::vector<std::vector<int64_t>> lines(static_cast<size_t>(a.groups));
-    for (int64_t group = 0; group < a.groups; ++group) {
-      auto& mine = lines[static_cast<size_t>(group)];
-      for (int64_t t = 0; t < a.terms(); ++t) {
-        const int64_t line = a.position[group * a.terms() + t] / (kRows * L);
-        if (mine.empty() || mine.back() != line) mine.push_back(line);
-        slot_.push_back(static_cast<int64_t>(mine.size()) - 1);
-      }
-      a.pairs = std::max(a.pairs, ceil_of(static_cast<int64_t>(mine.size()), 2));
     }
-    for (auto& mine : lines) {
-      mine.resize(static_cast<size_t>(2 * a.pairs), mine.back());
-      line_pair_.insert(line_pair_.end(), mine.begin(), mine.end());
-    }
-    a.line_pair = line_pair_.data();
   }
+}
 
-  void make_gradients() {
-    const int64_t tile = std::min(this->tile(), a.count);
-    const auto run = VISDET_BEST_ISA(backward_tile, T, A);
-    parallel_for(0, ceil_of(a.count, tile), 1, [&](int64_t begin, int64_t end) {
-      const Scratch<A> scratch(a.backward_scratch(tile));
-      for (int64_t task = begin; task < end; ++task) {
-        run(a, scratch.data(), task * tile, std::min(tile, a.count - task * tile));
-      }
-    });
-  }
-
-  // A task takes some lines of channels and a band of rows of an image; the fewer the lines, the more bands.
-  void add_to_images() {
-    const int64_t b0 = a.first / a.blocks, images = (a.first + a.count - 1) / a.blocks - b0 + 1;
-    const int64_t slices = ceil_of(a.lines, kAtOnce), parts = images * a.G * slices;
-    const int64_t wanted = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
-    const int64_t bands = std::min(a.H, ceil_of(wanted, parts));
-    const auto run = VISDET_BEST_ISA(add_to_pixels, T, A);
-    parallel_for(0, parts * bands, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t band = task % bands, slice = task / bands % slices, g = task / (bands * slices) % a.G;
-        const int64_t b = b0 + task / (bands * slices * a.G);
-        const int64_t t0 = std::max<int64_t>(0, b * a.blocks - a.first);
-        const int64_t t1 = std::min(a.count, (b + 1) * a.blocks - a.first);
-        run(a, b, t0, t1, g, slice * kAtOnce, std::min((slice + 1) * kAtOnce, a.lines), a.H * band / bands * a.W,
-            a.H * (band + 1) / bands * a.W);
-      }
-    });
-  }
-
-  void add_to_sums() {
-    const auto run = VISDET_BEST_ISA(add_to_weight, T, A);
-    parallel_for(0, a.groups * a.pairs, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) run(a, task / a.pairs, task % a.pairs);
-    });
-  }
-
-  void unpack_grad_weight(T* to) const {
-    const int64_t terms = a.terms(), tiles = a.tiles();
-    parallel_for(0, a.M, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t m = begin; m < end; ++m) {
-        const int64_t group = m / a.per_output, tile = m % a.per_output / kRows, row = m % a.per_output % kRows;
-        for (int64_t t = 0; t < terms; ++t) {
-          const int64_t slot = slot_[static_cast<size_t>(group * terms + t)], lane = a.position[group * terms + t] % L;
-          const A* from = a.grad_weight + ((group * a.pairs + slot / 2) * tiles + tile) * kTile<A>;
-          baseline::from_accumulate(from[(slot % 2 * kRows + row) * L + lane],
-                                    to[m * terms + t % a.per_group * a.taps + t / a.per_group]);
+template <typename T, typename A>
+void add_to_weight(const DeformConvArrays<T, A>& a, int64_t group, int64_t pair) {
+  constexpr int64_t L = kLine<A>, kBlocks = kDepth / kRows;
+  const int64_t tiles = a.tiles(), *lines = a.line_pair + 2 * (group * a.pairs + pair);
+  A* const sums = a.grad_weight + (group * a.pairs + pair) * tiles * kTile<A>;
+  for (int64_t t0 = 0; t0 < a.count; t0 += kBlocks) {
+    const int64_t t1 = a.count < t0 + kBlocks ? a.count : t0 + kBlocks;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      add_products<1>(sums + tile * kTile<A>, false, [&](int v, const auto& visit) __attribute__((always_inline)) {
+        const int w = v * kLanes<A>, next = w + kLanes<A>;
+        const A* grad = a.grad_products + ((group * tiles + tile) * a.count + t0) * kRows * kRows;
+        const A* one = a.columns + t0 * a.block() + lines[w / L] * kRows * L + w % L;
+        const A* other = a.columns + t0 * a.block() + lines[next / L] * kRows * L + next % L;
+        for (int64_t t = t0; t < t1; ++t, grad += kRows * kRows, one += a.block(), other += a.block()) {
+          for (int r = 0; r < kRows; ++r) visit(grad + r * kRows, one + r * L, other + r * L);
         }
-      }
-    });
+      });
+    }
   }
-
-  DeformConvArrays<T, A> a{};
-  int64_t B_;
-  std::optional<Tensor> input_;
-  Tensor offset_;
-  std::optional<Tensor> mask_;
-  std::optional<Scratch<A>> copy_;
-  std::vector<A> zeros_;
-  std::vector<int64_t> position_, line_pair_;
-  std::vector<int64_t> slot_;  // [groups, terms] the line of each term among those of its group
-};
-
-using Ints = std::vector<int64_t>;
-
-Tensor deform_conv2d(const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask, const Tensor& weight,
-                     const Ints& stride, const Ints& padding, const Ints& dilation, int64_t deform_groups,
-                     int64_t im2col_step) {
-  const auto p = check_deform_conv("deform_conv2d", input, offset, mask ? &*mask : nullptr, weight, stride, padding,
-                                   dilation, deform_groups, im2col_step);
-  Tensor output = new_empty(input, {p.B, p.M, p.height, p.width});
-  if (output.numel() == 0 || input.numel() == 0) return zero_(output);
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    Convolution<decltype(value_tag), decltype(accumulate_tag)>(p, input, offset, mask).forward(weight, output);
-  });
-  return output;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward(
-    const Tensor& grad_output, const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask,
-    const Tensor& weight, const Ints& stride, const Ints& padding, const Ints& dilation, int64_t deform_groups,
-    int64_t im2col_step, bool needs_input, bool needs_offset, bool needs_weight) {
-  constexpr const char* op = "deform_conv2d_backward";
-  const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
-                                   deform_groups, im2col_step);
-  check_deform_tensor(op, "grad_output", grad_output, input, {p.B, p.M, p.height, p.width});
-  const auto gradient_of = [&](const Tensor& tensor, bool needs) {
-    return needs ? new_empty(tensor, tensor.sizes()) : new_empty(tensor, {0});
-  };
-  const bool needs_mask = needs_offset && mask;
-  Tensor grad_input = gradient_of(input, needs_input), grad_offset = gradient_of(offset, needs_offset);
-  Tensor grad_mask = gradient_of(mask ? *mask : offset, needs_mask), grad_weight = gradient_of(weight, needs_weight);
-  if (grad_output.numel() == 0 || input.numel() == 0) {
-    return {zero_(grad_input), zero_(grad_offset), zero_(grad_mask), zero_(grad_weight)};
-  }
-  if (!needs_input && !needs_offset && !needs_weight) return {grad_input, grad_offset, grad_mask, grad_weight};
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    Convolution<decltype(value_tag), decltype(accumulate_tag)>(p, input, offset, mask)
-        .backward(dense(grad_output), weight, needs_input ? &grad_input : nullptr,
-                  needs_offset ? &grad_offset : nullptr, needs_mask ? &grad_mask : nullptr,
-                  needs_weight ? &grad_weight : nullptr);
-  });
-  return {grad_input, grad_offset, grad_mask, grad_weight};
-}
+}  // namespace VISDET_ISA
 
-}  // namespace
+VISDET_KERNELS(DeformConvKernels, copy_image<T, A>, copy_grad_image<T, A>, forward_tile<T, A>, backward_tile<T, A>,
+               add_to_pixels<T, A>, add_to_weight<T, A>)
+
 }  // namespace visdet
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("deform_conv2d", TORCH_BOX(&visdet::deform_conv2d));
-  m.impl("deform_conv2d_backward", TORCH_BOX(&visdet::deform_conv2d_backward));
-}
-
-#endif  // VISDET_ISA_BASELINE

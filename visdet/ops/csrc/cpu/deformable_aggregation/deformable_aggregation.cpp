@@ -1,4 +1,4 @@
-// deformable_aggregation on the CPU. The contract is in ../deformable_aggregation.h; how this file is compiled, in
+// deformable_aggregation on the CPU. The contract is in csrc/deformable_aggregation.h; how this file is compiled, in
 // vec.h.
 //
 // Most (point, camera) pairs do not count, and are passed over before anything of theirs but the location is read.
@@ -6,33 +6,11 @@
 // its pairs' grad_locations and grad_weights, so there are no races and no dependence on the number of threads.
 // Gradients of 16-bit features are summed in float32 in a scratch of one camera's rows, and rounded once.
 #include "common/bilinear.h"
+#include "cpu/deformable_aggregation/arrays.h"
 #include "cpu/vec.h"
 
 namespace visdet {
-
-// The tensors of one call, all contiguous. TW is the type of weights.
-template <typename T, typename TW, typename A>
-struct DeformableAggregationArrays {
-  int64_t B, S, C, V, L, Q, P, G;
-  const int64_t* level_shapes;  // [V, L, 2]
-  const int64_t* level_starts;  // [V, L]
-  const T* features;            // [B, S, C]
-  const A* locations;           // [B, Q, P, V, 2]
-  const TW* weights;            // [B, Q, P, V, L, G]
-  T* output;                    // [B, Q, C]     forward
-  const T* grad_output;         // [B, Q, C]     backward
-  const int64_t* grad_starts;   // [V, L]        first row of each map in the gradients' sums
-  A* grad_locations;            // [B, Q, P, V, 2]     zeroed
-  TW* grad_weights;             // [B, Q, P, V, L, G]  zeroed
-};
-
 namespace VISDET_ISA {
-
-// Whether a pair counts: strictly inside the image.
-template <typename A>
-VISDET_INLINE bool is_visible(const A* location) {
-  return location[0] > A(0) && location[0] < A(1) && location[1] > A(0) && location[1] < A(1);
-}
 
 // The four corners of a visible pair in one level.
 template <typename A>
@@ -84,7 +62,7 @@ VISDET_INLINE void sum_corners(const T* map, const Corners<A>& at, const TW* wei
 }
 
 // One row (b, q) of the output. acc is a scratch of C numbers.
-template <typename T, typename TW, typename A>
+template <typename T, typename TW, typename A = typename AccumulateType<T>::type>
 void forward_row(const DeformableAggregationArrays<T, TW, A>& a, A* acc, int64_t row) {
   const T* features = a.features + row / a.Q * a.S * a.C;
   for (int64_t c = 0; c < a.C; ++c) acc[c] = 0;
@@ -102,7 +80,7 @@ void forward_row(const DeformableAggregationArrays<T, TW, A>& a, A* acc, int64_t
   for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], a.output[row * a.C + c]);
 }
 
-// One sample's share of the gradients of its map, its weights' gradients, and in dots[k] the sum over the groups of
+// What one sample adds to the gradients of its map, its weights' gradients, and in dots[k] the sum over the groups of
 // weight * <grad_output, corner k>.
 template <typename T, typename TW, typename A>
 VISDET_INLINE void scatter_corners(const T* map, A* grad_map, const Corners<A>& at, const A* g_row, const TW* weights,
@@ -149,7 +127,7 @@ VISDET_INLINE void scatter_corners(const T* map, A* grad_map, const Corners<A>& 
 
 // One task: every gradient that camera v of batch entry b has. g_row is a scratch of C numbers; sums, zeroed, are the
 // gradients of features, where map (v, l) begins at row grad_starts[v, l].
-template <typename T, typename TW, typename A>
+template <typename T, typename TW, typename A = typename AccumulateType<T>::type>
 void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, A* sums, int64_t b, int64_t v) {
   const T* features = a.features + b * a.S * a.C;
   for (int64_t q = 0; q < a.Q; ++q) {
@@ -180,201 +158,14 @@ void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, A
   }
 }
 
-// Sums back to the type of features.
-template <typename T, typename A>
-void round_sums(const A* from, T* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) from_accumulate(from[i], to[i]);
-}
-
-#define VISDET_INSTANTIATE(T, TW, A)                                                              \
-  template void forward_row<T, TW, A>(const DeformableAggregationArrays<T, TW, A>&, A*, int64_t); \
-  template void backward_camera<T, TW, A>(const DeformableAggregationArrays<T, TW, A>&, A*, A*, int64_t, int64_t);
-VISDET_INSTANTIATE(float, float, float)
-VISDET_INSTANTIATE(double, double, double)
-VISDET_INSTANTIATE(Float16, float, float)
-VISDET_INSTANTIATE(Float16, Float16, float)
-VISDET_INSTANTIATE(BFloat16, float, float)
-VISDET_INSTANTIATE(BFloat16, BFloat16, float)
-#undef VISDET_INSTANTIATE
-template void round_sums<Float16, float>(const float*, Float16*, int64_t);
-template void round_sums<BFloat16, float>(const float*, BFloat16*, int64_t);
-
 }  // namespace VISDET_ISA
-}  // namespace visdet
 
-#if defined(VISDET_ISA_BASELINE)
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
-#include <tuple>
-#include <type_traits>
-#include <vector>
-
-#include "cpu/deformable_aggregation/deformable_aggregation_cpu.h"
-#include "cpu/dispatch.h"
-#include "deformable_aggregation.h"
-
-namespace visdet {
-
-#define VISDET_DECLARE(isa)                                                                     \
-  namespace isa {                                                                               \
-  template <typename T, typename TW, typename A>                                                \
-  void forward_row(const DeformableAggregationArrays<T, TW, A>&, A*, int64_t);                  \
-  template <typename T, typename TW, typename A>                                                \
-  void backward_camera(const DeformableAggregationArrays<T, TW, A>&, A*, A*, int64_t, int64_t); \
-  template <typename T, typename A>                                                             \
-  void round_sums(const A*, T*, int64_t);                                                       \
-  }
-VISDET_FOR_EACH_OTHER_ISA(VISDET_DECLARE)
-#undef VISDET_DECLARE
-
-namespace {
-
-// (b, q) rows of one piece of work.
-constexpr int64_t kRowGrain = 8;
-
-// Calls f(T{}, TW{}, A{}) for the types of features and weights.
-template <typename F>
-void dispatch_types(const Tensor& features, const Tensor& weights, const F& f) {
-  const bool same = weights.scalar_type() == features.scalar_type();
-  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    if constexpr (std::is_same_v<T, A>) {
-      f(T{}, A{}, A{});
-    } else if (same) {
-      f(T{}, T{}, A{});
-    } else {
-      f(T{}, A{}, A{});
-    }
-  });
-}
-
-template <typename T, typename TW, typename A>
-DeformableAggregationArrays<T, TW, A> arrays_of(const DeformableAggregationProblem& problem, const Tensor& features,
-                                                const Tensor& level_shapes, const Tensor& level_starts,
-                                                const Tensor& locations, const Tensor& weights) {
-  DeformableAggregationArrays<T, TW, A> a{};
-  a.B = problem.B, a.S = problem.S, a.C = problem.C, a.V = problem.V, a.L = problem.L;
-  a.Q = problem.Q, a.P = problem.P, a.G = problem.G;
-  a.level_shapes = level_shapes.const_data_ptr<int64_t>();
-  a.level_starts = level_starts.const_data_ptr<int64_t>();
-  a.features = static_cast<const T*>(features.const_data_ptr());
-  a.locations = static_cast<const A*>(locations.const_data_ptr());
-  a.weights = static_cast<const TW*>(weights.const_data_ptr());
-  return a;
-}
-
-DeformableAggregationProblem check_all(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts,
-                                       const Tensor& locations, const Tensor& weights) {
-  const auto problem = check_deformable_aggregation(features, level_shapes, level_starts, locations, weights);
-  VISDET_CHECK("deformable_aggregation", level_shapes.is_cpu() && level_starts.is_cpu(),
-               "level_shapes and level_starts must be on the CPU");
-  return problem;
-}
-
-// The maps of each camera one behind the other.
-struct CameraRows {
-  std::vector<int64_t> starts, of_camera;  // [V, L], each map's first row among its camera's; [V], a camera's rows
-  int64_t most = 0, total = 0;             // of the camera with most, and of all
-
-  CameraRows(const DeformableAggregationProblem& problem, const int64_t* level_shapes) {
-    for (int64_t v = 0; v < problem.V; ++v) {
-      int64_t rows = 0;
-      for (int64_t map = v * problem.L; map < (v + 1) * problem.L; ++map) {
-        starts.push_back(rows);
-        rows += level_shapes[2 * map] * level_shapes[2 * map + 1];
-      }
-      of_camera.push_back(rows);
-      most = std::max(most, rows), total += rows;
-    }
-  }
-};
-
-}  // namespace
-
-Tensor deformable_aggregation_cpu(const Tensor& features_in, const Tensor& level_shapes_in,
-                                  const Tensor& level_starts_in, const Tensor& locations_in, const Tensor& weights_in) {
-  const auto problem = check_all(features_in, level_shapes_in, level_starts_in, locations_in, weights_in);
-  const Tensor features = dense(features_in), level_shapes = dense(level_shapes_in),
-               level_starts = dense(level_starts_in), locations = dense(locations_in), weights = dense(weights_in);
-  check_camera_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
-  Tensor output = new_empty(features_in, {problem.B, problem.Q, problem.C});
-  if (output.numel() == 0) return output;
-  dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using TW = decltype(weight_tag);
-    using A = decltype(accumulate_tag);
-    auto a = arrays_of<T, TW, A>(problem, features, level_shapes, level_starts, locations, weights);
-    a.output = static_cast<T*>(output.mutable_data_ptr());
-    const auto run = VISDET_BEST_ISA(forward_row, T, TW, A);
-    torch::stable::parallel_for(0, problem.B * problem.Q, kRowGrain, [&](int64_t begin, int64_t end) {
-      Scratch<A> acc(problem.C);
-      for (int64_t row = begin; row < end; ++row) run(a, acc.data(), row);
-    });
-  });
-  return output;
-}
-
-std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cpu(
-    const Tensor& grad_output_in, const Tensor& features_in, const Tensor& level_shapes_in,
-    const Tensor& level_starts_in, const Tensor& locations_in, const Tensor& weights_in,
-    bool /*deterministic: always*/) {
-  const auto problem = check_all(features_in, level_shapes_in, level_starts_in, locations_in, weights_in);
-  check_deformable_aggregation_grad(problem, grad_output_in, features_in);
-  const Tensor grad_output = dense(grad_output_in), features = dense(features_in),
-               level_shapes = dense(level_shapes_in), level_starts = dense(level_starts_in),
-               locations = dense(locations_in), weights = dense(weights_in);
-  check_camera_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
-  Tensor grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
-  zero_(grad_locations), zero_(grad_weights);
-  const CameraRows rows(problem, level_shapes.const_data_ptr<int64_t>());
-  const bool is_rounded = accumulate_dtype(features.scalar_type()) != features.scalar_type();
-  Tensor grad_features = new_empty(features, features.sizes());
-  if (!is_rounded || rows.total < problem.S || problem.C == 0) zero_(grad_features);
-  if (problem.C > 0) {
-    dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
-      using T = decltype(value_tag);
-      using TW = decltype(weight_tag);
-      using A = decltype(accumulate_tag);
-      auto a = arrays_of<T, TW, A>(problem, features, level_shapes, level_starts, locations, weights);
-      a.grad_output = static_cast<const T*>(grad_output.const_data_ptr());
-      a.grad_starts = is_rounded ? rows.starts.data() : a.level_starts;
-      a.grad_locations = static_cast<A*>(grad_locations.mutable_data_ptr());
-      a.grad_weights = static_cast<TW*>(grad_weights.mutable_data_ptr());
-      const auto run = VISDET_BEST_ISA(backward_camera, T, TW, A);
-      T* to = static_cast<T*>(grad_features.mutable_data_ptr());
-      torch::stable::parallel_for(0, problem.B * problem.V, 1, [&](int64_t begin, int64_t end) {
-        Scratch<A> g_row(problem.C);
-        const Scratch<A> camera_sums(is_rounded ? rows.most * problem.C : 0);
-        for (int64_t task = begin; task < end; ++task) {
-          const int64_t b = task / problem.V, v = task % problem.V;
-          T* entry = to + b * problem.S * problem.C;
-          if constexpr (std::is_same_v<T, A>) {
-            run(a, g_row.data(), entry, b, v);
-          } else {
-            std::fill_n(camera_sums.data(), rows.of_camera[v] * problem.C, A(0));
-            run(a, g_row.data(), camera_sums.data(), b, v);
-            for (int64_t map = v * problem.L; map < (v + 1) * problem.L; ++map) {
-              VISDET_BEST_ISA(round_sums, T, A)
-              (camera_sums.data() + rows.starts[map] * problem.C, entry + a.level_starts[map] * problem.C,
-               a.level_shapes[2 * map] * a.level_shapes[2 * map + 1] * problem.C);
-            }
-          }
-        }
-      });
-    });
-  }
-  return {grad_features, grad_locations, grad_weights};
-}
+// A is the type of weights here: that of sums, or that of 16-bit features.
+VISDET_KERNELS(DeformableAggregationKernels, forward_row<T, A>, backward_camera<T, A>,
+               round_numbers<T, typename AccumulateType<T>::type>)
+VISDET_KERNELS_OF(DeformableAggregationKernels, Float16, Float16, forward_row<T, A>, backward_camera<T, A>,
+                  round_numbers<T, typename AccumulateType<T>::type>)
+VISDET_KERNELS_OF(DeformableAggregationKernels, BFloat16, BFloat16, forward_row<T, A>, backward_camera<T, A>,
+                  round_numbers<T, typename AccumulateType<T>::type>)
 
 }  // namespace visdet
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("deformable_aggregation", TORCH_BOX(&visdet::deformable_aggregation_cpu));
-  m.impl("deformable_aggregation_backward", TORCH_BOX(&visdet::deformable_aggregation_backward_cpu));
-}
-
-#endif  // VISDET_ISA_BASELINE

@@ -1,5 +1,4 @@
-// deformable_aggregation's CPU entries, for the operators that prepare its arguments in kernels of their own. Baseline
-// pass only.
+// deformable_aggregation's CPU entries, for the operators that prepare its arguments in kernels of their own.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,0 +1,2 @@
+// What every file of host code includes: setup.py compiles it once, for all of them.
+#include "cpu/dispatch.h"

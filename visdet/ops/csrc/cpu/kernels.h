@@ -1,0 +1,79 @@
+// How host code calls an operator's CPU kernels, which are compiled once per instruction set.
+//
+// setup.py compiles the files of csrc itself once. It compiles every file below csrc/cpu once per instruction set, with
+// VISDET_ISA naming the set (baseline, avx2, avx512) and the matching -march. An operator consists of
+//   csrc/<op>.cpp     its schemas, and its function for CPU tensors: checks, allocation, threads, registration;
+//   csrc/cpu/<op>.h   a struct of plain numbers and pointers for the arguments, and a struct of function pointers, the
+//                     table of its kernels;
+//   csrc/cpu/<op>.cpp the kernels, in namespace visdet::VISDET_ISA, and at the end VISDET_KERNELS, which fills the
+//                     table for each type of values.
+// Kernel files include nothing of torch and no header of the standard library with inline functions: such a function,
+// compiled there with AVX-512, could be the copy that the linker keeps for everyone. dispatch.h, images.h and
+// deformable_aggregation/cpu_functions.h are headers of host code.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/values.h"
+
+namespace visdet {
+
+// A multiple of the lanes of every vector of every instruction set.
+constexpr int64_t kAnyLanes = 16;
+
+constexpr int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+enum class Isa { baseline, avx2, avx512 };
+
+// The best instruction set that this processor has and VISDET_CPU_ISA allows; defined in csrc/cpu_isa.cpp.
+Isa best_isa();
+
+// The table of kernels of type `Table`, as compiled for one instruction set. VISDET_KERNELS defines it.
+template <typename Table, Isa ISA>
+struct Compiled {
+  static const Table table;
+};
+
+// The table of the best instruction set.
+template <typename Table>
+const Table& best_kernels() {
+#if defined(VISDET_HAS_X86_ISAS)
+  const Isa isa = best_isa();
+  if (isa == Isa::avx512) return Compiled<Table, Isa::avx512>::table;
+  if (isa == Isa::avx2) return Compiled<Table, Isa::avx2>::table;
+#endif
+  return Compiled<Table, Isa::baseline>::table;
+}
+
+}  // namespace visdet
+
+// VISDET_KERNELS(Table, functions...) fills Table<T, A> for the four types T of values and the types A that their sums
+// are taken in. The functions are those of the table, in its order, and may name T and A: VISDET_KERNELS(CarafeKernels,
+// upsample_row<T, A>). VISDET_KERNELS_OF fills one table, VISDET_SUM_KERNELS Table<A> for operators of float32 and
+// float64 alone. They stand in namespace visdet, after the namespace of the kernels.
+#define VISDET_KERNELS(Table, ...)                      \
+  VISDET_KERNELS_OF(Table, double, double, __VA_ARGS__) \
+  VISDET_KERNELS_OF(Table, float, float, __VA_ARGS__)   \
+  VISDET_KERNELS_OF(Table, Float16, float, __VA_ARGS__) \
+  VISDET_KERNELS_OF(Table, BFloat16, float, __VA_ARGS__)
+
+#define VISDET_KERNELS_OF(Table, value_type, sum_type, ...)                                              \
+  template <>                                                                                            \
+  const Table<value_type, sum_type> Compiled<Table<value_type, sum_type>, Isa::VISDET_ISA>::table = [] { \
+    using namespace VISDET_ISA;                                                                          \
+    using T [[maybe_unused]] = value_type;                                                               \
+    using A [[maybe_unused]] = sum_type;                                                                 \
+    return Table<T, A>{__VA_ARGS__};                                                                     \
+  }();
+
+#define VISDET_SUM_KERNELS(Table, ...)              \
+  VISDET_SUM_KERNELS_OF(Table, double, __VA_ARGS__) \
+  VISDET_SUM_KERNELS_OF(Table, float, __VA_ARGS__)
+
+#define VISDET_SUM_KERNELS_OF(Table, sum_type, ...)                              \
+  template <>                                                                    \
+  const Table<sum_type> Compiled<Table<sum_type>, Isa::VISDET_ISA>::table = [] { \
+    using namespace VISDET_ISA;                                                  \
+    using A [[maybe_unused]] = sum_type;                                         \
+    return Table<A>{__VA_ARGS__};                                                \
+  }();
