@@ -29,7 +29,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel ninja
-	$(BIN)/python tools/install_requirements.py --extra test --extra lint
+	$(BIN)/python tools/install_requirements.py --extra train --extra test --extra lint
 	touch $@
 
 $(VENV)/.built: $(SOURCES) $(VENV)/.installed
