@@ -5,6 +5,8 @@
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
 # make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
 # make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
+# make check-devkit  nuScenes' metrics and the converter against the devkit
+# make check-packages  the bridges of ultralytics, rfdetr, groundingdino and libreyolo against those packages
 # make check-transformers  all detectors of transformers on visdet's operators (docs/compat_transformers.md)
 # make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
 PYTHON ?= python3
@@ -29,7 +31,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel ninja
-	$(BIN)/python tools/install_requirements.py --extra test --extra lint
+	$(BIN)/python tools/install_requirements.py --extra train --extra test --extra lint
 	touch $@
 
 $(VENV)/.built: $(SOURCES) $(VENV)/.installed
@@ -68,8 +70,10 @@ $(DRIVE_SCENES)/kmeans_plan_1.npy: | setup
 train: setup
 	$(BIN)/python tools/train.py $(CONFIG)
 
+# Two processes: each test uses one thread, and no two share a file or a port.
+TEST_PROCESSES ?= 2
 test: setup lint cuda-check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check $(LINTED)
@@ -115,6 +119,28 @@ clean:
 # PYTHON: of an environment with visdet, mmcv-lite, mmdet and tqdm.
 check-mmdet:
 	$(PYTHON) tools/check_mmdet_configs.py
+
+# nuScenes' metrics and the converter against the devkit, in an environment of their own; nothing is skipped there.
+# The devkit is installed without its own requirements: it asks for numpy below 2.
+DEVKIT ?= pyquaternion cachetools descartes fire parameterized scikit-learn tqdm pandas motmetrics shapely
+.PHONY: check-devkit
+check-devkit: setup
+	$(PYTHON) -m venv $(VENV)-devkit
+	$(VENV)-devkit/bin/python -m pip install --quiet $(TORCH)
+	$(VENV)-devkit/bin/python tools/install_requirements.py --extra train --extra test
+	$(VENV)-devkit/bin/python -m pip install --quiet $(DEVKIT)
+	$(VENV)-devkit/bin/python -m pip install --quiet --no-deps nuscenes-devkit
+	VISDET_CHECK=check-devkit OMP_NUM_THREADS=1 $(VENV)-devkit/bin/python -m pytest \
+		tests/evaluation/test_nuscenes_devkit.py tests/tools/test_prepare_nuscenes_devkit.py
+
+# The attention modules of other detector packages against visdet.compat; nothing is skipped there.
+PACKAGES ?= ultralytics rfdetr groundingdino-py libreyolo
+.PHONY: check-packages
+check-packages: setup
+	$(PYTHON) -m venv $(VENV)-packages
+	$(VENV)-packages/bin/python -m pip install --quiet $(TORCH) $(PACKAGES) pytest pytest-timeout
+	VISDET_CHECK=check-packages OMP_NUM_THREADS=1 $(VENV)-packages/bin/python -m pytest \
+		tests/compat/test_other_packages.py
 
 # All detectors of transformers against visdet.compat, in an environment of their own; nothing is skipped there.
 TRANSFORMERS ?= transformers timm

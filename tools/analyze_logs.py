@@ -6,7 +6,7 @@ python tools/analyze_logs.py work_dirs/deformable-detr_shapes
 import argparse
 from pathlib import Path
 
-from visdet.engine import draw_curves, read_scalars, say, tool_session
+from visdet.command_line import check_installation
 
 
 def parse_args() -> argparse.Namespace:
@@ -20,6 +20,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_installation()
+    from visdet.engine import draw_curves, read_scalars, say, tool_session
+
     with tool_session():
         first = Path(args.runs[0])
         out_file = args.out or str((first if first.is_dir() else first.parent) / "curves.png")

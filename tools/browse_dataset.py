@@ -7,11 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
-import torch
-from mmengine.registry import init_default_scope
-
-from visdet.engine import CfgOptions, dataset_config, load_config, say, tool_session
-from visdet.registry import DATASETS, VISUALIZERS
+from visdet.command_line import CfgOptions, check_installation
 
 
 def parse_args() -> argparse.Namespace:
@@ -35,6 +31,13 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_installation()
+    import torch
+    from mmengine.registry import init_default_scope
+
+    from visdet.engine import dataset_config, load_config, say, tool_session
+    from visdet.registry import DATASETS, VISUALIZERS
+
     with tool_session():
         cfg, _ = load_config(args.config, args.cfg_options)
         init_default_scope(cfg.get("default_scope", "visdet"))

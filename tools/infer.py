@@ -6,17 +6,7 @@ python tools/infer.py CONFIG CHECKPOINT IMAGE|FOLDER
 import argparse
 import sys
 
-from visdet.engine import (
-    CfgOptions,
-    Detector,
-    check_work_dir,
-    detect_files,
-    find_images,
-    load_config,
-    say,
-    tool_session,
-)
-from visdet.registry import VISUALIZERS
+from visdet.command_line import CfgOptions, check_installation
 
 
 def parse_args() -> argparse.Namespace:
@@ -41,6 +31,18 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_installation()
+    from visdet.engine import (
+        Detector,
+        check_work_dir,
+        detect_files,
+        find_images,
+        load_config,
+        say,
+        tool_session,
+    )
+    from visdet.registry import VISUALIZERS
+
     with tool_session():
         cfg, _ = load_config(args.config, args.cfg_options)
         images = find_images(args.images)

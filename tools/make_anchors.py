@@ -12,12 +12,7 @@ kmeans_det_N.npy [N, 11], kmeans_map_N.npy [N, 20, 2], kmeans_motion_K.npy [clas
 import argparse
 from pathlib import Path
 
-import numpy as np
-
-from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, make_driving_scenes
-from visdet.datasets.anchors import detection_anchors, map_anchors, motion_anchors, planning_anchors
-from visdet.datasets.driving_world import DRIVING_CLASSES
-from visdet.engine import tool_session
+from visdet.command_line import check_installation
 
 
 def main() -> None:
@@ -37,12 +32,21 @@ def main() -> None:
     parser.add_argument("--classes", nargs="+", help="default: those of nuScenes, or of the driving scenes")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     args = parser.parse_args()
+    check_installation()
+    from visdet.engine import tool_session
 
     with tool_session():
         make(args)
 
 
 def make(args: argparse.Namespace) -> None:
+    """Write the anchors that the arguments ask for."""
+    import numpy as np
+
+    from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, make_driving_scenes
+    from visdet.datasets.anchors import detection_anchors, map_anchors, motion_anchors, planning_anchors
+    from visdet.datasets.driving_world import DRIVING_CLASSES
+
     path, classes = Path(args.infos), args.classes or NuScenes3DDetTrackDataset.METAINFO["classes"]
     if path.suffix not in (".npz", ".pkl", ".pickle"):
         path = make_driving_scenes(path) / "driving_infos_train.npz"

@@ -5,7 +5,7 @@ python tools/make_driving_scenes.py data/driving_scenes
 
 import argparse
 
-from visdet.datasets import make_driving_scenes
+from visdet.command_line import check_installation
 
 
 def main() -> None:
@@ -22,6 +22,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--num-workers", type=int, help="processes; default: one per core")
     arguments = vars(parser.parse_args())
+    check_installation()
+    from visdet.datasets import make_driving_scenes
+
     make_driving_scenes(**arguments | {"image_size": tuple(arguments["image_size"])})
 
 

@@ -5,7 +5,7 @@ python tools/make_shapes.py data/shapes
 
 import argparse
 
-from visdet.datasets import make_shapes
+from visdet.command_line import check_installation
 
 
 def main() -> None:
@@ -18,7 +18,11 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=128, help="in pixels; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--num-workers", type=int, help="processes; default: one per core")
-    make_shapes(**vars(parser.parse_args()))
+    arguments = vars(parser.parse_args())
+    check_installation()
+    from visdet.datasets import make_shapes
+
+    make_shapes(**arguments)
 
 
 if __name__ == "__main__":

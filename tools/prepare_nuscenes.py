@@ -11,11 +11,7 @@ Writes nuscenes_infos_{train,val,test}.npz, which training opens without unpickl
 import argparse
 from pathlib import Path
 
-from rich.progress import track
-
-from visdet.datasets.info_files import load_infos, save_infos
-from visdet.datasets.nuscenes_converter import NuScenesConverter, split_of_scene
-from visdet.engine import tool_session
+from visdet.command_line import check_installation
 
 
 def parse_args() -> argparse.Namespace:
@@ -36,6 +32,13 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_installation()
+    from rich.progress import track
+
+    from visdet.datasets.info_files import load_infos
+    from visdet.datasets.nuscenes_converter import NuScenesConverter, split_of_scene
+    from visdet.engine import tool_session
+
     with tool_session():
         if args.convert:
             infos, metadata = load_infos(args.convert)
@@ -55,6 +58,8 @@ def main() -> None:
 
 
 def write(path: Path, infos: list[dict], metadata: dict) -> None:
+    from visdet.datasets.info_files import save_infos
+
     path.parent.mkdir(parents=True, exist_ok=True)
     save_infos(path, infos, metadata)
     print(f"wrote {len(infos)} frames to {path}")

@@ -5,7 +5,7 @@ python tools/print_config.py CONFIG --cfg-options train_cfg.max_iters=100
 
 import argparse
 
-from visdet.engine import CfgOptions, load_config, tool_session
+from visdet.command_line import CfgOptions, check_installation
 
 
 def parse_args() -> argparse.Namespace:
@@ -21,6 +21,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_installation()
+    from visdet.engine import load_config, tool_session
+
     with tool_session():
         cfg, remarks = load_config(args.config, args.cfg_options)
         for remark in remarks:

@@ -5,17 +5,7 @@ python tools/test.py CONFIG CHECKPOINT
 
 import argparse
 
-from visdet.engine import (
-    CfgOptions,
-    build_runner,
-    check_required_keys,
-    checked_launcher,
-    draw_detections,
-    load_config,
-    say,
-    tool_session,
-    write_detections,
-)
+from visdet.command_line import CfgOptions, check_installation
 
 
 def parse_args() -> argparse.Namespace:
@@ -38,6 +28,18 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_installation()
+    from visdet.engine import (
+        build_runner,
+        check_required_keys,
+        checked_launcher,
+        draw_detections,
+        load_config,
+        say,
+        tool_session,
+        write_detections,
+    )
+
     with tool_session():
         launcher = checked_launcher(args.launcher)
         cfg, remarks = load_config(args.config, args.cfg_options, args.work_dir)

@@ -6,18 +6,7 @@ torchrun --nproc-per-node 2 tools/train.py CONFIG
 
 import argparse
 
-from visdet.engine import (
-    CfgOptions,
-    build_runner,
-    check_required_keys,
-    checked_launcher,
-    enable_amp,
-    enable_auto_scale_lr,
-    load_config,
-    say,
-    set_resume,
-    tool_session,
-)
+from visdet.command_line import CfgOptions, check_installation
 
 
 def parse_args() -> argparse.Namespace:
@@ -52,6 +41,19 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_installation()
+    from visdet.engine import (
+        build_runner,
+        check_required_keys,
+        checked_launcher,
+        enable_amp,
+        enable_auto_scale_lr,
+        load_config,
+        say,
+        set_resume,
+        tool_session,
+    )
+
     with tool_session():
         launcher = checked_launcher(args.launcher)
         cfg, remarks = load_config(args.config, args.cfg_options, args.work_dir)

@@ -8,19 +8,12 @@ Takes the test data set of the config and plays whole scenes through the model, 
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from mmengine.dataset import pseudo_collate
-from mmengine.registry import init_default_scope
-from PIL import Image
+from visdet.command_line import CfgOptions, check_installation
 
-from visdet.engine import CfgOptions, dataset_config, load_config, tool_session
-from visdet.engine.checkpoint import read_checkpoint, register_checkpoint_readers
-from visdet.engine.errors import UserError
-from visdet.engine.weights import load_weights, weights_of
-from visdet.registry import DATASETS, MODELS
-from visdet.visualization.driving_views import draw_frame, scene_of_prediction, scene_of_samples, write_gif
+if TYPE_CHECKING:
+    import torch
 
 
 def parse_args() -> argparse.Namespace:
@@ -45,6 +38,13 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_installation()
+    import numpy as np
+    from mmengine.registry import init_default_scope
+
+    from visdet.engine import UserError, dataset_config, load_config, tool_session
+    from visdet.registry import DATASETS
+
     with tool_session():
         cfg, _ = load_config(args.config, args.cfg_options)
         init_default_scope(cfg.get("default_scope", "visdet"))
@@ -62,7 +62,14 @@ def main() -> None:
             draw_scene(dataset, frames, model, args, out_dir / f"scene_{scene:03d}")
 
 
-def load_model(cfg, checkpoint: str) -> torch.nn.Module:
+def load_model(cfg, checkpoint: str) -> "torch.nn.Module":
+    """Return the config's model with the weights of the checkpoint, ready to predict."""
+    import torch
+
+    from visdet.engine.checkpoint import read_checkpoint, register_checkpoint_readers
+    from visdet.engine.weights import load_weights, weights_of
+    from visdet.registry import MODELS
+
     trust = bool(cfg.get("trust_checkpoint", False))
     register_checkpoint_readers(trust)
     model = MODELS.build(cfg.model)
@@ -70,18 +77,30 @@ def load_model(cfg, checkpoint: str) -> torch.nn.Module:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-@torch.no_grad()
 def draw_scene(
-    dataset, frames: range, model: torch.nn.Module | None, args: argparse.Namespace, name: Path
+    dataset, frames: range, model: "torch.nn.Module | None", args: argparse.Namespace, name: Path
 ) -> None:
     """Write ``name_NNN.png`` of each frame and ``name.gif``."""
+    import numpy as np
+    import torch
+    from mmengine.dataset import pseudo_collate
+    from PIL import Image
+
+    from visdet.visualization.driving_views import (
+        draw_frame,
+        scene_of_prediction,
+        scene_of_samples,
+        write_gif,
+    )
+
     pictures = []
     for number, index in enumerate(frames):
         item = dataset[index]
         samples = item["data_samples"]
         prediction = None
         if model is not None:
-            result = model.test_step(pseudo_collate([item]))[0]
+            with torch.no_grad():
+                result = model.test_step(pseudo_collate([item]))[0]
             prediction = scene_of_prediction(result, args.score_thr, args.map_score_thr)
         images = [image.permute(1, 2, 0).numpy()[..., ::-1] for image in item["inputs"]["img"]]
         picture = draw_frame(

@@ -34,24 +34,31 @@ def _version(distribution: str) -> str | None:
 
 
 def _packages(advice: list[str]) -> list[str]:
+    missing = []
     lines = [f"  {'Python':18} {platform.python_version()}  ({sys.executable})"]
     for name, purpose in _PACKAGES.items():
         version = _version(name) or (_version("opencv-python-headless") if name == "opencv-python" else None)
         lines.append(f"  {name:18} {version or 'MISSING'}  ({purpose})")
         if version is None:
-            advice.append(f"pip install {name}   # {purpose}")
-    try:
-        import cv2  # noqa: F401
-    except ImportError as error:
+            missing.append(name)
+    if missing:
         advice.append(
-            f"OpenCV does not import ({error}): pip install --force-reinstall opencv-python-headless"
+            f"for models, data sets and training: pip install 'visdet-ops[train]' (missing: {', '.join(missing)})"
         )
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError) as error:
-        advice.append(
-            f"torchvision does not import ({error}): install torch and torchvision as a matching pair"
-        )
+    if "opencv-python" not in missing:
+        try:
+            import cv2  # noqa: F401
+        except ImportError as error:
+            advice.append(
+                f"OpenCV does not import ({error}): pip install --force-reinstall opencv-python-headless"
+            )
+    if "torchvision" not in missing:
+        try:
+            import torchvision  # noqa: F401
+        except (ImportError, RuntimeError) as error:
+            advice.append(
+                f"torchvision does not import ({error}): install torch and torchvision as a matching pair"
+            )
     return lines
 
 

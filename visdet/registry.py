@@ -11,10 +11,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from visdet.errors import UnknownNameError, build_step
+from visdet.train_extra import require_train_extra
+
+require_train_extra(__name__)
+
 from mmengine import registry as mmengine_registry
 from mmengine.registry import Registry as _MMEngineRegistry
-
-from visdet.errors import UnknownNameError, build_step
 
 __all__ = [
     "DATASETS",

@@ -11,6 +11,7 @@ from scipy.spatial.transform import Rotation
 
 from visdet.datasets import load_infos
 from visdet.datasets.driving_world import make_world
+from visdet.datasets.nuscenes_converter import NuScenesConverter
 from visdet.structures.poses import pose_matrix, quaternion_from_matrix, rotation_from_quaternion
 
 LOCATION = "boston-seaport"
@@ -241,3 +242,11 @@ def tilt_and_complete(root: Path, version: str = "v1.0-mini") -> None:
     mask = {"token": "mask", "log_tokens": ["log"], "filename": "maps/mask.png", "category": "semantic_prior"}
     (folder / "map.json").write_text(json.dumps([mask]))
     Image.new("L", (4, 4)).save(root / "maps" / "mask.png")
+
+
+def converted(root, with_map, **arguments):
+    """Return the infos of all scenes of the data set below ``root``, and the converter."""
+    converter = NuScenesConverter(root, "v1.0-mini", with_map=with_map, **arguments)
+    return [
+        info for scene in converter.tables.scenes() for info in converter.infos_of_scene(scene)
+    ], converter

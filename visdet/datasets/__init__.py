@@ -1,5 +1,9 @@
 """Data sets, their transforms and their samplers."""
 
+from visdet.train_extra import require_train_extra
+
+require_train_extra(__name__)
+
 from . import samplers, transforms
 from .coco import CocoDataset
 from .driving_scenes import DrivingScenesDataset, make_driving_scenes

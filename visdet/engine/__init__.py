@@ -1,5 +1,9 @@
 """Running a config: what mmengine's Runner lacks, and what the tools do."""
 
+from visdet.train_extra import require_train_extra
+
+require_train_extra(__name__)
+
 from .checkpoint import read_checkpoint, write_checkpoint
 from .config import (
     CfgOptions,

@@ -1,14 +1,15 @@
 """Configs: read with clear errors, completed with what follows from the rest, checked before anything is built."""
 
-import argparse
 import inspect
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 from mmengine.runner import Runner
+
+from visdet.command_line import CfgOptions
 
 from .errors import ConfigError, UserError, nearest_names
 from .foreign_scope import adopt_mmdet_scope
@@ -39,19 +40,6 @@ _RUNNER_KEYS = {name for name in inspect.signature(Runner.__init__).parameters i
 _KNOWN_KEYS = _RUNNER_KEYS | _OTHER_KEYS
 _TRAINING_KEYS = ("model", "train_dataloader", "train_cfg", "optim_wrapper")
 _TEST_KEYS = ("model", "test_dataloader", "test_cfg", "test_evaluator")
-
-
-class CfgOptions(DictAction):
-    """The argparse action of ``--cfg-options KEY=VALUE ...``: mmengine's, with a message for what is no such pair."""
-
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
-        for pair in values or ():
-            if not pair.partition("=")[0] or "=" not in pair:
-                raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {pair!r}")
-        try:
-            super().__call__(parser, namespace, values, option_string)
-        except AssertionError as error:  # mmengine's, for brackets that do not match
-            raise argparse.ArgumentError(self, f"cannot read {' '.join(values)}: {error}") from error
 
 
 def load_config(

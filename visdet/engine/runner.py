@@ -40,6 +40,7 @@ from .errors import CheckpointError, log_fatal_error
 from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
 from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_every_process
+from .run_config import RunConfig
 from .temporal_state import restore_temporal_state
 from .weights import load_weights, weights_of
 
@@ -81,7 +82,7 @@ class DetRunner(Runner):
     @classmethod
     def from_cfg(cls, cfg: Config) -> "DetRunner":
         """Build a runner from a config, which is left as it is."""
-        cfg = copy.deepcopy(cfg)
+        cfg = RunConfig.copy_of(cfg)
         complete_config(cfg)
         return super().from_cfg(cfg)
 

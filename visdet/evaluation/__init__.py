@@ -1,5 +1,9 @@
 """Metrics."""
 
+from visdet.train_extra import require_train_extra
+
+require_train_extra(__name__)
+
 from .coco_metric import CocoMetric
 from .driving_metric import DrivingMetric
 from .field_metric import FieldMetric

@@ -1,5 +1,9 @@
 """Detectors and their parts; importing this package registers them."""
 
+from visdet.train_extra import require_train_extra
+
+require_train_extra(__name__)
+
 from . import sparsedrive
 from .backbones import ResNet
 from .base_detector import BaseDetector

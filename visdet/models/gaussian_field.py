@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from mmengine.model import BaseDataPreprocessor, BaseModel
-from scipy.cluster.vq import kmeans2
 from torch import Tensor, nn
 
 from visdet.ops import gaussian_field
@@ -189,6 +188,8 @@ class LearnableGaussianField(BaseModel):
         sample = points[chosen] + torch.from_numpy(rng.normal(0, 0.05 * spacing, (count, 3)))
         means, scales, nearest = sample[:N], torch.full((N,), 0.5 * spacing, dtype=torch.float64), chosen[:N]
         if method == "kmeans":
+            from scipy.cluster.vq import kmeans2  # slow to import, and most runs do without
+
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # a cluster without points keeps its centre
                 centres, label = kmeans2(sample.numpy(), sample[:N].numpy(), iter=10, minit="matrix")

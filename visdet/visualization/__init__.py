@@ -1,5 +1,9 @@
 """Drawing of samples and predictions."""
 
+from visdet.train_extra import require_train_extra
+
+require_train_extra(__name__)
+
 from .drawing import contact_sheet, draw_boxes, side_by_side
 from .field_visualizer import FieldVisualizer, slice_ellipses
 from .local_visualizer import DetLocalVisualizer

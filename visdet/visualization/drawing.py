@@ -4,7 +4,6 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -139,5 +138,7 @@ def contact_sheet(
 
 @functools.lru_cache(maxsize=32)
 def _font(size: int) -> ImageFont.FreeTypeFont:
+    import matplotlib  # slow to import, and a first picture is soon enough
+
     # matplotlib brings this font along; the system may have none.
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans-Bold.ttf"), size)

@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import EllipseCollection
-from matplotlib.figure import Figure
 from mmengine.visualization import Visualizer
 from torch import Tensor
 
@@ -49,6 +46,11 @@ class FieldVisualizer(Visualizer):
         Returns:
             uint8 [H, W, 3].
         """
+        from matplotlib.backends.backend_agg import (
+            FigureCanvasAgg,
+        )  # slow to import, and a first picture is soon enough
+        from matplotlib.figure import Figure
+
         places, truth, fitted = (tensor.double().numpy() for tensor in (points, values, fit))
         low, high = places.min(0), places.max(0)
         # Half a voxel: the picture ends at the faces of the outer ones.
@@ -122,6 +124,8 @@ def slice_ellipses(
 
 
 def _add_ellipses(panel, ellipses: Sequence[np.ndarray]) -> None:
+    from matplotlib.collections import EllipseCollection
+
     centres, sizes, angles = ellipses
     panel.add_collection(
         EllipseCollection(

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from mmengine.dist import master_only
 from mmengine.visualization import Visualizer
@@ -37,6 +36,8 @@ class TwoViewDepthVisualizer(Visualizer):
         size = (cell_width, round(cell_width * height / width))
         inverse = 1 / gt_depth
         low, high = inverse.min(), inverse.max()
+        import matplotlib  # slow to import, and a first picture is soon enough
+
         colour = matplotlib.colormaps["turbo"]
 
         def in_colour(depth: np.ndarray) -> np.ndarray:

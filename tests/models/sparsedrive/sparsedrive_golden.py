@@ -1,9 +1,11 @@
-"""Golden cases of SparseDrive's parts: build, load, compare."""
+"""Golden cases of SparseDrive and its parts: build, load, run, compare."""
 
 import json
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from golden import golden, under
+from golden import golden, golden_state, under
 
 from visdet.registry import MODELS, TASK_UTILS
 
@@ -41,3 +43,126 @@ def close(actual, expected, tolerance=2e-5):
     if len(expected):
         error = float((actual - expected).abs().max())
         assert error <= tolerance * max(1.0, float(expected.abs().max())), error
+
+
+def build(arrays):
+    """Return the golden model with its weights; anchors come from the state, the config has none."""
+    config = json.loads(str(arrays["config"]))["model"]
+    state = under(arrays, "state")  # holds the anchors at least
+    for name in ("det_head", "map_head"):
+        bank = config["head"][name]["instance_bank"]
+        bank["anchor"] = np.zeros(state[f"head.{name}.instance_bank.anchor"].shape, dtype=np.float32)
+    if "motion_plan_head" in config["head"] and config["head"]["task_config"]["with_motion_plan"]:
+        for name in ("motion_anchor", "plan_anchor"):
+            config["head"]["motion_plan_head"][name] = np.zeros(
+                state[f"head.motion_plan_head.{name}"].shape, dtype=np.float32
+            )
+    model = MODELS.build(config)
+    model.load_state_dict(golden_state(model, arrays), strict=True)
+    return model
+
+
+def frame_of(arrays, index):
+    """Return (images, data) of a frame in the form the preprocessor gives."""
+    values = under(arrays, f"input/frame{index}")
+    data = {name: value for name, value in values.items() if "/" not in name}
+    for name in {key.split("/")[0] for key in values if "/" in key}:
+        count = sum(key.startswith(f"{name}/") for key in values)
+        data[name] = [values[f"{name}/{i}"] for i in range(count)]
+    ids = data.pop("instance_id")
+    data["img_metas"] = [
+        {
+            "T_global": pose.numpy(),
+            "T_global_inv": np.linalg.inv(pose.numpy()),
+            "timestamp": float(time),
+            "instance_id": id_.numpy(),
+        }
+        for pose, time, id_ in zip(data["T_global"], data["timestamp"], ids, strict=True)
+    ]
+    return data.pop("img"), data
+
+
+def part(values, name):
+    """Return the entry ``a/b/0`` of nested dicts, lists and tuples."""
+    for key in name.split("/"):
+        values = values[int(key)] if isinstance(values, (list, tuple)) else values[key]
+    return values
+
+
+@torch.no_grad()
+def evaluate(model, arrays):
+    """Run both frames; yield what each returns: {det, map, motion, planning, decoded}, with banks in det and map."""
+    model.eval()
+    model.reset_temporal_state()
+    for index in range(2):
+        images, data = frame_of(arrays, index)
+        outs = model(images, data, mode="tensor")
+        results = [dict(result) for result in model.head.post_process(outs, data)]
+        for result in results:
+            result["cls_scores_aligned"] = result.get("cls_scores")
+            if "vectors" in result:
+                result["vectors"] = np.stack(result["vectors"])
+        values = {
+            name: out if out is None else dict(out)
+            for name, out in zip(("det", "map", "motion", "planning"), outs, strict=True)
+        }
+        for name, head in (("det", model.head.det_head), ("map", model.head.map_head)):
+            bank = head.instance_bank
+            values[name]["bank"] = {
+                "cached_anchor": bank.cached_anchor,
+                "confidence": bank.confidence,
+                "kept_instance_id": bank.instance_id,
+            }
+        values["decoded"] = dict.fromkeys(("det", "map", "motion"), results)
+        yield values
+
+
+@torch.no_grad()
+def features_and_depth(model, arrays):
+    """Return {name in the golden file: values of each level} of the first frame."""
+    model.eval()
+    images, data = frame_of(arrays, 0)
+    use_flat, model.use_deformable_func = model.use_deformable_func, False
+    maps, depths = model.extract_feat(images, return_depth=True, metas=data)
+    model.use_deformable_func = use_flat
+    return {
+        "feature_maps_sample0_cam0_cam4": [level[0, [0, 4]] for level in maps],
+        "depth_sample0": [level[:6] for level in depths],
+    }
+
+
+class TrainingStep(NamedTuple):
+    """What a frame in training gives: the losses and their total, the last layer's outputs, norms of gradients."""
+
+    losses: dict
+    outs: dict
+    grad_norms: dict
+
+
+def train(model, arrays):
+    """Run both frames in training without an update of the weights; yield a ``TrainingStep`` of each."""
+    model.train()
+    model.reset_temporal_state()
+    for index in range(2):
+        images, data = frame_of(arrays, index)
+        model.zero_grad()
+        seen = {}
+        handle = model.head.register_forward_hook(
+            lambda module, args, outs, seen=seen: seen.update(outs=outs)
+        )
+        losses = dict(model(images, data, mode="loss"))
+        handle.remove()
+        losses["total"] = sum(losses.values())
+        losses["total"].backward()
+        outs = {
+            name: {key: out[key][-1] for key in ("classification", "prediction")}
+            for name, out in zip(("det", "map"), seen["outs"], strict=False)
+        }
+        matches = model.head.det_head.sampler.indices
+        outs["det"]["pred_index"], outs["det"]["gt_index"] = zip(*matches, strict=True)
+        norms = {
+            name: float(parameter.grad.norm())
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+        yield TrainingStep(losses, outs, norms)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from mmengine.structures import InstanceData
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from visdet.registry import TASK_UTILS
@@ -91,6 +90,10 @@ class HungarianAssigner:
         Args:
             logits: [D, B, Q, C]. boxes_xyxy: [D, B, Q, 4] in pixels. targets: of B images.
         """
+        from scipy.optimize import (
+            linear_sum_assignment,
+        )  # slow to import, and a first matching is soon enough
+
         # The solver runs on the host: this copy is the one point where training waits for the device.
         cost = self.cost(logits, boxes_xyxy, targets).cpu().numpy()
         num_queries, num_padded = cost.shape[-2:]
@@ -117,6 +120,8 @@ class HungarianAssigner:
             gt_instances: ``bboxes`` [N, 4] xyxy in pixels, ``labels`` [N].
             img_meta: ``img_shape`` (height, width).
         """
+        from scipy.optimize import linear_sum_assignment
+
         targets = single_image_targets(gt_instances, img_meta)
         cost = self.cost(pred_instances.get("scores"), pred_instances.bboxes, targets)
         rows, columns = (torch.from_numpy(index) for index in linear_sum_assignment(cost.cpu().numpy()))

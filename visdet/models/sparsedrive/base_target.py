@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from ..transfer import to_device
@@ -33,6 +32,8 @@ def solve_assignments(costs: Sequence[Tensor]) -> list[list[tuple[np.ndarray, np
     Returns:
         result[i][d], rows ascending.
     """
+    from scipy.optimize import linear_sum_assignment  # slow to import, and a first matching is soon enough
+
     if not costs:
         return []
     # The solver runs on the host: this copy is the one point where a loss waits for the device.

@@ -1,0 +1,141 @@
+"""nuScenes' detection and tracking metrics against the devkit, on random boxes."""
+
+import numpy as np
+import pytest
+from peers import peer
+
+peer("nuscenes.eval.tracking.algo", "nuscenes-devkit", "check-devkit")
+
+from nuscenes.eval.common.config import config_factory
+from nuscenes.eval.common.data_classes import EvalBoxes
+from nuscenes.eval.common.utils import center_distance
+from nuscenes.eval.detection import algo
+from nuscenes.eval.detection.data_classes import DetectionBox
+from nuscenes.eval.tracking.algo import TrackingEvaluation
+from nuscenes.eval.tracking.data_classes import TrackingBox
+
+from visdet.evaluation.clear_mot import Frame, motar_curve
+from visdet.evaluation.detection_curves import Boxes, accumulate, average_precision, tp_error
+
+
+def random_frames(rng, num_frames):
+    truths, predictions = [], []
+    for _ in range(num_frames):
+        count = rng.integers(0, 6)
+        values = np.column_stack(
+            [
+                rng.uniform(-20, 20, (count, 2)),
+                np.zeros(count),
+                rng.uniform(1, 5, (count, 3)),
+                rng.uniform(-4, 4, count),
+                rng.normal(0, 2, (count, 2)),
+            ]
+        )
+        found = np.concatenate([values, values[: count // 2], rng.uniform(-20, 20, (2, 9))])
+        found = found + rng.normal(0, 0.5, found.shape)
+        found[:, 3:6] = np.abs(found[:, 3:6]) + 0.1
+        values[rng.random(count) < 0.1, 7:] = np.nan
+        truths.append(Boxes(values))
+        # Few distinct scores: ties must be broken alike.
+        predictions.append(Boxes(found, rng.integers(1, 10, len(found)) / 10))
+    return truths, predictions
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", ["car", "barrier", "traffic_cone"])
+def test_detection_has_the_same_numbers(seed, name):
+    truths, predictions = random_frames(np.random.default_rng(seed), 12)
+
+    def boxes_of(frames):
+        boxes = EvalBoxes()
+        for number, item in enumerate(frames):
+            scores = item.scores if item.scores is not None else np.full(len(item.values), -1.0)
+            rows = []
+            for values, score in zip(item.values, scores, strict=True):
+                x, y, z, length, width, height, yaw, vx, vy = values
+                rows.append(
+                    DetectionBox(
+                        sample_token=str(number),
+                        translation=(x, y, z),
+                        size=(width, length, height),
+                        rotation=(np.cos(yaw / 2), 0, 0, np.sin(yaw / 2)),
+                        velocity=(vx, vy),
+                        detection_name=name,
+                        detection_score=float(score),
+                        attribute_name="",
+                    )
+                )
+            boxes.add_boxes(str(number), rows)
+        return boxes
+
+    for distance in (0.5, 1.0, 2.0, 4.0):
+        theirs = algo.accumulate(boxes_of(truths), boxes_of(predictions), name, center_distance, distance)
+        ours = accumulate(truths, predictions, distance, np.pi if name == "barrier" else 2 * np.pi)
+        assert average_precision(ours) == pytest.approx(algo.calc_ap(theirs, 0.1, 0.1), abs=1e-12)
+        for error in ("trans_err", "scale_err", "orient_err", "vel_err"):
+            assert tp_error(ours, error) == pytest.approx(algo.calc_tp(theirs, 0.1, error), abs=1e-9), error
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tracking_has_the_same_numbers(seed):
+    config = config_factory("tracking_nips_2019")
+    rng = np.random.default_rng(seed)
+    scenes = []
+    for _ in range(2):
+        start, speed = rng.uniform(-10, 10, (5, 2)), rng.normal(0, 1, (5, 2))
+        scene = []
+        for frame in range(8):
+            places = start + speed * frame
+            seen = rng.random(5) < 0.9
+            found = rng.random(5) < 0.8
+            ids = np.arange(5) * 10 + (rng.random(5) < 0.15) * (1 + frame)  # sometimes another identity
+            noisy = places + rng.normal(0, 0.8, (5, 2))
+            alarms = rng.uniform(-10, 10, (2, 2))
+            predicted = Frame(
+                np.concatenate([ids[found], [500 + frame, 600]]),
+                np.concatenate([noisy[found], alarms]),
+                np.concatenate([0.3 + ids[found] % 10 / 100 + ids[found] // 10 / 10, [0.35, 0.55]]),
+            )
+            scene.append((Frame(np.flatnonzero(seen), places[seen]), predicted))
+        scenes.append(scene)
+
+    def boxes(frame, number):
+        scores = frame.scores if frame.scores is not None else np.zeros(len(frame.ids))
+        return [
+            TrackingBox(
+                sample_token=str(number),
+                translation=(*place, 0.0),
+                size=(1, 1, 1),
+                rotation=(1, 0, 0, 0),
+                velocity=(0, 0),
+                tracking_id=str(identity),
+                tracking_name="car",
+                tracking_score=float(score),
+            )
+            for identity, place, score in zip(frame.ids, frame.places, scores, strict=True)
+        ]
+
+    theirs = TrackingEvaluation(
+        {str(s): {f: boxes(t, f) for f, (t, _) in enumerate(scene)} for s, scene in enumerate(scenes)},
+        {str(s): {f: boxes(p, f) for f, (_, p) in enumerate(scene)} for s, scene in enumerate(scenes)},
+        "car",
+        center_distance,
+        2.0,
+        0.1,
+        40,
+        config.metric_worst,
+        verbose=False,
+    ).accumulate()
+    ours = motar_curve(scenes, 2.0)
+    for name, value in (
+        ("motar", lambda c: c.motar),
+        ("motp", lambda c: c.motp),
+        ("mota", lambda c: c.mota),
+        ("ids", lambda c: c.switches),
+        ("fp", lambda c: c.false_alarms),
+    ):
+        expected = [np.nan if point is None else value(point) for point in ours]
+        np.testing.assert_allclose(theirs.get_metric(name), expected, atol=1e-9, err_msg=name)
+    assert (
+        sum(point is not None for point in ours) > 10 and max(point.switches for point in ours if point) > 0
+    )

@@ -1,0 +1,140 @@
+"""An installation with torch alone: the operators and the bridges work; training tools say what is missing."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NOT_INSTALLED = (
+    *("mmengine", "numpy", "torchvision", "scipy", "cv2", "PIL", "matplotlib", "rich", "tensorboard", "yaml"),
+    *(
+        "faster_coco_eval",
+        "pycocotools",
+        "setuptools",
+        "pkg_resources",
+        "shapely",
+        "transformers",
+        "mmcv",
+        "mmdet",
+    ),
+)
+TOOLS = sorted(
+    path.stem for path in (ROOT / "tools").glob("*.py") if "visdet.command_line" in path.read_text()
+)
+
+
+def run_with_torch_alone(code, *arguments):
+    """Run Python code in a process where nothing of NOT_INSTALLED can be imported."""
+    hide = f"import sys; sys.modules.update(dict.fromkeys({NOT_INSTALLED!r}))\n"
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", hide + code, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_core_requirement_is_torch_alone():
+    assert [re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["dependencies"]] == ["torch"]
+
+
+def test_operators_and_bridges_import_and_run_with_torch_alone():
+    done = run_with_torch_alone(
+        "import importlib, pkgutil, torch\n"
+        "import visdet.compat, visdet.doctor, visdet.ops\n"
+        "from visdet.ops import ms_deform_attn\n"
+        "for module in pkgutil.iter_modules(visdet.compat.__path__):\n"
+        "    if module.name != '__main__':\n"
+        "        importlib.import_module(f'visdet.compat.{module.name}')\n"
+        "out = ms_deform_attn(torch.ones(1, 6, 1, 4), [(2, 3)], None, torch.full((1, 5, 1, 1, 2, 2), 0.5),\n"
+        "                     torch.ones(1, 5, 1, 1, 2))\n"
+        "assert out.shape == (1, 5, 4), out.shape\n"
+        "print('it works', visdet.ops.build_info()['cpu']['loaded'])\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("it works")
+
+
+@pytest.mark.parametrize(
+    "module", ["models", "datasets", "evaluation", "engine", "structures", "visualization", "registry"]
+)
+def test_other_parts_name_what_is_missing_and_the_extra(module):
+    done = run_with_torch_alone(f"import visdet.{module}")
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert "MissingPackageError" in last and "visdet-ops[train]" in last
+    assert f"visdet.{module}" in last or "visdet.registry" in last
+    assert "mmengine" in last and "numpy" in last
+
+
+@pytest.mark.parametrize("tool", ["train", "infer", "make_shapes"])
+def test_tools_end_in_one_message(tool, tmp_path):
+    arguments = {
+        "train": ["config.py"],
+        "infer": ["config.py", "checkpoint.pth", "images"],
+        "make_shapes": [tmp_path],
+    }
+    code = "import runpy; sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = run_with_torch_alone(code, f"tools/{tool}.py", *arguments[tool])
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ") and "visdet-ops[train]" in line and "mmengine" in line
+
+
+def test_there_are_tools_to_test():
+    assert {"train", "test", "infer", "browse_dataset", "print_config", "visualize_driving"} <= set(TOOLS)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_needs_no_large_package(tool):
+    code = (
+        "import runpy; sys.argv[:] = [sys.argv[1], '--help']\n"
+        "try:\n"
+        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = run_with_torch_alone(code, f"tools/{tool}.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+
+
+# Import names that are not their distributions' names, and who brings what is nobody's requirement.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "faster_coco_eval": "faster-coco-eval",
+    "cv2": "mmengine",
+    "yaml": "mmengine",
+}
+OPTIONAL = {"shapely", "pycocotools", "mmcv", "mmdet", "transformers"}
+
+
+def test_what_is_imported_is_required():
+    required = {
+        re.match(r"[\w-]+", requirement)[0]
+        for requirement in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["train"])
+    }
+    for path in (ROOT / "visdet").rglob("*.py"):
+        if path.relative_to(ROOT / "visdet").parts[0] in ("compat", "testing"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            for name in {name.split(".")[0] for name in names} - {"visdet"} - set(sys.stdlib_module_names):
+                assert name in OPTIONAL or DISTRIBUTIONS.get(name, name) in required, (path, name)

@@ -1,0 +1,55 @@
+"""What a run imports before its first iteration: nothing that is slow and not yet needed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(code, folder):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_model_is_built_without_what_training_alone_needs(tmp_path):
+    code = (
+        "import sys\n"
+        "from visdet.engine import load_config\n"
+        "from visdet.registry import MODELS\n"
+        f"cfg, _ = load_config(r'{ROOT}/configs/deformable_detr/deformable-detr_shapes.py')\n"
+        "MODELS.build(cfg.model)\n"
+        "slow = {'scipy.optimize', 'scipy.cluster', 'torchvision', 'matplotlib.figure', 'visdet.datasets',\n"
+        "        'visdet.evaluation', 'visdet.visualization', 'tensorboard', 'pycocotools', 'faster_coco_eval'}\n"
+        "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
+    )
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_runner_is_built_without_solvers_and_formats_its_config_once(tmp_path):
+    code = (
+        "import sys\n"
+        "import yapf.yapflib.yapf_api as yapf\n"
+        "calls, format_code = [], yapf.FormatCode\n"
+        "yapf.FormatCode = lambda *args, **kwargs: calls.append(1) or format_code(*args, **kwargs)\n"
+        "from visdet.engine import build_runner, load_config\n"
+        f"cfg, _ = load_config(r'{ROOT}/configs/deformable_detr/deformable-detr_shapes.py', None, r'{tmp_path}')\n"
+        "runner = build_runner(cfg)\n"
+        "slow = {'scipy.optimize', 'scipy.cluster', 'scipy.spatial'}\n"
+        "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
+        "assert len(calls) <= 1, len(calls)\n"
+        "before = runner.cfg.pretty_text\n"
+        "runner.cfg.note = 'changed'\n"
+        "assert runner.cfg.pretty_text != before and 'changed' in runner.cfg.pretty_text\n"
+        "assert 'note' not in cfg\n"
+    )
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,45 @@
+"""What a tool needs before it imports anything large: so ``--help`` and a wrong argument answer at once."""
+
+import argparse
+import sys
+from typing import Any
+
+from visdet.errors import MissingPackageError
+from visdet.train_extra import require_train_extra
+
+__all__ = ["CfgOptions", "check_installation"]
+
+
+class CfgOptions(argparse.Action):
+    """The argparse action of ``--cfg-options KEY=VALUE ...``: mmengine's, with a message for what is no such pair."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._arguments = (args, kwargs)
+        super().__init__(*args, **kwargs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        for pair in values or ():
+            if not pair.partition("=")[0] or "=" not in pair:
+                raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {pair!r}")
+        check_installation(parser.prog)
+        from mmengine.config import DictAction
+
+        args, kwargs = self._arguments
+        try:
+            DictAction(*args, **kwargs)(parser, namespace, values, option_string)
+        except AssertionError as error:  # mmengine's, for brackets that do not match
+            raise argparse.ArgumentError(self, f"cannot read {' '.join(values)}: {error}") from error
+
+
+def check_installation(program: str = sys.argv[0]) -> None:
+    """End the program with one message where the packages of the extra ``train`` are not installed."""
+    try:
+        require_train_extra(program)
+    except MissingPackageError as error:
+        sys.exit(f"error: {error}")
