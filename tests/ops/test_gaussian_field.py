@@ -172,7 +172,7 @@ def test_tolerance_bounds_the_error(dtype, tolerance, device):
     )
     error = (output - expected).abs().max().item()
     assert error <= tolerance + TOLERANCE[dtype]
-    if dtype == torch.float64:
+    if dtype == torch.float64 and device == "cpu":  # on CUDA float64 adds every pair
         assert error > 1e-6 * tolerance  # something was left out
     for grad, wanted in zip(grads, expected_grads, strict=True):
         assert relative_error(grad, wanted) < 5 * tolerance + 5 * TOLERANCE[dtype]

@@ -213,7 +213,8 @@ def test_an_encoders_levels_known_to_the_host_or_not(dtype):
         *MANY_ROWS["pyramid-known-columns"], dtype=dtype, device="cuda"
     )
     on_device = ms_deform_attn(value, shapes.cuda(), starts.cuda(), *others)
-    assert torch.equal(ms_deform_attn(value, shapes, starts, *others), on_device)
+    # The two kernels add a row's samples in another order.
+    torch.testing.assert_close(ms_deform_attn(value, shapes, starts, *others), on_device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

