@@ -74,13 +74,16 @@ def model_cases() -> list[Case]:
 
 
 def paths_of(op: str) -> list[str]:
-    """Return the paths of ``op``, which has "_backward" for gradients, in the order of the list in its sources."""
+    """Return the paths of ``op``, which has "_backward" for gradients, in the order of the list in its sources.
+
+    A list without "Forward" or "Backward" in its name serves both.
+    """
     name = "Backward" if op.endswith("_backward") else "Forward"
     for source in sorted((SOURCES / FOLDERS[op.removesuffix("_backward")]).glob("*.cu*")):
-        found = re.search(rf"k{name}Paths\[\] = \{{(.*?)\n\}};", source.read_text(), re.DOTALL)
+        found = re.search(rf"k(?:{name})?Paths\[\] = \{{(.*?)\n\}};", source.read_text(), re.DOTALL)
         if found:
             return re.findall(r'\{"(\w+)"', found[1])
-    raise LookupError(f"no k{name}Paths in {SOURCES / FOLDERS[op.removesuffix('_backward')]}")
+    raise LookupError(f"no k{name}Paths or kPaths in {SOURCES / FOLDERS[op.removesuffix('_backward')]}")
 
 
 def chosen_paths(
