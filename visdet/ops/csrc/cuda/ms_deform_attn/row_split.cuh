@@ -76,7 +76,9 @@ inline int64_t filled_channels(const MsDeformAttnProblem& problem, const Tensor&
 inline Tensor fill_rows(const Tensor& tensor, const MsDeformAttnProblem& problem, int64_t channels) {
   const Tensor rows = view(tensor, {problem.B, tensor.size(1), problem.G, problem.C});
   const int64_t before_and_after[] = {0, channels - problem.C};
-  return pad(rows, {before_and_after, 2});
+  // Where dimensions of size 1 have strides as in a channels-last tensor, pad() gives such a tensor, though the rows
+  // are contiguous, too.
+  return dense(pad(rows, {before_and_after, 2}));
 }
 
 }  // namespace visdet::ms_deform_attn

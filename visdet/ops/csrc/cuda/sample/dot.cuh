@@ -88,7 +88,7 @@ struct SampleSums {
 };
 
 template <typename T, typename TO, typename A, int VEC, int HELD, bool TAIL, bool DOTS, bool GRAD>
-__global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD == 2 ? 3 : 4)
+__global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD < 2 ? 4 : 3)
     dots_kernel(const T* images, const Pack<A, 2>* __restrict__ samples, const A* __restrict__ coefficients,
                 const A* __restrict__ rows, const A* __restrict__ depths, TO* __restrict__ dots,
                 Pack<A, 2>* __restrict__ grad_samples, A* __restrict__ grad_depths, int32_t* __restrict__ counts,
