@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,22 @@ def check_sampling_ratio(op: str, sampling_ratio: int, size: tuple[int, int]) ->
         )
 
 
+def _larger(one: Any, other: Any) -> Any:
+    """Return the larger number, without a guard where torch.export has a symbol in place of one.
+
+    torch.compile of torch 2.10 knows ``sym_max`` of symbols only.
+    """
+    return max(one, other) if _are_numbers(one, other) else torch.sym_max(one, other)
+
+
+def _smaller(one: Any, other: Any) -> Any:
+    return min(one, other) if _are_numbers(one, other) else torch.sym_min(one, other)
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, (int, float)) for value in values)
+
+
 @torch.no_grad()
 def bounded_rois(
     rois: Tensor,  # [N, 5]
@@ -60,16 +77,14 @@ def bounded_rois(
     either, becomes 0: torchvision on the CPU allocates by the product of both.
     """
     wide = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    side = torch.sym_max(input.shape[2], input.shape[3])
+    side = _larger(input.shape[2], input.shape[3])
     reach: int | torch.SymInt = FURTHEST
     if sampling_ratio <= 0:
-        room = torch.sym_max(LARGEST_SIDE - side, 2) // 2
-        reach = torch.sym_min(torch.sym_max(side, LEAST_REACH), room) + 2  # a pixel from the map, at least
+        room = _larger(LARGEST_SIDE - side, 2) // 2
+        reach = _smaller(_larger(side, LEAST_REACH), room) + 2  # a pixel from the map, at least
     most = torch.finfo(dtype).max / 2 / max(spatial_scale, 1)  # float16: extents are finite too
-    low = -torch.sym_min(reach / spatial_scale, most)
-    bounded = wide.clamp(
-        low, torch.sym_max(torch.sym_min((side + reach) / spatial_scale, most), input.shape[0])
-    )
+    low = -_smaller(reach / spatial_scale, most)
+    bounded = wide.clamp(low, _larger(_smaller((side + reach) / spatial_scale, most), input.shape[0]))
     index = torch.add(bounded[:, 0], bounded.sum(1), alpha=0)  # NaN where a number of the region is
     is_missing = (index.clamp(0, input.shape[0] - 1) != index)[:, None]
     bounded[:, :1].masked_fill_(is_missing, 0)
