@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import in_full_precision
+from ..mean_count import mean_count
 from .box3d import COS_YAW, SIN_YAW, VX, VY
 from .instance_bank import topk
 from .mlp import linear_relu_ln
 from .sine_embedding import gen_sineembed_for_position
-from .sparse4d_loss import mean_over_processes
 
 __all__ = ["MotionPlanningHead"]
 
@@ -306,7 +306,7 @@ class MotionPlanningHead(BaseModule):
             mode, counts, best, target, weight, num_pos = self.motion_sampler.sample(
                 reg.float(), data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"], cache
             )
-            num_pos = mean_over_processes(num_pos).clamp(min=1.0).squeeze()
+            num_pos = mean_count(num_pos, num_pos.device).squeeze()
             cls, mode, counts = (x.flatten(end_dim=1) for x in (cls.float(), mode, counts.float()))
             losses[f"motion_loss_cls_{i}"] = self.motion_loss_cls(
                 cls, mode, weight=counts, avg_factor=num_pos
