@@ -158,7 +158,7 @@ def train(model, arrays):
             name: {key: out[key][-1] for key in ("classification", "prediction")}
             for name, out in zip(("det", "map"), seen["outs"], strict=False)
         }
-        matches = model.head.det_head.sampler.indices
+        matches = model.head.det_head.get_targets(seen["outs"][0], data, only_last=True).matches
         outs["det"]["pred_index"], outs["det"]["gt_index"] = zip(*matches, strict=True)
         norms = {
             name: float(parameter.grad.norm())

@@ -41,7 +41,7 @@ def test_targets_match_golden():
     config, _, given, expected = module_case("MotionTarget_PlanningTarget")
     indices = list(zip(per_sample(given, "pred_index"), per_sample(given, "gt_index"), strict=True))
     outs = MotionTarget().sample(
-        given["reg_pred"], per_sample(given, "gt_trajs"), per_sample(given, "gt_masks"), {"indices": indices}
+        given["reg_pred"], per_sample(given, "gt_trajs"), per_sample(given, "gt_masks"), indices
     )
     names = ("cls_target", "cls_weight", "best_reg", "reg_target", "reg_weight", "num_pos")
     for value, name in zip(outs, names, strict=True):
@@ -131,7 +131,7 @@ def test_no_future_is_no_target():
     reg = torch.randn(2, 3, 6, 12, 2, requires_grad=True)
     empty = [torch.zeros(0, 12, 2)] * 2, [torch.zeros(0, 12)] * 2
     none = (torch.zeros(0, dtype=torch.int64),) * 2
-    _, counts, best, target, weight, num_pos = MotionTarget().sample(reg, *empty, {"indices": [none, none]})
+    _, counts, best, target, weight, num_pos = MotionTarget().sample(reg, *empty, [none, none])
     assert not counts.any() and not weight.any() and num_pos.item() == 0 and not target.any()
     (best * weight[..., None]).sum().backward()
     assert reg.grad is not None and not reg.grad.any()

@@ -176,6 +176,16 @@ def test_denoising_over_frames_with_changing_numbers_of_boxes():
             assert carried["dn_anchor"].shape[:3] == (1, 2, 2 * count)
 
 
+def test_a_forward_pass_in_training_never_sees_the_ground_truth():
+    model = tiny_model().train()
+    images, data = frame([0.0])
+    blind = {name: value for name, value in data.items() if not name.startswith("gt_")}
+    blind["img_metas"] = [{k: v for k, v in meta.items() if k != "instance_id"} for meta in data["img_metas"]]
+    with torch.no_grad():
+        detection, lines = model(images, blind, mode="tensor")[:2]
+    assert "dn_prediction" not in detection and len(detection["prediction"]) == len(lines["prediction"]) > 0
+
+
 def test_denoising_queries_are_invisible_to_the_others():
     model = tiny_model().train()
     for module in model.modules():
@@ -183,9 +193,9 @@ def test_denoising_queries_are_invisible_to_the_others():
             module.eval()
     images, data = frame([0.0])
     with torch.no_grad():
-        with_dn = model(images, data, mode="tensor")[0]
+        queries = model.head.denoising_queries(data)
+        with_dn = model.head(model.extract_feat(images), data, queries)[0]
         model.reset_temporal_state()
-        model.head.det_head.sampler.num_dn_groups = 0
         without = model(images, data, mode="tensor")[0]
     assert "dn_prediction" in with_dn and "dn_prediction" not in without
     assert with_dn["prediction"][-1].shape == (1, NUM_DET, 11)

@@ -20,12 +20,12 @@ def test_box_target_matches_golden():
     sampler, given, expected = built("SparseBox3DTarget", registry=TASK_UTILS)
     boxes, labels = lists(given, "gt_boxes"), lists(given, "gt_labels")
     out = sampler.sample(given["cls_pred"], given["box_pred"], labels, boxes)
-    for actual, name in zip(out, ("cls_target", "box_target", "reg_weights"), strict=True):
+    for actual, name in zip(out[:3], ("cls_target", "box_target", "reg_weights"), strict=True):
         close(actual, expected[name])
     for i in (0, 2):
-        close(sampler.indices[i][0], expected[f"pred_index/{i}"])
-        close(sampler.indices[i][1], expected[f"gt_index/{i}"])
-    assert len(sampler.indices[1][0]) == 0
+        close(out.matches[i][0], expected[f"pred_index/{i}"])
+        close(out.matches[i][1], expected[f"gt_index/{i}"])
+    assert len(out.matches[1][0]) == 0
     encoded = sampler.encode_reg_target(boxes)
     for i in range(3):
         close(encoded[i], expected[f"encoded_gt/{i}"])
@@ -45,12 +45,11 @@ def test_all_layers_at_once_equal_layer_by_layer():
     labels = [torch.tensor([1, 3, 0]), torch.tensor([2])]
     boxes = [torch.rand(3, 9) + 0.1, torch.rand(1, 9) + 0.1]
     together = sampler.sample_layers(cls, box, labels, boxes)
-    last = sampler.indices
     for layer in range(3):
         alone = sampler.sample(cls[layer], box[layer], labels, boxes)
-        for a, b in zip(together, alone, strict=True):
+        for a, b in zip(together[:3], alone[:3], strict=True):
             assert torch.equal(a[layer], b)
-    for a, b in zip(last, sampler.indices, strict=True):
+    for a, b in zip(together.matches, alone.matches, strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
@@ -61,14 +60,14 @@ def test_box_target_by_hand():
     box[0, 1, 0], box[0, 2, 0] = 10, -10
     gt = torch.tensor([[-9.0, 0, 0, 1, 1, 1, math.pi / 2, math.nan, 2], [9, 0, 0, 1, 1, 1, 0, 0, 0]])
     gt[0, 7] = 5.0
-    labels, boxes, weights = sampler.sample(cls, box, [torch.tensor([0, 1])], [gt])
+    labels, boxes, weights, _ = sampler.sample(cls, box, [torch.tensor([0, 1])], [gt])
     assert labels.tolist() == [[2, 1, 0]]
     torch.testing.assert_close(
         boxes[0, 2], torch.tensor([-9.0, 0, 0, 0, 0, 0, 1, 0, 5, 2]), atol=1e-6, rtol=0
     )
     assert weights[0].sum(-1).tolist() == [0, 30, 10]
     gt[0, 7] = math.nan
-    _, _, weights = sampler.sample(cls, box, [torch.tensor([0, 1])], [gt])
+    _, _, weights, _ = sampler.sample(cls, box, [torch.tensor([0, 1])], [gt])
     assert weights.sum() == 39
 
 
@@ -85,7 +84,7 @@ def test_nan_and_infinite_costs_are_survived():
 def test_no_boxes_anywhere():
     sampler = SparseBox3DTarget(num_dn_groups=2)
     empty = [torch.zeros(0, dtype=torch.int64)] * 2
-    labels, boxes, weights = sampler.sample(
+    labels, boxes, weights, _ = sampler.sample(
         torch.randn(2, 5, 4), torch.randn(2, 5, 10), empty, [torch.zeros(0, 9)] * 2
     )
     assert (labels == 4).all() and not boxes.any() and not weights.any()
@@ -96,7 +95,7 @@ def test_line_target_matches_golden():
     sampler, given, expected = built("SparsePoint3DTarget", registry=TASK_UTILS)
     lines, labels = lists(given, "gt_lines"), lists(given, "gt_labels")
     out = sampler.sample(given["cls_pred"], given["line_pred"], labels, lines)
-    for actual, name in zip(out, ("cls_target", "line_target", "reg_weights"), strict=True):
+    for actual, name in zip(out[:3], ("cls_target", "line_target", "reg_weights"), strict=True):
         close(actual, expected[name])
     close(sampler.normalize_line(lines[0].flatten(2)), expected["normalized_gt/0"])
     for i in (0, 2):
@@ -107,7 +106,7 @@ def test_line_target_matches_golden():
         close(columns, expected[f"gt_index/{i}"])
         close(ordering[rows, columns], expected[f"matched_permute_index/{i}"])
         close(sampler.assigner.pairwise(preds, gts)[0], expected[f"cost/{i}"])
-        close(sampler.indices[i][0], expected[f"pred_index/{i}"])
+        close(out.matches[i][0], expected[f"pred_index/{i}"])
 
 
 def line_sampler():
@@ -131,7 +130,7 @@ def test_line_target_takes_the_nearest_ordering():
     forward = torch.tensor([[0.0, 0, 0, 10]])
     orderings = torch.stack([forward, torch.tensor([[0.0, 10, 0, 0]])], dim=1)  # [1, 2, 4]
     predicted = torch.tensor([[[0.0, 9, 0, 1], [5.0, 5, 5, 5]]])
-    labels, lines, weights = line_sampler().sample(
+    labels, lines, weights, _ = line_sampler().sample(
         torch.zeros(1, 2, 3), predicted, [torch.tensor([2])], [orderings]
     )
     assert labels.tolist() == [[2, 3]]
@@ -147,7 +146,7 @@ def test_lines_l1_cost_by_hand():
 
 
 def test_no_lines_anywhere():
-    labels, lines, _ = line_sampler().sample(
+    labels, lines, *_ = line_sampler().sample(
         torch.zeros(1, 2, 3),
         torch.zeros(1, 2, 4),
         [torch.zeros(0, dtype=torch.int64)],

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,21 @@ from torch import Tensor
 from ..matching.assignment import solve_assignments
 from ..transfer import to_device
 
-__all__ = ["BaseTargetWithDenoising"]
+__all__ = ["BaseTargetWithDenoising", "InstanceTargets"]
+
+
+class InstanceTargets(NamedTuple):
+    """What the predictions of a decoder layer, or of L layers with a first dimension more, have to learn.
+
+    Attributes:
+        labels: [B, Q] int64, the number of classes for background. values: [B, Q, D]. weights: [B, Q, D].
+        matches: (predictions, ground truth), two index tensors [M] of each sample, in the last of the layers.
+    """
+
+    labels: Tensor
+    values: Tensor
+    weights: Tensor
+    matches: list[tuple[Tensor, Tensor]]
 
 
 class BaseTargetWithDenoising(ABC):
@@ -23,7 +37,6 @@ class BaseTargetWithDenoising(ABC):
 
     Attributes:
         dn_metas: the carried denoising queries, None for none; the temporal state of a sampler.
-        indices: [prediction, ground truth] index pairs of each sample in the last assignment's last decoder layer.
 
     Source: names are SparseDrive's.
     """
@@ -37,30 +50,24 @@ class BaseTargetWithDenoising(ABC):
         self.num_dn_groups = num_dn_groups
         self.num_temp_dn_groups = num_temp_dn_groups
         self.dn_metas: dict[str, Any] | None = None
-        self.indices: list[list[Tensor]] = []
 
     def sample(
         self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the class, regression target and regression weight of each prediction of one decoder layer.
+    ) -> InstanceTargets:
+        """Return the targets of the predictions of one decoder layer.
 
         Args:
             cls_pred: [B, Q, C] logits. box_pred: [B, Q, D]. cls_target: of each sample [N], int64.
             box_target: of each sample, in the annotation's form.
-
-        Returns:
-            [B, Q] int64 with C for background, [B, Q, D], [B, Q, D].
         """
-        return tuple(
-            targets[0]
-            for targets in self.sample_layers(cls_pred[None], box_pred[None], cls_target, box_target)
-        )
+        targets = self.sample_layers(cls_pred[None], box_pred[None], cls_target, box_target)
+        return InstanceTargets(targets.labels[0], targets.values[0], targets.weights[0], targets.matches)
 
     @abstractmethod
     def sample_layers(
         self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what ``sample`` returns for L decoder layers at once: [L, B, Q], [L, B, Q, D], [L, B, Q, D]."""
+    ) -> InstanceTargets:
+        """Return the targets of L decoder layers at once, from predictions [L, B, Q, C] and [L, B, Q, D]."""
 
     def get_dn_anchors(
         self,
@@ -73,14 +80,15 @@ class BaseTargetWithDenoising(ABC):
 
     def _assign(
         self, costs: Sequence[Tensor], samples: Sequence[int], num_samples: int, device: torch.device
-    ) -> list[Tensor]:
-        """Solve all assignments, remember ``indices``, and return the matched pairs of each sample.
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Solve all assignments and return the matched pairs, those of all layers and those of the last.
 
         Args:
             costs: [L, Q, N_i] of each sample of ``samples``, those with ground truth. num_samples: B.
 
         Returns:
-            For each sample of ``samples`` [3, M] int64 on ``device``: layer · B + sample, prediction, ground truth.
+            For each sample of ``samples`` [3, M] int64 on ``device``: layer · B + sample, prediction, ground truth; and
+            the ``matches`` of all samples, see ``InstanceTargets``.
         """
         solved = solve_assignments(costs)
         pairs = [
@@ -98,8 +106,8 @@ class BaseTargetWithDenoising(ABC):
             counts = [pair.shape[1] for pair in pairs]
             index = to_device(np.concatenate(pairs, axis=1), device).split(counts, dim=1)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        self.indices = [[nothing, nothing] for _ in range(num_samples)]
+        matches = [(nothing, nothing)] * num_samples
         for i, layers, pair in zip(samples, solved, index, strict=True):
             _, rows, columns = pair[:, pair.shape[1] - len(layers[-1][0]) :]
-            self.indices[i] = [rows, columns]
-        return list(index)
+            matches[i] = (rows, columns)
+        return list(index), matches

@@ -9,7 +9,7 @@ from visdet.registry import TASK_UTILS
 
 from ..matching.match_costs import FocalLossCost
 from ..transfer import to_device
-from .base_target import BaseTargetWithDenoising
+from .base_target import BaseTargetWithDenoising, InstanceTargets
 from .box3d import encode_box
 from .denoising import BoxDenoising
 
@@ -70,7 +70,7 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
     @torch.no_grad()
     def sample_layers(
         self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> InstanceTargets:
         """Return the targets of L decoder layers; see the base class.
 
         Args:
@@ -90,13 +90,14 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
         cls_out = torch.full((L * B, Q), C, dtype=torch.int64, device=cls_pred.device)
         box_out = box_pred.new_zeros(L * B, Q, box_pred.shape[-1], dtype=torch.float32)
         weight_out = torch.zeros_like(box_out)
-        for i, (slot, row, column) in zip(
-            samples, self._assign(costs, samples, B, cls_pred.device), strict=True
-        ):
+        pairs, matches = self._assign(costs, samples, B, cls_pred.device)
+        for i, (slot, row, column) in zip(samples, pairs, strict=True):
             cls_out[slot, row] = labels[i][column]
             box_out[slot, row] = boxes[i][column]
             weight_out[slot, row] = weights[i][column]
-        return cls_out.view(L, B, Q), box_out.view(L, B, Q, -1), weight_out.view(L, B, Q, -1)
+        return InstanceTargets(
+            cls_out.view(L, B, Q), box_out.view(L, B, Q, -1), weight_out.view(L, B, Q, -1), matches
+        )
 
     def _instance_weights(self, labels: Tensor, boxes: Tensor) -> Tensor:
         """Return [N, D]: 0 where a number is NaN, else 1 or what the class asks for."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from .base_target import BaseTargetWithDenoising
+from .base_target import BaseTargetWithDenoising, InstanceTargets
 from .map_assigner import HungarianLinesAssigner
 
 __all__ = ["SparsePoint3DTarget", "normalize_line"]
@@ -65,7 +65,7 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
     @torch.no_grad()
     def sample_layers(
         self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> InstanceTargets:
         """Return the targets of L decoder layers; see the base class.
 
         Args:
@@ -95,10 +95,12 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
         cls_out = torch.full((L * B, Q), C, dtype=torch.int64, device=device)
         line_out = torch.zeros(L * B, Q, box_pred.shape[-1], device=device)
         weight_out = torch.zeros_like(line_out)
-        pairs = self._assign(costs, samples, B, device)
+        pairs, matches = self._assign(costs, samples, B, device)
         for i, ordering, (slot, row, column) in zip(samples, orderings, pairs, strict=True):
             nearest = ordering[slot // B * Q + row, column]
             cls_out[slot, row] = labels[i][column]
             line_out[slot, row] = lines[i][column, nearest]
             weight_out[slot, row] = weight_out.new_ones(())  # a number of the host would wait for the device
-        return cls_out.view(L, B, Q), line_out.view(L, B, Q, -1), weight_out.view(L, B, Q, -1)
+        return InstanceTargets(
+            cls_out.view(L, B, Q), line_out.view(L, B, Q, -1), weight_out.view(L, B, Q, -1), matches
+        )

@@ -242,27 +242,27 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         motion_model_outs: dict[str, Any],
         planning_model_outs: dict[str, Any],
         data: dict[str, Any],
-        motion_loss_cache: dict[str, Any],
+        matches: Sequence[tuple[Tensor, Tensor]],
     ) -> dict[str, Tensor]:
         """Return ``motion_loss_{cls,reg}_i`` and ``planning_loss_{cls,reg,status}_i`` of each refinement i.
 
         Args:
             motion_model_outs, planning_model_outs: what ``forward`` returned. data: ``gt_agent_fut_trajs``,
                 ``gt_agent_fut_masks`` per sample, ``gt_ego_fut_trajs``, ``gt_ego_fut_masks``, ``gt_ego_fut_cmd``,
-                ``ego_status``. motion_loss_cache: ``indices``, detection's last match.
+                ``ego_status``. matches: see ``MotionTarget.sample``.
         """
         device_type = motion_model_outs["prediction"][0].device.type
         with torch.autocast(device_type, enabled=False):
-            losses = self._motion_loss(motion_model_outs, data, motion_loss_cache)
+            losses = self._motion_loss(motion_model_outs, data, matches)
             return losses | self._planning_loss(planning_model_outs, data)
 
     def _motion_loss(
-        self, outs: dict[str, Any], data: dict[str, Any], cache: dict[str, Any]
+        self, outs: dict[str, Any], data: dict[str, Any], matches: Sequence[tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
         losses = {}
         for i, (cls, reg) in enumerate(zip(outs["classification"], outs["prediction"], strict=True)):
             mode, counts, best, target, weight, num_pos = self.motion_sampler.sample(
-                reg.float(), data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"], cache
+                reg.float(), data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"], matches
             )
             num_pos = mean_count(num_pos, num_pos.device).squeeze()
             cls, mode, counts = (x.flatten(end_dim=1) for x in (cls.float(), mode, counts.float()))

@@ -37,18 +37,18 @@ class MotionTarget:
         reg_pred: Tensor,
         gt_reg_target: Sequence[Tensor],
         gt_reg_mask: Sequence[Tensor],
-        motion_loss_cache: dict[str, Any],
+        matches: Sequence[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return modes [B, N], whether they count [B, N], their steps, target steps, weights and matched instances [1].
 
         Args:
             reg_pred: [B, N, M, T, 2] steps in metres. gt_reg_target: [n, T, 2] steps of each sample's boxes.
-            gt_reg_mask: [n, T]. motion_loss_cache: ``indices``, detection's match of each sample: instances, boxes.
+            gt_reg_mask: [n, T]. matches: (instances, boxes), the index tensors of each sample that detection matched.
         """
         B, N, _, T, _ = reg_pred.shape
         reg_target, reg_weight = reg_pred.new_zeros(B, N, T, 2), reg_pred.new_zeros(B, N, T)
         count = 0
-        for i, (instances, boxes) in enumerate(motion_loss_cache["indices"]):
+        for i, (instances, boxes) in enumerate(matches):
             if len(gt_reg_target[i]) == 0 or len(instances) == 0:
                 continue
             reg_target[i, instances] = gt_reg_target[i][boxes].to(reg_pred.dtype)

@@ -151,8 +151,8 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             self.sampler.dn_metas = state.denoising
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
-        """Return noisy copies of the ground truth in ``metas``, or None where the sampler makes none."""
-        if self.sampler is None or self.sampler.num_dn_groups <= 0:
+        """Return noisy copies of the ground truth in ``metas``; None in evaluation or without denoising groups."""
+        if not self.training or self.sampler is None or self.sampler.num_dn_groups <= 0:
             return None
         ids = None
         if all(self.gt_id_key in sample for sample in metas["img_metas"]):
@@ -171,7 +171,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         Args:
             feature_maps: what ``feature_maps_format`` returns, or [B, V, C, H, W] of each level.
             metas: ``projection_mat``, ``image_wh``, ``timestamp``, ``img_metas``.
-            denoising: queries to bring back; in training those of the ground truth in ``metas`` by default.
+            denoising: what ``denoising_queries`` made, to be brought back beside the instances.
 
         Returns:
             ``classification`` [B, N, classes], ``prediction`` [B, N, D], ``quality`` [B, N, 2] or None of each layer;
@@ -180,8 +180,6 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         """
         feature_maps = [feature_maps] if isinstance(feature_maps, Tensor) else feature_maps
         bank = self.instance_bank
-        if denoising is None and self.training:
-            denoising = self.denoising_queries(metas)
         feature, anchor, memory, time_interval = self._start(len(feature_maps[0]), metas)
         attn_mask, updated = None, None
         if denoising is not None:

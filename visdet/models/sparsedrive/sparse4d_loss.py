@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..mean_count import mean_count
 from ..transfer import to_device
+from .base_target import InstanceTargets
 
 __all__ = ["Sparse4DLoss"]
 
@@ -18,22 +19,33 @@ class Sparse4DLoss:
     process alike whatever its ground truth: no process waits for another that has nothing to add.
     """
 
-    def loss(
-        self, model_outs: dict[str, Any], data: dict[str, Any], feature_maps: Any = None
-    ) -> dict[str, Tensor]:
-        """Return ``{prefix}_loss_cls_{i}`` and what ``loss_reg`` names, of each decoder layer i.
+    def get_targets(
+        self, model_outs: dict[str, Any], data: dict[str, Any], only_last: bool = False
+    ) -> InstanceTargets:
+        """Return what the predictions of all decoder layers, or of the last one alone, have to learn.
 
         Args:
             model_outs: what ``forward`` returned. data: ground truth under ``gt_cls_key`` and ``gt_reg_key``, one
-                tensor per sample. feature_maps: unused.
+                tensor per sample.
+        """
+        with torch.autocast(model_outs["prediction"][0].device.type, enabled=False):
+            cls, reg = _stacked(model_outs, slice(-1, None) if only_last else slice(None))
+            reg = reg[..., : len(self.reg_weights)]
+            return self.sampler.sample_layers(
+                cls.detach(), reg.detach(), data[self.gt_cls_key], data[self.gt_reg_key]
+            )
+
+    def loss(self, model_outs: dict[str, Any], targets: InstanceTargets) -> dict[str, Tensor]:
+        """Return ``{prefix}_loss_cls_{i}`` and what ``loss_reg`` names, of each decoder layer i.
+
+        Args:
+            model_outs: what ``forward`` returned. targets: what ``get_targets`` returned for all layers.
         """
         device_type = model_outs["prediction"][0].device.type
         with torch.autocast(device_type, enabled=False):
-            cls = torch.stack([x.float() for x in model_outs["classification"]])  # [L, B, N, classes]
-            reg = torch.stack([x.float() for x in model_outs["prediction"]])[..., : len(self.reg_weights)]
-            cls_target, reg_target, reg_weight = self.sampler.sample_layers(
-                cls, reg, data[self.gt_cls_key], data[self.gt_reg_key]
-            )
+            cls, reg = _stacked(model_outs)
+            reg = reg[..., : len(self.reg_weights)]
+            cls_target, reg_target, reg_weight, _ = targets
             # Constants go to the device once, and without waiting for it.
             reg_scale = to_device(self.reg_weights, reg.device, reg.dtype)
             reg_weight = reg_weight * reg_scale
@@ -56,13 +68,6 @@ class Sparse4DLoss:
             if queries:
                 losses |= self._denoising_loss(model_outs, cls, queries, num_positive[len(cls) :], reg_scale)
             return losses
-
-    def match(self, model_outs: dict[str, Any], data: dict[str, Any]) -> None:
-        """Match the last decoder layer alone, for ``sampler.indices``; arguments as ``loss``."""
-        cls, reg = (model_outs[name][-1].detach().float() for name in ("classification", "prediction"))
-        self.sampler.sample(
-            cls, reg[..., : len(self.reg_weights)], data[self.gt_cls_key], data[self.gt_reg_key]
-        )
 
     def _layer_loss(
         self,
@@ -155,3 +160,9 @@ class Sparse4DLoss:
                 mask=is_box,
             )
         return losses
+
+
+def _stacked(model_outs: dict[str, Any], layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """Return classes [L, B, N, C] and predictions [L, B, N, D] of decoder layers in float32."""
+    cls, reg = (model_outs[name][layers] for name in ("classification", "prediction"))
+    return torch.stack([x.float() for x in cls]), torch.stack([x.float() for x in reg])

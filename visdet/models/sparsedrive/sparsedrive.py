@@ -205,7 +205,8 @@ class SparseDrive(BaseModel):
                 features, depths = self.extract_feat(images), None
         else:
             features, depths = self.extract_feat(images, return_depth=True, metas=data)
-        losses = self.head.loss(self.head(features, data), data)
+        denoising = self.head.denoising_queries(data)
+        losses = self._head_loss(self.head(features, data, denoising), data)
         if depths is not None:
             known = data.get("gt_depth")
             # Without ground truth a zero keeps the branch in the graph: in a distributed run all must have gradients.
@@ -222,6 +223,9 @@ class SparseDrive(BaseModel):
         outs = self.head(self.extract_feat(images), data)
         return [{"img_bbox": result} for result in self._results(outs, data)]
 
+    def _head_loss(self, outs: Any, data: dict[str, Any]) -> dict[str, Tensor]:
+        return self.head.loss(outs, data)
+
     def _results(self, outs: Any, data: dict[str, Any]) -> list[dict[str, Any]]:
         return self.head.post_process(outs, data)
 
@@ -232,6 +236,9 @@ class Sparse4D(SparseDrive):
 
     Source: arXiv 2311.11722; keywords and parameter names are Sparse4D's.
     """
+
+    def _head_loss(self, outs: Any, data: dict[str, Any]) -> dict[str, Tensor]:
+        return self.head.loss(outs, self.head.get_targets(outs, data))
 
     def _results(self, outs: Any, data: dict[str, Any]) -> list[dict[str, Any]]:
         return self.head.post_process(outs)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from visdet.registry import MODELS
 
+from .denoising import DenoisingQueries
+
 __all__ = ["SparseDriveHead"]
 
 
@@ -95,17 +97,25 @@ class SparseDriveHead(BaseModule):
         for name, part in self._stateful().items():
             part.state = state[name]
 
+    def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
+        """Return noisy copies of the boxes in ``metas``, which detection learns to bring back; None without any."""
+        return self.det_head.denoising_queries(metas) if self.with_det else None
+
     def forward(
-        self, feature_maps: Tensor | Sequence[Any], metas: dict[str, Any]
+        self,
+        feature_maps: Tensor | Sequence[Any],
+        metas: dict[str, Any],
+        denoising: DenoisingQueries | None = None,
     ) -> tuple[dict[str, Any] | None, ...]:
         """Return the raw outputs of detection, map, motion and planning, None for an absent task.
 
         Args:
             feature_maps: what ``feature_maps_format`` returns, or [B, V, C, H, W] of each level.
-            metas: ``projection_mat``, ``image_wh``, ``timestamp``, ``img_metas``; in training the ground truth too.
+            metas: ``projection_mat``, ``image_wh``, ``timestamp``, ``img_metas``.
+            denoising: what ``denoising_queries`` made.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
-            det_output = self.det_head(feature_maps, metas) if self.with_det else None
+            det_output = self.det_head(feature_maps, metas, denoising) if self.with_det else None
             map_output = self.map_head(feature_maps, metas) if self.with_map else None
         motion_output = planning_output = None
         if self.with_motion_plan:
@@ -129,16 +139,14 @@ class SparseDriveHead(BaseModule):
         """
         det_output, map_output, motion_output, planning_output = model_outs
         losses: dict[str, Tensor] = {}
-        if self.freeze_perception:
-            self.det_head.match(det_output, data)  # motion learns from the boxes of the matched instances
-        else:
-            if self.with_det:
-                losses.update(self.det_head.loss(det_output, data))
-            if self.with_map:
-                losses.update(self.map_head.loss(map_output, data))
-        if self.with_motion_plan:
-            matches = {"indices": self.det_head.sampler.indices}  # of the last decoder layer
-            losses.update(self.motion_plan_head.loss(motion_output, planning_output, data, matches))
+        if self.with_det:
+            boxes = self.det_head.get_targets(det_output, data, only_last=self.freeze_perception)
+        if self.with_det and not self.freeze_perception:
+            losses.update(self.det_head.loss(det_output, boxes))
+        if self.with_map and not self.freeze_perception:
+            losses.update(self.map_head.loss(map_output, self.map_head.get_targets(map_output, data)))
+        if self.with_motion_plan:  # learns from the boxes of the matched instances
+            losses.update(self.motion_plan_head.loss(motion_output, planning_output, data, boxes.matches))
         return losses
 
     def post_process(
