@@ -304,22 +304,21 @@ def test_the_published_pipeline_runs():
         rot3d_range=(-0.3, 0.3),
     )
     item = dataset(PUBLISHED, data_aug_conf=augmentation)[3]
-    image, samples = item["inputs"]["img"], item["data_samples"]
+    image, samples = item["inputs"], item["data_samples"]
     assert image.shape == (6, 3, 48, 112) and image.dtype == torch.float32 and abs(image.mean()) < 2
-    assert samples["projection_mat"].shape == (6, 4, 4) and samples["projection_mat"].dtype == torch.float32
-    assert samples["image_wh"].tolist() == [[112.0, 48.0]] * 6
-    assert [level.shape for level in samples["gt_depth"]] == [(6, 12, 28), (6, 6, 14), (6, 3, 7)]
-    count = len(samples["gt_labels_3d"])
-    assert samples["gt_bboxes_3d"].shape == (count, 9) and samples["gt_agent_fut_trajs"].shape == (
+    assert samples.projection_mat.shape == (6, 4, 4) and samples.projection_mat.dtype == torch.float32
+    assert samples.image_wh.tolist() == [[112.0, 48.0]] * 6
+    assert [level.shape for level in samples.gt_depth] == [(6, 12, 28), (6, 6, 14), (6, 3, 7)]
+    count = len(samples.gt_labels_3d)
+    assert samples.gt_bboxes_3d.shape == (count, 9) and samples.gt_agent_fut_trajs.shape == (
         count,
         12,
         2,
     )
-    assert samples["gt_map_pts"].shape == (len(samples["gt_map_labels"]), 38, 20, 2)
-    assert samples["gt_ego_fut_trajs"].shape == (6, 2) and samples["ego_status"].shape == (10,)
-    metas = samples["img_metas"]
-    np.testing.assert_allclose(metas["T_global"] @ metas["T_global_inv"], np.eye(4), atol=1e-9)
-    assert len(metas["instance_id"]) == count and metas["token"] == "train-0000-03"
+    assert samples.gt_map_pts.shape == (len(samples.gt_map_labels), 38, 20, 2)
+    assert samples.gt_ego_fut_trajs.shape == (6, 2) and samples.ego_status.shape == (10,)
+    np.testing.assert_allclose(samples.T_global @ samples.T_global_inv, np.eye(4), atol=1e-9)
+    assert len(samples.instance_id) == count and samples.token == "train-0000-03"
     with pytest.raises(KeyError, match="frame None has no gt_depth"):
         TRANSFORMS.build(PUBLISHED[-1])({"img": 0, "timestamp": 0, "projection_mat": 0, "image_wh": 0})
 
@@ -335,8 +334,8 @@ def test_frames_of_unequal_content_collate():
     frames = dataset(pipeline, split="val", test_mode=True)
     batch = pseudo_collate([frames[i] for i in (0, 6, 9)])
     samples = batch["data_samples"]
-    assert [len(boxes) for boxes in samples["fut_boxes"]] == [6, 1, 6]
-    assert len({len(vectors) for vectors in samples["vectors"]}) > 1
-    assert samples["img_metas"]["token"] == ["val-0000-00", "val-0000-06", "val-0001-01"]
-    assert all(Path(driving_scenes()).exists() for _ in batch["inputs"]["img"])
+    assert [len(sample.fut_boxes) for sample in samples] == [6, 1, 6]
+    assert len({len(sample.vectors) for sample in samples}) > 1
+    assert [sample.token for sample in samples] == ["val-0000-00", "val-0000-06", "val-0001-01"]
+    assert all(Path(driving_scenes()).exists() for _ in batch["inputs"])
     assert isinstance(Compose([]), Compose)

@@ -20,19 +20,22 @@ def test_voxels_lie_where_the_array_says(tmp_path):
     assert len(dataset) == 30 and dataset.voxel_size == 2.0
     item = dataset[1 * 15 + 2 * 5 + 4]
     assert item["inputs"].tolist() == [[3.0, 5.0, 9.0]]  # (1.5, 2.5, 4.5) voxels of 2
-    assert item["data_samples"].tolist() == [1.0] and dataset.metainfo["value_scale"] == 29.0
+    assert item["data_samples"].gt_field.tolist() == [1.0] and dataset.metainfo["value_scale"] == 29.0
     assert dataset.metainfo["sides"] == [4.0, 6.0, 10.0]
     assert torch.allclose(dataset.volume * 29, torch.from_numpy(volume).float())
     (chunk,) = dataset.__getitems__([0, 29, 7])
     points, values = dataset.samples()
     assert torch.equal(chunk["inputs"], points[[0, 29, 7]])
-    assert torch.equal(chunk["data_samples"], values[[0, 29, 7]])
+    assert torch.equal(chunk["data_samples"].gt_field, values[[0, 29, 7]])
 
 
 def test_voxel_units_and_values_as_they_are(tmp_path):
     path = saved(tmp_path, {"scan": np.eye(4)[None] * 7, "other": np.zeros(3)}, "volume.npz")
     dataset = VolumeDataset(path, key="scan", volume_size=0, normalize=False)
-    assert dataset[5]["inputs"].tolist() == [[0.5, 1.5, 1.5]] and dataset[5]["data_samples"].item() == 7.0
+    assert (
+        dataset[5]["inputs"].tolist() == [[0.5, 1.5, 1.5]]
+        and dataset[5]["data_samples"].gt_field.item() == 7.0
+    )
 
 
 BAD_VOLUMES = {

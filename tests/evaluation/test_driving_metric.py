@@ -2,11 +2,12 @@
 
 import multiprocessing
 
-import pytest
+import torch
 import torch.distributed as dist
 
 from visdet.evaluation import DrivingMetric
-from visdet.evaluation.driving_metric import frames_of_batch
+from visdet.structures import DrivingDataSample
+from visdet.structures.driving_data_sample import predictions_of
 
 
 class CountFrames(DrivingMetric):
@@ -52,11 +53,12 @@ def test_processes_with_unequal_numbers_of_frames(tmp_path):
     assert received == {0: expected, 1: expected}
 
 
-@pytest.mark.parametrize("metas", [[{"token": "a"}, {"token": "b"}], {"token": ["a", "b"]}])
-def test_frames_of_a_batch(metas):
-    batch = {"data_samples": {"img_metas": metas, "gt_labels_3d": [1, 2], "gt_depth": [[0], [0]]}}
-    frames = list(frames_of_batch(batch, [{"img_bbox": {"x": 3}}, {"x": 4}]))
-    assert frames == [
-        ({"token": "a"}, {"gt_labels_3d": 1}, {"x": 3}),
-        ({"token": "b"}, {"gt_labels_3d": 2}, {"x": 4}),
-    ]
+def test_what_is_predicted_of_a_sample_and_of_its_dict():
+    sample = DrivingDataSample(metainfo={"token": "a"}, gt_labels_3d=torch.zeros(1))
+    results = {"scores_3d": torch.ones(3), "labels": torch.ones(2), "final_planning": torch.ones(6, 2)}
+    sample.set_predictions(results)
+    assert len(sample.pred_instances_3d) == 3 and len(sample.pred_map) == 2
+    for form in (sample, sample.to_dict()):
+        found = predictions_of(form)
+        assert found.keys() == results.keys() and all(found[name] is results[name] for name in results)
+    assert predictions_of(DrivingDataSample()) == {}

@@ -11,7 +11,7 @@ from visdet.registry import METRICS
 def evaluate(*batches):
     metric = METRICS.build(dict(type="FieldMetric"))
     for prediction, target in batches:
-        metric.process(None, [{"prediction": prediction, "target": target}])
+        metric.process(None, [{"pred_field": prediction, "gt_field": target}])
     return metric.evaluate(0)
 
 

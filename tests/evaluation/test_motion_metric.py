@@ -139,11 +139,12 @@ def evaluate(truth, predicted, pose=None, **kwargs):
     boxes = np.array([b for b, _, _ in truth])
     places = np.concatenate([boxes[:, None, :2], np.array([p for _, _, p in truth])], axis=1)
     samples = {
-        "gt_bboxes_3d": [torch.tensor(boxes)],
-        "gt_labels_3d": [torch.tensor([label for _, label, _ in truth])],
-        "gt_agent_fut_trajs": [torch.tensor(np.diff(places, axis=1))],
-        "gt_agent_fut_masks": [torch.ones(len(truth), 12)],
-        "img_metas": [{"token": "a", "T_global": np.eye(4) if pose is None else pose}],
+        "gt_bboxes_3d": torch.tensor(boxes),
+        "gt_labels_3d": torch.tensor([label for _, label, _ in truth]),
+        "gt_agent_fut_trajs": torch.tensor(np.diff(places, axis=1)),
+        "gt_agent_fut_masks": torch.ones(len(truth), 12),
+        "token": "a",
+        "T_global": np.eye(4) if pose is None else pose,
     }
     prediction = {
         "scores_3d": torch.tensor([row[0] for row in predicted]),
@@ -152,7 +153,7 @@ def evaluate(truth, predicted, pose=None, **kwargs):
         "trajs_3d": torch.tensor(np.array([row[3] for row in predicted])),
     }
     metric = METRICS.build({"type": "MotionMetric", "classes": CLASSES, **kwargs})
-    metric.process({"data_samples": samples}, [{"img_bbox": prediction}])
+    metric.process({}, [{**samples, "pred_instances_3d": prediction}])
     return {key.removeprefix("Motion/"): value for key, value in metric.evaluate(1).items()}
 
 
@@ -204,19 +205,15 @@ def test_refusals():
     with pytest.raises(ValueError, match="class_range must name pedestrian, got car"):
         evaluate(*rows, class_range={"car": 50.0})
     metric = METRICS.build({"type": "MotionMetric"})
-    metas = [{"token": "a", "T_global": np.eye(4)}]
-    batch = {"data_samples": {"img_metas": metas, "gt_bboxes_3d": [torch.zeros(1, 9)]}}
+    sample = {"token": "a", "T_global": np.eye(4), "gt_bboxes_3d": torch.zeros(1, 9)}
     with pytest.raises(ValueError, match="frame a has no gt_agent_fut_trajs"):
-        metric.process(batch, [{}])
-    batch["data_samples"] |= {
-        "gt_agent_fut_trajs": [torch.zeros(1, 12, 2)],
-        "gt_agent_fut_masks": [torch.ones(1, 12)],
-    }
+        metric.process({}, [sample])
+    sample |= {"gt_agent_fut_trajs": torch.zeros(1, 12, 2), "gt_agent_fut_masks": torch.ones(1, 12)}
     with pytest.raises(ValueError, match="frame a: the prediction has no trajs_3d"):
-        metric.process(batch, [{}])
+        metric.process({}, [sample])
     prediction = {"boxes_3d": torch.zeros(3, 9), "trajs_3d": torch.zeros(3, 6, 8, 2)}
     with pytest.raises(ValueError, match=r"trajs_3d must be \[3, K, 12, 2\], got \[3, 6, 8, 2\]"):
-        metric.process(batch, [prediction])
+        metric.process({}, [{**sample, "pred_instances_3d": prediction}])
 
 
 def test_a_frame_without_boxes():
@@ -227,11 +224,12 @@ def test_a_frame_without_boxes():
     assert scores == pytest.approx({"minADE": 0.0, "minFDE": 0.0, "MR": 0.0, "EPA": 1.0})
     metric = METRICS.build({"type": "MotionMetric", "classes": CLASSES})
     samples = {
-        "gt_bboxes_3d": [torch.zeros(0, 9)],
-        "gt_labels_3d": [torch.zeros(0, dtype=torch.int64)],
-        "gt_agent_fut_trajs": [torch.zeros(0)],  # as files of empty frames may have it
-        "gt_agent_fut_masks": [torch.zeros(0)],
-        "img_metas": [{"token": "a", "T_global": np.eye(4)}],
+        "gt_bboxes_3d": torch.zeros(0, 9),
+        "gt_labels_3d": torch.zeros(0, dtype=torch.int64),
+        "gt_agent_fut_trajs": torch.zeros(0),  # as files of empty frames may have it
+        "gt_agent_fut_masks": torch.zeros(0),
+        "token": "a",
+        "T_global": np.eye(4),
     }
     prediction = {
         "boxes_3d": torch.zeros(0, 10),
@@ -239,5 +237,5 @@ def test_a_frame_without_boxes():
         "labels_3d": torch.zeros(0, dtype=torch.int64),
         "trajs_3d": torch.zeros(0, 6, 12, 2),
     }
-    metric.process({"data_samples": samples}, [prediction])
+    metric.process({}, [{**samples, "pred_instances_3d": prediction}])
     assert np.isnan(metric.evaluate(1)["Motion/car_EPA"])

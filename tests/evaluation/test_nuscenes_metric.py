@@ -86,41 +86,38 @@ def test_empty():
         assert average_precision(curve) == 0 and tp_error(curve, "trans_err") == 1
 
 
-def batch_of(boxes, labels, pose=None, attributes=None, token="t0"):
+def truth_of(boxes, labels, pose=None, attributes=None, token="t0"):
     samples = {
-        "gt_bboxes_3d": [torch.tensor(boxes, dtype=torch.float32).reshape(-1, 9)],
-        "gt_labels_3d": [torch.tensor(labels, dtype=torch.int64)],
-        "img_metas": {"token": [token], "T_global": [np.eye(4) if pose is None else pose]},
+        "gt_bboxes_3d": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 9),
+        "gt_labels_3d": torch.tensor(labels, dtype=torch.int64),
+        "token": token,
+        "T_global": np.eye(4) if pose is None else pose,
     }
     if attributes is not None:
-        samples["gt_attributes"] = [np.array(attributes)]
-    return {"data_samples": samples}
+        samples["gt_attributes"] = np.array(attributes)
+    return samples
 
 
 def result_of(boxes, scores, labels):
     boxes = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 9)
-    return [
-        {
-            "img_bbox": {
-                "boxes_3d": boxes,
-                "scores_3d": torch.tensor(scores),
-                "labels_3d": torch.tensor(labels, dtype=torch.int64),
-            }
-        }
-    ]
+    return {
+        "boxes_3d": boxes,
+        "scores_3d": torch.tensor(scores),
+        "labels_3d": torch.tensor(labels, dtype=torch.int64),
+    }
 
 
 def evaluate(batches, results, **arguments):
     metric = METRICS.build(dict(type="NuScenesMetric", **arguments))
     metric.dataset_meta = {"classes": CLASSES}
     for batch, result in zip(batches, results, strict=True):
-        metric.process(batch, result)
+        metric.process({}, [{**batch, "pred_instances_3d": result}])
     return {name.removeprefix("NuScenes/"): value for name, value in metric.evaluate(len(batches)).items()}
 
 
 def test_scores_of_all_classes():
     """A car found perfectly and a pedestrian missed; cones and barriers are not there."""
-    metrics = evaluate([batch_of([box(5, 5), box(-5, 5)], [0, 1])], [result_of([box(5, 5)], [0.9], [0])])
+    metrics = evaluate([truth_of([box(5, 5), box(-5, 5)], [0, 1])], [result_of([box(5, 5)], [0.9], [0])])
     assert metrics["car_AP"] == pytest.approx(1) and metrics["mAP"] == pytest.approx(0.25)
     # mAOE: car 0, pedestrian 1, barrier 1 (nothing found); a cone has none. mAVE: car 0, pedestrian 1.
     assert (metrics["mATE"], metrics["mASE"]) == (pytest.approx(0.75), pytest.approx(0.75))
@@ -132,7 +129,7 @@ def test_scores_of_all_classes():
 def test_attributes():
     truth = [box(5, 5, velocity=(3.0, 0)), box(8, 8)]
     attributes = ["vehicle.moving", "vehicle.stopped"]
-    batch = batch_of(truth, [0, 0], attributes=attributes)
+    batch = truth_of(truth, [0, 0], attributes=attributes)
     metrics = evaluate([batch], [result_of(truth, [0.9, 0.8], [0, 0])], classes=("car",))
     # Moving is right; a car that stands still counts as parked, which is wrong here: running means 0 and 1/2.
     assert 0 < metrics["mAAE"] < 0.5
@@ -141,7 +138,7 @@ def test_attributes():
 
 def test_ranges():
     boxes = [box(0, 29), box(0, 31), box(0, 49), box(0, 51)]
-    batch = batch_of(boxes, [0, 0, 0, 0])
+    batch = truth_of(boxes, [0, 0, 0, 0])
     result = result_of(boxes[:1], [0.9], [0])
     assert evaluate([batch], [result], classes=("car",), class_range=30)["mAP"] == pytest.approx(1)
     # 1 of 3 within 50 m.
@@ -161,13 +158,13 @@ def test_boxes_are_compared_in_the_world():
     pose[:3, 3] = (500, -300, 2)
     truth = [box(5, 5, yaw=1.0, velocity=(3, 1)), box(-8, 12)]
     predicted = [box(5.3, 5.4, yaw=1.2, velocity=(3, 2)), box(-8, 12)]
-    here = evaluate([batch_of(truth, [0, 0])], [result_of(predicted, [0.9, 0.8], [0, 0])])
-    there = evaluate([batch_of(truth, [0, 0], pose)], [result_of(predicted, [0.9, 0.8], [0, 0])])
+    here = evaluate([truth_of(truth, [0, 0])], [result_of(predicted, [0.9, 0.8], [0, 0])])
+    there = evaluate([truth_of(truth, [0, 0], pose)], [result_of(predicted, [0.9, 0.8], [0, 0])])
     assert here == pytest.approx(there, abs=1e-5) and here["mATE"] > 0
 
 
 def test_frames_count_once_and_empty_frames_count():
-    batch, empty = batch_of([box(5, 5)], [0]), batch_of([], [], token="t1")
+    batch, empty = truth_of([box(5, 5)], [0]), truth_of([], [], token="t1")
     result, nothing = result_of([box(5, 5)], [0.9], [0]), result_of([], [], [])
     wrong = result_of([box(5, 5)], [0.95], [0])
     one = evaluate([batch, empty], [result, nothing], classes=("car",))
@@ -180,13 +177,13 @@ def test_anchors_as_predictions():
     anchors = np.zeros((3, 11))
     anchors[:, :2], anchors[:, 6] = [[5, 5], [0, 0], [-9, 0]], 1
     metrics = evaluate(
-        [batch_of([box(5, 5)], [0])], [result_of([], [], [])], classes=("car",), anchors=anchors
+        [truth_of([box(5, 5)], [0])], [result_of([], [], [])], classes=("car",), anchors=anchors
     )
     assert metrics["mAP"] == 0 and metrics["anchors_mAP"] == pytest.approx(1.0, abs=0.01)
 
 
 def test_ground_truth_is_needed():
-    batch = batch_of([box(5, 5)], [0])
-    del batch["data_samples"]["gt_bboxes_3d"]
+    batch = truth_of([box(5, 5)], [0])
+    del batch["gt_bboxes_3d"]
     with pytest.raises(ValueError, match="frame t0 has no gt_bboxes_3d"):
-        NuScenesMetric().process(batch, result_of([], [], []))
+        NuScenesMetric().process({}, [{**batch, "pred_instances_3d": result_of([], [], [])}])

@@ -128,11 +128,6 @@ def test_constant_velocity():
     np.testing.assert_allclose(constant_velocity_plan(status, 3), [[-0.5, 2.0], [-1.0, 4.0], [-1.5, 6.0]])
 
 
-def batch(truths):
-    samples = {key: [truth[key] for truth in truths] for key in truths[0]}
-    return {"data_samples": samples | {"img_metas": [{"token": str(i)} for i in range(len(truths))]}}
-
-
 def truth(path, boxes=None, mask=None, speed=None):
     boxes = boxes if boxes is not None else [np.zeros((0, 7))] * len(path)
     coming = np.empty(len(boxes), dtype=object)
@@ -149,8 +144,14 @@ def truth(path, boxes=None, mask=None, speed=None):
 
 def evaluate(truths, plans, **kwargs):
     metric = METRICS.build({"type": "PlanningMetric", "ego_size": EGO, **kwargs})
-    predictions = [{"img_bbox": {"final_planning": torch.tensor(plan)}} for plan in plans]
-    metric.process(batch(truths), predictions)
+    frames = zip(truths, plans, strict=True)
+    metric.process(
+        {},
+        [
+            {**truth, "token": str(i), "pred_plan": {"final_planning": torch.tensor(plan)}}
+            for i, (truth, plan) in enumerate(frames)
+        ],
+    )
     return {key.removeprefix("Planning/"): value for key, value in metric.evaluate(len(plans)).items()}
 
 
@@ -206,7 +207,7 @@ def test_refusals():
         evaluate([sample], [straight(1.0, 4)])
     metric = METRICS.build({"type": "PlanningMetric"})
     with pytest.raises(ValueError, match="frame 0: the prediction has no final_planning"):
-        metric.process(batch([sample]), [{}])
+        metric.process({}, [{**sample, "token": "0"}])
     del sample["fut_boxes"]
     with pytest.raises(ValueError, match="frame 0 has no fut_boxes"):
-        metric.process(batch([sample]), [{"final_planning": straight(1.0)}])
+        metric.process({}, [{**sample, "token": "0", "pred_plan": {"final_planning": straight(1.0)}}])

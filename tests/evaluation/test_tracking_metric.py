@@ -97,28 +97,22 @@ def metric_over(frames, **arguments):
     metric = METRICS.build(dict(type="TrackingMetric", **arguments))
     metric.dataset_meta = {"classes": ("traffic_cone", "car", "truck")}
     for number, ((boxes, ids), (found, tracks_, scores)) in enumerate(frames):
-        batch = {
-            "data_samples": {
-                "gt_bboxes_3d": [_boxes(boxes)],
-                "gt_labels_3d": [torch.ones(len(boxes), dtype=torch.int64)],
-                "img_metas": [
-                    {
-                        "token": f"t{number}",
-                        "scene_token": "s",
-                        "timestamp": 0.5 * number,
-                        "T_global": np.eye(4),
-                        "instance_id": np.array(ids, dtype=np.int64),
-                    }
-                ],
-            }
+        sample = {
+            "token": f"t{number}",
+            "scene_token": "s",
+            "timestamp": 0.5 * number,
+            "T_global": np.eye(4),
+            "instance_id": np.array(ids, dtype=np.int64),
+            "gt_bboxes_3d": _boxes(boxes),
+            "gt_labels_3d": torch.ones(len(boxes), dtype=torch.int64),
         }
-        result = {
+        predicted = {
             "boxes_3d": _boxes(found),
             "scores_3d": torch.tensor(scores, dtype=torch.float32),
             "labels_3d": torch.ones(len(found), dtype=torch.int64),
             "instance_ids": torch.tensor(tracks_, dtype=torch.int64),
         }
-        metric.process(batch, [{"img_bbox": result}])
+        metric.process({}, [{**sample, "pred_instances_3d": predicted}])
     return {name.removeprefix("Tracking/"): value for name, value in metric.evaluate(len(frames)).items()}
 
 
@@ -159,4 +153,4 @@ def test_what_does_not_count():
     )
     with pytest.raises(ValueError, match="frame t has no instance_ids"):
         metric = METRICS.build(dict(type="TrackingMetric"))
-        metric.process({"data_samples": {"img_metas": [{"token": "t"}]}}, [{"boxes_3d": 0}])
+        metric.process({}, [{"token": "t", "pred_instances_3d": {"boxes_3d": 0}}])

@@ -25,16 +25,13 @@ def evaluate(frames, **arguments):
     metric = METRICS.build(dict(type="VectorMapMetric", **arguments))
     metric.dataset_meta = {"map_classes": CLASSES}
     for number, (truth, truth_labels, lines, scores, labels) in enumerate(frames):
-        batch = {
-            "data_samples": {
-                "vectors": [objects(truth)],
-                "vector_labels": [np.array(truth_labels, dtype=np.int64)],
-                "img_metas": [{"token": str(number)}],
-            }
+        sample = {
+            "vectors": objects(truth),
+            "vector_labels": np.array(truth_labels, dtype=np.int64),
+            "token": str(number),
+            "pred_map": {"vectors": lines, "scores": np.array(scores), "labels": np.array(labels)},
         }
-        metric.process(
-            batch, [{"img_bbox": {"vectors": lines, "scores": np.array(scores), "labels": np.array(labels)}}]
-        )
+        metric.process({}, [sample])
     return {name.removeprefix("VectorMap/"): value for name, value in metric.evaluate(len(frames)).items()}
 
 
@@ -115,4 +112,4 @@ def test_anchors_as_predictions():
 def test_ground_truth_is_needed():
     metric = METRICS.build(dict(type="VectorMapMetric"))
     with pytest.raises(ValueError, match="frame t has no vectors"):
-        metric.process({"data_samples": {"img_metas": [{"token": "t"}]}}, [{"vectors": []}])
+        metric.process({}, [{"token": "t", "pred_map": {"vectors": []}}])

@@ -9,6 +9,7 @@ from golden import golden, under
 from visdet.models import LearnableGaussianField
 from visdet.ops import gaussian_field_reference
 from visdet.registry import MODELS
+from visdet.structures import FieldDataSample
 
 
 def make_field(N=5, use_full_cov=True, dtype=torch.float64, seed=0, **options):
@@ -99,10 +100,14 @@ def test_any_type_and_device(dtype, device):
 
 def test_modes():
     field, points, values = make_field(), torch.rand(6, 3), torch.rand(6)
-    loss = field(points, values, mode="loss")["loss_mse"]
+    samples = [FieldDataSample(gt_field=part) for part in values.split([4, 2])]
+    loss = field(points, samples, mode="loss")["loss_mse"]
     assert loss.item() == pytest.approx((field(points) - values).square().mean().item())
-    (predicted,) = field(points, values, mode="predict")
-    assert torch.equal(predicted["prediction"], field(points)) and predicted["target"] is values
+    first, second = field(points, samples, mode="predict")
+    assert torch.equal(torch.cat([first.pred_field, second.pred_field]), field(points))
+    assert first is samples[0] and len(second.pred_field) == 2
+    (everywhere,) = field(points, mode="predict")
+    assert torch.equal(everywhere.pred_field, field(points))
 
 
 def test_rejects():
@@ -114,8 +119,8 @@ def test_rejects():
             LearnableGaussianField(3, size)
     with pytest.raises(ValueError, match=r"points must be \[..., 3\] or \[3\], got \[5, 2\]"):
         field(torch.zeros(5, 2))
-    with pytest.raises(ValueError, match=r"values must be one per point, \[5\], got \[4\]"):
-        field(torch.zeros(5, 3), torch.zeros(4), mode="loss")
+    with pytest.raises(ValueError, match=r"must have one value per point, \[5\], got \[4\]"):
+        field(torch.zeros(5, 3), [FieldDataSample(gt_field=torch.zeros(4))], mode="loss")
     with pytest.raises(ValueError, match="mode must be tensor, loss or predict, got 'train'"):
         field(torch.zeros(5, 3), mode="train")
     with pytest.raises(ValueError, match="method must be 'kmeans' or 'random', got 'grid'"):

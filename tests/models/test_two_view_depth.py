@@ -22,26 +22,26 @@ def model(**options):
 def batch(pairs=2, **options):
     items = [TwoViewPairs(num_pairs=pairs, **{"image_size": (24, 32), **options})[i] for i in range(pairs)]
     inputs = torch.stack([item["inputs"] for item in items])
-    names = ("intrinsics", "source_from_reference", "gt_depth")
-    return inputs, {name: torch.stack([item["data_samples"][name] for item in items]) for name in names}
+    return inputs.float(), [item["data_samples"] for item in items]
 
 
 def test_pairs_are_the_same_every_time_and_differ():
     pairs = TwoViewPairs(num_pairs=3)
     first, again, other = pairs[1], TwoViewPairs(num_pairs=9)[1], TwoViewPairs(num_pairs=3, seed=1)[1]
     assert torch.equal(first["inputs"], again["inputs"])
-    assert torch.equal(first["data_samples"]["gt_depth"], again["data_samples"]["gt_depth"])
+    assert torch.equal(first["data_samples"].gt_depth, again["data_samples"].gt_depth)
     assert not torch.equal(first["inputs"], other["inputs"])
     assert not torch.equal(first["inputs"], pairs[2]["inputs"])
     assert first["inputs"].shape == (2, 3, 48, 64) and first["inputs"].dtype == torch.uint8
-    assert first["data_samples"]["gt_depth"].shape == (24, 32)
+    assert first["data_samples"].gt_depth.shape == (24, 32)
 
 
 def test_true_depth_leads_to_the_same_colour():
     """Without noise the source view, sampled where the true depth says, is the reference view wherever it is seen."""
     inputs, samples = batch(2, image_size=(48, 64), noise=0.0, depth_stride=1)
     at_truth, at_wrong = [], []
-    for views, K, pose, depth in zip(inputs.float(), *samples.values(), strict=True):
+    for views, sample in zip(inputs, samples, strict=True):
+        K, pose, depth = sample.intrinsics, sample.source_from_reference, sample.gt_depth
         for factor, errors in ((1.0, at_truth), (1.3, at_wrong)):
             # One candidate depth a pixel: take each pixel's own from the grid of all pixels.
             values, own = (factor * depth).flatten().unique(return_inverse=True)
@@ -75,9 +75,9 @@ def test_modes():
     position, weights = network(inputs, samples)
     assert position.shape == (2, 12, 16) and weights.shape == (2, 12 * 16, 32)
     predictions = network(inputs, samples, mode="predict")
-    assert len(predictions) == 2 and torch.equal(predictions[1]["gt_depth"], samples["gt_depth"][1])
+    assert len(predictions) == 2 and predictions[1].gt_depth is samples[1].gt_depth
     expected = 1 / (1 / 8.0 + (1 / 1.2 - 1 / 8.0) * position)
-    torch.testing.assert_close(torch.stack([pair["pred_depth"] for pair in predictions]), expected)
+    torch.testing.assert_close(torch.stack([pair.pred_depth for pair in predictions]), expected)
     losses = network(inputs, samples, mode="loss")
     sum(losses.values()).backward()
     unused = [name for name, parameter in network.named_parameters() if parameter.grad is None]
@@ -113,10 +113,10 @@ def test_fused_and_plain_attention_train_alike():
     ("call", "message"),
     [
         (lambda: model(num_depths=1), "num_depths must be at least 2"),
-        (lambda: model()(torch.zeros(2, 3, 8, 8), {}), r"inputs must be \[B, 2, 3, H, W\]"),
-        (lambda: model()(torch.zeros(1, 2, 3, 7, 8), {}), r"even H and W, got \(1, 2, 3, 7, 8\)"),
+        (lambda: model()(torch.zeros(2, 3, 8, 8), []), r"inputs must be a \[B, 2, 3, H, W\] tensor"),
+        (lambda: model()(torch.zeros(1, 2, 3, 7, 8), []), r"even H and W, got \(1, 2, 3, 7, 8\)"),
         (
-            lambda: model()(torch.zeros(1, 2, 3, 8, 8), {}, mode="train"),
+            lambda: model()(torch.zeros(1, 2, 3, 8, 8), [], mode="train"),
             "mode must be 'tensor', 'predict' or 'loss'",
         ),
         (lambda: TwoViewPairs(num_pairs=0), "num_pairs must be positive, got 0"),
@@ -131,7 +131,7 @@ def test_fused_and_plain_attention_train_alike():
     ],
 )
 def test_bad_calls(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()
 
 

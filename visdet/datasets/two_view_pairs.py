@@ -9,6 +9,7 @@ from mmengine.dataset import BaseDataset
 
 from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS
+from visdet.structures import TwoViewDataSample
 
 __all__ = ["TwoViewPairs"]
 
@@ -111,12 +112,12 @@ class TwoViewPairs(BaseDataset):
         _, depth = _render(planes, np.eye(4), _pixel_rays(intrinsics, height, width, self.depth_stride))
         return {
             "inputs": torch.from_numpy(np.stack(views)),
-            "data_samples": {
-                "intrinsics": torch.from_numpy(intrinsics).float(),
-                "source_from_reference": torch.from_numpy(source).float(),
-                "gt_depth": torch.from_numpy(depth).float(),
-                "pair": pair,
-            },
+            "data_samples": TwoViewDataSample(
+                metainfo={"pair": pair},
+                intrinsics=torch.from_numpy(intrinsics).float(),
+                source_from_reference=torch.from_numpy(source).float(),
+                gt_depth=torch.from_numpy(depth).float(),
+            ),
         }
 
     def _scene(self, rng: np.random.Generator) -> list[_Plane]:

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import DATASETS
+from visdet.structures import FieldDataSample
 
 __all__ = ["PointSampleDataset", "VolumeDataset", "make_volume"]
 
@@ -18,21 +19,25 @@ __all__ = ["PointSampleDataset", "VolumeDataset", "make_volume"]
 class _Samples(Dataset):
     """Points and values by index; a batch is looked up at once and comes as one chunk.
 
-    ``dataset[i]`` is ``dict(inputs=points [1, 3], data_samples=values [1])``; ``__getitems__``, which torch's loader
-    asks for a batch of indices, returns a list of one such dict with all its points.
+    ``dataset[i]`` is ``dict(inputs=points [1, 3], data_samples=FieldDataSample)`` with ``gt_field`` [1];
+    ``__getitems__``, which torch's loader asks for a batch of indices, returns a list of one such dict with all its
+    points.
     """
 
     unit = "points"
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return self.chunk(torch.tensor([index]))
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         return [self.chunk(torch.tensor(indices, dtype=torch.int64))]
 
-    def chunk(self, indices: Tensor) -> dict[str, Tensor]:
+    def chunk(self, indices: Tensor) -> dict[str, Any]:
         """Return the points and values of ``indices``."""
-        return {"inputs": self.points_at(indices), "data_samples": self.values[indices]}
+        return {
+            "inputs": self.points_at(indices),
+            "data_samples": FieldDataSample(gt_field=self.values[indices]),
+        }
 
     def samples(self) -> tuple[Tensor, Tensor]:
         """Return all points [M, 3] and values [M]."""

@@ -1,7 +1,7 @@
 """What the metrics of driving models have in common."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ __all__ = [
     "DrivingBoxMetric",
     "DrivingMetric",
     "as_array",
-    "frames_of_batch",
     "places_in_world",
     "read_anchors",
     "vehicle_in_world",
@@ -80,22 +79,6 @@ class DrivingBoxMetric(DrivingMetric):
                 f"{type(self).__name__}: class_range must name {name}, got {', '.join(self.class_range)}"
             )
         return self.class_range[name]
-
-
-def frames_of_batch(data_batch: dict, predictions: Sequence[dict]) -> Iterator[tuple[dict, dict, dict]]:
-    """Yield (metas, ground truth, prediction) of each frame of a collated batch.
-
-    ``metas`` is ``img_metas`` of the frame, ground truth the rest of its data samples, the prediction what is under
-    ``img_bbox`` if there is such a key.
-    """
-    samples = data_batch["data_samples"]
-    for index, prediction in enumerate(predictions):
-        metas = samples["img_metas"]
-        meta = (
-            metas[index] if isinstance(metas, list) else {key: value[index] for key, value in metas.items()}
-        )
-        truth = {key: value[index] for key, value in samples.items() if key not in ("img_metas", "gt_depth")}
-        yield meta, truth, prediction.get("img_bbox", prediction)
 
 
 def as_array(value: Any) -> np.ndarray:

@@ -28,8 +28,8 @@ class FieldMetric(BaseMetric):
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Keep the sums of a batch."""
         for sample in data_samples:
-            target = torch.as_tensor(sample["target"]).double().flatten()
-            prediction = torch.as_tensor(sample["prediction"]).double().flatten()
+            target = torch.as_tensor(sample["gt_field"]).double().flatten()
+            prediction = torch.as_tensor(sample["pred_field"]).double().flatten()
             if len(target) == 0:
                 continue
             centre = target.mean()

@@ -7,12 +7,12 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.driving_data_sample import predictions_of
 
 from .detection_curves import Boxes, Curve, match_frames, take_nearest, tp_error
 from .driving_metric import (
     DrivingBoxMetric,
     as_array,
-    frames_of_batch,
     places_in_world,
     vehicle_in_world,
     within,
@@ -57,7 +57,7 @@ class MotionMetric(DrivingBoxMetric):
     the same boxes, each going on with the velocity predicted for it: the least that predicted paths must beat.
 
     Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d``, ``gt_agent_fut_trajs`` [n, T, 2] (steps), ``gt_agent_fut_masks``
-    [n, T], ``img_metas`` with ``token, T_global`` (and ``ego2global_translation``). Predictions: ``boxes_3d`` [m, 9 or
+    [n, T], ``token``, ``T_global`` (and ``ego2global_translation``). Predictions: ``boxes_3d`` [m, 9 or
     10], ``scores_3d, labels_3d, trajs_3d`` [m, K, T, 2] (places in the lidar frame) and, for the threshold,
     ``cls_scores`` where given.
 
@@ -99,33 +99,34 @@ class MotionMetric(DrivingBoxMetric):
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
         """Keep places and paths of a batch."""
-        for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
-            name = f"MotionMetric: frame {meta['token']}"
+        for sample in data_samples:
+            prediction = predictions_of(sample)
+            name = f"MotionMetric: frame {sample['token']}"
             for key in ("gt_bboxes_3d", "gt_agent_fut_trajs", "gt_agent_fut_masks"):
-                if key not in truth:
+                if key not in sample:
                     raise InvalidInputError(f"{name} has no {key}; the test pipeline must keep it")
             if "trajs_3d" not in prediction:
                 raise InvalidInputError(f"{name}: the prediction has no trajs_3d")
-            pose = np.asarray(meta["T_global"], dtype=np.float64)
-            paths, steps = as_array(prediction["trajs_3d"]), as_array(truth["gt_agent_fut_trajs"])
-            boxes, gt_boxes = as_array(prediction["boxes_3d"]), as_array(truth["gt_bboxes_3d"])
+            pose = np.asarray(sample["T_global"], dtype=np.float64)
+            paths, steps = as_array(prediction["trajs_3d"]), as_array(sample["gt_agent_fut_trajs"])
+            boxes, gt_boxes = as_array(prediction["boxes_3d"]), as_array(sample["gt_bboxes_3d"])
             num_steps = steps.shape[1] if len(steps) else paths.shape[-2]
             if paths.shape != (len(boxes), *paths.shape[1:2], num_steps, 2):
                 raise InvalidInputError(
                     f"{name}: trajs_3d must be [{len(boxes)}, K, {num_steps}, 2], got {list(paths.shape)}"
                 )
             steps = steps.reshape(len(gt_boxes), num_steps, 2)
-            known = as_array(truth["gt_agent_fut_masks"]).reshape(len(gt_boxes), num_steps) > 0
+            known = as_array(sample["gt_agent_fut_masks"]).reshape(len(gt_boxes), num_steps) > 0
             scores = as_array(prediction["scores_3d"])
             kept = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
             confidence = as_array(prediction.get("cls_scores", scores)).reshape(-1)
             kept = kept[confidence[kept] >= self.score_threshold]
             self.results.append(
                 {
-                    "token": meta["token"],
-                    "vehicle": vehicle_in_world(meta, pose),
+                    "token": sample["token"],
+                    "vehicle": vehicle_in_world(sample, pose),
                     "gt_places": places_in_world(gt_boxes, pose),
-                    "gt_labels": as_array(truth["gt_labels_3d"]),
+                    "gt_labels": as_array(sample["gt_labels_3d"]),
                     "gt_paths": gt_boxes[:, None, :2] + steps.cumsum(axis=1),
                     "gt_known": known,
                     "places": places_in_world(boxes, pose)[kept],

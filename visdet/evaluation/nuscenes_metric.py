@@ -8,12 +8,12 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.driving_data_sample import predictions_of
 
 from .detection_curves import TP_ERRORS, Boxes, Curve, accumulate, average_precision, tp_error
 from .driving_metric import (
     DrivingBoxMetric,
     as_array,
-    frames_of_batch,
     read_anchors,
     vehicle_in_world,
     within,
@@ -57,8 +57,8 @@ class NuScenesMetric(DrivingBoxMetric):
     velocity. ``NDS``, over 10 with the attribute error, is given where frames carry attributes
     (``gt_attributes``); predicted attributes follow from class and speed, as published results do.
 
-    Ground truth: ``gt_bboxes_3d`` [n, 9], ``gt_labels_3d`` and ``img_metas`` (``token, T_global`` and, for the
-    distance to the vehicle, ``ego2global_translation``) of the batch. Predictions: ``boxes_3d`` [m, 9 or 10],
+    Ground truth: ``gt_bboxes_3d`` [n, 9], ``gt_labels_3d``, ``token``, ``T_global`` and, for the distance to the
+    vehicle, ``ego2global_translation`` of the sample. ``pred_instances_3d``: ``boxes_3d`` [m, 9 or 10],
     ``scores_3d``, ``labels_3d``. Boxes are compared in the world. A frame without boxes is a frame like any other;
     a class without boxes has AP 0.
 
@@ -91,21 +91,22 @@ class NuScenesMetric(DrivingBoxMetric):
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
         """Keep the boxes of a batch, in the world."""
-        for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
-            if "gt_bboxes_3d" not in truth:
+        for sample in data_samples:
+            prediction = predictions_of(sample)
+            if "gt_bboxes_3d" not in sample:
                 raise InvalidInputError(
-                    f"NuScenesMetric: frame {meta['token']} has no gt_bboxes_3d; the test pipeline drops them"
+                    f"NuScenesMetric: frame {sample['token']} has no gt_bboxes_3d; the test pipeline drops them"
                 )
-            pose = np.asarray(meta["T_global"], dtype=np.float64)
+            pose = np.asarray(sample["T_global"], dtype=np.float64)
             best = np.argsort(-as_array(prediction["scores_3d"]), kind="stable")[:_MAX_BOXES]
             self.results.append(
                 {
-                    "token": meta["token"],
+                    "token": sample["token"],
                     "pose": pose,
-                    "vehicle": vehicle_in_world(meta, pose),
-                    "gt_boxes": _in_world(truth["gt_bboxes_3d"], pose),
-                    "gt_labels": as_array(truth["gt_labels_3d"]),
-                    "gt_attributes": truth.get("gt_attributes"),
+                    "vehicle": vehicle_in_world(sample, pose),
+                    "gt_boxes": _in_world(sample["gt_bboxes_3d"], pose),
+                    "gt_labels": as_array(sample["gt_labels_3d"]),
+                    "gt_attributes": sample.get("gt_attributes"),
                     "boxes": _in_world(as_array(prediction["boxes_3d"])[best], pose),
                     "scores": as_array(prediction["scores_3d"])[best],
                     "labels": as_array(prediction["labels_3d"])[best],

@@ -7,8 +7,9 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.driving_data_sample import predictions_of
 
-from .driving_metric import DrivingMetric, as_array, frames_of_batch
+from .driving_metric import DrivingMetric, as_array
 from .tables import table_text
 
 __all__ = ["PlanningMetric", "boxes_intersect", "collides", "constant_velocity_plan", "headings", "horizons"]
@@ -68,26 +69,27 @@ class PlanningMetric(DrivingMetric):
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
         """Keep distances and collisions of each step of a batch."""
-        for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
-            name = f"PlanningMetric: frame {meta['token']}"
+        for sample in data_samples:
+            prediction = predictions_of(sample)
+            name = f"PlanningMetric: frame {sample['token']}"
             for key in ("gt_ego_fut_trajs", "gt_ego_fut_masks", "fut_boxes"):
-                if key not in truth:
+                if key not in sample:
                     raise InvalidInputError(
                         f"{name} has no {key}; the data set needs test_mode=True, and must keep it"
                     )
             if "final_planning" not in prediction:
                 raise InvalidInputError(f"{name}: the prediction has no final_planning")
-            path = as_array(truth["gt_ego_fut_trajs"]).cumsum(axis=0)
+            path = as_array(sample["gt_ego_fut_trajs"]).cumsum(axis=0)
             plan = as_array(prediction["final_planning"])
             if plan.shape != path.shape:
                 raise InvalidInputError(
                     f"{name}: final_planning must be {list(path.shape)}, got {list(plan.shape)}"
                 )
-            boxes = truth["fut_boxes"]
-            complete = bool(as_array(truth["gt_ego_fut_masks"]).all()) and len(boxes) >= len(path)
-            frame = {"token": meta["token"], "complete": complete, "steps": len(path)}
+            boxes = sample["fut_boxes"]
+            complete = bool(as_array(sample["gt_ego_fut_masks"]).all()) and len(boxes) >= len(path)
+            frame = {"token": sample["token"], "complete": complete, "steps": len(path)}
             if complete:
-                status = as_array(truth["ego_status"]) if "ego_status" in truth else None
+                status = as_array(sample["ego_status"]) if "ego_status" in sample else None
                 frame |= self._measure(plan, path, [as_array(step) for step in boxes], status)
             self.results.append(frame)
 

@@ -7,12 +7,12 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.driving_data_sample import predictions_of
 
 from .clear_mot import Frame, interpolate, motar_curve
 from .driving_metric import (
     DrivingBoxMetric,
     as_array,
-    frames_of_batch,
     places_in_world,
     vehicle_in_world,
     within,
@@ -35,8 +35,8 @@ class TrackingMetric(DrivingBoxMetric):
     (m), 2 where it is not. A track's score is the mean of its boxes'; gaps in tracks are filled by straight lines.
     Means over the classes that have boxes; cones, barriers and construction vehicles are not tracked.
 
-    Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d`` and ``img_metas`` with ``instance_id, token, scene_token,
-    timestamp, T_global`` (and ``ego2global_translation``). Predictions: ``boxes_3d, scores_3d, labels_3d``,
+    Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d``, ``instance_id, token, scene_token, timestamp, T_global``
+    (and ``ego2global_translation``). Predictions: ``boxes_3d, scores_3d, labels_3d``,
     ``instance_ids`` (boxes with a negative id belong to no track) and, for the threshold, ``cls_scores`` where given.
 
     Args:
@@ -63,25 +63,26 @@ class TrackingMetric(DrivingBoxMetric):
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
         """Keep ids and places of a batch, in the world."""
-        for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
+        for sample in data_samples:
+            prediction = predictions_of(sample)
             if "instance_ids" not in prediction:
                 raise InvalidInputError(
-                    f"TrackingMetric: the prediction of frame {meta['token']} has no instance_ids"
+                    f"TrackingMetric: the prediction of frame {sample['token']} has no instance_ids"
                 )
-            pose = np.asarray(meta["T_global"], dtype=np.float64)
+            pose = np.asarray(sample["T_global"], dtype=np.float64)
             scores, ids = as_array(prediction["scores_3d"]), as_array(prediction["instance_ids"])
             confidence = as_array(prediction.get("cls_scores", prediction["scores_3d"])).reshape(-1)
             kept = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
             kept = kept[(confidence[kept] >= self.score_threshold) & (ids[kept] >= 0)]
             self.results.append(
                 {
-                    "token": meta["token"],
-                    "scene": meta["scene_token"],
-                    "time": float(meta["timestamp"]),
-                    "vehicle": vehicle_in_world(meta, pose),
-                    "gt_ids": as_array(meta["instance_id"]),
-                    "gt_places": places_in_world(truth["gt_bboxes_3d"], pose),
-                    "gt_labels": as_array(truth["gt_labels_3d"]),
+                    "token": sample["token"],
+                    "scene": sample["scene_token"],
+                    "time": float(sample["timestamp"]),
+                    "vehicle": vehicle_in_world(sample, pose),
+                    "gt_ids": as_array(sample["instance_id"]),
+                    "gt_places": places_in_world(sample["gt_bboxes_3d"], pose),
+                    "gt_labels": as_array(sample["gt_labels_3d"]),
                     "ids": ids[kept],
                     "places": places_in_world(prediction["boxes_3d"], pose)[kept],
                     "labels": as_array(prediction["labels_3d"])[kept],

@@ -9,9 +9,10 @@ from scipy.spatial.distance import cdist
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.polylines import resample
 
-from .driving_metric import DrivingMetric, as_array, frames_of_batch, read_anchors
+from .driving_metric import DrivingMetric, as_array, read_anchors
 from .tables import summary_line, table_text
 
 __all__ = ["VectorMapMetric", "area_under_curve", "chamfer_distance", "match_lines"]
@@ -27,7 +28,7 @@ class VectorMapMetric(DrivingMetric):
     class, best first, are right if the nearest true line is not further than the threshold and was not taken
     before. AP is the area under precision (made falling) over recall.
 
-    Ground truth: ``vectors`` (lines [n, 2] in metres, lidar frame) and ``vector_labels`` of the batch. Predictions:
+    Ground truth: ``vectors`` (lines [n, 2] in metres, lidar frame) and ``vector_labels``. ``pred_map``:
     ``vectors``, ``scores``, ``labels``; lines of fewer than two points are dropped. A class without lines has AP 0.
 
     Args:
@@ -60,18 +61,19 @@ class VectorMapMetric(DrivingMetric):
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
         """Keep the lines of a batch."""
-        for meta, truth, prediction in frames_of_batch(data_batch, data_samples):
-            if "vectors" not in truth:
+        for sample in data_samples:
+            prediction = predictions_of(sample)
+            if "vectors" not in sample:
                 raise InvalidInputError(
-                    f"VectorMapMetric: frame {meta['token']} has no vectors; the test pipeline must make them"
+                    f"VectorMapMetric: frame {sample['token']} has no vectors; the test pipeline must make them"
                 )
             lines = [as_array(line) for line in prediction["vectors"]]
             usable = np.array([len(line) > 1 for line in lines], dtype=bool)
             self.results.append(
                 {
-                    "token": meta["token"],
-                    "gt_lines": [as_array(line) for line in truth["vectors"]],
-                    "gt_labels": as_array(truth["vector_labels"]),
+                    "token": sample["token"],
+                    "gt_lines": [as_array(line) for line in sample["vectors"]],
+                    "gt_labels": as_array(sample["vector_labels"]),
                     "lines": [line for line, keep in zip(lines, usable, strict=True) if keep],
                     "scores": as_array(prediction["scores"]).reshape(-1)[usable],
                     "labels": as_array(prediction["labels"]).reshape(-1)[usable],

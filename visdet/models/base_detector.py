@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from mmengine.model import BaseModel
+from mmengine.structures import BaseDataElement
 from torch import Tensor
 
 from visdet.registry import MODELS
@@ -40,12 +41,17 @@ def image_sizes(inputs: Tensor, data_samples: Sequence[DetDataSample] | None) ->
 
 
 class BaseDetector(BaseModel, ABC):
-    """A detector that mmengine's Runner can train, validate and test.
+    """A model that mmengine's Runner can train, validate and test: the contract of every family (docs/contract.md).
+
+    A subclass names the shape of its inputs and the class of its samples, and has the three modes as methods.
 
     Args:
         data_preprocessor: config or module that turns collated samples into a batch.
         init_cfg: mmengine's initialisation.
     """
+
+    input_shape: ClassVar[tuple[str, ...]] = ("B", "3", "H", "W")
+    sample_type: ClassVar[type[BaseDataElement]] = DetDataSample
 
     def __init__(
         self,
@@ -57,29 +63,31 @@ class BaseDetector(BaseModel, ABC):
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
 
     def forward(
-        self, inputs: Tensor, data_samples: Sequence[DetDataSample] | None = None, mode: str = "tensor"
-    ) -> dict[str, Tensor] | list[DetDataSample] | tuple[Tensor, ...]:
-        """Run the detector on a batch that ``data_preprocessor`` has prepared.
+        self, inputs: Tensor, data_samples: Sequence[BaseDataElement] | None = None, mode: str = "tensor"
+    ) -> Any:
+        """Run the model on a batch that ``data_preprocessor`` has prepared.
 
         Args:
-            inputs: [B, 3, H, W] normalised images, padded at the bottom and right.
-            data_samples: one per image: ``img_shape`` (default: no padding), and ground truth for 'loss'.
-            mode: 'loss' returns {name: scalar}; 'predict' returns the samples with ``pred_instances`` filled in;
-                'tensor' returns the head's raw outputs.
+            inputs: of ``input_shape``; by default [B, 3, H, W] normalised images, padded at the bottom and right.
+            data_samples: one ``sample_type`` per input: what the model must know of it, and ground truth for 'loss'.
+            mode: 'loss' returns {name: scalar}; 'predict' returns the samples with predictions filled in; 'tensor'
+                returns the raw outputs.
         """
-        if not isinstance(inputs, Tensor) or inputs.dim() != 4:
-            got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+        if not isinstance(inputs, Tensor) or inputs.dim() != len(self.input_shape):
+            got = list(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
             raise TypeError(
-                f"{type(self).__name__}: inputs must be a [B, 3, H, W] tensor, got {got}; "
+                f"{type(self).__name__}: inputs must be a [{', '.join(self.input_shape)}] tensor, got {got}; "
                 "raw samples go through model.data_preprocessor first"
             )
         if mode == "loss":
             if data_samples is None:
-                raise ValueError(f"{type(self).__name__}: mode 'loss' needs data_samples with gt_instances")
+                raise ValueError(
+                    f"{type(self).__name__}: mode 'loss' needs data_samples with the ground truth"
+                )
             return self.loss(inputs, data_samples)
         if mode == "predict":
             if data_samples is None:
-                data_samples = [DetDataSample() for _ in inputs]
+                data_samples = [self.sample_type() for _ in inputs]
             return self.predict(inputs, data_samples)
         if mode == "tensor":
             return self.raw_outputs(inputs, data_samples)
@@ -89,13 +97,13 @@ class BaseDetector(BaseModel, ABC):
         """Keep mmengine from logging two lines for every parameter it initialises."""
 
     @abstractmethod
-    def loss(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> dict[str, Tensor]:
+    def loss(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return the losses by name."""
 
     @abstractmethod
-    def predict(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> list[DetDataSample]:
-        """Return the samples with ``pred_instances`` filled in."""
+    def predict(self, inputs: Tensor, data_samples: Sequence[Any]) -> list[Any]:
+        """Return the samples with predictions filled in."""
 
     @abstractmethod
-    def raw_outputs(self, inputs: Tensor, data_samples: Sequence[DetDataSample] | None) -> tuple[Tensor, ...]:
-        """Return what the head computes, before any post-processing."""
+    def raw_outputs(self, inputs: Tensor, data_samples: Sequence[Any] | None) -> Any:
+        """Return what the model computes, before any post-processing."""

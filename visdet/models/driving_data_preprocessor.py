@@ -9,29 +9,16 @@ from torch import Tensor
 
 from visdet.registry import MODELS
 
-__all__ = ["DrivingDataPreprocessor"]
-
-# One tensor for the batch; other tensors stay lists of one tensor per sample.
-_STACKED = (
-    "projection_mat",
-    "image_wh",
-    "focal",
-    "gt_ego_fut_trajs",
-    "gt_ego_fut_masks",
-    "gt_ego_fut_cmd",
-    "ego_status",
-)
+__all__ = ["DrivingDataPreprocessor", "stack_equal"]
 
 
 @MODELS.register_module()
 class DrivingDataPreprocessor(BaseDataPreprocessor):
     """Moves frames to the device, stacks them and normalises the images there.
 
-    Takes what ``pseudo_collate`` makes of PackDrivingInputs' items and returns ``dict(inputs=..., data_samples=...)``:
-    ``inputs`` float32 [B, V, 3, H, W]; ``data_samples`` a dict with ``projection_mat`` [B, V, 4, 4], ``image_wh``
-    [B, V, 2], ``focal`` [B, V], ``timestamp`` float64 [B] (seconds), ``gt_depth`` a list of [B, V, h, w],
-    ``gt_ego_fut_*`` and ``ego_status`` stacked, ``gt_bboxes_3d``, ``gt_labels_3d``, ``gt_map_*`` and
-    ``gt_agent_fut_*`` lists of one tensor per sample, and ``img_metas``, a list of one dict per sample (on the host).
+    Takes what ``pseudo_collate`` makes of PackDrivingInputs' items, lists of ``inputs`` [V, 3, H, W] and of
+    DrivingDataSamples, and returns ``dict(inputs=..., data_samples=...)`` on the device: ``inputs`` float32
+    [B, V, 3, H, W], and the samples as they are.
 
     Args:
         mean, std: of each channel, in the order after the channel conversion; both or neither.
@@ -65,10 +52,9 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
 
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
         """Return the batch on the device; see the class."""
-        images = data["inputs"]["img"]
-        samples = _restore_samples(data.get("data_samples") or {})
-        moved = self.cast_data({"img": _stack("img", images), "data_samples": samples})
-        return {"inputs": self._normalise(moved["img"]), "data_samples": moved["data_samples"]}
+        images = stack_equal("inputs", data["inputs"])
+        moved = self.cast_data({"inputs": images, "data_samples": data.get("data_samples")})
+        return {"inputs": self._normalise(moved["inputs"]), "data_samples": moved["data_samples"]}
 
     def _normalise(self, images: Tensor) -> Tensor:
         if self.bgr_to_rgb:
@@ -77,30 +63,18 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
         return torch.addcmul(self._shift, images, self._scale) if self._has_statistics else images
 
 
-def _restore_samples(collated: dict[str, Any]) -> dict[str, Any]:
-    """Return the data samples with stacked tensors, and the metas as one dict per sample."""
-    samples = dict(collated)
-    for key in _STACKED:
-        if key in samples:
-            samples[key] = _stack(key, samples[key])
-    if "timestamp" in samples:
-        samples["timestamp"] = torch.as_tensor(samples["timestamp"], dtype=torch.float64)
-    if "gt_depth" in samples:
-        samples["gt_depth"] = [_stack("gt_depth", level) for level in samples["gt_depth"]]
-    metas = samples.get("img_metas")
-    if isinstance(metas, dict):
-        size = len(next(iter(metas.values()), ()))
-        samples["img_metas"] = [{key: values[i] for key, values in metas.items()} for i in range(size)]
-    return samples
+def stack_equal(name: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return the tensors of all samples as one.
 
-
-def _stack(name: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
+    Raises:
+        ValueError: they differ in shape or type; the message calls them ``name``.
+    """
     if isinstance(tensors, Tensor):
         return tensors
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) != 1:
-        raise ValueError(f"DrivingDataPreprocessor: {name} of all samples must be of one shape, got {shapes}")
+        raise ValueError(f"{name} of all samples must be of one shape, got {shapes}")
     dtypes = sorted({str(tensor.dtype) for tensor in tensors})
     if len(dtypes) != 1:
-        raise ValueError(f"DrivingDataPreprocessor: {name} of all samples must be of one type, got {dtypes}")
+        raise ValueError(f"{name} of all samples must be of one type, got {dtypes}")
     return torch.stack(list(tensors))

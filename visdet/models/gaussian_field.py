@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from visdet.ops import gaussian_field
 from visdet.registry import MODELS
+from visdet.structures import FieldDataSample
 
 __all__ = ["LearnableGaussianField", "PointsDataPreprocessor"]
 
@@ -21,12 +22,12 @@ _LOG_SCALES = (0, 2, 5)  # where cov_tril holds the logarithms of the factor's d
 
 @MODELS.register_module()
 class PointsDataPreprocessor(BaseDataPreprocessor):
-    """Joins the chunks of points [B, 3] and values [B] of a batch and moves them to the device."""
+    """Joins the points of a batch of chunks, and moves them and the chunks' samples to the device."""
 
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
-        """Return ``dict(inputs=points [B, 3], data_samples=values [B])``."""
+        """Return ``dict(inputs=points [B, 3], data_samples=[FieldDataSample of each chunk])``."""
         data = self.cast_data(data)
-        return {"inputs": torch.cat(data["inputs"]), "data_samples": torch.cat(data["data_samples"])}
+        return {"inputs": torch.cat(data["inputs"]), "data_samples": data["data_samples"]}
 
 
 @MODELS.register_module()
@@ -109,16 +110,16 @@ class LearnableGaussianField(BaseModel):
     def forward(
         self,
         inputs: Tensor,  # [..., 3], or [3] for one point
-        data_samples: Tensor | None = None,  # [...]
+        data_samples: Sequence[FieldDataSample] | None = None,
         mode: str = "tensor",
-    ) -> Tensor | dict[str, Tensor] | list[dict[str, Tensor | None]]:
+    ) -> Tensor | dict[str, Tensor] | list[FieldDataSample]:
         """Return the field at points, in the wider type of points and parameters.
 
         Args:
-            inputs: points.
-            data_samples: the values to fit, for mode 'loss'.
-            mode: 'tensor', the field [...]; 'loss', ``dict(loss_mse=...)``, the mean squared error; 'predict', a list
-                of one dict with ``prediction`` and ``target``.
+            inputs: points; with samples [M, 3], those of one sample after those of the other.
+            data_samples: chunks of the points, with the values to fit as ``gt_field``.
+            mode: 'tensor', the field [...]; 'loss', ``dict(loss_mse=...)``, the mean squared error; 'predict', the
+                samples with ``pred_field``, without samples a new one with all points.
 
         Raises:
             ValueError: shapes or mode do not fit.
@@ -132,16 +133,23 @@ class LearnableGaussianField(BaseModel):
         field = field.view(inputs.shape[:-1])
         if mode == "tensor":
             return field
-        if mode == "predict":
-            return [{"prediction": field, "target": data_samples}]
-        if mode != "loss":
+        if mode not in ("predict", "loss"):
             raise ValueError(f"LearnableGaussianField: mode must be tensor, loss or predict, got {mode!r}")
-        if data_samples is None or data_samples.shape != field.shape:
-            got = None if data_samples is None else list(data_samples.shape)
+        if mode == "predict" and data_samples is None:
+            return [FieldDataSample(pred_field=field)]
+        sizes = [len(sample.gt_field) for sample in data_samples or ()]
+        if field.shape != (sum(sizes),):
             raise ValueError(
-                f"LearnableGaussianField: values must be one per point, {list(field.shape)}, got {got}"
+                f"LearnableGaussianField: gt_field of the samples must have one value per point, "
+                f"{list(field.shape)}, got {sizes}"
             )
-        return {"loss_mse": (field - data_samples.to(field.dtype)).square().mean()}
+        if mode == "loss":
+            values = torch.cat([sample.gt_field for sample in data_samples or ()])
+            return {"loss_mse": (field - values.to(field.dtype)).square().mean()}
+        samples = list(data_samples or ())
+        for sample, values in zip(samples, field.split(sizes), strict=True):
+            sample.set_field(values, "pred_field")
+        return samples
 
     @torch.no_grad()
     def initialize(

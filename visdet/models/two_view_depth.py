@@ -1,14 +1,16 @@
 """A small two-view depth network: attention along epipolar lines."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from mmengine.model import BaseModel
 from torch import Tensor, nn
 
 from visdet.registry import MODELS
+from visdet.structures import TwoViewDataSample
 
+from .base_detector import BaseDetector
 from .layers import ConvModule
 from .layers.precision import at_least_float32
 
@@ -49,7 +51,7 @@ def epipolar_samples(
 
 
 @MODELS.register_module()
-class TwoViewDepth(BaseModel):
+class TwoViewDepth(BaseDetector):
     """Predicts the depth of the reference view from a second, posed view.
 
     A few convolutions make features of both views at half the resolution. Every reference feature attends to the
@@ -64,7 +66,13 @@ class TwoViewDepth(BaseModel):
         depth_range: nearest and farthest candidate.
         loss_match_weight: weight of the cross entropy between the attention's weights and the true candidates.
         loss_depth_weight: weight of the L1 loss of the inverse depth, as a share of its range.
+        data_preprocessor: config or module that turns collated pairs into a batch; by default they are stacked.
+
+    The inputs are pairs of views of even height and width, 0..255, the reference view and the source view.
     """
+
+    input_shape: ClassVar[tuple[str, ...]] = ("B", "2", "3", "H", "W")
+    sample_type: ClassVar[type[TwoViewDataSample]] = TwoViewDataSample
 
     def __init__(
         self,
@@ -75,10 +83,10 @@ class TwoViewDepth(BaseModel):
         depth_range: tuple[float, float] = (1.0, 8.0),
         loss_match_weight: float = 1.0,
         loss_depth_weight: float = 10.0,
-        data_preprocessor: dict[str, Any] | None = None,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(data_preprocessor, init_cfg)
+        super().__init__(data_preprocessor or {"type": "DrivingDataPreprocessor"}, init_cfg)
         if num_depths < 2 or not 0 < depth_range[0] < depth_range[1]:
             raise ValueError(
                 "TwoViewDepth: num_depths must be at least 2 and depth_range positive and rising, got "
@@ -103,41 +111,34 @@ class TwoViewDepth(BaseModel):
         nn.init.zeros_(self.correction[-1].weight)
         nn.init.zeros_(self.correction[-1].bias)
 
-    def forward(
-        self, inputs: Tensor, data_samples: dict[str, Tensor], mode: str = "tensor"
-    ) -> dict[str, Tensor] | list[dict[str, Any]] | tuple[Tensor, Tensor]:
-        """Run the network on pairs of views.
+    def loss(self, inputs: Tensor, data_samples: Sequence[TwoViewDataSample]) -> dict[str, Tensor]:
+        """Return ``loss_match`` and ``loss_depth``."""
+        position, weights = self.raw_outputs(inputs, data_samples)
+        return self._loss(position, weights, torch.stack([sample.gt_depth for sample in data_samples]))
 
-        Args:
-            inputs: [B, 2, 3, H, W], 0..255, the reference view and the source view; H and W even.
-            data_samples: ``intrinsics`` [B, 3, 3] in pixels and ``source_from_reference`` [B, 4, 4]; for 'loss' also
-                ``gt_depth`` [B, H / 2, W / 2].
-            mode: 'loss' returns {name: scalar}; 'predict' returns one dict a pair: ``pred_depth`` [H / 2, W / 2] and
-                what ``data_samples`` holds of the pair; 'tensor' returns the position [B, H / 2, W / 2] of the inverse
-                depth in its range, 0 the farthest and 1 the nearest, and the candidates' weights [B, Q, D].
-        """
-        if mode not in ("tensor", "predict", "loss"):
-            raise ValueError(f"TwoViewDepth: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
-        if inputs.dim() != 5 or inputs.shape[1:3] != (2, 3) or inputs.shape[3] % 2 or inputs.shape[4] % 2:
+    def predict(self, inputs: Tensor, data_samples: Sequence[TwoViewDataSample]) -> list[TwoViewDataSample]:
+        """Return the samples with ``pred_depth`` [H / 2, W / 2]."""
+        position, _ = self.raw_outputs(inputs, data_samples)
+        depths = 1 / self._inverse_depth(position.clamp(0, 1))
+        for sample, depth in zip(data_samples, depths, strict=True):
+            sample.set_field(depth, "pred_depth")
+        return list(data_samples)
+
+    def raw_outputs(
+        self, inputs: Tensor, data_samples: Sequence[TwoViewDataSample] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the position [B, H / 2, W / 2] of the inverse depth in its range, 0 the farthest and 1 the nearest,
+        and the candidates' weights [B, Q, D]."""
+        if inputs.shape[1:3] != (2, 3) or inputs.shape[3] % 2 or inputs.shape[4] % 2:
             raise ValueError(
                 f"TwoViewDepth: inputs must be [B, 2, 3, H, W] with even H and W, got {tuple(inputs.shape)}"
             )
-        position, weights = self._match(
-            inputs, data_samples["intrinsics"], data_samples["source_from_reference"]
-        )
-        if mode == "loss":
-            return self._loss(position, weights, data_samples["gt_depth"])
-        if mode == "predict":
-            depth = 1 / self._inverse_depth(position.clamp(0, 1))
-            return [
-                {"pred_depth": depth[b], **{name: values[b] for name, values in data_samples.items()}}
-                for b in range(len(depth))
-            ]
-        return position, weights
-
-    def _match(
-        self, inputs: Tensor, intrinsics: Tensor, source_from_reference: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        if data_samples is None:
+            raise ValueError(
+                "TwoViewDepth: data_samples with intrinsics and source_from_reference are needed"
+            )
+        intrinsics = torch.stack([sample.intrinsics for sample in data_samples])
+        source_from_reference = torch.stack([sample.source_from_reference for sample in data_samples])
         image_size = inputs.shape[-2:]
         x = self.stem(inputs.flatten(0, 1).float() / 127.5 - 1)
         for block in self.blocks:

@@ -9,10 +9,12 @@ import cv2
 import numpy as np
 from PIL import Image
 
+from visdet.structures import DrivingDataSample
+from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.palette import class_palette
 from visdet.structures.poses import box_corners
 
-__all__ = ["Scene", "draw_frame", "scene_of_prediction", "scene_of_samples", "write_gif"]
+__all__ = ["Scene", "draw_frame", "scene_of_prediction", "scene_of_truth", "write_gif"]
 
 MAP_COLORS = ((70, 130, 255), (255, 170, 40), (60, 200, 90))  # crossing, divider, boundary
 PLAN_COLOR, TRUTH_COLOR = (255, 60, 200), (40, 230, 230)
@@ -52,32 +54,30 @@ def _numpy(value: Any) -> np.ndarray:
     return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
 
 
-def scene_of_samples(samples: dict) -> Scene:
-    """Return the ground truth of one frame's ``data_samples``; parts it lacks stay empty."""
-    boxes = _numpy(samples.get("gt_bboxes_3d", np.zeros((0, 9))))
-    scene = Scene(boxes, _numpy(samples.get("gt_labels_3d", np.zeros(0, int))))
-    ids = samples.get("img_metas", {}).get("instance_id")
+def scene_of_truth(sample: DrivingDataSample) -> Scene:
+    """Return the ground truth of one frame; parts it lacks stay empty."""
+    boxes = _numpy(sample.get("gt_bboxes_3d", np.zeros((0, 9))))
+    scene = Scene(boxes, _numpy(sample.get("gt_labels_3d", np.zeros(0, int))))
+    ids = sample.get("instance_id")
     if ids is not None and len(ids) == len(boxes):
         scene.ids = _numpy(ids)
-    if "gt_agent_fut_trajs" in samples:
-        paths = boxes[:, None, :2] + _numpy(samples["gt_agent_fut_trajs"]).cumsum(axis=1)
-        lengths = _numpy(samples["gt_agent_fut_masks"]).sum(axis=1).astype(int)
+    if "gt_agent_fut_trajs" in sample:
+        paths = boxes[:, None, :2] + _numpy(sample.gt_agent_fut_trajs).cumsum(axis=1)
+        lengths = _numpy(sample.gt_agent_fut_masks).sum(axis=1).astype(int)
         scene.futures = [[(path[:length], 1.0)] for path, length in zip(paths, lengths, strict=True)]
-    if "vectors" in samples:
-        scene.lines = [
-            (int(k), _numpy(v)) for k, v in zip(samples["vector_labels"], samples["vectors"], strict=True)
-        ]
-    if "gt_ego_fut_trajs" in samples:
-        length = int(_numpy(samples["gt_ego_fut_masks"]).sum())
-        scene.plan = _numpy(samples["gt_ego_fut_trajs"]).cumsum(axis=0)[:length]
+    if "vectors" in sample:
+        scene.lines = [(int(k), _numpy(v)) for k, v in zip(sample.vector_labels, sample.vectors, strict=True)]
+    if "gt_ego_fut_trajs" in sample:
+        length = int(_numpy(sample.gt_ego_fut_masks).sum())
+        scene.plan = _numpy(sample.gt_ego_fut_trajs).cumsum(axis=0)[:length]
     return scene
 
 
 def scene_of_prediction(
-    result: dict, score_thr: float = 0.3, map_score_thr: float = 0.4, num_modes: int = 3
+    sample: DrivingDataSample, score_thr: float = 0.3, map_score_thr: float = 0.4, num_modes: int = 3
 ) -> Scene:
-    """Return what a model predicts for one frame (with or without the key ``img_bbox``) above the thresholds."""
-    result = result.get("img_bbox", result)
+    """Return what a model predicts for one frame above the thresholds."""
+    result = predictions_of(sample)
     kept = (
         np.flatnonzero(_numpy(result["scores_3d"]) >= score_thr)
         if "scores_3d" in result

@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from driving_samples import samples_of
 from golden import golden, golden_state, under
 
+from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS, TASK_UTILS
 
 _CACHE = {}
@@ -63,7 +65,7 @@ def build(arrays):
 
 
 def frame_of(arrays, index):
-    """Return (images, data) of a frame in the form the preprocessor gives."""
+    """Return (images, samples) of a frame in the form the preprocessor gives."""
     values = under(arrays, f"input/frame{index}")
     data = {name: value for name, value in values.items() if "/" not in name}
     for name in {key.split("/")[0] for key in values if "/" in key}:
@@ -79,7 +81,7 @@ def frame_of(arrays, index):
         }
         for pose, time, id_ in zip(data["T_global"], data["timestamp"], ids, strict=True)
     ]
-    return data.pop("img"), data
+    return data.pop("img"), samples_of(data)
 
 
 def part(values, name):
@@ -95,9 +97,9 @@ def evaluate(model, arrays):
     model.eval()
     model.reset_temporal_state()
     for index in range(2):
-        images, data = frame_of(arrays, index)
-        outs = model(images, data, mode="tensor")
-        results = [dict(result) for result in model.head.post_process(outs, data)]
+        images, samples = frame_of(arrays, index)
+        outs = model(images, samples, mode="tensor")
+        results = [dict(result) for result in model.head.post_process(outs, batch_of(samples))]
         for result in results:
             result["cls_scores_aligned"] = result.get("cls_scores")
             if "vectors" in result:
@@ -121,9 +123,9 @@ def evaluate(model, arrays):
 def features_and_depth(model, arrays):
     """Return {name in the golden file: values of each level} of the first frame."""
     model.eval()
-    images, data = frame_of(arrays, 0)
+    images, samples = frame_of(arrays, 0)
     use_flat, model.use_deformable_func = model.use_deformable_func, False
-    maps, depths = model.extract_feat(images, return_depth=True, metas=data)
+    maps, depths = model.extract_feat(images, return_depth=True, metas=batch_of(samples))
     model.use_deformable_func = use_flat
     return {
         "feature_maps_sample0_cam0_cam4": [level[0, [0, 4]] for level in maps],
@@ -144,13 +146,13 @@ def train(model, arrays):
     model.train()
     model.reset_temporal_state()
     for index in range(2):
-        images, data = frame_of(arrays, index)
+        images, samples = frame_of(arrays, index)
         model.zero_grad()
         seen = {}
         handle = model.head.register_forward_hook(
             lambda module, args, outs, seen=seen: seen.update(outs=outs)
         )
-        losses = dict(model(images, data, mode="loss"))
+        losses = dict(model(images, samples, mode="loss"))
         handle.remove()
         losses["total"] = sum(losses.values())
         losses["total"].backward()
@@ -158,7 +160,7 @@ def train(model, arrays):
             name: {key: out[key][-1] for key in ("classification", "prediction")}
             for name, out in zip(("det", "map"), seen["outs"], strict=False)
         }
-        matches = model.head.det_head.get_targets(seen["outs"][0], data, only_last=True).matches
+        matches = model.head.det_head.get_targets(seen["outs"][0], batch_of(samples), only_last=True).matches
         outs["det"]["pred_index"], outs["det"]["gt_index"] = zip(*matches, strict=True)
         norms = {
             name: float(parameter.grad.norm())

@@ -30,17 +30,15 @@ def tiny_stage2(**overrides):
 
 
 def motion_frame(times, **arguments):
-    images, data = frame(times, **arguments)
+    images, samples = frame(times, **arguments)
     generator = torch.Generator().manual_seed(0)
-    data["gt_agent_fut_trajs"] = [
-        torch.randn(len(boxes), 12, 2, generator=generator) for boxes in data["gt_bboxes_3d"]
-    ]
-    data["gt_agent_fut_masks"] = [torch.ones(len(boxes), 12) for boxes in data["gt_bboxes_3d"]]
-    B = len(times)
-    data["gt_ego_fut_trajs"], data["gt_ego_fut_masks"] = torch.ones(B, 6, 2), torch.ones(B, 6)
-    data["gt_ego_fut_cmd"] = torch.tensor([[0.0, 0, 1]]).expand(B, -1)
-    data["ego_status"] = torch.ones(B, 10)
-    return images, data
+    for sample in samples:
+        count = len(sample.gt_bboxes_3d)
+        sample.gt_agent_fut_trajs = torch.randn(count, 12, 2, generator=generator)
+        sample.gt_agent_fut_masks = torch.ones(count, 12)
+        sample.gt_ego_fut_trajs, sample.gt_ego_fut_masks = torch.ones(6, 2), torch.ones(6)
+        sample.gt_ego_fut_cmd, sample.ego_status = torch.tensor([0.0, 0, 1]), torch.ones(10)
+    return images, samples
 
 
 def test_only_motion_and_planning_learn():
@@ -83,9 +81,8 @@ def test_a_plan_is_what_differs_from_going_on():
     for time, ahead in ((0.0, 0.0), (0.5, 3.0), (1.0, 8.0)):
         pose = np.eye(4)
         pose[1, 3] = ahead
-        images, data = motion_frame([time], poses=[pose])
-        (result,) = model(images, data, mode="predict")
-    steps = result["img_bbox"]["final_planning"].diff(dim=0, prepend=torch.zeros(1, 2))
+        (result,) = model(*motion_frame([time], poses=[pose]), mode="predict")
+    steps = result.pred_plan.final_planning.diff(dim=0, prepend=torch.zeros(1, 2))
     # 5 m in the last 0.5 s go on, and 0.25 m a step are predicted on top.
     torch.testing.assert_close(steps, torch.tensor([0.25, 5.25]).expand(6, 2), atol=1e-4, rtol=0)
 

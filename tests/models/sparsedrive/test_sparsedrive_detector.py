@@ -12,7 +12,9 @@ from mmengine.config import Config
 from tiny_driving import CONFIG, NUM_DET, frame, tiny_config, tiny_model
 
 from visdet.models.sparsedrive import SparseDrive
+from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS
+from visdet.structures import DrivingDataSample
 
 
 def raw(model, images, data):
@@ -158,9 +160,9 @@ def test_loss_names_do_not_depend_on_the_targets():
 
 def test_no_depth_ground_truth():
     model = tiny_model().train()
-    images, data = frame([0.0])
-    del data["gt_depth"]
-    loss = model(images, data, mode="loss")["loss_dense_depth"]
+    images, (sample,) = frame([0.0])
+    del sample.gt_depth
+    loss = model(images, [sample], mode="loss")["loss_dense_depth"]
     assert float(loss.detach()) == 0 and loss.requires_grad
 
 
@@ -178,11 +180,13 @@ def test_denoising_over_frames_with_changing_numbers_of_boxes():
 
 def test_a_forward_pass_in_training_never_sees_the_ground_truth():
     model = tiny_model().train()
-    images, data = frame([0.0])
-    blind = {name: value for name, value in data.items() if not name.startswith("gt_")}
-    blind["img_metas"] = [{k: v for k, v in meta.items() if k != "instance_id"} for meta in data["img_metas"]]
+    images, (sample,) = frame([0.0])
+    blind = DrivingDataSample(metainfo={k: v for k, v in sample.metainfo.items() if k != "instance_id"})
+    for name, value in sample.items():
+        if not name.startswith("gt_"):
+            blind.set_field(value, name)
     with torch.no_grad():
-        detection, lines = model(images, blind, mode="tensor")[:2]
+        detection, lines = model(images, [blind], mode="tensor")[:2]
     assert "dn_prediction" not in detection and len(detection["prediction"]) == len(lines["prediction"]) > 0
 
 
@@ -191,12 +195,13 @@ def test_denoising_queries_are_invisible_to_the_others():
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             module.eval()
-    images, data = frame([0.0])
+    images, samples = frame([0.0])
+    data = batch_of(samples)
     with torch.no_grad():
         queries = model.head.denoising_queries(data)
         with_dn = model.head(model.extract_feat(images), data, queries)[0]
         model.reset_temporal_state()
-        without = model(images, data, mode="tensor")[0]
+        without = model(images, samples, mode="tensor")[0]
     assert "dn_prediction" in with_dn and "dn_prediction" not in without
     assert with_dn["prediction"][-1].shape == (1, NUM_DET, 11)
     torch.testing.assert_close(with_dn["prediction"][-1], without["prediction"][-1], atol=1e-4, rtol=1e-4)
@@ -210,23 +215,16 @@ def test_sparse4d_alone():
     losses = model.train()(*frame([0.0]), mode="loss")
     assert "det_loss_cls_dn_0" in losses
     (result,) = model.eval()(*frame([0.0]), mode="predict")
-    assert len(result["img_bbox"]["boxes_3d"]) == NUM_DET
+    assert len(result.pred_instances_3d) == NUM_DET
 
 
 def test_results_of_samples_are_their_own():
     model = tiny_model().eval()
     first, second = model(*frame([0.0, 0.0]), mode="predict")
-    assert not torch.equal(first["img_bbox"]["boxes_3d"], second["img_bbox"]["boxes_3d"])
-    assert {
-        "boxes_3d",
-        "scores_3d",
-        "labels_3d",
-        "cls_scores",
-        "instance_ids",
-        "vectors",
-        "scores",
-        "labels",
-    } == set(first["img_bbox"])
+    assert not torch.equal(first.pred_instances_3d.boxes_3d, second.pred_instances_3d.boxes_3d)
+    boxes = {"boxes_3d", "scores_3d", "labels_3d", "cls_scores", "instance_ids"}
+    assert set(first.pred_instances_3d.keys()) == boxes
+    assert set(first.pred_map.keys()) == {"vectors", "scores", "labels"} and "pred_plan" not in first
 
 
 def test_bfloat16_stays_close_and_boxes_stay_float32():
@@ -259,8 +257,8 @@ def test_plain_torch_aggregation_agrees(use_deformable_func):
 def test_nan_in_annotations_gives_finite_losses():
     model = tiny_model().train()
     images, data = frame([0.0])
-    data["gt_bboxes_3d"][0][1, 7:] = math.nan
-    data["gt_bboxes_3d"][0][2, 3:6] = 0.0
+    data[0].gt_bboxes_3d[1, 7:] = math.nan
+    data[0].gt_bboxes_3d[2, 3:6] = 0.0
     losses = model(images, data, mode="loss")
     assert all(loss.isfinite() for loss in losses.values())
 
@@ -268,19 +266,22 @@ def test_nan_in_annotations_gives_finite_losses():
 def test_errors_say_what_is_wrong():
     model = tiny_model().eval()
     images, data = frame([0.0])
-    fewer = {**data, "projection_mat": data["projection_mat"][:, :3], "image_wh": data["image_wh"][:, :3]}
+    fewer = data[0].clone()
+    fewer.projection_mat, fewer.image_wh = fewer.projection_mat[:3], fewer.image_wh[:3]
     with pytest.raises(ValueError, match=r"must be \[B, 6, 4, 4\] \(num_cams = 6\), got \[1, 3, 4, 4\]"):
-        model(images[:, :3], fewer, mode="tensor")
-    with pytest.raises(ValueError, match=r"images must be \[B, V, 3, H, W\], got \[6, 3, 32, 64\]"):
+        model(images[:, :3], [fewer], mode="tensor")
+    with pytest.raises(TypeError, match=r"inputs must be a \[B, V, 3, H, W\] tensor, got \[6, 3, 32, 64\]"):
         model(images[0], data)
     with pytest.raises(TypeError, match=r"inputs must be a \[B, V, 3, H, W\] tensor, got list"):
         model([images], data)
     with pytest.raises(ValueError, match="mode must be 'tensor', 'predict' or 'loss', got 'test'"):
         model(images, data, mode="test")
-    with pytest.raises(
-        ValueError, match="data_samples with projection_mat, timestamp and img_metas are needed"
-    ):
+    with pytest.raises(ValueError, match="data_samples with the cameras and poses are needed"):
         model(images)
+    other = data[0].clone()
+    del other.gt_labels_3d
+    with pytest.raises(ValueError, match=r"must all have gt_labels_3d; samples \[1\] do not"):
+        model(images.expand(2, -1, -1, -1, -1), [data[0], other])
     with pytest.raises(ValueError, match="SparseDrive: train_cfg must be None"):
         SparseDrive({}, {}, train_cfg={"a": 1})
     with pytest.raises(ValueError, match="with_motion_plan needs with_det and with_map"):
@@ -317,7 +318,7 @@ def test_a_tiny_batch_is_learned():
     totals = []
     frames = [frame([0.0], seed=0), frame([0.5], seed=1)]
     for _, (images, data) in zip(range(60), itertools.cycle(frames), strict=False):
-        if data["timestamp"][0] == 0:
+        if data[0].timestamp == 0:
             model.reset_temporal_state()
         optimizer.zero_grad()
         total = sum(model(images, data, mode="loss").values())
@@ -332,17 +333,12 @@ def test_a_tiny_batch_is_learned():
 def test_a_training_step_waits_for_the_device_once_an_assignment():
     model = tiny_model().cuda().train()
 
-    def on_device(value):
-        if isinstance(value, torch.Tensor) and value.dtype != torch.float64:
-            return value.cuda()
-        return [on_device(x) for x in value] if isinstance(value, list) else value
-
     def step(i):
         images, data = frames[i]
         sum(model(images, data, mode="loss").values()).backward()
 
     frames = [frame([0.5 * i], seed=i) for i in range(3)]
-    frames = [(images.cuda(), {k: on_device(v) for k, v in data.items()}) for images, data in frames]
+    frames = [(images.cuda(), [sample.to("cuda") for sample in samples]) for images, samples in frames]
     step(0)
     step(1)  # with a frame before it
     torch.cuda.set_sync_debug_mode("warn")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from driving_samples import samples_of
 from mmengine.config import Config
 
 from visdet.registry import MODELS
@@ -54,7 +55,7 @@ def cameras():
 
 
 def frame(times, seed=0, scenes=None, num_boxes=None, num_lines=None, poses=None):
-    """Return (images, data) of one frame of each sample; sample i draws from seed + i, whatever the batch."""
+    """Return (images, samples) of one frame of each sample; sample i draws from seed + i, whatever the batch."""
     B = len(times)
     draws = (
         [np.random.default_rng([seed, i]) for i in range(B)]
@@ -107,4 +108,4 @@ def frame(times, seed=0, scenes=None, num_boxes=None, num_lines=None, poses=None
         torch.stack([torch.from_numpy(d.uniform(-5, 30, (NUM_CAMERAS, *level))).float() for d in draws])
         for level in levels
     ]
-    return images, data
+    return images, samples_of(data)

@@ -8,6 +8,7 @@ import torch
 
 from visdet.errors import InvalidInputError, UnknownNameError
 from visdet.registry import TRANSFORMS
+from visdet.structures import DrivingDataSample
 from visdet.structures.polylines import closed_orders, open_orders, resample, simplify_line
 from visdet.structures.poses import inverse_pose, wrap_angle
 
@@ -276,11 +277,12 @@ _TENSOR_KEYS = {
 
 @TRANSFORMS.register_module(name=["PackDrivingInputs", "Collect"])
 class PackDrivingInputs(BaseTransform):
-    """Returns ``dict(inputs=dict(img=...), data_samples=dict(..., img_metas=dict(...)))``.
+    """Returns ``dict(inputs=images [V, 3, H, W], data_samples=DrivingDataSample)``.
 
     Args:
-        keys: what goes into ``data_samples``; by default all of DEFAULT_KEYS that the record has.
-        meta_keys: what goes into ``img_metas``, where the record has it; ALWAYS_META always go there too.
+        keys: the fields of the sample; by default all of DEFAULT_KEYS that the record has.
+        meta_keys: its meta information, where the record has it; ALWAYS_META always belong to it. What is among
+            ``keys`` too is meta information.
 
     Raises:
         KeyError: the record lacks one of ``keys``.
@@ -301,7 +303,7 @@ class PackDrivingInputs(BaseTransform):
         "vector_labels",
     )
 
-    ALWAYS_META = ("token", "scene_token", "ego2global_translation")
+    ALWAYS_META = ("token", "scene_token", "ego2global_translation", "cam_names")
 
     def __init__(
         self,
@@ -320,6 +322,8 @@ class PackDrivingInputs(BaseTransform):
             raise UnknownNameError(
                 f"PackDrivingInputs: frame {results.get('token')} has no {', '.join(missing)}"
             )
-        samples = {key: results[key] for key in keys if key != "img"}
-        samples["img_metas"] = {key: results[key] for key in self.meta_keys if key in results}
-        return {"inputs": {"img": results["img"]}, "data_samples": samples}
+        sample = DrivingDataSample(metainfo={key: results[key] for key in self.meta_keys if key in results})
+        for key in keys:
+            if key != "img" and key not in self.meta_keys:
+                sample.set_field(results[key], key)
+        return {"inputs": results["img"], "data_samples": sample}

@@ -1,22 +1,25 @@
 """The detector SparseDrive, and with other parts Sparse4D."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
-from mmengine.model import BaseModel
 from torch import Tensor, nn
 
 from visdet.ops import feature_maps_format
 from visdet.registry import MODELS
+from visdet.structures import DrivingDataSample
 
+from ..base_detector import BaseDetector
 from .grid_mask import GridMask
+from .sample_batch import batch_of
 from .temporal_state import from_plain, to_plain
 
 __all__ = ["Sparse4D", "SparseDrive"]
 
 
 @MODELS.register_module()
-class SparseDrive(BaseModel):
+class SparseDrive(BaseDetector):
     """Backbone, neck, dense depth (in training) and head over the images of several cameras.
 
     Args:
@@ -40,6 +43,9 @@ class SparseDrive(BaseModel):
     Source: arXiv 2405.19620; keywords and parameter names are SparseDrive's.
     """
 
+    input_shape: ClassVar[tuple[str, ...]] = ("B", "V", "3", "H", "W")
+    sample_type: ClassVar[type[DrivingDataSample]] = DrivingDataSample
+
     def __init__(
         self,
         img_backbone: dict[str, Any],
@@ -56,8 +62,6 @@ class SparseDrive(BaseModel):
         channels_last: bool = False,
         freeze_perception: bool = False,
     ) -> None:
-        if isinstance(data_preprocessor, dict):  # from this scope, whatever the default scope is
-            data_preprocessor = MODELS.build(data_preprocessor)
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
         for name, value in (("train_cfg", train_cfg), ("test_cfg", test_cfg), ("pretrained", pretrained)):
             if value is not None:
@@ -83,9 +87,6 @@ class SparseDrive(BaseModel):
             self.frozen_parts = [part.requires_grad_(False) for part in parts if part is not None]
         self._empty_state = self.head.state
         self._state_of_training = self._empty_state
-
-    def _dump_init_info(self) -> None:
-        """Keep mmengine from logging two lines for every parameter it initialises."""
 
     @property
     def temporal_state(self) -> dict[str, Any]:
@@ -124,15 +125,18 @@ class SparseDrive(BaseModel):
             self.temporal_state = self._state_of_training
 
     def step(
-        self, images: Tensor, metas: dict[str, Any], state: dict[str, Any] | None = None
+        self,
+        images: Tensor,
+        data_samples: Sequence[DrivingDataSample],
+        state: dict[str, Any] | None = None,
     ) -> tuple[tuple[dict[str, Any] | None, ...], dict[str, Any]]:
         """Return the head's raw outputs for a frame and the state after it, given the state before (None: nothing).
 
         Args:
-            images: [B, V, 3, H, W]. metas: as in ``forward``. state: what the previous ``step`` returned.
+            images: [B, V, 3, H, W]. data_samples: one per image. state: what the previous ``step`` returned.
         """
         self.temporal_state = self._empty_state if state is None else state
-        outs = self.head(self.extract_feat(images), metas)
+        outs = self.raw_outputs(images, data_samples)
         return outs, self.temporal_state
 
     def extract_feat(
@@ -164,47 +168,20 @@ class SparseDrive(BaseModel):
         features = feature_maps_format(maps) if self.use_deformable_func else maps
         return (features, depths) if return_depth else features
 
-    def forward(
-        self,
-        inputs: Tensor | dict[str, Tensor],
-        data_samples: dict[str, Any] | None = None,
-        mode: str = "tensor",
-    ) -> Any:
-        """Run the next frame of each sample's sequence.
-
-        Args:
-            inputs: [B, V, 3, H, W] normalised images, or a dict with them as ``img``.
-            data_samples: ``projection_mat`` [B, V, 4, 4] from the boxes' frame to pixels, ``image_wh`` [B, V, 2],
-                ``timestamp`` [B] seconds, ``focal`` [B, V], ``img_metas``: one dict per sample with ``T_global``,
-                ``T_global_inv``, and ``timestamp`` and ``scene_token`` where known; for 'loss' the ground truth.
-            mode: 'loss' returns {name: scalar}; 'predict' a list with ``dict(img_bbox=results)`` of each sample;
-                'tensor' the head's raw outputs.
-        """
-        images = inputs["img"] if isinstance(inputs, dict) else inputs
-        if not isinstance(images, Tensor):
-            raise TypeError(
-                f"{type(self).__name__}: inputs must be a [B, V, 3, H, W] tensor, got {type(images).__name__}; "
-                "raw samples go through model.data_preprocessor first"
-            )
+    def raw_outputs(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample] | None) -> Any:
+        """Return the head's raw outputs for the next frame of each sample's sequence."""
         if data_samples is None:
-            raise ValueError(
-                "SparseDrive: data_samples with projection_mat, timestamp and img_metas are needed"
-            )
-        if mode == "loss":
-            return self.loss(images, data_samples)
-        if mode == "predict":
-            return self.predict(images, data_samples)
-        if mode == "tensor":
-            return self.head(self.extract_feat(images), data_samples)
-        raise ValueError(f"{type(self).__name__}: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
+            raise ValueError(f"{type(self).__name__}: data_samples with the cameras and poses are needed")
+        return self.head(self.extract_feat(inputs), batch_of(data_samples))
 
-    def loss(self, images: Tensor, data: dict[str, Any]) -> dict[str, Tensor]:
+    def loss(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> dict[str, Tensor]:
         """Return the losses of the head, and ``loss_dense_depth`` with a depth branch."""
+        data = batch_of(data_samples)
         if self.frozen_parts:
             with torch.no_grad():
-                features, depths = self.extract_feat(images), None
+                features, depths = self.extract_feat(inputs), None
         else:
-            features, depths = self.extract_feat(images, return_depth=True, metas=data)
+            features, depths = self.extract_feat(inputs, return_depth=True, metas=data)
         denoising = self.head.denoising_queries(data)
         losses = self._head_loss(self.head(features, data, denoising), data)
         if depths is not None:
@@ -218,10 +195,13 @@ class SparseDrive(BaseModel):
         return losses
 
     @torch.no_grad()
-    def predict(self, images: Tensor, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return ``dict(img_bbox=results)`` of each sample."""
-        outs = self.head(self.extract_feat(images), data)
-        return [{"img_bbox": result} for result in self._results(outs, data)]
+    def predict(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> list[DrivingDataSample]:
+        """Return the samples with ``pred_instances_3d``, ``pred_map`` and ``pred_plan`` of the model's tasks."""
+        data = batch_of(data_samples)
+        outs = self.head(self.extract_feat(inputs), data)
+        for sample, results in zip(data_samples, self._results(outs, data), strict=True):
+            sample.set_predictions(results)
+        return list(data_samples)
 
     def _head_loss(self, outs: Any, data: dict[str, Any]) -> dict[str, Tensor]:
         return self.head.loss(outs, data)

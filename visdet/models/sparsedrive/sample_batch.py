@@ -1,0 +1,54 @@
+"""The frames of a batch, one tensor for each thing known of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from visdet.structures import DrivingDataSample
+
+from ..driving_data_preprocessor import stack_equal
+
+__all__ = ["batch_of"]
+
+# One tensor for the batch; other tensors stay lists of one tensor per sample.
+_STACKED = (
+    "projection_mat",
+    "image_wh",
+    "focal",
+    "gt_ego_fut_trajs",
+    "gt_ego_fut_masks",
+    "gt_ego_fut_cmd",
+    "ego_status",
+)
+
+
+def batch_of(data_samples: Sequence[DrivingDataSample]) -> dict[str, Any]:
+    """Return what the heads read of a batch of frames, by the names of the samples' fields.
+
+    ``projection_mat`` [B, V, 4, 4], ``image_wh`` [B, V, 2], ``focal`` [B, V], ``gt_ego_fut_*`` and ``ego_status`` are
+    stacked, ``gt_depth`` is a list of [B, V, h, w]; other fields are lists of one value per sample. ``timestamp``
+    float64 [B] (seconds) and ``img_metas``, one dict per sample, are on the host. Predictions are left out.
+
+    Raises:
+        ValueError: some samples have a field that others lack, or of another shape.
+    """
+    names = dict.fromkeys(
+        name for sample in data_samples for name, _ in sample.items() if not name.startswith("pred_")
+    )
+    batch: dict[str, Any] = {}
+    for name in names:
+        lacking = [index for index, sample in enumerate(data_samples) if name not in sample]
+        if lacking:
+            raise ValueError(f"data_samples must all have {name}; samples {lacking} do not")
+        values = [sample.get(name) for sample in data_samples]
+        if name in _STACKED:
+            batch[name] = stack_equal(name, values)
+        elif name == "gt_depth":
+            batch[name] = [stack_equal(name, levels) for levels in zip(*values, strict=True)]
+        else:
+            batch[name] = values
+    if all("timestamp" in sample for sample in data_samples):
+        batch["timestamp"] = torch.tensor([sample.timestamp for sample in data_samples], dtype=torch.float64)
+    batch["img_metas"] = [sample.metainfo for sample in data_samples]
+    return batch

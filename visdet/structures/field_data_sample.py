@@ -1,0 +1,13 @@
+"""What is known and predicted of a scalar field."""
+
+from mmengine.structures import BaseDataElement
+
+__all__ = ["FieldDataSample"]
+
+
+class FieldDataSample(BaseDataElement):
+    """True and predicted values of a field at the points of a chunk.
+
+    Attributes:
+        gt_field, pred_field: [n], the values at the chunk's n points.
+    """
