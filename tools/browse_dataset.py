@@ -36,6 +36,7 @@ def main() -> None:
     from mmengine.registry import init_default_scope
 
     from visdet.engine import dataset_config, load_config, say, tool_session
+    from visdet.engine.sample_images import image_of_inputs, is_bgr
     from visdet.registry import DATASETS, VISUALIZERS
 
     with tool_session():
@@ -43,19 +44,17 @@ def main() -> None:
         init_default_scope(cfg.get("default_scope", "visdet"))
         torch.manual_seed(args.seed)
         dataset = DATASETS.build(dataset_config(cfg, args.split))
-        visualizer = VISUALIZERS.build({"type": "visdet.DetLocalVisualizer", "name": "browse_dataset"})
+        drawing = {**(cfg.get("visualizer") or {"type": "visdet.DetLocalVisualizer"}), "vis_backends": None}
+        visualizer = VISUALIZERS.build({**drawing, "name": "browse_dataset"})
         visualizer.dataset_meta = dataset.metainfo
-        # What the model takes for blue: a wrong channel order shows as wrong colours.
-        is_bgr = cfg.get("model", {}).get("data_preprocessor", {}).get("bgr_to_rgb", False)
         has_screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
         show = has_screen and not args.not_show
         folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(args.config).stem}")
         images, samples = [], []
         for index in range(min(args.number, len(dataset))):
             item = dataset[index]
-            channels = item["inputs"].flip(0) if is_bgr else item["inputs"]
-            image, sample = channels.permute(1, 2, 0).numpy(), item["data_samples"]
-            name = f"{index:05d}_{Path(sample.get('img_path', 'image')).stem}"
+            image, sample = image_of_inputs(item["inputs"], is_bgr(cfg)), item["data_samples"]
+            name = f"{index:05d}_{Path(sample.get('img_path') or sample.get('token') or 'image').stem}"
             out_file = Path(folder, f"{name}.png") if folder else None
             if show or out_file:
                 visualizer.add_datasample(
@@ -66,7 +65,7 @@ def main() -> None:
                 samples.append(sample)
         if folder:
             visualizer.add_contact_sheet(
-                "sheet", images, samples, columns=4, out_file=Path(folder, "sheet.png")
+                "sheet", images, samples, 2 * visualizer.sheet_columns, out_file=Path(folder, "sheet.png")
             )
             say(f"pictures in {folder}, an overview in {folder}/sheet.png")
 

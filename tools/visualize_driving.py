@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 from visdet.command_line import CfgOptions, check_installation
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
     import torch
 
 
@@ -40,16 +43,31 @@ def main() -> None:
     args = parse_args()
     check_installation()
     import numpy as np
+    import torch
+    from mmengine.dataset import pseudo_collate
     from mmengine.registry import init_default_scope
 
     from visdet.engine import UserError, dataset_config, load_config, tool_session
-    from visdet.registry import DATASETS
+    from visdet.engine.sample_images import image_of_inputs, is_bgr
+    from visdet.registry import DATASETS, VISUALIZERS
 
     with tool_session():
         cfg, _ = load_config(args.config, args.cfg_options)
         init_default_scope(cfg.get("default_scope", "visdet"))
         dataset = DATASETS.build(dataset_config(cfg, "test"))
         model = load_model(cfg, args.checkpoint) if args.checkpoint else None
+        drawing = {"map_score_thr": args.map_score_thr, "reach_m": args.reach}
+        visualizer = VISUALIZERS.build({"type": "DrivingVisualizer", "name": "visualize_driving", **drawing})
+        visualizer.dataset_meta = dataset.metainfo
+
+        def draw(item: dict) -> np.ndarray:
+            sample = item["data_samples"]
+            if model is not None:
+                with torch.no_grad():
+                    (sample,) = model.test_step(pseudo_collate([item]))
+            image = image_of_inputs(item["inputs"], is_bgr(cfg))
+            return visualizer.draw_sample(image, sample, pred_score_thr=args.score_thr)[0]
+
         out_dir = Path(args.out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         bounds = np.append(dataset.scene_starts, len(dataset))
@@ -59,7 +77,7 @@ def main() -> None:
                     f"--scenes: the data set has {len(bounds) - 1} scenes, there is no number {scene}"
                 )
             frames = range(bounds[scene], min(bounds[scene + 1], bounds[scene] + args.max_frames))
-            draw_scene(dataset, frames, model, args, out_dir / f"scene_{scene:03d}")
+            write_scene(map(draw, (dataset[index] for index in frames)), out_dir / f"scene_{scene:03d}")
 
 
 def load_model(cfg, checkpoint: str) -> "torch.nn.Module":
@@ -77,46 +95,18 @@ def load_model(cfg, checkpoint: str) -> "torch.nn.Module":
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def draw_scene(
-    dataset, frames: range, model: "torch.nn.Module | None", args: argparse.Namespace, name: Path
-) -> None:
-    """Write ``name_NNN.png`` of each frame and ``name.gif``."""
-    import numpy as np
-    import torch
-    from mmengine.dataset import pseudo_collate
+def write_scene(pictures: "Iterable[np.ndarray]", name: Path) -> None:
+    """Write ``name_NNN.png`` of each frame's picture and ``name.gif``."""
     from PIL import Image
 
-    from visdet.visualization.driving_views import (
-        draw_frame,
-        scene_of_prediction,
-        scene_of_samples,
-        write_gif,
-    )
+    from visdet.visualization.driving_views import write_gif
 
-    pictures = []
-    for number, index in enumerate(frames):
-        item = dataset[index]
-        samples = item["data_samples"]
-        prediction = None
-        if model is not None:
-            with torch.no_grad():
-                result = model.test_step(pseudo_collate([item]))[0]
-            prediction = scene_of_prediction(result, args.score_thr, args.map_score_thr)
-        images = [image.permute(1, 2, 0).numpy()[..., ::-1] for image in item["inputs"]["img"]]
-        picture = draw_frame(
-            [np.ascontiguousarray(image) for image in images],
-            samples["projection_mat"].numpy(),
-            list(dataset.get_info(index)["cams"]),
-            dataset.metainfo["classes"],
-            prediction,
-            scene_of_samples(samples),
-            args.reach,
-            title=samples["img_metas"]["token"],
-        )
+    written = []
+    for number, picture in enumerate(pictures):
         Image.fromarray(picture).save(f"{name}_{number:03d}.png")
-        pictures.append(picture)
-    write_gif(f"{name}.gif", pictures)
-    print(f"wrote {len(pictures)} pictures {name}_*.png and {name}.gif")
+        written.append(picture)
+    write_gif(f"{name}.gif", written)
+    print(f"wrote {len(written)} pictures {name}_*.png and {name}.gif")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ model = dict(
 train_dataloader = dict(
     batch_size=8,
     num_workers=0,
-    collate_fn=dict(type="default_collate"),
     sampler=dict(type="InfiniteSampler", shuffle=True),
     dataset=dict(type="TwoViewPairs", num_pairs=4000, depth_range=depth_range, seed=0),
 )
@@ -24,7 +23,6 @@ val_dataloader = dict(
     batch_size=16,
     num_workers=0,
     drop_last=False,
-    collate_fn=dict(type="default_collate"),
     sampler=dict(type="DefaultSampler", shuffle=False),
     dataset=dict(type="TwoViewPairs", num_pairs=64, depth_range=depth_range, seed=1, test_mode=True),
 )
@@ -48,7 +46,7 @@ param_scheduler = [
 
 default_hooks = dict(
     checkpoint=dict(save_best="two_view/abs_rel", rule="less"),
-    visualization=dict(_delete_=True, type="TwoViewDepthHook"),
+    visualization=dict(num_val_pictures=6),
 )
 visualizer = dict(type="TwoViewDepthVisualizer")
 randomness = dict(seed=0)

@@ -7,7 +7,7 @@ _base_ = [
 ]
 
 model = dict(data_preprocessor={{_base_.data_preprocessor}})
-default_hooks = dict(visualization=None)
+visualizer = dict(type="DrivingVisualizer")
 model_wrapper_cfg = dict(
     type="MMDistributedDataParallel", broadcast_buffers=False, find_unused_parameters=False
 )

@@ -26,7 +26,7 @@ val_evaluator = [
 ]
 test_evaluator = val_evaluator
 
-default_hooks = dict(visualization=None)
+visualizer = dict(type="DrivingVisualizer")
 model_wrapper_cfg = dict(
     type="MMDistributedDataParallel", broadcast_buffers=False, find_unused_parameters=False
 )

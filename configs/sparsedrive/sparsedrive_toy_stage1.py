@@ -16,5 +16,5 @@ val_evaluator = [
 ]
 test_evaluator = val_evaluator
 
-default_hooks = dict(visualization=None)
+visualizer = dict(type="DrivingVisualizer")
 randomness = dict(seed=0)

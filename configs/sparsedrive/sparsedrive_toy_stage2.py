@@ -25,7 +25,7 @@ val_evaluator = [
 ]
 test_evaluator = val_evaluator
 
-default_hooks = dict(visualization=None)
+visualizer = dict(type="DrivingVisualizer")
 randomness = dict(seed=0)
 load_from = "work_dirs/sparsedrive_toy_stage1/iter_3500.pth"
 strict_load = False  # the first stage has no motion and planning

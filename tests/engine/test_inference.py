@@ -10,9 +10,10 @@ from PIL import Image
 from toy_run import toy_config, toy_runner, train
 
 from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
-from visdet.engine.inference import detect_files, detections_of, image_of
+from visdet.engine.inference import detect_files, detections_of
 from visdet.engine.picture_paths import PicturePaths
 from visdet.engine.prepare import write_detections
+from visdet.engine.sample_images import image_file_of
 from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
 
@@ -49,7 +50,7 @@ def test_a_detector_answers_as_the_model_does(tmp_path, trained, image):
     assert torch.equal(sample.pred_instances.labels, logits.argmax(-1))
     assert sample.ori_shape == (32, 32) and sample.img_path == image
     assert not sample.pred_instances.bboxes.requires_grad
-    assert np.array_equal(image_of(sample), np.asarray(Image.open(image)))
+    assert np.array_equal(image_file_of(sample), np.asarray(Image.open(image)))
 
 
 def test_an_image_that_is_none_is_named(tmp_path, trained):

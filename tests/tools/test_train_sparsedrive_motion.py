@@ -9,6 +9,7 @@ from mmengine.dataset import pseudo_collate
 from toolbox import ROOT, succeed_here
 
 from visdet.engine import load_config, read_checkpoint, read_scalars
+from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import DATASETS, MODELS
 
 STAGE = str(ROOT / "configs/sparsedrive/sparsedrive_toy_stage{}.py")
@@ -66,7 +67,9 @@ def test_the_pipeline_keeps_what_motion_and_planning_learn_from(tmp_path):
     cfg, _ = load_config(small_config(tmp_path, 2, load_from=None))
     dataset = DATASETS.build(cfg.train_dataloader.dataset)
     frames = [dataset[0], dataset[1]]
-    batch = MODELS.build(cfg.data_preprocessor)(pseudo_collate(frames), training=True)["data_samples"]
+    batch = batch_of(
+        MODELS.build(cfg.data_preprocessor)(pseudo_collate(frames), training=True)["data_samples"]
+    )
     for name, shape in {
         "gt_ego_fut_trajs": (2, 6, 2),
         "gt_ego_fut_masks": (2, 6),
@@ -79,7 +82,7 @@ def test_the_pipeline_keeps_what_motion_and_planning_learn_from(tmp_path):
     ):
         assert trajectories.shape == (len(boxes), 12, 2) and masks.shape == (len(boxes), 12)
     # The vehicle's steps are those between the poses of its frames.
-    poses = [frame["data_samples"]["img_metas"]["T_global"] for frame in frames]
+    poses = [frame["data_samples"].T_global for frame in frames]
     step = (np.linalg.inv(poses[0]) @ poses[1])[:2, 3]
     assert batch["gt_ego_fut_trajs"][0, 0].tolist() == pytest.approx(step.tolist(), abs=1e-3)
     assert np.hypot(*step) > 0.5 and batch["gt_ego_fut_cmd"].sum(1).tolist() == [1, 1]
@@ -101,6 +104,7 @@ def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, ca
     for metric in ("NuScenes", "VectorMap", "Tracking", "Motion", "Planning"):
         assert any(name.startswith(f"{metric}/") for name in scalars), (metric, sorted(scalars))
     assert scalars["Planning/num_frames"][ITERATIONS] > 0
+    assert (tmp_path / "two" / "val_pictures" / f"iter_{ITERATIONS}.png").stat().st_size > 10_000
 
     trained = tmp_path / "two" / f"iter_{ITERATIONS}.pth"
     before, after = (read_checkpoint(path)["state_dict"] for path in (learned, trained))

@@ -1,13 +1,12 @@
 """The two-view depth config through the tools: it learns, writes pictures, and tests as it validated."""
 
-from types import SimpleNamespace
+import json
 
 import pytest
 from PIL import Image
 from toolbox import ROOT, succeed_here
 
-from visdet.engine import ConfigError, read_scalars
-from visdet.engine.hooks import TwoViewDepthHook
+from visdet.engine import read_scalars
 
 CONFIG = ROOT / "configs/sample_attention/two_view_depth_synthetic.py"
 SMALL = [
@@ -38,15 +37,13 @@ def test_trains_draws_and_tests(tmp_path, monkeypatch, capsys):
     last = list(read_scalars(str(work_dir))["two_view/abs_rel"].values())[-1]
     printed = succeed_here(
         monkeypatch, capsys, "test", CONFIG, work_dir / "iter_40.pth", "--work-dir", tmp_path / "test",
-        "--cfg-options", *SMALL,
+        "--out", tmp_path / "depth.json", "--show-dir", tmp_path / "pictures", "--cfg-options", *SMALL,
     )  # fmt: skip
     assert f"two_view/abs_rel {last:.4f}" in printed
-    assert list((tmp_path / "test").rglob("test_pictures.png"))
-
-
-def test_a_visualizer_without_sheets_is_refused():
-    with pytest.raises(ConfigError, match="draws with TwoViewDepthVisualizer, but visualizer is object"):
-        TwoViewDepthHook().before_run(SimpleNamespace(visualizer=object()))
+    assert len(list((tmp_path / "pictures").glob("*.png"))) == 4
+    records = json.loads((tmp_path / "depth.json").read_text())
+    assert [record["pair"] for record in records] == [0, 1, 2, 3]
+    assert len(records[0]["depth"]) == 12 and len(records[0]["depth"][0]) == 16
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from visdet.structures import DrivingDataSample
 from visdet.structures.palette import class_palette
 from visdet.visualization.driving_views import (
     MAP_COLORS,
@@ -13,7 +14,7 @@ from visdet.visualization.driving_views import (
     Scene,
     draw_frame,
     scene_of_prediction,
-    scene_of_samples,
+    scene_of_truth,
     write_gif,
 )
 
@@ -102,6 +103,12 @@ def test_empty_scenes_and_other_cameras():
         draw()
 
 
+def predicted(results):
+    sample = DrivingDataSample()
+    sample.set_predictions(results)
+    return sample
+
+
 def test_scene_of_a_prediction():
     result = {
         "boxes_3d": torch.cat([torch.from_numpy(box(1, 2)), torch.from_numpy(box(3, 4))]),
@@ -115,7 +122,7 @@ def test_scene_of_a_prediction():
         "labels": torch.tensor([0, 2]),
         "final_planning": torch.ones(6, 2),
     }
-    scene = scene_of_prediction({"img_bbox": result}, score_thr=0.3, map_score_thr=0.5, num_modes=2)
+    scene = scene_of_prediction(predicted(result), score_thr=0.3, map_score_thr=0.5, num_modes=2)
     assert (
         scene.boxes[:, :2].tolist() == [[1, 2]] and scene.ids.tolist() == [7] and scene.labels.tolist() == [1]
     )
@@ -124,20 +131,20 @@ def test_scene_of_a_prediction():
     np.testing.assert_array_equal(modes[-1][0], result["trajs_3d"][0, 4])
     assert [label for label, _ in scene.lines] == [2] and scene.plan.shape == (6, 2)
     empty = {"boxes_3d": torch.zeros(0, 9), "scores_3d": torch.zeros(0), "labels_3d": torch.zeros(0)}
-    assert len(scene_of_prediction(empty).boxes) == 0
+    assert len(scene_of_prediction(predicted(empty)).boxes) == 0
 
 
 def test_scene_of_ground_truth():
-    samples = {
-        "gt_bboxes_3d": torch.from_numpy(box(1, 2)),
-        "gt_labels_3d": torch.tensor([0]),
-        "gt_agent_fut_trajs": torch.ones(1, 12, 2),
-        "gt_agent_fut_masks": torch.tensor([[1.0] * 3 + [0.0] * 9]),
-        "gt_ego_fut_trajs": torch.ones(6, 2),
-        "gt_ego_fut_masks": torch.tensor([1.0, 1, 0, 0, 0, 0]),
-        "img_metas": {"instance_id": np.array([5])},
-    }
-    scene = scene_of_samples(samples)
+    sample = DrivingDataSample(
+        metainfo={"instance_id": np.array([5])},
+        gt_bboxes_3d=torch.from_numpy(box(1, 2)),
+        gt_labels_3d=torch.tensor([0]),
+        gt_agent_fut_trajs=torch.ones(1, 12, 2),
+        gt_agent_fut_masks=torch.tensor([[1.0] * 3 + [0.0] * 9]),
+        gt_ego_fut_trajs=torch.ones(6, 2),
+        gt_ego_fut_masks=torch.tensor([1.0, 1, 0, 0, 0, 0]),
+    )
+    scene = scene_of_truth(sample)
     np.testing.assert_allclose(scene.futures[0][0][0], [[2, 3], [3, 4], [4, 5]])
     np.testing.assert_allclose(scene.plan, [[1, 1], [2, 2]])
     assert scene.ids.tolist() == [5] and scene.lines == []

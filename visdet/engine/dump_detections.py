@@ -1,4 +1,4 @@
-"""The detections of a test, as a JSON file."""
+"""The predictions of a test, as a JSON file."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,17 @@ from mmengine.logging import print_log
 
 from visdet.registry import METRICS
 
-from .inference import detections_of, write_detections_file
+from .inference import write_detections_file
+from .sample_json import record_of
 
 __all__ = ["DumpDetections"]
 
 
 @METRICS.register_module()
 class DumpDetections(BaseMetric):
-    """Writes what was detected in every image, gathered from all processes, in the layout of ``tools/infer.py``.
+    """Writes what was predicted for every sample of a test, gathered from all processes; see :func:`record_of`.
+
+    The detections in images have the layout of ``tools/infer.py``.
 
     Args:
         out_file: the JSON file.
@@ -28,12 +31,11 @@ class DumpDetections(BaseMetric):
         self.out_file = out_file
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep the detections of a batch."""
-        classes = self.dataset_meta["classes"]
-        self.results.extend(detections_of(sample, classes) for sample in data_samples)
+        """Keep the predictions of a batch."""
+        self.results.extend(record_of(sample, self.dataset_meta) for sample in data_samples)
 
     def compute_metrics(self, results: list[dict]) -> dict:
         """Write the file; there is nothing to measure."""
         write_detections_file(self.out_file, results)
-        print_log(f"detections of {len(results)} images written to {self.out_file}", logger="current")
+        print_log(f"predictions of {len(results)} samples written to {self.out_file}", logger="current")
         return {}

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
@@ -14,16 +13,17 @@ from mmengine.registry import init_default_scope
 from mmengine.visualization import Visualizer
 from torch import nn
 
-from visdet.registry import MODELS, TRANSFORMS
+from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
 from .checkpoint import read_checkpoint, register_checkpoint_readers
 from .config import complete_config
 from .errors import ConfigError, UserError
 from .picture_paths import PicturePaths
+from .sample_images import image_file_of
 from .weights import load_weights, weights_of
 
-__all__ = ["Detector", "detect_files", "detections_of", "find_images", "image_of", "write_detections_file"]
+__all__ = ["Detector", "detect_files", "detections_of", "find_images", "write_detections_file"]
 
 _IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif"}
 
@@ -96,7 +96,7 @@ def detect_files(
         picture.parent.mkdir(parents=True, exist_ok=True)
         visualizer.add_datasample(
             picture.name,
-            image_of(sample),
+            image_file_of(sample),
             sample,
             draw_gt=False,
             out_file=str(picture),
@@ -120,14 +120,6 @@ def find_images(path: str) -> list[str]:
     if not found:
         raise UserError(f"folder {path} has no image ({', '.join(sorted(_IMAGE_SUFFIXES))})")
     return found
-
-
-def image_of(sample: DetDataSample) -> np.ndarray:
-    """Return the image file of a sample, [H, W, 3] uint8 RGB, as the pipeline reads it before any resizing."""
-    height, width = sample.metainfo.get("ori_shape", (None, None))[:2]
-    read = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb"})
-    image = read({"img_path": sample.img_path, "height": height, "width": width})["img"]
-    return image.permute(1, 2, 0).contiguous().numpy()
 
 
 def detections_of(sample: Any, classes: tuple[str, ...], score_thr: float = 0.0) -> dict[str, Any]:

@@ -1,20 +1,18 @@
 """Pictures of ground truth and predictions."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
-from mmengine.dist import master_only
 from mmengine.structures import InstanceData
-from mmengine.visualization import Visualizer
-from PIL import Image
 
 from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
 from visdet.structures.palette import class_palette
 
-from .drawing import contact_sheet, draw_boxes, enlarge, side_by_side
+from .drawing import draw_boxes, enlarge
+from .sample_visualizer import SampleVisualizer
 
 __all__ = ["DetLocalVisualizer"]
 
@@ -22,7 +20,7 @@ _IGNORED_COLOUR = (150, 150, 150)
 
 
 @VISUALIZERS.register_module()
-class DetLocalVisualizer(Visualizer):
+class DetLocalVisualizer(SampleVisualizer):
     """Draws detection samples: ground truth on the left, predictions on the right, small images enlarged.
 
     ``dataset_meta`` (``classes``, ``palette``) gives names and colours; without it labels are numbers.
@@ -39,6 +37,9 @@ class DetLocalVisualizer(Visualizer):
 
     Source: mmdet's DetLocalVisualizer (interface).
     """
+
+    captions: ClassVar[tuple[str, ...]] = ("ground truth", "prediction")
+    sheet_columns: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -114,83 +115,6 @@ class DetLocalVisualizer(Visualizer):
         colours = [colour or tuple(palette[label]) for label in labels]
         boxes = instances.bboxes.to(torch.float64).numpy() * scale
         return draw_boxes(canvas, boxes, texts, colours, self.line_width)
-
-    @master_only
-    def add_datasample(
-        self,
-        name: str,
-        image: np.ndarray,
-        data_sample: DetDataSample | None = None,
-        draw_gt: bool = True,
-        draw_pred: bool = True,
-        show: bool = False,
-        wait_time: float = 0,
-        out_file: str | None = None,
-        pred_score_thr: float = 0.3,
-        step: int = 0,
-    ) -> None:
-        """Draw a sample, and show it, write it to ``out_file``, or hand it to the backends.
-
-        Args:
-            name: the picture's name in the backends and the window's title.
-            image: see :meth:`draw_sample`, as are ``data_sample``, ``draw_gt``, ``draw_pred``,
-                ``pred_score_thr``.
-            show: open a window and wait ``wait_time`` seconds, or for a key if that is 0.
-            out_file: write the picture here instead of to the backends.
-            step: the step that backends file the picture under.
-        """
-        pictures = self.draw_sample(image, data_sample, draw_gt, draw_pred, pred_score_thr)
-        captions = ("ground truth", "prediction") if len(pictures) == 2 else None
-        drawn = side_by_side(pictures, captions) if len(pictures) > 1 else pictures[0]
-        self._publish(name, drawn, show, wait_time, out_file, step)
-
-    @master_only
-    def add_contact_sheet(
-        self,
-        name: str,
-        images: Sequence[np.ndarray],
-        data_samples: Sequence[DetDataSample],
-        columns: int = 2,
-        pred_score_thr: float = 0.3,
-        out_file: str | None = None,
-        step: int = 0,
-    ) -> None:
-        """Draw many samples on one sheet, ``columns`` of them (each ground truth and prediction) in a row.
-
-        Args:
-            name: see :meth:`add_datasample`, as are ``out_file`` and ``step``.
-            images: RGB images, see :meth:`draw_sample`.
-            data_samples: as many samples.
-            columns: samples per row.
-            pred_score_thr: draw predictions with a higher score only.
-        """
-        samples = zip(images, data_samples, strict=True)
-        pairs = [self.draw_sample(image, sample, pred_score_thr=pred_score_thr) for image, sample in samples]
-        groups = [pairs[start : start + columns] for start in range(0, len(pairs), columns)]
-        rows = [[picture for pair in group for picture in pair] for group in groups]
-        captions = ("ground truth", "prediction") * min(columns, len(pairs))
-        has_both = all(len(pair) == 2 for pair in pairs)
-        self._publish(name, contact_sheet(rows, captions if has_both else None), out_file=out_file, step=step)
-
-    def _publish(
-        self,
-        name: str,
-        drawn: np.ndarray,
-        show: bool = False,
-        wait_time: float = 0,
-        out_file: str | None = None,
-        step: int = 0,
-    ) -> None:
-        self.set_image(drawn)
-        if show:
-            self.show(drawn, win_name=name, wait_time=wait_time)
-        if out_file is not None:
-            path = Path(out_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(drawn).save(path)
-        else:
-            # LocalVisBackend loses a picture whose name has a slash: it makes no folders.
-            self.add_image(name.replace("/", "_"), drawn, step)
 
 
 def _box_scales(sample: DetDataSample, image_shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,6 @@ from .gaussian_field_hooks import FieldVisualizationHook, InitializeFieldHook, S
 from .num_class_check_hook import NumClassCheckHook
 from .progress_hook import ProgressHook
 from .run_report_hook import RunReportHook
-from .two_view_depth_hook import TwoViewDepthHook
 from .visualization_hook import DetVisualizationHook
 
 __all__ = [
@@ -20,5 +19,4 @@ __all__ = [
     "ProgressHook",
     "RunReportHook",
     "SplitGaussiansHook",
-    "TwoViewDepthHook",
 ]

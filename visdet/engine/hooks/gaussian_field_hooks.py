@@ -9,7 +9,7 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
-from visdet.registry import HOOKS
+from visdet.registry import HOOKS, MODELS, VISUALIZERS
 
 from ..console import say
 from ..errors import ConfigError
@@ -21,7 +21,7 @@ _CHUNK = 1 << 16  # points evaluated at once for a picture
 
 def _field(runner: Any, hook: Hook) -> nn.Module:
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-    if not hasattr(model, "masses"):
+    if not isinstance(model, MODELS.get("LearnableGaussianField")):
         raise ConfigError(
             f"{type(hook).__name__} is for LearnableGaussianField, but model is {type(model).__name__}"
         )
@@ -124,7 +124,7 @@ class FieldVisualizationHook(Hook):
 
     def before_run(self, runner) -> None:
         """Check that the visualizer can draw fields."""
-        if not hasattr(runner.visualizer, "add_field"):
+        if not isinstance(runner.visualizer, VISUALIZERS.get("FieldVisualizer")):
             raise ConfigError(
                 "FieldVisualizationHook draws with FieldVisualizer, but visualizer is "
                 f"{type(runner.visualizer).__name__}; set visualizer.type='FieldVisualizer'"

@@ -1,16 +1,18 @@
 """Pictures of predictions beside the ground truth."""
 
 import os
+from itertools import islice
 
+import numpy as np
 from mmengine.dist import get_rank
 from mmengine.hooks import Hook
+from mmengine.structures import BaseDataElement
 
 from visdet.registry import HOOKS
-from visdet.structures import DetDataSample
 
 from ..errors import ConfigError
-from ..inference import image_of
 from ..picture_paths import PicturePaths
+from ..sample_images import image_of, is_bgr
 
 __all__ = ["DetVisualizationHook", "val_pictures_folder"]
 
@@ -22,7 +24,7 @@ def val_pictures_folder(runner) -> str:
 
 @HOOKS.register_module()
 class DetVisualizationHook(Hook):
-    """Draws predictions while validating and testing.
+    """Draws predictions while validating and testing, with the visualizer of the model's family.
 
     While training, every validation writes one sheet of the first ``num_val_pictures`` images, ground truth
     beside predictions, to ``val_pictures/iter_<iteration>.png`` in the work_dir and to the visualizer's
@@ -62,7 +64,7 @@ class DetVisualizationHook(Hook):
         self.wait_time = wait_time
         self.test_out_dir = test_out_dir
         self.num_val_pictures = num_val_pictures
-        self._sheet: list[DetDataSample] = []
+        self._sheet: list[tuple[np.ndarray, BaseDataElement]] = []
         self._images_tested = 0
         self._pictures = PicturePaths("")
 
@@ -70,7 +72,7 @@ class DetVisualizationHook(Hook):
         """Check that the visualizer can do what validation will ask for."""
         if self.num_val_pictures and not hasattr(runner.visualizer, "add_contact_sheet"):
             raise ConfigError(
-                f"DetVisualizationHook draws sheets with DetLocalVisualizer, but visualizer is "
+                f"DetVisualizationHook draws sheets with the visualizer of the model's family, but visualizer is "
                 f"{type(runner.visualizer).__name__}; change it, or set "
                 "default_hooks.visualization.num_val_pictures=0"
             )
@@ -80,26 +82,29 @@ class DetVisualizationHook(Hook):
         self._sheet = []
 
     def after_val_iter(
-        self, runner, batch_idx: int, data_batch=None, outputs: list[DetDataSample] | None = None
+        self, runner, batch_idx: int, data_batch=None, outputs: list[BaseDataElement] | None = None
     ) -> None:
         """Keep the first images for the sheet; with ``draw``, draw the first of every so many batches."""
         if get_rank() != 0:
             return
-        self._sheet += outputs[: self.num_val_pictures - len(self._sheet)]
+        pairs = zip(data_batch["inputs"], outputs, strict=True)
+        for inputs, sample in islice(pairs, self.num_val_pictures - len(self._sheet)):
+            self._sheet.append((image_of(sample, inputs, is_bgr(runner.cfg)), sample.to("cpu")))
         if self.draw and batch_idx % self.interval == 0:
-            self._draw(runner, outputs[0], "val_img", _train_iteration(runner) + batch_idx, None)
+            image = image_of(outputs[0], data_batch["inputs"][0], is_bgr(runner.cfg))
+            self._draw(runner, image, outputs[0], "val_img", _train_iteration(runner) + batch_idx, None)
 
     def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
         """Draw the sheet."""
         if not self._sheet or not _is_training(runner):
             return
         step = _train_iteration(runner)
-        images = [image_of(sample) for sample in self._sheet]
+        images, samples = zip(*self._sheet, strict=True)
         for out_file in (os.path.join(val_pictures_folder(runner), f"iter_{step}.png"), None):
             runner.visualizer.add_contact_sheet(
                 "val_pictures",
                 images,
-                self._sheet,
+                samples,
                 pred_score_thr=self.score_thr,
                 out_file=out_file,
                 step=step,
@@ -113,23 +118,26 @@ class DetVisualizationHook(Hook):
             self._pictures = PicturePaths(os.path.join(runner.log_dir, self.test_out_dir))
 
     def after_test_iter(
-        self, runner, batch_idx: int, data_batch=None, outputs: list[DetDataSample] | None = None
+        self, runner, batch_idx: int, data_batch=None, outputs: list[BaseDataElement] | None = None
     ) -> None:
         """Draw every image, if asked for."""
         if not (self.draw or self.test_out_dir):
             return
-        for sample in outputs:
+        for inputs, sample in zip(data_batch["inputs"], outputs, strict=True):
             self._images_tested += 1
             path = None
             if self.test_out_dir is not None:
-                name = os.path.basename(sample.img_path)
-                path = str(self._pictures.path_of(sample.img_path, name))
-            self._draw(runner, sample, "test_img", self._images_tested, path)
+                source = sample.get("img_path") or str(sample.get("token", f"{self._images_tested:06d}"))
+                path = str(self._pictures.path_of(source, os.path.basename(source)))
+            image = image_of(sample, inputs, is_bgr(runner.cfg))
+            self._draw(runner, image, sample, "test_img", self._images_tested, path)
 
-    def _draw(self, runner, sample: DetDataSample, name: str, step: int, path: str | None) -> None:
+    def _draw(
+        self, runner, image: np.ndarray, sample: BaseDataElement, name: str, step: int, path: str | None
+    ) -> None:
         runner.visualizer.add_datasample(
             name,
-            image_of(sample),
+            image,
             data_sample=sample,
             show=self.show,
             wait_time=self.wait_time,

@@ -1,0 +1,61 @@
+"""Predictions of every family as JSON."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from visdet.engine import ConfigError
+from visdet.engine.dump_detections import DumpDetections
+from visdet.engine.sample_json import record_of
+from visdet.structures import DrivingDataSample, FieldDataSample, TwoViewDataSample
+
+META = {"classes": ("car", "bus"), "map_classes": ("divider", "boundary")}
+
+
+def driving_sample():
+    sample = DrivingDataSample(metainfo={"token": "t0"}, gt_labels_3d=torch.zeros(2))
+    sample.set_predictions(
+        {
+            "boxes_3d": torch.arange(9.0)[None],
+            "scores_3d": torch.tensor([0.75]),
+            "labels_3d": torch.tensor([1]),
+            "instance_ids": torch.tensor([7]),
+            "trajs_3d": torch.ones(1, 2, 3, 2),
+            "trajs_score": torch.tensor([[0.25, 0.5]]),
+            "vectors": [np.array([[0.0, 1.0], [2.0, 3.0]])],
+            "scores": np.array([0.5]),
+            "labels": np.array([0]),
+            "final_planning": torch.ones(6, 2),
+        }
+    )
+    return sample
+
+
+def test_a_driving_frame():
+    record = record_of(driving_sample().to_dict(), META)
+    assert record == json.loads(json.dumps(record))
+    (box,) = record["boxes"]
+    assert (box["class"], box["label"], box["score"], box["track"]) == ("bus", 1, 0.75, 7)
+    assert box["box_3d"] == list(range(9)) and box["trajectory_scores"] == [0.25, 0.5]
+    assert np.shape(box["trajectories"]) == (2, 3, 2) and np.shape(record["plan"]) == (6, 2)
+    line = {"class": "divider", "label": 0, "score": 0.5, "points": [[0, 1], [2, 3]]}
+    assert record["lines"] == [line] and record["token"] == "t0"
+
+
+def test_depth_and_field():
+    depth = TwoViewDataSample(metainfo={"pair": 3}, pred_depth=torch.full((2, 3), 1.5))
+    assert record_of(depth.to_dict(), {}) == {"pair": 3, "depth": [[1.5] * 3] * 2}
+    field = FieldDataSample(pred_field=torch.tensor([0.5, 2.0]))
+    assert record_of(field.to_dict(), {}) == {"field": [0.5, 2.0]}
+    with pytest.raises(ConfigError, match="hold no predictions; their fields: gt_field"):
+        record_of(FieldDataSample(gt_field=torch.zeros(2)).to_dict(), {})
+
+
+def test_a_file_of_them(tmp_path):
+    metric = DumpDetections(str(tmp_path / "frames.json"))
+    metric.dataset_meta = META
+    metric.process({}, [driving_sample().to_dict()])
+    assert metric.evaluate(1) == {}
+    assert [frame["token"] for frame in json.loads((tmp_path / "frames.json").read_text())] == ["t0"]

@@ -1,0 +1,69 @@
+"""A sample's predictions in types that JSON knows."""
+
+from typing import Any
+
+from visdet.structures.driving_data_sample import predictions_of
+
+from .errors import ConfigError
+from .inference import detections_of
+
+__all__ = ["record_of"]
+
+
+def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str, Any]:
+    """Return what is predicted for a sample of any family.
+
+    Args:
+        sample: what ``to_dict`` makes of the sample.
+        dataset_meta: ``classes`` and ``map_classes``, the names of the labels.
+
+    Returns:
+        of an image what :func:`detections_of` returns; of a driving frame ``token`` and, as far as the model predicts
+        them, ``boxes`` (dicts with ``class``, ``label``, ``score``, ``track``, ``box_3d`` and ``trajectories``),
+        ``lines`` (``class``, ``label``, ``score``, ``points``) and ``plan``, in metres in the lidar frame; of a pair
+        of views ``pair`` and ``depth`` [h][w]; of points ``field`` [n].
+
+    Raises:
+        ConfigError: the sample holds no predictions.
+    """
+    if "pred_instances" in sample:
+        return detections_of(sample, dataset_meta["classes"])
+    if "pred_depth" in sample:
+        return {"pair": sample.get("pair"), "depth": _rounded(sample["pred_depth"])}
+    if "pred_field" in sample:
+        return {"field": sample["pred_field"].tolist()}
+    if predictions_of(sample):
+        return _driving_record(sample, dataset_meta)
+    raise ConfigError(f"the samples hold no predictions; their fields: {', '.join(sample) or 'none'}")
+
+
+def _driving_record(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str, Any]:
+    found = predictions_of(sample)
+    record: dict[str, Any] = {"token": sample.get("token")}
+    if "boxes_3d" in found:
+        record["boxes"] = []
+        for i, label in enumerate(found["labels_3d"].tolist()):
+            box = {"class": dataset_meta["classes"][label], "label": label}
+            box |= {"score": round(float(found["scores_3d"][i]), 5), "box_3d": _rounded(found["boxes_3d"][i])}
+            if "instance_ids" in found:
+                box["track"] = int(found["instance_ids"][i])
+            if "trajs_3d" in found:
+                box["trajectories"] = _rounded(found["trajs_3d"][i])
+                box["trajectory_scores"] = _rounded(found["trajs_score"][i])
+            record["boxes"].append(box)
+    if "vectors" in found:
+        lines = zip(found["vectors"], found["scores"].tolist(), found["labels"].tolist(), strict=True)
+        names = dataset_meta["map_classes"]
+        record["lines"] = [
+            {"class": names[label], "label": label, "score": round(score, 5), "points": _rounded(line)}
+            for line, score, label in lines
+        ]
+    if "final_planning" in found:
+        record["plan"] = _rounded(found["final_planning"])
+    return record
+
+
+def _rounded(values: Any) -> Any:
+    """Return a tensor or an array as nested lists of numbers with four decimals."""
+    rows = values.tolist() if hasattr(values, "tolist") else values
+    return [_rounded(row) for row in rows] if isinstance(rows, list) else round(rows, 4)

@@ -1,0 +1,71 @@
+"""Pictures of driving samples."""
+
+import numpy as np
+from mmengine.visualization import Visualizer
+
+from visdet.registry import VISUALIZERS
+from visdet.structures import DrivingDataSample
+
+from .driving_views import draw_frame, scene_of_prediction, scene_of_truth
+from .sample_visualizer import SampleVisualizer
+
+__all__ = ["DrivingVisualizer"]
+
+
+@VISUALIZERS.register_module()
+class DrivingVisualizer(SampleVisualizer):
+    """Draws frames of several cameras: their views with the boxes, and the scene from above.
+
+    ``dataset_meta['classes']`` names the labels.
+
+    Args:
+        map_score_thr: draw predicted lines with at least this score.
+        reach_m: the view from above shows this far in every direction.
+        arguments: as in mmengine's Visualizer.
+    """
+
+    def __init__(
+        self, name: str = "visualizer", map_score_thr: float = 0.4, reach_m: float = 32.0, **arguments
+    ) -> None:
+        super().__init__(name=name, **arguments)
+        self.map_score_thr = map_score_thr
+        self.reach_m = reach_m
+
+    @classmethod
+    def get_instance(cls, name: str = "visualizer", **arguments) -> Visualizer:
+        """Return the instance called ``name``, made with ``arguments`` if it is new. mmengine's needs the name."""
+        return super().get_instance(name, **arguments)
+
+    def draw_sample(
+        self,
+        image: np.ndarray,
+        data_sample: DrivingDataSample,
+        draw_gt: bool = True,
+        draw_pred: bool = True,
+        pred_score_thr: float = 0.3,
+    ) -> list[np.ndarray]:
+        """Return one picture of a frame; see :func:`draw_frame`.
+
+        Args:
+            image: RGB [V, H, W, 3], the views as the model saw them.
+            data_sample: with ``projection_mat``; without predictions the ground truth is drawn.
+            draw_gt, draw_pred: draw the ground truth, and the predictions.
+            pred_score_thr: draw boxes with at least this score.
+        """
+        sample = data_sample.detach().cpu()
+        views = [np.ascontiguousarray(view.clip(0, 255).astype(np.uint8)) for view in image]
+        has_predictions = any(name.startswith("pred_") for name, _ in sample.items())
+        prediction = None
+        if draw_pred and has_predictions:
+            prediction = scene_of_prediction(sample, pred_score_thr, self.map_score_thr)
+        picture = draw_frame(
+            views,
+            sample.projection_mat.numpy(),
+            sample.get("cam_names", [str(number) for number in range(len(views))]),
+            (self.dataset_meta or {})["classes"],
+            prediction,
+            scene_of_truth(sample) if draw_gt or prediction is None else None,
+            self.reach_m,
+            title=str(sample.get("token", "")),
+        )
+        return [picture]
