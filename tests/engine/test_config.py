@@ -36,7 +36,9 @@ def test_a_missing_base_names_near_ones_relative_to_the_config(tmp_path):
     (tmp_path / "family").mkdir()
     (tmp_path / "family" / "base.py").write_text("model = dict()")
     path = written(tmp_path, "_base_ = ['configs/family/base.py']")
-    with pytest.raises(ConfigError, match=r"a_config\.py.*configs/family/base\.py.*did you mean family/base\.py\?"):
+    with pytest.raises(
+        ConfigError, match=r"a_config\.py.*configs/family/base\.py.*did you mean family/base\.py\?"
+    ):
         load_config(path)
 
 

@@ -164,7 +164,11 @@ def test_weights_from_torchvision_and_without_a_network(monkeypatch):
     assert asked == ["IMAGENET1K_V1"]
     with pytest.raises(RuntimeError, match=r"torchvision://resnet18.*no network") as caught:
         backbone.init_weights()
-    for part in ("https://download.pytorch.org/models/resnet18-f37072fd.pth", "checkpoint=PATH", "if_unavailable"):
+    for part in (
+        "https://download.pytorch.org/models/resnet18-f37072fd.pth",
+        "checkpoint=PATH",
+        "if_unavailable",
+    ):
         assert part in str(caught.value)
 
 
