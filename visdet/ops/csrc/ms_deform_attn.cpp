@@ -1,5 +1,5 @@
-// ms_deform_attn: its schemas, and its function for CPU tensors. Fake tensors, autograd and the plain-torch definition
-// are in visdet/ops/ms_deform_attn.py.
+// ms_deform_attn and ms_deform_attn_fused: their schemas, and their functions for CPU tensors. Fake tensors, autograd
+// and the plain-torch definitions are in visdet/ops/ms_deform_attn.py and visdet/ops/ms_deform_attn_fused.py.
 #include "ms_deform_attn.h"
 
 #include "cpu/dispatch.h"
@@ -87,11 +87,11 @@ struct Copies {
     const bool each = problem.C % 16 == 0;
     if (problem.G == 1 || (!each && !pays_to_gather(problem))) return;
     const int64_t heads = problem.B * problem.G;
-    const int64_t sharing = (torch::stable::get_num_threads() + heads - 1) / heads;  // threads that share a head
+    const int64_t threads_of_head = ceil_of(torch::stable::get_num_threads(), heads);
     for (size_t k = 0, next = 0; next < static_cast<size_t>(problem.K); k = next) {
       next = k + static_cast<size_t>(geometry.points[k]);
       const int64_t texels = int64_t{geometry.H[k]} * geometry.W[k];
-      if (each && problem.Q * geometry.points[k] <= 2 * texels * sharing) continue;
+      if (each && problem.Q * geometry.points[k] <= 2 * texels * threads_of_head) continue;
       for (size_t i = k; i < next; ++i) copied[i] = 1, start[i] = rows;
       rows += texels;
     }

@@ -35,8 +35,8 @@ struct Saved {
   }
 };
 
-// Elements that a tensor takes of memory that others share: the next one starts at a multiple of 64.
-int64_t place_of(const Tensor& tensor) { return (tensor.numel() + 63) / 64 * 64; }
+// The elements that a tensor takes in memory of several tensors, each of which starts at a multiple of 64.
+int64_t padded_numel(const Tensor& tensor) { return (tensor.numel() + 63) / 64 * 64; }
 
 std::vector<int64_t> sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
 
@@ -55,7 +55,7 @@ Tensor transposed(const Tensor& matrix) {
 std::vector<Tensor> converted(const std::vector<Tensor>& tensors, ScalarType type) {
   int64_t total = 0;
   for (const Tensor& tensor : tensors) {
-    if (tensor.scalar_type() != type) total += place_of(tensor);
+    if (tensor.scalar_type() != type) total += padded_numel(tensor);
   }
   std::optional<Tensor> memory;
   std::vector<Tensor> all, to, from;
@@ -67,7 +67,7 @@ std::vector<Tensor> converted(const std::vector<Tensor>& tensors, ScalarType typ
     }
     if (!memory) memory = torch::stable::new_empty(tensor, {total}, type);
     all.push_back(shaped(*memory, sizes_of(tensor), used));
-    used += place_of(tensor);
+    used += padded_numel(tensor);
     if (tensor.is_contiguous()) {
       to.push_back(all.back()), from.push_back(tensor);
     } else {
@@ -128,8 +128,8 @@ std::vector<Tensor> ms_deform_attn_projected(const Tensor& query, const Tensor& 
                "the layers of offsets and logits must read the same rows, got weights of ", shape_text(of_offsets),
                " and ", shape_text(of_logits));
   // Converted, one follows the other in memory.
-  const bool are_stacked =
-      of_offsets.scalar_type() != type && of_logits.scalar_type() != type && place_of(of_offsets) == of_offsets.numel();
+  const bool are_stacked = of_offsets.scalar_type() != type && of_logits.scalar_type() != type &&
+                           padded_numel(of_offsets) == of_offsets.numel();
   std::vector<Tensor> inputs;  // weights, biases, query, value
   for (const size_t bias : {0, 1}) {
     for (size_t layer = 0; layer < kLayers; ++layer) inputs.push_back(parameters[2 * layer + bias]);

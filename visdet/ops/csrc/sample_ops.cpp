@@ -133,8 +133,8 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
                                                        const Tensor& samples_in, const Tensor& weights_in,
                                                        bool /*deterministic: always*/) {
   constexpr const char* op = "sample_sum_backward";
-  auto problem = check_sample_sum(op, images_in, samples_in, weights_in);
-  check_grouped(op, "grad_output", "C", grad_output_in, problem.C, samples_in, problem, false);
+  const auto problem = check_sample_sum(op, images_in, samples_in, weights_in);
+  check_grouped(op, "grad_output", grad_output_in, {"C", problem.C}, samples_in, problem, problem.G);
   const Tensor grad_output = dense(grad_output_in), samples = dense(samples_in), weights = dense(weights_in);
   Tensor grad_images = images_in, grad_samples = new_empty(samples, samples.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
@@ -174,8 +174,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
                                                                const Tensor& depths_in, int64_t num_octaves,
                                                                bool /*deterministic: always*/) {
   constexpr const char* op = "sample_dot_backward";
-  auto problem = check_sample_dot(op, images_in, samples_in, queries_in, depths_in, num_octaves);
-  check_grouped(op, "grad_output", "D", grad_output_in, problem.D, samples_in, problem, false);
+  const auto problem = check_sample_dot(op, images_in, samples_in, queries_in, depths_in, num_octaves);
+  check_grouped(op, "grad_output", grad_output_in, {"D", problem.D}, samples_in, problem, problem.G);
   const Tensor grad_output = dense(grad_output_in), samples = dense(samples_in), queries = dense(queries_in),
                depths = dense(depths_in);
   Tensor grad_images = images_in, grad_samples = new_empty(samples, samples.sizes()),

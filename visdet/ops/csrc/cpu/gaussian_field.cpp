@@ -55,7 +55,7 @@ int64_t prepare_blocks(const GaussianArrays<A>& a, int64_t begin, int64_t end) {
   return bad;
 }
 
-// Whether a block has nothing to say at a point. NaN points are not left out.
+// Whether a point lies outside a block's box, where its terms are below the cutoff. A NaN point is not outside.
 template <typename A>
 VISDET_INLINE bool is_outside(const A* rows, const A* point) {
   constexpr int W = kLanes<A>;

@@ -37,7 +37,7 @@ struct VecOf<double> {
 template <typename A>
 using Vec = typename VecOf<A>::type;
 template <typename A>
-using IntVec = typename VecOf<A>::integers;  // of as many integers, each as wide
+using IntVec = typename VecOf<A>::integers;  // of as many integers of the same size
 template <typename A>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(A));
 

@@ -1,15 +1,27 @@
 // deformable_aggregation_fused on CUDA: one kernel before those of deformable_aggregation, which makes its locations
-// and weights, and one after those of its backward. The contract is in ../deformable_aggregation_fused.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
+// and weights, and one after those of its backward. The contract is in deformable_aggregation_fused.h.
+#pragma once
 
 #include <tuple>
 #include <type_traits>
 
 #include "common/launch.h"
 #include "common/values.cuh"
-#include "cuda/deformable_aggregation/deformable_aggregation.cuh"
+#include "cuda/deformable_aggregation/visible.cuh"
 #include "deformable_aggregation_fused.h"
+
+namespace visdet::deformable_aggregation {
+namespace {
+
+// The operator's two directions; deformable_aggregation.cu defines them.
+Tensor forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts, const Tensor& locations,
+               const Tensor& weights);
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& features,
+                                            const Tensor& level_shapes, const Tensor& level_starts,
+                                            const Tensor& locations, const Tensor& weights, bool deterministic);
+
+}  // namespace
+}  // namespace visdet::deformable_aggregation
 
 namespace visdet::deformable_aggregation_fused {
 namespace {
@@ -353,8 +365,3 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
 
 }  // namespace
 }  // namespace visdet::deformable_aggregation_fused
-
-VISDET_CUDA_OPERATORS(m) {
-  m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::deformable_aggregation_fused::forward));
-  m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::deformable_aggregation_fused::backward));
-}
