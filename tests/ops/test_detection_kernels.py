@@ -376,7 +376,12 @@ def test_autocast_keeps_the_type(device):
             "roi_pool: input must be float64, float32, float16 or bfloat16, got Int",
         ),
         ("roi_pool", 1, lambda t: t[:, 1:], r"roi_pool: rois must be \[N, 5\], got \[7, 4\]"),
-        ("roi_pool", 1, lambda t: t.double(), "roi_pool: rois must be Float for input of type Float, got Double"),
+        (
+            "roi_pool",
+            1,
+            lambda t: t.double(),
+            "roi_pool: rois must be Float for input of type Float, got Double",
+        ),
         ("roi_pool", 2, lambda _: 0, "roi_pool: output_size must be positive, got 0 x 2"),
         ("focal", 0, lambda t: t[0], r"sigmoid_focal_loss: input must be \[N, C\], got \[7\]"),
         ("focal", 0, lambda t: t.int(), "input must be float64, float32, float16 or bfloat16, got Int"),

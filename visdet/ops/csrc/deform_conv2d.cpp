@@ -18,7 +18,7 @@ constexpr int64_t kChunkNumbers = int64_t{1} << 22;  // of columns, that a backw
 constexpr int64_t kMaxTile = 8;                      // blocks of a task
 constexpr int64_t kPixels = 256;                     // of a task that copies images
 
-// run(b, first, last) for pixels of every image.
+// Calls run(b, first, last) for parts of the pixels of every image.
 template <typename F>
 void for_pixels(int64_t B, int64_t map, const F& run) {
   const int64_t parts = ceil_of(map, kPixels);
@@ -30,7 +30,7 @@ void for_pixels(int64_t B, int64_t map, const F& run) {
   });
 }
 
-// One call: its arrays, and the memory of those that are its own.
+// A call has its arrays here, and the memory of those that it makes.
 template <typename T, typename A>
 class Convolution {
  public:
@@ -53,7 +53,7 @@ class Convolution {
     set_images(input);
   }
 
-  // Blocks that a task takes at a time; no result depends on it.
+  // Returns how many blocks a task takes at a time. No result depends on it.
   int64_t tile() const {
     const int64_t fair = B_ * a.blocks / (2 * static_cast<int64_t>(torch::stable::get_num_threads()));
     return std::max<int64_t>(1, std::min({kTileNumbers / a.block(), kMaxTile, fair}));
@@ -74,7 +74,7 @@ class Convolution {
     });
   }
 
-  // Null for a gradient that is not wanted.
+  // A gradient that is not wanted is null.
   void backward(const Tensor& grad_output, const Tensor& weight, Tensor* grad_input, Tensor* grad_offset,
                 Tensor* grad_mask, Tensor* grad_weight) {
     const int64_t all = B_ * a.blocks, chunk = std::min(all, std::max<int64_t>(1, kChunkNumbers / a.block()));
@@ -182,7 +182,8 @@ class Convolution {
     return matrix;
   }
 
-  // The lines of a block that hold channels of each group, in pairs; of all groups as many as of the one with most.
+  // Lists, for each group, the lines of a block that hold its channels, in pairs. All groups have as many pairs as the
+  // one with most.
   void set_lines() {
     std::vector<std::vector<int64_t>> lines(static_cast<size_t>(a.groups));
     for (int64_t group = 0; group < a.groups; ++group) {

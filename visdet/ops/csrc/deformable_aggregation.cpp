@@ -36,7 +36,7 @@ DeformableAggregationProblem check_all(const Tensor& features, const Tensor& lev
   return problem;
 }
 
-// The maps of each camera one behind the other.
+// Where the rows of a map begin if the maps of each camera lie one behind the other.
 struct CameraRows {
   std::vector<int64_t> starts, of_camera;  // [V, L], each map's first row among its camera's; [V], a camera's rows
   int64_t most = 0, total = 0;             // of the camera with most, and of all

@@ -65,4 +65,28 @@ inline FusedAggregationProblem check_deformable_aggregation_fused(const Tensor& 
   return {B, Q, V, L, P, logits.size(logits.dim() - 1), has_camera, has_keep};
 }
 
+// The inputs of a call, checked and contiguous, and the arguments of deformable_aggregation, which are made of them.
+struct FusedAggregationInputs {
+  FusedAggregationProblem problem;
+  Tensor key_points, projection, image_wh, logits, camera_logits, keep;
+  double keep_scale;
+  Tensor locations, weights;
+
+  FusedAggregationInputs(const Tensor& features, const Tensor& level_shapes, const Tensor& key_points,
+                         const Tensor& projection, const Tensor& image_wh, const Tensor& logits,
+                         const Tensor& camera_logits, const Tensor& keep, double keep_scale)
+      : problem(check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh, logits,
+                                                   camera_logits, keep)),
+        key_points(dense(key_points)),
+        projection(dense(projection)),
+        image_wh(dense(image_wh)),
+        logits(dense(logits)),
+        camera_logits(dense(camera_logits)),
+        keep(dense(keep)),
+        keep_scale(keep_scale),
+        locations(torch::stable::new_empty(key_points, {problem.B, problem.Q, problem.P, problem.V, 2})),
+        weights(
+            torch::stable::new_empty(key_points, {problem.B, problem.Q, problem.P, problem.V, problem.L, problem.G})) {}
+};
+
 }  // namespace visdet

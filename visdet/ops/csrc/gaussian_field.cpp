@@ -15,7 +15,7 @@ namespace {
 // Pairs of one piece of work.
 constexpr int64_t kGrain = 1 << 15;
 
-// The blocks of one call; checks the factors on the way.
+// Returns the blocks of one call, and checks the factors.
 template <typename A>
 Scratch<A> prepare(const char* op, GaussianArrays<A>& a) {
   const auto& kernels = best_kernels<GaussianKernels<A>>();

@@ -12,7 +12,7 @@ namespace visdet {
 
 namespace {
 
-// The memory of a region's axis.
+// AxisTaps is the memory of a region's axis.
 template <typename A>
 struct AxisTaps {
   std::vector<RoIAlignTap<A>> taps;
@@ -22,7 +22,7 @@ struct AxisTaps {
   RoIAlignAxis<A> view() const { return {taps.data(), ends.data(), static_cast<int64_t>(ends.size())}; }
 };
 
-// Weighs the pixels of a bin. slots [size of the axis]: where in the bin a pixel's tap is, -1 without one.
+// Weighs the pixels of a bin. slots [size of the axis] says where in the bin a pixel's tap is, -1 without one.
 template <typename A>
 class BinTaps {
  public:
@@ -91,7 +91,7 @@ void weigh(const RoIAlignProblem& p, A low, A high, int64_t bins, int64_t size, 
   }
 }
 
-// The regions of a batch and the memory that they point to.
+// RegionsOfBatch has the regions of a batch and the memory that they point to.
 template <typename A>
 struct RegionsOfBatch {
   std::vector<AxisTaps<A>> axes;  // [N, 2]: rows and columns
@@ -128,7 +128,7 @@ RegionsOfBatch<A> weigh_regions(const RoIAlignProblem& p, const A* boxes) {
   return batch;
 }
 
-// The regions by image, in order; those of each image in `parts` parts.
+// Returns the regions by image, in order; those of each image in `parts` parts.
 template <typename A>
 std::vector<RegionsOfImage<RoIAlignRegion<A>>> sort_regions(const RoIAlignProblem& p, const RegionsOfBatch<A>& batch,
                                                             int64_t parts) {

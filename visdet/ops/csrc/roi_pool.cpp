@@ -12,8 +12,8 @@ namespace visdet {
 
 namespace {
 
-// Bins of start..end, each [begin, end) within 0..size; false without extent. Multiplications and additions are kept
-// apart by the volatile: see the contract.
+// Writes the bins of start..end, each [begin, end) within 0..size, and returns whether there is an extent. The volatile
+// keeps multiplications and additions apart, as the contract wants it.
 template <typename A>
 bool write_bins(A start, A end, int64_t count, int64_t size, int32_t* bins) {
   if (!(end > start)) return false;
@@ -28,7 +28,7 @@ bool write_bins(A start, A end, int64_t count, int64_t size, int32_t* bins) {
   return true;
 }
 
-// The smallest window around intervals [count, 2] of rows and of columns; empty ones do not count.
+// Returns the smallest window around a region's bins. Empty bins do not count.
 Window window_of(const RoIPoolRegion& region, int64_t PH, int64_t PW) {
   Window window{INT32_MAX, 0, INT32_MAX, 0};
   for (int64_t p = 0; p < PH; ++p) {

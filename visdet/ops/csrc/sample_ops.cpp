@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kGrain = 4;         // queries of one piece of work
 constexpr int64_t kCopyPixels = 128;  // of one task of the copy
 
-// images as [B, H, W, pixel] in memory, see SampleArrays: themselves, or a copy.
+// Returns images as [B, H, W, pixel] in memory (see SampleArrays): themselves, or a copy.
 template <typename T>
 Tensor in_channels_last(const Tensor& images, const SampleProblem& problem) {
   if (problem.channels_last && problem.C >= kChunk) return images;
@@ -70,7 +70,8 @@ void run_dots(const SampleArrays<T, A>& a) {
   });
 }
 
-// The gradient of images, in their layout and type. A task has its sums, few enough for a cache, in memory of its own.
+// Returns the gradient of images, in their layout and type. A task has its sums, few enough for a cache, in memory of
+// its own.
 template <typename T, typename A>
 Tensor run_scatter(const SampleArrays<T, A>& a, const SampleProblem& problem, const Tensor& images) {
   Tensor grad = problem.channels_last ? empty_like(images) : new_empty(images, images.sizes());
@@ -103,7 +104,7 @@ Tensor run_scatter(const SampleArrays<T, A>& a, const SampleProblem& problem, co
   return grad;
 }
 
-// In the type of images.
+// Returns the sums in the type of images.
 template <typename T, typename A>
 Tensor rounded(const Tensor& sums, const Tensor& images) {
   if constexpr (std::is_same_v<T, A>) return sums;

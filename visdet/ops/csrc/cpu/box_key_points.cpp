@@ -1,7 +1,7 @@
 // box_key_points on the CPU. The contract is in csrc/box_key_points.h.
 //
-// Parallel over anchors. The offsets of an anchor's points are written to a row of scratch first, in vectors, where the
-// exponentials are; turning them is a few multiplications a point.
+// The kernels are parallel over anchors. The offsets of an anchor's points are written to a row of scratch first, in
+// vectors, where the exponentials are; turning them is a few multiplications a point.
 #include "cpu/box_key_points.h"
 
 #include "cpu/exp.h"
@@ -10,7 +10,7 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// offsets [(F + M) * 3 + a vector]: those of the fixed points, then sigmoid(logit) - 0.5 of an anchor's.
+// Writes the offsets of the fixed points, then sigmoid(logit) - 0.5 of the anchor's, and up to a vector more.
 template <typename A>
 VISDET_INLINE void find_offsets(const KeyPointsArrays<A>& a, int64_t anchor, A* offsets) {
   constexpr int W = kLanes<A>;
@@ -39,7 +39,7 @@ VISDET_INLINE A size_of(A log_size, A most) {
   }
 }
 
-// Anchors [begin, end). scratch [(F + M) * 3 + a vector].
+// Takes anchors [begin, end). scratch has (F + M) * 3 numbers and those of a vector.
 template <typename A>
 void key_points(const KeyPointsArrays<A>& a, int64_t begin, int64_t end, A* scratch) {
   const int64_t points = a.F + a.M;

@@ -30,7 +30,7 @@ V* mutable_data_of(const Tensor& tensor) {
   return static_cast<V*>(tensor.mutable_data_ptr());
 }
 
-// Uninitialised numbers on a cache-line border, owned by one thread.
+// Scratch owns uninitialised numbers that begin on a cache line, for one thread.
 template <typename A>
 class Scratch {
  public:

@@ -11,8 +11,8 @@ namespace visdet {
 
 inline int64_t area(const Window& w) { return static_cast<int64_t>(w.bottom - w.top) * (w.right - w.left); }
 
-// Regions of one image, and what of it is laid out at a time: `shared`, around all of them, or, where that is more,
-// each region's own window.
+// RegionsOfImage has the regions of one image, and says what of it is laid out at a time: `shared`, the window around
+// all of them, or, where that is more, each region's own window.
 template <typename Region>
 struct RegionsOfImage {
   std::vector<Region> regions;

@@ -15,7 +15,7 @@ constexpr int kPanel = 2 * kLine<A>;  // columns of a matrix that are multiplied
 template <typename A>
 constexpr int kTile = kRows * kPanel<A>;  // numbers of a product of kRows rows with a panel: [2, kRows, kLine]
 
-// One tap at one position.
+// DeformSample is one tap at one position.
 template <typename A>
 struct DeformSample {
   int32_t pixel[4];  // of each corner, -1 outside the map
@@ -38,7 +38,7 @@ struct DeformConvArrays {
   const A* weight;                            // forward: [groups, panels of per_output, terms(), kPanel]
   T* output;                                  // [B, M, positions]
 
-  // Backward, for `count` blocks of all images from `first` on.
+  // The backward takes `count` blocks of all images from `first` on.
   int64_t first, count;
   const T* grad_output;      // [B, M, positions]
   const A* transposed;       // [groups, panels of terms(), per_output, kPanel]
@@ -59,9 +59,9 @@ struct DeformConvArrays {
   int64_t pixel() const { return G * lines * kLine<A>; }
   int64_t block() const { return taps * kRows * pixel(); }
   int64_t block_samples() const { return G * taps * kRows; }
-  // Positions of block `n` of an image.
+  // Returns how many positions block `n` of an image has.
   int64_t rows(int64_t n) const { return positions - n * kRows < kRows ? positions - n * kRows : kRows; }
-  // Whether the last line of a deformable group has zeros after its channels.
+  // Returns whether the last line of a deformable group has zeros after its channels.
   bool is_padded() const { return per_offset % kLine<A> != 0; }
   int64_t forward_scratch(int64_t tile) const { return tile * (block() + ceil_of(per_output, kPanel<A>) * kTile<A>); }
   int64_t backward_scratch(int64_t tile) const { return tile * (M * kRows + kTile<A>); }
@@ -69,14 +69,14 @@ struct DeformConvArrays {
 
 template <typename T, typename A>
 struct DeformConvKernels {
-  // Pixels `first` .. `last` of image b, channels innermost.
+  // Copies pixels `first` .. `last` of image b, channels innermost.
   void (*copy_image)(const DeformConvArrays<T, A>& a, A* images, int64_t b, int64_t first, int64_t last);
-  // The way back, for the gradient.
+  // Copies the gradient of these pixels back.
   void (*copy_grad_image)(const DeformConvArrays<T, A>& a, int64_t b, int64_t first, int64_t last);
   // `count` blocks from block n0 of image b on. scratch: forward_scratch(count); samples: block_samples().
   void (*forward_tile)(const DeformConvArrays<T, A>& a, A* scratch, DeformSample<A>* samples, int64_t b, int64_t n0,
                        int64_t count);
-  // Samples, columns and their gradients of `count` blocks from the t0-th of `a.first` on. scratch:
+  // Writes samples, columns and their gradients of `count` blocks from the t0-th of `a.first` on. scratch:
   // backward_scratch(count).
   void (*backward_tile)(const DeformConvArrays<T, A>& a, A* scratch, int64_t t0, int64_t count);
   // Adds what blocks t0 .. t1, of image b, give to lines line0 .. line1 of group g of its pixels pixel0 .. pixel1. The

@@ -17,8 +17,9 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// c [2, kRows, kLine] += rows of one matrix times a panel of another. walk(v, visit) calls visit(a, b0, b1) for each
-// term, a pointing to the term's numbers of the rows, STRIDE apart, b0 and b1 to the vectors v and v + 1 of the panel.
+// Adds rows of one matrix times a panel of another to c [2, kRows, kLine]. walk(v, visit) calls visit(a, b0, b1) for
+// each term, a pointing to the term's numbers of the rows, STRIDE apart, b0 and b1 to the vectors v and v + 1 of the
+// panel.
 template <int STRIDE, typename A, typename Walk>
 VISDET_INLINE void add_products(A* c, bool is_first, const Walk& walk) {
   constexpr int W = kLanes<A>, L = kLine<A>;
@@ -84,7 +85,7 @@ void copy_grad_image(const DeformConvArrays<T, A>& a, int64_t b, int64_t first, 
   }
 }
 
-// All samples of block n of image b: [G, taps, kRows]. Those past the last position count nothing.
+// Writes all samples of block n of image b: [G, taps, kRows]. Those past the last position do not count.
 template <typename T, typename A>
 VISDET_INLINE void locate_block(const DeformConvArrays<T, A>& a, int64_t b, int64_t n, DeformSample<A>* sample) {
   const int64_t rows = a.rows(n);
@@ -192,8 +193,8 @@ void forward_tile(const DeformConvArrays<T, A>& a, A* scratch, DeformSample<A>* 
   }
 }
 
-// The gradient of the products of a block, [M, kRows], zeros past the last position; and, if the weight wants its own,
-// by output channel.
+// Writes the gradient of the products of a block, [M, kRows], with zeros past the last position; and, if the weight
+// wants its own, by output channel.
 template <typename T, typename A>
 VISDET_INLINE void copy_grad_products(const DeformConvArrays<T, A>& a, int64_t b, int64_t n, int64_t t, A* grad) {
   const int64_t rows = a.rows(n), tiles = a.tiles();
@@ -229,7 +230,7 @@ VISDET_INLINE void scatter_panel(const A* from, const int64_t* term_offset, int6
   }
 }
 
-// The gradient of the columns of `count` blocks, of which `grads` are the gradients of products.
+// Writes the gradient of the columns of `count` blocks, of which `grads` are the gradients of products.
 template <typename T, typename A>
 VISDET_INLINE void write_grad_columns(const DeformConvArrays<T, A>& a, const A* grads, A* products, A* to,
                                       int64_t count) {
@@ -263,7 +264,7 @@ VISDET_INLINE void write_grad_columns(const DeformConvArrays<T, A>& a, const A* 
   }
 }
 
-// The gradients of offset and mask of a block, and its columns if they are wanted.
+// Writes the gradients of offset and mask of a block, and its columns if they are wanted.
 template <typename T, typename A>
 VISDET_INLINE void write_grad_offsets(const DeformConvArrays<T, A>& a, int64_t b, int64_t n,
                                       const DeformSample<A>* samples, const A* grad_columns, A* columns) {
@@ -294,7 +295,7 @@ VISDET_INLINE void write_grad_offsets(const DeformConvArrays<T, A>& a, int64_t b
                     const A of_y = (1 - sample.fx) * (dot[2] - dot[0]) + sample.fx * (dot[3] - dot[1]);
                     const A of_x = (1 - sample.fy) * (dot[1] - dot[0]) + sample.fy * (dot[3] - dot[2]);
                     T* to = a.grad_offset + 2 * tap * a.positions + n * kRows + r;
-                    // Outside the map 0, whatever the mask.
+                    // Outside the map it is 0, whatever the mask.
                     from_accumulate(of_y == 0 ? A(0) : of_y * sample.mask, to[0]);
                     from_accumulate(of_x == 0 ? A(0) : of_x * sample.mask, to[a.positions]);
                     if (a.grad_mask) {
