@@ -9,6 +9,7 @@
 # make test-onedl  the engine's and the tools' tests on onedl-mmengine instead of mmengine
 # make check-packages  the bridges of ultralytics, rfdetr, groundingdino and libreyolo against those packages
 # make check-transformers  all detectors of transformers on visdet's operators (docs/compat_transformers.md)
+# make hf-kernel  the operators as a kernel repository for Hugging Face's package kernels, in dist/hf-kernel
 # make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
 PYTHON ?= python3
 VENV ?= .venv
@@ -155,10 +156,15 @@ check-packages: setup
 		tests/compat/test_other_packages.py
 
 # All detectors of transformers against visdet.compat, in an environment of their own; nothing is skipped there.
-TRANSFORMERS ?= transformers timm
+TRANSFORMERS ?= transformers timm scipy kernels
 .PHONY: check-transformers
 check-transformers: setup
 	$(PYTHON) -m venv $(VENV)-transformers
 	$(VENV)-transformers/bin/python -m pip install --quiet $(TORCH) $(TRANSFORMERS) numpy pytest pytest-timeout
 	VISDET_CHECK_TRANSFORMERS=1 OMP_NUM_THREADS=1 $(VENV)-transformers/bin/python -m pytest \
-		tests/compat/test_bridge.py tests/compat/test_transformers.py tests/compat/test_transformers_install.py
+		tests/compat/test_bridge.py tests/compat/test_transformers.py tests/compat/test_transformers_install.py \
+		tests/compat/test_hf_kernel.py
+
+.PHONY: hf-kernel
+hf-kernel: setup
+	$(BIN)/python tools/make_hf_kernel.py --out dist/hf-kernel
