@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import mmengine
@@ -251,11 +250,6 @@ class DetRunner(Runner):
             self._randomness_cfg["seed"] = seed
             self.set_randomness(**self._randomness_cfg)
 
-    @cached_property
-    def _config_text(self) -> str:
-        """The config as a file, formatted once: that takes longer than writing a small checkpoint."""
-        return self.cfg.pretty_text
-
     @property
     def _trusts_checkpoints(self) -> bool:
         return bool(self.cfg.get("trust_checkpoint", False))
@@ -367,7 +361,7 @@ class DetRunner(Runner):
                 "epoch": self.epoch + int(by_epoch),
                 "iter": self.iter + int(not by_epoch),
                 **(meta or {}),
-                "cfg": self._config_text,
+                "cfg": self.cfg.pretty_text,
                 "seed": self.seed,
                 "experiment_name": self.experiment_name,
                 "time": time.strftime("%Y%m%d_%H%M%S"),

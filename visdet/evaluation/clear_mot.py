@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 __all__ = ["Counts", "Frame", "count_events", "interpolate", "motar_curve", "recall_thresholds"]
 
@@ -94,6 +93,10 @@ def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame,
             open_columns.remove(column)
     rows, columns = sorted(open_rows), sorted(open_columns)
     if rows and columns:
+        from scipy.optimize import (
+            linear_sum_assignment,  # slow to import, and a first evaluation is soon enough
+        )
+
         cost = np.where(np.isfinite(between), between, _FAR)[np.ix_(rows, columns)]
         for i, j in zip(*linear_sum_assignment(cost), strict=True):
             if np.isfinite(between[rows[i], columns[j]]):
