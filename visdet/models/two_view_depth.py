@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from mmengine.model import BaseModel
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from .layers import ConvModule
@@ -80,7 +81,7 @@ class TwoViewDepth(BaseModel):
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
         if num_depths < 2 or not 0 < depth_range[0] < depth_range[1]:
-            raise ValueError(
+            raise InvalidInputError(
                 "TwoViewDepth: num_depths must be at least 2 and depth_range positive and rising, got "
                 f"{num_depths} and {tuple(depth_range)}"
             )
@@ -119,7 +120,7 @@ class TwoViewDepth(BaseModel):
         if mode not in ("tensor", "predict", "loss"):
             raise ValueError(f"TwoViewDepth: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
         if inputs.dim() != 5 or inputs.shape[1:3] != (2, 3) or inputs.shape[3] % 2 or inputs.shape[4] % 2:
-            raise ValueError(
+            raise InvalidInputError(
                 f"TwoViewDepth: inputs must be [B, 2, 3, H, W] with even H and W, got {tuple(inputs.shape)}"
             )
         position, weights = self._match(

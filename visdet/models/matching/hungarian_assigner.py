@@ -9,6 +9,7 @@ import torch
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from visdet.errors import InvalidTypeError
 from visdet.registry import TASK_UTILS
 
 from ..transfer import to_device
@@ -73,7 +74,7 @@ class HungarianAssigner:
             TASK_UTILS.build(cost) if isinstance(cost, dict) else cost for cost in match_costs
         ]
         if not self.match_costs or not all(isinstance(cost, MatchCost) for cost in self.match_costs):
-            raise TypeError(
+            raise InvalidTypeError(
                 f"HungarianAssigner: match_costs must be MatchCosts or their configs, got {match_costs!r}"
             )
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import MODELS
 
 from ..transfer import to_device
@@ -104,7 +105,7 @@ class InstanceBank(ModuleWithAnchors):
         if isinstance(anchor_handler, dict):
             anchor_handler = MODELS.build(anchor_handler)
         if anchor_handler is not None and not hasattr(anchor_handler, "anchor_projection"):
-            raise TypeError(
+            raise InvalidTypeError(
                 f"InstanceBank: anchor_handler must have anchor_projection, got {type(anchor_handler).__name__}"
             )
         self.embed_dims = embed_dims
@@ -121,7 +122,7 @@ class InstanceBank(ModuleWithAnchors):
         self.num_anchor = len(anchors)
         self.anchor_init = anchors
         if num_temp_instances > self.num_anchor:
-            raise ValueError(
+            raise InvalidInputError(
                 f"InstanceBank: num_temp_instances must be at most the number of anchors {self.num_anchor}, "
                 f"got {num_temp_instances}"
             )

@@ -9,6 +9,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.precision import in_full_precision
@@ -78,7 +79,7 @@ class InstanceQueue(BaseModule):
     ) -> None:
         super().__init__()
         if queue_length < 1:
-            raise ValueError(f"InstanceQueue: queue_length must be at least 1, got {queue_length}")
+            raise InvalidInputError(f"InstanceQueue: queue_length must be at least 1, got {queue_length}")
         self.embed_dims = embed_dims
         self.queue_length = queue_length
         self.tracking_threshold = tracking_threshold

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import TASK_UTILS
 
 from ..matching.assignment import solve_assignments
@@ -39,7 +40,7 @@ class LinesL1Cost:
         """
         expected = 3 if self.permute else 2
         if gt_lines.dim() != expected:
-            raise ValueError(
+            raise InvalidInputError(
                 f"LinesL1Cost: gt_lines must have {expected} axes with permute={self.permute}, got {gt_lines.dim()}"
             )
         flat = gt_lines.reshape(-1, gt_lines.shape[-1])
@@ -71,7 +72,7 @@ class MapQueriesCost:
         self.cls_cost = TASK_UTILS.build(cls_cost) if isinstance(cls_cost, dict) else cls_cost
         self.reg_cost = TASK_UTILS.build(reg_cost) if isinstance(reg_cost, dict) else reg_cost
         if not isinstance(self.cls_cost, FocalLossCost) or not isinstance(self.reg_cost, LinesL1Cost):
-            raise TypeError(
+            raise InvalidTypeError(
                 "MapQueriesCost: cls_cost must be a FocalLossCost and reg_cost a LinesL1Cost, "
                 f"got {type(self.cls_cost).__name__} and {type(self.reg_cost).__name__}"
             )

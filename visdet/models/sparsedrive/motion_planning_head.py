@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import in_full_precision
@@ -118,11 +119,11 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
     def _anchors(self, name: str, given: Any, shape: tuple[int | None, ...]) -> nn.Parameter:
         """Return anchors of a shape that do not learn, from numbers or a .npy file; the first size may be None."""
         if given is None:
-            raise ValueError(f"MotionPlanningHead: {name} must be numbers or a .npy file, got None")
+            raise InvalidInputError(f"MotionPlanningHead: {name} must be numbers or a .npy file, got None")
         anchors = self.read_anchors(name, given, (shape[0] or _NUSCENES_CLASSES, *shape[1:]))
         if anchors.shape[1:] != shape[1:] or shape[0] not in (None, len(anchors)):
             wanted = ["classes" if shape[0] is None else shape[0], *shape[1:]]
-            raise ValueError(f"MotionPlanningHead: {name} must be {wanted}, got {list(anchors.shape)}")
+            raise InvalidInputError(f"MotionPlanningHead: {name} must be {wanted}, got {list(anchors.shape)}")
         return nn.Parameter(anchors.clone(), requires_grad=False)
 
     def init_weights(self) -> None:
@@ -165,7 +166,9 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         """
         self.require_anchors()
         if "instance_id" not in det_output:
-            raise ValueError("MotionPlanningHead: detection must give ids: set its head's with_instance_id")
+            raise InvalidInputError(
+                "MotionPlanningHead: detection must give ids: set its head's with_instance_id"
+            )
         feature, embed = det_output["instance_feature"], det_output["anchor_embed"]
         B, N = feature.shape[:2]
         probability = det_output["classification"][-1].float().sigmoid()
