@@ -73,7 +73,11 @@ class DetRunner(Runner):
         (:func:`complete_config`).
     """
 
-    @functools.wraps(Runner.__init__)
+    # mmengine's.
+    _resume: Any
+    _load_from: Any
+
+    @functools.wraps(Runner.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with self._logging_fatal_errors():
             super().__init__(*args, **kwargs)

@@ -20,6 +20,7 @@ class Frame:
     scores: np.ndarray | None = None
 
     def above(self, threshold: float) -> "Frame":
+        assert self.scores is not None
         keep = self.scores >= threshold
         return Frame(self.ids[keep], self.places[keep], self.scores[keep])
 
@@ -82,6 +83,7 @@ def count_events(
 
 
 def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame, between: np.ndarray) -> None:
+    assert predicted.scores is not None
     pairs = []
     row_of_track = {track: column for column, track in enumerate(predicted.ids.tolist())}
     open_rows, open_columns = set(range(len(truth.ids))), set(range(len(predicted.ids)))

@@ -101,8 +101,9 @@ class TwoViewDepth(BaseModel):
             ConvModule(embed_dims, embed_dims, 3, padding=1, norm_cfg=norm),
             nn.Conv2d(embed_dims, 1, 3, padding=1),
         )
-        nn.init.zeros_(self.correction[-1].weight)
-        nn.init.zeros_(self.correction[-1].bias)
+        last: Any = self.correction[-1]
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
 
     def forward(
         self, inputs: Tensor, data_samples: dict[str, Tensor], mode: str = "tensor"
@@ -139,7 +140,7 @@ class TwoViewDepth(BaseModel):
     def _match(
         self, inputs: Tensor, intrinsics: Tensor, source_from_reference: Tensor
     ) -> tuple[Tensor, Tensor]:
-        image_size = inputs.shape[-2:]
+        image_size = (inputs.shape[-2], inputs.shape[-1])
         x = self.stem(inputs.flatten(0, 1).float() / 127.5 - 1)
         for block in self.blocks:
             x = x + block(x)
@@ -150,7 +151,7 @@ class TwoViewDepth(BaseModel):
             source_from_reference,
             1 / self._inverse_depth(candidates),
             image_size,
-            reference.shape[-2:],
+            (reference.shape[-2], reference.shape[-1]),
         )
         found, weights = self.attention(
             reference.flatten(2).mT,

@@ -80,7 +80,8 @@ class HungarianAssigner:
 
     def cost(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
         """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] (pixels)."""
-        return sum(cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs)
+        costs = [cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs]
+        return sum(costs[1:], start=costs[0])
 
     @torch.no_grad()
     def match(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Matches:

@@ -47,7 +47,7 @@ class ChannelMapper(BaseModule):
             raise InvalidInputError(
                 f"ChannelMapper: num_outs must be at least the number of inputs {len(in_channels)}, got {num_outs}"
             )
-        options = {"norm_cfg": norm_cfg, "act_cfg": act_cfg, "bias": bias}
+        options: dict[str, Any] = {"norm_cfg": norm_cfg, "act_cfg": act_cfg, "bias": bias}
         self.convs = nn.ModuleList(
             ConvModule(channels, out_channels, kernel_size, padding=(kernel_size - 1) // 2, **options)
             for channels in in_channels

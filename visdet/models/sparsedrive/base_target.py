@@ -53,10 +53,8 @@ class BaseTargetWithDenoising(ABC):
         Returns:
             [B, Q] int64 with C for background, [B, Q, D], [B, Q, D].
         """
-        return tuple(
-            targets[0]
-            for targets in self.sample_layers(cls_pred[None], box_pred[None], cls_target, box_target)
-        )
+        labels, boxes, weights = self.sample_layers(cls_pred[None], box_pred[None], cls_target, box_target)
+        return labels[0], boxes[0], weights[0]
 
     @abstractmethod
     def sample_layers(

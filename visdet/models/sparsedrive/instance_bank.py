@@ -113,7 +113,7 @@ class InstanceBank(ModuleWithAnchors):
         self.default_time_interval = default_time_interval
         self.confidence_decay = confidence_decay
         self.max_time_interval = max_time_interval
-        self.anchor_handler = anchor_handler
+        self.anchor_handler: Any = anchor_handler
         num_sample = getattr(anchor_handler, "num_sample", None)
         anchors = self.read_anchors(
             "anchor", anchor, (num_anchor, 11 if num_sample is None else 2 * num_sample)
@@ -162,7 +162,12 @@ class InstanceBank(ModuleWithAnchors):
         anchor = self.anchor.expand(batch_size, -1, -1)
         state = self.state
         cached = state.cached_anchor
-        if cached is None or len(cached) != batch_size or cached.device != anchor.device:
+        if (
+            cached is None
+            or state.clock is None
+            or len(cached) != batch_size
+            or cached.device != anchor.device
+        ):
             self.reset()
             return feature, anchor, None, None, anchor.new_full((batch_size,), self.default_time_interval)
 
@@ -204,7 +209,7 @@ class InstanceBank(ModuleWithAnchors):
                 ``num_anchor`` are denoising queries and stay where they are.
         """
         state = self.state
-        if state.cached_feature is None:
+        if state.cached_feature is None or state.cached_anchor is None or state.mask is None:
             return instance_feature, anchor
         N, has_history = self.num_anchor, state.mask[:, None, None]
         _, (feature_kept, anchor_kept) = topk(
@@ -216,7 +221,9 @@ class InstanceBank(ModuleWithAnchors):
         anchor_of_history = torch.cat([state.cached_anchor, anchor_kept, anchor[:, N:]], dim=1)
         self.state = replace(
             state,
-            confidence=torch.where(state.mask[:, None], state.confidence, 0.0),
+            confidence=None
+            if state.confidence is None
+            else torch.where(state.mask[:, None], state.confidence, 0.0),
             instance_id=None
             if state.instance_id is None
             else torch.where(state.mask[:, None], state.instance_id, -1),

@@ -45,8 +45,8 @@ class LinesL1Cost:
             )
         flat = gt_lines.reshape(-1, gt_lines.shape[-1])
         if self.beta > 0:
-            pairs = torch.broadcast_tensors(lines_pred[:, None], flat[None])
-            distance = F.smooth_l1_loss(*pairs, reduction="none", beta=self.beta).sum(-1)
+            predicted, true = torch.broadcast_tensors(lines_pred[:, None], flat[None])
+            distance = F.smooth_l1_loss(predicted, true, reduction="none", beta=self.beta).sum(-1)
         else:
             distance = torch.cdist(lines_pred, flat, p=1)
         distance = distance / (lines_pred.shape[-1] // 2) * self.weight
@@ -86,7 +86,7 @@ class MapQueriesCost:
             preds: ``lines`` [Q, D] and ``scores`` [Q, C] (logits). gts: ``lines`` and ``labels`` [N].
         """
         lines_cost = self.reg_cost(preds["lines"], gts["lines"])
-        cost, *orderings = lines_cost if self.reg_cost.permute else (lines_cost,)
+        cost, *orderings = lines_cost if isinstance(lines_cost, tuple) else (lines_cost,)
         if not ignore_cls_cost:
             cost = self.cls_cost.of_labels(preds["scores"], gts["labels"]) + cost
         return (cost, *orderings) if orderings else cost

@@ -212,7 +212,7 @@ class SparseDrive(BaseModel):
             # Without ground truth a zero keeps the branch in the graph: in a distributed run all must have gradients.
             losses["loss_dense_depth"] = (
                 sum(depth.sum() for depth in depths) * 0
-                if known is None
+                if known is None or self.depth_branch is None
                 else self.depth_branch.loss(depths, known)
             )
         return losses
