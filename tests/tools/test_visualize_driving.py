@@ -35,6 +35,21 @@ def test_scenes_are_drawn_without_a_model(tmp_path):
     )
 
 
+def test_the_frames_of_a_data_set_are_browsed(tmp_path):
+    config = tmp_path / "config.py"
+    dataset = dict(data_root=driving_scenes(), generator=SMALL)
+    config.write_text(
+        f"_base_ = {BASE!r}\nval_dataloader = {dict(dataset=dataset)!r}\n"
+        "visualizer = dict(type='DrivingVisualizer')\n"
+    )
+    out = tmp_path / "out"
+    succeed("browse_dataset", config, "--not-show", "--split", "val", "--number", 3, "--output-dir", out)
+    names = [f"0000{i}_val-0000-0{i}.png" for i in range(3)]
+    assert sorted(path.name for path in out.iterdir()) == [*names, "sheet.png"]
+    with Image.open(out / "sheet.png") as sheet, Image.open(out / names[0]) as picture:
+        assert sheet.width > 2 * picture.width and picture.width == 3 * 384
+
+
 def test_trust_is_the_configs(tmp_path):
     load_model = runpy.run_path(str(ROOT / "tools" / "visualize_driving.py"))["load_model"]
     model = {"type": "ResNet", "depth": 18, "base_channels": 4}

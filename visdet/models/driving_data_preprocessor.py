@@ -7,6 +7,7 @@ import torch
 from mmengine.model import BaseDataPreprocessor
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 __all__ = ["DrivingDataPreprocessor", "stack_equal"]
@@ -38,7 +39,7 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
     ) -> None:
         super().__init__(non_blocking=non_blocking)
         if (mean is None) != (std is None):
-            raise ValueError(
+            raise InvalidInputError(
                 f"DrivingDataPreprocessor: mean and std must be given together, got {mean}, {std}"
             )
         self.bgr_to_rgb = bgr_to_rgb
@@ -67,14 +68,14 @@ def stack_equal(name: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
     """Return the tensors of all samples as one.
 
     Raises:
-        ValueError: they differ in shape or type; the message calls them ``name``.
+        InvalidInputError: they differ in shape or type; the message calls them ``name``.
     """
     if isinstance(tensors, Tensor):
         return tensors
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) != 1:
-        raise ValueError(f"{name} of all samples must be of one shape, got {shapes}")
+        raise InvalidInputError(f"{name} of all samples must be of one shape, got {shapes}")
     dtypes = sorted({str(tensor.dtype) for tensor in tensors})
     if len(dtypes) != 1:
-        raise ValueError(f"{name} of all samples must be of one type, got {dtypes}")
+        raise InvalidInputError(f"{name} of all samples must be of one type, got {dtypes}")
     return torch.stack(list(tensors))

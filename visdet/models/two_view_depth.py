@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import TwoViewDataSample
 
@@ -88,7 +89,7 @@ class TwoViewDepth(BaseDetector):
     ) -> None:
         super().__init__(data_preprocessor or {"type": "DrivingDataPreprocessor"}, init_cfg)
         if num_depths < 2 or not 0 < depth_range[0] < depth_range[1]:
-            raise ValueError(
+            raise InvalidInputError(
                 "TwoViewDepth: num_depths must be at least 2 and depth_range positive and rising, got "
                 f"{num_depths} and {tuple(depth_range)}"
             )
@@ -108,8 +109,9 @@ class TwoViewDepth(BaseDetector):
             ConvModule(embed_dims, embed_dims, 3, padding=1, norm_cfg=norm),
             nn.Conv2d(embed_dims, 1, 3, padding=1),
         )
-        nn.init.zeros_(self.correction[-1].weight)
-        nn.init.zeros_(self.correction[-1].bias)
+        last: Any = self.correction[-1]
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
 
     def loss(self, inputs: Tensor, data_samples: Sequence[TwoViewDataSample]) -> dict[str, Tensor]:
         """Return ``loss_match`` and ``loss_depth``."""
@@ -130,7 +132,7 @@ class TwoViewDepth(BaseDetector):
         """Return the position [B, H / 2, W / 2] of the inverse depth in its range, 0 the farthest and 1 the nearest,
         and the candidates' weights [B, Q, D]."""
         if inputs.shape[1:3] != (2, 3) or inputs.shape[3] % 2 or inputs.shape[4] % 2:
-            raise ValueError(
+            raise InvalidInputError(
                 f"TwoViewDepth: inputs must be [B, 2, 3, H, W] with even H and W, got {tuple(inputs.shape)}"
             )
         if data_samples is None:
@@ -139,7 +141,7 @@ class TwoViewDepth(BaseDetector):
             )
         intrinsics = torch.stack([sample.intrinsics for sample in data_samples])
         source_from_reference = torch.stack([sample.source_from_reference for sample in data_samples])
-        image_size = inputs.shape[-2:]
+        image_size = (inputs.shape[-2], inputs.shape[-1])
         x = self.stem(inputs.flatten(0, 1).float() / 127.5 - 1)
         for block in self.blocks:
             x = x + block(x)
@@ -150,7 +152,7 @@ class TwoViewDepth(BaseDetector):
             source_from_reference,
             1 / self._inverse_depth(candidates),
             image_size,
-            reference.shape[-2:],
+            (reference.shape[-2], reference.shape[-1]),
         )
         found, weights = self.attention(
             reference.flatten(2).mT,

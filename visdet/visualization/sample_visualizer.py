@@ -31,7 +31,7 @@ class SampleVisualizer(Visualizer):
     def draw_sample(
         self,
         image: np.ndarray,
-        data_sample: Any = None,
+        data_sample: Any,
         draw_gt: bool = True,
         draw_pred: bool = True,
         pred_score_thr: float = 0.3,

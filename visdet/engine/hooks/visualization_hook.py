@@ -87,10 +87,10 @@ class DetVisualizationHook(Hook):
         """Keep the first images for the sheet; with ``draw``, draw the first of every so many batches."""
         if get_rank() != 0:
             return
-        pairs = zip(data_batch["inputs"], outputs, strict=True)
+        pairs = zip(data_batch["inputs"], outputs or (), strict=True)
         for inputs, sample in islice(pairs, self.num_val_pictures - len(self._sheet)):
             self._sheet.append((image_of(sample, inputs, is_bgr(runner.cfg)), sample.to("cpu")))
-        if self.draw and batch_idx % self.interval == 0:
+        if self.draw and outputs and batch_idx % self.interval == 0:
             image = image_of(outputs[0], data_batch["inputs"][0], is_bgr(runner.cfg))
             self._draw(runner, image, outputs[0], "val_img", _train_iteration(runner) + batch_idx, None)
 
@@ -123,7 +123,7 @@ class DetVisualizationHook(Hook):
         """Draw every image, if asked for."""
         if not (self.draw or self.test_out_dir):
             return
-        for inputs, sample in zip(data_batch["inputs"], outputs, strict=True):
+        for inputs, sample in zip(data_batch["inputs"], outputs or (), strict=True):
             self._images_tested += 1
             path = None
             if self.test_out_dir is not None:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
+
 from ..matching.assignment import solve_assignments
 from ..transfer import to_device
 
@@ -43,7 +45,7 @@ class BaseTargetWithDenoising(ABC):
 
     def __init__(self, num_dn_groups: int = 0, num_temp_dn_groups: int = 0) -> None:
         if num_temp_dn_groups > max(num_dn_groups, 0):
-            raise ValueError(
+            raise InvalidInputError(
                 f"{type(self).__name__}: num_temp_dn_groups must be at most num_dn_groups {num_dn_groups}, "
                 f"got {num_temp_dn_groups}"
             )

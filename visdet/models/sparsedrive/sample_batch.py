@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from visdet.errors import InvalidInputError
 from visdet.structures import DrivingDataSample
 
 from ..driving_data_preprocessor import stack_equal
@@ -31,7 +32,7 @@ def batch_of(data_samples: Sequence[DrivingDataSample]) -> dict[str, Any]:
     float64 [B] (seconds) and ``img_metas``, one dict per sample, are on the host. Predictions are left out.
 
     Raises:
-        ValueError: some samples have a field that others lack, or of another shape.
+        InvalidInputError: some samples have a field that others lack, or of another shape.
     """
     names = dict.fromkeys(
         name for sample in data_samples for name, _ in sample.items() if not name.startswith("pred_")
@@ -40,7 +41,7 @@ def batch_of(data_samples: Sequence[DrivingDataSample]) -> dict[str, Any]:
     for name in names:
         lacking = [index for index, sample in enumerate(data_samples) if name not in sample]
         if lacking:
-            raise ValueError(f"data_samples must all have {name}; samples {lacking} do not")
+            raise InvalidInputError(f"data_samples must all have {name}; samples {lacking} do not")
         values = [sample.get(name) for sample in data_samples]
         if name in _STACKED:
             batch[name] = stack_equal(name, values)
