@@ -78,3 +78,10 @@ def test_errors():
 
 def test_nothing_to_save():
     assert not MODELS.build(dict(type="DrivingDataPreprocessor", mean=MEAN, std=STD)).state_dict()
+
+
+@pytest.mark.cuda
+def test_a_data_loader_pins_all_tensors_of_a_sample():
+    pinned = item(1, 3)["data_samples"].pin_memory()
+    assert pinned.projection_mat.is_pinned() and all(level.is_pinned() for level in pinned.gt_depth)
+    assert pinned.token == "t1" and len(pinned.gt_bboxes_3d) == 3

@@ -1,7 +1,6 @@
 """Pictures of driving samples."""
 
 import numpy as np
-from mmengine.visualization import Visualizer
 
 from visdet.registry import VISUALIZERS
 from visdet.structures import DrivingDataSample
@@ -30,11 +29,6 @@ class DrivingVisualizer(SampleVisualizer):
         super().__init__(name=name, **arguments)
         self.map_score_thr = map_score_thr
         self.reach_m = reach_m
-
-    @classmethod
-    def get_instance(cls, name: str = "visualizer", **arguments) -> Visualizer:
-        """Return the instance called ``name``, made with ``arguments`` if it is new. mmengine's needs the name."""
-        return super().get_instance(name, **arguments)
 
     def draw_sample(
         self,

@@ -54,11 +54,6 @@ class DetLocalVisualizer(SampleVisualizer):
         self.line_width = line_width
         self.min_side = min_side
 
-    @classmethod
-    def get_instance(cls, name: str = "visualizer", **arguments) -> "DetLocalVisualizer":
-        """Return the instance called ``name``, made with ``arguments`` if it is new. mmengine's needs the name."""
-        return super().get_instance(name, **arguments)
-
     def draw_sample(
         self,
         image: np.ndarray,

@@ -27,6 +27,11 @@ class SampleVisualizer(Visualizer):
     captions: ClassVar[tuple[str, ...]] = ()
     sheet_columns: ClassVar[int] = 1
 
+    @classmethod
+    def get_instance(cls, name: str = "visualizer", **arguments: Any) -> "SampleVisualizer":
+        """Return the instance called ``name``, made with ``arguments`` if it is new. mmengine's needs the name."""
+        return super().get_instance(name, **arguments)
+
     @abstractmethod
     def draw_sample(
         self,
