@@ -13,12 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from visdet.engine.cuda_graphs import GraphedLoss
 
 from .case import dtype_name
 from .environment import describe
@@ -56,9 +59,18 @@ CASES = [
 
 
 def measure(
-    case: ModelCase, dtype: torch.dtype, device: torch.device, folder: Path, steps: int = 10
+    case: ModelCase,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    steps: int = 10,
+    graph: bool = False,
 ) -> dict[str, Any]:
-    """Return the figures of a case in a type: bfloat16 is autocast's, float32 runs without autocast."""
+    """Return the figures of a case in a type: bfloat16 is autocast's, float32 runs without autocast.
+
+    Args:
+        graph: train as a config with ``graph=True`` does.
+    """
     torch.manual_seed(0)
     # A model with a memory sees a new frame at each step, the profiled one included.
     model, batches = case.make(case.batch_size, WARM_UP + steps + 1, folder, device.type == "cpu")
@@ -68,7 +80,8 @@ def measure(
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
     result: dict[str, Any] = {"case": case.name, "dtype": dtype_name(dtype)}
     milliseconds = []
-    with torch.autograd.set_multithreading_enabled(False):
+    graphs = GraphedLoss(model).installed() if graph and case.trains else nullcontext()
+    with graphs, torch.autograd.set_multithreading_enabled(False):
         for index, batch in enumerate(prepared[:-1]):
             if index == WARM_UP and device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
@@ -165,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
     )
+    parser.add_argument("--graph", action="store_true", help="train by CUDA graphs")
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
     options = parser.parse_args(arguments)
@@ -179,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
             for name in options.dtypes:
-                result = measure(case, getattr(torch, name), device, Path(folder), options.steps)
+                result = measure(
+                    case, getattr(torch, name), device, Path(folder), options.steps, options.graph
+                )
                 report["results"].append(result)
                 print({key: value for key, value in result.items() if key != "top"}, flush=True)
                 (options.out / "models.json").write_text(json.dumps(report, indent=1) + "\n")

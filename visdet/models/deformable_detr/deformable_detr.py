@@ -1,6 +1,7 @@
 """Deformable DETR: the detector."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +43,29 @@ class DecoderStart(NamedTuple):
     encoder_boxes: Tensor | None = None
 
 
-class TrainingBatch(NamedTuple):
-    """Images [B, 3, H, W], their sizes [B, 2] (height, width) without padding (None without any), and targets."""
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Images and their ground truth.
+
+    Attributes:
+        images: [B, 3, H, W]. image_sizes: [B, 2] (height, width) without padding; None where no image is padded.
+        targets: of the images.
+    """
 
     images: Tensor
     image_sizes: Tensor | None
     targets: PaddedTargets
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what the device reads, by name."""
+        sizes = {} if self.image_sizes is None else {"image_sizes": self.image_sizes}
+        targets = {name: getattr(self.targets, name) for name in ("boxes_xyxy", "labels", "image_whwh")}
+        return {"images": self.images, **sizes, **targets}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "TrainingBatch":
+        """Return a batch of other tensors of the same names."""
+        targets = {name: tensors[name] for name in ("boxes_xyxy", "labels", "image_whwh")}
+        return TrainingBatch(tensors["images"], tensors.get("image_sizes"), replace(self.targets, **targets))
 
 
 def padded_sizes(inputs: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor | None:

@@ -133,7 +133,7 @@ class DeformableDETRHead(BaseModule):
         return torch.stack(logits), torch.stack(boxes)
 
     def decode(self, layer: int, hidden: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [..., C] and boxes [..., 4] from hidden states [..., embed_dims], by the branches of a layer."""
+        """Return logits [..., C] and boxes [..., 4] of hidden states [..., embed_dims], by the branches of a layer."""
         deltas = in_full_precision(self.reg_branches[layer], hidden)
         return in_full_precision(self.cls_branches[layer], hidden), refine_boxes(deltas, reference)
 
@@ -144,7 +144,7 @@ class DeformableDETRHead(BaseModule):
         encoder_logits: Tensor | None = None,
         encoder_boxes: Tensor | None = None,
     ) -> dict[str, SetPrediction]:
-        """Return what is matched and gets losses: the decoder's layers as "", the encoder's proposals, if any, as "enc_".
+        """Return what is matched and gets losses: decoder layers as "", proposals of the encoder, if any, as "enc_".
 
         Args:
             hidden_states, references: as in ``forward``. encoder_logits: [B, S, C]. encoder_boxes: [B, S, 4].
@@ -172,7 +172,7 @@ class DeformableDETRHead(BaseModule):
         The solver runs on the host: here is the one point where training waits for the device.
 
         Returns:
-            NAMEindex [D, B, Q], see ``HungarianAssigner.solve``; NAMEnum_boxes [2], of the class loss and of the others.
+            NAMEindex [D, B, Q], see ``HungarianAssigner.solve``; NAMEnum_boxes [2], for the class loss and the others.
 
         Raises:
             ValueError: a label of the targets is no class.
