@@ -1,5 +1,6 @@
 """Sigmoid focal loss."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ def sigmoid_focal_loss(
     """
     pred = at_least_float32(pred)
     num_classes = pred.shape[-1]
-    is_target = F.one_hot(target, num_classes + 1)[..., :num_classes].to(pred.dtype)
+    is_target = (target.unsqueeze(-1) == torch.arange(num_classes, device=target.device)).to(pred.dtype)
     probability = pred if activated else pred.sigmoid()
     cross_entropy = (F.binary_cross_entropy if activated else F.binary_cross_entropy_with_logits)(
         pred, is_target, reduction="none"
