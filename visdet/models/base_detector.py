@@ -93,9 +93,10 @@ class BaseDetector(BaseModel, ABC):
         if not all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in losses.values()):
             return super().parse_losses(losses)
         values = torch.stack(list(losses.values()))
-        counts = [name for name in losses if "loss" not in name]
-        total = sum(losses[name] for name in losses if name not in counts) if counts else values.sum()
-        return total, {"loss": total, **dict(zip(losses, values.unbind(), strict=True))}
+        are_losses = [index for index, name in enumerate(losses) if "loss" in name]
+        total = values.sum() if len(are_losses) == len(losses) else sum(values[index] for index in are_losses)
+        # Detached, so that what the log keeps does not hold the graph of the step.
+        return total, {"loss": total.detach(), **dict(zip(losses, values.detach().unbind(), strict=True))}
 
     def _dump_init_info(self) -> None:
         """Keep mmengine from logging two lines for every parameter it initialises."""

@@ -143,7 +143,9 @@ class _ConvBiasReLU(torch.autograd.Function):
 
 def _has_fused_kernel(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
     """Return whether cuDNN's kernel is there, and faster: with a residual it is so for 16-bit numbers alone."""
-    if not torch.backends.cudnn.is_acceptable(x) or torch.version.cuda is None or is_traced():
+    if not (x.is_cuda and torch.version.cuda and torch.backends.cudnn.enabled) or is_traced():
+        return False
+    if not torch.backends.cudnn.is_available():
         return False
     kinds = {x.dtype, weight.dtype} if residual is None else {x.dtype, weight.dtype, residual.dtype}
     narrow = (torch.float16, torch.bfloat16)
