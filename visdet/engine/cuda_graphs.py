@@ -23,7 +23,7 @@ class GraphedLoss:
     gradient accumulation, loss scaling, gradient synchronisation, clipping and the optimizer are what they are without.
 
     A shape runs eagerly the first time and is captured the second time. Random numbers, among them those of dropout,
-    are those of eager steps. A batch that cannot be captured runs eagerly, and ``report`` counts it.
+    are those of eager steps. After a capture that fails, all batches run eagerly. ``report`` counts the batches.
 
     Args:
         model: with the methods ``training_batch``, ``predictions_and_costs``, ``assign`` and ``losses`` (see
@@ -38,8 +38,9 @@ class GraphedLoss:
         self.model = model
         self.max_shapes = max_shapes
         self._say = say
-        self._graphs: OrderedDict[Hashable, _GraphedStep | None] = OrderedDict()  # None: cannot be captured
+        self._graphs: OrderedDict[Hashable, _GraphedStep] = OrderedDict()
         self._seen: set[Hashable] = set()
+        self._has_failed = False
         self._memory: _SharedMemory | None = None
         self.counts: Counter[str] = Counter()
 
@@ -63,42 +64,41 @@ class GraphedLoss:
         key = self._key(batch)
         if key in self._graphs:
             self._graphs.move_to_end(key)
-        elif key in self._seen:
+            self.counts["replayed"] += 1
+            return self._graphs[key](batch)
+        if key in self._seen and not self._has_failed:
             return self._first_replay(key, batch)
-        step = self._graphs.get(key)
-        if step is None:
-            self.counts["that cannot be captured" if key in self._seen else "of a new shape"] += 1
-            self._seen.add(key)
-            predictions, costs = self.model.predictions_and_costs(batch)
-            return self.model.losses(predictions, batch, self.model.assign(costs, batch))
-        self.counts["replayed"] += 1
-        return step(batch)
+        self.counts["after a failed capture" if self._has_failed else "of a new shape"] += 1
+        self._seen.add(key)
+        predictions, costs = self.model.predictions_and_costs(batch)
+        return self.model.losses(predictions, batch, self.model.assign(costs, batch))
 
     def report(self) -> str:
         """Return how many batches were replayed, how many were not and why, and the memory of the graphs."""
         total = sum(self.counts.values())
         parts = [f"{count} {kind}" for kind, count in self.counts.most_common()]
         held = 0 if self._memory is None else self._memory.reserved_bytes
-        shapes = sum(step is not None for step in self._graphs.values())
-        return f"graphs: {total} batches, {', '.join(parts)}; {shapes} shapes hold {held / 2**30:.2f} GiB"
+        return f"graphs: {total} batches, {', '.join(parts)}; {len(self._graphs)} shapes hold {held / 2**30:.2f} GiB"
 
     def _first_replay(self, key: Hashable, batch: Any) -> dict[str, Tensor]:
         """Return the losses of a batch, by graphs that are captured first where that is possible."""
         while len(self._graphs) >= self.max_shapes:
             self._graphs.popitem(last=False)
         if self._memory is None:
-            self._memory = _SharedMemory(self.model)
+            self._memory = _SharedMemory()
         shape = " x ".join(str(size) for size in batch.images.shape)
         before = torch.cuda.memory_reserved()
         step = _GraphedStep(self.model, batch, self._memory)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random_state = generator.clone_state()
         try:
             step.capture()
-        except (
-            RuntimeError
-        ) as error:  # what torch and CUDA raise for work that cannot be captured, or without memory
-            self._graphs[key] = None
-            self.counts["that cannot be captured"] += 1
-            self._say(f"graphs: a batch of {shape} cannot be captured and runs eagerly: {error}")
+        except RuntimeError as error:  # of torch and CUDA, for what cannot be captured or for lack of memory
+            generator.graphsafe_set_state(random_state)  # that in use takes the capture for unfinished
+            self._graphs.clear()
+            self._has_failed = True
+            self.counts["after a failed capture"] += 1
+            self._say(f"graphs: a batch of {shape} cannot be captured; training goes on eagerly: {error}")
             predictions, _ = self.model.predictions_and_costs(batch)
             return self.model.losses(predictions, batch, step.assignment)
         self._graphs[key] = step
@@ -125,15 +125,17 @@ class _SharedMemory:
     next. Gradients are copied out of it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
-        self.gradients = {
-            parameter: torch.empty_like(parameter)
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        }
+        self.gradients: dict[nn.Parameter, Tensor] = {}
         self.reserved_bytes = 0
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return where graphs leave the gradient of a parameter."""
+        if parameter not in self.gradients:
+            self.gradients[parameter] = torch.empty_like(parameter)
+        return self.gradients[parameter]
 
 
 class _GraphedStep:
@@ -152,12 +154,12 @@ class _GraphedStep:
             self.assignment = model.assign(costs, batch)
             losses = model.losses(predictions, self.batch, self.assignment)
             self.names = list(losses)
-            learning = list(memory.gradients)
+            learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
             values = torch.stack(list(losses.values()))
             gradients = torch.autograd.grad(values.sum(), learning, allow_unused=True)
         is_used = {parameter: grad is not None for parameter, grad in zip(learning, gradients, strict=True)}
         self.parameters = [parameter for parameter in learning if is_used[parameter]]
-        self.static_gradients = [memory.gradients[parameter] for parameter in self.parameters]
+        self.static_gradients = [memory.gradient_of(parameter) for parameter in self.parameters]
         self.grad_of_losses = torch.empty_like(values)
 
     def capture(self) -> None:
