@@ -27,7 +27,6 @@ from .ops.gaussian_field import CASES as GAUSSIANS
 from .ops.ms_deform_attn import CASES as ATTENTION
 from .ops.ms_deform_attn import PYRAMID
 from .ops.ms_deform_attn import case as attention_case
-from .ops.sample import CASES as SAMPLES
 from .timing import deterministic, time_pass
 from .write_docs import write_docs
 
@@ -37,8 +36,6 @@ SOURCES = Path(__file__).resolve().parents[1] / "visdet" / "ops" / "csrc" / "cud
 FOLDERS = {  # of the operators that have paths; modulated_deform_conv2d calls deform_conv2d
     "ms_deform_attn": "ms_deform_attn",
     "deformable_aggregation": "deformable_aggregation",
-    "sample_sum": "sample",
-    "sample_dot": "sample",
     "gaussian_field": "gaussian_field",
     "deform_conv2d": "deform_conv2d",
 }
@@ -63,7 +60,6 @@ def model_cases() -> list[Case]:
         (16, 300, REAL_TIME, "rt-detr-b16"),
         (1, 300, PYRAMID, "decoder-q300-b1"),
         (8, 300, PYRAMID, "decoder-q300-b8"),
-        (16, 300, PYRAMID, "decoder-q300-b16"),
         (1, 900, PYRAMID, "decoder-q900-b1"),
         (8, 900, PYRAMID, "decoder-q900-b8"),
         (2, 1100, PYRAMID, "decoder-q1100-denoising"),
@@ -143,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "benchmarks.paths", *given])
     report: dict[str, Any] = {"environment": describe(torch.device("cuda")), "command": command, "rows": []}
-    for case in (*ATTENTION, *model_cases(), *AGGREGATION, *SAMPLES, *GAUSSIANS, *DETECTION):
+    for case in (*ATTENTION, *model_cases(), *AGGREGATION, *GAUSSIANS, *DETECTION):
         if case.op.removeprefix("modulated_") not in FOLDERS or case.name == "tiny":
             continue
         if options.cases and not any(word in case.title for word in options.cases):

@@ -282,8 +282,8 @@ REJECTIONS = {
         lambda t: t[..., :1],
         r"camera_logits must be \[B, V, L, P, G\] = \[1, 2, 2, 3, 2\], got",
     ),
-    "keep": (8, lambda t: t[:, :, :1], r"keep must be bool \[B, Q, V, P\] = \[1, 2, 2, 3\], got Bool"),
-    "keep's type": (8, lambda t: t.float(), r"keep must be bool"),
+    "keep": (8, lambda t: t[:, :, :1], r"keep must be \[B, Q, V, P\] = \[1, 2, 2, 3\], got \[1, 2, 1, 3\]"),
+    "keep's type": (8, lambda t: t.float(), "keep must be bool, got Float"),
     "integers": (0, lambda t: t.long(), r"features must be float64, float32, float16 or bfloat16, got Long"),
 }
 

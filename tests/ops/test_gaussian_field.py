@@ -481,7 +481,7 @@ def test_gradient_of_the_distance_of_another_type_or_shape_is_refused():
     backward = torch.ops.visdet.mahalanobis_distance_backward.default
     with pytest.raises(RuntimeError, match=r"grad_output must be \[B, N\] = \[3, 4\], got \[4, 3\]"):
         backward(torch.ones(4, 3, dtype=torch.float64), *case)
-    with pytest.raises(RuntimeError, match="grad_output must have points' type Double, got Float"):
+    with pytest.raises(RuntimeError, match="grad_output must be Double, the type of points, got Float"):
         backward(torch.ones(3, 4), *case)
 
 

@@ -160,7 +160,7 @@ MANY_ROWS = {
     "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
     "eight-points": (17, 260, 8, 32, 8, [(6, 5), (1, 1), (2, 3)]),
     "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
-    "half-lines": (70, 260, 1, 32, 8, [(6, 5), (1, 2), (2, 3)]),
+    "one-head": (70, 260, 1, 32, 8, [(6, 5), (1, 2), (2, 3)]),
     # Rows that several groups share, in bfloat16 four, two and one.
     "forty-queries": (17, 40, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
     "eighty-queries": (17, 80, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
@@ -240,7 +240,7 @@ def test_an_encoders_levels_known_to_the_host_or_not(dtype):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name", ["pyramid", "pyramid-known-columns", "pyramid-known-columns-twelve", "half-lines"]
+    "name", ["pyramid", "pyramid-known-columns", "pyramid-known-columns-twelve", "one-head"]
 )
 def test_many_rows_position_that_is_no_number_contributes_nothing(name, dtype, bad, device):
     value, shapes, starts, locations, weights = make_case(*MANY_ROWS[name], dtype=dtype, device=device)
@@ -722,9 +722,9 @@ def test_rejects_levels_that_are_no_numbers():
 
 def test_operator_itself_rejects_coordinates_of_another_type():
     case = rejection_case()
-    with pytest.raises(RuntimeError, match="locations must be Float for values of type Float, got Double"):
+    with pytest.raises(RuntimeError, match="locations must be Float for value of type Float, got Double"):
         torch.ops.visdet.ms_deform_attn(*(case | dict(locations=case["locations"].double())).values())
-    with pytest.raises(RuntimeError, match="weights must be Double for values of type Double, got Float"):
+    with pytest.raises(RuntimeError, match="weights must be Double for value of type Double, got Float"):
         torch.ops.visdet.ms_deform_attn(
             *(case | dict(value=case["value"].double(), locations=case["locations"].double())).values()
         )

@@ -472,10 +472,10 @@ def test_rejects(name):
 def test_operator_itself_rejects_other_types():
     op, case = torch.ops.visdet.ms_deform_attn_fused, rejection_case()
     with pytest.raises(
-        RuntimeError, match="reference_points must be Float for values of type Float, got Double"
+        RuntimeError, match="reference_points must be Float for value of type Float, got Double"
     ):
         op(*(case | dict(reference_points=case["reference_points"].double())).values())
-    with pytest.raises(RuntimeError, match="offsets must be Float or of value's type Float, got Half"):
+    with pytest.raises(RuntimeError, match="offsets must be Float for value of type Float, got Half"):
         op(*(case | dict(offsets=case["offsets"].half())).values())
     with pytest.raises(RuntimeError, match="logits must have the type of offsets Float, got Double"):
         op(*(case | dict(logits=case["logits"].double())).values())

@@ -87,12 +87,7 @@ CHOICES = {
     "decoder-Q900-5090": (dict(Q=900), "RTX 5090", "decoder", "direct"),
     "decoder-P3-H200": (dict(Q=300, P=3), "H200", "few_rows", "direct"),
     "queries-60000-H200": (dict(Q=60000, B=1), "H200", "rows", "sorted"),
-    "one-head-bf16-H200": (
-        dict(Q=15422, B=48, G=1, P=8, dtype=torch.bfloat16),
-        "H200",
-        "half_lines",
-        "sorted",
-    ),
+    "one-head-bf16-H200": (dict(Q=15422, B=48, G=1, P=8, dtype=torch.bfloat16), "H200", "rows", "sorted"),
     "one-level-H200": (dict(Q=None, shapes=[(50, 67)]), "H200", "encoder", "encoder"),
     "channels-30-A100": (dict(Q=None, B=1, C=30), "A100", "encoder", "encoder"),
 }
@@ -125,7 +120,6 @@ DECLINED = {
     "encoder-C64": (dict(Q=None, B=1, C=64), None, None, "encoder"),
     "encoder-C128": (dict(Q=None, B=1, C=128), "encoder", LONG, "rows"),
     "encoder-float64": (dict(Q=None, B=1, dtype=torch.float64), "encoder", DOUBLE, "rows"),
-    "half_lines-float64": (dict(Q=15422, B=1, G=1, dtype=torch.float64), "half_lines", DOUBLE, "rows"),
 }
 
 
@@ -325,7 +319,6 @@ PATH_CASES = {
     "few_rows": dict(Q=77, G=2, C=24, P=3),
     "encoder": dict(Q=None, G=8, C=32),
     "rows": dict(Q=301, G=4, C=40),
-    "half_lines": dict(Q=301, G=1, C=32, dtype=torch.bfloat16),
 }
 BACKWARD_CASES = {
     "direct": dict(Q=77, G=8, C=32),
@@ -385,7 +378,6 @@ FORMS = {
     "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
     "encoder-C128": ("encoder", dict(Q=None, G=2, C=128, dtype=torch.bfloat16)),
     "encoder-tables": ("encoder", dict(Q=None, tables=True)),
-    "half_lines-float16": ("half_lines", dict(Q=301, G=1, dtype=torch.float16)),
     "rows-C16": ("rows", dict(Q=301, C=16)),
     "rows-C16-P3": ("rows", dict(Q=301, C=16, P=3)),
     "rows-C32": ("rows", dict(Q=301)),

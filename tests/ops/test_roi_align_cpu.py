@@ -182,7 +182,10 @@ X, ROIS = torch.zeros(2, 3, 4, 5), torch.zeros(6, 5)
         ((X[0], ROIS, 2, 2, 1.0, 0, True), r"roi_align: input must be \[B, C, H, W\], got \[3, 4, 5\]"),
         ((X.int(), ROIS, 2, 2, 1.0, 0, True), "input must be float64, float32, float16 or bfloat16, got Int"),
         ((X, ROIS[:, 1:], 2, 2, 1.0, 0, True), r"roi_align: rois must be \[N, 5\], got \[6, 4\]"),
-        ((X, ROIS.double(), 2, 2, 1.0, 0, True), "roi_align: rois must be Float, got Double"),
+        (
+            (X, ROIS.double(), 2, 2, 1.0, 0, True),
+            "roi_align: rois must be Float for input of type Float, got Double",
+        ),
         ((X, ROIS, 2, 0, 1.0, 0, True), "output_size must be positive, got 2 x 0"),
         ((X, ROIS, 2, 2, math.inf, 0, True), "spatial_scale must be positive and finite, got inf"),
         ((X, ROIS, 2, 2, -1.0, 0, True), "spatial_scale must be positive and finite, got -1"),

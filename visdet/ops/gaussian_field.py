@@ -56,8 +56,13 @@ def gaussian_field(
     if points.device.type not in ("cpu", "cuda", "meta"):
         return gaussian_field_reference(points, means, cholesky, weights).to(dtype)
     point_order = gaussian_order = torch.empty(0, dtype=torch.int64, device=points.device)
-    if tolerance > 0 and points.dim() == means.dim() == 2 and len(points) > 0 and len(means) > 0:
-        point_order, gaussian_order = _space_order(points.detach()), _space_order(means.detach())
+    # On CUDA only the kernels of float32 leave out pairs. Those of the CPU take the points as they come.
+    on_cpu = points.device.type == "cpu"
+    has_pairs = points.dim() == means.dim() == 2 and len(points) > 0 and len(means) > 0
+    if tolerance > 0 and has_pairs and (on_cpu or points.dtype == torch.float32):
+        gaussian_order = _space_order(means.detach())
+        if not on_cpu:
+            point_order = _space_order(points.detach())
     field = _gaussian_field(points, means, cholesky, weights, point_order, gaussian_order, float(tolerance))
     return field.to(dtype)
 

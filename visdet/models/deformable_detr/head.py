@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from mmengine import dist
 from mmengine.model import BaseModule
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from visdet.structures import DetDataSample
 from ..boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32, in_full_precision
 from ..matching.padded_targets import PaddedTargets
+from ..mean_count import mean_count
 from ..transfer import to_device
 from .transformer import refine_boxes
 
@@ -188,10 +188,12 @@ class DeformableDETRHead(BaseModule):
         result = {}
         for name, cost in costs_on_host.items():
             result[f"{name}index"] = to_device(self.assigner.solve(cost, counts), device)
-            num_boxes = float(sum(min(count, cost.shape[-2]) for count in counts))
-            both = to_device([num_boxes, num_boxes], device)
-            dist.all_reduce(both[0 if self.sync_cls_avg_factor else 1 :], op="mean")
-            result[f"{name}num_boxes"] = both.clamp(min=1.0)
+            num_boxes = to_device(
+                [sum(min(count, cost.shape[-2]) for count in counts)], device, torch.float32
+            )
+            mean_boxes = mean_count(num_boxes, device)
+            cls_boxes = mean_boxes if self.sync_cls_avg_factor else num_boxes.clamp(min=1.0)
+            result[f"{name}num_boxes"] = torch.cat((cls_boxes, mean_boxes))
         return result
 
     def losses(

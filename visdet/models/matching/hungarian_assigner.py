@@ -11,12 +11,11 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
+from .assignment import solve_assignment
 from .match_costs import MatchCost, single_image_targets
 from .padded_targets import PaddedTargets
 
 __all__ = ["AssignResult", "HungarianAssigner"]
-
-_INVALID_COST = 1e8  # of a pair with a NaN or infinite cost: chosen last, and the solver stays well-defined
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class HungarianAssigner:
     Raises:
         TypeError: no costs, or something that is no ``MatchCost``.
 
-    Source: Carion et al., DETR, ECCV 2020; the solver is ``scipy.optimize.linear_sum_assignment``.
+    Source: Carion et al., DETR, ECCV 2020.
     """
 
     def __init__(
@@ -65,25 +64,20 @@ class HungarianAssigner:
             )
 
     def cost(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
-        """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] (pixels), all finite."""
-        total = sum(cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs)
-        return torch.where(total.isfinite(), total, _INVALID_COST)
+        """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] (pixels)."""
+        return sum(cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs)
 
     def solve(self, costs: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return the target of each prediction [..., B, Q] int64 in 0..N-1, or N for those without one.
 
         Args:
-            costs: [..., B, Q, N], finite, on the host, where the solver runs.
+            costs: [..., B, Q, N] on the host, where the solver runs.
             counts: number of targets of each image; further columns are padding.
         """
-        from scipy.optimize import (
-            linear_sum_assignment,
-        )  # slow to import, and a first matching is soon enough
-
         num_padded = costs.shape[-1]
         targets = np.full(costs.shape[:-1], num_padded, dtype=np.int64)
         for position in np.ndindex(costs.shape[:-2]):
-            queries, chosen = linear_sum_assignment(costs[position][:, : counts[position[-1]]])
+            queries, chosen = solve_assignment(costs[position][:, : counts[position[-1]]])
             targets[position][queries] = chosen
         return targets
 
@@ -98,11 +92,9 @@ class HungarianAssigner:
             gt_instances: ``bboxes`` [N, 4] xyxy in pixels, ``labels`` [N].
             img_meta: ``img_shape`` (height, width).
         """
-        from scipy.optimize import linear_sum_assignment
-
         targets = single_image_targets(gt_instances, img_meta)
         cost = self.cost(pred_instances.get("scores"), pred_instances.bboxes, targets)
-        rows, columns = (torch.from_numpy(index) for index in linear_sum_assignment(cost.cpu().numpy()))
+        rows, columns = (torch.from_numpy(index) for index in solve_assignment(cost.cpu().numpy()))
         gt_inds = targets.labels.new_zeros(len(pred_instances))
         labels = torch.full_like(gt_inds, -1)
         rows, columns = rows.to(gt_inds.device), columns.to(gt_inds.device)

@@ -18,7 +18,7 @@ CarafeArrays<T, A> arrays_of(const CarafeProblem& p, const Tensor& features, con
   return a;
 }
 
-// run(b, g, h, thread's scratch of `numbers`) for every row of every group.
+// Calls run(b, g, h, scratch) for every row of every group; each thread has a scratch of `numbers`.
 template <typename A, typename Arrays, typename F>
 void for_rows(const Arrays& a, int64_t numbers, const F& run) {
   torch::stable::parallel_for(0, a.B * a.G * a.H, 1, [&](int64_t begin, int64_t end) {
@@ -29,7 +29,7 @@ void for_rows(const Arrays& a, int64_t numbers, const F& run) {
   });
 }
 
-// Room for the masks by phase.
+// Returns the memory of the masks by phase, which it fills.
 template <typename T, typename A>
 Scratch<A> prepare(CarafeArrays<T, A>& a) {
   Scratch<A> phases(a.B * a.G * a.H * a.s * a.s * a.K * a.K * a.W);

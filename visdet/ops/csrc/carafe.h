@@ -20,21 +20,14 @@ struct CarafeProblem {
 
 inline void check_carafe_shape(const char* op, const char* name, const Tensor& tensor, const Tensor& features,
                                int64_t channels, int64_t s) {
-  VISDET_CHECK(op,
-               tensor.dim() == 4 && tensor.size(0) == features.size(0) && tensor.size(1) == channels &&
-                   tensor.size(2) == features.size(2) * s && tensor.size(3) == features.size(3) * s,
-               name, " must be [", features.size(0), ", ", channels, ", ", features.size(2) * s, ", ",
-               features.size(3) * s, "], got ", shape_text(tensor));
-  VISDET_CHECK(op, tensor.scalar_type() == features.scalar_type(), name, " must have features' type ",
-               dtype_text(features), ", got ", dtype_text(tensor));
-  VISDET_CHECK(op, on_device_of(features, tensor), name, " must be on the device of features");
+  check_like(op, name, tensor, {features.size(0), channels, features.size(2) * s, features.size(3) * s}, "features",
+             features);
 }
 
 inline CarafeProblem check_carafe(const char* op, const Tensor& features, const Tensor& masks, int64_t kernel_size,
                                   int64_t group_size, int64_t scale_factor) {
-  VISDET_CHECK(op, features.dim() == 4, "features must be [B, C, H, W], got ", shape_text(features));
-  VISDET_CHECK(op, is_value_dtype(features.scalar_type()),
-               "features must be float64, float32, float16 or bfloat16, got ", dtype_text(features));
+  check_shape(op, "features", features, {"B", "C", "H", "W"});
+  check_value_type(op, "features", features.scalar_type());
   VISDET_CHECK(op, kernel_size >= 1 && kernel_size % 2 == 1 && kernel_size < 256,
                "kernel_size must be odd and below 256, got ", kernel_size);
   VISDET_CHECK(op, scale_factor >= 1 && scale_factor < 256, "scale_factor must be from 1 to 255, got ", scale_factor);

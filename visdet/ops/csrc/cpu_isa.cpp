@@ -16,8 +16,9 @@ namespace visdet {
 namespace {
 
 #if defined(VISDET_HAS_X86_ISAS)
-// Whether the processor has all that -march=x86-64-v3 and -march=x86-64-v4 let the compiler use, and the system saves
-// the registers. Asked of the processor itself: not every compiler knows these names or all of their parts.
+// Returns the greatest set of which the processor has all that -march=x86-64-v3 or -march=x86-64-v4 lets the compiler
+// use, and of which the system saves the registers. The processor itself is asked, because not every compiler knows
+// these names or all of their parts.
 Isa isa_of_processor() {
   unsigned a, b, c, d, highest = __get_cpuid_max(0, nullptr);
   if (highest < 7) return Isa::baseline;
@@ -65,7 +66,7 @@ Isa best_isa() {
 
 namespace {
 
-// For python -m visdet.doctor: 0 baseline, 1 AVX2, 2 AVX-512.
+// python -m visdet.doctor asks for it: 0 is the baseline, 1 AVX2, 2 AVX-512.
 int64_t cpu_isa() { return static_cast<int64_t>(best_isa()); }
 
 }  // namespace

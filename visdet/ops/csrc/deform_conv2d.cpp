@@ -18,7 +18,7 @@ constexpr int64_t kChunkNumbers = int64_t{1} << 22;  // of columns, that a backw
 constexpr int64_t kMaxTile = 8;                      // blocks of a task
 constexpr int64_t kPixels = 256;                     // of a task that copies images
 
-// run(b, first, last) for pixels of every image.
+// Calls run(b, first, last) for parts of the pixels of every image.
 template <typename F>
 void for_pixels(int64_t B, int64_t map, const F& run) {
   const int64_t parts = ceil_of(map, kPixels);
@@ -30,7 +30,7 @@ void for_pixels(int64_t B, int64_t map, const F& run) {
   });
 }
 
-// One call: its arrays, and the memory of those that are its own.
+// A call has its arrays here, and the memory of those that it makes.
 template <typename T, typename A>
 class Convolution {
  public:
@@ -39,21 +39,21 @@ class Convolution {
   Convolution(const DeformConvProblem& p, const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask)
       : B_(p.B), offset_(dense(offset)), mask_(mask ? std::optional<Tensor>(dense(*mask)) : std::nullopt) {
     a.C = p.C, a.H = p.H, a.W = p.W, a.M = p.M, a.KW = p.KW, a.taps = p.taps();
-    a.width = p.width, a.places = p.places(), a.groups = p.groups, a.G = p.G;
+    a.width = p.width, a.positions = p.positions(), a.groups = p.groups, a.G = p.G;
     for (int d = 0; d < 2; ++d) {
       a.stride[d] = p.stride[d], a.padding[d] = p.padding[d], a.dilation[d] = p.dilation[d];
     }
     a.per_group = p.C / p.groups, a.per_offset = p.C / p.G, a.per_output = p.M / p.groups;
-    a.lines = ceil_of(a.per_offset, L), a.blocks = ceil_of(a.places, kRows);
+    a.lines = ceil_of(a.per_offset, L), a.blocks = ceil_of(a.positions, kRows);
     a.offset = data_of<T>(offset_);
     a.mask = mask_ ? data_of<T>(*mask_) : nullptr;
     zeros_.assign(static_cast<size_t>(a.lines * L), A(0));
     a.zeros = zeros_.data();
-    take_positions();
-    take_images(input);
+    set_term_offsets();
+    set_images(input);
   }
 
-  // Blocks that a task takes at a time; no result depends on it.
+  // Returns how many blocks a task takes at a time. No result depends on it.
   int64_t tile() const {
     const int64_t fair = B_ * a.blocks / (2 * static_cast<int64_t>(torch::stable::get_num_threads()));
     return std::max<int64_t>(1, std::min({kTileNumbers / a.block(), kMaxTile, fair}));
@@ -74,7 +74,7 @@ class Convolution {
     });
   }
 
-  // Null for a gradient that is not wanted.
+  // A gradient that is not wanted is null.
   void backward(const Tensor& grad_output, const Tensor& weight, Tensor* grad_input, Tensor* grad_offset,
                 Tensor* grad_mask, Tensor* grad_weight) {
     const int64_t all = B_ * a.blocks, chunk = std::min(all, std::max<int64_t>(1, kChunkNumbers / a.block()));
@@ -91,7 +91,7 @@ class Convolution {
     a.columns = needs_columns ? columns.data() : nullptr, a.grad_products = products.data();
     a.grad_offset = grad_offset ? mutable_data_of<T>(*grad_offset) : nullptr;
     a.grad_mask = grad_mask ? mutable_data_of<T>(*grad_mask) : nullptr;
-    if (needs_columns) take_lines();
+    if (needs_columns) set_lines();
     const int64_t weights = needs_columns ? a.groups * a.pairs * a.tiles() * kTile<A> : 0;
     const Scratch<A> sums(weights);
     a.grad_images = grad_images.data(), a.grad_weight = sums.data();
@@ -113,20 +113,20 @@ class Convolution {
   }
 
  private:
-  void take_positions() {
-    position_.reserve(static_cast<size_t>(a.groups * a.terms()));
+  void set_term_offsets() {
+    term_offsets_.reserve(static_cast<size_t>(a.groups * a.terms()));
     for (int64_t group = 0; group < a.groups; ++group) {
       for (int64_t k = 0; k < a.taps; ++k) {
         for (int64_t i = 0; i < a.per_group; ++i) {
           const int64_t c = group * a.per_group + i, g = c / a.per_offset, of_offset = c % a.per_offset;
-          position_.push_back(((k * a.G + g) * a.lines + of_offset / L) * kRows * L + of_offset % L);
+          term_offsets_.push_back(((k * a.G + g) * a.lines + of_offset / L) * kRows * L + of_offset % L);
         }
       }
     }
-    a.position = position_.data();
+    a.term_offset = term_offsets_.data();
   }
 
-  void take_images(const Tensor& input) {
+  void set_images(const Tensor& input) {
     if (std::is_same<T, A>::value && !a.is_padded() && is_channels_last(input)) {
       input_ = input;
       a.images = data_of<A>(*input_);
@@ -182,13 +182,14 @@ class Convolution {
     return matrix;
   }
 
-  // The lines of a block that hold channels of each group, in pairs; of all groups as many as of the one with most.
-  void take_lines() {
+  // Lists, for each group, the lines of a block that hold its channels, in pairs. All groups have as many pairs as the
+  // one with most.
+  void set_lines() {
     std::vector<std::vector<int64_t>> lines(static_cast<size_t>(a.groups));
     for (int64_t group = 0; group < a.groups; ++group) {
       auto& mine = lines[static_cast<size_t>(group)];
       for (int64_t t = 0; t < a.terms(); ++t) {
-        const int64_t line = a.position[group * a.terms() + t] / (kRows * L);
+        const int64_t line = a.term_offset[group * a.terms() + t] / (kRows * L);
         if (mine.empty() || mine.back() != line) mine.push_back(line);
         slot_.push_back(static_cast<int64_t>(mine.size()) - 1);
       }
@@ -244,7 +245,8 @@ class Convolution {
       for (int64_t m = begin; m < end; ++m) {
         const int64_t group = m / a.per_output, tile = m % a.per_output / kRows, row = m % a.per_output % kRows;
         for (int64_t t = 0; t < terms; ++t) {
-          const int64_t slot = slot_[static_cast<size_t>(group * terms + t)], lane = a.position[group * terms + t] % L;
+          const int64_t slot = slot_[static_cast<size_t>(group * terms + t)],
+                        lane = a.term_offset[group * terms + t] % L;
           const A* from = a.grad_weight + ((group * a.pairs + slot / 2) * tiles + tile) * kTile<A>;
           from_accumulate(from[(slot % 2 * kRows + row) * L + lane],
                           to[m * terms + t % a.per_group * a.taps + t / a.per_group]);
@@ -260,7 +262,7 @@ class Convolution {
   std::optional<Tensor> mask_;
   std::optional<Scratch<A>> copy_;
   std::vector<A> zeros_;
-  std::vector<int64_t> position_, line_pair_;
+  std::vector<int64_t> term_offsets_, line_pair_;
   std::vector<int64_t> slot_;  // [groups, terms] the line of each term among those of its group
 };
 
@@ -286,7 +288,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward(
   constexpr const char* op = "deform_conv2d_backward";
   const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
                                    deform_groups, im2col_step);
-  check_deform_tensor(op, "grad_output", grad_output, input, {p.B, p.M, p.height, p.width});
+  check_like(op, "grad_output", grad_output, {p.B, p.M, p.height, p.width}, "input", input);
   const auto gradient_of = [&](const Tensor& tensor, bool needs) {
     return needs ? new_empty(tensor, tensor.sizes()) : new_empty(tensor, {0});
   };

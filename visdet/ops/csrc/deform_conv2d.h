@@ -1,21 +1,21 @@
 // deform_conv2d: the contract.
 //
 // input [B, C, H, W], offset [B, G * KH * KW * 2, H', W'] (y, x), mask [B, G * KH * KW, H', W'] or none, weight [M, C /
-// groups, KH, KW], all of one type. Tap k = (i, j) of output place (y, x) reads channel c of the input, g = c / (C / G)
-// rounded down, at the pixel
+// groups, KH, KW], all of one type. Tap k = (i, j) of output position (y, x) reads channel c of the input, g = c / (C /
+// G) rounded down, at the pixel
 //
 //   (y * stride - padding + i * dilation + offset[b, g, k, 0, y, x], x * stride - ... + j * ... + offset[b, g, k, 1,
 //   ..])
 //
 // by the border rule of common/bilinear.h, times mask[b, g, k, y, x]: columns[b, c, k, y, x]. The output is the grouped
-// matrix product of weight and columns. Places, weights of corners and sums are float32 (float64 for float64).
+// matrix product of weight and columns. Positions, weights of corners and sums are float32 (float64 for float64).
 //
 // On CUDA columns and their gradient are of the type of the input, as the operands of the product are; as many images
 // are taken at a time as keep the columns small, at most im2col_step. The gradients of offset, mask and weight are sums
 // in a fixed order; that of input is added atomically, in float32 (float64).
 //
-// On the CPU columns and the operands of the product are float32 (float64), of some places at a time: im2col_step plays
-// no part. All sums are taken in a fixed order.
+// On the CPU columns and the operands of the product are float32 (float64), of some positions at a time: im2col_step
+// plays no part. All sums are taken in a fixed order.
 #pragma once
 
 #include <vector>
@@ -33,30 +33,15 @@ struct DeformConvProblem {
   int64_t step;  // images at a time, at most, on CUDA
 
   int64_t taps() const { return KH * KW; }
-  int64_t places() const { return height * width; }
+  int64_t positions() const { return height * width; }
 };
-
-inline void check_deform_tensor(const char* op, const char* name, const Tensor& tensor, const Tensor& input,
-                                const std::vector<int64_t>& shape) {
-  bool fits = tensor.dim() == static_cast<int64_t>(shape.size());
-  std::string expected;
-  for (size_t d = 0; d < shape.size(); ++d) {
-    fits = fits && tensor.size(static_cast<int64_t>(d)) == shape[d];
-    expected += (d ? ", " : "") + std::to_string(shape[d]);
-  }
-  VISDET_CHECK(op, fits, name, " must be [", expected, "], got ", shape_text(tensor));
-  VISDET_CHECK(op, tensor.scalar_type() == input.scalar_type(), name, " must have input's type ", dtype_text(input),
-               ", got ", dtype_text(tensor));
-  VISDET_CHECK(op, on_device_of(input, tensor), name, " must be on the device of input");
-}
 
 inline DeformConvProblem check_deform_conv(const char* op, const Tensor& input, const Tensor& offset,
                                            const Tensor* mask, const Tensor& weight, const std::vector<int64_t>& stride,
                                            const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
                                            int64_t deform_groups, int64_t im2col_step) {
-  VISDET_CHECK(op, input.dim() == 4, "input must be [B, C, H, W], got ", shape_text(input));
-  VISDET_CHECK(op, is_value_dtype(input.scalar_type()), "input must be float64, float32, float16 or bfloat16, got ",
-               dtype_text(input));
+  check_shape(op, "input", input, {"B", "C", "H", "W"});
+  check_value_type(op, "input", input.scalar_type());
   VISDET_CHECK(op, weight.dim() == 4 && weight.size(1) > 0 && weight.size(2) > 0 && weight.size(3) > 0,
                "weight must be [M, C / groups, KH, KW] with positive sizes, got ", shape_text(weight));
   DeformConvProblem p{};
@@ -70,8 +55,8 @@ inline DeformConvProblem check_deform_conv(const char* op, const Tensor& input, 
   VISDET_CHECK(op, p.M % p.groups == 0, "weight must have a multiple of ", p.groups, " output channels, got ", p.M);
   VISDET_CHECK(op, p.G >= 1 && p.C % p.G == 0, "deform_groups must divide the ", p.C, " channels of input, got ", p.G);
   VISDET_CHECK(op, p.step >= 1, "im2col_step must be at least 1, got ", p.step);
-  constexpr int64_t kMost = 1 << 28, kMostPlaces = 1 << 30;  // computed in int32
-  VISDET_CHECK(op, p.H <= kMost && p.W <= kMost && (p.H == 0 || p.W <= kMostPlaces / p.H),
+  constexpr int64_t kMost = 1 << 28, kMostPositions = 1 << 30;  // computed in int32
+  VISDET_CHECK(op, p.H <= kMost && p.W <= kMost && (p.H == 0 || p.W <= kMostPositions / p.H),
                "input must have sides of at most 2^28 and 2^30 pixels, got ", p.H, " x ", p.W);
   VISDET_CHECK(op, p.KH <= 1024 && p.KW <= 1024 && weight.size(1) <= INT32_MAX / p.taps() / p.groups,
                "weight must have kernels of at most 1024 x 1024, and C * KH * KW be below 2^31, got ",
@@ -89,11 +74,11 @@ inline DeformConvProblem check_deform_conv(const char* op, const Tensor& input, 
     return (reach - 1) / stride[d] + 1;
   };
   p.height = output_size(p.H, p.KH, 0), p.width = output_size(p.W, p.KW, 1);
-  VISDET_CHECK(op, p.width <= kMostPlaces / p.height, "the output must have at most 2^30 places, got ", p.height, " x ",
-               p.width);
-  check_deform_tensor(op, "weight", weight, input, {p.M, weight.size(1), p.KH, p.KW});
-  check_deform_tensor(op, "offset", offset, input, {p.B, p.G * p.taps() * 2, p.height, p.width});
-  if (mask != nullptr) check_deform_tensor(op, "mask", *mask, input, {p.B, p.G * p.taps(), p.height, p.width});
+  VISDET_CHECK(op, p.width <= kMostPositions / p.height, "the output must have at most 2^30 positions, got ", p.height,
+               " x ", p.width);
+  check_like(op, "weight", weight, {p.M, weight.size(1), p.KH, p.KW}, "input", input);
+  check_like(op, "offset", offset, {p.B, p.G * p.taps() * 2, p.height, p.width}, "input", input);
+  if (mask != nullptr) check_like(op, "mask", *mask, {p.B, p.G * p.taps(), p.height, p.width}, "input", input);
   return p;
 }
 

@@ -13,23 +13,6 @@ namespace {
 // (b, q) rows of one piece of work.
 constexpr int64_t kRowGrain = 8;
 
-// Calls f(T{}, TW{}, A{}) for the types of features and weights.
-template <typename F>
-void dispatch_types(const Tensor& features, const Tensor& weights, const F& f) {
-  const bool same = weights.scalar_type() == features.scalar_type();
-  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    if constexpr (std::is_same_v<T, A>) {
-      f(T{}, A{}, A{});
-    } else if (same) {
-      f(T{}, T{}, A{});
-    } else {
-      f(T{}, A{}, A{});
-    }
-  });
-}
-
 template <typename T, typename TW, typename A>
 DeformableAggregationArrays<T, TW, A> arrays_of(const DeformableAggregationProblem& problem, const Tensor& features,
                                                 const Tensor& level_shapes, const Tensor& level_starts,
@@ -53,7 +36,7 @@ DeformableAggregationProblem check_all(const Tensor& features, const Tensor& lev
   return problem;
 }
 
-// The maps of each camera one behind the other.
+// Where the rows of a map begin if the maps of each camera lie one behind the other.
 struct CameraRows {
   std::vector<int64_t> starts, of_camera;  // [V, L], each map's first row among its camera's; [V], a camera's rows
   int64_t most = 0, total = 0;             // of the camera with most, and of all

@@ -33,65 +33,45 @@ inline DeformableAggregationProblem check_deformable_aggregation(const Tensor& f
                                                                  const Tensor& level_starts, const Tensor& locations,
                                                                  const Tensor& weights) {
   constexpr const char* op = "deformable_aggregation";
-  VISDET_CHECK(op, features.dim() == 3, "features must be [B, S, C], got ", shape_text(features));
-  VISDET_CHECK(op, is_value_dtype(features.scalar_type()),
-               "features must be float64, float32, float16 or bfloat16, got ", dtype_text(features));
-  VISDET_CHECK(op, level_shapes.dim() == 3 && level_shapes.size(2) == 2,
-               "level_shapes must be [V, L, 2] (height, width), got ", shape_text(level_shapes));
-  DeformableAggregationProblem problem{};
-  problem.B = features.size(0), problem.S = features.size(1), problem.C = features.size(2);
-  problem.V = level_shapes.size(0), problem.L = level_shapes.size(1);
-  VISDET_CHECK(op, level_starts.dim() == 2 && level_starts.size(0) == problem.V && level_starts.size(1) == problem.L,
-               "level_starts must be [V, L] = [", problem.V, ", ", problem.L, "], got ", shape_text(level_starts));
-  VISDET_CHECK(op, level_shapes.scalar_type() == ScalarType::Long, "level_shapes must be int64, got ",
-               dtype_text(level_shapes));
-  VISDET_CHECK(op, level_starts.scalar_type() == ScalarType::Long, "level_starts must be int64, got ",
-               dtype_text(level_starts));
-  VISDET_CHECK(op,
-               locations.dim() == 5 && locations.size(0) == problem.B && locations.size(3) == problem.V &&
-                   locations.size(4) == 2,
-               "locations must be [B, Q, P, V, 2] = [", problem.B, ", Q, P, ", problem.V, ", 2], got ",
-               shape_text(locations));
-  problem.Q = locations.size(1), problem.P = locations.size(2);
-  VISDET_CHECK(op,
-               weights.dim() == 6 && weights.size(0) == problem.B && weights.size(1) == problem.Q &&
-                   weights.size(2) == problem.P && weights.size(3) == problem.V && weights.size(4) == problem.L,
-               "weights must be [B, Q, P, V, L, G] = [", problem.B, ", ", problem.Q, ", ", problem.P, ", ", problem.V,
-               ", ", problem.L, ", G], got ", shape_text(weights));
-  problem.G = weights.size(5);
-  VISDET_CHECK(op, problem.C == 0 || (problem.G > 0 && problem.C % problem.G == 0),
-               "the groups G of weights must divide the channels C = ", problem.C, " of features, got G = ", problem.G);
+  check_shape(op, "features", features, {"B", "S", "C"});
+  check_value_type(op, "features", features.scalar_type());
+  check_shape(op, "level_shapes", level_shapes, {"V", "L", 2}, " (height, width)");
+  const int64_t B = features.size(0), C = features.size(2), V = level_shapes.size(0), L = level_shapes.size(1);
+  check_shape(op, "level_starts", level_starts, {{"V", V}, {"L", L}});
+  check_shape(op, "locations", locations, {{"B", B}, "Q", "P", {"V", V}, 2});
+  const int64_t Q = locations.size(1), P = locations.size(2);
+  check_shape(op, "weights", weights, {{"B", B}, {"Q", Q}, {"P", P}, {"V", V}, {"L", L}, "G"});
+  const int64_t G = weights.size(5);
+  VISDET_CHECK(op, C == 0 || (G > 0 && C % G == 0), "the groups G of weights must divide the channels C = ", C,
+               " of features, got G = ", G);
+  check_table(op, "level_shapes", level_shapes, "features", features);
+  check_table(op, "level_starts", level_starts, "features", features);
   VISDET_CHECK(op, level_shapes.is_cpu() == level_starts.is_cpu(),
                "level_shapes and level_starts must be on the same device");
-  VISDET_CHECK(op,
-               level_shapes.is_cpu() ||
-                   (!features.is_cpu() && on_device_of(features, level_shapes) && on_device_of(features, level_starts)),
-               "level_shapes and level_starts must be on the CPU or on the device of features");
-  const ScalarType coordinates = accumulate_dtype(features.scalar_type());
-  VISDET_CHECK(op, locations.scalar_type() == coordinates, "locations must be ",
-               torch::headeronly::toString(coordinates), " for features of type ", dtype_text(features), ", got ",
-               dtype_text(locations));
-  VISDET_CHECK(op, weights.scalar_type() == coordinates || weights.scalar_type() == features.scalar_type(),
-               "weights must be ", torch::headeronly::toString(coordinates), " or of features' type ",
-               dtype_text(features), ", got ", dtype_text(weights));
-  for (const Tensor* other : {&locations, &weights}) {
-    VISDET_CHECK(op, on_device_of(features, *other), other == &locations ? "locations" : "weights",
-                 " must be on the device of features");
-  }
-  return problem;
+  check_accumulate_type(op, "locations", locations, "features", features.scalar_type());
+  check_accumulate_type(op, "weights", weights, "features", features.scalar_type(), true);
+  check_device(op, "locations", locations, "features", features);
+  check_device(op, "weights", weights, "features", features);
+  return {B, features.size(1), C, V, L, Q, P, G};
 }
 
 inline void check_deformable_aggregation_grad(const DeformableAggregationProblem& problem, const Tensor& grad_output,
                                               const Tensor& features) {
-  constexpr const char* op = "deformable_aggregation_backward";
-  VISDET_CHECK(op,
-               grad_output.dim() == 3 && grad_output.size(0) == problem.B && grad_output.size(1) == problem.Q &&
-                   grad_output.size(2) == problem.C,
-               "grad_output must be [B, Q, C] = [", problem.B, ", ", problem.Q, ", ", problem.C, "], got ",
-               shape_text(grad_output));
-  VISDET_CHECK(op, grad_output.scalar_type() == features.scalar_type(), "grad_output must have features' type ",
-               dtype_text(features), ", got ", dtype_text(grad_output));
-  VISDET_CHECK(op, on_device_of(features, grad_output), "grad_output must be on the device of features");
+  check_like("deformable_aggregation_backward", "grad_output", grad_output,
+             {{"B", problem.B}, {"Q", problem.Q}, {"C", problem.C}}, "features", features);
+}
+
+// Calls f(T{}, TW{}, A{}) for the types of features, of weights and of sums. The caller has included a
+// dispatch_value_type(): that of common/values.cuh or that of cpu/dispatch.h.
+template <typename F>
+void dispatch_types(const Tensor& features, const Tensor& weights, const F& f) {
+  const bool same = weights.scalar_type() == features.scalar_type();
+  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    if constexpr (!std::is_same_v<decltype(value_tag), decltype(accumulate_tag)>) {
+      if (same) return f(value_tag, value_tag, accumulate_tag);
+    }
+    f(value_tag, accumulate_tag, accumulate_tag);
+  });
 }
 
 // The maps of a table on the CPU must be non-empty, lie within the S rows of features and not overlap.

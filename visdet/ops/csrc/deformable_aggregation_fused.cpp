@@ -22,15 +22,8 @@ using torch::stable::zero_;
 constexpr int64_t kQueryGrain = 8, kEntryGrain = 256, kMostParts = 64, kLeastPart = 8;
 constexpr int64_t kLeastPeriod = 64;
 
-// The inputs of a call, and what the kernels before deformable_aggregation leave.
-struct Prepared {
-  FusedAggregationProblem problem;
-  Tensor key_points, projection, image_wh, logits, camera_logits, keep, locations, weights;
-  double keep_scale;
-};
-
 template <typename TL, typename A>
-FusedAggregationArrays<TL, A> arrays_of(const Prepared& it) {
+FusedAggregationArrays<TL, A> arrays_of(const FusedAggregationInputs& it) {
   const auto& problem = it.problem;
   FusedAggregationArrays<TL, A> a{};
   a.B = problem.B, a.Q = problem.Q, a.V = problem.V, a.L = problem.L, a.P = problem.P, a.G = problem.G;
@@ -56,23 +49,9 @@ int64_t scratch_size(const FusedAggregationArrays<TL, A>& a) {
   return 2 * a.period + a.row + 3 * a.points;
 }
 
-Prepared prepare(const Tensor& features, const Tensor& level_shapes, const Tensor& key_points, const Tensor& projection,
-                 const Tensor& image_wh, const Tensor& logits, const Tensor& camera_logits, const Tensor& keep,
-                 double keep_scale) {
-  const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
-                                                          logits, camera_logits, keep);
-  const auto [B, Q, V, L, P, G, has_camera, has_keep] = problem;
-  Prepared it{problem,
-              dense(key_points),
-              dense(projection),
-              dense(image_wh),
-              dense(logits),
-              dense(camera_logits),
-              dense(keep),
-              new_empty(key_points, {B, Q, P, V, 2}),
-              new_empty(key_points, {B, Q, P, V, L, G}),
-              keep_scale};
-  if (it.weights.numel() == 0) return it;
+// Makes the arguments of deformable_aggregation.
+void prepare(const FusedAggregationInputs& it) {
+  if (it.weights.numel() == 0) return;
   dispatch_value_type(it.logits.scalar_type(), [&](auto logit_tag, auto accumulate_tag) {
     using TL = decltype(logit_tag);
     using A = decltype(accumulate_tag);
@@ -83,14 +62,14 @@ Prepared prepare(const Tensor& features, const Tensor& level_shapes, const Tenso
       run(a, scratch.data(), begin, end);
     });
   });
-  return it;
 }
 
 Tensor fused_forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts,
                      const Tensor& key_points, const Tensor& projection, const Tensor& image_wh, const Tensor& logits,
                      const Tensor& camera_logits, const Tensor& keep, double keep_scale) {
-  const Prepared it =
-      prepare(features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
+  const FusedAggregationInputs it(features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep,
+                                  keep_scale);
+  prepare(it);
   return deformable_aggregation_cpu(features, level_shapes, level_starts, it.locations, it.weights);
 }
 
@@ -100,8 +79,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
                                                           const Tensor& image_wh, const Tensor& logits,
                                                           const Tensor& camera_logits, const Tensor& keep,
                                                           double keep_scale, bool deterministic) {
-  const Prepared it =
-      prepare(features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
+  const FusedAggregationInputs it(features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep,
+                                  keep_scale);
+  prepare(it);
   Tensor grad_features, grad_locations, grad_weights;  // structured bindings could not be captured
   std::tie(grad_features, grad_locations, grad_weights) = deformable_aggregation_backward_cpu(
       grad_output, features, level_shapes, level_starts, it.locations, it.weights, deterministic);

@@ -15,7 +15,7 @@ namespace {
 // Pairs of one piece of work.
 constexpr int64_t kGrain = 1 << 15;
 
-// The blocks of one call; checks the factors on the way.
+// Returns the blocks of one call, and checks the factors.
 template <typename A>
 Scratch<A> prepare(const char* op, GaussianArrays<A>& a) {
   const auto& kernels = best_kernels<GaussianKernels<A>>();
@@ -113,7 +113,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
   return {grad_points, grad_means, grad_cholesky};
 }
 
-// What forward and backward of the field share.
+// The arguments that both directions of the field have.
 template <typename A>
 GaussianArrays<A> field_arrays(const GaussianProblem& problem, const Tensor& points, const Tensor& means,
                                const Tensor& cholesky, const Tensor& weights, const Tensor& gaussian_order,
@@ -129,10 +129,8 @@ Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Ten
                       const Tensor& weights_in, const Tensor& point_order, const Tensor& gaussian_order_in,
                       double tolerance) {
   constexpr const char* op = "gaussian_field";
-  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  check_vector(op, "weights", weights_in, problem.N, points_in);
-  check_order(op, "point_order", point_order, problem.B, points_in);
-  check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
+  const auto problem =
+      check_gaussian_field(op, points_in, means_in, cholesky_in, weights_in, point_order, gaussian_order_in);
   const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in),
                weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
   Tensor output = new_empty(points, {problem.B});
@@ -152,11 +150,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
                                                                    const Tensor& point_order,
                                                                    const Tensor& gaussian_order_in, double tolerance) {
   constexpr const char* op = "gaussian_field_backward";
-  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  check_vector(op, "weights", weights_in, problem.N, points_in);
-  check_vector(op, "grad_output", grad_output_in, problem.B, points_in);
-  check_order(op, "point_order", point_order, problem.B, points_in);
-  check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
+  const auto problem =
+      check_gaussian_field(op, points_in, means_in, cholesky_in, weights_in, point_order, gaussian_order_in);
+  check_field_gradient(op, grad_output_in, problem, points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in), weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
   Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),

@@ -29,44 +29,23 @@ struct GaussianProblem {
 
 inline GaussianProblem check_gaussians(const char* op, const Tensor& points, const Tensor& means,
                                        const Tensor& cholesky) {
-  VISDET_CHECK(op, points.dim() == 2 && points.size(1) == 3, "points must be [B, 3], got ", shape_text(points));
-  VISDET_CHECK(op, points.scalar_type() == ScalarType::Float || points.scalar_type() == ScalarType::Double,
-               "points must be float64 or float32, got ", dtype_text(points));
-  VISDET_CHECK(op, means.dim() == 2 && means.size(1) == 3, "means must be [N, 3], got ", shape_text(means));
-  const int64_t N = means.size(0);
-  VISDET_CHECK(op, cholesky.dim() == 3 && cholesky.size(0) == N && cholesky.size(1) == 3 && cholesky.size(2) == 3,
-               "cholesky must be [N, 3, 3] = [", N, ", 3, 3], got ", shape_text(cholesky));
-  for (const Tensor* other : {&means, &cholesky}) {
-    const char* name = other == &means ? "means" : "cholesky";
-    VISDET_CHECK(op, other->scalar_type() == points.scalar_type(), name, " must have points' type ", dtype_text(points),
-                 ", got ", dtype_text(*other));
-    VISDET_CHECK(op, on_device_of(points, *other), name, " must be on the device of points");
-  }
-  return {points.size(0), N};
-}
-
-inline void check_vector(const char* op, const char* name, const Tensor& vector, int64_t size, const Tensor& points) {
-  VISDET_CHECK(op, vector.dim() == 1 && vector.size(0) == size, name, " must be [", size, "], got ",
-               shape_text(vector));
-  VISDET_CHECK(op, vector.scalar_type() == points.scalar_type(), name, " must have points' type ", dtype_text(points),
-               ", got ", dtype_text(vector));
-  VISDET_CHECK(op, on_device_of(points, vector), name, " must be on the device of points");
+  check_shape(op, "points", points, {"B", 3});
+  check_sum_type(op, "points", points);
+  check_like(op, "means", means, {"N", 3}, "points", points);
+  check_like(op, "cholesky", cholesky, {{"N", means.size(0)}, 3, 3}, "points", points);
+  return {points.size(0), means.size(0)};
 }
 
 inline void check_distance_gradient(const char* op, const Tensor& grad_output, const GaussianProblem& problem,
                                     const Tensor& points) {
-  VISDET_CHECK(op, grad_output.dim() == 2 && grad_output.size(0) == problem.B && grad_output.size(1) == problem.N,
-               "grad_output must be [B, N] = [", problem.B, ", ", problem.N, "], got ", shape_text(grad_output));
-  VISDET_CHECK(op, grad_output.scalar_type() == points.scalar_type(), "grad_output must have points' type ",
-               dtype_text(points), ", got ", dtype_text(grad_output));
-  VISDET_CHECK(op, on_device_of(points, grad_output), "grad_output must be on the device of points");
+  check_like(op, "grad_output", grad_output, {{"B", problem.B}, {"N", problem.N}}, "points", points);
 }
 
 inline void check_order(const char* op, const char* name, const Tensor& order, int64_t size, const Tensor& points) {
   VISDET_CHECK(op, order.dim() == 1 && (order.size(0) == size || order.size(0) == 0), name, " must be [", size,
                "] or empty, got ", shape_text(order));
-  VISDET_CHECK(op, order.scalar_type() == ScalarType::Long, name, " must be int64, got ", dtype_text(order));
-  VISDET_CHECK(op, on_device_of(points, order), name, " must be on the device of points");
+  check_int64(op, name, order);
+  check_device(op, name, order, "points", points);
   if (!order.is_cpu()) return;
   const Tensor numbers = dense(order);
   const auto* first = numbers.const_data_ptr<int64_t>();
@@ -77,6 +56,21 @@ inline void check_order(const char* op, const char* name, const Tensor& order, i
                  size - 1, ", got ", n, " at ", i);
     is_named[static_cast<size_t>(n)] = true;
   }
+}
+
+inline GaussianProblem check_gaussian_field(const char* op, const Tensor& points, const Tensor& means,
+                                            const Tensor& cholesky, const Tensor& weights, const Tensor& point_order,
+                                            const Tensor& gaussian_order) {
+  const GaussianProblem problem = check_gaussians(op, points, means, cholesky);
+  check_like(op, "weights", weights, {problem.N}, "points", points);
+  check_order(op, "point_order", point_order, problem.B, points);
+  check_order(op, "gaussian_order", gaussian_order, problem.N, points);
+  return problem;
+}
+
+inline void check_field_gradient(const char* op, const Tensor& grad_output, const GaussianProblem& problem,
+                                 const Tensor& points) {
+  check_like(op, "grad_output", grad_output, {problem.B}, "points", points);
 }
 
 }  // namespace visdet

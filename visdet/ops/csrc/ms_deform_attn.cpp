@@ -1,5 +1,5 @@
-// ms_deform_attn: its schemas, and its function for CPU tensors. Fake tensors, autograd and the plain-torch definition
-// are in visdet/ops/ms_deform_attn.py.
+// ms_deform_attn and ms_deform_attn_fused: their schemas, and their functions for CPU tensors. Fake tensors, autograd
+// and the plain-torch definitions are in visdet/ops/ms_deform_attn.py and visdet/ops/ms_deform_attn_fused.py.
 #include "ms_deform_attn.h"
 
 #include "cpu/dispatch.h"
@@ -12,8 +12,8 @@ namespace {
 // of their texels. Other queries are taken in order.
 constexpr int64_t kTileSide = 8;
 
-// The queries in the order they are worked on, or none for their own order. It is a matter of locality alone:
-// results do not depend on it.
+// Returns the queries in the order in which they are worked on, or none for their own order. It is a matter of locality
+// alone: results do not depend on it.
 std::vector<int64_t> query_order(const MsDeformAttnProblem& problem, const int64_t* level_shapes) {
   std::vector<int64_t> order;
   if (problem.Q != problem.S) return order;
@@ -33,7 +33,8 @@ std::vector<int64_t> query_order(const MsDeformAttnProblem& problem, const int64
   return order;
 }
 
-// The level of each of a row's K samples, and the order of queries. num_points: of each level, or null for P on each.
+// Lists the level of each of a row's K samples, and the order of queries. num_points has the samples of each level, or
+// is null if each has P.
 struct Geometry {
   std::vector<int32_t> level, H, W;
   std::vector<int64_t> start, points, order;
@@ -59,7 +60,7 @@ struct Geometry {
   }
 };
 
-// What both forms of a call have; the arrays of samples are the caller's to fill in.
+// Returns what both forms of a call have. The caller fills in the arrays of samples.
 template <typename T, typename A>
 MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& value) {
   MsDeformAttnArrays<T, A> a{};
@@ -71,10 +72,10 @@ MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geo
   return a;
 }
 
-// Whether a head has enough samples to pay for its values being laid out in one piece: a decoder has not.
+// Returns whether a head has so many samples that it pays to lay its values out in one piece. A decoder has too few.
 bool pays_to_gather(const MsDeformAttnProblem& problem) { return problem.Q * problem.K > problem.S; }
 
-// The levels of which the forward copies a head's rows into one piece: those of which a thread takes twice as many
+// The forward copies a head's rows of some levels into one piece: of those of which a thread takes twice as many
 // samples as they have texels.
 struct Copies {
   std::vector<int32_t> copied;
@@ -83,15 +84,15 @@ struct Copies {
 
   Copies(const MsDeformAttnProblem& problem, const Geometry& geometry)
       : copied(geometry.start.size(), 0), start(geometry.start) {
-    // Rows that fill no registers of 16 are copied with zeros after them, so all of them or none.
+    // Rows that fill no registers of 16 are copied with zeros after them, so the levels are copied all or none.
     const bool each = problem.C % 16 == 0;
     if (problem.G == 1 || (!each && !pays_to_gather(problem))) return;
     const int64_t heads = problem.B * problem.G;
-    const int64_t sharing = (torch::stable::get_num_threads() + heads - 1) / heads;  // threads that share a head
+    const int64_t threads_of_head = ceil_of(torch::stable::get_num_threads(), heads);
     for (size_t k = 0, next = 0; next < static_cast<size_t>(problem.K); k = next) {
       next = k + static_cast<size_t>(geometry.points[k]);
       const int64_t texels = int64_t{geometry.H[k]} * geometry.W[k];
-      if (each && problem.Q * geometry.points[k] <= 2 * texels * sharing) continue;
+      if (each && problem.Q * geometry.points[k] <= 2 * texels * threads_of_head) continue;
       for (size_t i = k; i < next; ++i) copied[i] = 1, start[i] = rows;
       rows += texels;
     }
@@ -197,7 +198,7 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   return {grad_value, grad_locations, grad_weights};
 }
 
-// The inputs of the fused form, contiguous.
+// FusedInputs has the inputs of the fused form, contiguous, and tables of what a unit of offset is.
 struct FusedInputs {
   Tensor reference, offsets, logits;
   std::vector<int32_t> center;  // of MsDeformAttnArrays

@@ -50,25 +50,15 @@ struct MsDeformAttnProblem {
 // What both forms check: value and the level table.
 inline MsDeformAttnProblem check_value_and_levels(const char* op, const Tensor& value, const Tensor& level_shapes,
                                                   const Tensor& level_starts) {
-  VISDET_CHECK(op, value.dim() == 4, "value must be [B, S, G, C], got ", shape_text(value));
-  VISDET_CHECK(op, is_value_dtype(value.scalar_type()), "value must be float64, float32, float16 or bfloat16, got ",
-               dtype_text(value));
-  VISDET_CHECK(op, level_shapes.dim() == 2 && level_shapes.size(1) == 2,
-               "level_shapes must be [L, 2] (height, width), got ", shape_text(level_shapes));
+  check_shape(op, "value", value, {"B", "S", "G", "C"});
+  check_value_type(op, "value", value.scalar_type());
+  check_shape(op, "level_shapes", level_shapes, {"L", 2}, " (height, width)");
+  check_shape(op, "level_starts", level_starts, {{"L", level_shapes.size(0)}});
+  check_table(op, "level_shapes", level_shapes, "value", value);
+  check_table(op, "level_starts", level_starts, "value", value);
   MsDeformAttnProblem problem{};
   problem.B = value.size(0), problem.S = value.size(1), problem.G = value.size(2), problem.C = value.size(3);
-  problem.L = level_shapes.size(0);
-  VISDET_CHECK(op, level_starts.dim() == 1 && level_starts.size(0) == problem.L, "level_starts must be [L] = [",
-               problem.L, "], got ", shape_text(level_starts));
-  VISDET_CHECK(op, level_shapes.scalar_type() == ScalarType::Long, "level_shapes must be int64, got ",
-               dtype_text(level_shapes));
-  VISDET_CHECK(op, level_starts.scalar_type() == ScalarType::Long, "level_starts must be int64, got ",
-               dtype_text(level_starts));
-  VISDET_CHECK(op, level_shapes.is_cpu() || (!value.is_cpu() && on_device_of(value, level_shapes)),
-               "level_shapes must be on the CPU or on the device of value");
-  VISDET_CHECK(op, level_starts.is_cpu() || (!value.is_cpu() && on_device_of(value, level_starts)),
-               "level_starts must be on the CPU or on the device of value");
-  problem.levels_on_host = level_shapes.is_cpu() && level_starts.is_cpu();
+  problem.L = level_shapes.size(0), problem.levels_on_host = level_shapes.is_cpu() && level_starts.is_cpu();
   return problem;
 }
 
@@ -77,25 +67,14 @@ inline MsDeformAttnProblem check_ms_deform_attn(const Tensor& value, const Tenso
                                                 const Tensor& weights) {
   constexpr const char* op = "ms_deform_attn";
   MsDeformAttnProblem problem = check_value_and_levels(op, value, level_shapes, level_starts);
-  VISDET_CHECK(op,
-               locations.dim() == 6 && locations.size(0) == problem.B && locations.size(2) == problem.G &&
-                   locations.size(3) == problem.L && locations.size(5) == 2,
-               "locations must be [B, Q, G, L, P, 2] = [", problem.B, ", Q, ", problem.G, ", ", problem.L,
-               ", P, 2], got ", shape_text(locations));
+  const Dimension B{"B", problem.B}, G{"G", problem.G}, L{"L", problem.L};
+  check_shape(op, "locations", locations, {B, "Q", G, L, "P", 2});
   problem.Q = locations.size(1), problem.P = locations.size(4), problem.K = problem.L * problem.P;
-  VISDET_CHECK(op,
-               weights.dim() == 5 && weights.size(0) == problem.B && weights.size(1) == problem.Q &&
-                   weights.size(2) == problem.G && weights.size(3) == problem.L && weights.size(4) == problem.P,
-               "weights must be [B, Q, G, L, P] = [", problem.B, ", ", problem.Q, ", ", problem.G, ", ", problem.L,
-               ", ", problem.P, "], got ", shape_text(weights));
-  const ScalarType coordinates = accumulate_dtype(value.scalar_type());
-  VISDET_CHECK(op, locations.scalar_type() == coordinates, "locations must be ",
-               torch::headeronly::toString(coordinates), " for values of type ", dtype_text(value), ", got ",
-               dtype_text(locations));
-  VISDET_CHECK(op, weights.scalar_type() == coordinates, "weights must be ", torch::headeronly::toString(coordinates),
-               " for values of type ", dtype_text(value), ", got ", dtype_text(weights));
-  VISDET_CHECK(op, on_device_of(value, locations), "locations must be on the device of value");
-  VISDET_CHECK(op, on_device_of(value, weights), "weights must be on the device of value");
+  check_shape(op, "weights", weights, {B, {"Q", problem.Q}, G, L, {"P", problem.P}});
+  check_accumulate_type(op, "locations", locations, "value", value.scalar_type());
+  check_accumulate_type(op, "weights", weights, "value", value.scalar_type());
+  check_device(op, "locations", locations, "value", value);
+  check_device(op, "weights", weights, "value", value);
   return problem;
 }
 
@@ -112,49 +91,27 @@ inline MsDeformAttnProblem check_ms_deform_attn_fused(const Tensor& value, const
     problem.K += points;
     if (points > problem.P) problem.P = points;
   }
-  VISDET_CHECK(op,
-               offsets.dim() == 5 && offsets.size(0) == problem.B && offsets.size(2) == problem.G &&
-                   offsets.size(3) == problem.K && offsets.size(4) == 2,
-               "offsets must be [B, Q, G, K, 2] = [", problem.B, ", Q, ", problem.G, ", ", problem.K, ", 2], got ",
-               shape_text(offsets));
+  const Dimension B{"B", problem.B}, G{"G", problem.G}, K{"K", problem.K};
+  check_shape(op, "offsets", offsets, {B, "Q", G, K, 2});
   problem.Q = offsets.size(1);
-  VISDET_CHECK(op,
-               logits.dim() == 4 && logits.size(0) == problem.B && logits.size(1) == problem.Q &&
-                   logits.size(2) == problem.G && logits.size(3) == problem.K,
-               "logits must be [B, Q, G, K] = [", problem.B, ", ", problem.Q, ", ", problem.G, ", ", problem.K,
-               "], got ", shape_text(logits));
-  VISDET_CHECK(op,
-               reference_points.dim() == 4 && reference_points.size(0) == problem.B &&
-                   reference_points.size(1) == problem.Q && reference_points.size(2) == problem.L &&
-                   (reference_points.size(3) == 2 || reference_points.size(3) == 4),
-               "reference_points must be [B, Q, L, 2 or 4] = [", problem.B, ", ", problem.Q, ", ", problem.L,
-               ", 2 or 4], got ", shape_text(reference_points));
-  const ScalarType coordinates = accumulate_dtype(value.scalar_type());
-  VISDET_CHECK(op, reference_points.scalar_type() == coordinates, "reference_points must be ",
-               torch::headeronly::toString(coordinates), " for values of type ", dtype_text(value), ", got ",
-               dtype_text(reference_points));
-  VISDET_CHECK(op, offsets.scalar_type() == coordinates || offsets.scalar_type() == value.scalar_type(),
-               "offsets must be ", torch::headeronly::toString(coordinates), " or of value's type ", dtype_text(value),
-               ", got ", dtype_text(offsets));
-  VISDET_CHECK(op, logits.scalar_type() == offsets.scalar_type(), "logits must have the type of offsets ",
-               dtype_text(offsets), ", got ", dtype_text(logits));
-  VISDET_CHECK(op, on_device_of(value, reference_points), "reference_points must be on the device of value");
-  VISDET_CHECK(op, on_device_of(value, offsets), "offsets must be on the device of value");
-  VISDET_CHECK(op, on_device_of(value, logits), "logits must be on the device of value");
+  const Dimension Q{"Q", problem.Q};
+  check_shape(op, "logits", logits, {B, Q, G, K});
+  check_shape(op, "reference_points", reference_points, {B, Q, {"L", problem.L}, "2 or 4"});
+  VISDET_CHECK(op, reference_points.size(3) == 2 || reference_points.size(3) == 4,
+               "reference_points must be [B, Q, L, 2 or 4], got ", shape_text(reference_points));
+  check_accumulate_type(op, "reference_points", reference_points, "value", value.scalar_type());
+  check_accumulate_type(op, "offsets", offsets, "value", value.scalar_type(), true);
+  check_same_type(op, "logits", logits, "offsets", offsets);
+  check_device(op, "reference_points", reference_points, "value", value);
+  check_device(op, "offsets", offsets, "value", value);
+  check_device(op, "logits", logits, "value", value);
   return problem;
 }
 
 inline void check_ms_deform_attn_grad(const MsDeformAttnProblem& problem, const Tensor& grad_output,
                                       const Tensor& value) {
-  constexpr const char* op = "ms_deform_attn_backward";
-  VISDET_CHECK(op,
-               grad_output.dim() == 3 && grad_output.size(0) == problem.B && grad_output.size(1) == problem.Q &&
-                   grad_output.size(2) == problem.G * problem.C,
-               "grad_output must be [B, Q, G * C] = [", problem.B, ", ", problem.Q, ", ", problem.G * problem.C,
-               "], got ", shape_text(grad_output));
-  VISDET_CHECK(op, grad_output.scalar_type() == value.scalar_type(), "grad_output must have value's type ",
-               dtype_text(value), ", got ", dtype_text(grad_output));
-  VISDET_CHECK(op, on_device_of(value, grad_output), "grad_output must be on the device of value");
+  check_like("ms_deform_attn_backward", "grad_output", grad_output,
+             {{"B", problem.B}, {"Q", problem.Q}, {"G * C", problem.G * problem.C}}, "value", value);
 }
 
 // The levels of a table on the CPU must be non-empty, lie within the S rows of value if level_starts is on the CPU, too

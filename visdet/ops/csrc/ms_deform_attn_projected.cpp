@@ -18,7 +18,7 @@
 namespace visdet {
 namespace {
 
-// In the order of the parameters: layers of offsets, logits, value and output.
+// The layers stand in the order of the parameters.
 enum Layer { kOffsets, kLogits, kValue, kOutput, kLayers };
 
 // What a forward leaves behind its output for the backward, in the order of its list. predictors: the weights of
@@ -35,14 +35,14 @@ struct Saved {
   }
 };
 
-// Elements that a tensor takes of memory that others share: the next one starts at a multiple of 64.
-int64_t place_of(const Tensor& tensor) { return (tensor.numel() + 63) / 64 * 64; }
+// The elements that a tensor takes in memory of several tensors, each of which starts at a multiple of 64.
+int64_t padded_numel(const Tensor& tensor) { return (tensor.numel() + 63) / 64 * 64; }
 
 std::vector<int64_t> sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
 
 Tensor as_matrix(const Tensor& rows) { return shaped(rows, {rows.size(0) * rows.size(1), rows.size(2)}); }
 
-// The rows of two matrices, one below the other.
+// Returns the rows of two matrices, one below the other.
 Tensor stacked(const Tensor& upper, const Tensor& lower) {
   return call("aten::cat", "", std::vector<Tensor>{upper, lower}, int64_t{0});
 }
@@ -51,11 +51,12 @@ Tensor transposed(const Tensor& matrix) {
   return strided(matrix, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)});
 }
 
-// Each of the tensors, contiguous and in this type: itself, or a part of one piece of memory that one launch fills.
+// Returns each of the tensors, contiguous and in this type: itself, or a part of one piece of memory that one launch
+// fills.
 std::vector<Tensor> converted(const std::vector<Tensor>& tensors, ScalarType type) {
   int64_t total = 0;
   for (const Tensor& tensor : tensors) {
-    if (tensor.scalar_type() != type) total += place_of(tensor);
+    if (tensor.scalar_type() != type) total += padded_numel(tensor);
   }
   std::optional<Tensor> memory;
   std::vector<Tensor> all, to, from;
@@ -67,7 +68,7 @@ std::vector<Tensor> converted(const std::vector<Tensor>& tensors, ScalarType typ
     }
     if (!memory) memory = torch::stable::new_empty(tensor, {total}, type);
     all.push_back(shaped(*memory, sizes_of(tensor), used));
-    used += place_of(tensor);
+    used += padded_numel(tensor);
     if (tensor.is_contiguous()) {
       to.push_back(all.back()), from.push_back(tensor);
     } else {
@@ -87,7 +88,7 @@ void clear(Tensor& maps, const std::optional<Tensor>& mask) {
   call("aten::masked_fill_", "Tensor", maps, torch::stable::unsqueeze(*mask, -1), zero);
 }
 
-// The product of two matrices, in this type, in which it leaves a CUDA kernel.
+// Returns the product of two matrices in this type, in which a CUDA kernel writes it.
 Tensor product(const Tensor& a, const Tensor& b, ScalarType type) {
   if (a.scalar_type() == type) return call("aten::mm", "", a, b);
   if (a.is_cuda()) return call("aten::mm", "dtype", a, b, type);
@@ -127,9 +128,9 @@ std::vector<Tensor> ms_deform_attn_projected(const Tensor& query, const Tensor& 
                of_offsets.dim() == 2 && of_logits.dim() == 2 && of_offsets.size(1) == of_logits.size(1),
                "the layers of offsets and logits must read the same rows, got weights of ", shape_text(of_offsets),
                " and ", shape_text(of_logits));
-  // Converted, one follows the other in memory.
-  const bool are_stacked =
-      of_offsets.scalar_type() != type && of_logits.scalar_type() != type && place_of(of_offsets) == of_offsets.numel();
+  // Where both are converted, the second one lies behind the first in memory.
+  const bool are_stacked = of_offsets.scalar_type() != type && of_logits.scalar_type() != type &&
+                           padded_numel(of_offsets) == of_offsets.numel();
   std::vector<Tensor> inputs;  // weights, biases, query, value
   for (const size_t bias : {0, 1}) {
     for (size_t layer = 0; layer < kLayers; ++layer) inputs.push_back(parameters[2 * layer + bias]);
@@ -161,8 +162,8 @@ std::vector<Tensor> ms_deform_attn_projected(const Tensor& query, const Tensor& 
   return saved.after(identity ? torch::stable::subtract(*identity, output, -1.0) : output);
 }
 
-// The gradients of value, of reference points, and of each query's offsets and then logits, [B, Q, G * K * 3]. CUDA has
-// kernels that write them so.
+// Returns the gradients of value, of reference points, and of each query's offsets and then logits, [B, Q, G * K * 3].
+// CUDA has kernels that write them so.
 std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_fused_backward_joined(
     const Tensor& grad_output, const Tensor& value, const Tensor& level_shapes, const Tensor& level_starts,
     const Tensor& reference_points, const Tensor& offsets, const Tensor& logits, std::vector<int64_t> num_points,
@@ -179,8 +180,8 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_fused_backward_joined(
       call("aten::cat", "", std::vector<Tensor>{rows(of_offsets, 2 * samples), rows(of_logits, samples)}, int64_t{2})};
 }
 
-// The sums of each matrix's columns, one matrix after another, in this type. CUDA has a kernel; elsewhere a product
-// with ones takes no longer than torch's sum, and a tenth of its time where 16 bit are summed in float32.
+// Returns the sums of each matrix's columns, one matrix after another, in this type. CUDA has a kernel; elsewhere a
+// product with ones takes no longer than torch's sum, and a tenth of its time where 16 bit are summed in float32.
 Tensor column_sums(std::vector<Tensor> matrices, ScalarType type) {
   std::vector<Tensor> sums;
   for (const Tensor& matrix : matrices) {
@@ -222,7 +223,7 @@ std::vector<Tensor> ms_deform_attn_projected_backward(const Tensor& grad_output_
   grad_maps = as_matrix(grad_maps);
 
   std::vector<std::optional<Tensor>> grads(wanted.size());
-  // A part of `whole`, which has the gradients of several tensors.
+  // Takes a part of `whole`, which has the gradients of several tensors.
   const auto give = [&](size_t i, const Tensor& whole, const std::vector<int64_t>& sizes, int64_t offset = 0) {
     if (wanted[i] == 0) return;
     const Tensor own = shaped(whole, sizes, offset);

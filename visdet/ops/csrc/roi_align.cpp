@@ -12,7 +12,7 @@ namespace visdet {
 
 namespace {
 
-// The memory of a region's axis.
+// AxisTaps is the memory of a region's axis.
 template <typename A>
 struct AxisTaps {
   std::vector<RoIAlignTap<A>> taps;
@@ -22,7 +22,7 @@ struct AxisTaps {
   RoIAlignAxis<A> view() const { return {taps.data(), ends.data(), static_cast<int64_t>(ends.size())}; }
 };
 
-// Weighs the pixels of a bin. slots [size of the axis]: where in the bin a pixel's tap is, -1 without one.
+// Weighs the pixels of a bin. slots [size of the axis] says where in the bin a pixel's tap is, -1 without one.
 template <typename A>
 class BinTaps {
  public:
@@ -84,14 +84,14 @@ void weigh(const RoIAlignProblem& p, A low, A high, int64_t bins, int64_t size, 
     BinTaps<A> bin(axis, size, slots);
     const A origin = start + static_cast<A>(k) * bin_size;
     for (int64_t i = 0; i < samples; ++i) {
-      const A place = (static_cast<A>(i) + A(0.5)) * bin_size / static_cast<A>(samples);
-      bin.add_sample(origin + place, A(1) / static_cast<A>(samples));
+      const A offset = (static_cast<A>(i) + A(0.5)) * bin_size / static_cast<A>(samples);
+      bin.add_sample(origin + offset, A(1) / static_cast<A>(samples));
     }
     bin.finish();
   }
 }
 
-// The regions of a batch and the memory that they point to.
+// RegionsOfBatch has the regions of a batch and the memory that they point to.
 template <typename A>
 struct RegionsOfBatch {
   std::vector<AxisTaps<A>> axes;  // [N, 2]: rows and columns
@@ -128,7 +128,7 @@ RegionsOfBatch<A> weigh_regions(const RoIAlignProblem& p, const A* boxes) {
   return batch;
 }
 
-// The regions by image, in order; those of each image in `parts` parts.
+// Returns the regions by image, in order; those of each image in `parts` parts.
 template <typename A>
 std::vector<RegionsOfImage<RoIAlignRegion<A>>> sort_regions(const RoIAlignProblem& p, const RegionsOfBatch<A>& batch,
                                                             int64_t parts) {
@@ -146,31 +146,17 @@ Tensor roi_align(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int6
   dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    const T* values = data_of<T>(input);
     T* averages = mutable_data_of<T>(output);
     const RegionsOfBatch<A> batch = weigh_regions(p, rois.const_data_ptr<A>());
-    const int64_t blocks = (p.C + kBlock<A> - 1) / kBlock<A>, plane = p.H * p.W, bins = PH * PW;
-    const int64_t tasks = std::max<int64_t>(p.B, 1) * blocks, threads = torch::stable::get_num_threads();
-    const int64_t parts = std::min((threads + tasks - 1) / tasks, p.N);
-    const auto sorted = sort_regions(p, batch, parts);
-    int64_t pixels = 0;
-    for (const auto& image : sorted) pixels = std::max(pixels, image.pixels());
+    const int64_t tasks = std::max<int64_t>(p.B, 1) * ceil_of(p.C, kBlock<A>),
+                  threads = torch::stable::get_num_threads();
+    const int64_t parts = std::min(ceil_of(threads, tasks), p.N), bins = PH * PW;
     const auto& kernels = best_kernels<RoIAlignKernels<T, A>>();
-    torch::stable::parallel_for(0, tasks * parts, 1, [&](int64_t begin, int64_t end) {
-      const Scratch<A> laid_out(pixels * kBlock<A>), means(bins * kBlock<A>);
-      for (int64_t task = begin; task < end; ++task) {
-        const auto& image = sorted[task / blocks];
-        const int64_t b = task / blocks / parts, c0 = task % blocks * kBlock<A>;
-        const int64_t channels = std::min<int64_t>(p.C - c0, kBlock<A>);
-        const T* maps = values + (b * p.C + c0) * plane;
-        if (image.is_shared()) kernels.lay_out(maps, p.W, plane, channels, image.shared, laid_out.data());
-        for (const RoIAlignRegion<A>& region : image.regions) {
-          const Window& window = image.is_shared() ? image.shared : region.window;
-          if (!image.is_shared()) kernels.lay_out(maps, p.W, plane, channels, window, laid_out.data());
-          kernels.average(region, channels, window, laid_out.data(), means.data(),
-                          averages + (region.n * p.C + c0) * bins);
-        }
-      }
+    pool_regions<A>(sort_regions(p, batch, parts), parts, data_of<T>(input), p.C, p.H, p.W, kernels.lay_out, [&] {
+      return [&, means = Scratch<A>(bins * kBlock<A>)](const RoIAlignRegion<A>& region, int64_t c0, int64_t channels,
+                                                       const Window& window, const A* pixels) {
+        kernels.average(region, channels, window, pixels, means.data(), averages + (region.n * p.C + c0) * bins);
+      };
     });
   });
   return output;

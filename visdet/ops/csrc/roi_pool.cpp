@@ -12,8 +12,8 @@ namespace visdet {
 
 namespace {
 
-// Bins of start..end, each [begin, end) within 0..size; false without extent. Multiplications and additions are kept
-// apart by the volatile: see the contract.
+// Writes the bins of start..end, each [begin, end) within 0..size, and returns whether there is an extent. The volatile
+// keeps multiplications and additions apart, as the contract wants it.
 template <typename A>
 bool write_bins(A start, A end, int64_t count, int64_t size, int32_t* bins) {
   if (!(end > start)) return false;
@@ -28,7 +28,7 @@ bool write_bins(A start, A end, int64_t count, int64_t size, int32_t* bins) {
   return true;
 }
 
-// The smallest window around intervals [count, 2] of rows and of columns; empty ones do not count.
+// Returns the smallest window around a region's bins. Empty bins do not count.
 Window window_of(const RoIPoolRegion& region, int64_t PH, int64_t PW) {
   Window window{INT32_MAX, 0, INT32_MAX, 0};
   for (int64_t p = 0; p < PH; ++p) {
@@ -85,25 +85,12 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
     const Scratch<int32_t> intervals(problem.N * 2 * (PH + PW));
     const auto images =
         sort_regions<A>(problem, rois.const_data_ptr<A>(), static_cast<A>(spatial_scale), intervals.data());
-    int64_t pixels = 0;
-    for (const RoIPoolImage& image : images) pixels = std::max(pixels, image.pixels());
     const auto& kernels = best_kernels<RoIPoolKernels<T, A>>();
-    const int64_t blocks = (a.C + kBlock<A> - 1) / kBlock<A>, plane = a.H * a.W;
-    torch::stable::parallel_for(0, static_cast<int64_t>(images.size()) * blocks, 1, [&](int64_t begin, int64_t end) {
-      const Scratch<A> laid_out(pixels * kBlock<A>), peaks(PH * PW * kBlock<A>);
-      const Scratch<int32_t> places(PH * PW * kBlock<A>);
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t b = task / blocks, c0 = task % blocks * kBlock<A>;
-        const int64_t channels = std::min<int64_t>(a.C - c0, kBlock<A>);
-        const T* maps = a.input + (b * a.C + c0) * plane;
-        const RoIPoolImage& image = images[b];
-        if (image.is_shared()) kernels.lay_out(maps, a.W, plane, channels, image.shared, laid_out.data());
-        for (const RoIPoolRegion& region : image.regions) {
-          const Window& window = image.is_shared() ? image.shared : region.window;
-          if (!image.is_shared()) kernels.lay_out(maps, a.W, plane, channels, window, laid_out.data());
-          kernels.pool(a, region, c0, window, laid_out.data(), peaks.data(), places.data());
-        }
-      }
+    pool_regions<A>(images, 1, a.input, a.C, a.H, a.W, kernels.lay_out, [&] {
+      return [&, peaks = Scratch<A>(PH * PW * kBlock<A>), indices = Scratch<int32_t>(PH * PW * kBlock<A>)](
+                 const RoIPoolRegion& region, int64_t c0, int64_t, const Window& window, const A* pixels) {
+        kernels.pool(a, region, c0, window, pixels, peaks.data(), indices.data());
+      };
     });
   });
   return {output, argmax};

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kGrain = 4;         // queries of one piece of work
 constexpr int64_t kCopyPixels = 128;  // of one task of the copy
 
-// images as [B, H, W, pixel] in memory, see SampleArrays: themselves, or a copy.
+// Returns images as [B, H, W, pixel] in memory (see SampleArrays): themselves, or a copy.
 template <typename T>
 Tensor in_channels_last(const Tensor& images, const SampleProblem& problem) {
   if (problem.channels_last && problem.C >= kChunk) return images;
@@ -70,7 +70,8 @@ void run_dots(const SampleArrays<T, A>& a) {
   });
 }
 
-// The gradient of images, in their layout and type. A task has its sums, few enough for a cache, in memory of its own.
+// Returns the gradient of images, in their layout and type. A task has its sums, few enough for a cache, in memory of
+// its own.
 template <typename T, typename A>
 Tensor run_scatter(const SampleArrays<T, A>& a, const SampleProblem& problem, const Tensor& images) {
   Tensor grad = problem.channels_last ? empty_like(images) : new_empty(images, images.sizes());
@@ -103,7 +104,7 @@ Tensor run_scatter(const SampleArrays<T, A>& a, const SampleProblem& problem, co
   return grad;
 }
 
-// In the type of images.
+// Returns the sums in the type of images.
 template <typename T, typename A>
 Tensor rounded(const Tensor& sums, const Tensor& images) {
   if constexpr (std::is_same_v<T, A>) return sums;
@@ -133,8 +134,8 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
                                                        const Tensor& samples_in, const Tensor& weights_in,
                                                        bool /*deterministic: always*/) {
   constexpr const char* op = "sample_sum_backward";
-  auto problem = check_sample_sum(op, images_in, samples_in, weights_in);
-  check_grouped(op, "grad_output", "C", grad_output_in, problem.C, samples_in, problem, false);
+  const auto problem = check_sample_sum(op, images_in, samples_in, weights_in);
+  check_grouped(op, "grad_output", grad_output_in, {"C", problem.C}, samples_in, problem, problem.G);
   const Tensor grad_output = dense(grad_output_in), samples = dense(samples_in), weights = dense(weights_in);
   Tensor grad_images = images_in, grad_samples = new_empty(samples, samples.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
@@ -174,8 +175,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
                                                                const Tensor& depths_in, int64_t num_octaves,
                                                                bool /*deterministic: always*/) {
   constexpr const char* op = "sample_dot_backward";
-  auto problem = check_sample_dot(op, images_in, samples_in, queries_in, depths_in, num_octaves);
-  check_grouped(op, "grad_output", "D", grad_output_in, problem.D, samples_in, problem, false);
+  const auto problem = check_sample_dot(op, images_in, samples_in, queries_in, depths_in, num_octaves);
+  check_grouped(op, "grad_output", grad_output_in, {"D", problem.D}, samples_in, problem, problem.G);
   const Tensor grad_output = dense(grad_output_in), samples = dense(samples_in), queries = dense(queries_in),
                depths = dense(depths_in);
   Tensor grad_images = images_in, grad_samples = new_empty(samples, samples.sizes()),

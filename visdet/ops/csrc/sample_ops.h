@@ -28,20 +28,12 @@ struct SampleProblem {
   bool channels_last;  // images are [B, H, W, C] in memory
 };
 
-inline void check_on_device(const char* op, const char* name, const Tensor& tensor, const Tensor& images) {
-  VISDET_CHECK(op, on_device_of(images, tensor), name, " must be on the device of images");
-}
-
 inline SampleProblem check_samples(const char* op, const Tensor& images, const Tensor& samples) {
-  VISDET_CHECK(op, images.dim() == 4, "images must be [B, C, H, W], got ", shape_text(images));
-  VISDET_CHECK(op, is_value_dtype(images.scalar_type()), "images must be float64, float32, float16 or bfloat16, got ",
-               dtype_text(images));
-  VISDET_CHECK(op, samples.dim() == 4 && samples.size(0) == images.size(0) && samples.size(3) == 2,
-               "samples must be [B, Q, D, 2] = [", images.size(0), ", Q, D, 2], got ", shape_text(samples));
-  const ScalarType type = accumulate_dtype(images.scalar_type());
-  VISDET_CHECK(op, samples.scalar_type() == type, "samples must be ", torch::headeronly::toString(type),
-               " for images of type ", dtype_text(images), ", got ", dtype_text(samples));
-  check_on_device(op, "samples", samples, images);
+  check_shape(op, "images", images, {"B", "C", "H", "W"});
+  check_value_type(op, "images", images.scalar_type());
+  check_shape(op, "samples", samples, {{"B", images.size(0)}, "Q", "D", 2});
+  check_accumulate_type(op, "samples", samples, "images", images.scalar_type());
+  check_device(op, "samples", samples, "images", images);
   SampleProblem problem{};
   problem.B = images.size(0), problem.C = images.size(1), problem.H = images.size(2), problem.W = images.size(3);
   problem.Q = samples.size(1), problem.D = samples.size(2);
@@ -52,26 +44,17 @@ inline SampleProblem check_samples(const char* op, const Tensor& images, const T
   return problem;
 }
 
-// A [B, G, Q, last] tensor; takes G from it, or compares.
-inline void check_grouped(const char* op, const char* name, const char* last_name, const Tensor& tensor, int64_t last,
-                          const Tensor& samples, SampleProblem& problem, bool takes_groups) {
-  VISDET_CHECK(op,
-               tensor.dim() == 4 && tensor.size(0) == problem.B && (takes_groups || tensor.size(1) == problem.G) &&
-                   tensor.size(2) == problem.Q && tensor.size(3) == last,
-               name, " must be [B, G, Q, ", last_name, "] = [", problem.B, ", ",
-               takes_groups ? std::string("G") : std::to_string(problem.G), ", ", problem.Q, ", ", last, "], got ",
-               shape_text(tensor));
-  VISDET_CHECK(op, tensor.scalar_type() == samples.scalar_type(), name, " must have samples' type ",
-               dtype_text(samples), ", got ", dtype_text(tensor));
-  check_on_device(op, name, tensor, samples);
-  if (takes_groups) problem.G = tensor.size(1);
+// A [B, G, Q, last] tensor. groups: G, or -1 for any.
+inline void check_grouped(const char* op, const char* name, const Tensor& tensor, const Dimension& last,
+                          const Tensor& samples, const SampleProblem& problem, int64_t groups) {
+  check_like(op, name, tensor, {{"B", problem.B}, {"G", groups}, {"Q", problem.Q}, last}, "samples", samples);
 }
 
 inline SampleProblem check_sample_sum(const char* op, const Tensor& images, const Tensor& samples,
                                       const Tensor& weights) {
   SampleProblem problem = check_samples(op, images, samples);
-  problem.K = problem.C;
-  check_grouped(op, "weights", "D", weights, problem.D, samples, problem, true);
+  check_grouped(op, "weights", weights, {"D", problem.D}, samples, problem, -1);
+  problem.K = problem.C, problem.G = weights.size(1);
   return problem;
 }
 
@@ -82,14 +65,9 @@ inline SampleProblem check_sample_dot(const char* op, const Tensor& images, cons
                "num_octaves must be from 0 to 30, twice it at most the channels C = ", problem.C, " of images, got ",
                num_octaves);
   problem.K = problem.C - 2 * num_octaves;
-  check_grouped(op, "queries", "C - 2 * num_octaves", queries, problem.K, samples, problem, true);
-  VISDET_CHECK(
-      op,
-      depths.dim() == 3 && depths.size(0) == problem.B && depths.size(1) == problem.Q && depths.size(2) == problem.D,
-      "depths must be [B, Q, D] = [", problem.B, ", ", problem.Q, ", ", problem.D, "], got ", shape_text(depths));
-  VISDET_CHECK(op, depths.scalar_type() == samples.scalar_type(), "depths must have samples' type ",
-               dtype_text(samples), ", got ", dtype_text(depths));
-  check_on_device(op, "depths", depths, images);
+  check_grouped(op, "queries", queries, {"C - 2 * num_octaves", problem.K}, samples, problem, -1);
+  problem.G = queries.size(1);
+  check_like(op, "depths", depths, {{"B", problem.B}, {"Q", problem.Q}, {"D", problem.D}}, "samples", samples);
   return problem;
 }
 

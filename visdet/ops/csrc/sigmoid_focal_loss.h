@@ -19,25 +19,17 @@ struct FocalProblem {
   int64_t N, C;
 };
 
-inline void check_beside(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
-  VISDET_CHECK(op, on_device_of(input, tensor), name, " must be on the device of input");
-}
-
 inline FocalProblem check_sigmoid_focal_loss(const char* op, const Tensor& input, const Tensor& target,
                                              const Tensor& weight) {
-  VISDET_CHECK(op, input.dim() == 2, "input must be [N, C], got ", shape_text(input));
-  VISDET_CHECK(op, is_value_dtype(input.scalar_type()), "input must be float64, float32, float16 or bfloat16, got ",
-               dtype_text(input));
-  VISDET_CHECK(op, target.dim() == 1 && target.size(0) == input.size(0), "target must be [", input.size(0), "], got ",
-               shape_text(target));
-  VISDET_CHECK(op, target.scalar_type() == ScalarType::Long, "target must be int64, got ", dtype_text(target));
+  check_shape(op, "input", input, {"N", "C"});
+  check_value_type(op, "input", input.scalar_type());
+  check_shape(op, "target", target, {input.size(0)});
+  check_int64(op, "target", target);
   VISDET_CHECK(op, weight.dim() == 1 && (weight.size(0) == input.size(1) || weight.size(0) == 0), "weight must be [",
                input.size(1), "] or empty, got ", shape_text(weight));
-  const ScalarType type = accumulate_dtype(input.scalar_type());
-  VISDET_CHECK(op, weight.scalar_type() == type, "weight must be ", torch::headeronly::toString(type), ", got ",
-               dtype_text(weight));
-  check_beside(op, "target", target, input);
-  check_beside(op, "weight", weight, input);
+  check_accumulate_type(op, "weight", weight, "input", input.scalar_type());
+  check_device(op, "target", target, "input", input);
+  check_device(op, "weight", weight, "input", input);
   return {input.size(0), input.size(1)};
 }
 
@@ -50,12 +42,7 @@ inline bool is_one_number(const Tensor& tensor) {
 }
 
 inline void check_focal_gradient(const char* op, const Tensor& grad_output, const Tensor& input) {
-  VISDET_CHECK(op,
-               grad_output.dim() == 2 && grad_output.size(0) == input.size(0) && grad_output.size(1) == input.size(1),
-               "grad_output must be ", shape_text(input), ", got ", shape_text(grad_output));
-  VISDET_CHECK(op, grad_output.scalar_type() == input.scalar_type(), "grad_output must have input's type ",
-               dtype_text(input), ", got ", dtype_text(grad_output));
-  check_beside(op, "grad_output", grad_output, input);
+  check_like(op, "grad_output", grad_output, {input.size(0), input.size(1)}, "input", input);
 }
 
 }  // namespace visdet

@@ -1,4 +1,4 @@
-// Schema of soft_nms: schemas, and the functions for CPU tensors. The fake tensor and the plain-torch definition are
+// soft_nms: its schema, and its function for CPU tensors. The fake tensor and the plain-torch definition are
 // in visdet/ops/nms.py.
 #include "cpu/soft_nms.h"
 

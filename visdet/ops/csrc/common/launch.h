@@ -118,10 +118,10 @@ inline Tensor contiguous_pairs(const Tensor& tensor) {
 
 }  // namespace visdet
 
-// VISDET_CUDA_OPERATORS(m) { m.impl("<op>", TORCH_BOX(&function)); ... } registers functions for CUDA tensors and,
-// under the namespace visdet_plan, for plans. Once a file.
-#define VISDET_CUDA_OPERATORS(m)                                                              \
-  static void register_cuda_operators(torch::stable::detail::StableLibrary&);                 \
-  STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, library) { register_cuda_operators(library); }      \
-  STABLE_TORCH_LIBRARY_IMPL(visdet_plan, Meta, library) { register_cuda_operators(library); } \
-  static void register_cuda_operators(torch::stable::detail::StableLibrary& m)
+// VISDET_CUDA_OPERATORS(<op>, m) { m.impl("<op>", TORCH_BOX(&function)); ... } registers functions for CUDA tensors
+// and, under the namespace visdet_plan, for plans.
+#define VISDET_CUDA_OPERATORS(op, m)                                                \
+  static void register_##op(torch::stable::detail::StableLibrary&);                 \
+  STABLE_TORCH_LIBRARY_IMPL(visdet, CUDA, library) { register_##op(library); }      \
+  STABLE_TORCH_LIBRARY_IMPL(visdet_plan, Meta, library) { register_##op(library); } \
+  static void register_##op(torch::stable::detail::StableLibrary& m)

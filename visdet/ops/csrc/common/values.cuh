@@ -129,21 +129,9 @@ __device__ __forceinline__ void load_pack(const void* from, A (&to)[VEC]) {
   unpack(pack, to);
 }
 
-// Calls f(T{}, A{}) with the value type T of a tensor and the type A its sums are taken in.
 template <typename F>
 void dispatch_value_type(ScalarType type, const F& f) {
-  switch (type) {
-    case ScalarType::Double:
-      return f(double{}, double{});
-    case ScalarType::Float:
-      return f(float{}, float{});
-    case ScalarType::Half:
-      return f(__half{}, float{});
-    case ScalarType::BFloat16:
-      return f(__nv_bfloat16{}, float{});
-    default:
-      fail("visdet: unsupported value type ", torch::headeronly::toString(type));
-  }
+  dispatch_types_of<__half, __nv_bfloat16>(type, f);
 }
 
 }  // namespace visdet

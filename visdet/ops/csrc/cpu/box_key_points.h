@@ -15,7 +15,7 @@ struct KeyPointsArrays {
   A *grad_anchors, *grad_logits;
 };
 
-// Anchors [begin, end). scratch: [(F + M) * 3 + a vector].
+// The kernels take anchors [begin, end). scratch has (F + M) * 3 numbers and those of a vector.
 template <typename A>
 struct KeyPointsKernels {
   void (*forward)(const KeyPointsArrays<A>& a, int64_t begin, int64_t end, A* scratch);

@@ -10,7 +10,7 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// target[w] += factor[w] * source[w], w < count
+// Adds factor[w] * source[w] to target[w] for w < count.
 template <typename A>
 VISDET_INLINE void add_products(A* target, const A* factor, const A* source, int64_t count) {
   constexpr int W = kLanes<A>;
@@ -19,7 +19,7 @@ VISDET_INLINE void add_products(A* target, const A* factor, const A* source, int
   for (; w < count; ++w) target[w] += factor[w] * source[w];
 }
 
-// sums[w] = sum over the K * K taps of factors[tap][w] * rows[i][w + j]
+// Writes to sums[w] the sum over the K * K taps of factors[tap][w] * rows[i][w + j].
 template <typename A>
 VISDET_INLINE void sum_of_taps(A* sums, const A* factors, const A* rows, int64_t count, int64_t K, int64_t stride) {
   constexpr int W = kLanes<A>;
@@ -55,7 +55,7 @@ VISDET_INLINE void copy_rows(const CarafeArrays<T, A>& a, const T* map, int64_t 
   }
 }
 
-// One phase of W * s numbers, and back.
+// They copy one phase of W * s numbers, and back.
 template <typename T, typename A>
 VISDET_INLINE void gather_phase(const T* from, A* to, int64_t W, int64_t s) {
   for (int64_t w = 0; w < W; ++w) to[w] = to_accumulate(from[w * s]);
@@ -65,7 +65,7 @@ VISDET_INLINE void scatter_phase(const A* from, T* to, int64_t W, int64_t s) {
   for (int64_t w = 0; w < W; ++w) from_accumulate(from[w], to[w * s]);
 }
 
-// Row h of group g of image b: masks to phases, or (BACK) gradients of phases to those of masks.
+// Copies row h of group g of image b from masks to phases, or (BACK) gradients of phases to those of masks.
 template <typename T, typename A, bool BACK>
 void arrange_masks(const CarafeArrays<T, A>& a, int64_t b, int64_t g, int64_t h) {
   const int64_t taps = a.K * a.K, columns = a.W * a.s;
@@ -82,7 +82,7 @@ void arrange_masks(const CarafeArrays<T, A>& a, int64_t b, int64_t g, int64_t h)
   }
 }
 
-// Row h of group g of image b. scratch: [K * (W + K - 1) + W].
+// Writes the output in row h of group g of image b. scratch: [K * (W + K - 1) + W].
 template <typename T, typename A>
 void upsample_row(const CarafeArrays<T, A>& a, A* scratch, int64_t b, int64_t g, int64_t h) {
   const int64_t taps = a.K * a.K, stride = a.W + a.K - 1, per_group = a.C / a.G;
@@ -98,7 +98,7 @@ void upsample_row(const CarafeArrays<T, A>& a, A* scratch, int64_t b, int64_t g,
   }
 }
 
-// The gradient of phases, in row h of group g of image b, into `grads` [s * s, K * K, W]. scratch as above.
+// Writes the gradient of phases in row h of group g of image b to `grads` [s * s, K * K, W]. scratch is as above.
 template <typename T, typename A>
 void grad_masks_row(const CarafeArrays<T, A>& a, A* grads, A* scratch, int64_t b, int64_t g, int64_t h) {
   const int64_t taps = a.K * a.K, stride = a.W + a.K - 1, per_group = a.C / a.G;
@@ -117,7 +117,7 @@ void grad_masks_row(const CarafeArrays<T, A>& a, A* grads, A* scratch, int64_t b
   }
 }
 
-// The gradient of channel c of image b. scratch: [(H + K - 1) * (W + K - 1) + W].
+// Writes the gradient of channel c of image b. scratch: [(H + K - 1) * (W + K - 1) + W].
 template <typename T, typename A>
 void grad_features_map(const CarafeArrays<T, A>& a, A* scratch, int64_t b, int64_t c) {
   const int64_t taps = a.K * a.K, stride = a.W + a.K - 1, edge = a.K / 2, g = c / (a.C / a.G);

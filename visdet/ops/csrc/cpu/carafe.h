@@ -19,14 +19,14 @@ struct CarafeArrays {
 
 template <typename T, typename A>
 struct CarafeKernels {
-  // Row h of group g of image b: masks to phases, and gradients of phases to those of masks.
+  // They copy row h of group g of image b from masks to phases, and gradients of phases to those of masks.
   void (*masks_to_phases)(const CarafeArrays<T, A>& a, int64_t b, int64_t g, int64_t h);
   void (*phases_to_masks)(const CarafeArrays<T, A>& a, int64_t b, int64_t g, int64_t h);
-  // The output in row h of group g of image b. scratch: [K * (W + K - 1) + W].
+  // Writes the output in row h of group g of image b. scratch: [K * (W + K - 1) + W].
   void (*upsample_row)(const CarafeArrays<T, A>& a, A* scratch, int64_t b, int64_t g, int64_t h);
-  // The gradient of phases in row h, into `grads` [s * s, K * K, W]. scratch as above.
+  // Writes the gradient of phases in row h to `grads` [s * s, K * K, W]. scratch is as above.
   void (*grad_masks_row)(const CarafeArrays<T, A>& a, A* grads, A* scratch, int64_t b, int64_t g, int64_t h);
-  // The gradient of channel c of image b. scratch: [(H + K - 1) * (W + K - 1) + W].
+  // Writes the gradient of channel c of image b. scratch: [(H + K - 1) * (W + K - 1) + W].
   void (*grad_features_map)(const CarafeArrays<T, A>& a, A* scratch, int64_t b, int64_t c);
 };
 

@@ -16,27 +16,9 @@
 
 namespace visdet {
 
-// Calls f(T{}, A{}) with the value type T of a tensor and the type A its sums are taken in.
 template <typename F>
 void dispatch_value_type(ScalarType type, const F& f) {
-  switch (type) {
-    case ScalarType::Double:
-      return f(double{}, double{});
-    case ScalarType::Float:
-      return f(float{}, float{});
-    case ScalarType::Half:
-      return f(Float16{}, float{});
-    case ScalarType::BFloat16:
-      return f(BFloat16{}, float{});
-    default:
-      fail("visdet: unsupported value type ", torch::headeronly::toString(type));
-  }
-}
-
-// The same for operators of float32 and float64 alone, which take sums in the type of their values.
-template <typename F>
-auto dispatch_sum_type(ScalarType type, const F& f) {
-  return type == ScalarType::Double ? f(double{}) : f(float{});
+  dispatch_types_of<Float16, BFloat16>(type, f);
 }
 
 template <typename V>
@@ -48,7 +30,7 @@ V* mutable_data_of(const Tensor& tensor) {
   return static_cast<V*>(tensor.mutable_data_ptr());
 }
 
-// Uninitialised numbers on a cache-line border, owned by one thread.
+// Scratch owns uninitialised numbers that begin on a cache line, for one thread.
 template <typename A>
 class Scratch {
  public:

@@ -1,4 +1,4 @@
-// exp of a vector of numbers that are not positive. Included like vec.h, by every pass.
+// The exponential function of a vector of numbers that are not positive.
 #pragma once
 
 #include "cpu/vec.h"
@@ -23,7 +23,7 @@ struct ExpOf<double> {
   static constexpr int64_t kOne = 0x3ff0000000000000;
 };
 
-// exp(x) of x <= 0, to about an ulp; 0 below the smallest normal number.
+// Returns exp(x) of x <= 0, to about an ulp, or 0 where that is below the smallest normal number.
 template <typename A>
 VISDET_INLINE Vec<A> exp_nonpositive(Vec<A> x) {
   using E = ExpOf<A>;

@@ -55,7 +55,7 @@ int64_t prepare_blocks(const GaussianArrays<A>& a, int64_t begin, int64_t end) {
   return bad;
 }
 
-// Whether a block has nothing to say at a point. NaN points are not left out.
+// Returns whether a point lies outside a block's box, where its terms are below the cutoff. A NaN point is not outside.
 template <typename A>
 VISDET_INLINE bool is_outside(const A* rows, const A* point) {
   constexpr int W = kLanes<A>;
@@ -65,7 +65,7 @@ VISDET_INLINE bool is_outside(const A* rows, const A* point) {
   return outside && sum == sum;
 }
 
-// v = L^-1 (point - mean) of a block's Gaussians; returns |v|^2.
+// Writes v = L^-1 (point - mean) of a block's Gaussians and returns |v|^2.
 template <typename A>
 VISDET_INLINE Vec<A> whiten(const A* rows, const A* point, Vec<A> (&v)[3]) {
   constexpr int W = kLanes<A>;
@@ -77,7 +77,7 @@ VISDET_INLINE Vec<A> whiten(const A* rows, const A* point, Vec<A> (&v)[3]) {
   return v[0] * v[0] + v[1] * v[1] + v[2] * v[2];
 }
 
-// u = L^-T v.
+// Writes u = L^-T v.
 template <typename A>
 VISDET_INLINE void whiten_back(const A* rows, const Vec<A> (&v)[3], Vec<A> (&u)[3]) {
   constexpr int W = kLanes<A>;
@@ -86,7 +86,7 @@ VISDET_INLINE void whiten_back(const A* rows, const Vec<A> (&v)[3], Vec<A> (&u)[
   u[0] = (v[0] - load(rows + k10 * W) * u[1] - load(rows + k20 * W) * u[2]) * load(rows + k00 * W);
 }
 
-// As many lanes of a row of length N as there are from `first` on.
+// Loads as many lanes of a row of length N as there are from `first` on; the others are zero.
 template <typename A>
 VISDET_INLINE Vec<A> load_part(const A* from, int64_t first, int64_t N) {
   constexpr int W = kLanes<A>;
@@ -111,7 +111,7 @@ void distances_of_point(const GaussianArrays<A>& a, int64_t b) {
   }
 }
 
-// The gradient of one point. IS_FIELD: of the field, else of its row of distances.
+// Writes the gradient of one point: with IS_FIELD that of the field, else that of its row of distances.
 template <typename A, bool IS_FIELD>
 void grad_of_point(const GaussianArrays<A>& a, int64_t b) {
   constexpr int W = kLanes<A>;
@@ -133,7 +133,7 @@ void grad_of_point(const GaussianArrays<A>& a, int64_t b) {
   for (int d = 0; d < 3; ++d) a.grad_points[3 * b + d] = factor * total[d];
 }
 
-// The field at one point.
+// Writes the field at one point.
 template <typename A>
 void field_of_point(const GaussianArrays<A>& a, int64_t b) {
   constexpr int W = kLanes<A>;
@@ -150,7 +150,7 @@ void field_of_point(const GaussianArrays<A>& a, int64_t b) {
   a.output[b] = total[0];
 }
 
-// The gradients of one block of Gaussians. IS_FIELD as above.
+// Writes the gradients of one block of Gaussians. IS_FIELD is as above.
 template <typename A, bool IS_FIELD>
 void grad_of_block(const GaussianArrays<A>& a, int64_t block) {
   constexpr int W = kLanes<A>;

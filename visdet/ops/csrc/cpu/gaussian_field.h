@@ -12,9 +12,8 @@ struct GaussianArrays {
   const A* means;                 // [N, 3]
   const A* cholesky;              // [N, 3, 3]
   const A* weights;               // [N], or null
-  const int64_t* point_order;     // [B], or null: as they come
   const int64_t* gaussian_order;  // [N], or null
-  A cutoff;                       // tolerance / N, or 0: leave out nothing
+  A cutoff;                       // tolerance / N, or 0: all pairs count
   A* blocks;                      // [ceil(N / lanes), kRows, lanes]
   const A* grad_output;           // [B, N] or [B]
   A* output;                      // [B, N] or [B]
@@ -29,7 +28,7 @@ struct GaussianKernels {
   int64_t lanes, block;  // Gaussians and numbers of a block
   // Writes blocks [begin, end). Returns the first Gaussian whose factor has a diagonal that is not positive, or -1.
   int64_t (*prepare_blocks)(const GaussianArrays<A>& a, int64_t begin, int64_t end);
-  // All that is owed to one point, or to the Gaussians of one block.
+  // They write the results of one point, or of the Gaussians of one block.
   void (*distances_of_point)(const GaussianArrays<A>& a, int64_t b);
   void (*distance_grad_of_point)(const GaussianArrays<A>& a, int64_t b);
   void (*distance_grad_of_block)(const GaussianArrays<A>& a, int64_t block);

@@ -25,7 +25,7 @@ constexpr int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 enum class Isa { baseline, avx2, avx512 };
 
-// The best instruction set that this processor has and VISDET_CPU_ISA allows; defined in csrc/cpu_isa.cpp.
+// Returns the best instruction set that this processor has and VISDET_CPU_ISA allows; defined in csrc/cpu_isa.cpp.
 Isa best_isa();
 
 // The table of kernels of type `Table`, as compiled for one instruction set. VISDET_KERNELS defines it.
@@ -34,7 +34,7 @@ struct Compiled {
   static const Table table;
 };
 
-// The table of the best instruction set.
+// Returns the table of the best instruction set.
 template <typename Table>
 const Table& best_kernels() {
 #if defined(VISDET_HAS_X86_ISAS)

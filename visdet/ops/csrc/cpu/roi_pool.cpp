@@ -10,13 +10,13 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// Integers as wide as A, in a vector.
+// A vector of integers of the size of A.
 template <typename A>
 using IndexVec = decltype(Vec<A>{} > Vec<A>{});
 
 template <typename T, typename A>
 void pool_region(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t c0, const Window& window,
-                 const A* pixels, A* peaks, int32_t* places) {
+                 const A* pixels, A* peaks, int32_t* indices) {
   constexpr int kTile = kBlock<A>, kStep = kLanes<A>;
   const int64_t width = window.right - window.left, bins = a.PH * a.PW;
   int64_t at = 0;
@@ -25,15 +25,15 @@ void pool_region(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t
     for (int64_t q = 0; q < a.PW; ++q, at += kTile) {
       const int32_t left = region.columns[2 * q], right = region.columns[2 * q + 1];
       if (top >= bottom || left >= right) {
-        for (int c = 0; c < kTile; ++c) peaks[at + c] = 0, places[at + c] = -1;
+        for (int c = 0; c < kTile; ++c) peaks[at + c] = 0, indices[at + c] = -1;
         continue;
       }
       const A* first = pixels + ((top - window.top) * width + left - window.left) * kTile;
       Vec<A> most[kParts<A>];
-      IndexVec<A> place[kParts<A>];
+      IndexVec<A> index[kParts<A>];
       for (int k = 0; k < kParts<A>; ++k) {
         most[k] = (Vec<A>{}) - A(__builtin_inf());
-        place[k] = (IndexVec<A>{}) + (top * static_cast<int32_t>(a.W) + left);
+        index[k] = (IndexVec<A>{}) + (top * static_cast<int32_t>(a.W) + left);
       }
       for (int32_t h = top; h < bottom; ++h) {
         const A* pixel = first + (h - top) * width * kTile;
@@ -43,7 +43,7 @@ void pool_region(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t
             const Vec<A> value = load(pixel + k * kStep);
             const auto is_better = value > most[k];
             most[k] = is_better ? value : most[k];
-            place[k] = is_better ? here : place[k];
+            index[k] = is_better ? here : index[k];
           }
         }
       }
@@ -51,7 +51,7 @@ void pool_region(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t
         // Where nothing is greater than -inf the first pixel stands, be it NaN.
         const Vec<A> none = (Vec<A>{}) - A(__builtin_inf());
         store(peaks + at + k * kStep, most[k] > none ? most[k] : load(first + k * kStep));
-        for (int lane = 0; lane < kStep; ++lane) places[at + k * kStep + lane] = static_cast<int32_t>(place[k][lane]);
+        for (int lane = 0; lane < kStep; ++lane) indices[at + k * kStep + lane] = static_cast<int32_t>(index[k][lane]);
       }
     }
   }
@@ -61,7 +61,7 @@ void pool_region(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t
   for (int64_t c = 0; c < channels; ++c, output += bins, argmax += bins) {
     for (int64_t i = 0; i < bins; ++i) {
       from_accumulate(peaks[i * kTile + c], output[i]);
-      argmax[i] = places[i * kTile + c];
+      argmax[i] = indices[i * kTile + c];
     }
   }
 }

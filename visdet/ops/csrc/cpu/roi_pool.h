@@ -26,9 +26,9 @@ template <typename T, typename A>
 struct RoIPoolKernels {
   LayOutWindow<T, A> lay_out;
   // Pools one region over a block of channels from c0 on. pixels [window, kBlock] holds at least the region's window.
-  // peaks and places: scratch of [PH * PW, kBlock] each.
+  // peaks and indices: scratch of [PH * PW, kBlock] each.
   void (*pool)(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t c0, const Window& window,
-               const A* pixels, A* peaks, int32_t* places);
+               const A* pixels, A* peaks, int32_t* indices);
 };
 
 }  // namespace visdet

@@ -1,7 +1,7 @@
 // sigmoid_focal_loss on the CPU. The contract is in csrc/sigmoid_focal_loss.h.
 //
 // Most elements are no target: rows are run through as background, in vectors, and the few targets are then computed
-// once more. Parallel over rows.
+// once more. The kernels are parallel over rows.
 #include "cpu/sigmoid_focal_loss.h"
 
 #include "cpu/exp.h"
@@ -10,7 +10,7 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// log(1 + e) of 0 <= e <= 1: 2 artanh(z) with z = e / (2 + e), by its series.
+// Returns log(1 + e) of 0 <= e <= 1, which is 2 artanh(z) with z = e / (2 + e), by its series.
 template <typename A>
 VISDET_INLINE Vec<A> log1p_of_unit(Vec<A> e) {
   constexpr int kTerms = sizeof(A) == 4 ? 8 : 18;  // 9^-kTerms / (2 kTerms + 1) is below half an ulp
@@ -24,7 +24,7 @@ VISDET_INLINE Vec<A> log1p_of_unit(Vec<A> e) {
 VISDET_INLINE float power(float base, float exponent) { return __builtin_powf(base, exponent); }
 VISDET_INLINE double power(double base, double exponent) { return __builtin_pow(base, exponent); }
 
-// The loss of a, or its derivative, without balance and weight.
+// Returns the loss of a, or its derivative, without balance and weight.
 template <typename A, bool GRAD>
 VISDET_INLINE Vec<A> focal(Vec<A> a, A gamma) {
   const Vec<A> zero = {};
@@ -49,7 +49,7 @@ VISDET_INLINE void store_as(T* to, Vec<float> v) {
   for (int lane = 0; lane < kLanes<float>; ++lane) from_accumulate(float(v[lane]), to[lane]);
 }
 
-// Elements [begin, end) as background, times factor.
+// Writes elements [begin, end) as background, times factor.
 template <typename T, typename A, bool GRAD>
 void background(const FocalArrays<T, A>& a, int64_t begin, int64_t end, A factor) {
   constexpr int W = kLanes<A>;
@@ -76,7 +76,7 @@ void background(const FocalArrays<T, A>& a, int64_t begin, int64_t end, A factor
   }
 }
 
-// Rows [begin, end).
+// Writes rows [begin, end).
 template <typename T, typename A, bool GRAD>
 void focal_rows(const FocalArrays<T, A>& a, int64_t begin, int64_t end) {
   const Vec<A> zero = {};

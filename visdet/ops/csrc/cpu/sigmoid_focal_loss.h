@@ -17,7 +17,7 @@ struct FocalArrays {
   T* output;             // [N, C]: losses, or their gradients
 };
 
-// Rows [begin, end) of the losses, or of their gradients.
+// The kernels write rows [begin, end) of the losses, or of their gradients.
 template <typename T, typename A>
 struct FocalKernels {
   void (*losses)(const FocalArrays<T, A>& a, int64_t begin, int64_t end);

@@ -1,8 +1,8 @@
 // soft_nms on the CPU. The contract is in csrc/soft_nms.h.
 //
 // Boxes are kept as columns, a vector's lanes are boxes. Rounds depend on each other and a round is short, so all of it
-// runs on one thread. The places behind the last box hold NaN scores, which are neither best nor too low: no loop has a
-// remainder.
+// runs on one thread. The positions behind the last box hold NaN scores, which are neither best nor too low: no loop
+// has a remainder.
 #include "cpu/soft_nms.h"
 
 #include "cpu/exp.h"
@@ -28,7 +28,7 @@ int64_t first_greatest(const A* scores, int64_t begin, int64_t end) {
   return p;
 }
 
-// Lowers the scores of places (i, count) and returns whether one fell below min_score.
+// Lowers the scores at positions i + 1 to count - 1 and returns whether one fell below min_score.
 template <typename A, int METHOD>
 bool lower_scores(const SoftNmsArrays<A>& a, int64_t i, int64_t count) {
   constexpr int W = kLanes<A>;

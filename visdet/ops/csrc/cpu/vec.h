@@ -37,7 +37,7 @@ struct VecOf<double> {
 template <typename A>
 using Vec = typename VecOf<A>::type;
 template <typename A>
-using IntVec = typename VecOf<A>::integers;  // of as many integers, each as wide
+using IntVec = typename VecOf<A>::integers;  // of as many integers of the same size
 template <typename A>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(A));
 
@@ -76,7 +76,7 @@ VISDET_INLINE Vec<float> load(const Float16* from) {
 #endif
 }
 
-// from[index[i]] for each lane.
+// Returns from[index[i]] in lane i.
 VISDET_INLINE Vec<float> gather(const float* from, const int32_t* index) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Vec<float>>(_mm512_i32gather_ps(_mm512_loadu_si512(index), from, sizeof(float)));
@@ -97,13 +97,13 @@ VISDET_INLINE void store(A* to, Vec<A> v) {
   std::memcpy(to, &v, sizeof(v));
 }
 
-// to[i] = from[i], sums in the type of values.
+// Writes sums in the type of values: to[i] = from[i].
 template <typename T, typename A>
 VISDET_INLINE void round_numbers(const A* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) from_accumulate(from[i], to[i]);
 }
 
-// sums[k] = the sum over the lanes of v[k]. The order of additions is fixed for each instruction set.
+// Writes to sums[k] the sum over the lanes of v[k]. The order of additions is fixed for each instruction set.
 VISDET_INLINE void horizontal_sums(const Vec<float> (&v)[4], float (&sums)[4]) {
 #if defined(__AVX2__)
   __m256 half[4];
@@ -138,7 +138,7 @@ VISDET_INLINE IntVec<A> lane_numbers() {
   return numbers;
 }
 
-// All lanes of v in one number, by f, a function of two vectors.
+// Combines all lanes of v into one number by f, a function of two vectors.
 template <typename A, typename F>
 VISDET_INLINE A across_lanes(Vec<A> v, const F& f) {
 #pragma GCC unroll 4
@@ -151,7 +151,7 @@ VISDET_INLINE A sum_of_lanes(Vec<A> v) {
   return across_lanes<A>(v, [](Vec<A> one, Vec<A> other) { return one + other; });
 }
 
-// v in the first `count` lanes, `rest` in the others.
+// Returns v in the first `count` lanes, `rest` in the others.
 template <typename A>
 VISDET_INLINE Vec<A> first_lanes(Vec<A> v, int64_t count, A rest) {
   const IntVec<A> end = IntVec<A>{} + (count < kLanes<A> ? static_cast<int>(count) : kLanes<A>);

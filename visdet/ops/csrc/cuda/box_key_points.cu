@@ -119,20 +119,13 @@ struct Inputs {
   }
 };
 
-// Calls f(A{}) with the type of anchors.
-template <typename F>
-void dispatch(const Tensor& anchors, const F& f) {
-  if (anchors.scalar_type() == ScalarType::Double) return f(double{});
-  f(float{});
-}
-
 Tensor forward(const Tensor& anchors, const Tensor& fixed, const Tensor& logits, double max_log_size) {
   const auto problem = check_box_key_points(anchors, fixed, logits);
   const DeviceScope scope(anchors);
   const Inputs inputs{problem, dense(anchors), dense(fixed), dense(logits), max_log_size};
   Tensor output = new_empty(anchors, {problem.B, problem.Q, problem.F + problem.M, 3});
   if (output.numel() == 0) return output;
-  dispatch(anchors, [&](auto tag) {
+  dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     launch({kOp, "forward_kernel", scope, ceil_div(output.numel() / 3, kThreads), kThreads}, forward_kernel<A>,
            inputs.arrays<A>(), static_cast<A*>(output.mutable_data_ptr()));
@@ -149,7 +142,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
   const Tensor grad_output = dense(grad_output_in);
   Tensor grad_anchors = new_empty(anchors, anchors.sizes()), grad_logits = new_empty(logits, logits.sizes());
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
-  dispatch(anchors, [&](auto tag) {
+  dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     launch(
         {"box_key_points_backward", "backward_kernel", scope, ceil_div(problem.B * problem.Q, kThreads / 32), kThreads},
@@ -162,7 +155,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
 }  // namespace
 }  // namespace visdet::box_key_points
 
-VISDET_CUDA_OPERATORS(m) {
+VISDET_CUDA_OPERATORS(box_key_points, m) {
   m.impl("box_key_points", TORCH_BOX(&visdet::box_key_points::forward));
   m.impl("box_key_points_backward", TORCH_BOX(&visdet::box_key_points::backward));
 }

@@ -207,7 +207,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
 }  // namespace
 }  // namespace visdet::carafe
 
-VISDET_CUDA_OPERATORS(m) {
+VISDET_CUDA_OPERATORS(carafe, m) {
   m.impl("carafe", TORCH_BOX(&visdet::carafe::forward));
   m.impl("carafe_backward", TORCH_BOX(&visdet::carafe::backward));
 }

@@ -174,4 +174,4 @@ Tensor forward(std::vector<Tensor> matrices, ScalarType type) {
 }  // namespace
 }  // namespace visdet::column_sums
 
-VISDET_CUDA_OPERATORS(m) { m.impl("column_sums", TORCH_BOX(&visdet::column_sums::forward)); }
+VISDET_CUDA_OPERATORS(column_sums, m) { m.impl("column_sums", TORCH_BOX(&visdet::column_sums::forward)); }

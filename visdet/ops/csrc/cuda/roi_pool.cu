@@ -127,7 +127,7 @@ Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tenso
 }  // namespace
 }  // namespace visdet::roi_pool
 
-VISDET_CUDA_OPERATORS(m) {
+VISDET_CUDA_OPERATORS(roi_pool, m) {
   m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool::forward));
   m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool::backward));
 }

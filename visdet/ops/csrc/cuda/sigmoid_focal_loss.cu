@@ -108,7 +108,7 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& ta
 }  // namespace
 }  // namespace visdet::sigmoid_focal_loss
 
-VISDET_CUDA_OPERATORS(m) {
+VISDET_CUDA_OPERATORS(sigmoid_focal_loss, m) {
   m.impl("sigmoid_focal_loss", TORCH_BOX(&visdet::sigmoid_focal_loss::forward));
   m.impl("sigmoid_focal_loss_backward", TORCH_BOX(&visdet::sigmoid_focal_loss::backward));
 }

@@ -5,7 +5,7 @@
 
 namespace visdet {
 
-constexpr int kRows = 12;    // places of a block; output channels of a block in the weight's gradient
+constexpr int kRows = 12;    // positions of a block; output channels of a block in the weight's gradient
 constexpr int kDepth = 128;  // terms of a product at a time: a panel of so many rows stays in the first-level cache
 constexpr int kAtOnce = 4;   // lines of a pixel that one task adds to
 template <typename A>
@@ -15,7 +15,7 @@ constexpr int kPanel = 2 * kLine<A>;  // columns of a matrix that are multiplied
 template <typename A>
 constexpr int kTile = kRows * kPanel<A>;  // numbers of a product of kRows rows with a panel: [2, kRows, kLine]
 
-// One tap at one place.
+// DeformSample is one tap at one position.
 template <typename A>
 struct DeformSample {
   int32_t pixel[4];  // of each corner, -1 outside the map
@@ -24,28 +24,28 @@ struct DeformSample {
 
 template <typename T, typename A>
 struct DeformConvArrays {
-  int64_t C, H, W, M, KW, taps, width, places, groups, G;
+  int64_t C, H, W, M, KW, taps, width, positions, groups, G;
   int64_t stride[2], padding[2], dilation[2];
   int64_t per_group, per_offset, per_output;  // channels of a group of the weight, of the offsets, of the output
   int64_t lines;                              // of a deformable group
-  int64_t blocks;                             // of an image's places
+  int64_t blocks;                             // of an image's positions
   const T* input;                             // [B, C, H, W]
-  const T* offset;                            // [B, G, taps, 2, places]
-  const T* mask;                              // [B, G, taps, places] or null
+  const T* offset;                            // [B, G, taps, 2, positions]
+  const T* mask;                              // [B, G, taps, positions] or null
   const A* images;                            // [B, H, W, G, lines, kLine]
-  const A* zeros;                             // [lines, kLine], read in place of corners outside the map
-  const int64_t* position;                    // [groups, terms()] of each number of a kernel in a block of columns
+  const A* zeros;                             // [lines, kLine], read instead of corners outside the map
+  const int64_t* term_offset;                 // [groups, terms()] where a block of columns holds a term of a kernel
   const A* weight;                            // forward: [groups, panels of per_output, terms(), kPanel]
-  T* output;                                  // [B, M, places]
+  T* output;                                  // [B, M, positions]
 
-  // Backward, for `count` blocks of all images from `first` on.
+  // The backward takes `count` blocks of all images from `first` on.
   int64_t first, count;
-  const T* grad_output;      // [B, M, places]
+  const T* grad_output;      // [B, M, positions]
   const A* transposed;       // [groups, panels of terms(), per_output, kPanel]
   DeformSample<A>* samples;  // [count, G, taps, kRows]
   A* grad_columns;           // [count, block()], or null if neither input nor offset want a gradient
   A* columns;                // [count, block()], or null if the weight wants none
-  A* grad_products;          // [groups, tiles(), count, kRows (places), kRows (output channels)], with columns
+  A* grad_products;          // [groups, tiles(), count, kRows (positions), kRows (output channels)], with columns
   A* grad_images;            // [B, H, W, G, lines, kLine], or null
   A* grad_weight;            // [groups, pairs, tiles(), kTile]: of pairs of lines, see line_pair
   const int64_t* line_pair;  // [groups, pairs, 2] the lines of a block that hold channels of the group
@@ -59,9 +59,9 @@ struct DeformConvArrays {
   int64_t pixel() const { return G * lines * kLine<A>; }
   int64_t block() const { return taps * kRows * pixel(); }
   int64_t block_samples() const { return G * taps * kRows; }
-  // Places of block `n` of an image.
-  int64_t rows(int64_t n) const { return places - n * kRows < kRows ? places - n * kRows : kRows; }
-  // Whether the last line of a deformable group has zeros after its channels.
+  // Returns how many positions block `n` of an image has.
+  int64_t rows(int64_t n) const { return positions - n * kRows < kRows ? positions - n * kRows : kRows; }
+  // Returns whether the last line of a deformable group has zeros after its channels.
   bool is_padded() const { return per_offset % kLine<A> != 0; }
   int64_t forward_scratch(int64_t tile) const { return tile * (block() + ceil_of(per_output, kPanel<A>) * kTile<A>); }
   int64_t backward_scratch(int64_t tile) const { return tile * (M * kRows + kTile<A>); }
@@ -69,14 +69,14 @@ struct DeformConvArrays {
 
 template <typename T, typename A>
 struct DeformConvKernels {
-  // Pixels `first` .. `last` of image b, channels innermost.
+  // Copies pixels `first` .. `last` of image b, channels innermost.
   void (*copy_image)(const DeformConvArrays<T, A>& a, A* images, int64_t b, int64_t first, int64_t last);
-  // The way back, for the gradient.
+  // Copies the gradient of these pixels back.
   void (*copy_grad_image)(const DeformConvArrays<T, A>& a, int64_t b, int64_t first, int64_t last);
   // `count` blocks from block n0 of image b on. scratch: forward_scratch(count); samples: block_samples().
   void (*forward_tile)(const DeformConvArrays<T, A>& a, A* scratch, DeformSample<A>* samples, int64_t b, int64_t n0,
                        int64_t count);
-  // Samples, columns and their gradients of `count` blocks from the t0-th of `a.first` on. scratch:
+  // Writes samples, columns and their gradients of `count` blocks from the t0-th of `a.first` on. scratch:
   // backward_scratch(count).
   void (*backward_tile)(const DeformConvArrays<T, A>& a, A* scratch, int64_t t0, int64_t count);
   // Adds what blocks t0 .. t1, of image b, give to lines line0 .. line1 of group g of its pixels pixel0 .. pixel1. The

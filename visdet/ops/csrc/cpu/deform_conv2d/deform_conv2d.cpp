@@ -1,9 +1,10 @@
 // The kernels of deform_conv2d on the CPU, which arrays.h names.
 //
 // Numbers are handled in lines of 64 bytes, whatever the instruction set: the channels of a deformable group fill whole
-// lines, with zeros after the last. kRows places of the output make a block, and a block of columns is [lines of a
-// place, kRows, numbers of a line]. So a sample is located once for all of its channels, a line of it is one or a few
-// registers, and a matrix product reads numbers of kRows places, or a line of each, at distances the compiler knows.
+// lines, with zeros after the last. kRows positions of the output make a block, and a block of columns is [lines of a
+// position, kRows, numbers of a line]. So a sample is located once for all of its channels, a line of it is one or a
+// few registers, and a matrix product reads numbers of kRows positions, or a line of each, at distances the compiler
+// knows.
 //
 // The products are of this file too: they take the blocks as they lie, and add the terms of each number in one order,
 // whatever the tiles and the number of threads.
@@ -16,8 +17,9 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// c [2, kRows, kLine] += rows of one matrix times a panel of another. walk(v, visit) calls visit(a, b0, b1) for each
-// term, a pointing to the term's numbers of the rows, STRIDE apart, b0 and b1 to the vectors v and v + 1 of the panel.
+// Adds rows of one matrix times a panel of another to c [2, kRows, kLine]. walk(v, visit) calls visit(a, b0, b1) for
+// each term, a pointing to the term's numbers of the rows, STRIDE apart, b0 and b1 to the vectors v and v + 1 of the
+// panel.
 template <int STRIDE, typename A, typename Walk>
 VISDET_INLINE void add_products(A* c, bool is_first, const Walk& walk) {
   constexpr int W = kLanes<A>, L = kLine<A>;
@@ -83,14 +85,14 @@ void copy_grad_image(const DeformConvArrays<T, A>& a, int64_t b, int64_t first, 
   }
 }
 
-// All samples of block n of image b: [G, taps, kRows]. Those past the last place count nothing.
+// Writes all samples of block n of image b: [G, taps, kRows]. Those past the last position do not count.
 template <typename T, typename A>
 VISDET_INLINE void locate_block(const DeformConvArrays<T, A>& a, int64_t b, int64_t n, DeformSample<A>* sample) {
   const int64_t rows = a.rows(n);
   for (int64_t g = 0; g < a.G; ++g) {
     for (int64_t k = 0; k < a.taps; ++k) {
       const int64_t tap = (b * a.G + g) * a.taps + k;
-      const T* offset = a.offset + 2 * tap * a.places + n * kRows;
+      const T* offset = a.offset + 2 * tap * a.positions + n * kRows;
       const int64_t down = k / a.KW * a.dilation[0] - a.padding[0], across = k % a.KW * a.dilation[1] - a.padding[1];
       int64_t row = n * kRows / a.width, column = n * kRows % a.width;
       for (int r = 0; r < kRows; ++r, ++sample) {
@@ -98,11 +100,11 @@ VISDET_INLINE void locate_block(const DeformConvArrays<T, A>& a, int64_t b, int6
         if (r >= rows) continue;
         Bilinear<A> at;
         const A y = A(row * a.stride[0] + down) + to_accumulate(offset[r]);
-        const A x = A(column * a.stride[1] + across) + to_accumulate(offset[a.places + r]);
+        const A x = A(column * a.stride[1] + across) + to_accumulate(offset[a.positions + r]);
         locate(x, y, static_cast<int32_t>(a.H), static_cast<int32_t>(a.W), at);
         for (int i = 0; i < 4; ++i) sample->pixel[i] = at.is_inside[i] ? at.index[i] : -1;
         sample->fx = at.fx, sample->fy = at.fy;
-        sample->mask = a.mask ? to_accumulate(a.mask[tap * a.places + n * kRows + r]) : A(1);
+        sample->mask = a.mask ? to_accumulate(a.mask[tap * a.positions + n * kRows + r]) : A(1);
         if (++column == a.width) column = 0, ++row;
       }
     }
@@ -164,7 +166,7 @@ void forward_tile(const DeformConvArrays<T, A>& a, A* scratch, DeformSample<A>* 
     write_columns(a, b, samples, columns + n * a.block());
   }
   for (int64_t group = 0; group < a.groups; ++group) {
-    const int64_t* position = a.position + group * terms;
+    const int64_t* term_offset = a.term_offset + group * terms;
     for (int64_t t0 = 0; t0 < terms; t0 += kDepth) {
       const int64_t t1 = terms < t0 + kDepth ? terms : t0 + kDepth;
       for (int64_t panel = 0; panel < panels; ++panel) {
@@ -175,14 +177,14 @@ void forward_tile(const DeformConvArrays<T, A>& a, A* scratch, DeformSample<A>* 
                           [&](int v, const auto& visit) __attribute__((always_inline)) {
                             const A* row = weight + t0 * P + v * kLanes<A>;
                             for (int64_t t = t0; t < t1; ++t, row += P) {
-                              visit(block + position[t], row, row + kLanes<A>);
+                              visit(block + term_offset[t], row, row + kLanes<A>);
                             }
                           });
         }
       }
     }
     for (int64_t m = 0; m < a.per_output; ++m) {
-      T* out = a.output + (b * a.M + group * a.per_output + m) * a.places + n0 * kRows;
+      T* out = a.output + (b * a.M + group * a.per_output + m) * a.positions + n0 * kRows;
       for (int64_t n = 0; n < count; ++n) {
         const A* from = products + (m / P * count + n) * kTile<A> + m % P / L * kRows * L + m % L;
         for (int64_t r = 0; r < a.rows(n0 + n); ++r) from_accumulate(from[r * L], out[n * kRows + r]);
@@ -191,13 +193,13 @@ void forward_tile(const DeformConvArrays<T, A>& a, A* scratch, DeformSample<A>* 
   }
 }
 
-// The gradient of the products of a block, [M, kRows], zeros past the last place; and, if the weight wants its own, by
-// output channel.
+// Writes the gradient of the products of a block, [M, kRows], with zeros past the last position; and, if the weight
+// wants its own, by output channel.
 template <typename T, typename A>
 VISDET_INLINE void copy_grad_products(const DeformConvArrays<T, A>& a, int64_t b, int64_t n, int64_t t, A* grad) {
   const int64_t rows = a.rows(n), tiles = a.tiles();
   for (int64_t m = 0; m < a.M; ++m) {
-    const T* from = a.grad_output + (b * a.M + m) * a.places + n * kRows;
+    const T* from = a.grad_output + (b * a.M + m) * a.positions + n * kRows;
     for (int64_t r = 0; r < kRows; ++r) grad[m * kRows + r] = r < rows ? to_accumulate(from[r]) : A(0);
   }
   if (a.columns == nullptr) return;
@@ -211,23 +213,24 @@ VISDET_INLINE void copy_grad_products(const DeformConvArrays<T, A>& a, int64_t b
   }
 }
 
-// A panel of a product, whose columns are terms t0 .. of a kernel, to where these are in a block of columns.
+// Copies a panel of a product, whose columns are `count` terms of a kernel, to where a block of columns holds these
+// terms.
 template <typename A>
-VISDET_INLINE void place_panel(const A* from, const int64_t* position, int64_t count, A* block) {
+VISDET_INLINE void scatter_panel(const A* from, const int64_t* term_offset, int64_t count, A* block) {
   constexpr int64_t L = kLine<A>;
   for (int64_t j0 = 0; j0 < count; j0 += L, from += kRows * L) {
-    const int64_t here = count - j0 < L ? count - j0 : L, start = position[j0];
-    if (here == L && start % L == 0 && position[j0 + L - 1] == start + L - 1) {
+    const int64_t here = count - j0 < L ? count - j0 : L, start = term_offset[j0];
+    if (here == L && start % L == 0 && term_offset[j0 + L - 1] == start + L - 1) {
       for (int64_t i = 0; i < kRows * L; ++i) block[start + i] = from[i];
       continue;
     }
     for (int64_t r = 0; r < kRows; ++r) {
-      for (int64_t j = 0; j < here; ++j) block[position[j0 + j] + r * L] = from[r * L + j];
+      for (int64_t j = 0; j < here; ++j) block[term_offset[j0 + j] + r * L] = from[r * L + j];
     }
   }
 }
 
-// The gradient of the columns of `count` blocks, of which `grads` are the gradients of products.
+// Writes the gradient of the columns of `count` blocks, of which `grads` are the gradients of products.
 template <typename T, typename A>
 VISDET_INLINE void write_grad_columns(const DeformConvArrays<T, A>& a, const A* grads, A* products, A* to,
                                       int64_t count) {
@@ -252,16 +255,16 @@ VISDET_INLINE void write_grad_columns(const DeformConvArrays<T, A>& a, const A* 
                           });
         }
       }
-      const int64_t left = terms - panel * P;
+      const int64_t rest = terms - panel * P;
       for (int64_t n = 0; n < count; ++n) {
-        place_panel(products + n * kTile<A>, a.position + group * terms + panel * P, left < P ? left : P,
-                    to + n * a.block());
+        scatter_panel(products + n * kTile<A>, a.term_offset + group * terms + panel * P, rest < P ? rest : P,
+                      to + n * a.block());
       }
     }
   }
 }
 
-// The gradients of offset and mask of a block, and its columns if they are wanted.
+// Writes the gradients of offset and mask of a block, and its columns if they are wanted.
 template <typename T, typename A>
 VISDET_INLINE void write_grad_offsets(const DeformConvArrays<T, A>& a, int64_t b, int64_t n,
                                       const DeformSample<A>* samples, const A* grad_columns, A* columns) {
@@ -291,13 +294,13 @@ VISDET_INLINE void write_grad_offsets(const DeformConvArrays<T, A>& a, int64_t b
                     const int64_t tap = (b * a.G + g) * a.taps + k;
                     const A of_y = (1 - sample.fx) * (dot[2] - dot[0]) + sample.fx * (dot[3] - dot[1]);
                     const A of_x = (1 - sample.fy) * (dot[1] - dot[0]) + sample.fy * (dot[3] - dot[2]);
-                    T* to = a.grad_offset + 2 * tap * a.places + n * kRows + r;
-                    // Outside the map 0, whatever the mask.
+                    T* to = a.grad_offset + 2 * tap * a.positions + n * kRows + r;
+                    // Outside the map it is 0, whatever the mask.
                     from_accumulate(of_y == 0 ? A(0) : of_y * sample.mask, to[0]);
-                    from_accumulate(of_x == 0 ? A(0) : of_x * sample.mask, to[a.places]);
+                    from_accumulate(of_x == 0 ? A(0) : of_x * sample.mask, to[a.positions]);
                     if (a.grad_mask) {
                       const A of_mask = w[0] * dot[0] + w[1] * dot[1] + w[2] * dot[2] + w[3] * dot[3];
-                      from_accumulate(of_mask, a.grad_mask[tap * a.places + n * kRows + r]);
+                      from_accumulate(of_mask, a.grad_mask[tap * a.positions + n * kRows + r]);
                     }
                   });
 }

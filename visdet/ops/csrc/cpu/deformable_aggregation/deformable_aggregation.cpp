@@ -1,5 +1,4 @@
-// deformable_aggregation on the CPU. The contract is in csrc/deformable_aggregation.h; how this file is compiled, in
-// vec.h.
+// deformable_aggregation on the CPU. The contract is in csrc/deformable_aggregation.h.
 //
 // Most (point, camera) pairs do not count, and are passed over before anything of theirs but the location is read.
 // Forward: parallel over (b, q). Backward: parallel over (b, v), one task owning camera v's rows of grad_features and
@@ -12,7 +11,7 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// The four corners of a visible pair in one level.
+// Corners has the four corners of a visible pair in one level.
 template <typename A>
 struct Corners {
   int64_t offset[4];  // element of the map where each corner's channels begin
@@ -37,7 +36,7 @@ VISDET_INLINE void locate_corners(const DeformableAggregationArrays<T, TW, A>& a
   out.fx = at.fx, out.fy = at.fy, out.H = static_cast<A>(H), out.W = static_cast<A>(W);
 }
 
-// acc[c] += weights[g(c)] * the bilinear sample of channel c of a map.
+// Adds to acc[c] the bilinear sample of channel c of a map times weights[g(c)].
 template <typename T, typename TW, typename A>
 VISDET_INLINE void sum_corners(const T* map, const Corners<A>& at, const TW* weights, int64_t C, int64_t G, A* acc) {
   constexpr int W = kLanes<A>;
@@ -61,7 +60,7 @@ VISDET_INLINE void sum_corners(const T* map, const Corners<A>& at, const TW* wei
   }
 }
 
-// One row (b, q) of the output. acc is a scratch of C numbers.
+// Writes row (b, q) of the output. acc is a scratch of C numbers.
 template <typename T, typename TW, typename A = typename AccumulateType<T>::type>
 void forward_row(const DeformableAggregationArrays<T, TW, A>& a, A* acc, int64_t row) {
   const T* features = a.features + row / a.Q * a.S * a.C;
@@ -80,8 +79,8 @@ void forward_row(const DeformableAggregationArrays<T, TW, A>& a, A* acc, int64_t
   for (int64_t c = 0; c < a.C; ++c) from_accumulate(acc[c], a.output[row * a.C + c]);
 }
 
-// What one sample adds to the gradients of its map, its weights' gradients, and in dots[k] the sum over the groups of
-// weight * <grad_output, corner k>.
+// Adds what one sample gives to the gradients of its map, and writes its weights' gradients, and to dots[k] the sum
+// over the groups of weight * <grad_output, corner k>.
 template <typename T, typename TW, typename A>
 VISDET_INLINE void scatter_corners(const T* map, A* grad_map, const Corners<A>& at, const A* g_row, const TW* weights,
                                    int64_t C, int64_t G, TW* grad_weights, A (&dots)[4]) {
@@ -125,7 +124,7 @@ VISDET_INLINE void scatter_corners(const T* map, A* grad_map, const Corners<A>& 
   }
 }
 
-// One task: every gradient that camera v of batch entry b has. g_row is a scratch of C numbers; sums, zeroed, are the
+// Writes every gradient that camera v of batch entry b has. g_row is a scratch of C numbers; sums, zeroed, are the
 // gradients of features, where map (v, l) begins at row grad_starts[v, l].
 template <typename T, typename TW, typename A = typename AccumulateType<T>::type>
 void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, A* sums, int64_t b, int64_t v) {

@@ -1,10 +1,10 @@
-// deformable_aggregation_fused on the CPU: kernels before deformable_aggregation's, and after its backward. The
-// contract is in csrc/deformable_aggregation_fused.h.
+// deformable_aggregation_fused on the CPU: kernels that run before deformable_aggregation's, and after its backward.
+// The contract is in csrc/deformable_aggregation_fused.h.
 //
-// Before: parallel over (b, q). A query's logits are summed and exponentiated in a scratch row; of its weights only
-// those of visible (point, camera) pairs are written, as deformable_aggregation reads no others. After: parallel over
-// parts of a batch entry's queries, which depend on the sizes alone. A part works its rows out again and sums the
-// gradients of camera_logits of its queries; the parts' sums are added in order. So there are no races and no
+// Those before are parallel over (b, q). A query's logits are summed and exponentiated in a scratch row; of its weights
+// only those of visible (point, camera) pairs are written, as deformable_aggregation reads no others. Those after are
+// parallel over parts of a batch entry's queries, which depend on the sizes alone. A part works its rows out again and
+// sums the gradients of camera_logits of its queries; the parts' sums are added in order. So there are no races and no
 // dependence on the number of threads.
 #include "cpu/deformable_aggregation/arrays.h"
 #include "cpu/deformable_aggregation/fused_arrays.h"
@@ -14,7 +14,7 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// to[i] = x[i] + y[i].
+// Writes to[i] = x[i] + y[i].
 template <typename T, typename A>
 VISDET_INLINE void add_rows(const T* x, const T* y, A* to, int64_t count) {
   constexpr int W = kLanes<A>;
@@ -30,7 +30,7 @@ VISDET_INLINE void widen_row(const T* x, A* to, int64_t count) {
   for (; i < count; ++i) to[i] = to_accumulate(x[i]);
 }
 
-// pattern[j] = f over the numbers of group j % G, for each j.
+// Writes to pattern[j], for each j, the numbers of group j % G combined by f.
 template <typename A, typename F>
 VISDET_INLINE void combine_groups(A* pattern, int64_t period, int64_t G, const F& f) {
   for (int64_t j = G; j < period; j += G) {
@@ -39,9 +39,9 @@ VISDET_INLINE void combine_groups(A* pattern, int64_t period, int64_t G, const F
   for (int64_t j = G; j < period; ++j) pattern[j] = pattern[j - G];
 }
 
-// row[n] = exp(logit n - the greatest of its group), for n over [V, L, P, G]; reciprocals[n % period] = 1 / the sum of
-// its group's. A logit that is NaN or inf, or a group that is all -inf, makes the group's sum NaN. `greatest` is
-// scratch.
+// Writes row[n] = exp(logit n - the greatest of its group), for n over [V, L, P, G], and reciprocals[n % period] = 1 /
+// the sum of its group's. A logit that is NaN or inf, or a group that is all -inf, makes the group's sum NaN.
+// `greatest` is scratch.
 template <typename TL, typename A>
 void exponentiate(const FusedAggregationArrays<TL, A>& a, int64_t query, A* row, A* reciprocals, A* greatest) {
   constexpr int W = kLanes<A>;
@@ -72,7 +72,7 @@ void exponentiate(const FusedAggregationArrays<TL, A>& a, int64_t query, A* row,
   for (int64_t j = 0; j < period; ++j) reciprocals[j] = 1 / reciprocals[j];
 }
 
-// A query's locations. Lanes are points, whose coordinates `points` holds one after the other.
+// Writes a query's locations. Lanes are points, whose coordinates `points` holds one after the other.
 template <typename TL, typename A>
 VISDET_INLINE void project(const FusedAggregationArrays<TL, A>& a, int64_t query, A* points) {
   constexpr int W = kLanes<A>;
@@ -101,7 +101,7 @@ VISDET_INLINE void project(const FusedAggregationArrays<TL, A>& a, int64_t query
   }
 }
 
-// The locations of queries [begin, end), and the weights of their visible pairs.
+// Writes the locations of queries [begin, end), and the weights of their visible pairs.
 template <typename TL, typename A>
 void prepare_queries(const FusedAggregationArrays<TL, A>& a, A* scratch, int64_t begin, int64_t end) {
   A *factors = scratch, *greatest = factors + a.period, *row = greatest + a.period, *points = row + a.row;
@@ -135,8 +135,8 @@ VISDET_INLINE void add_point_grad(const FusedAggregationArrays<TL, A>& a, int64_
   for (int d = 0; d < 3; ++d) grad[d] += m[d] * x + m[4 + d] * y + m[8 + d] * z;
 }
 
-// The gradients of a query's points, and in row those of its logits, in each camera. With s the softmax and w = s *
-// keep_scale, that of a logit is s (keep_scale grad_w - dot) = w grad_w - s dot, where dot is its group's sum of w
+// Writes the gradients of a query's points, and to row those of its logits, in each camera. With s the softmax and w =
+// s * keep_scale, that of a logit is s (keep_scale grad_w - dot) = w grad_w - s dot, where dot is its group's sum of w
 // grad_w.
 template <typename TL, typename A>
 VISDET_INLINE void finish_query(const FusedAggregationArrays<TL, A>& a, int64_t query, A* row, A* factors, A* dots) {
@@ -174,7 +174,7 @@ VISDET_INLINE void finish_query(const FusedAggregationArrays<TL, A>& a, int64_t 
   }
 }
 
-// One task of the backward: part `task % parts` of batch entry `task / parts`.
+// Takes one task of the backward: part `task % parts` of batch entry `task / parts`.
 template <typename TL, typename A>
 void finish_part(const FusedAggregationArrays<TL, A>& a, A* scratch, int64_t task) {
   A *factors = scratch, *dots = factors + a.period, *row = dots + a.period;
@@ -195,7 +195,7 @@ void finish_part(const FusedAggregationArrays<TL, A>& a, A* scratch, int64_t tas
   }
 }
 
-// grad_camera_logits of entries [begin, end) of [V, L, P, G] of a batch entry: the parts' sums, in order.
+// Writes grad_camera_logits of entries [begin, end) of [V, L, P, G] of a batch entry: the parts' sums, in order.
 template <typename TL, typename A>
 void add_parts(const FusedAggregationArrays<TL, A>& a, int64_t b, int64_t begin, int64_t end) {
   const int64_t N = a.V * a.L * a.P * a.G;

@@ -9,12 +9,12 @@ namespace visdet {
 template <typename T, typename A>
 struct MsDeformAttnArrays {
   int64_t B, S, G, C, Q, L, K;  // K samples a row
-  // Of each of the K samples: its level and that level's geometry. The last three have kBlock numbers more.
+  // Each of the K samples has its level and that level's geometry here. The last three have kBlock numbers more.
   const int32_t* level;  // [K]
   const int32_t* H;      // [K + kBlock]
   const int32_t* W;      // [K + kBlock]
   const int64_t* start;  // [K + kBlock]
-  // Forward: levels of which a head's rows are copied into one piece before they are sampled.
+  // In the forward a head's rows of some levels are copied into one piece before they are sampled.
   const int32_t* copied;      // [K + kBlock] whether the sample's level is one of them
   const int64_t* copy_start;  // [K + kBlock] the level's first row in the copy, else in value
   int64_t copy_rows;          // of one head, in all
@@ -51,21 +51,21 @@ constexpr int kBlock = 32;  // samples located at a time: the arrays below take 
 constexpr int64_t scratch_samples(int64_t K) { return (K + 15) / 16 * 16; }
 constexpr int64_t row_scratch_size(int64_t K) { return 8 * scratch_samples(K) + 2 * kBlock; }
 
-// Blocks in flight: one is summed, the rows of the last but one are asked for, and the last is located. With three, the
-// forward would wait for memory; with four, the backward's rows, of values and of gradients, would push each other out
-// of the first-level cache.
+// kForwardRing and kBackwardRing are the blocks in flight: one is summed, the rows of the last but one are asked for,
+// and the last is located. With three, the forward would wait for memory; with four, the backward's rows, of values and
+// of gradients, would push each other out of the first-level cache.
 constexpr int kForwardRing = 4, kBackwardRing = 3;
 
-// The numbers of scratch memory that `rows` of the forward needs: C and those of a row, for registers of up to 16
-// numbers, and the rows of copied levels.
+// Returns the numbers of scratch memory that `rows` of the forward needs: C and those of a row, for registers of up to
+// 16 numbers, and the rows of copied levels.
 template <typename T, typename A>
 int64_t forward_scratch(const MsDeformAttnArrays<T, A>& a) {
   const int64_t C = (a.C + 15) / 16 * 16, rows = C + row_scratch_size(a.K);
   return rows + a.copy_rows * C;
 }
 
-// Numbers of scratch that backward_head wants: kBackwardRing rows' (a row begins before others end) and C; if gathered,
-// also the head's S * C sums and its values.
+// Returns the numbers of scratch that backward_head wants: kBackwardRing rows' (a row begins before others end) and C;
+// if gathered, also the head's S * C sums and its values.
 template <typename T, typename A>
 int64_t backward_scratch(const MsDeformAttnArrays<T, A>& a) {
   const int64_t C = (a.C + 15) / 16 * 16, rows = kBackwardRing * row_scratch_size(a.K) + C;
@@ -75,7 +75,7 @@ int64_t backward_scratch(const MsDeformAttnArrays<T, A>& a) {
 // The kernels of cpu/ms_deform_attn/forward.cpp.
 template <typename T, typename A>
 struct MsDeformAttnForward {
-  // So many rows from query `first` of batch entry b and head g on, and if levels are copied, all of this head.
+  // Writes so many rows from query `first` of batch entry b and head g on; if levels are copied, all are of this head.
   // scratch: of forward_scratch(a) numbers.
   void (*rows)(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g, int64_t first, int64_t rows);
 };
@@ -83,8 +83,8 @@ struct MsDeformAttnForward {
 // The kernels of cpu/ms_deform_attn/backward.cpp.
 template <typename T, typename A>
 struct MsDeformAttnBackward {
-  // All gradients of batch entry b and head g. Unless a.gathered, grad_value holds zeros, is of type A, and is added
-  // to. scratch: of backward_scratch(a) numbers.
+  // Writes all gradients of batch entry b and head g. Unless a.gathered, grad_value holds zeros, is of type A, and is
+  // added to. scratch: of backward_scratch(a) numbers.
   void (*head)(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int64_t g);
 };
 

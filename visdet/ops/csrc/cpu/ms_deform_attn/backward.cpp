@@ -5,7 +5,7 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// Backward: the same samples, with what their gradients need.
+// GradSamples has the samples of a block with what their gradients need.
 template <typename A>
 struct GradSamples {
   Block block;
@@ -43,7 +43,7 @@ VISDET_INLINE void locate_grad_samples(const MsDeformAttnArrays<T, A>& a, const 
   }
 }
 
-// From the dots to grad_weights and grad_locations.
+// Turns the dots into grad_weights and grad_locations.
 template <typename T, typename A>
 VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, const GradSamples<A>& in) {
   const int64_t k0 = in.block.first;
@@ -70,7 +70,8 @@ VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, const 
   for (int i = 0; i < in.block.count; ++i) row.grad_weights[k0 + i] = grad_weight[i];
 }
 
-// For NV registers of channels of sample i: dots[k] += <g, corner k>, and its gradient += coefficient * g.
+// Takes NV registers of channels of sample i: adds <g, corner k> to dots[k], and coefficient * g to the corner's
+// gradient.
 template <int NV, typename T, typename A>
 VISDET_INLINE void scatter_channels(const GradSamples<A>& samples, int i, const A* g, const T* value, A* grad,
                                     Vec<A> (&dots)[4]) {
@@ -115,7 +116,7 @@ VISDET_INLINE void scatter_samples(GradSamples<A>& samples, const GradSamples<A>
   }
 }
 
-// The same back.
+// Copies rows of whole registers back to rows of C values at a stride.
 template <typename T, typename A>
 VISDET_INLINE void spread_rows(const A* from, int64_t S, int64_t C, T* to, int64_t stride) {
   const int64_t from_stride = whole_registers<A>(C);

@@ -16,7 +16,7 @@ struct Samples {
   }
 };
 
-// copy: of the levels that are copied, of this head.
+// Locates the samples of a block. copy: the rows of the levels that are copied, of this head.
 template <typename T, typename A>
 VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A>& row, const T* copy,
                                   Samples<A>& out) {
@@ -49,8 +49,8 @@ VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A
   }
 }
 
-// acc[0..] = the samples' channels from c on, on top of what is there unless they are the row's first, for NV registers
-// of channels. A sum for each corner: four chains of additions instead of one. copied: of `later`; the copy is in the
+// Adds the samples' channels from c on, NV registers of them, to acc, or writes them there if they are the row's first.
+// Each corner has a sum: four chains of additions instead of one. copied: of `later`; the copy is in the
 // caches.
 template <int NV, typename T, typename A>
 VISDET_INLINE void sum_samples(const Samples<A>& samples, const Samples<A>& later, const int32_t* copied, int64_t c,

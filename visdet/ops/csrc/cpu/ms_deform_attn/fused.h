@@ -10,8 +10,8 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// to[0..count) = from[0..count), in registers as far as `from` can be read (`readable` numbers): what was written in
-// parts is slow to read whole.
+// Copies from[0..count) to to[0..count), in registers as far as `from` can be read (`readable` numbers): what was
+// written in parts is slow to read whole.
 template <typename T, typename A>
 VISDET_INLINE void copy_numbers(const T* from, int64_t readable, int64_t count, A* to) {
   int64_t i = 0;
@@ -19,7 +19,8 @@ VISDET_INLINE void copy_numbers(const T* from, int64_t readable, int64_t count, 
   for (; i < count; ++i) to[i] = to_accumulate(from[i]);
 }
 
-// Of `rows` times `count` numbers of a tensor of type A or T, those of one row. May write up to a register past them.
+// Reads, of `rows` times `count` numbers of a tensor of type A or T, those of one row. It may write up to a register
+// past them.
 template <typename T, typename A>
 VISDET_INLINE void read_numbers(const void* from, bool in_sum_type, int64_t rows, int64_t row, int64_t count, A* to) {
   const int64_t first = row * count, readable = rows * count - first;
@@ -39,8 +40,8 @@ VISDET_INLINE void write_numbers(const A* from, bool in_sum_type, int64_t row, i
   }
 }
 
-// weights = softmax of the logits in them, with zeros after the last up to a whole register. `largest` is a finite
-// number, so that -inf has weight zero; a row of -inf alone is NaN, as in torch, and so is one with a NaN.
+// Turns the logits in `weights` into their softmax, with zeros after the last up to a whole register. `largest` is a
+// finite number, so that -inf has weight zero; a row of -inf alone is NaN, as in torch, and so is one with a NaN.
 template <typename A>
 VISDET_INLINE void softmax(A* weights, int64_t K) {
   constexpr int W = kLanes<A>;
@@ -62,14 +63,14 @@ VISDET_INLINE void softmax(A* weights, int64_t K) {
   for (int64_t k = 0; k < K; k += W) store(weights + k, load(weights + k) / sum);
 }
 
-// What a unit of offset is worth in locations: a register's numbers from i on, of x and y by turns.
+// Returns what a unit of offset is in locations: a register's numbers from i on, of x and y by turns.
 template <typename T, typename A>
 VISDET_INLINE Vec<A> offset_scale(const MsDeformAttnArrays<T, A>& a, const A* reference, int64_t i) {
   const Vec<A> scale = load(a.scale + i);
   return a.boxes ? scale * gather(reference + 2, a.center + i) : scale;
 }
 
-// The fused form: from offsets and logits to the row's locations and weights.
+// In the fused form it turns offsets and logits into the row's locations and weights.
 template <typename T, typename A>
 VISDET_INLINE void begin_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* scratch) {
   if (a.reference_points == nullptr) return;
@@ -85,8 +86,8 @@ VISDET_INLINE void begin_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* 
   }
 }
 
-// The fused form: from the gradients of the row's locations and weights to those of its offsets, logits and reference
-// points. A sample that does not count gives zero, whatever the box.
+// In the fused form it turns the gradients of the row's locations and weights into those of its offsets, logits and
+// reference points. A sample that does not count gives zero, whatever the box.
 template <typename T, typename A>
 VISDET_INLINE void end_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* scratch) {
   if (a.reference_points == nullptr) return;

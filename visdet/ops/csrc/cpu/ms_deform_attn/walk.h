@@ -37,8 +37,8 @@ VISDET_INLINE void prefetch_row(const MsDeformAttnArrays<T, A>& a, int64_t row) 
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(weight + at);
 }
 
-// One row's samples. The plain form reads and writes the tensors; the fused form works a row out in a scratch of
-// row_scratch_size(K) numbers.
+// Row has one row's samples. The plain form reads and writes the tensors; the fused form works a row out in a scratch
+// of row_scratch_size(K) numbers.
 template <typename A>
 struct Row {
   const A* locations;  // [K, 2]
@@ -57,7 +57,8 @@ VISDET_INLINE Row<A> row_of(const MsDeformAttnArrays<T, A>& a, int64_t row, A* s
   return {scratch, scratch + 2 * K, scratch + 3 * K, scratch + 5 * K};
 }
 
-// The rows of a loop: all heads of a query before the next query, or the queries of one head before the next head.
+// RowWalk goes through the rows of a loop: all heads of a query before the next query, or the queries of one head
+// before the next head.
 struct RowWalk {
   int64_t Q, G;
   bool by_head;
@@ -80,7 +81,7 @@ struct RowWalk {
   }
 };
 
-// Some of a row's samples: number first .. first + count.
+// Block is some of a row's samples: number first .. first + count.
 struct Block {
   int64_t b, g, row;
   int64_t number;  // of the row, in the order of the loop
@@ -89,7 +90,7 @@ struct Block {
   bool is_first, is_last;  // of the row
 };
 
-// The rows of a walk in blocks of at most kBlock samples, a row's all of about the same size.
+// BlockWalk goes through the rows in blocks of at most kBlock samples, a row's all of about the same size.
 struct BlockWalk {
   RowWalk rows, ahead;
   int64_t K, size, first = 0, number = 0;
@@ -114,8 +115,8 @@ struct BlockWalk {
   }
 };
 
-// A block's locations and weights, to be read up to a whole number of registers: in place, or in a copy where the
-// tensors end before.
+// ReadableSamples has a block's locations and weights, which can be read up to a whole number of registers: those of
+// the tensors, or a copy where the tensors end before.
 template <typename A>
 struct ReadableSamples {
   const A *location, *weight;
@@ -138,7 +139,7 @@ struct ReadableSamples {
   }
 };
 
-// to[k][i] = weight * the corner weight of corner k.
+// Writes to[k][i] = weight * the corner weight of corner k.
 template <typename A>
 VISDET_INLINE void put_corner_weights(const Bilinear<A>& at, A weight, int i, A (&to)[4][kBlock]) {
   const A left = at.left ? 1 - at.fx : A(0), right = at.right ? at.fx : A(0);
@@ -164,7 +165,7 @@ VISDET_INLINE void prefetch_corners(int64_t C, const Corner& corner) {
   }
 }
 
-// to[s, :] = from[s, :], from rows of C values at a stride to rows of whole registers, whose last numbers are zeros. A
+// Copies rows of C values at a stride to rows of whole registers, whose last numbers are zeros. A
 // row of one head is short and far from the next, which the hardware does not foresee: ask for it.
 constexpr int64_t kPrefetchedTexels = 16;
 template <typename A, typename T>

@@ -22,7 +22,7 @@ struct SampleArrays {
   A* grad_depths;         // [B, Q, D], or null
 };
 
-// The four corners of a sample that counts.
+// SampleCorners has the four corners of a sample that counts.
 template <typename A>
 struct SampleCorners {
   int32_t pixel[4];
@@ -34,24 +34,24 @@ struct SampleCorners {
 // The kernels of sum.cpp. list: scratch of D + 1.
 template <typename T, typename A>
 struct SampleSum {
-  // One (b, q) of the sum pass.
+  // Takes one (b, q) of the sum pass.
   void (*query)(const SampleArrays<T, A>& a, SampleCorners<A>* list, int64_t query);
 };
 
 // The kernels of dot.cpp.
 template <typename T, typename A>
 struct SampleDot {
-  // One (b, q) of the dots pass: dots and the gradients of samples and depths, as a has them. list: scratch of D + 1;
-  // scratch: of (G + 5) * (pixel + kLanes) + (C - K) * D.
+  // Takes one (b, q) of the dots pass and writes dots and the gradients of samples and depths, as a has them. list:
+  // scratch of D + 1; scratch: of (G + 5) * (pixel + kLanes) + (C - K) * D.
   void (*query)(const SampleArrays<T, A>& a, SampleCorners<A>* list, A* scratch, int64_t query);
 };
 
 // The kernels of scatter.cpp.
 template <typename T, typename A>
 struct SampleScatter {
-  // The samples of a query that count, in order; returns how many. list: of D + 1.
+  // Lists the samples of a query that count, in order, and returns how many. list: of D + 1.
   int64_t (*list)(const SampleArrays<T, A>& a, int64_t query, SampleCorners<A>* list);
-  // Channels [begin, begin + kChunk) of image b of the scatter pass, into image [H, W, kChunk], zeroed. lists: of the
+  // Adds channels [begin, begin + kChunk) of image b of the scatter pass to image [H, W, kChunk], zeroed. lists: of the
   // image's queries, one every D + 1, and how many samples each has; scratch: of G * kChunk + (C - K) * D.
   void (*chunk)(const SampleArrays<T, A>& a, const SampleCorners<A>* lists, const int64_t* counts, A* scratch, A* image,
                 int64_t b, int64_t begin);

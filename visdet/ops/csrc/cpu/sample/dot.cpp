@@ -9,8 +9,9 @@ struct Number {
   static constexpr int value = N;
 };
 
-// The dots pass of a query's listed samples, DOTS and GRAD as in dot_query. rows: [G rounded up to GROUPS][vectors *
-// kLanes], the elements of vector n from n * kLanes on, zero where a vector overlaps the one before it.
+// Takes a query's listed samples; DOTS: writes their dots; GRAD: writes the gradients of samples and depths. rows: [G
+// rounded up to GROUPS][vectors * kLanes], the elements of vector n from n * kLanes on, zero where a vector overlaps
+// the one before it.
 template <int GROUPS, bool DOTS, bool GRAD, typename T, typename A>
 VISDET_INLINE void dot_samples(const SampleArrays<T, A>& a, const SampleCorners<A>* list, int64_t count, const A* rows,
                                const A* encodings, A* encoding, A* derivative, int64_t query) {
@@ -96,8 +97,8 @@ VISDET_INLINE void dot_samples(const SampleArrays<T, A>& a, const SampleCorners<
   }
 }
 
-// One (b, q) of the dots pass: dots and the gradients of samples and depths, as a has them. list: scratch of D + 1;
-// scratch: of (G + 5) * (pixel + kLanes) + (C - K) * D.
+// Takes one (b, q) of the dots pass and writes dots and the gradients of samples and depths, as a has them. list:
+// scratch of D + 1; scratch: of (G + 5) * (pixel + kLanes) + (C - K) * D.
 template <typename T, typename A>
 void dot_query(const SampleArrays<T, A>& a, SampleCorners<A>* list, A* scratch, int64_t query) {
   const int64_t b = query / a.Q, q = query - b * a.Q, octaves = (a.C - a.K) / 2;

@@ -1,4 +1,4 @@
-// Images from one order in memory to another, and sums to the type of images.
+// Copies of images from one order in memory to another, and of sums to the type of images.
 #include "cpu/sample/samples.h"
 
 namespace visdet {
@@ -31,7 +31,7 @@ VISDET_INLINE void transpose_square(Vec<A> (&square)[kLanes<A>]) {
   if constexpr (2 * STEP < kLanes<A>) transpose_square<2 * STEP, A>(square);
 }
 
-// to[c * to_stride + r] = from[r * from_stride + c], of rows x columns numbers; `readable` columns may be read.
+// Writes to[c * to_stride + r] = from[r * from_stride + c] of rows x columns numbers; `readable` columns may be read.
 template <typename From, typename To>
 void transpose(const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t rows, int64_t columns,
                int64_t readable) {

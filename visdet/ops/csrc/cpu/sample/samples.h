@@ -13,7 +13,7 @@ namespace VISDET_ISA {
 VISDET_INLINE float floor_of(float x) { return __builtin_floorf(x); }
 VISDET_INLINE double floor_of(double x) { return __builtin_floor(x); }
 
-// The samples of a query that count, in order; returns how many. list: of D + 1.
+// Lists the samples of a query that count, in order, and returns how many. list: of D + 1.
 template <typename T, typename A>
 int64_t list_samples(const SampleArrays<T, A>& a, int64_t query, SampleCorners<A>* list) {
   const A half_width = A(a.W) / 2, half_height = A(a.H) / 2;
@@ -33,7 +33,7 @@ int64_t list_samples(const SampleArrays<T, A>& a, int64_t query, SampleCorners<A
   return count;
 }
 
-// Where the n-th vector of `length` >= kLanes elements begins.
+// Returns where the n-th vector of `length` >= kLanes elements begins.
 template <typename A>
 VISDET_INLINE int64_t vector_start(int64_t n, int64_t length) {
   const int64_t start = n * kLanes<A>;
@@ -44,7 +44,7 @@ VISDET_INLINE int64_t vectors_of(int64_t length) {
   return (length + kLanes<A> - 1) / kLanes<A>;
 }
 
-// Where the corners' channels begin.
+// Finds where the corners' channels begin.
 template <typename T, typename A>
 VISDET_INLINE void find_corners(const T* image, const SampleCorners<A>& at, int64_t pixel, const T* (&corner)[4]) {
   for (int k = 0; k < 4; ++k) corner[k] = image + at.pixel[k] * pixel;
@@ -55,9 +55,9 @@ VISDET_INLINE Vec<A> interpolate(const Vec<A> (&corner)[4], const SampleCorners<
   return (corner[0] * at.weight[0] + corner[1] * at.weight[1]) + (corner[2] * at.weight[2] + corner[3] * at.weight[3]);
 }
 
-// sin and cos of 2 pi 2^k depth for k < octaves at encodings[2 k] and encodings[2 k + 1], each [stride], of the depths
-// of the listed samples. Turns lose nothing when they are doubled or taken modulo one, so the argument is exact up to
-// the eighth of a turn that remains; there Taylor's series end below the last digit.
+// Writes sin and cos of 2 pi 2^k depth, for k < octaves, to encodings[2 k] and encodings[2 k + 1], each [stride], of
+// the depths of the listed samples. Turns lose nothing when they are doubled or taken modulo one, so the argument is
+// exact up to the eighth of a turn that remains; there Taylor's series end below the last digit.
 template <typename A>
 VISDET_INLINE void encode_depths(const A* depths, const SampleCorners<A>* list, int64_t count, int64_t octaves,
                                  A* encodings, int64_t stride) {

@@ -4,7 +4,8 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// N vectors, from the n-th on, of the sum pass for GROUPS groups from g0 on, over the samples of a query that count.
+// Writes N vectors, from the n-th on, of the sum pass for GROUPS groups from g0 on, over the samples of a query that
+// count.
 template <int GROUPS, int N, typename T, typename A>
 VISDET_INLINE void sum_vectors(const SampleArrays<T, A>& a, const T* image, const SampleCorners<A>* list, int64_t count,
                                int64_t b, int64_t q, int64_t g0, int64_t n) {
@@ -43,7 +44,7 @@ VISDET_INLINE void sum_vectors(const SampleArrays<T, A>& a, const T* image, cons
   }
 }
 
-// One (b, q) of the sum pass. list: scratch of D + 1.
+// Takes one (b, q) of the sum pass. list: scratch of D + 1.
 template <typename T, typename A>
 void sum_query(const SampleArrays<T, A>& a, SampleCorners<A>* list, int64_t query) {
   const int64_t b = query / a.Q, q = query - b * a.Q, vectors = vectors_of<A>(a.K);

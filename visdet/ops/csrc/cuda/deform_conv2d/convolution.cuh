@@ -50,7 +50,7 @@ class Convolution {
   // Equal parts of the batch, with at most kBytes of columns, whose tiles a launch can have.
   int64_t images_at_once() const {
     constexpr int64_t kBytes = int64_t{256} << 20;  // more gains under 2 % at any number of images
-    const int64_t of_columns = kBytes / static_cast<int64_t>(sizeof(T)) / (p_.groups * row()) / p_.places();
+    const int64_t of_columns = kBytes / static_cast<int64_t>(sizeof(T)) / (p_.groups * row()) / p_.positions();
     const int64_t of_tiles = INT32_MAX / (p_.G * sizes_.tiles);
     const int64_t most = std::max<int64_t>(1, std::min({p_.step, p_.B, of_columns, of_tiles}));
     return ceil_div(p_.B, ceil_div(p_.B, most));
@@ -67,7 +67,7 @@ class Convolution {
 
   // [groups, count * H' * W', KH * KW * C / groups]; by packs of kPack<T> channels, or by one channel at a time.
   Tensor columns(const Tensor& images, int64_t first, int64_t count, bool by_packs) const {
-    Tensor out = new_matrices(count * p_.places(), row());
+    Tensor out = new_matrices(count * p_.positions(), row());
     const Sizes sizes = sizes_for(count, by_packs ? kPack<T> : 1, sizes_.slice);
     launch({op_, "columns_kernel", scope_, tiles_of(count), kThreads},
            by_packs ? columns_kernel<T, A, kPack<T>> : columns_kernel<T, A, 1>, data<T>(images), offsets(first),
@@ -77,22 +77,22 @@ class Convolution {
 
   // Writes the product of columns and weight to images `first` .. `first` + `count` of the output [B, M, H', W'].
   void multiply(const Tensor& columns, Tensor& output, int64_t first, int64_t count) const {
-    Tensor product = new_matrices(count * p_.places(), p_.M / p_.groups);
+    Tensor product = new_matrices(count * p_.positions(), p_.M / p_.groups);
     multiply(columns, torch::stable::transpose(weight_, -2, -1), product);
-    transpose(data<T>(product), mutable_data<T>(output) + first * p_.M * p_.places(), p_.places(), p_.M / p_.groups,
+    transpose(data<T>(product), mutable_data<T>(output) + first * p_.M * p_.positions(), p_.positions(), p_.M / p_.groups,
               p_.groups, count);
   }
 
   // The gradient of that product, [groups, count * H' * W', M / groups].
   Tensor grad_products(const Tensor& grad_output, int64_t first, int64_t count) const {
-    Tensor out = new_matrices(count * p_.places(), p_.M / p_.groups);
-    transpose(data<T>(grad_output) + first * p_.M * p_.places(), mutable_data<T>(out), p_.M / p_.groups, p_.places(),
+    Tensor out = new_matrices(count * p_.positions(), p_.M / p_.groups);
+    transpose(data<T>(grad_output) + first * p_.M * p_.positions(), mutable_data<T>(out), p_.M / p_.groups, p_.positions(),
               count, p_.groups);
     return out;
   }
 
   Tensor grad_columns(const Tensor& grad_products, int64_t count) const {
-    Tensor out = new_matrices(count * p_.places(), row());
+    Tensor out = new_matrices(count * p_.positions(), row());
     multiply(grad_products, weight_, out);
     return out;
   }
@@ -148,7 +148,7 @@ class Convolution {
     Sizes z{};
     z.C = static_cast<int>(p.C), z.H = static_cast<int>(p.H), z.W = static_cast<int>(p.W);
     z.KW = static_cast<int>(p.KW), z.taps = static_cast<int>(p.taps());
-    z.width = static_cast<int>(p.width), z.positions = static_cast<int>(p.places());
+    z.width = static_cast<int>(p.width), z.positions = static_cast<int>(p.positions());
     z.groups = static_cast<int>(p.groups), z.per_group = static_cast<int>(p.C / p.groups);
     z.G = static_cast<int>(p.G), z.per_offset = static_cast<int>(p.C / p.G);
     z.slice = static_cast<int>(slice_of(p)), z.slices = z.per_offset / z.slice;
@@ -156,12 +156,12 @@ class Convolution {
       z.stride[d] = static_cast<int>(p.stride[d]), z.padding[d] = static_cast<int>(p.padding[d]);
       z.dilation[d] = static_cast<int>(p.dilation[d]);
     }
-    z.tiles = static_cast<int>(ceil_div(p.places(), kPositions));
+    z.tiles = static_cast<int>(ceil_div(p.positions(), kPositions));
     return z;
   }
 
   int64_t row() const { return static_cast<int64_t>(sizes_.taps) * sizes_.per_group; }
-  int64_t of_offsets() const { return p_.G * p_.taps() * 2 * p_.places(); }
+  int64_t of_offsets() const { return p_.G * p_.taps() * 2 * p_.positions(); }
   const T* offsets(int64_t first) const { return data<T>(offset_) + first * of_offsets(); }
   const T* masks(int64_t first) const { return mask_ ? data<T>(*mask_) + first * of_offsets() / 2 : nullptr; }
 

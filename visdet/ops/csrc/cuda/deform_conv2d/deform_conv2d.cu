@@ -123,7 +123,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in
   constexpr const char* op = "deform_conv2d_backward";
   const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
                                    deform_groups, im2col_step);
-  check_deform_tensor(op, "grad_output", grad_output_in, input, {p.B, p.M, p.height, p.width});
+  check_like(op, "grad_output", grad_output_in, {p.B, p.M, p.height, p.width}, "input", input);
   check_sizes(op, p);
   const DeviceScope scope(input);
   const auto gradient_of = [&](const Tensor& tensor, bool needs) {
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in
 }  // namespace
 }  // namespace visdet::deform_conv2d
 
-VISDET_CUDA_OPERATORS(m) {
+VISDET_CUDA_OPERATORS(deform_conv2d, m) {
   m.impl("deform_conv2d", TORCH_BOX(&visdet::deform_conv2d::forward));
   m.impl("deform_conv2d_backward", TORCH_BOX(&visdet::deform_conv2d::backward));
 }

@@ -43,23 +43,6 @@ __device__ __forceinline__ Channels channels_of(const Sizes& sizes, int lane, in
   return {is_active ? g * sizes.group_channels + in_group : 0, has_group ? g : 0, is_active, has_group};
 }
 
-// Calls f(T{}, TW{}, A{}) for the types of features and weights.
-template <typename F>
-void dispatch_types(const Tensor& features, const Tensor& weights, const F& f) {
-  const bool same = weights.scalar_type() == features.scalar_type();
-  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    if constexpr (std::is_same_v<T, A>) {
-      f(T{}, A{}, A{});
-    } else if (same) {
-      f(T{}, T{}, A{});
-    } else {
-      f(T{}, A{}, A{});
-    }
-  });
-}
-
 Sizes sizes_of(const DeformableAggregationProblem& problem, int64_t cell_entries, int64_t vec) {
   Sizes sizes{problem.B, problem.S, problem.Q, cell_entries};
   sizes.C = static_cast<int32_t>(problem.C), sizes.G = static_cast<int32_t>(problem.G);

@@ -1,5 +1,5 @@
-// deformable_aggregation on CUDA. The contract is in ../deformable_aggregation.h; how the work is laid out, above each
-// kernel.
+// deformable_aggregation and deformable_aggregation_fused on CUDA. The contracts are in deformable_aggregation.h and
+// deformable_aggregation_fused.h; how the work is laid out, above each kernel.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -7,8 +7,8 @@
 
 #include "common/launch.h"
 #include "common/paths.h"
-#include "cuda/deformable_aggregation/deformable_aggregation.cuh"
 #include "cuda/deformable_aggregation/forward.cuh"
+#include "cuda/deformable_aggregation/fused.cuh"
 #include "cuda/deformable_aggregation/pairs.cuh"
 #include "cuda/deformable_aggregation/records.cuh"
 #include "cuda/deformable_aggregation/texels.cuh"
@@ -55,8 +55,6 @@ constexpr Path<BackwardCall> kBackwardPaths[] = {
     {"single_values", nullptr, launch_backward<false>},
 };
 
-}  // namespace
-
 Tensor forward(const Tensor& features_in, const Tensor& level_shapes, const Tensor& level_starts,
                const Tensor& locations_in, const Tensor& weights_in) {
   const auto problem = check_deformable_aggregation(features_in, level_shapes, level_starts, locations_in, weights_in);
@@ -97,9 +95,12 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const 
   return {grad_features, grad_locations, grad_weights};
 }
 
+}  // namespace
 }  // namespace visdet::deformable_aggregation
 
-VISDET_CUDA_OPERATORS(m) {
+VISDET_CUDA_OPERATORS(deformable_aggregation, m) {
   m.impl("deformable_aggregation", TORCH_BOX(&visdet::deformable_aggregation::forward));
   m.impl("deformable_aggregation_backward", TORCH_BOX(&visdet::deformable_aggregation::backward));
+  m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::deformable_aggregation_fused::forward));
+  m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::deformable_aggregation_fused::backward));
 }

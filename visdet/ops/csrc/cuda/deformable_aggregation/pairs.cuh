@@ -24,6 +24,62 @@ struct alignas(16) PairSample {
   int32_t pair;
 };
 
+// Works out sample l of L of a visible pair and counts it in its cell. counts: those of the image; ranks: [P, V, L] of
+// the query.
+template <typename A>
+__device__ __forceinline__ PairSample<A> prepare_sample(const Pack<A, 2>& location, const Map& map, int pair, int l,
+                                                        int L, int32_t* counts, int32_t* ranks) {
+  PairSample<A> sample = {
+      {}, quiet_nan<A>(), quiet_nan<A>(), quiet_nan<A>(), quiet_nan<A>(), pair * L + l, 15, l == L - 1, pair};
+  if (map.H > 0) {
+    const A x = pixel_of(location.at[0], map.W), y = pixel_of(location.at[1], map.H);
+    Bilinear<A> where;
+    locate(x, y, map.H, map.W, where);
+    sample.fx = where.fx, sample.fy = where.fy, sample.W = map.W, sample.H = map.H, sample.inside = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      sample.row[k] = map.start + where.index[k];
+      sample.inside |= where.is_inside[k] << k;
+    }
+    ranks[sample.weight_row] = atomicAdd(counts + map.first_cell + cell_of(x, y, map.W), 1);
+  }
+  return sample;
+}
+
+// Called by all lanes of a warp, which have the parts of the dot products of a sample's corners with their channels of
+// a group: writes the gradient of the group's weight, and adds to the lane's part of that of the location.
+template <typename TW, typename A>
+__device__ __forceinline__ void finish_group(const PairSample<A>& sample, A (&dots)[4], A weight, bool has_group,
+                                             int lanes_log2, int g, TW* grad_weights, A (&grad_location)[2]) {
+  const int lane = threadIdx.x % 32, lanes = 1 << lanes_log2, lane_in_group = lane & (lanes - 1);
+  if (lanes_log2 >= 2) {
+    // Lane j of a group ends with the dot product of corner j % 4.
+    A dot = transposed_sum_lanes(dots, lanes);
+    if (!(sample.inside >> (lane & 3) & 1)) dot = 0;
+    const CornerFactors<A> factors = corner_factors(lane & 3, sample.fx, sample.fy);
+    if (lane_in_group < 4) {
+      grad_location[0] += weight * dot * factors.by_x * sample.W;
+      grad_location[1] += weight * dot * factors.by_y * sample.H;
+    }
+    const A grad = sum_lanes(dot * factors.weight, 1, 4);
+    if (lane_in_group == 0 && has_group) grad_weights[g] = from_accumulate<TW>(grad);
+    return;
+  }
+  sum_lanes(dots, 1, lanes);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) dots[k] = sample.inside >> k & 1 ? dots[k] : A(0);
+  if (lane_in_group != 0 || !has_group) return;
+  A grad = 0, by_x = 0, by_y = 0;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const CornerFactors<A> factors = corner_factors(k, sample.fx, sample.fy);
+    grad += dots[k] * factors.weight, by_x += dots[k] * factors.by_x, by_y += dots[k] * factors.by_y;
+  }
+  grad_location[0] += weight * by_x * sample.W;
+  grad_location[1] += weight * by_y * sample.H;
+  grad_weights[g] = from_accumulate<TW>(grad);
+}
+
 // PACKS: the lane's packs of grad_output stay in registers, each of another group. Else it reads its values of
 // grad_output for every sample.
 template <typename T, typename TW, typename A, bool PACKS>
@@ -54,8 +110,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
   const char* my_output = reinterpret_cast<const char*>(grad_output + query * sizes.C);
   int32_t* my_counts = counts + b * sizes.cell_entries;
   const uint32_t texel_bytes = sizes.C * sizeof(T);
-  const int lanes = 1 << sizes.lanes_log2, lane_in_group = lane & (lanes - 1);
-  const int corner_of_lane = lane & 3;
 
   Channels at[NP];
   A held[NP][VEC];
@@ -74,22 +128,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
       if (s < mine) {
         const int of_warp = s / L, l = s - of_warp * L, pair = visible[of_warp * kWarps + warp];
         const Pack<A, 2> location = pairs.locations[pair];
-        const Map map = table[pair % V * L + l];
-        PairSample<A> sample = {
-            {}, quiet_nan<A>(), quiet_nan<A>(), quiet_nan<A>(), quiet_nan<A>(), pair * L + l, 15, l == L - 1, pair};
-        if (map.H > 0) {
-          const A x = pixel_of(location.at[0], map.W), y = pixel_of(location.at[1], map.H);
-          Bilinear<A> where;
-          locate(x, y, map.H, map.W, where);
-          sample.fx = where.fx, sample.fy = where.fy, sample.W = map.W, sample.H = map.H, sample.inside = 0;
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            sample.row[k] = map.start + where.index[k];
-            sample.inside |= where.is_inside[k] << k;
-          }
-          my_ranks[sample.weight_row] = atomicAdd(my_counts + map.first_cell + cell_of(x, y, map.W), 1);
-        }
-        my_samples[lane] = sample;
+        my_samples[lane] = prepare_sample(location, table[pair % V * L + l], pair, l, L, my_counts, my_ranks);
       }
       __syncwarp();
       const int here = min(32, mine - s0);
@@ -98,7 +137,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
         const PairSample<A> sample = my_samples[i];
         const TW* weight_row = my_weights + static_cast<int64_t>(sample.weight_row) * G;
         TW* grad_row = my_grad_weights + static_cast<int64_t>(sample.weight_row) * G;
-        const A fx = sample.fx, fy = sample.fy;
         const int rounds = PACKS ? NP : sizes.warp_packs / sizes.lane_packs, lane_packs = PACKS ? 1 : sizes.lane_packs;
 #pragma unroll(PACKS ? NP : 1)
         for (int r = 0; r < rounds; ++r) {
@@ -120,33 +158,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(A) == 4 ? 8 : 4)
             }
           }
           const A weight = has_group ? to_accumulate(weight_row[g]) : A(0);
-          if (sizes.lanes_log2 >= 2) {
-            // Lane j of a group ends with the dot product of corner j % 4.
-            A dot = transposed_sum_lanes(dots, lanes);
-            if (!(sample.inside >> corner_of_lane & 1)) dot = 0;
-            const CornerFactors<A> factors = corner_factors(corner_of_lane, fx, fy);
-            if (lane_in_group < 4) {
-              grad_location[0] += weight * dot * factors.by_x * sample.W;
-              grad_location[1] += weight * dot * factors.by_y * sample.H;
-            }
-            const A grad = sum_lanes(dot * factors.weight, 1, 4);
-            if (lane_in_group == 0 && has_group) grad_row[g] = from_accumulate<TW>(grad);
-          } else {
-            sum_lanes(dots, 1, lanes);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) dots[k] = sample.inside >> k & 1 ? dots[k] : A(0);
-            if (lane_in_group == 0 && has_group) {
-              A grad = 0, by_x = 0, by_y = 0;
-#pragma unroll
-              for (int k = 0; k < 4; ++k) {
-                const CornerFactors<A> factors = corner_factors(k, fx, fy);
-                grad += dots[k] * factors.weight, by_x += dots[k] * factors.by_x, by_y += dots[k] * factors.by_y;
-              }
-              grad_location[0] += weight * by_x * sample.W;
-              grad_location[1] += weight * by_y * sample.H;
-              grad_row[g] = from_accumulate<TW>(grad);
-            }
-          }
+          finish_group(sample, dots, weight, has_group, sizes.lanes_log2, g, grad_row, grad_location);
         }
         if (sample.is_last) {
           sum_lanes(grad_location);

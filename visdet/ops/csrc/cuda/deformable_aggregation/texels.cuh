@@ -82,6 +82,33 @@ struct TexelImage {
   int32_t G;
 };
 
+// An entry of a warp's list of records: the number of its row among the warp's, and what it adds to this row.
+template <typename A>
+struct ListEntry {
+  int row;
+  A corner;  // the weight of the texel in the sample
+  int32_t query, weight_row;
+};
+
+// Called by all lanes of a warp: reads entry j of the list. runs: of the warp's row that the lane has; last: the end of
+// this row's records in the list.
+template <typename TW, typename A>
+__device__ __forceinline__ ListEntry<A> read_entry(const TexelImage<TW, A>& image, const RowRuns& runs, int32_t last,
+                                                   int32_t j) {
+  int r = 0;
+#pragma unroll
+  for (int k = 0; k < kRows - 1; ++k) r += j >= __shfl_sync(kAllLanes, last, k);
+  const int32_t of_row = j - (__shfl_sync(kAllLanes, last, r) - __shfl_sync(kAllLanes, runs.count, r));
+  const int32_t of_above = __shfl_sync(kAllLanes, runs.above, r), m = __shfl_sync(kAllLanes, runs.map, r);
+  const bool is_below = of_row >= of_above;
+  const int32_t begins[2] = {__shfl_sync(kAllLanes, runs.begin[0], r), __shfl_sync(kAllLanes, runs.begin[1], r)};
+  const int32_t middles[2] = {__shfl_sync(kAllLanes, runs.middle[0], r), __shfl_sync(kAllLanes, runs.middle[1], r)};
+  const int32_t i = is_below ? begins[1] + of_row - of_above : begins[0] + of_row;
+  const Record<A> record = image.records[m * image.samples + i];
+  const A corner = texel_weight(record, is_below, i < (is_below ? middles[1] : middles[0]));
+  return {r, corner, record.query, record.sample * image.map_count + m};
+}
+
 // Called by all lanes of a warp: calls f(m, the first of the cells above the texel) for the maps that hold a row of
 // features. These are one or none, unless maps overlap.
 template <typename F>
@@ -137,6 +164,35 @@ __device__ __forceinline__ void add_long_row(const TexelImage<TW, A>& image, int
       }
     }
   });
+}
+
+// Called by all threads of a block: makes `sum` of the warp that is the row's owner the gradient of a long row.
+template <typename T, int VEC, int NP, typename TW, typename A>
+__device__ __forceinline__ void sum_long_row(const TexelImage<TW, A>& image, int64_t row, const Channels (&at)[NP],
+                                             A (&warp_sums)[kTexelWarps][NP * VEC][32], bool is_owner,
+                                             A (&sum)[NP][VEC]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int i = 0; i < NP; ++i) {
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) sum[i][v] = 0;
+  }
+  add_long_row<T>(image, row, at, sum);
+#pragma unroll
+  for (int i = 0; i < NP; ++i) {
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) warp_sums[warp][i * VEC + v][lane] = sum[i][v];
+  }
+  __syncthreads();  // the sums of all warps are complete
+  if (!is_owner) return;
+#pragma unroll
+  for (int i = 0; i < NP; ++i) {
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) {
+      sum[i][v] = 0;
+      for (int other = 0; other < kTexelWarps; ++other) sum[i][v] += warp_sums[other][i * VEC + v][lane];
+    }
+  }
 }
 
 template <typename T, typename TW, typename A, bool PACKS>
@@ -199,26 +255,15 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
     };
     for (int32_t j0 = 0; j0 < total; j0 += 32) {
       // Each lane reads one record of the list; lanes beyond its end repeat the last one.
-      const int32_t j = min(j0 + lane, total - 1);
-      int r = 0;
-#pragma unroll
-      for (int k = 0; k < kRows - 1; ++k) r += j >= __shfl_sync(kAllLanes, last, k);
-      const int32_t of_row = j - (__shfl_sync(kAllLanes, last, r) - __shfl_sync(kAllLanes, runs.count, r));
-      const int32_t of_above = __shfl_sync(kAllLanes, runs.above, r), m = __shfl_sync(kAllLanes, runs.map, r);
-      const bool is_below = of_row >= of_above;
-      const int32_t begins[2] = {__shfl_sync(kAllLanes, runs.begin[0], r), __shfl_sync(kAllLanes, runs.begin[1], r)};
-      const int32_t middles[2] = {__shfl_sync(kAllLanes, runs.middle[0], r), __shfl_sync(kAllLanes, runs.middle[1], r)};
-      const int32_t i = is_below ? begins[1] + of_row - of_above : begins[0] + of_row;
-      const Record<A> record = image.records[m * samples + i];
-      const A corner = texel_weight(record, is_below, i < (is_below ? middles[1] : middles[0]));
-      const int32_t query = record.query, weight_row = record.sample * map_count + m;
+      const ListEntry<A> entry = read_entry(image, runs, last, min(j0 + lane, total - 1));
       const int here = min(32, total - j0);
       for (int i = 0; i < here; i += kBatch) {
         A grad[kBatch][NP][VEC], weight[kBatch][NP];
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
-          const A of_corner = __shfl_sync(kAllLanes, corner, i + u);
-          const int32_t q = __shfl_sync(kAllLanes, query, i + u), w = __shfl_sync(kAllLanes, weight_row, i + u);
+          const A of_corner = __shfl_sync(kAllLanes, entry.corner, i + u);
+          const int32_t q = __shfl_sync(kAllLanes, entry.query, i + u);
+          const int32_t w = __shfl_sync(kAllLanes, entry.weight_row, i + u);
 #pragma unroll
           for (int n = 0; n < NP; ++n) {
             load_pack<T, VEC>(image.grad_output + static_cast<uint64_t>(q) * image.row_bytes + at[n].c * sizeof(T),
@@ -229,7 +274,7 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
           if (i + u >= here) break;
-          finish_rows(__shfl_sync(kAllLanes, r, i + u));
+          finish_rows(__shfl_sync(kAllLanes, entry.row, i + u));
 #pragma unroll
           for (int n = 0; n < NP; ++n) {
 #pragma unroll
@@ -243,30 +288,8 @@ __global__ void __launch_bounds__(kTexelThreads, 3)
     for (int n = 0; n < kBlockRows; ++n) {
       const int w = n / kRows;
       if (!(long_rows[w] >> (n - w * kRows) & 1)) continue;
-      const int64_t long_row = rows.row(n);
-#pragma unroll
-      for (int i = 0; i < NP; ++i) {
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) sum[i][v] = 0;
-      }
-      add_long_row<T>(image, long_row, at, sum);
-#pragma unroll
-      for (int i = 0; i < NP; ++i) {
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) warp_sums[warp][i * VEC + v][lane] = sum[i][v];
-      }
-      __syncthreads();
-      if (warp == w) {
-#pragma unroll
-        for (int i = 0; i < NP; ++i) {
-#pragma unroll
-          for (int v = 0; v < VEC; ++v) {
-            sum[i][v] = 0;
-            for (int other = 0; other < kTexelWarps; ++other) sum[i][v] += warp_sums[other][i * VEC + v][lane];
-          }
-        }
-        store(long_row);
-      }
+      sum_long_row<T>(image, rows.row(n), at, warp_sums, warp == w, sum);
+      if (warp == w) store(rows.row(n));
       __syncthreads();  // warp_sums may be written again
     }
   }

@@ -5,7 +5,6 @@
 #include "common/compact.cuh"
 #include "common/values.cuh"
 #include "cuda/deformable_aggregation/call.cuh"
-#include "cuda/deformable_aggregation/deformable_aggregation.cuh"
 
 namespace visdet::deformable_aggregation {
 namespace {
@@ -14,6 +13,13 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTile = 512;  // pairs that a block lists at a time
 constexpr int kTileRounds = kTile / kThreads;
+
+// Whether a (point, camera) pair at this location counts; NaN does not.
+template <typename A>
+__device__ __forceinline__ bool is_visible(const Pack<A, 2>& location) {
+  const A x = location.at[0], y = location.at[1];
+  return x > 0 && x < 1 && y > 0 && y < 1;
+}
 
 // The pairs of a query that a block works on, camera by camera: so blocks that run at the same time read the maps of
 // the same camera, which fit the second-level cache when those of all cameras do not. For the same reason block `split`

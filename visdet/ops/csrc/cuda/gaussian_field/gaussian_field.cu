@@ -1,5 +1,5 @@
-// gaussian_field on CUDA. The contract is in ../gaussian_field.h; pairs.cuh, which serves every call, says how the work
-// is laid out.
+// gaussian_field and mahalanobis_distance on CUDA. The contract is in gaussian_field.h; pairs.cuh, which serves every
+// call, says how the work is laid out.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -9,6 +9,7 @@
 #include "common/paths.h"
 #include "cuda/gaussian_field/boxes.cuh"
 #include "cuda/gaussian_field/field.cuh"
+#include "cuda/gaussian_field/mahalanobis_distance.cuh"
 #include "cuda/gaussian_field/pairs.cuh"
 #include "gaussian_field.h"
 
@@ -48,7 +49,7 @@ void launch_culled(const Call& call) {
 // All pairs, one point a thread.
 template <typename Call>
 void launch_one_point(const Call& call) {
-  dispatch_float(call.points, [&](auto tag) {
+  dispatch_sum_type(call.points.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     launch_pairs<A, Call::kTask, false>(call.op, call.scope, call.template inputs<A>(), call.points,
                                         call.template outputs<A>());
@@ -68,10 +69,8 @@ constexpr Path<BackwardCall> kBackwardPaths[] = {
 Tensor forward(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in, const Tensor& weights_in,
                const Tensor& point_order_in, const Tensor& gaussian_order_in, double tolerance) {
   constexpr const char* op = "gaussian_field";
-  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  check_vector(op, "weights", weights_in, problem.N, points_in);
-  check_order(op, "point_order", point_order_in, problem.B, points_in);
-  check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
+  const auto problem =
+      check_gaussian_field(op, points_in, means_in, cholesky_in, weights_in, point_order_in, gaussian_order_in);
   const DeviceScope scope(points_in);
   const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in),
                weights = dense(weights_in), point_order = dense(point_order_in),
@@ -90,11 +89,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in
                                                     const Tensor& weights_in, const Tensor& point_order_in,
                                                     const Tensor& gaussian_order_in, double tolerance) {
   constexpr const char* op = "gaussian_field_backward";
-  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  check_vector(op, "weights", weights_in, problem.N, points_in);
-  check_vector(op, "grad_output", grad_output_in, problem.B, points_in);
-  check_order(op, "point_order", point_order_in, problem.B, points_in);
-  check_order(op, "gaussian_order", gaussian_order_in, problem.N, points_in);
+  const auto problem =
+      check_gaussian_field(op, points_in, means_in, cholesky_in, weights_in, point_order_in, gaussian_order_in);
+  check_field_gradient(op, grad_output_in, problem, points_in);
   const DeviceScope scope(points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in), weights = dense(weights_in), point_order = dense(point_order_in),
@@ -118,7 +115,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in
 }  // namespace
 }  // namespace visdet::gaussian_field
 
-VISDET_CUDA_OPERATORS(m) {
+VISDET_CUDA_OPERATORS(gaussian_field, m) {
+  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::gaussian_field::mahalanobis_distance));
+  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::gaussian_field::mahalanobis_distance_backward));
   m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field::forward));
   m.impl("gaussian_field_backward", TORCH_BOX(&visdet::gaussian_field::backward));
 }

@@ -115,11 +115,6 @@ Inputs<A> inputs_of(const GaussianProblem& problem, const Tensor& points, const 
   return in;
 }
 
-template <typename F>
-void dispatch_float(const Tensor& points, const F& f) {
-  points.scalar_type() == ScalarType::Double ? f(double{}) : f(float{});
-}
-
 // As many blocks of kThreads threads as a GPU works on at a time, twice.
 int64_t wanted_blocks(const DeviceScope& scope) { return 32 * scope.device().multiprocessors; }
 

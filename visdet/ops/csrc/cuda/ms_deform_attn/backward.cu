@@ -143,7 +143,7 @@ auto ms_deform_attn_fused_backward(const Tensor& grad_output, const Tensor& valu
 }  // namespace
 }  // namespace visdet::ms_deform_attn
 
-VISDET_CUDA_OPERATORS(m) {
+VISDET_CUDA_OPERATORS(ms_deform_attn_backward, m) {
   m.impl("ms_deform_attn_backward", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_backward));
   m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_fused_backward<false>));
   m.impl("ms_deform_attn_fused_backward_joined",

@@ -21,4 +21,6 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes_in, con
 }  // namespace
 }  // namespace visdet::ms_deform_attn
 
-VISDET_CUDA_OPERATORS(m) { m.impl("ms_deform_attn", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn)); }
+VISDET_CUDA_OPERATORS(ms_deform_attn, m) {
+  m.impl("ms_deform_attn", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn));
+}

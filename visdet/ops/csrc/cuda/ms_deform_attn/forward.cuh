@@ -16,7 +16,6 @@ constexpr Path<ForwardCall<Form>> kForwardPaths[] = {
     {"decoder", decoder_declines<Form>, decoder_launch<Form>},
     {"few_rows", few_rows_declines<Form>, few_rows_launch<Form>},
     {"encoder", encoder_declines<Form>, encoder_launch<Form>},
-    {"half_lines", half_lines_declines<Form>, half_lines_launch<Form>},
     {"rows", nullptr, rows_launch<Form>},
 };
 

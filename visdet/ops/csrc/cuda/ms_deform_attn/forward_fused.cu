@@ -25,4 +25,6 @@ Tensor ms_deform_attn_fused(const Tensor& value_in, const Tensor& level_shapes_i
 }  // namespace
 }  // namespace visdet::ms_deform_attn
 
-VISDET_CUDA_OPERATORS(m) { m.impl("ms_deform_attn_fused", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_fused)); }
+VISDET_CUDA_OPERATORS(ms_deform_attn_fused, m) {
+  m.impl("ms_deform_attn_fused", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_fused));
+}

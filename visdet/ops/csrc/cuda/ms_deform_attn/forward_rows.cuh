@@ -1,5 +1,5 @@
-// The forward kernel that serves every call, and the three paths that start it: `rows` for any sizes, `few_rows` for
-// decoders, `half_lines` for one head of 64 bytes a texel.
+// The forward kernel that serves every call, and the two paths that start it: `rows` for any sizes, `few_rows` for
+// decoders.
 //
 // A row is the output of one (b, q, g): C channels. A group of LANES * SPLIT neighbouring threads owns a row: LANES
 // threads own its channels, VEC of them each (16 bytes of value), and SPLIT such sets of lanes divide its samples among
@@ -38,37 +38,7 @@ __host__ __device__ constexpr int group_offset(int size, bool mixed, int group) 
   return samples_offset(static_cast<int>(sizeof(Sample<A>) + (mixed ? sizeof(Steps) : 0)) * size, group);
 }
 
-// For texels of 64 bytes, two of which lie in a line of the first-level cache. The left halves of all lines use the
-// same banks, and so do the right halves: two groups that read a texel each at the same time are served one after the
-// other if both texels are left halves, or both right halves. Of each pair of neighbouring texels, groups of even
-// number therefore read the left half of a line first, and groups of odd number the right half.
-//
-// Of the sample returned, `texel` is the texel of the pair that is read first, in bytes, and |fx| is the fraction of
-// the pair's weight that the other one has. fx is negative, or -0, if that other texel is the one to the left. `base`
-// is an address in the first texel of the image.
-template <typename A>
-__device__ __forceinline__ Sample<A> order_half_lines(Sample<A> sample, const char* base, uint32_t group,
-                                                      uint32_t texel_bytes) {
-  const uint32_t half = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(base)) / texel_bytes + sample.texel;
-  if ((half ^ group) & 1) sample.texel += 1, sample.fx = -(A(1) - sample.fx);
-  sample.texel *= texel_bytes;
-  return sample;
-}
-template <typename T, int VEC>
-__device__ __forceinline__ void add_half_lines(const Sample<float>& sample, const char* base, uint32_t row_bytes,
-                                               uint32_t texel_bytes, float (&sum)[VEC]) {
-  const bool right_first = __float_as_int(sample.fx) < 0;
-  const int64_t second = right_first ? -static_cast<int64_t>(texel_bytes) : static_cast<int64_t>(texel_bytes);
-  const char *upper = base + sample.texel, *lower = upper + row_bytes;
-  const char* const corner[4] = {upper, upper + second, lower, lower + second};
-  const float top_second = sample.top * fabsf(sample.fx), bottom_second = sample.bottom * fabsf(sample.fx);
-  const float weights[4] = {sample.top - top_second, top_second, sample.bottom - bottom_second, bottom_second};
-#pragma unroll
-  for (int j = 0; j < 4; ++j) add_texel<T>(corner[j], weights[j], sum);
-}
-
-// HALF_LINES: value has one head and 64 bytes a texel, and every level has two columns or more.
-template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT, bool HALF_LINES = false>
+template <typename T, typename A, typename Source, int VEC, int LANES, int SPLIT>
 __global__ void __maxnreg__(kForwardRegisters)
     rows_kernel(const T* __restrict__ value, const Levels levels, const Source source, T* __restrict__ output,
                 const ForwardSizes sizes) {
@@ -82,7 +52,7 @@ __global__ void __maxnreg__(kForwardRegisters)
   auto* my_samples = reinterpret_cast<Sample<A>*>(shared + group_offset<A>(kGroup, kMixed, group));
   auto* my_steps = reinterpret_cast<Steps*>(my_samples + kGroup);  // of each sample, if kMixed
   auto* table = reinterpret_cast<Level*>(shared + group_offset<A>(kGroup, kMixed, groups));  // [L]
-  const int L = sizes.L, K = sizes.K, G = HALF_LINES ? 1 : sizes.G, C = HALF_LINES ? LANES * VEC : sizes.C;
+  const int L = sizes.L, K = sizes.K, G = sizes.G, C = sizes.C;
   load_levels(levels, L, sizes.S, table);
 
   // Neighbouring groups of the block work on different heads of the same line, then on different queries.
@@ -98,7 +68,7 @@ __global__ void __maxnreg__(kForwardRegisters)
   const typename Source::Row row = image.row_of_lanes(q < sizes.Q, row_index * K, K, lane, kGroup);
 
   const int channel_lane = lane % LANES, split = lane / LANES;
-  const uint32_t texel_bytes = HALF_LINES ? LANES * VEC * sizeof(T) : sizes.texel_bytes;
+  const uint32_t texel_bytes = sizes.texel_bytes;
   const int c = (task - head_block * sizes.slices) * (LANES * VEC) + channel_lane * VEC;
   // Lanes past the last channel read the first channels, because a branch would separate the loads of this pass from
   // the preparation of the next one.
@@ -133,7 +103,7 @@ __global__ void __maxnreg__(kForwardRegisters)
     const Sample<A> sample = make_sample<A>(image, raw, row, level, level.end - (l > 0 ? table[l - 1].end : 0),
                                             k < stop && row_index != kNone);
     __syncwarp();  // The threads have read the previous samples.
-    my_samples[lane] = HALF_LINES ? order_half_lines(sample, base, group, texel_bytes) : sample;
+    my_samples[lane] = sample;
     if constexpr (kMixed) my_steps[lane] = level_steps;
     __syncwarp();  // These samples are complete.
     fetch(stop + lane);
@@ -142,18 +112,14 @@ __global__ void __maxnreg__(kForwardRegisters)
     for (int i = 0; i < kGroup; i += SPLIT) {
       const Sample<A> at = my_samples[i + split];
       const Steps steps = kMixed ? my_steps[i + split] : level_steps;
-      if constexpr (HALF_LINES) {
-        add_half_lines<T>(at, base, steps.row * texel_bytes, texel_bytes, sum);
-      } else {
-        const uint64_t column_bytes = steps.column * texel_bytes;
-        const uint64_t row_bytes = static_cast<uint64_t>(steps.row) * texel_bytes;
-        const char* corner[4];
-        corner[0] = base + static_cast<uint64_t>(at.texel) * texel_bytes;
-        corner[1] = corner[0] + column_bytes;
-        corner[2] = corner[0] + row_bytes;
-        corner[3] = corner[1] + row_bytes;
-        add_sample<T>(at, corner, sum);
-      }
+      const uint64_t column_bytes = steps.column * texel_bytes;
+      const uint64_t row_bytes = static_cast<uint64_t>(steps.row) * texel_bytes;
+      const char* corner[4];
+      corner[0] = base + static_cast<uint64_t>(at.texel) * texel_bytes;
+      corner[1] = corner[0] + column_bytes;
+      corner[2] = corner[0] + row_bytes;
+      corner[3] = corner[1] + row_bytes;
+      add_sample<T>(at, corner, sum);
     }
   }
   // The threads that own the same channels add their sums up, and the first of them writes the row.
@@ -164,7 +130,7 @@ __global__ void __maxnreg__(kForwardRegisters)
 }
 
 // Starts rows_kernel in blocks of `threads` threads. joins_heads: a block works on all heads of a line.
-template <int SPLIT, bool HALF_LINES = false, typename Form, typename T, typename A, int VEC, int LANES>
+template <int SPLIT, typename Form, typename T, typename A, int VEC, int LANES>
 void launch_rows(const ForwardCall<Form>& call, T, A, std::integral_constant<int, VEC>,
                  std::integral_constant<int, LANES>, int64_t threads, bool joins_heads) {
   constexpr int kGroup = LANES * SPLIT;
@@ -177,12 +143,12 @@ void launch_rows(const ForwardCall<Form>& call, T, A, std::integral_constant<int
           head_grid(ceil_div(call.problem.Q, groups >> sizes.head_bits), int64_t{sizes.heads} * sizes.slices), threads,
           group_offset<A>(kGroup, kGroup > 4, static_cast<int>(groups)) +
               static_cast<int64_t>(sizeof(Level)) * call.problem.L},
-         rows_kernel<T, A, std::decay_t<decltype(source)>, VEC, LANES, SPLIT, HALF_LINES>,
+         rows_kernel<T, A, std::decay_t<decltype(source)>, VEC, LANES, SPLIT>,
          static_cast<const T*>(call.value.const_data_ptr()), call.levels, source,
          static_cast<T*>(call.output.mutable_data_ptr()), sizes);
 }
 
-constexpr int64_t kRowsThreads = 256;  // of a block of the paths `rows` and `half_lines`
+constexpr int64_t kRowsThreads = 256;  // of a block of the path `rows`
 
 // The path `rows` serves every call. A group of four threads takes four samples of one level in a pass; where a level's
 // samples are no multiple of four, so that its last pass would be partly empty, groups have eight threads.
@@ -249,28 +215,6 @@ void few_rows_launch(const ForwardCall<Form>& call) {
       dispatch_split<decltype(lanes)::value>(blocks.split, [&](auto split) {
         launch_rows<decltype(split)::value>(call, value_tag, float{}, vec, lanes, blocks.threads, false);
       });
-    }
-  });
-}
-
-// The path `half_lines` serves values of one head and 64 bytes a texel, for which rows_kernel has a form.
-template <typename Form>
-const char* half_lines_declines(const ForwardCall<Form>& call) {
-  const MsDeformAttnProblem& problem = call.problem;
-  if (const char* reason = call.declines_row()) return reason;
-  if (!call.is_16_bit() || problem.G != 1 || call.texel_bytes() != 64) {
-    return "the texels of value are not one row of 64 bytes in 16 bit";
-  }
-  if (!points_divide(call.levels, problem, 4)) return "the samples of a row on each level are no multiple of 4";
-  if (problem.S * call.texel_bytes() > int64_t{UINT32_MAX}) return "an image of value has 4 GiB or more";
-  return levels_have_two_columns(call.levels, problem) ? nullptr : "a level may have only one column";
-}
-
-template <typename Form>
-void half_lines_launch(const ForwardCall<Form>& call) {
-  call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
-    if constexpr (sizeof(value_tag) == 2 && decltype(lanes)::value == 4) {
-      launch_rows<1, true>(call, value_tag, float{}, vec, lanes, kRowsThreads, false);
     }
   });
 }

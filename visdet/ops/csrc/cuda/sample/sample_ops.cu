@@ -1,6 +1,5 @@
-// sample_sum and sample_dot on CUDA: the paths of their images, and the passes that each of them takes. The contract,
-// and the three passes, are in ../sample_ops.h; how the work of a pass is laid out, above its kernel in sum.cuh,
-// dot.cuh and scatter.cuh.
+// sample_sum and sample_dot on CUDA: the passes that each of them takes. The contract, and the three passes, are in
+// sample_ops.h; how the work of a pass is laid out, above its kernel in sum.cuh, dot.cuh and scatter.cuh.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -8,7 +7,6 @@
 #include <tuple>
 #include <type_traits>
 
-#include "common/paths.h"
 #include "cuda/sample/dot.cuh"
 #include "cuda/sample/scatter.cuh"
 #include "cuda/sample/sum.cuh"
@@ -16,40 +14,17 @@
 namespace visdet::sample {
 namespace {
 
-// A call of an operator. work(inputs) runs the passes it needs.
-template <typename Work>
-struct Call {
-  const char* op;
-  const SampleProblem& problem;
-  const DeviceScope& scope;
-  const Tensor &images, &samples;
-  const Work& work;
-
-  void run() const {
-    dispatch_value_type(images.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-      using T = decltype(value_tag);
-      using A = decltype(accumulate_tag);
-      const Sizes sizes = sizes_of(problem);
-      const Images<T> in_order(images, problem);
-      work(Inputs<T, A>{op, scope, sizes, in_order, samples});
-    });
-  }
-};
-
-template <typename Work>
-const char* in_place_declines(const Call<Work>& call) {
-  return call.problem.channels_last ? nullptr : "images are not channels last";
+// Calls passes(inputs) with the inputs of the passes that an operator takes.
+template <typename Passes>
+void run(const char* op, const SampleProblem& problem, const DeviceScope& scope, const Tensor& images,
+         const Tensor& samples, const Passes& passes) {
+  dispatch_value_type(images.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    const Images<T> in_order(images, problem);
+    passes(Inputs<T, A>{op, scope, sizes_of(problem), in_order, samples});
+  });
 }
-template <typename Work>
-void run(const Call<Work>& call) {
-  call.run();
-}
-
-template <typename Work>
-constexpr Path<Call<Work>> kPaths[] = {
-    {"in_place", in_place_declines<Work>, run<Work>},
-    {"copy_first", nullptr, run<Work>},
-};
 
 // An empty tensor in the layout of images: channels last, or contiguous.
 Tensor like_images(const Tensor& images, const SampleProblem& problem) {
@@ -63,13 +38,12 @@ Tensor sample_sum(const Tensor& images, const Tensor& samples_in, const Tensor& 
   const DeviceScope scope(images);
   const Tensor samples = contiguous_pairs(samples_in), weights = dense(weights_in);
   Tensor output = new_empty(images, {problem.B, problem.G, problem.Q, problem.C});
-  const auto work = [&](const auto& in) {
+  run(op, problem, scope, images, samples, [&](const auto& in) {
     using In = std::decay_t<decltype(in)>;
     in.copy_by_runs([&](const ImageRun& run) {
       launch_sum(in, run, data_of<typename In::Sum>(weights), mutable_data_of<typename In::Value>(output));
     });
-  };
-  run_first(op, kPaths<decltype(work)>, {op, problem, scope, images, samples, work});
+  });
   return output;
 }
 
@@ -77,23 +51,22 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
                                                        const Tensor& samples_in, const Tensor& weights_in,
                                                        bool deterministic) {
   constexpr const char* op = "sample_sum_backward";
-  auto problem = check_sample_sum(op, images, samples_in, weights_in);
-  check_grouped(op, "grad_output", "C", grad_output_in, problem.C, samples_in, problem, false);
+  const auto problem = check_sample_sum(op, images, samples_in, weights_in);
+  check_grouped(op, "grad_output", grad_output_in, {"C", problem.C}, samples_in, problem, problem.G);
   check_sizes(op, problem);
   const DeviceScope scope(images);
   const Tensor grad_output = dense(grad_output_in), samples = contiguous_pairs(samples_in), weights = dense(weights_in);
   Tensor grad_images = like_images(images, problem), grad_samples = new_empty(samples, samples.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
   if (problem.G == 0) zero_(grad_samples);
-  const auto work = [&](const auto& in) {
+  run(op, problem, scope, images, samples, [&](const auto& in) {
     using A = typename std::decay_t<decltype(in)>::Sum;
     const A *coefficients = data_of<A>(weights), *rows = data_of<A>(grad_output), *depths = nullptr;
     const DotsOutputs<A, A> out{mutable_data_of<A>(grad_weights), mutable_data_of<A>(grad_samples), nullptr};
     in.copy_all();
     const CellCounts cells = launch_dots<true, true>(in, in.all(), coefficients, rows, depths, out);
     launch_scatter(in, cells, coefficients, rows, depths, grad_images, problem.channels_last, deterministic);
-  };
-  run_first(op, kPaths<decltype(work)>, {op, problem, scope, images, samples, work});
+  });
   return {grad_images, grad_samples, grad_weights};
 }
 
@@ -105,15 +78,14 @@ Tensor sample_dot(const Tensor& images, const Tensor& samples_in, const Tensor& 
   const DeviceScope scope(images);
   const Tensor samples = contiguous_pairs(samples_in), queries = dense(queries_in), depths = dense(depths_in);
   Tensor output = new_empty(images, {problem.B, problem.G, problem.Q, problem.D});
-  const auto work = [&](const auto& in) {
+  run(op, problem, scope, images, samples, [&](const auto& in) {
     using In = std::decay_t<decltype(in)>;
     using A = typename In::Sum;
     const DotsOutputs<typename In::Value, A> out{mutable_data_of<typename In::Value>(output), nullptr, nullptr};
     in.copy_by_runs([&](const ImageRun& run) {
       launch_dots<true, false>(in, run, static_cast<const A*>(nullptr), data_of<A>(queries), data_of<A>(depths), out);
     });
-  };
-  run_first(op, kPaths<decltype(work)>, {op, problem, scope, images, samples, work});
+  });
   return output;
 }
 
@@ -122,8 +94,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
                                                                const Tensor& depths_in, int64_t num_octaves,
                                                                bool deterministic) {
   constexpr const char* op = "sample_dot_backward";
-  auto problem = check_sample_dot(op, images, samples_in, queries_in, depths_in, num_octaves);
-  check_grouped(op, "grad_output", "D", grad_output_in, problem.D, samples_in, problem, false);
+  const auto problem = check_sample_dot(op, images, samples_in, queries_in, depths_in, num_octaves);
+  check_grouped(op, "grad_output", grad_output_in, {"D", problem.D}, samples_in, problem, problem.G);
   check_sizes(op, problem);
   const DeviceScope scope(images);
   const Tensor grad_output = dense(grad_output_in), samples = contiguous_pairs(samples_in), queries = dense(queries_in),
@@ -131,7 +103,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
   Tensor grad_images = like_images(images, problem), grad_samples = new_empty(samples, samples.sizes()),
          grad_queries = new_empty(queries, queries.sizes()), grad_depths = new_empty(depths, depths.sizes());
   if (problem.G == 0) zero_(grad_samples), zero_(grad_depths);
-  const auto work = [&](const auto& in) {
+  run(op, problem, scope, images, samples, [&](const auto& in) {
     using A = typename std::decay_t<decltype(in)>::Sum;
     const A *coefficients = data_of<A>(grad_output), *rows = data_of<A>(queries), *depth_data = data_of<A>(depths);
     in.copy_all();
@@ -139,15 +111,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
     const DotsOutputs<A, A> out{nullptr, mutable_data_of<A>(grad_samples), mutable_data_of<A>(grad_depths)};
     const CellCounts cells = launch_dots<false, true>(in, in.all(), coefficients, rows, depth_data, out);
     launch_scatter(in, cells, coefficients, rows, depth_data, grad_images, problem.channels_last, deterministic);
-  };
-  run_first(op, kPaths<decltype(work)>, {op, problem, scope, images, samples, work});
+  });
   return {grad_images, grad_samples, grad_queries, grad_depths};
 }
 
 }  // namespace
 }  // namespace visdet::sample
 
-VISDET_CUDA_OPERATORS(m) {
+VISDET_CUDA_OPERATORS(sample, m) {
   m.impl("sample_sum", TORCH_BOX(&visdet::sample::sample_sum));
   m.impl("sample_sum_backward", TORCH_BOX(&visdet::sample::sample_sum_backward));
   m.impl("sample_dot", TORCH_BOX(&visdet::sample::sample_dot));

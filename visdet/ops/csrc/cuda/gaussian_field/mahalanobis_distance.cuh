@@ -1,6 +1,5 @@
-// mahalanobis_distance on CUDA. The contract is in ../gaussian_field.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
+// mahalanobis_distance on CUDA. The contract is in gaussian_field.h.
+#pragma once
 
 #include <algorithm>
 #include <tuple>
@@ -63,7 +62,7 @@ Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, con
   Tensor output = new_empty(points, {problem.B, problem.N});
   if (output.numel() == 0) return output;
   const int64_t columns = ceil_div(problem.N, kThreads);
-  dispatch_float(points, [&](auto tag) {
+  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     auto in = inputs_of<A>(problem, points, means, cholesky);
     in.part = std::clamp<int64_t>(ceil_div(problem.B * columns, 4 * wanted_blocks(scope)), 1, 64);
@@ -88,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
     zero_(grad_points), zero_(grad_means), zero_(grad_cholesky);
     return {grad_points, grad_means, grad_cholesky};
   }
-  dispatch_float(points, [&](auto tag) {
+  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     const auto in = inputs_of<A>(problem, points, means, cholesky);
     const A* grad = grad_output.const_data_ptr<A>();
@@ -102,8 +101,3 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
 
 }  // namespace
 }  // namespace visdet::gaussian_field
-
-VISDET_CUDA_OPERATORS(m) {
-  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::gaussian_field::mahalanobis_distance));
-  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::gaussian_field::mahalanobis_distance_backward));
-}

@@ -1,15 +1,27 @@
 // deformable_aggregation_fused on CUDA: one kernel before those of deformable_aggregation, which makes its locations
-// and weights, and one after those of its backward. The contract is in ../deformable_aggregation_fused.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
+// and weights, and one after those of its backward. The contract is in deformable_aggregation_fused.h.
+#pragma once
 
 #include <tuple>
 #include <type_traits>
 
 #include "common/launch.h"
 #include "common/values.cuh"
-#include "cuda/deformable_aggregation/deformable_aggregation.cuh"
+#include "cuda/deformable_aggregation/visible.cuh"
 #include "deformable_aggregation_fused.h"
+
+namespace visdet::deformable_aggregation {
+namespace {
+
+// The operator's two directions; deformable_aggregation.cu defines them.
+Tensor forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts, const Tensor& locations,
+               const Tensor& weights);
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& features,
+                                            const Tensor& level_shapes, const Tensor& level_starts,
+                                            const Tensor& locations, const Tensor& weights, bool deterministic);
+
+}  // namespace
+}  // namespace visdet::deformable_aggregation
 
 namespace visdet::deformable_aggregation_fused {
 namespace {
@@ -232,9 +244,9 @@ __global__ void __launch_bounds__(32 * kSumWarps)
   grad_camera_logits[b * N + n] = from_accumulate<TL>(sum);
 }
 
-// The inputs, contiguous, and what prepare_kernel writes.
-struct Prepared {
-  Tensor key_points, projection, image_wh, logits, camera_logits, keep, locations, weights, stats;
+// The inputs, what prepare_kernel writes, and its launch.
+struct Prepared : FusedAggregationInputs {
+  Tensor stats;
   FusedSizes sizes;
   int64_t blocks;
   int threads;
@@ -251,28 +263,18 @@ void dispatch_logits(const Tensor& features, const Tensor& logits, const F& f) {
   });
 }
 
-Prepared prepare(const DeviceScope& scope, const FusedAggregationProblem& problem, const Tensor& features,
-                 const Tensor& key_points, const Tensor& projection, const Tensor& image_wh, const Tensor& logits,
-                 const Tensor& camera_logits, const Tensor& keep, double keep_scale) {
-  using torch::stable::new_empty;
-  const auto [B, Q, V, L, P, G, has_camera, has_keep] = problem;
+Prepared prepare(const DeviceScope& scope, const Tensor& features, const FusedAggregationInputs& inputs) {
+  const auto [B, Q, V, L, P, G, has_camera, has_keep] = inputs.problem;
   VISDET_CHECK(kFusedOp, 1.0 * V * L * P * G < (1 << 30), "V * L * P * G must be under 2^30 on CUDA, got ", V, " * ", L,
                " * ", P, " * ", G);
-  Prepared it{dense(key_points),
-              dense(projection),
-              dense(image_wh),
-              dense(logits),
-              dense(camera_logits),
-              dense(keep),
-              new_empty(key_points, {B, Q, P, V, 2}),
-              new_empty(key_points, {B, Q, P, V, L, G}),
-              new_empty(key_points, {B, Q, G, 2}),
+  Prepared it{inputs,
+              torch::stable::new_empty(inputs.key_points, {B, Q, G, 2}),
               {Q, static_cast<int32_t>(V), static_cast<int32_t>(L), static_cast<int32_t>(P), static_cast<int32_t>(G),
                has_camera, has_keep},
               B * Q,
               V * L * P * G > 16384 ? kMaxThreads : 256};
   if (it.weights.numel() == 0) return it;
-  dispatch_logits(features, logits, [&](auto logit_tag, auto accumulate_tag) {
+  dispatch_logits(features, it.logits, [&](auto logit_tag, auto accumulate_tag) {
     using TL = decltype(logit_tag);
     using A = decltype(accumulate_tag);
     launch({kFusedOp, "prepare_kernel", scope, it.blocks, it.threads, it.threads * static_cast<int64_t>(sizeof(A))},
@@ -280,7 +282,7 @@ Prepared prepare(const DeviceScope& scope, const FusedAggregationProblem& proble
            static_cast<const A*>(it.projection.const_data_ptr()), static_cast<const A*>(it.image_wh.const_data_ptr()),
            static_cast<const TL*>(it.logits.const_data_ptr()),
            static_cast<const TL*>(it.camera_logits.const_data_ptr()),
-           static_cast<const bool*>(it.keep.const_data_ptr()), static_cast<A>(keep_scale),
+           static_cast<const bool*>(it.keep.const_data_ptr()), static_cast<A>(it.keep_scale),
            static_cast<Pack<A, 2>*>(it.locations.mutable_data_ptr()), static_cast<A*>(it.weights.mutable_data_ptr()),
            static_cast<A*>(it.stats.mutable_data_ptr()), it.sizes);
   });
@@ -290,18 +292,18 @@ Prepared prepare(const DeviceScope& scope, const FusedAggregationProblem& proble
 Tensor forward(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts, const Tensor& key_points,
                const Tensor& projection, const Tensor& image_wh, const Tensor& logits, const Tensor& camera_logits,
                const Tensor& keep, double keep_scale) {
-  const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
-                                                          logits, camera_logits, keep);
   const DeviceScope scope(features);
   const Prepared it =
-      prepare(scope, problem, features, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
+      prepare(scope, features,
+              {features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale});
   return deformable_aggregation::forward(features, level_shapes, level_starts, it.locations, it.weights);
 }
 
 // The gradients of logits, of points, and of camera_logits if there are any.
-void launch_finish(const DeviceScope& scope, const FusedAggregationProblem& problem, const Prepared& it,
-                   const Tensor& features, double keep_scale, const Tensor& grad_locations, const Tensor& grad_weights,
-                   const Tensor& grad_key_points, const Tensor& grad_logits, const Tensor& grad_camera_logits) {
+void launch_finish(const DeviceScope& scope, const Prepared& it, const Tensor& features, const Tensor& grad_locations,
+                   const Tensor& grad_weights, const Tensor& grad_key_points, const Tensor& grad_logits,
+                   const Tensor& grad_camera_logits) {
+  const FusedAggregationProblem& problem = it.problem;
   const int64_t N = problem.V * problem.L * problem.P * problem.G;
   const Tensor grad_pairs = torch::stable::new_empty(it.weights, {problem.has_camera ? problem.B * problem.Q * N : 0});
   dispatch_logits(features, it.logits, [&](auto logit_tag, auto accumulate_tag) {
@@ -313,7 +315,7 @@ void launch_finish(const DeviceScope& scope, const FusedAggregationProblem& prob
         finish_kernel<TL, A>, static_cast<const A*>(it.key_points.const_data_ptr()),
         static_cast<const A*>(it.projection.const_data_ptr()), static_cast<const A*>(it.image_wh.const_data_ptr()),
         static_cast<const TL*>(it.logits.const_data_ptr()), static_cast<const TL*>(it.camera_logits.const_data_ptr()),
-        static_cast<A>(keep_scale), static_cast<const Pack<A, 2>*>(it.locations.const_data_ptr()),
+        static_cast<A>(it.keep_scale), static_cast<const Pack<A, 2>*>(it.locations.const_data_ptr()),
         static_cast<const A*>(it.weights.const_data_ptr()), static_cast<const A*>(it.stats.const_data_ptr()),
         static_cast<const Pack<A, 2>*>(grad_locations.const_data_ptr()),
         static_cast<const A*>(grad_weights.const_data_ptr()), static_cast<A*>(grad_key_points.mutable_data_ptr()),
@@ -332,11 +334,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
                                                     bool deterministic) {
   using torch::stable::new_empty;
   using torch::stable::zero_;
-  const auto problem = check_deformable_aggregation_fused(features, level_shapes, key_points, projection, image_wh,
-                                                          logits, camera_logits, keep);
   const DeviceScope scope(features);
   const Prepared it =
-      prepare(scope, problem, features, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale);
+      prepare(scope, features,
+              {features, level_shapes, key_points, projection, image_wh, logits, camera_logits, keep, keep_scale});
   const auto [grad_features, grad_locations, grad_weights] = deformable_aggregation::backward(
       grad_output, features, level_shapes, level_starts, it.locations, it.weights, deterministic);
   Tensor grad_key_points = new_empty(it.key_points, it.key_points.sizes()),
@@ -345,16 +346,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
   if (it.weights.numel() == 0 || features.numel() == 0) {
     zero_(grad_key_points), zero_(grad_logits), zero_(grad_camera_logits);
   } else {
-    launch_finish(scope, problem, it, features, keep_scale, grad_locations, grad_weights, grad_key_points, grad_logits,
-                  grad_camera_logits);
+    launch_finish(scope, it, features, grad_locations, grad_weights, grad_key_points, grad_logits, grad_camera_logits);
   }
   return {grad_features, grad_key_points, grad_logits, grad_camera_logits};
 }
 
 }  // namespace
 }  // namespace visdet::deformable_aggregation_fused
-
-VISDET_CUDA_OPERATORS(m) {
-  m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::deformable_aggregation_fused::forward));
-  m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::deformable_aggregation_fused::backward));
-}

@@ -1,0 +1,25 @@
+// What operators that pool regions of interest check alike.
+#pragma once
+
+#include "common/checks.h"
+
+namespace visdet {
+
+// values: input, or a gradient of its type.
+inline void check_rois(const char* op, const Tensor& rois, const Tensor& values) {
+  check_value_type(op, "input", values.scalar_type());
+  check_shape(op, "rois", rois, {"N", 5});
+  check_accumulate_type(op, "rois", rois, "input", values.scalar_type());
+  check_device(op, "rois", rois, "input", values);
+}
+
+// The sizes of input and output.
+template <typename Problem>
+void check_roi_sizes(const char* op, const Problem& p) {
+  VISDET_CHECK(op, p.PH > 0 && p.PW > 0, "output_size must be positive, got ", p.PH, " x ", p.PW);
+  VISDET_CHECK(op, p.B >= 0 && p.H >= 0 && p.W >= 0, "input's sizes must not be negative, got ", p.B, ", ", p.H, ", ",
+               p.W);
+  VISDET_CHECK(op, p.H == 0 || p.W <= INT32_MAX / p.H, "input must have fewer than 2^31 pixels, got ", p.H, " x ", p.W);
+}
+
+}  // namespace visdet
