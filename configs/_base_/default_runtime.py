@@ -19,7 +19,7 @@ env_cfg = dict(
 )
 
 # Replay training steps as CUDA graphs. Each size of a batch is captured once: few sizes gain most
-# (data_preprocessor.pad_size_divisor=128).
+# (model.data_preprocessor.pad_size_divisor=128).
 graph = False
 
 vis_backends = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]
