@@ -18,8 +18,8 @@ env_cfg = dict(
     dist_cfg=dict(backend="nccl"),
 )
 
-# Replay training steps as CUDA graphs. Each size of a batch is captured once: few sizes gain most
-# (model.data_preprocessor.pad_size_divisor=128).
+# Replay training steps as CUDA graphs, in a run of one process. Each size of a batch is captured once; with
+# model.data_preprocessor.pad_size_divisor=128 there are few sizes.
 graph = False
 
 vis_backends = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]

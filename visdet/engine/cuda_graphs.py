@@ -1,17 +1,33 @@
 """Training steps replayed as CUDA graphs, so that the GPU does not wait for Python."""
 
+import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GraphedLoss"]
+__all__ = ["GraphedLoss", "graphs_for"]
 
 _MAX_SHAPES = 16
 _STAGES = ("training_batch", "predictions_and_costs", "assign", "losses")
+
+
+def graphs_for(
+    config: Mapping[str, Any], model: nn.Module, num_processes: int, logger: logging.Logger
+) -> "GraphedLoss | None":
+    """Return what replays the training steps of a model if its run's config says ``graph=True``; None where it cannot.
+
+    Several processes train eagerly: the hooks that send gradients from process to process are not captured.
+    """
+    if not config.get("graph", False):
+        return None
+    if torch.cuda.is_available() and num_processes == 1:
+        return GraphedLoss(model, say=logger.info)
+    logger.warning("graph: CUDA graphs need a GPU and a run of one process; training is eager")
+    return None
 
 
 class GraphedLoss:
@@ -142,7 +158,7 @@ class _GraphedStep:
     """The three graphs of one shape, and the tensors that they read and write.
 
     The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans and the
-    assignment is known: processes that train together take part in it once a step. ``capture`` makes the graphs.
+    assignment is known. ``capture`` makes the graphs.
     """
 
     def __init__(self, model: nn.Module, batch: Any, memory: _SharedMemory) -> None:

@@ -35,7 +35,7 @@ from .checkpoint import (
 )
 from .config import complete_config
 from .console import ConsoleHandler, WorkerStart, say
-from .cuda_graphs import GraphedLoss
+from .cuda_graphs import GraphedLoss, graphs_for
 from .distributed import start_process_group, wrapper_on_the_cpu
 from .errors import CheckpointError, log_fatal_error
 from .plain_state import restore_message_hub, to_plain
@@ -202,14 +202,9 @@ class DetRunner(Runner):
 
     @cached_property
     def graphs(self) -> GraphedLoss | None:
-        """What replays training steps as CUDA graphs: None unless the config says ``graph`` and there is a GPU."""
-        if not self.cfg.get("graph", False):
-            return None
-        if not torch.cuda.is_available():
-            self.logger.warning("graph: CUDA graphs need a GPU; training runs eagerly")
-            return None
+        """What replays training steps as CUDA graphs; None without."""
         model = self.model.module if is_model_wrapper(self.model) else self.model
-        return GraphedLoss(model, say=self.logger.info)
+        return graphs_for(self.cfg, model, self.world_size, self.logger)
 
     def val(self) -> dict:
         """Validate and return the metrics."""
