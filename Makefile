@@ -6,8 +6,10 @@
 # make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
 # make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
 # make check-devkit  nuScenes' metrics and the converter against the devkit
+# make test-onedl  the engine's and the tools' tests on onedl-mmengine instead of mmengine
 # make check-packages  the bridges of ultralytics, rfdetr, groundingdino and libreyolo against those packages
 # make check-transformers  all detectors of transformers on visdet's operators (docs/compat_transformers.md)
+# make hf-kernel  the operators as a kernel repository for Hugging Face's package kernels, in dist/hf-kernel
 # make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
 PYTHON ?= python3
 VENV ?= .venv
@@ -133,6 +135,17 @@ check-devkit: setup
 	VISDET_CHECK=check-devkit OMP_NUM_THREADS=1 $(VENV)-devkit/bin/python -m pytest \
 		tests/evaluation/test_nuscenes_devkit.py tests/tools/test_prepare_nuscenes_devkit.py
 
+# Engine, data, metrics and tools on onedl-mmengine, which provides the package mmengine too, in an environment of its own.
+ONEDL ?= onedl-mmengine==0.10.12
+.PHONY: test-onedl
+test-onedl: setup
+	$(PYTHON) -m venv $(VENV)-onedl
+	$(VENV)-onedl/bin/python -m pip install --quiet $(TORCH)
+	$(VENV)-onedl/bin/python tools/install_requirements.py --extra train --extra test --mmengine "$(ONEDL)"
+	! $(VENV)-onedl/bin/python -m pip show --quiet mmengine 2> /dev/null
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VENV)-onedl/bin/python -m pytest -m "not slow" \
+		tests/engine tests/tools tests/configs tests/datasets tests/evaluation tests/visualization
+
 # The attention modules of other detector packages against visdet.compat; nothing is skipped there.
 PACKAGES ?= ultralytics rfdetr groundingdino-py libreyolo
 .PHONY: check-packages
@@ -143,10 +156,15 @@ check-packages: setup
 		tests/compat/test_other_packages.py
 
 # All detectors of transformers against visdet.compat, in an environment of their own; nothing is skipped there.
-TRANSFORMERS ?= transformers timm
+TRANSFORMERS ?= transformers timm scipy kernels
 .PHONY: check-transformers
 check-transformers: setup
 	$(PYTHON) -m venv $(VENV)-transformers
 	$(VENV)-transformers/bin/python -m pip install --quiet $(TORCH) $(TRANSFORMERS) numpy pytest pytest-timeout
 	VISDET_CHECK_TRANSFORMERS=1 OMP_NUM_THREADS=1 $(VENV)-transformers/bin/python -m pytest \
-		tests/compat/test_bridge.py tests/compat/test_transformers.py tests/compat/test_transformers_install.py
+		tests/compat/test_bridge.py tests/compat/test_transformers.py tests/compat/test_transformers_install.py \
+		tests/compat/test_hf_kernel.py
+
+.PHONY: hf-kernel
+hf-kernel: setup
+	$(BIN)/python tools/make_hf_kernel.py --out dist/hf-kernel

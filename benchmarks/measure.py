@@ -13,7 +13,7 @@ from torch import Tensor
 from .case import PASSES, Call, Case, Peer, Work, dtype_name
 from .floors import Floors
 from .gate import Gate, check, relative_error
-from .timing import time_pass
+from .timing import peak_bytes, time_pass
 
 __all__ = ["measure", "passes_for"]
 
@@ -55,6 +55,8 @@ def measure(
         return result
     seconds = (QUICK_SECONDS if quick else SECONDS)[device.type]
     _add_passes(result, case, dtype, case.call(arguments), grad_output, floors, seconds)
+    if device.type == "cuda" and case.differentiable and "both" in result["passes"]:
+        result["peak_bytes"] = peak_bytes(case.call(arguments), grad_output)
     for peer in case.peers:
         entry = _measure_peer(peer, case, arguments, grad_output, gate, seconds)
         if entry is not None:
@@ -117,7 +119,7 @@ def _figures(parts: list[Work], median_us: float, floors: Floors, warm: bool) ->
 def _measure_peer(
     peer: Peer, case: Case, arguments: tuple[Any, ...], grad_output: Tensor, gate: Gate, seconds: float
 ) -> dict[str, Any] | None:
-    """Return a peer's times and its forward error, None where it is not installed; a failure is a line of text."""
+    """Return a peer's times, peak memory and forward error, None where it is missing; a failure is a line of text."""
     try:
         adapt = peer.load()
     except (ImportError, OSError):
@@ -137,6 +139,8 @@ def _measure_peer(
             entry["passes"][kind] = dataclasses.asdict(
                 _time_peer(call, kind, grad_output, case.graph, seconds)
             )
+        if grad_output.is_cuda and case.differentiable:
+            entry["peak_bytes"] = peak_bytes(call, grad_output)
     except Exception as error:  # another project's failure is a result, whatever its type
         entry["problem"] = _first_line(error)
     gc.collect()

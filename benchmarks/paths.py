@@ -60,7 +60,6 @@ def model_cases() -> list[Case]:
         (16, 300, REAL_TIME, "rt-detr-b16"),
         (1, 300, PYRAMID, "decoder-q300-b1"),
         (8, 300, PYRAMID, "decoder-q300-b8"),
-        (16, 300, PYRAMID, "decoder-q300-b16"),
         (1, 900, PYRAMID, "decoder-q900-b1"),
         (8, 900, PYRAMID, "decoder-q900-b8"),
         (2, 1100, PYRAMID, "decoder-q1100-denoising"),

@@ -98,6 +98,8 @@ def _markdown(report: Report) -> list[str]:
     lines += ["", "## Cases", ""]
     lines += [f"- {name}: {sizes}" for name, sizes in _sizes(report).items()]
     lines += ["", "## Times", "", *_times(report), "", *_NOTES, "", "## Gate", "", *_gates(report)]
+    if any("peak_bytes" in result for result in report["results"]):
+        lines += ["", "## Peak memory of forward and backward", "", *_peaks(report)]
     problems = [
         f"- {result['case']} {result['dtype']}, {_label(kind)}: {problem}"
         for result in report["results"]
@@ -152,6 +154,20 @@ def _times(report: Report) -> list[str]:
                 + [_goal(figures)]
             )
     return table(header, rows)
+
+
+def _peaks(report: Report) -> list[str]:
+    """Return the most memory that a call and its backward hold beside the arguments, of the operator and its peers."""
+    peers = _peers(report)
+    rows = []
+    for result in report["results"]:
+        peaks = [
+            result.get("peak_bytes"),
+            *(result["peers"].get(peer, {}).get("peak_bytes") for peer in peers),
+        ]
+        mebibytes = ["" if peak is None else f"{peak / 2**20:.1f} MiB" for peak in peaks]
+        rows.append([result["case"], result["dtype"], *mebibytes])
+    return table(["case", "dtype", "visdet", *peers], rows)
 
 
 def _gates(report: Report) -> list[str]:

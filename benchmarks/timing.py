@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .case import Call
 
-__all__ = ["Timing", "deterministic", "prepare", "time_pass"]
+__all__ = ["Timing", "deterministic", "peak_bytes", "prepare", "time_pass"]
 
 GRAPH_COPIES = 20  # calls in one graph: the launch of the graph spreads over them
 CPU_WARMUP = 1
@@ -85,6 +85,17 @@ def time_pass(call: Call, kind: str, grad_output: Tensor, graph: bool, seconds: 
             times = [t / GRAPH_COPIES for t in _gpu_times(replay, seconds)]
             return Timing.of(times, "CUDA graph")
         return Timing.of(_gpu_times(prepare(call, kind, grad_output), seconds), "do_bench")
+
+
+def peak_bytes(call: Call, grad_output: Tensor) -> int:
+    """Return the most GPU memory that forward and backward hold at once, beside their arguments."""
+    step = prepare(call, "both", grad_output)
+    step()  # what a first call keeps, such as compiled kernels' tables, is no part of it
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _time_on_cpu(function: Callable[[], Any], seconds: float) -> Timing:

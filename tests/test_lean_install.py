@@ -116,7 +116,7 @@ def test_help_needs_no_large_package(tool):
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "faster_coco_eval": "faster-coco-eval",
-    "cv2": "mmengine",
+    "cv2": "opencv-python",
     "yaml": "mmengine",
 }
 OPTIONAL = {"shapely", "pycocotools", "mmcv", "mmdet", "transformers"}

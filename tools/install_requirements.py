@@ -22,7 +22,11 @@ def main() -> None:
     parser.add_argument(
         "--extra", action="append", default=[], help="an optional-dependencies group; repeatable"
     )
-    extras = parser.parse_args().extra
+    parser.add_argument(
+        "--mmengine", help="a requirement in place of mmengine, such as onedl-mmengine==0.10.12"
+    )
+    args = parser.parse_args()
+    extras = args.extra
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     unknown = set(extras) - set(project["optional-dependencies"])
     if unknown:
@@ -30,9 +34,11 @@ def main() -> None:
     requirements = list(project["dependencies"])
     for extra in extras:
         requirements += project["optional-dependencies"][extra]
+    if args.mmengine:
+        requirements = [args.mmengine if r.startswith("mmengine") else r for r in requirements]
     pip_install(*requirements)
 
-    # mmengine asks for opencv-python, whose wheel needs the system's libGL; a server often has none.
+    # opencv-python's wheel needs the system's libGL; a server often has none.
     if subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True).returncode != 0:
         print(
             "opencv-python does not import here (no libGL?): using opencv-python-headless instead", flush=True

@@ -19,6 +19,7 @@ Levels = tuple[tuple[int, int], ...]  # (height, width)
 
 PYRAMID: Levels = ((100, 134), (50, 67), (25, 34), (13, 17))  # 800 x 1066 pixels at strides 8 to 64
 MANY_IMAGES: Levels = ((92, 160), (46, 80), (23, 40), (20, 12))
+POWERS_OF_TWO: Levels = ((128, 128), (64, 64), (32, 32))  # 1024 x 1024 pixels at strides 8 to 32
 OFFSET_PIXELS = 3.0  # standard deviation of a local sample around its query, in pixels of each level
 TEXEL_MARGIN = 1e-3  # positions keep this far from texel centres, where the gradient of a location jumps
 L1_BYTES = 228 << 10  # of one SM: a level's map of one head and image that fits is read at the rate of L1
@@ -176,12 +177,34 @@ def _load_dcnv4() -> Any:
     return adapt
 
 
+def _load_deformops(backend: str | None) -> Any:
+    """Load deformops 3 (Python 3.12): the backend of its own choice, on a GPU Triton's, or the one named."""
+    from deformops.registry import Backend, msda
+
+    if backend is not None and not msda.is_registered(Backend(backend)):
+        raise ImportError(msda.unavailable_reason(Backend(backend)))
+    function = partial(msda, backend=backend and Backend(backend))
+
+    def adapt(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Call:
+        # It takes tensors of one type only. Locations of 16 bits miss by pixels, as its output error shows.
+        samples = locations.to(value.dtype), weights.to(value.dtype)
+        return Call(function, (value, shapes.to(value.device), starts.to(value.device), *samples), (0, 3, 4))
+
+    return adapt
+
+
 def _im2col_step(B: int) -> int:
     """Return the batch entries of one launch: 64 as everywhere, or the largest that divides a larger batch."""
     return 64 if B <= 64 else math.gcd(64, B)
 
 
-PEERS = (Peer("torch", _load_torch, _torch_memory), Peer("mmcv", _load_mmcv), Peer("DCNv4", _load_dcnv4))
+PEERS = (
+    Peer("torch", _load_torch, _torch_memory),
+    Peer("mmcv", _load_mmcv),
+    Peer("DCNv4", _load_dcnv4),
+    Peer("deformops", partial(_load_deformops, None)),
+    Peer("deformops CUDA", partial(_load_deformops, "cuda")),
+)
 
 
 def _tolerance(dtype: torch.dtype) -> dict[str, float]:
@@ -246,6 +269,7 @@ CASES = [
     case("encoder-l3", levels=PYRAMID[:3], local=True, checked_batches=(1,)),  # 12 samples a row
     case("encoder-c64", C=64, local=True, checked_batches=(1,)),
     case("encoder-c31", C=31, local=True, checked_batches=(1,)),
+    case("mask2former-b4", B=4, levels=POWERS_OF_TWO, local=True, checked_batches=(3,)),
     case(
         "decoder-q300",
         Q=300,
@@ -260,6 +284,7 @@ CASES = [
         goals_us=_goals({"forward": 10}, {"forward": 7}),
         goals_ratio={"forward": 40},
     ),
+    case("decoder-q300-b16", B=16, Q=300, graph=True),
     case(
         "images-48",
         B=48,

@@ -172,8 +172,11 @@ def test_peers_missing_failing_and_too_large(tmp_path):
     assert result["peers"]["large"]["problem"] == "not run: needs about 1073741824 GiB"
     report = {"environment": {}, "clocks": {}, "floors": "", "command": "", "results": [result]}
     assert "≥ 1e-09x met" in short_table(report) and "≥ 1e+09x missed" in short_table(report)
+    result["peak_bytes"], result["peers"]["doubled"]["peak_bytes"] = 3 << 19, 2 << 20
     write_tables(report, tmp_path)
-    assert "failing: ValueError: only on Tuesdays" in (tmp_path / "bench.md").read_text()
+    text = (tmp_path / "bench.md").read_text()
+    assert "failing: ValueError: only on Tuesdays" in text
+    assert "| tiny | float32 | 1.5 MiB | 2.0 MiB |" in text
 
 
 def test_counts_of_one_sample_by_hand():
@@ -269,17 +272,31 @@ def test_optional_peers_get_the_arguments_they_want(monkeypatch):
         def apply(*arguments):
             seen["arguments"] = arguments
 
-    for name in ("mmcv", "mmcv.ops", "mmcv.ops.multi_scale_deform_attn", "DCNv4", "DCNv4.functions"):
+    def msda(*arguments, backend=None):
+        seen["backend"] = backend
+
+    msda.is_registered = lambda backend: backend == "cuda"
+    for name in (
+        *("mmcv", "mmcv.ops", "mmcv.ops.multi_scale_deform_attn"),
+        *("DCNv4", "DCNv4.functions", "deformops", "deformops.registry"),
+    ):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["mmcv.ops.multi_scale_deform_attn"].MultiScaleDeformableAttnFunction = Function
     sys.modules["DCNv4.functions"].FlashDeformAttnFunction = Function
-    arguments = TINY.make(torch.float32, CPU)
+    registry = sys.modules["deformops.registry"]
+    registry.msda, registry.Backend = msda, str
+    arguments = TINY.make(torch.bfloat16, CPU)
     peers = {peer.name: peer.load()(*arguments) for peer in TINY.peers}
-    assert list(peers) == ["torch", "mmcv", "DCNv4"]
+    assert list(peers) == ["torch", "mmcv", "DCNv4", "deformops", "deformops CUDA"]
+    for name, backend in (("deformops", None), ("deformops CUDA", "cuda")):
+        peers[name].function(*peers[name].arguments)
+        assert [tensor.dtype for tensor in peers[name].arguments[3:]] == [torch.bfloat16] * 2
+        assert seen["backend"] == backend and peers[name].differentiable == (0, 3, 4)
     assert peers["mmcv"].arguments[5] == 64 and peers["mmcv"].differentiable == (0, 3, 4)
     packed, step, points = peers["DCNv4"].arguments[3:]
     assert packed.shape == (2, 13, 3, 2 * 4 * 3) and (step, points) == (64, 4)
-    torch.testing.assert_close(packed[..., 16:].softmax(-1).view_as(arguments[4]), arguments[4])
+    weights = packed[..., 16:].float().softmax(-1).view_as(arguments[4])
+    torch.testing.assert_close(weights, arguments[4], rtol=0.02, atol=0)
 
 
 def test_deterministic_restores_the_switches():

@@ -101,8 +101,8 @@ def compare_with_float64(layer, arguments, autocast):
     assert total["visdet"] <= 1.05 * total["stock"], total
 
 
-def train(name, steps):
-    model, inputs, labels = tiny_transformers.build(name)
+def train(name, steps, device):
+    model, inputs, labels = to_device(tiny_transformers.build(name), device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -116,14 +116,24 @@ def train(name, steps):
     return torch.stack(losses), {key: value.clone() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["deformable_detr", "rt_detr_v2"])
-def test_training_is_bit_equal_between_runs(name):
-    steps = 200 if CHECKS_ALL else 12
+def to_device(values, device):
+    """Return tensors, models, and lists and dictionaries of them on a device."""
+    if isinstance(values, dict):
+        return {key: to_device(value, device) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [to_device(value, device) for value in values]
+    return values.to(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("name, steps", [("deformable_detr", 200), ("rt_detr_v2", 200 if CHECKS_ALL else 12)])
+def test_training_is_bit_equal_between_runs(name, steps, device, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
     torch.use_deterministic_algorithms(True)
     try:
         with bridge.installed(), warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*deterministic.*")
-            (losses, weights), (again, weights_again) = train(name, steps), train(name, steps)
+            (losses, weights), (again, weights_again) = (train(name, steps, device) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.isfinite(losses).all() and torch.equal(losses, again)

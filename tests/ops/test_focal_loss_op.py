@@ -23,6 +23,18 @@ def test_softmax_by_hand():
     torch.testing.assert_close(loss, torch.tensor([-0.25 / 16 * math.log(0.75), 0.0]))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_softmax_ignores_whatever_stands_in_an_ignored_row(bad):
+    logits = torch.tensor([[0.0, 1.0], [bad, 1.0]], requires_grad=True)
+    weight = torch.tensor([bad, 1.0])  # of class 0, which no row has
+    loss = softmax_focal_loss(logits, torch.tensor([1, -1]), weight=weight, reduction="none")
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert loss[1] == 0
+    assert gradient[0].isfinite().all()
+    assert gradient[0].all()
+    assert not gradient[1].any()
+
+
 @pytest.mark.parametrize("gamma", [0.0, 1.5, 2.0])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sigmoid_is_the_formula(gamma, weighted):

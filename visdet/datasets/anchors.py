@@ -1,9 +1,10 @@
 """Anchors of driving models, by k-means over the training frames of an info file."""
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.cluster.vq import vq
+from scipy.cluster.vq import kmeans2
 
 __all__ = ["cluster", "detection_anchors", "map_anchors", "motion_anchors", "planning_anchors"]
 
@@ -13,16 +14,16 @@ _MAP_ANCHOR_LENGTH_M = 8.0
 def cluster(
     samples: np.ndarray, num_clusters: int, seed: int = 0, num_rounds: int = 50, max_samples: int = 200_000
 ) -> np.ndarray:
-    """Return the centres [num_clusters, d] of ``samples`` [n, d]: k-means++ seeds, then Lloyd's rounds until they rest.
+    """Return the centres [num_clusters, d] of ``samples`` [n, d]: k-means++ seeds, then Lloyd's rounds.
 
-    A cluster that loses its last sample starts again at the sample furthest from its centre. With fewer distinct
-    samples than clusters, samples repeat; without samples the centres are 0.
+    A cluster that loses its last sample keeps its centre. With fewer distinct samples than clusters, samples repeat;
+    without samples the centres are 0.
 
     Args:
         samples: float [n, d].
         num_clusters: k.
         seed: of the random start.
-        num_rounds: at most so many.
+        num_rounds: rounds of Lloyd's.
         max_samples: of more samples so many are drawn.
     """
     rng = np.random.default_rng(seed)
@@ -33,22 +34,17 @@ def cluster(
     if len(distinct) <= num_clusters:
         repeated = distinct if len(distinct) else np.zeros((1, samples.shape[1]))
         return repeated[np.arange(num_clusters) % len(repeated)]
-    centers = _spread_seeds(samples, num_clusters, rng)
-    for _ in range(num_rounds):
-        nearest, distance = vq(samples, centers, check_finite=False)
-        counts = np.bincount(nearest, minlength=num_clusters)
-        sums = np.stack([np.bincount(nearest, column, num_clusters) for column in samples.T], axis=1)
-        moved = sums / np.maximum(counts, 1)[:, None]
-        empty = np.flatnonzero(counts == 0)
-        moved[empty] = samples[np.argsort(-distance)[: len(empty)]]
-        if np.abs(moved - centers).max() < 1e-4:
-            break
-        centers = moved
-    return centers
+    seeds = _spread_seeds(samples, num_clusters, rng)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a cluster without samples
+        return kmeans2(samples, seeds, iter=num_rounds, minit="matrix", check_finite=False)[0]
 
 
 def _spread_seeds(samples: np.ndarray, num_clusters: int, rng: np.random.Generator) -> np.ndarray:
-    """Return starting centres, each drawn with a probability proportional to its squared distance from the others."""
+    """Return k-means++ seeds, each drawn with a probability proportional to its squared distance from the others.
+
+    scipy's own measure every distance anew for each seed: minutes for 900 seeds of 200 000 samples.
+    """
     chosen = [samples[rng.integers(len(samples))]]
     squared = np.full(len(samples), np.inf)
     for _ in range(num_clusters - 1):

@@ -1,7 +1,6 @@
 """Folders of data sets that are drawn instead of downloaded: whole or not there at all, whatever happens meanwhile."""
 
 import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
@@ -11,6 +10,8 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+
+from filelock import FileLock
 
 from visdet.errors import InvalidInputError, UserError
 
@@ -55,7 +56,7 @@ def draw_once(
     if _read_stamp(folder / stamp_name) == stamp:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _exclusive(folder.parent / f".{folder.name}.lock"):
+    with FileLock(folder.parent / f".{folder.name}.lock"):
         if _read_stamp(folder / stamp_name) == stamp:
             return folder
         if folder.exists() and any(folder.iterdir()) and _read_stamp(folder / stamp_name) is None:
@@ -107,14 +108,6 @@ def _read_stamp(path: Path) -> dict | None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return json.loads(path.read_text())
     return None
-
-
-@contextlib.contextmanager
-def _exclusive(lock_file: Path):
-    """Hold ``lock_file``. A POSIX lock belongs to one process: it ends with it and no child inherits it."""
-    with open(lock_file, "w") as handle:
-        fcntl.lockf(handle, fcntl.LOCK_EX)
-        yield
 
 
 def draw_in_processes(draw_share: Callable, arguments: tuple, num_workers: int | None, maker: str) -> None:

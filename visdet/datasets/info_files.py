@@ -6,7 +6,6 @@ numbers per type. A frame is decoded when it is asked for, so a data set of 28 0
 memory.
 """
 
-import codecs
 import io
 import json
 import pickle
@@ -19,6 +18,7 @@ import numpy as np
 from mmengine import fileio
 
 from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError
+from visdet.structures.numpy_pickle import NUMPY_GLOBALS
 
 __all__ = ["InfoTable", "frame_keys", "load_infos", "save_infos"]
 
@@ -202,25 +202,7 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
 
 
 class _NumpyUnpickler(pickle.Unpickler):
-    _ALLOWED = {
-        ("numpy", "dtype"): np.dtype,
-        ("numpy", "ndarray"): np.ndarray,
-        **{
-            (f"numpy.{core}.multiarray", name): function
-            for core in ("core", "_core")
-            for name, function in (
-                ("scalar", np.float64(0).__reduce__()[0]),
-                ("_reconstruct", np.zeros(1).__reduce__()[0]),
-            )
-        },
-        **{
-            (f"numpy.{core}.numeric", "_frombuffer"): np.zeros(1).__reduce_ex__(5)[0]
-            for core in ("core", "_core")
-        },
-        ("_codecs", "encode"): codecs.encode,
-    }
-
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._ALLOWED:
+        if (module, name) not in NUMPY_GLOBALS:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is none of numpy's array types")
-        return self._ALLOWED[module, name]
+        return NUMPY_GLOBALS[module, name]

@@ -1,14 +1,14 @@
 """A pickle reader that knows the types of mmengine's and mmdet's checkpoints and refuses every other one."""
 
-import codecs
 import collections
 import pathlib
 import pickle
 from typing import Any
 
-import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
+
+from visdet.structures.numpy_pickle import NUMPY_GLOBALS
 
 __all__ = ["AllowedPickle", "DisallowedGlobalError"]
 
@@ -24,10 +24,8 @@ def _statistic_of_history(owner: Any, name: str) -> Any:
     raise DisallowedGlobalError(f"getattr({owner!r}, {name!r})")
 
 
-_scalar = np.float64(0).__reduce__()[0]
-_reconstruct = np.zeros(1).__reduce__()[0]
-
 _ALLOWED: dict[tuple[str, str], Any] = {
+    **NUMPY_GLOBALS,
     ("builtins", "getattr"): _statistic_of_history,
     ("__builtin__", "getattr"): _statistic_of_history,
     ("builtins", "set"): set,
@@ -37,15 +35,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "Counter"): collections.Counter,
     ("collections", "defaultdict"): collections.defaultdict,
-    ("_codecs", "encode"): codecs.encode,
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
     ("mmengine.logging.history_buffer", "HistoryBuffer"): HistoryBuffer,
-    ("numpy", "dtype"): np.dtype,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy.core.multiarray", "scalar"): _scalar,
-    ("numpy._core.multiarray", "scalar"): _scalar,
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("torch", "Tensor"): torch.Tensor,

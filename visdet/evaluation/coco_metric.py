@@ -1,6 +1,5 @@
 """Average precision and recall of boxes, as COCO defines them."""
 
-import io
 import json
 import logging
 from collections.abc import Sequence
@@ -11,14 +10,13 @@ import torch
 from mmengine.dist import is_main_process
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
-from rich.console import Console
-from rich.table import Table
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 from visdet.structures.coco_json import listed, load_coco_json, match_categories
 
 from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
+from .tables import table_text
 
 __all__ = ["CocoMetric"]
 
@@ -291,10 +289,14 @@ def _classwise(evaluation: BoxEvaluation, truth: dict, image_ids: set, classes: 
 
 
 def _as_table(rows: list[dict]) -> str:
-    table = Table("class", "boxes", *_PRECISIONS)
-    for row in rows:
-        values = (f"{row[item]:.3f}" if row[item] >= 0 else "–" for item in _PRECISIONS)
-        table.add_row(row["name"], str(row["num_boxes"]), *values)
-    text = io.StringIO()
-    Console(file=text, width=100).print(table)
-    return text.getvalue()
+    return table_text(
+        ("class", "boxes", *_PRECISIONS),
+        [
+            (
+                row["name"],
+                row["num_boxes"],
+                *(row[item] if row[item] >= 0 else float("nan") for item in _PRECISIONS),
+            )
+            for row in rows
+        ],
+    )

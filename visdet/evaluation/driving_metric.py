@@ -1,7 +1,8 @@
 """What the metrics of driving models have in common."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,18 @@ from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
-__all__ = ["DrivingMetric", "as_array", "frames_of_batch", "places_in_world"]
+from visdet.errors import InvalidInputError
+
+__all__ = [
+    "DrivingBoxMetric",
+    "DrivingMetric",
+    "as_array",
+    "frames_of_batch",
+    "places_in_world",
+    "read_anchors",
+    "vehicle_in_world",
+    "within",
+]
 
 
 class DrivingMetric(BaseMetric):
@@ -33,6 +45,41 @@ class DrivingMetric(BaseMetric):
     @abstractmethod
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the metrics over these frames."""
+
+
+class DrivingBoxMetric(DrivingMetric):
+    """A metric over boxes of several classes, each counted up to a distance from the vehicle.
+
+    Args:
+        classes: names of the labels; by default those of the data set.
+        class_range: the distance in metres of each class, or one for all.
+        prefix, collect_device: mmengine's.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[str] | None,
+        class_range: Mapping[str, float] | float,
+        prefix: str | None,
+        collect_device: str,
+    ) -> None:
+        super().__init__(collect_device=collect_device, prefix=prefix)
+        self.classes = tuple(classes) if classes is not None else None
+        self.class_range = class_range
+
+    def range_of(self, name: str) -> float:
+        """Return the distance of a class.
+
+        Raises:
+            InvalidInputError: ``class_range`` does not name it.
+        """
+        if not isinstance(self.class_range, Mapping):
+            return float(self.class_range)
+        if name not in self.class_range:
+            raise InvalidInputError(
+                f"{type(self).__name__}: class_range must name {name}, got {', '.join(self.class_range)}"
+            )
+        return self.class_range[name]
 
 
 def frames_of_batch(data_batch: dict, predictions: Sequence[dict]) -> Iterator[tuple[dict, dict, dict]]:
@@ -64,3 +111,18 @@ def as_array(value: Any) -> np.ndarray:
 def places_in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
     """Return the centres [n, 2] in the world of boxes [n, >= 3], given the pose [4, 4] of their frame."""
     return (as_array(boxes)[:, :3] @ pose[:3, :3].T + pose[:3, 3])[:, :2]
+
+
+def vehicle_in_world(meta: Mapping[str, Any], pose: np.ndarray) -> np.ndarray:
+    """Return the place [2] of the vehicle in the world: the frame's own, where the metas do not tell."""
+    return np.asarray(meta.get("ego2global_translation", pose[:3, 3]), dtype=np.float64)[:2]
+
+
+def within(places: np.ndarray, vehicle: np.ndarray, reach: float) -> np.ndarray:
+    """Return whether places [n, >= 2] are nearer to the vehicle [2] than ``reach`` metres, bool [n]."""
+    return np.linalg.norm(places[:, :2] - vehicle, axis=1) < reach
+
+
+def read_anchors(anchors: str | Path | np.ndarray) -> np.ndarray:
+    """Return anchors from a .npy file, or as they are given."""
+    return np.load(anchors, allow_pickle=False) if isinstance(anchors, (str, Path)) else np.asarray(anchors)

@@ -1,18 +1,23 @@
 """Predicted paths of other road users against the ways that they took."""
 
-import io
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from mmengine.logging import print_log
-from rich.console import Console
-from rich.table import Table
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
 from .detection_curves import Boxes, Curve, match_frames, take_nearest, tp_error
-from .driving_metric import DrivingMetric, as_array, frames_of_batch, places_in_world
+from .driving_metric import (
+    DrivingBoxMetric,
+    as_array,
+    frames_of_batch,
+    places_in_world,
+    vehicle_in_world,
+    within,
+)
+from .tables import table_text
 
 __all__ = ["MOTION_CLASSES", "MotionMetric", "displacement_errors", "final_errors", "motion_scores"]
 
@@ -36,7 +41,7 @@ _NAMES = ("minADE", "minFDE", "MR", "EPA")
 
 
 @METRICS.register_module()
-class MotionMetric(DrivingMetric):
+class MotionMetric(DrivingBoxMetric):
     """minADE, minFDE, miss rate and EPA of the predicted paths, after merging classes.
 
     Boxes of a merged class, best first, take the nearest free true box within 2 m. Of those that take one, with the
@@ -86,10 +91,8 @@ class MotionMetric(DrivingMetric):
         prefix: str | None = None,
         collect_device: str = "cpu",
     ) -> None:
-        super().__init__(collect_device=collect_device, prefix=prefix)
-        self.classes = tuple(classes) if classes is not None else None
+        super().__init__(classes, _RANGE if class_range is None else class_range, prefix, collect_device)
         self.class_mapping = dict(MOTION_CLASSES if class_mapping is None else class_mapping)
-        self.class_range = _RANGE if class_range is None else class_range
         self.score_threshold = score_threshold
         self.unknown_is_right = unknown_is_right
         self.steps_per_second = steps_per_second
@@ -120,7 +123,7 @@ class MotionMetric(DrivingMetric):
             self.results.append(
                 {
                     "token": meta["token"],
-                    "vehicle": np.asarray(meta.get("ego2global_translation", pose[:3, 3]), np.float64)[:2],
+                    "vehicle": vehicle_in_world(meta, pose),
                     "gt_places": places_in_world(gt_boxes, pose),
                     "gt_labels": as_array(truth["gt_labels_3d"]),
                     "gt_paths": gt_boxes[:, None, :2] + steps.cumsum(axis=1),
@@ -149,36 +152,23 @@ class MotionMetric(DrivingMetric):
                 f"got {', '.join(self.class_mapping)}"
             )
         metrics: dict[str, float] = {}
-        table = Table("class", "paths", *_NAMES)
+        rows = []
         for name in names:
             labels = [label for label, other in enumerate(merged) if other == name]
             for prefix, key in (("", "paths"), ("constant_velocity_", "constant")):
-                frames = [self._of_class(frame, labels, self._range_of(name), key) for frame in results]
+                frames = [self._of_class(frame, labels, self.range_of(name), key) for frame in results]
                 scores = motion_scores(frames, self.unknown_is_right)
                 metrics |= {f"{prefix}{name}_{key}": value for key, value in scores.items()}
-                shown = (f"{scores[key]:.3f}" for key in _NAMES)
-                table.add_row(name, prefix.replace("_", " ").strip() or "model", *shown)
-        text = io.StringIO()
-        Console(file=text, width=100).print(table)
-        print_log(text.getvalue(), logger="current")
+                source = prefix.replace("_", " ").strip() or "model"
+                rows.append((name, source, *(scores[key] for key in _NAMES)))
+        print_log(table_text(("class", "paths", *_NAMES), rows), logger="current")
         return metrics
-
-    def _range_of(self, name: str) -> float:
-        if not isinstance(self.class_range, Mapping):
-            return float(self.class_range)
-        if name not in self.class_range:
-            raise InvalidInputError(
-                f"MotionMetric: class_range must name {name}, got {', '.join(self.class_range)}"
-            )
-        return self.class_range[name]
 
     @staticmethod
     def _of_class(frame: dict, labels: Sequence[int], reach: float, key: str) -> dict[str, np.ndarray]:
         """Return the part of a frame that ``motion_scores`` takes."""
-        near = np.linalg.norm(frame["gt_places"] - frame["vehicle"], axis=1) < reach
-        truth = near & np.isin(frame["gt_labels"], labels)
-        near = np.linalg.norm(frame["places"] - frame["vehicle"], axis=1) < reach
-        mine = near & np.isin(frame["labels"], labels)
+        truth = within(frame["gt_places"], frame["vehicle"], reach) & np.isin(frame["gt_labels"], labels)
+        mine = within(frame["places"], frame["vehicle"], reach) & np.isin(frame["labels"], labels)
         return {
             "gt_places": frame["gt_places"][truth],
             "gt_paths": frame["gt_paths"][truth],

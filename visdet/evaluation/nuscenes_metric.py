@@ -1,20 +1,24 @@
 """nuScenes' detection metrics: mAP over centre distances, five errors, NDS."""
 
-import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mmengine.logging import print_log
-from rich.console import Console
-from rich.table import Table
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
 from .detection_curves import TP_ERRORS, Boxes, Curve, accumulate, average_precision, tp_error
-from .driving_metric import DrivingMetric, as_array, frames_of_batch
+from .driving_metric import (
+    DrivingBoxMetric,
+    as_array,
+    frames_of_batch,
+    read_anchors,
+    vehicle_in_world,
+    within,
+)
+from .tables import summary_line, table_text
 
 __all__ = ["CLASS_RANGE", "NuScenesMetric"]
 
@@ -46,7 +50,7 @@ _TP_DISTANCE = 2.0
 
 
 @METRICS.register_module()
-class NuScenesMetric(DrivingMetric):
+class NuScenesMetric(DrivingBoxMetric):
     """mAP over centre distances of 0.5, 1, 2 and 4 m, the true-positive errors at 2 m, and the detection score.
 
     ``NDS_no_attr = (5 mAP + sum of max(0, 1 - e)) / 9`` over the errors e of translation, scale, orientation and
@@ -82,9 +86,7 @@ class NuScenesMetric(DrivingMetric):
         prefix: str | None = None,
         collect_device: str = "cpu",
     ) -> None:
-        super().__init__(collect_device=collect_device, prefix=prefix)
-        self.classes = tuple(classes) if classes is not None else None
-        self.class_range = CLASS_RANGE if class_range is None else class_range
+        super().__init__(classes, CLASS_RANGE if class_range is None else class_range, prefix, collect_device)
         self.anchors = anchors
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
@@ -100,9 +102,7 @@ class NuScenesMetric(DrivingMetric):
                 {
                     "token": meta["token"],
                     "pose": pose,
-                    "vehicle": np.asarray(meta.get("ego2global_translation", pose[:3, 3]), dtype=np.float64)[
-                        :2
-                    ],
+                    "vehicle": vehicle_in_world(meta, pose),
                     "gt_boxes": _in_world(truth["gt_bboxes_3d"], pose),
                     "gt_labels": as_array(truth["gt_labels_3d"]),
                     "gt_attributes": truth.get("gt_attributes"),
@@ -138,10 +138,10 @@ class NuScenesMetric(DrivingMetric):
         return summary | metrics
 
     def _boxes_of_class(self, results: list[dict], label: int, name: str) -> tuple[list[Boxes], list[Boxes]]:
-        reach = self._range_of(name)
+        reach = self.range_of(name)
         truths, predictions = [], []
         for frame in results:
-            keep = (frame["gt_labels"] == label) & _within(frame["gt_boxes"], frame["vehicle"], reach)
+            keep = (frame["gt_labels"] == label) & within(frame["gt_boxes"], frame["vehicle"], reach)
             attributes = frame["gt_attributes"]
             truths.append(
                 Boxes(
@@ -150,23 +150,14 @@ class NuScenesMetric(DrivingMetric):
                     None if attributes is None else np.asarray(attributes)[keep],
                 )
             )
-            keep = (frame["labels"] == label) & _within(frame["boxes"], frame["vehicle"], reach)
+            keep = (frame["labels"] == label) & within(frame["boxes"], frame["vehicle"], reach)
             boxes = frame["boxes"][keep]
             predictions.append(Boxes(boxes, frame["scores"][keep], _attributes(name, boxes)))
         return truths, predictions
 
-    def _range_of(self, name: str) -> float:
-        if not isinstance(self.class_range, Mapping):
-            return float(self.class_range)
-        if name not in self.class_range:
-            raise InvalidInputError(
-                f"NuScenesMetric: class_range must name {name}, got {', '.join(self.class_range)}"
-            )
-        return self.class_range[name]
-
     def _precision_of_anchors(self, results: list[dict], classes: Sequence[str]) -> float:
         """Return the mAP of the anchors as predictions of every class in every frame."""
-        anchors = np.load(self.anchors) if isinstance(self.anchors, (str, Path)) else np.asarray(self.anchors)
+        anchors = read_anchors(self.anchors)
         yaw = np.arctan2(anchors[:, 6], anchors[:, 7])
         boxes = np.column_stack([anchors[:, :3], np.exp(anchors[:, 3:6]), yaw, anchors[:, 8:10]])
         scores, values = np.linspace(1, 0.5, len(boxes)), []
@@ -202,10 +193,6 @@ def _in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
     boxes[:, 6] = np.arctan2(heading[:, 1], heading[:, 0])
     boxes[:, 7:9] = boxes[:, 7:9] @ turn.T
     return boxes
-
-
-def _within(boxes: np.ndarray, vehicle: np.ndarray, reach: float) -> np.ndarray:
-    return np.linalg.norm(boxes[:, :2] - vehicle, axis=1) < reach
 
 
 def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:
@@ -250,11 +237,8 @@ def _as_text(rows: list[tuple], summary: dict[str, float]) -> str:
         "orient_err",
         "vel_err",
     ]
-    table = Table("class", "boxes", *columns)
-    for name, count, row in rows:
-        table.add_row(
-            name, str(count), *("–" if np.isnan(row[key]) else f"{row[key]:.3f}" for key in columns)
-        )
-    text = io.StringIO()
-    Console(file=text, width=120).print(table)
-    return text.getvalue() + "  ".join(f"{key} {value:.4f}" for key, value in summary.items())
+    table = table_text(
+        ("class", "boxes", *columns),
+        [(name, count, *(row[key] for key in columns)) for name, count, row in rows],
+    )
+    return table + summary_line(summary)

@@ -1,17 +1,15 @@
 """Plans against the way that was driven: distance, and collisions with others."""
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 from mmengine.logging import print_log
-from rich.console import Console
-from rich.table import Table
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
 from .driving_metric import DrivingMetric, as_array, frames_of_batch
+from .tables import table_text
 
 __all__ = ["PlanningMetric", "boxes_intersect", "collides", "constant_velocity_plan", "headings", "horizons"]
 
@@ -117,7 +115,7 @@ class PlanningMetric(DrivingMetric):
             names.append("constant_velocity_")
         metrics: dict[str, float] = {"num_frames": len(frames)}
         columns = [f"{(t + 1) / self.steps_per_second:g} s" for t in range(num_steps)]
-        table = Table("plan", "", *columns, "UniAD", "VAD")
+        rows = []
         for name in names:
             for kind in ("L2", "collision"):
                 steps = _mean_of_steps(frames, f"{name}{kind}", num_steps)
@@ -129,12 +127,11 @@ class PlanningMetric(DrivingMetric):
                 metrics |= {f"{name}{key}": value for key, value in summary.items()}
                 row = [*steps, summary[f"uniad_{kind}"], summary[f"vad_{kind}"]]
                 text = [f"{v:.3f}" if kind == "L2" else f"{v:.2%}" for v in row]
-                table.add_row(name.replace("_", " ").strip() or "model", kind, *text)
+                rows.append((name.replace("_", " ").strip() or "model", kind, *text))
         truth = _mean_of_steps(frames, "truth_collision", num_steps)
         metrics["truth_collision"] = float(truth.mean()) if num_steps else float("nan")
-        text = io.StringIO()
-        Console(file=text, width=120).print(table)
-        print_log(f"{text.getvalue()}{len(frames)} of {len(results)} frames are complete", logger="current")
+        table = table_text(("plan", "", *columns, "UniAD", "VAD"), rows)
+        print_log(f"{table}{len(frames)} of {len(results)} frames are complete", logger="current")
         return metrics
 
 

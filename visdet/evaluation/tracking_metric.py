@@ -1,19 +1,24 @@
 """nuScenes' tracking metrics: AMOTA and AMOTP."""
 
-import io
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from mmengine.logging import print_log
-from rich.console import Console
-from rich.table import Table
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
 from .clear_mot import Frame, interpolate, motar_curve
-from .driving_metric import DrivingMetric, as_array, frames_of_batch, places_in_world
+from .driving_metric import (
+    DrivingBoxMetric,
+    as_array,
+    frames_of_batch,
+    places_in_world,
+    vehicle_in_world,
+    within,
+)
 from .nuscenes_metric import CLASS_RANGE
+from .tables import summary_line, table_text
 
 __all__ = ["TrackingMetric"]
 
@@ -23,7 +28,7 @@ _MAX_BOXES = 500
 
 
 @METRICS.register_module()
-class TrackingMetric(DrivingMetric):
+class TrackingMetric(DrivingBoxMetric):
     """AMOTA and AMOTP over 40 recalls, and MOTA and identity switches at the best threshold.
 
     ``AMOTA`` is the mean over recalls of max(0, MOTAR), 0 where a recall is not reached; ``AMOTP`` the mean distance
@@ -53,9 +58,7 @@ class TrackingMetric(DrivingMetric):
         prefix: str | None = None,
         collect_device: str = "cpu",
     ) -> None:
-        super().__init__(collect_device=collect_device, prefix=prefix)
-        self.classes = tuple(classes) if classes is not None else None
-        self.class_range = CLASS_RANGE if class_range is None else class_range
+        super().__init__(classes, CLASS_RANGE if class_range is None else class_range, prefix, collect_device)
         self.score_threshold = score_threshold
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
@@ -75,9 +78,7 @@ class TrackingMetric(DrivingMetric):
                     "token": meta["token"],
                     "scene": meta["scene_token"],
                     "time": float(meta["timestamp"]),
-                    "vehicle": np.asarray(meta.get("ego2global_translation", pose[:3, 3]), dtype=np.float64)[
-                        :2
-                    ],
+                    "vehicle": vehicle_in_world(meta, pose),
                     "gt_ids": as_array(meta["instance_id"]),
                     "gt_places": places_in_world(truth["gt_bboxes_3d"], pose),
                     "gt_labels": as_array(truth["gt_labels_3d"]),
@@ -105,25 +106,20 @@ class TrackingMetric(DrivingMetric):
             name: float(combine[name]([row[name] for row in rows.values()])) if rows else float("nan")
             for name in names
         }
-        table = Table("class", *names)
-        for name, row in rows.items():
-            table.add_row(name, *(f"{row[key]:.3f}" for key in names))
-        text = io.StringIO()
-        Console(file=text, width=100).print(table)
-        summary = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        print_log(text.getvalue() + summary, logger="current")
+        table = table_text(
+            ("class", *names), [(name, *(row[key] for key in names)) for name, row in rows.items()]
+        )
+        print_log(table + summary_line(metrics), logger="current")
         return metrics | {f"{name}_AMOTA": row["AMOTA"] for name, row in rows.items()}
 
     def _tracks(self, scene: list[dict], label: int, name: str) -> list[tuple[Frame, Frame]]:
         """Return (truth, prediction) of one class in each frame, gaps filled."""
-        reach = self.class_range[name] if isinstance(self.class_range, Mapping) else float(self.class_range)
+        reach = self.range_of(name)
         truths, predictions = [], []
         for frame in scene:
-            near = np.linalg.norm(frame["gt_places"] - frame["vehicle"], axis=1) < reach
-            keep = near & (frame["gt_labels"] == label)
+            keep = within(frame["gt_places"], frame["vehicle"], reach) & (frame["gt_labels"] == label)
             truths.append(Frame(frame["gt_ids"][keep], frame["gt_places"][keep]))
-            near = np.linalg.norm(frame["places"] - frame["vehicle"], axis=1) < reach
-            keep = near & (frame["labels"] == label)
+            keep = within(frame["places"], frame["vehicle"], reach) & (frame["labels"] == label)
             predictions.append(Frame(frame["ids"][keep], frame["places"][keep], frame["scores"][keep]))
         times = [frame["time"] for frame in scene]
         predictions = _with_track_scores(predictions)

@@ -1,21 +1,18 @@
 """Average precision of map polylines under their Chamfer distance."""
 
-import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mmengine.logging import print_log
-from rich.console import Console
-from rich.table import Table
 from scipy.spatial.distance import cdist
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 from visdet.structures.polylines import resample
 
-from .driving_metric import DrivingMetric, as_array, frames_of_batch
+from .driving_metric import DrivingMetric, as_array, frames_of_batch, read_anchors
+from .tables import summary_line, table_text
 
 __all__ = ["VectorMapMetric", "area_under_curve", "chamfer_distance", "match_lines"]
 
@@ -88,10 +85,7 @@ class VectorMapMetric(DrivingMetric):
         table = {name: self._precisions(sampled, label) for label, name in enumerate(classes)}
         metrics = {"mAP": float(np.mean([np.mean(row) for row in table.values()]))}
         if self.anchors is not None:
-            anchors = (
-                np.load(self.anchors) if isinstance(self.anchors, (str, Path)) else np.asarray(self.anchors)
-            )
-            lines = _resample_all(list(anchors), self.num_points)
+            lines = _resample_all(list(read_anchors(self.anchors)), self.num_points)
             scores, values = np.linspace(1, 0.5, len(lines)), []
             for label in range(len(classes)):
                 constant = {"lines": lines, "scores": scores, "labels": np.full(len(lines), label)}
@@ -126,13 +120,13 @@ class VectorMapMetric(DrivingMetric):
     def _as_text(
         self, table: dict[str, list[float]], counts: dict[str, int], metrics: dict[str, float]
     ) -> str:
-        view = Table("class", "lines", *(f"AP@{threshold}" for threshold in self.thresholds), "AP")
-        for name, row in table.items():
-            view.add_row(name, str(counts[name]), *(f"{value:.3f}" for value in [*row, np.mean(row)]))
-        text = io.StringIO()
-        Console(file=text, width=100).print(view)
-        names = [name for name in ("mAP", "anchors_mAP") if name in metrics]
-        return text.getvalue() + "  ".join(f"{name} {metrics[name]:.4f}" for name in names)
+        text = table_text(
+            ("class", "lines", *(f"AP@{threshold}" for threshold in self.thresholds), "AP"),
+            [(name, counts[name], *row, float(np.mean(row))) for name, row in table.items()],
+        )
+        return text + summary_line(
+            {name: metrics[name] for name in ("mAP", "anchors_mAP") if name in metrics}
+        )
 
 
 def match_lines(

@@ -1,6 +1,7 @@
 """Loads the two operator libraries, and says what to do where one is missing."""
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +49,20 @@ def _load(name: str) -> str | None:
     return None
 
 
+def _refuse_second_copy() -> None:
+    """Raise ImportError where another copy of this package has declared the operators, which torch allows once."""
+    own = os.path.realpath(_FOLDER)
+    for path in torch.ops.loaded_libraries:
+        folder, name = os.path.split(path)
+        if name == "libvisdet_cpu.so" and folder != own:
+            raise ImportError(
+                f"visdet.ops: the operators of {own} cannot be loaded beside those of {folder}, which this process has "
+                "already; import visdet.ops before a kernel of Hugging Face's that has visdet's operators"
+            )
+
+
 def _load_all() -> dict[str, str | None]:
+    _refuse_second_copy()
     problems = {"cpu": _load("cpu")}
     if torch.version.cuda is None:
         problems["cuda"] = f"torch {torch.__version__} is a CPU-only build"

@@ -152,7 +152,7 @@ def choose_only(op: str, path: str) -> Iterator[None]:
 def _function_of(operator: str | Callable[..., Any]) -> tuple[Callable[..., Any], str]:
     if callable(operator):
         return operator, getattr(operator, "__name__", str(operator))
-    from visdet import ops
+    from .. import ops
 
     function = getattr(ops, operator, None)
     if operator not in ops.__all__ or not inspect.isfunction(function):

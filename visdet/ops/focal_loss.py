@@ -107,11 +107,12 @@ def softmax_focal_loss(
     C = logits.shape[1]
     if C == 0:
         raise ValueError(f"softmax_focal_loss: input must have at least one class, got {list(input.shape)}")
-    of_class = target.clamp(0, C - 1)
-    log_p = F.log_softmax(logits, 1).gather(1, of_class[:, None]).squeeze(1)
+    is_class = (target >= 0) & (target < C)
+    logits = logits.masked_fill(~is_class[:, None], 0.0)  # their gradient is 0, whatever stands in the row
+    log_p = F.log_softmax(logits, 1).gather(1, target.clamp(0, C - 1)[:, None]).squeeze(1)
     loss = -alpha * (1 - log_p.exp()).pow(gamma) * log_p
     if weight is not None:
-        loss = loss * weight.to(loss)[of_class]
+        loss = loss * _weight_of_target(weight.to(loss), target)
     loss = torch.where(target >= 0, loss, 0.0).masked_fill(target >= C, float("nan"))
     return _reduce(loss, reduction).to(input.dtype)
 

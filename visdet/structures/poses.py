@@ -1,6 +1,7 @@
 """Rigid transforms and boxes in space, in numpy: what the driving data, their metrics and their pictures share."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,30 +29,18 @@ def rotation_from_quaternion(quaternion_wxyz: Sequence[float]) -> np.ndarray:
         raise InvalidInputError(
             f"rotation must be a quaternion (w, x, y, z) that is not zero, got {quaternion}"
         )
-    w, x, y, z = quaternion / length
-    return np.array(
-        [
-            [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
-            [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
-            [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
-        ]
-    )
+    return _rotation().from_quat(quaternion, scalar_first=True).as_matrix()
 
 
 def quaternion_from_matrix(rotation: np.ndarray) -> list[float]:
-    """Return the quaternion (w, x, y, z), w >= 0, of a rotation matrix [3, 3]."""
-    r = np.asarray(rotation, dtype=np.float64)
-    # The eigenvector of the largest eigenvalue: exact for rotations, the nearest one for noisy matrices.
-    k = np.array(
-        [
-            [r[0, 0] + r[1, 1] + r[2, 2], r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]],
-            [r[2, 1] - r[1, 2], r[0, 0] - r[1, 1] - r[2, 2], r[0, 1] + r[1, 0], r[0, 2] + r[2, 0]],
-            [r[0, 2] - r[2, 0], r[0, 1] + r[1, 0], r[1, 1] - r[0, 0] - r[2, 2], r[1, 2] + r[2, 1]],
-            [r[1, 0] - r[0, 1], r[0, 2] + r[2, 0], r[1, 2] + r[2, 1], r[2, 2] - r[0, 0] - r[1, 1]],
-        ]
-    )
-    vector = np.linalg.eigh(k)[1][:, -1]
-    return [float(value) for value in (vector if vector[0] >= 0 else -vector)]
+    """Return the quaternion (w, x, y, z), w >= 0, of a rotation matrix [3, 3], or of the rotation nearest to it."""
+    return _rotation().from_matrix(rotation).as_quat(canonical=True, scalar_first=True).tolist()
+
+
+def _rotation() -> Any:
+    from scipy.spatial.transform import Rotation  # slow to import, and a first pose is soon enough
+
+    return Rotation
 
 
 def pose_matrix(translation: Sequence[float], rotation: Sequence[float] | np.ndarray) -> np.ndarray:

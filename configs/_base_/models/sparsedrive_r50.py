@@ -57,6 +57,17 @@ line_key_points = dict(
     fix_height=(0, 0.5, -0.5, 1, -1),
     ground_height=-1.84023,
 )
+aggregation = dict(
+    type="DeformableFeatureAggregation",
+    embed_dims=embed_dims,
+    num_groups=num_groups,
+    num_levels=num_levels,
+    num_cams=6,
+    attn_drop=0.15,
+    use_deformable_func=True,
+    use_camera_embed=True,
+    residual_mode="cat",
+)
 
 det_head = dict(
     type="Sparse4DHead",
@@ -88,18 +99,7 @@ det_head = dict(
     graph_model=decoupled_attention,
     norm_layer=norm_layer,
     ffn=ffn,
-    deformable_model=dict(
-        type="DeformableFeatureAggregation",
-        embed_dims=embed_dims,
-        num_groups=num_groups,
-        num_levels=num_levels,
-        num_cams=6,
-        attn_drop=0.15,
-        use_deformable_func=True,
-        use_camera_embed=True,
-        residual_mode="cat",
-        kps_generator=box_key_points,
-    ),
+    deformable_model=dict(aggregation, kps_generator=box_key_points),
     refine_layer=dict(
         type="SparseBox3DRefinementModule",
         embed_dims=embed_dims,
@@ -153,18 +153,7 @@ map_head = dict(
     graph_model=attention,
     norm_layer=norm_layer,
     ffn=ffn,
-    deformable_model=dict(
-        type="DeformableFeatureAggregation",
-        embed_dims=embed_dims,
-        num_groups=num_groups,
-        num_levels=num_levels,
-        num_cams=6,
-        attn_drop=0.15,
-        use_deformable_func=True,
-        use_camera_embed=True,
-        residual_mode="cat",
-        kps_generator=line_key_points,
-    ),
+    deformable_model=dict(aggregation, kps_generator=line_key_points),
     refine_layer=dict(
         type="SparsePoint3DRefinementModule",
         embed_dims=embed_dims,
@@ -199,6 +188,53 @@ map_head = dict(
     gt_id_key="map_instance_id",
     with_instance_id=False,
     task_prefix="map",
+)
+
+# Motion and planning, for the second stage: steps of 0.5 s and modes, of agents and of the vehicle.
+fut_ts, fut_mode, ego_fut_ts, ego_fut_mode = 12, 6, 6, 6
+motion_layer = ["temp_gnn", "gnn", "norm", "cross_gnn", "norm", "ffn", "norm"]
+motion_plan_head = dict(
+    type="MotionPlanningHead",
+    fut_ts=fut_ts,
+    fut_mode=fut_mode,
+    ego_fut_ts=ego_fut_ts,
+    ego_fut_mode=ego_fut_mode,
+    num_classes=num_classes,
+    motion_anchor="data/kmeans/kmeans_motion_6.npy",
+    plan_anchor="data/kmeans/kmeans_plan_6.npy",
+    embed_dims=embed_dims,
+    decouple_attn=True,
+    instance_queue=dict(type="InstanceQueue", embed_dims=embed_dims, queue_length=4, tracking_threshold=0.2),
+    operation_order=motion_layer * 3 + ["refine"],
+    temp_graph_model=dict(decoupled_attention, type="MultiheadAttention"),
+    graph_model=decoupled_attention,
+    cross_graph_model=attention,
+    norm_layer=norm_layer,
+    ffn=dict(ffn, in_channels=embed_dims, feedforward_channels=embed_dims * 2),
+    refine_layer=dict(
+        type="MotionPlanningRefinementModule",
+        embed_dims=embed_dims,
+        fut_ts=fut_ts,
+        fut_mode=fut_mode,
+        ego_fut_ts=ego_fut_ts,
+        ego_fut_mode=ego_fut_mode,
+    ),
+    motion_sampler=dict(type="MotionTarget"),
+    motion_loss_cls=dict(type="FocalLoss", use_sigmoid=True, gamma=2.0, alpha=0.25, loss_weight=0.2),
+    motion_loss_reg=dict(type="L1Loss", loss_weight=0.2),
+    planning_sampler=dict(type="PlanningTarget", ego_fut_ts=ego_fut_ts, ego_fut_mode=ego_fut_mode),
+    plan_loss_cls=dict(type="FocalLoss", use_sigmoid=True, gamma=2.0, alpha=0.25, loss_weight=0.5),
+    plan_loss_reg=dict(type="L1Loss", loss_weight=1.0),
+    plan_loss_status=dict(type="L1Loss", loss_weight=1.0),
+    motion_decoder=dict(type="SparseBox3DMotionDecoder"),
+    planning_decoder=dict(
+        type="HierarchicalPlanningDecoder",
+        ego_fut_ts=ego_fut_ts,
+        ego_fut_mode=ego_fut_mode,
+        use_rescore=True,
+    ),
+    num_det=50,
+    num_map=10,
 )
 
 model = dict(

@@ -276,7 +276,7 @@ def test_rejections():
         InstanceQueue(8)
     parts = head_parts()
     with pytest.raises(ValueError, match=r"operation_order must be of .* got \['dance'\]"):
-        MotionPlanningHead(operation_order=["dance"])
+        MotionPlanningHead(**{**parts, "operation_order": ["dance"]})
     with pytest.raises(
         ValueError, match=r"motion_anchor must be \['classes', 6, 12, 2\], got \[5, 6, 6, 2\]"
     ):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from sparsedrive_golden import built, close
 
+from visdet.models.matching.assignment import solve_assignments
 from visdet.models.sparsedrive import LinesL1Cost, SparseBox3DTarget, SparsePoint3DTarget
-from visdet.models.sparsedrive.base_target import solve_assignments
 from visdet.registry import TASK_UTILS
 
 

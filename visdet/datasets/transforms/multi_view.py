@@ -11,6 +11,7 @@ from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, uniform, uniform_int
+from .photometric import PhotoMetricDistortion
 
 __all__ = [
     "LoadMultiViewImageFromFiles",
@@ -249,30 +250,11 @@ def _resize_and_crop(
 
 
 @TRANSFORMS.register_module()
-class PhotoMetricDistortionMultiViewImage(BaseTransform):
-    """Changes brightness, contrast, saturation, hue and the order of the channels of each image, each with
-    probability one half.
+class PhotoMetricDistortionMultiViewImage(PhotoMetricDistortion):
+    """``PhotoMetricDistortion`` of each image of several cameras, BGR uint8 [H, W, 3], by OpenCV.
 
-    Args:
-        brightness_delta: added, uniform in ±this, on the scale 0..255.
-        contrast_range: (lowest, highest) factor.
-        saturation_range: (lowest, highest) factor of HSV's saturation.
-        hue_delta: added, uniform in ±this, in degrees.
-
-    Source: mmdet3d's name and defaults. Difference: values end in 0..255, uint8.
+    Source: mmdet3d's name and defaults. Differences: values end in 0..255, uint8; those in between are not cut off.
     """
-
-    def __init__(
-        self,
-        brightness_delta: float = 32,
-        contrast_range: tuple[float, float] = (0.5, 1.5),
-        saturation_range: tuple[float, float] = (0.5, 1.5),
-        hue_delta: float = 18,
-    ) -> None:
-        self.brightness_delta = brightness_delta
-        self.contrast_range = tuple(contrast_range)
-        self.saturation_range = tuple(saturation_range)
-        self.hue_delta = hue_delta
 
     def transform(self, results: dict) -> dict:
         results["img"] = [self._distort(image) for image in results["img"]]

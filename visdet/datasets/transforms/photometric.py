@@ -40,11 +40,11 @@ class PhotoMetricDistortion(BaseTransform):
         for name, pair in (("contrast_range", contrast_range), ("saturation_range", saturation_range)):
             if len(pair) != 2 or not 0 <= pair[0] <= pair[1]:
                 raise InvalidInputError(
-                    f"PhotoMetricDistortion: {name} must be 0 <= lowest <= highest, got {pair}"
+                    f"{type(self).__name__}: {name} must be 0 <= lowest <= highest, got {pair}"
                 )
         if not 0 <= hue_delta <= 180 or brightness_delta < 0:
             raise InvalidInputError(
-                "PhotoMetricDistortion: brightness_delta must not be negative and hue_delta be in 0..180, "
+                f"{type(self).__name__}: brightness_delta must not be negative and hue_delta be in 0..180, "
                 f"got {brightness_delta} and {hue_delta}"
             )
         self.brightness_delta = brightness_delta

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from mmengine import dist
 from mmengine.model import BaseModule
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from visdet.structures import DetDataSample
 from ..boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32, in_full_precision
 from ..matching.padded_targets import PaddedTargets
+from ..mean_count import mean_count
 from ..transfer import to_device
 from .transformer import refine_boxes
 
@@ -188,7 +188,7 @@ class DeformableDETRHead(BaseModule):
         loss_iou = self.loss_iou(matched_px, true_px, reduction_override="none")
 
         num_boxes = sum(min(count, num_queries) for count in targets.counts)
-        mean_boxes = _mean_over_processes(num_boxes, logits.device)
+        mean_boxes = mean_count(num_boxes, logits.device)
         cls_boxes = mean_boxes if self.sync_cls_avg_factor else max(num_boxes, 1)
         return {
             "loss_cls": loss_cls.reshape(num_layers, -1).sum(1) / cls_boxes,
@@ -226,12 +226,3 @@ class DeformableDETRHead(BaseModule):
             InstanceData(bboxes=boxes_xyxy, scores=image_scores, labels=image_pairs % self.num_classes)
             for boxes_xyxy, image_scores, image_pairs in zip(boxes, scores, pairs, strict=True)
         ]
-
-
-def _mean_over_processes(count: int, device: torch.device) -> Tensor | int:
-    """Return the mean of a count over all processes, at least 1."""
-    if dist.get_world_size() == 1:
-        return max(count, 1)
-    total = torch.tensor(float(count), device=device)
-    dist.all_reduce(total, op="mean")
-    return total.clamp(min=1.0)

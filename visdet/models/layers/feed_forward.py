@@ -5,15 +5,46 @@ from typing import Any
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from .activation import build_activation_layer
 from .dropout import build_dropout
 from .root_registration import register_in_root
 
-__all__ = ["FFN"]
+__all__ = ["FFN", "feed_forward_layers"]
 
 _RELU = {"type": "ReLU"}
+
+
+def feed_forward_layers(
+    in_channels: int,
+    hidden_channels: int,
+    out_channels: int,
+    num_fcs: int,
+    act_cfg: dict[str, Any],
+    ffn_drop: float,
+) -> nn.Sequential:
+    """Return ``num_fcs`` linear layers, each with dropout behind it, all but the last with an activation before that.
+
+    Parameter names: ``0.0.*``, ``1.0.*``, ... of the hidden layers, ``{num_fcs-1}.*`` of the last.
+
+    Raises:
+        InvalidInputError: fewer than two layers.
+    """
+    if num_fcs < 2:
+        raise InvalidInputError(f"num_fcs must be at least 2, got {num_fcs}")
+    widths = [in_channels] + [hidden_channels] * (num_fcs - 1)
+    hidden = [
+        nn.Sequential(
+            nn.Linear(width, hidden_channels),
+            # In place, autograd would copy the gradient: a linear layer's output is a view.
+            build_activation_layer(act_cfg, inplace=False),
+            nn.Dropout(ffn_drop),
+        )
+        for width in widths[:-1]
+    ]
+    return nn.Sequential(*hidden, nn.Linear(widths[-1], out_channels), nn.Dropout(ffn_drop))
 
 
 @register_in_root
@@ -47,22 +78,10 @@ class FFN(BaseModule):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        if num_fcs < 2:
-            raise ValueError(f"FFN: num_fcs must be at least 2, got {num_fcs}")
         self.embed_dims = embed_dims
-        blocks: list[nn.Module] = []
-        in_channels = embed_dims
-        for _ in range(num_fcs - 1):
-            blocks.append(
-                nn.Sequential(
-                    nn.Linear(in_channels, feedforward_channels),
-                    # In place, autograd would copy the gradient: a linear layer's output is a view.
-                    build_activation_layer(act_cfg, inplace=False),
-                    nn.Dropout(ffn_drop),
-                )
-            )
-            in_channels = feedforward_channels
-        self.layers = nn.Sequential(*blocks, nn.Linear(in_channels, embed_dims), nn.Dropout(ffn_drop))
+        self.layers = feed_forward_layers(
+            embed_dims, feedforward_channels, embed_dims, num_fcs, act_cfg, ffn_drop
+        )
         self.dropout_layer = build_dropout(dropout_layer)
         self.add_identity = add_identity
 

@@ -2,7 +2,7 @@
 
 from .box_losses import GIoULoss, L1Loss
 from .cross_entropy_loss import CrossEntropyLoss
-from .focal_loss import FocalLoss, sigmoid_focal_loss
+from .focal_loss import FocalLoss
 from .gaussian_focal_loss import GaussianFocalLoss
 from .reduction import reduce_loss
 
@@ -13,5 +13,4 @@ __all__ = [
     "GaussianFocalLoss",
     "L1Loss",
     "reduce_loss",
-    "sigmoid_focal_loss",
 ]

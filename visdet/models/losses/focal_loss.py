@@ -1,45 +1,20 @@
 """Sigmoid focal loss."""
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
+from visdet.ops import sigmoid_focal_loss
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32
 from .reduction import reduce_loss
 
-__all__ = ["FocalLoss", "sigmoid_focal_loss"]
-
-
-def sigmoid_focal_loss(
-    pred: Tensor, target: Tensor, gamma: float = 2.0, alpha: float = 0.25, activated: bool = False
-) -> Tensor:
-    """Return the focal loss of each class of each prediction, [N, C].
-
-    With p the probability of a class and t = 1 where it is the target's: -α·(1-p)^γ·log(p) for t = 1,
-    -(1-α)·p^γ·log(1-p) for t = 0. Computed in float32 or better.
-
-    Args:
-        pred: [N, C] logits, or probabilities if ``activated``.
-        target: [N] int64 in 0..C; C is background, the target of no class.
-
-    Source: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017.
-    """
-    pred = at_least_float32(pred)
-    num_classes = pred.shape[-1]
-    is_target = F.one_hot(target, num_classes + 1)[..., :num_classes].to(pred.dtype)
-    probability = pred if activated else pred.sigmoid()
-    cross_entropy = (F.binary_cross_entropy if activated else F.binary_cross_entropy_with_logits)(
-        pred, is_target, reduction="none"
-    )
-    miss = probability + is_target - 2 * probability * is_target  # 1 - p of the target class, p of the others
-    balance = (1 - alpha) + (2 * alpha - 1) * is_target
-    return balance * miss.pow(gamma) * cross_entropy
+__all__ = ["FocalLoss"]
 
 
 @MODELS.register_module()
 class FocalLoss(nn.Module):
-    """Sigmoid focal loss over integer class targets, see ``sigmoid_focal_loss``.
+    """Sigmoid focal loss over integer class targets, see ``visdet.ops.sigmoid_focal_loss``.
 
     Args:
         use_sigmoid: must be True: classes are independent.
@@ -47,7 +22,7 @@ class FocalLoss(nn.Module):
         reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
         activated: predictions are probabilities, not logits.
 
-    Source: names and defaults are mmdet's.
+    Computed in float32 or better. Source: names and defaults are mmdet's.
     """
 
     def __init__(
@@ -80,7 +55,7 @@ class FocalLoss(nn.Module):
         """Return the loss: a scalar, or [N, C] for reduction 'none'.
 
         Args:
-            pred: [N, C] logits. target: [N] int64 in 0..C, C for background.
+            pred: [N, C] logits, or probabilities if ``activated``. target: [N] int64 in 0..C, C for background.
             weight: [N] or [N, C]. avg_factor: divides the sum in place of N·C.
             reduction_override: replaces ``reduction`` in this call.
         """
@@ -88,7 +63,10 @@ class FocalLoss(nn.Module):
             raise ValueError(
                 f"FocalLoss: pred must be [N, C] and target [N], got {tuple(pred.shape)} and {tuple(target.shape)}"
             )
-        loss = sigmoid_focal_loss(pred, target, self.gamma, self.alpha, self.activated)
+        pred = at_least_float32(pred)
+        if self.activated:
+            pred = pred.logit(eps=torch.finfo(pred.dtype).eps)
+        loss = sigmoid_focal_loss(pred, target, self.gamma, self.alpha, reduction="none")
         if weight is not None and weight.dim() == 1:
             weight = weight.unsqueeze(-1)
         return self.loss_weight * reduce_loss(loss, weight, reduction_override or self.reduction, avg_factor)

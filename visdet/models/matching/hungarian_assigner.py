@@ -12,12 +12,11 @@ from torch import Tensor
 from visdet.registry import TASK_UTILS
 
 from ..transfer import to_device
+from .assignment import solve_assignment
 from .match_costs import MatchCost, single_image_targets
 from .padded_targets import PaddedTargets
 
 __all__ = ["AssignResult", "HungarianAssigner", "Matches"]
-
-_INVALID_COST = 1e8  # of a pair with a NaN or infinite cost: chosen last, and the solver stays well-defined
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class HungarianAssigner:
     Raises:
         TypeError: no costs, or something that is no ``MatchCost``.
 
-    Source: Carion et al., DETR, ECCV 2020; the solver is ``scipy.optimize.linear_sum_assignment``.
+    Source: Carion et al., DETR, ECCV 2020.
     """
 
     def __init__(
@@ -79,9 +78,8 @@ class HungarianAssigner:
             )
 
     def cost(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
-        """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] (pixels), all finite."""
-        total = sum(cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs)
-        return torch.where(total.isfinite(), total, _INVALID_COST)
+        """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] (pixels)."""
+        return sum(cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs)
 
     @torch.no_grad()
     def match(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Matches:
@@ -90,10 +88,6 @@ class HungarianAssigner:
         Args:
             logits: [D, B, Q, C]. boxes_xyxy: [D, B, Q, 4] in pixels. targets: of B images.
         """
-        from scipy.optimize import (
-            linear_sum_assignment,
-        )  # slow to import, and a first matching is soon enough
-
         # The solver runs on the host: this copy is the one point where training waits for the device.
         cost = self.cost(logits, boxes_xyxy, targets).cpu().numpy()
         num_queries, num_padded = cost.shape[-2:]
@@ -101,7 +95,7 @@ class HungarianAssigner:
         for cost_of_layer in cost:
             queries, chosen = [], []
             for image, count in enumerate(targets.counts):
-                rows, columns = linear_sum_assignment(cost_of_layer[image, :, :count])
+                rows, columns = solve_assignment(cost_of_layer[image, :, :count])
                 queries.append(rows + image * num_queries)
                 chosen.append(columns + image * num_padded)
             query_index.append(np.concatenate(queries))
@@ -120,11 +114,9 @@ class HungarianAssigner:
             gt_instances: ``bboxes`` [N, 4] xyxy in pixels, ``labels`` [N].
             img_meta: ``img_shape`` (height, width).
         """
-        from scipy.optimize import linear_sum_assignment
-
         targets = single_image_targets(gt_instances, img_meta)
         cost = self.cost(pred_instances.get("scores"), pred_instances.bboxes, targets)
-        rows, columns = (torch.from_numpy(index) for index in linear_sum_assignment(cost.cpu().numpy()))
+        rows, columns = (torch.from_numpy(index) for index in solve_assignment(cost.cpu().numpy()))
         gt_inds = targets.labels.new_zeros(len(pred_instances))
         labels = torch.full_like(gt_inds, -1)
         rows, columns = rows.to(gt_inds.device), columns.to(gt_inds.device)

@@ -88,7 +88,11 @@ class FocalLossCost(MatchCost):
         self.eps = eps
 
     def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
-        p = _of_target_class(logits, targets.labels).sigmoid()
+        return self.of_labels(logits, targets.labels)
+
+    def of_labels(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the cost [..., Q, N] of logits [..., Q, C] against labels [..., N]."""
+        p = _of_target_class(logits, labels).sigmoid()
         positive = -(p + self.eps).log() * self.alpha * (1 - p).pow(self.gamma)
         negative = -(1 - p + self.eps).log() * (1 - self.alpha) * p.pow(self.gamma)
         return self.weight * (positive - negative)

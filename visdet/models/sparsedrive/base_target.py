@@ -8,42 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..matching.assignment import solve_assignments
 from ..transfer import to_device
 
-__all__ = ["BaseTargetWithDenoising", "focal_cost", "solve_assignments"]
-
-_INVALID_COST = 1e8  # of a pair with a NaN or infinite cost: chosen last, and the solver stays well-defined
-
-
-def focal_cost(logits: Tensor, labels: Tensor, alpha: float, gamma: float, eps: float) -> Tensor:
-    """Return the focal loss of each label as a positive minus that as a negative, [Q, N], for logits [Q, C]."""
-    p = logits.float().sigmoid()[:, labels]
-    positive = -(p + eps).log() * alpha * (1 - p).pow(gamma)
-    negative = -(1 - p + eps).log() * (1 - alpha) * p.pow(gamma)
-    return positive - negative
-
-
-def solve_assignments(costs: Sequence[Tensor]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Return (row, column) pairs of least total cost for each matrix of each stack, all moved to the host at once.
-
-    Args:
-        costs: stacks [D, Q, N_i] of cost matrices; NaN and infinite costs count as 1e8.
-
-    Returns:
-        result[i][d], rows ascending.
-    """
-    from scipy.optimize import linear_sum_assignment  # slow to import, and a first matching is soon enough
-
-    if not costs:
-        return []
-    # The solver runs on the host: this copy is the one point where a loss waits for the device.
-    flat = torch.cat([cost.detach().flatten() for cost in costs]).float().cpu().numpy()
-    flat = np.where(np.isfinite(flat), flat, _INVALID_COST)
-    ends = np.cumsum([cost.numel() for cost in costs])[:-1]
-    return [
-        [linear_sum_assignment(matrix) for matrix in part.reshape(cost.shape)]
-        for part, cost in zip(np.split(flat, ends), costs, strict=True)
-    ]
+__all__ = ["BaseTargetWithDenoising"]
 
 
 class BaseTargetWithDenoising(ABC):

@@ -1,6 +1,6 @@
 """From box predictions to results."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,66 @@ from visdet.registry import TASK_UTILS
 
 from .box3d import CNS, decode_box
 
-__all__ = ["SparseBox3DDecoder"]
+__all__ = ["BestPredictions", "SparseBox3DDecoder", "results_of_samples", "select_best"]
+
+
+class BestPredictions(NamedTuple):
+    """The n best predictions of each sample.
+
+    Attributes:
+        query, label: [B, n] int64, the index of the prediction and its class.
+        class_score: [B, n] probability of the class.
+        score: [B, n] the same, multiplied by the centerness where there is one.
+    """
+
+    query: Tensor
+    label: Tensor
+    class_score: Tensor
+    score: Tensor
+
+
+def select_best(
+    logits: Tensor,
+    num_output: int,
+    quality: Tensor | None = None,
+    sorted: bool = True,
+    once_each: bool = False,
+) -> BestPredictions:
+    """Return the best (prediction, class) pairs of each sample: chosen by the class's probability, ordered by score.
+
+    Args:
+        logits: [B, Q, C]. num_output: most pairs of a sample.
+        quality: [B, Q, 2] logits, of which one is the centerness; None for none.
+        sorted: whether they come best first; with quality they always do.
+        once_each: every prediction counts once, with its best class; otherwise once with every class.
+    """
+    probability = logits.float().sigmoid()
+    labels = None
+    if once_each:
+        probability, labels = probability.max(dim=-1)
+        probability = probability[..., None]
+    candidates, num_classes = probability.flatten(1), probability.shape[-1]
+    class_score, index = candidates.topk(min(num_output, candidates.shape[1]), dim=1, sorted=sorted)
+    score = class_score
+    if quality is not None:
+        centerness = quality[..., CNS].float().sigmoid().gather(1, index // num_classes)
+        score, order = (class_score * centerness).sort(dim=1, descending=True)
+        class_score, index = class_score.gather(1, order), index.gather(1, order)
+    query = index // num_classes
+    label = index % num_classes if labels is None else labels.gather(1, query)
+    return BestPredictions(query, label, class_score, score)
+
+
+def results_of_samples(
+    results: dict[str, Tensor], class_score: Tensor, score_threshold: float | None
+) -> list[dict[str, Tensor]]:
+    """Return each sample's part of ``results`` [B, n, ...] on the CPU, without scores below the threshold."""
+    is_kept = None if score_threshold is None else (class_score >= score_threshold).cpu()
+    results = {name: value.cpu() for name, value in results.items()}
+    return [
+        {name: value[i] if is_kept is None else value[i][is_kept[i]] for name, value in results.items()}
+        for i in range(len(class_score))
+    ]
 
 
 @TASK_UTILS.register_module()
@@ -51,35 +110,18 @@ class SparseBox3DDecoder:
                 without centerness.
             output_idx: the decoder layer to read.
         """
-        probability = cls_scores[output_idx].float().sigmoid()
         boxes = box_preds[output_idx]
-        quality_of_layer = None if quality is None else quality[output_idx]
-        with_ids = instance_id is not None
-        if with_ids:
-            probability, labels = probability.max(dim=-1, keepdim=True)
-        candidates = probability.flatten(1)
-        num_classes = probability.shape[-1]
-        count = min(self.num_output, candidates.shape[1])
-        class_score, index = candidates.topk(count, dim=1, sorted=self.sorted)
-        score = class_score
-        if quality_of_layer is not None:
-            centerness = quality_of_layer[..., CNS].float().sigmoid().gather(1, index // num_classes)
-            score, order = (class_score * centerness).sort(dim=1, descending=True)
-            class_score, index = class_score.gather(1, order), index.gather(1, order)
-        query = index // num_classes
-        label = labels.flatten(1).gather(1, query) if with_ids else index % num_classes
+        of_layer = None if quality is None else quality[output_idx]
+        best = select_best(
+            cls_scores[output_idx], self.num_output, of_layer, self.sorted, once_each=instance_id is not None
+        )
         results = {
-            "boxes_3d": decode_box(boxes.gather(1, query[..., None].expand(-1, -1, boxes.shape[-1]))),
-            "scores_3d": score,
-            "labels_3d": label,
+            "boxes_3d": decode_box(boxes.gather(1, best.query[..., None].expand(-1, -1, boxes.shape[-1]))),
+            "scores_3d": best.score,
+            "labels_3d": best.label,
         }
-        if quality_of_layer is not None:
-            results["cls_scores"] = class_score
-        if with_ids:
-            results["instance_ids"] = instance_id.gather(1, query)
-        is_kept = None if self.score_threshold is None else (class_score >= self.score_threshold).cpu()
-        results = {name: value.cpu() for name, value in results.items()}
-        return [
-            {name: value[i] if is_kept is None else value[i][is_kept[i]] for name, value in results.items()}
-            for i in range(len(boxes))
-        ]
+        if of_layer is not None:
+            results["cls_scores"] = best.class_score
+        if instance_id is not None:
+            results["instance_ids"] = instance_id.gather(1, best.query)
+        return results_of_samples(results, best.class_score, self.score_threshold)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
+from ..matching.match_costs import FocalLossCost
 from ..transfer import to_device
-from .base_target import BaseTargetWithDenoising, focal_cost
+from .base_target import BaseTargetWithDenoising
 from .box3d import encode_box
 from .denoising import BoxDenoising
 
@@ -50,11 +51,8 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
         num_temp_dn_groups: int = 0,
     ) -> None:
         super().__init__(num_dn_groups, num_temp_dn_groups)
-        self.cls_weight = cls_weight
+        self.cls_cost = FocalLossCost(alpha, gamma, eps, weight=cls_weight)
         self.box_weight = box_weight
-        self.alpha = alpha
-        self.gamma = gamma
-        self.eps = eps
         self.reg_weights = [1.0] * 8 + [0.0] * 2 if reg_weights is None else list(reg_weights)
         self.cls_wise_reg_weights = {
             int(label): list(weights) for label, weights in (cls_wise_reg_weights or {}).items()
@@ -111,9 +109,7 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
     def _cls_cost(self, cls_pred: Tensor, cls_target: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the class cost [Q, N] of each sample, None for one without boxes."""
         return [
-            focal_cost(logits, labels, self.alpha, self.gamma, self.eps) * self.cls_weight
-            if len(labels)
-            else None
+            self.cls_cost.of_labels(logits, labels) if len(labels) else None
             for logits, labels in zip(cls_pred, cls_target, strict=True)
         ]
 

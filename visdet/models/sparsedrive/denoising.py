@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..matching.assignment import solve_assignments
 from ..transfer import to_device
-from .base_target import solve_assignments
 
 __all__ = ["BoxDenoising", "DenoisingQueries"]
 

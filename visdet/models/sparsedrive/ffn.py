@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-from ..layers.activation import build_activation_layer
 from ..layers.dropout import build_dropout
+from ..layers.feed_forward import feed_forward_layers
 from ..layers.normalization import build_norm_layer
 
 __all__ = ["AsymmetricFFN"]
@@ -50,23 +50,12 @@ class AsymmetricFFN(BaseModule):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        if num_fcs < 2:
-            raise ValueError(f"AsymmetricFFN: num_fcs must be at least 2, got {num_fcs}")
         in_channels = embed_dims if in_channels is None else in_channels
         self.embed_dims = embed_dims
         self.pre_norm = None if pre_norm is None else build_norm_layer(pre_norm, in_channels)
-        blocks: list[nn.Module] = []
-        width = in_channels
-        for _ in range(num_fcs - 1):
-            blocks.append(
-                nn.Sequential(
-                    nn.Linear(width, feedforward_channels),
-                    build_activation_layer(act_cfg),
-                    nn.Dropout(ffn_drop),
-                )
-            )
-            width = feedforward_channels
-        self.layers = nn.Sequential(*blocks, nn.Linear(width, embed_dims), nn.Dropout(ffn_drop))
+        self.layers = feed_forward_layers(
+            in_channels, feedforward_channels, embed_dims, num_fcs, act_cfg, ffn_drop
+        )
         self.dropout_layer = build_dropout(dropout_layer)
         self.add_identity = add_identity
         if add_identity:

@@ -1,19 +1,17 @@
 """The instance bank: learned anchors, and the instances of a sequence carried from frame to frame."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
 from ..transfer import to_device
+from .anchor_files import ModuleWithAnchors
 from .frame_clock import FrameClock
 from .temporal_state import temporal_value
 
@@ -64,7 +62,7 @@ class InstanceBankState:
 
 
 @MODELS.register_module()
-class InstanceBank(BaseModule):
+class InstanceBank(ModuleWithAnchors):
     """Learned anchors with their features, and the temporal state of a batch of sequences.
 
     A frame is ``get`` → (single-frame decoder) → ``update`` → (temporal decoder) → ``cache`` → ``get_instance_id``.
@@ -115,8 +113,11 @@ class InstanceBank(BaseModule):
         self.confidence_decay = confidence_decay
         self.max_time_interval = max_time_interval
         self.anchor_handler = anchor_handler
-        self.missing_anchor_file: str | None = None
-        anchors = self._read_anchors(anchor, num_anchor)[:num_anchor]
+        num_sample = getattr(anchor_handler, "num_sample", None)
+        anchors = self.read_anchors(
+            "anchor", anchor, (num_anchor, 11 if num_sample is None else 2 * num_sample)
+        )
+        anchors = anchors[:num_anchor].flatten(1)  # the points of a polyline one after another
         self.num_anchor = len(anchors)
         self.anchor_init = anchors
         if num_temp_instances > self.num_anchor:
@@ -129,30 +130,6 @@ class InstanceBank(BaseModule):
             torch.zeros(self.num_anchor, embed_dims), requires_grad=feat_grad
         )
         self.state = InstanceBankState()
-
-    def _read_anchors(self, anchor: str | Sequence[Any] | np.ndarray | Tensor, num_anchor: int) -> Tensor:
-        """Return anchors [N, D], polylines with their points one after another."""
-        if isinstance(anchor, (str, Path)):
-            if Path(anchor).exists():
-                anchor = np.load(anchor, allow_pickle=False)
-            else:
-                anchor = self._placeholder(str(anchor), num_anchor)
-        anchors = torch.as_tensor(np.asarray(anchor), dtype=torch.float32)
-        return anchors.flatten(1)
-
-    def _placeholder(self, path: str, num_anchor: int) -> np.ndarray:
-        self.missing_anchor_file = path
-        warnings.warn(
-            f"InstanceBank: no anchor file {path}: the anchors are zeros until a checkpoint is loaded",
-            stacklevel=4,
-        )
-        num_sample = getattr(self.anchor_handler, "num_sample", None)
-        return np.zeros((num_anchor, 11 if num_sample is None else 2 * num_sample))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if f"{prefix}anchor" in state_dict:
-            self.missing_anchor_file = None
 
     def init_weights(self) -> None:
         """Put the anchors back where they began, and draw the features if they learn."""
@@ -179,11 +156,7 @@ class InstanceBank(BaseModule):
             features [B, N, C] and anchors [B, N, D] of the learned instances; cached features [B, K, C] and anchors
             [B, K, D], or None twice; seconds since the previous frame, [B].
         """
-        if self.missing_anchor_file is not None and self.training:
-            raise FileNotFoundError(
-                f"InstanceBank: training needs the anchor file {self.missing_anchor_file}: "
-                "make it with tools/make_anchors.py, or load a checkpoint"
-            )
+        self.require_anchors()
         feature = self.instance_feature.expand(batch_size, -1, -1)
         anchor = self.anchor.expand(batch_size, -1, -1)
         state = self.state

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
+from ..matching.assignment import solve_assignments
 from ..matching.match_costs import FocalLossCost
-from .base_target import focal_cost, solve_assignments
 
 __all__ = ["HungarianLinesAssigner", "LinesL1Cost", "MapQueriesCost"]
 
@@ -87,9 +87,7 @@ class MapQueriesCost:
         lines_cost = self.reg_cost(preds["lines"], gts["lines"])
         cost, *orderings = lines_cost if self.reg_cost.permute else (lines_cost,)
         if not ignore_cls_cost:
-            focal = self.cls_cost
-            class_cost = focal_cost(preds["scores"], gts["labels"], focal.alpha, focal.gamma, focal.eps)
-            cost = class_cost * focal.weight + cost
+            cost = self.cls_cost.of_labels(preds["scores"], gts["labels"]) + cost
         return (cost, *orderings) if orderings else cost
 
 

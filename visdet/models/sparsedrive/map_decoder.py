@@ -7,6 +7,8 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
+from .box3d_decoder import select_best
+
 __all__ = ["SparsePoint3DDecoder"]
 
 
@@ -39,13 +41,12 @@ class SparsePoint3DDecoder:
             cls_scores: of each decoder layer [B, Q, C] logits. pts_preds: [B, Q, points · coords_dim].
             instance_id, quality: unused. output_idx: the decoder layer to read.
         """
-        probability = cls_scores[output_idx].float().sigmoid()
-        num_classes = probability.shape[-1]
-        score, index = probability.flatten(1).topk(probability.shape[1], dim=1)
+        logits = cls_scores[output_idx]
+        best = select_best(logits, num_output=logits.shape[1])
         points = pts_preds[output_idx].float()
-        points = points.gather(1, (index // num_classes)[..., None].expand(-1, -1, points.shape[-1]))
+        points = points.gather(1, best.query[..., None].expand(-1, -1, points.shape[-1]))
         points = points.unflatten(-1, (-1, self.coords_dim)).cpu().numpy()
-        score, label = score.cpu().numpy(), (index % num_classes).cpu().numpy()
+        score, label = best.score.cpu().numpy(), best.label.cpu().numpy()
         results = []
         for i in range(len(score)):
             is_kept = slice(None) if self.score_threshold is None else score[i] >= self.score_threshold

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from visdet.models.transfer import to_device
 from visdet.registry import TASK_UTILS
 
-from .box3d import CNS, COS_YAW, SIN_YAW, L, W, decode_box
+from .box3d import COS_YAW, SIN_YAW, L, W, decode_box
+from .box3d_decoder import results_of_samples, select_best
 
 __all__ = ["HierarchicalPlanningDecoder", "SparseBox3DMotionDecoder"]
 
@@ -52,19 +53,12 @@ class SparseBox3DMotionDecoder:
         Args: as ``SparseBox3DDecoder.decode``, and what ``MotionPlanningHead`` returned for motion.
         """
         assert motion_output is not None
-        probability = cls_scores[output_idx].float().sigmoid()
-        if instance_id is not None:
-            probability = probability.amax(-1, keepdim=True)
-        candidates, num_classes = probability.flatten(1), probability.shape[-1]
         wanted = 300 if self.num_output is None else self.num_output
-        score, index = candidates.topk(min(wanted, candidates.shape[1]), dim=1, sorted=self.sorted)
-        quality_of_layer = None if quality is None else quality[output_idx]
-        class_score = score
-        if quality_of_layer is not None:
-            centerness = quality_of_layer[..., CNS].float().sigmoid().gather(1, index // num_classes)
-            order = (score * centerness).argsort(dim=1, descending=True)
-            class_score, index = score.gather(1, order), index.gather(1, order)
-        query = index // num_classes
+        of_layer = None if quality is None else quality[output_idx]
+        best = select_best(
+            cls_scores[output_idx], wanted, of_layer, self.sorted, once_each=instance_id is not None
+        )
+        query = best.query
         batch = torch.arange(len(query), device=query.device)[:, None]
         centre = box_preds[output_idx][batch, query, :2]
         steps = motion_output["prediction"][-1][batch, query]
@@ -75,12 +69,7 @@ class SparseBox3DMotionDecoder:
             "anchor_queue": decode_box(queue),
             "period": motion_output["period"][batch, query],
         }
-        is_kept = None if self.score_threshold is None else (class_score >= self.score_threshold).cpu()
-        results = {name: value.cpu() for name, value in results.items()}
-        return [
-            {name: value[i] if is_kept is None else value[i][is_kept[i]] for name, value in results.items()}
-            for i in range(len(query))
-        ]
+        return results_of_samples(results, best.class_score, self.score_threshold)
 
 
 @TASK_UTILS.register_module()

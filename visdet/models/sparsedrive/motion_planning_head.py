@@ -1,23 +1,21 @@
 """The head of motion and planning: what others will do and what to do, from what was seen."""
 
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import in_full_precision
+from ..mean_count import mean_count
+from .anchor_files import ModuleWithAnchors
 from .box3d import COS_YAW, SIN_YAW, VX, VY
 from .instance_bank import topk
+from .instance_operations import InstanceOperations
 from .mlp import linear_relu_ln
 from .sine_embedding import gen_sineembed_for_position
-from .sparse4d_loss import mean_over_processes
 
 __all__ = ["MotionPlanningHead"]
 
@@ -25,7 +23,7 @@ _NUSCENES_CLASSES = 10
 
 
 @MODELS.register_module()
-class MotionPlanningHead(BaseModule):
+class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
     """Modes of motion for every instance and of a plan for the ego, which is one instance more.
 
     Args:
@@ -86,17 +84,11 @@ class MotionPlanningHead(BaseModule):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        unknown = set(operation_order) - set(self.OPERATIONS)
-        if unknown:
-            raise ValueError(
-                f"MotionPlanningHead: operation_order must be of {self.OPERATIONS}, got {sorted(unknown)}"
-            )
         self.fut_ts, self.fut_mode = fut_ts, fut_mode
         self.ego_fut_ts, self.ego_fut_mode = ego_fut_ts, ego_fut_mode
-        self.embed_dims, self.decouple_attn = embed_dims, decouple_attn
+        self.embed_dims = embed_dims
         self.num_det, self.num_map = num_det, num_map
         self.plan_step_s = plan_step_s
-        self.operation_order = list(operation_order)
         self.instance_queue = MODELS.build(instance_queue)
         self.motion_sampler = TASK_UTILS.build(motion_sampler)
         self.planning_sampler = TASK_UTILS.build(planning_sampler)
@@ -116,13 +108,10 @@ class MotionPlanningHead(BaseModule):
             "ffn": ffn,
             "refine": refine_layer,
         }
-        self.layers = nn.ModuleList(MODELS.build(configs[op]) for op in self.operation_order)
-        C = embed_dims
-        self.fc_before = nn.Linear(C, 2 * C, bias=False) if decouple_attn else nn.Identity()
-        self.fc_after = nn.Linear(2 * C, C, bias=False) if decouple_attn else nn.Identity()
-        self.missing_anchor_files: dict[str, str] = {}
+        self.build_operations(configs, operation_order, embed_dims, decouple_attn)
         self.motion_anchor = self._anchors("motion_anchor", motion_anchor, (num_classes, fut_mode, fut_ts, 2))
         self.plan_anchor = self._anchors("plan_anchor", plan_anchor, (3, ego_fut_mode, ego_fut_ts, 2))
+        C = embed_dims
         self.motion_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
         self.plan_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
 
@@ -130,37 +119,18 @@ class MotionPlanningHead(BaseModule):
         """Return anchors of a shape that do not learn, from numbers or a .npy file; the first size may be None."""
         if given is None:
             raise ValueError(f"MotionPlanningHead: {name} must be numbers or a .npy file, got None")
-        if isinstance(given, (str, Path)):
-            if Path(given).exists():
-                given = np.load(given, allow_pickle=False)
-            else:
-                self.missing_anchor_files[name] = str(given)
-                warnings.warn(
-                    f"MotionPlanningHead: no {name} file {given}: zeros until a checkpoint is loaded",
-                    stacklevel=3,
-                )
-                given = np.zeros((shape[0] or _NUSCENES_CLASSES, *shape[1:]))
-        anchors = torch.as_tensor(np.asarray(given), dtype=torch.float32)
+        anchors = self.read_anchors(name, given, (shape[0] or _NUSCENES_CLASSES, *shape[1:]))
         if anchors.shape[1:] != shape[1:] or shape[0] not in (None, len(anchors)):
             wanted = ["classes" if shape[0] is None else shape[0], *shape[1:]]
             raise ValueError(f"MotionPlanningHead: {name} must be {wanted}, got {list(anchors.shape)}")
         return nn.Parameter(anchors.clone(), requires_grad=False)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        for name in list(self.missing_anchor_files):
-            if f"{prefix}{name}" in state_dict:
-                del self.missing_anchor_files[name]
-
     def init_weights(self) -> None:
         """Draw every matrix of the operations but refinement's by Xavier, then let refinement set its own."""
+        self.init_operations()
         for op, layer in zip(self.operation_order, self.layers, strict=True):
             if op == "refine":
                 layer.init_weights()
-                continue
-            for parameter in layer.parameters():
-                if parameter.dim() > 1:
-                    nn.init.xavier_uniform_(parameter)
 
     @property
     def state(self) -> Any:
@@ -193,12 +163,7 @@ class MotionPlanningHead(BaseModule):
             refinement, ``period`` [B, N], ``anchor_queue``, boxes [B, N, D] of the last frames; planning also
             ``status`` [B, 1, 10] and its N is 1, its modes 3 * M.
         """
-        if self.missing_anchor_files and self.training:
-            name, path = next(iter(self.missing_anchor_files.items()))
-            raise FileNotFoundError(
-                f"MotionPlanningHead: training needs the {name} file {path}: "
-                "make it with tools/make_anchors.py, or load a checkpoint"
-            )
+        self.require_anchors()
         if "instance_id" not in det_output:
             raise ValueError("MotionPlanningHead: detection must give ids: set its head's with_instance_id")
         feature, embed = det_output["instance_feature"], det_output["anchor_embed"]
@@ -228,10 +193,12 @@ class MotionPlanningHead(BaseModule):
         for op, layer in zip(self.operation_order, self.layers, strict=True):
             if op == "temp_gnn":
                 of_each = (x.flatten(0, 1).unsqueeze(1) for x in (feature, embed))
-                attended = self._attend(layer, *of_each, *memory[:2], key_padding_mask=memory[2])
+                attended = self.attend(
+                    layer, *of_each, *memory[:2], value=memory[0], key_padding_mask=memory[2]
+                )
                 feature = attended.reshape(B, N + 1, -1)
             elif op == "gnn":
-                feature = self._attend(layer, feature, embed, *best)
+                feature = self.attend(layer, feature, embed, *best, value=best[0])
             elif op == "cross_gnn":
                 feature = layer(feature, key=map_feature, query_pos=embed, key_pos=map_embed)
             elif op == "refine":
@@ -255,15 +222,6 @@ class MotionPlanningHead(BaseModule):
         planning = dict(classification=plan_cls, prediction=plan_reg, status=status)
         planning |= dict(period=state.ego_period, anchor_queue=list(state.ego_anchors))
         return motion, planning
-
-    def _attend(
-        self, layer: nn.Module, query: Tensor, query_pos: Tensor, key: Tensor, key_pos: Tensor, **kwargs: Any
-    ) -> Tensor:
-        if not self.decouple_attn:
-            return layer(query, key, key, query_pos=query_pos, key_pos=key_pos, **kwargs)
-        value = self.fc_before(key)
-        query, key = torch.cat([query, query_pos], -1), torch.cat([key, key_pos], -1)
-        return self.fc_after(layer(query, key, value, **kwargs))
 
     def _mode_queries(self, probability: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries of motion [B, N, M, C], from the end points of the best class's modes in the boxes' frame, and
@@ -306,7 +264,7 @@ class MotionPlanningHead(BaseModule):
             mode, counts, best, target, weight, num_pos = self.motion_sampler.sample(
                 reg.float(), data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"], cache
             )
-            num_pos = mean_over_processes(num_pos).clamp(min=1.0).squeeze()
+            num_pos = mean_count(num_pos, num_pos.device).squeeze()
             cls, mode, counts = (x.flatten(end_dim=1) for x in (cls.float(), mode, counts.float()))
             losses[f"motion_loss_cls_{i}"] = self.motion_loss_cls(
                 cls, mode, weight=counts, avg_factor=num_pos

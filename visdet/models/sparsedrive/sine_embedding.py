@@ -2,8 +2,9 @@
 
 import math
 
-import torch
 from torch import Tensor
+
+from ..layers.positional_encoding import sine_embedding
 
 __all__ = ["gen_sineembed_for_position"]
 
@@ -13,9 +14,5 @@ def gen_sineembed_for_position(pos_tensor: Tensor, hidden_dim: int = 256) -> Ten
 
     Source: the name and the formula are SparseDrive's.
     """
-    half = hidden_dim // 2
-    index = torch.arange(half, dtype=torch.float32, device=pos_tensor.device)
-    wavelength = 10000 ** (2 * torch.div(index, 2, rounding_mode="floor") / half)
-    phase = pos_tensor.float()[..., None] * (2 * math.pi) / wavelength  # [..., 2, half]
-    waves = torch.stack([phase[..., 0::2].sin(), phase[..., 1::2].cos()], -1).flatten(-2)
-    return torch.cat([waves[..., 1, :], waves[..., 0, :]], -1)
+    y_and_x = pos_tensor.float().flip(-1)
+    return sine_embedding(y_and_x * (2 * math.pi), hidden_dim // 2).flatten(-2)

@@ -13,6 +13,7 @@ from visdet.registry import MODELS, TASK_UTILS
 from ..transfer import to_device
 from .denoising import DenoisingQueries
 from .instance_bank import InstanceBankState
+from .instance_operations import InstanceOperations
 from .sparse4d_loss import Sparse4DLoss
 from .temporal_state import temporal_value
 
@@ -46,7 +47,7 @@ def _built(config: dict[str, Any] | None, registry: Any) -> Any:
 
 
 @MODELS.register_module()
-class Sparse4DHead(Sparse4DLoss, BaseModule):
+class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
     """Instances, each a feature and an anchor, refined by decoder layers that look into the images and at one another.
 
     Args:
@@ -104,11 +105,6 @@ class Sparse4DHead(Sparse4DLoss, BaseModule):
         if operation_order is None:
             layer_ops = ["temp_gnn", "gnn", "norm", "deformable", "norm", "ffn", "norm", "refine"]
             operation_order = (layer_ops * num_decoder)[3:]
-        unknown = set(operation_order) - set(self.OPERATIONS)
-        if unknown:
-            raise ValueError(
-                f"Sparse4DHead: operation_order must be of {self.OPERATIONS}, got {sorted(unknown)}"
-            )
         self.num_decoder = num_decoder
         self.num_single_frame_decoder = num_single_frame_decoder
         self.gt_cls_key, self.gt_reg_key, self.gt_id_key = gt_cls_key, gt_reg_key, gt_id_key
@@ -116,8 +112,6 @@ class Sparse4DHead(Sparse4DLoss, BaseModule):
         self.task_prefix = task_prefix
         self.reg_weights = [1.0] * 10 if reg_weights is None else list(reg_weights)
         self.cls_threshold_to_reg = cls_threshold_to_reg
-        self.decouple_attn = decouple_attn
-        self.operation_order = list(operation_order)
 
         self.instance_bank = MODELS.build(instance_bank)
         self.anchor_encoder = MODELS.build(anchor_encoder)
@@ -133,19 +127,12 @@ class Sparse4DHead(Sparse4DLoss, BaseModule):
             "deformable": deformable_model,
             "refine": refine_layer,
         }
-        self.layers = nn.ModuleList(_built(configs[op], MODELS) for op in self.operation_order)
         self.embed_dims = self.instance_bank.embed_dims
-        C = self.embed_dims
-        self.fc_before = nn.Linear(C, 2 * C, bias=False) if decouple_attn else nn.Identity()
-        self.fc_after = nn.Linear(2 * C, C, bias=False) if decouple_attn else nn.Identity()
+        self.build_operations(configs, operation_order, self.embed_dims, decouple_attn)
 
     def init_weights(self) -> None:
         """Draw every matrix of the operations but refinement's by Xavier, then let each part set its own."""
-        for op, layer in zip(self.operation_order, self.layers, strict=True):
-            if layer is not None and op != "refine":
-                for parameter in layer.parameters():
-                    if parameter.dim() > 1 and parameter.requires_grad:
-                        nn.init.xavier_uniform_(parameter)
+        self.init_operations()
         for part in (self.instance_bank, self.anchor_encoder, *self.layers):
             if isinstance(part, BaseModule):
                 part.init_weights()
@@ -207,7 +194,7 @@ class Sparse4DHead(Sparse4DLoss, BaseModule):
             if op == "temp_gnn":
                 feature = self._attend_to_memory(layer, feature, embed, memory, attn_mask)
             elif op == "gnn":
-                feature = self._attend(layer, feature, embed, value=feature, attn_mask=attn_mask)
+                feature = self.attend(layer, feature, embed, value=feature, attn_mask=attn_mask)
             elif op in ("norm", "ffn"):
                 feature = layer(feature)
             elif op == "deformable":
@@ -251,42 +238,21 @@ class Sparse4DHead(Sparse4DLoss, BaseModule):
         temp_embed = None if temp_anchor is None else self.anchor_encoder(temp_anchor)
         return feature, anchor, _Memory(temp_feature, temp_embed, bank.state.history), time_interval
 
-    def _attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        query_pos: Tensor,
-        key: Tensor | None = None,
-        key_pos: Tensor | None = None,
-        value: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return instances [B, Q, C] after attention; positions beside the features with ``decouple_attn``."""
-        if self.decouple_attn:
-            query, query_pos = torch.cat([query, query_pos], dim=-1), None
-            if key is not None:
-                key, key_pos = torch.cat([key, key_pos], dim=-1), None
-        if value is not None:
-            value = self.fc_before(value)
-        return self.fc_after(
-            layer(query, key, value, query_pos=query_pos, key_pos=key_pos, attn_mask=attn_mask)
-        )
-
     def _attend_to_memory(
         self, layer: nn.Module, feature: Tensor, embed: Tensor, memory: _Memory, attn_mask: Tensor | None
     ) -> Tensor:
         """Return instances after attention to the previous frame's; where there is none, to one another."""
         if memory.feature is None or not any(memory.history):
-            return self._attend(layer, feature, embed, attn_mask=attn_mask)
+            return self.attend(layer, feature, embed, attn_mask=attn_mask)
         if all(memory.history):
-            return self._attend(layer, feature, embed, memory.feature, memory.embed, memory.feature)
+            return self.attend(layer, feature, embed, memory.feature, memory.embed, memory.feature)
         known = [i for i, has_history in enumerate(memory.history) if has_history]
         others = [i for i, has_history in enumerate(memory.history) if not has_history]
         place = torch.tensor(known + others).argsort()
         old, new, place = (to_device(index, feature.device) for index in (known, others, place))
         past = memory.feature[old]
-        with_history = self._attend(layer, feature[old], embed[old], past, memory.embed[old], past)
-        without = self._attend(layer, feature[new], embed[new], attn_mask=attn_mask)
+        with_history = self.attend(layer, feature[old], embed[old], past, memory.embed[old], past)
+        without = self.attend(layer, feature[new], embed[new], attn_mask=attn_mask)
         return torch.cat([with_history, without])[place]
 
     @staticmethod

@@ -3,21 +3,12 @@
 from typing import Any
 
 import torch
-from mmengine import dist
 from torch import Tensor
 
+from ..mean_count import mean_count
 from ..transfer import to_device
 
-__all__ = ["Sparse4DLoss", "mean_over_processes"]
-
-
-def mean_over_processes(counts: Tensor) -> Tensor:
-    """Return the mean of a tensor over all processes of a distributed run, itself in a run of one."""
-    if dist.get_world_size() == 1:
-        return counts
-    total = counts.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+__all__ = ["Sparse4DLoss"]
 
 
 class Sparse4DLoss:
@@ -50,7 +41,7 @@ class Sparse4DLoss:
             queries = self._denoising_targets(model_outs, cls)
             counts = [is_matched.sum(dim=(1, 2)).float()]
             counts += [valid.sum().float().view(1) for _, _, valid in queries]
-            num_positive = mean_over_processes(torch.cat(counts)).clamp(min=1.0)
+            num_positive = mean_count(torch.cat(counts), cls.device)
 
             losses: dict[str, Tensor] = {}
             for layer, qt in enumerate(model_outs["quality"]):

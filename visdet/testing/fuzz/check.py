@@ -162,6 +162,8 @@ def _judge_error(family: Family, problem: Problem, error: Exception, determinist
 
 def _spoil(family: Family, problem: Problem, draw: Draw) -> None:
     """Make one argument wrong, and say so in ``must_refuse``."""
+    if problem.may_refuse:
+        return  # one mistake may undo the other
     name = draw.pick(*family.spoiled)
     what = draw.pick(*family.spoiled[name])
     if what == "device" and draw.device == "cpu":

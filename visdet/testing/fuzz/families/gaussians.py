@@ -1,5 +1,7 @@
 """mahalanobis_distance and gaussian_field."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -106,6 +108,9 @@ def _scales(problem: Problem) -> tuple[float, float]:
 
 def _distance_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     inverse, v = _scales(problem)
+    if v * v > torch.finfo(problem.wide).max:  # distances are infinite, and a gradient of 0 times one is NaN
+        bounds.update(dict.fromkeys(bounds, math.inf))
+        return
     gradient = bounds.get("grad_total", 0.0)
     bounds["output"] = v * v
     for name, bound in (("points", inverse * v), ("means", inverse * v), ("cholesky", inverse * v * v)):

@@ -107,6 +107,8 @@ def _sum_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     peak = largest(images)
     bounds["output"] = peak * row_sum(weights, 1)
     groups = max(1, weights.shape[1])
+    if "images" in bounds:  # a pixel at the border may have all of its share from the rounding of a position
+        bounds["images"] += groups * largest(weights) * bounds.get("grad_peak", 0.0)
     if "weights" in bounds:
         bounds["weights"] = peak * gradient_sum(bounds)
     if "samples" in bounds:

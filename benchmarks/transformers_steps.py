@@ -1,0 +1,234 @@
+"""``python -m benchmarks.transformers_steps``: transformers' detectors, stock and under visdet.compat.transformers.
+
+Random weights and published sizes. The outputs are compared first, in float32. Then stock and visdet take turns, so
+that whatever else the machine does burdens both. Wall time is the median of synchronised calls. GPU time is the sum of
+the kernels of one call, and CPU time the least that all threads spent on a call. A training step is forward, loss and
+backward, without an optimizer. Exit status 1: an output differs.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from visdet.compat import transformers as bridge
+
+from .case import dtype_name
+from .environment import describe
+from .report import table
+from .transformers_models import FAMILIES, Family, Inputs, make_inputs, make_model
+
+__all__ = ["compare_outputs", "main", "measure", "same_selection"]
+
+WAYS: dict[str, Callable[[], Any]] = {"stock": contextlib.nullcontext, "visdet": bridge.installed}
+TOLERANCE = (
+    1e-3  # of the largest output, in float32 and without TF32, after six layers and more of random weights
+)
+MODES = ("train", "predict")
+PROFILED = 3  # calls
+
+
+@contextlib.contextmanager
+def same_selection(kept: list[Tensor]) -> Iterator[None]:
+    """Note what ``torch.topk`` selects in ``kept``; if that is filled already, select the same again.
+
+    Proposals whose scores are equal up to rounding may swap; what follows them cannot be compared then.
+    """
+    original = torch.topk
+    again = iter(list(kept))
+
+    def topk(scores: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+        chosen = next(again, None)
+        if chosen is None:
+            found = original(scores, k, dim, **options)
+            kept.append(found.indices)
+            return found
+        return torch.return_types.topk((scores.gather(dim, chosen), chosen))
+
+    torch.topk = topk
+    try:
+        yield
+    finally:
+        torch.topk = original
+
+
+def compare_outputs(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> float:
+    """Return the largest difference of an output between stock and visdet, over that output's largest value."""
+    found, kept = {}, []
+    for name, way in WAYS.items():
+        with way(), same_selection(kept), torch.no_grad():
+            outputs = model.eval()(**inputs.images)
+        found[name] = [outputs[key] for key in names]
+    errors = []
+    for one, other in zip(found["visdet"], found["stock"], strict=True):
+        finite = other.isfinite()  # Grounding DINO's logits are -inf where there is no word
+        if not torch.equal(finite, one.isfinite()):
+            return float("inf")
+        errors.append(float((one - other)[finite].abs().max() / other[finite].abs().max()))
+    return max(errors)
+
+
+def predict(model: nn.Module, inputs: Inputs, dtype: torch.dtype) -> None:
+    with torch.no_grad(), _autocast(model, dtype):
+        model(**inputs.images)
+
+
+def train(model: nn.Module, inputs: Inputs, dtype: torch.dtype) -> None:
+    with _autocast(model, dtype):
+        loss = model(**inputs.images, **inputs.labels).loss
+    loss.backward()
+    model.zero_grad()
+
+
+def _autocast(model: nn.Module, dtype: torch.dtype) -> Any:
+    device = next(model.parameters()).device.type
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=dtype != torch.float32)
+
+
+def measure(step: Callable[[], None], device: torch.device, turns: int) -> dict[str, dict[str, float]]:
+    """Return {"stock": ..., "visdet": ...}: "wall_ms" and "cpu_ms", or on a GPU "wall_ms", "gpu_ms" and "peak_gib"."""
+    found: dict[str, dict[str, float]] = {name: {} for name in WAYS}
+    for name, way in WAYS.items():
+        with way():
+            step()  # a warm-up
+            if device.type == "cuda":
+                found[name] = _gpu_figures(step)
+    walls: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(turns):
+        for name, way in WAYS.items():
+            with way():
+                wall, processor = _times(step, device)
+            walls[name].append(wall)
+            if device.type == "cpu":
+                found[name]["cpu_ms"] = min(processor, found[name].get("cpu_ms", processor))
+    return {name: {"wall_ms": statistics.median(walls[name])} | found[name] for name in WAYS}
+
+
+def _times(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Return the milliseconds of one call by the clock, and of the processor."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start, processor = time.perf_counter(), time.process_time()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3, (time.process_time() - processor) * 1e3
+
+
+def _gpu_figures(step: Callable[[], None]) -> dict[str, float]:
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(PROFILED):
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        times.append(sum(event.self_device_time_total for event in profiler.key_averages()) / 1e3)
+    return {
+        "gpu_ms": statistics.median(times),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def race(family: Family, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return what was found of a family: "output_error", and "steps", a list with both ways in every mode and type."""
+    model = make_model(family, device)
+    inputs = make_inputs(family, options.batch, device)
+    error = compare_outputs(model, inputs, family.compared)
+    result: dict[str, Any] = {"family": family.name, "output_error": error, "steps": []}
+    if not error <= TOLERANCE:
+        return result
+    for mode, name in itertools.product(options.modes, options.dtypes):
+        model.train(mode == "train")
+        step = partial(train if mode == "train" else predict, model, inputs, getattr(torch, name))
+        result["steps"].append({"mode": mode, "dtype": name} | measure(step, device, options.turns))
+    return result
+
+
+def lines_of(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table in Markdown, with a row a step: stock → visdet, and the ratio of both."""
+
+    def pair(step: dict[str, Any], figure: str) -> str:
+        stock, ours = (step[name].get(figure) for name in WAYS)
+        if stock is None or ours is None:
+            return ""
+        return f"{stock:.1f} → {ours:.1f} ({stock / ours:.2f}×)"
+
+    header = ["family", "step", "GPU ms", "wall ms", "CPU ms", "peak GiB", "output error"]
+    rows = []
+    for result in results:
+        error = f"{result['output_error']:.1e}"
+        if not result["steps"]:
+            rows.append([result["family"], "not timed: the outputs differ", "", "", "", "", error])
+        for step in result["steps"]:
+            figures = [pair(step, figure) for figure in ("gpu_ms", "wall_ms", "cpu_ms", "peak_gib")]
+            rows.append([result["family"], f"{step['mode']} {step['dtype']}", *figures, error])
+    return table(header, rows)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options, with what suits the device where nothing was said."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transformers_steps", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="both on a GPU, prediction on a CPU")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["bfloat16", "float32"], help="bfloat16 on a GPU, float32 on a CPU"
+    )
+    parser.add_argument("--batch", type=int, help="images: 2 on a GPU, 1 on a CPU")
+    parser.add_argument("--turns", type=int, help="timed calls of each: 10 on a GPU, 3 on a CPU")
+    parser.add_argument("--out", type=Path, default=Path("work_dirs/bench/transformers.json"))
+    options = parser.parse_args(arguments)
+    is_cpu = torch.device(options.device).type == "cpu"
+    options.modes = options.modes or (["predict"] if is_cpu else list(MODES))
+    options.dtypes = options.dtypes or ["float32" if is_cpu else dtype_name(torch.bfloat16)]
+    options.batch = options.batch or (1 if is_cpu else 2)
+    options.turns = options.turns or (3 if is_cpu else 10)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(given)
+    device = torch.device(options.device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    report: dict[str, Any] = {
+        "environment": describe(device) | {"transformers": version_of_transformers()},
+        "command": shlex.join(["python", "-m", "benchmarks.transformers_steps", *given]),
+        "batch": options.batch,
+        "results": [],
+    }
+    print(", ".join(f"{label} {value}" for label, value in report["environment"].items()), flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in options.families:
+        result = race(FAMILIES[name], options, device)
+        report["results"].append(result)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        print("\n".join(lines_of([result])[2:]), flush=True)
+    print("\n" + "\n".join(lines_of(report["results"])) + f"\n\nwrote {options.out}")
+    return 0 if all(result["steps"] for result in report["results"]) else 1
+
+
+def version_of_transformers() -> str:
+    import transformers
+
+    return transformers.__version__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""benchmarks.transformers_steps: a tiny family from end to end on the CPU, and the comparison that comes first."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'visdet-ops[test]'")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
+
+from benchmarks import transformers_steps as steps  # noqa: E402
+from benchmarks.transformers_models import FAMILIES, LOCAL, Family, make_inputs, make_model  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def tiny_config(package):
+    backbone = package.ResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 12, 16, 24],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )
+    sizes = dict(d_model=32, encoder_ffn_dim=16, decoder_ffn_dim=16, encoder_layers=1, decoder_layers=1)
+    selection = dict(two_stage=True, with_box_refine=True, two_stage_num_proposals=12)
+    return package.DeformableDetrConfig(
+        num_labels=80, backbone_config=backbone, **sizes, **selection, **LOCAL
+    )
+
+
+TINY = Family("tiny", "DeformableDetrForObjectDetection", tiny_config, (64, 96))
+
+
+def test_a_family_from_end_to_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(FAMILIES, "tiny", TINY)
+    options = ["--device", "cpu", "--families", "tiny", "--modes", "train", "predict", "--turns", "2"]
+    assert steps.main([*options, "--out", str(tmp_path / "out.json")]) == 0
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert result["output_error"] < 1e-4
+    assert [step["mode"] for step in result["steps"]] == ["train", "predict"]
+    for step in result["steps"]:
+        for way in ("stock", "visdet"):
+            assert step[way].keys() == {"wall_ms", "cpu_ms"} and min(step[way].values()) > 0
+    assert "| tiny | predict float32 |" in capsys.readouterr().out
+
+
+def test_a_family_whose_outputs_differ_is_not_timed(tmp_path, monkeypatch, capsys):
+    @contextlib.contextmanager
+    def off_by_a_percent():
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, _, out: 1.01 * out if isinstance(module, torch.nn.Linear) else None
+        )
+        yield
+        hook.remove()
+
+    monkeypatch.setitem(FAMILIES, "tiny", TINY)
+    monkeypatch.setitem(steps.WAYS, "visdet", off_by_a_percent)
+    options = ["--device", "cpu", "--families", "tiny", "--turns", "1"]
+    assert steps.main([*options, "--out", str(tmp_path / "out.json")]) == 1
+    assert "not timed: the outputs differ" in capsys.readouterr().out
+
+
+def test_the_second_run_selects_what_the_first_did():
+    kept = []
+    with steps.same_selection(kept):
+        first = torch.topk(torch.tensor([[3.0, 1.0, 2.0]]), 2, dim=1)
+    with steps.same_selection(kept):
+        second = torch.topk(torch.tensor([[2.0, 1.0, 3.0]]), 2, dim=1)
+    assert torch.equal(first.indices, second.indices) and second.values.tolist() == [[2.0, 3.0]]
+    assert len(kept) == 1 and torch.topk(torch.tensor([1.0, 2.0]), 1).indices == 1
+
+
+def test_models_and_inputs_are_the_same_at_every_call():
+    models = [make_model(TINY, CPU).state_dict() for _ in range(2)]
+    assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
+    inputs = [make_inputs(TINY, 2, CPU) for _ in range(2)]
+    assert torch.equal(inputs[0].images["pixel_values"], inputs[1].images["pixel_values"])
+    assert inputs[0].images["pixel_values"].shape == (2, 3, 64, 96)
+    assert torch.equal(inputs[0].labels["labels"][1]["boxes"], inputs[1].labels["labels"][1]["boxes"])

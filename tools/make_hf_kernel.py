@@ -1,0 +1,91 @@
+"""Make a kernel repository in the layout of Hugging Face's ``kernels`` from the operators that are built here.
+
+It has a folder ``build/torch-stable-abi<torch>-<backend>-<machine>-linux`` for the CPU and, where the CUDA library is
+there, one for CUDA: the package ``visdet.ops`` without its sources, its libraries, the layers and metadata.json.
+"""
+
+import argparse
+import json
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+OPS = ROOT / "visdet" / "ops"
+NAME = "visdet-ops"
+NO_PART = shutil.ignore_patterns("csrc", "__pycache__", "*.so", "registration.py")  # the last needs mmengine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "dist" / "hf-kernel", help="made anew (%(default)s)"
+    )
+    out = parser.parse_args().out
+    for variant in make(out):
+        print(f"wrote {variant}")
+
+
+def make(out: Path) -> list[Path]:
+    """Write the repository to ``out``, in the place of what is there; return the folders of its variants.
+
+    Raises:
+        SystemExit: The operators are not built, or ``out`` holds something else than a kernel repository.
+    """
+    from visdet import __version__
+    from visdet.ops import build_info
+
+    info = build_info()
+    if not info["cpu"]["loaded"]:
+        raise SystemExit(f"make_hf_kernel: the CPU library is not loaded: {info['cpu']['problem']}")
+    if out.exists():
+        if not {path.name for path in out.iterdir()} <= {"build", "README.md", "LICENSE"}:
+            raise SystemExit(
+                f"make_hf_kernel: {out} has other files than a kernel repository, and is left alone"
+            )
+        shutil.rmtree(out)
+    backends = {"cpu": ["cpu"]}
+    if info["cuda"]["loaded"]:
+        backends[f"cu{info['cuda']['toolkit'].replace('.', '')}"] = ["cpu", "cuda"]
+    variants = []
+    for backend, libraries in backends.items():
+        variant = out / "build" / f"torch-stable-abi{oldest_torch()}-{backend}-{platform.machine()}-linux"
+        shutil.copytree(OPS, variant / "ops", ignore=NO_PART)
+        for library in libraries:
+            shutil.copy2(OPS / f"libvisdet_{library}.so", variant / "ops")
+        for part in ("__init__.py", "layers.py"):
+            shutil.copy2(ROOT / "tools" / "hf_kernel" / part, variant)
+        (variant / "metadata.json").write_text(
+            json.dumps(metadata(__version__, libraries[-1], info), indent=2) + "\n"
+        )
+        variants.append(variant)
+    shutil.copy2(ROOT / "tools" / "hf_kernel" / "README.md", out)
+    shutil.copy2(ROOT / "LICENSE", out)
+    return variants
+
+
+def oldest_torch() -> str:
+    """Return the torch whose stable ABI the libraries are built for, "210" for 2.10, as setup.py names it."""
+    major, minor = re.search(r"TORCH_TARGET_VERSION=0x(..)(..)", (ROOT / "setup.py").read_text()).groups()
+    return f"{int(major, 16)}{int(minor, 16)}"
+
+
+def metadata(version: str, backend: str, info: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of metadata.json."""
+    backend_info: dict[str, Any] = {"type": backend}
+    if backend == "cuda":
+        backend_info["archs"] = info["cuda"]["native"]
+    return {
+        "id": f"{NAME}-{backend}-{version}".replace("-", "_").replace(".", "_"),
+        "name": NAME,
+        "version": int(version.split(".")[0]),
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": backend_info,
+    }
+
+
+if __name__ == "__main__":
+    main()

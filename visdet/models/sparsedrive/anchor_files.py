@@ -1,0 +1,66 @@
+"""Anchors that are read from files, which may come later, by a checkpoint."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.model import BaseModule
+from torch import Tensor
+
+from visdet.errors import MissingFileError
+
+__all__ = ["ModuleWithAnchors"]
+
+
+class ModuleWithAnchors(BaseModule):
+    """A module with anchors from .npy files; while a file is missing, they are zeros, which a checkpoint replaces.
+
+    Attributes:
+        missing_anchor_files: the path of each missing file, by the name of the anchors' parameter.
+    """
+
+    def __init__(self, init_cfg: dict[str, Any] | None = None) -> None:
+        super().__init__(init_cfg)
+        self.missing_anchor_files: dict[str, str] = {}
+
+    def read_anchors(self, name: str, given: Any, placeholder_shape: Sequence[int]) -> Tensor:
+        """Return anchors in float32, from numbers or a .npy file.
+
+        Args:
+            name: of the parameter that will hold them.
+            given: the numbers, or the path.
+            placeholder_shape: of the zeros that stand for a missing file.
+        """
+        if isinstance(given, (str, Path)):
+            if Path(given).exists():
+                given = np.load(given, allow_pickle=False)
+            else:
+                self.missing_anchor_files[name] = str(given)
+                warnings.warn(
+                    f"{type(self).__name__}: no {name} file {given}: zeros until a checkpoint is loaded",
+                    stacklevel=3,
+                )
+                given = np.zeros(placeholder_shape)
+        return torch.as_tensor(np.asarray(given), dtype=torch.float32)
+
+    def require_anchors(self) -> None:
+        """Refuse to train while a file is missing.
+
+        Raises:
+            FileNotFoundError: names the file and what makes it.
+        """
+        if self.missing_anchor_files and self.training:
+            name, path = next(iter(self.missing_anchor_files.items()))
+            raise MissingFileError(
+                f"{type(self).__name__}: training needs the {name} file {path}: "
+                "make it with tools/make_anchors.py, or load a checkpoint"
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name in list(self.missing_anchor_files):
+            if f"{prefix}{name}" in state_dict:
+                del self.missing_anchor_files[name]

@@ -1,0 +1,87 @@
+"""What heads over instances share: layers in an order of their own, and attention that keeps positions apart."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visdet.errors import InvalidInputError
+from visdet.registry import MODELS
+
+__all__ = ["InstanceOperations"]
+
+
+class InstanceOperations(nn.Module):
+    """A head whose ``layers`` are operations on instances, one for each name in ``operation_order``.
+
+    Source: the parameter names are Sparse4D's.
+    """
+
+    OPERATIONS: tuple[str, ...]
+
+    def build_operations(
+        self,
+        configs: Mapping[str, dict[str, Any] | None],
+        operation_order: Sequence[str],
+        embed_dims: int,
+        decouple_attn: bool,
+    ) -> None:
+        """Build the layers, and with ``decouple_attn`` the projections around attention of twice the width.
+
+        Args:
+            configs: of each operation; None leaves it out.
+            operation_order: names of ``OPERATIONS``.
+            embed_dims: width C of the instances.
+            decouple_attn: feature and embedding enter attention side by side, not added.
+
+        Raises:
+            InvalidInputError: ``operation_order`` has another name.
+        """
+        unknown = set(operation_order) - set(self.OPERATIONS)
+        if unknown:
+            raise InvalidInputError(
+                f"{type(self).__name__}: operation_order must be of {self.OPERATIONS}, got {sorted(unknown)}"
+            )
+        self.operation_order = list(operation_order)
+        self.decouple_attn = decouple_attn
+        self.layers = nn.ModuleList(
+            None if configs[op] is None else MODELS.build(configs[op]) for op in operation_order
+        )
+        C = embed_dims
+        self.fc_before = nn.Linear(C, 2 * C, bias=False) if decouple_attn else nn.Identity()
+        self.fc_after = nn.Linear(2 * C, C, bias=False) if decouple_attn else nn.Identity()
+
+    def init_operations(self) -> None:
+        """Draw every matrix of the operations but refinement's by Xavier."""
+        for op, layer in zip(self.operation_order, self.layers, strict=True):
+            if layer is not None and op != "refine":
+                for parameter in layer.parameters():
+                    if parameter.dim() > 1 and parameter.requires_grad:
+                        nn.init.xavier_uniform_(parameter)
+
+    def attend(
+        self,
+        layer: nn.Module,
+        query: Tensor,
+        query_pos: Tensor,
+        key: Tensor | None = None,
+        key_pos: Tensor | None = None,
+        value: Tensor | None = None,
+        **masks: Tensor | None,
+    ) -> Tensor:
+        """Return instances [B, Q, C] after attention to keys [B, K, C], the queries by default.
+
+        Args:
+            layer: a ``MultiheadAttention``, of width 2C with ``decouple_attn``.
+            query, query_pos: features and embeddings [B, Q, C]. key, key_pos: [B, K, C].
+            value: [B, K, C], by default the keys as they enter attention.
+            masks: ``attn_mask`` or ``key_padding_mask``, as the layer's.
+        """
+        if self.decouple_attn:
+            query, query_pos = torch.cat([query, query_pos], dim=-1), None
+            if key is not None:
+                key, key_pos = torch.cat([key, key_pos], dim=-1), None
+        if value is not None:
+            value = self.fc_before(value)
+        return self.fc_after(layer(query, key, value, query_pos=query_pos, key_pos=key_pos, **masks))
