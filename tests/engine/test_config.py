@@ -32,6 +32,16 @@ def test_a_missing_config_names_near_ones(tmp_path):
         load_config(str(tmp_path / "a_confg.py"))
 
 
+def test_a_missing_base_names_near_ones_relative_to_the_config(tmp_path):
+    (tmp_path / "family").mkdir()
+    (tmp_path / "family" / "base.py").write_text("model = dict()")
+    path = written(tmp_path, "_base_ = ['configs/family/base.py']")
+    with pytest.raises(
+        ConfigError, match=r"a_config\.py.*configs/family/base\.py.*did you mean family/base\.py\?"
+    ):
+        load_config(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -62,7 +62,8 @@ def draw_once(
         if folder.exists() and any(folder.iterdir()) and _read_stamp(folder / stamp_name) is None:
             raise ForeignFolderError(
                 f"{maker}: {folder.resolve()} is not empty and has no {stamp_name}, so it was not made by "
-                f"{maker}; give another data_root or empty it"
+                f"{maker}. If it holds a data set of your own, set the type of the data sets in your config, for "
+                "example type='CocoDataset'; otherwise give another data_root"
             )
         _refuse_to_replace_a_claimed(folder, _read_stamp(folder / stamp_name), stamp, maker)
         start = time.monotonic()

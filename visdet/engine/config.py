@@ -71,12 +71,7 @@ def load_config(
 def _read(path: str) -> Config:
     if not os.path.isfile(path):
         folder = next((parent for parent in Path(path).parents if parent.is_dir()), Path("."))
-        files = {str(file): file.name for file in folder.rglob("*.py") if "site-packages" not in file.parts}
-        near = nearest_names(Path(path).name, files.values())
-        hints = [file for name in near for file, its_name in files.items() if its_name == name]
-        raise ConfigError(
-            f"config {path} does not exist" + (f"; did you mean {' or '.join(hints)}?" if hints else "")
-        )
+        raise ConfigError(f"config {path} does not exist{_did_you_mean(_named_like(path, folder))}")
     try:
         return Config.fromfile(path)
     except ModuleNotFoundError as error:
@@ -86,8 +81,28 @@ def _read(path: str) -> Config:
                 "write the base as a relative path"
             ) from error
         raise ConfigError(f"config {path} imports a module that is not there: {error}") from error
+    except FileNotFoundError as error:
+        if not str(error.filename).endswith(".py"):
+            raise ConfigError(f"config {path} cannot be read: {error}") from error
+        folder = Path(path).parent
+        near = [os.path.relpath(file, folder) for file in _named_like(error.filename, folder)]
+        raise ConfigError(
+            f"config {path}: there is no base {error.filename}. A path in _base_ is relative to the folder of the file "
+            f"that it stands in{_did_you_mean(near)}"
+        ) from error
     except Exception as error:  # a config is a program: whatever it raises is its author's to read
         raise ConfigError(f"config {path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _named_like(path: str, folder: Path) -> list[str]:
+    """Return the Python files in and below ``folder`` whose names are like that of ``path``."""
+    files = {str(file): file.name for file in folder.rglob("*.py") if "site-packages" not in file.parts}
+    near = nearest_names(Path(path).name, files.values())
+    return [file for name in near for file, its_name in files.items() if its_name == name]
+
+
+def _did_you_mean(candidates: list[str]) -> str:
+    return f"; did you mean {' or '.join(candidates)}?" if candidates else ""
 
 
 def _check_top_level_keys(cfg: Config, path: str) -> None:

@@ -15,11 +15,13 @@ __all__ = ["ConsoleHandler", "WorkerStart", "console", "is_main_process", "say"]
 
 console = Console(highlight=False)
 
-# Remarks of mmengine about its own internals, which no user can act on.
+# Parts of mmengine's remarks about its own internals, which no user can act on. The last comes once for every parameter
+# of a frozen stage.
 _NOISE = (
     '"FileClient" will be deprecated',
     '"HardDiskBackend" is the alias',
     "The prefix is not set in metric",
+    "is skipped since its requires_grad=False",
 )
 
 
@@ -62,7 +64,7 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if message.startswith(_NOISE):
+        if any(part in message for part in _NOISE):
             return
         style = "bold red" if record.levelno >= logging.ERROR else "yellow"
         console.print(

@@ -2,6 +2,7 @@
 
 import logging
 from http.client import HTTPException
+from typing import Any
 
 from mmengine.logging import print_log
 from mmengine.runner import CheckpointLoader
@@ -50,12 +51,14 @@ def load_pretrained(
         state_dict = _read(checkpoint, map_location)
     except (OSError, HTTPException) as error:  # no such file, no network, a broken connection
         message = (
-            f"pretrained weights {checkpoint!r} of {type(backbone).__name__} are not available ({error}). Download "
-            "them where there is a network and give their path: init_cfg=dict(type='Pretrained', checkpoint='PATH')"
+            f"pretrained weights {checkpoint!r} of {type(backbone).__name__} are not available ({error}). "
+            f"{_how_to_get(checkpoint)} in its init_cfg (of a detector's backbone: --cfg-options "
+            "model.backbone.init_cfg.checkpoint=PATH)"
         )
         if if_unavailable == "error":
             raise PretrainedWeightsError(
-                f"{message}; or allow training from random weights: init_cfg=dict(..., if_unavailable='random')."
+                f"{message}. To start from random weights instead, set if_unavailable='random' in the init_cfg "
+                "(model.backbone.init_cfg.if_unavailable=random)"
             ) from error
         print_log(
             f"{message}. The backbone STARTS FROM RANDOM WEIGHTS.", logger="current", level=logging.WARNING
@@ -71,15 +74,24 @@ def load_pretrained(
 
 def _read(checkpoint: str, map_location: str) -> dict[str, Tensor]:
     if checkpoint.startswith(_TORCHVISION):
-        return _read_torchvision(checkpoint[len(_TORCHVISION) :])
+        return _torchvision_weights(checkpoint).get_state_dict(progress=False, check_hash=True)
     contents = CheckpointLoader.load_checkpoint(checkpoint, map_location=map_location, logger="silent")
     return contents.get("state_dict", contents)
 
 
-def _read_torchvision(name: str) -> dict[str, Tensor]:
+def _how_to_get(checkpoint: str) -> str:
+    """Return the beginning of a sentence that says how weights are fetched by hand."""
+    url = _torchvision_weights(checkpoint).url if checkpoint.startswith(_TORCHVISION) else checkpoint
+    if "://" in url:
+        return f"Download {url} on a machine with a network, and give the path of the file as checkpoint"
+    return "Give the path of a file that exists as checkpoint"
+
+
+def _torchvision_weights(checkpoint: str) -> Any:
+    """Return torchvision's entry, which has a ``url``, for ``'torchvision://model'`` or ``'torchvision://model.variant'``."""
     from torchvision.models import get_model_weights
 
-    model_name, _, variant = name.partition(".")
+    model_name, _, variant = checkpoint[len(_TORCHVISION) :].partition(".")
     try:
         available = get_model_weights(model_name)
     except ValueError as error:
@@ -90,7 +102,7 @@ def _read_torchvision(name: str) -> dict[str, Tensor]:
         raise InvalidInputError(
             f"init_cfg: torchvision's {model_name} has weights {', '.join(variants)}, not {variant!r}"
         )
-    return available[variant].get_state_dict(progress=False, check_hash=True)
+    return available[variant]
 
 
 def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -> None:
