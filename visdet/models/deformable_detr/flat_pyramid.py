@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
+
 from ..transfer import to_device
 
 __all__ = ["FlatPyramid", "flatten_pyramid"]
@@ -63,7 +65,7 @@ def flatten_pyramid(
         level_embed: [L, C].
     """
     if len(feature_maps) != len(level_embed):
-        raise ValueError(
+        raise InvalidInputError(
             f"num_feature_levels is {len(level_embed)}, but the neck returns {len(feature_maps)} feature maps"
         )
     device = feature_maps[0].device

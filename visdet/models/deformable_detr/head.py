@@ -9,6 +9,7 @@ from mmengine.model import BaseModule
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 from visdet.structures import DetDataSample
 
@@ -74,7 +75,7 @@ class DeformableDETRHead(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         if num_classes < 1:
-            raise ValueError(f"DeformableDETRHead: num_classes must be at least 1, got {num_classes}")
+            raise InvalidInputError(f"DeformableDETRHead: num_classes must be at least 1, got {num_classes}")
         self.num_classes = num_classes
         self.embed_dims = embed_dims
         self.sync_cls_avg_factor = sync_cls_avg_factor
@@ -85,7 +86,9 @@ class DeformableDETRHead(BaseModule):
         self.loss_bbox = MODELS.build(loss_bbox)
         self.loss_iou = MODELS.build(loss_iou)
         if not getattr(self.loss_cls, "use_sigmoid", False):
-            raise ValueError(f"DeformableDETRHead: loss_cls must have use_sigmoid=True, got {loss_cls}")
+            raise InvalidInputError(
+                f"DeformableDETRHead: loss_cls must have use_sigmoid=True, got {loss_cls}"
+            )
 
         def reg_branch() -> nn.Sequential:
             hidden = [
@@ -146,14 +149,14 @@ class DeformableDETRHead(BaseModule):
             encoder_logits: [B, S, C]. encoder_boxes: [B, S, 4]. For them any object is of class 0.
         """
         if self.assigner is None:
-            raise ValueError("DeformableDETRHead: train_cfg with an assigner is needed for the loss")
+            raise InvalidInputError("DeformableDETRHead: train_cfg with an assigner is needed for the loss")
         targets = PaddedTargets.from_samples(data_samples, image_sizes, hidden_states.device)
         targets, out_of_range = targets.with_labels_below(self.num_classes)
         losses = {}
         logits, boxes = self(hidden_states, references)
         by_layer = self._set_losses(logits, boxes, targets)
         if bool(out_of_range):  # asked here, after matching has waited for the device anyway
-            raise ValueError(
+            raise InvalidInputError(
                 f"loss: gt_instances.labels must lie in 0..{self.num_classes - 1} (num_classes={self.num_classes})"
             )
         for layer in range(len(logits)):
