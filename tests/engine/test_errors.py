@@ -1,14 +1,17 @@
 """Which errors become one message, and which keep their traceback."""
 
+import ast
 import json
 import traceback
 from http.client import HTTPException
+from pathlib import Path
 
 import pytest
 import torch
 from toy_detection import ToyBoxes
 from toy_run import toy_config
 
+import visdet
 from visdet.engine import ConfigError, UserError, build_runner, tool_session
 from visdet.engine.checkpoint import register_checkpoint_readers
 from visdet.engine.errors import explain, nearest_names
@@ -226,6 +229,41 @@ def test_pretrained_weights_that_cannot_be_fetched_are_one_message(tmp_path, mon
     message = explain(caught.value)
     assert checkpoint in message and "no network" in message
     assert "init_cfg=dict(type='Pretrained', checkpoint='PATH')" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"type": "ResNet", "depth": 33}, "ResNet: depth must be one of"),
+        ({"type": "FFN", "num_fcs": 1}, "num_fcs must be at least 2, got 1"),
+        ({"type": "FocalLoss", "use_sigmoid": False}, "FocalLoss: use_sigmoid must be True"),
+        (
+            {"type": "InstanceQueue", "embed_dims": 8, "queue_length": 0},
+            "queue_length must be at least 1, got 0",
+        ),
+    ],
+)
+def test_a_value_that_a_module_refuses_is_one_message(config, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        MODELS.build(config)
+    assert message in explain(caught.value)
+
+
+def test_constructors_refuse_values_by_errors_of_the_user():
+    root = Path(visdet.__file__).parent
+    packages = ("models", "datasets", "evaluation", "visualization", "structures")
+    raised = [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for package in packages
+        for path in sorted((root / package).rglob("*.py"))
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and getattr(node.exc.func, "id", "") in ("ValueError", "TypeError", "KeyError")
+    ]
+    assert not raised
 
 
 def test_bugs_keep_their_traceback():

@@ -131,7 +131,7 @@ class CocoDataset(BaseDataset):
     @classmethod
     def _load_metainfo(cls, metainfo: dict | None = None) -> dict:
         loaded = super()._load_metainfo(metainfo)
-        if "classes" in (metainfo or {}) and "palette" not in metainfo:
+        if metainfo and "classes" in metainfo and "palette" not in metainfo:
             loaded.pop("palette", None)  # the default palette belongs to the default classes
         classes = loaded["classes"]
         if isinstance(classes, str) or not all(isinstance(name, str) for name in classes):
@@ -152,6 +152,8 @@ class CocoDataset(BaseDataset):
             )
         loaded.update(classes=tuple(classes), palette=[tuple(colour) for colour in palette])
         return loaded
+
+    _fully_initialized: bool  # mmengine's
 
     def full_init(self) -> None:
         """Load, filter, cut to ``indices``, check that the image files exist, and serialize."""
@@ -179,7 +181,7 @@ class CocoDataset(BaseDataset):
         annotations_of_image = defaultdict(list)
         for annotation in content["annotations"]:
             annotations_of_image[annotation["image_id"]].append(annotation)
-        tally = Counter()
+        tally: Counter[str] = Counter()
         records = []
         for image in content["images"]:
             annotations = annotations_of_image.pop(image["id"], [])

@@ -228,7 +228,7 @@ class Renderer:
                     continue
                 projected = polygon[:, :2] / polygon[:, 2:] * camera.intrinsic[0, 0] + camera.intrinsic[:2, 2]
                 projected = np.round(np.clip(projected, -4000, 4000) * 2**_SUBPIXEL).astype(np.int32)
-                color = parts.face_color(part, face)
+                color = parts.face_color(int(part), int(face))
                 owners.append(parts.owners[part])
                 plane = normals[face] / (normals[face] @ faces[face, 0])
                 planes.append((*plane, polygon[:, 2].min(), polygon[:, 2].max()))

@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -90,7 +91,7 @@ def make_driving_scenes(
         ValueError: a number is not positive.
         RuntimeError: a drawing process failed.
     """
-    stamp = {
+    stamp: dict[str, Any] = {
         "generator_version": _GENERATOR_VERSION,
         "num_train": num_train,
         "num_val": num_val,

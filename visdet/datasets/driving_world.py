@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -276,7 +277,7 @@ def _make_agents(rng, road: Road, times, ego_station, ego_motion, met: list[tupl
         occupied.append((xy, yaw, size))
         velocity = np.gradient(xy, STEP_S, axis=0)
         kept.append((DRIVING_CLASSES.index(kind), size, xy, yaw, velocity, _color(rng, kind)))
-    columns = list(zip(*kept, strict=True)) if kept else [[]] * 6
+    columns: list[Any] = list(zip(*kept, strict=True)) if kept else [[]] * 6
     num_times = len(times)
     return Agents(
         np.array(columns[0], dtype=np.int64),

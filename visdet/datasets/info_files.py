@@ -158,7 +158,8 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
         raise InvalidInputError(f"save_infos: path must end with .npz, got {path}")
     header = json.dumps({"format": _FORMAT, "metadata": metadata})
     with open(path, "wb") as file:
-        np.savez(file, header=np.array(header), **InfoTable.from_infos(infos).arrays())
+        arrays: dict[str, Any] = InfoTable.from_infos(infos).arrays()
+        np.savez(file, header=np.array(header), **arrays)
 
 
 def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:

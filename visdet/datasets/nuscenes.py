@@ -143,10 +143,10 @@ class NuScenes3DDetTrackDataset(Dataset):
 
     def __getitem__(self, index: int | dict) -> Any:
         if isinstance(index, dict):
-            index, aug_config = index["idx"], index["aug_config"]
+            position, aug_config = index["idx"], index["aug_config"]
         else:
-            aug_config = self.get_augmentation()
-        record = self.get_data_info(index)
+            position, aug_config = index, self.get_augmentation()
+        record = self.get_data_info(position)
         record["aug_config"] = aug_config
         return self.pipeline(record)
 
@@ -171,6 +171,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         height, width = conf["H"], conf["W"]
         final_height, final_width = conf["final_dim"]
         if self.test_mode:
+            rng = None
             resize = max(final_height / height, final_width / width)
             bottom, flip, rotate, rotate_3d = float(np.mean(conf["bot_pct_lim"])), False, 0.0, 0.0
         else:
@@ -183,7 +184,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         new_width, new_height = int(width * resize), int(height * resize)
         top = int((1 - bottom) * new_height) - final_height
         spare = max(0, new_width - final_width)
-        left = spare // 2 if self.test_mode else int(rng.uniform(0, spare))
+        left = spare // 2 if rng is None else int(rng.uniform(0, spare))
         return {
             "resize": resize,
             "resize_dims": (new_width, new_height),

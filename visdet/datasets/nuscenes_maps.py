@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +99,8 @@ class NuScenesMap:
         """Return crossings with those that touch and point the same way made one."""
         pieces = [piece for crossing in crossings for piece in _parts(crossing, "Polygon") if piece.area > 0]
         directions = [self._direction(piece) for piece in pieces]
-        tree, left, merged = self._shapely.STRtree(pieces), set(range(len(pieces))), []
+        tree, left = self._shapely.STRtree(pieces), set(range(len(pieces)))
+        merged: list[Any] = []
         for index, piece in enumerate(pieces):
             if index not in left:
                 continue

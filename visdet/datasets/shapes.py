@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -35,7 +36,7 @@ class ShapesDataset(CocoDataset):
         **coco_arguments: CocoDataset's.
     """
 
-    METAINFO = {"classes": SHAPE_CLASSES, "palette": class_palette(len(SHAPE_CLASSES))}
+    METAINFO: dict[str, Any] = {"classes": SHAPE_CLASSES, "palette": class_palette(len(SHAPE_CLASSES))}
 
     def __init__(self, generator: dict | None = None, **coco_arguments) -> None:
         self._generator = dict(generator or {})
@@ -136,7 +137,8 @@ def _merge(partial: Path, split: str, count: int, image_size: int) -> dict:
     objects_of_image = {}
     for part in partial.glob(f"{split}-*.part.json"):
         objects_of_image.update(json.loads(part.read_text()))
-    images, annotations = [], []
+    images: list[dict] = []
+    annotations: list[dict] = []
     for index in range(count):
         image_id = index + 1
         images.append(

@@ -82,7 +82,7 @@ class TwoViewPairs(BaseDataset):
         self.image_size = tuple(image_size)
         self.depth_range = tuple(depth_range)
         self.num_shapes = tuple(num_shapes)
-        self.baseline = tuple(baseline)
+        self.baseline = (baseline[0], baseline[1])
         self.max_turn = max_turn
         self.noise = noise
         self.depth_stride = depth_stride

@@ -23,6 +23,11 @@ class _Samples(Dataset):
     """
 
     unit = "points"
+    values: Tensor
+
+    def points_at(self, indices: Tensor) -> Tensor:
+        """Return the points [M, 3] of ``indices``."""
+        raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.chunk(torch.tensor([index]))
@@ -73,7 +78,7 @@ class VolumeDataset(_Samples):
         if (path is None) == (synthetic is None):
             raise InvalidInputError("VolumeDataset: give either path or synthetic")
         name = f"VolumeDataset: {path if path is not None else 'the synthetic volume'}"
-        volume = make_volume(**synthetic) if path is None else _read(path, name, key)[0]
+        volume = make_volume(**(synthetic or {})) if path is None else _read(path, name, key)[0]
         if volume.ndim != 3:
             raise InvalidInputError(f"{name} must be [D0, D1, D2], got {list(volume.shape)}")
         values, scale = _checked_values(volume, name, normalize)

@@ -137,7 +137,8 @@ def _type_name(node: dict) -> str:
 def _accepted_keywords(target: Any) -> list[str]:
     """Return the keywords that a class or function accepts, those of its bases too where it passes them on."""
     accepted: list[str] = []
-    functions = [kind.__init__ for kind in target.__mro__] if inspect.isclass(target) else [target]
+    bases: tuple[Any, ...] = inspect.getmro(target) if inspect.isclass(target) else ()
+    functions = [kind.__init__ for kind in bases] or [target]
     for function in dict.fromkeys(functions):
         if function is object.__init__:
             continue

@@ -68,7 +68,8 @@ class Detector:
             ValueError, FileNotFoundError: the file is no image, or not there; named in the message.
         """
         item = self._pipeline({"img_path": str(path), "img_id": 0})
-        return self.model.test_step(pseudo_collate([item]))[0].to("cpu")
+        model: Any = self.model
+        return model.test_step(pseudo_collate([item]))[0].to("cpu")
 
 
 def detect_files(

@@ -49,15 +49,17 @@ def to_plain(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         plain = {to_plain(key, name): to_plain(item, f"{name}[{key!r}]") for key, item in value.items()}
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
-            plain = OrderedDict(plain)
-            plain._metadata = value._metadata
+            ordered: Any = OrderedDict(plain)
+            ordered._metadata = value._metadata
+            return ordered
         return plain
     if isinstance(value, tuple):
         return tuple(to_plain(item, f"{name}[{place}]") for place, item in enumerate(value))
     if isinstance(value, list | set | frozenset):
         return [to_plain(item, f"{name}[{place}]") for place, item in enumerate(value)]
     if isinstance(value, _PLAIN):  # subclasses: a str enum, numpy's float64
-        return next(kind(value) for kind in (bool, int, float, str, bytes) if isinstance(value, kind))
+        kinds: tuple[Any, ...] = (bool, int, float, str, bytes)
+        return next(kind(value) for kind in kinds if isinstance(value, kind))
     if isinstance(value, PurePath):
         return str(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"

@@ -22,7 +22,7 @@ def get_random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (
             str(algorithm),
-            torch.from_numpy(keys.astype(np.int64)),
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
             int(position),
             int(has_gauss),
             float(cached_gaussian),

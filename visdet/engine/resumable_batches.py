@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from mmengine.dist import get_rank
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from visdet.errors import InvalidInputError
 
@@ -54,7 +54,7 @@ class ResumableBatches:
         ValueError: an endless sampler has an epoch without a batch.
     """
 
-    def __init__(self, batch_sampler: Sampler[list[int]], endless: bool) -> None:
+    def __init__(self, batch_sampler: Any, endless: bool) -> None:
         self.batch_sampler = batch_sampler
         self.endless = endless
         self._key = (0, 0)
@@ -89,7 +89,7 @@ class ResumableBatches:
         )
 
     @property
-    def sampler(self) -> Sampler[int] | None:
+    def sampler(self) -> Any:
         return getattr(self.batch_sampler, "sampler", None)
 
     @property

@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import mmengine
@@ -76,7 +75,11 @@ class DetRunner(Runner):
         (:func:`complete_config`).
     """
 
-    @functools.wraps(Runner.__init__)
+    # mmengine's.
+    _resume: Any
+    _load_from: Any
+
+    @functools.wraps(Runner.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with self._logging_fatal_errors():
             super().__init__(*args, **kwargs)
@@ -200,7 +203,7 @@ class DetRunner(Runner):
             self.logger.info(self.graphs.report())
         return model
 
-    @cached_property
+    @functools.cached_property
     def graphs(self) -> GraphedLoss | None:
         """What replays training steps as CUDA graphs; None without."""
         model = self.model.module if is_model_wrapper(self.model) else self.model
@@ -261,11 +264,6 @@ class DetRunner(Runner):
         if seed is not None and self._randomness_cfg.get("seed") is None:
             self._randomness_cfg["seed"] = seed
             self.set_randomness(**self._randomness_cfg)
-
-    @cached_property
-    def _config_text(self) -> str:
-        """The config as a file, formatted once: that takes longer than writing a small checkpoint."""
-        return self.cfg.pretty_text
 
     @property
     def _trusts_checkpoints(self) -> bool:
@@ -378,7 +376,7 @@ class DetRunner(Runner):
                 "epoch": self.epoch + int(by_epoch),
                 "iter": self.iter + int(not by_epoch),
                 **(meta or {}),
-                "cfg": self._config_text,
+                "cfg": self.cfg.pretty_text,
                 "seed": self.seed,
                 "experiment_name": self.experiment_name,
                 "time": time.strftime("%Y%m%d_%H%M%S"),

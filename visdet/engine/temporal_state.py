@@ -10,7 +10,7 @@ from torch import nn
 __all__ = ["gather_temporal_states", "restore_temporal_state"]
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrapped(model: nn.Module) -> Any:
     return model.module if is_model_wrapper(model) else model
 
 
@@ -19,10 +19,10 @@ def gather_temporal_states(model: nn.Module) -> list[Any] | None:
 
     Every process of the group must call this.
     """
-    model = _unwrapped(model)
-    if not hasattr(model, "temporal_state_dict"):
+    inner = _unwrapped(model)
+    if not hasattr(inner, "temporal_state_dict"):
         return None
-    state = model.temporal_state_dict()
+    state = inner.temporal_state_dict()
     if get_world_size() == 1:
         return [state]
     states: list[Any] = [None] * get_world_size()
@@ -32,6 +32,6 @@ def gather_temporal_states(model: nn.Module) -> list[Any] | None:
 
 def restore_temporal_state(model: nn.Module, states: list[Any], rank: int, world_size: int) -> None:
     """Give the model what process ``rank`` remembered; with another number of processes it starts without memory."""
-    model = _unwrapped(model)
-    if hasattr(model, "load_temporal_state_dict") and len(states) == world_size:
-        model.load_temporal_state_dict(states[rank])
+    inner = _unwrapped(model)
+    if hasattr(inner, "load_temporal_state_dict") and len(states) == world_size:
+        inner.load_temporal_state_dict(states[rank])

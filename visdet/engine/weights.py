@@ -66,7 +66,7 @@ def load_weights(
         for key, value in weights.items()
         if key in expected and value.shape != expected[key].shape
     }
-    fitting = OrderedDict((key, value) for key, value in weights.items() if key not in differing)
+    fitting: Any = OrderedDict((key, value) for key, value in weights.items() if key not in differing)
     if hasattr(state_dict, "_metadata"):
         fitting._metadata = state_dict._metadata  # versions, by which a module migrates old weights
     before = {key: value.detach().clone() for key, value in expected.items() if isinstance(value, Tensor)}

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 __all__ = ["Counts", "Frame", "count_events", "interpolate", "motar_curve", "recall_thresholds"]
 
@@ -21,6 +20,7 @@ class Frame:
     scores: np.ndarray | None = None
 
     def above(self, threshold: float) -> "Frame":
+        assert self.scores is not None
         keep = self.scores >= threshold
         return Frame(self.ids[keep], self.places[keep], self.scores[keep])
 
@@ -83,6 +83,7 @@ def count_events(
 
 
 def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame, between: np.ndarray) -> None:
+    assert predicted.scores is not None
     pairs = []
     row_of_track = {track: column for column, track in enumerate(predicted.ids.tolist())}
     open_rows, open_columns = set(range(len(truth.ids))), set(range(len(predicted.ids)))
@@ -94,6 +95,10 @@ def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame,
             open_columns.remove(column)
     rows, columns = sorted(open_rows), sorted(open_columns)
     if rows and columns:
+        from scipy.optimize import (
+            linear_sum_assignment,  # slow to import, and a first evaluation is soon enough
+        )
+
         cost = np.where(np.isfinite(between), between, _FAR)[np.ix_(rows, columns)]
         for i, j in zip(*linear_sum_assignment(cost), strict=True):
             if np.isfinite(between[rows[i], columns[j]]):

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from .tables import table_text
 __all__ = ["CocoMetric"]
 
 # The arguments of BoxEvaluation.average_precision behind each name.
-_PRECISIONS = {
+_PRECISIONS: dict[str, dict[str, Any]] = {
     "mAP": {},
     "mAP_50": {"iou": 0.5},
     "mAP_75": {"iou": 0.75},
@@ -110,8 +111,9 @@ class CocoMetric(BaseMetric):
         self._backend = import_backend(backend)
         self._ann_file = ann_file
         # Only the main process evaluates. It reads the file now, so that a wrong one shows before training.
-        reads_file = ann_file is not None and is_main_process()
-        self._content = load_coco_json(ann_file, backend_args, not format_only) if reads_file else None
+        self._content: Any = None
+        if ann_file is not None and is_main_process():
+            self._content = load_coco_json(ann_file, backend_args, not format_only)
         self._label_of_category: dict[int, int] = {}
 
     @property
@@ -122,7 +124,7 @@ class CocoMetric(BaseMetric):
     @dataset_meta.setter
     def dataset_meta(self, dataset_meta: dict) -> None:
         self._dataset_meta = dataset_meta
-        if self._content is not None:
+        if self._content is not None and self._ann_file is not None:
             categories = self._content["categories"]
             self._label_of_category = match_categories(categories, dataset_meta["classes"], self._ann_file)
 

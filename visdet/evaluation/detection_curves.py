@@ -96,11 +96,11 @@ def match_frames(truths: Sequence[Boxes], predictions: Sequence[Boxes], max_dist
     """Return which predictions take which true boxes, as ``accumulate`` describes."""
     num_truths = sum(len(frame.values) for frame in truths)
     scores = np.concatenate([np.zeros(0), *(frame.scores for frame in predictions)])
-    taken = [
+    taken_of_frame = [
         take_nearest(truth.values, predicted, max_distance)
         for truth, predicted in zip(truths, predictions, strict=True)
     ]
-    taken = np.concatenate([np.zeros(0, np.int64), *taken])
+    taken = np.concatenate([np.zeros(0, np.int64), *taken_of_frame])
     frame_of = np.repeat(np.arange(len(predictions)), [len(frame.values) for frame in predictions])
     row_of = np.concatenate([np.zeros(0, np.int64), *(np.arange(len(frame.values)) for frame in predictions)])
     order = np.argsort(scores, kind="stable")[::-1]
@@ -135,6 +135,7 @@ def take_nearest(
     if not len(truth) or not len(predicted.values):
         return taken
     distances = np.linalg.norm(predicted.values[:, None, :2] - truth[None, :, :2], axis=-1)
+    assert predicted.scores is not None
     order = np.argsort(predicted.scores, kind="stable")[::-1]
     for row in order[distances.min(axis=1)[order] < max_distance]:
         nearest = int(distances[row].argmin())
@@ -144,7 +145,14 @@ def take_nearest(
     return taken
 
 
-def _errors(truths, predictions, frames, rows, truth_rows, yaw_period: float) -> dict[str, np.ndarray]:
+def _errors(
+    truths: Sequence[Boxes],
+    predictions: Sequence[Boxes],
+    frames: np.ndarray,
+    rows: np.ndarray,
+    truth_rows: np.ndarray,
+    yaw_period: float,
+) -> dict[str, np.ndarray]:
     """Return the errors [m] of the matches, in the order given."""
     predicted = np.array([predictions[f].values[r] for f, r in zip(frames, rows, strict=True)])
     truth = np.array([truths[f].values[r] for f, r in zip(frames, truth_rows, strict=True)])

@@ -116,7 +116,8 @@ class NuScenesMetric(DrivingBoxMetric):
         """Return mAP, the errors, NDS, and AP of each class."""
         classes = self.classes or self.dataset_meta["classes"]
         with_attributes = bool(results) and all(frame["gt_attributes"] is not None for frame in results)
-        metrics, rows, errors = {}, [], {name: [] for name in TP_ERRORS}
+        metrics, rows = {}, []
+        errors: dict[str, list[float]] = {name: [] for name in TP_ERRORS}
         for label, name in enumerate(classes):
             truths, predictions = self._boxes_of_class(results, label, name)
             curves = _curves(truths, predictions, name)
@@ -133,7 +134,8 @@ class NuScenesMetric(DrivingBoxMetric):
         means = {error: _nan_mean(values) for error, values in errors.items()}
         summary = _summary(mean_precision, means, with_attributes)
         if self.anchors is not None:
-            summary["anchors_mAP"] = self._precision_of_anchors(results, classes)
+            anchors = read_anchors(self.anchors)
+            summary["anchors_mAP"] = self._precision_of_anchors(anchors, results, classes)
         print_log(_as_text(rows, summary), logger="current")
         return summary | metrics
 
@@ -155,9 +157,10 @@ class NuScenesMetric(DrivingBoxMetric):
             predictions.append(Boxes(boxes, frame["scores"][keep], _attributes(name, boxes)))
         return truths, predictions
 
-    def _precision_of_anchors(self, results: list[dict], classes: Sequence[str]) -> float:
+    def _precision_of_anchors(
+        self, anchors: np.ndarray, results: list[dict], classes: Sequence[str]
+    ) -> float:
         """Return the mAP of the anchors as predictions of every class in every frame."""
-        anchors = read_anchors(self.anchors)
         yaw = np.arctan2(anchors[:, 6], anchors[:, 7])
         boxes = np.column_stack([anchors[:, :3], np.exp(anchors[:, 3:6]), yaw, anchors[:, 8:10]])
         scores, values = np.linspace(1, 0.5, len(boxes)), []

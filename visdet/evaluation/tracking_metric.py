@@ -98,8 +98,9 @@ class TrackingMetric(DrivingBoxMetric):
         rows = {}
         for label, name in enumerate(classes):
             if name not in _NOT_TRACKED:
-                rows[name] = _scores_of_class([self._tracks(scene, label, name) for scene in scenes.values()])
-        rows = {name: row for name, row in rows.items() if row is not None}
+                row = _scores_of_class([self._tracks(scene, label, name) for scene in scenes.values()])
+                if row is not None:
+                    rows[name] = row
         names = ("AMOTA", "AMOTP", "MOTA", "recall", "IDS")
         combine = {name: np.sum if name == "IDS" else np.mean for name in names}
         metrics = {

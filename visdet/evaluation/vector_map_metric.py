@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 from mmengine.logging import print_log
-from scipy.spatial.distance import cdist
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
@@ -163,6 +162,8 @@ def _distances(lines: np.ndarray, truth: np.ndarray, reach: float) -> np.ndarray
 
 def chamfer_distance(line: np.ndarray, other: np.ndarray) -> float:
     """Return the mean distance of the points of each line [P, 2] to the nearest of the other's, averaged both ways."""
+    from scipy.spatial.distance import cdist  # slow to import, and a first evaluation is soon enough
+
     between = cdist(line, other)
     return float((between.min(axis=1).mean() + between.min(axis=0).mean()) / 2)
 

@@ -8,6 +8,7 @@ import torch
 from mmengine.model import BaseModel
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
@@ -31,7 +32,7 @@ def image_sizes(inputs: Tensor, data_samples: Sequence[DetDataSample] | None) ->
     for index, sample in enumerate(data_samples):
         height, width = (int(n) for n in sample.metainfo.get("img_shape", (batch_height, batch_width))[:2])
         if not (0 < height <= batch_height and 0 < width <= batch_width):
-            raise ValueError(
+            raise InvalidInputError(
                 f"data_samples[{index}].img_shape must be a (height, width) within the batch's "
                 f"({batch_height}, {batch_width}), got ({height}, {width})"
             )

@@ -9,6 +9,7 @@ from mmengine.model import ImgDataPreprocessor
 from mmengine.structures import PixelData
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
@@ -53,13 +54,13 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         batch_augments: list[dict[str, Any]] | None = None,
     ) -> None:
         if bgr_to_rgb and rgb_to_bgr:
-            raise ValueError("DetDataPreprocessor: bgr_to_rgb and rgb_to_bgr must not both be True")
+            raise InvalidInputError("DetDataPreprocessor: bgr_to_rgb and rgb_to_bgr must not both be True")
         if (mean is None) != (std is None):
-            raise ValueError(
+            raise InvalidInputError(
                 f"DetDataPreprocessor: mean and std must be given together, got mean={mean}, std={std}"
             )
         if pad_size_divisor < 1:
-            raise ValueError(
+            raise InvalidInputError(
                 f"DetDataPreprocessor: pad_size_divisor must be at least 1, got {pad_size_divisor}"
             )
         super().__init__(mean, std, pad_size_divisor, pad_value, bgr_to_rgb, rgb_to_bgr, non_blocking)

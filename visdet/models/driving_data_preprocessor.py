@@ -7,6 +7,7 @@ import torch
 from mmengine.model import BaseDataPreprocessor
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 __all__ = ["DrivingDataPreprocessor"]
@@ -51,7 +52,7 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
     ) -> None:
         super().__init__(non_blocking=non_blocking)
         if (mean is None) != (std is None):
-            raise ValueError(
+            raise InvalidInputError(
                 f"DrivingDataPreprocessor: mean and std must be given together, got {mean}, {std}"
             )
         self.bgr_to_rgb = bgr_to_rgb
@@ -99,8 +100,12 @@ def _stack(name: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
         return tensors
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) != 1:
-        raise ValueError(f"DrivingDataPreprocessor: {name} of all samples must be of one shape, got {shapes}")
+        raise InvalidInputError(
+            f"DrivingDataPreprocessor: {name} of all samples must be of one shape, got {shapes}"
+        )
     dtypes = sorted({str(tensor.dtype) for tensor in tensors})
     if len(dtypes) != 1:
-        raise ValueError(f"DrivingDataPreprocessor: {name} of all samples must be of one type, got {dtypes}")
+        raise InvalidInputError(
+            f"DrivingDataPreprocessor: {name} of all samples must be of one type, got {dtypes}"
+        )
     return torch.stack(list(tensors))

@@ -9,6 +9,7 @@ import torch
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.ops import gaussian_field
 from visdet.registry import MODELS
 
@@ -65,12 +66,12 @@ class LearnableGaussianField(BaseModel):
             data_preprocessor = MODELS.build(data_preprocessor)
         super().__init__(data_preprocessor=data_preprocessor or PointsDataPreprocessor())
         if int(num_gaussians) != num_gaussians or num_gaussians < 1:
-            raise ValueError(
+            raise InvalidInputError(
                 f"LearnableGaussianField: num_gaussians must be a positive whole number, got {num_gaussians}"
             )
         sides = torch.as_tensor(volume_size, dtype=torch.get_default_dtype(), device="cpu")
         if sides.shape not in ((), (3,)) or not bool((sides > 0).all() and sides.isfinite().all()):
-            raise ValueError(
+            raise InvalidInputError(
                 "LearnableGaussianField: volume_size must be a positive number, or three of them, "
                 f"got {volume_size}"
             )
@@ -162,18 +163,18 @@ class LearnableGaussianField(BaseModel):
             ValueError: method or shapes do not fit; values are not finite or all zero.
         """
         if method not in ("kmeans", "random"):
-            raise ValueError(
+            raise InvalidInputError(
                 f"LearnableGaussianField.initialize: method must be 'kmeans' or 'random', got {method!r}"
             )
         if points.dim() != 2 or points.shape[1] != 3 or values.shape != points.shape[:1]:
-            raise ValueError(
+            raise InvalidInputError(
                 "LearnableGaussianField.initialize: points must be [M, 3] and values [M], "
                 f"got {list(points.shape)} and {list(values.shape)}"
             )
         points, values = points.detach().cpu().double(), values.detach().cpu().double()
         mass = values.abs().cumsum(0)
         if len(mass) == 0 or not (bool(mass[-1].isfinite()) and mass[-1] > 0):
-            raise ValueError(
+            raise InvalidInputError(
                 "LearnableGaussianField.initialize: values must be finite and not all zero "
                 f"({len(values)} values)"
             )

@@ -1,5 +1,7 @@
 """What losses are divided by in a distributed run."""
 
+from typing import Any
+
 import torch
 from mmengine import dist
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 __all__ = ["mean_count"]
 
 
-def mean_count(counts: Tensor | int, device: torch.device) -> Tensor | int:
+def mean_count(counts: Tensor | int, device: torch.device) -> Any:
     """Return the mean of counts over all processes of a distributed run, no less than 1.
 
     A number stays a number in a run of one process, so that nothing goes to the device.

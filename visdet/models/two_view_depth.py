@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from mmengine.model import BaseModel
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from .layers import ConvModule
@@ -80,7 +81,7 @@ class TwoViewDepth(BaseModel):
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
         if num_depths < 2 or not 0 < depth_range[0] < depth_range[1]:
-            raise ValueError(
+            raise InvalidInputError(
                 "TwoViewDepth: num_depths must be at least 2 and depth_range positive and rising, got "
                 f"{num_depths} and {tuple(depth_range)}"
             )
@@ -100,8 +101,9 @@ class TwoViewDepth(BaseModel):
             ConvModule(embed_dims, embed_dims, 3, padding=1, norm_cfg=norm),
             nn.Conv2d(embed_dims, 1, 3, padding=1),
         )
-        nn.init.zeros_(self.correction[-1].weight)
-        nn.init.zeros_(self.correction[-1].bias)
+        last: Any = self.correction[-1]
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
 
     def forward(
         self, inputs: Tensor, data_samples: dict[str, Tensor], mode: str = "tensor"
@@ -119,7 +121,7 @@ class TwoViewDepth(BaseModel):
         if mode not in ("tensor", "predict", "loss"):
             raise ValueError(f"TwoViewDepth: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
         if inputs.dim() != 5 or inputs.shape[1:3] != (2, 3) or inputs.shape[3] % 2 or inputs.shape[4] % 2:
-            raise ValueError(
+            raise InvalidInputError(
                 f"TwoViewDepth: inputs must be [B, 2, 3, H, W] with even H and W, got {tuple(inputs.shape)}"
             )
         position, weights = self._match(
@@ -138,7 +140,7 @@ class TwoViewDepth(BaseModel):
     def _match(
         self, inputs: Tensor, intrinsics: Tensor, source_from_reference: Tensor
     ) -> tuple[Tensor, Tensor]:
-        image_size = inputs.shape[-2:]
+        image_size = (inputs.shape[-2], inputs.shape[-1])
         x = self.stem(inputs.flatten(0, 1).float() / 127.5 - 1)
         for block in self.blocks:
             x = x + block(x)
@@ -149,7 +151,7 @@ class TwoViewDepth(BaseModel):
             source_from_reference,
             1 / self._inverse_depth(candidates),
             image_size,
-            reference.shape[-2:],
+            (reference.shape[-2], reference.shape[-1]),
         )
         found, weights = self.attention(
             reference.flatten(2).mT,

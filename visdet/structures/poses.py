@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 
-def rotation_from_quaternion(quaternion_wxyz: Sequence[float]) -> np.ndarray:
+def rotation_from_quaternion(quaternion_wxyz: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the rotation matrix [3, 3] of a quaternion (w, x, y, z) of any length but zero.
 
     Raises:

@@ -172,7 +172,7 @@ def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
     names = list(views)
     known = {name for row in _PLACES for name in row}
     if set(names) <= known:
-        rows = _PLACES
+        rows: tuple[tuple[str, ...], ...] = _PLACES
     else:
         columns = -(-len(names) // 2)
         rows = (tuple(names[:columns]), tuple(names[columns:]))
@@ -190,8 +190,8 @@ def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
 
 def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:
     """Draw the boxes into a camera view, from far to near."""
-    order = np.argsort(-np.linalg.norm(scene.boxes[:, :2], axis=1)) if len(scene.boxes) else []
-    corners = box_corners(scene.boxes[:, :7]) if len(scene.boxes) else []
+    order: Any = np.argsort(-np.linalg.norm(scene.boxes[:, :2], axis=1)) if len(scene.boxes) else []
+    corners: Any = box_corners(scene.boxes[:, :7]) if len(scene.boxes) else []
     for index in order:
         points = np.hstack([corners[index], np.ones((8, 1))]) @ projection.T
         if (points[:, 2] < _NEAR).all():
@@ -221,7 +221,7 @@ def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color, thic
         tuple(np.clip(point[:2] / point[2], -5000, 5000).round().astype(int).tolist())
         for point in (start, end)
     ]
-    cv2.line(view, *pixels, color, thickness, cv2.LINE_AA)
+    cv2.line(view, pixels[0], pixels[1], color, thickness, cv2.LINE_AA)
 
 
 def _draw_from_above(
@@ -263,11 +263,11 @@ def _draw_from_above(
             _write(canvas, str(int(scene.ids[index])), (int(x) + 2, int(y)), 0.33)
     ego = box_corners(np.array([[0, 0, 0, _EGO_LENGTH, _EGO_WIDTH, 1.5, np.pi / 2]]))[0, :4]
     cv2.fillConvexPoly(canvas, pixels(ego), _EGO_COLOR, cv2.LINE_AA, 4)
-    for plan, color, thickness in ((true_plan, TRUTH_COLOR, 4), (scene.plan, PLAN_COLOR, 2)):
-        if plan is not None and len(plan) and not (color == PLAN_COLOR and plan is true_plan):
-            path(np.vstack([[0, 0], plan]), color, thickness)
+    for plan, plan_color, thickness in ((true_plan, TRUTH_COLOR, 4), (scene.plan, PLAN_COLOR, 2)):
+        if plan is not None and len(plan) and not (plan_color == PLAN_COLOR and plan is true_plan):
+            path(np.vstack([[0, 0], plan]), plan_color, thickness)
             for point in pixels(plan):
-                cv2.circle(canvas, tuple(point.tolist()), 3 * 16, color, -1, cv2.LINE_AA, 4)
+                cv2.circle(canvas, tuple(point.tolist()), 3 * 16, plan_color, -1, cv2.LINE_AA, 4)
     _write(canvas, label, (6, 16))
     return canvas
 

@@ -1,6 +1,7 @@
 """Batches of images that are alike in shape."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
@@ -33,14 +34,16 @@ class AspectRatioBatchSampler(BatchSampler):
             raise InvalidTypeError(
                 f"AspectRatioBatchSampler: sampler must be a torch Sampler, got {type(sampler).__name__}"
             )
-        if not hasattr(getattr(sampler, "dataset", None), "get_data_info"):
+        dataset: Any = getattr(sampler, "dataset", None)
+        if not hasattr(dataset, "get_data_info"):
             raise InvalidTypeError("AspectRatioBatchSampler: sampler.dataset must have get_data_info")
         super().__init__(sampler, batch_size, drop_last)
+        self._dataset = dataset
 
     def __iter__(self) -> Iterator[list[int]]:
         waiting: dict[bool, list[int]] = {True: [], False: []}
         for index in self.sampler:
-            record = self.sampler.dataset.get_data_info(index)
+            record = self._dataset.get_data_info(index)
             batch = waiting[record["width"] < record["height"]]
             batch.append(index)
             if len(batch) == self.batch_size:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from mmengine.dist import get_dist_info, sync_random_seed
@@ -55,8 +56,8 @@ class GroupInBatchSampler(BatchSampler):
         world_size: int | None = None,
         drop_last: bool = True,
     ) -> None:
-        self.sampler = sampler
-        self.dataset = dataset if dataset is not None else sampler.dataset
+        self.sampler: Any = sampler
+        self.dataset: Any = getattr(sampler, "dataset", None) if dataset is None else dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         given_rank, given_world_size = get_dist_info()
@@ -83,7 +84,7 @@ class GroupInBatchSampler(BatchSampler):
         """Batches that hold as many frames as the data set."""
         return max(1, len(self.dataset) // (self.batch_size * self.world_size))
 
-    def __iter__(self) -> Iterator[list[dict]]:
+    def __iter__(self) -> Iterator[Any]:
         first = self.rank * self.batch_size
         slots = [self._play(slot) for slot in range(first, first + self.batch_size)]
         while True:
@@ -129,7 +130,7 @@ class SceneSampler(Sampler[int]):
         shuffle: must be ``False``. seed: not used; mmengine passes it.
     """
 
-    def __init__(self, dataset: Dataset, shuffle: bool = False, seed: int | None = None) -> None:
+    def __init__(self, dataset: Any, shuffle: bool = False, seed: int | None = None) -> None:
         if shuffle:
             raise InvalidInputError("SceneSampler: shuffle must be False: frames are played in order")
         self.dataset = dataset

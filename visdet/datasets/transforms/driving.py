@@ -314,7 +314,7 @@ class PackDrivingInputs(BaseTransform):
     def transform(self, results: dict) -> dict:
         keys = self.keys
         if keys is None:
-            keys = [key for key in self.DEFAULT_KEYS if key in results]
+            keys = tuple(key for key in self.DEFAULT_KEYS if key in results)
         missing = [key for key in keys if key not in results]
         if missing:
             raise UnknownNameError(

@@ -1,6 +1,7 @@
 """Transforms that move pixels, and the boxes with them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torchvision.transforms.v2 import InterpolationMode
@@ -55,7 +56,7 @@ class Resize(BaseTransform):
             raise InvalidInputError(
                 f"Resize: interpolation must be nearest, bilinear or bicubic, got {interpolation!r}"
             )
-        self.scale = None if scale is None else _positive_pair("Resize: scale", scale)
+        self.scale: Any = None if scale is None else _positive_pair("Resize: scale", scale)
         self.scale_factor = (
             None if scale_factor is None else _positive_pair("Resize: scale_factor", scale_factor)
         )
@@ -66,7 +67,7 @@ class Resize(BaseTransform):
 
     def new_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) that an image of ``height`` x ``width`` gets."""
-        if self.scale is not None:
+        if self.scale_factor is None:
             target_w, target_h = self.scale
         else:
             target_w, target_h = (
@@ -154,7 +155,7 @@ class RandomResize(BaseTransform):
         self._resize_cfg = dict(type=resize_type, **resize_kwargs)
         self._build(scale if is_one_pair else scale[0])  # wrong keywords show now and not at the first image
 
-    def _build(self, scale: tuple[int, int]) -> BaseTransform:
+    def _build(self, scale: Sequence[int]) -> BaseTransform:
         return TRANSFORMS.build(dict(scale=tuple(scale), **self._resize_cfg))
 
     def transform(self, results: dict) -> dict | None:
@@ -183,7 +184,10 @@ class RandomFlip(BaseTransform):
             raise InvalidInputError(
                 f"RandomFlip: direction must be horizontal, vertical or diagonal, got {direction!r}"
             )
-        probs = list(prob) if isinstance(prob, (list, tuple)) else [prob / len(directions)] * len(directions)
+        given: Any = prob
+        probs = (
+            list(given) if isinstance(given, (list, tuple)) else [given / len(directions)] * len(directions)
+        )
         if len(probs) != len(directions) or min(probs) < 0 or sum(probs) > 1 + 1e-9:
             raise InvalidInputError(
                 f"RandomFlip: prob must be 0..1, or one per direction summing to at most 1, got {prob}"
@@ -261,7 +265,7 @@ class RandomCrop(BaseTransform):
             raise InvalidInputError(
                 f"RandomCrop: crop_size must be in (0, 1] for {crop_type!r}, got {crop_size}"
             )
-        self.crop_size = (first, second)
+        self.crop_size: Any = (first, second)
         self.crop_type = crop_type
         self.allow_negative_crop = allow_negative_crop
         self.bbox_clip_border = bbox_clip_border

@@ -221,11 +221,8 @@ def _warp(image: np.ndarray, config: dict) -> tuple[np.ndarray, np.ndarray]:
     image = _resize_and_crop(image, resized, (left, top, right, bottom))
     image = image[:, ::-1] if flip else image
     if degrees:
-        center = (
-            (right - left - 1) / 2,
-            (bottom - top - 1) / 2,
-        )  # in OpenCV's pixels, counted from their centres
-        turn = cv2.getRotationMatrix2D(center, degrees, 1.0)
+        # In OpenCV's pixels, counted from their centres.
+        turn = cv2.getRotationMatrix2D(((right - left - 1) / 2, (bottom - top - 1) / 2), degrees, 1.0)
         image = cv2.warpAffine(np.ascontiguousarray(image), turn, image.shape[1::-1], flags=cv2.INTER_LINEAR)
     return image, matrix
 
@@ -261,7 +258,7 @@ class PhotoMetricDistortionMultiViewImage(PhotoMetricDistortion):
         return results
 
     def _distort(self, image: np.ndarray) -> np.ndarray:
-        values = image.astype(np.float32)
+        values: np.ndarray = image.astype(np.float32)
         if uniform_int(0, 1):
             values += uniform(-self.brightness_delta, self.brightness_delta)
         contrast_comes_first, contrast = uniform_int(0, 1), uniform_int(0, 1)

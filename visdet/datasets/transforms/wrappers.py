@@ -1,6 +1,7 @@
 """Transforms made of transforms."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from mmengine.dataset import Compose
@@ -45,8 +46,8 @@ class RandomChoice(BaseTransform):
 
 
 def _compose(steps: dict | Callable | Sequence[dict | Callable]) -> Compose:
-    steps = list(steps) if isinstance(steps, (list, tuple)) else [steps]
-    return Compose([TRANSFORMS.build(step) if isinstance(step, dict) else step for step in steps])
+    listed: Any = steps if isinstance(steps, (list, tuple)) else [steps]
+    return Compose([TRANSFORMS.build(step) if isinstance(step, dict) else step for step in listed])
 
 
 @TRANSFORMS.register_module()

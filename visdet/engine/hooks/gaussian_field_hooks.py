@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
-from torch import Tensor, nn
+from torch import Tensor
 
 from visdet.errors import InvalidInputError
 from visdet.registry import HOOKS
@@ -19,7 +19,7 @@ __all__ = ["FieldVisualizationHook", "InitializeFieldHook", "SplitGaussiansHook"
 _CHUNK = 1 << 16  # points evaluated at once for a picture
 
 
-def _field(runner: Any, hook: Hook) -> nn.Module:
+def _field(runner: Any, hook: Hook) -> Any:
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
     if not hasattr(model, "masses"):
         raise ConfigError(

@@ -1,6 +1,7 @@
 """A check that model and data speak of the same number of classes."""
 
 from itertools import zip_longest
+from typing import Any
 
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
@@ -46,7 +47,7 @@ class NumClassCheckHook(Hook):
         _compare_lists(datasets)
 
 
-def _compare_lists(datasets: dict[str, Dataset]) -> None:
+def _compare_lists(datasets: dict[str, Any]) -> None:
     """Compare the classes of the data sets of a run: a label must mean the same in all of them."""
     lists = {
         name: tuple(dataset.metainfo["classes"])

@@ -85,6 +85,7 @@ class DetVisualizationHook(Hook):
         """Keep the first images for the sheet; with ``draw``, draw the first of every so many batches."""
         if get_rank() != 0:
             return
+        outputs = outputs or []
         self._sheet += outputs[: self.num_val_pictures - len(self._sheet)]
         if self.draw and batch_idx % self.interval == 0:
             self._draw(runner, outputs[0], "val_img", _train_iteration(runner) + batch_idx, None)
@@ -118,7 +119,7 @@ class DetVisualizationHook(Hook):
         """Draw every image, if asked for."""
         if not (self.draw or self.test_out_dir):
             return
-        for sample in outputs:
+        for sample in outputs or ():
             self._images_tested += 1
             path = None
             if self.test_out_dir is not None:

@@ -9,6 +9,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
@@ -178,7 +179,7 @@ class ResNet(BaseModule):
     ) -> None:
         if pretrained is not None:
             if init_cfg is not None:
-                raise ValueError("ResNet: pretrained and init_cfg cannot both be given")
+                raise InvalidInputError("ResNet: pretrained and init_cfg cannot both be given")
             init_cfg = {"type": "Pretrained", "checkpoint": pretrained}
         _check_options(depth, num_stages, strides, dilations, out_indices, style, frozen_stages)
         from_checkpoint = isinstance(init_cfg, dict) and init_cfg.get("type") == "Pretrained"
@@ -286,15 +287,17 @@ def _check_options(
     frozen_stages: int,
 ) -> None:
     if depth not in ResNet.ARCHITECTURES:
-        raise ValueError(f"ResNet: depth must be one of {sorted(ResNet.ARCHITECTURES)}, got {depth}")
+        raise InvalidInputError(f"ResNet: depth must be one of {sorted(ResNet.ARCHITECTURES)}, got {depth}")
     if not 1 <= num_stages <= 4 or len(strides) < num_stages or len(dilations) < num_stages:
-        raise ValueError(
+        raise InvalidInputError(
             "ResNet: num_stages must be 1 to 4 with a stride and a dilation for each, "
             f"got num_stages={num_stages}, strides={tuple(strides)}, dilations={tuple(dilations)}"
         )
     if not all(0 <= index < num_stages for index in out_indices):
-        raise ValueError(f"ResNet: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}")
+        raise InvalidInputError(
+            f"ResNet: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}"
+        )
     if style not in ("pytorch", "caffe"):
-        raise ValueError(f"ResNet: style must be 'pytorch' or 'caffe', got {style!r}")
+        raise InvalidInputError(f"ResNet: style must be 'pytorch' or 'caffe', got {style!r}")
     if not -1 <= frozen_stages <= num_stages:
-        raise ValueError(f"ResNet: frozen_stages must be -1..{num_stages}, got {frozen_stages}")
+        raise InvalidInputError(f"ResNet: frozen_stages must be -1..{num_stages}, got {frozen_stages}")

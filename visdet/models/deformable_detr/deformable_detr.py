@@ -8,6 +8,7 @@ import torch
 from mmengine.model import xavier_init
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
@@ -122,7 +123,7 @@ class DeformableDETR(BaseDetector):
             ("bbox_head", bbox_head),
         ):
             if config is None:
-                raise ValueError(f"DeformableDETR: {name} must be given")
+                raise InvalidInputError(f"DeformableDETR: {name} must be given")
         self.num_queries = num_queries
         self.with_box_refine = with_box_refine
         self.as_two_stage = as_two_stage
@@ -163,7 +164,7 @@ class DeformableDETR(BaseDetector):
         }
         for name, width in widths.items():
             if width != self.embed_dims:
-                raise ValueError(
+                raise InvalidInputError(
                     f"DeformableDETR: {name} must be the encoder's embed_dims {self.embed_dims}, got {width}"
                 )
         for name, attention in (
@@ -171,7 +172,7 @@ class DeformableDETR(BaseDetector):
             ("decoder", self.decoder.layers[0].cross_attn),
         ):
             if attention.num_levels != num_feature_levels:
-                raise ValueError(
+                raise InvalidInputError(
                     f"DeformableDETR: num_feature_levels is {num_feature_levels}, but the {name}'s deformable "
                     f"attention has num_levels={attention.num_levels}"
                 )

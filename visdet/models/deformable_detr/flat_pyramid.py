@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
+
 from ..layers.positional_encoding import SinePositionalEncoding
 from ..transfer import to_device
 
@@ -65,7 +67,7 @@ def flatten_pyramid(
         positional_encoding: of pixels. level_embed: [L, C].
     """
     if len(feature_maps) != len(level_embed):
-        raise ValueError(
+        raise InvalidInputError(
             f"num_feature_levels is {len(level_embed)}, but the neck returns {len(feature_maps)} feature maps"
         )
     level_sizes = tuple(tuple(feature_map.shape[-2:]) for feature_map in feature_maps)

@@ -9,6 +9,7 @@ from mmengine.model import BaseModule
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 from visdet.structures import DetDataSample
 
@@ -81,7 +82,7 @@ class DeformableDETRHead(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         if num_classes < 1:
-            raise ValueError(f"DeformableDETRHead: num_classes must be at least 1, got {num_classes}")
+            raise InvalidInputError(f"DeformableDETRHead: num_classes must be at least 1, got {num_classes}")
         self.num_classes = num_classes
         self.embed_dims = embed_dims
         self.sync_cls_avg_factor = sync_cls_avg_factor
@@ -92,7 +93,9 @@ class DeformableDETRHead(BaseModule):
         self.loss_bbox = MODELS.build(loss_bbox)
         self.loss_iou = MODELS.build(loss_iou)
         if not getattr(self.loss_cls, "use_sigmoid", False):
-            raise ValueError(f"DeformableDETRHead: loss_cls must have use_sigmoid=True, got {loss_cls}")
+            raise InvalidInputError(
+                f"DeformableDETRHead: loss_cls must have use_sigmoid=True, got {loss_cls}"
+            )
 
         def reg_branch() -> nn.Sequential:
             hidden = [
@@ -159,7 +162,7 @@ class DeformableDETRHead(BaseModule):
     def costs(self, sets: Mapping[str, SetPrediction], targets: PaddedTargets) -> dict[str, Tensor]:
         """Return the cost [D, B, Q, N] of every pair of a prediction and a target, by the name of the set."""
         if self.assigner is None:
-            raise ValueError("DeformableDETRHead: train_cfg with an assigner is needed for the loss")
+            raise InvalidInputError("DeformableDETRHead: train_cfg with an assigner is needed for the loss")
         result = {}
         for name, (logits, boxes) in sets.items():
             boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
@@ -175,14 +178,14 @@ class DeformableDETRHead(BaseModule):
             NAMEindex [D, B, Q], see ``HungarianAssigner.solve``; NAMEnum_boxes [2], for the class loss and the others.
 
         Raises:
-            ValueError: a label of the targets is no class.
+            InvalidInputError: a label of the targets is no class.
         """
         device, counts = targets.labels.device, targets.counts
         costs_on_host = {name: cost.cpu().numpy() for name, cost in costs.items()}
         if targets.has_unknown_label is not None and bool(
             targets.has_unknown_label
         ):  # the device has been waited for
-            raise ValueError(
+            raise InvalidInputError(
                 f"loss: gt_instances.labels must lie in 0..{self.num_classes - 1} (num_classes={self.num_classes})"
             )
         result = {}

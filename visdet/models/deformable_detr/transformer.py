@@ -7,6 +7,8 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from visdet.errors import InvalidInputError
+
 from ..layers.feed_forward import FFN
 from ..layers.ms_deform_attn import MultiScaleDeformableAttention
 from ..layers.multihead_attention import MultiheadAttention
@@ -39,7 +41,7 @@ def refine_boxes(deltas: Tensor, reference: Tensor) -> Tensor:
 
 def _batch_first(cfg: dict[str, Any], owner: str, name: str) -> dict[str, Any]:
     if not cfg.get("batch_first", True):
-        raise ValueError(f"{owner}: {name} must be batch_first, got batch_first={cfg['batch_first']}")
+        raise InvalidInputError(f"{owner}: {name} must be batch_first, got batch_first={cfg['batch_first']}")
     return {**cfg, "batch_first": True}
 
 
@@ -104,7 +106,7 @@ class DeformableDetrTransformerEncoder(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         if num_layers < 1 or num_cp > num_layers:
-            raise ValueError(
+            raise InvalidInputError(
                 f"encoder: need num_layers >= 1 and num_cp <= num_layers, got {num_layers} and {num_cp}"
             )
         self.num_layers = num_layers
@@ -198,11 +200,11 @@ class DeformableDetrTransformerDecoder(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         if num_layers < 1:
-            raise ValueError(f"decoder: num_layers must be at least 1, got {num_layers}")
+            raise InvalidInputError(f"decoder: num_layers must be at least 1, got {num_layers}")
         if post_norm_cfg is not None:
-            raise ValueError(f"decoder: post_norm_cfg must be None, got {post_norm_cfg}")
+            raise InvalidInputError(f"decoder: post_norm_cfg must be None, got {post_norm_cfg}")
         if not return_intermediate:
-            raise ValueError("decoder: return_intermediate must be True, the head reads every layer")
+            raise InvalidInputError("decoder: return_intermediate must be True, the head reads every layer")
         self.num_layers = num_layers
         self.layers = nn.ModuleList(
             DeformableDetrTransformerDecoderLayer(**layer_cfg) for _ in range(num_layers)

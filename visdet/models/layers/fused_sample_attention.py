@@ -7,6 +7,7 @@ from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
 
 from visdet import ops
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from .precision import at_least_float32
@@ -59,7 +60,9 @@ class FusedSampleAttention(BaseModule):
             ("num_octaves", num_octaves, 0),
         ):
             if number < least:
-                raise ValueError(f"FusedSampleAttention: {name} must be at least {least}, got {number}")
+                raise InvalidInputError(
+                    f"FusedSampleAttention: {name} must be at least {least}, got {number}"
+                )
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.image_dims = image_dims

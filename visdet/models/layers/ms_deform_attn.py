@@ -9,6 +9,7 @@ from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from visdet.errors import InvalidInputError
 from visdet.ops import ms_deform_attn_fused
 from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 from visdet.registry import MODELS
@@ -60,13 +61,13 @@ class MultiScaleDeformableAttention(BaseModule):
         value_dims = int(embed_dims * value_proj_ratio)
         for name, channels in (("embed_dims", embed_dims), ("embed_dims * value_proj_ratio", value_dims)):
             if channels % num_heads:
-                raise ValueError(
+                raise InvalidInputError(
                     f"MultiScaleDeformableAttention: {name} must be divisible by num_heads, "
                     f"got {channels} and {num_heads}"
                 )
         points = [num_points] * num_levels if isinstance(num_points, int) else list(num_points)
         if len(points) != num_levels:
-            raise ValueError(
+            raise InvalidInputError(
                 "MultiScaleDeformableAttention: num_points must be a number or one for each of the "
                 f"{num_levels} levels, got {num_points}"
             )

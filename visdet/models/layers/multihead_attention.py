@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from .dropout import build_dropout
@@ -51,7 +52,7 @@ class MultiheadAttention(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         if embed_dims % num_heads:
-            raise ValueError(
+            raise InvalidInputError(
                 f"MultiheadAttention: embed_dims must be divisible by num_heads, got {embed_dims} and {num_heads}"
             )
         if dropout is not None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from visdet.errors import InvalidTypeError
 from visdet.registry import MODELS
 
 __all__ = ["build_norm_layer", "norm_abbreviation"]
@@ -52,7 +53,7 @@ def build_norm_layer(norm_cfg: dict[str, Any], num_features: int) -> nn.Module:
     requires_grad = options.pop("requires_grad", True)
     if issubclass(layer_type, nn.GroupNorm):
         if "num_groups" not in options:
-            raise TypeError(f"norm_cfg: type 'GN' needs num_groups, got {dict(norm_cfg)}")
+            raise InvalidTypeError(f"norm_cfg: type 'GN' needs num_groups, got {dict(norm_cfg)}")
         layer = layer_type(num_channels=num_features, **options)
     else:
         layer = layer_type(num_features, **options)

@@ -7,6 +7,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 __all__ = ["SinePositionalEncoding", "sine_embedding"]
@@ -48,7 +49,9 @@ class SinePositionalEncoding(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         if num_feats < 2 or num_feats % 2:
-            raise ValueError(f"SinePositionalEncoding: num_feats must be even and positive, got {num_feats}")
+            raise InvalidInputError(
+                f"SinePositionalEncoding: num_feats must be even and positive, got {num_feats}"
+            )
         self.num_feats = num_feats
         self.temperature = temperature
         self.normalize = normalize

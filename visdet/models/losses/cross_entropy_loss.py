@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32
@@ -37,9 +38,9 @@ class CrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         if use_mask:
-            raise ValueError("CrossEntropyLoss: use_mask must be False, a mask loss is not offered")
+            raise InvalidInputError("CrossEntropyLoss: use_mask must be False, a mask loss is not offered")
         if use_sigmoid and class_weight is not None:
-            raise ValueError("CrossEntropyLoss: class_weight must be None with use_sigmoid")
+            raise InvalidInputError("CrossEntropyLoss: class_weight must be None with use_sigmoid")
         self.use_sigmoid = use_sigmoid
         self.reduction = reduction
         self.class_weight = class_weight

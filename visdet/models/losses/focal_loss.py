@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.ops import sigmoid_focal_loss
 from visdet.registry import MODELS
 
@@ -36,7 +37,9 @@ class FocalLoss(nn.Module):
     ) -> None:
         super().__init__()
         if not use_sigmoid:
-            raise ValueError("FocalLoss: use_sigmoid must be True, a softmax focal loss does not exist here")
+            raise InvalidInputError(
+                "FocalLoss: use_sigmoid must be True, a softmax focal loss does not exist here"
+            )
         self.use_sigmoid = use_sigmoid
         self.gamma = gamma
         self.alpha = alpha

@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
+
 __all__ = ["REDUCTIONS", "reduce_loss"]
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -21,7 +23,7 @@ def reduce_loss(
         ValueError: an unknown reduction, or ``avg_factor`` with 'sum'.
     """
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        raise InvalidInputError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if weight is not None:
         loss = loss * weight
     if reduction == "none":

@@ -9,6 +9,7 @@ import torch
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from visdet.errors import InvalidTypeError
 from visdet.registry import TASK_UTILS
 
 from .assignment import solve_assignment
@@ -59,13 +60,14 @@ class HungarianAssigner:
             TASK_UTILS.build(cost) if isinstance(cost, dict) else cost for cost in match_costs
         ]
         if not self.match_costs or not all(isinstance(cost, MatchCost) for cost in self.match_costs):
-            raise TypeError(
+            raise InvalidTypeError(
                 f"HungarianAssigner: match_costs must be MatchCosts or their configs, got {match_costs!r}"
             )
 
     def cost(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
         """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] (pixels)."""
-        return sum(cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs)
+        costs = [cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs]
+        return sum(costs[1:], start=costs[0])
 
     def solve(self, costs: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """Return the target of each prediction [..., B, Q] int64 in 0..N-1, or N for those without one.

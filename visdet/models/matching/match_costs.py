@@ -10,6 +10,7 @@ from typing import Any
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
 from visdet.registry import TASK_UTILS
 
 from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
@@ -123,7 +124,7 @@ class BBoxL1Cost(MatchCost):
     def __init__(self, box_format: str = "xyxy", weight: float = 1.0) -> None:
         super().__init__(weight)
         if box_format not in ("xyxy", "xywh"):
-            raise ValueError(f"BBoxL1Cost: box_format must be 'xyxy' or 'xywh', got {box_format!r}")
+            raise InvalidInputError(f"BBoxL1Cost: box_format must be 'xyxy' or 'xywh', got {box_format!r}")
         self.box_format = box_format
 
     def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
@@ -146,7 +147,7 @@ class IoUCost(MatchCost):
     def __init__(self, iou_mode: str = "giou", weight: float = 1.0) -> None:
         super().__init__(weight)
         if iou_mode not in ("iou", "giou"):
-            raise ValueError(f"IoUCost: iou_mode must be 'iou' or 'giou', got {iou_mode!r}")
+            raise InvalidInputError(f"IoUCost: iou_mode must be 'iou' or 'giou', got {iou_mode!r}")
         self.iou_mode = iou_mode
 
     def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from visdet.errors import InvalidInputError
 from visdet.structures import DetDataSample
 
 from ..transfer import to_device
@@ -45,12 +46,12 @@ class PaddedTargets:
         boxes, labels = [], []
         for index, sample in enumerate(samples):
             if "gt_instances" not in sample:
-                raise ValueError(f"loss: data_samples[{index}] has no gt_instances")
+                raise InvalidInputError(f"loss: data_samples[{index}] has no gt_instances")
             instances = sample.gt_instances
             boxes.append(torch.as_tensor(instances.bboxes, dtype=torch.float32, device=device))
             labels.append(torch.as_tensor(instances.labels, dtype=torch.int64, device=device))
             if boxes[-1].shape != (len(labels[-1]), 4):
-                raise ValueError(
+                raise InvalidInputError(
                     f"loss: data_samples[{index}].gt_instances must have bboxes [N, 4] and labels [N], "
                     f"got {tuple(boxes[-1].shape)} and {tuple(labels[-1].shape)}"
                 )

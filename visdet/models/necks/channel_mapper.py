@@ -5,6 +5,7 @@ from typing import Any
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.conv_module import ConvModule
@@ -43,10 +44,10 @@ class ChannelMapper(BaseModule):
         super().__init__(init_cfg)
         num_outs = len(in_channels) if num_outs is None else num_outs
         if num_outs < len(in_channels):
-            raise ValueError(
+            raise InvalidInputError(
                 f"ChannelMapper: num_outs must be at least the number of inputs {len(in_channels)}, got {num_outs}"
             )
-        options = {"norm_cfg": norm_cfg, "act_cfg": act_cfg, "bias": bias}
+        options: dict[str, Any] = {"norm_cfg": norm_cfg, "act_cfg": act_cfg, "bias": bias}
         self.convs = nn.ModuleList(
             ConvModule(channels, out_channels, kernel_size, padding=(kernel_size - 1) // 2, **options)
             for channels in in_channels
@@ -61,7 +62,7 @@ class ChannelMapper(BaseModule):
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``num_outs`` maps [B, out_channels, H_l, W_l] from ``len(in_channels)`` maps [B, C_l, H_l, W_l]."""
         if len(inputs) != len(self.convs):
-            raise ValueError(
+            raise InvalidInputError(
                 f"ChannelMapper: inputs must be {len(self.convs)} feature maps, got {len(inputs)}"
             )
         outs = [conv(level) for conv, level in zip(self.convs, inputs, strict=True)]

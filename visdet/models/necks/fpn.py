@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.conv_module import ConvModule
@@ -56,13 +57,13 @@ class FPN(BaseModule):
         last = len(in_channels) - 1 if end_level in (-1, len(in_channels) - 1) else end_level
         used = list(in_channels[start_level : last + 1])
         if conv_cfg is not None:
-            raise ValueError(f"FPN: conv_cfg must be None, got {conv_cfg!r}")
+            raise InvalidInputError(f"FPN: conv_cfg must be None, got {conv_cfg!r}")
         if isinstance(add_extra_convs, str) and add_extra_convs not in _EXTRA:
-            raise ValueError(
+            raise InvalidInputError(
                 f"FPN: add_extra_convs must be a bool or one of {_EXTRA}, got {add_extra_convs!r}"
             )
         if num_outs < len(used) or (last < len(in_channels) - 1 and num_outs != len(used)):
-            raise ValueError(
+            raise InvalidInputError(
                 f"FPN: num_outs must be at least the {len(used)} levels used (that number with end_level), "
                 f"got {num_outs}"
             )
@@ -86,7 +87,7 @@ class FPN(BaseModule):
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``num_outs`` maps [B, out_channels, H_l, W_l] from the backbone's maps [B, C_l, H_l, W_l]."""
         if len(inputs) != self.num_inputs:
-            raise ValueError(f"FPN: inputs must be {self.num_inputs} feature maps, got {len(inputs)}")
+            raise InvalidInputError(f"FPN: inputs must be {self.num_inputs} feature maps, got {len(inputs)}")
         count = len(self.lateral_convs)
         used = inputs[self.start_level : self.start_level + count]
         laterals = [conv(level) for conv, level in zip(self.lateral_convs, used, strict=True)]

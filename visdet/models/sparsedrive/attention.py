@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.multihead_attention import MultiheadAttention
@@ -33,7 +34,7 @@ class MultiheadFlashAttention(MultiheadAttention):
         bias: bool = True,
     ) -> None:
         if not batch_first:
-            raise ValueError("MultiheadFlashAttention: batch_first must be True, got False")
+            raise InvalidInputError("MultiheadFlashAttention: batch_first must be True, got False")
         super().__init__(
             embed_dims,
             num_heads,

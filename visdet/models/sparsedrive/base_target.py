@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
+
 from ..matching.assignment import solve_assignments
 from ..transfer import to_device
 
@@ -30,7 +32,7 @@ class BaseTargetWithDenoising(ABC):
 
     def __init__(self, num_dn_groups: int = 0, num_temp_dn_groups: int = 0) -> None:
         if num_temp_dn_groups > max(num_dn_groups, 0):
-            raise ValueError(
+            raise InvalidInputError(
                 f"{type(self).__name__}: num_temp_dn_groups must be at most num_dn_groups {num_dn_groups}, "
                 f"got {num_temp_dn_groups}"
             )
@@ -51,10 +53,8 @@ class BaseTargetWithDenoising(ABC):
         Returns:
             [B, Q] int64 with C for background, [B, Q, D], [B, Q, D].
         """
-        return tuple(
-            targets[0]
-            for targets in self.sample_layers(cls_pred[None], box_pred[None], cls_target, box_target)
-        )
+        labels, boxes, weights = self.sample_layers(cls_pred[None], box_pred[None], cls_target, box_target)
+        return labels[0], boxes[0], weights[0]
 
     @abstractmethod
     def sample_layers(

@@ -15,7 +15,7 @@ from .box3d import CNS, COS_YAW, SIN_YAW, YNS, W, X
 __all__ = ["SparseBox3DLoss"]
 
 
-def _built(loss: dict[str, Any] | nn.Module | None) -> nn.Module | None:
+def _built(loss: dict[str, Any] | nn.Module | None) -> Any:
     return MODELS.build(loss) if isinstance(loss, dict) else loss
 
 

@@ -106,20 +106,20 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
             weights = torch.where((labels == label)[:, None], of_class, weights)
         return weights
 
-    def _cls_cost(self, cls_pred: Tensor, cls_target: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the class cost [Q, N] of each sample, None for one without boxes."""
+    def _cls_cost(self, cls_pred: Tensor, cls_target: Sequence[Tensor]) -> list[Tensor]:
+        """Return the class cost [Q, N] of each sample."""
         return [
-            self.cls_cost.of_labels(logits, labels) if len(labels) else None
+            self.cls_cost.of_labels(logits, labels)
             for logits, labels in zip(cls_pred, cls_target, strict=True)
         ]
 
     def _box_cost(
         self, box_pred: Tensor, box_target: Sequence[Tensor], instance_reg_weights: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Return the box cost [Q, N] of each sample, None for one without boxes."""
+    ) -> list[Tensor]:
+        """Return the box cost [Q, N] of each sample."""
         scale = to_device(self.reg_weights, box_pred.device, torch.float32)
-        costs: list[Tensor | None] = []
+        costs = []
         for boxes, targets, weights in zip(box_pred.float(), box_target, instance_reg_weights, strict=True):
             distance = (boxes[:, None] - targets).abs() * (weights * scale)
-            costs.append(distance.sum(-1) * self.box_weight if len(targets) else None)
+            costs.append(distance.sum(-1) * self.box_weight)
         return costs

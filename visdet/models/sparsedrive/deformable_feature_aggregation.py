@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_fused,
@@ -69,17 +70,19 @@ class DeformableFeatureAggregation(BaseModule):
     ) -> None:
         super().__init__()
         if embed_dims % num_groups != 0:
-            raise ValueError(
+            raise InvalidInputError(
                 f"DeformableFeatureAggregation: num_groups must divide embed_dims = {embed_dims}, got {num_groups}"
             )
         if residual_mode not in ("add", "cat"):
-            raise ValueError(
+            raise InvalidInputError(
                 f"DeformableFeatureAggregation: residual_mode must be 'add' or 'cat', got {residual_mode!r}"
             )
         if not 0 <= attn_drop < 1:
-            raise ValueError(f"DeformableFeatureAggregation: attn_drop must be in [0, 1), got {attn_drop}")
+            raise InvalidInputError(
+                f"DeformableFeatureAggregation: attn_drop must be in [0, 1), got {attn_drop}"
+            )
         if kps_generator is None:
-            raise ValueError("DeformableFeatureAggregation: kps_generator must be a config, got None")
+            raise InvalidInputError("DeformableFeatureAggregation: kps_generator must be a config, got None")
         if temporal_fusion_module is not None:
             warnings.warn(
                 "DeformableFeatureAggregation: temporal_fusion_module is never called and is left out",
@@ -130,14 +133,14 @@ class DeformableFeatureAggregation(BaseModule):
         """
         projection = metas["projection_mat"]
         if projection.dim() != 4 or projection.shape[1] != self.num_cams:
-            raise ValueError(
+            raise InvalidInputError(
                 f"DeformableFeatureAggregation: metas['projection_mat'] must be [B, {self.num_cams}, 4, 4] "
                 f"(num_cams = {self.num_cams}), got {list(projection.shape)}"
             )
         is_flat = len(feature_maps) == 3 and feature_maps[0].dim() == 3
         features, level_shapes, level_starts = feature_maps if is_flat else feature_maps_format(feature_maps)
         if tuple(level_starts.shape) != (self.num_cams, self.num_levels):
-            raise ValueError(
+            raise InvalidInputError(
                 f"DeformableFeatureAggregation: feature_maps must be of {self.num_cams} cameras and "
                 f"{self.num_levels} levels, got {list(level_starts.shape)}"
             )

@@ -1,6 +1,6 @@
 """Denoising queries: noisy copies of the annotated boxes, which a head learns to bring back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,16 @@ class BoxDenoising:
 
     Source: Sparse4D v3, arXiv 2311.11722; names are SparseDrive's.
     """
+
+    # Of the sampler.
+    num_dn_groups: int
+    num_temp_dn_groups: int
+    dn_noise_scale: float | Sequence[float]
+    max_dn_gt: int
+    add_neg_dn: bool
+    dn_metas: dict[str, Any] | None
+    encode_reg_target: Callable[..., list[Tensor]]
+    _box_cost: Callable[..., list[Tensor]]
 
     @torch.no_grad()
     def get_dn_anchors(
@@ -164,6 +174,7 @@ class BoxDenoising:
         unchanged = (instance_feature, anchor, dn_reg_target, dn_cls_target, valid_mask, dn_id_target)
         if temporal_valid_mask is None:
             self.dn_metas = None
+            return unchanged
         carried = self.dn_metas
         if carried is None or dn_id_target is None or instance_feature.shape[1] <= num_normal_anchor:
             return unchanged
@@ -181,7 +192,7 @@ class BoxDenoising:
             carried["valid_mask"],
             carried_ids,
         )
-        fresh = (instance_feature[:, N:], anchor[:, N:], *unchanged[2:])
+        fresh: tuple[Any, ...] = (instance_feature[:, N:], anchor[:, N:], *unchanged[2:])
         merged = []
         for old, new in zip(of_carried, fresh, strict=True):
             new = _grouped(new, G)

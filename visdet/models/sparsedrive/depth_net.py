@@ -1,6 +1,7 @@
 """Dense depth as an auxiliary task."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from mmengine.model import BaseModule
@@ -53,6 +54,7 @@ class DenseDepthNet(BaseModule):
             feature_maps: [B, V, C, H, W] of each level. focal: [B, V] pixels, default ``equal_focal``.
         """
         depths = []
+        layer: Any
         with torch.autocast(feature_maps[0].device.type, enabled=False):
             for layer, feature in zip(self.depth_layers, feature_maps, strict=False):
                 depth = layer(feature.flatten(0, 1).to(layer.weight.dtype)).clamp(max=_MAX_LOG_DEPTH).exp()

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
+
 from .temporal_state import temporal_value
 
 __all__ = ["FrameClock", "FrameStep"]
@@ -63,7 +65,7 @@ class FrameClock:
             ValueError: no metas, no time, or a time or pose that is not finite.
         """
         if metas is None:
-            raise ValueError(
+            raise InvalidInputError(
                 "InstanceBank: metas with timestamp and img_metas are needed to carry instances on"
             )
         samples: Sequence[dict[str, Any]] = metas["img_metas"]
@@ -74,7 +76,7 @@ class FrameClock:
             scene=tuple(sample.get("scene_token") for sample in samples),
         )
         if not (np.isfinite(clock.timestamp).all() and clock.to_world.isfinite().all()):
-            raise ValueError("InstanceBank: timestamps and T_global must be finite numbers")
+            raise InvalidInputError("InstanceBank: timestamps and T_global must be finite numbers")
         return clock
 
     def since(self, previous: "FrameClock") -> FrameStep:
@@ -100,7 +102,7 @@ def _timestamps(metas: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tup
     if all("timestamp" in sample for sample in samples):
         return tuple(float(sample["timestamp"]) for sample in samples)
     if stamps is None:
-        raise ValueError("InstanceBank: metas must hold timestamp [B] in seconds")
+        raise InvalidInputError("InstanceBank: metas must hold timestamp [B] in seconds")
     return tuple(
         torch.as_tensor(stamps).double().tolist()
     )  # waits for the device: only without host timestamps

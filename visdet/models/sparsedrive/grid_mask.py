@@ -49,7 +49,7 @@ class GridMask(nn.Module):
         """Return images x [N, C, H, W] with the grid, or as they are outside training."""
         if not self.training or self.prob <= 0:
             return x
-        keep = self._mask(*x.shape[-2:], x.device).to(x.dtype)
+        keep = self._mask(x.shape[-2], x.shape[-1], x.device).to(x.dtype)
         filler = 2 * torch.rand(x.shape[-2:], device=x.device, dtype=x.dtype) - 1 if self.offset else 0.0
         masked = x * keep + filler * (1 - keep)
         return torch.where(torch.rand((), device=x.device) <= self.prob, masked, x)

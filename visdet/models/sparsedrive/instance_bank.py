@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import MODELS
 
 from ..transfer import to_device
@@ -104,7 +105,7 @@ class InstanceBank(ModuleWithAnchors):
         if isinstance(anchor_handler, dict):
             anchor_handler = MODELS.build(anchor_handler)
         if anchor_handler is not None and not hasattr(anchor_handler, "anchor_projection"):
-            raise TypeError(
+            raise InvalidTypeError(
                 f"InstanceBank: anchor_handler must have anchor_projection, got {type(anchor_handler).__name__}"
             )
         self.embed_dims = embed_dims
@@ -112,7 +113,7 @@ class InstanceBank(ModuleWithAnchors):
         self.default_time_interval = default_time_interval
         self.confidence_decay = confidence_decay
         self.max_time_interval = max_time_interval
-        self.anchor_handler = anchor_handler
+        self.anchor_handler: Any = anchor_handler
         num_sample = getattr(anchor_handler, "num_sample", None)
         anchors = self.read_anchors(
             "anchor", anchor, (num_anchor, 11 if num_sample is None else 2 * num_sample)
@@ -121,7 +122,7 @@ class InstanceBank(ModuleWithAnchors):
         self.num_anchor = len(anchors)
         self.anchor_init = anchors
         if num_temp_instances > self.num_anchor:
-            raise ValueError(
+            raise InvalidInputError(
                 f"InstanceBank: num_temp_instances must be at most the number of anchors {self.num_anchor}, "
                 f"got {num_temp_instances}"
             )
@@ -161,7 +162,12 @@ class InstanceBank(ModuleWithAnchors):
         anchor = self.anchor.expand(batch_size, -1, -1)
         state = self.state
         cached = state.cached_anchor
-        if cached is None or len(cached) != batch_size or cached.device != anchor.device:
+        if (
+            cached is None
+            or state.clock is None
+            or len(cached) != batch_size
+            or cached.device != anchor.device
+        ):
             self.reset()
             return feature, anchor, None, None, anchor.new_full((batch_size,), self.default_time_interval)
 
@@ -203,7 +209,7 @@ class InstanceBank(ModuleWithAnchors):
                 ``num_anchor`` are denoising queries and stay where they are.
         """
         state = self.state
-        if state.cached_feature is None:
+        if state.cached_feature is None or state.cached_anchor is None or state.mask is None:
             return instance_feature, anchor
         N, has_history = self.num_anchor, state.mask[:, None, None]
         _, (feature_kept, anchor_kept) = topk(
@@ -215,7 +221,9 @@ class InstanceBank(ModuleWithAnchors):
         anchor_of_history = torch.cat([state.cached_anchor, anchor_kept, anchor[:, N:]], dim=1)
         self.state = replace(
             state,
-            confidence=torch.where(state.mask[:, None], state.confidence, 0.0),
+            confidence=None
+            if state.confidence is None
+            else torch.where(state.mask[:, None], state.confidence, 0.0),
             instance_id=None
             if state.instance_id is None
             else torch.where(state.mask[:, None], state.instance_id, -1),

@@ -45,9 +45,10 @@ class InstanceOperations(nn.Module):
             )
         self.operation_order = list(operation_order)
         self.decouple_attn = decouple_attn
-        self.layers = nn.ModuleList(
+        built: list[Any] = [
             None if configs[op] is None else MODELS.build(configs[op]) for op in operation_order
-        )
+        ]
+        self.layers = nn.ModuleList(built)
         C = embed_dims
         self.fc_before = nn.Linear(C, 2 * C, bias=False) if decouple_attn else nn.Identity()
         self.fc_after = nn.Linear(2 * C, C, bias=False) if decouple_attn else nn.Identity()
@@ -64,7 +65,7 @@ class InstanceOperations(nn.Module):
         self,
         layer: nn.Module,
         query: Tensor,
-        query_pos: Tensor,
+        query_pos: Tensor | None,
         key: Tensor | None = None,
         key_pos: Tensor | None = None,
         value: Tensor | None = None,
@@ -78,9 +79,9 @@ class InstanceOperations(nn.Module):
             value: [B, K, C], by default the keys as they enter attention.
             masks: ``attn_mask`` or ``key_padding_mask``, as the layer's.
         """
-        if self.decouple_attn:
+        if self.decouple_attn and query_pos is not None:
             query, query_pos = torch.cat([query, query_pos], dim=-1), None
-            if key is not None:
+            if key is not None and key_pos is not None:
                 key, key_pos = torch.cat([key, key_pos], dim=-1), None
         if value is not None:
             value = self.fc_before(value)

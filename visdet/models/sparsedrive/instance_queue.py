@@ -9,6 +9,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.precision import in_full_precision
@@ -78,7 +79,7 @@ class InstanceQueue(BaseModule):
     ) -> None:
         super().__init__()
         if queue_length < 1:
-            raise ValueError(f"InstanceQueue: queue_length must be at least 1, got {queue_length}")
+            raise InvalidInputError(f"InstanceQueue: queue_length must be at least 1, got {queue_length}")
         self.embed_dims = embed_dims
         self.queue_length = queue_length
         self.tracking_threshold = tracking_threshold
@@ -125,7 +126,7 @@ class InstanceQueue(BaseModule):
             the last T frames, the ego last; [B, N + 1, T], True where nothing is remembered.
         """
         state, step = self.state, None
-        if state.period is None or len(state.period) != batch_size or mask is None:
+        if state.period is None or state.clock is None or len(state.period) != batch_size or mask is None:
             state = InstanceQueueState()
         else:
             step = FrameClock.of(metas).since(state.clock)
@@ -139,6 +140,7 @@ class InstanceQueue(BaseModule):
         ego_feature, ego_anchor, self.state = self._with_ego(state, step, feature_maps, mask, batch_size)
         state = self.state
 
+        assert state.period is not None and state.ego_period is not None
         period = torch.cat([state.period, state.ego_period], dim=1)
         features = torch.cat(
             [
@@ -160,8 +162,11 @@ class InstanceQueue(BaseModule):
         if state.period is None:
             period = torch.zeros(feature.shape[:2], dtype=torch.int64, device=feature.device)
         else:
+            assert state.instance_id is not None and state.confidence is not None and mask is not None
             instance_id = det_output["instance_id"]
-            match = (instance_id[..., None] == state.instance_id[:, None]) & (instance_id >= 0)[..., None]
+            match: Tensor = (instance_id[..., None] == state.instance_id[:, None]) & (instance_id >= 0)[
+                ..., None
+            ]
             match = match & mask[:, None, None]  # [B, N, N before]
             if self.tracking_threshold > 0:
                 match = match & (state.confidence > self.tracking_threshold)[:, None]
@@ -188,12 +193,13 @@ class InstanceQueue(BaseModule):
         if state.ego_period is None:
             period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)
         else:
+            assert mask is not None
             period = torch.where(mask[:, None], state.ego_period, 0)
         if self.ego_motion_encoder is not None:
-            if step is not None:
+            if step is not None and mask is not None:
                 velocity = to_device(_velocity(step), anchor.device, anchor.dtype).unsqueeze(1)
                 anchor[..., VX : VY + 1] = torch.where(mask[:, None, None], velocity, 0)
-        elif state.ego_status is not None:
+        elif state.ego_status is not None and mask is not None:
             speed = state.ego_status[..., _FORWARD_SPEED]
             anchor[..., VY] = torch.where(mask[:, None], speed, 0).to(anchor.dtype)
         state = replace(
@@ -211,6 +217,7 @@ class InstanceQueue(BaseModule):
         if self.ego_motion_encoder is None:
             return None
         state = self.state
+        assert state.ego_period is not None
         velocity = state.ego_anchors[-1][..., VX : VY + 1]
         before = state.ego_anchors[-2][..., VX : VY + 1] if len(state.ego_anchors) > 1 else velocity
         waves = [

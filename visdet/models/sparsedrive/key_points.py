@@ -6,6 +6,7 @@ import torch
 from mmengine.model import BaseModule, xavier_init
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.ops import box_key_points, box_key_points_reference
 from visdet.registry import MODELS
 
@@ -42,7 +43,7 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
         self.num_learnable_pts = num_learnable_pts
         self.fix_scale = nn.Parameter(torch.tensor(fix_scale, dtype=torch.float32), requires_grad=False)
         if self.fix_scale.dim() != 2 or self.fix_scale.shape[1] != 3:
-            raise ValueError(
+            raise InvalidInputError(
                 f"SparseBox3DKeyPointsGenerator: fix_scale must hold triples, got shape {tuple(self.fix_scale.shape)}"
             )
         self.num_pts = len(fix_scale) + num_learnable_pts
@@ -178,7 +179,7 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """Return key points [B, N, num_pts, 3] in metres; with earlier frames, also a list of theirs (maps stand)."""
         if self.num_learnable_pts < 1:
-            raise ValueError(
+            raise InvalidInputError(
                 "SparsePoint3DKeyPointsGenerator: key points need num_learnable_pts of at least 1, "
                 f"got {self.num_learnable_pts}"
             )

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import TASK_UTILS
 
 from ..matching.assignment import solve_assignments
@@ -39,13 +40,13 @@ class LinesL1Cost:
         """
         expected = 3 if self.permute else 2
         if gt_lines.dim() != expected:
-            raise ValueError(
+            raise InvalidInputError(
                 f"LinesL1Cost: gt_lines must have {expected} axes with permute={self.permute}, got {gt_lines.dim()}"
             )
         flat = gt_lines.reshape(-1, gt_lines.shape[-1])
         if self.beta > 0:
-            pairs = torch.broadcast_tensors(lines_pred[:, None], flat[None])
-            distance = F.smooth_l1_loss(*pairs, reduction="none", beta=self.beta).sum(-1)
+            predicted, true = torch.broadcast_tensors(lines_pred[:, None], flat[None])
+            distance = F.smooth_l1_loss(predicted, true, reduction="none", beta=self.beta).sum(-1)
         else:
             distance = torch.cdist(lines_pred, flat, p=1)
         distance = distance / (lines_pred.shape[-1] // 2) * self.weight
@@ -71,7 +72,7 @@ class MapQueriesCost:
         self.cls_cost = TASK_UTILS.build(cls_cost) if isinstance(cls_cost, dict) else cls_cost
         self.reg_cost = TASK_UTILS.build(reg_cost) if isinstance(reg_cost, dict) else reg_cost
         if not isinstance(self.cls_cost, FocalLossCost) or not isinstance(self.reg_cost, LinesL1Cost):
-            raise TypeError(
+            raise InvalidTypeError(
                 "MapQueriesCost: cls_cost must be a FocalLossCost and reg_cost a LinesL1Cost, "
                 f"got {type(self.cls_cost).__name__} and {type(self.reg_cost).__name__}"
             )
@@ -85,7 +86,7 @@ class MapQueriesCost:
             preds: ``lines`` [Q, D] and ``scores`` [Q, C] (logits). gts: ``lines`` and ``labels`` [N].
         """
         lines_cost = self.reg_cost(preds["lines"], gts["lines"])
-        cost, *orderings = lines_cost if self.reg_cost.permute else (lines_cost,)
+        cost, *orderings = lines_cost if isinstance(lines_cost, tuple) else (lines_cost,)
         if not ignore_cls_cost:
             cost = self.cls_cost.of_labels(preds["scores"], gts["labels"]) + cost
         return (cost, *orderings) if orderings else cost

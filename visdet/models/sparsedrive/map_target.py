@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visdet.errors import InvalidTypeError
 from visdet.registry import TASK_UTILS
 
 from .base_target import BaseTargetWithDenoising
@@ -49,9 +50,9 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
         roi_size: Sequence[float] = (30, 60),
     ) -> None:
         super().__init__(num_dn_groups, num_temp_dn_groups)
-        self.assigner = TASK_UTILS.build(assigner) if isinstance(assigner, dict) else assigner
+        self.assigner: Any = TASK_UTILS.build(assigner) if isinstance(assigner, dict) else assigner
         if not isinstance(self.assigner, HungarianLinesAssigner):
-            raise TypeError(
+            raise InvalidTypeError(
                 f"SparsePoint3DTarget: assigner must be a HungarianLinesAssigner or its config, got {assigner!r}"
             )
         self.num_cls = num_cls

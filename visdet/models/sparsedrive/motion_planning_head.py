@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import in_full_precision
@@ -115,19 +116,20 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         self.motion_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
         self.plan_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
 
-    def _anchors(self, name: str, given: Any, shape: tuple[int | None, ...]) -> nn.Parameter:
+    def _anchors(self, name: str, given: Any, shape: tuple[Any, ...]) -> nn.Parameter:
         """Return anchors of a shape that do not learn, from numbers or a .npy file; the first size may be None."""
         if given is None:
-            raise ValueError(f"MotionPlanningHead: {name} must be numbers or a .npy file, got None")
+            raise InvalidInputError(f"MotionPlanningHead: {name} must be numbers or a .npy file, got None")
         anchors = self.read_anchors(name, given, (shape[0] or _NUSCENES_CLASSES, *shape[1:]))
         if anchors.shape[1:] != shape[1:] or shape[0] not in (None, len(anchors)):
             wanted = ["classes" if shape[0] is None else shape[0], *shape[1:]]
-            raise ValueError(f"MotionPlanningHead: {name} must be {wanted}, got {list(anchors.shape)}")
+            raise InvalidInputError(f"MotionPlanningHead: {name} must be {wanted}, got {list(anchors.shape)}")
         return nn.Parameter(anchors.clone(), requires_grad=False)
 
     def init_weights(self) -> None:
         """Draw every matrix of the operations but refinement's by Xavier, then let refinement set its own."""
         self.init_operations()
+        layer: Any
         for op, layer in zip(self.operation_order, self.layers, strict=True):
             if op == "refine":
                 layer.init_weights()
@@ -165,7 +167,9 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         """
         self.require_anchors()
         if "instance_id" not in det_output:
-            raise ValueError("MotionPlanningHead: detection must give ids: set its head's with_instance_id")
+            raise InvalidInputError(
+                "MotionPlanningHead: detection must give ids: set its head's with_instance_id"
+            )
         feature, embed = det_output["instance_feature"], det_output["anchor_embed"]
         B, N = feature.shape[:2]
         probability = det_output["classification"][-1].float().sigmoid()
@@ -192,13 +196,14 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         outputs = []
         for op, layer in zip(self.operation_order, self.layers, strict=True):
             if op == "temp_gnn":
-                of_each = (x.flatten(0, 1).unsqueeze(1) for x in (feature, embed))
+                of_each, pos_of_each = (x.flatten(0, 1).unsqueeze(1) for x in (feature, embed))
+                past, past_pos, is_absent = memory
                 attended = self.attend(
-                    layer, *of_each, *memory[:2], value=memory[0], key_padding_mask=memory[2]
+                    layer, of_each, pos_of_each, past, past_pos, past, key_padding_mask=is_absent
                 )
                 feature = attended.reshape(B, N + 1, -1)
             elif op == "gnn":
-                feature = self.attend(layer, feature, embed, *best, value=best[0])
+                feature = self.attend(layer, feature, embed, *best, best[0])
             elif op == "cross_gnn":
                 feature = layer(feature, key=map_feature, query_pos=embed, key_pos=map_embed)
             elif op == "refine":

@@ -1,5 +1,7 @@
 """What motion and planning end in: trajectories, their scores and the ego's status."""
 
+from typing import Any
+
 from mmengine.model import BaseModule, bias_init_with_prob
 from torch import Tensor, nn
 
@@ -57,6 +59,7 @@ class MotionPlanningRefinementModule(BaseModule):
 
     def init_weights(self) -> None:
         """Set the scores' bias to a prior of 1 %."""
+        branch: Any
         for branch in (self.motion_cls_branch, self.plan_cls_branch):
             nn.init.constant_(branch[-1].bias, bias_init_with_prob(0.01))
 

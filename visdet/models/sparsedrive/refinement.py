@@ -1,5 +1,7 @@
 """Refinement: from a feature and an anchor to a better anchor, class logits and the quality of the anchor."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from mmengine.model import BaseModule, bias_init_with_prob
@@ -18,6 +20,11 @@ _PRIOR = 0.01  # the probability of each class before training
 
 def _class_branch(embed_dims: int, num_outputs: int) -> nn.Sequential:
     return nn.Sequential(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, num_outputs))
+
+
+def _set_prior(class_branch: Any) -> None:
+    if class_branch is not None:
+        nn.init.constant_(class_branch[-1].bias, bias_init_with_prob(_PRIOR))
 
 
 @MODELS.register_module()
@@ -60,8 +67,7 @@ class SparseBox3DRefinementModule(BaseModule):
 
     def init_weights(self) -> None:
         """Set the class bias to a prior of 1 %."""
-        if self.cls_layers is not None:
-            nn.init.constant_(self.cls_layers[-1].bias, bias_init_with_prob(_PRIOR))
+        _set_prior(self.cls_layers)
 
     def forward(
         self,
@@ -134,8 +140,7 @@ class SparsePoint3DRefinementModule(BaseModule):
 
     def init_weights(self) -> None:
         """Set the class bias to a prior of 1 %."""
-        if self.cls_layers is not None:
-            nn.init.constant_(self.cls_layers[-1].bias, bias_init_with_prob(_PRIOR))
+        _set_prior(self.cls_layers)
 
     def forward(
         self,

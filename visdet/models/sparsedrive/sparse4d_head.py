@@ -242,7 +242,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         self, layer: nn.Module, feature: Tensor, embed: Tensor, memory: _Memory, attn_mask: Tensor | None
     ) -> Tensor:
         """Return instances after attention to the previous frame's; where there is none, to one another."""
-        if memory.feature is None or not any(memory.history):
+        if memory.feature is None or memory.embed is None or not any(memory.history):
             return self.attend(layer, feature, embed, attn_mask=attn_mask)
         if all(memory.history):
             return self.attend(layer, feature, embed, memory.feature, memory.embed, memory.feature)

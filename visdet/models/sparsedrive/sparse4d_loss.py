@@ -18,6 +18,18 @@ class Sparse4DLoss:
     process alike whatever its ground truth: no process waits for another that has nothing to add.
     """
 
+    # Of the head.
+    training: bool
+    sampler: Any
+    loss_cls: Any
+    loss_reg: Any
+    reg_weights: list[float]
+    cls_threshold_to_reg: float
+    num_single_frame_decoder: int
+    gt_cls_key: str
+    gt_reg_key: str
+    task_prefix: str
+
     def loss(
         self, model_outs: dict[str, Any], data: dict[str, Any], feature_maps: Any = None
     ) -> dict[str, Tensor]:
@@ -73,7 +85,8 @@ class Sparse4DLoss:
         targets: tuple[Tensor, Tensor, Tensor, Tensor],
         num_positive: Tensor,
     ) -> dict[str, Tensor]:
-        cls, reg, quality = (None if x is None else x.flatten(0, 1) for x in (cls, reg, quality))
+        cls, reg = cls.flatten(0, 1), reg.flatten(0, 1)
+        quality = None if quality is None else quality.flatten(0, 1)
         cls_target, reg_target, reg_weight, is_matched = (x.flatten(0, 1) for x in targets)
         background = cls.shape[-1]
         cls_loss = self.loss_cls(

@@ -6,6 +6,7 @@ import torch
 from mmengine.model import BaseModel
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.ops import feature_maps_format
 from visdet.registry import MODELS
 
@@ -61,7 +62,7 @@ class SparseDrive(BaseModel):
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
         for name, value in (("train_cfg", train_cfg), ("test_cfg", test_cfg), ("pretrained", pretrained)):
             if value is not None:
-                raise ValueError(f"{type(self).__name__}: {name} must be None, got {value!r}")
+                raise InvalidInputError(f"{type(self).__name__}: {name} must be None, got {value!r}")
         self.img_backbone = MODELS.build(img_backbone)
         self.img_neck = None if img_neck is None else MODELS.build(img_neck)
         self.head = MODELS.build({**head, "freeze_perception": True} if freeze_perception else head)
@@ -211,7 +212,7 @@ class SparseDrive(BaseModel):
             # Without ground truth a zero keeps the branch in the graph: in a distributed run all must have gradients.
             losses["loss_dense_depth"] = (
                 sum(depth.sum() for depth in depths) * 0
-                if known is None
+                if known is None or self.depth_branch is None
                 else self.depth_branch.loss(depths, known)
             )
         return losses

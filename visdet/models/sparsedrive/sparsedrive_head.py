@@ -7,6 +7,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 __all__ = ["SparseDriveHead"]
@@ -42,13 +43,13 @@ class SparseDriveHead(BaseModule):
             name: bool(task_config.get(name, False)) for name in ("with_det", "with_map", "with_motion_plan")
         }
         if self.with_motion_plan and not (self.with_det and self.with_map):
-            raise ValueError(
+            raise InvalidInputError(
                 f"SparseDriveHead: with_motion_plan needs with_det and with_map, got {dict(task_config)}"
             )
         if not (self.with_det or self.with_map):
-            raise ValueError(f"SparseDriveHead: task_config must have a task, got {dict(task_config)}")
+            raise InvalidInputError(f"SparseDriveHead: task_config must have a task, got {dict(task_config)}")
         if freeze_perception and not self.with_motion_plan:
-            raise ValueError(
+            raise InvalidInputError(
                 f"SparseDriveHead: freeze_perception needs with_motion_plan, got {dict(task_config)}"
             )
         if self.with_det:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
+
 __all__ = ["from_plain", "temporal_value", "to_plain"]
 
 _KIND = "kind"
@@ -54,6 +56,6 @@ def from_plain(plain: Any, device: torch.device | str) -> Any:
         return {key: from_plain(value, device) for key, value in plain.items()}
     kind = _VALUES.get(plain[_KIND])
     if kind is None:
-        raise ValueError(f"from_plain: a temporal state holds an unknown {plain[_KIND]!r}")
+        raise InvalidInputError(f"from_plain: a temporal state holds an unknown {plain[_KIND]!r}")
     place = "cpu" if getattr(kind, "on_host", False) else device
     return kind(**{key: from_plain(value, place) for key, value in plain.items() if key != _KIND})
