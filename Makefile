@@ -1,7 +1,7 @@
 # make demo   set up, then train, evaluate and draw a Deformable DETR on generated images (two CPU cores, minutes)
 # make demo-drive   set up, then train SparseDrive's two stages on generated driving scenes, evaluate and draw it
 # make test   set up, then lint, compile every .cu file, and run the tests
-# make bench  operators against plain torch and installed peers, checked first; table and plot in work_dirs/bench
+# make bench  operators against plain torch and installed peers, checked first, then whole models; tables and plot in work_dirs/bench
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
 # make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
 # make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
@@ -102,6 +102,7 @@ abi-check: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.run --out work_dirs/bench
+	$(BIN)/python -m benchmarks.models --out work_dirs/bench
 
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .

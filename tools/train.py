@@ -24,6 +24,11 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast, on CPU or GPU")
     parser.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        help="replay training steps as CUDA graphs on a GPU; default: the config's graph",
+    )
+    parser.add_argument(
         "--auto-scale-lr", action="store_true", help="scale the learning rate by the total batch size"
     )
     parser.add_argument(
@@ -61,6 +66,8 @@ def main() -> None:
         cfg.launcher = launcher
         if args.amp:
             enable_amp(cfg)
+        if args.graph is not None:
+            cfg.graph = args.graph
         if args.auto_scale_lr:
             enable_auto_scale_lr(cfg)
         if args.resume:

@@ -1,6 +1,7 @@
 """What a tool needs before it imports anything large: so ``--help`` and a wrong argument answer at once."""
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -8,6 +9,11 @@ from visdet.errors import MissingPackageError
 from visdet.train_extra import require_train_extra
 
 __all__ = ["CfgOptions", "check_installation"]
+
+# OpenMP threads that wait for each other spin, and take the cores from a busy neighbour and from each other. GNU's
+# library reads this when torch is loaded; a training iteration beside such a neighbour takes half the time.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 class CfgOptions(argparse.Action):

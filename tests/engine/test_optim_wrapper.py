@@ -60,6 +60,33 @@ def test_gradients_are_clipped(device):
     assert torch.allclose(model.weight, torch.full((1, 4), 0.75, device=device), atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["OptimWrapper", "AmpOptimWrapper"])
+@pytest.mark.parametrize(
+    ("clip", "logged"), [({"max_norm": 0.5}, 2.0), ({"clip_value": 0.5, "type": "value"}, None)]
+)
+def test_norm_is_read_after_the_update_was_launched(kind, clip, logged, monkeypatch):
+    model = linear()
+    optim_wrapper = OPTIM_WRAPPERS.build(
+        {"type": kind, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0), "clip_grad": dict(clip)}
+    )
+    seen = []
+    hub = type(
+        "Hub", (), {"update_scalar": lambda _, name, value: seen.append((name, value, model.weight.tolist()))}
+    )
+    monkeypatch.setattr(optim_wrapper, "message_hub", hub())
+    for _ in range(2):
+        optim_wrapper.update_params(model(torch.ones(1, 4)).sum())
+    steps = 0.25 if logged else 0.5
+    assert model.weight.tolist() == [[pytest.approx(1 - 2 * steps)] * 4]
+    if logged is None:
+        assert not seen
+    else:
+        assert seen == [
+            ("train/grad_norm", pytest.approx(logged), [[pytest.approx(1 - step * steps)] * 4])
+            for step in (1, 2)
+        ]
+
+
 @pytest.mark.cuda
 def test_float16_scales_the_loss_and_clips_unscaled_gradients():
     model = linear("cuda")

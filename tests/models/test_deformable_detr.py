@@ -402,3 +402,16 @@ def test_calls_that_cannot_work(change, mode, error, message):
     model = build("base")
     with pytest.raises(error, match=message):
         model(*change(*batch()), mode=mode)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_compile_traces_from_images_to_raw_outputs_without_a_break(device):
+    model = build("base").to(device).eval()
+    model.encoder.layers, model.decoder.layers = model.encoder.layers[:1], model.decoder.layers[:1]
+    images, samples = batch(sizes=(BATCH, (50, 80)))
+    images = images.to(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    outs, expected = compiled(images, samples, mode="tensor"), model(images, samples, mode="tensor")
+    for out, right in zip(outs, expected, strict=True):
+        torch.testing.assert_close(out, right, rtol=1e-3, atol=1e-3 if device == "cuda" else 1e-5)

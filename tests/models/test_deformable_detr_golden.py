@@ -120,7 +120,7 @@ def test_first_stage_proposals(variant):
         case.model.train()
     )  # the proposals of all pixels are there in training alone; batch norm is in eval mode
     with torch.no_grad():
-        sizes = [tuple(size) for size in case.arrays["input/img_shape"].tolist()]
+        sizes = torch.from_numpy(case.arrays["input/img_shape"])
         features = model.extract_feat(case.images)
         pyramid = flatten_pyramid(features, sizes, (96, 128), model.positional_encoding, model.level_embed)
         start = model.proposals(model.encoder(pyramid), pyramid)

@@ -7,6 +7,7 @@ from mmengine.structures import InstanceData
 from torch.nn.parallel import DistributedDataParallel
 
 from visdet.models import DeformableDETRHead
+from visdet.models.matching import PaddedTargets
 from visdet.structures import DetDataSample
 
 QUERIES = 4
@@ -23,7 +24,10 @@ class Head(torch.nn.Module):
         )
 
     def forward(self, hidden_states, references, samples):
-        return self.head.loss(hidden_states, references, samples, [(32, 32)])
+        targets = PaddedTargets.from_samples(samples, [(32, 32)], hidden_states.device).with_labels_below(2)
+        predictions = self.head.set_predictions(hidden_states, references)
+        assignment = self.head.assign(self.head.costs(predictions, targets), targets)
+        return self.head.losses(predictions, targets, assignment)
 
 
 def losses(model, num_objects):

@@ -193,3 +193,29 @@ def test_positional_encoding_without_mask_is_that_of_an_empty_mask(normalize):
     encoding = SinePositionalEncoding(6, normalize=normalize, offset=-0.5)
     mask = torch.zeros(2, 5, 7, dtype=torch.bool)
     torch.testing.assert_close(encoding(None, torch.zeros(2, 3, 5, 7)), encoding(mask))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", ["bool", "float", "of_heads", "padding", "padding_and_float", "none"])
+def test_multihead_attention_is_that_of_torch(kind, batch_first):
+    torch.manual_seed(0)
+    attention = MultiheadAttention(8, 2, batch_first=batch_first).eval()
+    query, key, value = torch.randn(3, 4, 8), torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    masks = {}
+    if kind == "bool":
+        masks["attn_mask"] = torch.rand(4, 5) > 0.7
+    elif "float" in kind:
+        masks["attn_mask"] = torch.randn(4, 5)
+    elif kind == "of_heads":
+        masks["attn_mask"] = torch.randn(6, 4, 5)
+    if "padding" in kind:
+        masks["key_padding_mask"] = torch.arange(5).expand(3, 5) > 2
+    if not batch_first:
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    padding = masks.get("key_padding_mask")
+    if kind == "padding_and_float":  # torch wants one type for both
+        padding = torch.zeros(3, 5).masked_fill(padding, -math.inf)
+    expected = attention.attn(
+        query, key, value, need_weights=False, attn_mask=masks.get("attn_mask"), key_padding_mask=padding
+    )[0]
+    torch.testing.assert_close(attention(query, key, value, **masks) - query, expected)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from golden import golden, under
@@ -72,6 +73,11 @@ def test_costs_by_hand():
     assert float(IoUCost(weight=3.0)(predicted, true)) == pytest.approx(-3 * (2 / 14 - 4 / 18))
 
 
+def solved(logits, boxes, targets):
+    assigner = HungarianAssigner(COSTS)
+    return assigner.solve(assigner.cost(logits, boxes, targets).numpy(), targets.counts)
+
+
 def test_batch_of_layers_matches_as_image_by_image():
     torch.manual_seed(0)
     layers, queries = 3, 7
@@ -89,15 +95,14 @@ def test_batch_of_layers_matches_as_image_by_image():
     boxes = torch.cat((corner, corner + torch.rand(layers, 3, queries, 2) * 20), dim=-1)
 
     assigner = HungarianAssigner(COSTS)
-    matches = assigner.match(logits, boxes, targets)
-    assert matches.query_index.shape == (layers, 3 + 0 + 7)
+    index = assigner.solve(assigner.cost(logits, boxes, targets).numpy(), targets.counts)
+    assert index.shape == (layers, 3, queries)
     for layer in range(layers):
-        gt_inds = torch.zeros(3 * queries, dtype=torch.int64)
-        gt_inds[matches.query_index[layer]] = matches.target_index[layer] % 9 + 1
+        gt_inds = (torch.from_numpy(index[layer]) + 1) % 10  # 9, which is none of the targets, becomes 0
         for image, one in enumerate(samples):
             predicted = InstanceData(scores=logits[layer, image], bboxes=boxes[layer, image])
             alone = assigner.assign(predicted, one.gt_instances, {"img_shape": sizes[image]})
-            assert torch.equal(gt_inds.view(3, queries)[image], alone.gt_inds)
+            assert torch.equal(gt_inds[image], alone.gt_inds)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -106,21 +111,31 @@ def test_costs_that_are_not_finite_do_not_stop_the_solver(bad):
     targets = PaddedTargets.from_samples(samples, [(40, 40)], torch.device("cpu"))
     logits = torch.zeros(1, 1, 3, 2)
     boxes = torch.tensor([[[[20.0, 20, 30, 30], [bad] * 4, [0, 0, 10, 10]]]])
-    matches = HungarianAssigner(COSTS).match(logits, boxes, targets)
-    assert dict(zip(matches.query_index[0].tolist(), matches.target_index[0].tolist(), strict=True)) == {
-        0: 1,
-        2: 0,
-    }
-
-    everything = HungarianAssigner(COSTS).match(logits + bad, boxes * 0 + bad, targets)
-    assert sorted(everything.target_index[0].tolist()) == [0, 1]
+    assert solved(logits, boxes, targets).tolist() == [[[1, 2, 0]]]
+    everything = solved(logits + bad, boxes * 0 + bad, targets)
+    assert sorted(everything.flatten().tolist()) == [0, 1, 2]
 
 
 def test_no_ground_truth_at_all():
     targets = PaddedTargets.from_samples([sample([], []), sample([], [])], [(8, 8)] * 2, torch.device("cpu"))
-    matches = HungarianAssigner(COSTS).match(torch.zeros(2, 2, 5, 3), torch.zeros(2, 2, 5, 4), targets)
-    assert matches.query_index.shape == matches.target_index.shape == (2, 0)
-    assert matches.query_index.dtype == torch.int64
+    index = solved(torch.zeros(2, 2, 5, 3), torch.zeros(2, 2, 5, 4), targets)
+    assert index.shape == (2, 2, 5)
+    assert index.dtype == np.int64
+    assert not index.any()  # 0 targets: 0 says none
+
+
+def test_targets_of_predictions_and_padding():
+    targets = PaddedTargets.from_samples(
+        [sample([[1, 2, 3, 4]], [7]), sample([[0, 0, 1, 1], [5, 6, 7, 8]], [1, 2])],
+        [(8, 8)] * 2,
+        torch.device("cpu"),
+    ).padded_to(4)
+    assert targets.labels.shape == (2, 4)
+    index = torch.tensor([[[0, 4], [4, 1]]])  # [D, B, Q]; 4 is none
+    labels, boxes = targets.of_predictions(index, background=9)
+    assert labels.tolist() == [[[7, 9], [9, 2]]]
+    assert boxes.tolist() == [[[[1, 2, 3, 4], [0, 0, 0, 0]], [[0, 0, 0, 0], [5, 6, 7, 8]]]]
+    assert targets.padded_to(3).labels.shape == (2, 4)
 
 
 def test_one_cost_may_stand_without_a_list():

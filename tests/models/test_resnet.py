@@ -9,6 +9,7 @@ from torch import nn
 
 from visdet.models.backbones import ResNet
 from visdet.models.backbones import pretrained as pretrained_page
+from visdet.models.layers.frozen_norm import fold_frozen_norms
 from visdet.registry import MODELS
 
 
@@ -41,7 +42,7 @@ def test_features_are_torchvisions(depth):
         stages.append(y)
     outs = ours(x)
     for out, expected in zip(outs, stages, strict=True):
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     assert [tuple(out.shape[-2:]) for out in outs] == [(16, 24), (8, 12), (4, 6), (2, 3)]
 
 
@@ -75,6 +76,50 @@ def test_norm_eval(norm_eval):
     norms = [module for module in backbone.modules() if isinstance(module, nn.BatchNorm2d)]
     assert all(norm.training is not norm_eval for norm in norms)
     assert backbone.layer1.training
+
+
+@pytest.mark.parametrize(
+    "options", [{"depth": 50, "frozen_stages": 1}, {"with_cp": True}, {"frozen_stages": 0}]
+)
+@pytest.mark.parametrize(
+    ("device", "tolerance"), [("cpu", 1e-4), pytest.param("cuda", 1e-2, marks=pytest.mark.cuda)]
+)
+def test_folded_norms_change_neither_features_nor_gradients(device, tolerance, options, monkeypatch):
+    options = {"norm_cfg": {"type": "BN", "requires_grad": False}, **options}
+    folded, separate = tiny(**options).to(device).train(), tiny(**options).to(device).train()
+    with torch.no_grad():
+        for norm in (module for module in folded.modules() if isinstance(module, nn.BatchNorm2d)):
+            norm.weight.uniform_(0.5, 1.5)
+            norm.bias.normal_()
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+    separate.load_state_dict(folded.state_dict())
+    x = torch.randn(2, 3, 64, 96, device=device)
+    calls = []
+    folded.bn1.register_forward_hook(lambda *_: calls.append("folded"))
+    separate.bn1.register_forward_hook(lambda *_: calls.append("separate"))
+    outs = folded(x)
+    monkeypatch.setattr("visdet.models.backbones.resnet.fold_frozen_norms", lambda layers: {})
+    expected = separate(x)
+    assert calls == ["separate"]
+    for found, right in ((outs, expected), (_gradients(folded, outs), _gradients(separate, expected))):
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
+
+
+def _gradients(backbone, outs):
+    sum(out.square().mean() for out in outs).backward()
+    return [parameter.grad for parameter in backbone.parameters() if parameter.requires_grad]
+
+
+def test_norms_that_learn_or_count_are_not_folded():
+    learns, counts = tiny(), tiny(norm_cfg={"type": "BN", "requires_grad": False}, norm_eval=False)
+    for backbone in (learns, counts):
+        assert not fold_frozen_norms(backbone.train().layer1[0].layers)
+        with torch.no_grad():
+            assert set(fold_frozen_norms(backbone.eval().layer1[0].layers)) == {
+                conv for conv, _ in backbone.layer1[0].layers
+            }
 
 
 def test_norm_without_gradient_and_group_norm_names():

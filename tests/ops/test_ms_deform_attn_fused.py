@@ -477,7 +477,7 @@ def test_operator_itself_rejects_other_types():
         op(*(case | dict(reference_points=case["reference_points"].double())).values())
     with pytest.raises(RuntimeError, match="offsets must be Float for value of type Float, got Half"):
         op(*(case | dict(offsets=case["offsets"].half())).values())
-    with pytest.raises(RuntimeError, match="logits must have the type of offsets Float, got Double"):
+    with pytest.raises(RuntimeError, match="logits must be Float, the type of offsets, got Double"):
         op(*(case | dict(logits=case["logits"].double())).values())
 
 

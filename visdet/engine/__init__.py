@@ -29,7 +29,7 @@ from .hooks import (
 from .inference import Detector, detect_files, find_images
 from .log_curves import draw_curves, read_scalars
 from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
-from .optim_wrapper import AmpOptimWrapper
+from .optim_wrapper import AmpOptimWrapper, OptimWrapper
 from .prepare import (
     build_runner,
     draw_detections,
@@ -56,6 +56,7 @@ __all__ = [
     "IterBasedTrainLoop",
     "NonFiniteLossError",
     "NumClassCheckHook",
+    "OptimWrapper",
     "ProgressHook",
     "RunReportHook",
     "UserError",

@@ -30,6 +30,7 @@ _OTHER_KEYS = {
     "custom_imports",
     "efficient_conv_bn_eval",
     "find_unused_parameters",
+    "graph",
     "model_wrapper_cfg",
     "runner_type",
     "strict_load",

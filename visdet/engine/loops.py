@@ -1,5 +1,8 @@
 """mmengine's two training loops, resumable at any iteration without reading data again."""
 
+from contextlib import nullcontext
+from typing import Any
+
 from mmengine.dataset import InfiniteSampler
 from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
 from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
@@ -20,8 +23,17 @@ __all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop"]
 _VALIDATED = "validated_at_iter"
 
 
-class _Validation:
-    """When a training loop validates; ``_progress`` says what is done and what is to be done, in its own unit."""
+class _Training:
+    """How a training loop runs an iteration, and when it validates.
+
+    ``_progress`` says what is done and what is to be done, in the loop's own unit.
+    """
+
+    def run_iter(self, *arguments: Any) -> None:
+        """Run one iteration, by graphs where the config asks for them."""
+        graphs = getattr(self.runner, "graphs", None)
+        with nullcontext() if graphs is None else graphs.installed():
+            super().run_iter(*arguments)
 
     def _is_validation_due(self) -> bool:
         self._decide_current_val_interval()
@@ -34,7 +46,7 @@ class _Validation:
 
 
 @LOOPS.register_module()
-class EpochBasedTrainLoop(_Validation, _EpochBasedTrainLoop):
+class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
     """Epoch-based training that resumes inside an epoch where the checkpoint was saved inside one.
 
     Differences from mmengine's: a resumed run continues with the next batch of the epoch; the random state
@@ -95,7 +107,7 @@ class EpochBasedTrainLoop(_Validation, _EpochBasedTrainLoop):
 
 
 @LOOPS.register_module()
-class IterBasedTrainLoop(_Validation, _IterBasedTrainLoop):
+class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
     """Iteration-based training that resumes at its iteration without loading what was trained on before.
 
     Differences from mmengine's: the data order of a resumed run is that of an uninterrupted one, found by

@@ -1,20 +1,52 @@
-"""Mixed-precision training on any device."""
+"""Updates that do not wait for the device, and mixed-precision training on any device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from mmengine.optim import OptimWrapper
+from mmengine.optim import OptimWrapper as _OptimWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from visdet.errors import InvalidInputError
 from visdet.registry import OPTIM_WRAPPERS
 
-__all__ = ["AmpOptimWrapper"]
+__all__ = ["AmpOptimWrapper", "OptimWrapper"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@OPTIM_WRAPPERS.register_module()
+class OptimWrapper(_OptimWrapper):
+    """mmengine's wrapper, which reads the norm of the gradients for the log after the update was launched.
+
+    Read before, as mmengine does, it makes the device wait until the update is launched.
+
+    Args: see :class:`mmengine.optim.OptimWrapper`.
+    """
+
+    _grad_norm: Tensor | None = None
+
+    def step(self, **step_args: Any) -> None:
+        """Clip the gradients and update the parameters."""
+        super().step(**step_args)
+        self._log_grad_norm()
+
+    def _clip_grad(self) -> None:
+        parameters = [
+            parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.grad is not None
+        ]
+        # Clipping by value returns None.
+        self._grad_norm = self.clip_func(parameters, **self.clip_grad_kwargs) if parameters else None
+
+    def _log_grad_norm(self) -> None:
+        if self._grad_norm is not None:
+            self.message_hub.update_scalar(f"train/{self.grad_name}", float(self._grad_norm))
+            self._grad_norm = None
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -100,6 +132,7 @@ class AmpOptimWrapper(OptimWrapper):
             self._clip_grad()
         self.loss_scaler.step(self.optimizer, **step_args)
         self.loss_scaler.update(self._fixed_scale)
+        self._log_grad_norm()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and, for float16, of the scaler under 'loss_scaler'."""

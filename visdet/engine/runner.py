@@ -34,6 +34,7 @@ from .checkpoint import (
 )
 from .config import complete_config
 from .console import ConsoleHandler, WorkerStart, say
+from .cuda_graphs import GraphedLoss, graphs_for
 from .distributed import start_process_group, wrapper_on_the_cpu
 from .errors import CheckpointError, log_fatal_error
 from .plain_state import restore_message_hub, to_plain
@@ -66,6 +67,7 @@ class DetRunner(Runner):
     * ``load_from`` refuses weights that do not fit, unless ``strict_load=False``.
     * ``launcher='pytorch'`` works without GPUs, by gloo.
     * The backward runs in the training thread, as on the CPU.
+    * ``graph=True`` in the config replays training steps as CUDA graphs, see :class:`GraphedLoss`.
     * The terminal shows warnings, progress and results; environment, config and every log line go to the log
       file.
 
@@ -196,7 +198,16 @@ class DetRunner(Runner):
         # A process trains on one device, so a thread of the backward's own gains nothing, and waking it costs: where
         # launches bound a step, it is some 5 % shorter in this thread.
         with torch.autograd.set_multithreading_enabled(False):
-            return super().train()
+            model = super().train()
+        if self.graphs is not None:
+            self.logger.info(self.graphs.report())
+        return model
+
+    @functools.cached_property
+    def graphs(self) -> GraphedLoss | None:
+        """What replays training steps as CUDA graphs; None without."""
+        model = self.model.module if is_model_wrapper(self.model) else self.model
+        return graphs_for(self.cfg, model, self.world_size, self.logger)
 
     def val(self) -> dict:
         """Validate and return the metrics."""

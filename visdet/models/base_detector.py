@@ -94,6 +94,19 @@ class BaseDetector(BaseModel, ABC):
             return self.raw_outputs(inputs, data_samples)
         raise ValueError(f"{type(self).__name__}: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
 
+    def parse_losses(self, losses: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of the losses and, for the log, all of them by name with the sum first.
+
+        As mmengine's for losses that are scalars, with three kernels instead of some for each loss.
+        """
+        if not all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in losses.values()):
+            return super().parse_losses(losses)
+        values = torch.stack(list(losses.values()))
+        are_losses = [index for index, name in enumerate(losses) if "loss" in name]
+        total = values.sum() if len(are_losses) == len(losses) else sum(values[index] for index in are_losses)
+        # Detached, so that what the log keeps does not hold the graph of the step.
+        return total, {"loss": total.detach(), **dict(zip(losses, values.detach().unbind(), strict=True))}
+
     def _dump_init_info(self) -> None:
         """Keep mmengine from logging two lines for every parameter it initialises."""
 

@@ -38,14 +38,19 @@ def elementwise_overlaps(boxes_a: Tensor, boxes_b: Tensor, mode: str = "iou", ep
     """
     low_a, high_a = boxes_a.split(2, dim=-1)
     low_b, high_b = boxes_b.split(2, dim=-1)
-    intersection = (torch.minimum(high_a, high_b) - torch.maximum(low_a, low_b)).clamp(min=0).prod(dim=-1)
-    union = (high_a - low_a).prod(dim=-1) + (high_b - low_b).prod(dim=-1) - intersection
+    intersection = _area((torch.minimum(high_a, high_b) - torch.maximum(low_a, low_b)).clamp(min=0))
+    union = _area(high_a - low_a) + _area(high_b - low_b) - intersection
     union = union.clamp(min=eps)
     iou = intersection / union
     if mode == "iou":
         return iou
     if mode != "giou":
         raise ValueError(f"elementwise_overlaps: mode must be 'iou' or 'giou', got {mode!r}")
-    hull = (torch.maximum(high_a, high_b) - torch.minimum(low_a, low_b)).clamp(min=0).prod(dim=-1)
-    hull = hull.clamp(min=eps)
+    hull = _area((torch.maximum(high_a, high_b) - torch.minimum(low_a, low_b)).clamp(min=0)).clamp(min=eps)
     return iou - (hull - union) / hull
+
+
+def _area(sides: Tensor) -> Tensor:
+    """Return width · height of sides [..., 2]; the gradient of ``torch.prod`` waits for the device."""
+    width, height = sides.unbind(-1)
+    return width * height

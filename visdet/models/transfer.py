@@ -14,6 +14,6 @@ def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = No
     A copy from ordinary memory would first wait for everything launched before it.
     """
     tensor = torch.as_tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
+    if device.type == "cuda" and not torch.compiler.is_compiling():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

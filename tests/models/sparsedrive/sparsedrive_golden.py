@@ -33,8 +33,11 @@ def built(name, kind=None, registry=MODELS):
     return module, given, expected
 
 
-def close(actual, expected, tolerance=2e-5):
-    """Compare relative to the largest magnitude; integers and booleans exactly; NaN only beside NaN."""
+def close(actual, expected, tolerance=6e-5):
+    """Compare relative to the largest magnitude; integers and booleans exactly; NaN only beside NaN.
+
+    Measured: up to 4.6e-5, behind a backbone whose norms are folded into its convolutions.
+    """
     actual, expected = torch.as_tensor(actual).detach(), torch.as_tensor(expected)
     assert actual.shape == expected.shape
     if not expected.is_floating_point():

@@ -1,8 +1,10 @@
 """ResNet backbones with torchvision's parameter names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
+from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
 from ..layers.normalization import build_norm_layer, norm_abbreviation
 from .pretrained import load_pretrained
 
@@ -52,7 +55,6 @@ class ResidualBlock(nn.Module):
             self.norm_names.append(name)
             self.add_module(f"conv{index}", conv)
             self.add_module(name, norm)
-        self.relu = nn.ReLU(inplace=True)
         self.downsample = downsample
         self.with_cp = with_cp
 
@@ -60,20 +62,48 @@ class ResidualBlock(nn.Module):
     def last_norm(self) -> nn.Module:
         return getattr(self, self.norm_names[-1])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [B, C', H', W'] from x [B, C, H, W]."""
-        if self.with_cp and x.requires_grad:
-            return checkpoint(self._forward, x, use_reentrant=False)
-        return self._forward(x)
+    @property
+    def main_layers(self) -> list[tuple[nn.Module, nn.Module]]:
+        """The convolutions in order, each with its norm."""
+        return [
+            (getattr(self, f"conv{index}"), getattr(self, name))
+            for index, name in enumerate(self.norm_names, start=1)
+        ]
 
-    def _forward(self, x: Tensor) -> Tensor:
-        out = x
-        for index, name in enumerate(self.norm_names, start=1):
-            out = getattr(self, name)(getattr(self, f"conv{index}")(out))
-            if index < len(self.norm_names):
-                out = self.relu(out)
-        identity = x if self.downsample is None else self.downsample(x)
-        return self.relu(out + identity)
+    @property
+    def layers(self) -> list[tuple[nn.Module, nn.Module]]:
+        """All convolutions, each with its norm."""
+        return self.main_layers + ([] if self.downsample is None else [tuple(self.downsample)])
+
+    def forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
+        """Return [B, C', H', W'] from x [B, C, H, W]; ``folded`` replaces convolutions and their norms."""
+        if self.with_cp and x.requires_grad:
+            return checkpoint(self._forward, x, folded, use_reentrant=False)
+        return self._forward(x, folded)
+
+    def _forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
+        identity = x if self.downsample is None else _conv_norm(*self.downsample, x, folded, relu=False)
+        *first_layers, last_layer = self.main_layers
+        for conv, norm in first_layers:
+            x = _conv_norm(conv, norm, x, folded)
+        return _conv_norm(*last_layer, x, folded, residual=identity)
+
+
+def _conv_norm(
+    conv: nn.Module,
+    norm: nn.Module,
+    x: Tensor,
+    folded: Mapping[nn.Module, FoldedConv],
+    relu: bool = True,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return norm(conv(x)) + residual, or the ReLU of it."""
+    if conv in folded:
+        return folded[conv](x, relu, residual)
+    x = norm(conv(x))
+    if residual is not None:
+        x = x + residual
+    return F.relu(x, inplace=True) if relu else x
 
 
 def _basic_convs(in_channels: int, channels: int, stride: int, dilation: int, style: str) -> list[nn.Conv2d]:
@@ -114,6 +144,8 @@ class ResNet(BaseModule):
         init_cfg: ``dict(type='Pretrained', checkpoint=...)``, see ``load_pretrained``, or mmengine initialisers;
             default Kaiming normal convolutions, norm scale 1 and shift 0.
         pretrained: checkpoint, short for ``init_cfg=dict(type='Pretrained', checkpoint=...)``.
+
+    Convolutions whose batch norm is frozen run with it as one convolution, see ``fold_frozen_norms``.
 
     Source: He et al., CVPR 2016; parameter names are torchvision's, keywords mmdet's.
     """
@@ -167,7 +199,6 @@ class ResNet(BaseModule):
         self.conv1 = nn.Conv2d(in_channels, stem_channels, 7, stride=2, padding=3, bias=False)
         self.norm1_name, norm1 = _norm(norm_cfg, stem_channels, 1)
         self.add_module(self.norm1_name, norm1)
-        self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
 
         self.stage_names = []
@@ -211,11 +242,18 @@ class ResNet(BaseModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W]."""
-        x = self.relu(getattr(self, self.norm1_name)(self.conv1(x)))
-        x = self.maxpool(x)
+        stem = self.conv1, getattr(self, self.norm1_name)
+        stages = [getattr(self, name) for name in self.stage_names]
+        folded = fold_frozen_norms(
+            [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
+        )
+        if folded and x.is_cuda:
+            x = x.contiguous(memory_format=torch.channels_last)  # as the folded weights are
+        x = self.maxpool(_conv_norm(*stem, x, folded))
         outs = []
-        for stage, name in enumerate(self.stage_names):
-            x = getattr(self, name)(x)
+        for stage, blocks in enumerate(stages):
+            for block in blocks:
+                x = block(x, folded)
             if stage in self.out_indices:
                 outs.append(x)
         return tuple(outs)

@@ -1,6 +1,7 @@
 """Deformable DETR: the detector."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,16 @@ from visdet.structures import DetDataSample
 from ..base_detector import BaseDetector, image_sizes
 from ..layers.positional_encoding import SinePositionalEncoding
 from ..layers.precision import in_full_precision
+from ..matching.padded_targets import PaddedTargets
+from ..transfer import to_device
 from .flat_pyramid import FlatPyramid, flatten_pyramid
+from .head import SetPrediction
 from .proposals import pixel_proposals, proposal_embedding
 from .transformer import DeformableDetrTransformerDecoder, DeformableDetrTransformerEncoder
 
-__all__ = ["DecoderStart", "DeformableDETR"]
+__all__ = ["DecoderStart", "DeformableDETR", "TrainingBatch"]
+
+_LEAST_ROOM = 8  # boxes of an image
 
 
 class DecoderStart(NamedTuple):
@@ -36,6 +42,38 @@ class DecoderStart(NamedTuple):
     references: Tensor
     encoder_logits: Tensor | None = None
     encoder_boxes: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Images and their ground truth.
+
+    Attributes:
+        images: [B, 3, H, W]. image_sizes: [B, 2] (height, width) without padding; None where no image is padded.
+        targets: of the images.
+    """
+
+    images: Tensor
+    image_sizes: Tensor | None
+    targets: PaddedTargets
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what the device reads, by name."""
+        sizes = {} if self.image_sizes is None else {"image_sizes": self.image_sizes}
+        targets = {name: getattr(self.targets, name) for name in ("boxes_xyxy", "labels", "image_whwh")}
+        return {"images": self.images, **sizes, **targets}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "TrainingBatch":
+        """Return a batch of other tensors of the same names."""
+        targets = {name: tensors[name] for name in ("boxes_xyxy", "labels", "image_whwh")}
+        return TrainingBatch(tensors["images"], tensors.get("image_sizes"), replace(self.targets, **targets))
+
+
+def padded_sizes(inputs: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor | None:
+    """Return (height, width) [B, 2] of images on their device, None where none of them is padded."""
+    if all(tuple(size) == tuple(inputs.shape[-2:]) for size in sizes):
+        return None
+    return to_device(sizes, inputs.device)
 
 
 @MODELS.register_module()
@@ -151,15 +189,41 @@ class DeformableDETR(BaseDetector):
             xavier_init(self.reference_points_fc, distribution="uniform")
 
     def loss(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> dict[str, Tensor]:
+        batch = self.training_batch(inputs, data_samples)
+        predictions, costs = self.predictions_and_costs(batch)
+        return self.losses(predictions, batch, self.assign(costs, batch))
+
+    def training_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> TrainingBatch:
+        """Return images and targets as tensors, with room for a power of two of boxes in each image."""
         sizes = image_sizes(inputs, data_samples)
-        hidden_states, references, start = self.forward_transformer(inputs, sizes)
-        return self.bbox_head.loss(
-            hidden_states, references, data_samples, sizes, start.encoder_logits, start.encoder_boxes
+        targets = PaddedTargets.from_samples(data_samples, sizes, inputs.device)
+        room = 1 << max(max(targets.counts) - 1, _LEAST_ROOM - 1).bit_length()
+        targets = targets.padded_to(room).with_labels_below(self.bbox_head.num_classes)
+        return TrainingBatch(inputs, padded_sizes(inputs, sizes), targets)
+
+    def predictions_and_costs(
+        self, batch: TrainingBatch
+    ) -> tuple[dict[str, SetPrediction], dict[str, Tensor]]:
+        """Return the head's predictions and the costs of assigning them; device work alone."""
+        hidden_states, references, start = self.forward_transformer(batch.images, batch.image_sizes)
+        predictions = self.bbox_head.set_predictions(
+            hidden_states, references, start.encoder_logits, start.encoder_boxes
         )
+        return predictions, self.bbox_head.costs(predictions, batch.targets)
+
+    def assign(self, costs: dict[str, Tensor], batch: TrainingBatch) -> dict[str, Tensor]:
+        """Return the assignment of least costs as tensors; host work."""
+        return self.bbox_head.assign(costs, batch.targets)
+
+    def losses(
+        self, predictions: dict[str, SetPrediction], batch: TrainingBatch, assignment: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the losses by name; device work alone."""
+        return self.bbox_head.losses(predictions, batch.targets, assignment)
 
     def predict(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> list[DetDataSample]:
         sizes = image_sizes(inputs, data_samples)
-        hidden_states, references, _ = self.forward_transformer(inputs, sizes)
+        hidden_states, references, _ = self.forward_transformer(inputs, padded_sizes(inputs, sizes))
         results = self.bbox_head.predict(hidden_states, references, data_samples, sizes)
         for sample, instances in zip(data_samples, results, strict=True):
             sample.pred_instances = instances
@@ -169,13 +233,18 @@ class DeformableDETR(BaseDetector):
         self, inputs: Tensor, data_samples: Sequence[DetDataSample] | None
     ) -> tuple[Tensor, Tensor]:
         """Return class logits [D, B, Q, C] and boxes (cx, cy, w, h) [D, B, Q, 4] in 0..1 of D decoder layers."""
-        hidden_states, references, _ = self.forward_transformer(inputs, image_sizes(inputs, data_samples))
+        sizes = padded_sizes(inputs, image_sizes(inputs, data_samples))
+        hidden_states, references, _ = self.forward_transformer(inputs, sizes)
         return self.bbox_head(hidden_states, references)
 
     def forward_transformer(
-        self, inputs: Tensor, sizes: Sequence[tuple[int, int]]
+        self, inputs: Tensor, sizes: Tensor | None
     ) -> tuple[Tensor, list[Tensor], DecoderStart]:
-        """Return the decoder's hidden states [D, B, Q, C], its D + 1 references, and what it started from."""
+        """Return the decoder's hidden states [D, B, Q, C], its D + 1 references, and what it started from.
+
+        Args:
+            inputs: [B, 3, H, W]. sizes: [B, 2] (height, width) of the images without padding; None without any.
+        """
         pyramid = flatten_pyramid(
             self.extract_feat(inputs), sizes, inputs.shape[-2:], self.positional_encoding, self.level_embed
         )

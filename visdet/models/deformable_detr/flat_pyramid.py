@@ -1,7 +1,9 @@
 """A feature pyramid as one sequence of pixels."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from visdet.errors import InvalidInputError
 
+from ..layers.positional_encoding import SinePositionalEncoding
 from ..transfer import to_device
 
 __all__ = ["FlatPyramid", "flatten_pyramid"]
@@ -50,75 +53,88 @@ class FlatPyramid:
 
 def flatten_pyramid(
     feature_maps: Sequence[Tensor],
-    image_sizes: Sequence[tuple[int, int]],
+    image_sizes: Tensor | None,
     batch_size_px: tuple[int, int],
-    positional_encoding: Callable[[Tensor | None, Tensor], Tensor],
+    positional_encoding: SinePositionalEncoding,
     level_embed: Tensor,
 ) -> FlatPyramid:
     """Return the flattened pyramid of a batch.
 
     Args:
         feature_maps: [B, C, H_l, W_l] of each level.
-        image_sizes: (height, width) of each image without padding.
+        image_sizes: [B, 2] (height, width) of each image without padding; None where no image is padded.
         batch_size_px: (height, width) of the padded images.
-        positional_encoding: (mask [B, H, W] or None, map) -> [B, C, H, W].
-        level_embed: [L, C].
+        positional_encoding: of pixels. level_embed: [L, C].
     """
     if len(feature_maps) != len(level_embed):
         raise InvalidInputError(
             f"num_feature_levels is {len(level_embed)}, but the neck returns {len(feature_maps)} feature maps"
         )
-    device = feature_maps[0].device
-    is_padded = any(tuple(size) != tuple(batch_size_px) for size in image_sizes)
-    sizes = to_device(image_sizes, device) if is_padded else None
-    masks, positions, centers, ratios = [], [], [], []
-    for feature_map, embedding in zip(feature_maps, level_embed, strict=True):
-        height, width = feature_map.shape[-2:]
-        x, y = _pixel_centers(height, width, device)
-        if sizes is None:
-            encoded = positional_encoding(None, feature_map[:1])
-            centers.append(torch.stack((x / width, y / height), dim=-1).unsqueeze(0))
-            ratios.append(centers[-1].new_ones(1, 2))
-        else:
-            rows, columns = _valid_pixels(sizes, batch_size_px, (height, width))
-            mask = ~(rows.unsqueeze(2) & columns.unsqueeze(1))
-            masks.append(mask.flatten(1))
-            encoded = positional_encoding(mask, feature_map)
-            valid_height, valid_width = rows.sum(1, keepdim=True), columns.sum(1, keepdim=True)  # [B, 1]
-            centers.append(torch.stack((x / valid_width, y / valid_height), dim=-1))
-            ratios.append(torch.cat((valid_width / width, valid_height / height), dim=-1))
-        positions.append(encoded.to(feature_map.dtype).flatten(2).transpose(1, 2) + embedding)
-    level_shapes = to_device([tuple(feature_map.shape[-2:]) for feature_map in feature_maps], device)
-    areas = level_shapes.prod(1)
+    level_sizes = tuple(tuple(feature_map.shape[-2:]) for feature_map in feature_maps)
+    pixels = _pixels(level_sizes, tuple(batch_size_px), level_embed.device)
+    if image_sizes is None:
+        valid, padding_mask = pixels.level_shapes.unsqueeze(0), None
+        last = valid[:, pixels.level]  # [1, S, 2]
+        positions = (pixels.rows_columns + 1).unsqueeze(0)
+    else:
+        # What nearest-neighbour downsampling of the images' masks leaves of each level, [B, L, 2] (height, width).
+        valid = (pixels.sources < image_sizes[:, None, :, None]).sum(-1)
+        last = valid[:, pixels.level]  # [B, S, 2]
+        is_valid = pixels.rows_columns < last
+        padding_mask = ~is_valid.all(-1)
+        # Rows are counted over the valid pixels of a column, and columns over those of a row: padding has none.
+        counted = is_valid.flip(-1)
+        positions, last_counted = torch.minimum(pixels.rows_columns + 1, last) * counted, last * counted
+    encoded = positional_encoding.encode(positions, last if image_sizes is None else last_counted)
+    embedding = torch.cat(
+        [
+            row.expand(height * width, -1)
+            for row, (height, width) in zip(level_embed, level_sizes, strict=True)
+        ]
+    )
+    features = torch.cat([feature_map.flatten(2).transpose(1, 2) for feature_map in feature_maps], dim=1)
     return FlatPyramid(
-        features=torch.cat([feature_map.flatten(2).transpose(1, 2) for feature_map in feature_maps], dim=1),
-        positions=torch.cat(positions, dim=1),
-        padding_mask=torch.cat(masks, dim=1) if is_padded else None,
-        level_shapes=level_shapes,
-        level_starts=areas.cumsum(0) - areas,
-        centers=torch.cat(centers, dim=1),
-        valid_ratios=torch.stack(ratios, dim=1),
+        features=features,
+        positions=encoded.to(features.dtype) + embedding,
+        padding_mask=padding_mask,
+        level_shapes=pixels.level_shapes,
+        level_starts=pixels.level_starts,
+        centers=((pixels.rows_columns + 0.5) / last).flip(-1),
+        valid_ratios=(valid / pixels.level_shapes).flip(-1),
     )
 
 
-def _valid_pixels(
-    sizes: Tensor, batch_size_px: tuple[int, int], level_shape: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Return which rows [B, H] and columns [B, W] of a level show the image, by nearest-neighbour downsampling.
+class _Pixels(NamedTuple):
+    """What pyramids of one size share.
 
-    Args:
-        sizes: [B, 2] (height, width) of the images in pixels.
+    Attributes:
+        level_shapes: [L, 2] int64 (height, width). level_starts: [L] int64.
+        level: [S] int64, the level of each pixel. rows_columns: [S, 2] int64, row and column in it.
+        sources: [L, 2, longest side] int64, the row and column of the images that stands for each row and column of a
+            level; beyond any image where the level is shorter.
     """
-    axes = []
-    for axis in (0, 1):
-        pixels = torch.arange(batch_size_px[axis], device=sizes.device)
-        is_valid = (pixels < sizes[:, axis, None]).float()
-        axes.append(F.interpolate(is_valid.unsqueeze(1), size=level_shape[axis]).squeeze(1).bool())
-    return axes[0], axes[1]
+
+    level_shapes: Tensor
+    level_starts: Tensor
+    level: Tensor
+    rows_columns: Tensor
+    sources: Tensor
 
 
-def _pixel_centers(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return x and y of the centres of a map's pixels, each [H * W] float32 in pixels, row by row."""
-    y = torch.arange(height, dtype=torch.float32, device=device) + 0.5
-    x = torch.arange(width, dtype=torch.float32, device=device) + 0.5
-    return x.repeat(height), y.repeat_interleave(width)
+@functools.lru_cache(maxsize=64)
+def _pixels(
+    level_sizes: tuple[tuple[int, int], ...], batch_size_px: tuple[int, int], device: torch.device
+) -> _Pixels:
+    """Return the tables of a pyramid, which are copied to the device once."""
+    with torch.inference_mode(False), torch.no_grad():
+        shapes = torch.tensor(level_sizes)
+        areas = shapes.prod(1)
+        level = torch.arange(len(level_sizes)).repeat_interleave(areas)
+        rows_columns = torch.cat([torch.cartesian_prod(*map(torch.arange, size)) for size in level_sizes])
+        sources = torch.full((len(level_sizes), 2, max(map(max, level_sizes))), torch.iinfo(torch.int64).max)
+        for index, size in enumerate(level_sizes):
+            for axis, length in enumerate(size):
+                image_pixels = torch.arange(batch_size_px[axis], dtype=torch.float32).view(1, 1, -1)
+                sources[index, axis, :length] = F.interpolate(image_pixels, size=length).view(-1).long()
+        tables = (shapes, areas.cumsum(0) - areas, level, rows_columns, sources)
+        return _Pixels(*(to_device(table, device) for table in tables))

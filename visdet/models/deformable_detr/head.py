@@ -1,8 +1,8 @@
 """Classes and boxes from the decoder's hidden states: forward, loss, prediction."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from mmengine.model import BaseModule
@@ -20,7 +20,7 @@ from ..mean_count import mean_count
 from ..transfer import to_device
 from .transformer import refine_boxes
 
-__all__ = ["DeformableDETRHead"]
+__all__ = ["DeformableDETRHead", "SetPrediction"]
 
 _FOCAL = {"type": "FocalLoss", "use_sigmoid": True, "gamma": 2.0, "alpha": 0.25, "loss_weight": 2.0}
 _L1 = {"type": "L1Loss", "loss_weight": 5.0}
@@ -37,6 +37,13 @@ _TRAIN = {
 }
 _TEST = {"max_per_img": 100}
 _PRIOR_PROBABILITY = 0.01  # of a class at the start, so that the many negatives do not swamp the first steps
+
+
+class SetPrediction(NamedTuple):
+    """Logits [D, B, Q, C] and boxes (cx, cy, w, h) [D, B, Q, 4] in 0..1, in float32 or better."""
+
+    logits: Tensor
+    boxes: Tensor
 
 
 @MODELS.register_module()
@@ -121,82 +128,117 @@ class DeformableDETRHead(BaseModule):
             hidden_states: [D, B, Q, embed_dims].
             references: at least D of [B, Q, 2 or 4], the references each layer started from.
         """
+        first = self.reg_branches[0]
+        if all(branch is first for branch in self.reg_branches):
+            return self.decode(0, hidden_states, torch.stack(list(references[: len(hidden_states)])))
         layers = [self.decode(index, hidden, references[index]) for index, hidden in enumerate(hidden_states)]
         logits, boxes = zip(*layers, strict=True)
         return torch.stack(logits), torch.stack(boxes)
 
     def decode(self, layer: int, hidden: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [B, Q, C] and boxes [B, Q, 4] of one decoder layer (hidden [B, Q, embed_dims])."""
+        """Return logits [..., C] and boxes [..., 4] of hidden states [..., embed_dims], by the branches of a layer."""
         deltas = in_full_precision(self.reg_branches[layer], hidden)
         return in_full_precision(self.cls_branches[layer], hidden), refine_boxes(deltas, reference)
 
-    def loss(
+    def set_predictions(
         self,
         hidden_states: Tensor,
         references: Sequence[Tensor],
-        data_samples: Sequence[DetDataSample],
-        image_sizes: Sequence[tuple[int, int]],
         encoder_logits: Tensor | None = None,
         encoder_boxes: Tensor | None = None,
+    ) -> dict[str, SetPrediction]:
+        """Return what is matched and gets losses: decoder layers as "", proposals of the encoder, if any, as "enc_".
+
+        Args:
+            hidden_states, references: as in ``forward``. encoder_logits: [B, S, C]. encoder_boxes: [B, S, 4].
+        """
+        sets = {"": SetPrediction(*map(at_least_float32, self(hidden_states, references)))}
+        if encoder_logits is not None and encoder_boxes is not None:
+            encoder = (at_least_float32(value.unsqueeze(0)) for value in (encoder_logits, encoder_boxes))
+            sets["enc_"] = SetPrediction(*encoder)
+        return sets
+
+    @torch.no_grad()
+    def costs(self, sets: Mapping[str, SetPrediction], targets: PaddedTargets) -> dict[str, Tensor]:
+        """Return the cost [D, B, Q, N] of every pair of a prediction and a target, by the name of the set."""
+        if self.assigner is None:
+            raise InvalidInputError("DeformableDETRHead: train_cfg with an assigner is needed for the loss")
+        result = {}
+        for name, (logits, boxes) in sets.items():
+            boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
+            result[name] = self.assigner.cost(logits, boxes_px, _for_set(name, targets))
+        return result
+
+    def assign(self, costs: Mapping[str, Tensor], targets: PaddedTargets) -> dict[str, Tensor]:
+        """Return, for each set, the target of every prediction ("index") and the numbers that divide its losses.
+
+        The solver runs on the host: here is the one point where training waits for the device.
+
+        Returns:
+            NAMEindex [D, B, Q], see ``HungarianAssigner.solve``; NAMEnum_boxes [2], for the class loss and the others.
+
+        Raises:
+            InvalidInputError: a label of the targets is no class.
+        """
+        device, counts = targets.labels.device, targets.counts
+        costs_on_host = {name: cost.cpu().numpy() for name, cost in costs.items()}
+        if targets.has_unknown_label is not None and bool(
+            targets.has_unknown_label
+        ):  # the device has been waited for
+            raise InvalidInputError(
+                f"loss: gt_instances.labels must lie in 0..{self.num_classes - 1} (num_classes={self.num_classes})"
+            )
+        result = {}
+        for name, cost in costs_on_host.items():
+            result[f"{name}index"] = to_device(self.assigner.solve(cost, counts), device)
+            num_boxes = to_device(
+                [sum(min(count, cost.shape[-2]) for count in counts)], device, torch.float32
+            )
+            mean_boxes = mean_count(num_boxes, device)
+            cls_boxes = mean_boxes if self.sync_cls_avg_factor else num_boxes.clamp(min=1.0)
+            result[f"{name}num_boxes"] = torch.cat((cls_boxes, mean_boxes))
+        return result
+
+    def losses(
+        self, sets: Mapping[str, SetPrediction], targets: PaddedTargets, assignment: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return ``loss_cls``, ``loss_bbox`` and ``loss_iou`` of the last layer, each a scalar.
 
         Those of the other layers are ``d0.loss_cls``, ..., those of the encoder's proposals ``enc_loss_cls``, ...
 
         Args:
-            hidden_states, references: as in ``forward``.
-            data_samples: with ``gt_instances``. image_sizes: (height, width) of each image without padding.
-            encoder_logits: [B, S, C]. encoder_boxes: [B, S, 4]. For them any object is of class 0.
+            sets, targets: as in ``costs``. For the encoder's proposals any object is of class 0.
+            assignment: as ``assign`` returns it.
         """
-        if self.assigner is None:
-            raise InvalidInputError("DeformableDETRHead: train_cfg with an assigner is needed for the loss")
-        targets = PaddedTargets.from_samples(data_samples, image_sizes, hidden_states.device)
-        targets, out_of_range = targets.with_labels_below(self.num_classes)
-        losses = {}
-        logits, boxes = self(hidden_states, references)
-        by_layer = self._set_losses(logits, boxes, targets)
-        if bool(out_of_range):  # asked here, after matching has waited for the device anyway
-            raise InvalidInputError(
-                f"loss: gt_instances.labels must lie in 0..{self.num_classes - 1} (num_classes={self.num_classes})"
-            )
-        for layer in range(len(logits)):
-            prefix = "" if layer == len(logits) - 1 else f"d{layer}."
-            losses.update({f"{prefix}{name}": values[layer] for name, values in by_layer.items()})
-        if encoder_logits is not None and encoder_boxes is not None:
-            objects = targets.without_classes()
-            encoder = self._set_losses(encoder_logits.unsqueeze(0), encoder_boxes.unsqueeze(0), objects)
-            losses.update({f"enc_{name}": values[0] for name, values in encoder.items()})
-        return losses
+        result = {}
+        for name, prediction in sets.items():
+            index, num_boxes = assignment[f"{name}index"], assignment[f"{name}num_boxes"]
+            by_layer = self._set_losses(prediction, _for_set(name, targets), index, num_boxes)
+            last = len(prediction.logits) - 1
+            for layer, losses in enumerate(zip(*by_layer.values(), strict=True)):
+                prefix = name if layer == last else f"{name}d{layer}."
+                result.update({f"{prefix}{kind}": loss for kind, loss in zip(by_layer, losses, strict=True)})
+        return result
 
-    def _set_losses(self, logits: Tensor, boxes: Tensor, targets: PaddedTargets) -> dict[str, Tensor]:
-        """Return the losses [D] of D layers, each against its own matching.
-
-        Args:
-            logits: [D, B, Q, C]. boxes: [D, B, Q, 4] (cx, cy, w, h) in 0..1.
-        """
-        logits, boxes = at_least_float32(logits), at_least_float32(boxes)
-        num_layers, _, num_queries, _ = logits.shape
-        boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
-        matches = self.assigner.match(logits, boxes_px, targets)
-
-        labels = torch.full((num_layers, logits[0, ..., 0].numel()), self.num_classes, device=logits.device)
-        labels.scatter_(1, matches.query_index, targets.labels.flatten()[matches.target_index])
+    def _set_losses(
+        self, prediction: SetPrediction, targets: PaddedTargets, index: Tensor, num_boxes: Tensor
+    ) -> dict[str, Sequence[Tensor]]:
+        """Return the losses of D layers, each against its own matching; all predictions take part, with weights."""
+        logits, boxes = prediction
+        labels, true_px = targets.of_predictions(index, background=self.num_classes)
+        is_matched = (labels < self.num_classes).to(boxes.dtype)
         loss_cls = self.loss_cls(logits.flatten(0, 2), labels.flatten(), reduction_override="none")
-
-        index = matches.query_index.unsqueeze(-1).expand(-1, -1, 4)
-        matched, matched_px = (predicted.flatten(1, 2).gather(1, index) for predicted in (boxes, boxes_px))
-        true_px = targets.boxes_xyxy.flatten(0, 1)[matches.target_index]  # [D, M, 4]
-        true = xyxy_to_cxcywh(targets.boxes_xyxy / targets.image_whwh).flatten(0, 1)[matches.target_index]
-        loss_bbox = self.loss_bbox(matched, true, reduction_override="none")
-        loss_iou = self.loss_iou(matched_px, true_px, reduction_override="none")
-
-        num_boxes = sum(min(count, num_queries) for count in targets.counts)
-        mean_boxes = mean_count(num_boxes, logits.device)
-        cls_boxes = mean_boxes if self.sync_cls_avg_factor else max(num_boxes, 1)
+        true = xyxy_to_cxcywh(true_px / targets.image_whwh)
+        loss_bbox = self.loss_bbox(boxes, true, reduction_override="none")
+        boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
+        loss_iou = self.loss_iou(boxes_px, true_px, reduction_override="none")
+        loss_cls = loss_cls.reshape(len(index), -1).sum(1) / num_boxes[0]
+        loss_bbox = (loss_bbox * is_matched.unsqueeze(-1)).flatten(1).sum(1) / num_boxes[1]
+        loss_iou = (loss_iou * is_matched).flatten(1).sum(1) / num_boxes[1]
         return {
-            "loss_cls": loss_cls.reshape(num_layers, -1).sum(1) / cls_boxes,
-            "loss_bbox": loss_bbox.reshape(num_layers, -1).sum(1) / mean_boxes,
-            "loss_iou": loss_iou.reshape(num_layers, -1).sum(1) / mean_boxes,
+            "loss_cls": loss_cls.unbind(),
+            "loss_bbox": loss_bbox.unbind(),
+            "loss_iou": loss_iou.unbind(),
         }
 
     def predict(
@@ -229,3 +271,8 @@ class DeformableDETRHead(BaseModule):
             InstanceData(bboxes=boxes_xyxy, scores=image_scores, labels=image_pairs % self.num_classes)
             for boxes_xyxy, image_scores, image_pairs in zip(boxes, scores, pairs, strict=True)
         ]
+
+
+def _for_set(name: str, targets: PaddedTargets) -> PaddedTargets:
+    """Return the targets of a set: the encoder's proposals tell objects from background alone."""
+    return targets.without_classes() if name == "enc_" else targets

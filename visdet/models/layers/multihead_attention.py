@@ -1,7 +1,10 @@
 """Multi-head attention with a residual connection."""
 
+import math
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -9,6 +12,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from .dropout import build_dropout
+from .precision import as_autocast_input
 from .root_registration import register_in_root
 
 __all__ = ["MultiheadAttention"]
@@ -89,11 +93,63 @@ class MultiheadAttention(BaseModule):
         identity = query if identity is None else identity
         if key_pos is None and query_pos is not None and query_pos.shape == key.shape:
             key_pos = query_pos
-        if query_pos is not None:
-            query = query + query_pos
-        if key_pos is not None:
-            key = key + key_pos
-        out, _ = self.attn(
-            query, key, value, key_padding_mask=key_padding_mask, attn_mask=attn_mask, need_weights=False
-        )
+        is_self_attention = key is query and key_pos is query_pos
+        query = as_autocast_input(query if query_pos is None else query + query_pos)
+        if is_self_attention:
+            key = query
+        else:
+            key = as_autocast_input(key if key_pos is None else key + key_pos)
+        out = self._attend(query, key, as_autocast_input(value), attn_mask, key_padding_mask)
         return identity + self.dropout_layer(self.proj_drop(out))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+    ) -> Tensor:
+        """Return what ``self.attn`` returns, with one product for a tensor that is query and key, and few casts."""
+        attn = self.attn
+        if not self.batch_first:
+            query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        weight, bias = as_autocast_input(attn.in_proj_weight), attn.in_proj_bias
+        bias = weight.new_zeros(len(weight)) if bias is None else as_autocast_input(bias)
+        channels = self.embed_dims
+        if key is query:
+            inputs, sizes = (query, value), (2 * channels, channels)
+        else:
+            inputs, sizes = (query, key, value), (channels,) * 3
+        parts = zip(inputs, weight.split(sizes), bias.split(sizes), strict=True)
+        projected = [
+            part for tensor, w, b in parts for part in F.linear(tensor, w, b).split(channels, dim=-1)
+        ]
+        heads = [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in projected]
+        out = F.scaled_dot_product_attention(
+            *heads,
+            attn_mask=self._joint_mask(attn_mask, key_padding_mask, heads[0]),
+            dropout_p=attn.dropout if attn.training else 0.0,
+        )
+        out = attn.out_proj(out.transpose(1, 2).flatten(2))
+        return out if self.batch_first else out.transpose(0, 1)
+
+    def _joint_mask(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
+    ) -> Tensor | None:
+        """Return one mask [B or 1, heads or 1, Q or 1, K]: bool, True where a pair attends, or numbers to add."""
+        masks = []
+        if attn_mask is not None:
+            masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, self.num_heads)))
+        if key_padding_mask is not None:
+            masks.append(key_padding_mask[:, None, None])
+        if all(mask.dtype == torch.bool for mask in masks):
+            masks = [~mask for mask in masks]
+            return masks[0] & masks[-1] if masks else None
+        added = [
+            torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, -math.inf)
+            if mask.dtype == torch.bool
+            else mask.to(query.dtype)
+            for mask in masks
+        ]
+        return sum(added)

@@ -68,19 +68,28 @@ class SinePositionalEncoding(BaseModule):
         """
         if mask is not None:
             valid = (~mask.bool()).float()
-            rows, columns = valid.cumsum(dim=1), valid.cumsum(dim=2)
+            positions = torch.stack((valid.cumsum(dim=1), valid.cumsum(dim=2)), dim=-1)
         elif input is not None:
             height, width = input.shape[-2:]
-            rows = torch.arange(1, height + 1, dtype=torch.float32, device=input.device).view(1, height, 1)
-            columns = torch.arange(1, width + 1, dtype=torch.float32, device=input.device).view(1, 1, width)
+            rows = torch.arange(1, height + 1, dtype=torch.float32, device=input.device)
+            columns = torch.arange(1, width + 1, dtype=torch.float32, device=input.device)
+            positions = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).unsqueeze(0)
         else:
             raise ValueError(
                 "SinePositionalEncoding: give mask [B, H, W] or input [B, ..., H, W], got neither"
             )
+        last_rows, last_columns = positions[:, -1:, :, 0], positions[:, :, -1:, 1]
+        last = torch.stack(torch.broadcast_tensors(last_rows, last_columns), dim=-1)
+        encoded = self.encode(positions, last).permute(0, 3, 1, 2)
+        return encoded if mask is not None else encoded.expand(input.shape[0], -1, -1, -1)
+
+    def encode(self, positions: Tensor, last: Tensor) -> Tensor:
+        """Return the embedding [..., 2·num_feats] of pixels, in float32.
+
+        Args:
+            positions: [..., 2], row and column of each pixel, counted from 1.
+            last: [..., 2], the last row of the pixel's column and the last column of its row.
+        """
         if self.normalize:
-            rows = (rows + self.offset) / (rows[:, -1:, :] + self.eps) * self.scale
-            columns = (columns + self.offset) / (columns[:, :, -1:] + self.eps) * self.scale
-        embeddings = [sine_embedding(axis, self.num_feats, self.temperature) for axis in (rows, columns)]
-        if mask is None:  # each axis alone, spread over the map
-            embeddings = [axis.expand(input.shape[0], height, width, -1) for axis in embeddings]
-        return torch.cat(embeddings, dim=-1).permute(0, 3, 1, 2)
+            positions = (positions + self.offset) / (last + self.eps) * self.scale
+        return sine_embedding(positions, self.num_feats, self.temperature).flatten(-2)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-__all__ = ["as_autocast_input", "at_least_float32", "in_full_precision"]
+__all__ = ["as_autocast_input", "at_least_float32", "autocast_dtype", "in_full_precision"]
 
 
 def in_full_precision(module: nn.Module, x: Tensor) -> Tensor:
@@ -17,12 +17,17 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the type to which autocast converts an input of a linear layer or a convolution, if it is on."""
+    kind = tensor.device.type
+    if tensor.dtype == torch.float32 and kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
 def as_autocast_input(tensor: Tensor) -> Tensor:
     """Return the tensor in the type to which autocast converts a linear layer's input; itself without autocast.
 
     Autocast converts a tensor anew, and its gradient back, for each layer that reads it; this is once for all.
     """
-    kind = tensor.device.type
-    if tensor.dtype == torch.float32 and kind != "meta" and torch.is_autocast_enabled(kind):
-        return tensor.to(torch.get_autocast_dtype(kind))
-    return tensor
+    return tensor.to(autocast_dtype(tensor))

@@ -1,6 +1,6 @@
 """Assignment of predictions to ground truth."""
 
-from .hungarian_assigner import AssignResult, HungarianAssigner, Matches
+from .hungarian_assigner import AssignResult, HungarianAssigner
 from .match_costs import BBoxL1Cost, ClassificationCost, FocalLossCost, IoUCost, MatchCost
 from .padded_targets import PaddedTargets
 
@@ -12,6 +12,5 @@ __all__ = [
     "HungarianAssigner",
     "IoUCost",
     "MatchCost",
-    "Matches",
     "PaddedTargets",
 ]

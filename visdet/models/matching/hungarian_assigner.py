@@ -12,12 +12,11 @@ from torch import Tensor
 from visdet.errors import InvalidTypeError
 from visdet.registry import TASK_UTILS
 
-from ..transfer import to_device
 from .assignment import solve_assignment
 from .match_costs import MatchCost, single_image_targets
 from .padded_targets import PaddedTargets
 
-__all__ = ["AssignResult", "HungarianAssigner", "Matches"]
+__all__ = ["AssignResult", "HungarianAssigner"]
 
 
 @dataclass(frozen=True)
@@ -35,19 +34,6 @@ class AssignResult:
     gt_inds: Tensor
     labels: Tensor
     max_overlaps: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Matches:
-    """The matched pairs of a batch, the same number M for each of D decoder layers.
-
-    Attributes:
-        query_index: [D, M] int64 into the flattened [B·Q] predictions.
-        target_index: [D, M] int64 into the flattened [B·N] padded targets.
-    """
-
-    query_index: Tensor
-    target_index: Tensor
 
 
 @TASK_UTILS.register_module()
@@ -83,27 +69,19 @@ class HungarianAssigner:
         costs = [cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs]
         return sum(costs[1:], start=costs[0])
 
-    @torch.no_grad()
-    def match(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Matches:
-        """Return the matches of D decoder layers and B images.
+    def solve(self, costs: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Return the target of each prediction [..., B, Q] int64 in 0..N-1, or N for those without one.
 
         Args:
-            logits: [D, B, Q, C]. boxes_xyxy: [D, B, Q, 4] in pixels. targets: of B images.
+            costs: [..., B, Q, N] on the host, where the solver runs.
+            counts: number of targets of each image; further columns are padding.
         """
-        # The solver runs on the host: this copy is the one point where training waits for the device.
-        cost = self.cost(logits, boxes_xyxy, targets).cpu().numpy()
-        num_queries, num_padded = cost.shape[-2:]
-        query_index, target_index = [], []
-        for cost_of_layer in cost:
-            queries, chosen = [], []
-            for image, count in enumerate(targets.counts):
-                rows, columns = solve_assignment(cost_of_layer[image, :, :count])
-                queries.append(rows + image * num_queries)
-                chosen.append(columns + image * num_padded)
-            query_index.append(np.concatenate(queries))
-            target_index.append(np.concatenate(chosen))
-        pairs = to_device(np.array([query_index, target_index], dtype=np.int64), logits.device)
-        return Matches(query_index=pairs[0], target_index=pairs[1])
+        num_padded = costs.shape[-1]
+        targets = np.full(costs.shape[:-1], num_padded, dtype=np.int64)
+        for position in np.ndindex(costs.shape[:-2]):
+            queries, chosen = solve_assignment(costs[position][:, : counts[position[-1]]])
+            targets[position][queries] = chosen
+        return targets
 
     @torch.no_grad()
     def assign(

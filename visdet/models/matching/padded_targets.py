@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -24,12 +25,14 @@ class PaddedTargets:
         labels: [..., N] int64.
         image_whwh: [..., 1, 4], (width, height, width, height) of each image in pixels.
         counts: number of true boxes of each image.
+        has_unknown_label: whether a label was no class (bool scalar), as far as ``with_labels_below`` asked.
     """
 
     boxes_xyxy: Tensor
     labels: Tensor
     image_whwh: Tensor
     counts: list[int]
+    has_unknown_label: Tensor | None = None
 
     @classmethod
     def from_samples(
@@ -60,10 +63,27 @@ class PaddedTargets:
             counts=[len(image_labels) for image_labels in labels],
         )
 
-    def with_labels_below(self, num_classes: int) -> tuple["PaddedTargets", Tensor]:
-        """Return targets with labels forced into 0..num_classes-1, and whether any was outside (bool scalar tensor)."""
+    def padded_to(self, number: int) -> "PaddedTargets":
+        """Return the same targets with ``number`` boxes an image, or as many as there are."""
+        missing = max(number - self.labels.shape[-1], 0)
+        boxes, labels = F.pad(self.boxes_xyxy, (0, 0, 0, missing)), F.pad(self.labels, (0, missing))
+        return replace(self, boxes_xyxy=boxes, labels=labels)
+
+    def with_labels_below(self, num_classes: int) -> "PaddedTargets":
+        """Return targets with labels forced into 0..num_classes-1, that know whether any was outside."""
         clamped = self.labels.clamp(0, num_classes - 1)
-        return replace(self, labels=clamped), (clamped != self.labels).any()
+        return replace(self, labels=clamped, has_unknown_label=(clamped != self.labels).any())
+
+    def of_predictions(self, index: Tensor, background: int) -> tuple[Tensor, Tensor]:
+        """Return class [..., B, Q] and box [..., B, Q, 4] (pixels) of the target of each prediction.
+
+        Args:
+            index: [..., B, Q], as ``HungarianAssigner.solve`` returns it: N for none, which has an empty box.
+            background: class of predictions without a target.
+        """
+        labels = F.pad(self.labels, (0, 1), value=background).expand(*index.shape[:-1], -1)
+        boxes = F.pad(self.boxes_xyxy, (0, 0, 0, 1)).expand(*index.shape[:-1], -1, -1)
+        return labels.gather(-1, index), boxes.gather(-2, index.unsqueeze(-1).expand(*index.shape, 4))
 
     def without_classes(self) -> "PaddedTargets":
         """Return the same boxes, all of class 0: objects of any kind."""

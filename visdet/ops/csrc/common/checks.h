@@ -147,6 +147,16 @@ inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
+// The numbers of a tensor. V need not be the type by which torch knows them.
+template <typename V>
+const V* data_of(const Tensor& tensor) {
+  return static_cast<const V*>(tensor.const_data_ptr());
+}
+template <typename V>
+V* mutable_data_of(const Tensor& tensor) {
+  return static_cast<V*>(tensor.mutable_data_ptr());
+}
+
 // Whether [B, C, H, W] lies in memory as contiguous [B, H, W, C].
 inline bool is_channels_last(const Tensor& images) {
   int64_t expected = 1;

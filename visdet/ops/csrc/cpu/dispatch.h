@@ -21,15 +21,6 @@ void dispatch_value_type(ScalarType type, const F& f) {
   dispatch_types_of<Float16, BFloat16>(type, f);
 }
 
-template <typename V>
-const V* data_of(const Tensor& tensor) {
-  return static_cast<const V*>(tensor.const_data_ptr());
-}
-template <typename V>
-V* mutable_data_of(const Tensor& tensor) {
-  return static_cast<V*>(tensor.mutable_data_ptr());
-}
-
 // Scratch owns uninitialised numbers that begin on a cache line, for one thread.
 template <typename A>
 class Scratch {

@@ -108,14 +108,8 @@ struct Inputs {
 
   template <typename A>
   KeyPointsArrays<A> arrays() const {
-    return {problem.B * problem.Q,
-            problem.D,
-            problem.F,
-            problem.M,
-            static_cast<const A*>(anchors.const_data_ptr()),
-            static_cast<const A*>(fixed.const_data_ptr()),
-            static_cast<const A*>(logits.const_data_ptr()),
-            static_cast<A>(max_log_size)};
+    return {problem.B * problem.Q, problem.D,         problem.F,          problem.M,
+            data_of<A>(anchors),   data_of<A>(fixed), data_of<A>(logits), static_cast<A>(max_log_size)};
   }
 };
 
@@ -128,7 +122,7 @@ Tensor forward(const Tensor& anchors, const Tensor& fixed, const Tensor& logits,
   dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     launch({kOp, "forward_kernel", scope, ceil_div(output.numel() / 3, kThreads), kThreads}, forward_kernel<A>,
-           inputs.arrays<A>(), static_cast<A*>(output.mutable_data_ptr()));
+           inputs.arrays<A>(), mutable_data_of<A>(output));
   });
   return output;
 }
@@ -146,8 +140,8 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
     using A = decltype(tag);
     launch(
         {"box_key_points_backward", "backward_kernel", scope, ceil_div(problem.B * problem.Q, kThreads / 32), kThreads},
-        backward_kernel<A>, inputs.arrays<A>(), static_cast<const A*>(grad_output.const_data_ptr()),
-        static_cast<A*>(grad_anchors.mutable_data_ptr()), static_cast<A*>(grad_logits.mutable_data_ptr()));
+        backward_kernel<A>, inputs.arrays<A>(), data_of<A>(grad_output), mutable_data_of<A>(grad_anchors),
+        mutable_data_of<A>(grad_logits));
   });
   return {grad_anchors, grad_logits};
 }

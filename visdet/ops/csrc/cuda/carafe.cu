@@ -173,8 +173,7 @@ Tensor forward(const Tensor& features_in, const Tensor& masks_in, int64_t K, int
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     launch({op, "upsample_kernel", scope, blocks_of(problem, sizes), kThreads}, upsample_kernel<T, A>,
-           static_cast<const T*>(features.const_data_ptr()), static_cast<const T*>(masks.const_data_ptr()),
-           static_cast<T*>(output.mutable_data_ptr()), sizes);
+           data_of<T>(features), data_of<T>(masks), mutable_data_of<T>(output), sizes);
   });
   return output;
 }
@@ -194,12 +193,11 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
   dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    const T* grad = static_cast<const T*>(grad_output.const_data_ptr());
+    const T* grad = data_of<T>(grad_output);
     launch({op, "grad_features_kernel", scope, blocks_of(problem, by_channels), kThreads}, grad_features_kernel<T, A>,
-           grad, static_cast<const T*>(masks.const_data_ptr()), static_cast<T*>(grad_features.mutable_data_ptr()),
-           by_channels);
+           grad, data_of<T>(masks), mutable_data_of<T>(grad_features), by_channels);
     launch({op, "grad_masks_kernel", scope, blocks_of(problem, by_taps), kThreads}, grad_masks_kernel<T, A>, grad,
-           static_cast<const T*>(features.const_data_ptr()), static_cast<T*>(grad_masks.mutable_data_ptr()), by_taps);
+           data_of<T>(features), mutable_data_of<T>(grad_masks), by_taps);
   });
   return {grad_features, grad_masks};
 }

@@ -152,7 +152,7 @@ Tensor forward(std::vector<Tensor> matrices, ScalarType type) {
     dispatch_value_type(from, [&](auto value_tag, auto accumulate_tag) {
       using T = decltype(value_tag);
       using A = decltype(accumulate_tag);
-      auto* of_blocks = static_cast<A*>(sums.mutable_data_ptr());
+      auto* of_blocks = mutable_data_of<A>(sums);
       constexpr int kVec = sizeof(T) == 8 ? 1 : kVectorValues<T>;
       launch({"column_sums", "block_sums_kernel", scope, blocks, kThreads},
              are_packs ? block_sums_kernel<T, A, kVec> : block_sums_kernel<T, A, 1>, some, of_blocks);
@@ -162,9 +162,9 @@ Tensor forward(std::vector<Tensor> matrices, ScalarType type) {
                         {ceil_div(most_columns, kColumns), static_cast<int64_t>(count)},
                         kThreads};
       if (type == from) {
-        launch(last, total_kernel<A, T>, some, of_blocks, static_cast<T*>(totals.mutable_data_ptr()));
+        launch(last, total_kernel<A, T>, some, of_blocks, mutable_data_of<T>(totals));
       } else {
-        launch(last, total_kernel<A, A>, some, of_blocks, static_cast<A*>(totals.mutable_data_ptr()));
+        launch(last, total_kernel<A, A>, some, of_blocks, mutable_data_of<A>(totals));
       }
     });
   }

@@ -83,10 +83,9 @@ Tensor run_focal(const char* op, const FocalProblem& problem, const Tensor* grad
                                     static_cast<A>(alpha), one_number};
     const int64_t blocks = bounded_blocks(scope, settings.packs, kThreads, 32);
     launch({op, "focal_kernel", scope, blocks, kThreads},
-           packed ? focal_kernel<T, A, kPack, GRAD> : focal_kernel<T, A, 1, GRAD>,
-           static_cast<const T*>(input.const_data_ptr()), target.const_data_ptr<int64_t>(),
-           weight.numel() ? weight.const_data_ptr<A>() : nullptr, static_cast<const T*>(grad_output.const_data_ptr()),
-           static_cast<T*>(output.mutable_data_ptr()), settings);
+           packed ? focal_kernel<T, A, kPack, GRAD> : focal_kernel<T, A, 1, GRAD>, data_of<T>(input),
+           target.const_data_ptr<int64_t>(), weight.numel() ? weight.const_data_ptr<A>() : nullptr,
+           data_of<T>(grad_output), mutable_data_of<T>(output), settings);
   });
   return output;
 }

@@ -44,7 +44,7 @@ class Convolution {
         sizes_(sizes_of(problem)),
         weight_(new_matrices(p_.M / p_.groups, row())) {
     const Tensor from = dense(weight);
-    transpose(data<T>(from), mutable_data<T>(weight_), sizes_.per_group, sizes_.taps, p_.M);
+    transpose(data_of<T>(from), mutable_data_of<T>(weight_), sizes_.per_group, sizes_.taps, p_.M);
   }
 
   // Equal parts of the batch, with at most kBytes of columns, whose tiles a launch can have.
@@ -61,7 +61,7 @@ class Convolution {
     if (is_channels_last_) return narrow(input_, 0, first, count);
     Tensor out = new_empty(input_, {count, p_.H, p_.W, p_.C});
     const int64_t map = p_.H * p_.W;
-    transpose(data<T>(input_) + first * p_.C * map, mutable_data<T>(out), p_.C, map, count);
+    transpose(data_of<T>(input_) + first * p_.C * map, mutable_data_of<T>(out), p_.C, map, count);
     return out;
   }
 
@@ -70,8 +70,8 @@ class Convolution {
     Tensor out = new_matrices(count * p_.positions(), row());
     const Sizes sizes = sizes_for(count, by_packs ? kPack<T> : 1, sizes_.slice);
     launch({op_, "columns_kernel", scope_, tiles_of(count), kThreads},
-           by_packs ? columns_kernel<T, A, kPack<T>> : columns_kernel<T, A, 1>, data<T>(images), offsets(first),
-           masks(first), mutable_data<T>(out), sizes);
+           by_packs ? columns_kernel<T, A, kPack<T>> : columns_kernel<T, A, 1>, data_of<T>(images), offsets(first),
+           masks(first), mutable_data_of<T>(out), sizes);
     return out;
   }
 
@@ -79,15 +79,15 @@ class Convolution {
   void multiply(const Tensor& columns, Tensor& output, int64_t first, int64_t count) const {
     Tensor product = new_matrices(count * p_.positions(), p_.M / p_.groups);
     multiply(columns, torch::stable::transpose(weight_, -2, -1), product);
-    transpose(data<T>(product), mutable_data<T>(output) + first * p_.M * p_.positions(), p_.positions(), p_.M / p_.groups,
-              p_.groups, count);
+    transpose(data_of<T>(product), mutable_data_of<T>(output) + first * p_.M * p_.positions(), p_.positions(),
+              p_.M / p_.groups, p_.groups, count);
   }
 
   // The gradient of that product, [groups, count * H' * W', M / groups].
   Tensor grad_products(const Tensor& grad_output, int64_t first, int64_t count) const {
     Tensor out = new_matrices(count * p_.positions(), p_.M / p_.groups);
-    transpose(data<T>(grad_output) + first * p_.M * p_.positions(), mutable_data<T>(out), p_.M / p_.groups, p_.positions(),
-              count, p_.groups);
+    transpose(data_of<T>(grad_output) + first * p_.M * p_.positions(), mutable_data_of<T>(out), p_.M / p_.groups,
+              p_.positions(), count, p_.groups);
     return out;
   }
 
@@ -101,20 +101,20 @@ class Convolution {
   void gradients(const Tensor& images, Tensor& grad_columns, int64_t first, int64_t count, Tensor* grad_images,
                  Tensor* grad_offset, Tensor* grad_mask, bool writes_columns, bool by_packs) const {
     Gradients<T, A> grads{};
-    if (grad_images) grads.images = mutable_data<A>(*grad_images);
-    if (grad_offset) grads.offsets = mutable_data<T>(*grad_offset) + first * of_offsets();
-    if (grad_mask) grads.masks = mutable_data<T>(*grad_mask) + first * of_offsets() / 2;
+    if (grad_images) grads.images = mutable_data_of<A>(*grad_images);
+    if (grad_offset) grads.offsets = mutable_data_of<T>(*grad_offset) + first * of_offsets();
+    if (grad_mask) grads.masks = mutable_data_of<T>(*grad_mask) + first * of_offsets() / 2;
     grads.columns = writes_columns;
     const Sizes sizes = sizes_for(count, by_packs ? kSums<A> : 1, sizes_.per_offset);
     launch({op_, "gradients_kernel", scope_, tiles_of(count), kThreads},
-           by_packs ? gradients_kernel<T, A, kSums<A>> : gradients_kernel<T, A, 1>, data<T>(images), offsets(first),
-           masks(first), mutable_data<T>(grad_columns), grads, sizes);
+           by_packs ? gradients_kernel<T, A, kSums<A>> : gradients_kernel<T, A, 1>, data_of<T>(images), offsets(first),
+           masks(first), mutable_data_of<T>(grad_columns), grads, sizes);
   }
 
   // Writes [count, H, W, C] to images `first` .. `first` + `count` of the gradient [B, C, H, W].
   void grad_input(const Tensor& grad_images, Tensor& grad_input, int64_t first, int64_t count) const {
     const int64_t map = p_.H * p_.W;
-    transpose(data<A>(grad_images), mutable_data<T>(grad_input) + first * p_.C * map, map, p_.C, count);
+    transpose(data_of<A>(grad_images), mutable_data_of<T>(grad_input) + first * p_.C * map, map, p_.C, count);
   }
 
   // Adds the gradient of the weight, [groups, M / groups, KH * KW * C / groups] in A, to `sums`, which it makes at
@@ -126,24 +126,15 @@ class Convolution {
       return;
     }
     const int64_t numbers = product.numel();
-    launch({op_, "add_kernel", scope_, ceil_div(numbers, kThreads), kThreads}, add_kernel<A>, mutable_data<A>(*sums),
-           data<A>(product), numbers);
+    launch({op_, "add_kernel", scope_, ceil_div(numbers, kThreads), kThreads}, add_kernel<A>, mutable_data_of<A>(*sums),
+           data_of<A>(product), numbers);
   }
 
   void grad_weight(const Tensor& sums, Tensor& grad_weight) const {
-    transpose(data<A>(sums), mutable_data<T>(grad_weight), sizes_.taps, sizes_.per_group, p_.M);
+    transpose(data_of<A>(sums), mutable_data_of<T>(grad_weight), sizes_.taps, sizes_.per_group, p_.M);
   }
 
  private:
-  template <typename V>
-  static const V* data(const Tensor& tensor) {
-    return static_cast<const V*>(tensor.const_data_ptr());
-  }
-  template <typename V>
-  static V* mutable_data(const Tensor& tensor) {
-    return static_cast<V*>(tensor.mutable_data_ptr());
-  }
-
   static Sizes sizes_of(const DeformConvProblem& p) {
     Sizes z{};
     z.C = static_cast<int>(p.C), z.H = static_cast<int>(p.H), z.W = static_cast<int>(p.W);
@@ -162,8 +153,8 @@ class Convolution {
 
   int64_t row() const { return static_cast<int64_t>(sizes_.taps) * sizes_.per_group; }
   int64_t of_offsets() const { return p_.G * p_.taps() * 2 * p_.positions(); }
-  const T* offsets(int64_t first) const { return data<T>(offset_) + first * of_offsets(); }
-  const T* masks(int64_t first) const { return mask_ ? data<T>(*mask_) + first * of_offsets() / 2 : nullptr; }
+  const T* offsets(int64_t first) const { return data_of<T>(offset_) + first * of_offsets(); }
+  const T* masks(int64_t first) const { return mask_ ? data_of<T>(*mask_) + first * of_offsets() / 2 : nullptr; }
 
   int64_t tiles_of(int64_t count) const { return count * p_.G * sizes_.tiles; }
 

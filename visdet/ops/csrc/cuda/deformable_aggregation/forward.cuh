@@ -150,12 +150,11 @@ void launch_forward(const ForwardCall& call) {
       sizes.splits = splits_of(problem, blocks, kForwardBlocks<A> * scope.device().multiprocessors);
       Tensor partial = call.output;
       if (sizes.splits > 1) partial = new_empty(locations, {sizes.splits, problem.B, problem.Q, problem.C});
-      A* sums = sizes.splits > 1 ? static_cast<A*>(partial.mutable_data_ptr()) : nullptr;
-      T* output = static_cast<T*>(call.output.mutable_data_ptr());
+      A* sums = sizes.splits > 1 ? mutable_data_of<A>(partial) : nullptr;
+      T* output = mutable_data_of<T>(call.output);
       launch({kOp, "forward_kernel", scope, blocks * sizes.splits, kThreads}, forward_kernel<T, TW, A, kVec>,
-             static_cast<const T*>(features.const_data_ptr()), maps.maps,
-             static_cast<const Pack<A, 2>*>(locations.const_data_ptr()),
-             static_cast<const TW*>(weights.const_data_ptr()), output, sums, sizes);
+             data_of<T>(features), maps.maps, data_of<Pack<A, 2>>(locations), data_of<TW>(weights), output, sums,
+             sizes);
       if (sizes.splits == 1) return;
       launch({kOp, "sum_splits_kernel", scope, std::min<int64_t>(ceil_div(count, kSumThreads), 1 << 20), kSumThreads},
              sum_splits_kernel<T, A>, sums, output, count, sizes.splits);

@@ -278,13 +278,10 @@ Prepared prepare(const DeviceScope& scope, const Tensor& features, const FusedAg
     using TL = decltype(logit_tag);
     using A = decltype(accumulate_tag);
     launch({kFusedOp, "prepare_kernel", scope, it.blocks, it.threads, it.threads * static_cast<int64_t>(sizeof(A))},
-           prepare_kernel<TL, A>, static_cast<const A*>(it.key_points.const_data_ptr()),
-           static_cast<const A*>(it.projection.const_data_ptr()), static_cast<const A*>(it.image_wh.const_data_ptr()),
-           static_cast<const TL*>(it.logits.const_data_ptr()),
-           static_cast<const TL*>(it.camera_logits.const_data_ptr()),
-           static_cast<const bool*>(it.keep.const_data_ptr()), static_cast<A>(it.keep_scale),
-           static_cast<Pack<A, 2>*>(it.locations.mutable_data_ptr()), static_cast<A*>(it.weights.mutable_data_ptr()),
-           static_cast<A*>(it.stats.mutable_data_ptr()), it.sizes);
+           prepare_kernel<TL, A>, data_of<A>(it.key_points), data_of<A>(it.projection), data_of<A>(it.image_wh),
+           data_of<TL>(it.logits), data_of<TL>(it.camera_logits), data_of<bool>(it.keep), static_cast<A>(it.keep_scale),
+           mutable_data_of<Pack<A, 2>>(it.locations), mutable_data_of<A>(it.weights), mutable_data_of<A>(it.stats),
+           it.sizes);
   });
   return it;
 }
@@ -309,20 +306,17 @@ void launch_finish(const DeviceScope& scope, const Prepared& it, const Tensor& f
   dispatch_logits(features, it.logits, [&](auto logit_tag, auto accumulate_tag) {
     using TL = decltype(logit_tag);
     using A = decltype(accumulate_tag);
-    auto* of_pairs = static_cast<A*>(grad_pairs.mutable_data_ptr());
+    auto* of_pairs = mutable_data_of<A>(grad_pairs);
     launch(
         {kFusedBackwardOp, "finish_kernel", scope, it.blocks, it.threads, it.threads * static_cast<int64_t>(sizeof(A))},
-        finish_kernel<TL, A>, static_cast<const A*>(it.key_points.const_data_ptr()),
-        static_cast<const A*>(it.projection.const_data_ptr()), static_cast<const A*>(it.image_wh.const_data_ptr()),
-        static_cast<const TL*>(it.logits.const_data_ptr()), static_cast<const TL*>(it.camera_logits.const_data_ptr()),
-        static_cast<A>(it.keep_scale), static_cast<const Pack<A, 2>*>(it.locations.const_data_ptr()),
-        static_cast<const A*>(it.weights.const_data_ptr()), static_cast<const A*>(it.stats.const_data_ptr()),
-        static_cast<const Pack<A, 2>*>(grad_locations.const_data_ptr()),
-        static_cast<const A*>(grad_weights.const_data_ptr()), static_cast<A*>(grad_key_points.mutable_data_ptr()),
-        static_cast<TL*>(grad_logits.mutable_data_ptr()), of_pairs, it.sizes);
+        finish_kernel<TL, A>, data_of<A>(it.key_points), data_of<A>(it.projection), data_of<A>(it.image_wh),
+        data_of<TL>(it.logits), data_of<TL>(it.camera_logits), static_cast<A>(it.keep_scale),
+        data_of<Pack<A, 2>>(it.locations), data_of<A>(it.weights), data_of<A>(it.stats),
+        data_of<Pack<A, 2>>(grad_locations), data_of<A>(grad_weights), mutable_data_of<A>(grad_key_points),
+        mutable_data_of<TL>(grad_logits), of_pairs, it.sizes);
     if (!problem.has_camera) return;
     launch({kFusedBackwardOp, "sum_queries_kernel", scope, problem.B * ceil_div(N, 32), 32 * kSumWarps},
-           sum_queries_kernel<TL, A>, of_pairs, static_cast<TL*>(grad_camera_logits.mutable_data_ptr()), problem.Q, N);
+           sum_queries_kernel<TL, A>, of_pairs, mutable_data_of<TL>(grad_camera_logits), problem.Q, N);
   });
 }
 

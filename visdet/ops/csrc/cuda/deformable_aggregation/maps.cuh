@@ -111,7 +111,7 @@ CallMaps maps_of_call(const char* op, const DeviceScope& scope, const Deformable
   }
   call.cell_entries = 2 * problem.S + 3 * count;  // H * W + H + W + 1 <= 2 * H * W + 2
   call.scratch = new_empty(features, {call.table_bytes}, ScalarType::Byte);
-  auto* maps = static_cast<Map*>(call.scratch.mutable_data_ptr());
+  auto* maps = mutable_data_of<Map>(call.scratch);
   launch({op, "maps_kernel", scope, 1, kMapsThreads}, maps_kernel, shape_data, start_data, maps,
          static_cast<int>(count), problem.S, call.cell_entries);
   call.maps.device = maps;

@@ -182,13 +182,10 @@ template <typename T, typename TW, typename A, bool PACKS>
 void launch_pairs(const BackwardCall& call, const Sizes& sizes, const Tensor& counts, const Tensor& ranks) {
   const int64_t blocks = sizes.B * sizes.Q * sizes.splits;
   launch({kBackwardOp, "pair_kernel", call.scope, blocks, kThreads, call.maps.table_bytes, kPairShared<A>},
-         pair_kernel<T, TW, A, PACKS>, static_cast<const T*>(call.grad_output.const_data_ptr()),
-         static_cast<const T*>(call.features.const_data_ptr()), call.maps.maps,
-         static_cast<const Pack<A, 2>*>(call.locations.const_data_ptr()),
-         static_cast<const TW*>(call.weights.const_data_ptr()), static_cast<int32_t*>(counts.mutable_data_ptr()),
-         static_cast<int32_t*>(ranks.mutable_data_ptr()),
-         static_cast<Pack<A, 2>*>(call.grad_locations.mutable_data_ptr()),
-         static_cast<TW*>(call.grad_weights.mutable_data_ptr()), sizes);
+         pair_kernel<T, TW, A, PACKS>, data_of<T>(call.grad_output), data_of<T>(call.features), call.maps.maps,
+         data_of<Pack<A, 2>>(call.locations), data_of<TW>(call.weights), mutable_data_of<int32_t>(counts),
+         mutable_data_of<int32_t>(ranks), mutable_data_of<Pack<A, 2>>(call.grad_locations),
+         mutable_data_of<TW>(call.grad_weights), sizes);
 }
 
 }  // namespace

@@ -103,19 +103,19 @@ Tensor write_records(const BackwardCall& call, const Sizes& sizes, const Tensor&
   const int64_t map_count = problem.V * problem.L, pairs = problem.B * problem.Q * problem.P * problem.V;
   const std::initializer_list<int64_t> bytes{pairs * problem.L * static_cast<int64_t>(sizeof(Record<A>))};
   const Tensor records = new_empty(features, bytes, ScalarType::Byte);
-  auto* starts = static_cast<int32_t*>(counts.mutable_data_ptr());
-  auto* unordered = static_cast<Record<A>*>(records.mutable_data_ptr());
+  auto* starts = mutable_data_of<int32_t>(counts);
+  auto* unordered = mutable_data_of<Record<A>>(records);
   launch({kBackwardOp, "scan_kernel", scope, problem.B * map_count, kScanThreads}, scan_kernel, maps.maps, starts,
          static_cast<int>(map_count), maps.cell_entries);
   launch({kBackwardOp, "record_kernel", scope, ceil_div(pairs, kRecordThreads), kRecordThreads, maps.table_bytes},
-         record_kernel<A>, maps.maps, static_cast<const Pack<A, 2>*>(locations.const_data_ptr()), starts,
-         static_cast<const int32_t*>(ranks.const_data_ptr()), unordered, sizes);
+         record_kernel<A>, maps.maps, data_of<Pack<A, 2>>(locations), starts, data_of<int32_t>(ranks), unordered,
+         sizes);
   if (!call.deterministic) return records;
   const Tensor ordered = new_empty(features, bytes, ScalarType::Byte);
   const int64_t blocks =
       std::min(ceil_div(problem.B * maps.cell_entries, kOrderThreads / 32 * 4), 64 * scope.device().multiprocessors);
   launch({kBackwardOp, "order_kernel", scope, blocks, kOrderThreads, maps.table_bytes, kOrderShared}, order_kernel<A>,
-         maps.maps, starts, unordered, static_cast<Record<A>*>(ordered.mutable_data_ptr()), sizes);
+         maps.maps, starts, unordered, mutable_data_of<Record<A>>(ordered), sizes);
   return ordered;
 }
 

@@ -306,10 +306,8 @@ void launch_texels(const BackwardCall& call, const Sizes& sizes, const Tensor& s
   const int64_t blocks = sizes.B * ceil_div(sizes.S, kBlockRows);
   launch({kBackwardOp, "texel_kernel", call.scope, blocks, kTexelThreads, call.maps.table_bytes,
           kTexelShared<T, A, PACKS>},
-         texel_kernel<T, TW, A, PACKS>, static_cast<const T*>(call.grad_output.const_data_ptr()),
-         static_cast<const TW*>(call.weights.const_data_ptr()), call.maps.maps,
-         static_cast<const int32_t*>(starts.const_data_ptr()), static_cast<const Record<A>*>(records.const_data_ptr()),
-         static_cast<T*>(call.grad_features.mutable_data_ptr()), sizes);
+         texel_kernel<T, TW, A, PACKS>, data_of<T>(call.grad_output), data_of<TW>(call.weights), call.maps.maps,
+         data_of<int32_t>(starts), data_of<Record<A>>(records), mutable_data_of<T>(call.grad_features), sizes);
 }
 
 }  // namespace

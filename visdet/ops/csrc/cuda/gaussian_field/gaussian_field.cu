@@ -24,7 +24,7 @@ Tensor make_boxes(const FieldCall& call, Inputs<float>& in) {
   const int64_t gaussian_groups = ceil_div(in.N, kThreads), point_groups = ceil_div(in.B, kThreads);
   const int64_t bytes = static_cast<int64_t>(sizeof(Box)) * (in.N + gaussian_groups + point_groups);
   Tensor scratch = new_empty(call.points, {bytes}, ScalarType::Byte);
-  auto* boxes = static_cast<Box*>(scratch.mutable_data_ptr());
+  auto* boxes = mutable_data_of<Box>(scratch);
   auto *of_gaussians = boxes + in.N, *of_points = of_gaussians + gaussian_groups;
   launch({call.op, "box_kernel", call.scope, gaussian_groups, kThreads}, box_kernel<true>, in, boxes, of_gaussians);
   launch({call.op, "box_kernel", call.scope, point_groups, kThreads}, box_kernel<false>, in, nullptr, of_points);

@@ -62,8 +62,7 @@ struct GivenBackward {
   }
   template <typename A>
   SampleGrads<A> grads() const {
-    return {static_cast<A*>(grad_locations.mutable_data_ptr()), static_cast<A*>(grad_weights.mutable_data_ptr()),
-            nullptr, nullptr, 0};
+    return {mutable_data_of<A>(grad_locations), mutable_data_of<A>(grad_weights), nullptr, nullptr, 0};
   }
   template <typename A>
   SampleGrads<A> final_grads() const {

@@ -99,9 +99,8 @@ void direct_launch(const BackwardCall<Form>& call) {
       const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
       launch({kOp, "direct_kernel", call.scope, ceil_div(samples << lane_bits, kDirectThreads), kDirectThreads,
               static_cast<int64_t>(sizeof(LevelPlan)) * problem.L},
-             direct_kernel<T, Source>, static_cast<const T*>(call.grad_output.const_data_ptr()),
-             static_cast<const T*>(call.value.const_data_ptr()), plan, source,
-             static_cast<float*>(sums.mutable_data_ptr()), call.form.template grads<float>(), problem, lane_bits);
+             direct_kernel<T, Source>, data_of<T>(call.grad_output), data_of<T>(call.value), plan, source,
+             mutable_data_of<float>(sums), call.form.template grads<float>(), problem, lane_bits);
     }
   });
   if (!is_float) copy_(call.grad_value, sums);

@@ -122,7 +122,7 @@ class Plans {
   }
 
  private:
-  LevelPlan* data() { return static_cast<LevelPlan*>(plan_->mutable_data_ptr()); }
+  LevelPlan* data() { return mutable_data_of<LevelPlan>(*plan_); }
 
   const MsDeformAttnProblem& problem_;
   const DeviceScope& scope_;

@@ -310,9 +310,8 @@ void encoder_launch(const ForwardCall<Form>& call) {
     using Source = std::decay_t<decltype(source)>;
     const auto start = [&](auto kernel) {
       launch({"ms_deform_attn", "encoder_kernel", call.scope, plan.blocks, kEncoderThreads, plan.shared}, kernel,
-             static_cast<const T*>(call.value.const_data_ptr()), call.levels, source,
-             static_cast<T*>(call.output.mutable_data_ptr()), plan.sizes, static_cast<uint32_t>(plan.queries_of_block),
-             known);
+             data_of<T>(call.value), call.levels, source, mutable_data_of<T>(call.output), plan.sizes,
+             static_cast<uint32_t>(plan.queries_of_block), known);
     };
     if constexpr (kVec * kLanes == kUsualChannels) {
       if (plan.is_known && problem.K == 16) return start(encoder_kernel<T, Source, kVec, kLanes, 16>);

@@ -143,9 +143,8 @@ void launch_rows(const ForwardCall<Form>& call, T, A, std::integral_constant<int
           head_grid(ceil_div(call.problem.Q, groups >> sizes.head_bits), int64_t{sizes.heads} * sizes.slices), threads,
           group_offset<A>(kGroup, kGroup > 4, static_cast<int>(groups)) +
               static_cast<int64_t>(sizeof(Level)) * call.problem.L},
-         rows_kernel<T, A, std::decay_t<decltype(source)>, VEC, LANES, SPLIT>,
-         static_cast<const T*>(call.value.const_data_ptr()), call.levels, source,
-         static_cast<T*>(call.output.mutable_data_ptr()), sizes);
+         rows_kernel<T, A, std::decay_t<decltype(source)>, VEC, LANES, SPLIT>, data_of<T>(call.value), call.levels,
+         source, mutable_data_of<T>(call.output), sizes);
 }
 
 constexpr int64_t kRowsThreads = 256;  // of a block of the path `rows`

@@ -102,11 +102,11 @@ inline Levels levels_of(const MsDeformAttnProblem& problem, const Tensor& shapes
   // The tables of a plan on meta tensors have no address, and a null pointer would mean that the levels are given by
   // value. A plan never reads them, so any other address will do.
   static const int64_t no_table = 0;
-  const auto data_of = [](const Tensor& table) {
+  const auto table_data = [](const Tensor& table) {
     const int64_t* data = table.const_data_ptr<int64_t>();
     return data == nullptr ? &no_table : data;
   };
-  const int64_t *shape_data = data_of(shapes), *start_data = data_of(starts);
+  const int64_t *shape_data = table_data(shapes), *start_data = table_data(starts);
   if (host_shapes) {
     check_levels(problem, shape_data, host_starts ? start_data : nullptr);
     for (int64_t l = 0; l < problem.L; ++l) {

@@ -311,7 +311,7 @@ struct GivenForm {
 
   template <typename T, typename A>
   GivenSamples<A> source() const {
-    return {static_cast<const A*>(locations.const_data_ptr()), static_cast<const A*>(weights.const_data_ptr())};
+    return {data_of<A>(locations), data_of<A>(weights)};
   }
 };
 struct FusedForm {
@@ -320,12 +320,7 @@ struct FusedForm {
   template <typename T, typename A>
   FusedSamples<T, A> source() const {
     const bool full_precision = offsets.scalar_type() == reference.scalar_type(), boxes = reference.size(3) == 4;
-    return {static_cast<const A*>(reference.const_data_ptr()),
-            static_cast<const char*>(offsets.const_data_ptr()),
-            static_cast<const char*>(logits.const_data_ptr()),
-            nullptr,
-            full_precision,
-            boxes};
+    return {data_of<A>(reference), data_of<char>(offsets), data_of<char>(logits), nullptr, full_precision, boxes};
   }
 };
 

@@ -192,7 +192,7 @@ class FusedBackward {
   SampleGrads<A> final_grads() {
     if (needs_reference_) return grads<A>();  // a reference point's gradient is summed from those of locations
     has_offsets_ = true;
-    return {nullptr, new_sample_grads<A>(), nullptr, static_cast<char*>(grad_offsets.mutable_data_ptr()),
+    return {nullptr, new_sample_grads<A>(), nullptr, mutable_data_of<char>(grad_offsets),
             joined_ ? problem_.G * problem_.K : 0};
   }
 
@@ -214,7 +214,7 @@ class FusedBackward {
   template <typename A>
   const SoftmaxRow<A>* softmax() {
     softmax_ = new_empty(form_.reference, {rows_, 2});
-    auto* of_rows = static_cast<SoftmaxRow<A>*>(softmax_->mutable_data_ptr());
+    auto* of_rows = mutable_data_of<SoftmaxRow<A>>(*softmax_);
     dispatch_predictions<A>([&](auto type) {
       using I = decltype(type);
       launch({kOp, "softmax_kernel", scope_, ceil_div(rows_ * kSoftmaxLanes, kRowThreads), kRowThreads},
@@ -228,7 +228,7 @@ class FusedBackward {
   V* new_sample_grads() {
     const int64_t numbers = static_cast<int64_t>(sizeof(V)) / form_.reference.element_size();
     sample_grads_ = new_empty(form_.reference, {rows_, problem_.K, numbers});
-    return static_cast<V*>(sample_grads_->mutable_data_ptr());
+    return mutable_data_of<V>(*sample_grads_);
   }
 
   // I: the type of offsets and logits.
@@ -236,9 +236,9 @@ class FusedBackward {
   void finish_predictions(Plans& plans) {
     const int G = static_cast<int>(problem_.G), L = static_cast<int>(problem_.L), K = static_cast<int>(problem_.K);
     const int64_t samples = problem_.G * problem_.K;
-    auto* of_offsets = static_cast<I*>(grad_offsets.mutable_data_ptr());
+    auto* of_offsets = mutable_data_of<I>(grad_offsets);
     const auto predictions = joined_ ? PredictionGrads<I>{of_offsets, of_offsets + 2 * samples, samples, 2 * samples}
-                                     : PredictionGrads<I>{of_offsets, static_cast<I*>(grad_logits.mutable_data_ptr())};
+                                     : PredictionGrads<I>{of_offsets, mutable_data_of<I>(grad_logits)};
     const FusedSamples<I, A> samples_of = source<I, A>();
     const void* grads = sample_grads_->const_data_ptr();
     if constexpr (sizeof(A) == 4) {  // the path that writes offsets serves no float64
@@ -256,8 +256,8 @@ class FusedBackward {
     if (!needs_reference_) return;
     const int64_t count = problem_.B * problem_.Q * problem_.L;
     launch({kOp, "reference_grad_kernel", scope_, ceil_div(count, kRowThreads), kRowThreads},
-           reference_grad_kernel<I, A>, plans.get(), samples_of, packed,
-           static_cast<A*>(grad_reference.mutable_data_ptr()), count, G, L, K);
+           reference_grad_kernel<I, A>, plans.get(), samples_of, packed, mutable_data_of<A>(grad_reference), count, G,
+           L, K);
   }
 
   const MsDeformAttnProblem& problem_;

@@ -155,7 +155,7 @@ struct Images {
     const int64_t blocks = ceil_div(pixels, kCopyPixels);
     const bool in_packs =
         sizes.C % kCopyPack<T> == 0 && pixels % kCopyPack<T> == 0 && aligned(given, sizeof(Pack<T, kCopyPack<T>>));
-    const Copying<T> copying{data_of<T>(given) + offset, static_cast<T*>(copy.mutable_data_ptr()) + offset,
+    const Copying<T> copying{data_of<T>(given) + offset, mutable_data_of<T>(copy) + offset,
                              static_cast<uint32_t>(blocks), in_packs};
     launch({op, "copy_kernel", scope, count * blocks, kCopyThreads, 0, 0, overlaps}, copy_kernel<T>, copying, sizes);
   }

@@ -39,15 +39,6 @@ inline void check_sizes(const char* op, const SampleProblem& problem) {
   VISDET_CHECK(op, problem.G < (1 << 30), "there must be fewer than 2^30 groups on CUDA, got ", problem.G);
 }
 
-template <typename A>
-const A* data_of(const Tensor& tensor) {
-  return static_cast<const A*>(tensor.const_data_ptr());
-}
-template <typename A>
-A* mutable_data_of(Tensor& tensor) {
-  return static_cast<A*>(tensor.mutable_data_ptr());
-}
-
 constexpr int kGroups = 4;  // that a kernel does at once
 
 // Whether a sample counts, its position in pixels, and its corners.

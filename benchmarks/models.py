@@ -1,0 +1,210 @@
+"""``python -m benchmarks.models``: training steps and predictions of whole models, as a table and JSON.
+
+A step is the forward pass, the backward pass in the calling thread (as the runner trains), clipping, and AdamW. Wall
+times are medians of synchronised steps after a warm-up. On a GPU one more step is profiled: its busy time is the sum of
+the times of its kernels. Needs the extra ``train``. Without a GPU the models are tiny: a figure says nothing then, but
+everything runs.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from visdet.engine.cuda_graphs import GraphedLoss
+
+from .case import dtype_name
+from .environment import describe
+from .model_inputs import Batches, deformable_detr, sparsedrive
+
+__all__ = ["CASES", "ModelCase", "main", "measure"]
+
+WARM_UP = 4
+MAX_NORM = {"deformable_detr": 0.1, "sparsedrive": 25.0}
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model at a batch size, trained or asked for predictions.
+
+    Attributes:
+        make: (batch size, number of batches, folder for drawn images, tiny) -> model and batches on the CPU.
+    """
+
+    name: str
+    model: str
+    make: Callable[[int, int, Path, bool], tuple[nn.Module, Batches]]
+    batch_size: int
+    trains: bool
+
+
+CASES = [
+    ModelCase("deformable_detr train B2", "deformable_detr", deformable_detr, 2, True),
+    ModelCase("deformable_detr train B8", "deformable_detr", deformable_detr, 8, True),
+    ModelCase("deformable_detr predict B1", "deformable_detr", deformable_detr, 1, False),
+    ModelCase("sparsedrive stage1 train B4", "sparsedrive", sparsedrive(stage=1), 4, True),
+    ModelCase("sparsedrive stage1 predict B1", "sparsedrive", sparsedrive(stage=1), 1, False),
+    ModelCase("sparsedrive stage2 predict B1", "sparsedrive", sparsedrive(stage=2), 1, False),
+]
+
+
+def measure(
+    case: ModelCase,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    steps: int = 10,
+    graph: bool = False,
+) -> dict[str, Any]:
+    """Return the figures of a case in a type: bfloat16 is autocast's, float32 runs without autocast.
+
+    Args:
+        graph: train as a config with ``graph=True`` does.
+    """
+    torch.manual_seed(0)
+    # A model with a memory sees a new frame at each step, the profiled one included.
+    model, batches = case.make(case.batch_size, WARM_UP + steps + 1, folder, device.type == "cpu")
+    model = model.to(device).train(case.trains)
+    prepared = [model.data_preprocessor(batch, case.trains) for batch in batches]
+    run = training_step(model, MAX_NORM[case.model]) if case.trains else prediction(model)
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+    result: dict[str, Any] = {"case": case.name, "dtype": dtype_name(dtype)}
+    milliseconds = []
+    graphs = GraphedLoss(model).installed() if graph and case.trains else nullcontext()
+    with graphs, torch.autograd.set_multithreading_enabled(False):
+        for index, batch in enumerate(prepared[:-1]):
+            if index == WARM_UP and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            _synchronize(device)
+            start = time.perf_counter()
+            loss = run(batch, autocast)
+            _synchronize(device)
+            milliseconds.append(1e3 * (time.perf_counter() - start))
+        result["wall_ms"] = statistics.median(milliseconds[WARM_UP:])
+        if case.trains:
+            result["loss"] = float(loss)
+        if device.type == "cuda":
+            result["peak_GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
+            result |= _profile(lambda: run(prepared[-1], autocast))
+    return result
+
+
+def training_step(model: nn.Module, max_norm: float) -> Callable[[dict[str, Any], Any], torch.Tensor]:
+    """Return a step of training on a prepared batch: forward, backward, clipping, update."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+
+    def step(batch: dict[str, Any], autocast: Any) -> torch.Tensor:
+        with autocast:
+            loss, _ = model.parse_losses(model(**batch, mode="loss"))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def prediction(model: nn.Module) -> Callable[[dict[str, Any], Any], Any]:
+    """Return a prediction on a prepared batch."""
+
+    @torch.no_grad()
+    def predict(batch: dict[str, Any], autocast: Any) -> Any:
+        with autocast:
+            return model(**batch, mode="predict")
+
+    return predict
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _profile(function: Callable[[], Any]) -> dict[str, Any]:
+    """Return the busy time and the number of kernels of a call, and the kernels that took most."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    kernels = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    return {
+        "gpu_ms": sum(event.self_device_time_total for event in kernels) / 1e3,
+        "kernels": sum(event.count for event in kernels),
+        "top": [[event.key[:90], event.self_device_time_total / 1e3, event.count] for event in kernels[:20]],
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return the figures as a Markdown table."""
+    columns = {
+        "wall_ms": "wall ms",
+        "gpu_ms": "GPU busy ms",
+        "kernels": "kernels",
+        "peak_GiB": "peak GiB",
+    }
+    lines = [f"| case | type | {' | '.join(columns.values())} |", "|---" * (2 + len(columns)) + "|"]
+    for result in results:
+        figures = [_text(result.get(column)) for column in columns]
+        lines.append(f"| {result['case']} | {result['dtype']} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def _text(figure: float | None) -> str:
+    if figure is None:
+        return "–"
+    return str(figure) if isinstance(figure, int) else f"{figure:.1f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__.splitlines()[0])
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default_device, help="cpu, cuda or cuda:N (%(default)s)")
+    parser.add_argument(
+        "--cases", nargs="+", default=[""], metavar="WORD", help="cases whose name contains a WORD"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
+    )
+    parser.add_argument("--graph", action="store_true", help="train by CUDA graphs")
+    parser.add_argument("--steps", type=int, default=10, help="steps that are timed (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
+    options = parser.parse_args(arguments)
+    chosen = [case for case in CASES if any(word in case.name for word in options.cases)]
+    if not chosen:
+        names = ", ".join(case.name for case in CASES)
+        print(f"no case matches {' '.join(options.cases)}; there are: {names}", file=sys.stderr)
+        return 1
+    device = torch.device(options.device)
+    report: dict[str, Any] = {"environment": describe(device), "results": []}
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for case in chosen:
+            for name in options.dtypes:
+                result = measure(
+                    case, getattr(torch, name), device, Path(folder), options.steps, options.graph
+                )
+                report["results"].append(result)
+                print({key: value for key, value in result.items() if key != "top"}, flush=True)
+                (options.out / "models.json").write_text(json.dumps(report, indent=1) + "\n")
+    text = table(report["results"])
+    environment = ", ".join(f"{label} {value}" for label, value in report["environment"].items())
+    (options.out / "models.md").write_text(f"{environment}\n\n{text}\n")
+    print(f"\n{text}\n\nwrote {options.out / 'models.md'} and {options.out / 'models.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The benchmark of whole models: every kind of case on the CPU with tiny models, and its report."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2])
+)  # the benchmarks are no part of the installed package
+
+pytest.importorskip("mmengine")
+from benchmarks.models import CASES, main, table
+
+
+@pytest.mark.parametrize("words", [["train B2", "predict B1"], ["stage1 train"]])
+def test_tiny_models_on_the_cpu(words, tmp_path, capsys):
+    assert (
+        main(
+            [
+                "--device",
+                "cpu",
+                "--dtypes",
+                "bfloat16",
+                "--steps",
+                "1",
+                "--out",
+                str(tmp_path),
+                "--cases",
+                *words,
+            ]
+        )
+        == 0
+    )
+    report = json.loads((tmp_path / "models.json").read_text())
+    chosen = [case for case in CASES if any(word in case.name for word in words)]
+    assert [result["case"] for result in report["results"]] == [case.name for case in chosen]
+    assert all(result["wall_ms"] > 0 for result in report["results"])
+    assert all(
+        ("loss" in result) == case.trains for result, case in zip(report["results"], chosen, strict=True)
+    )
+    assert "torch" in report["environment"]
+    text = (tmp_path / "models.md").read_text()
+    assert all(f"| {case.name} | bfloat16 |" in text for case in chosen)
+
+
+def test_figures_of_a_gpu_are_columns_of_the_table():
+    result = {"case": "a", "dtype": "float32", "wall_ms": 1.26, "gpu_ms": 1.0, "kernels": 12, "peak_GiB": 0.5}
+    assert table([result]).splitlines()[-1] == "| a | float32 | 1.3 | 1.0 | 12 | 0.5 |"
+
+
+def test_an_unknown_case_is_refused(capsys):
+    assert main(["--cases", "nothing"]) == 1
+    assert "deformable_detr train B2" in capsys.readouterr().err

@@ -1,0 +1,275 @@
+"""Training steps replayed as CUDA graphs, so that the GPU does not wait for Python."""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["GraphedLoss", "graphs_for"]
+
+_MAX_SHAPES = 16
+_STAGES = ("training_batch", "predictions_and_costs", "assign", "losses")
+
+
+def graphs_for(
+    config: Mapping[str, Any], model: nn.Module, num_processes: int, logger: logging.Logger
+) -> "GraphedLoss | None":
+    """Return what replays the training steps of a model if its run's config says ``graph=True``; None where it cannot.
+
+    Several processes train eagerly: the hooks that send gradients from process to process are not captured.
+    """
+    if not config.get("graph", False):
+        return None
+    if torch.cuda.is_available() and num_processes == 1:
+        return GraphedLoss(model, say=logger.info)
+    logger.warning("graph: CUDA graphs need a GPU and a run of one process; training is eager")
+    return None
+
+
+class GraphedLoss:
+    """The losses of a detector, computed by CUDA graphs where the batch has a shape that was captured.
+
+    A step of a detector with stages is the graph of ``predictions_and_costs``, one copy of the costs to the host,
+    ``assign`` there, the graph of ``losses``, and in ``backward`` the graph of all gradients. Everything else sees
+    ordinary tensors: the losses are nodes of the autograd graph whose gradients are those of the parameters. So
+    gradient accumulation, loss scaling, gradient synchronisation, clipping and the optimizer are what they are without.
+
+    A shape runs eagerly the first time and is captured the second time. Random numbers, among them those of dropout,
+    are those of eager steps. After a capture that fails, all batches run eagerly. ``report`` counts the batches.
+
+    Args:
+        model: with the methods ``training_batch``, ``predictions_and_costs``, ``assign`` and ``losses`` (see
+            ``DeformableDETR``). A model without them runs eagerly.
+        max_shapes: shapes whose graphs are kept; the least recently used one makes room. All share one pool of memory.
+        say: is told of captures and failures.
+    """
+
+    def __init__(
+        self, model: nn.Module, max_shapes: int = _MAX_SHAPES, say: Callable[[str], Any] = print
+    ) -> None:
+        self.model = model
+        self.max_shapes = max_shapes
+        self._say = say
+        self._graphs: OrderedDict[Hashable, _GraphedStep] = OrderedDict()
+        self._seen: set[Hashable] = set()
+        self._has_failed = False
+        self._memory: _SharedMemory | None = None
+        self.counts: Counter[str] = Counter()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let the model compute its losses by graphs within the block."""
+        self.model.loss = self
+        try:
+            yield
+        finally:
+            del self.model.loss
+
+    def __call__(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the losses by name, as ``model.loss`` does."""
+        if not (
+            inputs.is_cuda and torch.is_grad_enabled() and all(hasattr(self.model, name) for name in _STAGES)
+        ):
+            self.counts["without a GPU or stages"] += 1
+            return type(self.model).loss(self.model, inputs, data_samples)
+        batch = self.model.training_batch(inputs, data_samples)
+        key = self._key(batch)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            self.counts["replayed"] += 1
+            return self._graphs[key](batch)
+        if key in self._seen and not self._has_failed:
+            return self._first_replay(key, batch)
+        self.counts["after a failed capture" if self._has_failed else "of a new shape"] += 1
+        self._seen.add(key)
+        predictions, costs = self.model.predictions_and_costs(batch)
+        return self.model.losses(predictions, batch, self.model.assign(costs, batch))
+
+    def report(self) -> str:
+        """Return how many batches were replayed, how many were not and why, and the memory of the graphs."""
+        total = sum(self.counts.values())
+        parts = [f"{count} {kind}" for kind, count in self.counts.most_common()]
+        held = 0 if self._memory is None else self._memory.reserved_bytes
+        return f"graphs: {total} batches, {', '.join(parts)}; {len(self._graphs)} shapes hold {held / 2**30:.2f} GiB"
+
+    def _first_replay(self, key: Hashable, batch: Any) -> dict[str, Tensor]:
+        """Return the losses of a batch, by graphs that are captured first where that is possible."""
+        while len(self._graphs) >= self.max_shapes:
+            self._graphs.popitem(last=False)
+        if self._memory is None:
+            self._memory = _SharedMemory()
+        shape = " x ".join(str(size) for size in batch.images.shape)
+        before = torch.cuda.memory_reserved()
+        step = _GraphedStep(self.model, batch, self._memory)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random_state = generator.clone_state()
+        try:
+            step.capture()
+        except RuntimeError as error:  # of torch and CUDA, for what cannot be captured or for lack of memory
+            generator.graphsafe_set_state(random_state)  # that in use takes the capture for unfinished
+            self._graphs.clear()
+            self._has_failed = True
+            self.counts["after a failed capture"] += 1
+            self._say(f"graphs: a batch of {shape} cannot be captured; training goes on eagerly: {error}")
+            predictions, _ = self.model.predictions_and_costs(batch)
+            return self.model.losses(predictions, batch, step.assignment)
+        self._graphs[key] = step
+        self._memory.reserved_bytes += torch.cuda.memory_reserved() - before
+        self.counts["replayed"] += 1
+        self._say(f"graphs: captured batches of {shape}; {self.report()}")
+        return step.replay_as_assigned()
+
+    def _key(self, batch: Any) -> Hashable:
+        """Return everything that a captured graph takes for granted: shapes, modes, and where the weights lie."""
+        shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch.tensors().items())
+        weights = hash(
+            tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self.model.parameters())
+        )
+        autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        return shapes, weights, autocast, self.model.training, is_deterministic
+
+
+class _SharedMemory:
+    """What the graphs of all shapes share: a pool, a stream to capture on, and the gradients.
+
+    Graphs run one after another on one stream, so that what one of them left in the pool may be overwritten by the
+    next. Gradients are copied out of it.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.reserved_bytes = 0
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return where graphs leave the gradient of a parameter."""
+        if parameter not in self.gradients:
+            self.gradients[parameter] = torch.empty_like(parameter)
+        return self.gradients[parameter]
+
+
+class _GraphedStep:
+    """The three graphs of one shape, and the tensors that they read and write.
+
+    The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans and the
+    assignment is known. ``capture`` makes the graphs.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, memory: _SharedMemory) -> None:
+        self.model = model
+        self.memory = memory
+        self.batch = batch.with_tensors({name: tensor.clone() for name, tensor in batch.tensors().items()})
+        with _captures_on(memory.stream), _uncached_autocast(), _nothing_changes(model):
+            predictions, costs = model.predictions_and_costs(self.batch)
+            self.assignment = model.assign(costs, batch)
+            losses = model.losses(predictions, self.batch, self.assignment)
+            self.names = list(losses)
+            learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            values = torch.stack(list(losses.values()))
+            gradients = torch.autograd.grad(values.sum(), learning, allow_unused=True)
+        is_used = {parameter: grad is not None for parameter, grad in zip(learning, gradients, strict=True)}
+        self.parameters = [parameter for parameter in learning if is_used[parameter]]
+        self.static_gradients = [memory.gradient_of(parameter) for parameter in self.parameters]
+        self.grad_of_losses = torch.empty_like(values)
+
+    def capture(self) -> None:
+        """Record the three graphs.
+
+        Raises:
+            RuntimeError: something in them cannot be captured.
+        """
+        self.graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+        forward, losses, backward = (
+            torch.cuda.graph(graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local")
+            for graph in self.graphs
+        )
+        with _captures_on(self.memory.stream), _uncached_autocast():
+            with forward:
+                predictions, self.costs = self.model.predictions_and_costs(self.batch)
+            with losses:
+                values = torch.stack(
+                    list(self.model.losses(predictions, self.batch, self.assignment).values())
+                )
+            with backward:
+                gradients = torch.autograd.grad(values, self.parameters, self.grad_of_losses)
+                torch._foreach_copy_(self.static_gradients, gradients)
+        self.values = values.detach()
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Return the losses of a batch of this shape, by name."""
+        _copy(self.batch.tensors(), batch.tensors())
+        self.graphs[0].replay()
+        _copy(self.assignment, self.model.assign(self.costs, batch))
+        return self._losses()
+
+    def replay_as_assigned(self) -> dict[str, Tensor]:
+        """Return the losses of the batch that the constructor got, whose assignment it has."""
+        self.graphs[0].replay()
+        return self._losses()
+
+    def _losses(self) -> dict[str, Tensor]:
+        self.graphs[1].replay()
+        return dict(zip(self.names, _Replay.apply(self, *self.parameters).unbind(), strict=True))
+
+    def gradients(self, grad_of_losses: Tensor) -> list[Tensor]:
+        """Return the gradients of the parameters, in memory of their own."""
+        self.grad_of_losses.copy_(grad_of_losses)
+        self.graphs[2].replay()
+        copies = [torch.empty_like(gradient) for gradient in self.static_gradients]
+        torch._foreach_copy_(copies, self.static_gradients)
+        return copies
+
+
+class _Replay(torch.autograd.Function):
+    """The losses that a graph has computed, as a function of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _GraphedStep, *parameters: Tensor) -> Tensor:
+        ctx.step = step
+        return step.values.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_of_losses: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.step.gradients(grad_of_losses)
+
+
+@contextmanager
+def _captures_on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run the block on a stream between all work before and after it, its backwards in this thread."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Run the block under the autocast that is on, whose casts of weights are not kept: each graph makes its own."""
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    with torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=False):
+        yield
+
+
+@contextmanager
+def _nothing_changes(model: nn.Module) -> Iterator[None]:
+    """Restore random numbers and the model's buffers after the block."""
+    random_state = torch.cuda.get_rng_state()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state(random_state)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def _copy(into: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, tensor in into.items():
+        tensor.copy_(values[name], non_blocking=True)

@@ -1,0 +1,152 @@
+"""Convolutions and the frozen batch norms behind them, as one convolution each."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visdet.ops.tracing import is_traced
+
+from .precision import as_autocast_input, autocast_dtype
+
+__all__ = ["FoldedConv", "fold_frozen_norms"]
+
+
+class FoldedConv(NamedTuple):
+    """A convolution whose weight [O, I, h, w] was multiplied by the scale of its norm; the bias [O] is the shift."""
+
+    conv: nn.Conv2d
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor, relu: bool = True, residual: Tensor | None = None) -> Tensor:
+        """Return norm(conv(x)) + residual, or the ReLU of it."""
+        conv, x = self.conv, as_autocast_input(x)
+        geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
+        if relu and _has_fused_kernel(x, self.weight, residual):
+            return _ConvBiasReLU.apply(x, self.weight, self.bias, residual, *geometry)
+        x = F.conv2d(x, self.weight, self.bias, *geometry)
+        if residual is not None:
+            x = x + residual
+        return x.relu_() if relu else x
+
+
+def fold_frozen_norms(layers: Sequence[tuple[nn.Module, nn.Module]]) -> dict[nn.Module, FoldedConv]:
+    """Return what replaces each convolution and its frozen batch norm; other pairs are left out.
+
+    A batch norm is frozen where it uses its stored statistics and its scale and shift get no gradients. Then
+    norm(conv(x)) is a convolution with weight · scale and a bias, and the maps are not read and written once more.
+    The convolution itself may learn: its weight gets its gradient, once differentiable. Weights are in the type that
+    autocast gives a convolution, and on a GPU in channels-last layout. Nothing is kept from call to call, and hooks
+    of the two layers are not called.
+
+    Args:
+        layers: (convolution, norm) pairs.
+    """
+    layers = [(conv, norm) for conv, norm in layers if _is_foldable(conv, norm)]
+    layers = [(conv, norm) for conv, norm in layers if norm.eps == layers[0][1].eps]
+    if not layers:
+        return {}
+    convs, norms = zip(*layers, strict=True)
+    sizes = [norm.num_features for norm in norms]
+    dtype = autocast_dtype(convs[0].weight)
+    with torch.no_grad():
+        weight, bias, mean, variance = (
+            torch.cat([getattr(norm, name) for norm in norms])
+            for name in ("weight", "bias", "running_mean", "running_var")
+        )
+        scale = weight * torch.rsqrt(variance + norms[0].eps)
+        shifts = (bias - mean * scale).to(dtype).split(sizes)
+        scales = [part.view(-1, 1, 1, 1) for part in scale.split(sizes)]
+    weights = [conv.weight for conv in convs]
+    if is_traced():
+        products = [(weight * scale).to(dtype) for weight, scale in zip(weights, scales, strict=True)]
+    else:
+        products = _ScaledWeights.apply(dtype, scales, *weights)
+    return dict(zip(convs, map(FoldedConv, convs, products, shifts), strict=True))
+
+
+def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
+    if type(conv) is not nn.Conv2d or conv.bias is not None or conv.padding_mode != "zeros":
+        return False
+    if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or norm.training:
+        return False
+    if norm.running_mean is None or norm.weight is None:
+        return False
+    return not (torch.is_grad_enabled() and (norm.weight.requires_grad or norm.bias.requires_grad))
+
+
+class _ScaledWeights(torch.autograd.Function):
+    """Products of weights and scales: one kernel each multiplies, converts the type and changes the layout."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dtype: torch.dtype, scales: Sequence[Tensor], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        products = []
+        for weight, scale in zip(weights, scales, strict=True):
+            layout = torch.channels_last if weight.is_cuda else torch.preserve_format
+            product = torch.empty_like(weight, dtype=dtype, memory_format=layout)
+            products.append(torch.mul(weight, scale, out=product))
+        frozen = [
+            product for product, weight in zip(products, weights, strict=True) if not weight.requires_grad
+        ]
+        ctx.mark_non_differentiable(*frozen)
+        ctx.set_materialize_grads(False)
+        ctx.scales = scales
+        ctx.save_for_backward(*weights)
+        return tuple(products)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = zip(grads, ctx.scales, ctx.saved_tensors, strict=True)
+        return (
+            None,
+            None,
+            *(
+                None if grad is None else torch.mul(grad, scale, out=torch.empty_like(weight))
+                for grad, scale, weight in found
+            ),
+        )
+
+
+class _ConvBiasReLU(torch.autograd.Function):
+    """relu(conv(x) + bias + residual) by one kernel of cuDNN, a third of the time of three kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *geometry: Any
+    ) -> Tensor:
+        if residual is None:
+            out = torch.cudnn_convolution_relu(x, weight, bias, *geometry)
+        else:
+            out = torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *geometry)
+        ctx.save_for_backward(x, weight, out)
+        ctx.geometry = geometry
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, out = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.geometry
+        of_x, of_weight, _, of_residual = ctx.needs_input_grad[:4]
+        grad = torch.ops.aten.threshold_backward(grad, out, 0)
+        grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+            grad, x, weight, None, stride, padding, dilation, False, (0, 0), groups, (of_x, of_weight, False)
+        )
+        return grad_x, grad_weight, None, grad if of_residual else None, None, None, None, None
+
+
+def _has_fused_kernel(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+    """Return whether cuDNN's kernel is there, and faster: with a residual it is so for 16-bit numbers alone."""
+    if not (x.is_cuda and torch.version.cuda and torch.backends.cudnn.enabled) or is_traced():
+        return False
+    if not torch.backends.cudnn.is_available():
+        return False
+    kinds = {x.dtype, weight.dtype} if residual is None else {x.dtype, weight.dtype, residual.dtype}
+    narrow = (torch.float16, torch.bfloat16)
+    return len(kinds) == 1 and x.dtype in (narrow if residual is not None else (*narrow, torch.float32))
