@@ -36,7 +36,7 @@ class GraphedLoss:
     A step of a detector with stages is the graph of ``predictions_and_costs``, one copy of the costs to the host,
     ``assign`` there, the graph of ``losses``, and in ``backward`` the graph of all gradients. Everything else sees
     ordinary tensors: the losses are nodes of the autograd graph whose gradients are those of the parameters. So
-    gradient accumulation, loss scaling, gradient synchronisation, clipping and the optimizer are what they are without.
+    gradient accumulation, loss scaling, clipping and the optimizer are what they are without graphs.
 
     A shape runs eagerly the first time and is captured the second time. Random numbers, among them those of dropout,
     are those of eager steps. After a capture that fails, all batches run eagerly. ``report`` counts the batches.
@@ -48,9 +48,7 @@ class GraphedLoss:
         say: is told of captures and failures.
     """
 
-    def __init__(
-        self, model: nn.Module, max_shapes: int = _MAX_SHAPES, say: Callable[[str], Any] = print
-    ) -> None:
+    def __init__(self, model: Any, max_shapes: int = _MAX_SHAPES, say: Callable[[str], Any] = print) -> None:
         self.model = model
         self.max_shapes = max_shapes
         self._say = say
@@ -161,7 +159,7 @@ class _GraphedStep:
     assignment is known. ``capture`` makes the graphs.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, memory: _SharedMemory) -> None:
+    def __init__(self, model: Any, batch: Any, memory: _SharedMemory) -> None:
         self.model = model
         self.memory = memory
         self.batch = batch.with_tensors({name: tensor.clone() for name, tensor in batch.tensors().items()})

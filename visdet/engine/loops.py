@@ -33,7 +33,7 @@ class _Training:
         """Run one iteration, by graphs where the config asks for them."""
         graphs = getattr(self.runner, "graphs", None)
         with nullcontext() if graphs is None else graphs.installed():
-            super().run_iter(*arguments)
+            super().run_iter(*arguments)  # type: ignore[misc]
 
     def _is_validation_due(self) -> bool:
         self._decide_current_val_interval()

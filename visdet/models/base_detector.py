@@ -102,8 +102,8 @@ class BaseDetector(BaseModel, ABC):
         if not all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in losses.values()):
             return super().parse_losses(losses)
         values = torch.stack(list(losses.values()))
-        are_losses = [index for index, name in enumerate(losses) if "loss" in name]
-        total = values.sum() if len(are_losses) == len(losses) else sum(values[index] for index in are_losses)
+        parts = [loss for name, loss in losses.items() if "loss" in name]
+        total = (values if len(parts) == len(losses) else torch.stack(parts)).sum()
         # Detached, so that what the log keeps does not hold the graph of the step.
         return total, {"loss": total.detach(), **dict(zip(losses, values.detach().unbind(), strict=True))}
 

@@ -73,7 +73,9 @@ class ResidualBlock(nn.Module):
     @property
     def layers(self) -> list[tuple[nn.Module, nn.Module]]:
         """All convolutions, each with its norm."""
-        return self.main_layers + ([] if self.downsample is None else [tuple(self.downsample)])
+        if self.downsample is None:
+            return self.main_layers
+        return [*self.main_layers, (self.downsample[0], self.downsample[1])]
 
     def forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
         """Return [B, C', H', W'] from x [B, C, H, W]; ``folded`` replaces convolutions and their norms."""
@@ -82,7 +84,9 @@ class ResidualBlock(nn.Module):
         return self._forward(x, folded)
 
     def _forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
-        identity = x if self.downsample is None else _conv_norm(*self.downsample, x, folded, relu=False)
+        identity = x
+        if self.downsample is not None:
+            identity = _conv_norm(self.downsample[0], self.downsample[1], x, folded, relu=False)
         *first_layers, last_layer = self.main_layers
         for conv, norm in first_layers:
             x = _conv_norm(conv, norm, x, folded)

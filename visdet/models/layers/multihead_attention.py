@@ -125,10 +125,12 @@ class MultiheadAttention(BaseModule):
         projected = [
             part for tensor, w, b in parts for part in F.linear(tensor, w, b).split(channels, dim=-1)
         ]
-        heads = [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in projected]
+        query, key, value = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in projected)
         out = F.scaled_dot_product_attention(
-            *heads,
-            attn_mask=self._joint_mask(attn_mask, key_padding_mask, heads[0]),
+            query,
+            key,
+            value,
+            attn_mask=self._joint_mask(attn_mask, key_padding_mask, query),
             dropout_p=attn.dropout if attn.training else 0.0,
         )
         out = attn.out_proj(out.transpose(1, 2).flatten(2))
@@ -152,4 +154,4 @@ class MultiheadAttention(BaseModule):
             else mask.to(query.dtype)
             for mask in masks
         ]
-        return sum(added)
+        return added[0] + added[1] if len(added) == 2 else added[0]
