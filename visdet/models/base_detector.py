@@ -75,7 +75,7 @@ class BaseDetector(BaseModel, ABC):
                 returns the raw outputs.
         """
         if not isinstance(inputs, Tensor) or inputs.dim() != len(self.input_shape):
-            got = list(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+            got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
             raise TypeError(
                 f"{type(self).__name__}: inputs must be a [{', '.join(self.input_shape)}] tensor, got {got}; "
                 "raw samples go through model.data_preprocessor first"

@@ -270,7 +270,7 @@ def test_errors_say_what_is_wrong():
     fewer.projection_mat, fewer.image_wh = fewer.projection_mat[:3], fewer.image_wh[:3]
     with pytest.raises(ValueError, match=r"must be \[B, 6, 4, 4\] \(num_cams = 6\), got \[1, 3, 4, 4\]"):
         model(images[:, :3], [fewer], mode="tensor")
-    with pytest.raises(TypeError, match=r"inputs must be a \[B, V, 3, H, W\] tensor, got \[6, 3, 32, 64\]"):
+    with pytest.raises(TypeError, match=r"inputs must be a \[B, V, 3, H, W\] tensor, got \(6, 3, 32, 64\)"):
         model(images[0], data)
     with pytest.raises(TypeError, match=r"inputs must be a \[B, V, 3, H, W\] tensor, got list"):
         model([images], data)
