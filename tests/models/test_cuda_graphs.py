@@ -1,6 +1,7 @@
 """Training steps by CUDA graphs: the numbers of eager steps, whatever the batch, and what falls back."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -83,7 +84,8 @@ def test_shapes_in_turns_with_room_for_one():
     assert train(model, OptimWrapper, graphs).isfinite().all()
     assert len(graphs._graphs) == 1
     assert graphs.counts["replayed"] == STEPS - 2
-    assert "1 shapes hold" in graphs.report()
+    # A pool has segments of 2 MiB at least.
+    assert int(re.search(r"1 shapes hold (\d+) MiB", graphs.report())[1]) >= 2, graphs.report()
 
 
 @pytest.mark.cuda
@@ -111,5 +113,5 @@ def test_without_a_gpu_steps_are_eager_and_counted():
         losses = model(images, samples, mode="loss")
     assert losses.keys() == expected.keys()
     assert all(torch.equal(losses[name], expected[name]) for name in losses)
-    assert graphs.report() == "graphs: 1 batches, 1 without a GPU or stages; 0 shapes hold 0.00 GiB"
+    assert graphs.report() == "graphs: 1 batches, 1 without a GPU or stages; 0 shapes hold 0 MiB"
     assert "loss" not in vars(model)

@@ -91,8 +91,8 @@ class GraphedLoss:
         """Return how many batches were replayed, how many were not and why, and the memory of the graphs."""
         total = sum(self.counts.values())
         parts = [f"{count} {kind}" for kind, count in self.counts.most_common()]
-        held = 0 if self._memory is None else self._memory.reserved_bytes
-        return f"graphs: {total} batches, {', '.join(parts)}; {len(self._graphs)} shapes hold {held / 2**30:.2f} GiB"
+        held = 0 if self._memory is None else self._memory.reserved_bytes()
+        return f"graphs: {total} batches, {', '.join(parts)}; {len(self._graphs)} shapes hold {held / 2**20:.0f} MiB"
 
     def _first_replay(self, key: Hashable, batch: Any) -> dict[str, Tensor]:
         """Return the losses of a batch, by graphs that are captured first where that is possible."""
@@ -101,7 +101,6 @@ class GraphedLoss:
         if self._memory is None:
             self._memory = _SharedMemory()
         shape = " x ".join(str(size) for size in batch.images.shape)
-        before = torch.cuda.memory_reserved()
         step = _GraphedStep(self.model, batch, self._memory)
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         random_state = generator.clone_state()
@@ -116,7 +115,6 @@ class GraphedLoss:
             predictions, _ = self.model.predictions_and_costs(batch)
             return self.model.losses(predictions, batch, step.assignment)
         self._graphs[key] = step
-        self._memory.reserved_bytes += torch.cuda.memory_reserved() - before
         self.counts["replayed"] += 1
         self._say(f"graphs: captured batches of {shape}; {self.report()}")
         return step.replay_as_assigned()
@@ -143,13 +141,18 @@ class _SharedMemory:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.gradients: dict[nn.Parameter, Tensor] = {}
-        self.reserved_bytes = 0
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
         """Return where graphs leave the gradient of a parameter."""
         if parameter not in self.gradients:
             self.gradients[parameter] = torch.empty_like(parameter)
         return self.gradients[parameter]
+
+    def reserved_bytes(self) -> int:
+        """Return the size of the pool and of the gradients."""
+        segments = torch.cuda.memory_snapshot()
+        pool = sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self.pool)
+        return pool + sum(gradient.nbytes for gradient in self.gradients.values())
 
 
 class _GraphedStep:

@@ -350,4 +350,4 @@ def test_a_training_step_waits_for_the_device_once_an_assignment():
         torch.cuda.set_sync_debug_mode("default")
     waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
     # Boxes, lines, and the denoising queries' boxes: each is matched on the host.
-    assert len(waits) == 3 and all("base_target.py" in place for place in waits), waits
+    assert len(waits) == 3 and all("assignment.py" in place for place in waits), waits
