@@ -77,6 +77,12 @@ def test_what_a_detector_refuses(tmp_path, trained):
         test_dataloader__dataset__metainfo={"classes": ["x", "y"]},
     )
     assert Detector(named, str(bare)).dataset_meta["classes"] == ("x", "y")
+    field = toy_config(tmp_path)
+    field.model = {"type": "LearnableGaussianField", "num_gaussians": 2}
+    with pytest.raises(
+        ConfigError, match=r"LearnableGaussianField does not take image files.*FieldDataSample"
+    ):
+        Detector(field, str(bare))
 
 
 def test_detections_are_sorted_rounded_and_cut():

@@ -54,8 +54,9 @@ class Detector:
         register_checkpoint_readers(trust)
         self.device = _checked_device(device)
         content = read_checkpoint(checkpoint, trust=trust)
-        self.dataset_meta = _dataset_meta(cfg, content)
         self.model: nn.Module = MODELS.build(cfg.model)
+        _check_takes_images(self.model)
+        self.dataset_meta = _dataset_meta(cfg, content)
         load_weights(self.model, weights_of(content, checkpoint), checkpoint, cfg.get("strict_load", True))
         self.model.to(self.device).eval()
         self._pipeline = Compose(_test_pipeline(cfg))
@@ -70,6 +71,17 @@ class Detector:
         item = self._pipeline({"img_path": str(path), "img_id": 0})
         model: Any = self.model
         return model.test_step(pseudo_collate([item]))[0].to("cpu")
+
+
+def _check_takes_images(model: nn.Module) -> None:
+    """Raise ConfigError for a model whose samples are no single images."""
+    sample_type = getattr(model, "sample_type", DetDataSample)
+    if not issubclass(sample_type, DetDataSample):
+        raise ConfigError(
+            f"{type(model).__name__} does not take image files: its samples are {sample_type.__name__}s, which a data "
+            "set reads with what belongs to them; tools/test.py CONFIG CHECKPOINT --out FILE --show-dir FOLDER "
+            "writes and draws the predictions for the data set of the config"
+        )
 
 
 def detect_files(

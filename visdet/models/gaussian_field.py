@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ class LearnableGaussianField(BaseModel):
     Source: the public seed of this package. Its factor also gained 1e-6 on the covariance's diagonal and its kernel
     took a diagonal covariance for a factor; here the parameters mean what they say, in both modes.
     """
+
+    sample_type: ClassVar[type[FieldDataSample]] = FieldDataSample
 
     def __init__(
         self,
