@@ -13,8 +13,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", metavar="WORK_DIR|JSON", help="a run's folder, or a scalars.json")
-    parser.add_argument("--out", help="the PNG; default: curves.png beside the first log")
+    parser.add_argument(
+        "runs", nargs="+", metavar="WORK_DIR|JSON", help="the folder of a run, or a scalars.json file"
+    )
+    parser.add_argument("--out", help="the PNG file to write; default: curves.png beside the first log")
     return parser.parse_args()
 
 

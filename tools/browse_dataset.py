@@ -15,16 +15,23 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="a Python config file")
-    parser.add_argument("--output-dir", help="write the pictures here, and sheet.png with the first twelve")
-    parser.add_argument("--not-show", action="store_true", help="open no window")
+    parser.add_argument(
+        "--output-dir", help="write the pictures to this folder, and sheet.png with the first twelve"
+    )
+    parser.add_argument("--not-show", action="store_true", help="do not open a window")
     parser.add_argument("--split", choices=("train", "val", "test"), default="train")
     parser.add_argument("--number", type=int, default=24, help="how many images (default: %(default)s)")
     parser.add_argument(
-        "--show-interval", type=float, default=0, help="seconds per window; 0 waits for a key"
+        "--show-interval",
+        type=float,
+        default=0,
+        help="how many seconds each picture is shown; 0 waits for a key (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the augmentations (default: %(default)s)")
     parser.add_argument(
-        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="changes of the config"
+        "--seed", type=int, default=0, help="seed of the augmentations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="change values of the config"
     )
     return parser.parse_args()
 

@@ -77,7 +77,9 @@ def check(config_path: Path, device: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("configs", nargs="*", default=CONFIGS, help="below mmdet's configs folder")
+    parser.add_argument(
+        "configs", nargs="*", default=CONFIGS, help="paths of configs relative to mmdet's configs folder"
+    )
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
 

@@ -20,13 +20,21 @@ ROOT = Path(__file__).resolve().parents[1]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--torch", nargs="+", required=True, help='such as "torch==2.10.*" "torchvision==0.25.*"'
+        "--torch",
+        nargs="+",
+        required=True,
+        help='the versions to install, such as "torch==2.10.*" "torchvision==0.25.*"',
     )
-    parser.add_argument("--wheel", type=Path, help="one that is built already; by default it is built")
+    parser.add_argument("--wheel", type=Path, help="a wheel that is built already; by default one is built")
     parser.add_argument(
-        "--environment", type=Path, default=ROOT / ".venv-wheel", help="made anew (%(default)s)"
+        "--environment",
+        type=Path,
+        default=ROOT / ".venv-wheel",
+        help="folder of the environment, which is replaced (default: %(default)s)",
     )
-    parser.add_argument("--tests", nargs="*", default=["tests/ops"], help="pytest's arguments (%(default)s)")
+    parser.add_argument(
+        "--tests", nargs="*", default=["tests/ops"], help="arguments of pytest (default: %(default)s)"
+    )
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -13,18 +13,21 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", help="the config the checkpoint was trained with")
-    parser.add_argument("checkpoint", help="a file or an http(s) address")
+    parser.add_argument("config", help="the config that the checkpoint was trained with")
+    parser.add_argument("checkpoint", help="a checkpoint file or its http(s) address")
     parser.add_argument("images", help="an image file, or a folder of them")
     parser.add_argument(
-        "--out-dir", default="work_dirs/detections", help="where to write (default: %(default)s)"
+        "--out-dir", default="work_dirs/detections", help="folder to write (default: %(default)s)"
     )
     parser.add_argument(
-        "--score-thr", type=float, default=0.3, help="lowest score to keep (default: %(default)s)"
+        "--score-thr",
+        type=float,
+        default=0.3,
+        help="lowest score of a detection that is kept (default: %(default)s)",
     )
     parser.add_argument("--device", help="'cpu', 'cuda:1', ...; default: the GPU if there is one")
     parser.add_argument(
-        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="changes of the config"
+        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="change values of the config"
     )
     return parser.parse_args()
 

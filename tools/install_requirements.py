@@ -20,10 +20,13 @@ def pip_install(*arguments: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--extra", action="append", default=[], help="an optional-dependencies group; repeatable"
+        "--extra",
+        action="append",
+        default=[],
+        help="a group of optional-dependencies to install; may be given several times",
     )
     parser.add_argument(
-        "--mmengine", help="a requirement in place of mmengine, such as onedl-mmengine==0.10.12"
+        "--mmengine", help="install this requirement in place of mmengine, such as onedl-mmengine==0.10.12"
     )
     args = parser.parse_args()
     extras = args.extra

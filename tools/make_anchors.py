@@ -19,18 +19,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("infos", help="info file (.npz or .pkl) of the training frames, or a folder")
-    parser.add_argument("--out-dir", default="data/kmeans", help="default: %(default)s")
-    parser.add_argument("--det", type=int, default=900, help="box anchors; default: %(default)s")
-    parser.add_argument("--map", type=int, default=100, help="polyline anchors; default: %(default)s")
-    parser.add_argument("--motion", type=int, default=6, help="modes of each class; default: %(default)s")
-    parser.add_argument("--plan", type=int, default=6, help="modes of each command; default: %(default)s")
-    parser.add_argument("--points", type=int, default=20, help="points of a polyline; default: %(default)s")
     parser.add_argument(
-        "--max-distance", type=float, default=55.0, help="of boxes, in m; default: %(default)s"
+        "infos", help="the info file (.npz or .pkl) of the training frames, or the folder of driving scenes"
     )
-    parser.add_argument("--classes", nargs="+", help="default: those of nuScenes, or of the driving scenes")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--out-dir", default="data/kmeans", help="folder to write; default: %(default)s")
+    parser.add_argument("--det", type=int, default=900, help="number of box anchors; default: %(default)s")
+    parser.add_argument(
+        "--map", type=int, default=100, help="number of polyline anchors; default: %(default)s"
+    )
+    parser.add_argument(
+        "--motion", type=int, default=6, help="number of motion modes of each class; default: %(default)s"
+    )
+    parser.add_argument(
+        "--plan", type=int, default=6, help="number of plan modes of each command; default: %(default)s"
+    )
+    parser.add_argument(
+        "--points", type=int, default=20, help="number of points of a polyline; default: %(default)s"
+    )
+    parser.add_argument(
+        "--max-distance",
+        type=float,
+        default=55.0,
+        help="use boxes up to this distance, in m; default: %(default)s",
+    )
+    parser.add_argument(
+        "--classes",
+        nargs="+",
+        help="names of the classes; default: those of nuScenes, or of the driving scenes",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of k-means; default: %(default)s")
     args = parser.parse_args()
     check_installation()
     from visdet.engine import tool_session

@@ -21,7 +21,10 @@ NO_PART = shutil.ignore_patterns("csrc", "__pycache__", "*.so", "registration.py
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "dist" / "hf-kernel", help="made anew (%(default)s)"
+        "--out",
+        type=Path,
+        default=ROOT / "dist" / "hf-kernel",
+        help="folder to write, which is replaced (default: %(default)s)",
     )
     out = parser.parse_args().out
     for variant in make(out):

@@ -12,12 +12,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", nargs="?", default="data/shapes", help="default: %(default)s")
-    parser.add_argument("--num-train", type=int, default=4000, help="default: %(default)s")
-    parser.add_argument("--num-val", type=int, default=400, help="default: %(default)s")
-    parser.add_argument("--image-size", type=int, default=128, help="in pixels; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--num-workers", type=int, help="processes; default: one per core")
+    parser.add_argument(
+        "folder", nargs="?", default="data/shapes", help="folder to write; default: %(default)s"
+    )
+    parser.add_argument(
+        "--num-train", type=int, default=4000, help="number of training images; default: %(default)s"
+    )
+    parser.add_argument(
+        "--num-val", type=int, default=400, help="number of validation images; default: %(default)s"
+    )
+    parser.add_argument(
+        "--image-size", type=int, default=128, help="height and width in pixels; default: %(default)s"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the images; default: %(default)s")
+    parser.add_argument("--num-workers", type=int, help="number of processes; default: one per core")
     arguments = vars(parser.parse_args())
     check_installation()
     from visdet.datasets import make_shapes

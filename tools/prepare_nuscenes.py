@@ -18,10 +18,12 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("root", nargs="?", help="the folder with v1.0-…/, samples/ and maps/")
-    parser.add_argument("--version", default="v1.0-trainval", help="default: %(default)s")
-    parser.add_argument("--can-bus", metavar="FOLDER", help="the folder with can_bus/")
-    parser.add_argument("--out-dir", default="data/infos", help="default: %(default)s")
+    parser.add_argument("root", nargs="?", help="the folder that holds v1.0-…/, samples/ and maps/")
+    parser.add_argument(
+        "--version", default="v1.0-trainval", help="version of nuScenes; default: %(default)s"
+    )
+    parser.add_argument("--can-bus", metavar="FOLDER", help="the folder that holds can_bus/")
+    parser.add_argument("--out-dir", default="data/infos", help="folder to write; default: %(default)s")
     parser.add_argument("--no-map", action="store_true", help="leave the map out")
     parser.add_argument("--convert", metavar="PKL", help="write the .npz of a published info file beside it")
     args = parser.parse_args()

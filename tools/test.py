@@ -12,16 +12,18 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", help="the config the checkpoint was trained with")
-    parser.add_argument("checkpoint", help="a file or an http(s) address")
-    parser.add_argument("--work-dir", help="where to write; default: work_dirs/<name of the config>")
-    parser.add_argument("--out", metavar="FILE.json", help="write the detections of every image there")
-    parser.add_argument("--show-dir", metavar="FOLDER", help="draw detections beside the ground truth there")
+    parser.add_argument("config", help="the config that the checkpoint was trained with")
+    parser.add_argument("checkpoint", help="a checkpoint file or its http(s) address")
+    parser.add_argument("--work-dir", help="folder to write; default: work_dirs/<name of the config>")
+    parser.add_argument("--out", metavar="FILE.json", help="write the detections of every image to this file")
+    parser.add_argument(
+        "--show-dir", metavar="FOLDER", help="draw detections beside the ground truth in this folder"
+    )
     parser.add_argument(
         "--launcher", choices=("none", "pytorch"), help="default: 'pytorch' under torchrun, 'none' otherwise"
     )
     parser.add_argument(
-        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="changes of the config"
+        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="change values of the config"
     )
     return parser.parse_args()
 

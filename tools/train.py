@@ -14,7 +14,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="a Python config file")
-    parser.add_argument("--work-dir", help="where to write; default: work_dirs/<name of the config>")
+    parser.add_argument("--work-dir", help="folder to write; default: work_dirs/<name of the config>")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -29,7 +29,9 @@ def parse_args() -> argparse.Namespace:
         help="replay training steps as CUDA graphs on a GPU; default: the config's graph",
     )
     parser.add_argument(
-        "--auto-scale-lr", action="store_true", help="scale the learning rate by the total batch size"
+        "--auto-scale-lr",
+        action="store_true",
+        help="scale the learning rate by the total batch size over the config's auto_scale_lr.base_batch_size",
     )
     parser.add_argument(
         "--launcher", choices=("none", "pytorch"), help="default: 'pytorch' under torchrun, 'none' otherwise"
@@ -39,7 +41,7 @@ def parse_args() -> argparse.Namespace:
         nargs="+",
         action=CfgOptions,
         metavar="KEY=VALUE",
-        help="e.g. train_cfg.max_iters=100",
+        help="change values of the config, such as train_cfg.max_iters=100",
     )
     return parser.parse_args()
 

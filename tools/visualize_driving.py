@@ -24,17 +24,41 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="a Python config file")
-    parser.add_argument("checkpoint", nargs="?", help="without it the ground truth is drawn")
-    parser.add_argument("--out-dir", default="work_dirs/driving_pictures", help="default: %(default)s")
-    parser.add_argument("--scenes", type=int, nargs="+", default=[0], help="numbers of scenes; default: 0")
-    parser.add_argument("--max-frames", type=int, default=1000, help="of a scene; default: all")
-    parser.add_argument("--score-thr", type=float, default=0.3, help="of boxes; default: %(default)s")
-    parser.add_argument("--map-score-thr", type=float, default=0.4, help="of lines; default: %(default)s")
     parser.add_argument(
-        "--reach", type=float, default=32.0, help="of the view from above, m; default: %(default)s"
+        "checkpoint", nargs="?", help="a checkpoint file; without it the ground truth is drawn"
     )
     parser.add_argument(
-        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="changes of the config"
+        "--out-dir", default="work_dirs/driving_pictures", help="folder to write; default: %(default)s"
+    )
+    parser.add_argument(
+        "--scenes", type=int, nargs="+", default=[0], help="the numbers of the scenes to draw; default: 0"
+    )
+    parser.add_argument(
+        "--max-frames",
+        type=int,
+        default=1000,
+        help="highest number of frames of a scene; default: %(default)s",
+    )
+    parser.add_argument(
+        "--score-thr",
+        type=float,
+        default=0.3,
+        help="lowest score of a box that is drawn; default: %(default)s",
+    )
+    parser.add_argument(
+        "--map-score-thr",
+        type=float,
+        default=0.4,
+        help="lowest score of a map line that is drawn; default: %(default)s",
+    )
+    parser.add_argument(
+        "--reach",
+        type=float,
+        default=32.0,
+        help="how far the view from above reaches, in m; default: %(default)s",
+    )
+    parser.add_argument(
+        "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="change values of the config"
     )
     return parser.parse_args()
 

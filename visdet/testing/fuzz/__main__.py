@@ -20,15 +20,25 @@ SHOWN = 3  # failures of one kind that are printed in full with --keep-going
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m visdet.testing.fuzz", description=__doc__)
     parser.add_argument("op", choices=["all", *FAMILIES], metavar="OP", help=f"all, {', '.join(FAMILIES)}")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--seed", type=int, help="of the first call; alone, only that call runs")
-    parser.add_argument("--calls", type=int, help="calls of each family")
-    parser.add_argument("--minutes", type=float, help="time in all; 1 where nothing else is said")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument(
-        "--jobs", type=int, help="processes at a time; the number of cores on the CPU, 1 on CUDA"
+        "--seed", type=int, help="seed of the first call; without --calls and --minutes, only that call runs"
     )
-    parser.add_argument("--batch", type=int, help="calls of a process; 200 on the CPU, 1000 on CUDA")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds a call may take")
+    parser.add_argument("--calls", type=int, help="number of calls of each family")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="time of all families together; default: 1, unless --calls or --seed is given",
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="number of processes at a time; default: one per core on the CPU, 1 on CUDA"
+    )
+    parser.add_argument(
+        "--batch", type=int, help="number of calls in a process; default: 200 on the CPU, 1000 on CUDA"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="seconds that a call may take; default: %(default)s"
+    )
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     parser.add_argument(
         "--in-process", action="store_true", help="run the calls in this process, for a debugger"
