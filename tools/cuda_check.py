@@ -4,6 +4,7 @@ What ``make setup`` compiled is not compiled again; the other architectures are 
 away with the build folder. Where there is no nvcc, it is fetched from the package registry.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ NVCC_PACKAGES = [
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     import torch
     from setuptools import Distribution
 
