@@ -89,6 +89,23 @@ def test_half_precision_places_are_not_rounded(device):
 
 
 @devices
+def test_gradients_of_columns_may_pass_the_range_of_float16(device):
+    """The product of weight and gradient is 16 * 100 * 100 = 160000; what becomes of it fits into float16."""
+    ones = {"dtype": torch.float16, "device": device}
+    x, mask = torch.full((1, 8, 6, 6), 1e-3, **ones), torch.full((1, 9, 6, 6), 1e-3, **ones)
+    offset, weight = torch.full((1, 18, 6, 6), 0.25, **ones), torch.full((16, 8, 3, 3), 100.0, **ones)
+    grad_output = torch.full((1, 16, 6, 6), 100.0, **ones)
+    results = {}
+    for dtype in (torch.float16, torch.float64):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, offset, mask, weight)]
+        modulated_deform_conv2d(*leaves, bias=None, padding=1).backward(grad_output.to(dtype))
+        results[dtype] = [leaf.grad.double() for leaf in leaves]
+    for grad, wanted in zip(results[torch.float16], results[torch.float64], strict=True):
+        assert wanted.abs().max() < 65504
+        torch.testing.assert_close(grad, wanted, rtol=5e-3, atol=5e-3 * wanted.abs().max().item())
+
+
+@devices
 @pytest.mark.parametrize("name", ["usual", "groups"])
 def test_strides_do_not_matter(device, name):
     case = CASES[name]

@@ -52,11 +52,11 @@ def deform_conv2d(
     It is differentiable once with respect to ``input``, ``offset`` and ``weight``; the inputs are saved for the
     backward. Positions, interpolation and sums are float32 (float64 for float64). On the CPU the operands of the
     product are float32, too, and results do not depend on the number of threads. On CUDA the other tensors are rounded
-    to the type of ``offset``, in which torch multiplies: where the product of ``weight`` and the gradient of the result
-    passes 65504 in float16, the gradients of ``input`` and ``offset`` are infinite. The gradient of ``input`` is summed
-    in no fixed order there; under ``torch.use_deterministic_algorithms(True)`` calls that need gradients on CUDA take
-    plain torch. Where the library of a device is not built, torchvision serves the call (in float32 for 16-bit types),
-    or plain torch.
+    to the type of ``offset``, and so are the columns that torch multiplies. The gradient of the columns has that type
+    as well, except for float16, whose range it may pass: it is float32 there. The gradient of ``input`` is summed in no
+    fixed order on CUDA; under ``torch.use_deterministic_algorithms(True)`` calls that need gradients there take plain
+    torch. Where the library of a device is not built, torchvision serves the call (in float32 for 16-bit types), or
+    plain torch.
 
     Raises:
         ValueError: A shape or a number does not fit, or ``bias`` is True; the message names the argument.

@@ -1,6 +1,5 @@
 """deform_conv2d, modulated_deform_conv2d, masked_conv2d and carafe."""
 
-import math
 from typing import Any
 
 import torch
@@ -99,9 +98,6 @@ def _deformed_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     per_output = weight[0].numel() if len(weight) else 0
     bounds["output"] = largest(input) * largest(weight) * per_output * factor + bias
     back = bounds.get("grad_peak", 0.0) * largest(weight) * len(weight)  # of a column
-    overflows = (
-        back > torch.finfo(input.dtype).max
-    )  # the columns' gradients are kept in the type of the tensors
     channels = input.shape[1] // given["deform_groups"]
     for name, bound in (
         ("input", max(bounds.get("input", 0.0), back * factor)),
@@ -111,7 +107,7 @@ def _deformed_bounds(problem: Problem, bounds: dict[str, float]) -> None:
         ("bias", bounds.get("grad_total", 0.0)),
     ):
         if name in bounds:
-            bounds[name] = math.inf if overflows else bound
+            bounds[name] = bound
 
 
 def _draw_masked(draw: Draw) -> Problem:

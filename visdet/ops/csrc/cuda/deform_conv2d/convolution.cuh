@@ -28,6 +28,11 @@ constexpr int kPack = sizeof(T) == 8 ? 1 : kVectorValues<T>;
 template <typename A>
 constexpr int kSums = sizeof(A) == 8 ? 1 : 4;
 
+// The gradient of columns in a pass over numbers of T. float16 ends at 65504, which a sum over output channels may pass
+// although what becomes of it fits; torch then writes it in float32.
+template <typename T>
+using ColumnGradient = std::conditional_t<std::is_same_v<T, __half>, float, T>;
+
 // One convolution: its sizes, its device, and each step of a pass over `count` images from `first` on.
 template <typename T, typename A>
 class Convolution {
@@ -50,7 +55,8 @@ class Convolution {
   // Equal parts of the batch, with at most kBytes of columns, whose tiles a launch can have.
   int64_t images_at_once() const {
     constexpr int64_t kBytes = int64_t{256} << 20;  // more gains under 2 % at any number of images
-    const int64_t of_columns = kBytes / static_cast<int64_t>(sizeof(T)) / (p_.groups * row()) / p_.positions();
+    const int64_t of_columns =
+        kBytes / static_cast<int64_t>(sizeof(ColumnGradient<T>)) / (p_.groups * row()) / p_.positions();
     const int64_t of_tiles = INT32_MAX / (p_.G * sizes_.tiles);
     const int64_t most = std::max<int64_t>(1, std::min({p_.step, p_.B, of_columns, of_tiles}));
     return ceil_div(p_.B, ceil_div(p_.B, most));
@@ -91,24 +97,34 @@ class Convolution {
     return out;
   }
 
+  // [groups, count * H' * W', KH * KW * C / groups] of ColumnGradient<T>
   Tensor grad_columns(const Tensor& grad_products, int64_t count) const {
+    if constexpr (!std::is_same_v<ColumnGradient<T>, T>) return multiply_in_float32(grad_products, weight_);
     Tensor out = new_matrices(count * p_.positions(), row());
     multiply(grad_products, weight_, out);
     return out;
   }
 
-  // Turns the gradient of columns into columns if `writes_columns`. By packs of kSums<A> channels, or one at a time.
-  void gradients(const Tensor& images, Tensor& grad_columns, int64_t first, int64_t count, Tensor* grad_images,
-                 Tensor* grad_offset, Tensor* grad_mask, bool writes_columns, bool by_packs) const {
+  // Where the columns are written that the gradient of the weight needs: over their gradient, if that has their type.
+  Tensor columns_beside(const Tensor& grad_columns, int64_t count) const {
+    if constexpr (std::is_same_v<ColumnGradient<T>, T>) return grad_columns;
+    return new_matrices(count * p_.positions(), row());
+  }
+
+  // Reads the gradient of columns and writes the columns unless that is null. By packs of kSums<A> channels, or one at
+  // a time.
+  void gradients(const Tensor& images, const Tensor& grad_columns, int64_t first, int64_t count, Tensor* grad_images,
+                 Tensor* grad_offset, Tensor* grad_mask, Tensor* columns, bool by_packs) const {
+    using G = ColumnGradient<T>;
     Gradients<T, A> grads{};
     if (grad_images) grads.images = mutable_data_of<A>(*grad_images);
     if (grad_offset) grads.offsets = mutable_data_of<T>(*grad_offset) + first * of_offsets();
     if (grad_mask) grads.masks = mutable_data_of<T>(*grad_mask) + first * of_offsets() / 2;
-    grads.columns = writes_columns;
+    if (columns) grads.columns = mutable_data_of<T>(*columns);
     const Sizes sizes = sizes_for(count, by_packs ? kSums<A> : 1, sizes_.per_offset);
     launch({op_, "gradients_kernel", scope_, tiles_of(count), kThreads},
-           by_packs ? gradients_kernel<T, A, kSums<A>> : gradients_kernel<T, A, 1>, data_of<T>(images), offsets(first),
-           masks(first), mutable_data_of<T>(grad_columns), grads, sizes);
+           by_packs ? gradients_kernel<T, G, A, kSums<A>> : gradients_kernel<T, G, A, 1>, data_of<T>(images),
+           offsets(first), masks(first), data_of<G>(grad_columns), grads, sizes);
   }
 
   // Writes [count, H, W, C] to images `first` .. `first` + `count` of the gradient [B, C, H, W].

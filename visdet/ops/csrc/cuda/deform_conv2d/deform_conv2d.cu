@@ -73,17 +73,19 @@ void differentiate(const Call& call) {
   call.for_parts(
       [&](auto& run, int64_t first, int64_t count) {
         const Tensor images = run.images(first, count), products = run.grad_products(*call.grad_output, first, count);
-        Tensor columns = run.grad_columns(products, count);
-        std::optional<Tensor> pixels;
+        const Tensor grad_columns = run.grad_columns(products, count);
+        std::optional<Tensor> pixels, columns;
+        if (call.needs_weight) columns = run.columns_beside(grad_columns, count);
         if (call.needs_input) {
           pixels = new_empty(call.input, {count, p.H, p.W, p.C}, accumulate_dtype(call.input.scalar_type()));
           zero_(*pixels);
         }
-        run.gradients(images, columns, first, count, pixels ? &*pixels : nullptr,
+        run.gradients(images, grad_columns, first, count, pixels ? &*pixels : nullptr,
                       call.needs_offset ? call.grad_offset : nullptr,
-                      call.needs_offset && call.mask ? call.grad_mask : nullptr, call.needs_weight, BY_PACKS);
+                      call.needs_offset && call.mask ? call.grad_mask : nullptr, columns ? &*columns : nullptr,
+                      BY_PACKS);
         if (call.needs_input) run.grad_input(*pixels, *call.grad_input, first, count);
-        if (call.needs_weight) run.add_grad_weight(products, columns, sums);
+        if (call.needs_weight) run.add_grad_weight(products, *columns, sums);
       },
       [&](auto& run) {
         if (call.needs_weight) run.grad_weight(*sums, *call.grad_weight);

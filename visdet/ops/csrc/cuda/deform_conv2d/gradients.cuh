@@ -1,9 +1,9 @@
 // The gradients of images, offsets and masks from that of the columns. A block has a tile. 2^lanes_log2 threads work on
 // a sample with all of its channels, so that what they add to pixels lies in whole lines. grad_columns is read once.
-// Where the gradient of the weight is wanted, the thread that has read a number of it writes the column's number there
-// instead. Samples of several blocks add to a pixel of the images' gradient, hence by atomics: the last bits depend on
-// their order. The gradients of a sample's offset and mask are summed over its lanes, kept with the samples, and
-// written position by position.
+// Where the gradient of the weight is wanted, the thread that has read a number of it writes the column's number, which
+// may be to the same place. Samples of several blocks add to a pixel of the images' gradient, hence by atomics: the
+// last bits depend on their order. The gradients of a sample's offset and mask are summed over its lanes, kept with the
+// samples, and written position by position.
 #pragma once
 
 #include "common/warp.cuh"
@@ -17,14 +17,14 @@ template <typename T, typename A>
 struct Gradients {
   A* images;  // zeros before
   T* offsets;
-  T* masks;      // only with offsets
-  bool columns;  // whether the columns are written over their gradient
+  T* masks;    // only with offsets
+  T* columns;  // the columns themselves; their gradient may lie in the same memory
 };
 
-template <typename T, typename A, int VEC>
+template <typename T, typename G, typename A, int VEC>
 __global__ void __launch_bounds__(kThreads)
     gradients_kernel(const T* __restrict__ images, const T* __restrict__ offsets, const T* __restrict__ masks,
-                     T* grad_columns, const Gradients<T, A> grads, const Sizes z) {
+                     const G* grad_columns, const Gradients<T, A> grads, const Sizes z) {
   __shared__ Sample<A> samples[kTaps * kPositions];
   const Tile tile(z);
   const int64_t pixels = tile.image * z.H * z.W * z.C;
@@ -47,9 +47,9 @@ __global__ void __launch_bounds__(kThreads)
         A weight[4];
         sample.corner_weights(weight);
         for (int c = first + lane * VEC; c < last; c += lanes * VEC) {
-          T* column = grad_columns + tile.column(z, c) + static_cast<int64_t>(sample.row) * z.per_group;
+          const int64_t column = tile.column(z, c) + static_cast<int64_t>(sample.row) * z.per_group;
           A grad[VEC], corner[4][VEC], value[VEC] = {};
-          load_pack<T, VEC>(column, grad);
+          load_pack<G, VEC>(grad_columns + column, grad);
           load_corners_inside<T, VEC>(image, sample, z, c, corner);
 #pragma unroll
           for (int n = 0; n < 4; ++n) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
           if (grads.columns) {
 #pragma unroll
             for (int v = 0; v < VEC; ++v) value[v] *= sample.mask;
-            store_pack<T, VEC>(column, value);
+            store_pack<T, VEC>(grads.columns + column, value);
           }
         }
       }
