@@ -92,7 +92,7 @@ def test_half_precision_places_are_not_rounded(device):
 def test_gradients_of_columns_may_pass_the_range_of_float16(device):
     """The product of weight and gradient is 16 * 100 * 100 = 160000; what becomes of it fits into float16."""
     ones = {"dtype": torch.float16, "device": device}
-    x, mask = torch.full((1, 8, 6, 6), 1e-3, **ones), torch.full((1, 9, 6, 6), 1e-3, **ones)
+    x, mask = torch.full((1, 8, 6, 6), 0.01, **ones), torch.full((1, 9, 6, 6), 0.01, **ones)
     offset, weight = torch.full((1, 18, 6, 6), 0.25, **ones), torch.full((16, 8, 3, 3), 100.0, **ones)
     grad_output = torch.full((1, 16, 6, 6), 100.0, **ones)
     results = {}
