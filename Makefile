@@ -103,6 +103,7 @@ abi-check: setup
 bench: setup
 	$(BIN)/python -m benchmarks.run --out work_dirs/bench
 	$(BIN)/python -m benchmarks.models --out work_dirs/bench
+	$(BIN)/python -m benchmarks.transforms --out work_dirs/bench
 
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .

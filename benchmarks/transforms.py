@@ -1,0 +1,164 @@
+"""``python -m benchmarks.transforms``: images a second that one core loads and augments, transform by transform.
+
+The pipeline is that of a config. The images are drawn; they have the size and the bytes of a photograph of COCO. Each
+transform gets what the one before it left, and a copy of that is made outside the timed call. Beside it stand
+torchvision's transforms for the same purpose and, where mmdet can be imported, mmdet's of the same settings. Needs the
+extra ``train``.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.dataset import Compose
+from torchvision.io import decode_jpeg, read_file
+from torchvision.transforms import v2
+
+from visdet.registry import TRANSFORMS
+
+from .environment import describe
+from .report import table
+
+__all__ = ["draw_photographs", "main", "measure", "race", "torchvision_counterparts"]
+
+SIZE = (480, 640)  # height and width of most images of COCO
+BOXES = 7  # an image, as COCO has
+CONFIG = "configs/deformable_detr/deformable-detr_r50_16xb2-50e_coco.py"
+Sample = dict[str, Any]
+
+
+def draw_photographs(folder: Path, count: int) -> list[Sample]:
+    """Write JPEGs of ``SIZE`` and about 150 KB with random boxes; return what a data set hands to its pipeline."""
+    random = np.random.default_rng(0)
+    samples: list[Sample] = []
+    for index in range(count):
+        coarse = random.integers(0, 256, (SIZE[0] // 32, SIZE[1] // 32, 3)).astype(np.float32)
+        picture = cv2.resize(coarse, SIZE[::-1], interpolation=cv2.INTER_CUBIC) + random.normal(
+            0, 12, (*SIZE, 3)
+        )
+        path = str(folder / f"{index:06}.jpg")
+        cv2.imwrite(path, picture.clip(0, 255).astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, 90])
+        corners = np.sort(random.uniform(0, SIZE[::-1], (BOXES, 2, 2)), axis=1).reshape(BOXES, 4)
+        instances = [dict(bbox=box, bbox_label=0, ignore_flag=0) for box in corners.tolist()]
+        samples.append(dict(img_path=path, img_id=index, height=SIZE[0], width=SIZE[1], instances=instances))
+    return samples
+
+
+def measure(transform: Callable[[Sample], Any], samples: Sequence[Sample]) -> tuple[float, list[Sample]]:
+    """Return how many samples a second a transform takes, and what it makes of them.
+
+    A sample that it gives up (``None``) is left out of what it returns.
+    """
+    seconds, results = 0.0, []
+    for sample in samples:
+        given = copy.deepcopy(sample)
+        start = time.perf_counter()
+        result = transform(given)
+        seconds += time.perf_counter() - start
+        results.append(result)
+    return len(samples) / seconds, [result for result in results if result is not None]
+
+
+def torchvision_counterparts(settings: Sample) -> Callable[[Sample], Any] | None:
+    """Return torchvision's transform for the purpose of one of a config's, or ``None`` where it has none.
+
+    Args:
+        settings: The transform in a config: "type" and its arguments.
+    """
+    name = settings["type"]
+    if name == "LoadImageFromFile":
+        return lambda sample: decode_jpeg(read_file(sample["img_path"]))
+    if name == "RandomFlip":
+        return _on_image_and_boxes(v2.RandomHorizontalFlip(settings["prob"]))
+    if name == "RandomChoiceResize":
+        heights, longest = zip(*settings["scales"], strict=True)
+        return _on_image_and_boxes(v2.RandomShortestSize(list(heights), max(longest)))
+    if name == "RandomCrop":
+        low, high = settings["crop_size"]
+        return _on_image_and_boxes(v2.RandomCrop(((low + high) // 2, (low + high) // 2), pad_if_needed=True))
+    return None
+
+
+def _on_image_and_boxes(transform: Callable[..., Any]) -> Callable[[Sample], Any]:
+    return lambda sample: transform(sample["img"], sample["gt_bboxes"])
+
+
+def _steps(pipeline: Sequence[Sample]) -> list[Sample]:
+    """Return the transforms of a pipeline; of a random choice those of its longest branch, each once."""
+    steps: list[Sample] = []
+    for settings in pipeline:
+        if settings["type"] == "RandomChoice":
+            steps += [step for step in max(settings["transforms"], key=len) if step not in steps]
+        else:
+            steps.append(settings)
+    return steps
+
+
+def _mmdet_transforms() -> Any:
+    """Return mmdet's registry of transforms, or ``None`` where mmdet or the mmcv that it needs is missing."""
+    try:
+        import mmdet.datasets.transforms  # noqa: F401, which registers them
+        from mmdet.registry import TRANSFORMS as registry
+    except ImportError:
+        return None
+    return registry
+
+
+def race(pipeline: Sequence[Sample], samples: list[Sample]) -> list[dict[str, Any]]:
+    """Return images a second of each transform and of all: "transform", "visdet", "torchvision", "mmdet"."""
+    theirs = _mmdet_transforms()
+    rows = []
+    current, current_theirs = samples, samples
+    for settings in _steps(pipeline):
+        row: dict[str, Any] = {"transform": settings["type"]}
+        other = torchvision_counterparts(settings)
+        if other is not None:
+            row["torchvision"], _ = measure(other, current)
+        row["visdet"], current = measure(TRANSFORMS.build(dict(settings)), current)
+        if theirs is not None:
+            row["mmdet"], current_theirs = measure(theirs.build(dict(settings)), current_theirs)
+        rows.append(row)
+    whole: dict[str, Any] = {"transform": "the whole pipeline"}
+    for name, registry in (("visdet", TRANSFORMS), ("mmdet", theirs)):
+        if registry is not None:
+            every = Compose([registry.build(dict(settings)) for settings in pipeline])
+            whole[name], _ = measure(every, samples)
+    return [*rows, whole]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transforms", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("config", nargs="?", default=CONFIG, help="its training pipeline (%(default)s)")
+    parser.add_argument("--images", type=int, default=200, help="number of images (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
+    options = parser.parse_args(arguments)
+    pipeline = Config.fromfile(options.config).train_pipeline
+    torch.set_num_threads(1)
+    cv2.setNumThreads(0)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = race(pipeline, draw_photographs(Path(folder), options.images))
+    report = {"environment": describe(torch.device("cpu")), "config": options.config, "results": rows}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "transforms.json").write_text(json.dumps(report, indent=1) + "\n")
+    names = ("visdet", "torchvision", "mmdet")
+    cells = [[row["transform"], *(f"{row[n]:.0f}" if n in row else "–" for n in names)] for row in rows]
+    print("\n".join(table(["images a second and core", *names], cells)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
