@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from visdet.engine.cuda_graphs import GraphedLoss
+from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
 
 from .case import dtype_name
 from .environment import describe
@@ -69,7 +69,7 @@ def measure(
     """Return the figures of a case in a type: bfloat16 is autocast's, float32 runs without autocast.
 
     Args:
-        graph: train as a config with ``graph=True`` does.
+        graph: run as under a config with ``graph=True``.
     """
     torch.manual_seed(0)
     # A model with a memory sees a new frame at each step, the profiled one included.
@@ -80,7 +80,8 @@ def measure(
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
     result: dict[str, Any] = {"case": case.name, "dtype": dtype_name(dtype)}
     milliseconds = []
-    graphs = GraphedLoss(model).installed() if graph and case.trains else nullcontext()
+    graphed = GraphedLoss if case.trains else GraphedPrediction
+    graphs = graphed(model).installed() if graph else nullcontext()
     with graphs, torch.autograd.set_multithreading_enabled(False):
         for index, batch in enumerate(prepared[:-1]):
             if index == WARM_UP and device.type == "cuda":
@@ -178,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
     )
-    parser.add_argument("--graph", action="store_true", help="train by CUDA graphs")
+    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs")
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
     options = parser.parse_args(arguments)

@@ -20,6 +20,11 @@ def parse_args() -> argparse.Namespace:
         "--show-dir", metavar="FOLDER", help="draw detections beside the ground truth in this folder"
     )
     parser.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        help="replay predictions as CUDA graphs on a GPU; default: the config's graph",
+    )
+    parser.add_argument(
         "--launcher", choices=("none", "pytorch"), help="default: 'pytorch' under torchrun, 'none' otherwise"
     )
     parser.add_argument(
@@ -48,6 +53,8 @@ def main() -> None:
         check_required_keys(cfg, for_training=False)
         cfg.launcher = launcher
         cfg.load_from, cfg.resume = args.checkpoint, False
+        if args.graph is not None:
+            cfg.graph = args.graph
         if args.out:
             write_detections(cfg, args.out)
         if args.show_dir:

@@ -18,7 +18,7 @@ env_cfg = dict(
     dist_cfg=dict(backend="nccl"),
 )
 
-# Replay training steps as CUDA graphs, in a run of one process. Each size of a batch is captured once; with
+# Replay training steps, in a run of one process, and predictions as CUDA graphs. Each size of a batch is captured once; with
 # model.data_preprocessor.pad_size_divisor=128 there are few sizes.
 graph = False
 

@@ -1,15 +1,19 @@
-"""Training steps by CUDA graphs: the numbers of eager steps, whatever the batch, and what falls back."""
+"""Training steps and predictions by CUDA graphs: the numbers of eager ones, whatever the batch, and what falls back."""
 
 import copy
 import re
+import weakref
 
 import pytest
 import torch
 from mmengine.optim import OptimWrapper
 from test_deformable_detr import BATCH, batch, build, config
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
-from visdet.engine.cuda_graphs import GraphedLoss
+from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.structures import DetDataSample
+from visdet.structures.kept_tables import keeps_tables, tables_read
 
 STEPS = 12
 
@@ -113,5 +117,149 @@ def test_without_a_gpu_steps_are_eager_and_counted():
         losses = model(images, samples, mode="loss")
     assert losses.keys() == expected.keys()
     assert all(torch.equal(losses[name], expected[name]) for name in losses)
-    assert graphs.report() == "graphs: 1 batches, 1 without a GPU or stages; 0 shapes hold 0 MiB"
+    assert graphs.report() == "graphs of loss: 1 batches, 1 without a GPU or stages; 0 shapes hold 0 MiB"
     assert "loss" not in vars(model)
+
+
+def images_without_boxes(index, device="cpu"):
+    """A batch of one of two shapes, whose samples tell how the original image was scaled."""
+    sizes = (BATCH, BATCH) if index % 2 else ((64, 80 - index), (50 + index, 96))
+    images, samples = batch(sizes=sizes)
+    for number, sample in enumerate(samples):
+        sample.set_metainfo({"scale_factor": (0.5 + 0.1 * index, 0.75 + number)})
+    return {"inputs": images.to(device) + 0.1 * index, "data_samples": samples}
+
+
+def predictions(model, data):
+    return [
+        sample.pred_instances.clone()
+        for sample in model(data["inputs"], copy.deepcopy(data["data_samples"]), mode="predict")
+    ]
+
+
+def assert_same_boxes(found, expected, tolerance):
+    for ours, wanted in zip(found, expected, strict=True):
+        assert ours.keys() == wanted.keys()
+        assert torch.equal(ours.labels, wanted.labels)
+        torch.testing.assert_close(ours.scores, wanted.scores, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(ours.bboxes, wanted.bboxes, rtol=tolerance, atol=100 * tolerance)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("variant", ["base", "refine", "two_stage"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_replayed_predictions_are_eager_predictions(variant, mode):
+    model = build(variant).cuda().eval()
+    graphs = GraphedPrediction(model)
+    kept = []
+    for index in range(10):
+        data = images_without_boxes(index, "cuda")
+        with mode():
+            expected = predictions(model, data)
+            with graphs.installed():
+                found = model(data["inputs"], copy.deepcopy(data["data_samples"]), mode="predict")
+        kept.append(([sample.pred_instances for sample in found], expected))
+        if index == 5:  # training between two validations changes the weights where they lie
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.01)
+    assert graphs.counts == {"of a new shape": 2, "replayed": 8}, graphs.report()
+    for found, expected in kept:  # at the end: no replay writes over what an earlier one gave
+        assert_same_boxes(found, expected, 1e-5)
+    assert "predict" not in vars(model)
+
+
+@pytest.mark.cuda
+def test_predictions_under_autocast_have_graphs_of_their_own():
+    model = build("base").cuda().eval()
+    graphs = GraphedPrediction(model)
+    data = images_without_boxes(1, "cuda")
+    for enabled in (False, True) * 3:
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+            expected = predictions(model, data)
+            with graphs.installed():
+                assert_same_boxes(predictions(model, data), expected, 1e-5)
+    assert graphs.counts == {"of a new shape": 2, "replayed": 4}, graphs.report()
+
+
+@pytest.mark.cuda
+def test_predictions_that_cannot_be_captured_are_eager(monkeypatch):
+    model = build("base").cuda().eval()
+    own = type(model).detections
+    monkeypatch.setattr(
+        model, "detections", lambda batch: {k: v + 0 * v.sum().item() for k, v in own(model, batch).items()}
+    )
+    said = []
+    graphs = GraphedPrediction(model, say=said.append)
+    data = images_without_boxes(1, "cuda")
+    for _ in range(4):
+        with torch.no_grad():
+            expected = predictions(model, data)
+            with graphs.installed():
+                assert_same_boxes(predictions(model, data), expected, 1e-5)
+    assert graphs.counts == {"of a new shape": 1, "after a failed capture": 3}
+    assert len(said) == 1 and "cannot be captured" in said[0]
+
+
+@pytest.mark.parametrize("variant", ["base", "refine", "two_stage"])
+def test_nothing_in_a_prediction_waits_for_the_device(variant):
+    """Numbers of fake tensors do not exist, so that whatever asks for one fails, as a capture would."""
+    model = build(variant).eval()
+    data = images_without_boxes(0)
+    prepared = model.prediction_batch(**data)
+    with torch.no_grad():
+        expected = model.detections(prepared)  # first: it makes the tables that are kept
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        fake = prepared.with_tensors({k: fakes.from_tensor(t) for k, t in prepared.tensors().items()})
+        found = model.detections(fake)
+    assert {k: (t.shape, t.dtype) for k, t in found.items()} == {
+        k: (t.shape, t.dtype) for k, t in expected.items()
+    }
+
+
+def test_predictions_without_a_gpu_are_eager_and_counted():
+    model = build("base").eval()
+    data = images_without_boxes(1)
+    graphs = GraphedPrediction(model)
+    with torch.no_grad():
+        expected = predictions(model, data)
+        with graphs.installed():
+            assert_same_boxes(predictions(model, data), expected, 0)
+    assert graphs.report() == "graphs of predict: 1 batches, 1 without a GPU or stages; 0 shapes hold 0 MiB"
+
+
+def test_tables_live_as_long_as_what_has_read_them():
+    class Table:
+        pass
+
+    make = keeps_tables(max_sizes=1)(lambda size: Table())
+    with tables_read() as held:
+        first = weakref.ref(make(1))
+    second = weakref.ref(make(2))  # takes the place of the first
+    assert first() is held[0] and make(2) is second()
+    del held
+    assert first() is None
+    make(3)
+    assert second() is None
+
+
+@pytest.mark.cuda
+def test_replays_outlive_the_tables_that_the_model_keeps():
+    model = build("base").cuda().eval()
+    graphs = GraphedPrediction(model)
+    data = images_without_boxes(1, "cuda")
+    with torch.no_grad():
+        expected = predictions(model, data)
+        with graphs.installed():
+            for _ in range(2):
+                predictions(model, data)
+            for height in range(64, 64 + 70):  # more sizes than the model keeps tables of
+                predictions(
+                    model,
+                    {
+                        "inputs": torch.randn(1, 3, height, 96, device="cuda"),
+                        "data_samples": [DetDataSample()],
+                    },
+                )
+            assert_same_boxes(predictions(model, data), expected, 1e-5)
+    assert graphs.counts == {"of a new shape": 71, "replayed": 2}, graphs.report()

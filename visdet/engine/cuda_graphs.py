@@ -1,58 +1,59 @@
-"""Training steps replayed as CUDA graphs, so that the GPU does not wait for Python."""
+"""Training steps and predictions replayed as CUDA graphs, so that the GPU does not wait for Python."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GraphedLoss", "graphs_for"]
+from visdet.structures.kept_tables import tables_read
 
-_MAX_SHAPES = 16
-_STAGES = ("training_batch", "predictions_and_costs", "assign", "losses")
+__all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
 
 
 def graphs_for(
     config: Mapping[str, Any], model: nn.Module, num_processes: int, logger: logging.Logger
-) -> "GraphedLoss | None":
-    """Return what replays the training steps of a model if its run's config says ``graph=True``; None where it cannot.
+) -> "list[GraphedMethod]":
+    """Return what replays the steps of a model if its run's config says ``graph=True``; nothing where it cannot.
 
     Several processes train eagerly: the hooks that send gradients from process to process are not captured.
     """
     if not config.get("graph", False):
-        return None
-    if torch.cuda.is_available() and num_processes == 1:
-        return GraphedLoss(model, say=logger.info)
-    logger.warning("graph: CUDA graphs need a GPU and a run of one process; training is eager")
-    return None
+        return []
+    if not torch.cuda.is_available():
+        logger.warning("graph: CUDA graphs need a GPU; everything is eager")
+        return []
+    if num_processes > 1:
+        logger.warning("graph: CUDA graphs of training need a run of one process; training is eager")
+        return [GraphedPrediction(model, say=logger.info)]
+    return [GraphedLoss(model, say=logger.info), GraphedPrediction(model, say=logger.info)]
 
 
-class GraphedLoss:
-    """The losses of a detector, computed by CUDA graphs where the batch has a shape that was captured.
+class GraphedMethod(ABC):
+    """A method of a detector, computed by CUDA graphs where the batch has a shape that was captured.
 
-    A step of a detector with stages is the graph of ``predictions_and_costs``, one copy of the costs to the host,
-    ``assign`` there, the graph of ``losses``, and in ``backward`` the graph of all gradients. Everything else sees
-    ordinary tensors: the losses are nodes of the autograd graph whose gradients are those of the parameters. So
-    gradient accumulation, loss scaling, clipping and the optimizer are what they are without graphs.
-
-    A shape runs eagerly the first time and is captured the second time. Random numbers, among them those of dropout,
-    are those of eager steps. After a capture that fails, all batches run eagerly. ``report`` counts the batches.
+    A shape runs eagerly the first time and is captured the second time. After a capture that fails, all batches run
+    eagerly. ``report`` counts the batches.
 
     Args:
-        model: with the methods ``training_batch``, ``predictions_and_costs``, ``assign`` and ``losses`` (see
-            ``DeformableDETR``). A model without them runs eagerly.
+        model: A model without the methods named in ``stages`` runs eagerly.
         max_shapes: shapes whose graphs are kept; the least recently used one makes room. All share one pool of memory.
         say: is told of captures and failures.
     """
 
-    def __init__(self, model: Any, max_shapes: int = _MAX_SHAPES, say: Callable[[str], Any] = print) -> None:
+    method: ClassVar[str]  # what stands in the place of the model's own
+    stages: ClassVar[tuple[str, ...]]  # methods that the model needs
+    default_max_shapes: ClassVar[int]
+
+    def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
         self.model = model
-        self.max_shapes = max_shapes
+        self.max_shapes = self.default_max_shapes if max_shapes is None else max_shapes
         self._say = say
-        self._graphs: OrderedDict[Hashable, _GraphedStep] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._has_failed = False
         self._memory: _SharedMemory | None = None
@@ -60,21 +61,46 @@ class GraphedLoss:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let the model compute its losses by graphs within the block."""
-        self.model.loss = self
+        """Let the model compute the method by graphs within the block."""
+        setattr(self.model, self.method, self)
         try:
             yield
         finally:
-            del self.model.loss
+            delattr(self.model, self.method)
 
-    def __call__(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Return the losses by name, as ``model.loss`` does."""
-        if not (
-            inputs.is_cuda and torch.is_grad_enabled() and all(hasattr(self.model, name) for name in _STAGES)
-        ):
-            self.counts["without a GPU or stages"] += 1
-            return type(self.model).loss(self.model, inputs, data_samples)
-        batch = self.model.training_batch(inputs, data_samples)
+    def __call__(self, inputs: Tensor, data_samples: Sequence[Any]) -> Any:
+        """Return what the model's method does."""
+        if inputs.is_cuda and self._serves() and all(hasattr(self.model, name) for name in self.stages):
+            return self._run(inputs, data_samples)
+        self.counts["without a GPU or stages"] += 1
+        return getattr(type(self.model), self.method)(self.model, inputs, data_samples)
+
+    def report(self) -> str:
+        """Return how many batches were replayed, how many were not and why, and the memory of the graphs."""
+        total = sum(self.counts.values())
+        parts = [f"{count} {kind}" for kind, count in self.counts.most_common()]
+        held = 0 if self._memory is None else self._memory.reserved_bytes()
+        shapes = f"{len(self._graphs)} shapes hold {held / 2**20:.0f} MiB"
+        return f"graphs of {self.method}: {total} batches, {', '.join(parts)}; {shapes}"
+
+    @abstractmethod
+    def _serves(self) -> bool:
+        """Return whether a call may run by graphs as torch is set now."""
+
+    @abstractmethod
+    def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> Any:
+        """Return what the model's method does, by ``_compute``."""
+
+    @abstractmethod
+    def _compute_eagerly(self, batch: Any) -> dict[str, Tensor]:
+        """Return what the graphs compute."""
+
+    @abstractmethod
+    def _new_step(self, batch: Any, memory: "_SharedMemory") -> Any:
+        """Return what captures a shape and replays it: a step with ``capture``, ``first`` and a call."""
+
+    def _compute(self, batch: Any) -> dict[str, Tensor]:
+        """Return what ``_compute_eagerly`` does, by graphs where the shape was captured or can be captured now."""
         key = self._key(batch)
         if key in self._graphs:
             self._graphs.move_to_end(key)
@@ -84,24 +110,16 @@ class GraphedLoss:
             return self._first_replay(key, batch)
         self.counts["after a failed capture" if self._has_failed else "of a new shape"] += 1
         self._seen.add(key)
-        predictions, costs = self.model.predictions_and_costs(batch)
-        return self.model.losses(predictions, batch, self.model.assign(costs, batch))
-
-    def report(self) -> str:
-        """Return how many batches were replayed, how many were not and why, and the memory of the graphs."""
-        total = sum(self.counts.values())
-        parts = [f"{count} {kind}" for kind, count in self.counts.most_common()]
-        held = 0 if self._memory is None else self._memory.reserved_bytes()
-        return f"graphs: {total} batches, {', '.join(parts)}; {len(self._graphs)} shapes hold {held / 2**20:.0f} MiB"
+        return self._compute_eagerly(batch)
 
     def _first_replay(self, key: Hashable, batch: Any) -> dict[str, Tensor]:
-        """Return the losses of a batch, by graphs that are captured first where that is possible."""
+        """Return what a batch gives, by graphs that are captured first where that is possible."""
         while len(self._graphs) >= self.max_shapes:
             self._graphs.popitem(last=False)
         if self._memory is None:
             self._memory = _SharedMemory()
         shape = " x ".join(str(size) for size in batch.images.shape)
-        step = _GraphedStep(self.model, batch, self._memory)
+        step = self._new_step(batch, self._memory)
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         random_state = generator.clone_state()
         try:
@@ -111,13 +129,14 @@ class GraphedLoss:
             self._graphs.clear()
             self._has_failed = True
             self.counts["after a failed capture"] += 1
-            self._say(f"graphs: a batch of {shape} cannot be captured; training goes on eagerly: {error}")
-            predictions, _ = self.model.predictions_and_costs(batch)
-            return self.model.losses(predictions, batch, step.assignment)
+            self._say(
+                f"graphs of {self.method}: a batch of {shape} cannot be captured; all run eagerly: {error}"
+            )
+            return self._compute_eagerly(batch)
         self._graphs[key] = step
         self.counts["replayed"] += 1
-        self._say(f"graphs: captured batches of {shape}; {self.report()}")
-        return step.replay_as_assigned()
+        self._say(f"{self.report()}; captured batches of {shape}")
+        return step.first()
 
     def _key(self, batch: Any) -> Hashable:
         """Return everything that a captured graph takes for granted: shapes, modes, and where the weights lie."""
@@ -125,9 +144,64 @@ class GraphedLoss:
         weights = hash(
             tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self.model.parameters())
         )
+        buffers = hash(tuple(buffer.data_ptr() for buffer in self.model.buffers()))
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        return shapes, weights, autocast, self.model.training, is_deterministic
+        modes = (torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled())
+        return shapes, weights, buffers, autocast, self.model.training, modes
+
+
+class GraphedLoss(GraphedMethod):
+    """The losses of a detector, computed by CUDA graphs.
+
+    A step of a detector with stages is the graph of ``predictions_and_costs``, one copy of the costs to the host,
+    ``assign`` there, the graph of ``losses``, and in ``backward`` the graph of all gradients (see ``DeformableDETR``).
+    Everything else sees ordinary tensors: the losses are nodes of the autograd graph whose gradients are those of the
+    parameters. So gradient accumulation, loss scaling, clipping and the optimizer are what they are without graphs.
+    Random numbers, among them those of dropout, are those of eager steps.
+    """
+
+    method = "loss"
+    stages = ("training_batch", "predictions_and_costs", "assign", "losses")
+    default_max_shapes = 16
+
+    def _serves(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
+        return self._compute(self.model.training_batch(inputs, data_samples))
+
+    def _compute_eagerly(self, batch: Any) -> dict[str, Tensor]:
+        predictions, costs = self.model.predictions_and_costs(batch)
+        return self.model.losses(predictions, batch, self.model.assign(costs, batch))
+
+    def _new_step(self, batch: Any, memory: "_SharedMemory") -> "_GraphedStep":
+        return _GraphedStep(self.model, batch, memory)
+
+
+class GraphedPrediction(GraphedMethod):
+    """The predictions of a detector, computed by CUDA graphs.
+
+    A call is the graph of ``detections``, and ``with_detections`` outside it (see ``DeformableDETR``). The graphs read
+    the weights where they lie, so that they see training go on. What a call returns is a copy that no later one
+    changes.
+    """
+
+    method = "predict"
+    stages = ("prediction_batch", "detections", "with_detections")
+    default_max_shapes = 64  # validation sees more shapes than training, and keeps no activations of them
+
+    def _serves(self) -> bool:
+        return not torch.is_grad_enabled()
+
+    def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> list[Any]:
+        detections = self._compute(self.model.prediction_batch(inputs, data_samples))
+        return self.model.with_detections(detections, data_samples)
+
+    def _compute_eagerly(self, batch: Any) -> dict[str, Tensor]:
+        return self.model.detections(batch)
+
+    def _new_step(self, batch: Any, memory: "_SharedMemory") -> "_GraphedDetections":
+        return _GraphedDetections(self.model, batch, memory)
 
 
 class _SharedMemory:
@@ -165,7 +239,7 @@ class _GraphedStep:
     def __init__(self, model: Any, batch: Any, memory: _SharedMemory) -> None:
         self.model = model
         self.memory = memory
-        self.batch = batch.with_tensors({name: tensor.clone() for name, tensor in batch.tensors().items()})
+        self.batch = _copy_of(batch)
         with _captures_on(memory.stream), _uncached_autocast(), _nothing_changes(model):
             predictions, costs = model.predictions_and_costs(self.batch)
             self.assignment = model.assign(costs, batch)
@@ -190,7 +264,7 @@ class _GraphedStep:
             torch.cuda.graph(graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local")
             for graph in self.graphs
         )
-        with _captures_on(self.memory.stream), _uncached_autocast():
+        with _captures_on(self.memory.stream), _uncached_autocast(), tables_read() as self.tables:
             with forward:
                 predictions, self.costs = self.model.predictions_and_costs(self.batch)
             with losses:
@@ -209,7 +283,7 @@ class _GraphedStep:
         _copy(self.assignment, self.model.assign(self.costs, batch))
         return self._losses()
 
-    def replay_as_assigned(self) -> dict[str, Tensor]:
+    def first(self) -> dict[str, Tensor]:
         """Return the losses of the batch that the constructor got, whose assignment it has."""
         self.graphs[0].replay()
         return self._losses()
@@ -225,6 +299,43 @@ class _GraphedStep:
         copies = [torch.empty_like(gradient) for gradient in self.static_gradients]
         torch._foreach_copy_(copies, self.static_gradients)
         return copies
+
+
+class _GraphedDetections:
+    """The graph of the detections of one shape, and the tensors that it reads and writes.
+
+    The constructor runs ``batch`` once, so that libraries have made their plans and tables are cached.
+    """
+
+    def __init__(self, model: Any, batch: Any, memory: _SharedMemory) -> None:
+        self.model = model
+        self.memory = memory
+        self.batch = _copy_of(batch)
+        with _captures_on(memory.stream), _uncached_autocast(), _nothing_changes(model):
+            model.detections(self.batch)
+
+    def capture(self) -> None:
+        """Record the graph.
+
+        Raises:
+            RuntimeError: something in it cannot be captured.
+        """
+        self.graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(
+            self.graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
+        )
+        with _captures_on(self.memory.stream), _uncached_autocast(), tables_read() as self.tables, capture:
+            self.detections = self.model.detections(self.batch)
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Return the detections of a batch of this shape."""
+        _copy(self.batch.tensors(), batch.tensors())
+        return self.first()
+
+    def first(self) -> dict[str, Tensor]:
+        """Return the detections of the batch that the constructor got."""
+        self.graph.replay()
+        return {name: tensor.clone() for name, tensor in self.detections.items()}
 
 
 class _Replay(torch.autograd.Function):
@@ -269,6 +380,10 @@ def _nothing_changes(model: nn.Module) -> Iterator[None]:
         torch.cuda.set_rng_state(random_state)
         for buffer, value in buffers:
             buffer.copy_(value)
+
+
+def _copy_of(batch: Any) -> Any:
+    return batch.with_tensors({name: tensor.clone() for name, tensor in batch.tensors().items()})
 
 
 def _copy(into: dict[str, Tensor], values: dict[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """mmengine's two training loops, resumable at any iteration without reading data again."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mmengine.dataset import InfiniteSampler
@@ -31,8 +31,7 @@ class _Training:
 
     def run_iter(self, *arguments: Any) -> None:
         """Run one iteration, by graphs where the config asks for them."""
-        graphs = getattr(self.runner, "graphs", None)
-        with nullcontext() if graphs is None else graphs.installed():
+        with _graphs_installed(self.runner):
             super().run_iter(*arguments)  # type: ignore[misc]
 
     def _is_validation_due(self) -> bool:
@@ -202,11 +201,16 @@ def _check_there_are_batches(dataloader: DataLoader) -> None:
         )
 
 
+def _graphs_installed(runner) -> AbstractContextManager[None]:
+    """Let the model run by graphs within the block where the runner has some; mmengine's own has none."""
+    return runner.graphs_installed() if hasattr(runner, "graphs_installed") else nullcontext()
+
+
 def _validate(runner) -> None:
     if runner.val_loop is not None:
         # Before, because a hook may write a checkpoint when it knows the metrics.
         runner.message_hub.update_info(_VALIDATED, runner.iter)
-        with preserved_random_state():
+        with preserved_random_state(), _graphs_installed(runner):
             runner.val_loop.run()
 
 

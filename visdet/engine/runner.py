@@ -6,8 +6,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import mmengine
@@ -34,7 +34,7 @@ from .checkpoint import (
 )
 from .config import complete_config
 from .console import ConsoleHandler, WorkerStart, say
-from .cuda_graphs import GraphedLoss, graphs_for
+from .cuda_graphs import GraphedMethod, graphs_for
 from .distributed import start_process_group, wrapper_on_the_cpu
 from .errors import CheckpointError, log_fatal_error
 from .plain_state import restore_message_hub, to_plain
@@ -67,7 +67,8 @@ class DetRunner(Runner):
     * ``load_from`` refuses weights that do not fit, unless ``strict_load=False``.
     * ``launcher='pytorch'`` works without GPUs, by gloo.
     * The backward runs in the training thread, as on the CPU.
-    * ``graph=True`` in the config replays training steps as CUDA graphs, see :class:`GraphedLoss`.
+    * ``graph=True`` in the config replays training steps and predictions as CUDA graphs, see :class:`GraphedLoss` and
+      :class:`GraphedPrediction`.
     * The terminal shows warnings, progress and results; environment, config and every log line go to the log
       file.
 
@@ -199,23 +200,41 @@ class DetRunner(Runner):
         # launches bound a step, it is some 5 % shorter in this thread.
         with torch.autograd.set_multithreading_enabled(False):
             model = super().train()
-        if self.graphs is not None:
-            self.logger.info(self.graphs.report())
+        self._report_graphs()
         return model
 
     @functools.cached_property
-    def graphs(self) -> GraphedLoss | None:
-        """What replays training steps as CUDA graphs; None without."""
+    def graphs(self) -> list[GraphedMethod]:
+        """What replays steps of the model as CUDA graphs; empty without."""
         model = self.model.module if is_model_wrapper(self.model) else self.model
         return graphs_for(self.cfg, model, self.world_size, self.logger)
 
+    @contextmanager
+    def graphs_installed(self) -> Iterator[None]:
+        """Let the model run by graphs within the block, where the config asks for them."""
+        with ExitStack() as stack:
+            for graphs in self.graphs:
+                stack.enter_context(graphs.installed())
+            yield
+
+    def _report_graphs(self) -> None:
+        for graphs in self.graphs:
+            if graphs.counts:
+                self.logger.info(graphs.report())
+
     def val(self) -> dict:
         """Validate and return the metrics."""
-        return self._announcing_the_end(super().val)
+        return self._announcing_the_end(lambda: self._evaluate(super(DetRunner, self).val))
 
     def test(self) -> dict:
         """Test and return the metrics."""
-        return self._announcing_the_end(super().test)
+        return self._announcing_the_end(lambda: self._evaluate(super(DetRunner, self).test))
+
+    def _evaluate(self, stage: Callable[[], dict]) -> dict:
+        with self.graphs_installed():
+            metrics = stage()
+        self._report_graphs()
+        return metrics
 
     def _announcing_the_end(self, stage: Any) -> Any:
         """Run a stage; hooks that own the terminal let go of it (``on_exit``) however the stage ends."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from mmengine.model import xavier_init
+from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
@@ -22,7 +23,7 @@ from .head import SetPrediction
 from .proposals import pixel_proposals, proposal_embedding
 from .transformer import DeformableDetrTransformerDecoder, DeformableDetrTransformerEncoder
 
-__all__ = ["DecoderStart", "DeformableDETR", "TrainingBatch"]
+__all__ = ["DecoderStart", "DeformableDETR", "PredictionBatch", "TrainingBatch"]
 
 _LEAST_ROOM = 8  # boxes of an image
 
@@ -67,6 +68,30 @@ class TrainingBatch:
         """Return a batch of other tensors of the same names."""
         targets = {name: tensors[name] for name in ("boxes_xyxy", "labels", "image_whwh")}
         return TrainingBatch(tensors["images"], tensors.get("image_sizes"), replace(self.targets, **targets))
+
+
+@dataclass(frozen=True)
+class PredictionBatch:
+    """Images, and where their boxes lie.
+
+    Attributes:
+        images, image_sizes: as in ``TrainingBatch``.
+        limit: [B, 1, 4] (width, height, width, height) of the images without padding, in pixels.
+        scale: [B, 1, 4] ratios of these pixels to those of the original images, in the same order.
+    """
+
+    images: Tensor
+    image_sizes: Tensor | None
+    limit: Tensor
+    scale: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what the device reads, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "PredictionBatch":
+        """Return a batch of other tensors of the same names."""
+        return replace(self, **tensors)
 
 
 def padded_sizes(inputs: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor | None:
@@ -222,11 +247,39 @@ class DeformableDETR(BaseDetector):
         return self.bbox_head.losses(predictions, batch.targets, assignment)
 
     def predict(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> list[DetDataSample]:
+        detections = self.detections(self.prediction_batch(inputs, data_samples))
+        return self.with_detections(detections, data_samples)
+
+    def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> PredictionBatch:
+        """Return images and where their boxes lie as tensors.
+
+        Boxes are divided by a sample's ``scale_factor`` (width, height), which makes them pixels of the original image;
+        without one they stay in pixels of the network's input.
+        """
         sizes = image_sizes(inputs, data_samples)
-        hidden_states, references, _ = self.forward_transformer(inputs, padded_sizes(inputs, sizes))
-        results = self.bbox_head.predict(hidden_states, references, data_samples, sizes)
-        for sample, instances in zip(data_samples, results, strict=True):
-            sample.pred_instances = instances
+        factors = [
+            [float(number) for number in sample.metainfo.get("scale_factor", (1.0, 1.0))[:2]]
+            for sample in data_samples
+        ]
+        limits = [[width, height] for height, width in sizes]
+        dtype = torch.promote_types(inputs.dtype, torch.float32)
+        extents = to_device([limits, factors], inputs.device, dtype).unsqueeze(-2)
+        limit, scale = torch.cat([extents, extents], dim=-1)
+        return PredictionBatch(inputs, padded_sizes(inputs, sizes), limit, scale)
+
+    def detections(self, batch: PredictionBatch) -> dict[str, Tensor]:
+        """Return "bboxes" [B, K, 4], "scores" and "labels" [B, K] of all images; device work alone."""
+        hidden_states, references, _ = self.forward_transformer(batch.images, batch.image_sizes)
+        return self.bbox_head.detections(hidden_states, references, batch.limit, batch.scale)
+
+    def with_detections(
+        self, detections: Mapping[str, Tensor], data_samples: Sequence[DetDataSample]
+    ) -> list[DetDataSample]:
+        """Return the samples with the detections of their image filled in."""
+        for index, sample in enumerate(data_samples):
+            sample.pred_instances = InstanceData(
+                **{name: tensor[index] for name, tensor in detections.items()}
+            )
         return list(data_samples)
 
     def raw_outputs(

@@ -1,6 +1,5 @@
 """A feature pyramid as one sequence of pixels."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
+from visdet.structures.kept_tables import keeps_tables
 
 from ..layers.positional_encoding import SinePositionalEncoding
 from ..transfer import to_device
@@ -121,7 +121,7 @@ class _Pixels(NamedTuple):
     sources: Tensor
 
 
-@functools.lru_cache(maxsize=64)
+@keeps_tables(max_sizes=64)
 def _pixels(
     level_sizes: tuple[tuple[int, int], ...], batch_size_px: tuple[int, int], device: torch.device
 ) -> _Pixels:

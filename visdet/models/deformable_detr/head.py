@@ -6,12 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from mmengine.model import BaseModule
-from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
-from visdet.structures import DetDataSample
 
 from ..boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32, in_full_precision
@@ -241,17 +239,17 @@ class DeformableDETRHead(BaseModule):
             "loss_iou": loss_iou.unbind(),
         }
 
-    def predict(
-        self,
-        hidden_states: Tensor,
-        references: Sequence[Tensor],
-        data_samples: Sequence[DetDataSample],
-        image_sizes: Sequence[tuple[int, int]],
-    ) -> list[InstanceData]:
-        """Return the ``max_per_img`` best (query, class) pairs of each image, best first.
+    def detections(
+        self, hidden_states: Tensor, references: Sequence[Tensor], limit: Tensor, scale: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the ``max_per_img`` best (query, class) pairs of each image, best first; device work alone.
 
-        ``bboxes`` [K, 4] xyxy are clipped to the image and then divided by the sample's ``scale_factor`` (width,
-        height): pixels of the original image. Without ``scale_factor`` they stay in pixels of the network's input.
+        Args:
+            limit: [B, 1, 4] (width, height, width, height) of the images, to which boxes are clipped.
+            scale: [B, 1, 4], by which clipped boxes are divided.
+
+        Returns:
+            "bboxes" [B, K, 4] xyxy, "scores" [B, K] and "labels" [B, K].
         """
         last = len(hidden_states) - 1
         logits, boxes = self.decode(last, hidden_states[last], references[last])
@@ -259,18 +257,8 @@ class DeformableDETRHead(BaseModule):
         scores, pairs = scores.topk(min(self.test_cfg.get("max_per_img", logits.shape[1]), scores.shape[1]))
         query = torch.div(pairs, self.num_classes, rounding_mode="floor")
         boxes = cxcywh_to_xyxy(at_least_float32(boxes).gather(1, query.unsqueeze(-1).expand(-1, -1, 4)))
-        limits, scales = [], []
-        for sample, (height, width) in zip(data_samples, image_sizes, strict=True):
-            factor = sample.metainfo.get("scale_factor")
-            scale_x, scale_y = (1.0, 1.0) if factor is None else (float(number) for number in factor[:2])
-            limits.append([[width, height, width, height]])
-            scales.append([[scale_x, scale_y, scale_x, scale_y]])
-        limit, scale = to_device([limits, scales], boxes.device, boxes.dtype)  # [B, 1, 4] each
         boxes = torch.minimum((boxes * limit).clamp(min=0), limit) / scale
-        return [
-            InstanceData(bboxes=boxes_xyxy, scores=image_scores, labels=image_pairs % self.num_classes)
-            for boxes_xyxy, image_scores, image_pairs in zip(boxes, scores, pairs, strict=True)
-        ]
+        return {"bboxes": boxes, "scores": scores, "labels": pairs % self.num_classes}
 
 
 def _for_set(name: str, targets: PaddedTargets) -> PaddedTargets:
