@@ -361,7 +361,8 @@ CHECKS.pop("kept")
 def test_bad_numbers_break_nothing(name, device):
     command = [sys.executable, "-X", "faulthandler", __file__, name, device]
     root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     last = done.stdout.splitlines()[-1:] or ["nothing"]
     assert done.returncode == 0, f"exit status {done.returncode} after {last[0]!r}\n{done.stderr}"
