@@ -30,7 +30,7 @@ std::array<Tensor, results> call_for(const char* name, const char* overload, con
   return tensors;
 }
 
-// The only one.
+// The only tensor that operator `name` returns.
 template <typename... Arguments>
 Tensor call(const char* name, const char* overload, const Arguments&... arguments) {
   return call_for<1>(name, overload, arguments...)[0];

@@ -35,15 +35,15 @@ struct Bilinear {
   }
 };
 
-// Returns whether the sample at pixel coordinates (x, y) counts, and its corners in `out`; those of a sample that does
-// not count are texels of the map (it must have one) with is_inside false. No branches: host loops over samples become
-// vector code.
+// Returns whether the sample at pixel coordinates (x, y) counts, and writes its corners to `out`. The corners of a
+// sample that does not count are texels of the map, which must have one, with is_inside false. There are no branches,
+// so that compilers turn loops over samples into vector code.
 template <typename Coord>
 VISDET_HOST_DEVICE bool locate(Coord x, Coord y, int32_t H, int32_t W, Bilinear<Coord>& out) {
   const bool counts = (x > Coord(-1)) & (y > Coord(-1)) & (x < Coord(W)) & (y < Coord(H));
   x = counts ? x : Coord(0);
   y = counts ? y : Coord(0);
-  // floor, of a number in (-1, 2^31): truncation, less one where it went up.
+  // The floor of a number in (-1, 2^31): its truncation, less one where the truncation is above the number.
   int32_t x0 = static_cast<int32_t>(x), y0 = static_cast<int32_t>(y);
   x0 -= static_cast<Coord>(x0) > x;
   y0 -= static_cast<Coord>(y0) > y;

@@ -67,9 +67,9 @@ __device__ __forceinline__ int32_t scan_counts(const int32_t* counts, int32_t* s
   return carry;
 }
 
-// For all lanes of a warp, each with a record of a digit, or with none if not `exists`: the position of its record if
-// those of one digit are written one after another in the order of lanes, from counters[digit] on, which moves on
-// behind them. Nobody else may touch the counters.
+// For all lanes of a warp, each of which has a record with this digit if `exists`: returns where the record goes. The
+// records of one digit go to neighbouring positions from counters[digit] on, in the order of the lanes. counters[digit]
+// is then the first position behind them. No other warp may use the counters.
 __device__ __forceinline__ int32_t position_by_digit(int32_t* counters, int digit, bool exists) {
   const unsigned same = __match_any_sync(kAllLanes, exists ? digit : -1);
   const int rank = rank_in_ballot(same);
@@ -95,8 +95,8 @@ union OrderBitmap {
   int32_t counters[1 << kMaxDigitBits];
 };
 
-// For all lanes of a warp: sorts records by their samples, of which `lowest` is the least and `span` the greatest
-// distance from it, by three digits, the lowest first. The result is in `to`; `from` is scratch.
+// For all lanes of a warp: sorts records by the numbers of their samples, in three passes of one digit each, the lowest
+// digit first. The numbers lie between `lowest` and `lowest + span`. The result is in `to`; `from` is scratch.
 template <typename Record>
 __device__ __forceinline__ void order_by_digits(Record* from, Record* to, int32_t count, int32_t lowest, int32_t span,
                                                 int32_t* counters) {

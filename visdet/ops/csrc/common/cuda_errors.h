@@ -46,7 +46,7 @@ inline std::string explain_cuda_error(cudaError_t error) {
   const std::string gpu = capability.empty() ? "this GPU" : "this GPU of compute capability " + capability;
   const std::string rebuild = "install visdet from source with TORCH_CUDA_ARCH_LIST=" +
                               (capability.empty() ? "<its compute capability>" : capability);
-  cudaGetLastError();  // of the questions above: it shall not be taken for that of a later launch
+  cudaGetLastError();  // clears an error of the calls above, so that it is not taken for that of a later launch
   if (is_driver) {
     return words + ". visdet's CUDA library was compiled with CUDA " + toolkit + ", which needs an NVIDIA driver " +
            needed_driver_text() + "; " + driver +

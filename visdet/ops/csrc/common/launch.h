@@ -63,8 +63,9 @@ struct Launch {
   Grid grid;
   int64_t threads;
   int64_t dynamic_shared = 0;
-  // Bytes of shared memory that the kernel declares itself, at least, for kernels that also have dynamic shared memory:
-  // a plan, which has no compiled kernel to ask, adds them. A launch compares them with the compiled kernel's.
+  // At least how many bytes of shared memory the kernel declares itself, given for kernels that also have dynamic
+  // shared memory. A plan adds them, since it has no compiled kernel to ask. A launch compares them with the compiled
+  // kernel's.
   int64_t static_shared = 0;
   bool overlaps = false;
 };
@@ -93,8 +94,8 @@ void fill_bytes(const char* op, const DeviceScope& scope, void* to, int value, i
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Blocks of a kernel whose blocks go on to more work when theirs is done: enough to take `count` things, `each` of them
-// a block, but not more than `per_multiprocessor` for every multiprocessor of the GPU.
+// The number of blocks of a kernel that loops over its work: enough for `count` things if a block takes `each` of them,
+// but not more than `per_multiprocessor` for every multiprocessor of the GPU.
 inline int64_t bounded_blocks(const DeviceScope& scope, int64_t count, int64_t each, int64_t per_multiprocessor) {
   return std::min(ceil_div(count, each), per_multiprocessor * scope.device().multiprocessors);
 }

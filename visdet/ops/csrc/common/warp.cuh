@@ -52,7 +52,8 @@ __device__ __forceinline__ A min_lanes(A value, int begin = 1, int end = 32, uns
   return reduce_lanes(value, [](A mine, A other) { return other < mine ? other : mine; }, begin, end, mask);
 }
 
-// The sum of `value` over this lane and those before it in the warp. Only the first `end` lanes are asked for.
+// The sum of `value` over this lane and those before it in the warp. Only the first `end` lanes get
+// the right result.
 template <typename A>
 __device__ __forceinline__ A inclusive_sum_lanes(A value, int end = 32) {
   const int lane = threadIdx.x % 32;

@@ -1,7 +1,7 @@
 // box_key_points on the CPU. The contract is in csrc/box_key_points.h.
 //
-// The kernels are parallel over anchors. The offsets of an anchor's points are written to a row of scratch first, in
-// vectors, where the exponentials are; turning them is a few multiplications a point.
+// The kernels are parallel over anchors. They first write the offsets of an anchor's points to a row of scratch, in
+// vector code, since these need exponentials. Rotating the points then takes a few multiplications each.
 #include "cpu/box_key_points.h"
 
 #include "cpu/exp.h"

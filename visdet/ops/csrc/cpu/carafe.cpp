@@ -1,8 +1,9 @@
 // carafe on the CPU. The contract is in csrc/carafe.h.
 //
-// The s * s pixels above one of the map's are phases. Masks are first copied into rows of one phase and one tap each,
-// [B, G, H, s * s, K * K, W]; then all three passes are sums of products of rows of W numbers. Forward and the
-// gradient of masks are parallel over rows of the map, the gradient of features over its channels.
+// The s * s pixels of the output that one pixel of the map becomes are its phases. Masks are first copied into rows of
+// one phase and one tap each, [B, G, H, s * s, K * K, W]; then all three passes are sums of products of rows of W
+// numbers. Forward and the gradient of masks are parallel over rows of the map, the gradient of features over its
+// channels.
 #include "cpu/carafe.h"
 
 #include "cpu/vec.h"

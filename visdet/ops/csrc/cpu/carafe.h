@@ -19,7 +19,7 @@ struct CarafeArrays {
 
 template <typename T, typename A>
 struct CarafeKernels {
-  // They copy row h of group g of image b from masks to phases, and gradients of phases to those of masks.
+  // These copy row h of group g of image b: from masks to phases, and from the gradients of phases to those of masks.
   void (*masks_to_phases)(const CarafeArrays<T, A>& a, int64_t b, int64_t g, int64_t h);
   void (*phases_to_masks)(const CarafeArrays<T, A>& a, int64_t b, int64_t g, int64_t h);
   // Writes the output in row h of group g of image b. scratch: [K * (W + K - 1) + W].

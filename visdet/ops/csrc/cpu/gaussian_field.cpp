@@ -1,9 +1,10 @@
 // mahalanobis_distance and gaussian_field on the CPU. The contract is in csrc/gaussian_field.h.
 //
-// A vector's lanes are Gaussians: each block of as many Gaussians as a vector has lanes is kept as ten rows, its
-// means, factors and weights. Triangular systems are solved by substitution: an explicit inverse costs as much and
-// loses the digits of ill-conditioned factors. Forward and the gradient of points are parallel over points, the
-// gradients of Gaussians over blocks, so there are no races and no dependence on the number of threads.
+// A vector's lanes are Gaussians. A block has as many Gaussians as a vector has lanes, and is kept as rows of one
+// number for each: ten rows of means, factors and weights, and six of the box around the block. Triangular systems are
+// solved by substitution: an explicit inverse costs as much and loses the digits of ill-conditioned factors. Forward
+// and the gradient of points are parallel over points, the gradients of Gaussians over blocks, so there are no races
+// and no dependence on the number of threads.
 #include "cpu/gaussian_field.h"
 
 #include "cpu/exp.h"

@@ -28,7 +28,7 @@ struct GaussianKernels {
   int64_t lanes, block;  // Gaussians and numbers of a block
   // Writes blocks [begin, end). Returns the first Gaussian whose factor has a diagonal that is not positive, or -1.
   int64_t (*prepare_blocks)(const GaussianArrays<A>& a, int64_t begin, int64_t end);
-  // They write the results of one point, or of the Gaussians of one block.
+  // These write the results of one point, or of the Gaussians of one block.
   void (*distances_of_point)(const GaussianArrays<A>& a, int64_t b);
   void (*distance_grad_of_point)(const GaussianArrays<A>& a, int64_t b);
   void (*distance_grad_of_block)(const GaussianArrays<A>& a, int64_t block);

@@ -11,8 +11,8 @@ namespace visdet {
 
 inline int64_t area(const Window& w) { return static_cast<int64_t>(w.bottom - w.top) * (w.right - w.left); }
 
-// RegionsOfImage has the regions of one image, and says what of it is laid out at a time: `shared`, the window around
-// all of them, or, where that is more, each region's own window.
+// RegionsOfImage has the regions of one image, and says which window of the image is laid out at a time: `shared`, the
+// window around all regions, or each region's own window where these have fewer pixels together.
 template <typename Region>
 struct RegionsOfImage {
   std::vector<Region> regions;

@@ -35,7 +35,7 @@ void lay_out_window(const T* maps, int64_t W, int64_t plane, int64_t channels, c
   }
 }
 
-// It is the way back, and writes `from` [pixels, kBlock] to `window` of the planes.
+// The way back: writes `from` [pixels, kBlock] to `window` of the planes.
 template <typename T, typename A>
 void take_back_window(const A* from, int64_t W, int64_t plane, int64_t channels, const Window& window, T* maps) {
   constexpr int kTile = kBlock<A>;

@@ -1,7 +1,7 @@
 // sigmoid_focal_loss on the CPU. The contract is in csrc/sigmoid_focal_loss.h.
 //
-// Most elements are no target: rows are run through as background, in vectors, and the few targets are then computed
-// once more. The kernels are parallel over rows.
+// Most elements are not the target of their row. So the kernels first compute a whole row as background, in vectors,
+// and then compute the few targets once more. They are parallel over rows.
 #include "cpu/sigmoid_focal_loss.h"
 
 #include "cpu/exp.h"

@@ -1,8 +1,8 @@
 // soft_nms on the CPU. The contract is in csrc/soft_nms.h.
 //
-// Boxes are kept as columns, a vector's lanes are boxes. Rounds depend on each other and a round is short, so all of it
-// runs on one thread. The positions behind the last box hold NaN scores, which are neither best nor too low: no loop
-// has a remainder.
+// Boxes are kept as columns, so that a vector's lanes are boxes. Rounds depend on each other, and a round is short, so
+// one thread runs all of them. The entries behind the last box hold NaN scores, which are neither the best nor too low.
+// So loops take whole vectors, without a remainder.
 #include "cpu/soft_nms.h"
 
 #include "cpu/exp.h"

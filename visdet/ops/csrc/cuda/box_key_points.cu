@@ -46,7 +46,7 @@ __device__ __forceinline__ A offset_of(const KeyPointsArrays<A>& a, int64_t anch
   return 1 / (1 + exp(-a.logits[(anchor * a.M + p - a.F) * 3 + axis])) - A(0.5);
 }
 
-// A thread has a point. The few numbers of its anchor come from the first-level cache.
+// A thread owns a point. The few numbers of its anchor come from the first-level cache.
 template <typename A>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const KeyPointsArrays<A> a, A* __restrict__ output) {
   const int64_t points = a.F + a.M, i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const KeyPointsArrays
   output[i * 3 + 2] = at[2] + box.centre[2];
 }
 
-// A warp has an anchor, and a lane every 32nd of its points. The anchor's gradient is the sum over the lanes, whose
-// order is always the same.
+// A warp owns an anchor, and a lane adds every 32nd of its points. The sums of the lanes are then added in an order
+// that is always the same.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const KeyPointsArrays<A> a, const A* __restrict__ grad_output, A* __restrict__ grad_anchors,

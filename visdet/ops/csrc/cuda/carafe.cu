@@ -13,7 +13,7 @@ namespace visdet::carafe {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kChannels = 8;  // of a thread: one weight is read for so many products
+constexpr int kChannels = 8;  // of a thread, which reads a mask's number once for all of them
 constexpr int kTaps = 8;      // of a thread of the gradient of masks
 
 struct CarafeSizes {
@@ -35,7 +35,7 @@ struct Part {
   }
 };
 
-// Forward. A thread has kChannels channels of a pixel of the output, and the next thread the next pixel of the row. The
+// Forward. A thread owns kChannels channels of a pixel of the output, the next thread the next pixel of the row. The
 // masks of a pixel are read once for each chunk of channels, a feature K * K * s * s times, from the first-level cache.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads) upsample_kernel(const T* __restrict__ features, const T* __restrict__ masks,
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) upsample_kernel(const T* __restrict_
   }
 }
 
-// The gradient of masks. A thread has kTaps taps of a pixel of the output and sums over the channels of the group.
+// The gradient of masks. A thread owns kTaps taps of a pixel of the output and sums over the channels of the group.
 // grad_output is read once for each chunk of taps.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The gradient of features. A thread has kChannels channels of a pixel of the map and sums over the K * K * s * s
+// The gradient of features. A thread owns kChannels channels of a pixel of the map and sums over the K * K * s * s
 // pixels of the output that read it.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The sizes for threads that have one of `pixels` each, and `each` of the `count` channels or taps. The tensors must
-// not be empty.
+// The sizes for threads that each own one of `pixels` pixels, and `each` of the `count` channels or taps. The tensors
+// must not be empty.
 CarafeSizes sizes_of(const char* op, const CarafeProblem& p, int64_t pixels, int64_t count, int64_t each) {
   VISDET_CHECK(op, p.H <= (INT32_MAX - kThreads) / p.s / p.s / p.W,
                "the output must have fewer than 2^31 - 256 pixels, got ", p.H * p.s, " x ", p.W * p.s);

@@ -1,8 +1,8 @@
 // Sums of the columns of several tall matrices, in float32 or float64 and always in the same order: the gradients of
 // biases. The contract is in ../ms_deform_attn_projected.cpp.
 //
-// One launch sums the rows of all matrices: a block has some rows of one of them, and a thread VEC neighbouring columns
-// of every few of these rows. A second, small launch adds the sums of the blocks.
+// One launch sums the rows of all matrices: a block owns some rows of one of them, and a thread adds VEC neighbouring
+// columns of every few of these rows. A second, small launch adds the sums of the blocks.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -33,8 +33,8 @@ struct Matrices {
   int32_t count, rows;  // rows: of a block
 };
 
-// A block sums some rows of a matrix. Its threads form groups of a thread for each pack of columns; group g of n has
-// every n-th row.
+// A block sums some rows of a matrix. Its threads form n groups, each with a thread for each pack of columns. Group g
+// adds every n-th row, from row g on.
 template <typename T, typename A, int VEC>
 __global__ void __launch_bounds__(kThreads) block_sums_kernel(const Matrices matrices, A* __restrict__ block_sums) {
   __shared__ A shared[kThreads * VEC];
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) block_sums_kernel(const Matrices mat
       for (int g = 0; g < groups; ++g) total += shared[g * width * VEC + c];
       sums[pack0 * VEC + c] = total;
     }
-    __syncthreads();  // they have been read
+    __syncthreads();  // the sums have been read
   }
 }
 

@@ -176,7 +176,7 @@ bool prepare(const Launch& launch, const void* kernel) {
   return true;
 }
 
-// Whether the kernel may be started before the launch before it is done.
+// Whether the kernel may start while the launch before it still runs.
 bool can_overlap(const CompiledKernel& compiled) {
   constexpr int kGraphs = 12030;  // the driver of CUDA 12.3 is the first that can capture such a launch in a graph
   static const int driver = [] {
@@ -205,7 +205,7 @@ void start(const Launch& launch, const void* kernel, void** arguments) {
   config.numAttrs = launch.overlaps && can_overlap(compiled_kernel(launch, kernel)) ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelExC(&config, kernel, arguments);
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // it shall not be taken for that of a later launch
+  cudaGetLastError();  // clears the error, so that it is not taken for that of a later launch
   fail(launch.op, ": the CUDA kernel ", launch.kernel, " did not start with ", sizes_text(launch, launch.static_shared),
        ": ", explain_cuda_error(error));
 }

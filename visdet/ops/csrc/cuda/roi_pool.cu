@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
   argmax[i] = index;
 }
 
-// A thread has an element of grad_output and adds it to its pixel, atomically: regions may overlap, so the order in
+// A thread owns an element of grad_output and adds it to its pixel, atomically: regions may overlap, so the order in
 // which a pixel's terms are added differs from run to run.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)

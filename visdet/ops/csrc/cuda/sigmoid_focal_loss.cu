@@ -32,8 +32,8 @@ __device__ __forceinline__ A focal(A a, A gamma) {
   return a == a ? value : a;
 }
 
-// A thread has a pack of VEC elements of one row, then the pack that lies a whole grid further on. Only a row's target
-// and its weight are read more than once.
+// A thread takes a pack of VEC elements of one row, then the pack that lies a whole grid further on. Only a row's
+// target and its weight are read more than once.
 template <typename T, typename A, int VEC, bool GRAD>
 __global__ void __launch_bounds__(kThreads)
     focal_kernel(const T* __restrict__ input, const int64_t* __restrict__ target, const A* __restrict__ weight,

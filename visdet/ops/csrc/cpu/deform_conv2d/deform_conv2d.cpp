@@ -6,8 +6,8 @@
 // few registers, and a matrix product reads numbers of kRows positions, or a line of each, at distances the compiler
 // knows.
 //
-// The products are of this file too: they take the blocks as they lie, and add the terms of each number in one order,
-// whatever the tiles and the number of threads.
+// The matrix products are in this file, too. They read the blocks as they lie in memory, and add the terms of each
+// number in one order, whatever the tiles and the number of threads.
 #include <type_traits>
 
 #include "common/bilinear.h"

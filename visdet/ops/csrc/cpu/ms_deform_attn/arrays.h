@@ -41,31 +41,31 @@ struct MsDeformAttnArrays {
   const void* logits;         // [B, Q, G, K]
   void* grad_offsets;         // [B, Q, G, K, 2]
   void* grad_logits;          // [B, Q, G, K]
-  A* grad_reference;          // [B, G, Q, L, 2 or 4], the part of each head; null if nobody asks
+  A* grad_reference;          // [B, G, Q, L, 2 or 4], the part of each head; null if it is not wanted
 };
 
 constexpr int kBlock = 32;  // samples located at a time: the arrays below take 3 KB of the first-level cache
 
-// A row's scratch is of eight numbers a sample, for samples that fill registers of 16, and what a block may read past
-// them.
+// The scratch of a row has eight numbers for each sample, with K rounded up to registers of 16 numbers, and room for
+// what a block may read behind them.
 constexpr int64_t scratch_samples(int64_t K) { return (K + 15) / 16 * 16; }
 constexpr int64_t row_scratch_size(int64_t K) { return 8 * scratch_samples(K) + 2 * kBlock; }
 
-// kForwardRing and kBackwardRing are the blocks in flight: one is summed, the rows of the last but one are asked for,
-// and the last is located. With three, the forward would wait for memory; with four, the backward's rows, of values and
-// of gradients, would push each other out of the first-level cache.
+// kForwardRing and kBackwardRing are the numbers of blocks in flight. One block is summed while the rows of the last
+// but one are prefetched and the last one is located. With three blocks the forward would wait for memory. With four
+// blocks the backward's rows, of values and of gradients, would evict each other from the first-level cache.
 constexpr int kForwardRing = 4, kBackwardRing = 3;
 
-// Returns the numbers of scratch memory that `rows` of the forward needs: C and those of a row, for registers of up to
-// 16 numbers, and the rows of copied levels.
+// Returns how many numbers of scratch `rows` of the forward needs: C, those of one row, and the rows of copied levels.
+// C is rounded up to registers of 16 numbers.
 template <typename T, typename A>
 int64_t forward_scratch(const MsDeformAttnArrays<T, A>& a) {
   const int64_t C = (a.C + 15) / 16 * 16, rows = C + row_scratch_size(a.K);
   return rows + a.copy_rows * C;
 }
 
-// Returns the numbers of scratch that backward_head wants: kBackwardRing rows' (a row begins before others end) and C;
-// if gathered, also the head's S * C sums and its values.
+// Returns how many numbers of scratch the backward of a head needs: C and those of kBackwardRing rows, since a row
+// begins before others end; if gathered, also the head's S * C sums and its values.
 template <typename T, typename A>
 int64_t backward_scratch(const MsDeformAttnArrays<T, A>& a) {
   const int64_t C = (a.C + 15) / 16 * 16, rows = kBackwardRing * row_scratch_size(a.K) + C;

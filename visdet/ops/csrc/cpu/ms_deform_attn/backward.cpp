@@ -49,7 +49,7 @@ VISDET_INLINE void finish_grad_samples(const MsDeformAttnArrays<T, A>& a, const 
   const int64_t k0 = in.block.first;
   const int count = whole_registers<A>(in.block.count);
   A location_copy[2 * kBlock], weight_copy[kBlock];
-  // The fused form's scratch has room for whole registers, but for some rows of several blocks.
+  // The fused form's scratch has room for whole registers, except behind the last block of some rows of several blocks.
   const bool has_room = a.reference_points != nullptr && k0 + count <= scratch_samples(a.K);
   const bool is_whole = count == in.block.count || has_room;
   A* grad_location = is_whole ? row.grad_locations + k0 * 2 : location_copy;

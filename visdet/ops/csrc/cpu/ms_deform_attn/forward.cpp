@@ -50,8 +50,8 @@ VISDET_INLINE void locate_samples(const MsDeformAttnArrays<T, A>& a, const Row<A
 }
 
 // Adds the samples' channels from c on, NV registers of them, to acc, or writes them there if they are the row's first.
-// Each corner has a sum: four chains of additions instead of one. copied: of `later`; the copy is in the
-// caches.
+// Each corner has a sum of its own, so that there are four chains of additions instead of one. The rows of `later` are
+// prefetched, except those of copied levels (`copied`), because the copy is in the caches.
 template <int NV, typename T, typename A>
 VISDET_INLINE void sum_samples(const Samples<A>& samples, const Samples<A>& later, const int32_t* copied, int64_t c,
                                A* acc) {
@@ -87,7 +87,7 @@ VISDET_INLINE void sum_all_channels(const Samples<A>& samples, const Samples<A>&
   for (; c + W <= C; c += W) sum_samples<1, T>(samples, later, copied, c, acc + c);
   if (c == C) return;
   const bool is_first = samples.block.is_first;
-  if (C > W) {  // the last W channels, of which the new ones count
+  if (C > W) {  // takes the last W channels, and keeps those from c on
     A tail[W];
     std::memcpy(tail, acc + C - W, sizeof(tail));
     sum_samples<1, T>(samples, later, copied, C - W, tail);

@@ -1,5 +1,6 @@
-// The fused form of ms_deform_attn: rows of offsets and logits become locations and weights in a thread's scratch, and
-// gradients of the one those of the other. The plain form passes through these functions untouched.
+// The fused form of ms_deform_attn. begin_row() turns a row's offsets and logits into locations and weights, in a
+// thread's scratch, and end_row() turns the gradients of these into those of offsets and logits. For the plain form
+// both functions do nothing.
 #pragma once
 
 #include <type_traits>
@@ -10,8 +11,8 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// Copies from[0..count) to to[0..count), in registers as far as `from` can be read (`readable` numbers): what was
-// written in parts is slow to read whole.
+// Copies from[0..count) to to[0..count), by whole registers as long as `from` can be read, which has `readable`
+// numbers. Reading a whole register is slow where its numbers were just written one by one.
 template <typename T, typename A>
 VISDET_INLINE void copy_numbers(const T* from, int64_t readable, int64_t count, A* to) {
   int64_t i = 0;
@@ -63,14 +64,14 @@ VISDET_INLINE void softmax(A* weights, int64_t K) {
   for (int64_t k = 0; k < K; k += W) store(weights + k, load(weights + k) / sum);
 }
 
-// Returns what a unit of offset is in locations: a register's numbers from i on, of x and y by turns.
+// Returns the size of a unit of offset in locations: a register of numbers from i on, alternately for x and for y.
 template <typename T, typename A>
 VISDET_INLINE Vec<A> offset_scale(const MsDeformAttnArrays<T, A>& a, const A* reference, int64_t i) {
   const Vec<A> scale = load(a.scale + i);
   return a.boxes ? scale * gather(reference + 2, a.center + i) : scale;
 }
 
-// In the fused form it turns offsets and logits into the row's locations and weights.
+// In the fused form, turns offsets and logits into the row's locations and weights.
 template <typename T, typename A>
 VISDET_INLINE void begin_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* scratch) {
   if (a.reference_points == nullptr) return;
@@ -86,7 +87,7 @@ VISDET_INLINE void begin_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* 
   }
 }
 
-// In the fused form it turns the gradients of the row's locations and weights into those of its offsets, logits and
+// In the fused form, turns the gradients of the row's locations and weights into those of its offsets, logits and
 // reference points. A sample that does not count gives zero, whatever the box.
 template <typename T, typename A>
 VISDET_INLINE void end_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* scratch) {

@@ -1,13 +1,17 @@
 // The samples of a row in blocks, and the order of rows, for the forward and the backward of ms_deform_attn.
 //
-// A row is one (b, q, g). Its samples are located a block at a time, in vector code: four row offsets and four weights
-// each, in arrays; then each sample's four rows of channels are walked, without branches (a sample that does not count
-// has weight zero). Blocks are located some steps ahead of their use, and while one is summed the rows of a later one
-// are prefetched, sample by sample: the reads are all over the pyramid, and in one burst would wait for each other.
-// Forward: parallel over rows, all heads of a query before the next query, or, where levels of a head have enough
-// samples to pay for their rows being copied into one piece, a head after the other. Backward: parallel over (b, g);
-// one task owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C] scratch, or, where samples are few,
-// in place: no races, and a result that does not depend on the number of threads.
+// A row is one (b, q, g). Its samples are located a block at a time, in vector code, which writes four row offsets and
+// four weights of each sample to arrays. Then the four rows of channels of each sample are read, without branches: a
+// sample that does not count has weight zero. Blocks are located some steps ahead of their use. While one block is
+// summed, the rows of a later one are prefetched, sample by sample: the reads are all over the pyramid, and would wait
+// for each other in one burst.
+//
+// The forward is parallel over rows. It takes all heads of a query before the next query. If a head has enough samples
+// on some levels to pay for copying the rows of these levels into one piece, it takes one head after the other instead.
+//
+// The backward is parallel over (b, g). A task owns all of grad_value[b, :, g, :], which it sums in a contiguous [S, C]
+// scratch, or in place where samples are few. So nothing races, and the result does not depend on the number of
+// threads.
 #pragma once
 
 #include "common/bilinear.h"
@@ -17,14 +21,16 @@
 namespace visdet {
 namespace VISDET_ISA {
 
-// Loops over a block's samples run to a whole number of registers: the rest would be scalar code, in which four samples
-// cost as much as sixteen. They read the next row's samples, and past the tables of levels, which are longer than K.
+// Loops over a block's samples run to a whole number of registers, since a rest would be scalar code, in which four
+// samples cost as much as sixteen. The loops therefore read some samples of the next row, and entries behind the first
+// K of the tables of levels, which are longer.
 template <typename A, typename I>
 constexpr I whole_registers(I count) {
   return (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
 }
 
-// Rows of one head are G * K samples apart, which the hardware does not foresee: ask for them this many rows ahead.
+// Rows of one head are G * K samples apart, which the hardware's prefetcher does not foresee. So they are prefetched
+// this many rows ahead.
 constexpr int kPrefetchedRows = 2;
 
 template <typename T, typename A>
@@ -150,9 +156,9 @@ VISDET_INLINE void put_corner_weights(const Bilinear<A>& at, A weight, int i, A 
   to[3][i] = bottom * right;
 }
 
-// Asks for the C numbers at each corner of a sample, which are read (or written) some steps later: into all caches, or
-// from the second level down. A read waits 14 cycles for that one, which its neighbours hide, and the few misses that a
-// first level can have at a time are free for the reads themselves (a decoder's forward 10 to 13 % shorter).
+// Prefetches the C numbers at each corner of a sample, which are read or written some steps later, into all caches or
+// only into the second level and those beyond it. A read from the second level waits for some 14 cycles, which
+// neighbouring reads hide. The few misses that the first level can have at a time then stay free for the reads.
 enum class Into { kAllCaches = 3, kSecondLevel = 2 };
 template <Into INTO, typename Corner>
 VISDET_INLINE void prefetch_corners(int64_t C, const Corner& corner) {
@@ -165,8 +171,8 @@ VISDET_INLINE void prefetch_corners(int64_t C, const Corner& corner) {
   }
 }
 
-// Copies rows of C values at a stride to rows of whole registers, whose last numbers are zeros. A
-// row of one head is short and far from the next, which the hardware does not foresee: ask for it.
+// Copies rows of C values at a stride to rows of whole registers, padded with zeros. The rows of one head are short and
+// far apart, which the hardware's prefetcher does not foresee. So they are prefetched, this many texels ahead.
 constexpr int64_t kPrefetchedTexels = 16;
 template <typename A, typename T>
 VISDET_INLINE void gather_rows(const T* from, int64_t stride, int64_t S, int64_t C, T* to) {

@@ -1,12 +1,15 @@
 // Forward. A block computes the output of a query for a slab of channels, a pack for every lane, from all (point,
 // camera) pairs of the query or from one of `splits` equal parts of them.
 //
-// It first lists the visible pairs in order, so that an invisible one costs the reading of its location and no more:
-// its weights are not read. A visible pair has a sample in each level. Sample n of the list goes to warp (n + n /
-// kWarps) % kWarps: so each warp meets all levels, of which the fine ones are slow. The lanes of a warp first work out
-// 32 samples, one each: the rows of its four corners and their weights. Then all lanes add the samples one after
-// another, each its own channels, by loads without branches. The sums of the warps are added in order: there are no
-// atomics, and every run gives the same bits. With splits, blocks write sums that sum_splits_kernel adds in order.
+// It first lists the visible pairs in order, so that an invisible pair costs the read of its location and no more: its
+// weights are not read. A visible pair has a sample on each level. The samples are dealt to the warps in turn, and
+// after every kWarps samples the turn begins one warp earlier: sample n goes to warp n - n / kWarps, modulo kWarps. So
+// each warp meets all levels, of which the fine ones are slow.
+//
+// The lanes of a warp first prepare 32 samples, one each: the rows of the sample's four corners and their weights. Then
+// all lanes add the samples one after another, each its own channels, by loads without branches. At the end the sums of
+// the warps are added in order: there are no atomics, and every run gives the same bits. With splits, blocks write sums
+// that sum_splits_kernel adds in order.
 //
 // All queries of an image come with their first slab, then all with their second: the channels that are read at one
 // time are a part of the features, which the second-level cache holds better. Every slab works out its samples anew,

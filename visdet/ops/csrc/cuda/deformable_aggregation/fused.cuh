@@ -86,9 +86,9 @@ __device__ __forceinline__ A combine(A mine, int groups, A* shared, const F& f) 
   return all;
 }
 
-// A block has a query. Its threads first project the points into the cameras. Then the threads n of one n % G find the
-// maximum and the sum of the softmax of this group. Last, warp w writes the weights of every pair whose number is w
-// modulo the number of warps, L * G neighbours, if the pair is visible: the weights of other pairs are never read.
+// A block owns a query. Its threads first project the points into the cameras. Then the threads n with the same n % G
+// compute the maximum and the sum of the softmax of group n % G. Last, the warps take the pairs in turn; a warp writes
+// the L * G weights of a pair if the pair is visible, since the weights of other pairs are never read.
 // stats [B * Q, G, 2]: maximum and reciprocal sum, for the backward.
 template <typename TL, typename A>
 __global__ void __launch_bounds__(kMaxThreads)
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// A block has a query and writes the gradients of its logits, through the softmax, and of its points, through the
+// A block owns a query and writes the gradients of its logits, through the softmax, and of its points, through the
 // projection. grad_pairs [B * Q, V, L, P, G] are the gradients of logits for each camera, of which those of
 // camera_logits are made; null without camera_logits.
 template <typename TL, typename A>
@@ -223,8 +223,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// grad_camera_logits [B, N] are the sums of grad_pairs [B, Q, N] over Q. A block has 32 columns, and each of its warps
-// every kSumWarps-th query; the sums of the warps are added in order.
+// grad_camera_logits [B, N] are the sums of grad_pairs [B, Q, N] over Q. A block owns 32 columns. Each of its warps
+// adds every kSumWarps-th query, and then the sums of the warps are added in order.
 constexpr int kSumWarps = 16;
 template <typename TL, typename A>
 __global__ void __launch_bounds__(32 * kSumWarps)

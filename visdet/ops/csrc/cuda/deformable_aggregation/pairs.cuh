@@ -1,4 +1,4 @@
-// Backward, the first kernel: the gradients of weights and locations. A block has the pairs of a query, or one of
+// Backward, the first kernel: the gradients of weights and locations. A block owns the pairs of a query, or one of
 // `splits` equal parts of them, and lists the visible ones as the forward does. Pair i of the list goes to warp i %
 // kWarps, with its samples in all levels, so that one warp sums the gradient of the pair's location. The lanes of a
 // warp work out 32 samples, one each, and count them in their cells, which gives each sample its rank there

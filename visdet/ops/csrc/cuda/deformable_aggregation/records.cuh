@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kScanThreads)
 
 constexpr int kRecordThreads = 256;
 
-// A thread has a (query, point, camera) pair and writes the records of its samples.
+// A thread owns a (query, point, camera) pair and writes the records of its samples.
 template <typename A>
 __global__ void __launch_bounds__(kRecordThreads)
     record_kernel(const Maps maps, const Pack<A, 2>* __restrict__ locations, const int32_t* __restrict__ starts,

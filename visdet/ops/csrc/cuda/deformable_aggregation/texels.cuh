@@ -1,8 +1,9 @@
-// Backward, the last kernel: the gradient of features. The samples of the four cells around a texel are those that its
-// gradient is made of, each a row of grad_output, which the caches hold. A warp has kRows rows of features and walks
-// the records of all of them as one list, whose loads do not wait for one another. A row with many records (a long row)
-// is summed by all warps of its block instead. So every row of grad_features is written once, in its own type: without
-// floating-point atomics, without zeros before and without a copy in float32.
+// Backward, the last kernel: the gradient of features. The gradient of a texel is the sum over the samples in the four
+// cells around it; each of them adds a row of grad_output, which the caches hold. A warp owns kRows rows of features
+// and walks the records of all of them as one list, so that the loads of one row do not wait for those of the row
+// before. A row with many records (a long row) is summed by all warps of its block instead. Every row of grad_features
+// is thus written once, in its own type. There are no floating-point atomics, grad_features need not be zero before,
+// and there is no copy of it in float32.
 #pragma once
 
 #include "common/warp.cuh"
@@ -20,7 +21,7 @@ constexpr int kBatch = 4;                        // records whose loads are unde
 constexpr int kLongRow = 64;                     // records from which on a row is a long one
 constexpr int kChunk = 16;                       // records of a long row that a warp adds at a time
 
-// The rows of one image that a block has: row(n) for n < kBlockRows. They are `blocks` apart, so that every block has
+// The rows of one image that a block owns: row(n) for n < kBlockRows. They are `blocks` apart, so that every block has
 // some of the coarse levels, whose rows have most records.
 struct BlockRows {
   int64_t b, block, blocks;
@@ -62,7 +63,7 @@ __device__ __forceinline__ RowRuns runs_of_row(int64_t row, const Map* table, in
   return runs;
 }
 
-// The weight of a texel in a sample of a cell above or below it, to its left or right.
+// The weight of a texel in a sample. The sample's cell lies above or below the texel, and to its left or right.
 template <typename A>
 __device__ __forceinline__ A texel_weight(const Record<A>& record, bool is_below, bool is_left) {
   return (is_below ? 1 - record.fy : record.fy) * (is_left ? record.fx : 1 - record.fx);

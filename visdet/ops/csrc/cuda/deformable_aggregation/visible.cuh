@@ -28,7 +28,7 @@ template <typename A>
 struct BlockPairs {
   const Pack<A, 2>* locations;  // [P, V] of the query
   int32_t P, V, splits, split;
-  int32_t count;  // at most one of them does not exist
+  int32_t count;  // of the block's pairs; the last one may not exist
 
   __device__ __forceinline__ BlockPairs(const Pack<A, 2>* locations, const Sizes& sizes, int split)
       : locations(locations),

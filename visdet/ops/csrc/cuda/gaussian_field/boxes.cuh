@@ -1,7 +1,7 @@
 // Boxes, by which gaussian_field leaves out pairs of points and Gaussians that are far from each other. Points and
 // Gaussians come in an order that brings neighbours together. box_kernel makes the box around each Gaussian, outside of
-// which its term is below the cutoff, and the boxes around groups of kThreads neighbours. A block of the pairs' kernel
-// passes over the groups that are apart from its own box, then over the members of the other groups that are.
+// which its term is below the cutoff, and the boxes around groups of kThreads neighbours. A block of pair_kernel skips
+// the groups that are apart from its own box. In the other groups it skips the members that are apart from it.
 #pragma once
 
 #include "common/compact.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ int64_t in_order(const int64_t* order, int64_t i, int
   return min(max(order[i], int64_t{0}), count - 1);
 }
 
-// A box that contains no point: the box around something and this one is that around the something.
+// A box that contains no point, so that enclose() leaves any other box as it is.
 __device__ __forceinline__ Box empty_box() {
   return {{kInfinity, kInfinity, kInfinity}, {-kInfinity, -kInfinity, -kInfinity}};
 }

@@ -1,4 +1,4 @@
-// The field, in float32, of so many points that they fill the GPU. A thread has several points, which read a Gaussian
+// The field, in float32, of so many points that they fill the GPU. A thread owns several points, and reads a Gaussian
 // once for all of them.
 #pragma once
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void exponential_in_turn(float square, int always, fl
   asm("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ex2.approx.ftz.f32 %0, %1;}" : "+f"(result) : "f"(-square), "r"(always));
 }
 
-// A block has kThreads * kFieldPoints points and a part of the Gaussians, and writes the sums of its part.
+// A block owns kThreads * kFieldPoints points and a part of the Gaussians, and writes the sums of its part.
 __global__ void __launch_bounds__(kThreads, kFieldBlocks)
     field_kernel(const Inputs<float> in, const __grid_constant__ Parts parts, float* __restrict__ to, int owners,
                  int always) {

@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kFinishGaussians = 32;  // of a block
 
-// A block has 32 Gaussians. Each of its warps adds the parts of some of the ten sums, a lane those of one Gaussian;
-// then the first warp turns the sums into gradients. A thread alone with a Gaussian would wait for ten times as many
-// loads.
+// A block owns 32 Gaussians. Each of its warps adds the parts of some of the ten sums, a lane those of one Gaussian;
+// then the first warp turns the sums into gradients. A single thread for a Gaussian would wait for the loads of all ten
+// sums.
 template <typename A, Task TASK>
 __device__ __forceinline__ void finish_gaussians(const Inputs<A>& in, int64_t first, const A* __restrict__ partial,
                                                  int parts, const Outputs<A>& out) {
@@ -53,8 +53,8 @@ __device__ __forceinline__ void finish_gaussians(const Inputs<A>& in, int64_t fi
   if (kIsField) out.grad_weights[n] = sums[0];
 }
 
-// The first `point_blocks` blocks write numbers of points, a thread one of `point_count`: the sum of its parts, for
-// gradients times that of the point's field. The other blocks have 32 Gaussians each.
+// The first `point_blocks` blocks write numbers of points, a thread one of `point_count`: the sum of its parts, which
+// for gradients is multiplied by grad_output at the point. The other blocks own 32 Gaussians each.
 template <typename A, Task TASK>
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(const Inputs<A> in, const A* __restrict__ of_points, int point_parts, int64_t point_count,

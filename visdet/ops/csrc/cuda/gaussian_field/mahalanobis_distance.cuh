@@ -13,8 +13,8 @@
 namespace visdet::gaussian_field {
 namespace {
 
-// A thread has a Gaussian and a block one of `parts` parts of the points: neighbouring threads write neighbouring
-// numbers of rows of the output.
+// A thread owns a Gaussian, and a block one of `parts` parts of the points. Neighbouring threads write neighbouring
+// numbers of a row of the output.
 template <typename A>
 __global__ void __launch_bounds__(kThreads) distance_kernel(const Inputs<A> in, A* __restrict__ output, int parts) {
   const int column = blockIdx.x / parts, part = blockIdx.x % parts;
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) distance_kernel(const Inputs<A> in, 
   }
 }
 
-// A warp has a point, and each of its lanes a 32nd of the Gaussians.
+// A warp owns a point, and each of its lanes adds every 32nd Gaussian.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     distance_point_kernel(const Inputs<A> in, const A* __restrict__ grad_output, A* __restrict__ grad_points) {

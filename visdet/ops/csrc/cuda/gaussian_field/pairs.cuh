@@ -17,7 +17,8 @@ namespace visdet::gaussian_field {
 namespace {
 
 // Called by all threads of a block: calls f(first, end) for tiles of at most kThreads of the points or Gaussians
-// [begin, end); with CULL for their groups that are not apart from the block's box.
+// [begin, end). With CULL the tiles are groups of neighbours, and those that are apart from the block's box are
+// skipped.
 template <bool CULL, typename F>
 __device__ __forceinline__ void for_tiles(int64_t begin, int64_t end, const Box& box, const Box* groups, const F& f) {
   if constexpr (CULL) {
@@ -27,9 +28,9 @@ __device__ __forceinline__ void for_tiles(int64_t begin, int64_t end, const Box&
   }
 }
 
-// A block has kThreads points, one a thread, and a part of the Gaussians. A thread writes the field at its point, or
-// three sums: the gradient of the field with respect to the point, where `is_whole` (the part is all Gaussians) times
-// that of the field, else times -1.
+// A block owns kThreads points, one a thread, and a part of the Gaussians. A thread writes the field at its point, or
+// three sums, the gradient of the point. `is_whole` says that the part is all Gaussians: the sums are then the whole
+// gradient. Otherwise finish_kernel adds the parts and multiplies them by grad_output.
 template <typename A, bool GRAD, bool CULL>
 __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, int64_t part,
                                             const A* __restrict__ grad_output, A* __restrict__ to, bool is_whole) {
@@ -81,8 +82,8 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
   for (int d = 0; d < kSums; ++d) to[(part * in.B + b) * kSums + d] = sums[d] * factor;
 }
 
-// A block has kThreads Gaussians, one a thread, and a part of the points. A thread writes the sums over these points of
-// s, s v and s v v^T, where s is grad_output[b, n], or for a field grad_output[b] times the exponential.
+// A block owns kThreads Gaussians, one a thread, and a part of the points. A thread writes the sums over these points
+// of s, s v and s v v^T, where s is grad_output[b, n], or for a field grad_output[b] times the exponential.
 template <typename A, bool IS_FIELD, bool CULL>
 __device__ __forceinline__ void gaussian_block(const Inputs<A>& in, int64_t owner, int64_t part,
                                                const A* __restrict__ grad_output, A* __restrict__ partial) {
@@ -147,7 +148,7 @@ __device__ __forceinline__ void gaussian_block(const Inputs<A>& in, int64_t owne
   for (int m = 0; m < 6; ++m) to[(4 + m) * in.N] = sum_vv[m];
 }
 
-// Blocks of points first, then blocks of Gaussians; a task may have none of either.
+// The first blocks own points, the others Gaussians; a task may have no blocks of one kind.
 template <typename A, Task TASK, bool CULL>
 __global__ void __launch_bounds__(kThreads)
     pair_kernel(const Inputs<A> for_points, const Inputs<A> for_gaussians, const A* __restrict__ grad_output,

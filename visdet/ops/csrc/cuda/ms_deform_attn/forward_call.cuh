@@ -1,4 +1,4 @@
-// A call of the forward, as its paths see it (common/paths.h), and what several paths ask of it.
+// A call of the forward, as its paths see it (common/paths.h), and what several paths need to know of it.
 #pragma once
 
 #include <algorithm>

@@ -23,7 +23,7 @@ inline int row_lanes_of(int64_t K) {
   return lanes;
 }
 
-// I, here and below: the type of offsets and logits. kSoftmaxLanes threads own a row, and write its softmax.
+// Here and below, I is the type of offsets and logits. kSoftmaxLanes threads own a row; the first writes its softmax.
 template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
     softmax_kernel(const FusedSamples<I, A> source, SoftmaxRow<A>* __restrict__ rows, int64_t count, int K) {

@@ -3,12 +3,13 @@
 // encoding, K = C.
 //
 // A block owns a query. It lists the samples that count with their corners and works out their encodings; its warps
-// take the samples one after another, and the 32 lanes split the channels. A lane has one or two packs of VEC channels
-// of the query's rows in registers (HELD), with TAIL one channel more, which is enough for all channels; with HELD 0 it
-// reads rows again for every sample. Groups are done kGroups at a time. For the gradients a lane multiplies each corner
-// with h, the sum over groups of coefficients times rows (see ../sample_ops.h); a transposed sum then gives four lanes
-// the dot product of a corner each, of which they make the gradient of the location. One lane writes it, and adds what
-// it wrote for earlier groups. No two threads write one address, but for the counters below.
+// take the samples one after another, and the 32 lanes divide the channels among them. If all channels of the query's
+// rows fit, a lane keeps its own in registers: HELD packs of VEC channels, one or two, and with TAIL one channel more.
+// With HELD = 0 it reads the rows again for every sample. Groups are processed kGroups at a time. For the gradients a
+// lane multiplies each corner with h, the sum over groups of coefficients times rows (see ../sample_ops.h). A
+// transposed sum then gives four lanes the dot product of a corner each, from which they compute the gradient of the
+// location. One lane writes it, and adds what it wrote for earlier groups. No two threads write the same address,
+// except for the counters below.
 //
 // GRAD also counts the samples of each cell for the scatter pass; the count that a sample finds is its rank there.
 #pragma once
@@ -150,7 +151,8 @@ __global__ void __launch_bounds__(kDotThreads<A>, GRAD&& HELD < 2 ? 4 : 3)
             }
           });
       await_previous_launch();  // the copy of the images
-                                // Several samples at once keep more loads in flight; past the last one, that one again.
+
+      // A warp takes kBatch samples at once, to keep more loads in flight. Past the last sample it repeats that one.
 #pragma unroll 1
       for (int i0 = warp * kBatch; i0 < count; i0 += kWarps * kBatch) {
         A value[kBatch * kValues] = {};

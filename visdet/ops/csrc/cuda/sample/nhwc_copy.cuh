@@ -1,5 +1,5 @@
-// Images in the order that the passes of sample_sum and sample_dot read: [B, H, W, C]. Channels-last images are so
-// already; NCHW ones are copied.
+// Images in the order that the passes of sample_sum and sample_dot read: [B, H, W, C]. Channels-last images have this
+// order; NCHW images are copied into it.
 //
 // A block copies kCopyPixels neighbouring pixels of an image with all their channels. It reads whole lines of each
 // channel into shared memory, asynchronously where the GPU can; then each thread takes squares of N x N numbers,
@@ -148,7 +148,7 @@ struct Images {
     data = data_of<T>(copy);
   }
 
-  // Copies `count` images from `first` on. overlaps: with the launch before it.
+  // Copies `count` images from `first` on. overlaps: whether the launch may overlap the one before it.
   void start_copy(const char* op, const DeviceScope& scope, const Sizes& sizes, int64_t first, int64_t count,
                   bool overlaps) const {
     const int64_t pixels = int64_t{sizes.H} * sizes.W, offset = first * pixels * sizes.C;
@@ -161,8 +161,8 @@ struct Images {
   }
 };
 
-// The query that a block of the sum or dots pass owns. The last block has the first one: what was copied last is still
-// in the second-level cache.
+// The query that a block of the sum or dots pass owns. Blocks take the queries from the last to the first, because the
+// image that was copied last is still in the second-level cache.
 struct Query {
   uint32_t b, q;
 
@@ -172,7 +172,7 @@ struct Query {
   }
 };
 
-// A run of images of a call, whose queries one launch serves. overlaps: with the launch before it.
+// A run of images of a call, whose queries one launch serves. overlaps: whether it may overlap the launch before it.
 struct ImageRun {
   int64_t first, count;
   bool overlaps;

@@ -21,8 +21,8 @@ struct alignas(16) Record {
   A fx, fy;
 };
 
-// starts: of each cell, the number of records of its image's earlier cells. A block does a piece of an image, and first
-// adds up the counts before it: the pieces are few.
+// Writes to starts, for each cell, the number of records in the earlier cells of its image. A block owns a piece of an
+// image's cells. It first adds up the counts of all pieces before its own, which is little work since pieces are few.
 constexpr int kScanThreads = 1024;
 constexpr int kMaxPieces = 16;
 
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kOrderThreads)
 }
 
 // [B, G, N] to [B, G / kGroups, N, kGroups], the last groups filled up with zeros, so that one load reads a number of
-// kGroups groups. A thread writes them for one n. Of the blocks of a plane the first `blocks_of_one` do one tensor of
-// the two, the others the other.
+// kGroups groups. A thread writes them for one n. One launch serves two tensors: of the blocks of a plane the first
+// `blocks_of_one` copy `one`, and those after them copy `other`.
 template <typename A>
 struct Interleaved {
   const A* from;
@@ -129,8 +129,8 @@ struct Unit {
   }
 };
 
-// The records of a unit are a run in each row of cells. Lane r has the r-th run: its end if the runs were written one
-// behind another, and how far it lies behind that position.
+// The records of a unit are a run in each row of cells. Lane r holds the r-th run: its end in the list of the unit's
+// records, in which the runs follow one another, and how far behind that position the records lie in memory.
 struct Runs {
   int32_t shift, end;
 
@@ -244,7 +244,7 @@ __device__ __forceinline__ void add_records(const Unit& unit, const Runs& runs, 
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           const Prepared<A> record = prepared[j0 + j];
-          A sum[4];  // all read before one is written: else each would wait for the one before it
+          A sum[4];  // All are read before one is written, or each read would wait for the write before it.
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             if (record.at[k] < kTileSums) sum[k] = sums[record.at[k] + lane];
@@ -296,7 +296,7 @@ __device__ __forceinline__ void write_unit(const Unit& unit, int part, int parts
   }
 }
 
-// The warps of a block have units far apart. The records of a unit with kLongTile of them or more are split among the
+// The units of a block's warps lie far apart. The records of a unit with kLongTile of them or more are split among the
 // warps of its block, each of which adds to sums of its own; these are added in order.
 template <typename T, typename A, bool CHANNELS_LAST>
 __global__ void __launch_bounds__(32 * kTileWarps<A>, 6)

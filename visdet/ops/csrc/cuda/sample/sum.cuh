@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kSumThreads, sizeof(A) == 4 ? 4 : 2)
         for (int v = 0; v < VEC; ++v) shared.planes[g * VEC + v][threadIdx.x] = sum[g][v];
       }
       __syncthreads();  // the slots' sums are complete
-                        // Each slot finishes some of the groups.
+
+      // Each slot adds the sums of all slots for some of the groups.
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         if (!works || g0 + g >= sizes.G || g % slots != slot) continue;
