@@ -112,6 +112,30 @@ def _gradients(backbone, outs):
     return [parameter.grad for parameter in backbone.parameters() if parameter.requires_grad]
 
 
+@pytest.mark.parametrize("width", [3, 4, 8])
+def test_folded_biases_begin_where_a_vector_load_may(width):
+    norms = [nn.BatchNorm2d(width).requires_grad_(False).eval() for _ in range(4)]
+    layers = [(nn.Conv2d(2, width, 1, bias=False), norm) for norm in norms]
+    with torch.autocast("cpu", torch.bfloat16):
+        folded = fold_frozen_norms(layers).values()
+    assert len(folded) == 4
+    assert all(conv.bias.dtype == torch.bfloat16 and conv.bias.data_ptr() % 16 == 0 for conv in folded)
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+@pytest.mark.parametrize("base_channels", [2, 4, 12])
+def test_widths_that_fill_no_vector_under_autocast(base_channels):
+    backbone = tiny(base_channels=base_channels).cuda().eval()
+    x = torch.randn(2, 3, 64, 96, device="cuda")
+    expected = backbone(x)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = backbone(x)
+    torch.cuda.synchronize()
+    for ours, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.float(), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())
+
+
 def test_norms_that_learn_or_count_are_not_folded():
     learns, counts = tiny(), tiny(norm_cfg={"type": "BN", "requires_grad": False}, norm_eval=False)
     for backbone in (learns, counts):

@@ -14,6 +14,9 @@ from .precision import as_autocast_input, autocast_dtype
 __all__ = ["FoldedConv", "fold_frozen_norms"]
 
 
+_BIAS_MULTIPLE = 8  # 16-bit numbers in 16 bytes: cuDNN reads a bias in such pieces, and dies where it begins elsewhere
+
+
 class FoldedConv(NamedTuple):
     """A convolution whose weight [O, I, h, w] was multiplied by the scale of its norm; the bias [O] is the shift."""
 
@@ -59,6 +62,8 @@ def fold_frozen_norms(layers: Sequence[tuple[nn.Module, nn.Module]]) -> dict[nn.
         )
         scale = weight * torch.rsqrt(variance + norms[0].eps)
         shifts = (bias - mean * scale).to(dtype).split(sizes)
+        if any(size % _BIAS_MULTIPLE for size in sizes):
+            shifts = [shift.clone() for shift in shifts]
         scales = [part.view(-1, 1, 1, 1) for part in scale.split(sizes)]
     weights = [conv.weight for conv in convs]
     if is_traced():
