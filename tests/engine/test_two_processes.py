@@ -1,0 +1,56 @@
+"""Training by two processes on the CPU: what one of them meets, both act upon."""
+
+import itertools
+import os
+import socket
+
+import pytest
+import torch
+from mmengine.hooks import Hook
+from toy_run import toy_runner
+
+
+class Snapshots(Hook):
+    """Keeps the weights before training and after each iteration."""
+
+    def __init__(self):
+        self.weights = []
+
+    def before_train(self, runner):
+        self.weights.append(torch.cat([p.detach().flatten() for p in runner.model.parameters()]))
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.before_train(runner)
+
+
+def run_process(rank, port, folder):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    runner = toy_runner(
+        folder / "run",
+        launcher="pytorch",
+        model__explode_at=3 if rank == 1 else -1,
+        train_cfg__max_iters=5,
+        default_hooks__invalid_loss={"type": "CheckInvalidLossHook", "action": "skip"},
+    )
+    snapshots = Snapshots()
+    runner.register_hook(snapshots)
+    runner.train()
+    torch.save(snapshots.weights, folder / f"weights{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_a_bad_loss_of_one_process_is_skipped_by_both(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run_process, args=(port, tmp_path), nprocs=2)
+    first, second = (torch.load(tmp_path / f"weights{rank}.pt") for rank in (0, 1))
+    assert len(first) == len(second) == 6, "before training and after each of five steps"
+    for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
+        assert torch.equal(ours, theirs), f"weights differ after step {step}"
+        assert ours.isfinite().all()
+    moved = [not torch.equal(before, after) for before, after in itertools.pairwise(first)]
+    assert moved == [True, True, False, True, True], "the third step was skipped, and no other"
