@@ -18,8 +18,8 @@ env_cfg = dict(
     dist_cfg=dict(backend="nccl"),
 )
 
-# Replay training steps, in a run of one process, and predictions as CUDA graphs. Each size of a batch is captured once; with
-# model.data_preprocessor.pad_size_divisor=128 there are few sizes.
+# Replay training steps, in a run of one process, and predictions as CUDA graphs. Each size of a batch is captured
+# once; with model.data_preprocessor.pad_size_divisor=128 there are few sizes.
 graph = False
 
 vis_backends = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]

@@ -224,11 +224,11 @@ class DetRunner(Runner):
 
     def val(self) -> dict:
         """Validate and return the metrics."""
-        return self._announcing_the_end(lambda: self._evaluate(super(DetRunner, self).val))
+        return self._announcing_the_end(functools.partial(self._evaluate, super().val))
 
     def test(self) -> dict:
         """Test and return the metrics."""
-        return self._announcing_the_end(lambda: self._evaluate(super(DetRunner, self).test))
+        return self._announcing_the_end(functools.partial(self._evaluate, super().test))
 
     def _evaluate(self, stage: Callable[[], dict]) -> dict:
         with self.graphs_installed():

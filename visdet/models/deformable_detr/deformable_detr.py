@@ -257,10 +257,10 @@ class DeformableDETR(BaseDetector):
         without one they stay in pixels of the network's input.
         """
         sizes = image_sizes(inputs, data_samples)
-        factors = [
-            [float(number) for number in sample.metainfo.get("scale_factor", (1.0, 1.0))[:2]]
-            for sample in data_samples
-        ]
+        factors = []
+        for sample in data_samples:
+            factor = sample.metainfo.get("scale_factor")
+            factors.append([1.0, 1.0] if factor is None else [float(number) for number in factor[:2]])
         limits = [[width, height] for height, width in sizes]
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         extents = to_device([limits, factors], inputs.device, dtype).unsqueeze(-2)

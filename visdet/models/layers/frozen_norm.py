@@ -14,9 +14,8 @@ from .precision import as_autocast_input, autocast_dtype
 __all__ = ["FoldedConv", "fold_frozen_norms"]
 
 
-_BIAS_MULTIPLE = (
-    8  # 16-bit numbers in 16 bytes: cuDNN reads a bias in such pieces, and dies where it begins elsewhere
-)
+# Numbers of 16 bits in 16 bytes. cuDNN reads a bias in such pieces, and the process dies where it begins elsewhere.
+_BIAS_MULTIPLE = 8
 
 
 class FoldedConv(NamedTuple):
