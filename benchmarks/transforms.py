@@ -38,7 +38,7 @@ Sample = dict[str, Any]
 
 
 def draw_photographs(folder: Path, count: int) -> list[Sample]:
-    """Write JPEGs of ``SIZE`` and about 150 KB with random boxes; return what a data set hands to its pipeline."""
+    """Write JPEGs of ``SIZE`` and about 120 KB with random boxes; return what a data set hands to its pipeline."""
     random = np.random.default_rng(0)
     samples: list[Sample] = []
     for index in range(count):

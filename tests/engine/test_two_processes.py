@@ -9,6 +9,8 @@ import torch
 from mmengine.hooks import Hook
 from toy_run import toy_runner
 
+from visdet.engine import NonFiniteLossError
+
 
 class Snapshots(Hook):
     """Keeps the weights before training and after each iteration."""
@@ -23,34 +25,52 @@ class Snapshots(Hook):
         self.before_train(runner)
 
 
-def run_process(rank, port, folder):
+def run_process(rank, port, folder, max_skips):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    hook = {"type": "CheckInvalidLossHook", "action": "skip", "max_skips": max_skips}
     runner = toy_runner(
         folder / "run",
         launcher="pytorch",
         model__explode_at=3 if rank == 1 else -1,
         train_cfg__max_iters=5,
-        default_hooks__invalid_loss={"type": "CheckInvalidLossHook", "action": "skip"},
+        default_hooks__invalid_loss=hook,
     )
     snapshots = Snapshots()
     runner.register_hook(snapshots)
-    runner.train()
-    torch.save(snapshots.weights, folder / f"weights{rank}.pt")
+    error = ""
+    try:
+        runner.train()
+    except NonFiniteLossError as found:
+        error = str(found)
+    torch.save({"weights": snapshots.weights, "error": error}, folder / f"result{rank}.pt")
+    torch.distributed.barrier()  # rank 0 holds the store that the other still needs
     torch.distributed.destroy_process_group()
+
+
+def results(folder, max_skips):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run_process, args=(port, folder, max_skips), nprocs=2)
+    return [torch.load(folder / f"result{rank}.pt") for rank in (0, 1)]
 
 
 @pytest.mark.timeout(120)
 def test_a_bad_loss_of_one_process_is_skipped_by_both(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run_process, args=(port, tmp_path), nprocs=2)
-    first, second = (torch.load(tmp_path / f"weights{rank}.pt") for rank in (0, 1))
+    first, second = (result["weights"] for result in results(tmp_path, max_skips=20))
     assert len(first) == len(second) == 6, "before training and after each of five steps"
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(ours, theirs), f"weights differ after step {step}"
         assert ours.isfinite().all()
     moved = [not torch.equal(before, after) for before, after in itertools.pairwise(first)]
     assert moved == [True, True, False, True, True], "the third step was skipped, and no other"
+
+
+@pytest.mark.timeout(120)
+def test_both_processes_stop_at_the_bad_loss_of_one(tmp_path):
+    """A process that went on alone would wait for the gradients of the other."""
+    good, bad = (result["error"] for result in results(tmp_path, max_skips=1))
+    assert good.startswith("iteration 3: a loss of another process")
+    assert bad.startswith("iteration 3: loss = nan")

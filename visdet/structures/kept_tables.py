@@ -40,4 +40,4 @@ def tables_read() -> Iterator[list[Any]]:
     try:
         yield reader
     finally:
-        _readers.remove(reader)
+        _readers.pop()
