@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose
+from mmengine.registry import DefaultScope
 from torchvision.io import decode_jpeg, read_file
 from torchvision.transforms import v2
 
@@ -104,19 +105,29 @@ def _steps(pipeline: Sequence[Sample]) -> list[Sample]:
     return steps
 
 
-def _mmdet_transforms() -> Any:
-    """Return mmdet's registry of transforms, or ``None`` where mmdet or the mmcv that it needs is missing."""
+def _build_ours(settings: Sample) -> Callable[[Sample], Any]:
+    return TRANSFORMS.build(dict(settings))
+
+
+def _mmdet_builder() -> Callable[[Sample], Callable[[Sample], Any]] | None:
+    """Return what builds mmdet's transforms, or ``None`` where mmdet or the mmcv that it needs is missing."""
     try:
         import mmdet.datasets.transforms  # noqa: F401, which registers them
         from mmdet.registry import TRANSFORMS as registry
     except ImportError:
         return None
-    return registry
+
+    def build(settings: Sample) -> Callable[[Sample], Any]:
+        # A transform that builds others looks for them in the default scope.
+        with DefaultScope.overwrite_default_scope("mmdet"):
+            return registry.build(dict(settings))
+
+    return build
 
 
 def race(pipeline: Sequence[Sample], samples: list[Sample]) -> list[dict[str, Any]]:
     """Return images a second of each transform and of all: "transform", "visdet", "torchvision", "mmdet"."""
-    theirs = _mmdet_transforms()
+    build_theirs = _mmdet_builder()
     rows = []
     current, current_theirs = samples, samples
     for settings in _steps(pipeline):
@@ -124,14 +135,14 @@ def race(pipeline: Sequence[Sample], samples: list[Sample]) -> list[dict[str, An
         other = torchvision_counterparts(settings)
         if other is not None:
             row["torchvision"], _ = measure(other, current)
-        row["visdet"], current = measure(TRANSFORMS.build(dict(settings)), current)
-        if theirs is not None:
-            row["mmdet"], current_theirs = measure(theirs.build(dict(settings)), current_theirs)
+        row["visdet"], current = measure(_build_ours(settings), current)
+        if build_theirs is not None:
+            row["mmdet"], current_theirs = measure(build_theirs(settings), current_theirs)
         rows.append(row)
     whole: dict[str, Any] = {"transform": "the whole pipeline"}
-    for name, registry in (("visdet", TRANSFORMS), ("mmdet", theirs)):
-        if registry is not None:
-            every = Compose([registry.build(dict(settings)) for settings in pipeline])
+    for name, build in (("visdet", _build_ours), ("mmdet", build_theirs)):
+        if build is not None:
+            every = Compose([build(settings) for settings in pipeline])
             whole[name], _ = measure(every, samples)
     return [*rows, whole]
 
