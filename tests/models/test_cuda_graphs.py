@@ -14,6 +14,7 @@ from visdet.engine import AmpOptimWrapper
 from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
 from visdet.structures import DetDataSample
 from visdet.structures.kept_tables import keeps_tables, tables_read
+from visdet.structures.tensor_tree import map_tensors
 
 STEPS = 12
 
@@ -210,8 +211,7 @@ def test_nothing_in_a_prediction_waits_for_the_device(variant):
     with torch.no_grad():
         expected = model.detections(prepared)  # first: it makes the tables that are kept
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-        fake = prepared.with_tensors({k: fakes.from_tensor(t) for k, t in prepared.tensors().items()})
-        found = model.detections(fake)
+        found = model.detections(map_tensors(fakes.from_tensor, prepared))
     assert {k: (t.shape, t.dtype) for k, t in found.items()} == {
         k: (t.shape, t.dtype) for k, t in expected.items()
     }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from visdet.structures.kept_tables import tables_read
+from visdet.structures.tensor_tree import layout_of, map_tensors, tensors_of
 
 __all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
 
@@ -92,14 +93,14 @@ class GraphedMethod(ABC):
         """Return what the model's method does, by ``_compute``."""
 
     @abstractmethod
-    def _compute_eagerly(self, batch: Any) -> dict[str, Tensor]:
+    def _compute_eagerly(self, batch: Any) -> Any:
         """Return what the graphs compute."""
 
     @abstractmethod
     def _new_step(self, batch: Any, memory: "_SharedMemory") -> Any:
         """Return what captures a shape and replays it: a step with ``capture``, ``first`` and a call."""
 
-    def _compute(self, batch: Any) -> dict[str, Tensor]:
+    def _compute(self, batch: Any) -> Any:
         """Return what ``_compute_eagerly`` does, by graphs where the shape was captured or can be captured now."""
         key = self._key(batch)
         if key in self._graphs:
@@ -112,7 +113,7 @@ class GraphedMethod(ABC):
         self._seen.add(key)
         return self._compute_eagerly(batch)
 
-    def _first_replay(self, key: Hashable, batch: Any) -> dict[str, Tensor]:
+    def _first_replay(self, key: Hashable, batch: Any) -> Any:
         """Return what a batch gives, by graphs that are captured first where that is possible."""
         while len(self._graphs) >= self.max_shapes:
             self._graphs.popitem(last=False)
@@ -140,14 +141,13 @@ class GraphedMethod(ABC):
 
     def _key(self, batch: Any) -> Hashable:
         """Return everything that a captured graph takes for granted: shapes, modes, and where the weights lie."""
-        shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch.tensors().items())
         weights = hash(
             tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self.model.parameters())
         )
         buffers = hash(tuple(buffer.data_ptr() for buffer in self.model.buffers()))
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         modes = (torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled())
-        return shapes, weights, buffers, autocast, self.model.training, modes
+        return layout_of(batch), weights, buffers, autocast, self.model.training, modes
 
 
 class GraphedLoss(GraphedMethod):
@@ -197,7 +197,7 @@ class GraphedPrediction(GraphedMethod):
         detections = self._compute(self.model.prediction_batch(inputs, data_samples))
         return self.model.with_detections(detections, data_samples)
 
-    def _compute_eagerly(self, batch: Any) -> dict[str, Tensor]:
+    def _compute_eagerly(self, batch: Any) -> Any:
         return self.model.detections(batch)
 
     def _new_step(self, batch: Any, memory: "_SharedMemory") -> "_GraphedDetections":
@@ -239,7 +239,7 @@ class _GraphedStep:
     def __init__(self, model: Any, batch: Any, memory: _SharedMemory) -> None:
         self.model = model
         self.memory = memory
-        self.batch = _copy_of(batch)
+        self.batch = map_tensors(Tensor.clone, batch)
         with _captures_on(memory.stream), _uncached_autocast(), _nothing_changes(model):
             predictions, costs = model.predictions_and_costs(self.batch)
             self.assignment = model.assign(costs, batch)
@@ -278,7 +278,7 @@ class _GraphedStep:
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Return the losses of a batch of this shape, by name."""
-        _copy(self.batch.tensors(), batch.tensors())
+        _copy(self.batch, batch)
         self.graphs[0].replay()
         _copy(self.assignment, self.model.assign(self.costs, batch))
         return self._losses()
@@ -310,7 +310,7 @@ class _GraphedDetections:
     def __init__(self, model: Any, batch: Any, memory: _SharedMemory) -> None:
         self.model = model
         self.memory = memory
-        self.batch = _copy_of(batch)
+        self.batch = map_tensors(Tensor.clone, batch)
         with _captures_on(memory.stream), _uncached_autocast(), _nothing_changes(model):
             model.detections(self.batch)
 
@@ -327,15 +327,15 @@ class _GraphedDetections:
         with _captures_on(self.memory.stream), _uncached_autocast(), tables_read() as self.tables, capture:
             self.detections = self.model.detections(self.batch)
 
-    def __call__(self, batch: Any) -> dict[str, Tensor]:
+    def __call__(self, batch: Any) -> Any:
         """Return the detections of a batch of this shape."""
-        _copy(self.batch.tensors(), batch.tensors())
+        _copy(self.batch, batch)
         return self.first()
 
-    def first(self) -> dict[str, Tensor]:
+    def first(self) -> Any:
         """Return the detections of the batch that the constructor got."""
         self.graph.replay()
-        return {name: tensor.clone() for name, tensor in self.detections.items()}
+        return map_tensors(Tensor.clone, self.detections)
 
 
 class _Replay(torch.autograd.Function):
@@ -382,10 +382,6 @@ def _nothing_changes(model: nn.Module) -> Iterator[None]:
             buffer.copy_(value)
 
 
-def _copy_of(batch: Any) -> Any:
-    return batch.with_tensors({name: tensor.clone() for name, tensor in batch.tensors().items()})
-
-
-def _copy(into: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    for name, tensor in into.items():
-        tensor.copy_(values[name], non_blocking=True)
+def _copy(into: Any, values: Any) -> None:
+    for target, value in zip(tensors_of(into), tensors_of(values), strict=True):
+        target.copy_(value, non_blocking=True)

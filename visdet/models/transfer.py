@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["to_device"]
+from visdet.structures.kept_tables import keeps_tables
+
+__all__ = ["constants_on", "to_device"]
 
 
 def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -17,3 +19,10 @@ def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = No
     if device.type == "cuda" and not torch.compiler.is_compiling():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+@keeps_tables(max_sizes=64)
+def constants_on(device: torch.device, numbers: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return (nested tuples of) numbers on ``device``, where they are copied once."""
+    with torch.inference_mode(False), torch.no_grad():
+        return to_device(numbers, device, dtype)

@@ -80,7 +80,8 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
         """Return [B, C', H', W'] from x [B, C, H, W]; ``folded`` replaces convolutions and their norms."""
         if self.with_cp and x.requires_grad:
-            return checkpoint(self._forward, x, folded, use_reentrant=False)
+            # Nothing in a block is drawn at random, and a CUDA graph could not note the generator's state.
+            return checkpoint(self._forward, x, folded, use_reentrant=False, preserve_rng_state=False)
         return self._forward(x, folded)
 
     def _forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:

@@ -1,7 +1,7 @@
 """Deformable DETR: the detector."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -58,17 +58,6 @@ class TrainingBatch:
     image_sizes: Tensor | None
     targets: PaddedTargets
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return what the device reads, by name."""
-        sizes = {} if self.image_sizes is None else {"image_sizes": self.image_sizes}
-        targets = {name: getattr(self.targets, name) for name in ("boxes_xyxy", "labels", "image_whwh")}
-        return {"images": self.images, **sizes, **targets}
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "TrainingBatch":
-        """Return a batch of other tensors of the same names."""
-        targets = {name: tensors[name] for name in ("boxes_xyxy", "labels", "image_whwh")}
-        return TrainingBatch(tensors["images"], tensors.get("image_sizes"), replace(self.targets, **targets))
-
 
 @dataclass(frozen=True)
 class PredictionBatch:
@@ -84,14 +73,6 @@ class PredictionBatch:
     image_sizes: Tensor | None
     limit: Tensor
     scale: Tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return what the device reads, by name."""
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "PredictionBatch":
-        """Return a batch of other tensors of the same names."""
-        return replace(self, **tensors)
 
 
 def padded_sizes(inputs: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor | None:

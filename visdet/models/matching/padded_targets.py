@@ -1,7 +1,7 @@
 """Ground truth of a batch in one tensor each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from visdet.errors import InvalidInputError
 from visdet.structures import DetDataSample
+from visdet.structures.tensor_tree import ON_HOST
 
 from ..transfer import to_device
 
@@ -31,7 +32,7 @@ class PaddedTargets:
     boxes_xyxy: Tensor
     labels: Tensor
     image_whwh: Tensor
-    counts: list[int]
+    counts: list[int] = field(metadata=ON_HOST)
     has_unknown_label: Tensor | None = None
 
     @classmethod

@@ -59,15 +59,14 @@ def select_best(
     return BestPredictions(query, label, class_score, score)
 
 
-def results_of_samples(
-    results: dict[str, Tensor], class_score: Tensor, score_threshold: float | None
-) -> list[dict[str, Tensor]]:
-    """Return each sample's part of ``results`` [B, n, ...] on the CPU, without scores below the threshold."""
-    is_kept = None if score_threshold is None else (class_score >= score_threshold).cpu()
+def results_of_samples(results: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return each sample's part of ``results`` [B, n, ...] on the CPU: the rows that ``is_kept`` says, or all."""
     results = {name: value.cpu() for name, value in results.items()}
+    is_kept = results.pop("is_kept", None)
+    num_samples = len(next(iter(results.values())))
     return [
         {name: value[i] if is_kept is None else value[i][is_kept[i]] for name, value in results.items()}
-        for i in range(len(class_score))
+        for i in range(num_samples)
     ]
 
 
@@ -110,6 +109,20 @@ class SparseBox3DDecoder:
                 without centerness.
             output_idx: the decoder layer to read.
         """
+        return self.of_samples(self.select(cls_scores, box_preds, instance_id, quality, output_idx))
+
+    of_samples = staticmethod(results_of_samples)
+
+    @torch.no_grad()
+    def select(
+        self,
+        cls_scores: list[Tensor],
+        box_preds: list[Tensor],
+        instance_id: Tensor | None = None,
+        quality: list[Tensor | None] | None = None,
+        output_idx: int = -1,
+    ) -> dict[str, Tensor]:
+        """Return the results of the batch on its device; device work alone. Args: as in ``decode``."""
         boxes = box_preds[output_idx]
         of_layer = None if quality is None else quality[output_idx]
         best = select_best(
@@ -124,4 +137,6 @@ class SparseBox3DDecoder:
             results["cls_scores"] = best.class_score
         if instance_id is not None:
             results["instance_ids"] = instance_id.gather(1, best.query)
-        return results_of_samples(results, best.class_score, self.score_threshold)
+        if self.score_threshold is not None:
+            results["is_kept"] = best.class_score >= self.score_threshold
+        return results

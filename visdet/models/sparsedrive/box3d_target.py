@@ -8,7 +8,7 @@ from torch import Tensor
 from visdet.registry import TASK_UTILS
 
 from ..matching.match_costs import FocalLossCost
-from ..transfer import to_device
+from ..transfer import constants_on
 from .base_target import BaseTargetWithDenoising, InstanceTargets
 from .box3d import encode_box
 from .denoising import BoxDenoising
@@ -103,7 +103,7 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
         """Return [N, D]: 0 where a number is NaN, else 1 or what the class asks for."""
         weights = (~boxes.isnan()).to(boxes.dtype)
         for label, class_weights in self.cls_wise_reg_weights.items():
-            of_class = to_device(class_weights, boxes.device, boxes.dtype)
+            of_class = constants_on(boxes.device, tuple(class_weights), boxes.dtype)
             weights = torch.where((labels == label)[:, None], of_class, weights)
         return weights
 
@@ -118,7 +118,7 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
         self, box_pred: Tensor, box_target: Sequence[Tensor], instance_reg_weights: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return the box cost [Q, N] of each sample."""
-        scale = to_device(self.reg_weights, box_pred.device, torch.float32)
+        scale = constants_on(box_pred.device, tuple(self.reg_weights), torch.float32)
         costs = []
         for boxes, targets, weights in zip(box_pred.float(), box_target, instance_reg_weights, strict=True):
             distance = (boxes[:, None] - targets).abs() * (weights * scale)

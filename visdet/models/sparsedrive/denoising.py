@@ -219,8 +219,8 @@ class BoxDenoising:
         if self.num_temp_dn_groups <= 0 or dn_id_target is None:
             self.dn_metas = None
             return
-        drawn = (torch.randperm(self.num_dn_groups) < self.num_temp_dn_groups).nonzero().flatten()
-        drawn = to_device(drawn, dn_anchor.device)
+        order = torch.rand(self.num_dn_groups, device=dn_anchor.device).argsort()
+        drawn = order[: self.num_temp_dn_groups].sort().values
         values = {
             "dn_instance_feature": dn_instance_feature,
             "dn_anchor": dn_anchor,

@@ -1,8 +1,8 @@
 """When and where the frames of a batch were taken, and what lies between two of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from visdet.errors import InvalidInputError
 
+from ..transfer import to_device
 from .temporal_state import temporal_value
 
-__all__ = ["FrameClock", "FrameStep"]
+__all__ = ["DeviceStep", "FrameClock", "FrameStep", "with_clock"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,57 @@ class FrameStep:
             for same, seconds in zip(self.same_scene, self.seconds, strict=True)
         ]
 
+    def velocity(self) -> Tensor:
+        """Return the velocity [B, 2] of the vehicle since the previous frame in its own coordinates, float64."""
+        seconds = torch.tensor(self.seconds, dtype=torch.float64).unsqueeze(-1)
+        moved = -self.previous_to_current[:, :2, 3]  # the previous frame's origin is that far behind
+        return torch.where(seconds == 0, 0.0, moved / seconds)
+
+
+@temporal_value
+@dataclass(frozen=True)
+class DeviceStep:
+    """What the device must know of the step from the previous frame of each sample to the current one.
+
+    Attributes:
+        previous_to_current: [B, 4, 4], from the previous frame's coordinates to the current.
+        seconds: [B] between the frames. interval: the same, with a default where the previous frame does not count.
+        is_continued: [B] bool, whether the previous frame counts.
+        velocity: [B, 2] of the vehicle, in its own coordinates.
+    """
+
+    previous_to_current: Tensor
+    seconds: Tensor
+    interval: Tensor
+    is_continued: Tensor
+    velocity: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        step: FrameStep,
+        is_continued: Sequence[bool],
+        default_interval: float,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> "DeviceStep":
+        """Return a step's numbers, which go to the device in one copy."""
+        intervals = [
+            seconds if continued and seconds != 0 else default_interval
+            for seconds, continued in zip(step.seconds, is_continued, strict=True)
+        ]
+        columns = torch.tensor([step.seconds, intervals, is_continued], dtype=torch.float64).T
+        numbers = torch.cat([step.previous_to_current.flatten(1), columns, step.velocity()], dim=1)
+        numbers = to_device(numbers, device, dtype)
+        matrix, seconds, interval, continued, velocity = numbers.split([16, 1, 1, 1, 2], dim=1)
+        return cls(
+            matrix.unflatten(1, (4, 4)),
+            seconds.squeeze(1),
+            interval.squeeze(1),
+            continued.squeeze(1) > 0.5,
+            velocity,
+        )
+
 
 @temporal_value
 @dataclass(frozen=True)
@@ -44,8 +96,6 @@ class FrameClock:
     Attributes:
         timestamp: [B] seconds. to_world, from_world: [B, 4, 4]. scene: [B] tokens, None where unknown.
     """
-
-    on_host: ClassVar[bool] = True
 
     timestamp: tuple[float, ...]
     to_world: Tensor
@@ -89,6 +139,19 @@ class FrameClock:
                 for now, then in zip(self.scene, previous.scene, strict=True)
             ),
         )
+
+
+def with_clock(state: Any, clock: Callable[[], FrameClock]) -> Any:
+    """Return a temporal state whose clocks, if it has some, are what ``clock`` returns."""
+    if isinstance(state, FrameClock):
+        return clock()
+    if isinstance(state, dict):
+        return {name: with_clock(value, clock) for name, value in state.items()}
+    if is_dataclass(state) and not isinstance(state, type):
+        return replace(
+            state, **{member.name: with_clock(getattr(state, member.name), clock) for member in fields(state)}
+        )
+    return state
 
 
 def _poses(samples: Sequence[dict[str, Any]], name: str) -> Tensor:

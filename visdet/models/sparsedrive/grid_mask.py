@@ -21,6 +21,8 @@ class GridMask(nn.Module):
     drawn on the images' device, which nothing waits for.
     """
 
+    prob: Tensor
+
     def __init__(
         self,
         use_h: bool,
@@ -39,15 +41,16 @@ class GridMask(nn.Module):
         self.ratio = ratio
         self.mode = mode
         self.st_prob = prob
-        self.prob = prob
+        # On the device, so that a CUDA graph reads what ``set_prob`` has set last.
+        self.register_buffer("prob", torch.tensor(prob), persistent=False)
 
     def set_prob(self, epoch: int, max_epoch: int) -> None:
         """Set the probability to the part of training that is over, times the one given first."""
-        self.prob = self.st_prob * epoch / max_epoch
+        self.prob.fill_(self.st_prob * epoch / max_epoch)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return images x [N, C, H, W] with the grid, or as they are outside training."""
-        if not self.training or self.prob <= 0:
+        if not self.training or self.st_prob <= 0:
             return x
         keep = self._mask(x.shape[-2], x.shape[-1], x.device).to(x.dtype)
         filler = 2 * torch.rand(x.shape[-2:], device=x.device, dtype=x.dtype) - 1 if self.offset else 0.0

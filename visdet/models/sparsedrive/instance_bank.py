@@ -1,7 +1,7 @@
 """The instance bank: learned anchors, and the instances of a sequence carried from frame to frame."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import MODELS
+from visdet.structures.tensor_tree import ON_HOST
 
-from ..transfer import to_device
 from .anchor_files import ModuleWithAnchors
-from .frame_clock import FrameClock
+from .frame_clock import DeviceStep, FrameClock
 from .temporal_state import temporal_value
 
 __all__ = ["InstanceBank", "InstanceBankState", "select_rows", "topk"]
@@ -49,6 +49,8 @@ class InstanceBankState:
         mask: [B] bool, whether a sample's cached instances belong to the current frame's sequence.
         clock: when and where the samples of the frame cached last were taken.
         history: the same as ``mask``, on the host.
+        frame, step: between ``enter`` and ``cache`` the clock of the current frame, and what lies between the cached
+            frame and this one; None where nothing is cached.
     """
 
     cached_feature: Tensor | None = None
@@ -58,16 +60,19 @@ class InstanceBankState:
     instance_id: Tensor | None = None
     prev_id: Tensor | int = 0
     mask: Tensor | None = None
-    clock: FrameClock | None = None
+    clock: FrameClock | None = field(default=None, metadata=ON_HOST)
     history: tuple[bool, ...] = ()
+    frame: FrameClock | None = field(default=None, metadata=ON_HOST)
+    step: DeviceStep | None = None
 
 
 @MODELS.register_module()
 class InstanceBank(ModuleWithAnchors):
     """Learned anchors with their features, and the temporal state of a batch of sequences.
 
-    A frame is ``get`` → (single-frame decoder) → ``update`` → (temporal decoder) → ``cache`` → ``get_instance_id``.
-    All that is remembered lies in ``state``: read it, keep it, put it back.
+    A frame is ``enter`` → ``get`` → (single-frame decoder) → ``update`` → (temporal decoder) → ``cache`` →
+    ``get_instance_id``. ``enter`` is the host's part, and ``get`` calls it where it is given ``img_metas``. All that is
+    remembered lies in ``state``: read it, keep it, put it back.
 
     A sample's history is dropped, it alone, where more than ``max_time_interval`` seconds passed or its scene changed;
     the whole state where the batch size or the device changed.
@@ -143,6 +148,24 @@ class InstanceBank(ModuleWithAnchors):
         """Forget everything, the ids given so far included."""
         self.state = InstanceBankState()
 
+    def enter(self, batch_size: int, metas: dict[str, Any] | None) -> None:
+        """Take in when and where a frame was taken; all work on the host that a frame needs.
+
+        Args:
+            batch_size: B. metas: ``timestamp`` [B] seconds and ``img_metas``, see ``FrameClock``.
+        """
+        state, anchor = self.state, self.anchor
+        cached, clock = state.cached_anchor, state.clock
+        if cached is None or clock is None or len(cached) != batch_size or cached.device != anchor.device:
+            is_remembered = metas is not None and self.num_temp_instances > 0
+            self.state = InstanceBankState(frame=FrameClock.of(metas) if is_remembered else None)
+            return
+        frame = FrameClock.of(metas)
+        step = frame.since(clock)
+        history = step.is_continued(self.max_time_interval)
+        on_device = DeviceStep.of(step, history, self.default_time_interval, anchor.device, anchor.dtype)
+        self.state = replace(state, history=tuple(history), frame=frame, step=on_device)
+
     def get(
         self, batch_size: int, metas: dict[str, Any] | None = None, dn_metas: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
@@ -150,7 +173,7 @@ class InstanceBank(ModuleWithAnchors):
 
         Args:
             batch_size: B.
-            metas: ``timestamp`` [B] seconds and ``img_metas``, see ``FrameClock``.
+            metas: as in ``enter``, which is called for them; without ``img_metas`` it has been called.
             dn_metas: temporal denoising queries, whose ``dn_anchor`` [B, groups, n, D] is brought along.
 
         Returns:
@@ -158,46 +181,26 @@ class InstanceBank(ModuleWithAnchors):
             [B, K, D], or None twice; seconds since the previous frame, [B].
         """
         self.require_anchors()
+        if metas is None or "img_metas" in metas:
+            self.enter(batch_size, metas)
         feature = self.instance_feature.expand(batch_size, -1, -1)
         anchor = self.anchor.expand(batch_size, -1, -1)
-        state = self.state
+        state, step = self.state, self.state.step
         cached = state.cached_anchor
-        if (
-            cached is None
-            or state.clock is None
-            or len(cached) != batch_size
-            or cached.device != anchor.device
-        ):
-            self.reset()
+        if step is None or cached is None:
             return feature, anchor, None, None, anchor.new_full((batch_size,), self.default_time_interval)
-
-        step = FrameClock.of(metas).since(state.clock)
-        history = step.is_continued(self.max_time_interval)
-        elapsed = to_device(step.seconds, anchor.device, anchor.dtype)
-        intervals = [
-            s if continued and s != 0 else self.default_time_interval
-            for s, continued in zip(step.seconds, history, strict=True)
-        ]
         if self.anchor_handler is not None:
-            motion = to_device(step.previous_to_current, anchor.device, anchor.dtype)
-            cached = self._project(cached, motion, elapsed)
+            cached = self._project(cached, step)
             if dn_metas is not None and len(dn_metas["dn_anchor"]) == batch_size:
                 dn_anchor = dn_metas["dn_anchor"]
-                moved = self._project(dn_anchor.flatten(1, 2), motion, elapsed)
-                dn_metas["dn_anchor"] = moved.view_as(dn_anchor)
-        self.state = replace(
-            state, cached_anchor=cached, mask=to_device(history, anchor.device), history=tuple(history)
-        )
-        return (
-            feature,
-            anchor,
-            state.cached_feature,
-            cached,
-            to_device(intervals, anchor.device, anchor.dtype),
-        )
+                dn_metas["dn_anchor"] = self._project(dn_anchor.flatten(1, 2), step).view_as(dn_anchor)
+        self.state = replace(state, cached_anchor=cached, mask=step.is_continued)
+        return feature, anchor, state.cached_feature, cached, step.interval
 
-    def _project(self, anchor: Tensor, motion: Tensor, elapsed: Tensor) -> Tensor:
-        return self.anchor_handler.anchor_projection(anchor, [motion], time_intervals=[-elapsed])[0]
+    def _project(self, anchor: Tensor, step: DeviceStep) -> Tensor:
+        return self.anchor_handler.anchor_projection(
+            anchor, [step.previous_to_current], time_intervals=[-step.seconds]
+        )[0]
 
     def update(self, instance_feature: Tensor, anchor: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cached instances followed by the most confident others, as many as there are anchors.
@@ -261,7 +264,9 @@ class InstanceBank(ModuleWithAnchors):
             cached_anchor=anchor,
             confidence=best,
             temp_confidence=confidence,
-            clock=FrameClock.of(metas),
+            clock=self.state.frame or FrameClock.of(metas),
+            frame=None,
+            step=None,
         )
 
     def get_instance_id(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
+from visdet.structures.tensor_tree import ON_HOST
 
 from ..layers.precision import in_full_precision
-from ..transfer import to_device
 from .box3d import VX, VY
-from .frame_clock import FrameClock, FrameStep
+from .frame_clock import DeviceStep, FrameClock
 from .mlp import linear_relu_ln
 from .temporal_state import temporal_value
 
@@ -39,6 +39,8 @@ class InstanceQueueState:
         instance_id: [B, N] int64 of the frame cached last. confidence: [B, N] of its instances.
         ego_features, ego_anchors: [B, 1, C] and [B, 1, D]. ego_period: [B, 1]. ego_status: [B, 1, 10] as predicted.
         clock: when and where the frame cached last was taken.
+        frame, step: between ``enter`` and ``cache`` the clock of the current frame, and what lies between the cached
+            frame and this one; None where nothing is cached.
     """
 
     features: tuple[Tensor, ...] = ()
@@ -50,7 +52,9 @@ class InstanceQueueState:
     ego_anchors: tuple[Tensor, ...] = ()
     ego_period: Tensor | None = None
     ego_status: Tensor | None = None
-    clock: FrameClock | None = None
+    clock: FrameClock | None = field(default=None, metadata=ON_HOST)
+    frame: FrameClock | None = field(default=None, metadata=ON_HOST)
+    step: DeviceStep | None = None
 
 
 @MODELS.register_module()
@@ -104,6 +108,22 @@ class InstanceQueue(BaseModule):
         """Forget everything."""
         self.state = InstanceQueueState()
 
+    def enter(self, batch_size: int, metas: dict[str, Any]) -> None:
+        """Take in when and where a frame was taken; all work on the host that a frame needs.
+
+        Args:
+            batch_size: B. metas: ``timestamp`` [B] seconds and ``img_metas``, see ``FrameClock``.
+        """
+        state, frame = self.state, FrameClock.of(metas)
+        if state.period is None or state.clock is None or len(state.period) != batch_size:
+            self.state = InstanceQueueState(frame=frame)
+            return
+        # Whether a sample's history counts is the mask's to say.
+        step = DeviceStep.of(
+            frame.since(state.clock), [True] * batch_size, 0.0, self.ego_anchor.device, torch.float32
+        )
+        self.state = replace(state, frame=frame, step=step)
+
     def get(
         self,
         det_output: dict[str, Any],
@@ -117,7 +137,8 @@ class InstanceQueue(BaseModule):
 
         Args:
             det_output: ``instance_feature`` [B, N, C], ``prediction``, ``instance_id`` [B, N].
-            feature_maps: the pyramid, flattened or [B, V, C, H, W] of each level. metas: see ``FrameClock``.
+            feature_maps: the pyramid, flattened or [B, V, C, H, W] of each level.
+            metas: as in ``enter``, which is called for them; without ``img_metas`` it has been called.
             mask: [B] bool, whether a sample continues its sequence; None at the first frame.
             anchor_handler: its ``anchor_projection`` moves anchors from frame to frame.
 
@@ -125,19 +146,20 @@ class InstanceQueue(BaseModule):
             the ego's feature [B, 1, C] and anchor [B, 1, D]; features [B, N + 1, T, C] and anchors [B, N + 1, T, D] of
             the last T frames, the ego last; [B, N + 1, T], True where nothing is remembered.
         """
-        state, step = self.state, None
-        if state.period is None or state.clock is None or len(state.period) != batch_size or mask is None:
-            state = InstanceQueueState()
+        if "img_metas" in metas:
+            self.enter(batch_size, metas)
+        state = self.state
+        if state.step is None or mask is None:
+            state = InstanceQueueState(frame=state.frame)
         else:
-            step = FrameClock.of(metas).since(state.clock)
-            motion = to_device(step.previous_to_current, mask.device, torch.float32)
+            motion = state.step.previous_to_current
 
             def moved(anchors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 return tuple(anchor_handler.anchor_projection(anchor, [motion])[0] for anchor in anchors)
 
             state = replace(state, anchors=moved(state.anchors), ego_anchors=moved(state.ego_anchors))
         state = self._follow(state, det_output, mask)
-        ego_feature, ego_anchor, self.state = self._with_ego(state, step, feature_maps, mask, batch_size)
+        ego_feature, ego_anchor, self.state = self._with_ego(state, feature_maps, mask, batch_size)
         state = self.state
 
         assert state.period is not None and state.ego_period is not None
@@ -183,7 +205,6 @@ class InstanceQueue(BaseModule):
     def _with_ego(
         self,
         state: InstanceQueueState,
-        step: FrameStep | None,
         feature_maps: Sequence[Any],
         mask: Tensor | None,
         batch_size: int,
@@ -196,8 +217,8 @@ class InstanceQueue(BaseModule):
             assert mask is not None
             period = torch.where(mask[:, None], state.ego_period, 0)
         if self.ego_motion_encoder is not None:
-            if step is not None and mask is not None:
-                velocity = to_device(_velocity(step), anchor.device, anchor.dtype).unsqueeze(1)
+            if state.step is not None and mask is not None:
+                velocity = state.step.velocity.to(anchor.dtype).unsqueeze(1)
                 anchor[..., VX : VY + 1] = torch.where(mask[:, None, None], velocity, 0)
         elif state.ego_status is not None and mask is not None:
             speed = state.ego_status[..., _FORWARD_SPEED]
@@ -242,7 +263,9 @@ class InstanceQueue(BaseModule):
             instance_id=det_output["instance_id"],
             ego_status=ego_status.detach(),
             ego_features=(*state.ego_features[:-1], ego_feature.detach()),
-            clock=FrameClock.of(metas),
+            clock=state.frame or FrameClock.of(metas),
+            frame=None,
+            step=None,
         )
 
 
@@ -251,13 +274,6 @@ def _chosen(match: Tensor, x: Tensor) -> Tensor:
     index = match.to(torch.int8).argmax(-1)
     rows = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
     return torch.where(match.any(-1, keepdim=True), rows, 0)
-
-
-def _velocity(step: FrameStep) -> Tensor:
-    """Return the velocity [B, 2] of the ego since the previous frame, in its own coordinates, on the host."""
-    seconds = torch.tensor(step.seconds, dtype=torch.float64).unsqueeze(-1)
-    moved = -step.previous_to_current[:, :2, 3]  # the previous frame's origin is that far behind
-    return torch.where(seconds == 0, 0.0, moved / seconds)
 
 
 def _waves(motion: Tensor, shortest: float) -> Tensor:

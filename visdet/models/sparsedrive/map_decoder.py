@@ -41,12 +41,31 @@ class SparsePoint3DDecoder:
             cls_scores: of each decoder layer [B, Q, C] logits. pts_preds: [B, Q, points · coords_dim].
             instance_id, quality: unused. output_idx: the decoder layer to read.
         """
+        return self.of_samples(self.select(cls_scores, pts_preds, instance_id, quality, output_idx))
+
+    @torch.no_grad()
+    def select(
+        self,
+        cls_scores: list[Tensor],
+        pts_preds: list[Tensor],
+        instance_id: Tensor | None = None,
+        quality: list[Tensor | None] | None = None,
+        output_idx: int = -1,
+    ) -> dict[str, Tensor]:
+        """Return the results of the batch on its device; device work alone. Args: as in ``decode``."""
         logits = cls_scores[output_idx]
         best = select_best(logits, num_output=logits.shape[1])
         points = pts_preds[output_idx].float()
         points = points.gather(1, best.query[..., None].expand(-1, -1, points.shape[-1]))
-        points = points.unflatten(-1, (-1, self.coords_dim)).cpu().numpy()
-        score, label = best.score.cpu().numpy(), best.label.cpu().numpy()
+        return {
+            "vectors": points.unflatten(-1, (-1, self.coords_dim)),
+            "scores": best.score,
+            "labels": best.label,
+        }
+
+    def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """Return the results of each sample of what ``select`` returned."""
+        points, score, label = (selected[name].cpu().numpy() for name in ("vectors", "scores", "labels"))
         results = []
         for i in range(len(score)):
             is_kept = slice(None) if self.score_threshold is None else score[i] >= self.score_threshold

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visdet.models.transfer import to_device
+from visdet.models.transfer import constants_on
 from visdet.registry import TASK_UTILS
 
 from .box3d import COS_YAW, SIN_YAW, L, W, decode_box
@@ -52,6 +52,23 @@ class SparseBox3DMotionDecoder:
 
         Args: as ``SparseBox3DDecoder.decode``, and what ``MotionPlanningHead`` returned for motion.
         """
+        return self.of_samples(
+            self.select(cls_scores, box_preds, instance_id, quality, motion_output, output_idx)
+        )
+
+    of_samples = staticmethod(results_of_samples)
+
+    @torch.no_grad()
+    def select(
+        self,
+        cls_scores: list[Tensor],
+        box_preds: list[Tensor],
+        instance_id: Tensor | None = None,
+        quality: list[Tensor | None] | None = None,
+        motion_output: dict[str, Any] | None = None,
+        output_idx: int = -1,
+    ) -> dict[str, Tensor]:
+        """Return the results of the batch on its device; device work alone. Args: as in ``decode``."""
         assert motion_output is not None
         wanted = 300 if self.num_output is None else self.num_output
         of_layer = None if quality is None else quality[output_idx]
@@ -69,7 +86,9 @@ class SparseBox3DMotionDecoder:
             "anchor_queue": decode_box(queue),
             "period": motion_output["period"][batch, query],
         }
-        return results_of_samples(results, best.class_score, self.score_threshold)
+        if self.score_threshold is not None:
+            results["is_kept"] = best.class_score >= self.score_threshold
+        return results
 
 
 @TASK_UTILS.register_module()
@@ -103,6 +122,19 @@ class HierarchicalPlanningDecoder:
         Args:
             det_output, motion_output, planning_output: raw outputs. data: ``gt_ego_fut_cmd`` [B, 3].
         """
+        return self.of_samples(self.select(det_output, motion_output, planning_output, data))
+
+    of_samples = staticmethod(results_of_samples)
+
+    @torch.no_grad()
+    def select(
+        self,
+        det_output: dict[str, Any],
+        motion_output: dict[str, Any],
+        planning_output: dict[str, Any],
+        data: dict[str, Any],
+    ) -> dict[str, Tensor]:
+        """Return the results of the batch on its device; device work alone. Args: as in ``decode``."""
         classification = planning_output["classification"][-1].float()
         B = len(classification)
         scores = classification.reshape(B, 3, self.ego_fut_mode).clone()
@@ -116,15 +148,13 @@ class HierarchicalPlanningDecoder:
         scores[batch, command] = chosen
         final = plan[batch, chosen.argmax(-1)]
         queue = decode_box(torch.stack(planning_output["anchor_queue"], 2))
-        results = {
+        return {
             "planning_score": scores.sigmoid(),
             "planning": plans,
             "final_planning": final,
             "ego_period": planning_output["period"],
             "ego_anchor_queue": queue,
         }
-        results = {name: value.cpu() for name, value in results.items()}
-        return [{name: value[i] for name, value in results.items()} for i in range(B)]
 
     def _collides(
         self,
@@ -151,7 +181,7 @@ class HierarchicalPlanningDecoder:
         path = _from_start(plan)
         yaw = _yaws(path, torch.full(path.shape[:-2], math.pi / 2, device=path.device))[..., 1:]
         centre = path[..., 1:, :] + ahead * torch.stack([yaw.cos(), yaw.sin()], -1)
-        size = (scale * to_device(_EGO_SIZE_M, path.device)).expand(*yaw.shape, 2)
+        size = (scale * constants_on(path.device, _EGO_SIZE_M)).expand(*yaw.shape, 2)
         ego = (x[:, :, None] for x in (centre, yaw, size))  # [B, M, 1, T, ...]
         ego_boxes, other_boxes = tuple(ego), tuple(x[:, None] for x in others)
         meets = _corner_inside(ego_boxes, other_boxes) | _corner_inside(other_boxes, ego_boxes)
@@ -178,7 +208,7 @@ def _yaws(path: Tensor, start: Tensor, standing: float = 0.5) -> Tensor:
 def _corner_inside(boxes: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
     """Return whether a corner of each box lies in the other; boxes are (centre [..., 2], yaw [...], size [..., 2])."""
     (centre, yaw, size), (other_centre, other_yaw, other_size) = boxes, others
-    signs = to_device([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0]], centre.device)
+    signs = constants_on(centre.device, ((1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (-1.0, 1.0)))
     corners = centre[..., None, :] + _turned(0.5 * size[..., None, :] * signs, yaw[..., None])
     inside = _turned(corners - other_centre[..., None, :], -other_yaw[..., None])
     return (inside.abs() < 0.5 * other_size[..., None, :]).all(-1).any(-1)

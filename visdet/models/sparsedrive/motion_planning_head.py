@@ -16,6 +16,7 @@ from .box3d import COS_YAW, SIN_YAW, VX, VY
 from .instance_bank import topk
 from .instance_operations import InstanceOperations
 from .mlp import linear_relu_ln
+from .motion_target import best_modes
 from .sine_embedding import gen_sineembed_for_position
 
 __all__ = ["MotionPlanningHead"]
@@ -143,6 +144,10 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
     def state(self, state: Any) -> None:
         self.instance_queue.state = state
 
+    def enter(self, batch_size: int, metas: dict[str, Any]) -> None:
+        """Take in when and where a frame was taken; all work on the host that a frame needs."""
+        self.instance_queue.enter(batch_size, metas)
+
     def forward(
         self,
         det_output: dict[str, Any],
@@ -256,20 +261,43 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
                 ``gt_agent_fut_masks`` per sample, ``gt_ego_fut_trajs``, ``gt_ego_fut_masks``, ``gt_ego_fut_cmd``,
                 ``ego_status``. matches: see ``MotionTarget.sample``.
         """
+        targets = self.motion_targets(motion_model_outs, data, matches)
+        return self.losses(motion_model_outs, planning_model_outs, data, targets)
+
+    def motion_targets(
+        self,
+        motion_model_outs: dict[str, Any],
+        data: dict[str, Any],
+        matches: Sequence[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what ``MotionTarget.futures`` does; arguments as in ``loss``."""
+        return self.motion_sampler.futures(
+            motion_model_outs["prediction"][-1].float(),
+            data["gt_agent_fut_trajs"],
+            data["gt_agent_fut_masks"],
+            matches,
+        )
+
+    def losses(
+        self,
+        motion_model_outs: dict[str, Any],
+        planning_model_outs: dict[str, Any],
+        data: dict[str, Any],
+        targets: tuple[Tensor, Tensor, Tensor],
+    ) -> dict[str, Tensor]:
+        """Return what ``loss`` does; ``targets`` are what ``motion_targets`` returned, ``data`` the ego's alone."""
         device_type = motion_model_outs["prediction"][0].device.type
         with torch.autocast(device_type, enabled=False):
-            losses = self._motion_loss(motion_model_outs, data, matches)
+            losses = self._motion_loss(motion_model_outs, targets)
             return losses | self._planning_loss(planning_model_outs, data)
 
-    def _motion_loss(
-        self, outs: dict[str, Any], data: dict[str, Any], matches: Sequence[tuple[Tensor, Tensor]]
-    ) -> dict[str, Tensor]:
+    def _motion_loss(self, outs: dict[str, Any], targets: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
         losses = {}
+        target, weight, num_pos = targets
+        num_pos = mean_count(num_pos, num_pos.device).squeeze()
         for i, (cls, reg) in enumerate(zip(outs["classification"], outs["prediction"], strict=True)):
-            mode, counts, best, target, weight, num_pos = self.motion_sampler.sample(
-                reg.float(), data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"], matches
-            )
-            num_pos = mean_count(num_pos, num_pos.device).squeeze()
+            mode, best = best_modes(reg.float(), target, weight)
+            counts = weight.any(-1)
             cls, mode, counts = (x.flatten(end_dim=1) for x in (cls.float(), mode, counts.float()))
             losses[f"motion_loss_cls_{i}"] = self.motion_loss_cls(
                 cls, mode, weight=counts, avg_factor=num_pos
@@ -307,13 +335,31 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         motion_output: dict[str, Any],
         planning_output: dict[str, Any],
         data: dict[str, Any],
-    ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    ) -> tuple[list[dict[str, Any]], ...]:
         """Return each sample's motion and planning results, see the decoders."""
-        motion = self.motion_decoder.decode(
+        return self.of_samples(self.select(det_output, motion_output, planning_output, data))
+
+    def select(
+        self,
+        det_output: dict[str, Any],
+        motion_output: dict[str, Any],
+        planning_output: dict[str, Any],
+        data: dict[str, Any],
+    ) -> dict[str, dict[str, Tensor]]:
+        """Return the batch's motion and planning results on its device, see the decoders; device work alone."""
+        motion = self.motion_decoder.select(
             det_output["classification"],
             det_output["prediction"],
             det_output.get("instance_id"),
             det_output.get("quality"),
             motion_output,
         )
-        return motion, self.planning_decoder.decode(det_output, motion_output, planning_output, data)
+        planning = self.planning_decoder.select(det_output, motion_output, planning_output, data)
+        return {"motion": motion, "planning": planning}
+
+    def of_samples(self, selected: dict[str, dict[str, Tensor]]) -> tuple[list[dict[str, Any]], ...]:
+        """Return each sample's motion and planning results of what ``select`` returned."""
+        return (
+            self.motion_decoder.of_samples(selected["motion"]),
+            self.planning_decoder.of_samples(selected["planning"]),
+        )

@@ -45,6 +45,21 @@ class MotionTarget:
             reg_pred: [B, N, M, T, 2] steps in metres. gt_reg_target: [n, T, 2] steps of each sample's boxes.
             gt_reg_mask: [n, T]. matches: (instances, boxes), the index tensors of each sample that detection matched.
         """
+        reg_target, reg_weight, count = self.futures(reg_pred, gt_reg_target, gt_reg_mask, matches)
+        mode, best = best_modes(reg_pred, reg_target, reg_weight)
+        return mode, reg_weight.any(-1), best, reg_target, reg_weight, count
+
+    def futures(
+        self,
+        reg_pred: Tensor,
+        gt_reg_target: Sequence[Tensor],
+        gt_reg_mask: Sequence[Tensor],
+        matches: Sequence[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return target steps [B, N, T, 2], their weights [B, N, T] and the number of matched instances [1].
+
+        Args: as in ``sample``, whose predictions give sizes and type alone.
+        """
         B, N, _, T, _ = reg_pred.shape
         reg_target, reg_weight = reg_pred.new_zeros(B, N, T, 2), reg_pred.new_zeros(B, N, T)
         count = 0
@@ -54,8 +69,7 @@ class MotionTarget:
             reg_target[i, instances] = gt_reg_target[i][boxes].to(reg_pred.dtype)
             reg_weight[i, instances] = gt_reg_mask[i][boxes].to(reg_pred.dtype)
             count += len(instances)
-        mode, best = best_modes(reg_pred, reg_target, reg_weight)
-        return mode, reg_weight.any(-1), best, reg_target, reg_weight, reg_pred.new_full((1,), float(count))
+        return reg_target, reg_weight, reg_pred.new_full((1,), float(count))
 
 
 @TASK_UTILS.register_module()

@@ -1,16 +1,20 @@
 """The frames of a batch, one tensor for each thing known of them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visdet.errors import InvalidInputError
 from visdet.structures import DrivingDataSample
+from visdet.structures.tensor_tree import ON_HOST
 
 from ..driving_data_preprocessor import stack_equal
+from .denoising import DenoisingQueries
 
-__all__ = ["batch_of"]
+__all__ = ["DrivingBatch", "batch_of"]
 
 # One tensor for the batch; other tensors stay lists of one tensor per sample.
 _STACKED = (
@@ -22,6 +26,33 @@ _STACKED = (
     "gt_ego_fut_cmd",
     "ego_status",
 )
+
+
+@dataclass(frozen=True)
+class DrivingBatch:
+    """Frames and all that the device must know of them.
+
+    Attributes:
+        images: [B, V, 3, H, W] normalised.
+        metas: tensors that ``batch_of`` stacks, and in training ``gt_depth``; their shapes do not depend on the scene.
+        state: the temporal state of the head, which has entered the frame.
+        denoising: queries to learn from; None in evaluation and without any.
+        data: what ``batch_of`` returned, ground truth of any length among it.
+    """
+
+    images: Tensor
+    metas: dict[str, Any]
+    state: Any
+    denoising: DenoisingQueries | None = None
+    data: dict[str, Any] = field(default_factory=dict, metadata=ON_HOST)
+
+    @classmethod
+    def of(
+        cls, images: Tensor, data: dict[str, Any], state: Any, denoising: DenoisingQueries | None = None
+    ) -> "DrivingBatch":
+        """Return a batch of what ``batch_of`` returned."""
+        metas = {name: data[name] for name in (*_STACKED, "gt_depth") if name in data}
+        return cls(images, metas, state, denoising, data)
 
 
 def batch_of(data_samples: Sequence[DrivingDataSample]) -> dict[str, Any]:

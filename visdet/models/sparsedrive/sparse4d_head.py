@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS, TASK_UTILS
 
-from ..transfer import to_device
+from ..transfer import constants_on, to_device
 from .denoising import DenoisingQueries
 from .instance_bank import InstanceBankState
 from .instance_operations import InstanceOperations
@@ -160,6 +160,14 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             ids = [to_device(sample[self.gt_id_key], device) for sample in metas["img_metas"]]
         return self.sampler.get_dn_anchors(metas[self.gt_cls_key], metas[self.gt_reg_key], ids)
 
+    def enter(self, batch_size: int, metas: dict[str, Any]) -> None:
+        """Take in when and where a frame was taken; all work on the host that ``forward`` needs.
+
+        Args:
+            batch_size: B. metas: ``timestamp`` and ``img_metas``. ``forward`` does this itself where it is given them.
+        """
+        self.instance_bank.enter(batch_size, metas)
+
     def forward(
         self,
         feature_maps: Tensor | Sequence[Any],
@@ -244,10 +252,10 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             return self.attend(layer, feature, embed, attn_mask=attn_mask)
         if all(memory.history):
             return self.attend(layer, feature, embed, memory.feature, memory.embed, memory.feature)
-        known = [i for i, has_history in enumerate(memory.history) if has_history]
-        others = [i for i, has_history in enumerate(memory.history) if not has_history]
-        place = torch.tensor(known + others).argsort()
-        old, new, place = (to_device(index, feature.device) for index in (known, others, place))
+        known = tuple(i for i, has_history in enumerate(memory.history) if has_history)
+        others = tuple(i for i, has_history in enumerate(memory.history) if not has_history)
+        place = tuple(torch.tensor(known + others).argsort().tolist())
+        old, new, place = (constants_on(feature.device, index) for index in (known, others, place))
         past = memory.feature[old]
         with_history = self.attend(layer, feature[old], embed[old], past, memory.embed[old], past)
         without = self.attend(layer, feature[new], embed[new], attn_mask=attn_mask)
@@ -324,10 +332,18 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
 
     def post_process(self, model_outs: dict[str, Any], output_idx: int = -1) -> list[dict[str, Any]]:
         """Return the results of each sample, see the decoder."""
-        return self.decoder.decode(
+        return self.of_samples(self.select(model_outs, output_idx))
+
+    def select(self, model_outs: dict[str, Any], output_idx: int = -1) -> dict[str, Tensor]:
+        """Return the results of the batch on its device; device work alone."""
+        return self.decoder.select(
             model_outs["classification"],
             model_outs["prediction"],
             model_outs.get("instance_id"),
             model_outs.get("quality"),
             output_idx=output_idx,
         )
+
+    def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """Return the results of each sample of what ``select`` returned."""
+        return self.decoder.of_samples(selected)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..mean_count import mean_count
-from ..transfer import to_device
+from ..transfer import constants_on
 from .base_target import InstanceTargets
 
 __all__ = ["Sparse4DLoss"]
@@ -59,7 +59,7 @@ class Sparse4DLoss:
             reg = reg[..., : len(self.reg_weights)]
             cls_target, reg_target, reg_weight, _ = targets
             # Constants go to the device once, and without waiting for it.
-            reg_scale = to_device(self.reg_weights, reg.device, reg.dtype)
+            reg_scale = constants_on(reg.device, tuple(self.reg_weights), reg.dtype)
             reg_weight = reg_weight * reg_scale
             is_matched = (cls_target >= 0) & (cls_target < cls.shape[-1])
             queries = self._denoising_targets(model_outs, cls)

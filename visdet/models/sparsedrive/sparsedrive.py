@@ -1,5 +1,6 @@
 """The detector SparseDrive, and with other parts Sparse4D."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,10 +11,12 @@ from visdet.errors import InvalidInputError
 from visdet.ops import feature_maps_format
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
+from visdet.structures.tensor_tree import map_tensors
 
 from ..base_detector import BaseDetector
+from .frame_clock import FrameClock, with_clock
 from .grid_mask import GridMask
-from .sample_batch import batch_of
+from .sample_batch import DrivingBatch, batch_of
 from .temporal_state import from_plain, to_plain
 
 __all__ = ["Sparse4D", "SparseDrive"]
@@ -177,16 +180,50 @@ class SparseDrive(BaseDetector):
 
     def loss(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> dict[str, Tensor]:
         """Return the losses of the head, and ``loss_dense_depth`` with a depth branch."""
+        batch = self.training_batch(inputs, data_samples)
+        predictions, outputs_and_state = self.predictions_and_costs(batch)
+        return self.losses(predictions, batch, self.assign(outputs_and_state, batch))
+
+    def training_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
+        """Return the next frame of each sample's sequence, with denoising queries; host work."""
         data = batch_of(data_samples)
+        denoising = self.head.denoising_queries(data)
+        self.head.enter(len(inputs), data)
+        return DrivingBatch.of(inputs, data, self.head.state, denoising)
+
+    def predictions_and_costs(self, batch: DrivingBatch) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Return (the head's raw outputs, depths) for the losses and (raw outputs, state after the frame) for
+        ``assign``; device work alone."""
+        self.head.state = batch.state
         if self.frozen_parts:
             with torch.no_grad():
-                features, depths = self.extract_feat(inputs), None
+                features, depths = self.extract_feat(batch.images), None
         else:
-            features, depths = self.extract_feat(inputs, return_depth=True, metas=data)
-        denoising = self.head.denoising_queries(data)
-        losses = self._head_loss(self.head(features, data, denoising), data)
+            features, depths = self.extract_feat(batch.images, return_depth=True, metas=batch.metas)
+        outs = self.head(features, batch.metas, batch.denoising)
+        return (outs, depths), (outs, self.head.state)
+
+    def assign(self, outputs_and_state: tuple[Any, Any], batch: DrivingBatch) -> dict[str, Any]:
+        """Return what the outputs have to learn, and keep the state for the next frame; host work.
+
+        The tensors given may be overwritten by the next batch, so that the state is copied.
+        """
+        outs, state = outputs_and_state
+        self._keep(map_tensors(Tensor.clone, state), batch.data)
+        return self._head_targets(outs, batch.data)
+
+    def _keep(self, state: Any, data: dict[str, Any]) -> None:
+        """Keep what a frame of ``data`` left, whose clocks may be those of a batch whose graph was replayed."""
+        self.head.state = with_clock(state, functools.cache(lambda: FrameClock.of(data)))
+
+    def losses(
+        self, predictions: tuple[Any, Any], batch: DrivingBatch, targets: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """Return the losses by name; device work alone."""
+        outs, depths = predictions
+        losses = self._head_losses(outs, batch.metas, targets)
         if depths is not None:
-            known = data.get("gt_depth")
+            known = batch.metas.get("gt_depth")
             # Without ground truth a zero keeps the branch in the graph: in a distributed run all must have gradients.
             losses["loss_dense_depth"] = (
                 sum(depth.sum() for depth in depths) * 0
@@ -198,17 +235,39 @@ class SparseDrive(BaseDetector):
     @torch.no_grad()
     def predict(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> list[DrivingDataSample]:
         """Return the samples with ``pred_instances_3d``, ``pred_map`` and ``pred_plan`` of the model's tasks."""
+        detections = self.detections(self.prediction_batch(inputs, data_samples))
+        return self.with_detections(detections, data_samples)
+
+    def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
+        """Return the next frame of each sample's sequence; host work."""
         data = batch_of(data_samples)
-        outs = self.head(self.extract_feat(inputs), data)
-        for sample, results in zip(data_samples, self._results(outs, data), strict=True):
-            sample.set_predictions(results)
+        self.head.enter(len(inputs), data)
+        return DrivingBatch.of(inputs, data, self.head.state)
+
+    def detections(self, batch: DrivingBatch) -> tuple[dict[str, Any], Any]:
+        """Return the results of all frames and the state after them; device work alone."""
+        self.head.state = batch.state
+        outs = self.head(self.extract_feat(batch.images), batch.metas)
+        return self._selected(outs, batch.metas), self.head.state
+
+    def with_detections(
+        self, detections: tuple[dict[str, Any], Any], data_samples: Sequence[DrivingDataSample]
+    ) -> list[DrivingDataSample]:
+        """Return the samples with their results filled in, and keep the state for the next frame."""
+        results, state = detections
+        self._keep(state, batch_of(data_samples))
+        for sample, of_sample in zip(data_samples, self.head.of_samples(results), strict=True):
+            sample.set_predictions(of_sample)
         return list(data_samples)
 
-    def _head_loss(self, outs: Any, data: dict[str, Any]) -> dict[str, Tensor]:
-        return self.head.loss(outs, data)
+    def _head_targets(self, outs: Any, data: dict[str, Any]) -> Any:
+        return self.head.targets(outs, data)
 
-    def _results(self, outs: Any, data: dict[str, Any]) -> list[dict[str, Any]]:
-        return self.head.post_process(outs, data)
+    def _head_losses(self, outs: Any, data: dict[str, Any], targets: Any) -> dict[str, Tensor]:
+        return self.head.losses(outs, data, targets)
+
+    def _selected(self, outs: Any, data: dict[str, Any]) -> dict[str, Any]:
+        return self.head.select(outs, data)
 
 
 @MODELS.register_module()
@@ -218,8 +277,11 @@ class Sparse4D(SparseDrive):
     Source: arXiv 2311.11722; keywords and parameter names are Sparse4D's.
     """
 
-    def _head_loss(self, outs: Any, data: dict[str, Any]) -> dict[str, Tensor]:
-        return self.head.loss(outs, self.head.get_targets(outs, data))
+    def _head_targets(self, outs: Any, data: dict[str, Any]) -> Any:
+        return self.head.get_targets(outs, data)._replace(matches=[])
 
-    def _results(self, outs: Any, data: dict[str, Any]) -> list[dict[str, Any]]:
-        return self.head.post_process(outs)
+    def _head_losses(self, outs: Any, data: dict[str, Any], targets: Any) -> dict[str, Tensor]:
+        return self.head.loss(outs, targets)
+
+    def _selected(self, outs: Any, data: dict[str, Any]) -> dict[str, Any]:
+        return self.head.select(outs)

@@ -98,6 +98,15 @@ class SparseDriveHead(BaseModule):
         for name, part in self._stateful().items():
             part.state = state[name]
 
+    def enter(self, batch_size: int, metas: dict[str, Any]) -> None:
+        """Take in when and where a frame was taken; all work on the host that ``forward`` needs.
+
+        Args:
+            batch_size: B. metas: ``timestamp`` and ``img_metas``. ``forward`` does this itself where it is given them.
+        """
+        for part in self._stateful().values():
+            part.enter(batch_size, metas)
+
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
         """Return noisy copies of the boxes in ``metas``, which detection learns to bring back; None without any."""
         return self.det_head.denoising_queries(metas) if self.with_det else None
@@ -138,32 +147,75 @@ class SparseDriveHead(BaseModule):
         Args:
             model_outs: what ``forward`` returned. data: the ground truth of all tasks.
         """
-        det_output, map_output, motion_output, planning_output = model_outs
-        losses: dict[str, Tensor] = {}
+        return self.losses(model_outs, data, self.targets(model_outs, data))
+
+    def targets(self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]) -> dict[str, Any]:
+        """Return what the tasks have to learn, in tensors whose shapes depend on the predictions alone.
+
+        Args: as in ``loss``. Here the host waits for the device, as it solves the assignments.
+        """
+        det_output, map_output, motion_output, _ = model_outs
+        targets: dict[str, Any] = {}
         if self.with_det:
             boxes = self.det_head.get_targets(det_output, data, only_last=self.freeze_perception)
-        if self.with_det and not self.freeze_perception:
-            losses.update(self.det_head.loss(det_output, boxes))
+            if not self.freeze_perception:
+                targets["det"] = boxes._replace(matches=[])
         if self.with_map and not self.freeze_perception:
-            losses.update(self.map_head.loss(map_output, self.map_head.get_targets(map_output, data)))
+            targets["map"] = self.map_head.get_targets(map_output, data)._replace(matches=[])
         if self.with_motion_plan:  # learns from the boxes of the matched instances
-            losses.update(self.motion_plan_head.loss(motion_output, planning_output, data, boxes.matches))
+            targets["motion"] = self.motion_plan_head.motion_targets(motion_output, data, boxes.matches)
+        return targets
+
+    def losses(
+        self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any], targets: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """Return the losses of all tasks by name; device work alone.
+
+        Args:
+            model_outs: what ``forward`` returned. data: the ego's ground truth. targets: what ``targets`` returned.
+        """
+        det_output, map_output, motion_output, planning_output = model_outs
+        losses: dict[str, Tensor] = {}
+        if "det" in targets:
+            losses.update(self.det_head.loss(det_output, targets["det"]))
+        if "map" in targets:
+            losses.update(self.map_head.loss(map_output, targets["map"]))
+        if "motion" in targets:
+            motion = targets["motion"]
+            losses.update(self.motion_plan_head.losses(motion_output, planning_output, data, motion))
         return losses
 
     def post_process(
         self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """Return the results of each sample, those of all tasks in one dict."""
+        return self.of_samples(self.select(model_outs, data))
+
+    def select(
+        self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the results of the batch by task, on its device; device work alone."""
         det_output, map_output, motion_output, planning_output = model_outs
+        selected = {}
+        if self.with_det:
+            selected["det"] = self.det_head.select(det_output)
+        if self.with_map:
+            selected["map"] = self.map_head.select(map_output)
+        if self.with_motion_plan:
+            selected["motion_plan"] = self.motion_plan_head.select(
+                det_output, motion_output, planning_output, data
+            )
+        return selected
+
+    def of_samples(self, selected: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the results of each sample of what ``select`` returned, those of all tasks in one dict."""
         of_tasks = []
         if self.with_det:
-            of_tasks.append(self.det_head.post_process(det_output))
+            of_tasks.append(self.det_head.of_samples(selected["det"]))
         if self.with_map:
-            of_tasks.append(self.map_head.post_process(map_output))
+            of_tasks.append(self.map_head.of_samples(selected["map"]))
         if self.with_motion_plan:
-            of_tasks.extend(
-                self.motion_plan_head.post_process(det_output, motion_output, planning_output, data)
-            )
+            of_tasks.extend(self.motion_plan_head.of_samples(selected["motion_plan"]))
         return [
             {name: value for result in results for name, value in result.items()}
             for results in zip(*of_tasks, strict=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
+from visdet.structures.tensor_tree import is_on_host
 
 __all__ = ["from_plain", "temporal_value", "to_plain"]
 
@@ -41,7 +42,7 @@ def to_plain(state: Any) -> Any:
 
 
 def from_plain(plain: Any, device: torch.device | str) -> Any:
-    """Return the state that ``to_plain`` was given, its tensors on ``device``, but for those of a host's clock.
+    """Return the state that ``to_plain`` was given, its tensors on ``device``, but for those of fields ``on_host``.
 
     Raises:
         ValueError: a kind of value that this version does not know.
@@ -57,5 +58,11 @@ def from_plain(plain: Any, device: torch.device | str) -> Any:
     kind = _VALUES.get(plain[_KIND])
     if kind is None:
         raise InvalidInputError(f"from_plain: a temporal state holds an unknown {plain[_KIND]!r}")
-    place = "cpu" if getattr(kind, "on_host", False) else device
-    return kind(**{key: from_plain(value, place) for key, value in plain.items() if key != _KIND})
+    host = {member.name for member in fields(kind) if is_on_host(member)}
+    return kind(
+        **{
+            key: from_plain(value, "cpu" if key in host else device)
+            for key, value in plain.items()
+            if key != _KIND
+        }
+    )

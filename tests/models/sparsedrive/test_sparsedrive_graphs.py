@@ -1,0 +1,123 @@
+"""SparseDrive by CUDA graphs: the numbers of eager steps along a sequence, and nothing in them that needs the host."""
+
+import numpy as np
+import pytest
+import torch
+from mmengine.optim import OptimWrapper
+from tiny_driving import frame, tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from visdet.engine import AmpOptimWrapper
+from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.structures.driving_data_sample import predictions_of
+from visdet.structures.tensor_tree import layout_of, map_tensors
+
+# Two sequences side by side; the second one's scene ends within.
+SCENES = [["a", "b"]] * 6 + [["a", "c"]] * 6
+
+
+def frames(device, num_boxes=(3, 2)):
+    found = []
+    for index, scenes in enumerate(SCENES):
+        images, samples = frame([0.5 * index] * 2, seed=10 * index, scenes=scenes, num_boxes=num_boxes)
+        found.append((images.to(device), [sample.to(device) for sample in samples]))
+    return found
+
+
+def fake(tree, fakes):
+    return map_tensors(fakes.from_tensor, tree)
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_nothing_in_a_prediction_needs_the_host(known):
+    """Numbers of fake tensors do not exist, so that whatever asks for one fails, as a capture would."""
+    model = tiny_model().eval()
+    sequence = frames("cpu")
+    with torch.no_grad():
+        for images, samples in sequence[: known + 1]:
+            model.predict(images, samples)
+        batch = model.prediction_batch(*sequence[known + 1])
+        expected = model.detections(batch)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+            found = model.detections(fake(batch, fakes))
+    assert layout_of(found) == layout_of(expected)
+
+
+def test_nothing_in_a_training_step_but_the_assignment_needs_the_host():
+    model = tiny_model().train()
+    sequence = frames("cpu")
+    for images, samples in sequence[:2]:
+        model.loss(images, samples)
+    batch = model.training_batch(*sequence[2])
+    predictions, outputs = model.predictions_and_costs(batch)
+    targets = model.assign(outputs, batch)
+    expected = model.losses(predictions, batch, targets)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        fake_batch = fake(batch, fakes)
+        fake_predictions, fake_outputs = model.predictions_and_costs(fake_batch)
+        found = model.losses(fake_predictions, fake_batch, fake(targets, fakes))
+    assert list(found) == list(expected)
+    assert layout_of(fake_outputs[1]) == layout_of(outputs[1])
+
+
+def test_the_state_after_a_step_is_a_copy_with_the_clock_of_its_frame():
+    model = tiny_model().train()
+    images, samples = frames("cpu")[0]
+    batch = model.training_batch(images, samples)
+    _, (outs, state) = model.predictions_and_costs(batch)
+    samples[0].set_metainfo({"timestamp": 7.0})
+    model.assign((outs, state), model.training_batch(images, samples))
+    kept = model.temporal_state["det"].bank
+    assert kept.clock.timestamp[0] == 7.0 and state["det"].bank.clock.timestamp[0] == 0.0
+    state["det"].bank.cached_anchor.zero_()
+    assert kept.cached_anchor.abs().sum() > 0
+
+
+def train(model, wrapper, graphs=None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    wrapper = wrapper(optimizer, clip_grad={"max_norm": 25.0})
+    torch.manual_seed(5)
+    found = []
+    for images, samples in frames("cuda"):
+        step = model if graphs is None else graphs
+        with wrapper.optim_context(model):
+            losses = step.loss(images, samples) if graphs is None else step(images, samples)
+        wrapper.update_params(sum(losses.values()))
+        found.append(torch.stack([loss.detach() for loss in losses.values()]))
+    return torch.stack(found), model.temporal_state
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("wrapper", [OptimWrapper, AmpOptimWrapper])
+def test_training_by_graphs_gives_the_losses_of_eager_steps(wrapper):
+    options = {} if wrapper is OptimWrapper else {"dtype": "bfloat16"}
+    build = lambda optimizer, **more: wrapper(optimizer=optimizer, **options, **more)  # noqa: E731
+    eager, state = train(tiny_model().cuda().train(), build)
+    model = tiny_model().cuda().train()
+    graphs = GraphedLoss(model, say=lambda text: None)
+    graphed, graphed_state = train(model, build, graphs)
+    tolerance = 1e-4 if wrapper is OptimWrapper else 3e-2
+    torch.testing.assert_close(graphed, eager, rtol=tolerance, atol=tolerance)
+    assert layout_of(graphed_state) == layout_of(state)
+    assert graphed_state["det"].bank.clock.timestamp == state["det"].bank.clock.timestamp
+    # Without history, with it, and where one of the two sequences starts anew.
+    assert graphs.counts == {"of a new shape": 3, "replayed": len(SCENES) - 3}
+
+
+@pytest.mark.cuda
+def test_predictions_by_graphs_are_those_of_eager_ones_along_a_sequence():
+    model = tiny_model().cuda().eval()
+    graphs = GraphedPrediction(model, say=lambda text: None)
+    with torch.no_grad():
+        expected = [[predictions_of(s) for s in model.predict(*data)] for data in frames("cuda")]
+        model.reset_temporal_state()
+        with graphs.installed():
+            found = [[predictions_of(s) for s in model.predict(*data)] for data in frames("cuda")]
+    for found_pair, expected_pair in zip(found, expected, strict=True):
+        for found_one, expected_one in zip(found_pair, expected_pair, strict=True):
+            assert found_one.keys() == expected_one.keys()
+            for name, value in expected_one.items():
+                np.testing.assert_allclose(
+                    np.asarray(found_one[name]), np.asarray(value), rtol=1e-4, atol=1e-4, err_msg=name
+                )
+    assert graphs.counts["replayed"] >= len(SCENES) - 3

@@ -1,0 +1,59 @@
+"""Tensors within dicts, lists, tuples and dataclasses, taken together."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import Field, fields, is_dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["ON_HOST", "is_on_host", "layout_of", "map_tensors", "tensors_of"]
+
+ON_HOST = {
+    "on_host": True
+}  # metadata of a dataclass's field that the device never reads: it is no part of the tree
+
+
+def is_on_host(member: Field[Any]) -> bool:
+    """Return whether a field has the metadata ``ON_HOST``."""
+    return bool(member.metadata.get("on_host", False))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return the tree with each of its tensors replaced by what ``function`` makes of it."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {name: map_tensors(function, value) for name, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        values = [map_tensors(function, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        names = [member.name for member in fields(tree) if not is_on_host(member)]
+        return replace(tree, **{name: map_tensors(function, getattr(tree, name)) for name in names})
+    return tree
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree, in the same order for all trees of one layout."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, tree)
+    return found
+
+
+def layout_of(tree: Any) -> Hashable:
+    """Return all of a tree but its tensors' values: its names, its constants, and the tensors' shapes and types."""
+    if isinstance(tree, Tensor):
+        return tuple(tree.shape), tree.dtype, tree.device
+    if isinstance(tree, dict):
+        return tuple((name, layout_of(value)) for name, value in tree.items())
+    if isinstance(tree, (list, tuple)):
+        return (type(tree), *(layout_of(value) for value in tree))
+    if is_dataclass(tree) and not isinstance(tree, type):
+        names = [member.name for member in fields(tree) if not is_on_host(member)]
+        return (type(tree), *(layout_of(getattr(tree, name)) for name in names))
+    return tree
