@@ -1,4 +1,4 @@
-"""Benchmarks of the operators: ``python -m benchmarks.run --help``, from the root of the repository.
+"""Benchmarks of the operators. Run ``python -m benchmarks.run --help`` in the root of the repository.
 
-A new operator adds ``benchmarks/ops/<op>.py`` with a list ``CASES`` of ``benchmarks.case.Case``, and nothing else.
+A new operator only needs a file ``benchmarks/ops/<op>.py`` with a list ``CASES`` of ``benchmarks.case.Case``.
 """

@@ -1,4 +1,4 @@
-"""What the benchmark file of an operator is made of: cases, the work they do, and what they are compared with."""
+"""The parts of an operator's benchmark file, which are cases, their work, and the peers that they are compared with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ from torch import Tensor
 
 __all__ = ["PASSES", "Call", "Case", "Peer", "Work", "dtype_name"]
 
-# What is timed, in the order of the table. The deterministic passes run under
-# torch.use_deterministic_algorithms(True), which also makes torch fill every fresh tensor; "unfilled" is the same
-# with torch.utils.deterministic.fill_uninitialized_memory off: the operator alone.
+# The passes that are timed, in the order of the table. The deterministic passes run under
+# torch.use_deterministic_algorithms(True), which also makes torch fill every new tensor. For "unfilled",
+# torch.utils.deterministic.fill_uninitialized_memory is off, so that the operator alone is timed.
 PASSES = ("forward", "backward", "both", "backward_deterministic", "backward_deterministic_unfilled")
 
 
 @dataclass(frozen=True)
 class Call:
-    """An implementation with the arguments it wants; ``differentiable`` are the positions that need gradients."""
+    """An implementation with its arguments. ``differentiable`` are the positions that need gradients."""
 
     function: Callable[..., Tensor]
     arguments: tuple[Any, ...]
@@ -28,13 +28,13 @@ class Call:
 class Work:
     """Bytes and operations of one pass, counted from the sizes."""
 
-    moved: int  # bytes: every input read once and every output written once
+    moved: int  # bytes if every input is read once and every output is written once
     flops: int  # additions and multiplications
-    gathered: int = 0  # bytes that samples read or add, wherever they come from: all of it passes L1
-    rows: int = 0  # the part of it read from random rows that L1 cannot hold
-    reductions: int = 0  # the part of it added to random rows that L1 cannot hold
-    rows_footprint: int = 0  # bytes those rows are spread over
-    reductions_footprint: int = 0
+    gathered: int = 0  # bytes that samples read or add, all of which pass L1
+    rows: int = 0  # the part of ``gathered`` that is read from random rows which L1 cannot hold
+    reductions: int = 0  # the part of ``gathered`` that is added to random rows which L1 cannot hold
+    rows_footprint: int = 0  # bytes over which the rows that are read are spread
+    reductions_footprint: int = 0  # bytes over which the rows that are added to are spread
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ class Peer:
     """Another implementation of the same operator."""
 
     name: str
-    # Imports it and returns a function from the case's arguments to a Call; raises ImportError where it is missing.
+    # This imports the peer and returns a function from the case's arguments to a Call. It raises an ImportError if the
+    # peer is missing.
     load: Callable[[], Callable[..., Call]]
     memory: Callable[[tuple[Any, ...]], int] = lambda arguments: (
         0
-    )  # estimate of its peak bytes, 0: not an issue
+    )  # estimate of the peak memory in bytes, or 0 if it is small
 
 
 @dataclass(frozen=True)
@@ -55,31 +56,31 @@ class Case:
 
     op: str
     name: str
-    sizes: str  # for people, such as "B2 Q300 G8 C32 P4 levels 100x134 50x67"
+    sizes: str  # text for the report, such as "B2 Q300 G8 C32 P4 levels 100x134 50x67"
     make: Callable[
         [torch.dtype, torch.device], tuple[Any, ...]
     ]  # the arguments, the same numbers on every device
     function: Callable[..., Tensor]
-    reference: Callable[..., Tensor]  # plain torch; run in float64 for the gate
-    differentiable: dict[str, int]  # argument name: position; empty: the forward alone is checked and timed
-    work: Callable[[torch.dtype], dict[str, Work]]  # of "forward" and "backward"
+    reference: Callable[..., Tensor]  # plain torch, which the gate runs in float64
+    differentiable: dict[str, int]  # argument name: position; if empty, only the forward is checked and timed
+    work: Callable[[torch.dtype], dict[str, Work]]  # the work of "forward" and "backward"
     tolerance: Callable[
         [torch.dtype], dict[str, float]
-    ]  # of "output" and each differentiable argument's gradient
-    peers: Sequence[Peer] = ()  # the first, usually plain torch, is the one ratios refer to
+    ]  # for "output" and the gradient of each differentiable argument
+    peers: Sequence[Peer] = ()  # goals_ratio refers to the first, which is usually plain torch
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     batched: tuple[int, ...] = ()  # positions of arguments whose first dimension is the batch
     checked_batches: tuple[int, ...] | None = (
-        None  # what the gate compares, of the full run; None: everything
+        None  # the batches of the full run that the gate compares, or None for all
     )
-    graph: bool = False  # replay from a CUDA graph on a GPU, inputs warm in L2
-    heavy: bool = False  # on the CPU only when --cases selects it
-    goals_us: dict[torch.dtype, dict[str, float]] = field(default_factory=dict)  # on an H200
-    goals_ratio: dict[str, float] = field(default_factory=dict)  # float32 on a CPU, against the first peer
+    graph: bool = False  # on a GPU, replay from a CUDA graph, with the inputs warm in L2
+    heavy: bool = False  # on a CPU, run only if --cases selects the case
+    goals_us: dict[torch.dtype, dict[str, float]] = field(default_factory=dict)  # for an H200
+    goals_ratio: dict[str, float] = field(default_factory=dict)  # in float32 on a CPU, to the first peer
 
     @property
     def title(self) -> str:
-        """Return ``op/name``, what --cases is matched with."""
+        """Return ``op/name``, with which --cases is matched."""
         return f"{self.op}/{self.name}"
 
     def call(self, arguments: tuple[Any, ...]) -> Call:
@@ -88,5 +89,5 @@ class Case:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return "float32" for ``torch.float32``."""
+    """Return the name of a dtype, such as "float32" for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

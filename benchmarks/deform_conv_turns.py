@@ -1,7 +1,7 @@
-"""``python -m benchmarks.deform_conv_turns``: deformable convolution on the CPU beside torchvision, calls in turns.
+"""Compare deformable convolution on the CPU with torchvision by calls in turns: python -m benchmarks.deform_conv_turns.
 
-Each turn calls every contestant once, so that whatever else the machine does burdens all alike. Printed are the median
-of wall time and the least processor time (of all threads), both in ms, and how often torchvision's float32 takes that.
+Each turn calls every implementation once, so that other processes slow all of them alike. The output has the median
+wall time and the least processor time of all threads, both in ms, and how often torchvision in float32 takes that.
 """
 
 import argparse
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def tensors(B: int, C: int, H: int, W: int, groups: int) -> list[Tensor]:
-    """Return input, offset, mask and weight of a 3 x 3 kernel of padding 1 with as many outputs as inputs."""
+    """Return input, offset, mask and weight for a 3 x 3 kernel with padding 1 and as many outputs as inputs."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     weight = draw(C, C // groups, 3, 3) / (3 * (C // groups) ** 0.5)
     return [draw(B, C, H, W), draw(B, 18, H, W), draw(B, 9, H, W).sigmoid(), weight]
@@ -45,7 +45,7 @@ def both(function: Callable[..., Tensor], leaves: list[Tensor | None], groups: i
 def contestants(
     given: list[Tensor], groups: int, modulated: bool
 ) -> dict[tuple[str, str], Callable[[], object]]:
-    """Return calls by (name, pass)."""
+    """Return the calls to time by (name, pass)."""
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     for name, function, dtype in [
         ("torchvision float32", theirs, torch.float32),
@@ -73,7 +73,7 @@ def main() -> None:
         for key, call in calls.items():
             wall, processor = time.perf_counter(), time.process_time()
             call()
-            if turn:  # the first is a warm-up
+            if turn:  # The first turn is a warm-up.
                 times[key].append((time.perf_counter() - wall, time.process_time() - processor))
     for (name, what), measured in times.items():
         peer = times["torchvision float32", what]

@@ -1,4 +1,4 @@
-"""Which device, versions, clocks and commit a measurement belongs to."""
+"""The device, the versions, the clocks and the commit of a measurement."""
 
 import datetime
 import importlib.metadata
@@ -16,7 +16,7 @@ _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperatu
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Return label: value of everything a number needs beside it."""
+    """Return {label: value} of everything that a measurement depends on."""
     facts = {"device": _device_name(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -25,7 +25,7 @@ def describe(device: torch.device) -> dict[str, str]:
         facts["driver"] = clocks(device).get("driver_version", "unknown")
     else:
         facts["threads"] = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
-        facts["load before"] = f"{os.getloadavg()[0]:.2f}"  # what else the cores were busy with
+        facts["load before"] = f"{os.getloadavg()[0]:.2f}"  # the load by other processes
         facts["instruction set"] = _instruction_set()
     return {
         **facts,
@@ -39,7 +39,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def clocks(device: torch.device) -> dict[str, str]:
-    """Return nvidia-smi's answer on driver, clocks, power and temperature now; empty where there is none."""
+    """Return the current driver, clocks, power and temperature by nvidia-smi, or nothing if that is not available."""
     if device.type != "cuda":
         return {}
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))

@@ -1,4 +1,4 @@
-"""How fast a device can move bytes, measured, and the time below which a pass cannot go."""
+"""The measured bandwidths of a device, and the least time of a pass that follows from them."""
 
 import time
 from dataclasses import dataclass
@@ -15,20 +15,24 @@ Curve = tuple[tuple[float, float], ...]  # (footprint in bytes, bytes per second
 
 @dataclass(frozen=True)
 class Floors:
-    """Bandwidths of one device in bytes per second; what is None is not known and bounds nothing."""
+    """Bandwidths of one device in bytes per second. A bandwidth of None is not known and bounds nothing."""
 
     source: str
-    copy: float  # streaming, read + written
+    copy: float  # streaming, bytes read + written
     l1: float | None = None
-    rows: Curve | None = None  # random rows read from the last cache or memory
-    reductions: Curve | None = None  # float32 additions into random rows
+    rows: Curve | None = None  # reads of random rows from the last-level cache or memory
+    reductions: Curve | None = None  # float32 additions to random rows
 
     def bound(self, work: Work, warm: bool = False) -> tuple[float, str]:
-        """Return the seconds ``work`` takes at least, and the resource that says so.
+        """Return the least time of ``work`` in seconds, and the resource that limits it.
 
-        ``warm``: inputs and outputs stay in the last cache, so its row rate replaces the copy rate. Rates of
-        different resources overlap, hence the largest. Row rates were measured on 128-byte rows. A design that
-        sorts instead of reducing, or a smaller working set than assumed, can pass below: it is a yardstick.
+        Different resources work at the same time, so that the largest time counts. Row rates were measured on 128-byte
+        rows. A design that sorts instead of reducing, or a smaller working set than assumed, can be faster. The result
+        is therefore a yardstick and not a strict bound.
+
+        Args:
+            work: the bytes and operations.
+            warm: inputs and outputs stay in the last-level cache, so that its row rate replaces the copy rate.
         """
         streaming = _at(self.rows, work.moved) if warm and self.rows else self.copy
         seconds = {"cache" if warm and self.rows else "copy": work.moved / streaming}
@@ -42,8 +46,8 @@ class Floors:
         return seconds[resource], resource
 
 
-# Each rate was measured by a kernel that does nothing else. The first point of each curve serves smaller footprints,
-# the last larger ones.
+# Each rate was measured by a kernel that does nothing else. The first point of each curve also applies to smaller
+# footprints, and the last one to larger footprints.
 H200 = Floors(
     source="NVIDIA H200: copy 4.27 TB/s, L1 30 TB/s, random 128-byte rows and float32 reductions by footprint",
     copy=4.27e12,
@@ -54,7 +58,7 @@ H200 = Floors(
 
 
 def floors_of(device: torch.device, name: str) -> Floors:
-    """Return the floors of ``device``: known by its ``name``, or the bandwidth of a copy, measured now."""
+    """Return the floors of ``device``. If its ``name`` is not known, the bandwidth of a copy is measured now."""
     if device.type == "cuda" and "H200" in name:
         return H200
     copy = _measure_copy(device)

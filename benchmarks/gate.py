@@ -1,4 +1,4 @@
-"""The correctness gate: the full call, as it is timed, against the reference in float64."""
+"""The correctness gate, which compares the full call, as it is timed, with the reference in float64."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["Gate", "check", "relative_error"]
 
 @dataclass(frozen=True)
 class Gate:
-    """What the gate found. Errors are largest |difference| / largest |value|."""
+    """The result of the gate. Errors are the largest |difference| divided by the largest |value|."""
 
     errors: dict[str, float]
     tolerance: dict[str, float]
@@ -23,7 +23,7 @@ class Gate:
 
     @property
     def problems(self) -> list[str]:
-        """Return why the gate is red; empty where it is green."""
+        """Return the reasons for which the gate is red, or an empty list if it is green."""
         found = [
             f"{name}: error {error:.2e} > {self.tolerance[name]:.0e}"
             for name, error in self.errors.items()
@@ -33,7 +33,10 @@ class Gate:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return largest |actual - expected| / largest |expected|; infinite where ``actual`` is not finite."""
+    """Return the largest |actual - expected| divided by the largest |expected|.
+
+    The result is infinite if ``actual`` is not finite or has another shape.
+    """
     if actual.shape != expected.shape or not actual.isfinite().all():
         return float("inf")
     if actual.numel() == 0:
@@ -43,10 +46,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def check(case: Case, arguments: tuple[Any, ...]) -> tuple[Gate, Tensor]:
-    """Return the gate of ``case`` on ``arguments``, and the gradient of the output the passes use.
+    """Return the gate of ``case`` on ``arguments``, and the gradient of the output that the passes use.
 
-    The operator runs in full. Where ``case.checked_batches`` says so only those batches are compared, which the
-    other batches have no part in; everything is checked to be finite.
+    The operator runs on all batches, and all results must be finite. If ``case.checked_batches`` is given, only those
+    batches are compared, which do not depend on the others.
     """
     call = case.call(arguments)
     with torch.no_grad():

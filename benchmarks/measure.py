@@ -1,4 +1,4 @@
-"""One case in one type: gate, times, peers, and the figures that follow from them, as plain numbers for JSON."""
+"""Measurement of one case in one dtype, which gives the gate, the times, the peers and the figures as JSON."""
 
 import dataclasses
 import gc
@@ -17,32 +17,32 @@ from .timing import peak_bytes, time_pass
 
 __all__ = ["measure", "passes_for"]
 
-SECONDS = {"cuda": 0.15, "cpu": 1.0}  # of repetition for one figure
+SECONDS = {"cuda": 0.15, "cpu": 1.0}  # the duration of the repetitions for one figure
 QUICK_SECONDS = {"cuda": 0.02, "cpu": 0.05}
 
 
 def passes_for(device: torch.device) -> tuple[str, ...]:
-    """Return the passes of ``device``; on a CPU filling fresh memory is no part of what the operator promises."""
+    """Return the passes to time on ``device``. The unfilled pass is timed on GPUs only."""
     return PASSES if device.type == "cuda" else PASSES[:4]
 
 
 def measure(
     case: Case, dtype: torch.dtype, device: torch.device, floors: Floors, quick: bool = False
 ) -> dict[str, Any]:
-    """Return what was found on ``case`` in ``dtype``; a red gate has no times."""
+    """Return the results of ``case`` in ``dtype``. With a red gate, nothing is timed."""
     result: dict[str, Any] = {
         "op": case.op,
         "case": case.name,
         "sizes": case.sizes,
         "dtype": dtype_name(dtype),
         "passes": {},
-        "failures": {},  # pass: why it could not be timed
+        "failures": {},  # pass: the reason for which it could not be timed
         "peers": {},
     }
     try:
         arguments = case.make(dtype, device)
         gate, grad_output = check(case, arguments)
-    except RuntimeError as error:  # out of memory, not built, not implemented for this type
+    except RuntimeError as error:  # The reason may be lack of memory, a missing library or a missing dtype.
         result["gate"] = {"passed": False, "problems": [_first_line(error)], "errors": {}}
         return result
     result["gate"] = {
@@ -75,7 +75,7 @@ def _add_passes(
     floors: Floors,
     seconds: float,
 ) -> None:
-    """Time the operator's passes; one that fails leaves its reason and the others stay."""
+    """Time the passes of the operator. If one fails, its reason is kept and the others are still timed."""
     device = grad_output.device
     work = case.work(dtype)
     is_h200 = device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
@@ -97,7 +97,7 @@ def _add_passes(
 
 
 def _figures(parts: list[Work], median_us: float, floors: Floors, warm: bool) -> dict[str, Any]:
-    """Return counts, rates and the floor of a pass of one or two parts; parts run one after another."""
+    """Return counts, rates and the floor of a pass that consists of one or two parts, which run one after another."""
     moved, gathered, flops = (
         sum(getattr(part, name) for part in parts) for name in ("moved", "gathered", "flops")
     )
@@ -119,7 +119,10 @@ def _figures(parts: list[Work], median_us: float, floors: Floors, warm: bool) ->
 def _measure_peer(
     peer: Peer, case: Case, arguments: tuple[Any, ...], grad_output: Tensor, gate: Gate, seconds: float
 ) -> dict[str, Any] | None:
-    """Return a peer's times, peak memory and forward error, None where it is missing; a failure is a line of text."""
+    """Return the times, the peak memory and the forward error of a peer, or None if it is missing.
+
+    A failure of the peer is reported as a line of text.
+    """
     try:
         adapt = peer.load()
     except (ImportError, OSError):
@@ -141,14 +144,14 @@ def _measure_peer(
             )
         if grad_output.is_cuda and case.differentiable:
             entry["peak_bytes"] = peak_bytes(call, grad_output)
-    except Exception as error:  # another project's failure is a result, whatever its type
+    except Exception as error:  # Any failure of another project is a result.
         entry["problem"] = _first_line(error)
     gc.collect()
     return entry
 
 
 def _time_peer(call: Call, kind: str, grad_output: Tensor, graph: bool, seconds: float) -> Any:
-    """Time a peer as the operator is timed; one that cannot be captured in a graph is timed without."""
+    """Time a peer in the same way as the operator. If it cannot be captured in a graph, it is timed without one."""
     if graph and grad_output.is_cuda:
         try:
             return time_pass(call, kind, grad_output, True, seconds)
@@ -159,7 +162,7 @@ def _time_peer(call: Call, kind: str, grad_output: Tensor, graph: bool, seconds:
 
 
 def _add_ratios(result: dict[str, Any], case: Case, dtype: torch.dtype, device: torch.device) -> None:
-    """Put how many times slower each peer is beside its times, and the ratio wanted beside the operator's."""
+    """Add the ratio of each peer's times to the operator's, and the goals for these ratios."""
     for entry in result["peers"].values():
         entry["times_slower"] = {
             kind: timing["median_us"] / result["passes"][kind]["time"]["median_us"]

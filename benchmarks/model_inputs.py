@@ -1,4 +1,4 @@
-"""Models of the configs with weights drawn at random, and batches for them, which need no downloads."""
+"""Models of the configs with random weights, and batches for them. Nothing is downloaded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +17,18 @@ from visdet.structures import DetDataSample
 
 __all__ = ["Batches", "deformable_detr", "sparsedrive"]
 
-Batches = list[dict[str, Any]]  # as a data loader collates them
+Batches = list[dict[str, Any]]  # the batches as a data loader collates them
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-BOXES = 10  # of an image of Deformable DETR
+BOXES = 10  # number of boxes in an image for Deformable DETR
 NUM_DET, NUM_MAP, TINY_DET, TINY_MAP = 900, 100, 24, 8
 
 
 def deformable_detr(batch_size: int, num_batches: int, folder: Path, tiny: bool) -> tuple[nn.Module, Batches]:
-    """Return Deformable DETR R50 and a batch of 800 x 1333 pixels that repeats; tiny: a thin R18, 64 x 96 pixels."""
+    """Return Deformable DETR R50 and one batch of 800 x 1333 pixels, which is repeated.
+
+    With ``tiny``, the backbone is a thin R18 and images have 64 x 96 pixels.
+    """
     config = Config.fromfile(CONFIGS / "deformable_detr" / "deformable-detr_r50_16xb2-50e_coco.py").model
     config.backbone.init_cfg = None
     height, width = (64, 96) if tiny else (800, 1333)
@@ -41,7 +44,7 @@ def deformable_detr(batch_size: int, num_batches: int, folder: Path, tiny: bool)
 
 
 def _boxes(height: int, width: int, generator: torch.Generator) -> DetDataSample:
-    """Return an image's ground truth: boxes well inside it, of 3 to 33 % of its sides."""
+    """Return the ground truth of an image, which is boxes inside it with 3 to 33 % of its sides."""
     centers = torch.rand(BOXES, 2, generator=generator) * 0.6 + 0.2
     sides = torch.rand(BOXES, 2, generator=generator) * 0.3 + 0.03
     corners = torch.cat((centers - sides / 2, centers + sides / 2), dim=1)
@@ -54,7 +57,10 @@ def _boxes(height: int, width: int, generator: torch.Generator) -> DetDataSample
 
 
 def sparsedrive(stage: int) -> Callable[[int, int, Path, bool], tuple[nn.Module, Batches]]:
-    """Return what makes SparseDrive R50 of a stage and consecutive frames of six 256 x 704 images; tiny: 64 x 128."""
+    """Return a function that makes SparseDrive R50 of a stage, and consecutive frames of six 256 x 704 images.
+
+    With ``tiny``, images have 64 x 128 pixels and the model is the toy model.
+    """
 
     def make(batch_size: int, num_batches: int, folder: Path, tiny: bool) -> tuple[nn.Module, Batches]:
         model = _built(_sparsedrive_config(stage, tiny))
@@ -96,7 +102,10 @@ def _sparsedrive_config(stage: int, tiny: bool) -> Any:
 
 
 def _frames(batch_size: int, num_batches: int, folder: Path, image_size: tuple[int, int]) -> Batches:
-    """Return consecutive frames of as many driving scenes as the batch has samples, drawn into ``folder`` once."""
+    """Return consecutive frames of driving scenes, one scene for each sample of a batch.
+
+    The scenes are drawn into ``folder`` once.
+    """
     height, width = image_size
     config = Config.fromfile(CONFIGS / "_base_" / "datasets" / "driving_scenes.py").train_dataloader.dataset
     config.update(

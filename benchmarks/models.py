@@ -1,9 +1,9 @@
-"""``python -m benchmarks.models``: training steps and predictions of whole models, as a table and JSON.
+"""Time training steps and predictions of whole models, and write a table and JSON: python -m benchmarks.models.
 
-A step is the forward pass, the backward pass in the calling thread (as the runner trains), clipping, and AdamW. Wall
-times are medians of synchronised steps after a warm-up. On a GPU one more step is profiled: its busy time is the sum of
-the times of its kernels. Needs the extra ``train``. Without a GPU the models are tiny: a figure says nothing then, but
-everything runs.
+A training step is the forward pass, the backward pass in the calling thread (as in the runner), clipping, and AdamW.
+Wall times are medians of synchronised steps after a warm-up. On a GPU, one more step is profiled, whose busy time is
+the sum of the times of its kernels. This needs the extra ``train``. Without a GPU the models are tiny, so that
+everything runs but the figures mean nothing.
 """
 
 import argparse
@@ -35,10 +35,12 @@ MAX_NORM = {"deformable_detr": 0.1, "sparsedrive": 25.0}
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model at a batch size, trained or asked for predictions.
+    """A model at a batch size, for training or for prediction.
 
     Attributes:
-        make: (batch size, number of batches, folder for drawn images, tiny) -> model and batches on the CPU.
+        name: the name of the case. model: the key of MAX_NORM.
+        make: a function (batch size, number of batches, folder for drawn images, tiny) -> model and batches on the CPU.
+        batch_size: number of samples per batch. trains: whether training steps or predictions are timed.
     """
 
     name: str
@@ -66,13 +68,18 @@ def measure(
     steps: int = 10,
     graph: bool = False,
 ) -> dict[str, Any]:
-    """Return the figures of a case in a type: bfloat16 is autocast's, float32 runs without autocast.
+    """Return the figures of a case.
 
     Args:
+        case: the case.
+        dtype: bfloat16, which means autocast, or float32, which means no autocast.
+        device: the device to run on.
+        folder: the folder for drawn images.
+        steps: number of timed steps.
         graph: run as under a config with ``graph=True``.
     """
     torch.manual_seed(0)
-    # A model with a memory sees a new frame at each step, the profiled one included.
+    # A temporal model gets a new frame at each step, including the profiled one.
     model, batches = case.make(case.batch_size, WARM_UP + steps + 1, folder, device.type == "cpu")
     model = model.to(device).train(case.trains)
     prepared = [model.data_preprocessor(batch, case.trains) for batch in batches]
@@ -101,7 +108,7 @@ def measure(
 
 
 def training_step(model: nn.Module, max_norm: float) -> Callable[[dict[str, Any], Any], torch.Tensor]:
-    """Return a step of training on a prepared batch: forward, backward, clipping, update."""
+    """Return a function that runs a training step on a prepared batch: forward, backward, clipping and update."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
 
@@ -118,7 +125,7 @@ def training_step(model: nn.Module, max_norm: float) -> Callable[[dict[str, Any]
 
 
 def prediction(model: nn.Module) -> Callable[[dict[str, Any], Any], Any]:
-    """Return a prediction on a prepared batch."""
+    """Return a function that predicts on a prepared batch."""
 
     @torch.no_grad()
     def predict(batch: dict[str, Any], autocast: Any) -> Any:
@@ -134,7 +141,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _profile(function: Callable[[], Any]) -> dict[str, Any]:
-    """Return the busy time and the number of kernels of a call, and the kernels that took most."""
+    """Return the busy time and the number of kernels of a call, and the kernels that took the most time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
         torch.cuda.synchronize()

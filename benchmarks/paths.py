@@ -1,8 +1,8 @@
-"""``python -m benchmarks.paths``: the time of every path of an operator on the shapes of published models.
+"""Time every path of an operator on the shapes of published models: python -m benchmarks.paths.
 
-An operator with several kernels for one task chooses among its paths by the sizes of a call (``visdet.ops.explain``
-names them). This measures each path that serves a shape, so that it shows what the choice gains: a path is worth its
-code where it is 5 % faster than the next best on a shape that a model runs. Needs a GPU.
+An operator with several kernels for one task chooses one of its paths by the sizes of a call (``visdet.ops.explain``
+names them). This program times each path that serves a shape, which shows the gain of the choice. A path is worth its
+code if it is 5 % faster than the next best one on a shape of a model. This needs a GPU.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from .write_docs import write_docs
 __all__ = ["chosen_paths", "main", "measure_paths", "paths_of"]
 
 SOURCES = Path(__file__).resolve().parents[1] / "visdet" / "ops" / "csrc" / "cuda"
-FOLDERS = {  # of the operators that have paths; modulated_deform_conv2d calls deform_conv2d
+FOLDERS = {  # the folders of the operators that have paths; modulated_deform_conv2d calls deform_conv2d
     "ms_deform_attn": "ms_deform_attn",
     "deformable_aggregation": "deformable_aggregation",
     "gaussian_field": "gaussian_field",
@@ -47,7 +47,7 @@ BEV_CAMERAS = ((116, 200), (58, 100), (29, 50), (15, 25))  # BEVFormer at 928 x 
 
 
 def model_cases() -> list[Case]:
-    """Return attention's shapes in published models that the benchmark of the operator does not have."""
+    """Return cases with shapes of attention in published models that the operator's own benchmark lacks."""
     local = dict(local=True, graph=True)
     cases = [
         attention_case("dino-5-scales", B=1, levels=FIVE_SCALES, **local),
@@ -70,9 +70,10 @@ def model_cases() -> list[Case]:
 
 
 def paths_of(op: str) -> list[str]:
-    """Return the paths of ``op``, which has "_backward" for gradients, in the order of the list in its sources.
+    """Return the paths of an operator in the order of the list in its sources.
 
-    A list without "Forward" or "Backward" in its name serves both.
+    The name of an operator for gradients ends in "_backward". A list without "Forward" or "Backward" in its name serves
+    both.
     """
     name = "Backward" if op.endswith("_backward") else "Forward"
     for source in sorted((SOURCES / FOLDERS[op.removesuffix("_backward")]).glob("*.cu*")):
@@ -85,7 +86,7 @@ def paths_of(op: str) -> list[str]:
 def chosen_paths(
     function: Callable[..., Any], arguments: Sequence[Any], **options: Any
 ) -> dict[str, tuple[str, str]]:
-    """Return {pass: (operator, its path)} of a call; "deterministic" is there where it is not the backward's."""
+    """Return {pass: (operator, its path)} of a call. It has "deterministic" only if that differs from the backward."""
     with deterministic():
         of_deterministic = explain(function, *arguments, **options).paths()
     plain = {op: path for op, path in explain(function, *arguments, **options).paths().items() if path}

@@ -1,4 +1,4 @@
-"""The table (md and json), the plot and the short table on the terminal."""
+"""The report, which is a table in Markdown and JSON, a plot, and a short table on the terminal."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def write_tables(report: Report, folder: Path) -> None:
 
 
 def short_table(report: Report) -> str:
-    """Return case, type, pass, time, percent of the floor, peers' ratios and goals, aligned."""
+    """Return an aligned table with case, dtype, pass, time, percent of the floor, ratios of peers and goals."""
     peers = _peers(report)
     rows = [["case", "dtype", "pass", "median", "floor", *peers, "goal"]]
     for result in report["results"]:
@@ -41,7 +41,10 @@ def short_table(report: Report) -> str:
 
 
 def write_plot(report: Report, folder: Path) -> Path | None:
-    """Write bench.png: a bar for each implementation, a line at the floor; None without matplotlib or times."""
+    """Write bench.png, with a bar for each implementation and a mark at the floor, and return its path.
+
+    The result is None without matplotlib or times.
+    """
     bars = [
         (result, kind)
         for result in report["results"]
@@ -123,7 +126,7 @@ _NOTES = [
 
 def _times(report: Report) -> list[str]:
     peers = _peers(report)
-    # Of a GPU TB/s and TFLOP/s, of a CPU GB/s and GFLOP/s.
+    # The units are TB/s and TFLOP/s for a GPU, and GB/s and GFLOP/s for a CPU.
     prefix, scale = ("T", 1.0) if "multiprocessors" in report["environment"] else ("G", 1e3)
     header = [
         *(
@@ -157,7 +160,7 @@ def _times(report: Report) -> list[str]:
 
 
 def _peaks(report: Report) -> list[str]:
-    """Return the most memory that a call and its backward hold beside the arguments, of the operator and its peers."""
+    """Return a table of the peak memory of the operator and its peers in forward and backward, without arguments."""
     peers = _peers(report)
     rows = []
     for result in report["results"]:
@@ -171,7 +174,7 @@ def _peaks(report: Report) -> list[str]:
 
 
 def _gates(report: Report) -> list[str]:
-    """Return the errors against float64, of the operator and of its peers' outputs."""
+    """Return a table of the errors relative to float64, for the operator and for the outputs of its peers."""
     peers = _peers(report)
     tensors = list(dict.fromkeys(name for result in report["results"] for name in result["gate"]["errors"]))
     rows = []
@@ -239,7 +242,7 @@ def _goal(figures: dict[str, Any]) -> str:
 
 
 def _time(us: float) -> str:
-    """Return ``us`` with three significant digits or more, in ms from 10 ms on."""
+    """Return ``us`` as text with at least three significant digits, in ms from 10 ms on."""
     if us >= 1e4:
         return f"{us / 1e3:.0f} ms" if us >= 1e5 else f"{us / 1e3:.1f} ms"
     return f"{us:.0f} µs" if us >= 100 else f"{us:.3g} µs"

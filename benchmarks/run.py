@@ -1,7 +1,7 @@
-"""``python -m benchmarks.run``: every named case of every operator, correctness first, then times.
+"""Check and time every case of every operator: python -m benchmarks.run.
 
-Needs torch, numpy and the built operators; triton for its do_bench on a GPU and matplotlib for the plot where they
-are installed. Exit status 1: a gate was red, a pass failed, or no case was selected.
+This needs torch, numpy and the built operators. If they are installed, triton is used for its do_bench on a GPU, and
+matplotlib for the plot. The exit status is 1 if a gate was red, a pass failed, or no case was selected.
 """
 
 import argparse
@@ -33,7 +33,10 @@ def all_cases() -> list[Case]:
 
 
 def select(cases: Sequence[Case], words: Sequence[str], device: torch.device) -> list[Case]:
-    """Return the cases whose ``op/name`` contains one of ``words``, or all; heavy ones on a CPU by name only."""
+    """Return the cases whose ``op/name`` contains one of ``words``, or all cases without words.
+
+    On a CPU, heavy cases are selected by their name only.
+    """
 
     def is_named(text: str) -> bool:
         return any(word in text for word in words)
@@ -54,7 +57,7 @@ def run(
     quick: bool = False,
     command: str = "",
 ) -> bool:
-    """Measure ``cases`` in ``dtypes``, write the report to ``out`` after each, and return whether all were green."""
+    """Measure ``cases`` in ``dtypes``, write the report to ``out`` after each, and return whether all succeeded."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     environment = describe(device)
@@ -101,17 +104,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dtypes",
         nargs="+",
         choices=["float32", "bfloat16", "float16"],
-        help="types of the values (all three on a GPU, float32 on a CPU)",
+        help="dtypes of the values (default: all three on a GPU, float32 on a CPU)",
     )
-    parser.add_argument("--quick", action="store_true", help="a tenth of the repetitions, for a first look")
-    parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
-    parser.add_argument("--list", action="store_true", help="name the cases and leave")
     parser.add_argument(
-        "--write-docs", action="store_true", help="put the medians into the pages of docs/kernels"
+        "--quick", action="store_true", help="repeat for a fraction of the time, for a first look"
+    )
+    parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
+    parser.add_argument("--list", action="store_true", help="list the cases and exit")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write the medians to the pages of docs/kernels"
     )
     options = parser.parse_args(arguments)
     if options.write_docs and options.quick:
-        parser.error("--write-docs wants figures of full length, without --quick")
+        parser.error("--write-docs needs figures of full length, without --quick")
 
     cases = all_cases()
     if options.list:
@@ -120,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     chosen = select(cases, options.cases, device)
     if not chosen:
-        print(f"no case matches {' '.join(options.cases)}; --list names them", file=sys.stderr)
+        print(f"no case matches {' '.join(options.cases)}; --list lists the cases", file=sys.stderr)
         return 1
     names = options.dtypes or (["float32", "bfloat16", "float16"] if device.type == "cuda" else ["float32"])
     words = [
@@ -140,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write_docs and green:
         write_docs([options.out / "bench.json"])
     elif options.write_docs:
-        print("docs/kernels is left as it was: a gate was red or a pass failed", file=sys.stderr)
+        print("docs/kernels is not changed, because a gate was red or a pass failed", file=sys.stderr)
     return 0 if green else 1
 
 

@@ -1,4 +1,7 @@
-"""Median and spread of a call: do_bench on a GPU, CUDA-graph replay where launches would hide it, a loop on a CPU."""
+"""Median and spread of the time of a call.
+
+On a GPU, do_bench times the call, or the replay of a CUDA graph if launches would dominate. On a CPU, a loop does.
+"""
 
 import contextlib
 import time
@@ -14,15 +17,15 @@ from .case import Call
 
 __all__ = ["Timing", "deterministic", "peak_bytes", "prepare", "time_pass"]
 
-GRAPH_COPIES = 20  # calls in one graph: the launch of the graph spreads over them
+GRAPH_COPIES = 20  # number of calls in one graph, over which the launch of the graph is spread
 CPU_WARMUP = 1
-CPU_RUNS = (3, 50)  # at least, at most
-CPU_LONG_CALL = 1.5  # seconds; a call beyond this is timed once
+CPU_RUNS = (3, 50)  # the least and the greatest number of runs
+CPU_LONG_CALL = 1.5  # seconds; a longer call is timed only once
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: median, 20th and 80th percentile."""
+    """The median, the 20th and the 80th percentile of the time of one call, in microseconds."""
 
     median_us: float
     low_us: float
@@ -32,14 +35,18 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: list[float], method: str) -> "Timing":
-        """Summarise single times."""
+        """Return the timing of single times in seconds."""
         low, median, high = (float(x) * 1e6 for x in np.quantile(seconds, [0.2, 0.5, 0.8]))
         return cls(median, low, high, len(seconds), method)
 
 
 @contextlib.contextmanager
 def deterministic(fill: bool = True) -> Iterator[None]:
-    """Run under ``torch.use_deterministic_algorithms(True)``; ``fill`` as torch does: NaN in every fresh tensor."""
+    """Run the block under ``torch.use_deterministic_algorithms(True)``.
+
+    Args:
+        fill: whether torch fills every new tensor with NaN, as it does by default.
+    """
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -55,7 +62,7 @@ def deterministic(fill: bool = True) -> Iterator[None]:
 
 
 def prepare(call: Call, kind: str, grad_output: Tensor) -> Callable[[], Any]:
-    """Return what is timed for a pass: nothing in it but the pass itself."""
+    """Return the function that is timed for a pass. It runs only the pass itself."""
     arguments = list(call.arguments)
     if kind == "forward":
 
@@ -74,7 +81,7 @@ def prepare(call: Call, kind: str, grad_output: Tensor) -> Callable[[], Any]:
 
 
 def time_pass(call: Call, kind: str, grad_output: Tensor, graph: bool, seconds: float) -> Timing:
-    """Time one pass of ``call`` for about ``seconds``, a CPU call of over CPU_LONG_CALL seconds once."""
+    """Time one pass of ``call`` for about ``seconds``. A call on a CPU over CPU_LONG_CALL seconds is timed once."""
     with contextlib.ExitStack() as stack:
         if kind.startswith("backward_deterministic"):
             stack.enter_context(deterministic(fill=not kind.endswith("unfilled")))
@@ -88,9 +95,9 @@ def time_pass(call: Call, kind: str, grad_output: Tensor, graph: bool, seconds: 
 
 
 def peak_bytes(call: Call, grad_output: Tensor) -> int:
-    """Return the most GPU memory that forward and backward hold at once, beside their arguments."""
+    """Return the peak GPU memory of forward and backward in bytes, without their arguments."""
     step = prepare(call, "both", grad_output)
-    step()  # what a first call keeps, such as compiled kernels' tables, is no part of it
+    step()  # Memory that a first call keeps, such as tables of compiled kernels, does not count.
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -110,7 +117,7 @@ def _time_on_cpu(function: Callable[[], Any], seconds: float) -> Timing:
 
 
 def _gpu_times(function: Callable[[], Any], seconds: float) -> list[float]:
-    """Return the seconds of single calls between events, the L2 cache cleared before each."""
+    """Return the times of single calls in seconds, measured by events. The L2 cache is cleared before each call."""
     try:
         from triton.testing import do_bench
     except ImportError:
@@ -120,7 +127,7 @@ def _gpu_times(function: Callable[[], Any], seconds: float) -> list[float]:
 
 
 def _event_times(function: Callable[[], Any], seconds: float) -> list[float]:
-    """Do what do_bench does, without triton."""
+    """Return the same times as do_bench, but without triton."""
     cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     for _ in range(5):
         function()
@@ -144,7 +151,7 @@ def _event_times(function: Callable[[], Any], seconds: float) -> list[float]:
 def _captured(make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
     """Return the replay of a graph of GRAPH_COPIES calls.
 
-    The call is made on the stream of the capture: a backward runs on the stream its forward ran on.
+    The call is made on the stream of the capture, because a backward runs on the stream of its forward.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""Detectors of ``transformers`` at their published sizes, with random weights, random images and random labels."""
+"""Detectors of ``transformers`` with their published sizes, random weights, random images and random labels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +10,24 @@ from torch import Tensor, nn
 __all__ = ["FAMILIES", "Family", "Inputs", "make_inputs", "make_model"]
 
 CLASSES = 80
-OBJECTS = 8  # in an image
+OBJECTS = 8  # number of objects in an image
 REAL_TIME = (640, 640)
 COCO = (800, 1066)
-LOCAL = dict(use_timm_backbone=False, use_pretrained_backbone=False, backbone=None)  # nothing is downloaded
-TEXT = (101, 4937, 1012, 3899, 1012, 102)  # BERT's tokens of "cat . dog ."
+LOCAL = dict(use_timm_backbone=False, use_pretrained_backbone=False, backbone=None)  # avoids downloads
+TEXT = (101, 4937, 1012, 3899, 1012, 102)  # BERT's tokens for "cat . dog ."
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family: a class of ``transformers`` and its configuration.
+    """One family, which is a class of ``transformers`` and its configuration.
 
-    config: given the package, returns the configuration. size: (height, width) of the images. labels: "boxes" or
-    "masks". compared: the outputs by which stock and visdet are compared. has_text: whether a sentence is an input.
+    Attributes:
+        name: the name of the family. model: the name of the class.
+        config: the function that returns the configuration, given the package.
+        size: the (height, width) of the images.
+        labels: "boxes" or "masks".
+        compared: the outputs by which stock and visdet are compared.
+        has_text: whether a sentence is an input.
     """
 
     name: str
@@ -36,7 +41,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Keyword arguments of a model: those of a prediction, and the labels that a training step has beside them."""
+    """Keyword arguments of a model: those of a prediction, and the additional labels of a training step."""
 
     images: dict[str, Tensor]
     labels: dict[str, Any]
@@ -65,7 +70,7 @@ def _mask2former(package: Any) -> Any:
 
 
 def _by_default(prefix: str) -> dict[str, Any]:
-    """Return model and configuration of a family whose default is the published size."""
+    """Return the model and the configuration of a family whose default configuration is the published one."""
     return dict(
         model=f"{prefix}ForObjectDetection",
         config=lambda package: getattr(package, f"{prefix}Config")(num_labels=CLASSES),
@@ -83,7 +88,7 @@ FAMILIES = {
             _mask2former,
             COCO,
             labels="masks",
-            # Its decoder attends where a mask is above a threshold, on either side of which rounding may put a pixel.
+            # Its decoder attends where a mask is above a threshold, and rounding may move a pixel across it.
             compared=("pixel_decoder_last_hidden_state",),
         ),
         Family("rt_detr", **_by_default("RTDetr")),
@@ -96,7 +101,7 @@ FAMILIES = {
 
 
 def make_model(family: Family, device: torch.device) -> nn.Module:
-    """Return a model with the same random weights at every call, drawn on its device."""
+    """Return a model with the same random weights at every call. They are drawn on its device."""
     import transformers
 
     torch.manual_seed(0)
@@ -105,7 +110,7 @@ def make_model(family: Family, device: torch.device) -> nn.Module:
 
 
 def make_inputs(family: Family, batch: int, device: torch.device) -> Inputs:
-    """Return random images, and labels for them, the same at every call."""
+    """Return random images and labels, which are the same at every call."""
     draw = torch.Generator().manual_seed(1)
     images = dict(pixel_values=torch.randn(batch, 3, *family.size, generator=draw))
     if family.has_text:

@@ -1,9 +1,9 @@
-"""``python -m benchmarks.transformers_steps``: transformers' detectors, stock and under visdet.compat.transformers.
+"""Time transformers' detectors with and without visdet.compat.transformers: python -m benchmarks.transformers_steps.
 
-Random weights and published sizes. The outputs are compared first, in float32. Then stock and visdet take turns, so
-that whatever else the machine does burdens both. Wall time is the median of synchronised calls. GPU time is the sum of
-the kernels of one call, and CPU time the least that all threads spent on a call. A training step is forward, loss and
-backward, without an optimizer. Exit status 1: an output differs.
+The models have random weights and published sizes. Their outputs are compared first, in float32. Then stock and visdet
+are called in turns, so that other processes slow both alike. Wall time is the median of synchronised calls. GPU time is
+the sum of the kernels of one call, and CPU time is the least time that all threads spent on a call. A training step is
+forward, loss and backward, without an optimizer. The exit status is 1 if an output differs.
 """
 
 import argparse
@@ -42,9 +42,9 @@ PROFILED = 3  # calls
 
 @contextlib.contextmanager
 def same_selection(kept: list[Tensor]) -> Iterator[None]:
-    """Note what ``torch.topk`` selects in ``kept``; if that is filled already, select the same again.
+    """Keep the selections of ``torch.topk`` in ``kept``. If ``kept`` is already filled, select the same again.
 
-    Proposals whose scores are equal up to rounding may swap; what follows them cannot be compared then.
+    Otherwise, proposals whose scores are equal up to rounding may be swapped, and later results could not be compared.
     """
     original = torch.topk
     again = iter(list(kept))
@@ -65,7 +65,7 @@ def same_selection(kept: list[Tensor]) -> Iterator[None]:
 
 
 def compare_outputs(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> float:
-    """Return the largest difference of an output between stock and visdet, over that output's largest value."""
+    """Return the largest difference of an output between stock and visdet, divided by its largest value."""
     found, kept = {}, []
     for name, way in WAYS.items():
         with way(), same_selection(kept), torch.no_grad():
@@ -73,7 +73,7 @@ def compare_outputs(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> f
         found[name] = [outputs[key] for key in names]
     errors = []
     for one, other in zip(found["visdet"], found["stock"], strict=True):
-        finite = other.isfinite()  # Grounding DINO's logits are -inf where there is no word
+        finite = other.isfinite()  # Grounding DINO's logits are -inf where there is no word.
         if not torch.equal(finite, one.isfinite()):
             return float("inf")
         errors.append(float((one - other)[finite].abs().max() / other[finite].abs().max()))
@@ -102,7 +102,7 @@ def measure(step: Callable[[], None], device: torch.device, turns: int) -> dict[
     found: dict[str, dict[str, float]] = {name: {} for name in WAYS}
     for name, way in WAYS.items():
         with way():
-            step()  # a warm-up
+            step()  # This call is a warm-up.
             if device.type == "cuda":
                 found[name] = _gpu_figures(step)
     walls: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -117,7 +117,7 @@ def measure(step: Callable[[], None], device: torch.device, turns: int) -> dict[
 
 
 def _times(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the milliseconds of one call by the clock, and of the processor."""
+    """Return the wall time and the processor time of one call in milliseconds."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start, processor = time.perf_counter(), time.process_time()
@@ -143,7 +143,11 @@ def _gpu_figures(step: Callable[[], None]) -> dict[str, float]:
 
 
 def race(family: Family, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return what was found of a family: "output_error", and "steps", a list with both ways in every mode and type."""
+    """Return the results of a family.
+
+    Returns:
+        a dict with "output_error" and "steps". Each step has the figures of stock and visdet for a mode and a dtype.
+    """
     model = make_model(family, device)
     inputs = make_inputs(family, options.batch, device)
     error = compare_outputs(model, inputs, family.compared)
@@ -158,7 +162,7 @@ def race(family: Family, options: argparse.Namespace, device: torch.device) -> d
 
 
 def lines_of(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table in Markdown, with a row a step: stock → visdet, and the ratio of both."""
+    """Return the lines of a table in Markdown, with one row per step. A cell has stock → visdet and their ratio."""
 
     def pair(step: dict[str, Any], figure: str) -> str:
         stock, ours = (step[name].get(figure) for name in WAYS)
@@ -179,18 +183,25 @@ def lines_of(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options, with what suits the device where nothing was said."""
+    """Return the options. Those that are not given get defaults that depend on the device."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transformers_steps", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="both on a GPU, prediction on a CPU")
     parser.add_argument(
-        "--dtypes", nargs="+", choices=["bfloat16", "float32"], help="bfloat16 on a GPU, float32 on a CPU"
+        "--modes", nargs="+", choices=MODES, help="modes to time (default: both on a GPU, predict on a CPU)"
     )
-    parser.add_argument("--batch", type=int, help="images: 2 on a GPU, 1 on a CPU")
-    parser.add_argument("--turns", type=int, help="timed calls of each: 10 on a GPU, 3 on a CPU")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=["bfloat16", "float32"],
+        help="dtypes to time (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
+    parser.add_argument("--batch", type=int, help="number of images (default: 2 on a GPU, 1 on a CPU)")
+    parser.add_argument(
+        "--turns", type=int, help="number of timed calls of each (default: 10 on a GPU, 3 on a CPU)"
+    )
     parser.add_argument("--out", type=Path, default=Path("work_dirs/bench/transformers.json"))
     options = parser.parse_args(arguments)
     is_cpu = torch.device(options.device).type == "cpu"

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.transforms``: images a second that one core loads and augments, transform by transform.
+"""Measure the images per second that one core loads and augments, by transform: python -m benchmarks.transforms.
 
-The pipeline is that of a config. The images are drawn; they have the size and the bytes of a photograph of COCO. Each
-transform gets what the one before it left, and a copy of that is made outside the timed call. Beside it stand
-torchvision's transforms for the same purpose and, where mmdet can be imported, mmdet's of the same settings. Needs the
+The pipeline is that of a config. The images are drawn, and have the size and the bytes of photographs of COCO. Each
+transform gets the result of the one before it, which is copied outside the timed call. torchvision's transforms for the
+same purpose are measured, too, and, if mmdet can be imported, mmdet's transforms with the same settings. This needs the
 extra ``train``.
 """
 
@@ -33,13 +33,13 @@ from .report import table
 __all__ = ["draw_photographs", "main", "measure", "race", "torchvision_counterparts"]
 
 SIZE = (480, 640)  # height and width of most images of COCO
-BOXES = 7  # an image, as COCO has
+BOXES = 7  # number of boxes in an image, as in COCO
 CONFIG = "configs/deformable_detr/deformable-detr_r50_16xb2-50e_coco.py"
 Sample = dict[str, Any]
 
 
 def draw_photographs(folder: Path, count: int) -> list[Sample]:
-    """Write JPEGs of ``SIZE`` and about 120 KB with random boxes; return what a data set hands to its pipeline."""
+    """Write JPEGs of ``SIZE`` and about 120 KB, and return their records for a pipeline, with random boxes."""
     random = np.random.default_rng(0)
     samples: list[Sample] = []
     for index in range(count):
@@ -56,9 +56,9 @@ def draw_photographs(folder: Path, count: int) -> list[Sample]:
 
 
 def measure(transform: Callable[[Sample], Any], samples: Sequence[Sample]) -> tuple[float, list[Sample]]:
-    """Return how many samples a second a transform takes, and what it makes of them.
+    """Return the number of samples per second that a transform processes, and its results.
 
-    A sample that it gives up (``None``) is left out of what it returns.
+    Samples for which the transform returns ``None`` are left out of the results.
     """
     seconds, results = 0.0, []
     for sample in samples:
@@ -71,10 +71,10 @@ def measure(transform: Callable[[Sample], Any], samples: Sequence[Sample]) -> tu
 
 
 def torchvision_counterparts(settings: Sample) -> Callable[[Sample], Any] | None:
-    """Return torchvision's transform for the purpose of one of a config's, or ``None`` where it has none.
+    """Return torchvision's transform for the same purpose as one of a config, or ``None`` if there is none.
 
     Args:
-        settings: The transform in a config: "type" and its arguments.
+        settings: the transform in a config, with "type" and its arguments.
     """
     name = settings["type"]
     if name == "LoadImageFromFile":
@@ -95,7 +95,7 @@ def _on_image_and_boxes(transform: Callable[..., Any]) -> Callable[[Sample], Any
 
 
 def _steps(pipeline: Sequence[Sample]) -> list[Sample]:
-    """Return the transforms of a pipeline; of a random choice those of its longest branch, each once."""
+    """Return the transforms of a pipeline. A random choice is replaced by its longest branch without repetitions."""
     steps: list[Sample] = []
     for settings in pipeline:
         if settings["type"] == "RandomChoice":
@@ -110,7 +110,7 @@ def _build_ours(settings: Sample) -> Callable[[Sample], Any]:
 
 
 def _mmdet_builder() -> Callable[[Sample], Callable[[Sample], Any]] | None:
-    """Return what builds mmdet's transforms, or ``None`` where mmdet or the mmcv that it needs is missing."""
+    """Return a function that builds mmdet's transforms, or ``None`` if mmdet or the mmcv that it needs is missing."""
     try:
         import mmdet.datasets.transforms  # noqa: F401, which registers them
         from mmdet.registry import TRANSFORMS as registry
@@ -126,7 +126,11 @@ def _mmdet_builder() -> Callable[[Sample], Callable[[Sample], Any]] | None:
 
 
 def race(pipeline: Sequence[Sample], samples: list[Sample]) -> list[dict[str, Any]]:
-    """Return images a second of each transform and of all: "transform", "visdet", "torchvision", "mmdet"."""
+    """Return the images per second of each transform and of the whole pipeline.
+
+    Returns:
+        dicts with "transform", "visdet" and, if they are available, "torchvision" and "mmdet".
+    """
     build_theirs = _mmdet_builder()
     rows = []
     current, current_theirs = samples, samples
@@ -152,7 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transforms", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("config", nargs="?", default=CONFIG, help="its training pipeline (%(default)s)")
+    parser.add_argument(
+        "config", nargs="?", default=CONFIG, help="config with the training pipeline (default: %(default)s)"
+    )
     parser.add_argument("--images", type=int, default=200, help="number of images (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""``python -m benchmarks.write_docs [REPORT.json ...]``: the tables of the pages in docs/kernels.
+"""Write the tables of the pages in docs/kernels: python -m benchmarks.write_docs [REPORT.json ...].
 
-A report is what ``benchmarks.run`` (bench.json) or ``benchmarks.paths`` (paths.json) wrote. Its medians replace those
-of the same operators in docs/kernels/DEVICE.json, which is committed; operators that no page names are left out. Then
-every part of a page between ``<!-- figures: DEVICE KIND OPERATOR ... -->`` and ``<!-- end -->`` is written anew from
-these files; a KIND is one of KINDS below. Without a report the pages alone are written.
+A report is the bench.json of ``benchmarks.run`` or the paths.json of ``benchmarks.paths``. Its medians replace those of
+the same operators in docs/kernels/DEVICE.json, which is committed. Operators that no page names are left out. Then
+every part of a page between ``<!-- figures: DEVICE KIND OPERATOR ... -->`` and ``<!-- end -->`` is generated from these
+files. A KIND is one of KINDS below. Without a report, only the pages are written.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def write_docs(reports: Sequence[Path] = (), pages: Path = PAGES) -> None:
-    """Take the figures of ``reports`` into the committed files and rewrite the generated parts of all pages."""
+    """Add the figures of ``reports`` to the committed files, and rewrite the generated parts of all pages."""
     texts = [page.read_text() for page in pages.glob("*.md")]
     ops = {op for text in texts for _, _, _, names, _ in BLOCK.findall(text) for op in names.split()}
     for path in reports:
@@ -42,7 +42,7 @@ def write_docs(reports: Sequence[Path] = (), pages: Path = PAGES) -> None:
 
 
 def device_name(environment: dict[str, str]) -> str:
-    """Return the name of the file that holds the figures of a device: "h200" for "NVIDIA H200", "cpu" for any CPU."""
+    """Return the name of the file with the figures of a device, such as "h200" for "NVIDIA H200", or "cpu"."""
     if "driver" not in environment:
         return "cpu"
     return re.sub(r"[^a-z0-9]+", "-", environment["device"].removeprefix("NVIDIA ").lower()).strip("-")
@@ -63,7 +63,7 @@ def add_report(figures: Figures, report: dict[str, Any], ops: Container[str]) ->
 
 
 def rendered(text: str, pages: Path = PAGES) -> str:
-    """Return the page ``text`` with its generated parts as the committed figures have them."""
+    """Return the page ``text`` with its generated parts made from the committed figures."""
 
     def block(match: re.Match[str]) -> str:
         start, device, kind, ops, end = match.groups()
@@ -83,8 +83,9 @@ def rendered(text: str, pages: Path = PAGES) -> str:
 
 
 def _time_row(result: dict[str, Any]) -> Row:
-    """Return the figures that the tables show; a floor under a tenth of the time says nothing and is left out."""
-    # On a GPU the gradients stand apart, on a CPU with the forward; torch's filling of fresh memory is left out.
+    """Return the figures that the tables show. A floor under a tenth of the time says nothing and is left out."""
+    # On a GPU, the backward has a column of its own. On a CPU, it is shown together with the forward. The time in which
+    # torch fills new memory is left out.
     shown = {"forward": "forward", "backward": "backward", "backward_deterministic_unfilled": "deterministic"}
     if "backward_deterministic_unfilled" not in result["passes"]:
         shown = {"forward": "forward", "both": "both"}
@@ -110,12 +111,12 @@ def _time_row(result: dict[str, Any]) -> Row:
 
 
 def _path_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return one row for every case, type and pass: the times of its paths, the chosen one first."""
+    """Return one row for every case, dtype and pass, with the times of its paths. The chosen path comes first."""
     merged: dict[tuple[str, ...], Row] = {}
     for row in sorted(rows, key=lambda row: not row["chosen"]):
         key = tuple(row[name] for name in ("op", "case", "dtype", "pass"))
         if not row["chosen"] and key not in merged:
-            continue  # no path of this call is the chosen one
+            continue  # None of the paths of this call is the chosen one.
         entry = merged.setdefault(key, {name: row[name] for name in ("op", "case", "sizes", "dtype", "pass")})
         entry.setdefault("us", {})[row["path"]] = _rounded(row["us"])
     return list(merged.values())
@@ -127,7 +128,7 @@ def _rounded(value: float, digits: int = 4) -> float:
 
 
 def _as_json(figures: Figures) -> str:
-    """Return JSON with a line for every row, so that a commit shows which figures changed."""
+    """Return JSON with one line per row, so that a commit shows which figures have changed."""
     ops = []
     for op in sorted(figures):
         kinds = []
@@ -180,7 +181,7 @@ def _number(us: float) -> str:
 
 
 def _path_times(section: dict[str, Any]) -> list[str]:
-    """Return the times of all paths: the chosen one first, others from the fastest on."""
+    """Return a table of the times of all paths. The chosen path comes first, then the others from the fastest on."""
     dtypes = list(dict.fromkeys(row["dtype"] for row in section["rows"]))
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in section["rows"]:
@@ -195,7 +196,7 @@ def _path_times(section: dict[str, Any]) -> list[str]:
 
 
 def _path_gains(section: dict[str, Any]) -> list[str]:
-    """Return for every path on how many shapes it is chosen, and its greatest and least gain over the next best."""
+    """Return a table with the number of shapes for which each path is chosen, and its gains over the next best path."""
     found: dict[tuple[str, str], list[tuple[float, str]]] = {}
     count: dict[tuple[str, str], int] = {}
     for row in section["rows"]:

@@ -16,7 +16,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "runs", nargs="+", metavar="WORK_DIR|JSON", help="the folder of a run, or a scalars.json file"
     )
-    parser.add_argument("--out", help="the PNG file to write; default: curves.png beside the first log")
+    parser.add_argument("--out", help="the PNG file to write (default: curves.png beside the first log)")
     return parser.parse_args()
 
 

@@ -19,13 +19,15 @@ def parse_args() -> argparse.Namespace:
         "--output-dir", help="write the pictures to this folder, and sheet.png with the first twelve"
     )
     parser.add_argument("--not-show", action="store_true", help="do not open a window")
-    parser.add_argument("--split", choices=("train", "val", "test"), default="train")
-    parser.add_argument("--number", type=int, default=24, help="how many images (default: %(default)s)")
+    parser.add_argument(
+        "--split", choices=("train", "val", "test"), default="train", help="data set (default: %(default)s)"
+    )
+    parser.add_argument("--number", type=int, default=24, help="number of images (default: %(default)s)")
     parser.add_argument(
         "--show-interval",
         type=float,
         default=0,
-        help="how many seconds each picture is shown; 0 waits for a key (default: %(default)s)",
+        help="number of seconds that each picture is shown, 0 to wait for a key (default: %(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the augmentations (default: %(default)s)"

@@ -1,6 +1,7 @@
-"""Build stock mmdet 3.3 configs on mmcv-lite and visdet's operators: one training step, one prediction each.
+"""Check that unmodified mmdet 3.3 configs run on mmcv-lite and visdet's operators, by one training step and prediction.
 
-Needs mmcv-lite and mmdet in the environment. ``python tools/check_mmdet_configs.py [--device cuda] [CONFIG ...]``.
+The environment needs mmcv-lite and mmdet. The command is
+``python tools/check_mmdet_configs.py [--device cuda] [CONFIG ...]``.
 """
 
 import argparse
@@ -30,7 +31,7 @@ OPEN = dict(score_thr=0.0, distance_threshold=float("inf"), corner_topk=1000)
 
 
 def keep_every_box(settings: Any) -> None:
-    """Open the thresholds of scores and of pairs of corners: what never learnt would leave nothing to suppress."""
+    """Disable the thresholds of scores and of pairs of corners, because an untrained model would predict nothing."""
     if isinstance(settings, dict):
         for key, value in settings.items():
             settings[key] = OPEN.get(key, value)
@@ -38,7 +39,11 @@ def keep_every_box(settings: Any) -> None:
 
 
 def check(config_path: Path, device: str) -> str:
-    """Return the loss of one training step and the number of predicted boxes, in words."""
+    """Return a text with the loss of one training step and the number of predicted boxes.
+
+    Raises:
+        RuntimeError: a gradient is missing or not finite, or no box is predicted.
+    """
     import torch
     from mmdet.registry import MODELS
     from mmdet.testing import demo_mm_inputs
@@ -47,17 +52,17 @@ def check(config_path: Path, device: str) -> str:
     torch.manual_seed(0)
     model_config = Config.fromfile(config_path).model
     for part in (model_config, model_config.get("backbone", {})):
-        part.pop("init_cfg", None)  # weights from the network are not needed to run
+        part.pop("init_cfg", None)  # Pretrained weights, which would be downloaded, are not needed.
     keep_every_box(model_config.get("test_cfg"))
     model = MODELS.build(model_config).to(device)
     has_masks = "mask" in config_path.name
-    # CornerNet's hourglass wants 511 and more; DINO picks 900 of the pyramid's places.
+    # CornerNet's hourglass needs images of at least 511 pixels. DINO selects 900 positions of the pyramid.
     size = next((size for name, size in (("cornernet", 512), ("dino", 256)) if name in config_path.name), 128)
     batch = demo_mm_inputs(2, [[3, size, size]] * 2, num_classes=80, with_mask=has_masks, device=device)
     model.train()
     if hasattr(model, "init_weights"):
         model.init_weights()
-    # RepPoints' assigner makes its indices without a device (open-mmlab/mmdetection#10436).
+    # RepPoints' assigner makes its indices on the default device (open-mmlab/mmdetection#10436).
     with torch.device(device) if "reppoints" in config_path.name else contextlib.nullcontext():
         losses = model.forward(**model.data_preprocessor(batch, True), mode="loss")
     total, _ = model.parse_losses(losses)
@@ -85,7 +90,7 @@ def main() -> int:
 
     from visdet.compat.mmcv_ops import install
 
-    logging.disable(logging.INFO)  # mmengine writes how each of thousands of weights began
+    logging.disable(logging.INFO)  # mmengine logs the initialisation of each of thousands of weights.
     print("mmcv._ext:", "visdet" if install() else "mmcv's own")
     import mmdet
     from mmdet.utils import register_all_modules

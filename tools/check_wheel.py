@@ -1,7 +1,7 @@
-"""Build a wheel, install it in a fresh virtual environment beside a torch of choice, and run the operators' tests.
+"""Build a wheel, install it in a new virtual environment with a chosen version of torch, and test the operators.
 
-The tests run from a folder outside the checkout, so that they can only find the installed package. auditwheel is asked
-for the oldest Linux that the libraries allow, which must be the one that the file is named by.
+The tests run from a folder outside the checkout, so that they can find the installed package only. auditwheel finds the
+oldest Linux that the libraries run on, which must not be newer than the one in the name of the file.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main() -> None:
         required=True,
         help='the versions to install, such as "torch==2.10.*" "torchvision==0.25.*"',
     )
-    parser.add_argument("--wheel", type=Path, help="a wheel that is built already; by default one is built")
+    parser.add_argument("--wheel", type=Path, help="an existing wheel (default: build one)")
     parser.add_argument(
         "--environment",
         type=Path,
@@ -54,13 +54,17 @@ def main() -> None:
 
 
 def run(*command: object, cwd: Path = ROOT) -> None:
-    """Run a command without the variables that could lead Python to the checkout; raise if it fails."""
+    """Run a command without the environment variables that could lead Python to the checkout.
+
+    Raises:
+        CalledProcessError: the command fails.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     subprocess.run([str(part) for part in command], check=True, env=environment, cwd=cwd)
 
 
 def ask(*command: object, cwd: Path = ROOT) -> str:
-    """Return what a command prints."""
+    """Return the output of a command."""
     answer = subprocess.run(
         [str(part) for part in command], check=True, text=True, stdout=subprocess.PIPE, cwd=cwd
     )
@@ -74,7 +78,11 @@ def build_wheel(folder: Path) -> Path:
 
 
 def check_platform(python: Path, wheel: Path) -> None:
-    """Raise SystemExit unless auditwheel finds that the wheel's libraries load on the platform of its name."""
+    """Check by auditwheel that the wheel's libraries load on the platform in its name.
+
+    Raises:
+        SystemExit: they do not.
+    """
     audit = json.loads(ask(python, "-m", "auditwheel", "show", "--json", wheel))
     print(f"check-wheel: auditwheel: {audit['sym_tag']}, beside {sorted(audit['external_libs'])}", flush=True)
     named, found = (re.search(r"manylinux_(\d+)_(\d+)_", tag) for tag in (wheel.name, audit["sym_tag"]))
@@ -86,14 +94,18 @@ def check_platform(python: Path, wheel: Path) -> None:
             f"check-wheel: {wheel.name}: auditwheel finds that its symbols need {audit['sym_tag']}"
         )
     others = [name for name in audit["external_libs"] if not name.startswith(("libtorch", "libc10"))]
-    if others:  # torch's own libraries are loaded before
+    if others:  # torch's own libraries are loaded before visdet's.
         raise SystemExit(
             f"check-wheel: {wheel.name} needs {others}, which are neither torch's nor every system's"
         )
 
 
 def check_package(python: Path, outside: Path) -> None:
-    """Raise SystemExit unless the package comes from the environment and its libraries load."""
+    """Check that the package comes from the environment and that its libraries load.
+
+    Raises:
+        SystemExit: it does not, or a library does not load.
+    """
     code = (
         "import json, torch, torchvision, visdet, visdet.ops as ops\n"
         "print(json.dumps([visdet.__file__, torch.__version__, ops.build_info()]))"

@@ -1,7 +1,7 @@
-"""Compile every .cu file for the oldest, the most used and the newest supported GPU, with or without a GPU.
+"""Compile every .cu file for the oldest, the most common and the newest supported GPU. No GPU is needed.
 
-What ``make setup`` compiled is not compiled again; the other architectures are compiled to object files that are thrown
-away with the build folder. Where there is no nvcc, it is fetched from the package registry.
+Architectures that ``make setup`` has compiled are not compiled again. The others are compiled to object files in the
+build folder. If there is no nvcc, it is installed from the package registry.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> int:
         print(f"cuda-check: skipped, torch {torch.__version__} has no CUDA headers")
         return 0
     if build.find_nvcc() is None:
-        print("cuda-check: no nvcc here; installing it from the package registry", flush=True)
+        print("cuda-check: there is no nvcc; installing it from the package registry", flush=True)
         release = f"=={torch.version.cuda}.*"
         packages = [package + release for package in NVCC_PACKAGES]
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)

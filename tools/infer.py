@@ -1,4 +1,4 @@
-"""Detect objects in image files: a JSON file of all detections, and each image with its detections drawn.
+"""Detect objects in image files. Write all detections to a JSON file, and draw them into a copy of each image.
 
 python tools/infer.py CONFIG CHECKPOINT IMAGE|FOLDER
 """
@@ -15,7 +15,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("config", help="the config that the checkpoint was trained with")
     parser.add_argument("checkpoint", help="a checkpoint file or its http(s) address")
-    parser.add_argument("images", help="an image file, or a folder of them")
+    parser.add_argument("images", help="an image file, or a folder of image files")
     parser.add_argument(
         "--out-dir", default="work_dirs/detections", help="folder to write (default: %(default)s)"
     )
@@ -23,9 +23,11 @@ def parse_args() -> argparse.Namespace:
         "--score-thr",
         type=float,
         default=0.3,
-        help="lowest score of a detection that is kept (default: %(default)s)",
+        help="leave out detections with a lower score (default: %(default)s)",
     )
-    parser.add_argument("--device", help="'cpu', 'cuda:1', ...; default: the GPU if there is one")
+    parser.add_argument(
+        "--device", help="device to run on, such as 'cpu' or 'cuda:1' (default: the GPU if there is one)"
+    )
     parser.add_argument(
         "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="change values of the config"
     )

@@ -1,4 +1,4 @@
-"""Install the dependencies pyproject.toml names, and an OpenCV that imports on this machine."""
+"""Install the dependencies that pyproject.toml names, with an OpenCV that can be imported on this machine."""
 
 import argparse
 import subprocess
@@ -23,10 +23,10 @@ def main() -> None:
         "--extra",
         action="append",
         default=[],
-        help="a group of optional-dependencies to install; may be given several times",
+        help="a group of optional-dependencies to install (can be given several times)",
     )
     parser.add_argument(
-        "--mmengine", help="install this requirement in place of mmengine, such as onedl-mmengine==0.10.12"
+        "--mmengine", help="install this requirement instead of mmengine, such as onedl-mmengine==0.10.12"
     )
     args = parser.parse_args()
     extras = args.extra
@@ -41,10 +41,12 @@ def main() -> None:
         requirements = [args.mmengine if r.startswith("mmengine") else r for r in requirements]
     pip_install(*requirements)
 
-    # opencv-python's wheel needs the system's libGL; a server often has none.
+    # opencv-python's wheel needs the system's libGL, which servers often lack.
     if subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True).returncode != 0:
         print(
-            "opencv-python does not import here (no libGL?): using opencv-python-headless instead", flush=True
+            "opencv-python cannot be imported, probably because libGL is missing. "
+            "Using opencv-python-headless instead",
+            flush=True,
         )
         pip_install("--force-reinstall", "--no-deps", "opencv-python-headless")
 

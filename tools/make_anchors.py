@@ -4,9 +4,9 @@ python tools/make_anchors.py data/infos/nuscenes_infos_train.npz --out-dir data/
 python tools/make_anchors.py data/driving_scenes --out-dir data/driving_scenes --det 128 --map 30 --plan 1 \\
     --max-distance 33
 
-A folder instead of an info file stands for the driving scenes, which are drawn there if they are missing. Writes
+A folder instead of an info file stands for the driving scenes, which are drawn there if they are missing. The files are
 kmeans_det_N.npy [N, 11], kmeans_map_N.npy [N, 20, 2], kmeans_motion_K.npy [classes, K, 12, 2] and kmeans_plan_K.npy
-[3, K, 6, 2]; 0 leaves one out.
+[3, K, 6, 2]. If a number is 0, its file is left out.
 """
 
 import argparse
@@ -22,32 +22,32 @@ def main() -> None:
     parser.add_argument(
         "infos", help="the info file (.npz or .pkl) of the training frames, or the folder of driving scenes"
     )
-    parser.add_argument("--out-dir", default="data/kmeans", help="folder to write; default: %(default)s")
-    parser.add_argument("--det", type=int, default=900, help="number of box anchors; default: %(default)s")
+    parser.add_argument("--out-dir", default="data/kmeans", help="folder to write (default: %(default)s)")
+    parser.add_argument("--det", type=int, default=900, help="number of box anchors (default: %(default)s)")
     parser.add_argument(
-        "--map", type=int, default=100, help="number of polyline anchors; default: %(default)s"
+        "--map", type=int, default=100, help="number of polyline anchors (default: %(default)s)"
     )
     parser.add_argument(
-        "--motion", type=int, default=6, help="number of motion modes of each class; default: %(default)s"
+        "--motion", type=int, default=6, help="number of motion modes of each class (default: %(default)s)"
     )
     parser.add_argument(
-        "--plan", type=int, default=6, help="number of plan modes of each command; default: %(default)s"
+        "--plan", type=int, default=6, help="number of plan modes of each command (default: %(default)s)"
     )
     parser.add_argument(
-        "--points", type=int, default=20, help="number of points of a polyline; default: %(default)s"
+        "--points", type=int, default=20, help="number of points of a polyline (default: %(default)s)"
     )
     parser.add_argument(
         "--max-distance",
         type=float,
         default=55.0,
-        help="use boxes up to this distance, in m; default: %(default)s",
+        help="use boxes up to this distance in metres (default: %(default)s)",
     )
     parser.add_argument(
         "--classes",
         nargs="+",
-        help="names of the classes; default: those of nuScenes, or of the driving scenes",
+        help="names of the classes (default: those of nuScenes, or of the driving scenes)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of k-means; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="seed of k-means (default: %(default)s)")
     args = parser.parse_args()
     check_installation()
     from visdet.engine import tool_session

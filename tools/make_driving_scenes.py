@@ -1,4 +1,4 @@
-"""Draw the driving scenes; training does it by itself where they are missing.
+"""Draw the driving scenes. Training does this by itself if they are missing.
 
 python tools/make_driving_scenes.py data/driving_scenes
 """
@@ -13,16 +13,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "folder", nargs="?", default="data/driving_scenes", help="folder to write; default: %(default)s"
+        "folder", nargs="?", default="data/driving_scenes", help="folder to write (default: %(default)s)"
     )
     parser.add_argument(
-        "--num-train", type=int, default=160, help="number of training scenes; default: %(default)s"
+        "--num-train", type=int, default=160, help="number of training scenes (default: %(default)s)"
     )
     parser.add_argument(
-        "--num-val", type=int, default=16, help="number of validation scenes; default: %(default)s"
+        "--num-val", type=int, default=16, help="number of validation scenes (default: %(default)s)"
     )
     parser.add_argument(
-        "--num-frames", type=int, default=20, help="number of frames of a scene; default: %(default)s"
+        "--num-frames", type=int, default=20, help="number of frames of a scene (default: %(default)s)"
     )
     parser.add_argument(
         "--image-size",
@@ -30,10 +30,10 @@ def main() -> None:
         nargs=2,
         default=(96, 256),
         metavar=("H", "W"),
-        help="size of an image in pixels; default: 96 256",
+        help="size of an image in pixels (default: 96 256)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the scenes; default: %(default)s")
-    parser.add_argument("--num-workers", type=int, help="number of processes; default: one per core")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the scenes (default: %(default)s)")
+    parser.add_argument("--num-workers", type=int, help="number of processes (default: one per core)")
     arguments = vars(parser.parse_args())
     check_installation()
     from visdet.datasets import make_driving_scenes

@@ -1,7 +1,8 @@
-"""Make a kernel repository in the layout of Hugging Face's ``kernels`` from the operators that are built here.
+"""Make a kernel repository in the layout of Hugging Face's ``kernels`` from the operators that have been built.
 
-It has a folder ``build/torch-stable-abi<torch>-<backend>-<machine>-linux`` for the CPU and, where the CUDA library is
-there, one for CUDA: the package ``visdet.ops`` without its sources, its libraries, the layers and metadata.json.
+It has a folder ``build/torch-stable-abi<torch>-<backend>-<machine>-linux`` for the CPU and, if the CUDA library has
+been built, one for CUDA. A folder holds the package ``visdet.ops`` without its sources, its libraries, the layers and
+metadata.json.
 """
 
 import argparse
@@ -15,7 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OPS = ROOT / "visdet" / "ops"
 NAME = "visdet-ops"
-NO_PART = shutil.ignore_patterns("csrc", "__pycache__", "*.so", "registration.py")  # the last needs mmengine
+# Of these files, registration.py is left out because it needs mmengine.
+NO_PART = shutil.ignore_patterns("csrc", "__pycache__", "*.so", "registration.py")
 
 
 def main() -> None:
@@ -32,10 +34,10 @@ def main() -> None:
 
 
 def make(out: Path) -> list[Path]:
-    """Write the repository to ``out``, in the place of what is there; return the folders of its variants.
+    """Write the repository to ``out``, replacing an older one, and return the folders of its variants.
 
     Raises:
-        SystemExit: The operators are not built, or ``out`` holds something else than a kernel repository.
+        SystemExit: the operators are not built, or ``out`` holds files that do not belong to a kernel repository.
     """
     from visdet import __version__
     from visdet.ops import build_info
@@ -46,7 +48,7 @@ def make(out: Path) -> list[Path]:
     if out.exists():
         if not {path.name for path in out.iterdir()} <= {"build", "README.md", "LICENSE"}:
             raise SystemExit(
-                f"make_hf_kernel: {out} has other files than a kernel repository, and is left alone"
+                f"make_hf_kernel: {out} has other files than a kernel repository and is not replaced"
             )
         shutil.rmtree(out)
     backends = {"cpu": ["cpu"]}
@@ -70,7 +72,7 @@ def make(out: Path) -> list[Path]:
 
 
 def oldest_torch() -> str:
-    """Return the torch whose stable ABI the libraries are built for, "210" for 2.10, as setup.py names it."""
+    """Return the version of torch in setup.py whose stable ABI the libraries are built for, such as "210" for 2.10."""
     major, minor = re.search(r"TORCH_TARGET_VERSION=0x(..)(..)", (ROOT / "setup.py").read_text()).groups()
     return f"{int(major, 16)}{int(minor, 16)}"
 

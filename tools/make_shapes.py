@@ -1,4 +1,4 @@
-"""Draw the shapes data set; training does it by itself where it is missing.
+"""Draw the shapes data set. Training does this by itself if it is missing.
 
 python tools/make_shapes.py data/shapes
 """
@@ -13,19 +13,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "folder", nargs="?", default="data/shapes", help="folder to write; default: %(default)s"
+        "folder", nargs="?", default="data/shapes", help="folder to write (default: %(default)s)"
     )
     parser.add_argument(
-        "--num-train", type=int, default=4000, help="number of training images; default: %(default)s"
+        "--num-train", type=int, default=4000, help="number of training images (default: %(default)s)"
     )
     parser.add_argument(
-        "--num-val", type=int, default=400, help="number of validation images; default: %(default)s"
+        "--num-val", type=int, default=400, help="number of validation images (default: %(default)s)"
     )
     parser.add_argument(
-        "--image-size", type=int, default=128, help="height and width in pixels; default: %(default)s"
+        "--image-size", type=int, default=128, help="height and width in pixels (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the images; default: %(default)s")
-    parser.add_argument("--num-workers", type=int, help="number of processes; default: one per core")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the images (default: %(default)s)")
+    parser.add_argument("--num-workers", type=int, help="number of processes (default: one per core)")
     arguments = vars(parser.parse_args())
     check_installation()
     from visdet.datasets import make_shapes

@@ -1,10 +1,10 @@
-"""Which Linux systems a shared library loads on: what setup.py names a wheel by.
+"""The Linux systems that a shared library loads on, by which setup.py names a wheel.
 
-A library that is linked on a new system asks for the newest version of every function of the C library, although most
-of them exist, unchanged or with the same results, in a version as old as the architecture. ``lower_glibc`` writes an
-assembler file of jumps to those older versions; linked with the library, they take the place of the newer ones, those
-in the static CUDA runtime included. ``platform_tag`` reads what a library needs after that, and names the wheel
-by it. Both use ``objdump`` of binutils, which gcc needs too.
+A library that is linked on a new system needs the newest version of every function of the C library, although most
+functions exist, unchanged or with the same results, in a version as old as the architecture. ``lower_glibc`` writes an
+assembler file of jumps to those older versions. If the file is linked with the library, the older versions replace the
+newer ones, including those in the static CUDA runtime. ``platform_tag`` then reads the needs of the library, from which
+it makes the platform tag of the wheel. Both use ``objdump`` of binutils, which gcc needs, too.
 """
 
 import platform
@@ -15,8 +15,8 @@ from pathlib import Path
 
 __all__ = ["LINKER_FLAGS", "TARGET", "lower_glibc", "needed_symbols", "platform_tag"]
 
-TARGET = (2, 28)  # torch's own wheels need it
-# The newest versions of each library's symbols that a system of manylinux_2_<minor> has.
+TARGET = (2, 28)  # torch's own wheels need this version
+# For manylinux_2_<minor>, the newest versions of each library's symbols that its systems have.
 _POLICIES = {
     28: {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)},
     31: {"GLIBC": (2, 31), "GLIBCXX": (3, 4, 28), "CXXABI": (1, 3, 12), "GCC": (7, 0, 0)},
@@ -25,10 +25,11 @@ _POLICIES = {
     39: {"GLIBC": (2, 39), "GLIBCXX": (3, 4, 33), "CXXABI": (1, 3, 15), "GCC": (14, 0, 0)},
 }
 _VERSIONED = re.compile(r"\(?([A-Z]+)_([0-9.]+)\)?\s+(\S+)$")
-# Before glibc 2.34 these functions were in libraries of their own, which newer systems keep as empty files.
+# Before glibc 2.34, these functions were in separate libraries, which newer systems keep as empty files.
 LINKER_FLAGS = ["--no-as-needed", "-l:libpthread.so.0", "-l:libdl.so.2", "-l:librt.so.1", "--as-needed"]
 
-# A function of the C library by its older version. The jump keeps the arguments and the caller's return address.
+# This replaces a function of the C library by a jump to its older version, which keeps the arguments and the caller's
+# return address.
 _JUMP = """
 \t.section .text.{name}, "ax", @progbits
 \t.symver visdet_old_{name}, {name}@{version}
@@ -40,7 +41,7 @@ _JUMP = """
 \tjmp *visdet_old_{name}@GOTPCREL(%rip)
 \t.size {name}, .-{name}
 """
-# libstdc++ reads this variable to leave out atomic operations while a process has one thread. Zero: it never does.
+# libstdc++ reads this variable to leave out atomic operations while a process has one thread. With zero, it never does.
 _SINGLE_THREADED = """
 \t.section .rodata.__libc_single_threaded, "a", @progbits
 \t.globl __libc_single_threaded
@@ -53,7 +54,7 @@ __libc_single_threaded:
 
 
 def _dynamic_symbols(library: Path) -> list[tuple[str, str, tuple[int, ...], bool]]:
-    """Return (name, family, version, is_undefined) of each versioned dynamic symbol; empty without objdump."""
+    """Return (name, family, version, is_undefined) of each versioned dynamic symbol, or nothing without objdump."""
     if shutil.which("objdump") is None:
         return []
     listed = subprocess.run(
@@ -69,12 +70,12 @@ def _dynamic_symbols(library: Path) -> list[tuple[str, str, tuple[int, ...], boo
 
 
 def needed_symbols(library: Path) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return (name, family, version) of what a library takes from others, such as ("exp", "GLIBC", (2, 29))."""
+    """Return the (name, family, version) of the symbols that a library needs, such as ("exp", "GLIBC", (2, 29))."""
     return [symbol[:3] for symbol in _dynamic_symbols(library) if symbol[3]]
 
 
 def _older_versions(names: set[str], compiler: str) -> dict[str, tuple[int, ...]]:
-    """Return the newest version up to TARGET in which this system's C library has each function, where it has one."""
+    """Return, for each function, the newest version up to TARGET that this system's C library has, if there is one."""
     older: dict[str, tuple[int, ...]] = {}
     for file in ("libc.so.6", "libm.so.6"):
         path = subprocess.run(
@@ -89,10 +90,13 @@ def _older_versions(names: set[str], compiler: str) -> dict[str, tuple[int, ...]
 
 
 def lower_glibc(library: Path, assembly: Path, compiler: str) -> bool:
-    """Write an assembler file with which ``library``, linked again, needs no glibc newer than TARGET, where possible.
+    """Write an assembler file with which ``library`` can be linked again so that it needs an older glibc.
 
-    Returns whether it holds anything: not without objdump, not on processors other than x86-64, and not where nothing
-    newer is needed, or nothing older is there.
+    It then needs no glibc newer than TARGET, if the older versions of all functions exist.
+
+    Returns:
+        whether the file replaces any symbol. It does not without objdump, on processors other than x86-64, if nothing
+        newer than TARGET is needed, or if nothing older exists.
     """
     if platform.machine() != "x86_64":
         return False
@@ -111,7 +115,7 @@ def lower_glibc(library: Path, assembly: Path, compiler: str) -> bool:
 
 
 def platform_tag(libraries: list[Path]) -> str | None:
-    """Return the oldest manylinux tag whose systems have all that the libraries need, or None where that is unknown."""
+    """Return the oldest manylinux tag whose systems have all symbols that the libraries need, or None if unknown."""
     needed: dict[str, tuple[int, ...]] = {}
     for library in libraries:
         for _, family, version in needed_symbols(library):

@@ -1,11 +1,12 @@
-"""Make info files of the raw nuScenes data set, or a safe copy of published ones.
+"""Make info files of the raw nuScenes data set, or convert published ones to a safe format.
 
 python tools/prepare_nuscenes.py data/nuscenes --version v1.0-trainval --can-bus data/nuscenes --out-dir data/infos
 python tools/prepare_nuscenes.py --convert data/infos/nuscenes_infos_train.pkl
 
-Needs nuScenes' tables, samples and map expansion (maps/expansion/*.json); of packages only shapely, for the map
-(--no-map does without). The CAN bus expansion (can_bus/*.json) gives the vehicle's status; without it that is zeros.
-Writes nuscenes_infos_{train,val,test}.npz, which training opens without unpickling anything.
+This needs nuScenes' tables, samples and map expansion (maps/expansion/*.json), and the package shapely for the map.
+With --no-map, neither the map expansion nor shapely is needed. The CAN bus expansion (can_bus/*.json) gives the status
+of the vehicle, which is zero without it. The files are nuscenes_infos_{train,val,test}.npz, which training reads
+without unpickling anything.
 """
 
 import argparse
@@ -20,12 +21,14 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("root", nargs="?", help="the folder that holds v1.0-…/, samples/ and maps/")
     parser.add_argument(
-        "--version", default="v1.0-trainval", help="version of nuScenes; default: %(default)s"
+        "--version", default="v1.0-trainval", help="version of nuScenes (default: %(default)s)"
     )
     parser.add_argument("--can-bus", metavar="FOLDER", help="the folder that holds can_bus/")
-    parser.add_argument("--out-dir", default="data/infos", help="folder to write; default: %(default)s")
+    parser.add_argument("--out-dir", default="data/infos", help="folder to write (default: %(default)s)")
     parser.add_argument("--no-map", action="store_true", help="leave the map out")
-    parser.add_argument("--convert", metavar="PKL", help="write the .npz of a published info file beside it")
+    parser.add_argument(
+        "--convert", metavar="PKL", help="convert this published info file to an .npz file beside it"
+    )
     args = parser.parse_args()
     if (args.root is None) == (args.convert is None):
         parser.error("give either the root folder of nuScenes or --convert")
@@ -53,7 +56,7 @@ def main() -> None:
             infos_of_split.setdefault(split, []).extend(converter.infos_of_scene(scene))
         if converter.scenes_without_can_bus:
             print(
-                f"{len(converter.scenes_without_can_bus)} scenes have no CAN bus messages: ego_status is 0 there"
+                f"{len(converter.scenes_without_can_bus)} scenes have no CAN bus messages; their ego_status is 0"
             )
         for split, infos in infos_of_split.items():
             write(Path(args.out_dir) / f"nuscenes_infos_{split}.npz", infos, {"version": args.version})

@@ -1,4 +1,4 @@
-"""Print a config with its bases merged in.
+"""Print a config after merging it with its bases.
 
 python tools/print_config.py CONFIG --cfg-options train_cfg.max_iters=100
 """

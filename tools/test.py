@@ -1,4 +1,4 @@
-"""Measure a checkpoint on the test set of its config.
+"""Evaluate a checkpoint on the test set of its config.
 
 python tools/test.py CONFIG CHECKPOINT
 """
@@ -14,18 +14,20 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("config", help="the config that the checkpoint was trained with")
     parser.add_argument("checkpoint", help="a checkpoint file or its http(s) address")
-    parser.add_argument("--work-dir", help="folder to write; default: work_dirs/<name of the config>")
-    parser.add_argument("--out", metavar="FILE.json", help="write the detections of every image to this file")
+    parser.add_argument("--work-dir", help="folder to write (default: work_dirs/<name of the config>)")
+    parser.add_argument("--out", metavar="FILE.json", help="write all predictions to this file")
     parser.add_argument(
-        "--show-dir", metavar="FOLDER", help="draw detections beside the ground truth in this folder"
+        "--show-dir", metavar="FOLDER", help="draw predictions beside the ground truth into this folder"
     )
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
-        help="replay predictions as CUDA graphs on a GPU; default: the config's graph",
+        help="replay predictions as CUDA graphs on a GPU (default: the config's graph)",
     )
     parser.add_argument(
-        "--launcher", choices=("none", "pytorch"), help="default: 'pytorch' under torchrun, 'none' otherwise"
+        "--launcher",
+        choices=("none", "pytorch"),
+        help="launcher of the processes (default: 'pytorch' under torchrun, 'none' otherwise)",
     )
     parser.add_argument(
         "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="change values of the config"

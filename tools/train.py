@@ -14,7 +14,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="a Python config file")
-    parser.add_argument("--work-dir", help="folder to write; default: work_dirs/<name of the config>")
+    parser.add_argument("--work-dir", help="folder to write (default: work_dirs/<name of the config>)")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -22,19 +22,21 @@ def parse_args() -> argparse.Namespace:
         metavar="auto|PATH",
         help="continue from the newest checkpoint of the work_dir, if there is one, or from the file or folder PATH",
     )
-    parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast, on CPU or GPU")
+    parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast, on a CPU or a GPU")
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
-        help="replay training steps and predictions as CUDA graphs on a GPU; default: the config's graph",
+        help="replay training steps and predictions as CUDA graphs on a GPU (default: the config's graph)",
     )
     parser.add_argument(
         "--auto-scale-lr",
         action="store_true",
-        help="scale the learning rate by the total batch size over the config's auto_scale_lr.base_batch_size",
+        help="multiply the learning rate by the total batch size divided by auto_scale_lr.base_batch_size",
     )
     parser.add_argument(
-        "--launcher", choices=("none", "pytorch"), help="default: 'pytorch' under torchrun, 'none' otherwise"
+        "--launcher",
+        choices=("none", "pytorch"),
+        help="launcher of the processes (default: 'pytorch' under torchrun, 'none' otherwise)",
     )
     parser.add_argument(
         "--cfg-options",

@@ -1,9 +1,9 @@
-"""Draw driving scenes: camera views with boxes, the view from above, and a GIF per scene.
+"""Draw driving scenes as pictures with camera views and a top view, and as one GIF per scene.
 
 python tools/visualize_driving.py CONFIG CHECKPOINT --out-dir work_dirs/pictures --scenes 0 1
 python tools/visualize_driving.py CONFIG --out-dir work_dirs/pictures          # the ground truth alone
 
-Takes the test data set of the config and plays whole scenes through the model, frame after frame.
+The scenes are those of the config's test data set. The model predicts the frames of a scene one after another.
 """
 
 import argparse
@@ -25,37 +25,37 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("config", help="a Python config file")
     parser.add_argument(
-        "checkpoint", nargs="?", help="a checkpoint file; without it the ground truth is drawn"
+        "checkpoint", nargs="?", help="a checkpoint file (default: draw the ground truth only)"
     )
     parser.add_argument(
-        "--out-dir", default="work_dirs/driving_pictures", help="folder to write; default: %(default)s"
+        "--out-dir", default="work_dirs/driving_pictures", help="folder to write (default: %(default)s)"
     )
     parser.add_argument(
-        "--scenes", type=int, nargs="+", default=[0], help="the numbers of the scenes to draw; default: 0"
+        "--scenes", type=int, nargs="+", default=[0], help="the numbers of the scenes to draw (default: 0)"
     )
     parser.add_argument(
         "--max-frames",
         type=int,
         default=1000,
-        help="highest number of frames of a scene; default: %(default)s",
+        help="greatest number of frames to draw per scene (default: %(default)s)",
     )
     parser.add_argument(
         "--score-thr",
         type=float,
         default=0.3,
-        help="lowest score of a box that is drawn; default: %(default)s",
+        help="leave out boxes with a lower score (default: %(default)s)",
     )
     parser.add_argument(
         "--map-score-thr",
         type=float,
         default=0.4,
-        help="lowest score of a map line that is drawn; default: %(default)s",
+        help="leave out map lines with a lower score (default: %(default)s)",
     )
     parser.add_argument(
         "--reach",
         type=float,
         default=32.0,
-        help="how far the view from above reaches, in m; default: %(default)s",
+        help="distance in metres that the top view shows in every direction (default: %(default)s)",
     )
     parser.add_argument(
         "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="change values of the config"
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def load_model(cfg, checkpoint: str) -> "torch.nn.Module":
-    """Return the config's model with the weights of the checkpoint, ready to predict."""
+    """Return the config's model with the weights of the checkpoint, in evaluation mode."""
     import torch
 
     from visdet.engine.checkpoint import read_checkpoint, register_checkpoint_readers
@@ -120,7 +120,7 @@ def load_model(cfg, checkpoint: str) -> "torch.nn.Module":
 
 
 def write_scene(pictures: "Iterable[np.ndarray]", name: Path) -> None:
-    """Write ``name_NNN.png`` of each frame's picture and ``name.gif``."""
+    """Write the pictures of a scene to ``name_NNN.png`` and ``name.gif``."""
     from PIL import Image
 
     from visdet.visualization.driving_views import write_gif

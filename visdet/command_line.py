@@ -1,4 +1,4 @@
-"""What a tool needs before it imports anything large: so ``--help`` and a wrong argument answer at once."""
+"""The parts of a tool that need no large imports, so that ``--help`` and messages on wrong arguments appear at once."""
 
 import argparse
 import os
@@ -10,14 +10,14 @@ from visdet.train_extra import require_train_extra
 
 __all__ = ["CfgOptions", "check_installation"]
 
-# OpenMP threads that wait for each other spin, and take the cores from a busy neighbour and from each other. GNU's
-# library reads this when torch is loaded; a training iteration beside such a neighbour takes half the time.
+# OpenMP threads spin while they wait, which takes the cores from other processes and from each other. GNU's library
+# reads this variable when torch is loaded. Beside a busy process, a training iteration then takes half the time.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 class CfgOptions(argparse.Action):
-    """The argparse action of ``--cfg-options KEY=VALUE ...``: mmengine's, with a message for what is no such pair."""
+    """mmengine's argparse action for ``--cfg-options KEY=VALUE ...``, with a message for a value that is not a pair."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._arguments = (args, kwargs)
@@ -39,12 +39,12 @@ class CfgOptions(argparse.Action):
         args, kwargs = self._arguments
         try:
             DictAction(*args, **kwargs)(parser, namespace, values, option_string)
-        except AssertionError as error:  # mmengine's, for brackets that do not match
+        except AssertionError as error:  # mmengine raises this if brackets do not match.
             raise argparse.ArgumentError(self, f"cannot read {' '.join(values)}: {error}") from error
 
 
 def check_installation(program: str = sys.argv[0]) -> None:
-    """End the program with one message where the packages of the extra ``train`` are not installed."""
+    """End the program with a message if the packages of the extra ``train`` are not installed."""
     try:
         require_train_extra(program)
     except MissingPackageError as error:

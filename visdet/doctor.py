@@ -1,4 +1,4 @@
-"""``python -m visdet.doctor``: versions, libraries, which backend serves each operator, and what to do about gaps."""
+"""``python -m visdet.doctor`` reports versions, libraries, the backend of each operator, and what should be done."""
 
 import ctypes
 import importlib.metadata
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "report"]
 
-# Distribution, what it is for, how to get it.
+# The distributions and their purposes.
 _PACKAGES = {
     "torch": "everything",
     "torchvision": "transforms, backbones' weights, box operators",
@@ -84,7 +84,7 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
     return lines
 
 
-_WITHOUT_LIBRARIES = {"box_key_points"}  # plain torch serves them then
+_WITHOUT_LIBRARIES = {"box_key_points"}  # Plain torch computes these if the libraries are missing.
 
 
 def _operators(info: dict) -> list[str]:
@@ -126,7 +126,7 @@ _OLDEST_DRIVER = {12: "525", 13: "580"}
 
 
 def _driver_cuda_version() -> tuple[int, int] | None:
-    """Return the newest CUDA version the NVIDIA driver supports, such as (13, 0), or None without a driver."""
+    """Return the newest CUDA version that the NVIDIA driver supports, such as (13, 0), or None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -158,7 +158,7 @@ def _driver(info: dict, advice: list[str]) -> list[str]:
 
 
 def _code_for(capability: tuple[int, int], cuda: dict[str, Any]) -> str | None:
-    """Return what of the CUDA library runs on a GPU: native code, PTX, or None."""
+    """Return a text on the code of the CUDA library, native or PTX, that runs on a GPU, or None if none does."""
 
     def parse(text: str) -> tuple[int, int]:
         major, minor = text.split(".")
@@ -201,7 +201,7 @@ def _gpus(info: dict, advice: list[str]) -> list[str]:
 
 
 def _paths(device: "str | Device") -> list[str]:
-    """Return which paths the calls of published models take on a GPU, at batch size 2 in bfloat16."""
+    """Return lines with the paths that calls of published models take on a GPU, at batch size 2 in bfloat16."""
     import torch
 
     from visdet.ops import explain

@@ -1,8 +1,8 @@
-"""Mistakes of a user: errors whose message stands alone, so that a tool prints it without a traceback.
+"""Errors for mistakes of a user, whose message is enough, so that a tool prints it without a traceback.
 
-Whoever finds a mistake in a config, a file or a command raises one of these. The subclasses are also the Python errors
-that a caller would expect (``ValueError``, ``FileNotFoundError``, ...). Every other exception is a bug, of this package
-or of somebody's own code, and keeps its traceback.
+Code that finds a mistake in a config, a file or a command raises one of these. The subclasses are also the Python
+errors that a caller would expect (``ValueError``, ``FileNotFoundError``, ...). Every other exception is a bug of this
+package or of the user's own code, and keeps its traceback.
 """
 
 import re
@@ -27,7 +27,7 @@ _BUILDING = "while building "
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: the message says what, where and what to do, and stands alone."""
+    """A mistake in the user's input. The message says what is wrong, where it is and what to do."""
 
 
 class ConfigError(UserError):
@@ -39,11 +39,11 @@ class InvalidInputError(UserError, ValueError):
 
 
 class InvalidTypeError(UserError, TypeError):
-    """An argument of a type, or a keyword, that is not accepted."""
+    """An argument whose type, or a keyword whose name, is not accepted."""
 
 
 class MissingFileError(UserError, FileNotFoundError):
-    """A file or a folder that is not there."""
+    """A file or a folder that does not exist."""
 
 
 class MissingPackageError(UserError, ImportError):
@@ -54,11 +54,11 @@ class UnknownNameError(UserError, KeyError):
     """A name that is not known."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError's own shows the repr, with its line breaks escaped
+        return str(self.args[0])  # That of KeyError is the repr of the message, with escaped line breaks.
 
 
 def add_hint(error: BaseException, hint: str) -> None:
-    """Add a line that is printed below the error's message; Python 3.10 has no ``add_note``."""
+    """Add a line that is printed below the message of an error. Python 3.10 has no ``add_note``."""
     if sys.version_info >= (3, 11):
         error.add_note(hint)
     else:
@@ -66,7 +66,7 @@ def add_hint(error: BaseException, hint: str) -> None:
 
 
 def hints_of(error: BaseException) -> list[str]:
-    """Return the lines that :func:`add_hint` added to an error."""
+    """Return the lines that :func:`add_hint` has added to an error."""
     return list(getattr(error, "__notes__", []))
 
 
@@ -74,7 +74,7 @@ def hints_of(error: BaseException) -> list[str]:
 def build_step(name: str) -> Iterator[None]:
     """Add ``while building <name>`` to an error of the block.
 
-    Steps within each other share one line, outermost first: ``while building DeformableDETR > ResNet``.
+    Nested steps share one line, with the outermost step first, such as ``while building DeformableDETR > ResNet``.
     """
     try:
         yield
@@ -90,6 +90,6 @@ def build_step(name: str) -> Iterator[None]:
 
 
 def built_names(error: BaseException) -> list[str]:
-    """Return the names of the :func:`build_step` blocks that an error passed through, outermost first."""
+    """Return the names of the :func:`build_step` blocks that an error has passed through, the outermost first."""
     inner = next((note for note in hints_of(error) if note.startswith(_BUILDING)), None)
     return [] if inner is None else re.split(r" > ", inner.removeprefix(_BUILDING))

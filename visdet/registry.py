@@ -1,8 +1,8 @@
-"""visdet's registries: a child in scope ``visdet`` of every registry mmengine knows, and ``OPS`` for functions.
+"""visdet's registries, which are children, in scope ``visdet``, of mmengine's registries, and ``OPS`` for functions.
 
-A registry imports the packages named in its ``locations`` at its first look-up, so
-``MODELS.build(dict(type='MultiScaleDeformableAttention', ...))`` and ``type='visdet.DeformableDETR'`` in a
-foreign config work with nothing imported before. An unknown name raises an :class:`UnknownNameError`, which is a
+A registry imports the packages in its ``locations`` at its first look-up. Therefore,
+``MODELS.build(dict(type='MultiScaleDeformableAttention', ...))``, and ``type='visdet.DeformableDETR'`` in a config of
+another package, work without other imports. An unknown name raises an :class:`UnknownNameError`, which is a
 ``KeyError``, with the nearest names and the files that register them.
 """
 
@@ -61,14 +61,15 @@ def _origin(registered: Any) -> str:
 
 
 class Registry(_MMEngineRegistry):
-    """An mmengine registry that answers an unknown name with a ``KeyError`` naming the nearest ones.
+    """An mmengine registry that raises a ``KeyError`` with the nearest names for an unknown name.
 
-    ``name in registry`` stays a plain question: it answers ``False`` and raises nothing. An error of a build says
-    what was being built.
+    ``name in registry`` is ``False`` for an unknown name and raises nothing. An error of a build says what was being
+    built.
 
     Args:
-        variable: the name of the registry in this module; by default its own in capitals.
-        **options: mmengine's.
+        name: the name of the registry.
+        variable: the name of the variable in this module. The default is ``name`` in capitals.
+        **options: other arguments of mmengine's Registry.
     """
 
     def __init__(self, name: str, variable: str | None = None, **options: Any) -> None:
@@ -76,22 +77,22 @@ class Registry(_MMEngineRegistry):
         self._variable = variable or name.upper()
 
     def build(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build what a config dict describes, see mmengine's ``Registry.build``."""
+        """Build the object that a config dict describes; see mmengine's ``Registry.build``."""
         kind = cfg.get("type") if isinstance(cfg, dict) else None
         name = kind.rsplit(".", 1)[-1] if isinstance(kind, str) else getattr(kind, "__name__", self.name)
         with build_step(str(name)):
             return super().build(cfg, *args, **kwargs)
 
     def get(self, key: str) -> Any:
-        """Return what ``key`` names in this registry or its parents.
+        """Return the object of the name ``key`` in this registry or its parents.
 
         Raises:
-            UnknownNameError: the name is unknown; the message lists the nearest names and where they are registered.
+            UnknownNameError: the name is unknown. The message lists the nearest names and where they are registered.
         """
-        self.import_from_location()  # whose own errors are not a name's
+        self.import_from_location()  # Errors of this import are not caught below.
         try:
             registered = super().get(key)
-        except RuntimeError:  # mmengine's way to say that a dotted path does not import
+        except RuntimeError:  # mmengine raises this if a dotted path cannot be imported.
             registered = None
         if registered is None:
             raise UnknownNameError(self._unknown_name_message(key))

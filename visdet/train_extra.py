@@ -1,4 +1,4 @@
-"""The packages of the extra ``train``: the operators need torch alone, everything else needs these too."""
+"""The packages of the extra ``train``, which everything except the operators needs in addition to torch."""
 
 import functools
 import importlib.util
@@ -7,7 +7,7 @@ from visdet.errors import MissingPackageError
 
 __all__ = ["require_train_extra"]
 
-# Those that are imported with visdet.models, visdet.datasets and so on, by their import names.
+# The import names of the packages that visdet.models, visdet.datasets and so on import.
 _PACKAGES = ("mmengine", "numpy", "torchvision", "scipy", "cv2", "PIL", "matplotlib", "rich")
 
 
@@ -17,10 +17,13 @@ def _missing_packages() -> tuple[str, ...]:
 
 
 def require_train_extra(needed_by: str) -> None:
-    """Raise a :class:`MissingPackageError` that says what to install where a package of the extra is missing.
+    """Check that the packages of the extra ``train`` are installed.
 
     Args:
         needed_by: the module or program that needs them, for the message.
+
+    Raises:
+        MissingPackageError: a package is missing. The message says what to install.
     """
     if missing := _missing_packages():
         raise MissingPackageError(

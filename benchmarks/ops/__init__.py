@@ -1,1 +1,1 @@
-"""One file per operator, each with a list ``CASES``; ``benchmarks.run`` finds them by looking into this folder."""
+"""One file per operator with a list ``CASES``. ``benchmarks.run`` finds all files in this folder."""

@@ -1,4 +1,4 @@
-"""box_key_points: the key points of SparseDrive's detection head, at one and six images a batch."""
+"""Cases of box_key_points, with the key points of SparseDrive's detection head at batch sizes 1 and 6."""
 
 from functools import partial
 from typing import Any
@@ -15,14 +15,14 @@ DIMS, FIXED, LEARNABLE = 11, 7, 6
 
 
 def make_arguments(dtype: torch.dtype, device: torch.device, *, B: int, Q: int) -> tuple[Any, ...]:
-    """Return anchors, fixed places and logits."""
+    """Return anchors, fixed points and logits."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((B, Q, DIMS), (FIXED, 3), (B, Q, LEARNABLE * 3))
     return tuple(torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes)
 
 
 def work_of(dtype: torch.dtype, *, B: int, Q: int) -> dict[str, Work]:
-    """Return the bytes of every input and output, and the products and sums of turning a point and back."""
+    """Return the bytes of every input and output, and the operations that rotate the points and their gradients."""
     points = FIXED + LEARNABLE
     read, written = B * Q * (8 + LEARNABLE * 3) * dtype.itemsize, B * Q * points * 3 * dtype.itemsize
     return {

@@ -1,4 +1,4 @@
-"""deformable_aggregation: SparseDrive's detection and map heads, at one and six images a batch."""
+"""Cases of deformable_aggregation, with the sizes of SparseDrive's detection and map heads at batch sizes 1 and 6."""
 
 from functools import partial
 from typing import Any
@@ -18,10 +18,10 @@ Levels = tuple[tuple[int, int], ...]  # (height, width)
 CAMERAS, GROUPS, CHANNELS = 6, 8, 256
 LEVELS: Levels = ((64, 176), (32, 88), (16, 44), (8, 22))  # 704 x 256 pixels at strides 4 to 32
 
-# As for ms_deform_attn: sums in float32, one rounding to 16 bits at the end.
+# As for ms_deform_attn, sums are float32, and results are rounded to 16 bits once.
 VALUE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 COORDINATE_TOLERANCE = 2e-5
-CHANNEL_FLOPS = {"forward": 8, "backward": 16}  # of one sample and channel, as for ms_deform_attn
+CHANNEL_FLOPS = {"forward": 8, "backward": 16}  # operations of one sample and channel, as for ms_deform_attn
 
 
 def make_arguments(
@@ -29,10 +29,10 @@ def make_arguments(
 ) -> tuple[Any, ...]:
     """Return features, level_shapes and level_starts (on the CPU), locations, weights.
 
-    Each (point, camera) pair is visible with probability ``visible`` and then uniform in the image; weights are a
-    softmax over P * V * L. Positions stay a tenth of a texel of the finest level from every level's texel centres,
-    where the gradient of a location jumps (the sizes of the levels must be powers of two apart). Only features have
-    the type ``dtype``.
+    Each (point, camera) pair is visible with probability ``visible``, and its location is then uniform in the image.
+    Weights are a softmax over P * V * L. Positions keep a tenth of a texel of the finest level from the texel centres
+    of all levels, where the gradient of a location jumps. The sizes of the levels must therefore differ by powers of
+    two. Only features have the dtype ``dtype``.
     """
     generator = torch.Generator().manual_seed(0)
     V, G, C, L = CAMERAS, GROUPS, CHANNELS, len(levels)
@@ -53,7 +53,7 @@ def make_arguments(
 
 
 def work_of(dtype: torch.dtype, *, B: int, Q: int, P: int, levels: Levels, visible: float) -> dict[str, Work]:
-    """Return the bytes and operations of forward and backward; samples read rows that L1 cannot hold."""
+    """Return the bytes and operations of forward and backward. Samples read rows that L1 cannot hold."""
     element, L = dtype.itemsize, len(levels)
     S = CAMERAS * sum(H * W for H, W in levels)
     pairs = int(B * Q * P * CAMERAS * visible)
@@ -86,9 +86,10 @@ def work_of(dtype: torch.dtype, *, B: int, Q: int, P: int, levels: Levels, visib
 def grid_sample_path(
     features: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return what users without a compiled operator compute: grid_sample of all cameras per level, weighted, summed.
+    """Return the result in plain torch, which is the weighted sum of grid_sample of all cameras for each level.
 
-    It keeps grid_sample's border, half a texel wider than the operator's. 16-bit features are widened first.
+    The border is that of grid_sample, which is half a texel wider than the operator's. 16-bit features are converted to
+    the dtype of the locations first.
     """
     B, _, C = features.shape
     _, Q, P, V, L, G = weights.shape

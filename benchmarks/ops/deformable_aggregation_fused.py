@@ -1,4 +1,4 @@
-"""deformable_aggregation_fused against the same from separate operators: projection, softmax, aggregation."""
+"""Cases of deformable_aggregation_fused, compared with separate operators for projection, softmax and aggregation."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ from .deformable_aggregation import work_of as plain_work_of
 
 __all__ = ["CASES"]
 
-VISIBLE = 1 / CAMERAS  # every point is seen by one camera
+VISIBLE = 1 / CAMERAS  # One camera sees each point.
 
 
 def make_arguments(
@@ -36,8 +36,8 @@ def make_arguments(
 ) -> tuple[Any, ...]:
     """Return features, level_shapes, level_starts, key_points, projection, image_wh, logits, camera_logits, keep.
 
-    Camera v sees the points of v < x < v + 1, at (x - v, y): the places of deformable_aggregation's case. Logits have
-    the type of features, as autocast leaves them.
+    Camera v sees the points with v < x < v + 1 at (x - v, y), which are the locations of deformable_aggregation's case.
+    Logits have the dtype of features, as under autocast.
     """
     features, shapes, starts, locations, _ = make_plain_arguments(
         dtype, device, B=B, Q=Q, P=P, levels=levels, visible=1.0
@@ -71,7 +71,7 @@ def composed(
     keep: Tensor,
     sample: Callable[..., Tensor] = deformable_aggregation,
 ) -> Tensor:
-    """Return the same from separate operators, as SparseDrive's module does."""
+    """Return the same result by separate operators, as in SparseDrive's module."""
     extended = torch.cat([key_points, torch.ones_like(key_points[..., :1])], -1)
     pixels = (projection[:, :, None, None] @ extended[:, None, ..., None]).squeeze(-1)
     locations = pixels[..., :2] / pixels[..., 2:3].clamp(min=1e-5) / image_wh[:, :, None, None]
@@ -112,7 +112,7 @@ def _tolerance(dtype: torch.dtype) -> dict[str, float]:
     return {
         "output": value,
         "features": value,
-        "key_points": 10 * COORDINATE_TOLERANCE,  # sums of six cameras' and four levels' differences
+        "key_points": 10 * COORDINATE_TOLERANCE,  # The gradient sums over six cameras and four levels.
         "logits": max(value, COORDINATE_TOLERANCE),
         "camera_logits": max(value, COORDINATE_TOLERANCE),
     }

@@ -1,4 +1,4 @@
-"""The detection operators at mmdet's usual sizes, beside torchvision called directly and plain torch."""
+"""Cases of the detection operators with mmdet's usual sizes, compared with torchvision, mmcv and plain torch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +51,7 @@ def _scored(dtype: torch.dtype, device: torch.device, *, N: int, classes: int) -
     generator = _seeded()
     boxes = _boxes(N, generator).repeat(classes, 1)
     boxes = boxes + torch.rand(boxes.shape, generator=generator) * 4
-    boxes = (boxes * 32).round() / 32  # shifted by eighty classes they are still exact
+    boxes = (boxes * 32).round() / 32  # so that they are still exact after they are shifted by eighty classes
     scores = torch.rand(N * classes, generator=generator)
     idxs = torch.arange(classes).repeat_interleave(N)
     return boxes.to(device, dtype), scores.to(device, dtype), idxs.to(device)
@@ -72,7 +72,7 @@ def _convolved(
 
 
 def _classified(dtype: torch.dtype, device: torch.device, *, N: int, C: int) -> tuple[Any, ...]:
-    """Logits about as rare as a trained head's, one row in fifty of a class."""
+    """Return logits about as low as those of a trained head, and targets of which one in fifty is a class."""
     generator = _seeded()
     logits = torch.randn(N, C, generator=generator) * 2 - 4
     is_object = torch.rand(N, generator=generator) < 0.02
@@ -97,7 +97,7 @@ def _masked(
 
 
 def _with_kept(keep: Function) -> Function:
-    """Return what visdet's nms returns first, of torchvision's, which returns indices alone."""
+    """Return a function that gives the first result of visdet's nms by one that returns only indices."""
 
     def detections(boxes: Tensor, scores: Tensor, idxs: Tensor) -> Tensor:
         kept = keep(boxes, scores, idxs)
@@ -107,7 +107,7 @@ def _with_kept(keep: Function) -> Function:
 
 
 def _plain_nms(threshold: float, boxes: Tensor, scores: Tensor, idxs: Tensor) -> Tensor:
-    """Boxes of each class one after another, by visdet's plain torch."""
+    """Return the kept indices, computed for each class separately by visdet's plain torch."""
     kept = []
     for members in [(idxs == c).nonzero().squeeze(1) for c in idxs.unique()]:
         kept.append(members[kept_by_plain_torch(boxes[members], scores[members], threshold)])
@@ -116,7 +116,7 @@ def _plain_nms(threshold: float, boxes: Tensor, scores: Tensor, idxs: Tensor) ->
 
 
 def _corner_pool_by_doubling(x: Tensor) -> Tensor:
-    """``corner_pool(x, "left")`` in log2(W) maxima over ever longer steps."""
+    """Return ``corner_pool(x, "left")``, computed by log2(W) maxima over steps of doubling length."""
     step = 1
     while step < x.shape[3]:
         x = torch.cat([torch.maximum(x[..., :-step], x[..., step:]), x[..., -step:]], 3)
@@ -125,7 +125,7 @@ def _corner_pool_by_doubling(x: Tensor) -> Tensor:
 
 
 def _torchvision(make: Callable[[Any], Function], differentiable: tuple[int, ...]) -> Peer:
-    """Return the peer whose function ``make`` takes out of torchvision.ops."""
+    """Return the peer whose function ``make`` selects from torchvision.ops."""
 
     def load() -> Callable[..., Call]:
         import torchvision
@@ -137,7 +137,7 @@ def _torchvision(make: Callable[[Any], Function], differentiable: tuple[int, ...
 
 
 def _mmcv(make: Callable[[Any], Function], differentiable: tuple[int, ...]) -> Peer:
-    """Return mmcv's own operator; an mmcv that visdet serves is no peer."""
+    """Return the peer whose function ``make`` selects from mmcv.ops. An mmcv with visdet's operators is not a peer."""
 
     def load() -> Callable[..., Call]:
         import mmcv._ext
@@ -152,7 +152,10 @@ def _mmcv(make: Callable[[Any], Function], differentiable: tuple[int, ...]) -> P
 
 
 def _work(case: tuple[Any, ...], outputs: int, flops: int, dtype: torch.dtype) -> dict[str, Work]:
-    """Count each input and output once; the backward reads inputs and gradient, and writes as much as it read."""
+    """Return the bytes and operations of forward and backward.
+
+    The forward reads each input and writes the output once. The backward also writes as much as the inputs.
+    """
     make, sizes = case
     tensors = [t for t in make(dtype, torch.device("cpu"), **sizes) if isinstance(t, Tensor)]
     inputs = sum(t.numel() * t.element_size() for t in tensors)
@@ -180,7 +183,7 @@ def _case(
     dtypes: tuple[torch.dtype, ...] = FLOAT32,
     **changes: Any,
 ) -> Case:
-    """Make a case; a reference that is a loop over boxes or regions is no contestant."""
+    """Return a case. ``is_contestant`` is False if the reference is a loop over boxes or regions, and not timed."""
     positions = tuple(differentiable.values())
     plain = Peer("torch", lambda: lambda *arguments: Call(reference, arguments, positions))
     peers = [plain] if is_contestant else []
@@ -294,7 +297,7 @@ CASES = [
         is_contestant=False,
         outputs=512 * 256 * 49 * 2,
         flops=512 * 256 * 49 * 9,
-        # Other bins: a time to compare with, no result.
+        # torchvision's bins differ, so that only its time can be compared.
         torchvision=lambda tv: lambda x, rois: tv.roi_pool(x, rois.to(x.dtype), 7, 1 / 8),
         mmcv=lambda mm: lambda x, rois: mm.roi_pool(x, rois.to(x.dtype), 7, 1 / 8),
         dtypes=ALL,

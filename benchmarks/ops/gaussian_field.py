@@ -1,4 +1,4 @@
-"""gaussian_field: a training step's sizes, the CPU's, and 10^9 pairs."""
+"""Cases of gaussian_field, with the sizes of a training step, sizes for a CPU, and 10^9 pairs."""
 
 from functools import partial
 from typing import Any
@@ -13,17 +13,19 @@ from ..case import Call, Case, Peer, Work
 
 __all__ = ["CASES", "make_arguments", "vectorised_path", "work_of"]
 
-# Additions and multiplications of one pair, the exponential counted as one: the difference 3, the solve 9, the
-# square 5, the sum 2. Backward: those twice (once a side), u 9 and three sums 6; s v 3, ten sums 19.
+# Additions and multiplications of one pair, where the exponential counts as one. The forward has 3 for the difference,
+# 9 for the solve, 5 for the square and 2 for the sum. The backward has those twice (once for the points and once for
+# the Gaussians), 9 for u and 6 for three sums, 3 for s v, and 19 for ten sums.
 PAIR_FLOPS = {"forward": 20, "backward": 75}
 
-CHUNK = 2000  # points of the gate's reference at a time: 10^4 Gaussians take half a gigabyte a tensor
+# Number of points that the gate's reference computes at once. With 10^4 Gaussians, a tensor then takes half a gigabyte.
+CHUNK = 2000
 
 
 def make_arguments(
     dtype: torch.dtype, device: torch.device, *, B: int, N: int, size: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return points and means uniform in the unit cube, factors of about ``size``, and weights."""
+    """Return points and means that are uniform in the unit cube, factors of about ``size``, and weights."""
     generator = torch.Generator().manual_seed(0)
     points = torch.rand(B, 3, generator=generator)
     means = torch.rand(N, 3, generator=generator)
@@ -44,14 +46,14 @@ def work_of(dtype: torch.dtype, *, B: int, N: int, size: float) -> dict[str, Wor
 
 
 def vectorised_path(points: Tensor, means: Tensor, cholesky: Tensor, weights: Tensor) -> Tensor:
-    """Return the field as plain torch users compute it: the inverse factors once, then [B, N, 3] at a time."""
+    """Return the field in plain torch, which inverts the factors once and then computes all [B, N, 3] at once."""
     difference = points[:, None] - means
     v = torch.einsum("nij,bnj->bni", torch.linalg.inv(cholesky), difference)
     return torch.exp(-0.5 * v.square().sum(-1)) @ weights
 
 
 def chunked_reference(points: Tensor, means: Tensor, cholesky: Tensor, weights: Tensor) -> Tensor:
-    """Return the definition of the field, a few points at a time, recomputed in the backward."""
+    """Return the field by its definition for a few points at a time, which are recomputed in the backward."""
     chunks = [
         checkpoint(gaussian_field_reference, chunk, means, cholesky, weights, use_reentrant=False)
         for chunk in points.split(CHUNK)

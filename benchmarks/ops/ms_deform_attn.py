@@ -1,4 +1,4 @@
-"""ms_deform_attn: the encoder, decoder and many-image shapes, and the sizes that kernels specialise away."""
+"""Cases of ms_deform_attn, with shapes of encoders, decoders and many images, and sizes without special kernels."""
 
 import math
 from functools import partial
@@ -21,20 +21,22 @@ PYRAMID: Levels = ((100, 134), (50, 67), (25, 34), (13, 17))  # 800 x 1066 pixel
 MANY_IMAGES: Levels = ((92, 160), (46, 80), (23, 40), (20, 12))
 POWERS_OF_TWO: Levels = ((128, 128), (64, 64), (32, 32))  # 1024 x 1024 pixels at strides 8 to 32
 OFFSET_PIXELS = 3.0  # standard deviation of a local sample around its query, in pixels of each level
-TEXEL_MARGIN = 1e-3  # positions keep this far from texel centres, where the gradient of a location jumps
-L1_BYTES = 228 << 10  # of one SM: a level's map of one head and image that fits is read at the rate of L1
+TEXEL_MARGIN = 1e-3  # distance of positions from texel centres, where the gradient of a location jumps
+# The L1 of one SM. If a level's map of one head and image fits into it, it is read at the rate of L1.
+L1_BYTES = 228 << 10
 
-# The sums are float32 and positions are off by half an ulp of their pixel coordinate (4e-6 at width 134): plain
-# torch in float32 is off by as much, up to 8e-6 on these cases. The output and the gradient of value are rounded
-# once to 16 bits, at most a relative 2^-8 (bfloat16) or 2^-11 (float16).
+# The sums are float32, and positions have an error of half an ulp of their pixel coordinate (4e-6 at width 134). The
+# error of plain torch in float32 is as large, up to 8e-6 on these cases. The output and the gradient of value are
+# rounded once to 16 bits, with a relative error of at most 2^-8 (bfloat16) or 2^-11 (float16).
 VALUE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 COORDINATE_TOLERANCE = 2e-5
 
-# Operations of one sample, besides those per channel. Position: 2 multiplications, 2 subtractions; fractions and their
-# complements: 4; corner weights: 6. Backward: those again, weight gradient 7, location gradient 2 x 7.
+# Operations of one sample, without those per channel. The position takes 2 multiplications and 2 subtractions, the
+# fractions and their complements 4, and the corner weights 6. The backward takes those again, 7 for the gradient of the
+# weight and 2 x 7 for that of the location.
 SAMPLE_FLOPS = {"forward": 14, "backward": 35}
-# Operations of one sample and channel: four corners, a multiplication and an addition each; backward does that
-# twice, for the four dot products and for the gradient of value.
+# Operations of one sample and channel, which are a multiplication and an addition for each of four corners. The
+# backward does that twice, for the four dot products and for the gradient of value.
 CHANNEL_FLOPS = {"forward": 8, "backward": 16}
 
 
@@ -52,8 +54,9 @@ def make_arguments(
 ) -> tuple[Any, ...]:
     """Return value, level_shapes (on the CPU), level_starts, locations, weights.
 
-    ``local``: Q = S queries at the texel centres, samples at N(0, 3 pixels of each level) around them; otherwise
-    samples are uniform in 0..1. Weights are a softmax over L * P. Only value has the type ``dtype``.
+    With ``local``, there are Q = S queries at the texel centres, and samples are normally distributed around them with
+    a standard deviation of 3 pixels of each level. Otherwise, samples are uniform in 0..1. Weights are a softmax over
+    L * P. Only value has the dtype ``dtype``.
     """
     generator = torch.Generator().manual_seed(0)
     level_shapes = torch.tensor(levels)
@@ -84,9 +87,9 @@ def work_of(
 ) -> dict[str, Work]:
     """Return the bytes and operations of forward and backward.
 
-    Samples read four corners of C values, and the backward adds four corners of C float32 to the gradient.
-    Local samples are taken to be served by L1, as are uniform ones on levels small enough for it; the others come
-    from L2, one image at a time. Of value, rows that no sample can reach are not counted as moved.
+    Samples read four corners of C values, and the backward adds four corners of C float32 numbers to the gradient.
+    Local samples, and uniform samples on levels that fit into L1, are assumed to come from L1. The others come from L2,
+    one image at a time. Rows of value that no sample can reach do not count as moved.
     """
     element = dtype.itemsize
     S = sum(H * W for H, W in levels)
@@ -124,9 +127,10 @@ def work_of(
 def grid_sample_path(
     value: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return what users without a compiled operator compute: grid_sample per level, stacked, weighted, summed.
+    """Return the result in plain torch, which is the weighted sum of grid_sample for each level.
 
-    16-bit values are widened first: grid_sample wants its grid in the same type, and coordinates of 16 bits miss.
+    16-bit values are converted to the dtype of the locations first, because grid_sample needs its grid in the same
+    dtype, and 16-bit coordinates are too inaccurate.
     """
     B, _, G, C = value.shape
     _, Q, _, L, P, _ = locations.shape
@@ -143,7 +147,7 @@ def grid_sample_path(
 
 
 def _torch_memory(arguments: tuple[Any, ...]) -> int:
-    """Estimate grid_sample_path forward and backward: samples, stack, product and gradients of two of them."""
+    """Return an estimate for grid_sample_path, which keeps the samples, their stack, the product and two gradients."""
     value, _, _, _, weights = arguments
     return 5 * weights.numel() * value.shape[-1] * weights.element_size()
 
@@ -168,7 +172,7 @@ def _load_dcnv4() -> Any:
     from DCNv4.functions import FlashDeformAttnFunction
 
     def adapt(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Call:
-        # It takes logits behind the locations, in the type of value; the softmax of log(weights) is weights.
+        # DCNv4 takes logits after the locations, in the dtype of value. The softmax of log(weights) is weights.
         packed = torch.cat([locations.flatten(3), weights.log().flatten(3)], -1).to(value.dtype)
         tensors = (value, shapes.to(value.device), starts.to(value.device), packed)
         arguments = (*tensors, _im2col_step(value.shape[0]), weights.shape[-1])
@@ -178,7 +182,11 @@ def _load_dcnv4() -> Any:
 
 
 def _load_deformops(backend: str | None) -> Any:
-    """Load deformops 3 (Python 3.12): the backend of its own choice, on a GPU Triton's, or the one named."""
+    """Load deformops 3, which needs Python 3.12.
+
+    Args:
+        backend: the name of the backend. With None, deformops chooses, which is Triton on a GPU.
+    """
     from deformops.registry import Backend, msda
 
     if backend is not None and not msda.is_registered(Backend(backend)):
@@ -186,7 +194,7 @@ def _load_deformops(backend: str | None) -> Any:
     function = partial(msda, backend=backend and Backend(backend))
 
     def adapt(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Call:
-        # It takes tensors of one type only. Locations of 16 bits miss by pixels, as its output error shows.
+        # deformops takes tensors of one dtype only. 16-bit locations are off by pixels, as its output error shows.
         samples = locations.to(value.dtype), weights.to(value.dtype)
         return Call(function, (value, shapes.to(value.device), starts.to(value.device), *samples), (0, 3, 4))
 
@@ -194,7 +202,7 @@ def _load_deformops(backend: str | None) -> Any:
 
 
 def _im2col_step(B: int) -> int:
-    """Return the batch entries of one launch: 64 as everywhere, or the largest that divides a larger batch."""
+    """Return the number of batch entries per launch, which is 64, or for larger batches a common divisor with 64."""
     return 64 if B <= 64 else math.gcd(64, B)
 
 

@@ -1,4 +1,4 @@
-"""ms_deform_attn_fused, and the attention module around it, against the same from separate operators."""
+"""Cases of ms_deform_attn_fused and of the attention module around it, compared with separate operators."""
 
 from functools import partial
 from typing import Any
@@ -17,10 +17,10 @@ from .ms_deform_attn import make_arguments as make_plain_arguments
 __all__ = ["CASES"]
 
 ENCODER = dict(B=2, Q=sum(H * W for H, W in PYRAMID), G=8, C=32, P=4, levels=PYRAMID, local=True)
-# Offsets are multiples of 1/64 pixel, references lie between two: no position is at a texel centre, where the gradient
-# of a location jumps, whatever type the offsets have.
+# Offsets are multiples of 1/64 pixel, and references lie between two of them. No position is therefore at a texel
+# centre, where the gradient of a location jumps, whatever dtype the offsets have.
 GRID = 64
-# Of the module, in the order of ms_deform_attn_projected: the features that each puts out.
+# The output features of the module's layers, in the order of ms_deform_attn_projected.
 LAYERS = {"sampling_offsets": 8 * 16 * 2, "attention_weights": 8 * 16, "value_proj": 256, "output_proj": 256}
 MODULE_INPUTS = {
     name: position
@@ -29,10 +29,10 @@ MODULE_INPUTS = {
     )
 }
 
-# Gradients of offsets and logits are rounded to their own type. A softmax divides errors by no more than the sum.
+# Gradients of offsets and logits are rounded to the dtype of these tensors.
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
-# Of the module. Its positions may be near texel centres, so that single gradients that pass through the offsets differ
-# between two right implementations: those of query and sampling_offsets say little.
+# These are the tolerances of the module. Its positions may be near texel centres, so that single gradients through the
+# offsets differ between two right implementations. Those of query and sampling_offsets therefore say little.
 MODULE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 LOOSE_TOLERANCE = {"query": 2.0, "sampling_offsets.weight": 0.5, "sampling_offsets.bias": 0.5}
 
@@ -42,8 +42,8 @@ def make_arguments(
 ) -> tuple[Any, ...]:
     """Return value, level_shapes, level_starts, reference_points, offsets, logits, num_points.
 
-    The locations are those of ms_deform_attn's case, in steps of 1 / GRID pixel. Boxes have the size that makes an
-    offset of one worth a pixel. Offsets and logits have the type of value, as autocast leaves them.
+    The locations are those of ms_deform_attn's case, rounded to 1 / GRID pixel. The size of boxes is such that an
+    offset of one is one pixel. Offsets and logits have the dtype of value, as under autocast.
     """
     value, level_shapes, starts, locations, weights = make_plain_arguments(dtype, device, **sizes)
     size = level_shapes.flip(1).to(locations)  # [L, 2] (width, height)
@@ -57,7 +57,7 @@ def make_arguments(
 
 
 def make_module_arguments(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    """Return query, memory, the layers' weights and biases, level_shapes, level_starts, references, dtype."""
+    """Return query, memory, the weights and biases of the layers, level_shapes, level_starts, references and dtype."""
     _, level_shapes, starts, locations, _ = make_plain_arguments(torch.float32, device, **ENCODER)
     generator = torch.Generator().manual_seed(2)
 
@@ -82,7 +82,7 @@ def composed(
     num_points: list[int],
     sample: Any = ms_deform_attn,
 ) -> Tensor:
-    """Return the same from separate operators, as other modules do: softmax, locations, then ``sample``."""
+    """Return the same result by separate operators for softmax, locations and ``sample``, as in other modules."""
     coordinates = torch.promote_types(offsets.dtype, torch.float32)
     weights = logits.to(coordinates).softmax(-1).unflatten(3, (len(num_points), -1))
     offsets = offsets.to(coordinates).unflatten(3, (len(num_points), -1))
@@ -95,13 +95,13 @@ def composed(
 
 
 def in_autocast(query: Tensor, dtype: torch.dtype) -> torch.autocast:
-    """Return autocast to ``dtype`` if it has 16 bits, but not for the reference's float64."""
+    """Return autocast to ``dtype``, which is enabled only for 16 bits, and not for the reference in float64."""
     enabled = dtype.itemsize == 2 and query.dtype != torch.float64
     return torch.autocast(query.device.type, dtype, enabled=enabled)
 
 
 def module(query: Tensor, memory: Tensor, *arguments: Any) -> Tensor:
-    """Return what MultiScaleDeformableAttention does of ``make_module_arguments``, in 16 bit under autocast."""
+    """Return the output of MultiScaleDeformableAttention for ``make_module_arguments``, under autocast for 16 bits."""
     *parameters, level_shapes, level_starts, reference_points, dtype = arguments
     with in_autocast(query, dtype):
         out = ms_deform_attn_projected(
@@ -113,7 +113,7 @@ def module(query: Tensor, memory: Tensor, *arguments: Any) -> Tensor:
 
 
 def composed_module(query: Tensor, memory: Tensor, *arguments: Any, sample: Any) -> Tensor:
-    """Return the same from separate layers around ``sample``."""
+    """Return the same result by separate layers around ``sample``."""
     *parameters, level_shapes, level_starts, reference_points, dtype = arguments
     layers = dict(zip(LAYERS, zip(parameters[::2], parameters[1::2], strict=True), strict=True))
     with in_autocast(query, dtype):
@@ -125,7 +125,7 @@ def composed_module(query: Tensor, memory: Tensor, *arguments: Any, sample: Any)
 
 
 def module_work(dtype: torch.dtype) -> dict[str, Work]:
-    """Return the work of the sampling and of the linear layers (twice that in the backward)."""
+    """Return the work of the sampling and of the linear layers, which have twice the work in the backward."""
     work = work_of(dtype, **ENCODER)
     tokens, features = ENCODER["B"] * ENCODER["Q"], 256 + 256 + 128 + 256
     flops, moved = 2 * tokens * 256 * features, tokens * (2 * 256 * 4 + features * dtype.itemsize)
@@ -151,7 +151,7 @@ def _module_peer(sample: Any) -> Any:
 
 
 def _torch_memory(arguments: tuple[Any, ...]) -> int:
-    """Estimate grid_sample_path forward and backward on the encoder's sizes."""
+    """Return an estimate for grid_sample_path, forward and backward, with the sizes of the encoder."""
     return 5 * ENCODER["B"] * ENCODER["Q"] * 8 * 16 * 32 * 4
 
 

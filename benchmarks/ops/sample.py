@@ -1,4 +1,4 @@
-"""sample_sum and sample_dot: random samples, as published, and epipolar lines, as used."""
+"""Cases of sample_sum and sample_dot, with random samples as in publications and with samples on epipolar lines."""
 
 from functools import partial
 from typing import Any
@@ -30,10 +30,10 @@ def make_arguments(
     epipolar: bool,
     channels_last: bool,
 ) -> tuple[Any, ...]:
-    """Return the operator's arguments; images alone have the type ``dtype``.
+    """Return the operator's arguments. Only images have the dtype ``dtype``.
 
-    Samples are uniform in -1.25..1.25 (64 % in the image), or lie evenly on a line through a random pixel; they keep a
-    tenth of a pixel from pixel centres, where their gradient jumps.
+    Samples are uniform in -1.25..1.25, of which 64 % are in the image, or they are evenly spaced between two random
+    points. They keep a tenth of a pixel from pixel centres, where their gradient jumps.
     """
     generator = torch.Generator().manual_seed(0)
     size = torch.tensor([W, H], dtype=torch.float32)
@@ -60,7 +60,7 @@ def make_arguments(
 def work_of(
     dtype: torch.dtype, *, B: int, C: int, H: int, W: int, Q: int, D: int, G: int, **_: Any
 ) -> dict[str, Work]:
-    """Return the bytes and operations of forward and backward, of samples in the image."""
+    """Return the bytes and operations of forward and backward for the samples that are in the image."""
     element = dtype.itemsize
     samples = int(B * Q * D * 0.64)
     image = B * C * H * W * element

@@ -1,7 +1,7 @@
 default_scope = "visdet"
 
-# Hooks and log lines count epochs or iterations as the training loop does; a checkpoint is saved every epoch,
-# or whenever an iteration-based run validates, unless checkpoint.interval says otherwise.
+# Hooks and log lines count epochs or iterations as the training loop does. Unless checkpoint.interval is set, a
+# checkpoint is saved after every epoch, or whenever an iteration-based run validates.
 default_hooks = dict(
     timer=dict(type="IterTimerHook"),
     logger=dict(type="LoggerHook", interval=50),
@@ -11,15 +11,15 @@ default_hooks = dict(
     visualization=dict(type="DetVisualizationHook"),
 )
 
-# Without a GPU the process group is gloo's, whatever the backend says.
+# Without a GPU, the process group uses gloo, whatever the backend is.
 env_cfg = dict(
     cudnn_benchmark=False,
     mp_cfg=dict(mp_start_method="fork", opencv_num_threads=0),
     dist_cfg=dict(backend="nccl"),
 )
 
-# Replay training steps, in a run of one process, and predictions as CUDA graphs. Each size of a batch is captured
-# once; with model.data_preprocessor.pad_size_divisor=128 there are few sizes.
+# With graph=True, predictions and, in a run of one process, training steps are replayed as CUDA graphs. Each size of a
+# batch is captured once. With model.data_preprocessor.pad_size_divisor=128 there are few sizes.
 graph = False
 
 vis_backends = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]

@@ -76,8 +76,8 @@ model = dict(
     test_cfg=dict(max_per_img=100),
 )
 
-# Half of the images are resized at once, the other half cropped between two resizings. The width of 4200 never binds:
-# no training image is more than seven times as wide as high.
+# Half of the images are only resized, and the other half are cropped between two resizings. The width of 4200 is never
+# reached, because no training image is more than seven times as wide as high.
 multi_scale = dict(
     type="RandomChoiceResize",
     scales=[(height, 1333) for height in range(480, 801, 32)],

@@ -1,4 +1,4 @@
-# Two stages with box refinement on the shapes set, from scratch, in minutes on two CPU cores.
+# Two-stage Deformable DETR with box refinement on the shapes data set, from scratch in minutes on two CPU cores.
 _base_ = [
     "../_base_/datasets/shapes_detection.py",
     "../_base_/schedules/schedule_shapes.py",

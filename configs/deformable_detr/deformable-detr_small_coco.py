@@ -1,6 +1,6 @@
-# The small detector of deformable-detr_shapes.py on data in COCO format, trained from scratch: a start without a GPU
-# and without pretrained weights. Images are scaled to fit into 320 x 320 pixels.
-# For your own data set data_root, ann_file, data_prefix and metainfo=dict(classes=(...)) in all three data sets,
+# The small detector of deformable-detr_shapes.py on data in COCO format, trained from scratch. It needs neither a GPU
+# nor pretrained weights. Images are scaled to fit into 320 x 320 pixels.
+# For your own data, set data_root, ann_file, data_prefix and metainfo=dict(classes=(...)) in all three data sets,
 # ann_file in the evaluators, and num_classes in the model.
 _base_ = ["./deformable-detr_shapes.py"]
 

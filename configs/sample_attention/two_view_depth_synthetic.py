@@ -1,5 +1,5 @@
-# Depth of one view from a second one, by attention along epipolar lines, learned from scratch on drawn pairs in minutes
-# on two CPU cores. Every pair is drawn when it is read; nothing is stored.
+# The depth of one view from a second one by attention along epipolar lines, trained from scratch on synthetic pairs in
+# minutes on two CPU cores. Every pair is drawn when it is read, and nothing is stored.
 _base_ = ["../_base_/default_runtime.py"]
 
 depth_range = (1.5, 6.0)
@@ -9,7 +9,7 @@ model = dict(
     embed_dims=32,
     num_blocks=3,
     num_depths=32,
-    depth_range=(1.2, 8.0),  # wider than depth_range: planes are slanted
+    depth_range=(1.2, 8.0),  # wider than that of the data, because planes are slanted
     attention=dict(type="FusedSampleAttention", num_heads=2, num_octaves=4),
 )
 

@@ -1,4 +1,4 @@
-# Sparse4D v3: SparseDrive's detection alone, with denoising; a total batch of 48 frames.
+# Sparse4D v3, which is SparseDrive's detection alone, with denoising and a total batch size of 48 frames.
 _base_ = ["./sparsedrive_r50_stage1_8xb8_nuscenes.py"]
 
 attention = dict(type="MultiheadAttention", embed_dims=512, num_heads=8, batch_first=True, dropout=0.1)

@@ -1,5 +1,6 @@
-# SparseDrive's second stage: motion and planning on top of what the first stage learned; a total batch of 48 frames.
-# Anchors: tools/make_anchors.py data/infos/nuscenes_infos_train.npz --out-dir data/kmeans
+# SparseDrive's second stage, which adds motion and planning to the weights of the first stage, with a total batch size
+# of 48 frames.
+# This command makes the anchors: tools/make_anchors.py data/infos/nuscenes_infos_train.npz --out-dir data/kmeans
 _base_ = [
     "../_base_/models/sparsedrive_r50.py",
     "../_base_/datasets/nuscenes_driving.py",
@@ -31,4 +32,4 @@ model_wrapper_cfg = dict(
     type="MMDistributedDataParallel", broadcast_buffers=False, find_unused_parameters=False
 )
 load_from = "work_dirs/sparsedrive_r50_stage1_8xb8_nuscenes/iter_43900.pth"
-strict_load = False  # the first stage has no motion and planning
+strict_load = False  # The first stage has no motion and planning.

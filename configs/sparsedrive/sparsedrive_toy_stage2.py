@@ -1,5 +1,5 @@
-# Motion and planning on the driving scenes, on top of what sparsedrive_toy_stage1.py learned and keeps, in minutes on
-# two CPU cores. Anchors: as there.
+# Motion and planning on the driving scenes, trained in minutes on two CPU cores. The weights of
+# sparsedrive_toy_stage1.py stay as they are. The anchors are those of that config, too.
 _base_ = [
     "../_base_/models/sparsedrive_toy.py",
     "../_base_/datasets/driving_scenes.py",
@@ -13,7 +13,7 @@ model = dict(
     freeze_perception=True,
 )
 
-# Frames of a sequence resemble each other: a step of planning learns from as many sequences as the batch is large.
+# Frames of a sequence resemble each other, so that a training step of planning needs as many sequences as possible.
 train_dataloader = dict(batch_size=8)
 
 val_evaluator = [
@@ -28,4 +28,4 @@ test_evaluator = val_evaluator
 visualizer = dict(type="DrivingVisualizer")
 randomness = dict(seed=0)
 load_from = "work_dirs/sparsedrive_toy_stage1/iter_3500.pth"
-strict_load = False  # the first stage has no motion and planning
+strict_load = False  # The first stage has no motion and planning.

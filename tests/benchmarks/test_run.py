@@ -318,7 +318,7 @@ def test_selection(capsys):
     assert not any(case.heavy for case in select(cases, [], CPU) + select(cases, ["ms_deform_attn"], CPU))
     assert heavy[0] in select(cases, [heavy[0].name], CPU)
     assert main(["--cases", "no-such-case"]) == 1
-    assert "--list names them" in capsys.readouterr().err
+    assert "--list lists the cases" in capsys.readouterr().err
     assert main(["--list"]) == 0
     assert "ms_deform_attn/decoder-q300: B2 Q300 G8 C32 L4 P4" in capsys.readouterr().out
 

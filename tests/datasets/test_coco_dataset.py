@@ -132,7 +132,7 @@ def test_classes_that_the_file_lacks(tmp_path, warnings_logged):
     [
         (
             lambda c: c.pop("images"),
-            r"needs a list under the key 'images'; its keys: annotations, categories",
+            r"needs a list under the key 'images'.*annotations, categories",
         ),
         (lambda c: c.pop("annotations"), "needs a list under the key 'annotations'"),
         (lambda c: c.update(categories={}), "needs a list under the key 'categories'"),

@@ -135,7 +135,7 @@ def test_a_folder_that_a_data_set_reads_is_not_replaced(tmp_path):
     dataset = DATASETS.build(config)
     other = dict(config, generator=SMALL | dict(num_train=4))
     with pytest.raises(
-        ValueError, match=r"holds num_train=\d+, not num_train=4; .*different values of data_root"
+        ValueError, match=r"holds num_train=\d+, not num_train=4.*different values of data_root"
     ):
         DATASETS.build(other)
     assert Path(dataset.get_data_info(0)["img_path"]).exists()

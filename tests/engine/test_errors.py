@@ -116,10 +116,8 @@ class BrokenTransform:
 
 def test_data_sets_of_a_run_name_the_same_classes(tmp_path):
     message = explained(tmp_path, val_dataloader__dataset__metainfo={"classes": ("bright", "dark")})
-    assert message.startswith(
-        "the classes of train_dataloader.dataset and val_dataloader.dataset differ: label 0 is 'dark' in the one and "
-        "'bright' in the other (2 and 2 classes)"
-    )
+    for part in ("train_dataloader.dataset", "val_dataloader.dataset", "label 0", "'dark'", "'bright'"):
+        assert part in message
 
 
 def test_an_unknown_data_set_is_told_the_registry_of_data_sets(tmp_path):

@@ -1,6 +1,7 @@
 """Reading logs and drawing them."""
 
 import json
+import re
 
 import pytest
 from PIL import Image
@@ -37,12 +38,12 @@ def test_a_killed_run_may_end_in_half_a_line(tmp_path):
 
 
 def test_what_is_no_log(tmp_path):
-    with pytest.raises(UserError, match="no log there"):
+    with pytest.raises(UserError, match=re.escape(str(tmp_path))):
         read_scalars(str(tmp_path))
     with pytest.raises(UserError, match="line 1 is not a record of scalars: 'hello'"):
         (tmp_path / "x.json").write_text("hello")
         read_scalars(str(tmp_path / "x.json"))
-    with pytest.raises(UserError, match="no number yet"):
+    with pytest.raises(UserError, match=r"y\.json"):
         read_scalars(write(tmp_path / "y.json", []))
 
 
@@ -58,5 +59,5 @@ def test_the_picture_has_a_panel_for_what_there_is(tmp_path):
 
 
 def test_a_log_without_any_known_curve(tmp_path):
-    with pytest.raises(UserError, match="neither a loss nor"):
+    with pytest.raises(UserError, match=r"a: .*learning rate"):
         draw_curves({"a": {"memory": {1: 2.0}}}, str(tmp_path / "x.png"))

@@ -145,7 +145,5 @@ def test_enable_amp(tmp_path):
     assert cfg.optim_wrapper.type == "AmpOptimWrapper" and cfg.optim_wrapper.optimizer.type == "AdamW"
     enable_amp(cfg)
     cfg.optim_wrapper.type = "ApexOptimWrapper"
-    with pytest.raises(
-        ConfigError, match=r"--amp needs .* to be 'OptimWrapper', the config has 'ApexOptimWrapper'"
-    ):
+    with pytest.raises(ConfigError, match=r"--amp .*'OptimWrapper'.*'ApexOptimWrapper'"):
         enable_amp(cfg)

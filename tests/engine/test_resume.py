@@ -214,7 +214,7 @@ def test_auto_without_a_checkpoint_loads_what_load_from_names(tmp_path, capsys):
     runner.load_or_resume()
     saved = read_checkpoint(stage1)["state_dict"]
     assert torch.equal(runner.model.conv.weight, saved["conv.weight"]) and runner.iter == 0
-    assert f"starting from the weights of {stage1}" in capsys.readouterr().out
+    assert f"starts from the weights of {stage1}" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="does not exist"):
         toy_runner(tmp_path / "stage2", resume="auto", load_from=stage1 + "x")
     train(tmp_path / "stage2", load_from=stage1, train_cfg__max_iters=5)
@@ -260,7 +260,7 @@ def test_the_main_process_decides_and_all_follow(monkeypatch):
 def test_auto_without_a_checkpoint_starts_from_scratch(tmp_path, capsys):
     runner = train(tmp_path, resume="auto", train_cfg__max_iters=5)
     assert runner.iter == 5
-    assert f"no checkpoint in {tmp_path}, starting from scratch" in capsys.readouterr().out
+    assert f"no checkpoint in {tmp_path}; the run starts from scratch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("loop", [{}, {**EPOCHS, "train_cfg__max_epochs": 1}], ids=["iterations", "epochs"])

@@ -380,7 +380,7 @@ def _too_large(samples):
             lambda i, s: (list(i), s),
             "tensor",
             TypeError,
-            "got list; raw samples go through model.data_preprocessor",
+            r"got list.*model\.data_preprocessor",
         ),
         (lambda i, s: (i, s[:1]), "tensor", ValueError, "one per image: got 1 for 2 images"),
         (

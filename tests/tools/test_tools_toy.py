@@ -114,7 +114,7 @@ def test_two_processes_on_the_cpu(tmp_path):
             [TOY_CONFIG, "iter_1.pth", TOY_CONFIG, "--out-dir", "/proc/nowhere"],
             "folder /proc/nowhere cannot be written: No such file or directory; choose another one with --out-dir",
         ),
-        ("analyze_logs", ["."], "no log there"),
+        ("analyze_logs", ["."], "there is no log"),
         *(
             (
                 tool,

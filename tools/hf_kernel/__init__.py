@@ -1,7 +1,7 @@
-"""visdet's detection operators as a kernel for Hugging Face's ``kernels``: torch, the standard library and this folder.
+"""visdet's detection operators as a kernel for Hugging Face's ``kernels``.
 
-``ops`` is what the package calls ``visdet.ops``. A process can hold the operators once, so that of a ``visdet.ops``
-that has been imported before is used.
+The kernel needs torch and the standard library only. ``ops`` is ``visdet.ops`` of the package. A process can load the
+operators only once, so that a ``visdet.ops`` that has already been imported is used instead.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Layers that ``kernels.kernelize`` puts in the place of a model's own: a forward each, without parameters."""
+"""Layers by which ``kernels.kernelize`` replaces a model's own. They have a ``forward`` but no parameters."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ __all__ = ["MultiScaleDeformableAttention"]
 
 
 class MultiScaleDeformableAttention(nn.Module):
-    """The class of that name in transformers' detectors."""
+    """A replacement for the class of this name in transformers' detectors."""
 
     has_backward = True
     can_torch_compile = True

@@ -1,4 +1,4 @@
-"""``python -m visdet.compat``: the bridges and what each would replace here; ``run``: a script under them."""
+"""The command ``python -m visdet.compat``, which lists the bridges, or runs a script with them."""
 
 import importlib.metadata
 import re
@@ -46,7 +46,7 @@ def version_of(name: str) -> str | None:
 
 
 def print_bridges() -> None:
-    """Print a table of the bridges, and how to run a script under them."""
+    """Print a table of the bridges, and the commands that run a script with them."""
     from visdet.ops import build_info
 
     for name, state in build_info().items():

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention as other packages call it: when visdet's operator takes a call, and how."""
+"""Multi-scale deformable attention as other packages call it, and the conditions under which visdet computes it."""
 
 import functools
 import warnings
@@ -22,11 +22,11 @@ _EXAMPLE_SHAPES = ((3, 5), (2, 2))
 
 
 def takes(value: Any) -> bool:
-    """Return whether visdet's operator takes a call with these values; otherwise the package's own path has to.
+    """Return whether visdet's operator can compute a call with these values. If not, the package's own path must do so.
 
-    It does for tensors on the CPU and on CUDA, eagerly and under ``torch.compile``. It does not where somebody records
-    the call to run it elsewhere (traces, scripts, exports), under ``torch.func`` and forward-mode differentiation, for
-    subclasses of tensors, other devices and other types.
+    It can for tensors on CPUs and CUDA GPUs, in eager mode and under ``torch.compile``. It cannot if the call is
+    recorded in order to run elsewhere (traces, scripts, exports), under ``torch.func`` and forward-mode
+    differentiation, for subclasses of tensors, and for other devices and dtypes.
     """
     if type(value) is not Tensor or value.dtype not in _DTYPES or is_recorded():
         return False
@@ -37,7 +37,7 @@ def takes(value: Any) -> bool:
 
 
 def is_recorded() -> bool:
-    """Return whether somebody needs plain torch: an export or a trace, ``torch.func``, forward-mode derivatives."""
+    """Return whether plain torch is needed, for an export, a trace, ``torch.func`` or forward-mode derivatives."""
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
     return (
@@ -56,7 +56,7 @@ def attend(
     locations: Tensor,  # [B, Q, G, L, P, 2] (x, y) in 0..1
     weights: Tensor,  # [B, Q, G, L, P]
 ) -> Tensor:  # [B, Q, G * C]
-    """Return ``visdet.ops.ms_deform_attn`` of a pyramid without gaps."""
+    """Return ``visdet.ops.ms_deform_attn`` for a pyramid without gaps."""
     return ops.ms_deform_attn(value, *level_tables(level_shapes), locations, weights)
 
 
@@ -67,7 +67,7 @@ def attend_ragged(
     weights: Tensor,  # [B, Q, G, K]
     num_points: Sequence[int],  # [L], K = sum
 ) -> Tensor:  # [B, Q, G * C]
-    """Return ``attend`` of levels with a number of samples each; shorter ones are filled up with zero weights."""
+    """Return ``attend`` for levels with different numbers of samples. Shorter levels are padded with zero weights."""
     L, P = len(num_points), max(num_points)
     if min(num_points) == P:
         return attend(value, level_shapes, locations.unflatten(3, (L, P)), weights.unflatten(3, (L, P)))
@@ -78,7 +78,7 @@ def attend_ragged(
 
 
 def level_tables(level_shapes: Any) -> tuple[Any, Tensor | None]:
-    """Return shapes and starts of the levels as visdet's operators take them; tables on the CPU are made once."""
+    """Return shapes and starts of the levels in the form of visdet's operators. Tables on the CPU are made once."""
     if isinstance(level_shapes, Tensor) or torch.compiler.is_compiling():
         return level_shapes, None
     return _tables_of(tuple((int(height), int(width)) for height, width in level_shapes))
@@ -88,7 +88,7 @@ def level_tables(level_shapes: Any) -> tuple[Any, Tensor | None]:
 def _tables_of(level_shapes: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
     areas = [height * width for height, width in level_shapes]
     starts = [sum(areas[:level]) for level in range(len(areas))]
-    with torch.inference_mode(False):  # a tensor made in that mode could not be saved for a backward later
+    with torch.inference_mode(False):  # An inference tensor could not be saved for a later backward pass.
         shapes = torch.tensor(level_shapes, dtype=torch.int64, device="cpu").view(-1, 2)
         return shapes, torch.tensor(starts, dtype=torch.int64, device="cpu")
 
@@ -96,19 +96,22 @@ def _tables_of(level_shapes: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tenso
 @functools.cache
 def _warn_of_missing_cuda() -> None:
     warnings.warn(
-        "visdet.compat: CUDA tensors keep the plain path of the package, for visdet's CUDA library is not loaded "
-        "(python -m visdet.doctor says why)",
+        "visdet.compat: CUDA tensors keep the plain path of the package, because visdet's CUDA library is not loaded. "
+        "`python -m visdet.doctor` tells the reason",
         CompatWarning,
         stacklevel=4,
     )
 
 
 def disagreement(candidate: Callable[..., Tensor], original: Callable[..., Tensor], kind: str) -> str | None:
-    """Return None where two implementations of the operator compute the same, or what is wrong with the original.
+    """Return None if two implementations of the operator agree, or otherwise what is wrong with the original.
 
-    They are functions of (value, level_shapes, locations, weights), by ``kind``: "levels" with locations
-    [B, Q, G, L, P, 2], "folded" with [B, Q, G, L * P, 2], "ragged" with the points of each level as fifth argument.
-    The small example reaches over every border, so that another convention for coordinates or borders shows.
+    The small example samples beyond every border, so that other conventions for coordinates or borders are noticed.
+
+    Args:
+        candidate, original: functions of (value, level_shapes, locations, weights).
+        kind: the layout of the locations. It is "levels" for [B, Q, G, L, P, 2] and "folded" for [B, Q, G, L * P, 2].
+            With "ragged", the layout is that of "folded", and the fifth argument is the number of points of each level.
     """
     generator = torch.Generator("cpu").manual_seed(0)
 

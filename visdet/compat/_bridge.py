@@ -1,4 +1,4 @@
-"""What every bridge does: replace attributes of a package's modules, now and at their import, and put them back."""
+"""The class of bridges, which replace attributes of a package's modules, now or at their import, and restore them."""
 
 import importlib.metadata
 import importlib.util
@@ -16,21 +16,21 @@ _MISSING = object()
 
 
 class CompatWarning(UserWarning):
-    """A package has changed where a bridge replaces its operator; the package keeps its own implementation there."""
+    """A package differs from what a bridge expects, so that the package keeps its own implementation."""
 
 
 class Bridge:
     """Replaces attributes in the modules of one package.
 
     Args:
-        name: the bridge, as users type it. package: the top-level package it serves.
-        wants: whether a module, by its full name, is to be looked at.
-        patch: given a module and this bridge, calls ``replace`` for what it finds there and returns what it reached,
-            one line each.
-        distribution: what installs the package, if its name is another one.
+        name: the name of the bridge. package: the name of the top-level package.
+        wants: a function that returns whether the module of this full name may have to be patched.
+        patch: a function of a module and this bridge, which calls ``replace`` for each operator that it finds and
+            returns one line for each replacement.
+        distribution: the name of the distribution that installs the package, if it is another one.
 
-    A module that is already imported is patched by ``install``, one imported later at its import: until ``uninstall``
-    a finder stands first in ``sys.meta_path`` for the modules it wants, and leaves no trace in their specs.
+    ``install`` patches modules that are already imported. Modules that are imported later are patched at their import.
+    For that purpose, a finder is first in ``sys.meta_path`` until ``uninstall``. It leaves no trace in their specs.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class Bridge:
         return self.package in sys.modules or importlib.util.find_spec(self.package) is not None
 
     def install(self) -> None:
-        """Make the package use visdet's operators, in models built before and after; again changes nothing.
+        """Make the package use visdet's operators, in models that were built before or after this call.
+
+        A second call changes nothing.
 
         Raises:
             ImportError: the package is not installed.
@@ -77,7 +79,7 @@ class Bridge:
         self.watch()
 
     def watch(self) -> None:
-        """Do what ``install`` does, without checking anything: torch is imported only with the first module."""
+        """Do the same as ``install``, but without checks. torch is imported only together with the first module."""
         if self.is_installed:
             return
         sys.meta_path.insert(0, self._finder)
@@ -86,7 +88,7 @@ class Bridge:
                 self.patch_module(module)
 
     def uninstall(self) -> None:
-        """Undo everything that ``install`` did; where nothing is installed it changes nothing."""
+        """Undo everything that ``install`` has done. If the bridge is not installed, nothing changes."""
         if self.is_installed:
             sys.meta_path.remove(self._finder)
         while self._undo:
@@ -95,7 +97,7 @@ class Bridge:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install for the body of a ``with`` statement; leave as it was found."""
+        """Install the bridge for the body of a ``with`` statement, and restore the previous state afterwards."""
         was_installed = self.is_installed
         self.install()
         try:
@@ -105,11 +107,11 @@ class Bridge:
                 self.uninstall()
 
     def patched(self) -> dict[str, list[str]]:
-        """Return what has been replaced so far: of each module, one line for each replacement."""
+        """Return what has been replaced so far, with one line for each replacement, by the name of the module."""
         return {name: list(lines) for name, lines in self.reached.items()}
 
     def warn(self, module: ModuleType, change: str) -> None:
-        """Say that a module is not what this bridge knows, and that it is left alone."""
+        """Warn that a module differs from what this bridge expects and is therefore not changed."""
         version = importlib.metadata.version(self.distribution)
         warnings.warn(
             f"visdet.compat.{self.name}: in {self.distribution} {version}, {module.__name__}.{change}. It keeps its "
@@ -119,13 +121,13 @@ class Bridge:
         )
 
     def patch_module(self, module: ModuleType) -> None:
-        """Patch one module, and note what was reached in it."""
+        """Patch one module, and keep the list of replacements."""
         reached = list(self._patch(module, self))
         if reached:
             self.reached[module.__name__] = reached
 
     def replace(self, owner: Any, attribute: str, value: Any) -> None:
-        """Set an attribute of a module or class, and remember what was there."""
+        """Set an attribute of a module or class, and keep its old value for ``uninstall``."""
         original = vars(owner).get(attribute, _MISSING)
         if original is _MISSING:
             self.at_uninstall(lambda: delattr(owner, attribute))
@@ -134,12 +136,12 @@ class Bridge:
         setattr(owner, attribute, value)
 
     def at_uninstall(self, undo: Callable[[], Any]) -> None:
-        """Have a function called by ``uninstall``; the last one given is called first."""
+        """Let ``uninstall`` call a function. The last function is called first."""
         self._undo.append(undo)
 
 
 class _Finder:
-    """Finds what the other finders find, with a loader that patches the module once it has run."""
+    """Finds modules by the other finders, and gives them a loader that patches the module after it has run."""
 
     def __init__(self, bridge: Bridge) -> None:
         self.bridge = bridge
@@ -162,7 +164,7 @@ class _Finder:
 
 
 class _Loader:
-    """Another loader, and the patching of what it loads."""
+    """Loads a module by another loader and then patches it."""
 
     def __init__(self, loader: Any, bridge: Bridge) -> None:
         self._loader = loader

@@ -56,10 +56,10 @@ def softmax_focal_loss_backward(
 
 
 def _logits(softmax: Tensor) -> Tensor:
-    """Return logits with these probabilities; the wrapper hands over no others."""
+    """Return logits that have these probabilities, because the wrapper does not pass the logits."""
     return softmax.clamp(min=torch.finfo(softmax.dtype).tiny).log()
 
 
 def _given(tensor: Tensor) -> Tensor | None:
-    """The wrappers write an absent tensor as an empty one."""
+    """Return None for an empty tensor, by which the wrappers represent an absent one."""
     return tensor if tensor.numel() else None

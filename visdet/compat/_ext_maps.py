@@ -1,4 +1,4 @@
-"""Entries of ``mmcv._ext`` over maps: deformable and masked convolution, CARAFE, deformable attention."""
+"""Entries of ``mmcv._ext`` for maps, which are deformable and masked convolution, CARAFE and deformable attention."""
 
 from typing import Any
 
@@ -141,7 +141,7 @@ def masked_im2col_forward(
     pad_h: int,
     pad_w: int,
 ) -> None:
-    """Pixels outside the map are 0, wherever the indices point."""
+    """Write the pixels of each window to a column. Pixels outside the map are 0."""
     C, H, W = features.shape[1:]
     expected = [C * kernel_h * kernel_w, len(mask_h_idx)]
     if list(data_col.shape) != expected:
@@ -151,7 +151,7 @@ def masked_im2col_forward(
     row = mask_h_idx - pad_h + torch.arange(kernel_h, device=features.device)[:, None, None]
     column = mask_w_idx - pad_w + torch.arange(kernel_w, device=features.device)[:, None]
     is_inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    padded = torch.nn.functional.pad(features[0], (0, 1, 0, 1))  # something to read of an empty map
+    padded = torch.nn.functional.pad(features[0], (0, 1, 0, 1))  # so that an empty map has a pixel to read
     taps = torch.where(is_inside, padded[:, row.clamp(0, H), column.clamp(0, W)], 0)
     data_col.copy_(taps.reshape(expected))
 
@@ -165,7 +165,7 @@ def masked_col2im_forward(
     width: int,
     channels: int,
 ) -> None:
-    """Columns of places outside the map are dropped."""
+    """Write each column to its place in the map. Columns of places outside the map are dropped."""
     if list(output.shape) != [1, channels, height, width]:
         raise ValueError(
             f"mmcv._ext.masked_col2im_forward: output must be {[1, channels, height, width]}, got "
@@ -177,7 +177,7 @@ def masked_col2im_forward(
         )
     is_inside = (mask_h_idx >= 0) & (mask_h_idx < height) & (mask_w_idx >= 0) & (mask_w_idx < width)
     pixels = height * width
-    # One place more than the map has takes what is dropped.
+    # An additional place after those of the map takes the columns that are dropped.
     place = torch.where(is_inside, mask_h_idx * width + mask_w_idx, pixels).long()
     filled = torch.nn.functional.pad(output[0].flatten(1), (0, 1)).index_copy(1, place, col)
     output[0] = filled[:, :pixels].view(channels, height, width)
@@ -215,7 +215,8 @@ def carafe_forward(
     output: Tensor,
     **sizes: int,
 ) -> None:
-    rfeatures.copy_(features)  # what the wrapper saves for backward; mmcv's kernels keep it channels last
+    # The wrapper saves this tensor for the backward pass. mmcv's kernels write it in channels-last order.
+    rfeatures.copy_(features)
     carafe_naive_forward(features, masks, output, **sizes)
 
 

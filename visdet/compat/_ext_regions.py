@@ -1,4 +1,4 @@
-"""Entries of ``mmcv._ext`` over boxes and regions."""
+"""Entries of ``mmcv._ext`` for boxes and regions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +71,10 @@ def _roi_align(rois: Tensor, settings: dict) -> Callable[[Tensor], Tensor]:
 def roi_align_forward(
     input: Tensor, rois: Tensor, output: Tensor, argmax_y: Tensor, argmax_x: Tensor, **settings: Any
 ) -> None:
-    """For the maximum, ``argmax_y`` carries the map to the backward, whose signature has no input."""
+    """Write the pooled regions.
+
+    For the maximum, ``argmax_y`` passes the map to the backward function, which has no argument for it.
+    """
     write("roi_align_forward", "output", output, _roi_align(rois, settings)(input))
     if settings["pool_mode"] == 0:
         argmax_y.resize_(input.shape).copy_(input)
@@ -85,7 +88,8 @@ def roi_align_backward(
     grad_input: Tensor,
     **settings: Any,
 ) -> None:
-    input = argmax_y if settings["pool_mode"] == 0 else torch.zeros_like(grad_input)  # the mean is linear
+    # The mean is linear, so that its gradient does not depend on the map.
+    input = argmax_y if settings["pool_mode"] == 0 else torch.zeros_like(grad_input)
     add_gradients("roi_align_backward", _roi_align(rois, settings), [input], grad_output, [grad_input])
 
 

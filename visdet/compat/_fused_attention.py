@@ -1,8 +1,8 @@
-"""The attention modules of ``transformers`` with softmax and sampling locations inside visdet's kernel.
+"""The attention modules of ``transformers``, with the softmax and the sampling locations computed in visdet's kernel.
 
-A module of these families predicts offsets and logits from its queries, turns them into locations and weights, and
-calls the operator. ``ms_deform_attn_fused`` takes the predictions themselves. Whether a module has this form is found
-by computing: a small module of its class, put together from known parts, has to give what the replacement gives.
+A module of these families predicts offsets and logits from its queries, converts them to locations and weights, and
+calls the operator. ``ms_deform_attn_fused`` takes the predictions themselves. A small module of the same class, which
+is built from known parts, is run to find out whether the replacement computes the same.
 """
 
 import functools
@@ -30,12 +30,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class Form:
-    """How a class of attention modules names and uses its parts.
+    """The names and the use of the parts of a class of attention modules.
 
-    points: attribute with the samples of a level, one number for all or one each.
-    is_projected: whether it has ``value_proj`` and ``output_proj``. mask_is_padding: whether True in its mask marks
-    padding rather than what counts. method: attribute that must be "default", and with it ``offset_scale`` 0.5 and
-    boxes of one level as references.
+    Attributes:
+        points: the attribute with the number of samples per level, which is one number for all levels or one for each.
+        is_projected: whether the module has ``value_proj`` and ``output_proj``.
+        mask_is_padding: whether True in the mask marks padding. Otherwise, False marks padding.
+        method: an attribute that must be "default". ``offset_scale`` must then be 0.5, and the references must be boxes
+            of one level.
     """
 
     points: str
@@ -53,7 +55,7 @@ _FORMS = (
 
 
 def attention_classes(module: ModuleType) -> list[type[nn.Module]]:
-    """Return the classes a module defines whose forward predicts ``sampling_offsets`` and attends with them."""
+    """Return the classes defined in a module whose forward predicts ``sampling_offsets`` and attends with them."""
     found = []
     for owner in vars(module).values():
         if isinstance(owner, type) and issubclass(owner, nn.Module) and owner.__module__ == module.__name__:
@@ -74,12 +76,12 @@ def _takes_known_arguments(forward: Callable[..., Any]) -> bool:
 
 
 def find_form(owner: type[nn.Module], module: ModuleType) -> Form | None:
-    """Return the form in which a class computes, or None where it is none of the known ones."""
+    """Return the form of a class, or None if it is not a known one."""
     return next((form for form in _FORMS if _computes(owner, module, form)), None)
 
 
 def fused_forward(original: Callable[..., Any], form: Form) -> Callable[..., Any]:
-    """Return a forward of this form by visdet's fused operator, that falls back on the original one."""
+    """Return a forward of this form that uses visdet's fused operator, or the original forward where it must."""
     names = list(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
@@ -128,10 +130,10 @@ def attend_fused(
     is_projected: bool = True,
     wants_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of an attention module, and its logits [B, Q, G, K] where they are wanted.
+    """Return the output of an attention module, and its logits [B, Q, G, K] if they are wanted.
 
-    The module has the layers ``sampling_offsets``, ``attention_weights`` and, if it is projected, ``value_proj`` and
-    ``output_proj``, and ``n_heads``.
+    The module must have ``n_heads`` and the layers ``sampling_offsets``, ``attention_weights`` and, if it is projected,
+    ``value_proj`` and ``output_proj``.
     """
     if is_projected and not wants_logits:
         output = _attend_as_one(module, query, memory, mask, references, shapes, points)
@@ -151,14 +153,14 @@ def attend_fused(
 def _fits(
     module: Any, form: Form, references: Tensor, shapes: Sequence[Any], memory: Tensor, mask: Tensor | None
 ) -> bool:
-    """Return whether the fused operator computes this call; the original forward also words what is wrong with it."""
+    """Return whether the fused operator can compute this call. The original forward also raises errors of bad calls."""
     levels = len(shapes)
     if references.dim() != 4 or memory.dim() != 3 or levels != module.n_levels:
         return False
     if sum(height * width for height, width in shapes) != memory.shape[1]:
         return False
     if mask is not None and not form.is_projected:
-        return False  # D-FINE's own forward fails on a mask
+        return False  # D-FINE's own forward fails with a mask.
     if form.method is not None:
         is_standard = getattr(module, form.method) == "default" and module.offset_scale == 0.5
         return is_standard and references.shape[2:] == (1, 4)
@@ -168,7 +170,7 @@ def _fits(
 
 
 def is_untouched(layer: nn.Module, kind: type[nn.Module] | None = None) -> bool:
-    """Return whether calling a layer runs its class's forward and nothing else but hooks of all modules."""
+    """Return whether calling a layer runs its class's forward and, apart from global hooks, nothing else."""
     own = vars(layer)
     is_kind = kind is None or type(layer) is kind
     return is_kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
@@ -183,7 +185,7 @@ def _attend_as_one(
     shapes: Any,
     points: int | Sequence[int],
 ) -> Tensor | None:
-    """Return the output by one node of the autograd graph, or None where a layer has to be called by itself."""
+    """Return the output by one node of the autograd graph, or None if a layer has to be called by itself."""
     parameters = []
     for name in ("sampling_offsets", "attention_weights", "value_proj", "output_proj"):
         layer = vars(module)["_modules"].get(name)
@@ -201,11 +203,11 @@ def _attend_as_one(
 
 
 def _wants_weights(module: nn.Module) -> bool:
-    """Return whether somebody may read the attention weights that a forward returns.
+    """Return whether the attention weights that a forward returns may be read.
 
-    Nobody does inside a model of ``transformers`` that was not asked for attentions, for its layers drop them; a hook
-    or a direct call may. A checkpointed segment runs twice, the second time outside its model, and has to save the same
-    tensors both times. A compiler drops what nobody reads by itself.
+    Inside a model of ``transformers`` that was not asked for attentions they are not, because its layers drop them. A
+    hook or a direct call may read them. A checkpointed segment runs twice, the second time outside its model, and must
+    save the same tensors both times. A compiler removes unused weights by itself.
     """
     if torch.compiler.is_compiling() or vars(module)["_forward_hooks"] or _has_any_global_hook():
         return True
@@ -220,7 +222,7 @@ def _has_saved_tensor_hooks() -> bool:
 
 
 def _computes(owner: type[nn.Module], module: ModuleType, form: Form) -> bool:
-    """Return whether a small module of this class computes what ``_attend`` computes in this form."""
+    """Return whether a small module of this class computes the same as ``_attend`` with this form."""
     example = _example(owner, module, form)
     forward = vars(owner)["forward"]
     known = inspect.signature(forward).parameters
@@ -233,7 +235,7 @@ def _computes(owner: type[nn.Module], module: ModuleType, form: Form) -> bool:
                 expected = forward(example, **arguments)
                 found = _attend(example, form, arguments, wants_weights=True)
         except (AttributeError, NameError, TypeError, ValueError, RuntimeError, IndexError, KeyError):
-            return False  # it uses parts that this form does not have
+            return False  # The class uses parts that this form does not have.
         if not isinstance(expected, tuple) or len(expected) != 2 or found is None:
             return False
         if not all(_is_same(one, other) for one, other in zip(expected, found, strict=True)):
@@ -250,7 +252,7 @@ _DIMS, _HEADS, _SHAPES = 8, 2, [(3, 4), (2, 2)]
 
 
 def _example(owner: type[nn.Module], module: ModuleType, form: Form) -> Any:
-    """Return a module of a class, made without its constructor: with the parts of a form and no others."""
+    """Return a module of a class that is made without its constructor and has only the parts of a form."""
     example: Any = owner.__new__(owner)
     nn.Module.__init__(example)
     points = [1, 3] if form.method == "decoder_method" else [2, 2]
@@ -280,7 +282,7 @@ def _example(owner: type[nn.Module], module: ModuleType, form: Form) -> Any:
 
 
 def _example_arguments(boxes: bool) -> dict[str, Any]:
-    """Return keyword arguments of an attention module's forward, with a mask and embeddings for ``boxes``."""
+    """Return keyword arguments of an attention module's forward. With ``boxes``, they include a mask and embeddings."""
     generator = torch.Generator("cpu").manual_seed(1)
 
     def random(*shape: int) -> Tensor:

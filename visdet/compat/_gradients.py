@@ -1,4 +1,4 @@
-"""Results and gradients of an operator written into given tensors."""
+"""Writing of the results and the gradients of an operator into given tensors."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,10 +9,10 @@ __all__ = ["add_gradients", "choice", "write"]
 
 
 def choice(entry: str, name: str, number: int, names: Sequence[str]) -> str:
-    """Return the name that a number of mmcv's stands for.
+    """Return the name of a choice that mmcv gives by its number.
 
     Raises:
-        ValueError: it stands for none.
+        ValueError: there is no choice of this number.
     """
     if not 0 <= number < len(names):
         meanings = ", ".join(f"{i} ({meaning})" for i, meaning in enumerate(names))
@@ -21,10 +21,10 @@ def choice(entry: str, name: str, number: int, names: Sequence[str]) -> str:
 
 
 def write(entry: str, name: str, target: Tensor, values: Tensor) -> None:
-    """Copy values into the tensor that the caller made for them.
+    """Copy values into the tensor that the caller has made for them.
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: the tensor has another shape.
     """
     if target.shape != values.shape:
         raise ValueError(f"mmcv._ext.{entry}: {name} must be {list(values.shape)}, got {list(target.shape)}")
@@ -41,7 +41,8 @@ def add_gradients(
     """Write the gradient of ``function(*inputs)`` for each input that has an output tensor.
 
     Raises:
-        ValueError: ``grad_output`` has not the shape of what the function returns, or an output not its input's.
+        ValueError: ``grad_output`` does not have the shape of the function's result, or an output does not have the
+            shape of its input.
     """
     for input, out in zip(inputs, outputs, strict=True):
         if out is not None and out.shape != input.shape:

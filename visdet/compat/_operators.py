@@ -1,4 +1,4 @@
-"""Replacements of the operator in the three forms in which modules of other packages call it."""
+"""Replacements of the operator in the forms in which modules of other packages call it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ __all__ = ["BoundFunction", "class_forward", "function", "ragged_function"]
 
 
 def class_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a forward for class ``MultiScaleDeformableAttention``."""
+    """Return a forward for the class ``MultiScaleDeformableAttention``."""
 
     @functools.wraps(original)
     def forward(
@@ -50,7 +50,7 @@ def function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def ragged_function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function ``multi_scale_deformable_attention_v2``; another method than "default" stays theirs."""
+    """Return a function ``multi_scale_deformable_attention_v2``. visdet computes it for the method "default" only."""
 
     @functools.wraps(original)
     def attention(
@@ -70,10 +70,10 @@ def ragged_function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class BoundFunction:
-    """A function that instances keep in an attribute, replaced where it is read and kept where it is stored.
+    """A data descriptor that replaces a function which instances keep in an attribute.
 
-    A data descriptor of the class: what the constructor stores lies in the instance as ever, so that copies, pickles
-    and models built before and after are what they were.
+    The function is replaced only when the attribute is read. Instances still store the original, so that copies,
+    pickles, and models that were built before or after do not change.
     """
 
     def __init__(self, name: str, original: Any, replacement: Any) -> None:

@@ -1,8 +1,8 @@
-"""Whether a model of ``transformers`` was asked for attention weights, for its attention modules to know.
+"""A way for attention modules to find out whether their model of ``transformers`` was asked for attention weights.
 
-Most families record attentions with hooks under a context variable of ``transformers``, which says what is recorded.
-Others (Grounding DINO, Mask2Former, OneFormer) collect what their layers return: their models' forwards are wrapped, to
-note what they were asked for.
+Most families record attentions by hooks, and a context variable of ``transformers`` tells what is recorded. Others
+(Grounding DINO, Mask2Former, OneFormer) collect the results of their layers. The forwards of their models are wrapped
+in order to note what they were asked for.
 """
 
 import functools
@@ -21,7 +21,7 @@ _noted: ContextVar[bool | None] = ContextVar("visdet_output_attentions", default
 
 
 def asking_models(module: ModuleType) -> list[type]:
-    """Return the models that a module defines whose forwards take ``output_attentions`` by name."""
+    """Return the models defined in a module whose forwards have a parameter ``output_attentions``."""
     found = []
     for owner in vars(module).values():
         if (
@@ -37,7 +37,7 @@ def asking_models(module: ModuleType) -> list[type]:
 
 
 def noting_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that notes, while it runs, whether it or a model around it was asked for attentions."""
+    """Return a forward that notes, while it runs, whether it or an enclosing model was asked for attentions."""
     names = list(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
@@ -56,7 +56,7 @@ def noting_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_asked() -> bool:
-    """Return whether somebody may read attention weights: a model was asked for them, or none is running."""
+    """Return whether attention weights may be read, because a model was asked for them or no model is running."""
     if _noted.get() is not None:
         return bool(_noted.get())
     collector = _collector()
@@ -66,7 +66,7 @@ def is_asked() -> bool:
 
 @functools.cache
 def _collector() -> Any:
-    """Return the context variable in which ``transformers`` keeps what it records of a call, or None."""
+    """Return the context variable in which ``transformers`` keeps the list of what it records, or None."""
     try:
         from transformers.utils import output_capturing
     except ImportError:

@@ -1,4 +1,4 @@
-"""Runs a script or module as ``python`` would."""
+"""Running of a script or module in the same way as ``python``."""
 
 import os
 import runpy
@@ -22,7 +22,7 @@ def run_program(arguments: list[str]) -> None:
 
 
 def share_with_children(names: list[str]) -> None:
-    """Have these bridges installed in every Python process that this one starts."""
+    """Install these bridges in every Python process that this one starts, by environment variables."""
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *(entry for entry in entries if entry != _STARTUP)])
     os.environ["VISDET_COMPAT"] = ",".join(names)

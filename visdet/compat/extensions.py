@@ -1,9 +1,9 @@
-"""Compiled extensions of research repositories, provided by visdet's operators: their sources import unmodified.
+"""Compiled extensions of research repositories, which visdet's operators provide to unmodified sources.
 
-After ``install()`` these imports find visdet where nothing else provides the module: ``MultiScaleDeformableAttention``
+After ``install()``, these imports find visdet if no other module of the name exists: ``MultiScaleDeformableAttention``
 (Deformable DETR, DINO, Mask2Former, MaskDINO, ...), ``groundingdino._C`` (GroundingDINO from its repository),
 ``detrex._C``, and ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D). An extension that
-is installed is left alone.
+is installed is not replaced.
 """
 
 import importlib
@@ -26,7 +26,7 @@ _PROVIDERS = {
 
 
 def install() -> None:
-    """Make the extensions importable, before anything imports them; again changes nothing.
+    """Make the extensions importable. This must come before they are imported. A second call changes nothing.
 
     Raises:
         visdet.ops.NotBuiltError: visdet's own libraries are missing.
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Forget the provided modules; sources that imported them keep what they have."""
+    """Remove the provided modules from ``sys.modules``. Sources that have imported them keep them."""
     if bridge in sys.meta_path:
         sys.meta_path.remove(bridge)
     for name in provided():
@@ -50,7 +50,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Install for the body of a ``with`` statement; leave as it was found."""
+    """Install the extensions for the body of a ``with`` statement, and restore the previous state afterwards."""
     was_installed = bridge.is_installed
     install()
     try:
@@ -70,7 +70,7 @@ def _loader_of(module: ModuleType | None) -> object:
 
 
 class _Extensions:
-    """A finder that stands last: it is asked for what nobody else finds."""
+    """A finder at the end of ``sys.meta_path``, which is asked only for modules that no other finder finds."""
 
     name, package = "extensions", None
     install, uninstall = staticmethod(install), staticmethod(uninstall)
@@ -81,7 +81,7 @@ class _Extensions:
         return self in sys.meta_path
 
     def watch(self) -> None:
-        """Do what ``install`` does, without importing torch before an extension is imported."""
+        """Do the same as ``install``, but without importing torch before an extension is imported."""
         if not self.is_installed:
             sys.meta_path.append(self)
 

@@ -1,6 +1,7 @@
-"""GroundingDINO (``groundingdino-py``, ``rf-groundingdino`` or the repository) on visdet's deformable attention.
+"""GroundingDINO (``groundingdino-py``, ``rf-groundingdino`` or the repository) with visdet's deformable attention.
 
-Of the repository's sources, whose extension ``groundingdino._C`` is not compiled, the missing module is provided too.
+For the sources of the repository, whose extension ``groundingdino._C`` has not been compiled, the missing module is
+provided, too.
 """
 
 import inspect

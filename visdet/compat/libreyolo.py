@@ -1,7 +1,8 @@
-"""libreyolo's detectors on visdet's deformable attention, through its public registry of kernels.
+"""libreyolo's detectors with visdet's deformable attention, by libreyolo's public registry of kernels.
 
-Training as well as prediction, on CPU and CUDA. Families with unequal numbers of points a level (D-FINE, DEIM) do not
-ask the registry, and keep their own path. ``LIBREYOLO_KERNELS=off`` turns every kernel off, this one included.
+The kernel serves training and prediction, on CPUs and CUDA GPUs. Families with different numbers of points per level
+(D-FINE, DEIM) do not use the registry and keep their own path. ``LIBREYOLO_KERNELS=off`` disables all kernels,
+including this one.
 """
 
 import sys
@@ -38,7 +39,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         kernels.clear_cache()
 
     kernels.register(_SLOT, ms_deform_attn, name=_NAME)
-    kernels.clear_cache()  # register itself forgets an earlier choice only under another key
+    kernels.clear_cache()  # register() clears an earlier choice under another key only.
     bridge.at_uninstall(forget)
     yield f"kernels.register({_SLOT!r})"
 

@@ -1,6 +1,6 @@
-"""The entries of ``mmcv._ext``: each writes into the tensors mmcv's wrappers allocate, as the compiled ones do.
+"""The entries of ``mmcv._ext``, which write into the tensors that mmcv's wrappers allocate, like the compiled ones.
 
-Backward entries differentiate visdet's operator again from the inputs the wrappers saved.
+Entries of backward passes run visdet's operator again on the inputs that the wrappers have saved, and differentiate it.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _PARTS = (_ext_losses, _ext_maps, _ext_regions)
 
 
 def __getattr__(name: str) -> Callable:
-    """Return the entry; for any other operator of mmcv, a function that says what is missing when it is called."""
+    """Return an entry. For other operators of mmcv, return a function that raises an error when it is called."""
     if name.startswith("__"):
         raise AttributeError(name)
     for part in _PARTS:

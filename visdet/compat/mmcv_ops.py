@@ -1,7 +1,7 @@
-"""Provides ``mmcv._ext`` from visdet's operators, so that mmcv-lite runs mmdet with nothing compiled.
+"""Provides ``mmcv._ext`` by visdet's operators, so that mmcv-lite can run mmdet without compiling anything.
 
-``python -m visdet.compat.mmcv_ops tools/train.py CONFIG`` runs a script with it; ``install()`` does so in a program,
-before ``mmcv.ops`` is imported. ``VISDET_MMCV_OPS=1`` makes ``import visdet``, or any part of it, do it.
+``python -m visdet.compat.mmcv_ops tools/train.py CONFIG`` runs a script with it. A program calls ``install()`` before
+it imports ``mmcv.ops``. With ``VISDET_MMCV_OPS=1``, importing visdet, or any part of it, calls ``install()``.
 """
 
 import importlib.machinery
@@ -17,9 +17,9 @@ __all__ = ["install", "main"]
 
 
 def install() -> bool:
-    """Make ``mmcv._ext`` importable; return whether visdet provides it.
+    """Make ``mmcv._ext`` importable, and return whether visdet provides it.
 
-    An installation of mmcv that has its own ``_ext`` is left alone (False). Calling it again changes nothing.
+    If the installed mmcv has its own ``_ext``, that is kept, and the result is False. A second call changes nothing.
 
     Raises:
         ImportError: mmcv is not installed, or ``mmcv._ext`` is broken.
@@ -44,7 +44,7 @@ def install() -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Install the provider, then run a script, or a module after ``-m``, with the arguments that follow it."""
+    """Call ``install()``, then run a script, or a module after ``-m``, with the arguments that follow it."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments == ["-m"]:
         print("usage: python -m visdet.compat.mmcv_ops SCRIPT|-m MODULE [ARGUMENTS]", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""RF-DETR (package ``rfdetr``) on visdet's deformable attention; a model made ready for export keeps its own path."""
+"""RF-DETR (package ``rfdetr``) with visdet's deformable attention.
+
+A model that has been prepared for export keeps its own path.
+"""
 
 import functools
 import inspect

@@ -1,10 +1,10 @@
-"""``transformers``' detectors on visdet's deformable attention: one line, for models built before and after it.
+"""``transformers``' detectors with visdet's deformable attention, for models built before or after ``install()``.
 
-``install()`` reaches every family whose ``modeling_*.py`` defines the operator, whatever its name: a class
-``MultiScaleDeformableAttention``, or a function ``multi_scale_deformable_attention`` or
-``multi_scale_deformable_attention_v2``. Each is compared with visdet's on a small example before it is replaced.
-Parameters, state dicts and outputs stay what they are. Traces, exports and ``method="discrete"`` keep the package's
-own path.
+``install()`` replaces the operator in every family whose ``modeling_*.py`` defines it, as a class
+``MultiScaleDeformableAttention`` or as a function ``multi_scale_deformable_attention`` or
+``multi_scale_deformable_attention_v2``. Each one is compared with visdet's operator on a small example before it is
+replaced. Parameters and state dicts do not change. Traces, exports and ``method="discrete"`` keep the package's own
+path.
 """
 
 import inspect
@@ -91,7 +91,7 @@ def _is_known(
     original: Callable[..., Any] | None,
     replacement_of: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> bool:
-    """Return whether a function of ``transformers`` is what its name says; warn where it is not."""
+    """Return whether a function of ``transformers`` computes what its name says. Warn if it does not."""
     from ._attention import disagreement
 
     found = tuple(inspect.signature(original).parameters) if original is not None else ()
@@ -108,7 +108,7 @@ def _is_known(
 
 
 def _as_function(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward of the class, which reads nothing of its instance, as a function like the others."""
+    """Return a forward of the class, which does not use its instance, as a function like the others."""
     return lambda value, shapes, *rest: forward(None, value, shapes, shapes.tolist(), None, *rest, 64)
 
 

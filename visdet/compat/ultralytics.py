@@ -1,4 +1,4 @@
-"""ultralytics' RT-DETR on visdet's deformable attention; its exports keep their plain path."""
+"""ultralytics' RT-DETR with visdet's deformable attention. Its exports keep their plain path."""
 
 import functools
 import inspect
@@ -31,7 +31,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         arguments = value, value_spatial_shapes, sampling_locations, attention_weights
         if not takes(value):
             return original(*arguments)
-        if sampling_locations.dim() == 6:  # [B, Q, G, L, P, 2], before ultralytics 8.4
+        if sampling_locations.dim() == 6:  # The shape is [B, Q, G, L, P, 2] before ultralytics 8.4.
             return attend(*arguments)
         levels = len(value_spatial_shapes)
         return attend_ragged(*arguments, [sampling_locations.shape[3] // levels] * levels)

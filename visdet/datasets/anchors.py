@@ -1,4 +1,4 @@
-"""Anchors of driving models, by k-means over the training frames of an info file."""
+"""Anchors of driving models, which k-means finds in the training frames of an info file."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ _MAP_ANCHOR_LENGTH_M = 8.0
 def cluster(
     samples: np.ndarray, num_clusters: int, seed: int = 0, num_rounds: int = 50, max_samples: int = 200_000
 ) -> np.ndarray:
-    """Return the centres [num_clusters, d] of ``samples`` [n, d]: k-means++ seeds, then Lloyd's rounds.
+    """Return the centres [num_clusters, d] of ``samples`` [n, d] by k-means.
 
-    A cluster that loses its last sample keeps its centre. With fewer distinct samples than clusters, samples repeat;
-    without samples the centres are 0.
+    The seeds are those of k-means++, and Lloyd's algorithm refines them. A cluster that loses its last sample keeps its
+    centre. If there are fewer distinct samples than clusters, samples are repeated. Without samples, the centres are 0.
 
     Args:
         samples: float [n, d].
-        num_clusters: k.
-        seed: of the random start.
-        num_rounds: rounds of Lloyd's.
-        max_samples: of more samples so many are drawn.
+        num_clusters: number of clusters.
+        seed: seed of the random numbers.
+        num_rounds: number of rounds of Lloyd's algorithm.
+        max_samples: the greatest number of samples to use. Of more samples, this many are drawn at random.
     """
     rng = np.random.default_rng(seed)
     samples = np.asarray(samples, dtype=np.float64)
@@ -36,14 +36,16 @@ def cluster(
         return repeated[np.arange(num_clusters) % len(repeated)]
     seeds = _spread_seeds(samples, num_clusters, rng)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a cluster without samples
+        warnings.simplefilter("ignore", UserWarning)  # scipy warns about clusters without samples.
         return kmeans2(samples, seeds, iter=num_rounds, minit="matrix", check_finite=False)[0]
 
 
 def _spread_seeds(samples: np.ndarray, num_clusters: int, rng: np.random.Generator) -> np.ndarray:
-    """Return k-means++ seeds, each drawn with a probability proportional to its squared distance from the others.
+    """Return k-means++ seeds.
 
-    scipy's own measure every distance anew for each seed: minutes for 900 seeds of 200 000 samples.
+    A sample becomes the next seed with a probability proportional to its squared distance from the nearest seed so far.
+    scipy's own k-means++ computes all distances anew for each seed, which takes minutes for 900 seeds of 200 000
+    samples.
     """
     chosen = [samples[rng.integers(len(samples))]]
     squared = np.full(len(samples), np.inf)
@@ -57,7 +59,17 @@ def _spread_seeds(samples: np.ndarray, num_clusters: int, rng: np.random.Generat
 def detection_anchors(
     infos: Sequence[dict], num_anchors: int, max_distance: float = 55.0, seed: int = 0
 ) -> np.ndarray:
-    """Return box anchors [num_anchors, 11]: a centre, log sizes 1, 1, 1, sin 1, cos 0, no velocity."""
+    """Return box anchors [num_anchors, 11].
+
+    The centres are clustered. All other numbers are the same in each anchor: log sizes 1, 1, 1, sine 1, cosine 0 and
+    velocity 0.
+
+    Args:
+        infos: the training frames.
+        num_anchors: number of anchors.
+        max_distance: boxes farther away in x and y are left out, in metres.
+        seed: seed of the random numbers.
+    """
     centers = [np.asarray(info["gt_boxes"])[:, :3].reshape(-1, 3) for info in infos]
     points = np.concatenate([np.zeros((0, 3)), *centers])
     points = points[np.hypot(points[:, 0], points[:, 1]) < max_distance]
@@ -66,7 +78,10 @@ def detection_anchors(
 
 
 def map_anchors(infos: Sequence[dict], num_anchors: int, num_points: int = 20, seed: int = 0) -> np.ndarray:
-    """Return polyline anchors [num_anchors, num_points, 2]: 8 m straight ahead, around the centres of map lines."""
+    """Return polyline anchors [num_anchors, num_points, 2] in metres.
+
+    Each is a line of 8 m that points straight ahead. The centres of the lines are those of clustered map lines.
+    """
     means = [
         np.asarray(line)[:, :2].mean(axis=0)
         for info in infos
@@ -81,7 +96,10 @@ def map_anchors(infos: Sequence[dict], num_anchors: int, num_points: int = 20, s
 def motion_anchors(
     infos: Sequence[dict], classes: Sequence[str], num_modes: int, max_distance: float = 55.0, seed: int = 0
 ) -> np.ndarray:
-    """Return future paths [num classes, num_modes, T, 2] in the agent's frame (x along its heading), metres."""
+    """Return the clustered future paths [num classes, num_modes, T, 2] of agents.
+
+    They are positions in metres in the frame of the agent, with x along its heading.
+    """
     paths: dict[str, list[np.ndarray]] = {name: [] for name in classes}
     num_steps = 12
     for info in infos:
@@ -103,7 +121,10 @@ def motion_anchors(
 
 
 def planning_anchors(infos: Sequence[dict], num_modes: int, seed: int = 0) -> np.ndarray:
-    """Return paths of the vehicle [3, num_modes, T, 2] for right, left and straight, metres in the lidar frame."""
+    """Return the clustered future paths [3, num_modes, T, 2] of the vehicle for the commands right, left and straight.
+
+    They are positions in metres in the lidar frame.
+    """
     paths: list[list[np.ndarray]] = [[], [], []]
     num_steps = 6
     for info in infos:

@@ -1,4 +1,4 @@
-"""Detection data sets in COCO format: one JSON file and a folder of images."""
+"""Detection data sets in COCO format, which consist of a JSON file and a folder of images."""
 
 import logging
 import os
@@ -29,51 +29,50 @@ refrigerator, book, clock, vase, scissors, teddy bear, hair drier, toothbrush
 """
 COCO_CLASSES = tuple(" ".join(_COCO_NAMES.split()).split(", "))
 
-# A box may stick out this far before it counts as a mistake of the file: COCO's own boxes do, by rounding.
+# A box that extends beyond the image by less than this is not a mistake of the file. COCO's own boxes do, by rounding.
 _OVERHANG_PX = 1.0
 _MIN_SIDE_PX = 1.0
 
 
 @DATASETS.register_module()
 class CocoDataset(BaseDataset):
-    """A detection data set: a COCO JSON file and a folder of images.
+    """A detection data set that consists of a COCO JSON file and a folder of images.
 
-    An item is what the pipeline makes of a record ``dict(img_path, img_id, height, width, instances,
-    sample_idx)``; an instance is ``dict(bbox=[x1, y1, x2, y2] in pixels of the image, bbox_label,
-    ignore_flag)``, where ``ignore_flag`` is 1 for crowd regions. Labels are positions in
-    ``metainfo['classes']``, matched by name.
+    An item is the output of the pipeline for a record ``dict(img_path, img_id, height, width, instances, sample_idx)``.
+    An instance is ``dict(bbox=[x1, y1, x2, y2] in pixels of the image, bbox_label, ignore_flag)``, where
+    ``ignore_flag`` is 1 for crowd regions. Labels are positions in ``metainfo['classes']``, which are matched by name.
 
-    When the file is loaded, before any training, its keys, its categories and every box are checked, and that
-    all image files exist. Boxes are clipped to the image; those that lie outside or are under one pixel wide
-    or high are dropped; one warning gives the counts.
+    When the file is loaded, before any training, its keys, its categories and every box are checked, and all image
+    files must exist. Boxes are clipped to the image. Boxes that lie outside the image, or are less than one pixel wide
+    or high, are dropped. One warning reports their numbers.
 
     Args:
         ann_file: the JSON file, relative to ``data_root``.
         data_root: folder that ``ann_file`` and ``data_prefix`` are relative to.
         data_prefix: ``dict(img=folder of the images)``.
-        metainfo: ``dict(classes=(...), palette=[(r, g, b), ...])``. Without ``classes``: COCO's 80; a file
-            with other categories is then refused. With ``classes``: boxes of other categories are left out.
-            The palette is made up where it is not given.
-        filter_cfg: ``dict(filter_empty_gt=bool, min_size=int)``: leave out images without a box that is not a
-            crowd, and images whose shorter side is under ``min_size`` pixels. Ignored in ``test_mode``.
+        metainfo: ``dict(classes=(...), palette=[(r, g, b), ...])``. By default, the classes are the 80 of COCO, and a
+            file with other categories is refused. If classes are given, boxes of other categories are left out. If
+            there is no palette, colours are generated.
+        filter_cfg: ``dict(filter_empty_gt=bool, min_size=int)``, which leaves out images that have no box except
+            crowds, and images whose shorter side is under ``min_size`` pixels. It is ignored in ``test_mode``.
         pipeline: transforms, as configs or callables.
         test_mode: keep every image, and never replace one whose pipeline returns ``None``.
-        indices: the first n images, or a list of positions.
+        indices: the number of images to use from the beginning, or a list of positions.
         serialize_data: keep the records as one byte buffer that worker processes share.
         lazy_init: load the file at the first use instead of now.
-        max_refetch: how many other images to try when the pipeline returns ``None`` in training.
+        max_refetch: the number of other images to try if the pipeline returns ``None`` in training.
         backend_args: mmengine's file backend, for a JSON file that is not on a local disk.
-        allow_no_boxes: train although no image has a box.
-        allow_absent_classes: accept ``metainfo['classes']`` of which some have no category in the file.
-        return_classes: for models that read the class names as text; visdet has none, so ``True`` only warns.
+        allow_no_boxes: train even if no image has a box.
+        allow_absent_classes: accept ``metainfo['classes']`` that have no category in the file.
+        return_classes: meant for models that read the class names as text. visdet has none, so ``True`` only warns.
 
     Raises:
         FileNotFoundError: the JSON file or images are missing.
-        ValueError: a key is missing, categories do not fit the classes, a class has no category, or nothing is left to
-            train on.
+        ValueError: a key is missing, categories do not fit the classes, a class has no category, or no image or box is
+            left to train on.
 
-    Source: mmdet's CocoDataset (names, filtering rules). Differences: labels follow the order of ``classes``
-    and not of the file, boxes are clipped, and mistakes are reported.
+    Source: names and filtering rules are those of mmdet's CocoDataset. Differences: labels follow the order of
+    ``classes`` and not that of the file, boxes are clipped, and mistakes are reported.
     """
 
     METAINFO = {"classes": COCO_CLASSES}
@@ -121,7 +120,7 @@ class CocoDataset(BaseDataset):
             filter_cfg=filter_cfg,
             indices=indices,
             serialize_data=serialize_data,
-            # Built here, so that bare names mean visdet's transforms when no default scope is set.
+            # The transforms are built here, so that names without a scope mean visdet's if no default scope is set.
             pipeline=[TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline],
             test_mode=test_mode,
             lazy_init=lazy_init,
@@ -132,7 +131,7 @@ class CocoDataset(BaseDataset):
     def _load_metainfo(cls, metainfo: dict | None = None) -> dict:
         loaded = super()._load_metainfo(metainfo)
         if metainfo and "classes" in metainfo and "palette" not in metainfo:
-            loaded.pop("palette", None)  # the default palette belongs to the default classes
+            loaded.pop("palette", None)  # The default palette belongs to the default classes.
         classes = loaded["classes"]
         if isinstance(classes, str) or not all(isinstance(name, str) for name in classes):
             raise InvalidInputError(
@@ -156,7 +155,7 @@ class CocoDataset(BaseDataset):
     _fully_initialized: bool  # mmengine's
 
     def full_init(self) -> None:
-        """Load, filter, cut to ``indices``, check that the image files exist, and serialize."""
+        """Load and filter the records, select ``indices``, check that the image files exist, and serialize."""
         if self._fully_initialized:
             return
         self.data_list = self.load_data_list()
@@ -175,7 +174,7 @@ class CocoDataset(BaseDataset):
         self._fully_initialized = True
 
     def load_data_list(self) -> list[dict]:
-        """Return one record per image of the file, in the file's order, all boxes checked."""
+        """Return one record per image in the order of the file, after all boxes have been checked."""
         content = load_coco_json(self.ann_file, self.backend_args, needs_annotations=not self.test_mode)
         label_of_category = self._match_categories(content)
         annotations_of_image = defaultdict(list)
@@ -192,13 +191,13 @@ class CocoDataset(BaseDataset):
         if not (self.test_mode or self._allow_no_boxes or any(record["instances"] for record in records)):
             raise InvalidInputError(
                 f"annotation file {self.ann_file}: none of its {len(records)} images has a box of "
-                "metainfo['classes'], so there is nothing to learn from it; allow_no_boxes=True in the data "
-                "set's config trains on it all the same"
+                "metainfo['classes'], so there is nothing to learn from it. To train on it nevertheless, set "
+                "allow_no_boxes=True in the data set's config"
             )
         return records
 
     def _match_categories(self, content: dict) -> dict[int, int]:
-        """Return {category id: label}, and say which classes and categories have no partner."""
+        """Return {category id: label}, and report classes without a category and categories without a class."""
         classes = self._metainfo["classes"]
         categories = content["categories"]
         matched = match_categories(categories, classes, self.ann_file)
@@ -283,7 +282,7 @@ class CocoDataset(BaseDataset):
         ]
 
     def _check_image_files(self) -> None:
-        """Raise where image files are absent: one listing of each folder, not one look-up per file."""
+        """Raise an error if image files are missing. Folders are listed, because looking up each file is slow."""
         if self.backend_args is not None:
             return
         names_of_folder = defaultdict(list)
@@ -302,11 +301,11 @@ class CocoDataset(BaseDataset):
             )
 
     def get_cat_ids(self, idx: int) -> list[int]:
-        """Return the labels of the boxes of image ``idx``, crowds included."""
+        """Return the labels of the boxes of image ``idx``, including those of crowd regions."""
         return [instance["bbox_label"] for instance in self.get_data_info(idx)["instances"]]
 
     def _rand_another(self) -> int:
-        # torch's generator is seeded in every worker process, numpy's only where a seed is configured.
+        # torch's generator is seeded in every worker process, but numpy's only if a seed is configured.
         return int(torch.randint(len(self), ()))
 
     def _warn(self, message: str) -> None:
@@ -314,7 +313,10 @@ class CocoDataset(BaseDataset):
 
 
 def _clip_box(annotation: dict, width: int, height: int) -> tuple[list[float] | None, str | None]:
-    """Return the box as xyxy clipped to its image (``None``: useless) and what is wrong with it, if any."""
+    """Return a box (x1, y1, x2, y2) clipped to its image, and what is wrong with it.
+
+    The box is ``None`` if it is not usable. The second value is ``None`` if nothing is wrong.
+    """
     x, y, w, h = annotation["bbox"]
     if w < _MIN_SIDE_PX or h < _MIN_SIDE_PX:
         return None, f"under {_MIN_SIDE_PX:g} pixel wide or high"

@@ -1,4 +1,4 @@
-"""Folders of data sets that are drawn instead of downloaded: whole or not there at all, whatever happens meanwhile."""
+"""Folders of data sets that are drawn instead of downloaded. A folder is complete, or it does not exist."""
 
 import contextlib
 import json
@@ -18,35 +18,35 @@ from visdet.errors import InvalidInputError, UserError
 __all__ = ["claim_folder", "draw_in_processes", "draw_once", "is_orphan"]
 
 
-# Which folder each living data set reads.
+# The folder that each existing data set reads.
 _claims: weakref.WeakKeyDictionary[object, Path] = weakref.WeakKeyDictionary()
 
 
 def claim_folder(owner: object, folder: str | Path) -> None:
-    """Keep ``folder`` from being replaced while ``owner`` lives, by this process."""
+    """Keep this process from replacing ``folder`` while ``owner`` exists."""
     _claims[owner] = Path(folder).resolve()
 
 
 class ForeignFolderError(UserError, FileExistsError):
-    """A folder to draw into that holds somebody else's files."""
+    """A folder to draw into that holds files which were not drawn."""
 
 
 def draw_once(
     folder: str | Path, stamp_name: str, stamp: dict, maker: str, what: str, draw: Callable
 ) -> Path:
-    """Let ``draw(partial_folder)`` fill ``folder``, unless it holds ``stamp`` already, and return the folder.
+    """Let ``draw(partial_folder)`` fill ``folder``, unless it already holds ``stamp``, and return the folder.
 
-    Everything is written beside the folder and renamed at the end. Processes that start at once wait for the first
-    one. A folder with another stamp is replaced, if no data set of this process reads it; one without a stamp is never
-    touched.
+    Everything is written beside the folder and renamed at the end. Processes that start at the same time wait for the
+    first one. A folder with another stamp is replaced if no data set of this process reads it. A folder without a stamp
+    is replaced only if it is empty.
 
     Args:
-        folder: where to write.
-        stamp_name: file within it that holds the stamp.
-        stamp: what decides about the content, JSON.
-        maker: the function to name in errors.
-        what: to say what is drawn.
-        draw: writes the content.
+        folder: the folder to write.
+        stamp_name: the file in the folder that holds the stamp.
+        stamp: the values that determine the content, as JSON.
+        maker: the name of the function, for errors.
+        what: the description of the content, for the message.
+        draw: the function that writes the content.
 
     Raises:
         ForeignFolderError: the folder is not empty and has no stamp.
@@ -63,7 +63,7 @@ def draw_once(
             raise ForeignFolderError(
                 f"{maker}: {folder.resolve()} is not empty and has no {stamp_name}, so it was not made by "
                 f"{maker}. If it holds a data set of your own, set the type of the data sets in your config, for "
-                "example type='CocoDataset'; otherwise give another data_root"
+                "example type='CocoDataset'. Otherwise give another data_root"
             )
         _refuse_to_replace_a_claimed(folder, _read_stamp(folder / stamp_name), stamp, maker)
         start = time.monotonic()
@@ -79,13 +79,13 @@ def _refuse_to_replace_a_claimed(folder: Path, held: dict | None, wanted: dict, 
         raise InvalidInputError(
             f"{maker}: {folder} is read by another data set of this run and holds "
             f"{', '.join(f'{key}={held.get(key)}' for key in keys)}, not "
-            f"{', '.join(f'{key}={wanted.get(key)}' for key in keys)}; give data sets of different generator arguments "
-            "different values of data_root"
+            f"{', '.join(f'{key}={wanted.get(key)}' for key in keys)}. Give data sets with different generator "
+            "arguments different values of data_root"
         )
 
 
 def _write_and_rename(folder: Path, stamp_name: str, stamp: dict, draw: Callable) -> None:
-    _remove_leftovers(folder)  # of a run that was killed
+    _remove_leftovers(folder)  # A run that was killed may have left some.
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     partial.chmod(0o755)
     try:
@@ -112,15 +112,21 @@ def _read_stamp(path: Path) -> dict | None:
 
 
 def draw_in_processes(draw_share: Callable, arguments: tuple, num_workers: int | None, maker: str) -> None:
-    """Run ``draw_share(*arguments, worker, num_workers, parent)`` in processes, by default one per core.
+    """Run ``draw_share(*arguments, worker, num_workers, parent)`` in several processes.
 
-    A share should stop where :func:`is_orphan` says that its parent was killed.
+    ``draw_share`` should stop if :func:`is_orphan` says that its parent was killed.
+
+    Args:
+        draw_share: the function that draws a share of the data set.
+        arguments: its first arguments.
+        num_workers: number of processes. The default is one per core.
+        maker: the name of the calling function, for errors.
 
     Raises:
         RuntimeError: a process failed.
     """
     num_workers = num_workers or len(os.sched_getaffinity(0))
-    # Forked: the children draw with numpy and an imaging library alone, and need not import torch again.
+    # The processes are forked, because they need only numpy and an imaging library and need not import torch again.
     context = multiprocessing.get_context("fork")
     workers = [
         context.Process(target=draw_share, args=(*arguments, worker, num_workers, os.getpid()))
@@ -138,5 +144,5 @@ def draw_in_processes(draw_share: Callable, arguments: tuple, num_workers: int |
 
 
 def is_orphan(parent: int) -> bool:
-    """Return whether the parent of this process was killed, so that nobody waits for its share."""
+    """Return whether the parent of this process was killed, so that no process waits for this one."""
     return os.getppid() != parent

@@ -1,4 +1,4 @@
-"""Pictures of the embedded driving set: ground looked up in a map from above, cuboids painted on it."""
+"""Rendering of the synthetic driving scenes. The ground is sampled from a map, and objects are painted as cuboids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from .driving_world import DRIVING_CLASSES, World
 
 __all__ = ["GROUND_Z", "RIG", "Camera", "Renderer", "Shot"]
 
-GROUND_Z = -1.84  # in the lidar frame: x to the right, y ahead, z up
+GROUND_Z = -1.84  # in the lidar frame, which has x to the right, y ahead and z up
 _NEAR = 0.3
-_MAP_RANGE = 56.0  # the ground is painted up to here, m
+_MAP_RANGE = 56.0  # the ground is painted up to this distance in metres
 _MAP_RESOLUTION = 0.2
-_SUBPIXEL = 4  # bits of cv2's fixed-point coordinates
+_SUBPIXEL = 4  # fractional bits of cv2's fixed-point coordinates
 _DEPTH_STEP = (8, 4)  # rows and columns between two depth points
 _FACES = np.array([[0, 1, 5, 4], [3, 2, 6, 7], [0, 3, 7, 4], [1, 2, 6, 5], [4, 5, 6, 7]])
 _FRONT, _REAR, _LEFT, _RIGHT, _TOP = range(5)
@@ -25,7 +25,7 @@ _SHADE = np.array([1.15, 0.55, 0.8, 0.8, 1.0])  # the front is lighter, so that 
 
 @dataclass
 class Camera:
-    """A pinhole camera: ``rotation`` [3, 3] and ``translation`` [3] take its points to the lidar frame."""
+    """A pinhole camera. ``rotation`` [3, 3] and ``translation`` [3] transform its points to the lidar frame."""
 
     name: str
     rotation: np.ndarray
@@ -33,7 +33,8 @@ class Camera:
     intrinsic: np.ndarray
 
 
-# Name, heading from straight ahead to the left (degrees), position in the lidar frame, field of view (degrees).
+# Each camera has a name, a heading in degrees from straight ahead to the left, a position in the lidar frame, and a
+# field of view in degrees.
 RIG = (
     ("CAM_FRONT", 0.0, (0.0, 0.75, -0.33), 70.0),
     ("CAM_FRONT_RIGHT", -55.0, (0.5, 0.6, -0.33), 70.0),
@@ -45,7 +46,7 @@ RIG = (
 
 
 def make_cameras(width: int, height: int) -> list[Camera]:
-    """Return the six cameras for images of this size; the horizon lies at 0.42 of the height."""
+    """Return the six cameras for images of this size. The horizon lies at 0.42 of the height."""
     cameras = []
     for name, heading, position, field_of_view in RIG:
         angle = np.deg2rad(heading)
@@ -62,8 +63,10 @@ def make_cameras(width: int, height: int) -> list[Camera]:
 class Shot:
     """What the cameras see at one time.
 
-    images: BGR uint8 [H, W, 3] of each camera. visible: pixels of each agent over all cameras, int64 [n].
-    points: float32 [m, 3] in the lidar frame, what a grid of pixels shows.
+    Attributes:
+        images: BGR uint8 [H, W, 3] of each camera.
+        visible: int64 [n], the number of pixels of each agent in all cameras.
+        points: float32 [m, 3] in the lidar frame, the points that a grid of pixels shows.
     """
 
     images: list[np.ndarray]
@@ -75,7 +78,7 @@ class Renderer:
     """Paints frames of a world as six cameras see them.
 
     Args:
-        width, height: of an image in pixels.
+        width, height: the size of an image in pixels.
     """
 
     def __init__(self, width: int, height: int) -> None:
@@ -132,7 +135,7 @@ class Renderer:
         return Shot(images, visible, np.concatenate(points).astype(np.float32))
 
     def _paint_ground(self, world: World, lidar_pose: np.ndarray) -> np.ndarray:
-        """Return the ground around the vehicle from above, BGR [n, n, 3]; the vehicle looks up."""
+        """Return the ground around the vehicle from above, BGR [n, n, 3]. The vehicle looks towards the top."""
         size = round(2 * _MAP_RANGE / _MAP_RESOLUTION)
         road, look = world.road, world.look
         canvas = np.empty((size, size, 3), np.uint8)
@@ -169,12 +172,12 @@ class Renderer:
         return cv2.add(canvas, self._world_texture(lidar_pose, size, look["texture"]), dtype=cv2.CV_8U)
 
     def _world_texture(self, lidar_pose: np.ndarray, size: int, seed: int) -> np.ndarray:
-        """Return brightness offsets that lie still on the ground, int16 [n, n, 3]."""
+        """Return brightness offsets int16 [n, n, 3] that do not move relative to the ground."""
         cos, sin = lidar_pose[0, 0], lidar_pose[1, 0]
         half = size / 2
         x = lidar_pose[0, 3] / _MAP_RESOLUTION + seed % 512
         y = lidar_pose[1, 3] / _MAP_RESOLUTION + seed // 512 % 512
-        # Map pixel (i, j) is the world point pose @ (i - half, half - j); remap wraps around the texture.
+        # Map pixel (i, j) is the world point pose @ (i - half, half - j). The texture is repeated.
         matrix = np.array(
             [[cos, sin, x - cos * half - sin * half], [sin, -cos, y - sin * half + cos * half]], np.float32
         )
@@ -189,7 +192,7 @@ class Renderer:
         return cv2.merge([warped.astype(np.int16)] * 3)
 
     def _background(self, world: World, ground: np.ndarray, index: int) -> np.ndarray:
-        """Return sky above ground, int16 [H, W, 3]."""
+        """Return the ground and the sky above it, uint8 [H, W, 3]."""
         x, y, depth = self._ground[index]
         image = cv2.remap(
             ground,
@@ -205,10 +208,12 @@ class Renderer:
         return np.ascontiguousarray(image)
 
     def _paint_parts(self, image: np.ndarray, camera: Camera, parts: "Parts"):
-        """Paint all parts from far to near; return the owner of each painted face, its plane, and the face ids [H, W].
+        """Paint all parts from far to near.
 
-        Ids count from 1; a plane is the vector n with n . p = 1 for points p of it in camera coordinates, followed by
-        the least and the largest depth of the face.
+        Returns:
+            the owner of each painted face, its plane, and the face ids [H, W], which count from 1. A plane is the
+            vector n with n . p = 1 for all its points p in camera coordinates, followed by the least and the greatest
+            depth of the face.
         """
         face_ids = np.zeros((self.height, self.width), np.int32)
         corners = (parts.corners - camera.translation) @ camera.rotation  # [m, 8, 3]
@@ -237,14 +242,15 @@ class Renderer:
         return np.array(owners, dtype=np.int64), np.array(planes).reshape(-1, 5), face_ids
 
     def _depth_points(self, index: int, planes: np.ndarray, face_ids: np.ndarray) -> np.ndarray:
-        """Return points in the lidar frame that a grid of pixels shows, [m, 3]."""
+        """Return the points [m, 3] in the lidar frame that a grid of pixels shows."""
         rows = slice(_DEPTH_STEP[0] // 2, None, _DEPTH_STEP[0])
         columns = slice(_DEPTH_STEP[1] // 2, None, _DEPTH_STEP[1])
         ids, rays = face_ids[rows, columns], self._rays[index][rows, columns]
         depth = self._ground[index][2][rows, columns].copy()
         on_face = ids > 0
         face = planes[ids[on_face] - 1]
-        # A pixel on the rim of a face seen from the side may miss the face, and meet its plane far away.
+        # The ray of a pixel on the rim of a face that is seen from the side may miss the face and meet its plane far
+        # away.
         depth[on_face] = np.clip(
             1 / np.einsum("pi,pi->p", face[:, :3], rays[on_face]), face[:, 3], face[:, 4]
         )
@@ -255,7 +261,7 @@ class Renderer:
 
 @dataclass
 class Parts:
-    """Cuboids to paint: corners [m, 8, 3] in the lidar frame, owners [m], colours [m, 5, 3] of the faces."""
+    """Cuboids to paint, with corners [m, 8, 3] in the lidar frame, owners [m], and colours [m, 5, 3] of the faces."""
 
     corners: np.ndarray
     owners: np.ndarray
@@ -264,14 +270,18 @@ class Parts:
     rank: np.ndarray  # parts of one owner are painted in this order
 
     def order_key(self, eye: np.ndarray) -> np.ndarray:
-        """Return a number per part, largest first to be painted: distance of the owner, then the part's rank."""
+        """Return a number per part. The part with the largest number is painted first.
+
+        Parts are ordered by the distance of the owner, and within one owner by the part's rank.
+        """
         return np.linalg.norm((self.centers - eye)[:, :2], axis=1) - 1e-3 * self.rank
 
     def face_color(self, part: int, face: int) -> list[int]:
         return [int(value) for value in self.colors[part, face]]
 
 
-# Parts of each class: (centre along length, height span as fractions; length, width fractions; brightness or BGR).
+# The parts of each class. A part has its centre along the length and its lowest and highest point, then its length and
+# width, all as fractions of the box, and finally its BGR colour, or None for the colour of the agent.
 _DARK_GLASS = (70, 60, 50)
 _PART_TABLE = {
     "car": (((0.0, 0.0, 0.6), (1.0, 1.0), None), ((-0.05, 0.6, 1.0), (0.55, 0.85), _DARK_GLASS)),
@@ -335,7 +345,7 @@ def boxes_in_lidar(world: World, frame: int, lidar_pose: np.ndarray) -> np.ndarr
 
 
 def dividers_of(road) -> list[float]:
-    """Return the lateral offsets of the lines between lanes; 0 parts the two directions."""
+    """Return the lateral offsets of the lane dividers. The one at 0 separates the two directions."""
     edges = {round(offset + sign * 1.75, 2) for offset, _ in road.lanes for sign in (-1, 1)}
     return sorted(edges)
 

@@ -1,4 +1,4 @@
-"""The embedded driving set: six cameras on a moving vehicle, made instead of downloaded, in nuScenes' form."""
+"""The synthetic driving scenes: six cameras on a moving vehicle, rendered and stored in the form of nuScenes."""
 
 import pickle
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ AGENT_STEPS, EGO_STEPS = 12, 6
 _GENERATOR_VERSION = 2
 _STAMP = "driving_scenes.json"
 _SPLITS = ("train", "val")
-_MIN_VISIBLE_PIXELS = 6  # an object with fewer counts as unseen, as one without a lidar point
+_MIN_VISIBLE_PIXELS = 6  # An object with fewer visible pixels counts as one without lidar points.
 _COMMAND_OFFSET_M = 2.0
 _WHEEL_BASE_M = 2.7
 _START_US = 1_600_000_000_000_000
-# The lidar sits above the rear axle and looks to the right along x and ahead along y, as nuScenes' does.
+# The lidar is above the rear axle. As in nuScenes, its x axis points to the right and its y axis ahead.
 _LIDAR_TO_EGO = pose_matrix(
     (0.94, 0.0, -GROUND_Z), np.array([[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
 )
@@ -39,12 +39,13 @@ _LIDAR_TO_EGO = pose_matrix(
 
 @DATASETS.register_module()
 class DrivingScenesDataset(NuScenes3DDetTrackDataset):
-    """NuScenes3DDetTrackDataset over the driving scenes, which it makes first where ``data_root`` does not hold them.
+    """A NuScenes3DDetTrackDataset of the driving scenes, which are made first if ``data_root`` does not hold them.
 
     Args:
-        generator: arguments of :func:`make_driving_scenes` other than the folder. Every data set that shares a
-            ``data_root`` must agree on them.
-        **nuscenes_arguments: NuScenes3DDetTrackDataset's; ``ann_file`` is relative to ``data_root``.
+        generator: arguments of :func:`make_driving_scenes` other than the folder. All data sets that share a
+            ``data_root`` must have the same.
+        data_root: the folder of the scenes.
+        **nuscenes_arguments: arguments of NuScenes3DDetTrackDataset. ``ann_file`` is relative to ``data_root``.
     """
 
     METAINFO = {"classes": DRIVING_CLASSES, "map_classes": DRIVING_MAP_CLASSES}
@@ -67,24 +68,24 @@ def make_driving_scenes(
     seed: int = 0,
     num_workers: int | None = None,
 ) -> Path:
-    """Write the driving scenes into ``folder``, unless they are there, and return the folder.
+    """Write the driving scenes into ``folder``, unless they are there already, and return the folder.
 
-    It holds ``samples/CAM_*/*.jpg``, ``samples/LIDAR_TOP/*.bin`` (float32 x, y, z of what a grid of camera pixels
-    shows, in the place of a lidar's points), ``driving_infos_{train,val}.npz`` with the fields of nuScenes' info
-    files, and a stamp with the arguments. Scene i of a split is drawn from
-    ``numpy.random.default_rng([seed, split, i])``, so the files do not depend on ``num_workers``.
+    It holds ``samples/CAM_*/*.jpg``, ``samples/LIDAR_TOP/*.bin`` (float32 x, y, z of the points that a grid of camera
+    pixels shows, instead of lidar points), ``driving_infos_{train,val}.npz`` with the fields of nuScenes' info files,
+    and a stamp with the arguments. Scene i of a split is drawn from ``numpy.random.default_rng([seed, split, i])``, so
+    that the files do not depend on ``num_workers``.
 
-    The folder appears whole or not at all. Processes that start at once wait for the first one. A folder with another
-    stamp is replaced; one without a stamp is never touched.
+    The folder appears only when it is complete. Processes that start at the same time wait for the first one. A folder
+    with another stamp is replaced. A folder without a stamp is replaced only if it is empty.
 
     Args:
-        folder: where to write.
-        num_train, num_val: scenes of each split.
-        num_frames: key frames of a scene, 0.5 s apart.
+        folder: the folder to write.
+        num_train, num_val: number of scenes of each split.
+        num_frames: number of key frames of a scene, 0.5 s apart.
         image_size: height and width of an image in pixels.
-        roi_size: width (x) and length (y) of the map around the vehicle, m.
-        seed: the seed.
-        num_workers: processes that draw; by default one per core.
+        roi_size: width (x) and length (y) of the map around the vehicle, in metres.
+        seed: seed of the random numbers.
+        num_workers: number of processes that draw. The default is one per core.
 
     Raises:
         FileExistsError: the folder is not empty and was not written by this function.
@@ -148,12 +149,12 @@ def _draw_share(folder: Path, counts: dict, stamp: dict, worker: int, num_worker
 def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> Iterator[dict]:
     """Write the images and points of one scene and yield its infos."""
     rng = np.random.default_rng([stamp["seed"], _SPLITS.index(split), index])
-    # Beyond the last frame too, so that the commands of the last frames know where the vehicle goes.
+    # The world extends beyond the last frame, so that the commands of the last frames are known.
     world = make_world(rng, stamp["num_frames"] + EGO_STEPS)
     height, width = stamp["image_size"]
     renderer = Renderer(width, height)
     scene = f"{split}-{index:04d}"
-    # An hour between scenes: a model that keeps state over time sees that they do not belong together.
+    # There is an hour between scenes, so that a temporal model recognises that they are separate.
     scene_start = _START_US + (_SPLITS.index(split) * 100_000 + index) * 3_600_000_000
     num_frames = stamp["num_frames"]
     poses = [_ego_pose(world, frame) for frame in range(num_frames + EGO_STEPS)]
@@ -176,7 +177,7 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> Iterator[d
             "timestamp": timestamp,
             "frame_idx": frame,
             "lidar_path": f"samples/LIDAR_TOP/{token}.bin",
-            # Empty on the first frame of a scene, as nuScenes' sweeps are.
+            # The first frame of a scene has no sweeps, as in nuScenes.
             "sweeps": [] if frame == 0 else [{"data_path": f"samples/LIDAR_TOP/{scene}-{frame - 1:02d}.bin"}],
             "cams": cameras,
             "lidar2ego_translation": _LIDAR_TO_EGO[:3, 3].tolist(),
@@ -216,9 +217,9 @@ def _camera_info(camera, data_path: str, timestamp: int, ego: np.ndarray) -> dic
 def _agent_annotations(
     world: World, frame: int, num_frames: int, lidar: np.ndarray, visible: np.ndarray
 ) -> dict:
-    """Return boxes, names, velocities, futures and ids of the agents within sight (70 m).
+    """Return boxes, names, velocities, futures and ids of the agents within 70 m.
 
-    Futures end with the scene, as in nuScenes: what comes after is masked.
+    As in nuScenes, futures end with the scene, and later steps are masked.
     """
     boxes = boxes_in_lidar(world, frame, lidar)
     near = np.flatnonzero(np.hypot(boxes[:, 0], boxes[:, 1]) < 70)

@@ -1,4 +1,4 @@
-"""The world of the embedded driving set: a road, the ego vehicle on it and everybody else, as functions of time."""
+"""The world of the synthetic driving scenes: a road, and the motion of the ego vehicle and of all other agents."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -8,11 +8,12 @@ import numpy as np
 
 __all__ = ["DRIVING_CLASSES", "STEP_S", "World", "make_world"]
 
-# Names of nuScenes, so that its metrics know them.
+# The names are those of nuScenes, so that its metrics apply.
 DRIVING_CLASSES = ("car", "truck", "pedestrian", "bicycle", "traffic_cone")
 STEP_S = 0.5  # between key frames
 
-_EGO_ROOM = (6.6, 2.2, 1.6)  # length, width, height in m: a vehicle of 4.1 x 1.7 and what it keeps clear
+# Length, width and height in metres of the vehicle, which is 4.1 x 1.7, together with the space that it keeps clear.
+_EGO_ROOM = (6.6, 2.2, 1.6)
 _MEAN_SIZE = {  # length, width, height, m
     "car": (4.4, 1.85, 1.6),
     "truck": (7.0, 2.4, 3.0),
@@ -23,18 +24,22 @@ _MEAN_SIZE = {  # length, width, height, m
 _LANE_WIDTH = 3.5
 _STATION_SPACING = 0.5
 
-_TICK_S = 0.1  # of the drivers
-_ACCELERATION, _BRAKING, _LATERAL_ACCELERATION = 1.6, 2.0, 2.0  # m/s^2, comfortable
+_TICK_S = 0.1  # time step of the driver model
+_ACCELERATION, _BRAKING, _LATERAL_ACCELERATION = 1.6, 2.0, 2.0  # comfortable values in m/s^2
 _HEADWAY_S, _STANDING_GAP_M = 1.2, 2.0
-_AHEAD_M = np.arange(0, 40, _STATION_SPACING)  # looked ahead for turns
+_AHEAD_M = np.arange(0, 40, _STATION_SPACING)  # distances at which a driver looks for turns
 
 
 @dataclass
 class Road:
-    """A centre line of varying curvature; lateral offsets d are positive to the left of its direction.
+    """A centre line of varying curvature. Lateral offsets are positive to the left of its direction.
 
-    stations [K]: distance along the line, m; xy [K, 2], heading [K] and curvature [K] there, in the world.
-    lanes: (offset, direction) of each lane, direction +1 with the line and -1 against it.
+    Attributes:
+        stations: [K], distances along the line in metres.
+        xy, heading, curvature: [K, 2], [K] and [K], in the world at these stations.
+        lanes: (offset, direction) of each lane. The direction is +1 along the line and -1 against it.
+        half_width: half the width of the road in metres.
+        crossings: the station of the middle of each pedestrian crossing.
     """
 
     stations: np.ndarray
@@ -61,7 +66,7 @@ class Road:
 
 @dataclass
 class Agents:
-    """Everybody but the ego vehicle: classes and sizes [n], and motion in the world [n, T]."""
+    """All agents except the ego vehicle, with classes and sizes [n] and motion in the world [n, T]."""
 
     labels: np.ndarray
     sizes: np.ndarray  # [n, 3] length, width, height
@@ -73,7 +78,7 @@ class Agents:
 
 @dataclass
 class World:
-    """A scene: the road, the ego vehicle's motion [T] (position of the rear axle), and the agents."""
+    """A scene, which consists of the road, the motion [T] of the ego vehicle's rear axle, and the agents."""
 
     road: Road
     ego_station: np.ndarray
@@ -85,7 +90,7 @@ class World:
 
 
 def make_world(rng: np.random.Generator, num_frames: int) -> World:
-    """Return a scene of ``num_frames`` steps of 0.5 s drawn from ``rng``."""
+    """Return a random scene of ``num_frames`` steps of 0.5 s, drawn from ``rng``."""
     times = np.arange(num_frames) * STEP_S
     road = _make_road(rng)
     ego_lane = max(lane for lane, direction in road.lanes if direction > 0)
@@ -106,7 +111,7 @@ def make_world(rng: np.random.Generator, num_frames: int) -> World:
 
 def _make_road(rng: np.random.Generator) -> Road:
     stations = np.arange(-90.0, 260.0, _STATION_SPACING)
-    # A turn to either side is a long bend or a corner, with smooth ends.
+    # A turn is a long bend or a corner. Its ends are smooth.
     curvature = rng.normal(0, 0.001) + np.zeros_like(stations)
     turn = rng.choice((-1, 0, 1), p=(0.375, 0.25, 0.375))
     if turn:
@@ -143,7 +148,7 @@ def _make_road(rng: np.random.Generator) -> Road:
 def _drive(
     rng: np.random.Generator, times: np.ndarray, road: Road, start: float, direction: int, desired: float
 ) -> np.ndarray:
-    """Return the stations of a vehicle that keeps its speed, and now and then changes it or stops for a while."""
+    """Return the stations of a vehicle that keeps its speed, or for a while drives at another speed or stops."""
     change, begin = rng.uniform(0.0, 1.5), rng.uniform(0, times[-1])
     hold = rng.uniform(2.0, 8.0)
     kind = rng.random()
@@ -164,16 +169,21 @@ def _follow(
     wanted: Callable[[float], float],
     obstacles: Callable[[float, float], Iterable[tuple[float, float]]] = lambda time, station: (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return stations [T] and speeds [T] of a driver: as fast as wanted, slow in turns, at a distance from others.
+    """Return stations [T] and speeds [T] of a driver who slows down in turns and keeps a distance from obstacles.
 
     Args:
-        wanted: time to speed, m/s. obstacles: time and station to (free way ahead in m, speed in m/s) of each.
+        times: [T], the times of the frames in seconds.
+        road: the road.
+        start: the first station. direction: +1 along the road, -1 against it.
+        speed: the speed at the start in m/s.
+        wanted: a function from the time to the wanted speed in m/s.
+        obstacles: a function from the time and the station to the (free distance in m, speed in m/s) of each obstacle.
 
     Source: the intelligent driver model, Treiber, Hennecke and Helbing 2000.
     """
     stations, speeds, station = np.empty_like(times), np.empty_like(times), start
     per_frame = round(STEP_S / _TICK_S)
-    # A turn is braked for where it is still ahead: the speed that stopping distance allows.
+    # A driver brakes before a turn. The braking distance limits the speed.
     bends = np.maximum(np.abs(road.curvature), 1e-6)
     limit = np.sqrt(_LATERAL_ACCELERATION / bends)
     for frame, time in enumerate(times):
@@ -195,7 +205,7 @@ def _follow(
 
 
 def _ahead(index: int, direction: int, count: int) -> slice:
-    """Return the stations of the next metres in the direction of travel, nearest first."""
+    """Return the indices of the next stations in the direction of travel, the nearest first."""
     reach = len(_AHEAD_M)
     index = min(max(index, 0), count - 1)
     if direction > 0:
@@ -206,9 +216,10 @@ def _ahead(index: int, direction: int, count: int) -> slice:
 def _drive_ego(
     rng: np.random.Generator, road: Road, times: np.ndarray, lane: float
 ) -> tuple[np.ndarray, np.ndarray, list[tuple]]:
-    """Return stations and speeds of the ego vehicle, and whom it gives way to, as ``_draw_agent`` returns them.
+    """Return stations and speeds of the ego vehicle, and the agents that it gives way to.
 
-    It starts at its speed or slower, follows a vehicle ahead in half the scenes, and waits for somebody who crosses.
+    The agents have the form that ``_draw_agent`` returns. The vehicle starts at its desired speed or slower. It follows
+    a vehicle ahead in half of the scenes, and it may have to wait for a pedestrian who crosses.
     """
     desired = rng.uniform(4.5, 9.0)
     speed = desired if rng.random() < 0.6 else rng.uniform(0.0, desired)
@@ -261,7 +272,7 @@ def _drive_ego(
 
 
 def _make_agents(rng, road: Road, times, ego_station, ego_motion, met: list[tuple]) -> Agents:
-    """Draw agents one after the other, ``met`` first, and keep those that hit nobody."""
+    """Draw agents one after another, ``met`` first, and keep those that do not collide with another."""
     kept: list[tuple] = []
     ego_xy, ego_yaw = ego_motion
     forward = np.stack([np.cos(ego_yaw), np.sin(ego_yaw)], axis=-1)
@@ -290,13 +301,13 @@ def _make_agents(rng, road: Road, times, ego_station, ego_motion, met: list[tupl
 
 
 def _draw_agent(rng, road: Road, times, ego_station) -> tuple[str, np.ndarray, np.ndarray, int]:
-    """Return class, stations [T], offsets [T] and direction (+1, -1) of one agent."""
+    """Return the class, the stations [T], the offsets [T] and the direction (+1 or -1, 0 if it crosses) of an agent."""
     start = rng.uniform(-28, ego_station[-1] + 40)
     still = np.zeros_like(times)
     kind = str(rng.choice(("vehicle", "parked", "pedestrian", "bicycle", "traffic_cone"), p=_SHARES))
     if kind == "vehicle":
         offset, direction = road.lanes[rng.integers(len(road.lanes))]
-        # Oncoming traffic starts further ahead, so that it is met.
+        # Oncoming traffic starts farther ahead, so that the ego vehicle meets it.
         start = start + 20 if direction < 0 else rng.uniform(-28, 40)
         station = _drive(rng, times, road, start, direction, rng.uniform(2.0, 10.0))
         return _car_or_truck(rng), station, still + offset, direction
@@ -335,7 +346,7 @@ def _car_or_truck(rng) -> str:
 
 
 def _yaw_of_motion(xy, heading, along: int) -> np.ndarray:
-    """Return the heading of an agent: along the road, or for 0 (who crosses it) along its own path."""
+    """Return the heading of an agent, which is along the road, or along its own path if it crosses (``along`` is 0)."""
     if along:
         return heading + (np.pi if along < 0 else 0.0)
     total = xy[-1] - xy[0]
@@ -344,7 +355,7 @@ def _yaw_of_motion(xy, heading, along: int) -> np.ndarray:
 
 
 def _overlap(xy, yaw, size, other_xy, other_yaw, other_size) -> bool:
-    """Return whether two moving boxes come closer than 0.3 m at any time, erring on the safe side."""
+    """Return whether two moving boxes may come closer than 0.3 m at any time. The test is conservative."""
     delta = xy - other_xy
     cos, sin = np.cos(other_yaw), np.sin(other_yaw)
     ahead, beside = delta[:, 0] * cos + delta[:, 1] * sin, -delta[:, 0] * sin + delta[:, 1] * cos
@@ -355,7 +366,7 @@ def _overlap(xy, yaw, size, other_xy, other_yaw, other_size) -> bool:
 
 
 def _color(rng, kind: str) -> np.ndarray:
-    """Return a BGR colour; cones are orange, the rest is anything but grey as the road is."""
+    """Return a random BGR colour. Cones are orange, and other agents are not as grey as the road."""
     if kind == "traffic_cone":
         return np.array([20, 90, 235]) + rng.integers(-15, 16, 3)
     color = rng.integers(20, 235, 3)

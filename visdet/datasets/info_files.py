@@ -1,9 +1,9 @@
-"""Files of frame records ("infos"): a safe one of our own, and published pickles read without running what is in them.
+"""Files of frame records, which are called infos. visdet writes a format of its own and reads published pickles, too.
 
-An info is a dict of numbers, strings, lists, dicts and numpy arrays (docs/driving_data.md lists the keys). Our file
-is one uncompressed ``.npz`` of plain arrays: the JSON of each info, in which an array is a reference into one pool of
-numbers per type. A frame is decoded when it is asked for, so a data set of 28 000 frames costs worker processes little
-memory.
+An info is a dict of numbers, strings, lists, dicts and numpy arrays (docs/driving_data.md lists the keys). visdet's
+file is one uncompressed ``.npz`` of plain arrays. It holds the JSON of each info, in which an array is a reference into
+one pool of numbers per dtype. A frame is decoded only when it is read, so that a data set of 28 000 frames needs little
+memory in worker processes. Published pickles are read without running any code from them.
 """
 
 import io
@@ -29,13 +29,13 @@ _POOL_TYPES = ("float64", "float32", "int64", "int32", "bool")
 
 
 class InfoTable(Sequence):
-    """A sequence of infos that decodes an info when it is asked for: every ``table[i]`` is a new dict.
+    """A sequence of infos that decodes an info when it is read. Every ``table[i]`` is a new dict.
 
     Args:
-        text: uint8, the JSON of all infos one after the other.
-        ends: int64 [n], where the JSON of each info ends.
-        pools: the numbers of all arrays of a type, by the type's name.
-        frame_keys: of each info, so that frames can be sorted without decoding them.
+        text: uint8, the JSON of all infos one after another.
+        ends: int64 [n], the position at which the JSON of each info ends.
+        pools: the numbers of all arrays of a dtype, by the name of the dtype.
+        frame_keys: the key of each info, so that frames can be sorted without decoding them.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class InfoTable(Sequence):
         """Return the table of these infos.
 
         Raises:
-            TypeError: an info holds something that the file cannot.
+            TypeError: an info holds a value of a type that the file cannot hold.
         """
         pools: dict[str, list[np.ndarray]] = {name: [] for name in _POOL_TYPES}
         sizes = dict.fromkeys(_POOL_TYPES, 0)
@@ -76,14 +76,17 @@ class InfoTable(Sequence):
         return (self[i] for i in range(len(self)))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays the file holds."""
+        """Return the arrays to write to a file."""
         keys = np.array(json.dumps(self.frame_keys))
         pools = {f"pool_{name}": numbers for name, numbers in self._pools.items()}
         return {"text": self._text, "ends": self._ends, "frame_keys": keys} | pools
 
 
 def frame_keys(infos: Sequence[dict]) -> list[FrameKey]:
-    """Return (timestamp in us, scene token, whether the info has no sweeps, as the first of a scene) of each info."""
+    """Return the (timestamp in us, scene token, whether there are no sweeps) of each info.
+
+    The first frame of a scene has no sweeps.
+    """
     return infos.frame_keys if isinstance(infos, InfoTable) else [_frame_key(info) for info in infos]
 
 
@@ -92,11 +95,11 @@ def _frame_key(info: dict) -> FrameKey:
 
 
 def _encode(value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int]) -> Any:
-    """Return ``value`` as JSON knows it, its arrays put into the pools."""
+    """Return ``value`` in types of JSON, after putting its arrays into the pools."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and _ARRAY not in value:
             return {key: _encode(item, pools, sizes) for key, item in value.items()}
-        # The keys of map_annos are class numbers.
+        # This is a dict such as map_annos, whose keys are class numbers.
         pairs = [[_plain(key), _encode(item, pools, sizes)] for key, item in value.items()]
         return {_ARRAY: "dict", "items": pairs}
     if isinstance(value, (list, tuple)):
@@ -145,13 +148,13 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
     """Write an info file.
 
     Args:
-        path: ends with ``.npz``.
+        path: the file, which must end with ``.npz``.
         infos: the frames.
-        metadata: of the set, among it ``version``; JSON.
+        metadata: information on the data set, such as ``version``, in types of JSON.
 
     Raises:
         ValueError: ``path`` does not end with ``.npz``.
-        TypeError: an info holds something that the file cannot.
+        TypeError: an info holds a value of a type that the file cannot hold.
     """
     path = Path(path)
     if path.suffix != ".npz":
@@ -163,13 +166,13 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
 
 
 def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
-    """Return the infos and the metadata of a file of ours (``.npz``) or a published one (``.pkl``).
+    """Return the infos and the metadata of a file of visdet (``.npz``) or of a published pickle (``.pkl``).
 
-    A pickle may name numpy's arrays and scalars; anything else in it is refused and not run.
+    A pickle may contain numpy's arrays and scalars. Any other type or function is refused, and its code does not run.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not an info file, or its pickle names something else than numpy's types.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not an info file, or its pickle contains a type that is not numpy's.
     """
     try:
         file: Any = open(path, "rb") if Path(path).exists() else io.BytesIO(fileio.get(str(path)))  # noqa: SIM115

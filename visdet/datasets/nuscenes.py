@@ -1,4 +1,4 @@
-"""nuScenes with tracks, futures and maps, one key frame at a time, in the order of its scenes."""
+"""nuScenes with tracks, futures and maps. Key frames come one at a time, in the order of their scenes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,48 +22,52 @@ __all__ = ["NuScenes3DDetTrackDataset"]
 
 @DATASETS.register_module(name=["NuScenes3DDetTrackDataset", "NuScenes3DDataset"])
 class NuScenes3DDetTrackDataset(Dataset):
-    """Key frames of nuScenes, or of anything stored in its info files' form.
+    """Key frames of nuScenes, or of any data set that is stored in the form of its info files.
 
-    ``dataset[i]`` and ``dataset[dict(idx=i, aug_config=...)]`` return what the pipeline makes of the record of
-    frame i; the second form lets a sampler give a whole sequence the same augmentation. Frames come scene after scene,
+    ``dataset[i]`` and ``dataset[dict(idx=i, aug_config=...)]`` return the output of the pipeline for the record of
+    frame i. The second form lets a sampler give a whole sequence the same augmentation. Frames come scene after scene,
     each in order of time, whatever their order in the file.
 
-    A record holds ``token, scene_token, timestamp`` (seconds, float64), ``img_filename`` and ``lidar2img`` [4, 4]
-    of each camera, ``cam_intrinsic``, ``lidar2global`` [4, 4], ``pts_filename, ego_status, map_annos``,
-    ``aug_config``, and, where the file has them, ``gt_bboxes_3d`` [n, 9] (x, y, z, length, width, height, yaw, vx, vy;
-    lidar frame: x to the right, y ahead), ``gt_labels_3d`` (-1 for classes not asked for), ``instance_inds``,
-    ``gt_agent_fut_trajs`` [n, 12, 2] (steps of 0.5 s, each the way from the one before),
-    ``gt_agent_fut_masks``, ``gt_ego_fut_trajs`` [6, 2], ``gt_ego_fut_masks``, ``gt_ego_fut_cmd`` [3] (right, left,
-    straight), and in test mode ``fut_boxes``, the boxes of the coming frames in this frame.
+    A record holds ``token``, ``scene_token``, ``timestamp`` (seconds, float64), ``img_filename`` and ``lidar2img``
+    [4, 4] of each camera, ``cam_intrinsic``, ``lidar2global`` [4, 4], ``pts_filename``, ``ego_status``, ``map_annos``
+    and ``aug_config``. If the file has them, it also holds:
+
+    * ``gt_bboxes_3d`` [n, 9], which are x, y, z, length, width, height, yaw, vx and vy in the lidar frame (x to the
+      right, y ahead), ``gt_labels_3d`` (-1 for classes that are not used) and ``instance_inds``.
+    * ``gt_agent_fut_trajs`` [n, 12, 2], the displacements of steps of 0.5 s, and ``gt_agent_fut_masks``.
+    * ``gt_ego_fut_trajs`` [6, 2], ``gt_ego_fut_masks`` and ``gt_ego_fut_cmd`` [3] (right, left, straight).
+    * In test mode ``fut_boxes``, the boxes of the following frames in the lidar frame of this one.
 
     Args:
-        ann_file: info file, ``.npz`` of ours or a published ``.pkl``; taken within ``data_root`` where it does
-            not exist as given.
+        ann_file: the info file, which is an ``.npz`` of visdet or a published ``.pkl``. If the path does not exist, it
+            is looked up in ``data_root``.
         pipeline: transforms.
-        data_root: where ``samples/`` lies.
-        classes, map_classes: what labels count; map classes are those of ``map_annos`` 0, 1, 2 …
-        load_interval: keep every n-th frame.
+        data_root: the folder that contains ``samples/``.
+        classes, map_classes: the names of the labels. Map classes are those of ``map_annos`` 0, 1, 2 and so on.
+        load_interval: use every n-th frame only.
         with_velocity: append the velocity to the boxes.
-        test_mode: no random augmentation, and unknown velocities stay NaN for the metrics instead of becoming 0.
+        test_mode: use no random augmentation. Unknown velocities stay NaN for the metrics instead of becoming 0.
         use_valid_flag: train on boxes with a lidar or radar point instead of those with a lidar point. In test mode the
-            boxes of a frame are always the former, as nuScenes' evaluation has it.
-        num_cameras: cameras a frame must have.
+            boxes of a frame are always the former, as in nuScenes' evaluation.
+        num_cameras: the number of cameras that a frame must have.
         data_aug_conf: ``H, W`` of the files, ``final_dim`` (height, width), ``resize_lim, bot_pct_lim, rot_lim``
             (degrees), ``rand_flip, rot3d_range`` (radians).
         with_seq_flag: number the sequences in ``flag`` [num frames], for GroupInBatchSampler.
-        sequences_split_num: cut each scene into this many sequences; ``'all'`` or -1: each frame is one.
-        keep_consistent_seq_aug: one augmentation for a whole sequence.
+        sequences_split_num: the number of sequences that each scene is cut into. With ``'all'`` or -1, each frame is a
+            sequence.
+        keep_consistent_seq_aug: use one augmentation for a whole sequence.
         modality, version, det3d_eval_version, track3d_eval_version, vis_score_threshold, work_dir, eval_config:
-            accepted for published configs; metrics are set up in ``val_evaluator`` here.
+            accepted for published configs, without effect. Metrics are configured in ``val_evaluator``.
+        metainfo: entries that replace or extend the data set's ``metainfo``.
 
     Raises:
         FileNotFoundError: the info file does not exist.
-        ValueError: a frame is unusable: its number of cameras, its calibration or its boxes; the message names
-            it. The file is empty, or two frames of a scene have the same time.
+        ValueError: the file is empty, two frames of a scene have the same time, or a frame has a wrong number of
+            cameras, or a calibration or boxes that are not usable. The message names the frame.
 
-    Source: names, keywords and record keys are SparseDrive's NuScenes3DDataset and Sparse4D's
-    NuScenes3DDetTrackDataset. Differences: records of the file are never changed, a scene also starts where its token
-    changes, and random numbers can come from the sampler.
+    Source: names, keywords and record keys are those of SparseDrive's NuScenes3DDataset and Sparse4D's
+    NuScenes3DDetTrackDataset. Differences: records of the file are never changed, a new token also starts a new scene,
+    and random numbers can come from the sampler.
     """
 
     unit = "frames"
@@ -136,7 +140,7 @@ class NuScenes3DDetTrackDataset(Dataset):
             self.flag = _sequence_flags(self._scenes, sequences_split_num)
 
     def full_init(self) -> None:
-        """Do nothing: the constructor has read the file. mmengine calls this."""
+        """Do nothing, because the constructor has read the file. mmengine calls this method."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -160,10 +164,13 @@ class NuScenes3DDetTrackDataset(Dataset):
         return self._infos[int(self._order[index])]
 
     def get_augmentation(self, rng: np.random.Generator | None = None) -> dict | None:
-        """Return resize factor, crop, flip and rotations of a frame, drawn from ``rng`` or torch's global generator.
+        """Return the resize factor, crop, flip and rotations of a frame, or ``None`` without ``data_aug_conf``.
 
-        Without ``data_aug_conf`` it is ``None``. In test mode: the smallest resize that covers ``final_dim``, cut
-        from the middle and the bottom.
+        In test mode, images get the smallest size that covers ``final_dim``, and are cropped to their middle and, by
+        ``bot_pct_lim``, their bottom.
+
+        Args:
+            rng: the generator of the random numbers. The default is one that torch's global generator seeds.
         """
         conf = self.data_aug_conf
         if conf is None:
@@ -195,7 +202,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         }
 
     def get_data_info(self, index: int) -> dict:
-        """Return the record of frame ``index`` that the pipeline gets, without ``aug_config``."""
+        """Return the record of frame ``index`` for the pipeline, without ``aug_config``."""
         info = self.get_info(index)
         record = {
             "token": info["token"],
@@ -225,7 +232,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         return record
 
     def _cameras(self, info: dict) -> dict:
-        """Return file names and matrices of the cameras, in the file's order."""
+        """Return file names and matrices of the cameras, in the order of the file."""
         if len(info["cams"]) != self.num_cameras:
             raise InvalidInputError(
                 f"frame {info['token']} of {self.ann_file} must have {self.num_cameras} cameras "
@@ -283,10 +290,10 @@ class NuScenes3DDetTrackDataset(Dataset):
         return annotations
 
     def _finite(self, info: dict, key: str, mask: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Return a part of a record as float32.
+        """Return an array of a record as float32.
 
         Raises:
-            ValueError: it holds NaN or infinity.
+            ValueError: the array holds NaN or infinity.
         """
         values = np.array(info[key], dtype=np.float32)[mask]
         if not np.isfinite(values).all():
@@ -298,7 +305,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         return np.asarray(valid, dtype=bool).reshape(-1)
 
     def _measured(self, info: dict) -> np.ndarray:
-        """Return which boxes nuScenes' evaluation counts: those with a lidar or a radar point."""
+        """Return the mask of boxes that nuScenes' evaluation counts, which have a lidar or a radar point."""
         if "num_lidar_pts" not in info:
             return self._valid(info)
         points = np.asarray(info["num_lidar_pts"]).reshape(-1)
@@ -306,9 +313,9 @@ class NuScenes3DDetTrackDataset(Dataset):
         return (points if radar is None else points + np.asarray(radar).reshape(-1)) > 0
 
     def _future_boxes(self, index: int, num_steps: int) -> list[np.ndarray]:
-        """Return the boxes [m, 7] of the coming frames of the file's scene, each seen from this frame.
+        """Return the boxes [m, 7] of each of the following frames of the scene, in the lidar frame of this frame.
 
-        A step is a frame of the file, as in the future of the vehicle, whatever ``load_interval`` leaves out.
+        As in the future of the vehicle, a step is a frame of the file, even one that ``load_interval`` leaves out.
         """
         boxes_of_step: list[np.ndarray] = []
         from_global = inverse_pose(_lidar_to_global(self.get_info(index)))
@@ -326,9 +333,9 @@ class NuScenes3DDetTrackDataset(Dataset):
         return boxes_of_step
 
     def _resolve(self, path: str) -> str:
-        """Return where a file lies: as given, or within ``data_root``.
+        """Return the path of a file, as given or within ``data_root``.
 
-        Published info files name ``./data/nuscenes/samples/…``, whatever the machine calls the folder.
+        Published info files contain paths such as ``./data/nuscenes/samples/…``, which ``data_root`` replaces.
         """
         if self.data_root is None or Path(path).is_absolute():
             return str(path)
@@ -358,10 +365,10 @@ def _check_calibration(token: str, camera: str, to_lidar: np.ndarray, intrinsic:
 
 
 def _sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the frames' positions, scene after scene, each in order of time, and the number of the scene of each.
+    """Return the positions of the frames, scene after scene and each in order of time, and the scene number of each.
 
     Raises:
-        ValueError: the file is empty, or a scene has two frames of one time.
+        ValueError: the file is empty, or two frames of a scene have the same time.
     """
     keys = frame_keys(infos)
     if not keys:
@@ -369,7 +376,7 @@ def _sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarr
     scene_starts: dict[str, int] = {}
     for time, scene, _ in keys:
         scene_starts[scene] = min(time, scene_starts.get(scene, time))
-    # Scenes recorded at the same time by two vehicles must not be shuffled into each other.
+    # Scenes that two vehicles have recorded at the same time must not be interleaved.
     order = sorted(range(len(keys)), key=lambda i: (scene_starts[keys[i][1]], keys[i][1], keys[i][0]))
     scenes = np.zeros(len(order), dtype=np.int64)
     for position, (before, here) in enumerate(pairwise(order), start=1):

@@ -1,4 +1,4 @@
-"""From nuScenes' raw tables to info records."""
+"""Conversion of nuScenes' raw tables to info records."""
 
 import json
 from collections.abc import Iterator
@@ -32,11 +32,11 @@ _CLASS_OF_CATEGORY = {
     "vehicle.truck": "truck",
 }
 _AGENT_STEPS, _EGO_STEPS = 12, 6
-_MAX_FUTURE_S = 6.15  # twelve steps, and what nuScenes' clock may be late
+_MAX_FUTURE_S = 6.15  # twelve steps and the tolerance of nuScenes' clock
 _MAX_VELOCITY_GAP_S = 1.5
 _COMMAND_OFFSET_M = 2.0
 
-# Numbers of the scenes of nuScenes' validation split; what is not there is for training.
+# The numbers of the scenes of nuScenes' validation split. All other scenes belong to the training split.
 _VALIDATION = (
     "3 12-18 35-36 38-39 92-110 221 268-278 329-332 344-346 519-524 552-565 625-627 629-630 632-638 "
     "770-771 775 777-778 780-784 794-800 802 904-917 919-931 962-963 966-969 971-972 1059-1073"
@@ -45,7 +45,7 @@ _MINI_VALIDATION = "103 916"
 
 
 def split_of_scene(version: str, scene_name: str) -> str:
-    """Return ``train``, ``val`` or ``test`` for a scene like ``scene-0103``."""
+    """Return the split of a scene such as ``scene-0103``, which is ``train``, ``val`` or ``test``."""
     if version.endswith("test"):
         return "test"
     number = int(scene_name.rpartition("-")[2])
@@ -59,19 +59,18 @@ def split_of_scene(version: str, scene_name: str) -> str:
 class NuScenesConverter:
     """Makes info records of the key frames of nuScenes.
 
-    Fields, frames and units are those of the files that SparseDrive publishes a script for; ``gt_attributes`` is
-    added, so that the metrics can tell the attribute error. Sensor files are named relative to ``root``.
+    Fields, coordinate frames and units are those of the files that SparseDrive's script makes. ``gt_attributes`` is
+    added, so that the metrics can compute the attribute error. Paths of sensor files are relative to ``root``.
 
     Args:
         root: the folder with ``v1.0-…/``, ``samples/`` and ``maps/``.
         version: ``v1.0-trainval``, ``v1.0-mini`` or ``v1.0-test`` (which has no annotations).
-        can_bus_root: the folder that holds ``can_bus/``; without it, and for scenes it lacks, ``ego_status`` is 0.
-        with_map: read the map expansion; without it frames have no lines.
-        roi_size: of the map around the vehicle, width (x) and length (y), m.
+        can_bus_root: the folder that holds ``can_bus/``. Without it, and for scenes that it lacks, ``ego_status`` is 0.
+        with_map: read the map expansion. Without it, frames have no map lines.
+        roi_size: width (x) and length (y) of the map around the vehicle, in metres.
 
     Raises:
-        FileNotFoundError: a table or a map is missing.
-        ImportError: ``with_map`` and no shapely.
+        FileNotFoundError: a table is missing.
     """
 
     def __init__(
@@ -93,7 +92,8 @@ class NuScenesConverter:
         """Yield the records of a scene in order of time.
 
         Raises:
-            FileNotFoundError: the file of a lidar sweep or of a camera image is missing.
+            FileNotFoundError: the file of a lidar sweep, of a camera image or of the map is missing.
+            ImportError: ``with_map`` is True and shapely is missing.
         """
         samples = self.tables.samples(scene)
         location = self.tables.location(scene)
@@ -109,7 +109,7 @@ class NuScenesConverter:
             yield info
 
     def _sensors(self, sample: dict) -> dict:
-        """Return the poses and files of lidar and cameras."""
+        """Return the poses and files of the lidar and the cameras."""
         tables = self.tables
         lidar = tables.data(sample, "LIDAR_TOP")
         calibration, ego = self._poses(lidar)
@@ -137,7 +137,7 @@ class NuScenesConverter:
             "scene_token": sample["scene_token"],
             "timestamp": sample["timestamp"],
             "lidar_path": self._existing(lidar["filename"]),
-            # Only whether there are any is used: the first frame of a scene has none.
+            # Only the presence of sweeps is used, because the first frame of a scene has none.
             "sweeps": [{"sample_data_token": lidar["prev"]}] if lidar["prev"] else [],
             "cams": cameras,
             "lidar2ego_translation": calibration["translation"],
@@ -152,7 +152,7 @@ class NuScenesConverter:
         return name
 
     def _poses(self, data: dict) -> tuple[dict, dict]:
-        """Return the calibration and the vehicle's pose of a sensor's data."""
+        """Return the calibration of a sensor and the pose of the vehicle, given the record of the sensor's data."""
         calibration = self.tables.get("calibrated_sensor", data["calibrated_sensor_token"])
         return calibration, self.tables.get("ego_pose", data["ego_pose_token"])
 
@@ -192,7 +192,7 @@ class NuScenesConverter:
         }
 
     def _velocity(self, record: dict) -> np.ndarray:
-        """Return the velocity [3] in the world from the frames around, NaN where they are too far apart."""
+        """Return the velocity [3] in the world from the neighbouring frames, or NaN if they are too far apart."""
         tables = self.tables
         first, last = (
             tables.get("sample_annotation", record[key]) if record[key] else record
@@ -206,7 +206,7 @@ class NuScenesConverter:
         return moved / seconds if seconds <= limit else np.full(3, np.nan)
 
     def _future_steps(self, record: dict, pose: np.ndarray) -> np.ndarray:
-        """Return the way [n, 2] from each annotation of the agent to the next, for the coming 6 s."""
+        """Return the displacements [n, 2] from each annotation of the agent to the next, for the following 6 s."""
         start, places = self._time(record), [record["translation"][:2]]
         heading = _matrix(record)[:2, 0]
         while record["next"] and len(places) <= _AGENT_STEPS:
@@ -214,7 +214,7 @@ class NuScenesConverter:
             if self._time(record) - start > _MAX_FUTURE_S * 1e6:
                 break
             places.append(record["translation"][:2])
-        # Turned in the plane, from the agent's heading in the world to that in the lidar frame.
+        # The displacements are rotated by the angle between the agent's headings in the world and in the lidar frame.
         turn = np.arctan2(pose[1, 0], pose[0, 0]) - np.arctan2(heading[1], heading[0])
         rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
         return np.diff(np.array(places), axis=0) @ rotation.T
@@ -230,7 +230,7 @@ class NuScenesConverter:
         return self._maps[location].around(lidar_pose)
 
     def _can_bus(self, scene_name: str) -> tuple[list[dict], list[dict]] | None:
-        """Return the pose and steering messages of a scene, or ``None`` where it has none."""
+        """Return the pose and steering messages of a scene, or ``None`` if it lacks either."""
         messages = []
         for kind in ("pose", "steeranglefeedback"):
             path = self.can_bus_root and self.can_bus_root / "can_bus" / f"{scene_name}_{kind}.json"
@@ -246,7 +246,7 @@ def _matrix(record: dict) -> np.ndarray:
 
 
 def _ego_future(lidar_poses: list[np.ndarray]) -> dict:
-    """Return the steps of the vehicle and the command, from the poses of this frame and the coming ones."""
+    """Return the displacements of the vehicle and the command, from the poses of this and the following frames."""
     from_world = inverse_pose(lidar_poses[0])
     places = np.array([(from_world @ pose)[:2, 3] for pose in lidar_poses])
     places = np.concatenate([places, np.repeat(places[-1:], _EGO_STEPS + 1 - len(places), axis=0)])
@@ -262,7 +262,7 @@ def _ego_future(lidar_poses: list[np.ndarray]) -> dict:
 
 
 def _ego_status(messages: tuple[list[dict], list[dict]] | None, time_us: int) -> np.ndarray:
-    """Return acceleration, rotation rate, velocity (3 each) and steering angle, float32 [10]; 0 where unknown."""
+    """Return acceleration, rotation rate, velocity (3 each) and steering angle, float32 [10], or zeros if unknown."""
     if messages is None or not all(messages):
         return np.zeros(10, dtype=np.float32)
     pose, steering = (nearest_message(kind, time_us) for kind in messages)

@@ -11,8 +11,9 @@ from visdet.errors import MissingFileError, MissingPackageError
 
 __all__ = ["NuScenesMap"]
 
-_EDGE_MARGIN_M = 0.2  # road outlines are cut a little inside the region, so that its edges are no boundaries
-_SAME_DIRECTION = 0.01  # crossings whose directions differ by less than about 8 degrees are one
+# Road outlines are cut this far inside the region, so that its edges do not become boundaries.
+_EDGE_MARGIN_M = 0.2
+_SAME_DIRECTION = 0.01  # Crossings whose directions differ by less than about 8 degrees are merged.
 
 
 class NuScenesMap:
@@ -20,14 +21,14 @@ class NuScenesMap:
 
     Args:
         root: the folder that holds ``maps/expansion/<location>.json``.
-        location: like ``boston-seaport``.
-        roi_size: width (x) and length (y) of the region around the vehicle, m.
+        location: the name of the location, such as ``boston-seaport``.
+        roi_size: width (x) and length (y) of the region around the vehicle, in metres.
 
     Raises:
         FileNotFoundError: the map expansion is missing.
         ImportError: shapely is missing.
 
-    Source: the classes and rules of SparseDrive's extraction, on shapely 2 and without the devkit.
+    Source: classes and rules are those of SparseDrive's extraction. This one uses shapely 2 instead of the devkit.
     """
 
     def __init__(self, root: str | Path, location: str, roi_size: Sequence[float] = (30.0, 60.0)) -> None:
@@ -96,7 +97,7 @@ class NuScenesMap:
         }
 
     def _merged(self, crossings: list) -> list:
-        """Return crossings with those that touch and point the same way made one."""
+        """Return the crossings, after merging those that touch and have the same direction."""
         pieces = [piece for crossing in crossings for piece in _parts(crossing, "Polygon") if piece.area > 0]
         directions = [self._direction(piece) for piece in pieces]
         tree, left = self._shapely.STRtree(pieces), set(range(len(pieces)))
@@ -124,7 +125,7 @@ class NuScenesMap:
         return [np.array(ring.coords)]
 
     def _boundaries(self, roads: list, half: np.ndarray) -> list[np.ndarray]:
-        """Return the edges of the road, the road on their right."""
+        """Return the edges of the road. The road is on their right."""
         shapely = self._shapely
         inner = shapely.box(*(-half + _EDGE_MARGIN_M), *(half - _EDGE_MARGIN_M))
         lines = []

@@ -1,4 +1,4 @@
-"""nuScenes' tables as they lie on disk, read without the devkit."""
+"""Reading of nuScenes' tables without the devkit."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ _TABLES = (
 
 
 class NuScenesTables:
-    """The records of one version of nuScenes by table and token, key frames only.
+    """The records of one version of nuScenes by table and token. Sensor data are those of key frames only.
 
     Args:
         root: the folder with ``v1.0-…/``, ``samples/`` and ``maps/``.
@@ -88,7 +88,7 @@ class NuScenesTables:
         """Return the record of a sensor's data in a key frame.
 
         Raises:
-            KeyError: the frame has none of this sensor.
+            KeyError: the frame has no data of this sensor.
         """
         try:
             return self._data_of_sample[sample["token"]][channel]
@@ -100,12 +100,12 @@ class NuScenesTables:
         return self._annotations_of_sample[sample["token"]]
 
     def category(self, annotation: dict) -> str:
-        """Return the name of the category of an annotation, like ``vehicle.car``."""
+        """Return the name of the category of an annotation, such as ``vehicle.car``."""
         instance = self.get("instance", annotation["instance_token"])
         return self.get("category", instance["category_token"])["name"]
 
     def attribute(self, annotation: dict) -> str:
-        """Return the name of the first attribute of an annotation, '' without one."""
+        """Return the name of the first attribute of an annotation, or '' if there is none."""
         tokens = annotation["attribute_tokens"]
         return self.get("attribute", tokens[0])["name"] if tokens else ""
 
@@ -113,10 +113,10 @@ class NuScenesTables:
         return self._number_of_instance[annotation["instance_token"]]
 
     def location(self, scene: dict) -> str:
-        """Return the map a scene drives on."""
+        """Return the name of the map on which a scene was recorded."""
         return self.get("log", scene["log_token"])["location"]
 
 
 def nearest_message(messages: list[dict], time_us: int) -> dict:
-    """Return the CAN bus message (with ``utime``) nearest in time."""
+    """Return the CAN bus message whose ``utime`` is nearest to ``time_us``."""
     return min(messages, key=lambda message: abs(message["utime"] - time_us))

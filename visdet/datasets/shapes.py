@@ -1,4 +1,4 @@
-"""The shapes data set: made, not downloaded, and stored as a COCO data set like any other."""
+"""The synthetic shapes data set, which is drawn instead of downloaded and stored in COCO format."""
 
 import json
 from pathlib import Path
@@ -24,16 +24,15 @@ _SPLITS = ("train", "val")
 
 @DATASETS.register_module()
 class ShapesDataset(CocoDataset):
-    """CocoDataset over the shapes images, which it makes first where ``data_root`` does not hold them.
+    """A CocoDataset of the shapes images, which are drawn first if ``data_root`` does not hold them.
 
-    Six classes told apart by outline alone (circle, square, triangle, star, cross, ring), with random
-    colours, textures, sizes and occlusion, over noise. See :func:`make_shapes` for what is written.
+    The six classes (circle, square, triangle, star, cross, ring) differ in their outlines only. Colours, textures,
+    sizes and occlusion are random, and the background is noise. :func:`make_shapes` describes the files.
 
     Args:
-        generator: arguments of :func:`make_shapes` other than the folder: ``num_train``, ``num_val``,
-            ``image_size``, ``seed``. Every data set and metric that shares a ``data_root`` must agree on
-            them.
-        **coco_arguments: CocoDataset's.
+        generator: arguments of :func:`make_shapes` other than the folder, such as ``num_train``, ``num_val``,
+            ``image_size`` and ``seed``. All data sets and metrics that share a ``data_root`` must have the same.
+        **coco_arguments: arguments of CocoDataset.
     """
 
     METAINFO: dict[str, Any] = {"classes": SHAPE_CLASSES, "palette": class_palette(len(SHAPE_CLASSES))}
@@ -57,22 +56,23 @@ def make_shapes(
     seed: int = 0,
     num_workers: int | None = None,
 ) -> Path:
-    """Write the shapes data set into ``folder``, unless it is there, and return the folder.
+    """Write the shapes data set into ``folder``, unless it is there already, and return the folder.
 
-    It holds ``train/*.jpg``, ``val/*.jpg``, ``annotations/instances_{train,val}.json`` and a stamp,
-    ``shapes.json``, with the generator's version and the arguments. Image i of a split is drawn from
-    ``numpy.random.default_rng([seed, split, i])``, so the files do not depend on ``num_workers``.
+    It holds ``train/*.jpg``, ``val/*.jpg``, ``annotations/instances_{train,val}.json`` and the stamp ``shapes.json``
+    with the generator's version and the arguments. Image i of a split is drawn from
+    ``numpy.random.default_rng([seed, split, i])``, so that the files do not depend on ``num_workers``.
 
-    The folder appears whole or not at all: everything is written beside it and renamed. Processes that start
-    at once wait for the first one. A folder with another stamp is replaced; one without a stamp is never touched.
+    The folder appears only when it is complete, because everything is written beside it and renamed. Processes that
+    start at the same time wait for the first one. A folder with another stamp is replaced. A folder without a stamp is
+    replaced only if it is empty.
 
     Args:
-        folder: where to write.
-        num_train: images in the train split.
-        num_val: images in the val split.
+        folder: the folder to write.
+        num_train: number of images in the train split.
+        num_val: number of images in the val split.
         image_size: height and width of an image in pixels.
-        seed: the seed.
-        num_workers: processes that draw; by default one per core.
+        seed: seed of the random numbers.
+        num_workers: number of processes that draw. The default is one per core.
 
     Raises:
         FileExistsError: the folder is not empty and was not written by this function.
@@ -113,7 +113,7 @@ def _write(partial: Path, stamp: dict, num_workers: int | None) -> None:
 
 
 def _draw_all(partial: Path, counts: dict[str, int], stamp: dict, num_workers: int | None) -> None:
-    """Draw every image, each worker every ``num_workers``-th one."""
+    """Draw all images. Each worker draws every ``num_workers``-th one."""
     for split in counts:
         (partial / split).mkdir()
     draw_in_processes(_draw_share, (partial, counts, stamp), num_workers, "make_shapes")
@@ -133,7 +133,7 @@ def _draw_share(partial: Path, counts: dict, stamp: dict, worker: int, num_worke
 
 
 def _merge(partial: Path, split: str, count: int, image_size: int) -> dict:
-    """Return the COCO JSON of a split, from what the workers wrote."""
+    """Return the COCO JSON of a split from the files of the workers."""
     objects_of_image = {}
     for part in partial.glob(f"{split}-*.part.json"):
         objects_of_image.update(json.loads(part.read_text()))

@@ -1,4 +1,4 @@
-"""Drawing of the images of the shapes data set: textured shapes over a cloudy background."""
+"""Drawing of the images of the shapes data set, which show textured shapes on a cloudy background."""
 
 import colorsys
 import math
@@ -17,7 +17,7 @@ _MIN_VISIBLE = 0.25
 
 @dataclass(frozen=True)
 class ShapeObject:
-    """An annotated shape: its label, the box (x1, y1, x2, y2) around its visible pixels, and their number."""
+    """An annotated shape, with its label, the box (x1, y1, x2, y2) around its visible pixels, and their number."""
 
     label: int
     bbox: tuple[int, int, int, int]
@@ -27,8 +27,9 @@ class ShapeObject:
 def draw_shapes(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[ShapeObject]]:
     """Return an RGB image, uint8 [size, size, 3], and the shapes in it that are at least a quarter visible.
 
-    One to six shapes of log-uniform radius (6 pixels to 0.28 * size), random proportions, turn, colour and
-    texture are painted one over another. Classes differ in outline alone. The image is a function of ``rng``.
+    One to six shapes are painted one over another. Their radius is log-uniform between 6 pixels and 0.28 * size, and
+    their proportions, rotation, colour and texture are random. Classes differ in their outlines only. The image depends
+    on ``rng`` and ``size`` alone.
     """
     canvas = _background(rng, size)
     owner = np.full((size, size), -1, dtype=np.int16)
@@ -45,7 +46,7 @@ def draw_shapes(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[S
 
 
 def _background(rng: np.random.Generator, size: int) -> np.ndarray:
-    """Return clouds, float32 [size, size, 3]: noise of four octaves that mixes two muted colours."""
+    """Return clouds, float32 [size, size, 3], which are two muted colours mixed by noise of four octaves."""
     clouds = np.zeros((size, size), dtype=np.float32)
     for octave in range(4):
         cells = 3 * 2**octave
@@ -57,7 +58,11 @@ def _background(rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, index: int) -> tuple[int, float]:
-    """Paint a random shape onto ``canvas``, mark in ``owner`` what it covers; return (label, whole area)."""
+    """Paint a random shape onto ``canvas`` and mark the pixels that it covers in ``owner``.
+
+    Returns:
+        the label and the area of the whole shape.
+    """
     size = len(canvas)
     label = int(rng.integers(len(SHAPE_CLASSES)))
     radius = 6.0 * (0.28 * size / 6.0) ** rng.random()
@@ -95,7 +100,7 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, inde
 
 
 def _outlines(name: str) -> list[np.ndarray]:
-    """Return the polygons of a shape of radius about 1: the outline [n, 2], then its holes."""
+    """Return the polygons [n, 2] of a shape of radius about 1. The outline comes first, then the holes."""
     if name == "circle":
         return [_regular_polygon(64)]
     if name == "square":
@@ -124,11 +129,11 @@ def _polygon_area(points: np.ndarray) -> float:
 
 
 def _coverage(outlines: list[np.ndarray], width: int, height: int) -> Image.Image:
-    """Return how much of each pixel the shape covers, 0..255."""
+    """Return the part of each pixel that the shape covers, in 0..255."""
     fine = Image.new("L", (width * _SUPERSAMPLING, height * _SUPERSAMPLING), 0)
     draw = ImageDraw.Draw(fine)
     for fill, outline in zip((255, 0), outlines, strict=False):
-        # Pillow puts pixel centres at whole numbers, the outlines have them at halves.
+        # In Pillow, pixel centres are at whole numbers. In the outlines, they are at halves.
         draw.polygon([tuple(point) for point in outline * _SUPERSAMPLING - 0.5], fill=fill)
     return fine.reduce(_SUPERSAMPLING)
 

@@ -1,4 +1,4 @@
-"""Two views of textured planes with exact depth, drawn when they are asked for."""
+"""Pairs of views of textured planes with exact depth, which are drawn when they are read."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from visdet.structures import TwoViewDataSample
 __all__ = ["TwoViewPairs"]
 
 _TEXTURE_CELLS = 64
-_CELL_PER_DEPTH = 0.07  # size of a texture cell, so that it is a few pixels wide at every depth
+_CELL_PER_DEPTH = 0.07  # size of a texture cell divided by its depth, so that every cell is a few pixels wide
 
 
 @dataclass
@@ -29,9 +29,9 @@ class _Plane:
 
 @DATASETS.register_module()
 class TwoViewPairs(BaseDataset):
-    """Pairs of views of a slanted wall behind discs and squares, with the depth of every reference pixel.
+    """Pairs of views of a slanted wall behind discs and squares, with the depth of the reference view.
 
-    Pair i is drawn from ``numpy.random.default_rng([seed, i])``, whoever asks for it. An item is::
+    Pair i is always drawn from ``numpy.random.default_rng([seed, i])``. An item is::
 
         inputs: uint8 [2, 3, H, W], the reference view and the source view, RGB
         data_samples: dict of
@@ -42,15 +42,15 @@ class TwoViewPairs(BaseDataset):
             pair: its number
 
     Args:
-        num_pairs: pairs in the data set.
+        num_pairs: number of pairs in the data set.
         image_size: (height, width), multiples of ``depth_stride``.
-        depth_range: nearest and farthest depth of a shape's centre, and of the wall's.
-        num_shapes: fewest and most shapes before the wall.
-        baseline: fewest and most units between the two cameras, sideways and up or down.
-        max_turn: the source camera's largest turn about each axis, in radians.
-        noise: standard deviation of the noise of each view, of 255.
-        depth_stride: see above.
-        seed: two data sets with different seeds share no pair.
+        depth_range: the nearest depth of a shape's centre and the farthest depth of the wall's centre.
+        num_shapes: the least and the greatest number of shapes before the wall.
+        baseline: the least and the greatest distance between the two cameras, parallel to the image plane.
+        max_turn: the greatest rotation of the source camera about each axis, in radians.
+        noise: standard deviation of the noise of each view, on the scale 0..255.
+        depth_stride: the side, in pixels, of the squares at whose centres the depth is given.
+        seed: seed of the random numbers. Data sets with different seeds share no pair.
     """
 
     unit = "pairs"
@@ -91,7 +91,7 @@ class TwoViewPairs(BaseDataset):
         super().__init__(ann_file="", **base_arguments)
 
     def load_data_list(self) -> list[dict]:
-        """Return one entry a pair; the pictures are drawn later."""
+        """Return one entry per pair. The pictures are drawn later."""
         return [{"pair": pair} for pair in range(self.num_pairs)]
 
     def prepare_data(self, idx: int) -> dict:
@@ -138,7 +138,7 @@ def _plane(rng: np.random.Generator, centre: np.ndarray, radius: float, max_slop
     across = np.cross(normal, [-np.sin(angle), np.cos(angle), 0.0])
     across /= np.linalg.norm(across)
     axes = np.stack((across, np.cross(normal, across), normal))
-    # Shades around a colour of the plane's own, and no colour that tells the depth.
+    # The texture consists of shades of a random colour, which tells nothing about the depth.
     texture = rng.uniform(0.2, 0.8, 3) + rng.uniform(-0.35, 0.35, (_TEXTURE_CELLS, _TEXTURE_CELLS, 3))
     return _Plane(
         centre, axes, radius, bool(rng.integers(2)), texture.clip(0, 1), _CELL_PER_DEPTH * centre[2]
@@ -146,7 +146,7 @@ def _plane(rng: np.random.Generator, centre: np.ndarray, radius: float, max_slop
 
 
 def _pose(rng: np.random.Generator, baseline: tuple[float, float], max_turn: float) -> np.ndarray:
-    """Return source_from_reference [4, 4]: a step sideways, and a turn."""
+    """Return source_from_reference [4, 4], a small rotation and a translation parallel to the image plane."""
     angle, distance = rng.uniform(0, 2 * np.pi), rng.uniform(*baseline)
     x, y, z = rng.uniform(-max_turn, max_turn, 3)
     turn_x = np.array([[1, 0, 0], [0, np.cos(x), -np.sin(x)], [0, np.sin(x), np.cos(x)]])
@@ -165,7 +165,7 @@ def _pixel_rays(intrinsics: np.ndarray, height: int, width: int, stride: int) ->
 
 
 def _render(planes: list[_Plane], pose: np.ndarray, rays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return colours [H, W, 3] in 0..1 and depth [H, W] of what a camera at ``pose`` sees along its rays."""
+    """Return the colours [H, W, 3] in 0..1 and the depth [H, W] that a camera at ``pose`` sees along its rays."""
     rotation, eye = pose[:3, :3], -pose[:3, :3].T @ pose[:3, 3]
     directions = rays @ rotation  # in the frame of the reference camera
     colours = np.zeros(rays.shape)
@@ -185,7 +185,7 @@ def _render(planes: list[_Plane], pose: np.ndarray, rays: np.ndarray) -> tuple[n
 
 
 def _shade(texture: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """Return the texture's colours at places [N, 2] in cells: bilinear, repeated."""
+    """Return the bilinear colours of a repeated texture at places [N, 2] in cells."""
     low = np.floor(place)
     fraction = place - low
     i, j = low.astype(np.int64).T

@@ -1,4 +1,4 @@
-"""Values at points in space: the voxels of a volume, or samples of any kind."""
+"""Data sets of values at points in space, which are the voxels of a volume or other samples."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +17,10 @@ __all__ = ["PointSampleDataset", "VolumeDataset", "make_volume"]
 
 
 class _Samples(Dataset):
-    """Points and values by index; a batch is looked up at once and comes as one chunk.
+    """Points and values by index. A batch is looked up at once and returned as one chunk.
 
-    ``dataset[i]`` is ``dict(inputs=points [1, 3], data_samples=FieldDataSample)`` with ``gt_field`` [1];
-    ``__getitems__``, which torch's loader asks for a batch of indices, returns a list of one such dict with all its
-    points.
+    ``dataset[i]`` is ``dict(inputs=points [1, 3], data_samples=FieldDataSample)`` with ``gt_field`` [1]. torch's loader
+    calls ``__getitems__`` with the indices of a batch, which returns a list of one such dict with all points.
     """
 
     unit = "points"
@@ -54,22 +53,22 @@ class _Samples(Dataset):
 
 @DATASETS.register_module()
 class VolumeDataset(_Samples):
-    """The voxels of a volume: point (i, j, k) of the array lies at ``(i + 0.5, j + 0.5, k + 0.5) * voxel_size``.
+    """The voxels of a volume. The voxel (i, j, k) is at the point ``(i + 0.5, j + 0.5, k + 0.5) * voxel_size``.
+
+    ``metainfo`` holds ``voxel_size``, ``value_scale``, by which a fitted value must be multiplied, and ``sides``.
 
     Args:
-        path: a ``.npy`` file, or a ``.npz`` file with one array, with shape [D0, D1, D2] and real numbers.
-        key: the array of a ``.npz`` file with several.
-        synthetic: instead of a file, arguments of :func:`make_volume`.
-        volume_size: length of the longest side, which the voxels are scaled to; 0 keeps voxels of size 1.
-        normalize: divide by the largest magnitude, so that one learning rate fits every volume. Metrics then are
-            those of the divided values; PSNR and R2 are the same.
-
-    ``metainfo`` holds ``voxel_size``, ``value_scale`` (multiply a fitted value by it) and ``sides``.
+        path: a ``.npy`` file, or a ``.npz`` file with one array, of shape [D0, D1, D2] and real numbers.
+        key: the name of the array in a ``.npz`` file with several arrays.
+        synthetic: arguments of :func:`make_volume`, instead of a file.
+        volume_size: the length that the longest side is scaled to. With 0, voxels have size 1.
+        normalize: divide by the largest magnitude, so that one learning rate suits every volume. Metrics are then those
+            of the divided values, but PSNR and R2 do not change.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: neither or both of ``path`` and ``synthetic``; the array is no volume, is empty, holds NaN or
-            infinity, or has one value everywhere.
+        FileNotFoundError: the file does not exist.
+        ValueError: neither or both of ``path`` and ``synthetic`` are given, or the array is not a volume, is empty,
+            holds NaN or infinity, or has the same value everywhere.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class VolumeDataset(_Samples):
         return self.values.view(self.shape)
 
     def points_at(self, indices: Tensor) -> Tensor:
-        """Return the centres [..., 3] of voxels, given by their places in the flattened volume."""
+        """Return the centres [..., 3] of voxels, given their indices in the flattened volume."""
         _, D1, D2 = self.shape
         place = torch.stack([indices // (D1 * D2), indices // D2 % D1, indices % D2], -1)
         return (place.to(torch.float32) + 0.5) * self.voxel_size
@@ -112,17 +111,18 @@ class VolumeDataset(_Samples):
 class PointSampleDataset(_Samples):
     """Samples of a scalar at points.
 
+    ``metainfo`` holds ``value_scale``, and ``offset`` and ``voxel_size`` of the points. The coordinates in the file are
+    ``point * voxel_size + offset``.
+
     Args:
-        path: a ``.npy`` file [M, 4] of x, y, z, value, or a ``.npz`` file with ``points`` [M, 3] and ``values`` [M].
-        volume_size: longest side of the box that the points are moved and scaled to; 0 keeps them as they are.
+        path: a ``.npy`` file [M, 4] of x, y, z and value, or a ``.npz`` file with ``points`` [M, 3] and ``values`` [M].
+        volume_size: the longest side of the box to which the points are moved and scaled. With 0, they are not changed.
         normalize: divide the values by the largest magnitude.
 
-    ``metainfo`` holds ``offset`` and ``voxel_size`` (``point * voxel_size + offset`` are the file's coordinates; the
-    scale of the points) and ``value_scale``.
-
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the arrays have other shapes, are empty, hold NaN or infinity; all values are equal.
+        FileNotFoundError: the file does not exist.
+        ValueError: the arrays have other shapes, are empty, or hold NaN or infinity, all points are equal, or all
+            values are equal.
     """
 
     def __init__(self, path: str, volume_size: float = 10.0, normalize: bool = True) -> None:
@@ -154,12 +154,15 @@ class PointSampleDataset(_Samples):
 
 
 def make_volume(size: int | Sequence[int] = 48, num_blobs: int = 12, seed: int = 0) -> np.ndarray:
-    """Return a float32 volume [D0, D1, D2] of smooth blobs, turned and stretched, and a ring that no blob fits.
+    """Return a float32 volume [D0, D1, D2] of smooth, rotated and stretched blobs, and of a ring, which no blob fits.
 
     Args:
-        size: voxels along each axis: one number, or three.
-        num_blobs: Gaussian blobs, some of them negative.
-        seed: of the blobs.
+        size: number of voxels along each axis, which is one number or three.
+        num_blobs: number of Gaussian blobs, some of which are negative.
+        seed: seed of the random numbers.
+
+    Raises:
+        ValueError: the size is not one or three positive numbers.
     """
     shape = (size,) * 3 if isinstance(size, int) else tuple(size)
     if len(shape) != 3 or min(shape) < 1:
@@ -179,7 +182,7 @@ def make_volume(size: int | Sequence[int] = 48, num_blobs: int = 12, seed: int =
 
 
 def _read(path: str, name: str, *keys: str | None) -> list[np.ndarray]:
-    """Return the arrays named ``keys`` of a file; None for the only one."""
+    """Return the arrays of a file by their names. A name of None stands for the only array."""
     if not Path(path).is_file():
         raise MissingFileError(f"{name}: there is no such file")
     if not str(path).endswith((".npy", ".npz")):
@@ -208,7 +211,7 @@ def _check_finite(array: np.ndarray, name: str) -> None:
 
 
 def _checked_values(array: np.ndarray, name: str, normalize: bool) -> tuple[Tensor, float]:
-    """Return values in float32, divided by the returned scale."""
+    """Return the values in float32, divided by a scale, and that scale."""
     if array.size == 0:
         raise InvalidInputError(f"{name} is empty: {list(array.shape)}")
     if array.dtype.kind not in "fiub":

@@ -1,4 +1,4 @@
-"""Running a config: what mmengine's Runner lacks, and what the tools do."""
+"""Running a config: additions to mmengine's Runner, and the functions behind the command-line tools."""
 
 from visdet.train_extra import require_train_extra
 

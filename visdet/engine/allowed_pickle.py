@@ -1,4 +1,4 @@
-"""A pickle reader that knows the types of mmengine's and mmdet's checkpoints and refuses every other one."""
+"""A pickle reader that accepts only the types that checkpoints of mmengine and mmdet contain."""
 
 import collections
 import pathlib
@@ -14,11 +14,11 @@ __all__ = ["AllowedPickle", "DisallowedGlobalError"]
 
 
 class DisallowedGlobalError(pickle.UnpicklingError):
-    """A pickle names a type or function outside the list; the message is its dotted name."""
+    """A pickle contains a type or function that is not on the list; the message is its dotted name."""
 
 
 def _statistic_of_history(owner: Any, name: str) -> Any:
-    """Stand in for ``getattr``, which pickled history buffers use to name their statistics methods."""
+    """Replace ``getattr`` in a pickle. The only attributes it returns are the statistics methods of history buffers."""
     if owner is HistoryBuffer and name in ("mean", "max", "min", "current"):
         return getattr(HistoryBuffer, name)
     raise DisallowedGlobalError(f"getattr({owner!r}, {name!r})")
@@ -58,7 +58,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class AllowedPickle:
-    """What ``torch.load`` needs of a pickle module."""
+    """The part of a pickle module that ``torch.load`` uses."""
 
     __name__ = "visdet.engine.allowed_pickle"
     Unpickler = _Unpickler

@@ -1,4 +1,4 @@
-"""Errors of a build, traced to the place in the config that they come from."""
+"""Errors raised while parts are built, with the place in the config that they come from."""
 
 import inspect
 import re
@@ -44,16 +44,16 @@ _REGISTRIES = tuple(
 
 @contextmanager
 def building(cfg: Config, *sections: str, defaults: dict[str, Callable] | None = None) -> Iterator[None]:
-    """Name, in a hint, the part of the config that an error of the block comes from.
+    """Add a hint to an error of the block that names the part of the config it comes from.
 
     Args:
         cfg: the whole config.
         sections: the top-level keys that the block builds from.
-        defaults: what a section without a ``type`` is built as.
+        defaults: by the path of a section, the class that is built where the section has no ``type``.
 
     Raises:
-        InvalidTypeError: in the place of a ``TypeError`` about a keyword that the config gives and its class does not
-            know; the message names both and what the class accepts.
+        InvalidTypeError: replaces a ``TypeError`` about a keyword of the config that its class does not accept. The
+            message names the keyword, the class and the keywords that the class accepts.
     """
     try:
         yield
@@ -68,12 +68,12 @@ def building(cfg: Config, *sections: str, defaults: dict[str, Callable] | None =
 
 
 def unknown_keyword_message(text: str, sections: dict[str, Any], defaults: dict[str, Callable]) -> str | None:
-    """Return the message for a keyword that a constructor does not know, or None where the config does not give it.
+    """Return a message about a keyword that a constructor does not accept, or None if the config does not contain it.
 
     Args:
         text: Python's message, which names the keyword and the function that refused it.
         sections: the parts of a config by their top-level keys.
-        defaults: what a section without a ``type`` is built as.
+        defaults: by the path of a section, the class that is built where the section has no ``type``.
     """
     match = _UNEXPECTED.search(text)
     if match is None:
@@ -98,7 +98,7 @@ def _message(path: str, keyword: str, target: Any) -> str:
 
 
 def _nodes(sections: dict[str, Any]) -> Iterator[tuple[str, dict]]:
-    """Return every dict of the sections with its dotted path."""
+    """Yield every dict of the sections with its dotted path, the outer ones first."""
     waiting: list[tuple[str, Any]] = list(sections.items())
     while waiting:
         path, node = waiting.pop(0)
@@ -110,7 +110,7 @@ def _nodes(sections: dict[str, Any]) -> Iterator[tuple[str, dict]]:
 
 
 def _targets(kind: Any) -> Iterable[Any]:
-    """Return the classes and functions that a ``type`` may stand for: a name may be in several registries."""
+    """Return the classes and functions that a ``type`` may stand for; a name may be in several registries."""
     if not isinstance(kind, str):
         return [kind] if hasattr(kind, "__name__") else []
     found = []
@@ -121,7 +121,12 @@ def _targets(kind: Any) -> Iterable[Any]:
 
 
 def _place(sections: dict[str, Any], names: list[str]) -> str | None:
-    """Return the path of the dict whose ``type`` is the innermost name of a build, where there is just one."""
+    """Return the path of the dict that was being built when the error was raised, or None if it is ambiguous.
+
+    Args:
+        sections: the parts of a config by their top-level keys.
+        names: the types that were being built, the outermost first.
+    """
     for name in reversed(names):
         paths = [path for path, node in _nodes(sections) if _type_name(node) == name]
         if len(paths) == 1:
@@ -135,7 +140,7 @@ def _type_name(node: dict) -> str:
 
 
 def _accepted_keywords(target: Any) -> list[str]:
-    """Return the keywords that a class or function accepts, those of its bases too where it passes them on."""
+    """Return the keywords that a class or function accepts, including those that it passes on to its base classes."""
     accepted: list[str] = []
     bases: tuple[Any, ...] = inspect.getmro(target) if inspect.isclass(target) else ()
     functions = [kind.__init__ for kind in bases] or [target]

@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, read without running code that a file brings along."""
+"""Checkpoint files, which are written as a whole or not at all, and read without running any code from the file."""
 
 import hashlib
 import io
@@ -22,15 +22,17 @@ __all__ = ["read_checkpoint", "register_checkpoint_readers", "write_checkpoint"]
 
 LAST_CHECKPOINT = "last_checkpoint"
 _URL_SCHEMES = ("http://", "https://")
-# torch's convention: the first digits of the SHA-256 of the file.
+# By torch's convention these are the first digits of the file's SHA-256.
 _CHECKSUM_IN_NAME = re.compile(r"-([a-f0-9]{8,})\.")
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write tensors and plain types to ``path``: after a crash the file is the old one or the new one, never a part.
+    """Write a checkpoint of tensors and plain types to ``path``.
+
+    After a crash, ``path`` holds either the old file or the complete new one.
 
     Raises:
-        InvalidTypeError: the checkpoint holds something else; nothing is written.
+        InvalidTypeError: the checkpoint holds a value of another type (see :func:`to_plain`). Nothing is written then.
     """
     buffer = io.BytesIO()
     torch.save(to_plain(checkpoint, "checkpoint"), buffer)
@@ -38,7 +40,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 
 def write_atomically(path: str | Path, content: bytes | memoryview) -> None:
-    """Replace the file at ``path`` by one with ``content``, in one step, on the disk when the call returns."""
+    """Replace the file at ``path`` in one step. The content has reached the disk when the call returns."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
@@ -58,18 +60,20 @@ def read_checkpoint(
 ) -> dict[str, Any]:
     """Return the content of a checkpoint file or URL.
 
-    Tensors and plain types are read as they are. Checkpoints of mmengine and mmdet carry a few more types,
-    which an explicit list allows. Anything else could run code while it is read.
+    Tensors and plain types are always read. The few other types that checkpoints of mmengine and mmdet contain
+    are on an explicit list of allowed types. Any other type is refused, because reading it could run code.
 
     Args:
-        path: a file, or an http(s) address, kept in torch's hub cache.
+        path: a file, or an http(s) address, whose file is kept in the cache of ``torch.hub``.
         map_location: as for ``torch.load``.
-        trust: read whatever the file holds, running its code where it brings some.
-        verify: compare the file with the checksums in it, which ``torch.load`` ignores.
+        trust: read every type, and run the code that the file contains, if any.
+        verify: compare the content with the checksums in the file, which ``torch.load`` ignores.
 
     Raises:
-        CheckpointError: no such file; types outside the list while ``trust`` is False; the file cannot be read now.
-        DamagedCheckpointError: what the file holds is cut short, altered, or no checkpoint.
+        MissingCheckpointError: the file does not exist, or cannot be downloaded.
+        DamagedCheckpointError: the file is truncated, altered, or not a checkpoint.
+        CheckpointError: the file holds a type that is not on the list and ``trust`` is False, or the storage
+            reports an error.
     """
     check_checkpoint_exists(path)
     source, path = str(path), _downloaded(str(path))
@@ -82,21 +86,21 @@ def read_checkpoint(
             return _read(file, map_location, trust, verify)
     except DisallowedGlobalError as error:
         raise CheckpointError(
-            f"checkpoint {source} holds a {error}, which is not a tensor or a plain type. If you trust its origin, "
-            "read it whole with `--cfg-options trust_checkpoint=True`: that can run code from the file."
+            f"checkpoint {source} holds a {error}, which is neither a tensor nor a plain type. If you trust its "
+            "origin, read it with `--cfg-options trust_checkpoint=True`, which can run code from the file."
         ) from error
     except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, ValueError) as error:
         if disk.failure is not None:
             raise _not_now(source, disk.failure) from error
         reason = str(error).strip().split("\n")[0][:160]
         raise DamagedCheckpointError(
-            f"checkpoint {source} ({os.path.getsize(path)} bytes) cannot be read; it is damaged, cut short or no "
+            f"checkpoint {source} ({os.path.getsize(path)} bytes) cannot be read. It is damaged, cut short or not a "
             f"checkpoint: {reason}"
         ) from error
 
 
 class _DiskFile(io.FileIO):
-    """A file that remembers an error of the disk, which zipfile would report as one of the content."""
+    """A file that keeps an error of the disk, because zipfile would report it as an error in the content."""
 
     failure: OSError | None = None
 
@@ -110,13 +114,21 @@ class _DiskFile(io.FileIO):
 
 def _not_now(source: str, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {source} cannot be read now: {error.strerror or error}. The file itself may be whole; try again, "
-        "or look into the storage it is on"
+        f"checkpoint {source} cannot be read now: {error.strerror or error}. The file itself may be intact. Try again, "
+        "or check the storage that it is on"
     )
 
 
 def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> None:
-    """Raise a MissingCheckpointError, with what is there instead, where ``path`` is neither a file nor an address."""
+    """Check that ``path`` is a file or an http(s) address.
+
+    Args:
+        path: a file or an http(s) address. An address is not looked up.
+        folder_is_fine: accept a folder, too.
+
+    Raises:
+        MissingCheckpointError: it is neither. The message lists the checkpoints that are there.
+    """
     path = str(path)
     if path.startswith(_URL_SCHEMES) or os.path.isfile(path) or (folder_is_fine and os.path.isdir(path)):
         return
@@ -124,10 +136,10 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
 
 
 def register_checkpoint_readers(trust: bool = False) -> None:
-    """Make mmengine read local and http(s) checkpoints by :func:`read_checkpoint`, in ``init_cfg`` too.
+    """Make mmengine read local and http(s) checkpoints, including those of ``init_cfg``, by :func:`read_checkpoint`.
 
     Args:
-        trust: the config's ``trust_checkpoint``, see :func:`read_checkpoint`.
+        trust: the config's ``trust_checkpoint``; see :func:`read_checkpoint`.
     """
 
     def load_from_file_or_url(filename: str, map_location: Any = None) -> dict[str, Any]:
@@ -155,7 +167,7 @@ def _verify(file: BinaryIO) -> None:
 
 
 def _holds_plain_types(file: BinaryIO) -> bool:
-    """Return whether ``torch.load(weights_only=True)`` knows every type in the file, without reading its tensors."""
+    """Return whether ``torch.load(weights_only=True)`` accepts every type in the file. This reads no tensors."""
     is_zip = zipfile.is_zipfile(file)
     file.seek(0)
     if not is_zip:
@@ -166,12 +178,12 @@ def _holds_plain_types(file: BinaryIO) -> bool:
 
 
 def _downloaded(path: str) -> str:
-    """Return the local file of a checkpoint, fetching it where ``path`` is an address."""
+    """Return the local file of a checkpoint, after downloading it if ``path`` is an address."""
     if not path.startswith(_URL_SCHEMES):
         return path
     name = Path(urlparse(path).path).name
     checksum = _CHECKSUM_IN_NAME.search(name)
-    if checksum is None:  # then the name says nothing about the content: another address may end in the same
+    if checksum is None:  # Another address may end in the same name.
         name = f"{hashlib.sha256(path.encode()).hexdigest()[:8]}-{name}"
     cached = Path(torch.hub.get_dir()) / "checkpoints" / name
     if not cached.exists():
@@ -182,8 +194,8 @@ def _downloaded(path: str) -> str:
             )
         except (OSError, HTTPException, RuntimeError, ValueError) as error:
             raise MissingCheckpointError(
-                f"checkpoint {path} cannot be fetched: {error}. Fetch it where there is a network, and give its path "
-                f"in the place of the address or put it at {cached}"
+                f"checkpoint {path} cannot be fetched: {error}. Download it on a machine with network access. Then "
+                f"give the path of the file instead of the address, or put the file at {cached}"
             ) from error
     return str(cached)
 

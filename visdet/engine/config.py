@@ -1,4 +1,4 @@
-"""Configs: read with clear errors, completed with what follows from the rest, checked before anything is built."""
+"""Reading, completing and checking configs before anything is built from them."""
 
 import inspect
 import os
@@ -23,7 +23,7 @@ __all__ = [
     "load_config",
 ]
 
-# What mmengine's Runner reads from a config beside its own arguments, and what this package adds.
+# These keys are not arguments of mmengine's Runner. It reads some of them from the config, and this package the others.
 _OTHER_KEYS = {
     "activation_checkpointing",
     "compile",
@@ -49,11 +49,14 @@ def load_config(
     """Return the config at ``path`` with ``options`` merged in, and remarks for the terminal.
 
     Args:
-        options: dotted keys and values of ``--cfg-options``.
-        work_dir: where the run writes; default: the config's, else ``work_dirs/<name of the config>``.
+        path: the config file.
+        options: the dotted keys and the values of ``--cfg-options``.
+        work_dir: the folder that the run writes to. By default it is the config's ``work_dir``, or
+            ``work_dirs/<name of the config>`` if the config has none.
 
     Raises:
-        ConfigError: no such file, or one that does not run; a top-level key or an option that nothing reads.
+        ConfigError: the file does not exist or cannot be read; a top-level key looks like a misspelt key of the
+            runner; or an option does not fit the config or begins with an unknown key.
     """
     cfg = _read(path)
     known_before = set(cfg)
@@ -91,7 +94,7 @@ def _read(path: str) -> Config:
             f"config {path}: there is no base {error.filename}. A path in _base_ is relative to the folder of the file "
             f"that it stands in{_did_you_mean(near)}"
         ) from error
-    except Exception as error:  # a config is a program: whatever it raises is its author's to read
+    except Exception as error:  # A config is a program and may raise any error.
         raise ConfigError(f"config {path} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -107,12 +110,12 @@ def _did_you_mean(candidates: list[str]) -> str:
 
 
 def _check_top_level_keys(cfg: Config, path: str) -> None:
-    """Refuse a top-level key that is nearly, but not quite, one that the runner reads.
+    """Refuse a top-level key that is probably a misspelt key of the runner.
 
-    Configs are programs, and any other key may be a helper variable of theirs.
+    Any other unknown key may be a helper variable of the config, which is a program.
 
     Raises:
-        ConfigError: names the key and what was probably meant.
+        ConfigError: the message names the key and the most similar known one.
     """
     for key in cfg:
         if key not in _KNOWN_KEYS and (near := nearest_names(key, _KNOWN_KEYS, cutoff=0.86, count=1)):
@@ -120,7 +123,7 @@ def _check_top_level_keys(cfg: Config, path: str) -> None:
 
 
 def _check_options(options: dict[str, Any], known_before: set[str], path: str) -> list[str]:
-    """Refuse options whose first word means nothing; remark on those that only change a helper variable."""
+    """Refuse options that begin with an unknown key, and return remarks on those that change a helper variable."""
     remarks = []
     for option in options:
         key = option.split(".")[0]
@@ -131,18 +134,22 @@ def _check_options(options: dict[str, Any], known_before: set[str], path: str) -
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise ConfigError(f"--cfg-options {option}: unknown key {key!r}{hint}")
         remarks.append(
-            f"--cfg-options {option} changes a helper variable of {path}; where the config has used it, the old value "
-            "stays. Set the keys that use it instead."
+            f"--cfg-options {option} changes a helper variable of {path}. Keys that the config has computed from it "
+            "keep the old value. Set those keys instead."
         )
     return remarks
 
 
 def complete_config(cfg: Config) -> None:
-    """Fill in what follows from the rest of a config, in place, where the config does not say it.
+    """Fill in, in place, the values of a config that follow from its other values.
 
-    Hooks and log lines count iterations where the training loop does; an iteration-based run saves a
-    checkpoint whenever it validates; workers of a loader that has none do not persist; a schedule may begin
-    after a run that was cut short.
+    * The default scope is 'visdet'.
+    * Hooks and the log count iterations if the training loop does.
+    * An iteration-based run saves a checkpoint whenever it validates, and an epoch-based run after every epoch.
+    * A loader without workers has ``persistent_workers=False``, which torch requires.
+    * A schedule may begin after the end of training, so that a run can be shortened for a trial.
+
+    Except for ``persistent_workers``, a value that the config gives stays.
     """
     if cfg.get("default_scope") is None:
         cfg.default_scope = "visdet"
@@ -170,7 +177,7 @@ def complete_config(cfg: Config) -> None:
     _section(cfg, "log_processor").setdefault("by_epoch", by_epoch)
     schedules = cfg.get("param_scheduler") or []
     for schedule in [schedules] if isinstance(schedules, dict) else schedules:
-        # mmengine ends an open schedule with training, and refuses one that would end before it begins.
+        # mmengine ends a schedule without an end when training ends, and refuses one that ends before it begins.
         if isinstance(schedule, dict) and schedule.get("by_epoch", True) == by_epoch:
             begin = schedule.get("begin", 0)
             if length is not None and begin >= length:
@@ -183,14 +190,18 @@ def _is_iteration_based(train_cfg: dict) -> bool:
 
 
 def _section(parent: Any, key: str) -> Any:
-    """Return the dict under ``key``, put there where there is none."""
+    """Return the dict under ``key``. If there is none, put an empty one there first."""
     if parent.get(key) is None:
         parent[key] = {}
     return parent[key]
 
 
 def check_required_keys(cfg: Config, for_training: bool) -> None:
-    """Raise a ConfigError that names what is missing of the parts that training, or testing, needs."""
+    """Check that a config has all parts that training or testing needs.
+
+    Raises:
+        ConfigError: parts are missing, which the message names, or the config is one of mmdetection 2.
+    """
     if for_training and "data" in cfg and "train_dataloader" not in cfg:
         raise ConfigError(
             "this is a config of mmdetection 2 (`data`, `runner`); convert it to version 3's keys first"
@@ -201,7 +212,11 @@ def check_required_keys(cfg: Config, for_training: bool) -> None:
 
 
 def dataset_config(cfg: Config, split: str) -> dict:
-    """Return the config of the data set of a split, 'train', 'val' or 'test'.
+    """Return the config of the data set of a split.
+
+    Args:
+        cfg: the whole config.
+        split: 'train', 'val' or 'test'.
 
     Raises:
         ConfigError: the config has no loader for the split, or the loader has no data set.
@@ -213,14 +228,14 @@ def dataset_config(cfg: Config, split: str) -> dict:
 
 
 def check_work_dir(work_dir: str, option: str = "--work-dir") -> None:
-    """Create ``work_dir`` and write a file in it, to learn now rather than at the first checkpoint that one cannot.
+    """Create ``work_dir`` and write a temporary file in it, so that a run fails early and not at its first checkpoint.
 
     Args:
         work_dir: the folder.
-        option: of the command line, that chooses another one.
+        option: the option of the command line by which the user chooses the folder, for the message.
 
     Raises:
-        UserError: names the folder and the reason.
+        UserError: the folder cannot be written. The message names the folder and the reason.
     """
     try:
         os.makedirs(work_dir, exist_ok=True)

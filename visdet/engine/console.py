@@ -1,4 +1,4 @@
-"""The terminal of a run: one shared rich console, and a log handler that writes through it."""
+"""The output of a run on the terminal, by one shared rich console and a log handler that writes to it."""
 
 import logging
 import os
@@ -15,8 +15,8 @@ __all__ = ["ConsoleHandler", "WorkerStart", "console", "is_main_process", "say"]
 
 console = Console(highlight=False)
 
-# Parts of mmengine's remarks about its own internals, which no user can act on. The last comes once for every parameter
-# of a frozen stage.
+# mmengine warns about its own internals in messages that contain these texts. No user can act on them, and the last
+# one is repeated for every parameter of a frozen stage.
 _NOISE = (
     '"FileClient" will be deprecated',
     '"HardDiskBackend" is the alias',
@@ -26,22 +26,22 @@ _NOISE = (
 
 
 def is_main_process() -> bool:
-    """Return whether this process owns the terminal; known before the process group exists too."""
+    """Return whether this process writes to the terminal. This works before the process group exists, too."""
     return (get_rank() if is_distributed() else int(os.environ.get("RANK", 0))) == 0
 
 
 def say(text: str, style: str | None = None) -> None:
-    """Print one line on the main process, above a live progress bar where there is one; never wrapped."""
+    """Print one line, without wrapping it, from the main process. A live progress bar stays below the line."""
     if is_main_process():
-        # As a Text: a style given to print() would colour the bar below too.
+        # The style belongs to a Text, because a style given to print() would also colour the bar below.
         console.print(Text(text, style=style or ""), soft_wrap=True)
 
 
 class WorkerStart:
-    """What a data worker does first: it leaves the live progress bar to its parent, and prints to the real streams.
+    """A ``worker_init_fn`` that makes a data worker print to the real streams and not above its parent's progress bar.
 
     Args:
-        init: the loader's own ``worker_init_fn``, called after that.
+        init: the ``worker_init_fn`` that the loader had before; it is called last. None for no such function.
     """
 
     def __init__(self, init: Callable[[int], None] | None) -> None:
@@ -57,7 +57,7 @@ class WorkerStart:
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows warnings and errors of the log on the console; everything else stays in the log file."""
+    """Shows warnings and errors of the log on the console. Processes other than the main one show errors only."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING if is_main_process() else logging.ERROR)

@@ -1,4 +1,4 @@
-"""The process group of a run under torchrun, on GPUs by NCCL and without them by gloo."""
+"""The process group of a run under torchrun. It uses NCCL on GPUs and gloo on machines without GPUs."""
 
 import datetime
 import os
@@ -15,10 +15,11 @@ __all__ = ["checked_launcher", "start_process_group", "wrapper_on_the_cpu"]
 
 
 def checked_launcher(launcher: str | None) -> str:
-    """Return ``launcher``, or where it is None 'pytorch' under torchrun and 'none' otherwise.
+    """Return ``launcher``. If it is None, return 'pytorch' under torchrun and 'none' otherwise.
 
     Raises:
-        UserError: 'pytorch' without torchrun, or more processes than GPUs on a machine with GPUs.
+        UserError: the launcher is 'pytorch' but torchrun did not start the process, or a machine with GPUs runs more
+            processes than it has GPUs.
     """
     if launcher is None:
         launcher = "pytorch" if "TORCHELASTIC_RUN_ID" in os.environ else "none"
@@ -31,16 +32,17 @@ def checked_launcher(launcher: str | None) -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
     if gpus is not None and int(os.environ["LOCAL_RANK"]) >= gpus:
         raise UserError(
-            f"process {os.environ['LOCAL_RANK']} of this machine has no GPU: start at most {gpus} with --nproc-per-node"
+            f"process {os.environ['LOCAL_RANK']} of this machine has no GPU; use --nproc-per-node {gpus} or less"
         )
     return launcher
 
 
 def start_process_group(launcher: str, timeout: float | None = None) -> None:
-    """Join the gloo group of a launcher 'pytorch' on a machine without GPUs; leave other cases to mmengine.
+    """Join a gloo process group if the launcher is 'pytorch' and there are no GPUs. mmengine handles other cases.
 
     Args:
-        timeout: seconds after which a collective that waits for another process fails; default: torch's.
+        launcher: 'pytorch', 'none' or another launcher of mmengine.
+        timeout: the seconds that a collective waits for another process before it fails. The default is torch's.
     """
     if launcher != "pytorch" or torch.cuda.is_available() or torch.distributed.is_initialized():
         return
@@ -49,11 +51,11 @@ def start_process_group(launcher: str, timeout: float | None = None) -> None:
 
 
 def wrapper_on_the_cpu(given: dict[str, Any] | None, find_unused_parameters: bool) -> dict[str, Any]:
-    """Return the config of a model's wrapper for processes without GPUs.
+    """Return the ``model_wrapper_cfg`` for processes without GPUs.
 
     Args:
-        given: the config's ``model_wrapper_cfg``; None for a DistributedDataParallel with mmengine's defaults.
-        find_unused_parameters: of the config, for that case.
+        given: the config's ``model_wrapper_cfg``, or None for mmengine's default, MMDistributedDataParallel.
+        find_unused_parameters: the config's value, which is used only if ``given`` is None.
     """
     default = {"broadcast_buffers": False, "find_unused_parameters": find_unused_parameters}
     wrapper = {"type": "MMDistributedDataParallel", **(given or default)}

@@ -1,4 +1,4 @@
-"""The predictions of a test, as a JSON file."""
+"""The predictions of a test as a JSON file."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ __all__ = ["DumpDetections"]
 
 @METRICS.register_module()
 class DumpDetections(BaseMetric):
-    """Writes what was predicted for every sample of a test, gathered from all processes; see :func:`record_of`.
+    """Writes the predictions for every sample of a test, gathered from all processes, to a JSON file.
 
-    The detections in images have the layout of ``tools/infer.py``.
+    :func:`record_of` describes the record of a sample. Detections in images have the layout of ``tools/infer.py``.
 
     Args:
         out_file: the JSON file.
-        collect_device: 'cpu' or 'gpu'.
+        collect_device: the device that the predictions of all processes are gathered on, 'cpu' or 'gpu'.
     """
 
     default_prefix = "detections"
@@ -35,7 +35,7 @@ class DumpDetections(BaseMetric):
         self.results.extend(record_of(sample, self.dataset_meta) for sample in data_samples)
 
     def compute_metrics(self, results: list[dict]) -> dict:
-        """Write the file; there is nothing to measure."""
+        """Write the file and return no metrics."""
         write_detections_file(self.out_file, results)
         print_log(f"predictions of {len(results)} samples written to {self.out_file}", logger="current")
         return {}

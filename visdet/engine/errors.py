@@ -1,4 +1,4 @@
-"""One clear message, without a traceback, for a mistake in a config, a file or a command; a traceback for all else."""
+"""Errors of the tools. A user's mistake ends in a message without a traceback, any other error in a traceback."""
 
 import difflib
 import logging
@@ -32,19 +32,23 @@ class CheckpointError(UserError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint file whose content is cut short, altered, or no checkpoint at all."""
+    """A checkpoint file whose content is truncated, altered, or not a checkpoint at all."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """A checkpoint that is not there, or cannot be fetched."""
+    """A checkpoint that does not exist or cannot be downloaded."""
 
 
 @contextmanager
 def tool_session() -> Iterator[None]:
-    """Run a tool's body: a :class:`UserError` ends in one message on stderr and exit status 1, all else in a traceback.
+    """Run the body of a tool and report its errors.
 
-    ``VISDET_TRACEBACK=1`` in the environment shows the traceback of every error. The processes of a distributed run
-    wait for each other at the end of the body and leave their group; after an error torchrun ends them.
+    A :class:`UserError` ends the tool with one message on stderr and exit status 1. An interrupt from the keyboard
+    ends it with exit status 130. Any other error keeps its traceback, and ``VISDET_TRACEBACK=1`` in the environment
+    shows the traceback of a :class:`UserError`, too.
+
+    The processes of a distributed run wait for each other at the end of the body and then leave their group. After
+    an error, torchrun ends them.
     """
     try:
         yield
@@ -66,18 +70,18 @@ def tool_session() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message of a user's mistake with its hints, or None for an error whose traceback must be seen."""
+    """Return the message of a :class:`UserError` with its hints, or None for any other error."""
     if not isinstance(error, UserError):
         return None
     message = str(error)
     if _IN_A_WORKER.match(message):
-        # A data loader raises a worker's error again, with the worker's traceback for its message.
+        # A data loader raises a worker's error again and puts the worker's traceback into the message.
         message = message.rsplit(f"{type(error).__qualname__}: ", 1)[-1].strip()
     return "\n".join([message, *(f"({hint})" for hint in hints_of(error))])
 
 
 def log_fatal_error(logger: logging.Logger, error: BaseException) -> None:
-    """Write an error to the log's files, and not to its terminal, where whoever started the run shows it."""
+    """Write an error to the files of a log, but not to the terminal, where :func:`tool_session` reports it."""
     message = explain(error)
     if isinstance(error, KeyboardInterrupt):
         message = "interrupted from the keyboard"
@@ -90,5 +94,12 @@ def log_fatal_error(logger: logging.Logger, error: BaseException) -> None:
 
 
 def nearest_names(name: str, known: Iterable[str], cutoff: float = 0.6, count: int = 3) -> list[str]:
-    """Return up to ``count`` names of ``known`` that resemble ``name``, the nearest first."""
+    """Return the names of ``known`` that resemble ``name``, the most similar first.
+
+    Args:
+        name: a name that may be misspelt.
+        known: the names to choose from.
+        cutoff: the least similarity, between 0 and 1, as for ``difflib.get_close_matches``.
+        count: the greatest number of names to return.
+    """
     return difflib.get_close_matches(name, sorted(set(known)), n=count, cutoff=cutoff)

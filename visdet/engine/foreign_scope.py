@@ -1,4 +1,4 @@
-"""Stock mmdet configs, run with this package's parts of the same names."""
+"""Running unmodified mmdet configs with the classes of this package that have the same names."""
 
 from typing import Any
 
@@ -10,10 +10,13 @@ _PREFIXES = ("mmdet.", "mmcv.")
 
 
 def adopt_mmdet_scope(cfg: Config) -> list[str]:
-    """Turn a config of scope 'mmdet' into one of scope 'visdet', in place; return a remark for the terminal if so.
+    """Turn a config of scope 'mmdet' into one of scope 'visdet', in place.
 
-    The scope is replaced, and the prefixes ``mmdet.`` and ``mmcv.`` of types are dropped. Configs of other
-    scopes are left alone, so that one of visdet's may name a part of an installed mmdet on purpose.
+    The scope is replaced, and the prefixes ``mmdet.`` and ``mmcv.`` of types are dropped. Configs of other scopes
+    stay as they are, so that a config of visdet can use a class of an installed mmdet on purpose.
+
+    Returns:
+        a list with one remark for the terminal, or an empty list if the config is not of scope 'mmdet'.
     """
     if cfg.get("default_scope") != "mmdet":
         return []
@@ -23,7 +26,7 @@ def adopt_mmdet_scope(cfg: Config) -> list[str]:
 
 
 def _strip_prefixes(node: Any) -> int:
-    """Drop the prefixes of every ``type`` under ``node`` and every ``_scope_``; return how many there were."""
+    """Drop the prefix of every ``type`` under ``node``, and every ``_scope_``. Return how many were dropped."""
     if isinstance(node, list | tuple):
         return sum(_strip_prefixes(item) for item in node)
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""A trained model on image files."""
+"""Running a trained model on image files."""
 
 import copy
 import json
@@ -29,21 +29,22 @@ _IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".
 
 
 class Detector:
-    """A model built from a config, with a checkpoint's weights, and the config's test pipeline.
+    """A detector that consists of a config's model with the weights of a checkpoint, and of the config's test pipeline.
 
     Args:
-        cfg: the config the checkpoint was trained with.
+        cfg: the config that the checkpoint was trained with.
         checkpoint: a file or an http(s) address.
-        device: where to run; default: the GPU if there is one.
+        device: the device to run on. The default is the GPU if there is one, otherwise the CPU.
 
     Attributes:
-        dataset_meta: ``classes`` and ``palette``, from the checkpoint or else from the config's test data
-            set.
+        dataset_meta: a dict with ``classes`` and, if it is known, ``palette``. It comes from the checkpoint, or from
+            the config's test data set if the checkpoint has none.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, or of another model.
-        ConfigError: the config has no test pipeline, or neither it nor the checkpoint names the classes.
-        UserError: the device is not there.
+        CheckpointError: the checkpoint is missing or damaged, or belongs to another model.
+        ConfigError: the model does not take single images, the config has no test pipeline, or neither the config nor
+            the checkpoint names the classes.
+        UserError: the device is not available.
     """
 
     def __init__(self, cfg: Config, checkpoint: str, device: str | None = None) -> None:
@@ -63,10 +64,11 @@ class Detector:
 
     @torch.no_grad()
     def __call__(self, path: str | Path) -> DetDataSample:
-        """Return the detections of one image file, boxes xyxy in pixels of the file.
+        """Return the detections in one image file, with boxes (x1, y1, x2, y2) in pixels of that image.
 
         Raises:
-            ValueError, FileNotFoundError: the file is no image, or not there; named in the message.
+            ValueError: the file is not an image. The message names the file.
+            FileNotFoundError: the file does not exist.
         """
         item = self._pipeline({"img_path": str(path), "img_id": 0})
         model: Any = self.model
@@ -74,25 +76,33 @@ class Detector:
 
 
 def _check_takes_images(model: nn.Module) -> None:
-    """Raise ConfigError for a model whose samples are no single images."""
+    """Raise a ConfigError if the samples of a model are not single images."""
     sample_type = getattr(model, "sample_type", DetDataSample)
     if not issubclass(sample_type, DetDataSample):
         raise ConfigError(
-            f"{type(model).__name__} does not take image files: its samples are {sample_type.__name__}s, which a data "
-            "set reads with what belongs to them; tools/test.py CONFIG CHECKPOINT --out FILE --show-dir FOLDER "
-            "writes and draws the predictions for the data set of the config"
+            f"{type(model).__name__} does not take image files. Its samples are {sample_type.__name__}s, which only a "
+            "data set can read. Use tools/test.py CONFIG CHECKPOINT --out FILE --show-dir FOLDER to write and draw "
+            "the predictions for the data set of the config"
         )
 
 
 def detect_files(
     detector: Detector, visualizer: Visualizer, images: list[str], out_dir: str, score_thr: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Detect in image files: ``predictions.json`` in ``out_dir``, and pictures of all in ``pictures/`` beside it.
+    """Detect objects in image files, and write ``predictions.json`` and a picture of each image below ``out_dir``.
 
-    Pictures lie in folders as the images do below the folder that they share; see :class:`PicturePaths`.
+    The pictures are in the folder ``pictures``. Their subfolders are those of the images below the deepest folder that
+    contains all images; see also :class:`PicturePaths`.
+
+    Args:
+        detector: the detector.
+        visualizer: the visualizer that draws the pictures.
+        images: the paths of the images.
+        out_dir: the folder to write to.
+        score_thr: detections with a lower score are left out.
 
     Returns:
-        The detections of every image, as :func:`detections_of`, and a message for each file that is no image.
+        The detections in every image (see :func:`detections_of`), and a message for each file that is not an image.
     """
     visualizer.dataset_meta = detector.dataset_meta
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in images])
@@ -120,10 +130,10 @@ def detect_files(
 
 
 def find_images(path: str) -> list[str]:
-    """Return an image file as a list of one, or the image files of a folder and those below it, sorted.
+    """Return the sorted paths of all image files in and below a folder. The result for a file is that file alone.
 
     Raises:
-        UserError: nothing is there, or no image.
+        UserError: the path does not exist, or the folder holds no image.
     """
     if os.path.isfile(path):
         return [path]
@@ -136,15 +146,17 @@ def find_images(path: str) -> list[str]:
 
 
 def detections_of(sample: Any, classes: tuple[str, ...], score_thr: float = 0.0) -> dict[str, Any]:
-    """Return a sample's detections from ``score_thr`` up, best first, in types that JSON knows.
+    """Return the detections of a sample, the highest score first, in types that JSON can represent.
 
     Args:
-        sample: a DetDataSample, or its dict, with ``pred_instances`` and meta information.
+        sample: a DetDataSample with ``pred_instances`` and ``ori_shape``, or its dict.
         classes: the names of the labels.
+        score_thr: detections with a lower score are left out.
 
     Returns:
-        ``file``, ``height``, ``width`` of the image in pixels, and ``detections``: dicts with ``class``,
-        ``label``, ``score`` and ``bbox_xyxy`` in pixels of the image.
+        a dict with the ``file`` of the image, its ``height`` and ``width`` in pixels, and ``detections``. That is a
+        list of dicts with ``class``, ``label``, ``score`` and ``bbox_xyxy``, the box (x1, y1, x2, y2) in pixels of
+        the image.
     """
     fields = sample.to_dict() if isinstance(sample, DetDataSample) else sample
     predicted = fields["pred_instances"]
@@ -168,7 +180,7 @@ def detections_of(sample: Any, classes: tuple[str, ...], score_thr: float = 0.0)
 
 
 def write_detections_file(path: str | Path, images: list[dict[str, Any]]) -> None:
-    """Write what :func:`detections_of` gave for some images as a JSON list, an image per line."""
+    """Write the results of :func:`detections_of` for some images as a JSON list with one line per image."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text("[\n" + ",\n".join(map(json.dumps, images)) + "\n]\n")
 
@@ -179,7 +191,7 @@ def _checked_device(device: str | None) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {device!r} is not there: {str(error).splitlines()[0]}") from error
+        raise UserError(f"device {device!r} is not available: {str(error).splitlines()[0]}") from error
 
 
 def _test_dataset(cfg: Config) -> dict:
@@ -198,13 +210,13 @@ def _test_pipeline(cfg: Config) -> list[dict]:
 
 
 def _dataset_meta(cfg: Config, checkpoint: dict) -> dict:
-    """Return what names the labels: the meta information a checkpoint was saved with, or the config's."""
+    """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
     meta = checkpoint.get("meta", {}) if isinstance(checkpoint.get("meta"), dict) else {}
     found = meta.get("dataset_meta") or _test_dataset(cfg).get("metainfo") or {}
     classes = found.get("classes") or found.get("CLASSES") or meta.get("CLASSES")
     if classes is None:
         raise ConfigError(
-            "neither the checkpoint nor the config says what the classes are called; give them with "
+            "neither the checkpoint nor the config names the classes. Name them with "
             "--cfg-options test_dataloader.dataset.metainfo.classes=\"('a','b')\""
         )
     return {**found, "classes": tuple(classes)}

@@ -12,19 +12,20 @@ Curve = dict[int, float]
 
 
 def read_scalars(path: str) -> dict[str, Curve]:
-    """Return {name: {step: value}} of a run.
+    """Return the curves of a run as {name: {step: value}}.
 
     Args:
-        path: a JSON-lines file of scalars, or a folder; of a folder every ``vis_data/scalars.json`` below it,
-            the oldest first, so that a resumed run continues the curve and replaces what it trained again.
+        path: a JSON-lines file of scalars, or a folder. In a folder, every ``vis_data/scalars.json`` below it is read
+            in the order of the paths, which contain the starting times. A resumed run thus continues the curves and
+            replaces the steps that it trained again.
 
     Raises:
-        UserError: there is no such log, or no number in it.
+        UserError: there is no such log, or it holds no number.
     """
     given = Path(path)
     files = [given] if given.is_file() else sorted(given.rglob("vis_data/scalars.json"))
     if not files:
-        raise UserError(f"{path}: no log there (looked for vis_data/scalars.json in it and below)")
+        raise UserError(f"{path}: there is no log (no vis_data/scalars.json) in or below it")
     curves: dict[str, Curve] = defaultdict(dict)
     for file in files:
         first_step_of_file: dict[str, int] = {}
@@ -35,7 +36,7 @@ def read_scalars(path: str) -> dict[str, Curve]:
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
                 if number == 1:
                     raise UserError(f"{file}: line 1 is not a record of scalars: {line[:80]!r}") from None
-                continue  # the last line of a run that was killed
+                continue  # A run that was killed may leave an incomplete line.
             for name, value in record.items():
                 if isinstance(value, int | float):
                     begin = first_step_of_file.setdefault(name, step)
@@ -43,17 +44,21 @@ def read_scalars(path: str) -> dict[str, Curve]:
                         curves[name] = {s: v for s, v in curves[name].items() if s < step}
                     curves[name][step] = value
     if not curves:
-        raise UserError(f"{path}: the log has no number yet")
+        raise UserError(f"{path}: the log holds no number yet")
     return dict(curves)
 
 
 def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
-    """Draw loss, learning rate and AP of runs, by their labels, side by side into a PNG.
+    """Draw the losses, the learning rates and the APs of runs into a PNG, in one panel each.
 
-    Panels without a curve are left out.
+    A panel without a curve is left out.
+
+    Args:
+        runs: the curves of each run by the label of the run; see :func:`read_scalars`.
+        out_file: the PNG file. Its folder is created if necessary.
 
     Raises:
-        UserError: there is no such curve at all.
+        UserError: no panel has a curve.
     """
     import matplotlib
 
@@ -62,7 +67,7 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
 
     panels = {title: names for title, names in _panels(runs).items() if names}
     if not panels:
-        raise UserError(f"{', '.join(runs)}: neither a loss nor a learning rate nor an AP in the log")
+        raise UserError(f"{', '.join(runs)}: the log holds neither a loss nor a learning rate nor an AP")
     figure, axes = plt.subplots(
         1, len(panels), figsize=(6 * len(panels), 4), layout="constrained", squeeze=False
     )
@@ -91,7 +96,7 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
 
 
 def _panels(runs: dict[str, dict[str, Curve]]) -> dict[str, list[str]]:
-    """Return the names of the curves of each panel."""
+    """Return the names of the curves of each panel by the title of the panel."""
     names = sorted({name for curves in runs.values() for name in curves})
     return {
         "loss": [name for name in names if name == "loss" or name.startswith("loss_")],

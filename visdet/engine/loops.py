@@ -1,4 +1,4 @@
-"""mmengine's two training loops, resumable at any iteration without reading data again."""
+"""mmengine's two training loops, which can be resumed at any iteration without reading data again."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,13 +24,13 @@ _VALIDATED = "validated_at_iter"
 
 
 class _Training:
-    """How a training loop runs an iteration, and when it validates.
+    """The part that both loops share: how they run an iteration, and when they validate.
 
-    ``_progress`` says what is done and what is to be done, in the loop's own unit.
+    ``_progress`` returns the number of epochs or iterations that are done, and their total.
     """
 
     def run_iter(self, *arguments: Any) -> None:
-        """Run one iteration, by graphs where the config asks for them."""
+        """Run one iteration, with CUDA graphs if the config asks for them."""
         with _graphs_installed(self.runner):
             super().run_iter(*arguments)  # type: ignore[misc]
 
@@ -46,11 +46,15 @@ class _Training:
 
 @LOOPS.register_module()
 class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
-    """Epoch-based training that resumes inside an epoch where the checkpoint was saved inside one.
+    """Epoch-based training, which can also resume from a checkpoint that was saved inside an epoch.
 
-    Differences from mmengine's: a resumed run continues with the next batch of the epoch; the random state
-    continues where the checkpoint left it, and what workers draw depends on the batch alone; a validation that was
-    due at the checkpoint is made up for; validation leaves the random state alone.
+    It differs from mmengine's loop as follows:
+
+    * A resumed run continues with the next batch of the epoch.
+    * A resumed run continues with the random state of the checkpoint. The random numbers that workers draw depend on
+      the batch alone.
+    * If the run was killed before a validation that was due, the resumed run validates first.
+    * Validation does not change the random state.
 
     Args: see :class:`mmengine.runner.EpochBasedTrainLoop`.
     """
@@ -87,13 +91,13 @@ class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
         return self.runner.model
 
     def run_epoch(self) -> None:
-        """Train on what is left of the current epoch: all of it, but for a run resumed inside it."""
+        """Train on the current epoch, or on the rest of it if the run was resumed inside it."""
         self.runner.call_hook("before_train_epoch")
         self.runner.model.train()
         done = self._iter - self._epoch * len(self.dataloader)
         start = done if 0 < done <= len(self.dataloader) else 0
         self.dataloader.batch_sampler.start_at(self.runner.seed, self._iter, skipped=start)
-        # A checkpoint of the last iteration was saved before the hooks that end the epoch: those are left then.
+        # A checkpoint of the last iteration was saved before the epoch's final hooks ran. Only those remain then.
         for batch_idx, data_batch in enumerate(
             self.dataloader if start < len(self.dataloader) else (), start
         ):
@@ -107,12 +111,16 @@ class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
 
 @LOOPS.register_module()
 class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
-    """Iteration-based training that resumes at its iteration without loading what was trained on before.
+    """Iteration-based training, which resumes without loading the images of earlier iterations.
 
-    Differences from mmengine's: the data order of a resumed run is that of an uninterrupted one, found by
-    counting index batches instead of loading them; the random state continues where the checkpoint left it, and what
-    workers draw depends on the batch alone; a finite sampler goes on with its next epoch without restarting the
-    workers; a validation that was due at the checkpoint is made up for; validation leaves the random state alone.
+    It differs from mmengine's loop as follows:
+
+    * A resumed run has the data order of an uninterrupted one. It skips batches of indices instead of loading them.
+    * A resumed run continues with the random state of the checkpoint. The random numbers that workers draw depend on
+      the batch alone.
+    * When a finite sampler ends, its next epoch begins without a restart of the workers.
+    * If the run was killed before a validation that was due, the resumed run validates first.
+    * Validation does not change the random state.
 
     Args: see :class:`mmengine.runner.IterBasedTrainLoop`.
     """
@@ -126,7 +134,7 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
         val_interval: int = 1000,
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
-        # Not IterBasedTrainLoop's own constructor: it starts the workers, on batches a resumed run has seen.
+        # IterBasedTrainLoop's own constructor would start the workers on batches that a resumed run has seen.
         BaseLoop.__init__(self, runner, dataloader)
         if int(max_iters) != max_iters:
             raise InvalidInputError(f"IterBasedTrainLoop: max_iters must be a whole number, got {max_iters}")
@@ -171,55 +179,55 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
 
 
 def _check_epochs_end(dataloader: DataLoader) -> None:
-    """Refuse a sampler that goes on for ever, where an epoch is what a sampler gives.
+    """Refuse a sampler without an end, because an epoch ends when its sampler does.
 
     Raises:
-        ConfigError: names the sampler.
+        ConfigError: the sampler has no end. The message names it.
     """
     batches = dataloader.batch_sampler
     for sampler in (batches, getattr(batches, "sampler", None), dataloader.sampler):
         if isinstance(sampler, InfiniteSampler) or getattr(sampler, "endless", False):
             raise ConfigError(
                 f"train_dataloader: {type(sampler).__name__} gives batches without end, so that EpochBasedTrainLoop "
-                "would never end its first epoch; use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler "
+                "would never end its first epoch. Use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler "
                 "whose epochs end, such as DefaultSampler"
             )
 
 
 def _check_there_are_batches(dataloader: DataLoader) -> None:
-    """Refuse a loader that has no batch, as one that drops the last batch of a data set smaller than a batch.
+    """Refuse a loader without a batch, which happens if a data set is smaller than one batch and that batch is dropped.
 
     Raises:
-        ConfigError: names the sizes.
+        ConfigError: the loader has no batch. The message gives the sizes.
     """
     batches = dataloader.batch_sampler
     if len(batches) == 0:
         raise ConfigError(
             f"train_dataloader gives no batch: its data set has {len(dataloader.dataset)} samples, "
-            f"{type(batches.batch_sampler).__name__} makes batches of {batches.batch_size} and drops what is left "
-            "over; set batch_size to at most the number of samples of a process, or drop_last=False"
+            f"{type(batches.batch_sampler).__name__} makes batches of {batches.batch_size} and drops the rest. Set "
+            "batch_size to at most the number of samples of a process, or set drop_last=False"
         )
 
 
 def _graphs_installed(runner) -> AbstractContextManager[None]:
-    """Let the model run by graphs within the block where the runner has some; mmengine's own has none."""
+    """Let the model run with CUDA graphs inside the block if the runner has them. mmengine's own runner has none."""
     return runner.graphs_installed() if hasattr(runner, "graphs_installed") else nullcontext()
 
 
 def _validate(runner) -> None:
     if runner.val_loop is not None:
-        # Before, because a hook may write a checkpoint when it knows the metrics.
+        # This comes first, because a hook may write a checkpoint as soon as it knows the metrics.
         runner.message_hub.update_info(_VALIDATED, runner.iter)
         with preserved_random_state(), _graphs_installed(runner):
             runner.val_loop.run()
 
 
 def _is_validated(runner) -> bool:
-    """Return whether the weights of this iteration were validated before they were saved."""
+    """Return whether a validation of the weights of this iteration began before they were saved."""
     return runner.message_hub.get_info(_VALIDATED) == runner.iter
 
 
 def _restore_random_state(runner) -> None:
-    """Continue with a resumed checkpoint's random state; mmengine's own runner keeps none."""
+    """Continue with the random state of a resumed checkpoint. mmengine's own runner keeps none."""
     if hasattr(runner, "restore_random_state"):
         runner.restore_random_state()

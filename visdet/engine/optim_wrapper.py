@@ -1,4 +1,4 @@
-"""Updates that do not wait for the device, and mixed-precision training on any device."""
+"""Optimizer wrappers that do not wait for the device and that train with mixed precision on any device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +19,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapper(_OptimWrapper):
-    """mmengine's wrapper, which reads the norm of the gradients for the log after the update was launched.
+    """mmengine's optimizer wrapper, except that it reads the norm of the gradients after it has launched the update.
 
-    Read before, as mmengine does, it makes the device wait until the update is launched.
+    mmengine reads the norm for the log before it launches the update, so that the device is idle in between.
 
     Args: see :class:`mmengine.optim.OptimWrapper`.
     """
@@ -40,7 +40,7 @@ class OptimWrapper(_OptimWrapper):
             for parameter in group["params"]
             if parameter.requires_grad and parameter.grad is not None
         ]
-        # Clipping by value returns None.
+        # torch's clipping by value returns None.
         self._grad_norm = self.clip_func(parameters, **self.clip_grad_kwargs) if parameters else None
 
     def _log_grad_norm(self) -> None:
@@ -51,25 +51,26 @@ class OptimWrapper(_OptimWrapper):
 
 @OPTIM_WRAPPERS.register_module()
 class AmpOptimWrapper(OptimWrapper):
-    """Runs the forward pass under ``torch.autocast`` on the device of the parameters, CPU or GPU.
+    """Runs the forward pass under ``torch.autocast`` on the device of the parameters, which may be a CPU or a GPU.
 
-    Parameters, gradients and optimizer state stay float32. bfloat16, the default, has float32's range and
-    needs no loss scaling; float16 is for GPUs without bfloat16 and scales the loss by a ``GradScaler``, which
-    skips steps with infinite gradients. Gradient clipping sees unscaled gradients.
+    Parameters, gradients and optimizer state stay float32. The default, bfloat16, has the range of float32 and needs
+    no loss scaling. float16 is meant for GPUs without bfloat16. With it, a ``GradScaler`` scales the loss and skips
+    updates whose gradients are not finite. Gradients are unscaled before they are clipped.
 
     Args:
-        optimizer: its first parameter tells the device.
-        dtype: 'bfloat16' (also for None) or 'float16', or the torch dtype.
-        loss_scale: for float16: 'dynamic', a fixed factor, or the keywords of ``torch.amp.GradScaler``.
-        accumulative_counts: update the parameters every so many iterations.
-        clip_grad: keywords of ``torch.nn.utils.clip_grad_norm_``, or of ``clip_grad_value_`` with
-            type='value'.
+        optimizer: the optimizer, whose first parameter determines the device.
+        dtype: 'bfloat16', 'float16' or the torch dtype. None means 'bfloat16'.
+        loss_scale: 'dynamic', a fixed factor, or the keywords of ``torch.amp.GradScaler``. Only float16 uses it.
+        accumulative_counts: the number of iterations whose gradients are accumulated for one update.
+        clip_grad: the keywords of ``torch.nn.utils.clip_grad_norm_``, or those of ``clip_grad_value_`` together with
+            ``type='value'``.
 
     Raises:
-        ValueError: an unknown dtype or loss_scale, float16 on a CPU, bfloat16 on a GPU that lacks it.
+        ValueError: the dtype or loss_scale is not one of the above, float16 is used on a CPU, or bfloat16 on a GPU
+            that lacks it.
 
-    Source: the name and keywords are mmengine's ``AmpOptimWrapper``, which works on accelerators only and
-    defaults to float16.
+    Source: the name and the keywords are those of mmengine's ``AmpOptimWrapper``, which works on accelerators only
+    and uses float16 by default.
     """
 
     def __init__(
@@ -114,12 +115,12 @@ class AmpOptimWrapper(OptimWrapper):
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Run the block under autocast, without gradient synchronisation where gradients only accumulate."""
+        """Run the block under autocast. Gradients are not synchronised in iterations that only accumulate them."""
         with super().optim_context(model), torch.autocast(self.device_type, dtype=self.cast_dtype):
             yield
 
     def backward(self, loss: Tensor, **backward_args: Any) -> None:
-        """Accumulate the gradients of ``loss``, scaled for float16."""
+        """Accumulate the gradients of ``loss``, which is scaled before if the dtype is float16."""
         super().backward(loss if self.loss_scaler is None else self.loss_scaler.scale(loss), **backward_args)
 
     def step(self, **step_args: Any) -> None:
@@ -135,14 +136,14 @@ class AmpOptimWrapper(OptimWrapper):
         self._log_grad_norm()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer and, for float16, of the scaler under 'loss_scaler'."""
+        """Return the state of the optimizer and, for float16, the state of the scaler under 'loss_scaler'."""
         state = super().state_dict()
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this wrapper or of one without a scaler."""
+        """Load a state, which may come from a wrapper without a scaler."""
         state = dict(state_dict)
         scaler_state = state.pop("loss_scaler", None)
         if scaler_state and self.loss_scaler is not None:

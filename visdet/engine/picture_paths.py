@@ -1,4 +1,4 @@
-"""Where the picture of an image goes, so that no two images share one."""
+"""Paths of the pictures that are drawn for images. No two images share a path."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ __all__ = ["PicturePaths"]
 class PicturePaths:
     """Gives every image a ``.png`` file of its own in a folder.
 
-    The first image called ``a`` gets ``a.png``; another one whose picture would be the same gets ``a.jpg.png``, after
-    its own suffix, and if that is taken too ``a.jpg_2.png``, and so on.
+    The first image with the stem ``a`` gets ``a.png``. If that path is taken, ``a.jpg`` gets ``a.jpg.png``; if that
+    is taken, too, it gets ``a.jpg_2.png``, and so on.
 
     Args:
-        folder: of the pictures.
+        folder: the folder of the pictures.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -20,11 +20,11 @@ class PicturePaths:
         self._image_of: dict[Path, str] = {}
 
     def path_of(self, image: str | Path, name: str | Path | None = None) -> Path:
-        """Return the picture's path; an image that was asked for before keeps its own.
+        """Return the path of an image's picture. The same image always gets the same path.
 
         Args:
-            image: the path of the image, which tells it from others.
-            name: what the picture is called after, below the folder; default: ``image``.
+            image: the path of the image, which identifies it.
+            name: the path below the folder from which the picture gets its name. The default is ``image``.
         """
         name = Path(image if name is None else name)
         candidates = [name.with_suffix(".png"), name.with_name(f"{name.name}.png")]

@@ -1,4 +1,4 @@
-"""Checkpoints as tensors and plain types, so that ``torch.load(weights_only=True)`` reads them."""
+"""Conversion of checkpoints to tensors and plain types, which ``torch.load(weights_only=True)`` can read."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,24 +14,24 @@ from visdet.errors import InvalidTypeError
 __all__ = ["restore_message_hub", "to_plain"]
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
-# Enough for every smoothing window in use; a whole history of twenty scalars grows to 100 MB in a long run.
+# This suffices for every smoothing window in use. The full history of twenty scalars grows to 100 MB in a long run.
 _HISTORY_LENGTH = 10_000
 
 
 def to_plain(value: Any, name: str = "") -> Any:
-    """Return ``value`` with tensors, None, numbers, strings, dicts, lists and tuples only.
+    """Return ``value`` converted to tensors, numbers, strings, bytes, None, and dicts, lists and tuples of them.
 
-    numpy scalars and arrays become numbers and lists, paths strings, sets lists, and mmengine's
-    ``HistoryBuffer`` a dict of its latest values and counts. A module's state dict keeps the ``_metadata`` by which
-    modules migrate old weights.
+    Tensors are detached and moved to the CPU. numpy scalars become numbers, numpy arrays and sets become lists, and
+    paths become strings. mmengine's ``HistoryBuffer`` becomes a dict of its latest values and counts. ``torch.Size``
+    and ``torch.dtype`` stay as they are. A module's state dict keeps its ``_metadata``, by which modules migrate old
+    weights.
 
     Args:
-        value: nested in any way.
-        name: of the value, for the error.
+        value: a value, which may be nested.
+        name: the name of the value, for the error message.
 
     Raises:
-        InvalidTypeError: a value of any other type, which would not come back when the checkpoint is read; the message
-            says where it is.
+        InvalidTypeError: there is a value of another type, which could not be read back. The message says where.
     """
     if type(value) in _PLAIN or type(value) in (torch.Size, torch.dtype):
         return value
@@ -64,13 +64,17 @@ def to_plain(value: Any, name: str = "") -> Any:
         return str(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise InvalidTypeError(
-        f"{name or 'the value'} is a {kind}, which a checkpoint cannot hold: give tensors, numbers, strings, None, and "
-        "dicts, lists and tuples of them"
+        f"{name or 'the value'} is a {kind}, which a checkpoint cannot hold. It can hold tensors, numbers, strings, "
+        "None, and dicts, lists and tuples of them"
     )
 
 
 def restore_message_hub(message_hub: dict) -> dict:
-    """Return a message hub's state as mmengine loads it, from a plain one; one of mmengine's own is left as it is."""
+    """Return the state of a message hub in the form that mmengine loads.
+
+    Args:
+        message_hub: a state that :func:`to_plain` has converted, or one that mmengine has written.
+    """
     scalars = {}
     for name, history in message_hub["log_scalars"].items():
         if isinstance(history, Mapping) and "history_values" in history:

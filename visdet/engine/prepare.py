@@ -1,4 +1,4 @@
-"""From a config and the switches of a command line to a runner."""
+"""Building a runner from a config and the options of a command line."""
 
 import os
 from pathlib import Path
@@ -24,11 +24,11 @@ __all__ = [
 
 
 def build_runner(cfg: Config) -> Runner:
-    """Build the runner that the config names (``runner_type``), by default this package's.
+    """Build the runner that ``runner_type`` of the config names. The default is :class:`DetRunner`.
 
     Raises:
-        UserError: the work_dir cannot be written, or the checkpoint to start from is not there; both are
-            found out before anything is built.
+        UserError: the work_dir cannot be written, or the checkpoint to start from does not exist. Both are checked
+            before anything is built.
     """
     check_work_dir(cfg.work_dir)
     resume, load_from = cfg.get("resume") or False, cfg.get("load_from")
@@ -42,43 +42,47 @@ def build_runner(cfg: Config) -> Runner:
 
 
 def set_resume(cfg: Config, resume: str) -> None:
-    """Resume from the work_dir's newest checkpoint ('auto'), from a checkpoint file, or from another run's folder.
+    """Make a config resume a run.
 
-    The config's ``load_from`` stays: a run that 'auto' finds no checkpoint of begins from those weights.
+    The config's ``load_from`` stays. If 'auto' finds no checkpoint, the run begins from those weights.
+
+    Args:
+        cfg: the config, which is changed.
+        resume: 'auto' for the newest checkpoint of the work_dir, a checkpoint file, or the folder of another run.
     """
     cfg.resume = AUTO if resume == AUTO else os.path.expanduser(resume)
 
 
 def enable_amp(cfg: Config) -> None:
-    """Train under autocast: bfloat16, or the ``dtype`` that the config's AmpOptimWrapper names.
+    """Make a config train under autocast by ``AmpOptimWrapper``, whose ``dtype`` is bfloat16 by default.
 
     Raises:
-        ConfigError: the config's optimizer wrapper is of another kind.
+        ConfigError: the config's optimizer wrapper is neither ``OptimWrapper`` nor ``AmpOptimWrapper``.
     """
     kind = cfg.optim_wrapper.get("type", "OptimWrapper")
     if kind == "AmpOptimWrapper":
         return
     if kind != "OptimWrapper":
-        raise ConfigError(f"--amp needs optim_wrapper.type to be 'OptimWrapper', the config has {kind!r}")
+        raise ConfigError(f"--amp needs optim_wrapper.type to be 'OptimWrapper', but the config has {kind!r}")
     cfg.optim_wrapper.type = "AmpOptimWrapper"
 
 
 def enable_auto_scale_lr(cfg: Config) -> None:
-    """Scale the learning rate by the total batch size over ``auto_scale_lr.base_batch_size``.
+    """Make a config scale its learning rate by the total batch size divided by ``auto_scale_lr.base_batch_size``.
 
     Raises:
-        ConfigError: the config does not say which batch size its learning rate is for.
+        ConfigError: the config has no ``auto_scale_lr.base_batch_size``.
     """
     if not (cfg.get("auto_scale_lr") or {}).get("base_batch_size"):
         raise ConfigError(
-            "--auto-scale-lr: the config does not say which total batch size its learning rate is for; add "
+            "--auto-scale-lr: the config does not say which total batch size its learning rate is for. Add "
             "auto_scale_lr = dict(base_batch_size=...) to it"
         )
     cfg.auto_scale_lr.enable = True
 
 
 def write_detections(cfg: Config, out_file: str) -> None:
-    """Write the detections of a test to a JSON file.
+    """Make a config write the predictions of a test to a JSON file.
 
     Raises:
         ConfigError: ``out_file`` is not named ``*.json``.
@@ -90,7 +94,7 @@ def write_detections(cfg: Config, out_file: str) -> None:
 
 
 def draw_detections(cfg: Config, folder: str) -> None:
-    """Draw the detections of a test beside the ground truth, into ``folder``."""
+    """Make a config draw the predictions of a test beside the ground truth. The pictures go to ``folder``."""
     if cfg.get("default_hooks") is None:
         cfg.default_hooks = {}
     hooks = cfg.default_hooks

@@ -16,7 +16,7 @@ _preserved: list[dict[str, Any]] = []
 
 
 def get_random_state() -> dict[str, Any]:
-    """Return the states of python's, numpy's and torch's generators, and of the current GPU's, as plain types."""
+    """Return the states of the generators of Python, numpy, torch and the current GPU as plain types and tensors."""
     algorithm, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)  # noqa: NPY002 (transforms may use it)
     state = {
         "python": random.getstate(),
@@ -35,7 +35,10 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to ``state``, an answer of :func:`get_random_state`; a GPU's only where there is one."""
+    """Set the generators to ``state``, a result of :func:`get_random_state`.
+
+    The state of a GPU's generator is ignored on a machine without one.
+    """
     random.setstate(state["python"])
     algorithm, keys, position, has_gauss, cached_gaussian = state["numpy"]
     keys = keys.numpy().astype(np.uint32)
@@ -46,9 +49,10 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def gather_random_states() -> list[dict[str, Any]]:
-    """Return the random state of every process, by rank. Every process of the group must call this.
+    """Return the random state of every process, in the order of the ranks.
 
-    Inside :func:`preserved_random_state` it is the state that training will continue with.
+    Every process of the group must call this. Inside a block of :func:`preserved_random_state`, the result is the
+    state from before the block, with which training continues.
     """
     state = _preserved[-1] if _preserved else get_random_state()
     if get_world_size() == 1:
@@ -60,9 +64,9 @@ def gather_random_states() -> list[dict[str, Any]]:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Undo, at the end of the block, whatever the block drew from the generators.
+    """Restore the random state at the end of the block.
 
-    Validation runs inside, so that how often one validates has no influence on training.
+    Validation runs in such a block, so that the number of validations has no influence on training.
     """
     _preserved.append(get_random_state())
     try:

@@ -1,4 +1,4 @@
-"""Batches of indices that can start in the middle, so that a resumed run loads no image twice."""
+"""Batches of indices that can start at any batch, so that a resumed run does not load the skipped images."""
 
 import itertools
 import random
@@ -16,15 +16,16 @@ __all__ = ["ResumableBatches", "SeededBatch"]
 
 
 class SeededBatch(list):
-    """The indices of a batch; a data worker that goes through them first seeds its random generators.
+    """The indices of a batch. A data worker that iterates over them seeds its random generators first.
 
-    What a worker draws for a batch then depends on the batch alone, and not on the batches that the worker has read
-    before: a run that was killed draws the same numbers again when it is resumed. In the training process, where a
-    loader without workers reads, nothing is seeded: a checkpoint holds that state.
+    The random numbers that a worker draws for a batch then depend on the batch alone, and not on the batches that the
+    worker has read before. A run that was killed therefore draws the same numbers again when it is resumed. A loader
+    without workers reads in the training process. There, nothing is seeded, because a checkpoint holds the random
+    state of that process.
 
     Args:
-        indices: what the data set is asked for.
-        key: numbers that no other batch of the run has.
+        indices: the indices of the samples of the batch.
+        key: numbers that identify the batch within the run and from which the seed is made.
     """
 
     def __init__(self, indices: Iterable[Any] = (), key: tuple[int, ...] = ()) -> None:
@@ -41,17 +42,17 @@ class SeededBatch(list):
 
 
 class ResumableBatches:
-    """The index batches of a batch sampler, which can begin in the middle of it.
+    """A batch sampler that gives the batches of another batch sampler, from a chosen one on.
 
-    Skipping costs index arithmetic only: no image of a skipped batch is read.
+    A skipped batch costs only its indices: no image of it is read.
 
     Args:
-        batch_sampler: any sampler of index lists.
-        endless: go on with the next epoch (``sampler.set_epoch``) where an epoch ends, for iteration-based
-            training; the loader's workers then live as long as the run.
+        batch_sampler: a sampler that yields lists of indices.
+        endless: continue with the next epoch (``sampler.set_epoch``) when an epoch ends. This is meant for
+            iteration-based training, where the workers of the loader then live as long as the run.
 
     Raises:
-        ValueError: an endless sampler has an epoch without a batch.
+        ValueError: ``endless`` is True and an epoch has no batch.
     """
 
     def __init__(self, batch_sampler: Any, endless: bool) -> None:
@@ -66,11 +67,11 @@ class ResumableBatches:
         """Return a loader like ``dataloader`` that reads resumable batches of the same batch sampler.
 
         Raises:
-            ValueError: the loader has no batch sampler (an iterable data set, or batch_size=None).
+            ValueError: the loader has no batch sampler, because its data set is iterable or its batch_size is None.
         """
         if dataloader.batch_sampler is None:
             raise InvalidInputError(
-                "train_dataloader must give batches of indices of a map-style data set, got "
+                "train_dataloader must have a batch sampler and a map-style data set, got "
                 f"{type(dataloader.dataset).__name__} without a batch sampler"
             )
         return DataLoader(
@@ -82,7 +83,7 @@ class ResumableBatches:
             timeout=dataloader.timeout,
             worker_init_fn=dataloader.worker_init_fn,
             multiprocessing_context=dataloader.multiprocessing_context,
-            # Starting the workers draws from this generator, and not from the one whose state a checkpoint holds.
+            # Starting the workers draws from this generator instead of the global one, whose state a checkpoint holds.
             generator=torch.Generator(),
             prefetch_factor=dataloader.prefetch_factor,
             persistent_workers=dataloader.persistent_workers,
@@ -100,18 +101,18 @@ class ResumableBatches:
         return len(self.batch_sampler)
 
     def start_at(self, seed: int, iteration: int, skipped: int) -> None:
-        """Set where the next pass over the batches begins.
+        """Set the batch at which the next pass over the batches begins.
 
         Args:
-            seed: of the run, for what workers draw.
-            iteration: of the run, that the first batch is for.
-            skipped: batches of the sampler that come before it.
+            seed: the seed of the run, on which the random numbers of the workers depend.
+            iteration: the iteration of the run that gets the first batch.
+            skipped: the number of batches of the sampler to skip.
         """
         self._key, self._iteration, self._skipped = (seed, get_rank()), iteration, skipped
 
     def __iter__(self) -> Iterator[SeededBatch]:
-        # A generator, so that this runs at the first batch: DataLoader calls iter() more often than it
-        # iterates.
+        # This is a generator, so that it runs only when the first batch is drawn. DataLoader calls iter() more often
+        # than it iterates.
         batches = self._epoch_after_epoch() if self.endless else iter(self.batch_sampler)
         for iteration, batch in enumerate(itertools.islice(batches, self._skipped, None), self._iteration):
             yield SeededBatch(batch, (*self._key, iteration))
@@ -126,6 +127,6 @@ class ResumableBatches:
                 yield batch
             if is_empty:
                 raise InvalidInputError(
-                    f"train_dataloader gives no batch: {type(self.batch_sampler).__name__} of batch size "
-                    f"{self.batch_size} found nothing to batch in its data set"
+                    f"train_dataloader gives no batch: {type(self.batch_sampler).__name__} with batch size "
+                    f"{self.batch_size} finds no samples for a batch in its data set"
                 )

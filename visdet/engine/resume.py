@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, decided once for all processes."""
+"""The choice of the checkpoint that a run continues from, which the main process makes for all processes."""
 
 import os
 from collections.abc import Callable
@@ -23,22 +23,26 @@ _Decided = TypeVar("_Decided")
 
 
 def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tuple[str | None, list[str]]:
-    """Return the newest checkpoint of a run that can be read whole, and a remark on each newer one that cannot.
+    """Return the newest intact checkpoint of a run, or None, and a remark on each newer one that is passed over.
 
-    Candidates are the file that ``last_checkpoint`` names and every other ``*.pth`` of the folder that holds
-    the state of training, by age. Weights alone are passed over without a remark, except where ``last_checkpoint``
-    names them.
+    The candidates are the file that ``last_checkpoint`` names and then every other ``*.pth`` file of the folder, the
+    newest first. A file with weights but no state of training is passed over. There is a remark on such a file only
+    if ``last_checkpoint`` names it.
+
+    Args:
+        work_dir: the folder of the run.
+        trust: see :func:`read_checkpoint`.
 
     Raises:
-        CheckpointError: a file may be whole but cannot be read now, or only with ``trust``: passing over it could
-            lose work.
+        CheckpointError: a file that may be intact cannot be read now, or can be read only with ``trust``. It is not
+            passed over, because that could lose work.
     """
     work_dir = Path(work_dir)
     candidates = sorted(work_dir.glob("*.pth"), key=lambda path: path.stat().st_mtime, reverse=True)
     last, remarks = None, []
     pointer = work_dir / LAST_CHECKPOINT
     if pointer.is_file() and (named := pointer.read_text().strip()):
-        # Only the name: the folder may have been moved or copied since.
+        # Only the name counts, because the folder may have been moved or copied since.
         last = work_dir / Path(named).name
         if last.is_file():
             candidates = [last, *(path for path in candidates if path != last)]
@@ -60,18 +64,18 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
 def checkpoint_to_resume(
     resume: bool | str, load_from: str | None, work_dir: str, trust: bool = False
 ) -> tuple[str | None, list[str]]:
-    """Return the checkpoint that a run continues from, or None where it begins, and remarks for the log.
+    """Return the checkpoint that a run continues from, or None if it starts anew, and remarks for the log.
 
     Args:
-        resume: 'auto' for the newest checkpoint of the work_dir; a checkpoint or the folder of another run; True for
-            ``load_from`` where it is given and 'auto' otherwise, as mmengine reads it.
-        load_from: the config's, for ``resume=True``.
-        work_dir: the run's folder.
+        resume: 'auto' for the newest checkpoint of the work_dir, a checkpoint file, or the folder of another run.
+            True means ``load_from``, or 'auto' if that is None, as in mmengine.
+        load_from: the config's ``load_from``, which is used only if ``resume`` is True.
+        work_dir: the folder of the run.
         trust: see :func:`read_checkpoint`.
 
     Raises:
-        CheckpointError: a folder that was named has nothing to resume; the work_dir has checkpoints, and none of them
-            can be resumed; or as :func:`newest_readable_checkpoint`.
+        CheckpointError: ``resume`` is a folder without a checkpoint that can be resumed; ``resume`` is 'auto' and the
+            work_dir has checkpoints, but none that can be resumed; or :func:`newest_readable_checkpoint` raises it.
     """
     if resume is True:
         resume = load_from or AUTO
@@ -87,10 +91,10 @@ def checkpoint_to_resume(
 
 
 def decided_by_the_main_process(decide: Callable[[], _Decided]) -> _Decided:
-    """Return what ``decide`` returns on the main process, on every process.
+    """Call ``decide`` on the main process only and return its result on every process.
 
     Raises:
-        CheckpointError: ``decide`` raised one there; every process raises it.
+        CheckpointError: ``decide`` raised one on the main process. Every process raises it.
     """
     outcome: list[Any] = [None, None]
     if is_main_process():
@@ -105,10 +109,10 @@ def decided_by_the_main_process(decide: Callable[[], _Decided]) -> _Decided:
 
 
 def read_on_every_process(path: str, trust: bool) -> dict[str, Any]:
-    """Return the content of a checkpoint, read by every process for itself.
+    """Return the content of a checkpoint, which every process reads for itself.
 
     Raises:
-        CheckpointError: a process cannot read it; every process raises the error of the first such one.
+        CheckpointError: a process cannot read the file. Every process raises the error of the lowest such rank.
     """
     checkpoint, problem = {}, None
     try:

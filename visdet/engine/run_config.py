@@ -1,4 +1,4 @@
-"""The config of a run, whose text is formatted once."""
+"""The config of a run, which formats its text only once."""
 
 import copy
 
@@ -8,17 +8,17 @@ __all__ = ["RunConfig"]
 
 
 class RunConfig(Config):
-    """A config that remembers its text until it changes.
+    """A config that keeps its formatted text until its content changes.
 
-    A run asks for it at the start for the log, for the copy in the work_dir and for every visualizer, and with every
-    checkpoint; formatting takes a quarter of a second for a small config.
+    A run needs the text for the log, for the copy in the work_dir, for every visualizer and for every checkpoint.
+    Formatting a small config takes a quarter of a second.
     """
 
-    _formatted = ("", "")  # what the config held, and its text
+    _formatted = ("", "")  # the content that was formatted last, and its text
 
     @classmethod
     def copy_of(cls, config: Config) -> "RunConfig":
-        """Return a copy of ``config``, which is left as it is."""
+        """Return a deep copy of ``config``."""
         result = cls()
         result.__setstate__(copy.deepcopy(config).__getstate__())
         return result

@@ -1,4 +1,4 @@
-"""mmengine's Runner with checkpoints that survive, resumes that continue, and CPU processes under torchrun."""
+"""A version of mmengine's Runner with safe checkpoints, exact resuming, and training on CPUs under torchrun."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ from .weights import load_weights, weights_of
 
 __all__ = ["DetRunner"]
 
-# Beside mmengine's own six; a config changes one under its key in default_hooks, or removes it with None.
+# These hooks come after mmengine's own six. A config changes one under its key in default_hooks, or removes it by None.
 _DEFAULT_HOOKS = {
     "num_class_check": {"type": "NumClassCheckHook"},
     "invalid_loss": {"type": "CheckInvalidLossHook"},
@@ -58,25 +58,26 @@ _MMENGINE_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_sch
 
 @RUNNERS.register_module()
 class DetRunner(Runner):
-    """Trains and tests by a config, as mmengine's Runner, and differs from it in this:
+    """Trains and tests a model by a config.
+
+    It differs from mmengine's Runner as follows:
 
     * Checkpoints hold tensors and plain types and are written in one step. Reading one runs no code from the
       file, unless the config says ``trust_checkpoint=True``.
-    * A resumed run continues with the seed, data order and random state of the run before, workers included; a
-      damaged newest checkpoint is passed over. ``resume`` is 'auto' or a path, or mmengine's True.
-    * ``load_from`` refuses weights that do not fit, unless ``strict_load=False``.
-    * ``launcher='pytorch'`` works without GPUs, by gloo.
-    * The backward runs in the training thread, as on the CPU.
-    * ``graph=True`` in the config replays training steps and predictions as CUDA graphs, see :class:`GraphedLoss` and
+    * A resumed run continues with the seed, the data order and the random state of the earlier run, in its workers,
+      too. If the newest checkpoint is damaged, it is passed over. ``resume`` is 'auto', a path, or True as in mmengine.
+    * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``.
+    * ``launcher='pytorch'`` works on machines without GPUs, where it uses gloo.
+    * The backward pass runs in the training thread, on GPUs, too.
+    * ``graph=True`` in the config replays training steps and predictions as CUDA graphs; see :class:`GraphedLoss` and
       :class:`GraphedPrediction`.
-    * The terminal shows warnings, progress and results; environment, config and every log line go to the log
+    * The terminal shows warnings, progress and results. The environment, the config and every log line go to the log
       file.
 
-    Args: see :class:`mmengine.runner.Runner`; ``from_cfg`` completes the config first
-        (:func:`complete_config`).
+    Args: see :class:`mmengine.runner.Runner`. ``from_cfg`` completes the config first by :func:`complete_config`.
     """
 
-    # mmengine's.
+    # These two attributes are mmengine's.
     _resume: Any
     _load_from: Any
 
@@ -87,18 +88,18 @@ class DetRunner(Runner):
 
     @classmethod
     def from_cfg(cls, cfg: Config) -> "DetRunner":
-        """Build a runner from a config, which is left as it is."""
+        """Build a runner from a config, which is not changed."""
         cfg = RunConfig.copy_of(cfg)
         complete_config(cfg)
         return super().from_cfg(cfg)
 
     def setup_env(self, env_cfg: dict) -> None:
-        """Join the process group and set what ``env_cfg`` says."""
+        """Join the process group and set up the environment by ``env_cfg``."""
         register_checkpoint_readers(trust=self._trusts_checkpoints)
         self._random_state: dict[str, Any] | None = None
         self._checkpoint: tuple[str, dict] | None = None
         start_process_group(self.launcher, env_cfg.get("dist_cfg", {}).get("timeout"))
-        if self.distributed:  # what mmengine sets too, with a warning from every process
+        if self.distributed:  # mmengine sets these, too, but every process warns about it.
             for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
                 os.environ.setdefault(variable, "1")
         super().setup_env(env_cfg)
@@ -106,14 +107,14 @@ class DetRunner(Runner):
     def build_logger(
         self, log_level: int | str = "INFO", log_file: str | None = None, **options: Any
     ) -> MMLogger:
-        """Build the log, which goes to its file whole and to the terminal from warnings up."""
+        """Build the logger. Its file gets every message, and the terminal gets warnings and errors only."""
         logger = super().build_logger(log_level, log_file, **options)
         logger.handlers[:] = [h for h in logger.handlers if type(h) is not logging.StreamHandler]
         logger.handlers.append(ConsoleHandler())
         return logger
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
-        """Move the model to its device and wrap it for distributed training, on the CPU too."""
+        """Move the model to its device and wrap it for distributed training, on CPUs, too."""
         if self.distributed and not torch.cuda.is_available():
             unused = self.cfg.get("find_unused_parameters", False)
             model_wrapper_cfg = wrapper_on_the_cpu(model_wrapper_cfg, find_unused_parameters=unused)
@@ -179,25 +180,25 @@ class DetRunner(Runner):
             return super().build_log_processor(log_processor)
 
     def register_hook(self, hook: Any, priority: Any = None) -> None:
-        """Register a hook, built first where it is a config."""
+        """Register a hook. If it is a config, build it first."""
         with building(self.cfg, "default_hooks", "custom_hooks"), build_step(_type_of(hook)):
             super().register_hook(hook, priority)
 
     def register_default_hooks(self, hooks: dict | None = None) -> None:
         """Register mmengine's default hooks, this package's, and those of the config."""
         merged = {**copy.deepcopy(_DEFAULT_HOOKS), **(hooks or {})}
-        # None leaves a hook out, whoever named it; mmengine does that for its own alone.
+        # None removes any default hook. mmengine does that for its own hooks only.
         ours = {name: hook for name, hook in merged.items() if hook is not None or name in _MMENGINE_HOOKS}
         super().register_default_hooks(ours)
 
     def train(self) -> nn.Module:
-        """Train, from the checkpoint to resume if there is one, and return the model."""
+        """Train the model and return it. Training continues from a checkpoint if there is one to resume."""
         return self._announcing_the_end(self._train)
 
     def _train(self) -> nn.Module:
         self._find_checkpoint_to_resume()
-        # A process trains on one device, so a thread of the backward's own gains nothing, and waking it costs: where
-        # launches bound a step, it is some 5 % shorter in this thread.
+        # A process trains on one device, so that a separate thread for the backward pass gains nothing. Waking it costs
+        # time: a step that is bound by kernel launches is about 5 % shorter without it.
         with torch.autograd.set_multithreading_enabled(False):
             model = super().train()
         self._report_graphs()
@@ -205,13 +206,13 @@ class DetRunner(Runner):
 
     @functools.cached_property
     def graphs(self) -> list[GraphedMethod]:
-        """What replays steps of the model as CUDA graphs; empty without."""
+        """The objects that replay steps of the model as CUDA graphs. The list is empty if graphs are not used."""
         model = self.model.module if is_model_wrapper(self.model) else self.model
         return graphs_for(self.cfg, model, self.world_size, self.logger)
 
     @contextmanager
     def graphs_installed(self) -> Iterator[None]:
-        """Let the model run by graphs within the block, where the config asks for them."""
+        """Let the model run with CUDA graphs inside the block if the config asks for them."""
         with ExitStack() as stack:
             for graphs in self.graphs:
                 stack.enter_context(graphs.installed())
@@ -237,7 +238,7 @@ class DetRunner(Runner):
         return metrics
 
     def _announcing_the_end(self, stage: Any) -> Any:
-        """Run a stage; hooks that own the terminal let go of it (``on_exit``) however the stage ends."""
+        """Run a stage and call ``on_exit`` of the hooks, which release the terminal there, however the stage ends."""
         with self._logging_fatal_errors():
             try:
                 return stage()
@@ -246,7 +247,7 @@ class DetRunner(Runner):
 
     @contextmanager
     def _logging_fatal_errors(self) -> Iterator[None]:
-        """Make an error of the block the last entry of the run's log file, if there is one yet."""
+        """Make an error of the block the last entry of the run's log file, if that exists yet."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
@@ -255,7 +256,7 @@ class DetRunner(Runner):
             raise
 
     def _find_checkpoint_to_resume(self) -> None:
-        """Settle which checkpoint to resume and take over its seed, which the data order depends on."""
+        """Find the checkpoint to resume, and take over its seed, on which the data order depends."""
         if not self._resume:
             return
         found, remarks = decided_by_the_main_process(
@@ -268,7 +269,7 @@ class DetRunner(Runner):
         self._resume = found is not None
         if found is None:
             start = f"the weights of {self._load_from}" if self._load_from else "scratch"
-            say(f"resume: no checkpoint in {self.work_dir}, starting from {start}")
+            say(f"resume: there is no checkpoint in {self.work_dir}; the run starts from {start}")
             return
         self._load_from = found
         checkpoint = read_on_every_process(found, self._trusts_checkpoints)
@@ -295,14 +296,14 @@ class DetRunner(Runner):
         strict: bool | None = None,
         revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
     ) -> dict:
-        """Load a checkpoint's weights into the model and return the checkpoint.
+        """Load the weights of a checkpoint into the model and return the checkpoint.
 
         Args:
             filename: a file or an http(s) address.
-            map_location: accepted for mmengine's sake; tensors are read to the CPU and copied from there.
-            strict: refuse weights that do not fit; default: the config's ``strict_load``, always when
-                resuming.
-            revise_keys: (regular expression, replacement) pairs for the keys.
+            map_location: not used, and accepted because mmengine passes it. Tensors are read to the CPU.
+            strict: refuse weights that do not fit. The default is True for a run that is resumed, and otherwise the
+                config's ``strict_load``.
+            revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
 
         Raises:
             CheckpointError: the file is missing or damaged, or its weights do not fit.
@@ -331,7 +332,7 @@ class DetRunner(Runner):
         resume_param_scheduler: bool = True,
         map_location: Any = "cpu",
     ) -> None:
-        """Continue from a checkpoint: weights, optimizer, schedules, counters, random and temporal state."""
+        """Load weights, optimizer, schedules, counters, random state and temporal state from a checkpoint."""
         if self._checkpoint is None:
             self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
         meta = self._checkpoint[1]["meta"]
@@ -340,20 +341,20 @@ class DetRunner(Runner):
             self._random_state = states[self.rank]
         elif states is not None:
             self.logger.warning(
-                f"{filename} is of a run of {len(states)} processes, this one has {self.world_size}: data order and "
-                "random numbers differ from the run before"
+                f"{filename} comes from a run with {len(states)} processes, but this run has {self.world_size}. Its "
+                "data order and random numbers differ from those of the earlier run"
             )
         remembered = meta.pop("temporal_states", None)
         if remembered is not None:
             restore_temporal_state(self.model, remembered, self.rank, self.world_size)
-        # mmengine compares pickles, which differ between equal objects; ours it finds to be the same.
+        # mmengine compares pickles, which can differ between equal objects. The same object has none.
         dataset_meta = getattr(self.train_dataloader.dataset, "metainfo", None)
         if to_plain(dataset_meta) == to_plain(meta.get("dataset_meta")):
             meta["dataset_meta"] = dataset_meta
         super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
 
     def restore_random_state(self) -> None:
-        """Set the random state that a resumed checkpoint was saved with; once, and nothing in a fresh run."""
+        """Set the random state of a resumed checkpoint, once. A run that starts anew has none to set."""
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
@@ -370,11 +371,11 @@ class DetRunner(Runner):
         by_epoch: bool = True,
         backend_args: dict | None = None,
     ) -> None:
-        """Write a checkpoint in one step, in mmengine's layout.
+        """Write a checkpoint of mmengine's layout in one step.
 
-        Args:
-            out_dir: a local folder; any other storage that mmengine knows is left to mmengine.
-            meta: 'epoch' and 'iter' by default as they will be when the current step is done.
+        Args: see :meth:`mmengine.runner.Runner.save_checkpoint`. If ``out_dir`` is not a local folder, mmengine
+            writes the checkpoint. ``meta`` may replace the default 'epoch' and 'iter', which are the counts after the
+            current step.
         """
         backend = get_file_backend(out_dir, backend_args=backend_args)
         if file_client_args is not None or not isinstance(backend, LocalBackend):
@@ -419,7 +420,7 @@ def _type_of(hook: Any) -> str:
 
 
 def _states(schedulers: list | dict) -> list | dict:
-    """Return the states of schedulers, which are a list, or lists by the name of their optimizer."""
+    """Return the states of schedulers, which are a list, or a dict of lists by the names of optimizers."""
     if isinstance(schedulers, dict):
         return {name: _states(of_one_optimizer) for name, of_one_optimizer in schedulers.items()}
     return [scheduler.state_dict() for scheduler in schedulers]

@@ -12,18 +12,21 @@ __all__ = ["image_file_of", "image_of", "image_of_inputs", "is_bgr"]
 
 
 def image_of(sample: BaseDataElement, inputs: Tensor, is_bgr: bool) -> np.ndarray:
-    """Return what a sample is drawn on, RGB: a DetDataSample's image file, for others the pipeline's views.
+    """Return the RGB image, or the views, on which the predictions of a sample are drawn.
 
     Args:
-        sample: with ``img_path`` if it is a DetDataSample. inputs, is_bgr: see :func:`image_of_inputs`.
+        sample: a sample. A DetDataSample is drawn on the image file ``img_path``, any other sample on ``inputs``.
+        inputs: the images [..., 3, H, W] that the pipeline made; see :func:`image_of_inputs`.
+        is_bgr: whether the channels of ``inputs`` are blue, green, red.
     """
     return image_file_of(sample) if isinstance(sample, DetDataSample) else image_of_inputs(inputs, is_bgr)
 
 
 def image_of_inputs(inputs: Tensor, is_bgr: bool) -> np.ndarray:
-    """Return ``inputs`` [..., 3, H, W] of the pipeline as RGB images [..., H, W, 3].
+    """Return the pipeline's images as RGB images [..., H, W, 3] on the CPU, of the same dtype.
 
     Args:
+        inputs: the images [..., 3, H, W] that the pipeline made.
         is_bgr: whether the channels of ``inputs`` are blue, green, red.
     """
     channels = inputs.flip(-3) if is_bgr else inputs
@@ -39,9 +42,10 @@ def image_file_of(sample: DetDataSample) -> np.ndarray:
 
 
 def is_bgr(cfg: Config) -> bool:
-    """Return whether the config's model takes blue for the first channel of its inputs.
+    """Return whether the pipeline of a config gives images whose channels are blue, green, red.
 
-    A wrong channel order shows as wrong colours in the pictures.
+    The result follows from the data preprocessor's ``bgr_to_rgb``. If that does not match the pipeline, the colours
+    of the pictures are wrong.
     """
     preprocessor = cfg.get("model", {}).get("data_preprocessor") or cfg.get("data_preprocessor") or {}
     return bool(preprocessor.get("bgr_to_rgb", False))

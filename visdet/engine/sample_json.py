@@ -1,4 +1,4 @@
-"""A sample's predictions in types that JSON knows."""
+"""Conversion of a sample's predictions to the types of JSON."""
 
 from typing import Any
 
@@ -11,17 +11,22 @@ __all__ = ["record_of"]
 
 
 def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str, Any]:
-    """Return what is predicted for a sample of any family.
+    """Return the predictions for a sample of any family in types that JSON can represent.
 
     Args:
-        sample: what ``to_dict`` makes of the sample.
-        dataset_meta: ``classes`` and ``map_classes``, the names of the labels.
+        sample: the dict that the ``to_dict`` of the sample returns.
+        dataset_meta: the names of the labels, under ``classes`` and ``map_classes``.
 
     Returns:
-        of an image what :func:`detections_of` returns; of a driving frame ``token`` and, as far as the model predicts
-        them, ``boxes`` (dicts with ``class``, ``label``, ``score``, ``track``, ``box_3d`` and ``trajectories``),
-        ``lines`` (``class``, ``label``, ``score``, ``points``) and ``plan``, in metres in the lidar frame; of a pair
-        of views ``pair`` and ``depth`` [h][w]; of points ``field`` [n].
+        a dict, whose keys depend on the sample:
+
+        * Image: the keys of :func:`detections_of`.
+        * Driving frame: ``token`` and those of ``boxes``, ``lines`` and ``plan`` that the model predicts, in metres in
+          the lidar frame. A box has ``class``, ``label``, ``score`` and ``box_3d``; it also has ``track`` if the model
+          tracks, and ``trajectories`` and ``trajectory_scores`` if the model predicts motion. A line has ``class``,
+          ``label``, ``score`` and ``points``.
+        * Pair of views: ``pair`` and ``depth`` [h][w].
+        * Points: ``field`` [n].
 
     Raises:
         ConfigError: the sample holds no predictions.
@@ -34,7 +39,7 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
         return {"field": sample["pred_field"].tolist()}
     if predictions_of(sample):
         return _driving_record(sample, dataset_meta)
-    raise ConfigError(f"the samples hold no predictions; their fields: {', '.join(sample) or 'none'}")
+    raise ConfigError(f"the samples hold no predictions; their fields are {', '.join(sample) or 'none'}")
 
 
 def _driving_record(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str, Any]:

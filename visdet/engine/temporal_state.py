@@ -1,4 +1,4 @@
-"""What a model of sequences remembers of the frames so far, carried through a checkpoint."""
+"""Saving and restoring what a temporal model remembers of earlier frames."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ def _unwrapped(model: nn.Module) -> Any:
 
 
 def gather_temporal_states(model: nn.Module) -> list[Any] | None:
-    """Return what the model of every process remembers, by rank; None for a model without ``temporal_state_dict``.
+    """Return the temporal state of the model of every process, in the order of the ranks.
 
-    Every process of the group must call this.
+    Every process of the group must call this. The result is None for a model without ``temporal_state_dict``.
     """
     inner = _unwrapped(model)
     if not hasattr(inner, "temporal_state_dict"):
@@ -31,7 +31,14 @@ def gather_temporal_states(model: nn.Module) -> list[Any] | None:
 
 
 def restore_temporal_state(model: nn.Module, states: list[Any], rank: int, world_size: int) -> None:
-    """Give the model what process ``rank`` remembered; with another number of processes it starts without memory."""
+    """Restore the temporal state of process ``rank``, unless the states come from another number of processes.
+
+    Args:
+        model: the model; one without ``load_temporal_state_dict`` is left as it is.
+        states: the result of :func:`gather_temporal_states`.
+        rank: the rank of this process.
+        world_size: the number of processes of this run.
+    """
     inner = _unwrapped(model)
     if hasattr(inner, "load_temporal_state_dict") and len(states) == world_size:
         inner.load_temporal_state_dict(states[rank])

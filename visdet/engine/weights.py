@@ -1,4 +1,4 @@
-"""Weights into a model, or a report of why they do not fit."""
+"""Loading of weights into a model, with a report if they do not fit."""
 
 import re
 from collections import OrderedDict
@@ -17,10 +17,14 @@ _SHOWN = 4
 
 
 def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
-    """Return the state dict of a checkpoint: under 'state_dict' or 'model', or the checkpoint itself.
+    """Return the state dict of a checkpoint, which is under 'state_dict' or 'model' or is the checkpoint itself.
+
+    Args:
+        checkpoint: the content of the checkpoint.
+        source: where the checkpoint comes from, for the message.
 
     Raises:
-        CheckpointError: there are no tensors.
+        CheckpointError: the state dict holds no tensor.
     """
     found = checkpoint
     for key in ("state_dict", "model"):
@@ -44,18 +48,19 @@ def load_weights(
     strict: bool = True,
     revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
 ) -> None:
-    """Load ``state_dict`` into ``model``, which stays as it was where the weights are refused.
+    """Load ``state_dict`` into ``model``. If the weights are refused, the model stays as it was.
 
-    Counters of batches seen by a normalisation layer (``num_batches_tracked``) may be missing.
+    The ``num_batches_tracked`` of normalisation layers may be missing.
 
     Args:
+        model: the model.
+        state_dict: the weights by their keys.
         source: where the weights come from, for messages.
-        strict: refuse weights that do not fit; otherwise load those that do and log the others.
-        revise_keys: (regular expression, replacement) pairs for the keys.
+        strict: refuse weights that do not fit. Otherwise, load those that fit and log the others.
+        revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
 
     Raises:
-        CheckpointError: keys are missing or unexpected or shapes differ, and ``strict``; or nothing fits at
-            all.
+        CheckpointError: ``strict`` is True and a key is missing or unexpected or has another shape, or no weight fits.
     """
     weights = state_dict
     for pattern, replacement in revise_keys:
@@ -68,7 +73,7 @@ def load_weights(
     }
     fitting: Any = OrderedDict((key, value) for key, value in weights.items() if key not in differing)
     if hasattr(state_dict, "_metadata"):
-        fitting._metadata = state_dict._metadata  # versions, by which a module migrates old weights
+        fitting._metadata = state_dict._metadata  # the versions by which modules migrate old weights
     before = {key: value.detach().clone() for key, value in expected.items() if isinstance(value, Tensor)}
     missing, unexpected = model.load_state_dict(fitting, strict=False)
     missing = [key for key in missing if key not in differing and not key.endswith("num_batches_tracked")]
@@ -89,7 +94,7 @@ def load_weights(
                 if key in before:
                     value.copy_(before[key])
         raise CheckpointError(
-            f"{report}.\nLoad the weights that fit, to fine-tune, with `--cfg-options strict_load=False`."
+            f"{report}.\nTo fine-tune from the weights that fit, use `--cfg-options strict_load=False`."
         )
     print_log(f"{report}; the rest was loaded", logger="current", level=30)
 

@@ -1,4 +1,4 @@
-"""Metrics."""
+"""Metrics of all detector families."""
 
 from visdet.train_extra import require_train_extra
 

@@ -1,4 +1,4 @@
-"""COCO's precision and recall arrays, and the numbers read from them."""
+"""COCO's precision and recall arrays, and the AP and AR computed from them."""
 
 import contextlib
 import importlib
@@ -12,7 +12,7 @@ from visdet.errors import InvalidInputError, MissingPackageError
 
 __all__ = ["AREAS", "BoxEvaluation", "evaluate_boxes", "import_backend"]
 
-# Name: module and class of the annotation index and of the evaluator.
+# For each library, the module and class of the annotation index and of the evaluator.
 _BACKENDS = {
     "faster_coco_eval": ("faster_coco_eval.COCO", "faster_coco_eval.COCOeval_faster"),
     "pycocotools": ("pycocotools.coco.COCO", "pycocotools.cocoeval.COCOeval"),
@@ -23,11 +23,14 @@ _MAX_DETS_OF_AP = 100
 
 
 def import_backend(name: str | None = None) -> tuple[type, type]:
-    """Return the classes COCO and COCOeval of a library: the one named, else the first that is installed.
+    """Return the classes COCO and COCOeval of a library.
+
+    Args:
+        name: the name of the library. The default is the first one that is installed.
 
     Raises:
         ValueError: no backend has this name.
-        ImportError: it is not installed.
+        ImportError: the library is not installed.
     """
     if name is not None and name not in _BACKENDS:
         raise InvalidInputError(f"CocoMetric: backend must be one of {tuple(_BACKENDS)}, got {name!r}")
@@ -45,11 +48,10 @@ class BoxEvaluation:
     """COCO's arrays of one evaluation.
 
     Attributes:
-        precision: [IoU thresholds, 101 recalls, classes, areas, max. detections]; -1 where a class has no
-            box.
+        precision: [IoU thresholds, 101 recalls, classes, areas, max. detections], with -1 where a class has no box.
         recall: [IoU thresholds, classes, areas, max. detections].
-        iou_thrs: the thresholds.
-        max_dets: detections counted per image.
+        iou_thrs: the IoU thresholds.
+        max_dets: the numbers of detections per image that are counted.
     """
 
     precision: np.ndarray
@@ -60,13 +62,19 @@ class BoxEvaluation:
     def average_precision(
         self, iou: float | None = None, area: str = "all", label: int | None = None
     ) -> float:
-        """Return AP at 100 detections, of all thresholds and classes or one; -1 without ground truth."""
+        """Return the AP at 100 detections, or -1 if there is no ground truth.
+
+        Args:
+            iou: the IoU threshold. The default is the mean over all thresholds.
+            area: one of AREAS.
+            label: the class. The default is the mean over all classes.
+        """
         values = self.precision[..., AREAS.index(area), self.max_dets.index(_MAX_DETS_OF_AP)]
         values = values[self._thresholds(iou)]
         return _mean_of_defined(values if label is None else values[..., label])
 
     def average_recall(self, max_dets: int, area: str = "all") -> float:
-        """Return AR over all thresholds and classes, with ``max_dets`` detections per image."""
+        """Return the AR over all thresholds and classes with ``max_dets`` detections per image."""
         return _mean_of_defined(self.recall[..., AREAS.index(area), self.max_dets.index(max_dets)])
 
     def _thresholds(self, iou: float | None) -> np.ndarray:
@@ -93,11 +101,11 @@ def evaluate_boxes(
         truth: ``images`` (``id``) and ``annotations`` (``id`` from 1 on, ``image_id``, ``category_id`` below
             num_classes, ``bbox`` [x, y, width, height], ``area``, ``iscrowd``) in COCO's form.
         detections: ``image_id``, ``category_id``, ``bbox`` and ``score`` in COCO's form.
-        image_ids: the images that count.
+        image_ids: the ids of the images to evaluate.
         num_classes: number of categories.
-        iou_thrs: IoU thresholds.
-        max_dets: numbers of detections per image; 100 is always evaluated.
-        backend: from :func:`import_backend`.
+        iou_thrs: the IoU thresholds.
+        max_dets: the numbers of detections per image to evaluate. 100 is always added.
+        backend: the result of :func:`import_backend`.
     """
     boxes = [
         {**row, "id": i, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0}
@@ -106,7 +114,7 @@ def evaluate_boxes(
     categories = [{"id": label, "name": str(label)} for label in range(num_classes)]
     index_class, evaluator_class = backend
     max_dets = sorted({_MAX_DETS_OF_AP, *max_dets})
-    with contextlib.redirect_stdout(io.StringIO()):  # COCO's code prints its progress
+    with contextlib.redirect_stdout(io.StringIO()):  # COCO's code prints its progress.
         indexes = []
         for annotations in (truth["annotations"], boxes):
             index = index_class()

@@ -1,4 +1,4 @@
-"""Tracks against true tracks: matches, misses, false alarms and identity switches, frame by frame."""
+"""Comparison of predicted and true tracks, which counts matches, misses, false alarms and identity switches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,12 @@ _FAR = 1e6
 
 @dataclass
 class Frame:
-    """Objects at one time: ids [n], places [n, 2] in metres and, of predictions, the scores [n] of their tracks."""
+    """The objects of one frame.
+
+    Attributes:
+        ids: [n]. places: [n, 2] in metres.
+        scores: [n], the scores of the tracks of predicted objects, or None for true objects.
+    """
 
     ids: np.ndarray
     places: np.ndarray
@@ -27,7 +32,12 @@ class Frame:
 
 @dataclass
 class Counts:
-    """Events of a run over frames. distance: summed over matches and switches; match_scores: of the matches."""
+    """The numbers of events in some frames.
+
+    Attributes:
+        distance: the sum of distances in metres over matches and switches.
+        match_scores: the scores of the matches.
+    """
 
     matches: int = 0
     switches: int = 0
@@ -47,7 +57,7 @@ class Counts:
 
     @property
     def motar(self) -> float:
-        """MOTA scaled by the recall, in 0..1; NaN where nothing is matched."""
+        """MOTA scaled by the recall, in 0..1, or NaN if nothing is matched."""
         if not self.matches:
             return float("nan")
         missing = self.objects - self.matches
@@ -56,7 +66,7 @@ class Counts:
 
     @property
     def motp(self) -> float:
-        """The mean distance of what is found, m; NaN where nothing is."""
+        """The mean distance in metres of the objects that are found, or NaN if there are none."""
         found = self.matches + self.switches
         return self.distance / found if found else float("nan")
 
@@ -64,12 +74,18 @@ class Counts:
 def count_events(
     scenes: Sequence[Sequence[tuple[Frame, Frame]]], max_distance: float, threshold: float = -np.inf
 ) -> Counts:
-    """Return the events of all scenes; a scene is a list of (truth, prediction) in order of time.
+    """Return the events of all scenes.
 
-    In each frame an object keeps the track it was matched with last while that is nearer than ``max_distance``; the
-    rest are assigned so that the summed distance is least. A new track for an object that had another is a switch.
+    In each frame, an object keeps the track that it was last matched with if that is nearer than ``max_distance``. The
+    other objects are assigned to tracks so that the sum of distances is least. If an object gets another track than
+    before, that is a switch.
 
-    Source: CLEAR MOT (Bernardin and Stiefelhagen, 2008), as motmetrics counts it.
+    Args:
+        scenes: each scene is a list of (truth, prediction) in order of time.
+        max_distance: the greatest distance of a match, in metres.
+        threshold: predictions with a lower score are left out.
+
+    Source: CLEAR MOT (Bernardin and Stiefelhagen, 2008). Events are counted as in motmetrics.
     """
     counts = Counts()
     for scene in scenes:
@@ -95,9 +111,8 @@ def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame,
             open_columns.remove(column)
     rows, columns = sorted(open_rows), sorted(open_columns)
     if rows and columns:
-        from scipy.optimize import (
-            linear_sum_assignment,  # slow to import, and a first evaluation is soon enough
-        )
+        # scipy.optimize is slow to import, and it is not needed before the first evaluation.
+        from scipy.optimize import linear_sum_assignment
 
         cost = np.where(np.isfinite(between), between, _FAR)[np.ix_(rows, columns)]
         for i, j in zip(*linear_sum_assignment(cost), strict=True):
@@ -119,7 +134,10 @@ def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame,
 def recall_thresholds(
     match_scores: Sequence[float], num_objects: int, num_thresholds: int, min_recall: float
 ) -> np.ndarray:
-    """Return the score thresholds [num_thresholds] for recalls from 1 down to ``min_recall``, NaN where not reached."""
+    """Return the score thresholds [num_thresholds] for recalls from 1 down to ``min_recall``.
+
+    The threshold of a recall that is not reached is NaN.
+    """
     if not len(match_scores):
         return np.full(num_thresholds, np.nan)
     scores = np.sort(match_scores)[::-1]
@@ -136,7 +154,7 @@ def motar_curve(
     num_thresholds: int = 40,
     min_recall: float = 0.1,
 ) -> list[Counts | None]:
-    """Return the events at each recall threshold, ``None`` where the recall is not reached."""
+    """Return the events at each recall threshold, or ``None`` for a recall that is not reached."""
     everything = count_events(scenes, max_distance)
     thresholds = recall_thresholds(
         everything.match_scores, max(everything.objects, 1), num_thresholds, min_recall
@@ -149,7 +167,7 @@ def motar_curve(
 
 
 def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:
-    """Return the frames with gaps in tracks filled by straight lines between the frames around."""
+    """Return the frames after gaps in tracks have been filled by linear interpolation over time."""
     seen: dict[int, list[tuple[int, np.ndarray, float]]] = {}
     for number, frame in enumerate(frames):
         for row, identity in enumerate(frame.ids.tolist()):

@@ -21,7 +21,7 @@ from .tables import table_text
 
 __all__ = ["CocoMetric"]
 
-# The arguments of BoxEvaluation.average_precision behind each name.
+# The arguments of BoxEvaluation.average_precision for each name.
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "mAP": {},
     "mAP_50": {"iou": 0.5},
@@ -36,38 +36,38 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
 class CocoMetric(BaseMetric):
     """COCO's box AP: ``coco/bbox_mAP``, ``coco/bbox_mAP_50``, ``_75``, ``_s``, ``_m``, ``_l``.
 
-    AP counts at most 100 detections per image; small, medium and large are areas under 32², under 96² and
-    from 96² pixels. A number with no ground truth to measure it on is -1, as in COCO's own code. Nothing is
-    rounded. Only images that were evaluated count; a warning says so where they are fewer than the file's.
+    AP counts at most 100 detections per image. Small, medium and large are areas under 32², under 96² and from 96²
+    pixels. A value without ground truth is -1, as in COCO's own code. Values are not rounded. Only images that were
+    evaluated count, and a warning is logged if the file has more.
 
-    ``classwise_results`` holds, after an evaluation and on the main process, one dict per class: ``name``,
-    ``num_boxes`` (without crowds), ``mAP``, ``mAP_50``, ``mAP_75``, ``mAP_s``, ``mAP_m``, ``mAP_l``.
+    After an evaluation, ``classwise_results`` holds one dict per class on the main process, with ``name``,
+    ``num_boxes`` (without crowds), ``mAP``, ``mAP_50``, ``mAP_75``, ``mAP_s``, ``mAP_m`` and ``mAP_l``.
 
     Args:
         ann_file: the COCO JSON file with the ground truth. ``None`` takes the ground truth from the data
             samples, where the area of a box is its width times its height.
-        metric: ``'bbox'``.
-        classwise: log a table of AP per class, and return ``coco/bbox_mAP/<class>`` as well.
-        format_only: write the detections and evaluate nothing.
+        metric: must be ``'bbox'``.
+        classwise: log a table of the AP of each class, and also return ``coco/bbox_mAP/<class>``.
+        format_only: write the detections without evaluating them.
         outfile_prefix: write the detections to ``<outfile_prefix>.bbox.json``, in COCO's result format.
-        iou_thrs: IoU thresholds to average over, by default 0.50, 0.55, .. 0.95.
-        proposal_nums: detections per image that ``AR@n`` allows.
-        metric_items: what to return, of ``mAP``, ``mAP_50``, ``mAP_75``, ``mAP_s``, ``mAP_m``, ``mAP_l``,
-            ``AR@n`` for each n of ``proposal_nums``, and ``AR_s@n``, ``AR_m@n``, ``AR_l@n`` for the largest;
-            by default the APs.
-        backend: ``'faster_coco_eval'`` or ``'pycocotools'``, which give the same numbers; by default the
-            first that is installed.
+        iou_thrs: IoU thresholds to average over. The default is 0.50, 0.55, .. 0.95.
+        proposal_nums: the numbers n of detections per image for ``AR@n``.
+        metric_items: the values to return. They are ``mAP``, ``mAP_50``, ``mAP_75``, ``mAP_s``, ``mAP_m``, ``mAP_l``,
+            ``AR@n`` for each n of ``proposal_nums``, and ``AR_s@n``, ``AR_m@n`` and ``AR_l@n`` for the largest n. The
+            default is all APs.
+        backend: ``'faster_coco_eval'`` or ``'pycocotools'``, which give the same values. The default is the first one
+            that is installed.
         backend_args: mmengine's file backend for ``ann_file``.
-        collect_device: where the results of several processes are gathered, ``'cpu'`` or ``'gpu'``.
-        prefix: in place of ``coco``.
+        collect_device: the device on which the results of all processes are gathered, ``'cpu'`` or ``'gpu'``.
+        prefix: the prefix of the names instead of ``coco``.
 
     Raises:
         FileNotFoundError: ``ann_file`` does not exist.
-        ValueError: ``ann_file`` lacks keys, or fits neither the classes of the data set nor its images. All
-            but the last is found before training.
+        ValueError: ``ann_file`` lacks keys, or does not fit the classes or the images of the data set. Images are
+            checked only when the evaluation runs, everything else before training.
 
-    Source: mmdet's CocoMetric (names and keywords). Differences: labels are matched to categories by name;
-    every AP is at 100 detections, where mmdet takes the largest of ``proposal_nums`` for all but ``mAP``.
+    Source: names and keywords are those of mmdet's CocoMetric. Differences: labels are matched to categories by name,
+    and every AP is at 100 detections, whereas mmdet uses the largest of ``proposal_nums`` for all but ``mAP``.
     """
 
     default_prefix = "coco"
@@ -110,7 +110,7 @@ class CocoMetric(BaseMetric):
         self.classwise_results: list[dict] = []
         self._backend = import_backend(backend)
         self._ann_file = ann_file
-        # Only the main process evaluates. It reads the file now, so that a wrong one shows before training.
+        # Only the main process evaluates. It reads the file now, so that mistakes are found before training.
         self._content: Any = None
         if ann_file is not None and is_main_process():
             self._content = load_coco_json(ann_file, backend_args, not format_only)
@@ -118,7 +118,7 @@ class CocoMetric(BaseMetric):
 
     @property
     def dataset_meta(self) -> dict | None:
-        """Meta information of the data set; ``classes`` names the labels."""
+        """The meta information of the data set, in which ``classes`` names the labels."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -129,12 +129,13 @@ class CocoMetric(BaseMetric):
             self._label_of_category = match_categories(categories, dataset_meta["classes"], self._ann_file)
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep the detections of a batch, boxes in pixels of the original image.
+        """Keep the detections of a batch.
 
         Args:
             data_batch: not used.
-            data_samples: dicts with ``img_id`` and ``pred_instances`` (``bboxes`` [N, 4] xyxy, ``scores``
-                [N], ``labels`` [N]); without an ``ann_file`` also with ``gt_instances`` and ``scale_factor``.
+            data_samples: dicts with ``img_id`` and ``pred_instances``, which are ``bboxes`` [N, 4] (x1, y1, x2, y2) in
+                pixels of the original image, ``scores`` [N] and ``labels`` [N]. Without an ``ann_file`` they must also
+                have ``gt_instances`` and, if the images were resized, ``scale_factor``.
         """
         for sample in data_samples:
             predicted = sample["pred_instances"]
@@ -149,7 +150,7 @@ class CocoMetric(BaseMetric):
             self.results.append(result)
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
-        """Return the numbers asked for, without the prefix."""
+        """Return the values of ``metric_items`` by name, without the prefix."""
         if self._dataset_meta is None:
             raise InvalidInputError(
                 "CocoMetric: set dataset_meta, which names the classes, before evaluating"
@@ -176,7 +177,7 @@ class CocoMetric(BaseMetric):
         return metrics
 
     def _truth_of_file(self) -> dict:
-        """Return images and annotations of the file, category ids replaced by labels, crowds marked."""
+        """Return the images and the annotations of the file, with labels instead of category ids."""
         annotations = []
         for annotation in self._content["annotations"]:
             label = self._label_of_category.get(annotation["category_id"])
@@ -233,7 +234,7 @@ def _annotation(image_id: int, label: int, xywh: Sequence[float], area: float, i
 
 
 def _numbered(annotations: list[dict]) -> list[dict]:
-    """Return the annotations with ids from 1 on: COCO's code takes a match with id 0 for none."""
+    """Return the annotations with ids from 1 on, because COCO's code takes a match with id 0 for no match."""
     return [{**annotation, "id": i} for i, annotation in enumerate(annotations, start=1)]
 
 
@@ -243,7 +244,7 @@ def _xywh(xyxy: Sequence[float]) -> list[float]:
 
 
 def _detections(results: list[dict]) -> list[dict]:
-    """Return all detections in COCO's result format, labels for categories."""
+    """Return all detections in COCO's result format, with labels instead of category ids."""
     return [
         {"image_id": result["img_id"], "category_id": int(label), "bbox": _xywh(bbox), "score": float(score)}
         for result in results

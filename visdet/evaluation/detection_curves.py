@@ -1,4 +1,4 @@
-"""Precision, recall and errors of boxes matched by the distance of their centres, as nuScenes defines them."""
+"""Precision, recall and errors of boxes that are matched by the distance of their centres, as in nuScenes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,10 @@ _RECALLS = np.linspace(0, 1, 101)
 class Boxes:
     """Boxes of one class in one frame.
 
-    values: [n, 9], x, y, z, length, width, height, yaw, vx, vy. scores [n], of predictions. attributes [n], if known.
+    Attributes:
+        values: [n, 9], which are x, y, z, length, width, height, yaw, vx and vy. For matching alone, x and y suffice.
+        scores: [n], for predictions only.
+        attributes: [n], if they are known.
     """
 
     values: np.ndarray
@@ -37,7 +40,7 @@ class Boxes:
 
 @dataclass
 class Curve:
-    """Precision, confidence and running errors [101] of one class at recalls 0, 0.01 … 1."""
+    """Precision, confidence and running errors [101] of one class at the recalls 0, 0.01, …, 1."""
 
     precision: np.ndarray
     confidence: np.ndarray
@@ -45,18 +48,22 @@ class Curve:
 
     @property
     def max_recall_index(self) -> int:
-        """The last recall that is reached."""
+        """The index of the highest recall that is reached, or 0."""
         reached = np.flatnonzero(self.confidence)
         return int(reached[-1]) if len(reached) else 0
 
 
 @dataclass
 class Matches:
-    """Predictions of one class over all frames, best first, and the true boxes that they took.
+    """The matches of the predictions of one class over all frames, the highest score first.
 
-    frames, rows, truth_rows [m]: of those that took one: the frame, the row there, and the row of the true box;
-    scores [m]: theirs. precision, confidence [101]: at recalls 0, 0.01 … 1. num_truths, num_false: true boxes, and
-    predictions that took none.
+    Attributes:
+        frames, rows, truth_rows: [m], the frame of each match, the row of the prediction in it, and the row of the true
+            box.
+        scores: [m], the scores of these predictions.
+        precision, confidence: [101], at the recalls 0, 0.01, …, 1.
+        num_truths: number of true boxes.
+        num_false: number of predictions without a match.
     """
 
     frames: np.ndarray
@@ -69,7 +76,12 @@ class Matches:
     num_false: int
 
     def running_mean(self, values: np.ndarray, known: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Return the means [101] of the values [m] of the matches up to each recall, of the ``known`` ones."""
+        """Return the means [101] of the values [m] over the matches up to each recall.
+
+        Args:
+            values: [m], one per match.
+            known: selects the matches that count.
+        """
         values, scores = values[known], self.scores[known]
         return np.interp(self.confidence[::-1], scores[::-1], _running_mean(values)[::-1])[::-1]
 
@@ -77,12 +89,17 @@ class Matches:
 def accumulate(
     truths: Sequence[Boxes], predictions: Sequence[Boxes], max_distance: float, yaw_period: float = 2 * np.pi
 ) -> Curve:
-    """Return the curve of one class: ``truths[i]`` and ``predictions[i]`` belong to frame i.
+    """Return the curve of one class.
 
-    In each frame the predictions, best first, take the nearest box that is still free, if it is nearer than
-    ``max_distance`` (m, in x and y).
+    In each frame the predictions, the highest score first, are matched with the nearest true box that is still free, if
+    it is nearer than ``max_distance``.
 
-    Source: the same numbers as ``accumulate`` of nuscenes-devkit, where equal scores count in reversed order.
+    Args:
+        truths, predictions: the boxes of each frame.
+        max_distance: the greatest distance of a match in x and y, in metres.
+        yaw_period: the period of the yaw, which is pi for boxes without a front.
+
+    Source: the values are those of ``accumulate`` of nuscenes-devkit, where equal scores count in reversed order.
     """
     matches = match_frames(truths, predictions, max_distance)
     if not len(matches.frames):
@@ -93,7 +110,7 @@ def accumulate(
 
 
 def match_frames(truths: Sequence[Boxes], predictions: Sequence[Boxes], max_distance: float) -> Matches:
-    """Return which predictions take which true boxes, as ``accumulate`` describes."""
+    """Return the matches of predictions and true boxes; see :func:`accumulate`."""
     num_truths = sum(len(frame.values) for frame in truths)
     scores = np.concatenate([np.zeros(0), *(frame.scores for frame in predictions)])
     taken_of_frame = [
@@ -127,9 +144,13 @@ def match_frames(truths: Sequence[Boxes], predictions: Sequence[Boxes], max_dist
 def take_nearest(
     truth: np.ndarray, predicted: Boxes, max_distance: float, allowed: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the row of ``truth`` [n, >= 2] that each prediction [m] takes, -1 for none.
+    """Return the row of the true box that each prediction is matched with, int64 [m], or -1 for no match.
 
-    ``allowed``, bool [m, n]: a prediction whose nearest free box is not allowed takes none, and leaves it free.
+    Args:
+        truth: [n, >= 2], the true boxes.
+        predicted: the predictions.
+        max_distance: the greatest distance of a match in x and y, in metres.
+        allowed: bool [m, n]. A prediction whose nearest free box is not allowed gets no match, and the box stays free.
     """
     taken = np.full(len(predicted.values), -1, dtype=np.int64)
     if not len(truth) or not len(predicted.values):
@@ -153,7 +174,7 @@ def _errors(
     truth_rows: np.ndarray,
     yaw_period: float,
 ) -> dict[str, np.ndarray]:
-    """Return the errors [m] of the matches, in the order given."""
+    """Return the errors [m] of the matches by name, in the order of the matches."""
     predicted = np.array([predictions[f].values[r] for f, r in zip(frames, rows, strict=True)])
     truth = np.array([truths[f].values[r] for f, r in zip(frames, truth_rows, strict=True)])
     common = np.minimum(predicted[:, 3:6], truth[:, 3:6]).prod(axis=1)
@@ -182,7 +203,7 @@ def _attribute_error(truth: Boxes, truth_row: int, predicted: Boxes, row: int) -
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean of the values up to each, leaving out NaN; 1 where all are NaN."""
+    """Return the running mean of the values without NaN, or 1 everywhere if all values are NaN."""
     known = ~np.isnan(values)
     if not known.any():
         return np.ones(len(values))
@@ -191,15 +212,15 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def average_precision(curve: Curve, min_recall: float = 0.1, min_precision: float = 0.1) -> float:
-    """Return the mean precision above both minima, scaled to 0..1."""
+    """Return the mean of the precision above ``min_precision`` over recalls above ``min_recall``, scaled to 0..1."""
     precision = curve.precision[round(100 * min_recall) + 1 :] - min_precision
     return float(np.maximum(precision, 0).mean() / (1 - min_precision))
 
 
 def tp_error(curve: Curve, name: str, min_recall: float = 0.1, unreached: float = 1.0) -> float:
-    """Return the mean of a running error over the recalls from ``min_recall`` to the last reached.
+    """Return the mean of a running error over the recalls from ``min_recall`` to the highest that is reached.
 
-    ``unreached`` is returned where not even ``min_recall`` is.
+    If ``min_recall`` is not reached, the result is ``unreached``.
     """
     first, last = round(100 * min_recall) + 1, curve.max_recall_index
     return float(curve.errors[name][first : last + 1].mean()) if last >= first else unreached

@@ -1,4 +1,4 @@
-"""What the metrics of driving models have in common."""
+"""Base classes and functions of the metrics of driving models."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ __all__ = [
 class DrivingMetric(BaseMetric):
     """A metric over frames that have a ``token``.
 
-    Each process keeps a dict per frame, with ``token``; at the end the frames of all processes are gathered and
-    every token counts once, so samplers may repeat frames and ranks may see different numbers of them.
+    Each process keeps one dict with a ``token`` per frame. At the end, the frames of all processes are gathered, and
+    every token counts once. Samplers may therefore repeat frames, and ranks may have different numbers of frames.
     """
 
     def evaluate(self, size: int) -> dict[str, Any]:
-        """Return the metrics over the frames of all processes, by name; ``size`` is not needed."""
+        """Return the metrics over the frames of all processes by name. ``size`` is not used."""
         gathered = [frame for part in all_gather_object(self.results) for frame in part]
         frames = list({frame["token"]: frame for frame in gathered}.values())
         if not frames:
@@ -43,16 +43,16 @@ class DrivingMetric(BaseMetric):
 
     @abstractmethod
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
-        """Return the metrics over these frames."""
+        """Return the metrics of these frames."""
 
 
 class DrivingBoxMetric(DrivingMetric):
-    """A metric over boxes of several classes, each counted up to a distance from the vehicle.
+    """A metric over boxes of several classes, which count up to a distance from the vehicle.
 
     Args:
-        classes: names of the labels; by default those of the data set.
-        class_range: the distance in metres of each class, or one for all.
-        prefix, collect_device: mmengine's.
+        classes: names of the labels. The default is those of the data set.
+        class_range: the distance in metres for each class, or one for all.
+        prefix, collect_device: as in mmengine's BaseMetric.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DrivingBoxMetric(DrivingMetric):
         """Return the distance of a class.
 
         Raises:
-            InvalidInputError: ``class_range`` does not name it.
+            InvalidInputError: ``class_range`` does not name the class.
         """
         if not isinstance(self.class_range, Mapping):
             return float(self.class_range)
@@ -82,7 +82,7 @@ class DrivingBoxMetric(DrivingMetric):
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Return a tensor or a sequence as a numpy array, floating point as float64."""
+    """Return a tensor or a sequence as a numpy array. Floating-point numbers become float64."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = value.double() if value.is_floating_point() else value
@@ -92,12 +92,15 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def places_in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
-    """Return the centres [n, 2] in the world of boxes [n, >= 3], given the pose [4, 4] of their frame."""
+    """Return the centres [n, 2] of boxes [n, >= 3] in the world, given the pose [4, 4] of their frame."""
     return (as_array(boxes)[:, :3] @ pose[:3, :3].T + pose[:3, 3])[:, :2]
 
 
 def vehicle_in_world(meta: Mapping[str, Any], pose: np.ndarray) -> np.ndarray:
-    """Return the place [2] of the vehicle in the world: the frame's own, where the metas do not tell."""
+    """Return the position [2] of the vehicle in the world.
+
+    If ``meta`` has no ``ego2global_translation``, it is the position of the lidar frame.
+    """
     return np.asarray(meta.get("ego2global_translation", pose[:3, 3]), dtype=np.float64)[:2]
 
 
@@ -107,5 +110,5 @@ def within(places: np.ndarray, vehicle: np.ndarray, reach: float) -> np.ndarray:
 
 
 def read_anchors(anchors: str | Path | np.ndarray) -> np.ndarray:
-    """Return anchors from a .npy file, or as they are given."""
+    """Return anchors, which are given as an array or as the path of a .npy file."""
     return np.load(anchors, allow_pickle=False) if isinstance(anchors, (str, Path)) else np.asarray(anchors)

@@ -1,4 +1,4 @@
-"""How well a field fits values at points."""
+"""The errors of a field at points with known values."""
 
 import math
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ __all__ = ["FieldMetric"]
 class FieldMetric(BaseMetric):
     """MSE, PSNR and R2 over all points.
 
-    ``mse``; ``psnr`` = 10 log10(range^2 / mse) in dB, range = max - min of the target; ``r2`` = 1 - mse / variance of
-    the target. Sums are taken in float64, about each batch's mean so that an offset costs no digits; each process
-    keeps six numbers a batch. A perfect fit has an infinite PSNR; targets of one value leave R2 undefined (NaN).
+    ``psnr`` is 10 log10(range^2 / ``mse``) in dB, where the range is max - min of the target. ``r2`` is 1 - ``mse`` /
+    variance of the target. Sums are computed in float64 and relative to the mean of each batch, so that an offset costs
+    no precision. Each process keeps six numbers per batch. A perfect fit has an infinite PSNR. If all targets are
+    equal, PSNR and R2 are NaN.
     """
 
     default_prefix = "field"
@@ -43,13 +44,13 @@ class FieldMetric(BaseMetric):
             self.results.append((len(target), *torch.stack(sums).tolist()))
 
     def evaluate(self, size: int) -> dict[str, Any]:
-        """Return the metrics over the points of all processes; ``size`` is not needed."""
+        """Return the metrics over the points of all processes. ``size`` is not used."""
         results = [result for part in all_gather_object(self.results) for result in part]
         self.results.clear()
         return {f"{self.prefix}/{name}": value for name, value in self.compute_metrics(results).items()}
 
     def compute_metrics(self, results: list[tuple[float, ...]]) -> dict[str, float]:
-        """Return the metrics of the sums of all batches."""
+        """Return the metrics from the sums of all batches."""
         if not results:
             raise InvalidInputError("FieldMetric: no point was evaluated")
         counts, errors, centres, spreads, lows, highs = torch.tensor(results, dtype=torch.float64).unbind(1)

@@ -1,4 +1,4 @@
-"""Predicted paths of other road users against the ways that they took."""
+"""Comparison of the predicted and the true trajectories of other road users."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ from .tables import table_text
 
 __all__ = ["MOTION_CLASSES", "MotionMetric", "displacement_errors", "final_errors", "motion_scores"]
 
-# What the classes of boxes count as; others are not evaluated.
+# The merged class of each class of boxes. Classes that are not listed are not evaluated.
 MOTION_CLASSES = {
     "car": "car",
     "truck": "car",
@@ -42,37 +42,38 @@ _NAMES = ("minADE", "minFDE", "MR", "EPA")
 
 @METRICS.register_module()
 class MotionMetric(DrivingBoxMetric):
-    """minADE, minFDE, miss rate and EPA of the predicted paths, after merging classes.
+    """minADE, minFDE, miss rate and EPA of the predicted trajectories, after merging classes.
 
-    Boxes of a merged class, best first, take the nearest free true box within 2 m. Of those that take one, with the
-    best of their K paths in each number:
+    Boxes of a merged class, the highest score first, are matched with the nearest free true box within 2 m. For the
+    matched boxes, each with the best of its K trajectories in each value:
 
-    * ``minADE``, ``minFDE`` (m): the mean distance over the steps that are known, and that of the last one;
-    * ``MR``: the share whose every path is somewhere more than 2 m off;
-    * ``EPA``: (boxes that take a true one and end within 2 m of its end, less half the boxes that take none), over the
-      number of true boxes. A box whose end is wrong leaves its true box to the next.
+    * ``minADE`` and ``minFDE`` (m) are the mean distance over the known steps and the distance at the last known step.
+    * ``MR`` is the fraction of boxes all of whose trajectories are more than 2 m off at some step.
+    * ``EPA`` is the number of matched boxes whose trajectory ends within 2 m of the true end, minus half the number of
+      boxes without a match, divided by the number of true boxes. A box with a wrong end leaves its true box free for
+      the next box.
 
-    The first three are means over recalls from 0.1 to the highest of what holds up to each recall, as nuScenes' errors
-    of true positives are; NaN where recall does not get that far. The same is given under ``constant_velocity_…`` for
-    the same boxes, each going on with the velocity predicted for it: the least that predicted paths must beat.
+    The first three are averaged over recalls from 0.1 to the highest one, like nuScenes' true-positive errors. They are
+    NaN if the recall does not reach 0.1. The same values are returned under ``constant_velocity_…`` for trajectories
+    that continue with the predicted velocity of each box, as a baseline that predicted trajectories should beat.
 
-    Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d``, ``gt_agent_fut_trajs`` [n, T, 2] (steps), ``gt_agent_fut_masks``
-    [n, T], ``token``, ``T_global`` (and ``ego2global_translation``). Predictions: ``boxes_3d`` [m, 9 or
-    10], ``scores_3d, labels_3d, trajs_3d`` [m, K, T, 2] (places in the lidar frame) and, for the threshold,
-    ``cls_scores`` where given.
+    Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d``, ``gt_agent_fut_trajs`` [n, T, 2] (displacements),
+    ``gt_agent_fut_masks`` [n, T], ``token``, ``T_global`` and, optionally, ``ego2global_translation``. Predictions:
+    ``boxes_3d`` [m, 9 or 10], ``scores_3d``, ``labels_3d``, ``trajs_3d`` [m, K, T, 2] (positions in the lidar frame)
+    and, optionally, ``cls_scores``, to which the threshold then applies.
 
     Args:
-        classes: names of the labels; by default those of the data set.
-        class_mapping: what each class counts as; classes that are not named are not evaluated.
+        classes: names of the labels. The default is those of the data set.
+        class_mapping: the merged class of each class. Classes that are not named are not evaluated.
         class_range: the distance from the vehicle up to which boxes of a merged class count, or one for all.
-        score_threshold: boxes below do not count.
-        unknown_is_right: count true boxes whose future is unknown as predicted without error in the first three
-            numbers, instead of leaving them out; published numbers do. In EPA they are never found.
-        steps_per_second: of paths.
-        prefix, collect_device: mmengine's.
+        score_threshold: boxes with a lower score do not count.
+        unknown_is_right: count true boxes with an unknown future as predicted without error in the first three values,
+            as published values do, instead of leaving them out. In EPA they are never found.
+        steps_per_second: number of trajectory steps per second.
+        prefix, collect_device: as in mmengine's BaseMetric.
 
     Raises:
-        ValueError: a frame has no ground truth or no paths, or no class is in ``class_mapping``.
+        ValueError: a frame has no ground truth or no trajectories, or no class is in ``class_mapping``.
 
     Source: SparseDrive's evaluation (UniAD's EPA, arXiv 2212.09045). Differences: ``unknown_is_right``, and NaN instead
     of 1 for a recall below 0.1.
@@ -98,7 +99,7 @@ class MotionMetric(DrivingBoxMetric):
         self.steps_per_second = steps_per_second
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep places and paths of a batch."""
+        """Keep the positions and trajectories of a batch."""
         for sample in data_samples:
             prediction = predictions_of(sample)
             name = f"MotionMetric: frame {sample['token']}"
@@ -138,12 +139,12 @@ class MotionMetric(DrivingBoxMetric):
             )
 
     def _constant_velocity(self, boxes: np.ndarray, num_steps: int) -> np.ndarray:
-        """Return one path per box, [m, 1, T, 2]."""
+        """Return the trajectory [m, 1, T, 2] of each box at constant velocity."""
         times = np.arange(1, num_steps + 1)[:, None] / self.steps_per_second
         return (boxes[:, None, :2] + times * boxes[:, None, 7:9])[:, None]
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
-        """Return the four numbers of each merged class, of the model and of constant velocity."""
+        """Return the four values of each merged class, for the model and for constant velocity."""
         classes = self.classes or self.dataset_meta["classes"]
         merged = [self.class_mapping.get(name) for name in classes]
         names = list(dict.fromkeys(name for name in merged if name is not None))
@@ -167,7 +168,7 @@ class MotionMetric(DrivingBoxMetric):
 
     @staticmethod
     def _of_class(frame: dict, labels: Sequence[int], reach: float, key: str) -> dict[str, np.ndarray]:
-        """Return the part of a frame that ``motion_scores`` takes."""
+        """Return the part of a frame that ``motion_scores`` needs for one class."""
         truth = within(frame["gt_places"], frame["vehicle"], reach) & np.isin(frame["gt_labels"], labels)
         mine = within(frame["places"], frame["vehicle"], reach) & np.isin(frame["labels"], labels)
         return {
@@ -186,8 +187,8 @@ def motion_scores(
     """Return minADE, minFDE, MR and EPA of one class; see MotionMetric.
 
     Args:
-        frames: of each, ``gt_places`` [n, 2], ``gt_paths`` [n, T, 2], ``gt_known`` bool [n, T]; ``places`` [m, 2],
-            ``scores`` [m], ``paths`` [m, K, T, 2].
+        frames: dicts with ``gt_places`` [n, 2], ``gt_paths`` [n, T, 2], ``gt_known`` bool [n, T], ``places`` [m, 2],
+            ``scores`` [m] and ``paths`` [m, K, T, 2].
         unknown_is_right: as in MotionMetric.
     """
     truths = [Boxes(frame["gt_places"]) for frame in frames]
@@ -223,9 +224,12 @@ def motion_scores(
 def displacement_errors(
     paths: np.ndarray, truth: np.ndarray, known: np.ndarray
 ) -> tuple[float, float, float]:
-    """Return minADE, minFDE (m) and whether it is a miss, of paths [K, T, 2] and the truth [T, 2] where ``known`` [T].
+    """Return minADE and minFDE in metres, and 1 for a miss or 0 otherwise.
 
-    NaN where nothing is known; a path of NaN is infinitely far.
+    All three are NaN if no step is known. A trajectory of NaN counts as infinitely far.
+
+    Args:
+        paths: [K, T, 2]. truth: [T, 2]. known: bool [T], the steps that count.
     """
     steps = np.flatnonzero(known)
     if not len(steps):
@@ -237,7 +241,10 @@ def displacement_errors(
 
 
 def final_errors(frame: dict[str, np.ndarray]) -> np.ndarray:
-    """Return minFDE [m, n] of the paths of each box to each true box, infinite where that one's future is unknown."""
+    """Return the minFDE [m, n] of the trajectories of each box to each true box.
+
+    It is infinite if the future of the true box is unknown.
+    """
     known, paths, truth = frame["gt_known"], frame["paths"], frame["gt_paths"]
     last = known.shape[1] - 1 - known[:, ::-1].argmax(axis=1)
     ends = truth[np.arange(len(truth)), last]

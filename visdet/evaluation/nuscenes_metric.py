@@ -1,4 +1,4 @@
-"""nuScenes' detection metrics: mAP over centre distances, five errors, NDS."""
+"""nuScenes' detection metrics, which are mAP over centre distances, five true-positive errors and NDS."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from .tables import summary_line, table_text
 
 __all__ = ["CLASS_RANGE", "NuScenesMetric"]
 
-# Boxes further away from the vehicle do not count, in m.
+# Boxes that are farther away from the vehicle than this, in metres, do not count.
 CLASS_RANGE = {
     "car": 50,
     "truck": 50,
@@ -42,7 +42,7 @@ _ERROR_NAMES = {
     "vel_err": "mAVE",
     "attr_err": "mAAE",
 }
-# Errors that mean nothing for a class.
+# The errors that are not defined for a class.
 _UNDEFINED = {"traffic_cone": ("orient_err", "vel_err", "attr_err"), "barrier": ("vel_err", "attr_err")}
 _MAX_BOXES = 500
 _DISTANCES = (0.5, 1.0, 2.0, 4.0)
@@ -54,26 +54,26 @@ class NuScenesMetric(DrivingBoxMetric):
     """mAP over centre distances of 0.5, 1, 2 and 4 m, the true-positive errors at 2 m, and the detection score.
 
     ``NDS_no_attr = (5 mAP + sum of max(0, 1 - e)) / 9`` over the errors e of translation, scale, orientation and
-    velocity. ``NDS``, over 10 with the attribute error, is given where frames carry attributes
-    (``gt_attributes``); predicted attributes follow from class and speed, as published results do.
+    velocity. ``NDS`` also includes the attribute error and is divided by 10. It is returned only if the frames have
+    ``gt_attributes``. Predicted attributes follow from the class and the speed, as in published results.
 
     Ground truth: ``gt_bboxes_3d`` [n, 9], ``gt_labels_3d``, ``token``, ``T_global`` and, for the distance to the
-    vehicle, ``ego2global_translation`` of the sample. ``pred_instances_3d``: ``boxes_3d`` [m, 9 or 10],
-    ``scores_3d``, ``labels_3d``. Boxes are compared in the world. A frame without boxes is a frame like any other;
-    a class without boxes has AP 0.
+    vehicle, ``ego2global_translation`` of the sample. Predictions: ``boxes_3d`` [m, 9 or 10], ``scores_3d`` and
+    ``labels_3d`` of ``pred_instances_3d``. Boxes are compared in the world. Frames without boxes count, too. A class
+    without boxes has AP 0.
 
     Args:
-        classes: names of the labels; by default those of the data set.
+        classes: names of the labels. The default is those of the data set.
         class_range: the distance up to which boxes of a class count, or one for all.
-        anchors: box anchors [N, 11] (file or array): also report the mAP of predicting them in every frame for every
-            class, the least that a model must beat.
-        prefix, collect_device: mmengine's.
+        anchors: box anchors [N, 11] as an array or a file. If they are given, ``anchors_mAP`` is the mAP of predicting
+            them in every frame for every class, a baseline that a model should beat.
+        prefix, collect_device: as in mmengine's BaseMetric.
 
     Raises:
-        ValueError: a predicted frame has no ground truth, or a class has no range.
+        ValueError: a frame has no ground truth, or a class has no range.
 
-    Source: the same matching, curves and errors as nuscenes-devkit (detection_cvpr_2019). Difference: bicycles in racks
-    are not left out, since info files do not tell.
+    Source: matching, curves and errors are those of nuscenes-devkit (detection_cvpr_2019). Difference: bicycles in
+    racks are not left out, because info files do not mark them.
     """
 
     default_prefix = "NuScenes"
@@ -90,7 +90,7 @@ class NuScenesMetric(DrivingBoxMetric):
         self.anchors = anchors
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep the boxes of a batch, in the world."""
+        """Keep the boxes of a batch in the coordinates of the world."""
         for sample in data_samples:
             prediction = predictions_of(sample)
             if "gt_bboxes_3d" not in sample:
@@ -114,7 +114,7 @@ class NuScenesMetric(DrivingBoxMetric):
             )
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
-        """Return mAP, the errors, NDS, and AP of each class."""
+        """Return mAP, the errors, NDS, and the AP of each class."""
         classes = self.classes or self.dataset_meta["classes"]
         with_attributes = bool(results) and all(frame["gt_attributes"] is not None for frame in results)
         metrics, rows = {}, []
@@ -188,7 +188,7 @@ def _curves(truths: list[Boxes], predictions: list[Boxes], name: str) -> dict[fl
 
 
 def _in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
-    """Return boxes [n, 9] (x, y, z, length, width, height, yaw, vx, vy) in the world; missing velocities are 0."""
+    """Return boxes [n, 9] (x, y, z, length, width, height, yaw, vx, vy) in the world. Missing velocities are 0."""
     boxes = as_array(boxes)[:, :9]
     boxes = np.pad(boxes.astype(np.float64), ((0, 0), (0, 9 - boxes.shape[1])))
     turn = pose[:2, :2]
@@ -200,7 +200,7 @@ def _in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
 
 
 def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:
-    """Return the attribute that class and speed suggest for each box."""
+    """Return the attribute of each box that follows from its class and its speed."""
     moving = np.linalg.norm(boxes[:, 7:9], axis=1) > 0.2
     by_motion = {
         "car": ("vehicle.parked", "vehicle.moving"),
@@ -222,7 +222,7 @@ def _nan_mean(values: list[float]) -> float:
 
 def _summary(mean_precision: float, errors: dict[str, float], with_attributes: bool) -> dict[str, float]:
     """Return mAP, the mean errors and the detection scores."""
-    # An error that no class defines counts as the worst.
+    # An error that is not defined for any class counts as the worst.
     scores = {name: max(0.0, 1 - value) if not np.isnan(value) else 0.0 for name, value in errors.items()}
     without = sum(score for name, score in scores.items() if name != "attr_err")
     summary = {"mAP": mean_precision, "NDS_no_attr": (5 * mean_precision + without) / 9}

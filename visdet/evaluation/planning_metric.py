@@ -1,4 +1,4 @@
-"""Plans against the way that was driven: distance, and collisions with others."""
+"""Comparison of plans with the path that was driven, by distance and by collisions with other road users."""
 
 from collections.abc import Sequence
 
@@ -20,36 +20,37 @@ _STANDING_M = 0.5
 
 @METRICS.register_module()
 class PlanningMetric(DrivingMetric):
-    """Distance (L2, m) of the plan to the way that was driven, and the rate of collisions with boxes.
+    """The distance (L2, m) of the plan to the path that was driven, and the rate of collisions with boxes.
 
-    Both are means over frames of each step, ``L2@0.5s``, ``collision@0.5s`` … Published tables sum them up in two
-    ways, and their numbers do not compare; both are given, for every whole second and as the mean of those:
+    Both are means over frames for each step, such as ``L2@0.5s`` and ``collision@0.5s``. Published tables summarise
+    them in two ways, which are not comparable. Both summaries are returned, for every whole second and as the mean of
+    these:
 
-    * ``uniad_L2_1s``, ``uniad_L2``, …: the value **at** that second (UniAD);
-    * ``vad_L2_1s``, ``vad_L2``, …: the mean of all steps **up to** that second (ST-P3, VAD, SparseDrive).
+    * ``uniad_L2_1s``, ``uniad_L2`` and so on are the values **at** that second (UniAD).
+    * ``vad_L2_1s``, ``vad_L2`` and so on are the means of all steps **up to** that second (ST-P3, VAD, SparseDrive).
 
-    The vehicle's box turns with the plan and is shifted ahead by ``ego_offset``. A step where the box of the true way
-    collides too does not count as a collision (its rate is ``truth_collision``, the mean over steps). Frames whose true
-    way or whose coming boxes end early are left out; ``num_frames`` is the number of the others. Without any, values
-    are NaN.
+    The vehicle's box follows the heading of the plan and is shifted ahead by ``ego_offset``. A step where the box on
+    the true path collides, too, does not count as a collision. The rate of such steps is ``truth_collision``. Frames
+    whose true path or whose future boxes end early are left out, and ``num_frames`` is the number of the others. If
+    there are none, values are NaN.
 
-    The same numbers are given for plans that need no model, under ``standing_still_…`` and, where frames have
-    ``ego_status``, ``constant_velocity_…``: straight on as fast as now.
+    The same values are returned for baselines that need no model. ``standing_still_…`` is a vehicle that stands still.
+    ``constant_velocity_…`` is one that continues with its current velocity, if frames have ``ego_status``.
 
-    Ground truth: ``gt_ego_fut_trajs`` [T, 2] (steps), ``gt_ego_fut_masks`` [T], ``fut_boxes`` (T arrays [m, 7] in this
-    frame) and ``ego_status`` [10] (velocity ahead and to the left at 6 and 7). Predictions: ``final_planning`` [T, 2],
-    places in the lidar frame (x to the right, y ahead).
+    Ground truth: ``gt_ego_fut_trajs`` [T, 2] (displacements), ``gt_ego_fut_masks`` [T], ``fut_boxes`` (T arrays [m, 7]
+    in this frame) and ``ego_status`` [10] (the velocities ahead and to the left are numbers 6 and 7). Predictions:
+    ``final_planning`` [T, 2], positions in the lidar frame (x to the right, y ahead).
 
     Args:
-        ego_size: length and width of the vehicle, m.
-        ego_offset: from the lidar to the centre of the vehicle's box, m.
-        steps_per_second: of plans.
-        prefix, collect_device: mmengine's.
+        ego_size: length and width of the vehicle in metres.
+        ego_offset: the distance from the lidar to the centre of the vehicle's box in metres.
+        steps_per_second: number of plan steps per second.
+        prefix, collect_device: as in mmengine's BaseMetric.
 
     Raises:
-        ValueError: a frame has no ground truth or no plan, or one of another length.
+        ValueError: a frame has no ground truth or no plan, or the plan has another length.
 
-    Source: SparseDrive's evaluation, with separating axes in place of shapely.
+    Source: SparseDrive's evaluation, with separating axes instead of shapely.
     """
 
     default_prefix = "Planning"
@@ -68,7 +69,7 @@ class PlanningMetric(DrivingMetric):
         self.steps_per_second = steps_per_second
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep distances and collisions of each step of a batch."""
+        """Keep the distances and collisions of each step of a batch."""
         for sample in data_samples:
             prediction = predictions_of(sample)
             name = f"PlanningMetric: frame {sample['token']}"
@@ -96,7 +97,7 @@ class PlanningMetric(DrivingMetric):
     def _measure(
         self, plan: np.ndarray, path: np.ndarray, boxes: list[np.ndarray], status: np.ndarray | None
     ) -> dict:
-        """Return distance and collisions [T] of the plan and of the baselines, by name."""
+        """Return the distances and collisions [T] of the plan and of the baselines by name."""
         plans = {"": plan, "standing_still_": np.zeros_like(path)}
         if status is not None:
             plans["constant_velocity_"] = constant_velocity_plan(status, len(path), self.steps_per_second)
@@ -146,7 +147,7 @@ def _mean_of_steps(frames: list[dict], key: str, num_steps: int) -> np.ndarray:
 def horizons(steps: np.ndarray, steps_per_second: int, name: str) -> dict[str, float]:
     """Return the two summaries of the values [T] of the steps; see PlanningMetric.
 
-    Keys: ``uniad_NAME_1s`` … and their mean ``uniad_NAME``; the same with ``vad``.
+    The keys are ``uniad_NAME_1s`` and so on, their mean ``uniad_NAME``, and the same with ``vad``.
     """
     summary: dict[str, float] = {}
     ends = range(steps_per_second, len(steps) + 1, steps_per_second)
@@ -161,15 +162,16 @@ def horizons(steps: np.ndarray, steps_per_second: int, name: str) -> dict[str, f
 
 
 def constant_velocity_plan(status: np.ndarray, num_steps: int, steps_per_second: int = 2) -> np.ndarray:
-    """Return the places [T, 2] in the lidar frame of going on with the velocity of ``status`` [10]."""
+    """Return the positions [T, 2], in the lidar frame, of a vehicle that keeps the velocity in ``status`` [10]."""
     ahead, left = status[6], status[7]
     return np.outer(np.arange(1, num_steps + 1) / steps_per_second, [-left, ahead])
 
 
 def headings(plan: np.ndarray) -> np.ndarray:
-    """Return the heading [T] at each place of a plan [T, 2] that starts at the origin.
+    """Return the heading [T] at each position of a plan [T, 2] that starts at the origin.
 
-    Of the chord between the neighbours; all ahead where first and last place are less than 0.5 m apart.
+    It is the direction of the chord between the neighbouring positions. If the first and the last position are less
+    than 0.5 m apart, all headings point ahead.
     """
     if np.linalg.norm(plan[-1] - plan[0]) < _STANDING_M:
         return np.full(len(plan), _AHEAD)
@@ -181,11 +183,11 @@ def headings(plan: np.ndarray) -> np.ndarray:
 def collides(
     plan: np.ndarray, boxes: Sequence[np.ndarray], size: Sequence[float], offset: float
 ) -> np.ndarray:
-    """Return whether the vehicle's box meets one of ``boxes[t]`` [m, 7] at each step, bool [T].
+    """Return whether the vehicle's box intersects one of ``boxes[t]`` [m, 7] at each step t, bool [T].
 
     Args:
-        plan: places [T, 2]. boxes: x, y, z, length, width, height, yaw at each step.
-        size: length and width of the vehicle. offset: of its centre, ahead.
+        plan: [T, 2], the positions of the vehicle. boxes: x, y, z, length, width, height and yaw for each step.
+        size: length and width of the vehicle. offset: the distance by which its centre is ahead of the position.
     """
     yaw = headings(plan)
     own = np.zeros((len(plan), 7))
@@ -195,9 +197,10 @@ def collides(
 
 
 def boxes_intersect(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return whether a box [7] meets each of the others [m, 7] seen from above; touching counts. NaN meets nothing.
+    """Return whether a box [7] intersects each of the others [m, 7], as seen from above.
 
-    Two rectangles are apart if and only if their shadows are, on an axis along a side of one of them.
+    Boxes that touch intersect. A box with NaN intersects nothing. Two rectangles are separate if and only if their
+    projections onto an axis along a side of one of them are.
     """
     others = np.asarray(others, dtype=np.float64).reshape(-1, np.shape(others)[-1] if np.size(others) else 7)
     apart = others[:, :2] - box[:2]
@@ -205,14 +208,14 @@ def boxes_intersect(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     meets = np.ones(len(others), dtype=bool)
     for sides in (np.broadcast_to(mine, theirs.shape), theirs):
         for k in range(2):
-            axis = sides[:, k]  # its length does not matter
+            axis = sides[:, k]  # The length of the axis does not matter.
             reach = sum(np.abs((half * axis[:, None]).sum(axis=-1)).sum(axis=1) for half in (mine, theirs))
             meets &= np.abs((apart * axis).sum(axis=1)) <= reach
     return meets
 
 
 def _half_sides(boxes: np.ndarray) -> np.ndarray:
-    """Return the vectors [m, 2, 2] from the centre to the middle of the front and of the left side."""
+    """Return the vectors [m, 2, 2] from the centre of each box to the middle of its front and of its left side."""
     cos, sin = np.cos(boxes[:, 6]), np.sin(boxes[:, 6])
     along = np.stack([cos, sin], axis=-1) * boxes[:, 3:4] / 2
     across = np.stack([-sin, cos], axis=-1) * boxes[:, 4:5] / 2

@@ -8,8 +8,8 @@ __all__ = ["summary_line", "table_text"]
 
 
 def table_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table as text: floats with three decimals, NaN as a dash, anything else as it is."""
-    from rich.console import Console  # slow to import, and a first table is soon enough
+    """Return a table as text. Floats get three decimals, NaN becomes a dash, and other values are converted by str."""
+    from rich.console import Console  # rich is slow to import, and it is not needed before the first table.
     from rich.table import Table
 
     table = Table(*columns)

@@ -1,4 +1,4 @@
-"""nuScenes' tracking metrics: AMOTA and AMOTP."""
+"""nuScenes' tracking metrics AMOTA and AMOTP."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,21 +29,26 @@ _MAX_BOXES = 500
 
 @METRICS.register_module()
 class TrackingMetric(DrivingBoxMetric):
-    """AMOTA and AMOTP over 40 recalls, and MOTA and identity switches at the best threshold.
+    """AMOTA and AMOTP over 40 recalls, and MOTA, recall and identity switches at the best threshold.
 
-    ``AMOTA`` is the mean over recalls of max(0, MOTAR), 0 where a recall is not reached; ``AMOTP`` the mean distance
-    (m), 2 where it is not. A track's score is the mean of its boxes'; gaps in tracks are filled by straight lines.
-    Means over the classes that have boxes; cones, barriers and construction vehicles are not tracked.
+    ``AMOTA`` is the mean over recalls of max(0, MOTAR), which is 0 for a recall that is not reached. ``AMOTP`` is the
+    mean distance in metres, which is 2 for a recall that is not reached. The score of a track is the mean score of its
+    boxes, and gaps in tracks are filled by linear interpolation. Values are means over the classes that have true
+    boxes, but ``IDS`` is a sum. Cones, barriers and construction vehicles are not tracked.
 
-    Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d``, ``instance_id, token, scene_token, timestamp, T_global``
-    (and ``ego2global_translation``). Predictions: ``boxes_3d, scores_3d, labels_3d``,
-    ``instance_ids`` (boxes with a negative id belong to no track) and, for the threshold, ``cls_scores`` where given.
+    Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d``, ``instance_id``, ``token``, ``scene_token``, ``timestamp``,
+    ``T_global`` and, optionally, ``ego2global_translation``. Predictions: ``boxes_3d``, ``scores_3d``, ``labels_3d``,
+    ``instance_ids`` (boxes with a negative id belong to no track) and, optionally, ``cls_scores``, to which the
+    threshold then applies.
 
     Args:
-        classes: names of the labels; by default those of the data set.
+        classes: names of the labels. The default is those of the data set.
         class_range: the distance up to which boxes of a class count, or one for all.
-        score_threshold: boxes below do not count.
-        prefix, collect_device: mmengine's.
+        score_threshold: boxes with a lower score do not count.
+        prefix, collect_device: as in mmengine's BaseMetric.
+
+    Raises:
+        ValueError: a prediction has no ``instance_ids``, or a class has no range.
 
     Source: nuscenes-devkit's tracking evaluation (tracking_nips_2019), without pandas and motmetrics.
     """
@@ -62,7 +67,7 @@ class TrackingMetric(DrivingBoxMetric):
         self.score_threshold = score_threshold
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep ids and places of a batch, in the world."""
+        """Keep the ids and the positions in the world of a batch."""
         for sample in data_samples:
             prediction = predictions_of(sample)
             if "instance_ids" not in prediction:
@@ -91,7 +96,7 @@ class TrackingMetric(DrivingBoxMetric):
             )
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
-        """Return AMOTA, AMOTP, MOTA, IDS and recall, and AMOTA of each class."""
+        """Return AMOTA, AMOTP, MOTA, IDS and recall, and the AMOTA of each class."""
         classes = self.classes or self.dataset_meta["classes"]
         scenes: dict[str, list[dict]] = {}
         for frame in sorted(results, key=lambda frame: frame["time"]):
@@ -115,7 +120,7 @@ class TrackingMetric(DrivingBoxMetric):
         return metrics | {f"{name}_AMOTA": row["AMOTA"] for name, row in rows.items()}
 
     def _tracks(self, scene: list[dict], label: int, name: str) -> list[tuple[Frame, Frame]]:
-        """Return (truth, prediction) of one class in each frame, gaps filled."""
+        """Return the (truth, prediction) of one class in each frame, after filling gaps in tracks."""
         reach = self.range_of(name)
         truths, predictions = [], []
         for frame in scene:
@@ -129,7 +134,7 @@ class TrackingMetric(DrivingBoxMetric):
 
 
 def _with_track_scores(frames: list[Frame]) -> list[Frame]:
-    """Return the frames with the score of each box replaced by the mean over its track."""
+    """Return the frames after replacing the score of each box by the mean over its track."""
     ids = np.concatenate([np.zeros(0, np.int64), *(frame.ids for frame in frames)])
     scores = np.concatenate([np.zeros(0), *(frame.scores for frame in frames)])
     tracks, inverse = np.unique(ids, return_inverse=True)
@@ -144,7 +149,7 @@ def _with_track_scores(frames: list[Frame]) -> list[Frame]:
 
 
 def _scores_of_class(scenes: list[list[tuple[Frame, Frame]]]) -> dict[str, float] | None:
-    """Return the scores of one class, ``None`` where it has no true boxes."""
+    """Return the scores of one class, or ``None`` if it has no true boxes."""
     if not any(len(truth.ids) for scene in scenes for truth, _ in scene):
         return None
     curve = motar_curve(scenes, _MAX_DISTANCE_M)

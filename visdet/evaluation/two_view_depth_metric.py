@@ -1,4 +1,4 @@
-"""How far predicted depth is from the truth, beside a constant."""
+"""The errors of predicted depth maps, compared with those of a constant depth."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,14 @@ __all__ = ["TwoViewDepthMetric"]
 class TwoViewDepthMetric(BaseMetric):
     """Errors of depth maps over all pixels of all pairs, and those of the best constant depth.
 
-    * ``abs_rel``: mean of abs(predicted - true) / true;
-    * ``inverse_error``: mean of abs(1 / predicted - 1 / true), and ``inverse_error_constant``: the same of the
-      constant that minimises it, the median of the true inverse depths, which knows the whole truth but no image;
-    * ``within_10_percent``: share of the pixels with abs(predicted - true) < 0.1 true, and
-      ``within_10_percent_constant`` of the same constant.
+    * ``abs_rel`` is the mean of abs(predicted - true) / true.
+    * ``inverse_error`` is the mean of abs(1 / predicted - 1 / true). ``inverse_error_constant`` is the same for the
+      constant depth that minimises it, whose inverse is the median of the true inverse depths.
+    * ``within_10_percent`` is the fraction of pixels with abs(predicted - true) < 0.1 true, and
+      ``within_10_percent_constant`` is the same for that constant depth.
 
-    Samples are dicts with ``pred_depth`` and ``gt_depth`` of equal shape. Pixels whose true depth is not positive and
-    finite do not count.
+    Samples are dicts with ``pred_depth`` and ``gt_depth`` of equal shape. Only pixels whose true depth is positive and
+    finite count.
     """
 
     default_prefix = "two_view"

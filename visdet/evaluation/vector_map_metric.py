@@ -21,24 +21,29 @@ _EPSILON = np.finfo(np.float32).eps
 
 @METRICS.register_module()
 class VectorMapMetric(DrivingMetric):
-    """AP of each map class at several Chamfer distances, their mean ``mAP``.
+    """The AP of each map class at several Chamfer distances, and their mean ``mAP``.
 
-    Lines, predicted and true, become ``num_points`` points evenly spaced by length. In each frame the predictions of a
-    class, best first, are right if the nearest true line is not further than the threshold and was not taken
-    before. AP is the area under precision (made falling) over recall.
+    Predicted and true lines are resampled to ``num_points`` points evenly spaced by length. In each frame, the
+    predictions of a class are checked in the order of their scores. A prediction is right if its nearest true line is
+    not farther than the threshold and was not taken before. AP is the area under the precision, made monotonically
+    decreasing, over the recall.
 
-    Ground truth: ``vectors`` (lines [n, 2] in metres, lidar frame) and ``vector_labels``. ``pred_map``:
-    ``vectors``, ``scores``, ``labels``; lines of fewer than two points are dropped. A class without lines has AP 0.
+    Ground truth: ``vectors`` (lines [n, 2] in metres in the lidar frame) and ``vector_labels``. Predictions:
+    ``vectors``, ``scores`` and ``labels`` of ``pred_map``. Lines with fewer than two points are dropped. A class
+    without lines has AP 0.
 
     Args:
-        classes: names of the labels; by default the data set's ``map_classes``.
-        thresholds: Chamfer distances in m.
-        num_points: per line.
-        anchors: polylines [N, P, 2] (file or array): also report the mAP of predicting them in every frame for every
-            class, the least that a model must beat.
-        prefix, collect_device: mmengine's.
+        classes: names of the labels. The default is the data set's ``map_classes``.
+        thresholds: Chamfer distances in metres.
+        num_points: number of points per line.
+        anchors: polylines [N, P, 2] as an array or a file. If they are given, ``anchors_mAP`` is the mAP of predicting
+            them in every frame for every class, a baseline that a model should beat.
+        prefix, collect_device: as in mmengine's BaseMetric.
 
-    Source: SparseDrive's (StreamMapNet's) evaluation, without shapely.
+    Raises:
+        ValueError: a frame has no ``vectors``.
+
+    Source: SparseDrive's evaluation, which is StreamMapNet's, without shapely.
     """
 
     default_prefix = "VectorMap"
@@ -80,7 +85,7 @@ class VectorMapMetric(DrivingMetric):
             )
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
-        """Return mAP, and AP of each class."""
+        """Return mAP and the AP of each class."""
         classes = self.classes or self.dataset_meta["map_classes"]
         sampled = [self._sample(frame) for frame in results]
         table = {name: self._precisions(sampled, label) for label, name in enumerate(classes)}
@@ -107,7 +112,7 @@ class VectorMapMetric(DrivingMetric):
         }
 
     def _precisions(self, frames: list[dict], label: int) -> list[float]:
-        """Return AP of one class at each threshold."""
+        """Return the AP of one class at each threshold."""
         num_truths, scores, hits = 0, [np.zeros(0)], [np.zeros((len(self.thresholds), 0), dtype=bool)]
         for frame in frames:
             truth = frame["gt_lines"][frame["gt_labels"] == label]
@@ -133,9 +138,12 @@ class VectorMapMetric(DrivingMetric):
 def match_lines(
     lines: np.ndarray, scores: np.ndarray, truth: np.ndarray, thresholds: Sequence[float]
 ) -> np.ndarray:
-    """Return whether each of the lines [m, P, 2] is right at each threshold, bool [T, m], given the truth [n, P, 2].
+    """Return whether each line is right at each threshold, bool [T, m].
 
-    The best-scored line of a true one counts; further lines nearest to the same true one are wrong.
+    Of the lines that are nearest to the same true line, only the one with the highest score can be right.
+
+    Args:
+        lines: [m, P, 2]. scores: [m]. truth: [n, P, 2]. thresholds: T Chamfer distances.
     """
     right = np.zeros((len(thresholds), len(lines)), dtype=bool)
     if not len(lines) or not len(truth):
@@ -152,7 +160,7 @@ def match_lines(
 
 
 def _distances(lines: np.ndarray, truth: np.ndarray, reach: float) -> np.ndarray:
-    """Return Chamfer distances [m, n], infinite for pairs whose bounding boxes are further apart than ``reach``."""
+    """Return the Chamfer distances [m, n]. They are infinite if bounding boxes are farther apart than ``reach``."""
     low, high = lines.min(axis=1)[:, None], lines.max(axis=1)[:, None]
     truth_low, truth_high = truth.min(axis=1)[None], truth.max(axis=1)[None]
     gap = np.maximum(np.maximum(low - truth_high, truth_low - high), 0)
@@ -163,15 +171,16 @@ def _distances(lines: np.ndarray, truth: np.ndarray, reach: float) -> np.ndarray
 
 
 def chamfer_distance(line: np.ndarray, other: np.ndarray) -> float:
-    """Return the mean distance of the points of each line [P, 2] to the nearest of the other's, averaged both ways."""
-    from scipy.spatial.distance import cdist  # slow to import, and a first evaluation is soon enough
+    """Return the mean distance of the points of a line [P, 2] to the nearest of the other, averaged over both ways."""
+    # scipy.spatial is slow to import, and it is not needed before the first evaluation.
+    from scipy.spatial.distance import cdist
 
     between = cdist(line, other)
     return float((between.min(axis=1).mean() + between.min(axis=0).mean()) / 2)
 
 
 def area_under_curve(is_right: np.ndarray, num_truths: int) -> float:
-    """Return the area under precision over recall of predictions [m], best first."""
+    """Return the area under the precision over the recall of predictions [m], the highest score first."""
     found = np.cumsum(is_right)
     recall = np.concatenate([[0.0], found / max(num_truths, _EPSILON), [1.0]])
     precision = np.concatenate([[0.0], found / np.arange(1, len(found) + 1), [0.0]])
@@ -180,7 +189,7 @@ def area_under_curve(is_right: np.ndarray, num_truths: int) -> float:
 
 
 def _resample_all(lines: Sequence[np.ndarray], num_points: int) -> np.ndarray:
-    """Return lines of ``num_points`` points evenly spaced by length, [n, num_points, 2]."""
+    """Return the lines resampled to points evenly spaced by length, [n, num_points, 2]."""
     return np.array([resample(np.asarray(line)[:, :2], num_points) for line in lines]).reshape(
         -1, num_points, 2
     )

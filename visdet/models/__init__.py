@@ -1,4 +1,4 @@
-"""Detectors and their parts; importing this package registers them."""
+"""Detectors and their parts. Importing this package registers them."""
 
 from visdet.train_extra import require_train_extra
 

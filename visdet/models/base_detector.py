@@ -17,10 +17,16 @@ __all__ = ["BaseDetector", "image_sizes"]
 
 
 def image_sizes(inputs: Tensor, data_samples: Sequence[DetDataSample] | None) -> list[tuple[int, int]]:
-    """Return (height, width) of each image without its padding: ``img_shape``, or the batch's size if that is unknown.
+    """Return the (height, width) in pixels of each image without its padding.
+
+    It is the ``img_shape`` of the sample, or the size of the batch if there is none.
+
+    Args:
+        inputs: [B, ..., H, W].
+        data_samples: the samples of the B images, or None.
 
     Raises:
-        ValueError: more or fewer samples than images, or an ``img_shape`` larger than the batch.
+        ValueError: there are more or fewer samples than images, or an ``img_shape`` does not fit into the batch.
     """
     batch_height, batch_width = inputs.shape[-2:]
     if data_samples is None:
@@ -42,9 +48,10 @@ def image_sizes(inputs: Tensor, data_samples: Sequence[DetDataSample] | None) ->
 
 
 class BaseDetector(BaseModel, ABC):
-    """A model that mmengine's Runner can train, validate and test: the contract of every family (docs/contract.md).
+    """The base class of all detectors, which mmengine's Runner can train, validate and test.
 
-    A subclass names the shape of its inputs and the class of its samples, and has the three modes as methods.
+    docs/contract.md describes the contract. A subclass sets the shape of its inputs and the class of its samples, and
+    implements each of the three modes as a method.
 
     Args:
         data_preprocessor: config or module that turns collated samples into a batch.
@@ -69,16 +76,22 @@ class BaseDetector(BaseModel, ABC):
         """Run the model on a batch that ``data_preprocessor`` has prepared.
 
         Args:
-            inputs: of ``input_shape``; by default [B, 3, H, W] normalised images, padded at the bottom and right.
-            data_samples: one ``sample_type`` per input: what the model must know of it, and ground truth for 'loss'.
-            mode: 'loss' returns {name: scalar}; 'predict' returns the samples with predictions filled in; 'tensor'
-                returns the raw outputs.
+            inputs: a tensor of ``input_shape``. By default that is [B, 3, H, W], normalised images that are padded at
+                the bottom and on the right.
+            data_samples: one ``sample_type`` per input, with the meta information that the model needs. Mode 'loss'
+                also needs the ground truth.
+            mode: 'loss' returns {name: scalar}, 'predict' returns the samples with the predictions filled in, and
+                'tensor' returns the raw outputs.
+
+        Raises:
+            TypeError: the inputs are not a tensor with the axes of ``input_shape``.
+            ValueError: the mode is unknown, or it is 'loss' and there are no samples.
         """
         if not isinstance(inputs, Tensor) or inputs.dim() != len(self.input_shape):
             got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
             raise TypeError(
-                f"{type(self).__name__}: inputs must be a [{', '.join(self.input_shape)}] tensor, got {got}; "
-                "raw samples go through model.data_preprocessor first"
+                f"{type(self).__name__}: inputs must be a [{', '.join(self.input_shape)}] tensor, got {got}. "
+                "Call model.data_preprocessor on raw samples first"
             )
         if mode == "loss":
             if data_samples is None:
@@ -95,16 +108,17 @@ class BaseDetector(BaseModel, ABC):
         raise ValueError(f"{type(self).__name__}: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
 
     def parse_losses(self, losses: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum of the losses and, for the log, all of them by name with the sum first.
+        """Return the sum of the losses, and a dict for the log with that sum followed by all losses.
 
-        As mmengine's for losses that are scalars, with three kernels instead of some for each loss.
+        Only losses with 'loss' in their names are summed, as in mmengine. If all losses are scalars, this takes three
+        kernels in total, where mmengine launches several for each loss.
         """
         if not all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in losses.values()):
             return super().parse_losses(losses)
         values = torch.stack(list(losses.values()))
         parts = [loss for name, loss in losses.items() if "loss" in name]
         total = (values if len(parts) == len(losses) else torch.stack(parts)).sum()
-        # Detached, so that what the log keeps does not hold the graph of the step.
+        # The log keeps detached tensors, so that it does not keep the autograd graph of the step.
         return total, {"loss": total.detach(), **dict(zip(losses, values.detach().unbind(), strict=True))}
 
     def _dump_init_info(self) -> None:

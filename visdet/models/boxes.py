@@ -1,4 +1,4 @@
-"""Axis-aligned boxes: layouts and overlaps, each written once for losses, costs and heads."""
+"""Axis-aligned boxes: conversions between their layouts, and overlaps."""
 
 import torch
 from torch import Tensor
@@ -29,10 +29,13 @@ def elementwise_overlaps(boxes_a: Tensor, boxes_b: Tensor, mode: str = "iou", ep
         boxes_a: [..., 4], any unit.
         boxes_b: [..., 4], broadcast against ``boxes_a``, same unit.
         mode: ``'iou'`` or ``'giou'``.
-        eps: least area of a denominator, in the unit squared; two boxes without area overlap by 0.
+        eps: the least value of a denominator, in the square of the boxes' unit. Two boxes without area have IoU 0.
 
     Returns:
-        [...] of the broadcast shape. Differentiable; NaN coordinates give NaN.
+        [...], the broadcast shape. The result is differentiable. NaN coordinates give NaN.
+
+    Raises:
+        ValueError: the mode is unknown.
 
     Source: Rezatofighi et al., Generalized Intersection over Union, CVPR 2019.
     """
@@ -51,6 +54,6 @@ def elementwise_overlaps(boxes_a: Tensor, boxes_b: Tensor, mode: str = "iou", ep
 
 
 def _area(sides: Tensor) -> Tensor:
-    """Return width · height of sides [..., 2]; the gradient of ``torch.prod`` waits for the device."""
+    """Return width · height of sides [..., 2]. ``torch.prod`` is avoided, because its gradient waits for the device."""
     width, height = sides.unbind(-1)
     return width * height

@@ -1,4 +1,4 @@
-"""From collated samples to a padded, normalised batch."""
+"""The data preprocessor, which turns collated samples into a padded and normalised batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,19 +20,26 @@ __all__ = ["DetDataPreprocessor"]
 class DetDataPreprocessor(ImgDataPreprocessor):
     """Normalises images, pads them at the bottom and right to the size of the largest, and stacks them.
 
-    Each sample's metainfo gets ``batch_input_shape`` (height, width of the batch), ``pad_shape`` (its own size rounded
-    up to ``pad_size_divisor``) and, where the pipeline set none, ``img_shape``.
+    The metainfo of each sample gets ``batch_input_shape``, the (height, width) of the batch, and ``pad_shape``, the
+    size of the image rounded up to a multiple of ``pad_size_divisor``. It also gets ``img_shape`` if the pipeline has
+    not set it.
 
     Args:
-        mean, std: of each channel, in the order after the channel conversion; both or neither.
-        pad_size_divisor: sizes of the batch are multiples of it.
-        pad_value: of padded pixels, after normalisation.
-        pad_mask: pad ``gt_instances.masks`` to the batch size while training. mask_pad_value: what with.
-        pad_seg: pad ``gt_sem_seg.sem_seg`` to the batch size while training. seg_pad_value: what with.
-        bgr_to_rgb, rgb_to_bgr: reverse the channels; not both.
+        mean, std: the mean and the standard deviation of each channel, in the order after the channels have been
+            reversed. Give both or neither.
+        pad_size_divisor: the height and the width of the batch are multiples of this number.
+        pad_value: the value of padded pixels after normalisation.
+        pad_mask: pad ``gt_instances.masks`` to the size of the batch in training. mask_pad_value: the padding value.
+        pad_seg: pad ``gt_sem_seg.sem_seg`` to the size of the batch in training. seg_pad_value: the padding value.
+        bgr_to_rgb, rgb_to_bgr: reverse the channels. At most one of them may be True.
         boxtype2tensor: replace box containers in the samples by their plain tensors.
         non_blocking: copy to the device without waiting.
-        batch_augments: registered modules called as (inputs, data_samples) -> (inputs, data_samples) while training.
+        batch_augments: configs of modules that are called as (inputs, data_samples) -> (inputs, data_samples) in
+            training.
+
+    Raises:
+        ValueError: both channel conversions are asked for, only one of mean and std is given, or the divisor is
+            less than 1.
 
     Source: names and defaults are mmdet's.
     """
@@ -118,7 +125,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
 
 
 def _pad_to(maps: Any, size: tuple[int, int], value: float) -> Any:
-    """Return maps [..., h, w] padded at the bottom and right to ``size``; mask containers pad themselves."""
+    """Return maps [..., h, w] padded at the bottom and on the right to ``size``. Mask containers pad themselves."""
     if not isinstance(maps, torch.Tensor):
         return maps.pad(size, pad_val=value)
     height, width = maps.shape[-2:]

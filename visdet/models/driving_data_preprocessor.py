@@ -1,4 +1,4 @@
-"""From collated driving frames to a batch on the device."""
+"""The data preprocessor of driving frames, which turns collated frames into a batch on the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,17 +17,18 @@ __all__ = ["DrivingDataPreprocessor", "stack_equal"]
 class DrivingDataPreprocessor(BaseDataPreprocessor):
     """Moves frames to the device, stacks them and normalises the images there.
 
-    Takes what ``pseudo_collate`` makes of PackDrivingInputs' items, lists of ``inputs`` [V, 3, H, W] and of
-    DrivingDataSamples, and returns ``dict(inputs=..., data_samples=...)`` on the device: ``inputs`` float32
-    [B, V, 3, H, W], and the samples as they are.
+    It takes the items of PackDrivingInputs as ``pseudo_collate`` collates them: a list of ``inputs`` [V, 3, H, W] and
+    a list of DrivingDataSamples. It returns ``dict(inputs=..., data_samples=...)`` on the device, with ``inputs``
+    float32 [B, V, 3, H, W] and the same samples.
 
     Args:
-        mean, std: of each channel, in the order after the channel conversion; both or neither.
-        bgr_to_rgb: reverse the channels first.
+        mean, std: the mean and the standard deviation of each channel, in the order after the channels have been
+            reversed. Give both or neither.
+        bgr_to_rgb: reverse the channels before the normalisation.
         non_blocking: copy to the device without waiting.
 
     Raises:
-        ValueError: images of a batch differ in size or number, or in type.
+        ValueError: only one of mean and std is given, or the images of a batch differ in number, size or dtype.
     """
 
     def __init__(
@@ -65,10 +66,14 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
 
 
 def stack_equal(name: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return the tensors of all samples as one.
+    """Return the tensors of all samples stacked along a new first axis. A tensor is returned as it is.
+
+    Args:
+        name: the name of the tensors, for the message.
+        tensors: one tensor per sample, or a tensor that is already stacked.
 
     Raises:
-        InvalidInputError: they differ in shape or type; the message calls them ``name``.
+        InvalidInputError: the tensors differ in shape or dtype.
     """
     if isinstance(tensors, Tensor):
         return tensors

@@ -1,4 +1,4 @@
-"""What losses are divided by in a distributed run."""
+"""The mean count over all processes by which losses are divided."""
 
 from typing import Any
 
@@ -10,9 +10,15 @@ __all__ = ["mean_count"]
 
 
 def mean_count(counts: Tensor | int, device: torch.device) -> Any:
-    """Return the mean of counts over all processes of a distributed run, no less than 1.
+    """Return the mean of counts over all processes, but at least 1.
 
-    A number stays a number in a run of one process, so that nothing goes to the device.
+    Args:
+        counts: a number, or a tensor whose elements are averaged one by one.
+        device: the device of the result in a distributed run.
+
+    Returns:
+        In a distributed run, a float32 tensor of the shape of ``counts``. In a run of one process, a number stays a
+        number, so that nothing is copied to the device.
     """
     if dist.get_world_size() == 1:
         return max(counts, 1) if isinstance(counts, int) else counts.clamp(min=1.0)

@@ -1,4 +1,4 @@
-"""Small numbers from the host to the device."""
+"""Copies of a few numbers from the host to the device."""
 
 from typing import Any
 
@@ -11,9 +11,14 @@ __all__ = ["constants_on", "to_device"]
 
 
 def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return (nested lists of) numbers, or a CPU tensor, on ``device`` without waiting for the work queued there.
+    """Return numbers as a tensor on ``device``, without waiting for the work that is queued there.
 
-    A copy from ordinary memory would first wait for everything launched before it.
+    A copy from memory that is not pinned would wait for everything that was launched before it.
+
+    Args:
+        numbers: a number, nested lists of numbers, or a CPU tensor.
+        device: the device of the result.
+        dtype: the dtype of the result. By default, torch infers it.
     """
     tensor = torch.as_tensor(numbers, dtype=dtype)
     if device.type == "cuda" and not torch.compiler.is_compiling():

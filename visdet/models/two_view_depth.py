@@ -25,18 +25,18 @@ def epipolar_samples(
     image_size: tuple[int, int],
     grid_size: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:  # [B, Q, D, 2], Bool[B, Q, D]
-    """Return where the source view sees the points at ``depths`` behind each cell of a grid over the reference view.
+    """Project points on the rays of a grid over the reference view, at the given depths, into the source view.
 
     Args:
-        intrinsics: of both views, in pixels; the image reaches from 0 to its width and height.
+        intrinsics: the camera matrix of both views, in pixels. The image reaches from 0 to its width and height.
         source_from_reference: the relative pose, in the unit of the depths.
-        depths: z in the reference view.
+        depths: z coordinates in the reference view.
         image_size: (height, width) in pixels.
-        grid_size: (h, w) of the grid whose Q = h w cells' centres are the queries, row by row.
+        grid_size: the (h, w) of the grid. The centres of its Q = h · w cells are the queries, row by row.
 
     Returns:
-        Positions (x, y) in -1..1 from edge to edge of the source image, beyond that outside of it, and a mask that is
-        True where a point lies behind the source camera: its position means nothing.
+        The positions (x, y) in the source image, which reaches from -1 to 1 from edge to edge, and a mask that is True
+        where a point lies behind the source camera. The position of such a point is meaningless.
     """
     (height, width), (rows, columns) = image_size, grid_size
     y = (torch.arange(rows, device=depths.device, dtype=depths.dtype) + 0.5) * (height / rows)
@@ -55,21 +55,26 @@ def epipolar_samples(
 class TwoViewDepth(BaseDetector):
     """Predicts the depth of the reference view from a second, posed view.
 
-    A few convolutions make features of both views at half the resolution. Every reference feature attends to the
-    source features at ``num_depths`` candidates along its epipolar line, evenly spaced in inverse depth; the mean
-    candidate under the attention's weights, plus a convolution's correction, is the prediction.
+    A few convolutions compute features of both views at half the resolution. Every feature of the reference view
+    attends to the features of the source view at ``num_depths`` candidates along its epipolar line, which are evenly
+    spaced in inverse depth. The prediction is the mean candidate under the attention weights plus a correction by
+    another few convolutions.
+
+    The inputs are pairs of a reference view and a source view of even height and width, with values in 0..255.
 
     Args:
-        attention: config of the attention; 'FusedSampleAttention' with ``embed_dims`` channels.
+        attention: config of the attention, such as a 'FusedSampleAttention'. Its ``embed_dims`` is this model's by
+            default.
         embed_dims: channels of the features.
-        num_blocks: residual convolutions of the features.
-        num_depths: candidates D.
-        depth_range: nearest and farthest candidate.
-        loss_match_weight: weight of the cross entropy between the attention's weights and the true candidates.
-        loss_depth_weight: weight of the L1 loss of the inverse depth, as a share of its range.
-        data_preprocessor: config or module that turns collated pairs into a batch; by default they are stacked.
+        num_blocks: number of residual convolutions of the features.
+        num_depths: number D of candidates.
+        depth_range: the depths of the nearest and the farthest candidate.
+        loss_match_weight: weight of the cross entropy between the attention weights and the true candidates.
+        loss_depth_weight: weight of the L1 loss of the inverse depth, which is scaled so that its range is 0..1.
+        data_preprocessor: config or module that turns collated pairs into a batch. The default stacks them.
 
-    The inputs are pairs of views of even height and width, 0..255, the reference view and the source view.
+    Raises:
+        ValueError: there are fewer than two depths, or the depth range is not positive and increasing.
     """
 
     input_shape: ClassVar[tuple[str, ...]] = ("B", "2", "3", "H", "W")
@@ -90,7 +95,7 @@ class TwoViewDepth(BaseDetector):
         super().__init__(data_preprocessor or {"type": "DrivingDataPreprocessor"}, init_cfg)
         if num_depths < 2 or not 0 < depth_range[0] < depth_range[1]:
             raise InvalidInputError(
-                "TwoViewDepth: num_depths must be at least 2 and depth_range positive and rising, got "
+                "TwoViewDepth: num_depths must be at least 2 and depth_range positive and increasing, got "
                 f"{num_depths} and {tuple(depth_range)}"
             )
         norm = {"type": "GN", "num_groups": 4}
@@ -129,8 +134,15 @@ class TwoViewDepth(BaseDetector):
     def raw_outputs(
         self, inputs: Tensor, data_samples: Sequence[TwoViewDataSample] | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the position [B, H / 2, W / 2] of the inverse depth in its range, 0 the farthest and 1 the nearest,
-        and the candidates' weights [B, Q, D]."""
+        """Return the predicted inverse depths and the attention weights.
+
+        Returns:
+            the inverse depths [B, H / 2, W / 2], scaled so that 0 is the farthest candidate and 1 the nearest, and the
+            weights [B, Q, D] of the candidates, averaged over the heads.
+
+        Raises:
+            ValueError: the inputs are not [B, 2, 3, H, W] with even H and W, or there are no samples.
+        """
         if inputs.shape[1:3] != (2, 3) or inputs.shape[3] % 2 or inputs.shape[4] % 2:
             raise InvalidInputError(
                 f"TwoViewDepth: inputs must be [B, 2, 3, H, W] with even H and W, got {tuple(inputs.shape)}"
@@ -158,7 +170,7 @@ class TwoViewDepth(BaseDetector):
             reference.flatten(2).mT,
             source.contiguous(),
             samples,
-            0.5 * candidates.expand(samples.shape[:-1]),  # half a period: the ends differ
+            0.5 * candidates.expand(samples.shape[:-1]),  # half a period, so that the two ends differ
             behind,
         )
         weights = weights.mean(dim=1)  # [B, Q, D]
@@ -169,7 +181,7 @@ class TwoViewDepth(BaseDetector):
     def _loss(self, position: Tensor, weights: Tensor, gt_depth: Tensor) -> dict[str, Tensor]:
         farthest, nearest = 1 / self.depth_range[1], 1 / self.depth_range[0]
         truth = ((1 / gt_depth - farthest) / (nearest - farthest)).clamp(0, 1)
-        # The true weights: those that interpolate the truth between the two candidates around it.
+        # The true weights interpolate the truth between the two nearest candidates.
         place = truth.flatten(1) * (self.num_depths - 1)  # [B, Q]
         steps = torch.arange(self.num_depths, device=place.device)
         target = (1 - (place.unsqueeze(-1) - steps).abs()).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Containers that cross the borders between data, model and evaluation."""
+"""Containers that data sets, models and metrics exchange."""
 
 from visdet.train_extra import require_train_extra
 

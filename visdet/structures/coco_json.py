@@ -19,18 +19,18 @@ _REQUIRED_KEYS = {
 
 
 def load_coco_json(path: str, backend_args: dict | None = None, needs_annotations: bool = True) -> dict:
-    """Return the content of COCO annotation file ``path``, its keys checked.
+    """Return the content of a COCO annotation file, after its keys have been checked.
 
     Args:
-        path: local path or a URL that one of mmengine's file backends reads.
-        backend_args: which backend, as in ``mmengine.fileio``.
-        needs_annotations: ``False`` accepts a file without ``annotations`` (test images), and gives it an
+        path: a local path, or a URL that one of mmengine's file backends reads.
+        backend_args: the choice of the backend, as in ``mmengine.fileio``.
+        needs_annotations: ``False`` accepts a file without ``annotations``, such as one of test images, and adds an
             empty list.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: not JSON, a key is missing, a size or box is not made of numbers, or ids repeat; the message
-            names the file, the record and the key.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not JSON, a key is missing, a size or a box does not consist of numbers, or ids repeat.
+            The message names the file and the mistake.
 
     Source: the format is https://cocodataset.org/#format-data.
     """
@@ -50,7 +50,7 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
         if not isinstance(content.get(section), list):
             found = ", ".join(sorted(content)) or "nothing"
             raise InvalidInputError(
-                f"annotation file {path} needs a list under the key {section!r}; its keys: {found}"
+                f"annotation file {path} needs a list under the key {section!r}; its keys are {found}"
             )
         _check_records(content[section], section, keys, path)
     for image in content["images"]:
@@ -94,13 +94,17 @@ def _check_records(records: list, section: str, keys: Sequence[str], path: str) 
 
 
 def match_categories(categories: Sequence[dict], classes: Sequence[str], path: str) -> dict[int, int]:
-    """Return {category id of the file: label}, where a label is the position of the category's name in
-    ``classes``.
+    """Return {category id of the file: label}.
 
-    Names decide, not the order or the ids of the file.
+    The label is the position of the category's name in ``classes``. The order and the ids in the file do not matter.
+
+    Args:
+        categories: the ``categories`` of the file.
+        classes: the names of the classes.
+        path: the file, for messages.
 
     Raises:
-        ValueError: two categories share a name of ``classes``, or no class is in the file at all.
+        ValueError: two categories have the same name of ``classes``, or none of the classes is in the file.
     """
     label_of = {name: label for label, name in enumerate(classes)}
     names = [category["name"] for category in categories]
@@ -127,7 +131,7 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
 
 
 def listed(names: Iterable[str], limit: int = 10) -> str:
-    """Return the names joined by commas, the ones past ``limit`` as a count."""
+    """Return the first ``limit`` names joined by commas, and the number of the others."""
     names = list(names)
     rest = f", … {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(str, names[:limit])) + rest

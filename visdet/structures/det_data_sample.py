@@ -1,4 +1,4 @@
-"""What is known and predicted about one image."""
+"""The sample of one image, with its ground truth and its predictions."""
 
 from mmengine.structures import BaseDataElement, InstanceData
 
@@ -8,14 +8,15 @@ __all__ = ["DetDataSample"]
 class DetDataSample(BaseDataElement):
     """Ground truth, predictions and meta information of one image.
 
-    Meta information (``set_metainfo``): ``img_id``, ``img_path``, ``ori_shape``, ``img_shape`` (height,
-    width of the image without padding), ``batch_input_shape`` (height, width of the padded batch),
-    ``scale_factor`` (width, height ratios img_shape / ori_shape), ``flip``, ``flip_direction``.
+    The meta information (``set_metainfo``) consists of ``img_id``, ``img_path``, ``ori_shape``, ``img_shape`` (the
+    height and width of the image without padding), ``batch_input_shape`` (the height and width of the padded batch),
+    ``scale_factor`` (the width and height of img_shape divided by those of ori_shape), ``flip`` and
+    ``flip_direction``.
 
     Attributes:
-        gt_instances: ``bboxes`` [N, 4] xyxy in pixels of ``img_shape``, ``labels`` [N] int64.
-        ignored_instances: the same for crowd regions, which neither train nor count as misses.
-        pred_instances: ``bboxes`` [N, 4] xyxy in pixels, ``scores`` [N], ``labels`` [N].
+        gt_instances: ``bboxes`` [N, 4] (x1, y1, x2, y2) in pixels of ``img_shape``, and ``labels`` [N] int64.
+        ignored_instances: the same for crowd regions, which are not trained on and do not count as missed.
+        pred_instances: ``bboxes`` [N, 4] (x1, y1, x2, y2) in pixels, ``scores`` [N] and ``labels`` [N].
 
     Source: the field names are mmdet's.
     """

@@ -1,4 +1,4 @@
-"""What is known and predicted about one frame of several cameras."""
+"""The sample of one frame of several cameras, with its ground truth and its predictions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,28 +13,29 @@ _OF_PLAN = ("planning_score", "planning", "final_planning", "ego_period", "ego_a
 
 
 class DrivingDataSample(BaseDataElement):
-    """Cameras, ground truth, predictions and meta information of one frame; lengths in metres in the lidar frame.
+    """Cameras, ground truth, predictions and meta information of one frame.
 
-    Meta information: ``token``, ``scene_token``, ``timestamp`` (seconds), ``T_global`` and ``T_global_inv`` [4, 4]
-    (lidar frame to world and back), ``ego2global_translation`` [3], ``cam_names`` [V], ``instance_id`` [n], the tracks
-    of the true boxes.
+    Lengths are in metres in the lidar frame. The meta information consists of ``token``, ``scene_token``, ``timestamp``
+    (in seconds), ``T_global`` and its inverse ``T_global_inv`` [4, 4] (from the lidar frame to the world),
+    ``ego2global_translation`` [3], ``cam_names`` [V] and ``instance_id`` [n], the track ids of the true boxes.
 
     Attributes:
         projection_mat: [V, 4, 4], from the lidar frame to the pixels of each camera. image_wh: [V, 2]. focal: [V].
-        gt_bboxes_3d: [n, 9]: centre, length, width, height, yaw, velocity (x, y). gt_labels_3d: [n].
-        gt_agent_fut_trajs, gt_agent_fut_masks: [n, T, 2], [n, T], the steps to come of the boxes.
-        gt_map_pts, gt_map_labels: [m, orders, points, 2], [m], lines to train with. vectors, vector_labels: m lines
-            [points, 2] to measure with, [m].
-        gt_ego_fut_trajs, gt_ego_fut_masks, gt_ego_fut_cmd, ego_status: [T, 2], [T], [3], [10], of the vehicle.
-        gt_depth: [V, h, w] of each level. fut_boxes: the true boxes of each step to come.
-        pred_instances_3d: ``boxes_3d`` [n, 9 or 10], ``scores_3d``, ``labels_3d``, ``instance_ids`` [n]; with motion
-            ``trajs_3d`` [n, modes, T, 2] (positions), ``trajs_score`` [n, modes].
-        pred_map: ``vectors`` (m lines [points, 2]), ``scores``, ``labels`` [m].
-        pred_plan: ``final_planning`` [T, 2] (positions), and all modes: ``planning``, ``planning_score``.
+        gt_bboxes_3d: [n, 9], centre, length, width, height, yaw and velocity (x, y). gt_labels_3d: [n].
+        gt_agent_fut_trajs, gt_agent_fut_masks: [n, T, 2] and [n, T], the future steps of the boxes.
+        gt_map_pts, gt_map_labels: [m, orders, points, 2] and [m], the map lines for training.
+        vectors, vector_labels: m lines [points, 2] and [m], the map lines for metrics.
+        gt_ego_fut_trajs, gt_ego_fut_masks, gt_ego_fut_cmd, ego_status: [T, 2], [T], [3] and [10], the future, the
+            command and the status of the ego vehicle.
+        gt_depth: [V, h, w] for each level. fut_boxes: the true boxes of each future step.
+        pred_instances_3d: ``boxes_3d`` [n, 9 or 10], ``scores_3d``, ``labels_3d`` and ``instance_ids`` [n]. With motion
+            also ``trajs_3d`` [n, modes, T, 2], which are positions, and ``trajs_score`` [n, modes].
+        pred_map: ``vectors`` (m lines [points, 2]), ``scores`` and ``labels`` [m].
+        pred_plan: ``final_planning`` [T, 2], which are positions, and ``planning`` and ``planning_score`` of all modes.
     """
 
     def set_predictions(self, results: dict[str, Any]) -> None:
-        """Fill in ``pred_instances_3d``, ``pred_map`` and ``pred_plan`` from one dict of all heads' results."""
+        """Fill in ``pred_instances_3d``, ``pred_map`` and ``pred_plan`` from one dict with the results of all heads."""
         of_map = {name: results[name] for name in _OF_MAP if name in results}
         of_plan = {name: results[name] for name in _OF_PLAN if name in results}
         of_boxes = {name: results[name] for name in results if name not in _OF_MAP + _OF_PLAN}
@@ -46,11 +47,11 @@ class DrivingDataSample(BaseDataElement):
             self.set_field(BaseDataElement(**of_plan), "pred_plan", dtype=BaseDataElement)
 
     def to(self, *args: Any, **kwargs: Any) -> "DrivingDataSample":
-        """Return a copy whose tensors, those of ``gt_depth`` among them, are moved as by ``Tensor.to``."""
+        """Return a copy whose tensors, including those of ``gt_depth``, are converted by ``Tensor.to``."""
         return self._with_depth(super().to(*args, **kwargs), lambda level: level.to(*args, **kwargs))
 
     def pin_memory(self) -> "DrivingDataSample":
-        """Return a copy whose tensors lie in memory that is copied to a GPU without waiting, for data loaders."""
+        """Return a copy whose tensors are in pinned memory. Data loaders call this."""
         pinned = self.new()
         for name, value in self.items():
             if isinstance(value, Tensor):
@@ -66,6 +67,6 @@ class DrivingDataSample(BaseDataElement):
 
 
 def predictions_of(sample: DrivingDataSample | dict[str, Any]) -> dict[str, Any]:
-    """Return all that is predicted for a frame in one dict, given its sample or what ``to_dict`` makes of it."""
+    """Return all predictions for a frame in one dict, given its sample or the result of its ``to_dict``."""
     parts = (sample.get(name, {}) for name in ("pred_instances_3d", "pred_map", "pred_plan"))
     return {name: value for part in parts for name, value in part.items()}

@@ -1,4 +1,4 @@
-"""What is known and predicted of a scalar field."""
+"""The sample of a scalar field, with its true and predicted values."""
 
 from mmengine.structures import BaseDataElement
 

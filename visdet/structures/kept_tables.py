@@ -1,4 +1,4 @@
-"""Tables on a device that are made once for a size and kept for the next batch of that size."""
+"""Tables on a device that are computed once for a size and kept for later batches of that size."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ _readers: list[list[Any]] = []
 
 
 def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that keeps what a function returned for the last ``max_sizes`` arguments.
+    """Return a decorator that keeps the results of a function for its ``max_sizes`` most recent arguments.
 
-    A CUDA graph reads the tables at the addresses they had at its capture, and whatever takes their memory once they
-    are dropped. So it holds what the function returned in a block of ``tables_read``.
+    A CUDA graph reads the tables at the addresses that they had at its capture. Their memory must not be reused while
+    the graph exists, so the graph holds the tables that ``tables_read`` has collected.
     """
 
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[...,
 
 @contextmanager
 def tables_read() -> Iterator[list[Any]]:
-    """Give a list of the tables that the block asks for; whoever holds it keeps them alive."""
+    """Yield a list that collects the tables used in the block. Holding the list keeps them alive."""
     reader: list[Any] = []
     _readers.append(reader)
     try:

@@ -1,4 +1,4 @@
-"""What a pickle may name for numpy's arrays and scalars, wherever a reader refuses everything else."""
+"""The names that a pickle of numpy's arrays and scalars contains, for readers that refuse all other names."""
 
 import codecs
 from typing import Any
@@ -11,7 +11,7 @@ _scalar = np.float64(0).__reduce__()[0]
 _reconstruct = np.zeros(1).__reduce__()[0]
 _frombuffer = np.zeros(1).__reduce_ex__(5)[0]
 
-# (module, name) as the pickle has them; numpy 2 renamed its package ``core``.
+# The keys are (module, name) as in the pickle. numpy 2 renamed its package ``core`` to ``_core``.
 NUMPY_GLOBALS: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): np.dtype,
     ("numpy", "ndarray"): np.ndarray,

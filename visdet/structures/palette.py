@@ -1,4 +1,4 @@
-"""Colours that tell classes apart."""
+"""Colours that distinguish classes."""
 
 import colorsys
 
@@ -8,11 +8,10 @@ _GOLDEN_RATIO = 0.618033988749895
 
 
 def class_palette(num_classes: int) -> list[tuple[int, int, int]]:
-    """Return ``num_classes`` RGB colours (0..255), each far in hue from the ones before it.
+    """Return ``num_classes`` RGB colours in 0..255, each with a hue far from those before it.
 
-    The hue advances by the golden ratio, so any prefix of the list is spread over the colour wheel, and
-    saturation and value alternate so that the neighbours that a long list must have still differ. The list
-    depends on nothing else: class 3 has the same colour in every run.
+    The hue advances by the golden ratio, so that any prefix of the list is spread over the colour wheel. Saturation and
+    value alternate, so that similar hues of a long list still differ. A class has the same colour in every run.
     """
     colours = []
     for i in range(num_classes):

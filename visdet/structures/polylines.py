@@ -1,4 +1,4 @@
-"""Polylines: points along them, and their parts within a rectangle around the origin."""
+"""Functions on polylines, such as resampling, and clipping to a rectangle around the origin."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ _MIN_AREA_M2 = 1.0
 
 
 def resample(line: np.ndarray, num_points: int) -> np.ndarray:
-    """Return ``num_points`` points evenly spaced by length along a polyline [n, d], its ends included.
+    """Return ``num_points`` points that are evenly spaced by length along a polyline [n, d], including its ends.
 
-    A line without length gives its first point ``num_points`` times.
+    If the line has no length, the result is its first point ``num_points`` times.
     """
     line = np.asarray(line, dtype=np.float64)
     steps = np.linalg.norm(np.diff(line, axis=0), axis=1)
@@ -53,9 +53,9 @@ def clip_line(line: np.ndarray, roi_size: Sequence[float]) -> list[np.ndarray]:
 
 
 def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float]) -> np.ndarray | None:
-    """Return the closed outline [m, 2] (last point = first) of a convex polygon's part within the rectangle.
+    """Return the part of a convex polygon within the rectangle, as a closed outline [m, 2].
 
-    ``None`` where less than 1 m² of it is inside.
+    The last point of the outline equals the first. The result is ``None`` if less than 1 m² is inside.
     """
     half = np.asarray(roi_size, dtype=np.float64) / 2
     points = np.asarray(polygon, dtype=np.float64)[:, :2]
@@ -77,9 +77,11 @@ def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float]) -> np.ndarray |
 
 
 def simplify_line(line: np.ndarray, tolerance: float) -> np.ndarray:
-    """Return a polyline [m, d] of some of the points of ``line`` [n, d] that passes within ``tolerance`` of the others.
+    """Return a polyline [m, d] of some points of ``line`` [n, d] that passes within ``tolerance`` of the others.
 
-    Source: Douglas and Peucker. The ends stay.
+    The ends of the line are kept.
+
+    Source: the algorithm of Douglas and Peucker.
     """
     keep = np.zeros(len(line), dtype=bool)
     keep[[0, -1]] = True
@@ -100,14 +102,17 @@ def simplify_line(line: np.ndarray, tolerance: float) -> np.ndarray:
 
 
 def open_orders(line: np.ndarray, padding: float = 1e5) -> np.ndarray:
-    """Return the 2 orders of an open line [n, d], filled up with ``padding`` to [2 * (n - 1), n, d]."""
+    """Return both orders of an open line [n, d], filled up with ``padding`` to [2 * (n - 1), n, d]."""
     orders = np.full((2 * (len(line) - 1), *line.shape), padding)
     orders[0], orders[1] = line, line[::-1]
     return orders
 
 
 def closed_orders(line: np.ndarray) -> np.ndarray:
-    """Return the orders of a closed line [n, d] (last point = first): all starts, both ways, [2 * (n - 1), n, d]."""
+    """Return all orders of a closed line [n, d], whose last point equals the first, as [2 * (n - 1), n, d].
+
+    The orders start from every point and run in both directions.
+    """
     ring = line[:-1]
     starts = (np.arange(len(ring)) - np.arange(len(ring))[:, None]) % len(ring)
     rings = np.concatenate([ring[starts], ring[::-1][starts]])

@@ -1,4 +1,4 @@
-"""Rigid transforms and boxes in space, in numpy: what the driving data, their metrics and their pictures share."""
+"""Rigid transforms and 3-D boxes in numpy, which driving data sets, metrics and visualizations share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,18 +33,24 @@ def rotation_from_quaternion(quaternion_wxyz: Sequence[float] | np.ndarray) -> n
 
 
 def quaternion_from_matrix(rotation: np.ndarray) -> list[float]:
-    """Return the quaternion (w, x, y, z), w >= 0, of a rotation matrix [3, 3], or of the rotation nearest to it."""
+    """Return the quaternion (w, x, y, z), w >= 0, of a matrix [3, 3], or of the rotation nearest to the matrix."""
     return _rotation().from_matrix(rotation).as_quat(canonical=True, scalar_first=True).tolist()
 
 
 def _rotation() -> Any:
-    from scipy.spatial.transform import Rotation  # slow to import, and a first pose is soon enough
+    # scipy.spatial is slow to import, and it is not needed before the first pose.
+    from scipy.spatial.transform import Rotation
 
     return Rotation
 
 
 def pose_matrix(translation: Sequence[float], rotation: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the 4x4 float64 matrix of a rotation (a quaternion wxyz, or [3, 3]) followed by a translation."""
+    """Return the 4x4 float64 matrix of a rotation, followed by a translation.
+
+    Args:
+        translation: [3].
+        rotation: a quaternion (w, x, y, z) or a matrix [3, 3].
+    """
     matrix = np.eye(4)
     rotation = np.asarray(rotation, dtype=np.float64)
     matrix[:3, :3] = rotation if rotation.shape == (3, 3) else rotation_from_quaternion(rotation)
@@ -68,7 +74,8 @@ def wrap_angle(angle: np.ndarray) -> np.ndarray:
 def box_corners(boxes: np.ndarray) -> np.ndarray:
     """Return the corners [n, 8, 3] of boxes [n, >=7] (x, y, z of the centre, length, width, height, yaw).
 
-    Corners 0..3 are the bottom (front left, front right, rear right, rear left), 4..7 the top in the same order.
+    Corners 0..3 are those of the bottom (front left, front right, rear right, rear left). Corners 4..7 are those of the
+    top in the same order.
     """
     boxes = np.asarray(boxes)
     signs = np.array(

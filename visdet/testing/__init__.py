@@ -1,1 +1,1 @@
-"""Tools that test the operators: see ``python -m visdet.testing.fuzz --help``."""
+"""Tools that test the operators, such as the fuzzer ``python -m visdet.testing.fuzz``."""

@@ -1,4 +1,4 @@
-"""Drawing of boxes, labels and sheets of pictures on plain RGB arrays."""
+"""Drawing of boxes and labels on RGB arrays, and arranging of pictures on sheets."""
 
 import functools
 from collections.abc import Sequence
@@ -14,10 +14,9 @@ _CAPTION_COLOUR = (225, 228, 232)
 
 
 def enlarge(image: np.ndarray, min_side: int = 480) -> tuple[np.ndarray, int]:
-    """Return the image [H, W, 3], enlarged by a whole factor so that small ones are easy to look at, and the
-    factor.
+    """Return the image [H, W, 3] enlarged by a whole factor, so that a small one is easy to look at, and the factor.
 
-    The factor is the least that brings the longer side to ``min_side`` pixels, at most 8.
+    The factor is the least one that makes the longer side at least ``min_side`` pixels, but at most 8.
     """
     factor = min(max(1, -(-min_side // max(image.shape[:2]))), 8)
     if factor == 1:
@@ -35,15 +34,15 @@ def draw_boxes(
 ) -> np.ndarray:
     """Return a copy of the image with boxes and their labels drawn.
 
-    Larger boxes are drawn first, all labels last, so that nothing small is hidden. A label sits on top of its
-    box, or inside where the image ends.
+    Larger boxes are drawn first and all labels last, so that nothing small is hidden. A label is at a free corner of
+    its box, within the image.
 
     Args:
         image: RGB, uint8 [H, W, 3].
-        boxes: xyxy in pixels of ``image`` [N, 4].
-        texts: N labels; an empty one draws none.
+        boxes: [N, 4] (x1, y1, x2, y2) in pixels of ``image``.
+        texts: N labels. An empty label is not drawn.
         colours: N RGB colours.
-        line_width: pixels; by default it grows with the image.
+        line_width: the width of lines in pixels. By default it grows with the image.
     """
     canvas = Image.fromarray(image).convert("RGB")
     draw = ImageDraw.Draw(canvas)
@@ -54,7 +53,7 @@ def draw_boxes(
     order = np.argsort(-areas, kind="stable")
     for i in order:
         x1, y1, x2, y2 = (round(float(side)) for side in boxes[i])
-        x2, y2 = max(x2 - 1, x1), max(y2 - 1, y1)  # Pillow paints the last row and column as well
+        x2, y2 = max(x2 - 1, x1), max(y2 - 1, y1)  # Pillow paints the last row and column, too.
         # A dark line around the coloured one keeps it visible on any background.
         draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline=(0, 0, 0), width=line_width + 2)
         draw.rectangle((x1, y1, x2, y2), outline=tuple(colours[i]), width=line_width)
@@ -74,7 +73,7 @@ def _draw_label(
     font: ImageFont.FreeTypeFont,
     taken: Sequence[tuple[int, int, int, int]],
 ) -> tuple[int, int, int, int]:
-    """Draw a label at the first corner of its box that is free, and return the place it takes."""
+    """Draw a label at the first free corner of its box and return the rectangle that it covers."""
     ascent, descent = font.getmetrics()
     pad = max(2, ascent // 5)
     width, height = round(draw.textlength(text, font=font)) + 2 * pad, ascent + descent + pad // 2
@@ -100,19 +99,22 @@ def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool
 
 
 def side_by_side(images: Sequence[np.ndarray], captions: Sequence[str] | None = None) -> np.ndarray:
-    """Return images of one height next to each other, with captions above where they are given."""
+    """Return images of equal height next to each other, with captions above them if they are given."""
     return contact_sheet([images], captions, gap=max(4, images[0].shape[0] // 64))
 
 
 def contact_sheet(
     rows: Sequence[Sequence[np.ndarray]], captions: Sequence[str] | None = None, gap: int = 8
 ) -> np.ndarray:
-    """Return one picture of ``rows`` of RGB images, each cell as large as the largest image.
+    """Return one picture with rows of RGB images. Each cell is as large as the largest image.
 
     Args:
-        rows: images, uint8 [H, W, 3]; rows may differ in length.
-        captions: a text above each column.
-        gap: pixels between images.
+        rows: rows of images, uint8 [H, W, 3]. They may differ in length.
+        captions: the text above each column.
+        gap: the number of pixels between images.
+
+    Raises:
+        ValueError: there is no image.
     """
     images = [image for row in rows for image in row]
     if not images:
@@ -138,7 +140,7 @@ def contact_sheet(
 
 @functools.lru_cache(maxsize=32)
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    import matplotlib  # slow to import, and a first picture is soon enough
+    import matplotlib  # slow to import, and not needed before the first picture
 
-    # matplotlib brings this font along; the system may have none.
+    # This font is part of matplotlib. The system may not have any.
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans-Bold.ttf"), size)

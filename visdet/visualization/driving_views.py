@@ -1,4 +1,4 @@
-"""Pictures of driving frames: what the cameras see with the boxes in it, and the scene from above."""
+"""Pictures of driving frames, which show the boxes in the camera views and a top view of the scene."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ MAP_COLORS = ((70, 130, 255), (255, 170, 40), (60, 200, 90))  # crossing, divide
 PLAN_COLOR, TRUTH_COLOR = (255, 60, 200), (40, 230, 230)
 _BACKGROUND, _EGO_COLOR, _TEXT_COLOR = (24, 26, 30), (235, 235, 235), (230, 230, 230)
 _EGO_LENGTH, _EGO_WIDTH = 4.08, 1.73
-# Places of the cameras in the picture, by name: rows of the front and the back.
+# The places of the cameras in the picture, in one row for the front and one for the back.
 _PLACES = (
     ("CAM_FRONT_LEFT", "CAM_FRONT", "CAM_FRONT_RIGHT"),
     ("CAM_BACK_LEFT", "CAM_BACK", "CAM_BACK_RIGHT"),
@@ -35,10 +35,13 @@ _NEAR = 0.2
 
 @dataclass
 class Scene:
-    """What is known or predicted around the vehicle, in its lidar frame (x right, y ahead), metres.
+    """The true or predicted objects around the vehicle, in metres in its lidar frame (x to the right, y ahead).
 
-    boxes [n, >= 7], labels [n], ids [n] or None, scores [n] or None; futures: per box a list of (path [T, 2], weight
-    0..1); lines: (label, polyline [m, 2]); plan [T, 2] or None.
+    Attributes:
+        boxes: [n, >= 7]. labels: [n]. ids, scores: [n] or None.
+        futures: for each box a list of (path [T, 2], weight in 0..1).
+        lines: a list of (label, polyline [m, 2]).
+        plan: [T, 2] or None.
     """
 
     boxes: np.ndarray
@@ -55,7 +58,7 @@ def _numpy(value: Any) -> np.ndarray:
 
 
 def scene_of_truth(sample: DrivingDataSample) -> Scene:
-    """Return the ground truth of one frame; parts it lacks stay empty."""
+    """Return the ground truth of one frame. Parts that the sample lacks stay empty."""
     boxes = _numpy(sample.get("gt_bboxes_3d", np.zeros((0, 9))))
     scene = Scene(boxes, _numpy(sample.get("gt_labels_3d", np.zeros(0, int))))
     ids = sample.get("instance_id")
@@ -76,7 +79,14 @@ def scene_of_truth(sample: DrivingDataSample) -> Scene:
 def scene_of_prediction(
     sample: DrivingDataSample, score_thr: float = 0.3, map_score_thr: float = 0.4, num_modes: int = 3
 ) -> Scene:
-    """Return what a model predicts for one frame above the thresholds."""
+    """Return the predictions for one frame.
+
+    Args:
+        sample: the sample with the predictions.
+        score_thr: boxes with a lower score are left out.
+        map_score_thr: map lines with a lower score are left out.
+        num_modes: the number of trajectories per box, the most probable ones.
+    """
     result = predictions_of(sample)
     kept = (
         np.flatnonzero(_numpy(result["scores_3d"]) >= score_thr)
@@ -118,20 +128,20 @@ def draw_frame(
     view_width: int = 384,
     title: str = "",
 ) -> np.ndarray:
-    """Return a picture of one frame: six camera views above, the scene from above below, RGB uint8 [H, W, 3].
+    """Return a picture of one frame, RGB uint8 [H, W, 3], with the camera views and, below them, top views.
 
-    The cameras show the predicted boxes, or the true ones without a prediction. From above, prediction and truth are
-    side by side; the plan is drawn beside the vehicle's true path.
+    The camera views show the predicted boxes, or the true boxes if there is no prediction. The top views of prediction
+    and truth are side by side. The plan is drawn together with the vehicle's true path.
 
     Args:
         images: RGB uint8 [h, w, 3] of each camera, as the model saw them.
         lidar2img: [4, 4] of each camera.
-        cam_names: of each camera; nuScenes' names find their places, others are laid out in order.
+        cam_names: the name of each camera. Cameras of nuScenes have fixed places, others are arranged in order.
         classes: names of the labels.
-        prediction, truth: at least one of them.
-        reach_m: the view from above shows this far in every direction.
-        view_width: of a camera view in the picture, pixels.
-        title: written above.
+        prediction, truth: at least one of them must be given.
+        reach_m: the distance in metres that the top view shows in every direction.
+        view_width: the width of a camera view in the picture, in pixels.
+        title: a text in the lower left corner.
 
     Raises:
         ValueError: neither prediction nor truth is given.
@@ -168,7 +178,7 @@ def draw_frame(
 
 
 def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the views in two rows; a place without a camera stays dark."""
+    """Return the views in two rows. Places without a camera stay dark."""
     names = list(views)
     known = {name for row in _PLACES for name in row}
     if set(names) <= known:
@@ -189,7 +199,7 @@ def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:
-    """Draw the boxes into a camera view, from far to near."""
+    """Draw the boxes into a camera view, the farthest first."""
     order: Any = np.argsort(-np.linalg.norm(scene.boxes[:, :2], axis=1)) if len(scene.boxes) else []
     corners: Any = box_corners(scene.boxes[:, :7]) if len(scene.boxes) else []
     for index in order:
@@ -211,7 +221,7 @@ def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: 
 
 
 def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color, thickness: int) -> None:
-    """Draw the part of an edge (homogeneous pixels) that lies in front of the camera."""
+    """Draw the part of an edge that is in front of the camera. Its ends are in homogeneous pixels."""
     if start[2] < _NEAR and end[2] < _NEAR:
         return
     if start[2] < _NEAR or end[2] < _NEAR:
@@ -227,7 +237,7 @@ def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color, thic
 def _draw_from_above(
     scene, true_plan, colors, reach: float, width: int, height: int, label: str
 ) -> np.ndarray:
-    """Return the scene from above, the vehicle in the middle looking up."""
+    """Return the top view of a scene. The vehicle is in the middle and looks up."""
     canvas = np.full((height, width, 3), _BACKGROUND, dtype=np.uint8)
     scale = min(width, height) / (2 * reach)
 
@@ -281,7 +291,7 @@ def _write(
 
 
 def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> None:
-    """Write the names of classes and lines in their colours into the lower right corner."""
+    """Write the names of classes and lines, in their colours, into the lower right corner."""
     entries = [*zip(classes, colors, strict=True)]
     entries += zip(("crossing", "divider", "boundary"), MAP_COLORS, strict=True)
     entries += [("plan", PLAN_COLOR), ("true path", TRUTH_COLOR)]
@@ -298,7 +308,7 @@ def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> 
 def write_gif(
     path: str | Path, pictures: Sequence[np.ndarray], frames_per_second: float = 4.0, width: int = 900
 ) -> None:
-    """Write RGB pictures [H, W, 3] as an endless GIF of ``width`` pixels.
+    """Write RGB pictures [H, W, 3] as an endless GIF that is ``width`` pixels wide.
 
     Raises:
         ValueError: there are no pictures.

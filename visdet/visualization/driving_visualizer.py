@@ -1,4 +1,4 @@
-"""Pictures of driving samples."""
+"""The visualizer of driving samples."""
 
 import numpy as np
 
@@ -13,13 +13,14 @@ __all__ = ["DrivingVisualizer"]
 
 @VISUALIZERS.register_module()
 class DrivingVisualizer(SampleVisualizer):
-    """Draws frames of several cameras: their views with the boxes, and the scene from above.
+    """Draws frames of several cameras. A picture shows the camera views with the boxes, and a top view of the scene.
 
     ``dataset_meta['classes']`` names the labels.
 
     Args:
-        map_score_thr: draw predicted lines with at least this score.
-        reach_m: the view from above shows this far in every direction.
+        name: the name of the instance.
+        map_score_thr: predicted lines with a lower score are not drawn.
+        reach_m: the distance in metres that the top view shows in every direction.
         arguments: as in mmengine's Visualizer.
     """
 
@@ -42,9 +43,9 @@ class DrivingVisualizer(SampleVisualizer):
 
         Args:
             image: RGB [V, H, W, 3], the views as the model saw them.
-            data_sample: with ``projection_mat``; without predictions the ground truth is drawn.
-            draw_gt, draw_pred: draw the ground truth, and the predictions.
-            pred_score_thr: draw boxes with at least this score.
+            data_sample: a sample with ``projection_mat``. If it has no predictions, the ground truth is drawn.
+            draw_gt, draw_pred: whether the ground truth and the predictions are drawn.
+            pred_score_thr: predicted boxes with a lower score are not drawn.
         """
         sample = data_sample.detach().cpu()
         views = [np.ascontiguousarray(view.clip(0, 255).astype(np.uint8)) for view in image]

@@ -1,4 +1,4 @@
-"""Pictures of ground truth and predictions."""
+"""The visualizer of detection samples."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -21,21 +21,22 @@ _IGNORED_COLOUR = (150, 150, 150)
 
 @VISUALIZERS.register_module()
 class DetLocalVisualizer(SampleVisualizer):
-    """Draws detection samples: ground truth on the left, predictions on the right, small images enlarged.
+    """Draws detection samples, with the ground truth on the left and the predictions on the right.
 
-    ``dataset_meta`` (``classes``, ``palette``) gives names and colours; without it labels are numbers.
+    ``classes`` and ``palette`` of ``dataset_meta`` are the names and the colours of the labels. Without them, labels
+    are numbers. Small images are enlarged.
 
     Args:
-        name: name of the instance.
+        name: the name of the instance.
         image: an RGB image to start from.
-        vis_backends: where pictures and numbers go, such as ``[dict(type='LocalVisBackend')]`` and
-            ``dict(type='TensorboardVisBackend')``.
+        vis_backends: configs of the backends that store pictures and numbers, such as
+            ``[dict(type='LocalVisBackend'), dict(type='TensorboardVisBackend')]``.
         save_dir: the folder of the backends.
-        line_width: of the boxes, in pixels; by default it grows with the picture.
-        min_side: images with a shorter longer side are enlarged by a whole factor, up to this many pixels or
-            more.
+        line_width: the width of the boxes' lines in pixels. By default it grows with the picture.
+        min_side: images whose longer side is shorter are enlarged by a whole factor, at most 8, to at least this many
+            pixels.
 
-    Source: mmdet's DetLocalVisualizer (interface).
+    Source: the interface is that of mmdet's DetLocalVisualizer.
     """
 
     captions: ClassVar[tuple[str, ...]] = ("ground truth", "prediction")
@@ -62,14 +63,13 @@ class DetLocalVisualizer(SampleVisualizer):
         draw_pred: bool = True,
         pred_score_thr: float = 0.3,
     ) -> list[np.ndarray]:
-        """Return the pictures of one sample: ground truth, then predictions, as far as they exist and are
-        wanted.
+        """Return the pictures of the ground truth and of the predictions of one sample, as far as it has them.
 
         Args:
-            image: RGB, uint8 [H, W, 3]: either the original image or the one the pipeline made of it. Boxes
-                are brought onto it by ``scale_factor``: ground truth is in pixels of ``img_shape``,
-                predictions are in pixels of ``ori_shape``.
-            data_sample: what to draw; ``None`` gives the bare image.
+            image: RGB, uint8 [H, W, 3], either the original image or the one that the pipeline made of it. Ground truth
+                is in pixels of ``img_shape``, and predictions are in pixels of ``ori_shape``. ``scale_factor`` converts
+                them to pixels of the image.
+            data_sample: the sample to draw. With ``None``, the image is returned without boxes.
             draw_gt: draw ``gt_instances``, and ``ignored_instances`` in grey.
             draw_pred: draw ``pred_instances``.
             pred_score_thr: draw predictions with a higher score only.
@@ -113,7 +113,7 @@ class DetLocalVisualizer(SampleVisualizer):
 
 
 def _box_scales(sample: DetDataSample, image_shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors that bring true and predicted xyxy boxes onto an image of ``image_shape``."""
+    """Return the factors [4] that convert true and predicted boxes to pixels of an image of ``image_shape``."""
     scale_factor = np.tile(np.asarray(sample.get("scale_factor", (1.0, 1.0)), dtype=np.float64), 2)
     img_shape = tuple(sample.get("img_shape", image_shape))
     ori_shape = tuple(sample.get("ori_shape", img_shape))

@@ -1,4 +1,4 @@
-"""What the visualizers of all families have in common: pictures of samples, one by one and on sheets."""
+"""The base class of all visualizers, which draws samples one by one or on sheets."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ __all__ = ["SampleVisualizer"]
 
 
 class SampleVisualizer(Visualizer):
-    """Draws the samples of a family: a subclass draws one, this class shows, writes and arranges the pictures.
+    """Draws the samples of a family. A subclass draws one sample, and this class shows, writes and arranges pictures.
 
     Attributes:
-        captions: the texts above the pictures of a sample, used where a sample has as many pictures.
+        captions: the texts above the pictures of a sample. They are used if a sample has as many pictures.
         sheet_columns: the number of samples in a row of a sheet.
     """
 
@@ -29,7 +29,7 @@ class SampleVisualizer(Visualizer):
 
     @classmethod
     def get_instance(cls, name: str = "visualizer", **arguments: Any) -> "SampleVisualizer":
-        """Return the instance called ``name``, made with ``arguments`` if it is new. mmengine's needs the name."""
+        """Return the instance ``name``, which is made with ``arguments`` if it is new. mmengine requires the name."""
         return super().get_instance(name, **arguments)
 
     @abstractmethod
@@ -41,13 +41,13 @@ class SampleVisualizer(Visualizer):
         draw_pred: bool = True,
         pred_score_thr: float = 0.3,
     ) -> list[np.ndarray]:
-        """Return the pictures of one sample, RGB uint8 [H, W, 3], side by side from left to right.
+        """Return the pictures of one sample, RGB uint8 [H, W, 3], in the order from left to right.
 
         Args:
-            image: RGB [H, W, 3], or [V, H, W, 3] of several views.
-            data_sample: what to draw.
-            draw_gt, draw_pred: draw the ground truth, and the predictions.
-            pred_score_thr: draw predictions with a higher score only.
+            image: RGB [H, W, 3], or [V, H, W, 3] for several views.
+            data_sample: the sample to draw.
+            draw_gt, draw_pred: whether the ground truth and the predictions are drawn.
+            pred_score_thr: predictions with a lower score are not drawn.
         """
 
     @master_only
@@ -64,15 +64,15 @@ class SampleVisualizer(Visualizer):
         pred_score_thr: float = 0.3,
         step: int = 0,
     ) -> None:
-        """Draw a sample, and show it, write it to ``out_file``, or hand it to the backends.
+        """Draw a sample, and show the picture, write it to ``out_file`` or pass it to the backends.
 
         Args:
-            name: the picture's name in the backends and the window's title.
-            image: see :meth:`draw_sample`, as are ``data_sample``, ``draw_gt``, ``draw_pred``,
-                ``pred_score_thr``.
-            show: open a window and wait ``wait_time`` seconds, or for a key if that is 0.
-            out_file: write the picture here instead of to the backends.
-            step: the step that backends file the picture under.
+            name: the name of the picture in the backends, and the title of the window.
+            image, data_sample, draw_gt, draw_pred, pred_score_thr: see :meth:`draw_sample`.
+            show: open a window.
+            wait_time: the seconds for which the window stays open. With 0, it waits for a key.
+            out_file: the file to write instead of passing the picture to the backends.
+            step: the step under which the backends store the picture.
         """
         pictures = self.draw_sample(image, data_sample, draw_gt, draw_pred, pred_score_thr)
         captions = self.captions if len(pictures) == len(self.captions) else None
@@ -90,14 +90,14 @@ class SampleVisualizer(Visualizer):
         out_file: str | None = None,
         step: int = 0,
     ) -> None:
-        """Draw many samples on one sheet, ``columns`` of them in a row.
+        """Draw several samples on one sheet.
 
         Args:
-            name: see :meth:`add_datasample`, as are ``out_file`` and ``step``.
-            images: one per sample, see :meth:`draw_sample`.
-            data_samples: as many samples.
-            columns: samples per row; default: ``sheet_columns``.
-            pred_score_thr: draw predictions with a higher score only.
+            name, out_file, step: see :meth:`add_datasample`.
+            images: one image per sample; see :meth:`draw_sample`.
+            data_samples: the samples.
+            columns: the number of samples per row. The default is ``sheet_columns``.
+            pred_score_thr: predictions with a lower score are not drawn.
         """
         columns = self.sheet_columns if columns is None else columns
         samples = zip(images, data_samples, strict=True)
@@ -125,5 +125,5 @@ class SampleVisualizer(Visualizer):
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(drawn).save(path)
         else:
-            # LocalVisBackend loses a picture whose name has a slash: it makes no folders.
+            # LocalVisBackend loses a picture whose name has a slash, because it makes no folders.
             self.add_image(name.replace("/", "_"), drawn, step)

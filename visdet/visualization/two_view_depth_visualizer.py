@@ -1,4 +1,4 @@
-"""Pictures of two views and their depth."""
+"""The visualizer of pairs of views with depth."""
 
 from typing import ClassVar
 
@@ -17,7 +17,10 @@ _FULL_ERROR = 0.2
 
 @VISUALIZERS.register_module()
 class TwoViewDepthVisualizer(SampleVisualizer):
-    """Draws pairs of views in rows: both views, true and predicted depth (bright is near), and the relative error."""
+    """Draws each pair of views in a row, with the true depth, the predicted depth and the relative error.
+
+    The colours of the depths are those of the map 'turbo' over the inverse depth, from the farthest to the nearest.
+    """
 
     captions: ClassVar[tuple[str, ...]] = (
         "reference view",
@@ -35,12 +38,14 @@ class TwoViewDepthVisualizer(SampleVisualizer):
         draw_pred: bool = True,
         pred_score_thr: float = 0.3,
     ) -> list[np.ndarray]:
-        """Return the pictures of a pair: the views, the true depth, and with a prediction that and its error.
+        """Return the pictures of a pair, which are both views, the true depth, the predicted depth and its error.
 
         Args:
-            image: RGB [2, H, W, 3]. data_sample: with ``gt_depth``. draw_gt: unused.
-            draw_pred: draw ``pred_depth`` and the error where there is a prediction.
-            pred_score_thr: unused.
+            image: RGB [2, H, W, 3].
+            data_sample: a sample with ``gt_depth``.
+            draw_gt: not used, because the true depth is always drawn.
+            draw_pred: whether ``pred_depth`` and its error are drawn, if the sample has a prediction.
+            pred_score_thr: not used.
         """
         sample = data_sample.detach().cpu()
         truth = sample.gt_depth.float().numpy()
@@ -57,13 +62,14 @@ class TwoViewDepthVisualizer(SampleVisualizer):
         Args:
             views: uint8 [2, H, W, 3], RGB.
             gt_depth: [h, w], positive.
-            pred_depth: [h, w], drawn in the colours of ``gt_depth``'s range.
+            pred_depth: [h, w]. It is drawn with the colours for the range of ``gt_depth``.
+            cell_width: the width of a picture in pixels.
         """
         height, width = views.shape[1:3]
         size = (cell_width, round(cell_width * height / width))
         inverse = 1 / gt_depth
         low, high = inverse.min(), inverse.max()
-        import matplotlib  # slow to import, and a first picture is soon enough
+        import matplotlib  # slow to import, and not needed before the first picture
 
         colour = matplotlib.colormaps["turbo"]
 

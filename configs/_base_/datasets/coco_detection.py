@@ -1,5 +1,5 @@
-# COCO 2017: annotations/instances_{train,val}2017.json, train2017/ and val2017/ under data_root.
-# For your own data in COCO format, in a config that inherits this one: set data_root, ann_file, data_prefix and
+# COCO 2017, with annotations/instances_{train,val}2017.json, train2017/ and val2017/ in data_root.
+# For your own data in COCO format, write a config that inherits this one. Set data_root, ann_file, data_prefix and
 # metainfo=dict(classes=(...)) in all three data sets, ann_file in the evaluators, and num_classes in the model.
 dataset_type = "CocoDataset"
 data_root = "data/coco/"

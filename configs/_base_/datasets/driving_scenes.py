@@ -1,5 +1,5 @@
-# The driving scenes: 160 + 16 scenes of 20 frames, six cameras of 256 x 96 pixels, drawn into data_root at the first
-# use in under a minute on two cores. Boxes up to 30 m away, the map within 30 x 60 m.
+# The driving scenes are 160 + 16 scenes of 20 frames with six cameras of 256 x 96 pixels. They are drawn into data_root
+# at the first use, in under a minute on two cores. Boxes are used up to 30 m away, and the map within 30 x 60 m.
 dataset_type = "DrivingScenesDataset"
 data_root = "data/driving_scenes/"
 class_names = ["car", "truck", "pedestrian", "bicycle", "traffic_cone"]
@@ -20,7 +20,7 @@ train_pipeline = [
     dict(type="NuScenesSparse4DAdaptor"),
     dict(type="PackDrivingInputs"),
 ]
-# Ground truth travels with the frames: the metrics read it there.
+# The frames carry the ground truth, which the metrics read.
 test_pipeline = [
     dict(type="LoadMultiViewImageFromFiles"),
     dict(type="ResizeCropFlipImage"),
@@ -42,7 +42,7 @@ data_aug_conf = dict(
     rot3d_range=(0.0, 0.0),
 )
 
-# Every slot of a batch plays half scenes, ten frames, one after the other.
+# Every slot of a batch plays one half scene of ten frames after another.
 train_dataloader = dict(
     batch_size=4,
     num_workers=0,

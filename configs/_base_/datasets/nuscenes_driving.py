@@ -1,5 +1,5 @@
-# nuScenes with tracks, futures and maps, six cameras of 704 x 256 pixels. tools/prepare_nuscenes.py makes the info
-# files (.npz); the published ones (.pkl) are read too. The augmentation is that of the published SparseDrive.
+# nuScenes with tracks, futures and maps, and six cameras of 704 x 256 pixels. tools/prepare_nuscenes.py makes the info
+# files (.npz). The published ones (.pkl) can be read, too. The augmentation is that of the published SparseDrive.
 dataset_type = "NuScenes3DDetTrackDataset"
 data_root = "data/nuscenes/"
 info_root = "data/infos/"
@@ -32,7 +32,7 @@ train_pipeline = [
     dict(type="NuScenesSparse4DAdaptor"),
     dict(type="PackDrivingInputs"),
 ]
-# Ground truth travels with the frames: the metrics read it there.
+# The frames carry the ground truth, which the metrics read.
 test_pipeline = [
     dict(type="LoadMultiViewImageFromFiles"),
     dict(type="ResizeCropFlipImage"),
@@ -54,7 +54,7 @@ data_aug_conf = dict(
     rot3d_range=(0.0, 0.0),
 )
 
-# 8 GPUs x 8 frames; every slot plays half scenes, one after the other.
+# The batch sizes are for 8 GPUs with 8 frames each. Every slot plays one half scene after another.
 train_dataloader = dict(
     batch_size=8,
     num_workers=8,

@@ -1,4 +1,4 @@
-# The shapes set: 4000 + 400 images of 128 x 128 pixels with six classes, drawn into data_root at the first use.
+# The shapes data set has 4000 + 400 images of 128 x 128 pixels with six classes, drawn into data_root at the first use.
 dataset_type = "ShapesDataset"
 data_root = "data/shapes/"
 
@@ -14,8 +14,8 @@ test_pipeline = [
     dict(type="PackDetInputs"),
 ]
 
-# Reading an image takes 0.6 ms, and on two cores a worker process would be in the way of the model (0.18 s an iteration
-# without one, 0.21 s with one).
+# Reading an image takes 0.6 ms. On two cores, a worker process would slow the model (0.18 s per iteration without one,
+# 0.21 s with one).
 train_dataloader = dict(
     batch_size=16,
     num_workers=0,

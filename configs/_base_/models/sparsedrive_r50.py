@@ -1,11 +1,11 @@
-# SparseDrive with ResNet-50 on six cameras of 704 x 256 pixels, detection and online map (stage 1).
+# SparseDrive with ResNet-50 on six cameras of 704 x 256 pixels, with detection and the online map (stage 1).
 embed_dims = 256
 num_groups = 8
 num_levels = 4
 dropout = 0.1
 num_classes = 10
 num_map_classes = 3
-num_sample = 20  # points of a polyline
+num_sample = 20  # number of points of a polyline
 map_region = (30, 60)  # metres
 
 first_layer = ["deformable", "ffn", "norm", "refine"]
@@ -190,7 +190,7 @@ map_head = dict(
     task_prefix="map",
 )
 
-# Motion and planning, for the second stage: steps of 0.5 s and modes, of agents and of the vehicle.
+# Motion and planning for the second stage: the numbers of steps of 0.5 s and of modes, for agents and for the vehicle.
 fut_ts, fut_mode, ego_fut_ts, ego_fut_mode = 12, 6, 6, 6
 motion_layer = ["temp_gnn", "gnn", "norm", "cross_gnn", "norm", "ffn", "norm"]
 motion_plan_head = dict(

@@ -1,6 +1,6 @@
-# A small SparseDrive for the driving scenes, six cameras of 256 x 96 pixels: ResNet-18 of half width, three levels,
-# three decoder layers, denoising on. Anchors: tools/make_anchors.py data/driving_scenes --out-dir data/driving_scenes
-# --det 128 --map 30 --plan 1 --max-distance 33.
+# A small SparseDrive for the driving scenes with six cameras of 256 x 96 pixels. It has a ResNet-18 of half width,
+# three levels, three decoder layers, and denoising. This command makes its anchors: tools/make_anchors.py
+# data/driving_scenes --out-dir data/driving_scenes --det 128 --map 30 --plan 1 --max-distance 33.
 _base_ = "./sparsedrive_r50.py"
 
 embed_dims = 96
@@ -8,7 +8,7 @@ num_groups = 4
 num_levels = 3
 dropout = 0.0
 num_classes = 5
-ego_fut_mode = 1  # to choose between several modes of a command takes more training than minutes
+ego_fut_mode = 1  # learning to choose among several modes of a command takes more than minutes
 
 first_layer = ["deformable", "ffn", "norm", "refine"]
 self_attention = ["gnn", "norm"]

@@ -1,5 +1,5 @@
-# Deformable DETR's published schedule: 50 epochs at a total batch of 32 images, the learning rate a tenth
-# from epoch 40 on, and a tenth throughout for the backbone and the layers that say where to look.
+# Deformable DETR's published schedule of 50 epochs with a total batch size of 32 images. From epoch 40 on, the learning
+# rate is a tenth. For the backbone, the sampling offsets and the reference points, it is always a tenth of the others'.
 train_cfg = dict(type="EpochBasedTrainLoop", max_epochs=50, val_interval=1)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")

@@ -1,4 +1,4 @@
-# A short schedule for motion and planning on the driving scenes; what a first stage has learned stays.
+# A short schedule for motion and planning on the driving scenes. The weights of the first stage stay as they are.
 train_cfg = dict(type="IterBasedTrainLoop", max_iters=400, val_interval=400)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")

@@ -1,4 +1,4 @@
-# SparseDrive's published first stage: 100 epochs of 28130 frames at a total batch of 64, in bfloat16.
+# SparseDrive's published first stage of 100 epochs of 28130 frames, with a total batch size of 64, in bfloat16.
 train_cfg = dict(type="IterBasedTrainLoop", max_iters=43900, val_interval=8780)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")

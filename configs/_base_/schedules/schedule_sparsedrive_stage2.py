@@ -1,4 +1,4 @@
-# SparseDrive's published second stage: 10 epochs of 28130 frames at a total batch of 48, in bfloat16.
+# SparseDrive's published second stage of 10 epochs of 28130 frames, with a total batch size of 48, in bfloat16.
 train_cfg = dict(type="IterBasedTrainLoop", max_iters=5860, val_interval=2930)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")

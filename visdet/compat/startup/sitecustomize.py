@@ -21,7 +21,8 @@ if os.environ.get("VISDET_COMPAT"):
     try:
         from visdet import compat
     except ModuleNotFoundError as error:
-        if error.name != "visdet":  # another Python environment, started by a script of this one
+        # A script may have started another Python environment, which lacks visdet.
+        if error.name != "visdet":
             raise
     else:
         compat.watch()

@@ -1,4 +1,4 @@
-"""Which images make a batch."""
+"""Samplers, which choose the images of each batch."""
 
 from .aspect_ratio_batch_sampler import AspectRatioBatchSampler
 from .group_in_batch_sampler import GroupInBatchSampler, SceneSampler

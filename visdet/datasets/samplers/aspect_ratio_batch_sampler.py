@@ -1,4 +1,4 @@
-"""Batches of images that are alike in shape."""
+"""A batch sampler whose batches consist of images with similar shapes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,20 +13,22 @@ __all__ = ["AspectRatioBatchSampler"]
 
 @DATA_SAMPLERS.register_module()
 class AspectRatioBatchSampler(BatchSampler):
-    """Batches that hold either upright images (width < height) or the others, so that little is padded.
+    """Makes batches of portrait images (width < height) and batches of other images, so that little is padded.
 
-    The order of the sampler is kept within each kind. What is left at the end of an epoch is batched
-    together, so an epoch has ``ceil(n / batch_size)`` batches, or ``n // batch_size`` with ``drop_last``;
-    never more, never fewer. An endless sampler (InfiniteSampler) gives endless batches.
+    The order of the sampler is kept within each kind. Images that are left at the end of an epoch are batched together,
+    so that an epoch always has ``ceil(n / batch_size)`` batches, or ``n // batch_size`` with ``drop_last``. With an
+    endless sampler (InfiniteSampler), the batches are endless, too.
 
     Args:
-        sampler: gives positions in ``sampler.dataset``, whose ``get_data_info`` tells ``width`` and
-            ``height``.
-        batch_size: images per batch.
+        sampler: yields positions in ``sampler.dataset``, whose ``get_data_info`` returns ``width`` and ``height``.
+        batch_size: number of images per batch.
         drop_last: leave out the last batch of an epoch if it is not full.
 
-    Source: mmdet's AspectRatioBatchSampler. Difference: with ``drop_last`` mmdet also loses a full last batch
-    that is made of left-overs, and its length is then wrong.
+    Raises:
+        TypeError: the sampler is not a torch Sampler, or its data set has no ``get_data_info``.
+
+    Source: mmdet's AspectRatioBatchSampler. Difference: with ``drop_last``, mmdet also loses a full last batch that
+    consists of images of both kinds, and its length is then wrong.
     """
 
     def __init__(self, sampler: Sampler, batch_size: int, drop_last: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Batches in which every slot plays one sequence after another."""
+"""Samplers that give temporal models their frames in order."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -16,33 +16,34 @@ __all__ = ["GroupInBatchSampler", "SceneSampler"]
 
 @DATA_SAMPLERS.register_module()
 class GroupInBatchSampler(BatchSampler):
-    """Endless batches for models with memory: slot b of a batch holds the next frame of the sequence slot b plays.
+    """Endless batches for temporal models. Slot b of a batch holds the next frame of the sequence that slot b plays.
 
-    ``dataset.flag`` numbers the sequence of each frame. The slots of all ranks draw from one endless shuffled list
-    of sequences, slot g taking those at g, g + G, g + 2G …, G slots in all, so no two slots play the same sequence
-    at a time and every sequence is played once per round. A batch is a list of ``dict(idx, aug_config)``; with
-    ``dataset.keep_consistent_seq_aug`` the augmentation is drawn once per sequence.
+    ``dataset.flag`` numbers the sequence of each frame. The slots of all ranks share one endless shuffled list of
+    sequences. Of G slots in total, slot g takes the sequences at g, g + G, g + 2G and so on, so that every sequence is
+    played once per round. A batch is a list of ``dict(idx, aug_config)``. With ``dataset.keep_consistent_seq_aug``, the
+    augmentation is drawn once per sequence.
 
-    Every ``iter()`` starts at the beginning, and the k-th batch depends on seed, rank and k alone, so a resumed run
-    finds its place by counting.
+    Every ``iter()`` starts at the beginning, and the k-th batch depends on the seed, the rank and k alone. A resumed
+    run can therefore skip the batches that it has trained on.
 
     Args:
-        sampler: gives ``dataset`` and ``seed``; its order is not used. mmengine passes it.
-        batch_size: slots of this rank.
-        dataset: in the place of ``sampler``.
-        seed: by default the sampler's, or one that all ranks agree on.
-        skip_prob: probability to leave out a frame, as if the camera had run slower.
-        sequence_flip_prob: probability to play a sequence backwards.
-        rank, world_size: by default of the process group.
+        sampler: provides ``dataset`` and ``seed``. Its order is not used. mmengine passes it.
+        batch_size: number of slots of this rank.
+        dataset: the data set, if it is not that of ``sampler``.
+        seed: seed of the random numbers. The default is the sampler's seed, or one that all ranks agree on.
+        skip_prob: probability of leaving out a frame, as if the camera had a lower frame rate.
+        sequence_flip_prob: probability of playing a sequence backwards.
+        rank, world_size: those of the process group by default.
+        drop_last: accepted because mmengine passes it, without effect.
 
     Raises:
-        ValueError: the data set has no ``flag`` or fewer sequences than slots.
+        ValueError: the data set has no ``flag``, or it has fewer sequences than slots.
 
     Source: SparseDrive's GroupInBatchSampler, after SOLOFusion's. Differences: it is a batch sampler, all random
-    numbers come from ``seed``, and it starts afresh at every ``iter()``.
+    numbers come from ``seed``, and it starts anew at every ``iter()``.
     """
 
-    endless = True  # an epoch of it never ends
+    endless = True  # An epoch never ends.
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class GroupInBatchSampler(BatchSampler):
             )
 
     def __len__(self) -> int:
-        """Batches that hold as many frames as the data set."""
+        """Return the number of batches that hold as many frames as the data set."""
         return max(1, len(self.dataset) // (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[Any]:
@@ -91,7 +92,7 @@ class GroupInBatchSampler(BatchSampler):
             yield [next(slot) for slot in slots]
 
     def _play(self, slot: int) -> Iterator[dict]:
-        """Yield the frames of the sequences of a slot (counted over all ranks), forever."""
+        """Yield the frames of the sequences of a slot without end. Slots are numbered over all ranks."""
         rng = np.random.default_rng([self.seed, 1, slot])
         is_consistent = getattr(self.dataset, "keep_consistent_seq_aug", True)
         for sequence in islice(self._shuffled_sequences(), slot, None, self.batch_size * self.world_size):
@@ -100,7 +101,7 @@ class GroupInBatchSampler(BatchSampler):
                 frames = frames[::-1]
             augmentation = self._augmentation(rng)
             for position, frame in enumerate(frames):
-                # The last frame stays, so that no sequence is left without one.
+                # The last frame is never skipped, so that every sequence has a frame.
                 if self.skip_prob and position + 1 < len(frames) and rng.random() < self.skip_prob:
                     continue
                 if not is_consistent:
@@ -112,7 +113,7 @@ class GroupInBatchSampler(BatchSampler):
         return draw(rng) if draw is not None else None
 
     def _shuffled_sequences(self) -> Iterator[int]:
-        """Yield all sequences in a random order, then again in another one, the same for all ranks."""
+        """Yield all sequences in a random order, again and again. The orders are the same on all ranks."""
         rng = np.random.default_rng([self.seed, 0])
         while True:
             yield from rng.permutation(len(self._frames_of_sequence)).tolist()
@@ -120,14 +121,18 @@ class GroupInBatchSampler(BatchSampler):
 
 @DATA_SAMPLERS.register_module()
 class SceneSampler(Sampler[int]):
-    """Every frame once, scene after scene in order, each rank with scenes of its own.
+    """Yields every frame once, scene after scene. Each rank has scenes of its own.
 
-    For the evaluation of models with memory: mmengine's DefaultSampler deals frames out to the ranks in turn, which
-    tears scenes apart. Ranks may differ in length; the driving metrics gather results by token.
+    It is meant for the evaluation of temporal models, because mmengine's DefaultSampler distributes the frames of a
+    scene over the ranks. Ranks may have different numbers of frames, because the driving metrics gather results by
+    token.
 
     Args:
-        dataset: has ``scene_starts``, or is taken as one scene.
-        shuffle: must be ``False``. seed: not used; mmengine passes it.
+        dataset: the data set. If it has no ``scene_starts``, it is taken as one scene.
+        shuffle: must be ``False``. seed: accepted because mmengine passes it, without effect.
+
+    Raises:
+        ValueError: ``shuffle`` is True.
     """
 
     def __init__(self, dataset: Any, shuffle: bool = False, seed: int | None = None) -> None:
@@ -138,7 +143,7 @@ class SceneSampler(Sampler[int]):
         rank, world_size = get_dist_info()
         starts = np.asarray(getattr(dataset, "scene_starts", [0]))
         bounds = np.append(starts, len(dataset))
-        # Contiguous shares of about equal numbers of frames.
+        # The shares are contiguous and have about equal numbers of frames.
         share = np.minimum(starts * world_size // max(len(dataset), 1), world_size - 1)
         mine = np.flatnonzero(share == rank)
         self._frames = np.concatenate(
@@ -152,4 +157,4 @@ class SceneSampler(Sampler[int]):
         return iter(self._frames.tolist())
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: every epoch is the same."""
+        """Do nothing, because every epoch is the same."""

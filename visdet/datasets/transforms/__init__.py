@@ -1,4 +1,4 @@
-"""Steps of data pipelines, on torchvision's tv_tensors."""
+"""Transforms of data pipelines, which work on torchvision's tv_tensors."""
 
 from .base import BaseTransform
 from .driving import (

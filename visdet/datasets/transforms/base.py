@@ -1,4 +1,4 @@
-"""What every transform has in common, and the random numbers it may use."""
+"""The base class of all transforms, and the random numbers that they may use."""
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Sequence
@@ -10,20 +10,20 @@ __all__ = ["BaseTransform", "choose", "set_boxes", "set_image", "uniform", "unif
 
 
 class BaseTransform(metaclass=ABCMeta):
-    """A step of a data pipeline: takes the dict of results, changes it, returns it.
+    """A step of a data pipeline, which changes a dict of results and returns it.
 
-    Keys of the dict: ``img`` (``tv_tensors.Image``, uint8 [3, H, W]), ``img_path``, ``img_id``, ``ori_shape``
-    and ``img_shape`` (height, width), ``scale_factor`` (width, height ratios of ``img`` to the file's image),
-    ``flip``, ``flip_direction``, ``gt_bboxes`` (``tv_tensors.BoundingBoxes`` xyxy [N, 4], float32, pixels of
-    ``img``), ``gt_bboxes_labels`` (int64 [N]), ``gt_ignore_flags`` (bool [N], True for crowd regions).
+    The dict has the keys ``img`` (``tv_tensors.Image``, uint8 [3, H, W]), ``img_path``, ``img_id``, ``ori_shape`` and
+    ``img_shape`` (height, width), ``scale_factor`` (the width and height of ``img`` divided by those of the file's
+    image), ``flip``, ``flip_direction``, ``gt_bboxes`` (``tv_tensors.BoundingBoxes`` [N, 4] (x1, y1, x2, y2), float32,
+    in pixels of ``img``), ``gt_bboxes_labels`` (int64 [N]) and ``gt_ignore_flags`` (bool [N], True for crowd regions).
 
-    Random numbers come from torch's global generator alone. A worker process of a DataLoader has its own,
-    seeded from the loader's (mmengine seeds it with ``seed + rank * num_workers + worker``), so a run with a
-    seed repeats exactly for the same number of workers and ranks. A worker that lives one epoch draws the
-    same numbers in every epoch under mmengine's fixed worker seeds: use ``persistent_workers=True``.
+    Random numbers come from torch's global generator alone. A worker process of a DataLoader has its own, which is
+    seeded from the loader's (mmengine seeds it with ``seed + rank * num_workers + worker``). A run with a seed
+    therefore repeats exactly for the same number of workers and ranks. With mmengine's fixed worker seeds, a worker
+    that lives for one epoch draws the same numbers in every epoch. Use ``persistent_workers=True`` to prevent that.
 
-    Source: the names and keywords of the transforms are those of mmcv and mmdet; the image is a torchvision
-    tv_tensor where theirs is a numpy array.
+    Source: the names and keywords of the transforms are those of mmcv and mmdet. The image is a torchvision tv_tensor
+    instead of a numpy array.
     """
 
     @abstractmethod
@@ -47,7 +47,7 @@ def set_image(results: dict, image: torch.Tensor) -> None:
 
 
 def set_boxes(results: dict, boxes: torch.Tensor, keep: torch.Tensor | None = None) -> None:
-    """Store xyxy ``boxes`` [N, 4] on the canvas of the image, only those where ``keep`` [N] is True."""
+    """Store ``boxes`` [N, 4] (x1, y1, x2, y2) in the results, or only those where ``keep`` [N] is True."""
     if keep is not None:
         boxes = boxes[keep]
         for key in ("gt_bboxes_labels", "gt_ignore_flags"):
@@ -63,10 +63,10 @@ def uniform(low: float, high: float) -> float:
 
 
 def uniform_int(low: int, high: int) -> int:
-    """Return an integer drawn uniformly from low..high, both included."""
+    """Return an integer drawn uniformly from low..high, including both."""
     return int(torch.randint(low, high + 1, ()))
 
 
 def choose(probabilities: Sequence[float]) -> int:
-    """Return a position, drawn with the given probabilities (they sum to one)."""
+    """Return a position that is drawn with the given probabilities, which sum to one."""
     return int(torch.multinomial(torch.tensor(probabilities, dtype=torch.float64), 1))

@@ -1,4 +1,4 @@
-"""Boxes, futures and maps around a vehicle, and the packing of a frame for the model."""
+"""Transforms of the boxes, futures and maps of driving frames, and the packing of a frame for the model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,13 +36,13 @@ _PER_BOX_KEYS = (
 
 @TRANSFORMS.register_module()
 class BBoxRotation(BaseTransform):
-    """Turns the lidar frame about its z axis by ``aug_config['rotate_3d']`` radians, and all that is given in it.
+    """Rotates a frame about the z axis of the lidar frame by ``aug_config['rotate_3d']`` radians.
 
-    Boxes, velocities, futures of agents and vehicle, coming boxes, map lines, points, ``lidar2img``, ``lidar2cam``
-    and ``lidar2global``: the images stay as they are.
+    Boxes, velocities, futures of agents and of the vehicle, future boxes, map lines and points are rotated, and
+    ``lidar2img``, ``lidar2cam`` and ``lidar2global`` are changed to match. The images stay as they are.
 
-    Source: Sparse4D's name. Difference: there only boxes and matrices turn, so a turned frame and its map or futures
-    disagree.
+    Source: the name is Sparse4D's. Difference: in Sparse4D only boxes and matrices are rotated, so that they no longer
+    agree with the map and the futures.
     """
 
     def transform(self, results: dict) -> dict:
@@ -79,12 +79,13 @@ class BBoxRotation(BaseTransform):
 
 @TRANSFORMS.register_module()
 class CircleObjectRangeFilter(BaseTransform):
-    """Drops boxes further away (in x and y) than their class's distance; classes beyond the list are dropped too.
+    """Drops boxes that are farther away in x and y than the distance of their class.
 
-    A record without boxes' keys (a test split) stays as it is.
+    Boxes of classes without a distance are dropped, too. A record without boxes, such as one of a test split, stays as
+    it is.
 
     Args:
-        class_dist_thred: distance of each class in metres.
+        class_dist_thred: the distance of each class in metres.
     """
 
     def __init__(
@@ -104,10 +105,11 @@ class CircleObjectRangeFilter(BaseTransform):
 
 @TRANSFORMS.register_module()
 class InstanceNameFilter(BaseTransform):
-    """Drops boxes whose class is none of ``classes`` (their label is -1).
+    """Drops boxes whose class is not one of ``classes``.
 
     Args:
-        classes: names, in the order of the labels.
+        classes: the names of the classes in the order of the labels. Only their number is used, because the data set
+            has set the label of other classes to -1.
     """
 
     def __init__(self, classes: Sequence[str]) -> None:
@@ -129,24 +131,29 @@ def _keep_boxes(results: dict, mask: np.ndarray) -> dict:
 
 @TRANSFORMS.register_module()
 class VectorizeMap(BaseTransform):
-    """Turns ``map_annos`` {label: lines [n, 2]} into lines of equal numbers of points.
+    """Resamples or simplifies the map lines of ``map_annos`` {label: lines [n, 2]}.
 
-    With ``permute``: ``gt_map_labels`` int64 [m] and ``gt_map_pts`` float32 [m, 2 * (sample_num - 1), sample_num, 2],
-    all orders of points that draw the same line: for a closed line (ends within 1 mm) every starting point in both
-    directions, for an open one the two directions and 1e5 for the rest. Without: ``vectors``, an object array [m] of
-    lines, and ``vector_labels`` int64 [m].
+    With ``permute``, the results are ``gt_map_labels`` int64 [m] and ``gt_map_pts`` float32
+    [m, 2 * (sample_num - 1), sample_num, 2], all orders of points that draw the same line. A closed line, whose ends
+    are equal within 1 mm, has an order for every starting point in both directions. An open line has two orders, and
+    the others are filled with 1e5.
+
+    Without ``permute``, the results are ``vectors``, an object array [m] of lines, and ``vector_labels`` int64 [m].
 
     Args:
         roi_size: width (x) and length (y) of the region, for ``normalize``.
-        normalize: points as fractions of the region instead of metres.
+        normalize: give points as fractions of the region instead of metres.
         coords_dim: 2 or 3.
-        simplify: straighten lines by up to 0.2 m (Douglas and Peucker) instead of sampling.
-        sample_num: points per line. sample_dist: distance between points. One of the two, or ``simplify``.
-        permute: see above; needs ``sample_num``.
+        simplify: simplify lines by up to 0.2 m (Douglas and Peucker).
+        sample_num: number of points per line.
+        sample_dist: the distance between points. Exactly one of ``simplify``, ``sample_num`` and ``sample_dist`` must
+            be given.
+        permute: whether all orders are given, see above. This needs ``sample_num``.
 
-    A map class without lines, and a frame without any, give none.
+    Raises:
+        ValueError: the arguments do not fit together, or a line is NaN or infinite.
 
-    Source: SparseDrive's name and keywords. Difference: no shapely, and lines come from ``map_annos``.
+    Source: the name and keywords are SparseDrive's. Difference: shapely is not used, and lines come from ``map_annos``.
     """
 
     def __init__(
@@ -214,7 +221,7 @@ class VectorizeMap(BaseTransform):
 
 
 def object_array(items: Sequence[Any]) -> np.ndarray:
-    """Return a 1-D object array: a list that collating leaves in one piece, whatever its items' sizes."""
+    """Return a 1-D object array of the items. Collating keeps it in one piece, whatever the sizes of the items."""
     array = np.empty(len(items), dtype=object)
     array[:] = items
     return array
@@ -222,13 +229,13 @@ def object_array(items: Sequence[Any]) -> np.ndarray:
 
 @TRANSFORMS.register_module()
 class NuScenesSparse4DAdaptor(BaseTransform):
-    """Gives a record the names and tensors that Sparse4D and SparseDrive read.
+    """Converts a record to the names and tensors that Sparse4D and SparseDrive read.
 
-    ``img`` tensor [V, 3, H, W] (uint8, or float32 if the images are), ``projection_mat`` float32 [V, 4, 4],
-    ``image_wh`` float32 [V, 2], ``focal`` float32 [V], ``T_global`` and ``T_global_inv`` float64 [4, 4] arrays,
-    ``instance_id``, ground truth as tensors, yaw in [-pi, pi).
+    They are ``img``, a tensor [V, 3, H, W] of the images' dtype, ``projection_mat`` float32 [V, 4, 4], ``image_wh``
+    float32 [V, 2], ``focal`` float32 [V], ``T_global`` and ``T_global_inv``, float64 [4, 4] arrays, ``instance_id``,
+    and the ground truth as tensors, with yaws in [-pi, pi).
 
-    Source: Sparse4D's name.
+    Source: the name is Sparse4D's.
     """
 
     def transform(self, results: dict) -> dict:
@@ -280,14 +287,14 @@ class PackDrivingInputs(BaseTransform):
     """Returns ``dict(inputs=images [V, 3, H, W], data_samples=DrivingDataSample)``.
 
     Args:
-        keys: the fields of the sample; by default all of DEFAULT_KEYS that the record has.
-        meta_keys: its meta information, where the record has it; ALWAYS_META always belong to it. What is among
-            ``keys`` too is meta information.
+        keys: the fields of the sample. By default they are those of DEFAULT_KEYS that the record has.
+        meta_keys: the keys of the meta information, in addition to ALWAYS_META. Keys that the record lacks are left
+            out. A key that is also among ``keys`` becomes meta information only.
 
     Raises:
         KeyError: the record lacks one of ``keys``.
 
-    Source: takes the keywords of mmdet 2's Collect, under whose name it is registered too.
+    Source: the keywords are those of mmdet 2's Collect. This class is registered under that name, too.
     """
 
     DEFAULT_KEYS = (

@@ -1,4 +1,4 @@
-"""The last step of a pipeline: what the model gets."""
+"""The last step of a pipeline, which packs the inputs of the model."""
 
 from collections.abc import Sequence
 
@@ -17,11 +17,11 @@ __all__ = ["PackDetInputs"]
 class PackDetInputs(BaseTransform):
     """Packs the results as ``dict(inputs=uint8 tensor [3, H, W], data_samples=DetDataSample)``.
 
-    ``gt_instances`` gets the boxes to learn, ``ignored_instances`` the crowd regions, both with ``bboxes``
-    (plain float32 tensor [N, 4], xyxy in pixels of ``img_shape``) and ``labels`` (int64 [N]).
+    ``gt_instances`` gets the boxes to train on, and ``ignored_instances`` the crowd regions. Both have ``bboxes`` (a
+    plain float32 tensor [N, 4] (x1, y1, x2, y2) in pixels of ``img_shape``) and ``labels`` (int64 [N]).
 
     Args:
-        meta_keys: results that become meta information; those that a pipeline does not set are left out.
+        meta_keys: the results that become meta information. Those that the pipeline has not set are left out.
 
     Source: mmdet's PackDetInputs.
     """

@@ -1,4 +1,4 @@
-"""Transforms that move pixels, and the boxes with them."""
+"""Transforms that move the pixels of an image together with its boxes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,24 +17,26 @@ __all__ = ["Pad", "RandomChoiceResize", "RandomCrop", "RandomFlip", "RandomResiz
 
 @TRANSFORMS.register_module()
 class Resize(BaseTransform):
-    """Scales image and boxes, and multiplies ``scale_factor`` (width, height) by what it did.
+    """Scales the image and its boxes, and multiplies ``scale_factor`` (width, height) by the ratio of the sizes.
 
-    With ``keep_ratio`` and ``scale=(a, b)`` the image becomes as large as fits: with
-    ``factor = min(max(a, b) / max(w, h), min(a, b) / min(w, h))`` the new size is ``int(w * factor + 0.5)``,
-    ``int(h * factor + 0.5)``. Without ``keep_ratio`` it becomes (a, b) = (width, height).
+    With ``keep_ratio`` and ``scale=(a, b)``, the image becomes as large as fits. With
+    ``factor = min(max(a, b) / max(w, h), min(a, b) / min(w, h))``, the new size is ``int(w * factor + 0.5)``,
+    ``int(h * factor + 0.5)``. Without ``keep_ratio``, the new (width, height) is (a, b).
 
     Args:
         scale: (width, height), or one number for both.
-        scale_factor: used where ``scale`` is not given: the target is ``int(w * factor + 0.5)`` and likewise
-            in h.
-        keep_ratio: keep the image's proportions.
+        scale_factor: one number, or one for the width and one for the height, instead of ``scale``. The target width is
+            ``int(w * factor + 0.5)``, and likewise the height.
+        keep_ratio: keep the proportions of the image.
         clip_object_border: clip the boxes to the image.
-        backend: ``'cv2'`` samples bilinearly without an anti-aliasing filter, as OpenCV does; ``'pillow'``
-            filters, as Pillow does. Both run on torchvision.
+        backend: ``'cv2'`` uses no anti-aliasing filter, as in OpenCV. ``'pillow'`` uses one, as in Pillow. torchvision
+            does the computation in both cases.
         interpolation: ``'nearest'``, ``'bilinear'`` or ``'bicubic'``.
 
-    Source: mmcv's and mmdet's Resize. Difference: ``scale_factor`` is the product over all resizes of a
-    pipeline.
+    Raises:
+        ValueError: an argument is not valid, or not exactly one of ``scale`` and ``scale_factor`` is given.
+
+    Source: mmcv's and mmdet's Resize. Difference: ``scale_factor`` is the product over all resizes of a pipeline.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Resize(BaseTransform):
         self.interpolation = interpolation
 
     def new_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) that an image of ``height`` x ``width`` gets."""
+        """Return the new (height, width) of an image of ``height`` x ``width``."""
         if self.scale_factor is None:
             target_w, target_h = self.scale
         else:
@@ -97,11 +99,11 @@ class Resize(BaseTransform):
 
 @TRANSFORMS.register_module()
 class RandomChoiceResize(BaseTransform):
-    """Resizes to one of ``scales``, each as likely.
+    """Resizes to one of ``scales``, all of which are equally likely.
 
     Args:
         scales: a list of (width, height) or of numbers, or a single one.
-        resize_type: the registered transform that does it.
+        resize_type: the registered transform that resizes.
         **resize_kwargs: its other keywords, such as ``keep_ratio``.
 
     Source: mmcv's RandomChoiceResize.
@@ -124,10 +126,10 @@ class RandomResize(BaseTransform):
     """Resizes to a scale drawn from a range.
 
     Args:
-        scale: two (width, height) pairs: each number is drawn from the integers between theirs; or one pair,
-            that ``ratio_range`` multiplies.
-        ratio_range: (lowest, highest) ratio, one draw for width and height.
-        resize_type: the registered transform that does it.
+        scale: two (width, height) pairs, between which the width and the height are drawn as integers, or one pair that
+            is multiplied by a ratio.
+        ratio_range: the lowest and the highest ratio. One ratio is drawn for width and height.
+        resize_type: the registered transform that resizes.
         **resize_kwargs: its other keywords, such as ``keep_ratio``.
 
     Source: mmcv's RandomResize.
@@ -153,7 +155,7 @@ class RandomResize(BaseTransform):
         self.scale = scale
         self.ratio_range = ratio_range
         self._resize_cfg = dict(type=resize_type, **resize_kwargs)
-        self._build(scale if is_one_pair else scale[0])  # wrong keywords show now and not at the first image
+        self._build(scale if is_one_pair else scale[0])  # Wrong keywords fail here, before the first image.
 
     def _build(self, scale: Sequence[int]) -> BaseTransform:
         return TRANSFORMS.build(dict(scale=tuple(scale), **self._resize_cfg))
@@ -169,10 +171,10 @@ class RandomResize(BaseTransform):
 
 @TRANSFORMS.register_module()
 class RandomFlip(BaseTransform):
-    """Mirrors image and boxes, and sets ``flip`` and ``flip_direction`` (``None`` when not flipped).
+    """Flips the image and its boxes, and sets ``flip`` and ``flip_direction`` (``None`` if nothing is flipped).
 
     Args:
-        prob: the probability of a flip, shared evenly by the directions, or one for each direction.
+        prob: the probability of a flip, which all directions share evenly, or one probability for each direction.
         direction: ``'horizontal'``, ``'vertical'``, ``'diagonal'`` (both), or a list of them.
 
     Source: mmcv's RandomFlip.
@@ -215,21 +217,23 @@ class RandomFlip(BaseTransform):
 
 @TRANSFORMS.register_module()
 class RandomCrop(BaseTransform):
-    """Cuts out a rectangle at a random place; drops the boxes that do not reach into it.
+    """Crops a random rectangle of the image, and drops the boxes outside it.
 
     Args:
-        crop_size: read by ``crop_type``. A crop never exceeds the image.
-        crop_type: ``'absolute'``: crop_size is (width, height) in pixels. ``'absolute_range'``: crop_size is
-            (smallest, largest) side in pixels, drawn for height and width separately. ``'relative'``:
-            crop_size is (width, height) as parts of the image, in (0, 1]. ``'relative_range'``: crop_size
-            holds the smallest such parts of (width, height); each is drawn from there to 1.
-        allow_negative_crop: accept a crop without any box; ``False`` returns ``None`` (another image is
-            taken).
-        recompute_bbox: must be ``False``: it needs instance masks, which visdet has not.
+        crop_size: the size of the crop, whose meaning depends on ``crop_type``. A crop never exceeds the image.
+        crop_type: the meaning of ``crop_size``. For ``'absolute'`` it is (width, height) in pixels. For
+            ``'absolute_range'`` it is the smallest and the largest side in pixels, and height and width are drawn
+            separately. For ``'relative'`` it is (width, height) as fractions of the image, in (0, 1]. For
+            ``'relative_range'`` it is the smallest such fractions, and each is drawn between them and 1.
+        allow_negative_crop: accept a crop without any box. ``False`` returns ``None``, so that another image is taken.
+        recompute_bbox: must be ``False``, because it needs instance masks, which visdet does not have.
         bbox_clip_border: clip the boxes to the crop.
 
-    Source: mmdet 3.3's RandomCrop. Difference: mmdet reads ``'relative_range'`` as (height, width), the
-    others as (width, height); here all are (width, height).
+    Raises:
+        ValueError: an argument is not valid.
+
+    Source: mmdet 3.3's RandomCrop. Difference: all sizes are (width, height), whereas ``'relative_range'`` is
+    (height, width) in mmdet.
     """
 
     def __init__(
@@ -271,7 +275,7 @@ class RandomCrop(BaseTransform):
         self.bbox_clip_border = bbox_clip_border
 
     def _draw_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the crop's (height, width), at most the image's."""
+        """Return the (height, width) of the crop, which is at most that of the image."""
         first, second = self.crop_size
         if self.crop_type == "absolute":
             return min(second, height), min(first, width)
@@ -304,19 +308,21 @@ class RandomCrop(BaseTransform):
 
 @TRANSFORMS.register_module()
 class Pad(BaseTransform):
-    """Adds a border at the right and bottom; ``img_shape`` becomes the padded size, boxes stay.
+    """Adds a border on the right and at the bottom. ``img_shape`` becomes the padded size, and boxes stay as they are.
+
+    The data preprocessor of a model pads batches, so that this transform is needed for fixed sizes only.
 
     Args:
         size: the padded (width, height).
-        size_divisor: pad height and width to multiples of it.
+        size_divisor: pad height and width to multiples of this number.
         pad_to_square: pad to a square first.
-        pad_val: the border's value, a number or ``dict(img=number)``.
+        pad_val: the value of the border, a number or ``dict(img=number)``.
         padding_mode: ``'constant'``, ``'edge'``, ``'reflect'`` or ``'symmetric'``.
 
     Raises:
-        ValueError: the image is larger than ``size``.
+        ValueError: an argument is not valid, or the image is larger than ``size``.
 
-    Source: mmcv's Pad. A model pads its batches itself (DetDataPreprocessor): use this only for fixed sizes.
+    Source: mmcv's Pad.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reading images and annotations."""
+"""Transforms that read images and annotations."""
 
 import io
 
@@ -21,26 +21,26 @@ _COLOR_TYPES = ("color", "color_ignore_orientation")
 class LoadImageFromFile(BaseTransform):
     """Reads ``img_path`` into ``img`` (uint8 [3, H, W]) and sets ``img_shape`` and ``ori_shape``.
 
-    Grey and palette images become three channels, alpha is dropped, 16-bit images keep their upper byte. The
-    EXIF orientation is applied, as image viewers do; where only the stored orientation has the height and
-    width of the annotation file, that one is taken, because there the boxes were drawn on it.
+    Grey and palette images get three channels, alpha is dropped, and 16-bit images keep their upper byte. The EXIF
+    orientation is applied, as in image viewers. If only the stored orientation has the height and width of the
+    annotation file, the stored orientation is kept, because the boxes were drawn on it.
 
     Args:
-        to_float32: give float32 values 0..255.
-        color_type: ``'color'``, or ``'color_ignore_orientation'`` to leave the EXIF orientation alone.
-        channel_order: ``'bgr'`` (mmcv's default, which goes with ``bgr_to_rgb=True`` in the data
-            preprocessor) or ``'rgb'``.
-        imdecode_backend: ``'pillow'``, the only one.
-        ignore_empty: return ``None`` for an image that cannot be read, so that the data set takes another
-            one.
+        to_float32: give float32 values in 0..255.
+        color_type: ``'color'``, or ``'color_ignore_orientation'`` to ignore the EXIF orientation.
+        channel_order: ``'bgr'`` (mmcv's default, which needs ``bgr_to_rgb=True`` in the data preprocessor) or
+            ``'rgb'``.
+        imdecode_backend: must be ``'pillow'``.
+        ignore_empty: return ``None`` for an image that cannot be read, so that the data set takes another one.
         backend_args: mmengine's file backend.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no image, is damaged, or differs in size from the annotation file; named in
-            the message.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not an image, is damaged, or has another size than in the annotation file. The message
+            names the file.
 
-    Source: mmcv's LoadImageFromFile. Differences: Pillow decodes, so pixels may differ by 1 from OpenCV's.
+    Source: mmcv's LoadImageFromFile. Difference: Pillow decodes the image, so that pixels may differ from those of
+    OpenCV by 1.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LoadImageFromFile(BaseTransform):
                 return None
             raise
         pixels = rgb[..., ::-1].copy() if self.channel_order == "bgr" else rgb
-        # A view in channels-last order: resizing is faster on it, and PackDetInputs makes it contiguous.
+        # This view is in channels-last order, on which resizing is faster. PackDetInputs makes it contiguous.
         image = torch.from_numpy(pixels).permute(2, 0, 1)
         set_image(results, image.float() if self.to_float32 else image)
         results["ori_shape"] = results["img_shape"]
@@ -126,7 +126,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
         upper_byte = (values.astype(np.uint16) >> 8).astype(np.uint8)
         return np.repeat(upper_byte[..., None], 3, axis=2)
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow asks for this step; the colours of the palette stay
+        image = image.convert("RGBA")  # Pillow warns without this step. The colours of the palette stay.
     return np.array(image.convert("RGB"))
 
 
@@ -134,16 +134,18 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
 class LoadAnnotations(BaseTransform):
     """Turns ``instances`` into ``gt_bboxes``, ``gt_bboxes_labels`` and ``gt_ignore_flags``.
 
-    The boxes are in pixels of the current ``img``: after a ``Resize`` they are scaled by ``scale_factor``. A
-    flip or a crop cannot be made up for, so load annotations before them.
+    The boxes are in pixels of the current ``img``. After a ``Resize`` they are scaled by ``scale_factor``. This is not
+    possible after a flip or a crop, so that annotations must be loaded before them.
 
     Args:
         with_bbox: load the boxes and the ignore flags.
         with_label: load the labels.
-        with_mask: must be ``False``: visdet has no instance masks.
+        with_mask: must be ``False``, because visdet has no instance masks.
 
-    Source: mmdet's LoadAnnotations. Difference: mmdet leaves boxes in the file's pixels when a ``Resize``
-    came first.
+    Raises:
+        ValueError: ``with_mask`` is True, or the image has been flipped.
+
+    Source: mmdet's LoadAnnotations. Difference: mmdet leaves boxes in pixels of the file after a ``Resize``.
     """
 
     def __init__(self, with_bbox: bool = True, with_label: bool = True, with_mask: bool = False) -> None:
@@ -176,10 +178,10 @@ class FilterAnnotations(BaseTransform):
     """Drops boxes that augmentation has made too small.
 
     Args:
-        min_gt_bbox_wh: a box stays if it is wider and higher than this, in pixels (width, height).
-        keep_empty: as mmdet's, which is named the other way round: ``True`` returns ``None`` (another image
-            is taken) when no box stays, ``False`` returns the image without boxes. An image that had no box
-            is returned as it is.
+        min_gt_bbox_wh: (width, height) in pixels. A box stays if it is wider and higher than this.
+        keep_empty: if no box stays, ``True`` returns ``None``, so that another image is taken, and ``False`` returns
+            the image without boxes. The name is mmdet's and suggests the opposite. An image that had no box is returned
+            as it is.
 
     Source: mmdet's FilterAnnotations.
     """

@@ -1,4 +1,4 @@
-"""Images of several cameras at one time, and the depth that lidar points give them."""
+"""Transforms of the images of several cameras, and of the depth maps that lidar points give."""
 
 from collections.abc import Sequence
 
@@ -28,15 +28,15 @@ class LoadMultiViewImageFromFiles(BaseTransform):
     """Reads ``img_filename`` into ``img``, a list of BGR uint8 [H, W, 3], and sets ``img_shape``, a list of (H, W).
 
     Args:
-        to_float32: accepted for published configs; images stay uint8 until they are on the device.
-        color_type: ``'color'`` or ``'unchanged'``; three channels in any case.
+        to_float32: accepted for published configs, without effect. Images stay uint8 until they are on the device.
+        color_type: ``'color'`` or ``'unchanged'``. Images have three channels in both cases.
         backend_args: mmengine's file backend.
 
     Raises:
-        FileNotFoundError: a camera's file is missing.
-        ValueError: a file is no image.
+        FileNotFoundError: the file of a camera is missing.
+        ValueError: a file is not an image.
 
-    Source: mmdet3d's name; differences: uint8, a list instead of a stacked array.
+    Source: the name is mmdet3d's. Difference: images are uint8, and a list instead of a stacked array.
     """
 
     def __init__(
@@ -78,20 +78,20 @@ class LoadMultiViewImageFromFiles(BaseTransform):
 
 @TRANSFORMS.register_module()
 class LoadPointsFromFile(BaseTransform):
-    """Reads ``pts_filename``, float32 rows, into ``points`` [n, len(use_dim)].
+    """Reads the float32 rows of ``pts_filename`` into ``points`` [n, len(use_dim)].
 
     Args:
-        coord_type: ``'LIDAR'``, ``'DEPTH'`` or ``'CAMERA'``; for the reader of the config.
+        coord_type: ``'LIDAR'``, ``'DEPTH'`` or ``'CAMERA'``. It has no effect.
         load_dim: numbers per point in the file.
-        use_dim: columns to keep, or the number of first columns.
-        file_client_args: mmcv 1's name of ``backend_args``; only ``dict(backend='disk')``.
+        use_dim: the columns to keep, or the number of columns to keep from the first one on.
+        file_client_args: mmcv 1's name of ``backend_args``. Only ``dict(backend='disk')`` is accepted.
         backend_args: mmengine's file backend.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: its size is no multiple of ``load_dim`` numbers.
+        FileNotFoundError: the file does not exist.
+        ValueError: an argument is not valid, or the size of the file is not a multiple of ``load_dim`` numbers.
 
-    Source: mmdet3d's name and keywords, without its shift_height and use_color.
+    Source: the name and keywords are mmdet3d's, without its shift_height and use_color.
     """
 
     def __init__(
@@ -135,16 +135,16 @@ class LoadPointsFromFile(BaseTransform):
 
 @TRANSFORMS.register_module()
 class MultiScaleDepthMapGenerator(BaseTransform):
-    """Draws ``points`` into ``gt_depth``: float32 [V, H / s, W / s] for each s of ``downsample``, -1 where unknown.
+    """Makes the depth maps ``gt_depth`` of ``points``, float32 [V, H / s, W / s] for each stride s of ``downsample``.
 
-    A cell holds the depth (m) of the nearest point whose pixel falls into it, limited to 0.1..max_depth. Points
-    project by ``lidar2img`` into images of ``img_shape``.
+    ``lidar2img`` projects the points into images of ``img_shape``. A cell holds the depth in metres of the nearest
+    point in it, clipped to 0.1..max_depth, or -1 if there is none.
 
     Args:
-        downsample: strides.
-        max_depth: in metres.
+        downsample: one stride or several.
+        max_depth: the greatest depth in metres.
 
-    Source: Sparse4D's name and rule.
+    Source: the name and the rule are Sparse4D's.
     """
 
     def __init__(self, downsample: int | Sequence[int] = 1, max_depth: float = 60) -> None:
@@ -177,12 +177,12 @@ class MultiScaleDepthMapGenerator(BaseTransform):
 
 @TRANSFORMS.register_module()
 class ResizeCropFlipImage(BaseTransform):
-    """Resizes, crops, mirrors and rotates all images as ``aug_config`` says, and the camera matrices with them.
+    """Resizes, crops, flips and rotates all images by ``aug_config``, and changes the camera matrices to match.
 
-    A mirrored image goes with a mirrored projection: boxes stay where they are. Outside the image is black. Without
-    an ``aug_config`` nothing happens.
+    If an image is flipped, its projection is flipped, too, so that boxes stay as they are. Pixels outside the original
+    image are black. Without an ``aug_config``, nothing changes.
 
-    Source: Sparse4D's name and geometry. Difference: images are rotated with bilinear interpolation.
+    Source: the name and the geometry are Sparse4D's. Difference: images are rotated with bilinear interpolation.
     """
 
     def transform(self, results: dict) -> dict:
@@ -221,7 +221,7 @@ def _warp(image: np.ndarray, config: dict) -> tuple[np.ndarray, np.ndarray]:
     image = _resize_and_crop(image, resized, (left, top, right, bottom))
     image = image[:, ::-1] if flip else image
     if degrees:
-        # In OpenCV's pixels, counted from their centres.
+        # The centre is in OpenCV's coordinates, in which the centre of the first pixel is 0.
         turn = cv2.getRotationMatrix2D(((right - left - 1) / 2, (bottom - top - 1) / 2), degrees, 1.0)
         image = cv2.warpAffine(np.ascontiguousarray(image), turn, image.shape[1::-1], flags=cv2.INTER_LINEAR)
     return image, matrix
@@ -240,7 +240,7 @@ def _resize_and_crop(
         return np.array(picture.crop(crop))
     if left < 0 or top < 0 or right > resized[0] or bottom > resized[1]:
         return np.array(picture.resize(resized).crop(crop))
-    # Only what stays is resized: a third less for the published crop.
+    # Only the crop is resized, which is a third less for the published settings.
     scale_x, scale_y = width / resized[0], height / resized[1]
     box = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
     return np.array(picture.resize((right - left, bottom - top), box=box))
@@ -248,9 +248,10 @@ def _resize_and_crop(
 
 @TRANSFORMS.register_module()
 class PhotoMetricDistortionMultiViewImage(PhotoMetricDistortion):
-    """``PhotoMetricDistortion`` of each image of several cameras, BGR uint8 [H, W, 3], by OpenCV.
+    """``PhotoMetricDistortion`` of the images of several cameras, each BGR uint8 [H, W, 3], by OpenCV.
 
-    Source: mmdet3d's name and defaults. Differences: values end in 0..255, uint8; those in between are not cut off.
+    Source: the name and defaults are mmdet3d's. Difference: the result is rounded and clipped to uint8. Intermediate
+    values are clipped to 0..255 only before the saturation or the hue changes.
     """
 
     def transform(self, results: dict) -> dict:
@@ -285,9 +286,14 @@ class PhotoMetricDistortionMultiViewImage(PhotoMetricDistortion):
 
 @TRANSFORMS.register_module()
 class NormalizeMultiviewImage(BaseTransform):
-    """Subtracts ``mean`` and divides by ``std``, giving float32 images, after making them RGB if ``to_rgb``.
+    """Normalises images to float32 by ``(image - mean) / std``, after converting them from BGR to RGB if ``to_rgb``.
 
-    Published pipelines have it. Normalising in DrivingDataPreprocessor instead moves a quarter of the bytes.
+    Published pipelines use this transform. If DrivingDataPreprocessor normalises the images instead, only a quarter of
+    the bytes are copied to the device.
+
+    Args:
+        mean, std: the mean and the standard deviation of each channel.
+        to_rgb: whether the channels are reversed first.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], to_rgb: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Transforms that change colours and leave the geometry alone."""
+"""Transforms that change colours but not the geometry."""
 
 import torch
 from torchvision.transforms.v2 import functional as F
@@ -13,21 +13,23 @@ __all__ = ["PhotoMetricDistortion"]
 
 @TRANSFORMS.register_module()
 class PhotoMetricDistortion(BaseTransform):
-    """Changes brightness, contrast, saturation, hue and the order of the channels, each with probability one
-    half.
+    """Changes brightness, contrast, saturation, hue and the order of the channels, each with probability one half.
 
-    In order: brightness ``+ d``, contrast ``* a`` (here or after the hue, one half each), saturation ``* s``,
-    hue ``+ h``, a random permutation of the channels. Saturation is that of HSV: each channel moves away from
-    the brightest one, ``v - (v - c) * s``, as far as black allows.
+    The steps are, in this order: brightness ``+ d``; contrast ``* a``, which is moved behind the hue with probability
+    one half; saturation ``* s``; hue ``+ h``; a random permutation of the channels. The saturation is that of HSV: each
+    channel c moves away from the brightest one v to ``v - (v - c) * s``, but not below 0.
 
     Args:
-        brightness_delta: d is uniform in ±this, on the scale 0..255.
-        contrast_range: (lowest, highest) a.
-        saturation_range: (lowest, highest) s.
-        hue_delta: h is uniform in ±this, in degrees.
+        brightness_delta: d is uniform in ±brightness_delta, on the scale 0..255.
+        contrast_range: the lowest and the highest a.
+        saturation_range: the lowest and the highest s.
+        hue_delta: h is uniform in ±hue_delta, in degrees.
 
-    Source: SSD's augmentation, with mmdet's names and defaults. Differences: values are kept in 0..255 after
-    each step and the dtype is kept, where mmdet goes on with unbounded float32.
+    Raises:
+        ValueError: a range or a delta is not valid.
+
+    Source: SSD's augmentation, with mmdet's names and defaults. Differences: values are clipped to 0..255 after each
+    step, and the dtype is kept, whereas mmdet continues with unbounded float32.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class PhotoMetricDistortion(BaseTransform):
         if _coin():
             image = _scale_saturation(image, uniform(*self.saturation_range))
         if _coin():
-            # Read as BGR a hue turns the other way round, which is as likely: channel order does not matter.
+            # In a BGR image the hue changes in the opposite direction. Both directions are equally likely, so that the
+            # order of the channels does not matter.
             image = F.adjust_hue(image, uniform(-self.hue_delta, self.hue_delta) / 360)
         if not contrast_comes_first:
             image = (image * contrast).clamp(0, 1)
@@ -80,7 +83,7 @@ def _coin() -> bool:
 
 
 def _scale_saturation(image: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return ``image`` [3, H, W] with its HSV saturation times ``factor``, at most 1; hue and value stay."""
+    """Return ``image`` [3, H, W] with its HSV saturation times ``factor``, but at most 1. Hue and value stay."""
     value = image.amax(dim=0)
     chroma = value - image.amin(dim=0)
     most = value / chroma.clamp(min=1e-6)

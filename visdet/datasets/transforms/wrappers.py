@@ -1,4 +1,4 @@
-"""Transforms made of transforms."""
+"""Transforms that apply other transforms."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,8 +20,8 @@ class RandomChoice(BaseTransform):
     """Applies one of several pipelines.
 
     Args:
-        transforms: the pipelines, each a list of transforms or a single one.
-        prob: their probabilities, summing to 1; without them each is as likely.
+        transforms: the pipelines. Each is a list of transforms or a single one.
+        prob: their probabilities, which sum to 1. By default all are equal.
 
     Source: mmcv's RandomChoice.
     """
@@ -52,10 +52,10 @@ def _compose(steps: dict | Callable | Sequence[dict | Callable]) -> Compose:
 
 @TRANSFORMS.register_module()
 class TorchvisionTransform(BaseTransform):
-    """Applies any transform of ``torchvision.transforms.v2`` to image and boxes, by its name.
+    """Applies a transform of ``torchvision.transforms.v2``, which is given by its name, to the image and its boxes.
 
-    ``dict(type='TorchvisionTransform', transform='RandomRotation', degrees=10)``. Boxes are clipped to the
-    new image, and those left with under one pixel of width or height are dropped. ``scale_factor`` is not
+    An example is ``dict(type='TorchvisionTransform', transform='RandomRotation', degrees=10)``. Boxes are clipped to
+    the new image, and those that are then less than one pixel wide or high are dropped. ``scale_factor`` is not
     changed, so use transforms that move pixels for training only.
 
     Args:
@@ -63,7 +63,7 @@ class TorchvisionTransform(BaseTransform):
         **arguments: its arguments.
 
     Raises:
-        ValueError: torchvision has no such transform, or it changed the number of boxes.
+        ValueError: torchvision has no such transform, or the transform has changed the number of boxes.
     """
 
     def __init__(self, transform: str, **arguments) -> None:

@@ -1,4 +1,4 @@
-"""mmengine's checkpoint hook, safe against being killed at any moment."""
+"""A version of mmengine's checkpoint hook that loses no checkpoint if the run is killed at any moment."""
 
 import os
 
@@ -16,16 +16,17 @@ __all__ = ["CheckpointHook"]
 
 @HOOKS.register_module()
 class CheckpointHook(_CheckpointHook):
-    """Saves checkpoints with the random and temporal state of every process; removes an old one only after the
-    new one is whole.
+    """Saves checkpoints with the random and the temporal state of every process.
 
-    Args: see :class:`mmengine.hooks.CheckpointHook`. Local folders only for ``max_keep_ckpts`` and
-    ``save_best`` to clean up.
+    An old checkpoint is removed only after the new one has been written completely.
+
+    Args: see :class:`mmengine.hooks.CheckpointHook`. Old checkpoints of ``max_keep_ckpts`` and ``save_best`` are
+    removed from local folders only.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if self.args:  # mmengine keeps unknown keywords, to fail on them at the first checkpoint
+        if self.args:  # mmengine keeps unknown keywords and fails on them only at the first checkpoint.
             raise TypeError(
                 f"CheckpointHook.__init__() got an unexpected keyword argument {next(iter(self.args))!r}"
             )
@@ -53,7 +54,7 @@ class CheckpointHook(_CheckpointHook):
                 _remove(os.path.join(self.out_dir, self.filename_tmpl.format(old_step)))
 
     def _keep(self, runner, step: int) -> list[int]:
-        """Add ``step`` to the steps whose checkpoints stay and return those that no longer do."""
+        """Add ``step`` to the steps whose checkpoints are kept, and return the steps that are no longer kept."""
         steps = [kept for kept in self.keep_ckpt_ids if kept != step] + [step]
         outdated, kept = steps[: -self.max_keep_ckpts], steps[-self.max_keep_ckpts :]
         self.keep_ckpt_ids.clear()
@@ -64,8 +65,8 @@ class CheckpointHook(_CheckpointHook):
     def _save_best_checkpoint(self, runner, metrics: dict) -> None:
         if not self.save_best:
             return
-        # mmengine removes the previous best before it writes the new one; hidden from it, the file stays
-        # until then.
+        # mmengine would remove the previous best checkpoint before it writes the new one. The paths are hidden from
+        # it, so that the file stays until then.
         previous = self._best_paths()
         self._set_best_paths(dict.fromkeys(previous))
         super()._save_best_checkpoint(runner, metrics)

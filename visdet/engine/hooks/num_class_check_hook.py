@@ -1,4 +1,4 @@
-"""A check that model and data speak of the same number of classes."""
+"""A hook that checks that the model and the data sets have the same classes."""
 
 from itertools import zip_longest
 from typing import Any
@@ -16,18 +16,19 @@ __all__ = ["NumClassCheckHook"]
 
 @HOOKS.register_module()
 class NumClassCheckHook(Hook):
-    """Compares ``num_classes`` of the model's heads with the classes of every data set of the run, before it starts.
+    """Compares the ``num_classes`` of the model's heads with the classes of every data set before a run starts.
 
-    The data sets of one run must name the same classes in the same order.
+    The data sets of one run must also have the same classes in the same order.
 
     Raises:
-        ConfigError: names the head, the data set and both numbers; or two data sets and a label that they differ in.
+        ConfigError: the number of classes of a head and a data set differ, or the classes of two data sets differ. The
+            message names them and what differs.
 
-    Source: the name is mmdet's, whose hook looks at epoch starts.
+    Source: the name is that of mmdet's hook, which checks at the start of every epoch instead.
     """
 
     def before_run(self, runner) -> None:
-        """Compare the data sets of the loops that were built."""
+        """Check the data sets of the loops that have been built."""
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
         heads = {
             name: module
@@ -48,7 +49,7 @@ class NumClassCheckHook(Hook):
 
 
 def _compare_lists(datasets: dict[str, Any]) -> None:
-    """Compare the classes of the data sets of a run: a label must mean the same in all of them."""
+    """Check that every label names the same class in all data sets of a run."""
     lists = {
         name: tuple(dataset.metainfo["classes"])
         for name, dataset in datasets.items()
@@ -62,8 +63,8 @@ def _compare_lists(datasets: dict[str, Any]) -> None:
             here, there = (names[label] if label < len(names) else "absent" for names in (first, classes))
             raise ConfigError(
                 f"the classes of {first_name}_dataloader.dataset and {name}_dataloader.dataset differ: label {label} "
-                f"is {here!r} in the one and {there!r} in the other ({len(first)} and {len(classes)} classes). Give "
-                "both the same metainfo.classes, in the same order"
+                f"is {here!r} in the former and {there!r} in the latter ({len(first)} and {len(classes)} classes). "
+                "Give both the same metainfo.classes in the same order"
             )
 
 

@@ -1,4 +1,4 @@
-"""Progress on the terminal: a live bar where there is one, a plain line per interval in a pipe."""
+"""A hook that shows progress as a live bar on a terminal, and as plain lines elsewhere."""
 
 import time
 from datetime import timedelta
@@ -18,16 +18,17 @@ _REFRESH_SECONDS = 0.2
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """Shows loss, its parts, learning rate, time and remaining time while training, and metrics when they are known.
+    """Shows the progress of training, and the metrics after every validation and test.
 
-    On a terminal one live line per running loop; otherwise one line every ``interval`` iterations. The log
-    file and TensorBoard are the logger hook's.
+    On a terminal, each running loop has one live line. Elsewhere, there is one line every ``interval`` iterations,
+    which also shows the parts of the loss. The logger hook writes the log file and the scalars of TensorBoard.
 
     Args:
-        interval: iterations between plain lines; default: the logger hook's.
+        interval: the number of iterations between plain lines. The default is the interval of the logger hook, or 50
+            if there is none.
     """
 
-    priority = "LOW"  # after the timer and the runtime information are up to date
+    priority = "LOW"  # The timer and the runtime information must be up to date before.
 
     def __init__(self, interval: int | None = None) -> None:
         self.interval = interval
@@ -42,7 +43,7 @@ class ProgressHook(Hook):
             loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
             self.interval = loggers[0].interval if loggers else 50
         if is_main_process() and console.is_terminal:
-            # Drawn by hand: a drawing thread could hold a lock at the moment a data worker is forked.
+            # The bar is drawn without a thread, which could hold a lock at the moment when a data worker is forked.
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
@@ -110,7 +111,7 @@ class ProgressHook(Hook):
     def _advance(self, stage: str, done: int, status: str) -> None:
         if self._progress is None:
             return
-        self._progress.start()  # only now, so that what is said before the first batch needs no bar below it
+        self._progress.start()  # The bar starts here, so that there is none below messages before the first batch.
         self._progress.update(self._tasks[stage], completed=done, status=status)
         if time.monotonic() - self._redrawn_at > _REFRESH_SECONDS:
             self._progress.refresh()
@@ -153,7 +154,7 @@ class ProgressHook(Hook):
         return "  ".join(words)
 
     def _position(self, runner, ahead: int) -> str:
-        """Return where training is, ``ahead`` iterations from the runner's count."""
+        """Return the position of training as text, ``ahead`` iterations (and epochs) after the runner's counts."""
         if runner._train_loop is None or isinstance(runner._train_loop, dict):
             return ""
         position = f"iter {runner.iter + ahead}/{runner.max_iters}"
@@ -163,7 +164,7 @@ class ProgressHook(Hook):
 
 
 def _loss_parts(losses: dict[str, float]) -> str:
-    """Return the last layer's losses one by one, and those of the layers before it (``d0.loss_cls``) as one sum."""
+    """Return each loss of the last layer, and the sum of the losses of the other layers (such as ``d0.loss_cls``)."""
     main = {name.removeprefix("loss_"): value for name, value in losses.items() if name.startswith("loss")}
     layers = sum(value for name, value in losses.items() if "loss" in name and not name.startswith("loss"))
     if layers:
@@ -172,7 +173,7 @@ def _loss_parts(losses: dict[str, float]) -> str:
 
 
 def _main_scalars(metrics: dict) -> dict[str, int | float]:
-    """Return the metrics that are numbers, without those of single classes."""
+    """Return the metrics that are numbers, without those of single classes (whose names have two slashes)."""
     return {
         name: value
         for name, value in metrics.items()
@@ -181,9 +182,10 @@ def _main_scalars(metrics: dict) -> dict[str, int | float]:
 
 
 def _number(value: int | float) -> str:
-    """Return a count as it is, a measure with four decimals, or three digits where those would be lost.
+    """Return a number as text.
 
-    COCO's -1, for nothing to measure, is a dash.
+    A count stays as it is. A measure gets four decimals, or three digits and an exponent if it is small. The value -1,
+    by which COCO says that there was nothing to measure, becomes a dash.
     """
     if value == -1:
         return "-"

@@ -1,4 +1,4 @@
-"""What a run is, at its start, and what came of it, at its end."""
+"""A hook that describes a run at its start and reports its results at its end."""
 
 import os
 
@@ -20,7 +20,7 @@ __all__ = ["RunReportHook"]
 
 @HOOKS.register_module()
 class RunReportHook(Hook):
-    """Prints a short summary before training, and at the end AP per class and where everything was written."""
+    """Prints a summary of the run before training, and the AP of each class and the written files after it."""
 
     priority = "LOWEST"
 
@@ -28,7 +28,7 @@ class RunReportHook(Hook):
         self.metrics: dict = {}
 
     def before_train(self, runner) -> None:
-        """Say what is trained on what, how long, and where it goes."""
+        """Print the model, the data sets, the length of the run and the folder that it writes to."""
         if not is_main_process():
             return
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
@@ -55,15 +55,15 @@ class RunReportHook(Hook):
             say(f"{name:<10} {row}")
 
     def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
-        """Remember the newest metrics."""
+        """Keep the newest metrics."""
         self.metrics = metrics or {}
 
     def after_test_epoch(self, runner, metrics: dict | None = None) -> None:
-        """Remember the metrics."""
+        """Keep the metrics."""
         self.metrics = metrics or {}
 
     def after_train(self, runner) -> None:
-        """Print AP per class and where to find what."""
+        """Print the AP of each class and the paths of the written files."""
         if not is_main_process():
             return
         if runner.val_loop is not None:
@@ -84,13 +84,13 @@ class RunReportHook(Hook):
         say(f"  python tools/analyze_logs.py {_short(runner.work_dir)}")
 
     def after_test(self, runner) -> None:
-        """Print AP per class."""
+        """Print the AP of each class."""
         if is_main_process():
             self._print_metrics(runner.test_evaluator)
             say(f"log: {_short(runner.logger.log_file)}")
 
     def _print_metrics(self, evaluator) -> None:
-        """Print a table with a row per class and one for all of them, where a metric of the evaluator has classes."""
+        """Print a table with one row per class and one for all classes, for each metric that has results per class."""
         for metric in evaluator.metrics:
             rows = getattr(metric, "classwise_results", None)
             if not rows:
@@ -109,7 +109,7 @@ class RunReportHook(Hook):
 
 
 def _size(dataset) -> str:
-    """Return how many samples there are, in the dataset's own word for them, if it has one."""
+    """Return the number of samples with the data set's ``unit``, which is 'images' by default."""
     return f"{len(dataset)} {getattr(dataset, 'unit', 'images')}"
 
 
@@ -148,7 +148,7 @@ def _start(runner) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Return three digits; a dash where there was nothing to measure, which COCO marks by -1."""
+    """Return a number with three decimals, or a dash if there was nothing to measure (which COCO marks by -1)."""
     return "-" if value is None or value < 0 else f"{value:.3f}"
 
 
@@ -157,6 +157,6 @@ def _existing(path: str) -> str | None:
 
 
 def _short(path: str) -> str:
-    """Return ``path`` relative to the current folder where it lies below it."""
+    """Return ``path`` relative to the current folder if it lies below that folder, otherwise ``path`` itself."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

@@ -1,4 +1,4 @@
-"""Backbones: images to feature maps."""
+"""Backbones, which compute feature maps from images."""
 
 from .resnet import ResNet
 

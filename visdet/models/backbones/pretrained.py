@@ -1,4 +1,4 @@
-"""Pretrained backbone weights: torchvision's, or a file."""
+"""Loading of pretrained backbone weights from torchvision or from a file."""
 
 import logging
 from http.client import HTTPException
@@ -16,7 +16,7 @@ _TORCHVISION = "torchvision://"
 
 
 class PretrainedWeightsError(UserError, RuntimeError):
-    """Pretrained weights that cannot be had, or are those of another architecture."""
+    """Pretrained weights that are not available, or that belong to another architecture."""
 
 
 def load_pretrained(
@@ -26,22 +26,23 @@ def load_pretrained(
     map_location: str = "cpu",
     if_unavailable: str = "error",
 ) -> None:
-    """Load classification weights into a backbone; a classifier's ``fc.*`` and stages that are not built are left out.
+    """Load weights that were pretrained on classification into a backbone.
 
-    In a config: ``init_cfg=dict(type='Pretrained', checkpoint='torchvision://resnet50', if_unavailable='random')``.
+    The weights of the classifier (``fc.*``) and of stages that were not built are left out. In a config this is
+    ``init_cfg=dict(type='Pretrained', checkpoint='torchvision://resnet50', if_unavailable='random')``.
 
     Args:
         backbone: the module to fill, with torchvision's parameter names.
         checkpoint: ``'torchvision://resnet50'`` (ImageNet-1k, the original recipe), ``'torchvision://resnet50.IMAGENET1K_V2'``,
-            or a path or URL of a state dict, bare or under ``state_dict``.
-        prefix: take only entries under this prefix, e.g. ``'backbone.'``.
-        map_location: device the file is read to.
-        if_unavailable: what to do if the weights can be neither found nor downloaded: 'error', or 'random' to warn and
-            keep the random initialisation.
+            or the path or URL of a state dict, which may be under the key ``state_dict``.
+        prefix: use only the entries under this prefix, e.g. ``'backbone.'``, and remove it.
+        map_location: the device that the file is read to.
+        if_unavailable: 'error', or 'random' to warn and keep the random initialisation if the weights can be neither
+            found nor downloaded.
 
     Raises:
-        PretrainedWeightsError: the weights are unavailable and 'random' was not asked for, or are those of another
-            architecture.
+        PretrainedWeightsError: the weights are not available and ``if_unavailable`` is 'error', or they belong to
+            another architecture.
     """
     if if_unavailable not in ("error", "random"):
         raise InvalidInputError(
@@ -49,7 +50,7 @@ def load_pretrained(
         )
     try:
         state_dict = _read(checkpoint, map_location)
-    except (OSError, HTTPException) as error:  # no such file, no network, a broken connection
+    except (OSError, HTTPException) as error:  # The file is missing, or the network fails.
         message = (
             f"pretrained weights {checkpoint!r} of {type(backbone).__name__} are not available ({error}). "
             f"{_how_to_get(checkpoint)} in its init_cfg (of a detector's backbone: --cfg-options "
@@ -80,7 +81,7 @@ def _read(checkpoint: str, map_location: str) -> dict[str, Tensor]:
 
 
 def _how_to_get(checkpoint: str) -> str:
-    """Return the beginning of a sentence that says how weights are fetched by hand."""
+    """Return the beginning of a sentence that tells the user how to provide the weights."""
     url = _torchvision_weights(checkpoint).url if checkpoint.startswith(_TORCHVISION) else checkpoint
     if "://" in url:
         return f"Download {url} on a machine with a network, and give the path of the file as checkpoint"
@@ -88,7 +89,7 @@ def _how_to_get(checkpoint: str) -> str:
 
 
 def _torchvision_weights(checkpoint: str) -> Any:
-    """Return torchvision's entry, which has a ``url``, for ``'torchvision://model'`` or ``'torchvision://model.variant'``."""
+    """Return torchvision's weights entry for ``'torchvision://model'`` or ``'torchvision://model.variant'``."""
     from torchvision.models import get_model_weights
 
     model_name, _, variant = checkpoint[len(_TORCHVISION) :].partition(".")
@@ -113,7 +114,7 @@ def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -
         for key in own
         if key in state_dict and state_dict[key].shape != own[key].shape
     ]
-    # A stage that was not built may be in the file, but a block too many means another depth.
+    # The file may hold stages that were not built. A surplus block within a stage means another depth.
     stages = {key.split(".")[0] for key in own}
     surplus = [key for key in state_dict if key not in own and key.split(".")[0] in stages]
     if missing or reshaped or surplus:

@@ -26,18 +26,18 @@ _DEFAULT_INIT = [
 
 
 def _norm(norm_cfg: dict[str, Any], channels: int, index: int) -> tuple[str, nn.Module]:
-    """Return a norm layer and the name torchvision gives it: bn1, bn2, ... (gn1, ... for group norm)."""
+    """Return a normalisation layer and the name that torchvision gives it: bn1, bn2, ... (gn1, ... for group norm)."""
     layer = build_norm_layer(norm_cfg, channels)
     return f"{norm_abbreviation(type(layer))}{index}", layer
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions with a norm each, plus the input; the last norm adds before the final ReLU.
+    """Convolutions, each followed by a normalisation and a ReLU. The input is added before the last ReLU.
 
     Args:
         convs: the convolutions in order, registered as conv1, conv2, ...
-        norm_cfg: norm after each, registered as bn1, bn2, ...
-        downsample: brings the input to the output's shape; None where it already has it.
+        norm_cfg: config of the normalisation after each convolution, registered as bn1, bn2, ...
+        downsample: brings the input to the shape of the output, or None if the shapes are equal.
         with_cp: recompute activations in the backward pass instead of keeping them.
     """
 
@@ -64,7 +64,7 @@ class ResidualBlock(nn.Module):
 
     @property
     def main_layers(self) -> list[tuple[nn.Module, nn.Module]]:
-        """The convolutions in order, each with its norm."""
+        """The convolutions of the main path in order, each with its normalisation."""
         return [
             (getattr(self, f"conv{index}"), getattr(self, name))
             for index, name in enumerate(self.norm_names, start=1)
@@ -72,13 +72,13 @@ class ResidualBlock(nn.Module):
 
     @property
     def layers(self) -> list[tuple[nn.Module, nn.Module]]:
-        """All convolutions, each with its norm."""
+        """All convolutions, including that of the downsampling, each with its normalisation."""
         if self.downsample is None:
             return self.main_layers
         return [*self.main_layers, (self.downsample[0], self.downsample[1])]
 
     def forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
-        """Return [B, C', H', W'] from x [B, C, H, W]; ``folded`` replaces convolutions and their norms."""
+        """Return [B, C', H', W'] from x [B, C, H, W]. ``folded`` replaces convolutions and their normalisations."""
         if self.with_cp and x.requires_grad:
             # Nothing in a block is drawn at random, and a CUDA graph could not note the generator's state.
             return checkpoint(self._forward, x, folded, use_reentrant=False, preserve_rng_state=False)
@@ -102,7 +102,7 @@ def _conv_norm(
     relu: bool = True,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Return norm(conv(x)) + residual, or the ReLU of it."""
+    """Return norm(conv(x)) + residual, or the ReLU of that sum."""
     if conv in folded:
         return folded[conv](x, relu, residual)
     x = norm(conv(x))
@@ -131,26 +131,31 @@ def _bottleneck_convs(
 
 @MODELS.register_module()
 class ResNet(BaseModule):
-    """ResNet-18, 34, 50, 101 or 152 that returns the feature maps of chosen stages.
+    """ResNet-18, 34, 50, 101 or 152, which returns the feature maps of chosen stages.
+
+    A convolution and its frozen batch norm run as one convolution; see ``fold_frozen_norms``.
 
     Args:
         depth: 18, 34, 50, 101 or 152.
-        in_channels: of the image. stem_channels: of the first convolution, default ``base_channels``.
-        base_channels: of the first stage; each further stage doubles them.
-        num_stages: stages built, 1 to 4. strides, dilations: of each stage.
-        out_indices: stages to return, counted from 0.
-        style: where a bottleneck strides: 'pytorch' its 3x3 convolution, 'caffe' its first 1x1.
-        frozen_stages: the stem and that many stages neither learn nor update their statistics; -1 freezes nothing,
-            0 the stem alone.
-        norm_cfg: see ``build_norm_layer``.
-        norm_eval: batch norm uses its stored statistics while training too.
+        in_channels: channels of the image.
+        stem_channels: channels of the first convolution. The default is ``base_channels``.
+        base_channels: channels of the first stage, before the expansion. Each further stage has twice as many.
+        num_stages: number of stages, 1 to 4. strides, dilations: those of each stage.
+        out_indices: the stages to return, counted from 0.
+        style: the convolution of a bottleneck that has the stride. It is the 3x3 convolution for 'pytorch', and the
+            first 1x1 convolution for 'caffe'.
+        frozen_stages: the number of stages that are frozen together with the stem. Frozen parts are not trained and
+            do not update their statistics. 0 freezes the stem only, -1 freezes nothing.
+        norm_cfg: config for ``build_norm_layer``.
+        norm_eval: whether batch norm uses its stored statistics in training, too.
         with_cp: recompute each block's activations in the backward pass instead of keeping them.
-        zero_init_residual: start each block as the identity.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)``, see ``load_pretrained``, or mmengine initialisers;
-            default Kaiming normal convolutions, norm scale 1 and shift 0.
-        pretrained: checkpoint, short for ``init_cfg=dict(type='Pretrained', checkpoint=...)``.
+        zero_init_residual: whether the scale of each block's last normalisation starts at 0.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` (see ``load_pretrained``) or mmengine's initialisers. By
+            default, convolutions get Kaiming's normal distribution, and normalisations scale 1 and shift 0.
+        pretrained: the checkpoint, as a short form of ``init_cfg=dict(type='Pretrained', checkpoint=...)``.
 
-    Convolutions whose batch norm is frozen run with it as one convolution, see ``fold_frozen_norms``.
+    Raises:
+        ValueError: an option is out of range, or ``pretrained`` and ``init_cfg`` are both given.
 
     Source: He et al., CVPR 2016; parameter names are torchvision's, keywords mmdet's.
     """
@@ -219,7 +224,7 @@ class ResNet(BaseModule):
     def _stage(
         self, channels_in: int, channels: int, num_blocks: int, stride: int, dilation: int
     ) -> nn.Sequential:
-        """Return the blocks of one stage; the first of them strides."""
+        """Return the blocks of one stage. The first of them has the stride."""
         make_convs, expansion, _ = self.ARCHITECTURES[self.depth]
         blocks = []
         for _ in range(num_blocks):
@@ -235,7 +240,7 @@ class ResNet(BaseModule):
         return nn.Sequential(*blocks)
 
     def init_weights(self) -> None:
-        """Draw all weights, then load the pretrained ones the config names."""
+        """Initialise all weights, then load the pretrained weights that the config names."""
         super().init_weights()
         if self.zero_init_residual:
             for block in self.modules():
@@ -253,7 +258,7 @@ class ResNet(BaseModule):
             [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
         )
         if folded and x.is_cuda:
-            x = x.contiguous(memory_format=torch.channels_last)  # as the folded weights are
+            x = x.contiguous(memory_format=torch.channels_last)  # The folded weights have this format, too.
         x = self.maxpool(_conv_norm(*stem, x, folded))
         outs = []
         for stage, blocks in enumerate(stages):
@@ -264,7 +269,7 @@ class ResNet(BaseModule):
         return tuple(outs)
 
     def train(self, mode: bool = True) -> "ResNet":
-        """Set the mode, keeping frozen parts, and with ``norm_eval`` every batch norm, in evaluation mode."""
+        """Set the mode. Frozen parts, and with ``norm_eval`` every batch norm, stay in evaluation mode."""
         super().train(mode)
         self._freeze()
         if mode and self.norm_eval:

@@ -1,4 +1,4 @@
-"""Deformable DETR: the detector."""
+"""The detector Deformable DETR."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,17 +25,18 @@ from .transformer import DeformableDetrTransformerDecoder, DeformableDetrTransfo
 
 __all__ = ["DecoderStart", "DeformableDETR", "PredictionBatch", "TrainingBatch"]
 
-_LEAST_ROOM = 8  # boxes of an image
+_LEAST_ROOM = 8  # least number of boxes per image after padding
 
 
 class DecoderStart(NamedTuple):
-    """What the decoder starts from.
+    """The inputs of the decoder.
 
     Attributes:
         query, query_pos: [B, Q, C].
         references: [B, Q, 2] points, or in two stages [B, Q, 4] boxes (cx, cy, w, h), in 0..1 of the image.
-        encoder_logits: [B, S, classes], and encoder_boxes: [B, S, 4] (cx, cy, w, h) of every pixel, for the loss of the
-            first stage; None outside training and without it.
+        encoder_logits: [B, S, classes] of the proposals of all pixels, for the loss of the first stage. It is None
+            outside training and without two stages.
+        encoder_boxes: [B, S, 4] (cx, cy, w, h), likewise.
     """
 
     query: Tensor
@@ -50,8 +51,9 @@ class TrainingBatch:
     """Images and their ground truth.
 
     Attributes:
-        images: [B, 3, H, W]. image_sizes: [B, 2] (height, width) without padding; None where no image is padded.
-        targets: of the images.
+        images: [B, 3, H, W].
+        image_sizes: [B, 2], the (height, width) without padding, or None if no image is padded.
+        targets: the ground truth of the images.
     """
 
     images: Tensor
@@ -61,12 +63,12 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class PredictionBatch:
-    """Images, and where their boxes lie.
+    """Images, and the sizes by which their boxes are clipped and scaled.
 
     Attributes:
         images, image_sizes: as in ``TrainingBatch``.
-        limit: [B, 1, 4] (width, height, width, height) of the images without padding, in pixels.
-        scale: [B, 1, 4] ratios of these pixels to those of the original images, in the same order.
+        limit: [B, 1, 4], the (width, height, width, height) of the images without padding, in pixels.
+        scale: [B, 1, 4], the size of these images divided by that of the original images, in the same order.
     """
 
     images: Tensor
@@ -76,7 +78,7 @@ class PredictionBatch:
 
 
 def padded_sizes(inputs: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor | None:
-    """Return (height, width) [B, 2] of images on their device, None where none of them is padded."""
+    """Return the (height, width) [B, 2] of images on their device, or None if no image is padded."""
     if all(tuple(size) == tuple(inputs.shape[-2:]) for size in sizes):
         return None
     return to_device(sizes, inputs.device)
@@ -84,24 +86,29 @@ def padded_sizes(inputs: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor | N
 
 @MODELS.register_module()
 class DeformableDETR(BaseDetector):
-    """Deformable DETR: base, with iterative box refinement, and in two stages.
+    """Deformable DETR, which can use iterative box refinement and two stages.
 
     images -> backbone -> neck -> flat pyramid -> encoder -> start of the decoder -> decoder -> head.
 
     Args:
-        backbone, neck: configs; the neck returns ``num_feature_levels`` maps of the encoder's width.
+        backbone, neck: configs. The neck returns ``num_feature_levels`` maps with the encoder's ``embed_dims``.
         encoder, decoder: keywords of ``DeformableDetrTransformerEncoder`` and ``DeformableDetrTransformerDecoder``.
-        positional_encoding: keywords of ``SinePositionalEncoding``; ``num_feats`` is half the encoder's width.
-        bbox_head: config of the head; ``embed_dims`` is the encoder's unless given.
-        num_queries: number of objects the decoder looks for.
-        train_cfg, test_cfg: of the head.
-        data_preprocessor: config, see ``DetDataPreprocessor``.
-        with_box_refine: every decoder layer has branches of its own and refines the boxes of the layer before.
-        as_two_stage: the decoder starts from the encoder's best proposals instead of learned queries.
-        num_feature_levels: levels of the pyramid.
+        positional_encoding: keywords of ``SinePositionalEncoding``. Its ``num_feats`` is half the encoder's
+            ``embed_dims``.
+        bbox_head: config of the head. Its ``embed_dims`` is the encoder's by default.
+        num_queries: number of queries of the decoder.
+        train_cfg, test_cfg: those of the head.
+        data_preprocessor: config of a ``DetDataPreprocessor``.
+        with_box_refine: whether every decoder layer has its own branches and refines the boxes of the layer before.
+        as_two_stage: whether the decoder starts from the encoder's best proposals instead of learned queries.
+        num_feature_levels: number of levels of the pyramid.
 
-    Source: Zhu et al., Deformable DETR, ICLR 2021; keywords and parameter names are mmdet's. Different: two stages work
-    at any width (a multiple of 4), and predictions without ``scale_factor`` stay in pixels of the network's input.
+    Raises:
+        ValueError: a required config is missing, or the widths or levels of the parts do not fit together.
+
+    Source: Zhu et al., Deformable DETR, ICLR 2021; keywords and parameter names are mmdet's. Two things differ: two
+    stages work with any ``embed_dims`` that is a multiple of 4, and predictions for a sample without ``scale_factor``
+    stay in pixels of the network's input.
     """
 
     def __init__(
@@ -162,7 +169,7 @@ class DeformableDETR(BaseDetector):
             self.reference_points_fc = nn.Linear(self.embed_dims, 2)
 
     def _check_widths(self, num_feature_levels: int) -> None:
-        """Refuse parts that do not fit together, before the first batch does."""
+        """Raise an error if the parts do not fit together, so that this is known before the first batch."""
         widths = {
             "decoder embed_dims": self.decoder.embed_dims,
             "bbox_head.embed_dims": self.bbox_head.embed_dims,
@@ -184,7 +191,7 @@ class DeformableDETR(BaseDetector):
                 )
 
     def init_weights(self) -> None:
-        """Draw the weights of all parts; each part's rule is its own."""
+        """Initialise the weights of all parts, each by its own rule."""
         super().init_weights()
         nn.init.normal_(self.level_embed)
         if self.as_two_stage:
@@ -200,7 +207,7 @@ class DeformableDETR(BaseDetector):
         return self.losses(predictions, batch, self.assign(costs, batch))
 
     def training_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> TrainingBatch:
-        """Return images and targets as tensors, with room for a power of two of boxes in each image."""
+        """Return images and targets as tensors. The boxes of each image are padded to a power of two, at least 8."""
         sizes = image_sizes(inputs, data_samples)
         targets = PaddedTargets.from_samples(data_samples, sizes, inputs.device)
         room = 1 << max(max(targets.counts) - 1, _LEAST_ROOM - 1).bit_length()
@@ -210,7 +217,7 @@ class DeformableDETR(BaseDetector):
     def predictions_and_costs(
         self, batch: TrainingBatch
     ) -> tuple[dict[str, SetPrediction], dict[str, Tensor]]:
-        """Return the head's predictions and the costs of assigning them; device work alone."""
+        """Return the head's predictions and the costs of assigning them. All work runs on the device."""
         hidden_states, references, start = self.forward_transformer(batch.images, batch.image_sizes)
         predictions = self.bbox_head.set_predictions(
             hidden_states, references, start.encoder_logits, start.encoder_boxes
@@ -218,13 +225,13 @@ class DeformableDETR(BaseDetector):
         return predictions, self.bbox_head.costs(predictions, batch.targets)
 
     def assign(self, costs: dict[str, Tensor], batch: TrainingBatch) -> dict[str, Tensor]:
-        """Return the assignment of least costs as tensors; host work."""
+        """Return the assignment of least cost as tensors. The host computes it."""
         return self.bbox_head.assign(costs, batch.targets)
 
     def losses(
         self, predictions: dict[str, SetPrediction], batch: TrainingBatch, assignment: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the losses by name; device work alone."""
+        """Return the losses by name. All work runs on the device."""
         return self.bbox_head.losses(predictions, batch.targets, assignment)
 
     def predict(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> list[DetDataSample]:
@@ -232,10 +239,10 @@ class DeformableDETR(BaseDetector):
         return self.with_detections(detections, data_samples)
 
     def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> PredictionBatch:
-        """Return images and where their boxes lie as tensors.
+        """Return the images and the sizes by which their boxes are clipped and scaled, as tensors.
 
-        Boxes are divided by a sample's ``scale_factor`` (width, height), which makes them pixels of the original image;
-        without one they stay in pixels of the network's input.
+        Boxes are divided by the ``scale_factor`` (width, height) of a sample, which converts them to pixels of the
+        original image. If there is none, they stay in pixels of the network's input.
         """
         sizes = image_sizes(inputs, data_samples)
         factors = []
@@ -249,14 +256,14 @@ class DeformableDETR(BaseDetector):
         return PredictionBatch(inputs, padded_sizes(inputs, sizes), limit, scale)
 
     def detections(self, batch: PredictionBatch) -> dict[str, Tensor]:
-        """Return "bboxes" [B, K, 4], "scores" and "labels" [B, K] of all images; device work alone."""
+        """Return "bboxes" [B, K, 4], "scores" [B, K] and "labels" [B, K]. All work runs on the device."""
         hidden_states, references, _ = self.forward_transformer(batch.images, batch.image_sizes)
         return self.bbox_head.detections(hidden_states, references, batch.limit, batch.scale)
 
     def with_detections(
         self, detections: Mapping[str, Tensor], data_samples: Sequence[DetDataSample]
     ) -> list[DetDataSample]:
-        """Return the samples with the detections of their image filled in."""
+        """Fill the detections of each image into its sample and return the samples."""
         for index, sample in enumerate(data_samples):
             sample.pred_instances = InstanceData(
                 **{name: tensor[index] for name, tensor in detections.items()}
@@ -274,10 +281,11 @@ class DeformableDETR(BaseDetector):
     def forward_transformer(
         self, inputs: Tensor, sizes: Tensor | None
     ) -> tuple[Tensor, list[Tensor], DecoderStart]:
-        """Return the decoder's hidden states [D, B, Q, C], its D + 1 references, and what it started from.
+        """Return the decoder's hidden states [D, B, Q, C], its D + 1 references, and its inputs.
 
         Args:
-            inputs: [B, 3, H, W]. sizes: [B, 2] (height, width) of the images without padding; None without any.
+            inputs: [B, 3, H, W].
+            sizes: [B, 2], the (height, width) of the images without padding, or None if no image is padded.
         """
         pyramid = flatten_pyramid(
             self.extract_feat(inputs), sizes, inputs.shape[-2:], self.positional_encoding, self.level_embed
@@ -299,7 +307,7 @@ class DeformableDETR(BaseDetector):
         return self.neck(self.backbone(inputs))
 
     def learned_queries(self, batch_size: int) -> DecoderStart:
-        """Return the learned queries for each image, and the points they look at first."""
+        """Return the learned queries for each image, with the reference points that are predicted from them."""
         query_pos, query = (
             self.query_embedding.weight.unsqueeze(0).expand(batch_size, -1, -1).chunk(2, dim=-1)
         )
@@ -308,10 +316,11 @@ class DeformableDETR(BaseDetector):
         )
 
     def proposals(self, memory: Tensor, pyramid: FlatPyramid) -> DecoderStart:
-        """Return the encoder's best proposals as the decoder's start; the logit of class 0 ranks them.
+        """Return the encoder's best proposals as inputs of the decoder. The logit of class 0 ranks them.
 
         Args:
-            memory: [B, S, C].
+            memory: [B, S, C], the output of the encoder.
+            pyramid: the pyramid that the encoder has read.
         """
         classify, regress = self.bbox_head.cls_branches[-1], self.bbox_head.reg_branches[-1]
         origin, usable = pixel_proposals(pyramid)

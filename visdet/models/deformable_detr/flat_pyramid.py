@@ -1,4 +1,4 @@
-"""A feature pyramid as one sequence of pixels."""
+"""A feature pyramid whose levels are flattened into one sequence of pixels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ __all__ = ["FlatPyramid", "flatten_pyramid"]
 class FlatPyramid:
     """The levels of a feature pyramid one after another, S = Σ H_l·W_l pixels, built once per batch.
 
-    A leading axis of 1 stands for the whole batch where no image is padded.
+    If no image is padded, tensors that are equal for all images have a leading axis of 1.
 
     Attributes:
         features: [B, S, C].
-        positions: [B or 1, S, C], the position of each pixel plus the embedding of its level.
-        padding_mask: [B, S] bool, True where a pixel is padding; None where no image is padded.
+        positions: [B or 1, S, C], the positional encoding of each pixel plus the embedding of its level.
+        padding_mask: [B, S] bool, True where a pixel is padding, or None if no image is padded.
         level_shapes: [L, 2] int64 (height, width). level_starts: [L] int64, the first row of each level.
-        centers: [B or 1, S, 2], pixel centres (x, y) in 0..1 of the image; beyond 1 in the padding.
-        valid_ratios: [B or 1, L, 2], the part of each level's (width, height) that is image.
+        centers: [B or 1, S, 2], pixel centres (x, y) in 0..1 of the image. In the padding they exceed 1.
+        valid_ratios: [B or 1, L, 2], the fraction of each level's (width, height) that is not padding.
     """
 
     features: Tensor
@@ -42,7 +42,7 @@ class FlatPyramid:
 
     @property
     def reference_points(self) -> Tensor:
-        """Each pixel's centre in every level, [B or 1, S, L, 2] (x, y) in 0..1 of the padded level."""
+        """The centre of each pixel in every level, [B or 1, S, L, 2] (x, y) in 0..1 of the padded level."""
         return self.on_levels(self.centers)
 
     def on_levels(self, coordinates: Tensor) -> Tensor:
@@ -62,9 +62,12 @@ def flatten_pyramid(
 
     Args:
         feature_maps: [B, C, H_l, W_l] of each level.
-        image_sizes: [B, 2] (height, width) of each image without padding; None where no image is padded.
-        batch_size_px: (height, width) of the padded images.
-        positional_encoding: of pixels. level_embed: [L, C].
+        image_sizes: [B, 2], the (height, width) of each image without padding, or None if no image is padded.
+        batch_size_px: the (height, width) of the padded images.
+        positional_encoding: the encoding of pixels. level_embed: [L, C], the embeddings of the levels.
+
+    Raises:
+        ValueError: the number of feature maps is not that of the level embeddings.
     """
     if len(feature_maps) != len(level_embed):
         raise InvalidInputError(
@@ -77,12 +80,13 @@ def flatten_pyramid(
         last = valid[:, pixels.level]  # [1, S, 2]
         positions = (pixels.rows_columns + 1).unsqueeze(0)
     else:
-        # What nearest-neighbour downsampling of the images' masks leaves of each level, [B, L, 2] (height, width).
+        # The sizes [B, L, 2] (height, width) are those of the images' masks after nearest-neighbour downsampling.
         valid = (pixels.sources < image_sizes[:, None, :, None]).sum(-1)
         last = valid[:, pixels.level]  # [B, S, 2]
         is_valid = pixels.rows_columns < last
         padding_mask = ~is_valid.all(-1)
-        # Rows are counted over the valid pixels of a column, and columns over those of a row: padding has none.
+        # Rows are counted over the valid pixels of a column, and columns over those of a row, so that columns and rows
+        # of padding count 0.
         counted = is_valid.flip(-1)
         positions, last_counted = torch.minimum(pixels.rows_columns + 1, last) * counted, last * counted
     encoded = positional_encoding.encode(positions, last if image_sizes is None else last_counted)
@@ -105,13 +109,13 @@ def flatten_pyramid(
 
 
 class _Pixels(NamedTuple):
-    """What pyramids of one size share.
+    """Tables that are the same for all pyramids of one size.
 
     Attributes:
         level_shapes: [L, 2] int64 (height, width). level_starts: [L] int64.
-        level: [S] int64, the level of each pixel. rows_columns: [S, 2] int64, row and column in it.
-        sources: [L, 2, longest side] int64, the row and column of the images that stands for each row and column of a
-            level; beyond any image where the level is shorter.
+        level: [S] int64, the level of each pixel. rows_columns: [S, 2] int64, its row and column in that level.
+        sources: [L, 2, longest side] int64, the row or column of the images from which nearest-neighbour sampling
+            takes each row or column of a level. Entries past the end of a level are greater than any image.
     """
 
     level_shapes: Tensor
@@ -125,7 +129,7 @@ class _Pixels(NamedTuple):
 def _pixels(
     level_sizes: tuple[tuple[int, int], ...], batch_size_px: tuple[int, int], device: torch.device
 ) -> _Pixels:
-    """Return the tables of a pyramid, which are copied to the device once."""
+    """Return the tables of a pyramid. They are kept, so that they are copied to the device only once."""
     with torch.inference_mode(False), torch.no_grad():
         shapes = torch.tensor(level_sizes)
         areas = shapes.prod(1)

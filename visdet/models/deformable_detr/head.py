@@ -1,4 +1,4 @@
-"""Classes and boxes from the decoder's hidden states: forward, loss, prediction."""
+"""The head of Deformable DETR, which predicts classes and boxes from the decoder's hidden states."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,11 +34,11 @@ _TRAIN = {
     }
 }
 _TEST = {"max_per_img": 100}
-_PRIOR_PROBABILITY = 0.01  # of a class at the start, so that the many negatives do not swamp the first steps
+_PRIOR_PROBABILITY = 0.01  # of a class at first, so that negatives do not dominate the first steps
 
 
 class SetPrediction(NamedTuple):
-    """Logits [D, B, Q, C] and boxes (cx, cy, w, h) [D, B, Q, 4] in 0..1, in float32 or better."""
+    """Logits [D, B, Q, C] and boxes (cx, cy, w, h) [D, B, Q, 4] in 0..1, in float32 or a wider dtype."""
 
     logits: Tensor
     boxes: Tensor
@@ -46,18 +46,23 @@ class SetPrediction(NamedTuple):
 
 @MODELS.register_module()
 class DeformableDETRHead(BaseModule):
-    """One classifier and one box regressor per decoder layer, and the set loss on what they predict.
+    """One classification branch and one regression branch per decoder layer, with the set loss of their predictions.
 
     Args:
-        num_classes: classes C without background.
+        num_classes: number C of classes without background.
         embed_dims: channels of the hidden states.
-        num_reg_fcs: hidden linear layers of a box regressor.
-        sync_cls_avg_factor: normalise the class loss by the mean number of boxes over all processes.
-        loss_cls: loss over class logits; must be a sigmoid loss (``use_sigmoid=True``).
-        loss_bbox: loss over boxes (cx, cy, w, h) in 0..1. loss_iou: loss over boxes (x1, y1, x2, y2) in pixels.
-        train_cfg: ``assigner``. test_cfg: ``max_per_img``.
-        share_pred_layer, num_pred_layer, as_two_stage: set by the detector: whether all layers share one pair of
-            branches, how many pairs there are, and whether the last pair serves the encoder's proposals.
+        num_reg_fcs: number of hidden linear layers of a regression branch.
+        sync_cls_avg_factor: whether the class loss is divided by the mean number of boxes over all processes, instead
+            of the number in this process.
+        loss_cls: loss of class logits, which must be a sigmoid loss (``use_sigmoid=True``).
+        loss_bbox: loss of boxes (cx, cy, w, h) in 0..1. loss_iou: loss of boxes (x1, y1, x2, y2) in pixels.
+        train_cfg: a dict with ``assigner``. test_cfg: a dict with ``max_per_img``.
+        share_pred_layer: whether all layers share one pair of branches. The detector sets this and the following two.
+        num_pred_layer: number of pairs of branches.
+        as_two_stage: whether the last pair of branches belongs to the encoder's proposals.
+
+    Raises:
+        ValueError: ``num_classes`` is less than 1, or ``loss_cls`` is not a sigmoid loss.
 
     Source: Zhu et al., Deformable DETR; names and defaults are mmdet's.
     """
@@ -109,7 +114,10 @@ class DeformableDETRHead(BaseModule):
         self.reg_branches = nn.ModuleList([reg_branch() for _ in range(distinct)] * repeats)
 
     def init_weights(self) -> None:
-        """Start with rare classes and boxes at their references; reference points get boxes of side sigmoid(-2)."""
+        """Initialise the branches so that classes are improbable and boxes equal their references.
+
+        Reference points get boxes whose sides are sigmoid(-2) of the image.
+        """
         for classify in self.cls_branches:
             nn.init.constant_(classify.bias, -math.log((1 - _PRIOR_PROBABILITY) / _PRIOR_PROBABILITY))
         for regress in self.reg_branches:
@@ -124,7 +132,7 @@ class DeformableDETRHead(BaseModule):
 
         Args:
             hidden_states: [D, B, Q, embed_dims].
-            references: at least D of [B, Q, 2 or 4], the references each layer started from.
+            references: at least D tensors [B, Q, 2 or 4], the references that each layer started from.
         """
         first = self.reg_branches[0]
         if all(branch is first for branch in self.reg_branches):
@@ -134,7 +142,7 @@ class DeformableDETRHead(BaseModule):
         return torch.stack(logits), torch.stack(boxes)
 
     def decode(self, layer: int, hidden: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [..., C] and boxes [..., 4] of hidden states [..., embed_dims], by the branches of a layer."""
+        """Return logits [..., C] and boxes [..., 4] by a layer's branches from hidden states [..., embed_dims]."""
         deltas = in_full_precision(self.reg_branches[layer], hidden)
         return in_full_precision(self.cls_branches[layer], hidden), refine_boxes(deltas, reference)
 
@@ -145,7 +153,9 @@ class DeformableDETRHead(BaseModule):
         encoder_logits: Tensor | None = None,
         encoder_boxes: Tensor | None = None,
     ) -> dict[str, SetPrediction]:
-        """Return what is matched and gets losses: decoder layers as "", proposals of the encoder, if any, as "enc_".
+        """Return the predictions that are matched and get losses.
+
+        The key "" holds those of the decoder layers. The key "enc_" holds the encoder's proposals, if there are any.
 
         Args:
             hidden_states, references: as in ``forward``. encoder_logits: [B, S, C]. encoder_boxes: [B, S, 4].
@@ -168,21 +178,22 @@ class DeformableDETRHead(BaseModule):
         return result
 
     def assign(self, costs: Mapping[str, Tensor], targets: PaddedTargets) -> dict[str, Tensor]:
-        """Return, for each set, the target of every prediction ("index") and the numbers that divide its losses.
+        """Return, for each set, the target of every prediction and the numbers that divide its losses.
 
-        The solver runs on the host: here is the one point where training waits for the device.
+        The solver runs on the host. This is the only point where training waits for the device.
 
         Returns:
-            NAMEindex [D, B, Q], see ``HungarianAssigner.solve``; NAMEnum_boxes [2], for the class loss and the others.
+            for each set NAME, NAMEindex [D, B, Q], the result of ``HungarianAssigner.solve``, and NAMEnum_boxes [2],
+            the divisors of the class loss and of the other losses.
 
         Raises:
-            InvalidInputError: a label of the targets is no class.
+            InvalidInputError: a label of the targets is not a class.
         """
         device, counts = targets.labels.device, targets.counts
         costs_on_host = {name: cost.cpu().numpy() for name, cost in costs.items()}
         if targets.has_unknown_label is not None and bool(
             targets.has_unknown_label
-        ):  # the device has been waited for
+        ):  # Reading this costs no time, because the device has finished.
             raise InvalidInputError(
                 f"loss: gt_instances.labels must lie in 0..{self.num_classes - 1} (num_classes={self.num_classes})"
             )
@@ -202,11 +213,12 @@ class DeformableDETRHead(BaseModule):
     ) -> dict[str, Tensor]:
         """Return ``loss_cls``, ``loss_bbox`` and ``loss_iou`` of the last layer, each a scalar.
 
-        Those of the other layers are ``d0.loss_cls``, ..., those of the encoder's proposals ``enc_loss_cls``, ...
+        The losses of the other layers are called ``d0.loss_cls`` and so on, those of the encoder's proposals
+        ``enc_loss_cls`` and so on.
 
         Args:
-            sets, targets: as in ``costs``. For the encoder's proposals any object is of class 0.
-            assignment: as ``assign`` returns it.
+            sets, targets: as in ``costs``. For the encoder's proposals, every object has class 0.
+            assignment: the result of ``assign``.
         """
         result = {}
         for name, prediction in sets.items():
@@ -221,7 +233,10 @@ class DeformableDETRHead(BaseModule):
     def _set_losses(
         self, prediction: SetPrediction, targets: PaddedTargets, index: Tensor, num_boxes: Tensor
     ) -> dict[str, Sequence[Tensor]]:
-        """Return the losses of D layers, each against its own matching; all predictions take part, with weights."""
+        """Return the losses of D layers, each with its own matching.
+
+        Predictions without a target get a weight of 0 in the box losses, so that shapes do not depend on the matching.
+        """
         logits, boxes = prediction
         labels, true_px = targets.of_predictions(index, background=self.num_classes)
         is_matched = (labels < self.num_classes).to(boxes.dtype)
@@ -242,14 +257,17 @@ class DeformableDETRHead(BaseModule):
     def detections(
         self, hidden_states: Tensor, references: Sequence[Tensor], limit: Tensor, scale: Tensor
     ) -> dict[str, Tensor]:
-        """Return the ``max_per_img`` best (query, class) pairs of each image, best first; device work alone.
+        """Return the ``max_per_img`` best (query, class) pairs of each image, the best first.
+
+        All work runs on the device.
 
         Args:
-            limit: [B, 1, 4] (width, height, width, height) of the images, to which boxes are clipped.
+            hidden_states, references: as in ``forward``. Only those of the last layer are used.
+            limit: [B, 1, 4], the (width, height, width, height) of the images, to which boxes are clipped.
             scale: [B, 1, 4], by which clipped boxes are divided.
 
         Returns:
-            "bboxes" [B, K, 4] xyxy, "scores" [B, K] and "labels" [B, K].
+            "bboxes" [B, K, 4] (x1, y1, x2, y2), "scores" [B, K] and "labels" [B, K].
         """
         last = len(hidden_states) - 1
         logits, boxes = self.decode(last, hidden_states[last], references[last])
@@ -262,5 +280,5 @@ class DeformableDETRHead(BaseModule):
 
 
 def _for_set(name: str, targets: PaddedTargets) -> PaddedTargets:
-    """Return the targets of a set: the encoder's proposals tell objects from background alone."""
+    """Return the targets of a set. For the encoder's proposals they have no classes, only objects and background."""
     return targets.without_classes() if name == "enc_" else targets

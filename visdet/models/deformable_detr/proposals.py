@@ -1,4 +1,4 @@
-"""Proposals of the encoder: the first of the two stages."""
+"""Proposals of the encoder, which are the first of the two stages."""
 
 import math
 
@@ -12,13 +12,14 @@ __all__ = ["pixel_proposals", "proposal_embedding"]
 
 
 def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
-    """Return one box per pixel of the pyramid, as logits, and which of them are usable.
+    """Return one box per pixel of the pyramid, and whether it is usable.
 
-    The box of a pixel in level l is centred on it, with both sides 0.05·2^l of the image. A box is usable if the pixel
-    is no padding and all four numbers lie within 0.01..0.99.
+    The box of a pixel in level l is centred on the pixel, and its sides are 0.05·2^l of those of the image. A box is
+    usable if the pixel is not padding and all four numbers lie between 0.01 and 0.99.
 
     Returns:
-        logits of (cx, cy, w, h) [B or 1, S, 4], +inf where unusable; usable [B or 1, S, 1] bool.
+        the logits [B or 1, S, 4] of (cx, cy, w, h), which are +inf for boxes that are not usable, and a bool mask
+        [B or 1, S, 1], True for usable boxes.
     """
     num_levels, num_pixels = len(pyramid.level_shapes), pyramid.centers.shape[1]
     side_of_level = 0.05 * 2.0 ** torch.arange(num_levels, dtype=torch.float32, device=pyramid.centers.device)
@@ -32,5 +33,5 @@ def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
 
 
 def proposal_embedding(boxes_cxcywh: Tensor, num_feats: int) -> Tensor:
-    """Return the sine embedding [..., 4·num_feats] of boxes (cx, cy, w, h) [..., 4] in 0..1, one after another."""
+    """Return the sine embedding [..., 4·num_feats] of boxes (cx, cy, w, h) [..., 4] in 0..1."""
     return sine_embedding(boxes_cxcywh * (2 * math.pi), num_feats).flatten(-2)

@@ -31,7 +31,8 @@ def refine_boxes(deltas: Tensor, reference: Tensor) -> Tensor:
     """Return sigmoid(deltas + logit(reference)) [..., 4], boxes (cx, cy, w, h) in 0..1.
 
     Args:
-        deltas: [..., 4]. reference: [..., 4] boxes, or [..., 2] points, which leave width and height to ``deltas``.
+        deltas: [..., 4].
+        reference: [..., 4] boxes, or [..., 2] points. With points, width and height follow from ``deltas`` alone.
     """
     origin = torch.logit(reference, eps=1e-5)
     if origin.shape[-1] == 2:
@@ -46,7 +47,7 @@ def _batch_first(cfg: dict[str, Any], owner: str, name: str) -> dict[str, Any]:
 
 
 def _init_transformer(module: nn.Module) -> None:
-    """Draw all matrices by Xavier's rule, and leave deformable attention its own start."""
+    """Initialise all matrices by Xavier's uniform distribution, but deformable attention by its own rule."""
     for parameter in module.parameters():
         if parameter.dim() > 1:
             nn.init.xavier_uniform_(parameter)
@@ -56,10 +57,11 @@ def _init_transformer(module: nn.Module) -> None:
 
 
 class DeformableDetrTransformerEncoderLayer(BaseModule):
-    """Deformable self-attention over the pyramid and a feed-forward block, each followed by a norm.
+    """Deformable self-attention over the pyramid and a feed-forward block, each followed by a normalisation.
 
     Args:
-        self_attn_cfg: of ``MultiScaleDeformableAttention``. ffn_cfg: of ``FFN``. norm_cfg: of the two norms.
+        self_attn_cfg: keywords of ``MultiScaleDeformableAttention``. ffn_cfg: keywords of ``FFN``.
+        norm_cfg: config of the two normalisations.
     """
 
     def __init__(
@@ -77,7 +79,13 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
         self.norms = nn.ModuleList(build_norm_layer(norm_cfg, self.embed_dims) for _ in range(2))
 
     def forward(self, query: Tensor, reference_points: Tensor, pyramid: FlatPyramid) -> Tensor:
-        """Return [B, S, C] from query [B, S, C], the pyramid's pixels, at reference_points [B or 1, S, L, 2]."""
+        """Return the new features [B, S, C] of the pyramid's pixels.
+
+        Args:
+            query: [B, S, C], the features of the pixels.
+            reference_points: [B or 1, S, L, 2].
+            pyramid: the pyramid, of which all but the features is used.
+        """
         query = self.self_attn(
             query,
             query_pos=pyramid.positions,
@@ -93,8 +101,11 @@ class DeformableDetrTransformerEncoder(BaseModule):
     """A stack of encoder layers.
 
     Args:
-        num_layers: number of layers. layer_cfg: of each.
-        num_cp: recompute the activations of that many layers in the backward pass instead of keeping them.
+        num_layers: number of layers. layer_cfg: keywords of each layer.
+        num_cp: number of layers whose activations are recomputed in the backward pass instead of being kept.
+
+    Raises:
+        ValueError: there is no layer, or ``num_cp`` is greater than the number of layers.
     """
 
     def __init__(
@@ -121,7 +132,7 @@ class DeformableDetrTransformerEncoder(BaseModule):
         self.is_init = True
 
     def forward(self, pyramid: FlatPyramid) -> Tensor:
-        """Return the memory [B, S, C]."""
+        """Return the memory [B, S, C], the features of the last layer."""
         memory, reference_points = pyramid.features, pyramid.reference_points
         for index, layer in enumerate(self.layers):
             if index < self.num_cp and torch.is_grad_enabled():
@@ -132,11 +143,14 @@ class DeformableDetrTransformerEncoder(BaseModule):
 
 
 class DeformableDetrTransformerDecoderLayer(BaseModule):
-    """Self-attention of the queries, deformable attention to the memory, and a feed-forward block; a norm after each.
+    """Self-attention of the queries, deformable attention to the memory, and a feed-forward block.
+
+    A normalisation follows each of them.
 
     Args:
-        self_attn_cfg: of ``MultiheadAttention``. cross_attn_cfg: of ``MultiScaleDeformableAttention``.
-        ffn_cfg: of ``FFN``. norm_cfg: of the three norms.
+        self_attn_cfg: keywords of ``MultiheadAttention``.
+        cross_attn_cfg: keywords of ``MultiScaleDeformableAttention``.
+        ffn_cfg: keywords of ``FFN``. norm_cfg: config of the three normalisations.
     """
 
     def __init__(
@@ -165,7 +179,14 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
         pyramid: FlatPyramid,
         self_attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return [B, Q, C] from query, query_pos [B, Q, C], memory [B, S, C], reference_points [B, Q, L, 2 or 4]."""
+        """Return the new queries [B, Q, C].
+
+        Args:
+            query, query_pos: [B, Q, C]. memory: [B, S, C].
+            reference_points: [B, Q, L, 2 or 4], in 0..1 of each padded level.
+            pyramid: the pyramid of the memory.
+            self_attn_mask: [Q, Q] bool, True where a query must not attend to another.
+        """
         query = self.self_attn(query, query_pos=query_pos, attn_mask=self_attn_mask)
         query = self.norms[0](query)
         query = self.cross_attn(
@@ -182,12 +203,15 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
 
 
 class DeformableDetrTransformerDecoder(BaseModule):
-    """A stack of decoder layers, each of which may move the references of the next.
+    """A stack of decoder layers, each of which may refine the references for the next layer.
 
     Args:
-        num_layers: number of layers. layer_cfg: of each.
-        return_intermediate: must be True: the head reads every layer.
-        post_norm_cfg: must be None: the layers end with a norm.
+        num_layers: number of layers. layer_cfg: keywords of each layer.
+        post_norm_cfg: must be None, because the layers end with a normalisation.
+        return_intermediate: must be True, because the head reads every layer.
+
+    Raises:
+        ValueError: there is no layer, or ``post_norm_cfg`` or ``return_intermediate`` has another value.
     """
 
     def __init__(
@@ -225,14 +249,18 @@ class DeformableDetrTransformerDecoder(BaseModule):
         reg_branches: nn.ModuleList | None = None,
         self_attn_mask: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the hidden states [D, B, Q, C] of all layers, and D + 1 references: the first, and one after each.
+        """Return the hidden states [D, B, Q, C] of all layers, and D + 1 references.
+
+        The first reference is ``references``, and the others are the references after each layer.
 
         Args:
             query, query_pos: [B, Q, C]. memory: [B, S, C].
             references: [B, Q, 2] points or [B, Q, 4] boxes (cx, cy, w, h), in 0..1 of the image.
-            reg_branches: box deltas from each layer's output refine the references; None leaves them alone. No gradient
-                flows from one layer's references into the layer before.
-            self_attn_mask: [Q, Q] bool, True where a query must not see another.
+            pyramid: the pyramid of the memory.
+            reg_branches: the branches that predict box deltas from the output of each layer. The deltas refine the
+                references. No gradient flows through references into the layer before. With None, the references
+                stay the same.
+            self_attn_mask: [Q, Q] bool, True where a query must not attend to another.
         """
         hidden_states, all_references = [], [references]
         for index, layer in enumerate(self.layers):

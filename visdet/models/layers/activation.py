@@ -26,10 +26,15 @@ _HAVE_INPLACE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SiLU)
 
 
 def build_activation_layer(act_cfg: dict[str, Any], inplace: bool = True) -> nn.Module:
-    """Return the activation ``act_cfg`` describes; layers that can write in place do so unless told otherwise.
+    """Return the activation layer that ``act_cfg`` describes.
+
+    Args:
+        act_cfg: ``type`` and the keywords of the layer.
+        inplace: the default of the keyword ``inplace``, for layers that have it.
 
     Raises:
-        KeyError: unknown ``type``. TypeError: a keyword the layer does not take.
+        KeyError: the ``type`` is unknown.
+        TypeError: the layer does not accept a keyword.
     """
     options = dict(act_cfg)
     layer_type = options.pop("type")

@@ -17,17 +17,20 @@ _RELU = {"type": "ReLU"}
 
 @MODELS.register_module()
 class ConvModule(BaseModule):
-    """A 2-D convolution, then the normalisation and the activation that are asked for.
+    """A 2-D convolution, followed by a normalisation and an activation if they are asked for.
 
-    Parameter names: ``conv.weight``, ``conv.bias`` and ``bn.*``, ``gn.*``, ``ln.*`` or ``in.*`` by the kind of norm.
+    Parameter names: ``conv.weight``, ``conv.bias`` and, depending on the normalisation, ``bn.*``, ``gn.*``, ``ln.*`` or
+    ``in.*``.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode: as in ``nn.Conv2d``.
-        bias: True, False, or 'auto': a bias exactly where no normalisation follows.
-        norm_cfg: see ``build_norm_layer``; None for none.
-        act_cfg: see ``build_activation_layer``; None for none.
+        bias: True, False, or 'auto', which means a bias if and only if no normalisation follows.
+        norm_cfg: config for ``build_norm_layer``, or None for no normalisation.
+        act_cfg: config for ``build_activation_layer``, or None for no activation.
         inplace: whether the activation may overwrite its input.
-        init_cfg: mmengine's initialisation; without it Kaiming normal (fan out, ReLU), norm scale 1 and shift 0.
+        init_cfg: mmengine's initialisation, after the default one. That draws the weights of the convolution from
+            Kaiming's normal distribution (fan out, ReLU), and sets the scale of the normalisation to 1 and its shift
+            to 0.
 
     Source: names and defaults are mmcv's.
     """
@@ -69,7 +72,7 @@ class ConvModule(BaseModule):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the convolution's weights; a later ``init_cfg`` of an enclosing module may draw them anew."""
+        """Initialise the weights. The ``init_cfg`` of an enclosing module may initialise them again later."""
         kaiming_init(self.conv)
         if self.norm_name is not None:
             constant_init(getattr(self, self.norm_name), 1.0)

@@ -1,4 +1,4 @@
-"""Puts the modules of ``visdet.ops`` into MODELS under the names configs use."""
+"""Registers the modules of ``visdet.ops`` in MODELS under the names that configs use."""
 
 from visdet import ops
 from visdet.registry import MODELS
@@ -7,7 +7,7 @@ from .root_registration import register_in_root
 
 __all__: list[str] = []
 
-# mmcv registers these in mmengine's root registry, so configs of any scope use them without one.
+# mmcv registers these in mmengine's root registry, so that configs of any scope can use them without a prefix.
 _BARE_NAMES = {
     "DCN": ops.DeformConv2dPack,
     "DCNv2": ops.ModulatedDeformConv2dPack,
@@ -15,7 +15,7 @@ _BARE_NAMES = {
     "SAC": ops.SAConv2d,
     "ConvAWS": ops.ConvAWS2d,
 }
-# mmdet takes these from mmcv.ops by attribute; here they are looked up like any module.
+# mmdet takes these from mmcv.ops by attribute. In this package they are looked up in the registry like any module.
 _MODULES = (
     ops.CARAFE,
     ops.CARAFENaive,

@@ -10,7 +10,11 @@ __all__ = ["build_dropout"]
 
 
 def build_dropout(dropout_layer: dict[str, Any] | None) -> nn.Module:
-    """Return the layer of ``dict(type='Dropout', drop_prob=p)`` or of another registered type; identity for None.
+    """Return a dropout layer.
+
+    Args:
+        dropout_layer: ``dict(type='Dropout', drop_prob=p)``, where p is 0.5 by default, the config of another
+            registered type, or None for the identity.
 
     Source: the keyword ``drop_prob`` is mmcv's.
     """

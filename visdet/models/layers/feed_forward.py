@@ -25,12 +25,18 @@ def feed_forward_layers(
     act_cfg: dict[str, Any],
     ffn_drop: float,
 ) -> nn.Sequential:
-    """Return ``num_fcs`` linear layers, each with dropout behind it, all but the last with an activation before that.
+    """Return ``num_fcs`` linear layers. Dropout follows each, and an activation comes before it in all but the last.
 
-    Parameter names: ``0.0.*``, ``1.0.*``, ... of the hidden layers, ``{num_fcs-1}.*`` of the last.
+    Parameter names: ``0.0.*``, ``1.0.*``, ... of the hidden layers, ``{num_fcs-1}.*`` of the last layer.
+
+    Args:
+        in_channels, hidden_channels, out_channels: widths of the input, the hidden layers and the output.
+        num_fcs: number of linear layers, at least 2.
+        act_cfg: config of the activation after each hidden layer.
+        ffn_drop: dropout probability after every linear layer.
 
     Raises:
-        InvalidInputError: fewer than two layers.
+        InvalidInputError: there are fewer than two layers.
     """
     if num_fcs < 2:
         raise InvalidInputError(f"num_fcs must be at least 2, got {num_fcs}")
@@ -38,7 +44,7 @@ def feed_forward_layers(
     hidden = [
         nn.Sequential(
             nn.Linear(width, hidden_channels),
-            # In place, autograd would copy the gradient: a linear layer's output is a view.
+            # The output of a linear layer is a view. If it were overwritten, autograd would copy the gradient.
             build_activation_layer(act_cfg, inplace=False),
             nn.Dropout(ffn_drop),
         )
@@ -52,7 +58,8 @@ def feed_forward_layers(
 class FFN(BaseModule):
     """``identity + dropout_layer(Linear(... dropout(act(Linear(x)))))``.
 
-    Parameter names: ``layers.0.0``, ``layers.1.0``, ... of hidden linear layers, ``layers.{num_fcs-1}`` of the last.
+    Parameter names: ``layers.0.0.*``, ``layers.1.0.*``, ... of the hidden layers, ``layers.{num_fcs-1}.*`` of the last
+    layer.
 
     Args:
         embed_dims: channels of input and output.

@@ -1,4 +1,4 @@
-"""Convolutions and the frozen batch norms behind them, as one convolution each."""
+"""Folding of convolutions and the frozen batch norms that follow them into one convolution each."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,19 +14,23 @@ from .precision import as_autocast_input, autocast_dtype
 __all__ = ["FoldedConv", "fold_frozen_norms"]
 
 
-# Numbers of 16 bits in 16 bytes. cuDNN reads a bias in such pieces, and the process dies where it begins elsewhere.
+# This is the count of 16-bit numbers in 16 bytes. cuDNN reads a bias in pieces of 16 bytes, and the process crashes if
+# the bias does not begin at a multiple of 16 bytes.
 _BIAS_MULTIPLE = 8
 
 
 class FoldedConv(NamedTuple):
-    """A convolution whose weight [O, I, h, w] was multiplied by the scale of its norm; the bias [O] is the shift."""
+    """A convolution and its batch norm as one convolution.
+
+    Its weight [O, I, h, w] has been multiplied by the scale of the batch norm, and its bias [O] is the shift.
+    """
 
     conv: nn.Conv2d
     weight: Tensor
     bias: Tensor
 
     def __call__(self, x: Tensor, relu: bool = True, residual: Tensor | None = None) -> Tensor:
-        """Return norm(conv(x)) + residual, or the ReLU of it."""
+        """Return norm(conv(x)) + residual, or the ReLU of that sum."""
         conv, x = self.conv, as_autocast_input(x)
         geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
         if relu and _has_fused_kernel(x, self.weight, residual):
@@ -38,16 +42,16 @@ class FoldedConv(NamedTuple):
 
 
 def fold_frozen_norms(layers: Sequence[tuple[nn.Module, nn.Module]]) -> dict[nn.Module, FoldedConv]:
-    """Return what replaces each convolution and its frozen batch norm; other pairs are left out.
+    """Return the convolution that replaces each convolution and its frozen batch norm. Other pairs are left out.
 
-    A batch norm is frozen where it uses its stored statistics and its scale and shift get no gradients. Then
-    norm(conv(x)) is a convolution with weight · scale and a bias, and the maps are not read and written once more.
-    The convolution itself may learn: its weight gets its gradient, once differentiable. Weights are in the type that
-    autocast gives a convolution, and on a GPU in channels-last layout. Nothing is kept from call to call, and hooks
-    of the two layers are not called.
+    A batch norm is frozen if it uses its stored statistics, and its scale and shift get no gradients. norm(conv(x)) is
+    then a convolution with weight · scale and a bias, which saves one pass over the feature maps. The convolution
+    itself may be trained: its weight gets a gradient, but no second derivative. Weights have the dtype that autocast
+    gives a convolution, and on a GPU the channels-last layout. Nothing is kept from call to call, and hooks of the two
+    layers are not called.
 
     Args:
-        layers: (convolution, norm) pairs.
+        layers: pairs of a convolution and its normalisation.
     """
     layers = [(conv, norm) for conv, norm in layers if _is_foldable(conv, norm)]
     layers = [(conv, norm) for conv, norm in layers if norm.eps == layers[0][1].eps]
@@ -85,7 +89,7 @@ def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
 
 
 class _ScaledWeights(torch.autograd.Function):
-    """Products of weights and scales: one kernel each multiplies, converts the type and changes the layout."""
+    """Products of weights and scales. One kernel for each multiplies, converts the dtype and changes the layout."""
 
     @staticmethod
     def forward(
@@ -120,7 +124,7 @@ class _ScaledWeights(torch.autograd.Function):
 
 
 class _ConvBiasReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + residual) by one kernel of cuDNN, a third of the time of three kernels."""
+    """relu(conv(x) + bias + residual) by one kernel of cuDNN, which takes a third of the time of three kernels."""
 
     @staticmethod
     def forward(
@@ -148,7 +152,7 @@ class _ConvBiasReLU(torch.autograd.Function):
 
 
 def _has_fused_kernel(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-    """Return whether cuDNN's kernel is there, and faster: with a residual it is so for 16-bit numbers alone."""
+    """Return whether cuDNN's kernel is available and faster. With a residual, it is faster for 16-bit dtypes only."""
     if not (x.is_cuda and torch.version.cuda and torch.backends.cudnn.enabled) or is_traced():
         return False
     if not torch.backends.cudnn.is_available():

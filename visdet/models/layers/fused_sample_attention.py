@@ -1,4 +1,4 @@
-"""Attention over samples of an image, such as those along an epipolar line, as a module."""
+"""A module for attention over samples of an image, such as those along an epipolar line."""
 
 from typing import Any
 
@@ -17,28 +17,31 @@ __all__ = ["FusedSampleAttention"]
 
 @MODELS.register_module()
 class FusedSampleAttention(BaseModule):
-    """Each query attends, in every head, to D given positions of an image; the samples themselves are never stored.
+    """Attention of each query, in every head, to D given positions of an image. The sampled values are never stored.
 
     score[b, g, q, d] = (<query_proj(query)[b, g, q], f> + <depth_key(f), encoding(depth[b, q, d])>) / sqrt(C),
     where f is the image at samples[b, q, d], bilinear, zero outside, and encoding holds sin and cos of
     2 pi 2^k depth for k < num_octaves; weights = softmax of the scores over d;
     output = identity + dropout(output_proj(sum_d weights f, the heads side by side)).
 
-    There is no projection of keys and values: <q, K f> = <K^T q, f> and sum_d w V f = V sum_d w f, so the two
-    projections of the queries and of the sums hold them, and the image is sampled as it is.
-    Scores and weights are float32 (float64 for float64) whatever the type of the image.
+    There is no projection of keys and values. Because <q, K f> = <K^T q, f> and sum_d w V f = V sum_d w f, the
+    projections of the queries and of the sums contain them, and the image is sampled without a projection.
+    Scores and weights are float32 (float64 for float64 images) whatever the dtype of the image.
 
     Args:
         embed_dims: channels E of the queries and of the output.
-        num_heads: heads G.
-        image_dims: channels C of the images; default ``embed_dims``.
-        num_octaves: octaves of the depth encoding; 0 for scores that do not see the depth.
-        dropout: dropout of the output before the sum.
-        fused: False computes in plain torch, through the [B, C, Q, D] tensor of all samples: the definition, for
-            comparison.
+        num_heads: number G of heads.
+        image_dims: channels C of the images. The default is ``embed_dims``.
+        num_octaves: octaves of the depth encoding. With 0, the scores do not depend on the depth.
+        dropout: dropout of the output before ``identity`` is added.
+        fused: whether the fused operators are used. Otherwise, the definition is computed in plain torch, which stores
+            the [B, C, Q, D] tensor of all sampled values; this is meant for comparisons.
 
-    Source: He et al., Epipolar Transformers, CVPR 2020, and Charatan et al., pixelSplat, CVPR 2024 (the idea); the
-    arithmetic is ``visdet.ops.sample_dot`` and ``visdet.ops.sample_sum``.
+    Raises:
+        ValueError: a number of channels, heads or octaves is too small.
+
+    Source: the idea is that of He et al., Epipolar Transformers, CVPR 2020, and Charatan et al., pixelSplat, CVPR 2024.
+    ``visdet.ops.sample_dot`` and ``visdet.ops.sample_sum`` do the computation.
     """
 
     def __init__(
@@ -75,7 +78,10 @@ class FusedSampleAttention(BaseModule):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Start without a preference for any depth."""
+        """Initialise the projections by Xavier's uniform distribution, and the depth key by zeros.
+
+        At first, the scores therefore do not depend on the depth.
+        """
         xavier_init(self.query_proj, distribution="uniform")
         xavier_init(self.output_proj, distribution="uniform")
         if self.depth_key is not None:
@@ -96,12 +102,18 @@ class FusedSampleAttention(BaseModule):
         Args:
             query: [B, Q, E].
             images: [B, C, H, W], NCHW or channels_last.
-            samples: [B, Q, D, 2], (x, y) in -1..1 from edge to edge of the image; outside it is zero.
-            depths: [B, Q, D], the depth of each sample in any unit of which one octave is the whole range; may be left
-                out if ``num_octaves`` is 0.
-            sample_mask: [B, Q, D], True where a sample must get no weight. A query without any sample left has
-                weights of zero, and takes nothing from the image.
-            identity: [B, Q, E], default ``query``.
+            samples: [B, Q, D, 2], (x, y) in -1..1 from edge to edge of the image. Outside, the image is zero.
+            depths: [B, Q, D], the depth of each sample. It should be scaled so that the whole range of depths is
+                shorter than 1, which is one period of the first octave. It is optional if ``num_octaves`` is 0.
+            sample_mask: [B, Q, D] bool, True where a sample must get no weight. A query without any sample left has
+                weights of zero and takes nothing from the image.
+            identity: [B, Q, E], by default ``query``.
+
+        Returns:
+            the queries [B, Q, E], and the weights [B, G, Q, D].
+
+        Raises:
+            ValueError: the query or the images have another shape, or the depths are missing.
         """
         if query.dim() != 3 or query.shape[-1] != self.embed_dims:
             raise ValueError(
@@ -137,5 +149,5 @@ def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores.softmax(dim=-1)
     mask = mask.unsqueeze(1)
-    lowest = torch.finfo(scores.dtype).min  # not -inf: a row of those has no softmax
+    lowest = torch.finfo(scores.dtype).min  # The softmax of a row that is all -inf would be NaN.
     return scores.masked_fill(mask, lowest).softmax(dim=-1).masked_fill(mask, 0.0)

@@ -23,23 +23,30 @@ __all__ = ["MultiScaleDeformableAttention"]
 @register_in_root
 @MODELS.register_module()
 class MultiScaleDeformableAttention(BaseModule):
-    """Each query attends to ``num_points`` learned positions in every level of a feature pyramid.
+    """Attention of each query, in every head, to ``num_points`` learned positions in every level of a feature pyramid.
 
-    location = reference + offset / (W, H) of the level for reference points (x, y), or
-    reference + offset / num_points · (w, h) / 2 for reference boxes (cx, cy, w, h), with the level's own num_points;
+    For reference points (x, y), location = reference + offset / (W, H) of the level.
+    For reference boxes (cx, cy, w, h), location = (cx, cy) + offset / num_points · (w, h) / 2, with the num_points of
+    the level.
     output = identity + dropout(output_proj(Σ softmax(weights) · value_proj(value) sampled at the locations)).
-    Locations and weights are computed in float32 whatever the type of the queries, inside ``ms_deform_attn_fused``,
-    which never writes them to memory.
+
+    ``ms_deform_attn_fused`` computes locations and weights in float32 whatever the dtype of the queries, and never
+    writes them to memory.
 
     Args:
-        embed_dims: channels. num_heads: heads, a divisor of ``embed_dims``.
-        num_levels: levels L of the pyramid. num_points: positions P per query, head and level, one number for
-            all levels or one for each (D-FINE has [3, 6, 3]).
+        embed_dims: channels. num_heads: number of heads, a divisor of ``embed_dims``.
+        num_levels: number L of levels of the pyramid.
+        num_points: number of positions per query, head and level. It is one number for all levels, or one for each
+            level (D-FINE has [3, 6, 3]).
         im2col_step: accepted for compatibility, without effect.
-        dropout: dropout of the output before the sum.
-        batch_first: tensors are [B, Q, C]; otherwise [Q, B, C].
+        dropout: dropout of the output before ``identity`` is added.
+        batch_first: whether tensors are [B, Q, C] rather than [Q, B, C].
         norm_cfg: accepted for compatibility, without effect.
-        value_proj_ratio: channels of the sampled values relative to ``embed_dims``.
+        value_proj_ratio: channels of the sampled values divided by ``embed_dims``.
+
+    Raises:
+        ValueError: the channels of the queries or values are not divisible by ``num_heads``, or ``num_points`` has
+            another length than ``num_levels``.
 
     Source: Zhu et al., Deformable DETR, ICLR 2021; constructor, parameter names and initialisation are mmcv's.
     """
@@ -85,7 +92,10 @@ class MultiScaleDeformableAttention(BaseModule):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Start as uniform attention: head h looks along direction 2π·h / num_heads, point p at distance p + 1."""
+        """Start from uniform attention weights and a pattern of positions that does not depend on the query.
+
+        Head h looks in the direction 2π·h / num_heads. Its point p is p + 1 pixels away, in the maximum norm.
+        """
         angle = torch.arange(self.num_heads, dtype=torch.float32) * (2.0 * math.pi / self.num_heads)
         direction = torch.stack((angle.cos(), angle.sin()), dim=-1)
         direction = direction / direction.abs().amax(dim=-1, keepdim=True)  # onto the square of half-width 1
@@ -114,15 +124,21 @@ class MultiScaleDeformableAttention(BaseModule):
         """Return the attended queries plus ``identity``, shaped like ``query``.
 
         Args:
-            query: [B, Q, C] ([Q, B, C] unless ``batch_first``), and so are value, identity and query_pos.
-            key: accepted for compatibility, without effect: deformable attention has no keys.
-            value: [B, S, C], the flattened pyramid; default ``query``.
-            identity: [B, Q, C], default ``query``.
-            query_pos: [B or 1, Q, C], added to the query that predicts offsets and weights.
-            key_padding_mask: [B, S] bool, True where a value is padding: it counts as zero.
+            query: [B, Q, C]. Without ``batch_first``, the first two axes of query, value, identity and query_pos are
+                swapped.
+            key: accepted for compatibility, without effect, because deformable attention has no keys.
+            value: [B, S, C], the flattened pyramid. The default is ``query``.
+            identity: [B, Q, C]. The default is ``query`` without ``query_pos``.
+            query_pos: [B or 1, Q, C], added to the query before offsets and weights are predicted from it.
+            key_padding_mask: [B, S] bool, True where a value is padding. The projected value is zero there.
             reference_points: [B or 1, Q, L or 1, 2] (x, y) or [B or 1, Q, L or 1, 4] (cx, cy, w, h), in 0..1.
             spatial_shapes: [L, 2] int64 (height, width), on the CPU or the device of ``query``.
-            level_start_index: [L] int64, the first row of each level in ``value``; default: levels without gaps.
+            level_start_index: [L] int64, the first row of each level in ``value``. By default, the levels follow each
+                other without gaps.
+
+        Raises:
+            ValueError: the reference points or the spatial shapes are missing, or the reference points or the mask
+                have another shape.
         """
         if reference_points is None or spatial_shapes is None:
             raise ValueError(
@@ -186,11 +202,10 @@ class MultiScaleDeformableAttention(BaseModule):
         level_start_index: Tensor | None,
         reference_points: Tensor,
     ) -> Tensor | None:
-        """Return the attended queries plus ``identity`` by one node of the graph, or None.
+        """Return the attended queries plus ``identity`` by one node of the autograd graph, or None if that cannot be.
 
-        See ``ms_deform_attn_projected``.
-
-        A layer that somebody watches, replaced or changed has to be called.
+        It cannot be if ``ms_deform_attn_projected`` does not take the input, or if one of the linear layers has been
+        replaced, changed or given hooks. Such a layer has to be called.
         """
         parameters = _plain_parameters(
             self.sampling_offsets, self.attention_weights, self.value_proj, self.output_proj
@@ -215,16 +230,16 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether calling a layer does what this kind does, and nothing else but for hooks of all modules.
+    """Return whether calling a layer does exactly what its class does. Global hooks of all modules are not checked.
 
-    torch has no public way to ask a module for its hooks, or for a ``forward`` of its own.
+    torch has no public way to ask a module for its hooks, or whether its ``forward`` has been replaced.
     """
     own = vars(layer)
     return type(layer) is kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
 
 
 def _plain_parameters(*layers: nn.Module) -> list[Tensor] | None:
-    """Return each layer's weight and bias; None unless calling each does what ``F.linear`` does, and nothing else."""
+    """Return the weight and the bias of each layer, or None if calling a layer does more than ``F.linear``."""
     if _has_any_global_hook() or not all(_is_plain(layer, nn.Linear) for layer in layers):
         return None
     parameters = [getattr(layer, name) for layer in layers for name in ("weight", "bias")]

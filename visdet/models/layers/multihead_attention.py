@@ -23,19 +23,22 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(BaseModule):
     """``identity + dropout(proj_drop(attention(query + query_pos, key + key_pos, value)))``.
 
-    The positions enter queries and keys, never the values. Parameter names are those of ``nn.MultiheadAttention`` under
-    ``attn.``; the product runs through ``scaled_dot_product_attention``.
+    Positions are added to the queries and keys, never to the values. Parameter names are those of
+    ``nn.MultiheadAttention`` under ``attn.``. ``scaled_dot_product_attention`` does the computation.
 
     Args:
-        embed_dims: channels. num_heads: heads, a divisor of ``embed_dims``.
+        embed_dims: channels. num_heads: number of heads, a divisor of ``embed_dims``.
         attn_drop: dropout of the attention weights. proj_drop: dropout of the projected output.
-        dropout_layer: dropout before the sum, e.g. ``dict(type='Dropout', drop_prob=0.1)``.
-        dropout: sets both ``attn_drop`` and the probability before the sum.
-        batch_first: tensors are [B, Q, C]; otherwise [Q, B, C].
-        bias: whether the projections have one.
+        dropout_layer: dropout before ``identity`` is added, e.g. ``dict(type='Dropout', drop_prob=0.1)``.
+        dropout: sets both ``attn_drop`` and the probability of ``dropout_layer``.
+        batch_first: whether tensors are [B, Q, C] rather than [Q, B, C].
+        bias: whether the projections have a bias.
 
-    Source: names and defaults are mmcv's. Different: ``dropout`` touches this instance alone (in mmcv it changes the
-    default of every later one).
+    Raises:
+        ValueError: ``embed_dims`` is not divisible by ``num_heads``.
+
+    Source: names and defaults are mmcv's. One thing differs: ``dropout`` has an effect on this instance alone, whereas
+    in mmcv it changes the default of every later instance.
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class MultiheadAttention(BaseModule):
         """Return the attended queries plus ``identity``.
 
         Args:
-            query: [B, Q, C] ([Q, B, C] unless ``batch_first``), and so are all others.
-            key: [B, K, C], default ``query``. value: [B, K, C], default ``key``.
-            identity: [B, Q, C], default ``query``.
-            query_pos: [B, Q, C]. key_pos: [B, K, C], default ``query_pos`` where its shape fits the key.
-            attn_mask: [Q, K] or [B·heads, Q, K]; bool, True where a pair must not attend, or float to add.
-            key_padding_mask: [B, K] bool, True where a key is padding.
+            query: [B, Q, C]. Without ``batch_first``, the first two axes of this and of all tensors with channels are
+                swapped.
+            key: [B, K, C], by default ``query``. value: [B, K, C], by default ``key``.
+            identity: [B, Q, C]. The default is ``query`` without ``query_pos``.
+            query_pos: [B, Q, C]. key_pos: [B, K, C], by default ``query_pos`` if it has the shape of the key.
+            attn_mask: [Q, K] or [B·heads, Q, K]. It is bool, True where a query must not attend to a key, or a float
+                that is added to the score.
+            key_padding_mask: [B, K] bool, True where a key is padding, or a float that is added to the score.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -110,7 +115,7 @@ class MultiheadAttention(BaseModule):
         attn_mask: Tensor | None,
         key_padding_mask: Tensor | None,
     ) -> Tensor:
-        """Return what ``self.attn`` returns, with one product for a tensor that is query and key, and few casts."""
+        """Return what ``self.attn`` returns, but project a tensor that is both query and key only once."""
         attn = self.attn
         if not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
@@ -139,7 +144,10 @@ class MultiheadAttention(BaseModule):
     def _joint_mask(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
     ) -> Tensor | None:
-        """Return one mask [B or 1, heads or 1, Q or 1, K]: bool, True where a pair attends, or numbers to add."""
+        """Return one mask that broadcasts to [B, heads, Q, K], or None if there is none.
+
+        It is bool, True where a query attends to a key, or a float that is added to the score.
+        """
         masks = []
         if attn_mask is not None:
             masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, self.num_heads)))

@@ -23,9 +23,9 @@ for _name, _layer in {
 
 
 def norm_abbreviation(layer_type: type[nn.Module]) -> str:
-    """Return the name under which parameters of a normalisation layer are stored: 'bn', 'gn', 'ln', 'in' or 'norm'."""
+    """Return the attribute name of a normalisation layer in a ``ConvModule``: 'bn', 'gn', 'ln', 'in' or 'norm'."""
     for base, abbreviation in (
-        (nn.modules.instancenorm._InstanceNorm, "in"),  # before its base class, the batch norm
+        (nn.modules.instancenorm._InstanceNorm, "in"),
         (nn.modules.batchnorm._BatchNorm, "bn"),
         (nn.GroupNorm, "gn"),
         (nn.LayerNorm, "ln"),
@@ -36,15 +36,17 @@ def norm_abbreviation(layer_type: type[nn.Module]) -> str:
 
 
 def build_norm_layer(norm_cfg: dict[str, Any], num_features: int) -> nn.Module:
-    """Return the layer ``norm_cfg`` describes, for ``num_features`` channels.
+    """Return the normalisation layer that ``norm_cfg`` describes.
 
     Args:
-        norm_cfg: ``type`` ('BN', 'SyncBN', 'GN', 'LN', 'IN' or a registered name), ``requires_grad`` (default True:
-            whether scale and shift learn), and the layer's own keywords (``eps``, ``momentum``, ``num_groups``, ...).
+        norm_cfg: ``type`` ('BN', 'SyncBN', 'GN', 'LN', 'IN' or another registered name), ``requires_grad`` (whether
+            scale and shift are trained, by default True), and the keywords of the layer, such as ``eps``, ``momentum``
+            or ``num_groups``.
         num_features: channels of the input.
 
     Raises:
-        KeyError: unknown ``type``. TypeError: a keyword the layer does not take, or 'GN' without ``num_groups``.
+        KeyError: the ``type`` is unknown.
+        TypeError: the layer does not accept a keyword, or 'GN' has no ``num_groups``.
     """
     options = dict(norm_cfg)
     layer_type = options.pop("type")

@@ -26,15 +26,22 @@ def sine_embedding(positions: Tensor, num_feats: int, temperature: float = 10000
 
 @MODELS.register_module()
 class SinePositionalEncoding(BaseModule):
-    """Sine and cosine embedding of each pixel's row and column, counted over valid pixels from 1.
+    """Sine and cosine embedding of the row and the column of each pixel.
+
+    Rows and columns are counted from 1, over valid pixels only.
 
     Args:
-        num_feats: channels for each of the two axes; even.
+        num_feats: channels for each of the two axes, an even number.
         temperature: base of the wavelengths.
-        normalize: scale positions to 0..``scale`` by (position + offset) / (last position + eps) · scale.
-        scale: full circle by default.
+        normalize: whether positions are scaled by (position + offset) / (last position + eps) · scale.
+        scale: the position that the last pixel is scaled to, in radians. The default is a full circle.
+        eps: added to the last position, so that the division is defined.
+        offset: added to the positions before they are scaled.
 
-    Source: the DETR family; names and defaults are mmdet's.
+    Raises:
+        ValueError: ``num_feats`` is not even and positive.
+
+    Source: Carion et al., DETR, ECCV 2020; names and defaults are mmdet's.
     """
 
     def __init__(
@@ -60,11 +67,14 @@ class SinePositionalEncoding(BaseModule):
         self.offset = offset
 
     def forward(self, mask: Tensor | None, input: Tensor | None = None) -> Tensor:
-        """Return the embedding [B, 2·num_feats, H, W], rows' channels first, in float32.
+        """Return the embedding [B, 2·num_feats, H, W] in float32. The channels of the rows come first.
 
         Args:
-            mask: [B, H, W] bool, True where a pixel is padding; None if there is none.
-            input: [B, ..., H, W], read for its size where ``mask`` is None.
+            mask: [B, H, W] bool, True where a pixel is padding, or None if there is no padding.
+            input: [B, ..., H, W]. If ``mask`` is None, its size is used.
+
+        Raises:
+            ValueError: both are None.
         """
         if mask is not None:
             valid = (~mask.bool()).float()
@@ -84,11 +94,11 @@ class SinePositionalEncoding(BaseModule):
         return encoded if mask is not None else encoded.expand(input.shape[0], -1, -1, -1)
 
     def encode(self, positions: Tensor, last: Tensor) -> Tensor:
-        """Return the embedding [..., 2·num_feats] of pixels, in float32.
+        """Return the embedding [..., 2·num_feats] of pixels in float32.
 
         Args:
-            positions: [..., 2], row and column of each pixel, counted from 1.
-            last: [..., 2], the last row of the pixel's column and the last column of its row.
+            positions: [..., 2], the row and the column of each pixel, counted from 1.
+            last: [..., 2], the last row in the pixel's column and the last column in its row.
         """
         if self.normalize:
             positions = (positions + self.offset) / (last + self.eps) * self.scale

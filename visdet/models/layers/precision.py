@@ -1,4 +1,4 @@
-"""Parts that autocast must leave alone."""
+"""Control of the precision of single operations under autocast."""
 
 import torch
 from torch import Tensor, nn
@@ -7,18 +7,21 @@ __all__ = ["as_autocast_input", "at_least_float32", "autocast_dtype", "in_full_p
 
 
 def in_full_precision(module: nn.Module, x: Tensor) -> Tensor:
-    """Return ``module(x)`` in the type of the module's weights, without autocast: boxes keep their digits."""
+    """Return ``module(x)`` without autocast, in the dtype of the module's weights."""
     with torch.autocast(x.device.type, enabled=False):
         return module(x.to(next(module.parameters()).dtype))
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32, or as it is where its type is wider."""
+    """Return the tensor in float32, or as it is if its dtype is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the type to which autocast converts an input of a linear layer or a convolution, if it is on."""
+    """Return the dtype in which a linear layer or a convolution reads a tensor.
+
+    Autocast converts float32 tensors to its own dtype. Without autocast, it is the dtype of the tensor.
+    """
     kind = tensor.device.type
     if tensor.dtype == torch.float32 and kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -26,8 +29,9 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def as_autocast_input(tensor: Tensor) -> Tensor:
-    """Return the tensor in the type to which autocast converts a linear layer's input; itself without autocast.
+    """Return the tensor in the dtype in which a linear layer reads it; see :func:`autocast_dtype`.
 
-    Autocast converts a tensor anew, and its gradient back, for each layer that reads it; this is once for all.
+    Autocast would convert the tensor, and its gradient back, once for each layer that reads it. After this call, they
+    are converted only once.
     """
     return tensor.to(autocast_dtype(tensor))

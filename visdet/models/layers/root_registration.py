@@ -1,4 +1,4 @@
-"""Names other frameworks' configs expect in mmengine's root registry."""
+"""Registration of modules in mmengine's root registry, where configs of other packages expect them."""
 
 from importlib.util import find_spec
 
@@ -9,11 +9,14 @@ __all__ = ["register_in_root"]
 
 
 def register_in_root(module_class: type[nn.Module], name: str | None = None) -> type[nn.Module]:
-    """Register a class in mmengine's root ``MODELS`` too, under its own name or another, where mmcv 2 has it.
+    """Register a class in mmengine's root ``MODELS``, where mmcv 2 has a class of this name, and return the class.
 
-    Bare names of configs then work in any scope.
+    Configs of any scope can then use the name without a prefix. If mmcv is installed, nothing is registered, because
+    mmcv fails if one of its names is taken.
 
-    Where mmcv is installed the root name is left to it: mmcv registers without asking and fails on a taken name.
+    Args:
+        module_class: the class.
+        name: the name. The default is the name of the class.
     """
     name = name or module_class.__name__
     if name not in ROOT_MODELS.module_dict and find_spec("mmcv") is None:

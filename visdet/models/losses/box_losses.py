@@ -33,7 +33,14 @@ class L1Loss(nn.Module):
         avg_factor: float | Tensor | None = None,
         reduction_override: str | None = None,
     ) -> Tensor:
-        """Return the loss of pred [...] against target [...]: a scalar (0 if they are empty), or [...] for 'none'."""
+        """Return the loss: a scalar (0 if there are no coordinates), or [...] for reduction 'none'.
+
+        Args:
+            pred, target: [...], of the same shape.
+            weight: broadcast against ``pred``, or None.
+            avg_factor: divides the sum in place of the number of coordinates.
+            reduction_override: replaces ``reduction`` in this call.
+        """
         if pred.shape != target.shape:
             raise ValueError(
                 f"L1Loss: pred and target must have one shape, got {tuple(pred.shape)} and {tuple(target.shape)}"
@@ -47,7 +54,7 @@ class GIoULoss(nn.Module):
     """1 - GIoU of each pair of boxes, in [0, 2]; see ``elementwise_overlaps``.
 
     Args:
-        eps: least area of a denominator, in the boxes' unit squared.
+        eps: the least value of a denominator, in the square of the boxes' unit.
         reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
 
     Source: Rezatofighi et al., CVPR 2019; names and defaults are mmdet's.
@@ -70,8 +77,10 @@ class GIoULoss(nn.Module):
         """Return the loss: a scalar (0 if there are no boxes), or [...] for reduction 'none'.
 
         Args:
-            pred, target: [..., 4] (x1, y1, x2, y2), one unit.
-            weight: [...], or [..., 4] whose mean over the last axis counts.
+            pred, target: [..., 4] (x1, y1, x2, y2), in the same unit.
+            weight: [...], or [..., 4], of which the mean over the last axis is used.
+            avg_factor: divides the sum in place of the number of boxes.
+            reduction_override: replaces ``reduction`` in this call.
         """
         if pred.shape != target.shape or pred.shape[-1] != 4:
             raise ValueError(

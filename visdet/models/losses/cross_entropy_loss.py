@@ -16,16 +16,21 @@ __all__ = ["CrossEntropyLoss"]
 
 @MODELS.register_module()
 class CrossEntropyLoss(nn.Module):
-    """Cross entropy of a softmax over classes, or with ``use_sigmoid`` of each probability by itself.
+    """Cross entropy of a softmax over classes, or binary cross entropy of each element.
+
+    The loss is computed in float32, or in float64 for float64 inputs.
 
     Args:
-        use_sigmoid: binary cross entropy of logits against targets in 0..1.
-        use_mask: not offered, must be False.
+        use_sigmoid: compute the binary cross entropy of logits against targets in 0..1.
+        use_mask: must be False, because there is no mask loss.
         reduction: 'none', 'mean' or 'sum'.
-        class_weight: [C] factor of each class, softmax only.
+        class_weight: [C], the factor of each class. It must be None with ``use_sigmoid``.
         loss_weight: factor on the result.
 
-    Computed in float32 or better. Source: names and defaults are mmdet's.
+    Raises:
+        ValueError: ``use_mask`` is True, or ``class_weight`` is given with ``use_sigmoid``.
+
+    Source: names and defaults are mmdet's.
     """
 
     def __init__(
@@ -38,7 +43,7 @@ class CrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         if use_mask:
-            raise InvalidInputError("CrossEntropyLoss: use_mask must be False, a mask loss is not offered")
+            raise InvalidInputError("CrossEntropyLoss: use_mask must be False, there is no mask loss")
         if use_sigmoid and class_weight is not None:
             raise InvalidInputError("CrossEntropyLoss: class_weight must be None with use_sigmoid")
         self.use_sigmoid = use_sigmoid
@@ -57,9 +62,11 @@ class CrossEntropyLoss(nn.Module):
         """Return the loss: a scalar, or one number per element for reduction 'none'.
 
         Args:
-            cls_score: logits, [N, C], or [...] with ``use_sigmoid``.
-            label: [N] int64, or with ``use_sigmoid`` targets of the logits' shape, differentiable too.
-            weight: [N] or [...]. avg_factor: divides the sum in place of the number of elements.
+            cls_score: logits [N, C], or [...] with ``use_sigmoid``.
+            label: [N] int64. With ``use_sigmoid``, targets of the shape of the logits, which may require a gradient.
+            weight: [N], or [...] with ``use_sigmoid``.
+            avg_factor: divides the sum in place of the number of elements.
+            reduction_override: replaces ``reduction`` in this call.
         """
         cls_score = at_least_float32(cls_score)
         if self.use_sigmoid:

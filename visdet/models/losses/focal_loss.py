@@ -15,15 +15,21 @@ __all__ = ["FocalLoss"]
 
 @MODELS.register_module()
 class FocalLoss(nn.Module):
-    """Sigmoid focal loss over integer class targets, see ``visdet.ops.sigmoid_focal_loss``.
+    """Sigmoid focal loss against integer class labels; see ``visdet.ops.sigmoid_focal_loss``.
+
+    The loss is computed in float32, or in float64 for float64 inputs.
 
     Args:
-        use_sigmoid: must be True: classes are independent.
-        gamma: how strongly easy predictions are discounted. alpha: weight of positives; negatives get 1 - alpha.
+        use_sigmoid: must be True, because there is no softmax focal loss.
+        gamma: the focusing parameter, which reduces the loss of easy predictions.
+        alpha: weight of positives. Negatives get 1 - alpha.
         reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
-        activated: predictions are probabilities, not logits.
+        activated: the predictions are probabilities instead of logits.
 
-    Computed in float32 or better. Source: names and defaults are mmdet's.
+    Raises:
+        ValueError: ``use_sigmoid`` is False.
+
+    Source: names and defaults are mmdet's.
     """
 
     def __init__(
@@ -38,7 +44,7 @@ class FocalLoss(nn.Module):
         super().__init__()
         if not use_sigmoid:
             raise InvalidInputError(
-                "FocalLoss: use_sigmoid must be True, a softmax focal loss does not exist here"
+                "FocalLoss: use_sigmoid must be True, there is no softmax focal loss in this class"
             )
         self.use_sigmoid = use_sigmoid
         self.gamma = gamma
@@ -58,7 +64,7 @@ class FocalLoss(nn.Module):
         """Return the loss: a scalar, or [N, C] for reduction 'none'.
 
         Args:
-            pred: [N, C] logits, or probabilities if ``activated``. target: [N] int64 in 0..C, C for background.
+            pred: [N, C] logits, or probabilities if ``activated``. target: [N] int64 in 0..C, where C is background.
             weight: [N] or [N, C]. avg_factor: divides the sum in place of N·C.
             reduction_override: replaces ``reduction`` in this call.
         """

@@ -14,13 +14,15 @@ _EPS = 1e-12
 
 @MODELS.register_module()
 class GaussianFocalLoss(nn.Module):
-    """Focal loss of probabilities p against targets t in 0..1: ``-log(p)·(1-p)^α`` at t = 1, plus everywhere
-    ``-log(1-p)·p^α·(1-t)^γ``.
+    """Focal loss of probabilities p against soft targets t in 0..1.
+
+    It is the sum of ``-log(p)·(1-p)^α`` where t = 1, and of ``-log(1-p)·p^α·(1-t)^γ`` everywhere. The loss is computed
+    in float32, or in float64 for float64 inputs.
 
     Args:
         alpha, gamma: the exponents. reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
 
-    Computed in float32 or better. Source: Law and Deng, CornerNet; names and defaults are mmdet's.
+    Source: Law and Deng, CornerNet, ECCV 2018; names and defaults are mmdet's.
     """
 
     def __init__(

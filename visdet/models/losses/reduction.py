@@ -1,4 +1,4 @@
-"""How the losses weigh and sum their elements."""
+"""Weighting and reduction of the elements of a loss."""
 
 from torch import Tensor
 
@@ -17,10 +17,10 @@ def reduce_loss(
     Args:
         loss: [...]. weight: broadcast against ``loss``, or None.
         reduction: 'none', 'mean' or 'sum'. The mean of no elements is 0.
-        avg_factor: divides the sum in place of the number of elements; only with 'mean' ('none' ignores it).
+        avg_factor: with 'mean', it divides the sum in place of the number of elements. 'none' ignores it.
 
     Raises:
-        ValueError: an unknown reduction, or ``avg_factor`` with 'sum'.
+        ValueError: the reduction is unknown, or it is 'sum' and ``avg_factor`` is given.
     """
     if reduction not in REDUCTIONS:
         raise InvalidInputError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
@@ -31,5 +31,5 @@ def reduce_loss(
     if avg_factor is None:
         return loss.sum() if reduction == "sum" else loss.sum() / max(loss.numel(), 1)
     if reduction == "sum":
-        raise ValueError("avg_factor divides a mean: it cannot be used with reduction='sum'")
+        raise ValueError("avg_factor must be None with reduction='sum'")
     return loss.sum() / avg_factor

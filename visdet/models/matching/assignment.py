@@ -1,4 +1,4 @@
-"""One-to-one assignments at least total cost, solved on the host by ``scipy.optimize.linear_sum_assignment``."""
+"""One-to-one assignments of least total cost, which ``scipy.optimize.linear_sum_assignment`` finds on the host."""
 
 from collections.abc import Sequence
 
@@ -8,28 +8,34 @@ from torch import Tensor
 
 __all__ = ["solve_assignment", "solve_assignments"]
 
-_INVALID_COST = 1e8  # of a pair with a NaN or infinite cost: chosen last, and the solver stays well-defined
+# This replaces NaN and infinite costs, which the solver does not accept. Such a pair is chosen last.
+_INVALID_COST = 1e8
 
 
 def solve_assignment(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows, ascending, and columns of least total cost of a matrix [Q, N]; one that is not finite is 1e8."""
-    from scipy.optimize import linear_sum_assignment  # slow to import, and a first matching is soon enough
+    """Return the rows, in ascending order, and the columns of the assignment of least total cost.
+
+    Args:
+        cost: a matrix [Q, N]. Costs that are not finite count as 1e8.
+    """
+    # scipy.optimize is slow to import, and it is not needed before the first matching.
+    from scipy.optimize import linear_sum_assignment
 
     return linear_sum_assignment(np.where(np.isfinite(cost), cost, _INVALID_COST))
 
 
 def solve_assignments(costs: Sequence[Tensor]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Return what :func:`solve_assignment` does for each matrix of each stack, all moved to the host at once.
+    """Solve the assignment of each matrix of each stack. All matrices are copied to the host at once.
 
     Args:
         costs: stacks [D, Q, N_i] of cost matrices.
 
     Returns:
-        result[i][d].
+        result[i][d], the result of :func:`solve_assignment` for matrix d of stack i.
     """
     if not costs:
         return []
-    # The solver runs on the host: this copy is the one point where a loss waits for the device.
+    # The solver runs on the host. This copy is the only point where a loss waits for the device.
     flat = torch.cat([cost.detach().flatten() for cost in costs]).float().cpu().numpy()
     ends = np.cumsum([cost.numel() for cost in costs])[:-1]
     return [

@@ -1,4 +1,4 @@
-"""One-to-one assignment of predictions to ground truth at least total cost."""
+"""One-to-one assignment of predictions to ground truth with the least total cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class AssignResult:
         num_gts: number of ground-truth boxes.
         gt_inds: [Q] int64, 0 for background, otherwise 1 + index of the assigned ground truth.
         labels: [Q] int64, -1 for background, otherwise the assigned class.
-        max_overlaps: always None here.
+        max_overlaps: always None, because this assigner computes no overlaps.
     """
 
     num_gts: int
@@ -38,15 +38,16 @@ class AssignResult:
 
 @TASK_UTILS.register_module()
 class HungarianAssigner:
-    """Matches every ground-truth box with one prediction (as far as there are enough) at least total cost.
+    """Matches ground-truth boxes one-to-one with predictions so that the total cost is least.
 
-    A pair whose cost is NaN or infinite costs 1e8, so a diverging model is reported by its loss, not by the solver.
+    If there are fewer predictions than boxes, some boxes stay without a prediction. A NaN or infinite cost counts as
+    1e8, so that a diverging model is noticed by its loss and does not stop the solver.
 
     Args:
-        match_costs: a cost, its config, or a list of either; they are added.
+        match_costs: a cost, its config, or a list of either. The costs are added.
 
     Raises:
-        TypeError: no costs, or something that is no ``MatchCost``.
+        TypeError: there are no costs, or one of them is not a ``MatchCost``.
 
     Source: Carion et al., DETR, ECCV 2020.
     """
@@ -65,16 +66,16 @@ class HungarianAssigner:
             )
 
     def cost(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
-        """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] (pixels)."""
+        """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] in pixels."""
         costs = [cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs]
         return sum(costs[1:], start=costs[0])
 
     def solve(self, costs: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Return the target of each prediction [..., B, Q] int64 in 0..N-1, or N for those without one.
+        """Return the target of each prediction, [..., B, Q] int64 in 0..N-1, or N for predictions without a target.
 
         Args:
-            costs: [..., B, Q, N] on the host, where the solver runs.
-            counts: number of targets of each image; further columns are padding.
+            costs: [..., B, Q, N], on the host.
+            counts: number of targets of each image. Further columns are padding.
         """
         num_padded = costs.shape[-1]
         targets = np.full(costs.shape[:-1], num_padded, dtype=np.int64)
@@ -87,12 +88,12 @@ class HungarianAssigner:
     def assign(
         self, pred_instances: InstanceData, gt_instances: InstanceData, img_meta: dict[str, Any] | None = None
     ) -> AssignResult:
-        """Return the assignment of one image, mmdet's interface.
+        """Return the assignment of one image. The interface is mmdet's.
 
         Args:
-            pred_instances: ``scores`` [Q, C] logits and ``bboxes`` [Q, 4] xyxy in pixels.
-            gt_instances: ``bboxes`` [N, 4] xyxy in pixels, ``labels`` [N].
-            img_meta: ``img_shape`` (height, width).
+            pred_instances: ``scores`` [Q, C], which are logits, and ``bboxes`` [Q, 4] (x1, y1, x2, y2) in pixels.
+            gt_instances: ``bboxes`` [N, 4] (x1, y1, x2, y2) in pixels, and ``labels`` [N].
+            img_meta: ``img_shape`` (height, width). Without it, the costs do not divide boxes by the image's size.
         """
         targets = single_image_targets(gt_instances, img_meta)
         cost = self.cost(pred_instances.get("scores"), pred_instances.bboxes, targets)

@@ -1,7 +1,7 @@
 """Costs of assigning a prediction to a ground-truth box.
 
-Each cost serves one image (``cost(pred_instances, gt_instances, img_meta)``, mmdet's form) and, by ``pairwise``, all
-images and decoder layers at once.
+A cost can be computed for one image in mmdet's form, ``cost(pred_instances, gt_instances, img_meta)``, and for all
+images and decoder layers at once by ``pairwise``.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,10 @@ __all__ = [
 
 
 def single_image_targets(gt_instances: InstanceData, img_meta: dict[str, Any] | None) -> PaddedTargets:
-    """Return the targets of one image, without a batch axis; without ``img_shape`` boxes count as 0..1 of the image."""
+    """Return the targets of one image without a batch axis.
+
+    If ``img_meta`` has no ``img_shape``, the size of the image is taken as 1, as for boxes in 0..1 of the image.
+    """
     height, width = (img_meta or {}).get("img_shape", (1, 1))[:2]
     boxes = gt_instances.bboxes
     return PaddedTargets(
@@ -40,7 +43,7 @@ def single_image_targets(gt_instances: InstanceData, img_meta: dict[str, Any] | 
 
 
 class MatchCost(ABC):
-    """A weighted cost of every pair of prediction and target; smaller is better.
+    """A weighted cost of every pair of a prediction and a target. A smaller cost is better.
 
     Args:
         weight: factor on the cost.
@@ -55,8 +58,9 @@ class MatchCost(ABC):
         """Return the cost [Q, N] of one image.
 
         Args:
-            pred_instances: ``scores`` [Q, C] logits, ``bboxes`` [Q, 4] xyxy in pixels, as far as the cost needs them.
-            gt_instances: ``bboxes`` [N, 4] xyxy in pixels, ``labels`` [N].
+            pred_instances: ``scores`` [Q, C], which are logits, and ``bboxes`` [Q, 4] (x1, y1, x2, y2) in pixels. Those
+                that the cost does not use may be absent.
+            gt_instances: ``bboxes`` [N, 4] (x1, y1, x2, y2) in pixels, and ``labels`` [N].
             img_meta: ``img_shape`` (height, width).
         """
         return self.pairwise(
@@ -67,15 +71,16 @@ class MatchCost(ABC):
 
     @abstractmethod
     def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
-        """Return the cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] (pixels) against targets [..., N]."""
+        """Return the cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] in pixels for targets [..., N]."""
 
 
 @TASK_UTILS.register_module()
 class FocalLossCost(MatchCost):
-    """Focal loss of the target's class as a positive minus that as a negative, with p + eps inside the logarithms.
+    """The focal loss of the target's class as a positive, minus its focal loss as a negative.
 
     Args:
-        alpha, gamma: as in ``FocalLoss``. eps: keeps the logarithms finite. weight: factor on the cost.
+        alpha, gamma: as in ``FocalLoss``. weight: factor on the cost.
+        eps: added to the probabilities inside the logarithms, so that these stay finite.
 
     Source: Zhu et al., Deformable DETR; names and defaults are mmdet's.
     """
@@ -101,7 +106,10 @@ class FocalLossCost(MatchCost):
 
 @TASK_UTILS.register_module()
 class ClassificationCost(MatchCost):
-    """Minus the softmax probability of the target's class.
+    """The negative softmax probability of the target's class.
+
+    Args:
+        weight: factor on the cost.
 
     Source: Carion et al., DETR, ECCV 2020; names and defaults are mmdet's.
     """
@@ -112,10 +120,10 @@ class ClassificationCost(MatchCost):
 
 @TASK_UTILS.register_module()
 class BBoxL1Cost(MatchCost):
-    """Σ |difference| of the four coordinates, each divided by the image's width or height.
+    """The L1 distance of the four coordinates, each of which is divided by the width or height of the image.
 
     Args:
-        box_format: compare corners ('xyxy') or centre and size ('xywh').
+        box_format: the coordinates to compare, corners ('xyxy') or centre and size ('xywh').
         weight: factor on the cost.
 
     Source: Carion et al., DETR; names and defaults are mmdet's.
@@ -136,7 +144,7 @@ class BBoxL1Cost(MatchCost):
 
 @TASK_UTILS.register_module()
 class IoUCost(MatchCost):
-    """Minus the IoU or generalised IoU.
+    """The negative IoU or generalised IoU.
 
     Args:
         iou_mode: 'iou' or 'giou'. weight: factor on the cost.
@@ -158,6 +166,14 @@ class IoUCost(MatchCost):
 
 
 def _of_target_class(values: Tensor, labels: Tensor) -> Tensor:
-    """Return values [..., Q, C] of each target's class, [..., Q, N], for labels [..., N] of fewer leading axes."""
+    """Return, for the class of each target, the values of all predictions.
+
+    Args:
+        values: [..., Q, C].
+        labels: [..., N], which may have fewer leading axes.
+
+    Returns:
+        [..., Q, N].
+    """
     index = labels.unsqueeze(-2).expand(*values.shape[:-1], labels.shape[-1])
     return at_least_float32(values).gather(-1, index)

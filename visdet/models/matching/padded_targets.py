@@ -1,4 +1,4 @@
-"""Ground truth of a batch in one tensor each."""
+"""The ground truth of a batch as padded tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,14 +19,15 @@ __all__ = ["PaddedTargets"]
 
 @dataclass(frozen=True)
 class PaddedTargets:
-    """Boxes of several images, padded to the longest list with empty boxes of class 0.
+    """The boxes of several images. Shorter lists are padded to a common length with empty boxes of class 0.
 
     Attributes:
         boxes_xyxy: [..., N, 4] in pixels of the image without padding.
         labels: [..., N] int64.
-        image_whwh: [..., 1, 4], (width, height, width, height) of each image in pixels.
-        counts: number of true boxes of each image.
-        has_unknown_label: whether a label was no class (bool scalar), as far as ``with_labels_below`` asked.
+        image_whwh: [..., 1, 4], the (width, height, width, height) of each image in pixels.
+        counts: number of boxes of each image, without padding.
+        has_unknown_label: bool scalar, whether ``with_labels_below`` found a label that is not a class. It is None if
+            that was not called.
     """
 
     boxes_xyxy: Tensor
@@ -39,10 +40,15 @@ class PaddedTargets:
     def from_samples(
         cls, samples: Sequence[DetDataSample], image_sizes: Sequence[tuple[int, int]], device: torch.device
     ) -> "PaddedTargets":
-        """Return the ``gt_instances`` of a batch; ``image_sizes`` are (height, width).
+        """Return the ``gt_instances`` of a batch.
+
+        Args:
+            samples: the samples of the images.
+            image_sizes: the (height, width) of each image in pixels.
+            device: the device of the targets.
 
         Raises:
-            ValueError: a sample without ``gt_instances``, or boxes that are not [N, 4] with labels [N].
+            ValueError: a sample has no ``gt_instances``, or they are not ``bboxes`` [N, 4] and ``labels`` [N].
         """
         boxes, labels = [], []
         for index, sample in enumerate(samples):
@@ -65,27 +71,28 @@ class PaddedTargets:
         )
 
     def padded_to(self, number: int) -> "PaddedTargets":
-        """Return the same targets with ``number`` boxes an image, or as many as there are."""
+        """Return the same targets, padded to ``number`` boxes per image. Longer targets stay as they are."""
         missing = max(number - self.labels.shape[-1], 0)
         boxes, labels = F.pad(self.boxes_xyxy, (0, 0, 0, missing)), F.pad(self.labels, (0, missing))
         return replace(self, boxes_xyxy=boxes, labels=labels)
 
     def with_labels_below(self, num_classes: int) -> "PaddedTargets":
-        """Return targets with labels forced into 0..num_classes-1, that know whether any was outside."""
+        """Return targets with labels clamped to 0..num_classes-1, and set ``has_unknown_label``."""
         clamped = self.labels.clamp(0, num_classes - 1)
         return replace(self, labels=clamped, has_unknown_label=(clamped != self.labels).any())
 
     def of_predictions(self, index: Tensor, background: int) -> tuple[Tensor, Tensor]:
-        """Return class [..., B, Q] and box [..., B, Q, 4] (pixels) of the target of each prediction.
+        """Return the class [..., B, Q] and the box [..., B, Q, 4], in pixels, of the target of each prediction.
 
         Args:
-            index: [..., B, Q], as ``HungarianAssigner.solve`` returns it: N for none, which has an empty box.
-            background: class of predictions without a target.
+            index: [..., B, Q], the result of ``HungarianAssigner.solve``. N stands for no target and gives an empty
+                box.
+            background: the class of predictions without a target.
         """
         labels = F.pad(self.labels, (0, 1), value=background).expand(*index.shape[:-1], -1)
         boxes = F.pad(self.boxes_xyxy, (0, 0, 0, 1)).expand(*index.shape[:-1], -1, -1)
         return labels.gather(-1, index), boxes.gather(-2, index.unsqueeze(-1).expand(*index.shape, 4))
 
     def without_classes(self) -> "PaddedTargets":
-        """Return the same boxes, all of class 0: objects of any kind."""
+        """Return the same boxes with class 0, which then stands for any object."""
         return replace(self, labels=torch.zeros_like(self.labels))

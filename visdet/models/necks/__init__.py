@@ -1,4 +1,4 @@
-"""Necks: feature maps to a pyramid of one width."""
+"""Necks, which turn the backbone's feature maps into a pyramid whose levels have equal channels."""
 
 from .channel_mapper import ChannelMapper
 from .fpn import FPN

@@ -1,4 +1,4 @@
-"""A neck that brings every level to one width and adds coarser levels."""
+"""A neck that gives every level the same number of channels and adds coarser levels."""
 
 from typing import Any
 
@@ -18,14 +18,19 @@ _XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
 
 @MODELS.register_module()
 class ChannelMapper(BaseModule):
-    """One convolution per input level; further levels by 3x3 convolutions of stride 2, the first on the last input.
+    """One convolution per input level, and a 3x3 convolution of stride 2 for each further level.
+
+    The first further level is computed from the last input, and each other one from the level before it.
 
     Args:
         in_channels: channels of each input level.
         out_channels: channels of every output level.
-        kernel_size: of the convolution of an input level.
+        kernel_size: size of the convolutions of the input levels.
         norm_cfg, act_cfg, bias: as in ``ConvModule``.
         num_outs: number of output levels, at least ``len(in_channels)``, which is the default.
+
+    Raises:
+        ValueError: ``num_outs`` is too small.
 
     Source: names and defaults are mmdet's.
     """

@@ -20,19 +20,25 @@ _EXTRA = ("on_input", "on_lateral", "on_output")
 
 @MODELS.register_module()
 class FPN(BaseModule):
-    """Brings every level to one width and adds to each what the coarser ones know.
+    """Gives every level the same number of channels, and adds the upsampled coarser levels to each level.
 
     Parameter names: ``lateral_convs.N.conv.*`` (1x1), ``fpn_convs.N.conv.*`` (3x3, extra levels after the others).
 
     Args:
-        in_channels: channels of each input level. out_channels: of every output level.
-        num_outs: output levels. start_level, end_level: the input levels used, the last inclusive, -1 for the last.
-        add_extra_convs: how levels beyond the inputs are made: False by max-pooling the last output, True or
-            'on_input' by a convolution of stride 2 on the last used input, 'on_lateral' on the last lateral map,
-            'on_output' on the last output; further ones each on the one before.
+        in_channels: channels of each input level. out_channels: channels of every output level.
+        num_outs: number of output levels.
+        start_level, end_level: the first and the last input level that is used. An ``end_level`` of -1 stands for the
+            last level.
+        add_extra_convs: how further levels are made. False max-pools the last output. The others use a convolution of
+            stride 2, the first of which reads the last used input (True or 'on_input'), the last lateral map
+            ('on_lateral') or the last output ('on_output'). Each other one reads the level before it.
         relu_before_extra_convs: whether a ReLU comes before every extra convolution but the first.
-        no_norm_on_lateral, conv_cfg, norm_cfg, act_cfg: of the convolutions, see ``ConvModule``; conv_cfg must be None.
-        upsample_cfg: keywords of ``interpolate`` in place of its size.
+        no_norm_on_lateral: whether the lateral convolutions have no normalisation.
+        conv_cfg: must be None. norm_cfg, act_cfg: as in ``ConvModule``.
+        upsample_cfg: keywords of ``interpolate``. A ``scale_factor`` replaces the size of the finer level.
+
+    Raises:
+        ValueError: ``conv_cfg`` is not None, ``add_extra_convs`` is unknown, or ``num_outs`` does not fit.
 
     Source: Lin et al., CVPR 2017; names and defaults are mmdet's.
     """

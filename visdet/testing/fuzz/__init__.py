@@ -1,4 +1,4 @@
-"""A fuzzer of the operators: random problems, each compared with a float64 reference (docs/fuzzing.md)."""
+"""A fuzzer of the operators, which compares random problems with a float64 reference (docs/fuzzing.md)."""
 
 from .families import FAMILIES
 from .problem import Draw, Family, Problem

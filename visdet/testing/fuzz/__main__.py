@@ -1,4 +1,4 @@
-"""Fuzz operators: random problems, compared with a float64 reference (docs/fuzzing.md)."""
+"""Fuzz operators by comparing random problems with a float64 reference (docs/fuzzing.md)."""
 
 import argparse
 import os
@@ -14,30 +14,32 @@ from .processes import run_batches, run_range
 
 __all__ = ["main"]
 
-SHOWN = 3  # failures of one kind that are printed in full with --keep-going
+SHOWN = 3  # number of failures of one kind that are printed in full with --keep-going
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m visdet.testing.fuzz", description=__doc__)
     parser.add_argument("op", choices=["all", *FAMILIES], metavar="OP", help=f"all, {', '.join(FAMILIES)}")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument(
-        "--seed", type=int, help="seed of the first call; without --calls and --minutes, only that call runs"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="device to run on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="seed of the first call (without --calls and --minutes, the only call)"
     )
     parser.add_argument("--calls", type=int, help="number of calls of each family")
     parser.add_argument(
         "--minutes",
         type=float,
-        help="time of all families together; default: 1, unless --calls or --seed is given",
+        help="time of all families together (default: 1, unless --calls or --seed is given)",
     )
     parser.add_argument(
-        "--jobs", type=int, help="number of processes at a time; default: one per core on the CPU, 1 on CUDA"
+        "--jobs", type=int, help="number of parallel processes (default: one per core on the CPU, 1 on CUDA)"
     )
     parser.add_argument(
-        "--batch", type=int, help="number of calls in a process; default: 200 on the CPU, 1000 on CUDA"
+        "--batch", type=int, help="number of calls per process (default: 200 on the CPU, 1000 on CUDA)"
     )
     parser.add_argument(
-        "--limit", type=float, default=120.0, help="seconds that a call may take; default: %(default)s"
+        "--limit", type=float, default=120.0, help="seconds that a call may take (default: %(default)s)"
     )
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     parser.add_argument(
@@ -74,7 +76,7 @@ class Report:
         return text if calls == 1 else f"{text} --calls {calls} --batch {calls}"
 
     def _confirm(self, seed: int, kind: str) -> None:
-        """Say how many calls before it a failure needs, where it does not repeat alone."""
+        """Print how many of the calls before it a failure needs, if it does not repeat alone."""
         calls = 1
         while calls <= self.chosen.batch:
             seeds = range(seed - calls + 1, seed + 1)
@@ -107,7 +109,7 @@ class Report:
 
 
 def fuzz(name: str, chosen: argparse.Namespace, first_seed: int, seconds: float) -> Report:
-    """Run one family's calls."""
+    """Run the calls of one family and return their report."""
     report, began = Report(name, chosen), time.monotonic()
     seeds = range(first_seed, first_seed + (chosen.calls or 10**9))
     if chosen.in_process:
@@ -131,11 +133,11 @@ def fuzz(name: str, chosen: argparse.Namespace, first_seed: int, seconds: float)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what the command line asks for; return 1 if anything failed."""
+    """Run the command line, and return 1 if any call failed, otherwise 0."""
     chosen = parse(arguments)
     if chosen.device == "cpu":
-        torch.set_num_threads(1)  # before a fork: no pool of threads that a child would lack
-    # Without it cuBLAS refuses to run under deterministic algorithms.
+        torch.set_num_threads(1)  # This comes before a fork, because a child would lack a pool of threads.
+    # Without this variable, cuBLAS refuses to run under deterministic algorithms.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     chosen.jobs = chosen.jobs or (1 if chosen.device == "cuda" else len(os.sched_getaffinity(0)))
     chosen.batch = chosen.batch or (1000 if chosen.device == "cuda" else 200)

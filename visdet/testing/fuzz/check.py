@@ -15,12 +15,12 @@ REFUSALS = (RuntimeError, ValueError, TypeError)
 SMALL = (
     1 << 16
 )  # numbers in all arguments: so few are compared faster on the CPU, where no operation is a launch
-OVERFLOW = 1e36  # of a sum in float32: beyond, one product more may overflow
+OVERFLOW = 1e36  # Beyond this sum in float32, one more product may overflow.
 
 
 @dataclass
 class Outcome:
-    """What came of a call; ``kind`` is "passed", "refused" or the kind of failure."""
+    """The outcome of a call. Its ``kind`` is "passed", "refused" or the kind of failure."""
 
     kind: str
     message: str = ""
@@ -31,12 +31,12 @@ class Outcome:
 
     @property
     def is_fatal(self) -> bool:
-        """Whether nothing after it can be trusted in this process."""
+        """Whether later outcomes in this process cannot be trusted."""
         return self.kind == "CUDA error"
 
 
 def describe(problem: Problem) -> str:
-    """Return the arguments with shapes, types, strides and offsets."""
+    """Return a text with the arguments and their shapes, dtypes, strides and offsets."""
     parts = []
     for name, value in problem.arguments.items():
         if isinstance(value, Tensor):
@@ -50,7 +50,7 @@ def describe(problem: Problem) -> str:
 
 
 def run_call(family: Family, seed: int, device: str) -> Outcome:
-    """Draw the problem of a seed, call the operator and compare; an exception of the drawing itself is raised."""
+    """Draw the problem of a seed, call the operator and compare its results. Errors of the drawing are raised."""
     draw = Draw(family.name, seed, device)
     problem = family.draw(draw)
     if family.spoiled and not problem.must_refuse and draw.chance(0.03):
@@ -95,7 +95,7 @@ def run_call(family: Family, seed: int, device: str) -> Outcome:
 def _may_be_nan(
     family: Family, problem: Problem, grad_outputs: list[Tensor], results: Sequence[str]
 ) -> Sequence[str]:
-    """Return which results on CUDA may be NaN because of a number that an argument has elsewhere."""
+    """Return the results on CUDA that may be NaN because of a bad number elsewhere in an argument."""
 
     def are_finite(tensors: Iterable[Tensor]) -> bool:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
@@ -114,7 +114,7 @@ def _numbers(problem: Problem) -> int:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a copy, with all tensors in it on the CPU, of what a call takes or gives."""
+    """Return a copy of the arguments or results of a call with all tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, tuple | list):
@@ -130,7 +130,7 @@ def _on_cpu(value: Any) -> Any:
 def _call(
     family: Family, problem: Problem, needed: list[str], draw: Draw, grad_outputs: Any = None
 ) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...], list[Tensor]]:
-    """Return the results, the gradients of the needed arguments and the gradients that were sent back."""
+    """Return the results, the gradients of the needed arguments, and the gradients of the results that were used."""
     result = family.call(**problem.arguments)
     outputs = result if isinstance(result, tuple) else (result,)
     sources = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
@@ -151,7 +151,7 @@ def _judge_error(family: Family, problem: Problem, error: Exception, determinist
     if "CUDA error" in text or "CUDA kernel" in text or "AcceleratorError" in text:
         return Outcome("CUDA error", f"{text}; {describe(problem)}")
     if deterministic and "does not have a deterministic implementation" in text:
-        return Outcome("refused")  # torch's own words, of an operator in plain torch
+        return Outcome("refused")  # torch refuses an operation of an operator in plain torch.
     is_clear = isinstance(error, REFUSALS) and any(n in str(error) for n in (family.name, *family.aliases))
     if (problem.may_refuse or problem.must_refuse) and is_clear:
         return Outcome("refused")
@@ -161,19 +161,19 @@ def _judge_error(family: Family, problem: Problem, error: Exception, determinist
 
 
 def _spoil(family: Family, problem: Problem, draw: Draw) -> None:
-    """Make one argument wrong, and say so in ``must_refuse``."""
+    """Make one argument wrong, and set ``must_refuse`` to the reason."""
     if problem.may_refuse:
-        return  # one mistake may undo the other
+        return  # One mistake may cancel the other.
     name = draw.pick(*family.spoiled)
     what = draw.pick(*family.spoiled[name])
     if what == "device" and draw.device == "cpu":
-        return  # there is no other device that is sure to be there
+        return  # There may be no other device.
     tensor = problem.arguments[name]
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return
     tables = [value for key, value in problem.arguments.items() if key.startswith("level_")]
     if isinstance(what, int) and any(isinstance(table, Tensor) and table.is_cuda for table in tables):
-        return  # what stands there is not looked at before the launch
+        return  # The operator does not read tables on a GPU before the launch.
     if what == "rank":
         tensor, text = tensor[None], "has a dimension too many"
     elif what == "type":
@@ -191,9 +191,9 @@ def _spoil(family: Family, problem: Problem, draw: Draw) -> None:
 
 
 def _exact(problem: Problem, name: str, magnitudes: bool) -> Any:
-    """Return an argument for the reference: a float64 copy of what the operator computes with.
+    """Return an argument for the reference, which is a float64 copy of the values that the operator computes with.
 
-    Numbers that are not compared are NaN; with ``magnitudes``, they are zero and all others positive.
+    Numbers that are not compared become NaN. With ``magnitudes``, they become zero and all others positive.
     """
     value = problem.reference_arguments.get(name, problem.arguments[name])
     if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -208,7 +208,7 @@ def _exact(problem: Problem, name: str, magnitudes: bool) -> Any:
 def _reference(
     family: Family, problem: Problem, needed: list[str], grad_outputs: list[Tensor], magnitudes: bool
 ) -> dict[str, Any]:
-    """Return {"output", "output 1", ... and the needed arguments' names: float64 results}."""
+    """Return the float64 results by name, which is "output", "output 1" and so on, or that of a needed argument."""
     arguments = {name: _exact(problem, name, magnitudes) for name in problem.arguments}
     for name in needed:
         arguments[name].requires_grad_()
@@ -241,7 +241,7 @@ def _compare(
     needed: list[str],
     may_be_nan: Sequence[str],
 ) -> str:
-    """Return what is wrong, or nothing; in the results ``may_be_nan`` NaN is not wrong."""
+    """Return a text on what is wrong, or an empty text. NaN is not wrong in the results ``may_be_nan``."""
     expected = _reference(family, problem, needed, grad_outputs, False)
     if family.compare is not None:
         return family.compare(problem, outputs, expected)
@@ -285,7 +285,7 @@ def _wrong_entries(problem: Problem, name: str, got: Tensor, expected: Tensor, b
     info = torch.finfo(got.dtype)
     epsilon = torch.finfo(problem.wide).eps if problem.epsilon is None else problem.epsilon
     allowed = epsilon * problem.error_factor * bound + problem.absolute.get(name, 0.0)
-    # Atomic additions on CUDA take a subnormal term as zero, and a sum has several.
+    # Atomic additions on CUDA flush subnormal terms to zero, and a sum may have several.
     allowed += torch.finfo(problem.wide).smallest_normal * problem.error_factor
     tolerance = expected.abs() * info.eps + info.smallest_normal * info.eps + allowed
     is_right = (got.double() - expected).abs() <= tolerance
@@ -310,7 +310,7 @@ def _differences(
     second: tuple[Any, ...],
     needed: list,
 ) -> str:
-    """Return which result is not bit for bit that of the first call."""
+    """Return a text if a result does not have the same bits as in the first call, or an empty text."""
     for before, after in zip((*first, *second), (*outputs, *gradients), strict=True):
         if isinstance(before, Tensor) and not torch.equal(_bits(before), _bits(after)):
             return f"a second call gives other bits (results {len(outputs)}, gradients of {needed})"

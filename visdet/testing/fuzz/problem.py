@@ -1,4 +1,4 @@
-"""What a family of problems is, and how one is drawn at random."""
+"""Families of problems, and the random numbers by which a problem is drawn."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -11,53 +11,54 @@ from torch import Tensor
 __all__ = ["Draw", "Family", "Problem", "Result"]
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-EXTREME = 1e4  # a number of this magnitude or more is not compared: the operator may overflow where float64 does not
+# Numbers of at least this magnitude are not compared, because the operator may overflow where float64 does not.
+EXTREME = 1e4
 BAD_NUMBERS = (float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 65504.0, -0.0, 1e-40, -1e-42, 0.0)
-MARGIN = float("nan")  # what surrounds a view in memory: reading it shows in the result
+MARGIN = float("nan")  # This surrounds a view in memory, so that reading beyond the view changes the result.
 
 Result = Tensor | tuple[Tensor, ...]
 
 
 @dataclass
 class Problem:
-    """One call of an operator, and what of its result can be compared."""
+    """One call of an operator, and the parts of its result that can be compared."""
 
     arguments: dict[str, Any]
     differentiable: tuple[str, ...] = ()
-    # Arguments whose NaN, infinite and huge numbers have a defined meaning; in all others such a number makes what
-    # depends on it undefined, and that is not compared.
+    # In these arguments, NaN, infinite and huge numbers have a defined meaning. In all others, such a number makes the
+    # results that depend on it undefined, and these are not compared.
     positions: tuple[str, ...] = ()
-    reference_arguments: dict[str, Any] = field(default_factory=dict)  # in place of those of the call
-    wide: torch.dtype = torch.float32  # the type in which the operator computes
-    epsilon: float | None = None  # of its sums and intermediate results; None: of that type
-    error_factor: float = 64.0  # rounding errors allowed, in units of epsilon
-    absolute: dict[str, float] = field(default_factory=dict)  # errors allowed besides
+    reference_arguments: dict[str, Any] = field(default_factory=dict)  # these replace those of the call
+    wide: torch.dtype = torch.float32  # the dtype in which the operator computes
+    epsilon: float | None = None  # that of sums and intermediate results; None for that of ``wide``
+    error_factor: float = 64.0  # allowed rounding errors, in units of epsilon
+    absolute: dict[str, float] = field(default_factory=dict)  # additional allowed errors
     skip: dict[str, Tensor | bool] = field(
         default_factory=dict
-    )  # what is not compared, of "output" and gradients
-    may_refuse: str = ""  # why the operator may refuse the problem
-    must_refuse: str = ""  # why it has to
+    )  # the parts of "output" and of gradients that are not compared
+    may_refuse: str = ""  # the reason for which the operator may refuse the problem
+    must_refuse: str = ""  # the reason for which it has to refuse the problem
 
 
 @dataclass
 class Family:
-    """How problems of an operator are drawn, called and computed in float64.
+    """The functions that draw, call and check the problems of an operator.
 
     Args:
-        name: of the operator; every error message has to name it.
-        call: the operator, called with ``Problem.arguments``.
-        draw: makes a problem.
+        name: the name of the operator, which every error message must contain.
+        call: the operator, which is called with ``Problem.arguments``.
+        draw: the function that makes a problem.
         reference: the same as ``call`` in plain torch, for float64 tensors.
-        bounds: corrects the magnitudes that errors are relative to, {"output" or an argument's name: number}. They are
-            the largest entries of the reference's results for the magnitudes of all arguments but positions, which is
-            no bound where an argument does not enter linearly.
-        compare: compares results that are not numbers with a rounding error; returns what is wrong, or "".
-        spoiled: arguments of which one may be spoiled on purpose, with what can be wrong: "rank", "type", "device", or
-            the number of a dimension, which is then one longer.
-        aliases: further names under which errors may come.
-        reads_beside: arguments of which CUDA kernels read numbers with weight zero for corners outside a map, so that a
-            NaN or infinite one, in them or in the gradient of the result, may reach more than the definition says.
-        scatters_beside: arguments of which a NaN or infinite number may likewise reach gradients of ``reads_beside``.
+        bounds: the function that corrects the magnitudes which errors are relative to, {"output" or an argument's name:
+            number}. Before, they are the largest entries of the reference's results for the magnitudes of all arguments
+            except positions. That is not a bound if an argument does not enter linearly.
+        compare: the function that compares results without rounding errors. It returns what is wrong, or "".
+        spoiled: the arguments of which one may be made wrong on purpose, each with the possible mistakes, which are
+            "rank", "type", "device", or the number of a dimension that becomes longer by one.
+        aliases: other names that error messages may contain.
+        reads_beside: the arguments of which CUDA kernels read numbers with weight zero for corners outside a map. A NaN
+            or infinite number in them, or in the gradient of the result, may affect more than the definition says.
+        scatters_beside: the arguments whose NaN or infinite numbers may likewise affect gradients of ``reads_beside``.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Family:
 
 
 class Draw:
-    """A source of random sizes, numbers and memory layouts; everything follows from the family's name and the seed."""
+    """A source of random sizes, numbers and memory layouts, which depend on the family's name and the seed only."""
 
     def __init__(self, name: str, seed: int, device: str) -> None:
         self.random = random.Random(f"{name} {seed}")
@@ -88,14 +89,14 @@ class Draw:
         return self.random.choice(options)
 
     def size(self, limit: int, zero: float = 0.02) -> int:
-        """Return a size up to ``limit``, mostly small; 0 with probability ``zero``."""
+        """Return a size up to ``limit``, which is mostly small, and 0 with probability ``zero``."""
         if self.chance(zero):
             return 0
         return round((limit + 0.49) ** self.random.random())
 
     @property
     def is_big(self) -> bool:
-        """Whether this problem is one of the rare big ones; drawn anew each time it is asked."""
+        """Whether this problem is one of the rare big ones. Each read draws a new answer."""
         return self.chance(0.03 if self.device == "cuda" else 0.01)
 
     def dtype(self, *options: torch.dtype) -> torch.dtype:
@@ -105,11 +106,11 @@ class Draw:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64) * (high - low) + low
 
     def whole(self, low: int, high: int, *shape: int) -> Tensor:
-        """Return whole numbers, int64, from ``low`` to below ``high``."""
+        """Return random int64 numbers from ``low`` to below ``high``."""
         return torch.randint(low, high, shape, generator=self.generator)
 
     def numbers(self, *shape: int) -> Tensor:
-        """Return numbers of any kind: normal, of another magnitude, all equal, small whole ones or zeros."""
+        """Return numbers of a random kind, which are normal, scaled, all equal, small integers or zeros."""
         kind = self.random.random()
         if kind < 0.8:
             return torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -123,7 +124,7 @@ class Draw:
         return torch.zeros(shape, dtype=torch.float64)
 
     def with_bad_numbers(self, tensor: Tensor, probability: float = 0.5) -> Tensor:
-        """Return the tensor, in some problems with NaN, infinity, huge, denormal or negative zero here and there."""
+        """Return the tensor. In some problems, a few of its numbers are NaN, infinite, huge, subnormal or -0."""
         if not self.has_bad_numbers or tensor.numel() == 0 or not self.chance(probability):
             return tensor
         tensor = tensor.clone()
@@ -134,9 +135,10 @@ class Draw:
         return tensor
 
     def place(self, tensor: Tensor, dtype: torch.dtype | None = None, can_expand: bool = True) -> Tensor:
-        """Return the tensor on the device in a type, laid out in memory in one of many ways.
+        """Return the tensor on the device, with a dtype and a random memory layout.
 
-        Views are surrounded by NaN (or ones). An expanded one repeats its first entry along a dimension.
+        Views are surrounded by NaN, or by ones for integers. An expanded tensor repeats its first entry along a
+        dimension.
         """
         tensor = tensor.to(dtype or tensor.dtype).to(self.device)
         kind = self.random.random()
@@ -166,9 +168,9 @@ class Draw:
         return tensor.narrow(dim, 0, 1).expand(tensor.shape)
 
     def leave_out(self, positions: Tensor, is_near: Tensor, value: float = MARGIN) -> None:
-        """In a problem with bad numbers, move positions near a whole number of pixels out of the map, in place.
+        """In a problem with bad numbers, replace positions near a whole number of pixels by ``value``, in place.
 
-        Rounding decides which texels such a sample reads, and so whether it meets a bad number.
+        Rounding decides which texels such a sample reads, and thus whether it reads a bad number.
         """
         if self.has_bad_numbers:
             positions.masked_fill_(is_near.to(positions.device), value)

@@ -1,4 +1,4 @@
-"""Runs calls in processes of their own, so that a crash or a hang ends a batch and not the fuzzer."""
+"""Running of calls in separate processes, so that a crash or a hang ends a batch and not the fuzzer."""
 
 import faulthandler
 import multiprocessing
@@ -18,7 +18,7 @@ from .check import Outcome, run_call
 
 __all__ = ["Batch", "run_batches", "run_range"]
 
-START_LIMIT_S = 180.0  # for a new process to import torch and find its device
+START_LIMIT_S = 180.0  # the time in which a new process must have imported torch and found its device
 DEATHS = {-signal.SIGSEGV: "segmentation fault", -signal.SIGABRT: "abort", -signal.SIGFPE: "arithmetic fault"}
 
 
@@ -27,7 +27,7 @@ def _outcome(name: str, seed: int, device: str) -> Outcome:
 
     try:
         return run_call(FAMILIES[name], seed, device)
-    except Exception as error:  # of the family's drawing or reference, or an asynchronous error of the device
+    except Exception as error:  # The drawing or the reference fails, or the device reports an earlier error.
         kind = "CUDA error" if "CUDA" in str(error) else "fuzzer error"
         return Outcome(
             kind, f"{type(error).__name__}: {error} (in the fuzzer itself, line {_line_of(error)})"
@@ -42,7 +42,7 @@ def _line_of(error: Exception) -> str:
 
 
 def run_range(name: str, seeds: range, device: str) -> Iterator[tuple[int, Outcome]]:
-    """Run the calls in this process, and yield each seed with what came of it."""
+    """Run the calls in this process, and yield each seed with its outcome."""
     for seed in seeds:
         outcome = _outcome(name, seed, device)
         yield seed, outcome
@@ -51,7 +51,7 @@ def run_range(name: str, seeds: range, device: str) -> Iterator[tuple[int, Outco
 
 
 def _serve(connection: Connection, stderr_path: str, name: str, seeds: range, device: str) -> None:
-    """Body of a batch's process: report each seed before its call, and the outcome after it."""
+    """Run in the process of a batch. Report each seed before its call, and its outcome afterwards."""
     file = os.open(stderr_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -71,7 +71,7 @@ class Batch:
 
     def __init__(self, name: str, seeds: range, device: str, limit_s: float) -> None:
         self.name, self.seeds, self.device, self.limit_s = name, seeds, device, limit_s
-        # A forked process has torch already; CUDA does not survive a fork.
+        # A forked process need not import torch again, but CUDA does not work after a fork.
         context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
         with tempfile.NamedTemporaryFile(prefix="visdet_fuzz_", suffix=".txt", delete=False) as file:
             self.stderr_path = file.name
@@ -88,7 +88,7 @@ class Batch:
         self.deadline = time.monotonic() + START_LIMIT_S
 
     def receive(self) -> tuple[int, Outcome] | None:
-        """Return the next outcome, or None where a call has begun or the process has ended (then ``is_over``)."""
+        """Return the next seed and outcome, or None if a call has begun, or if the process has ended (``is_over``)."""
         try:
             seed, outcome = self.connection.recv()
         except (EOFError, OSError):
@@ -117,7 +117,7 @@ class Batch:
         """End the process if its call has taken too long, and return that outcome."""
         if time.monotonic() < self.deadline:
             return None
-        os.kill(self.process.pid or 0, signal.SIGABRT)  # faulthandler writes where it was
+        os.kill(self.process.pid or 0, signal.SIGABRT)  # faulthandler then writes a traceback.
         self.process.join(10)
         self.process.kill()
         self.process.join()
@@ -132,7 +132,7 @@ class Batch:
 
     @property
     def rest(self) -> range:
-        """The seeds of which nothing is known."""
+        """The seeds without an outcome."""
         return self.seeds[self.finished :]
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Batch:
 def run_batches(
     name: str, seeds: range, device: str, *, jobs: int, batch_size: int, limit_s: float, until: float
 ) -> Iterator[tuple[int, Outcome]]:
-    """Run the calls in batches, and yield each seed with what came of it, in any order, until a time or the end."""
+    """Run the calls in batches, and yield each seed with its outcome in any order, until a time or the last seed."""
     pending = [seeds[i : i + batch_size] for i in range(0, min(len(seeds), batch_size * jobs), batch_size)]
     begun = batch_size * jobs
     batches: list[Batch] = []

@@ -1,4 +1,4 @@
-"""The families of problems, by the name of their operator."""
+"""The families of problems by the name of their operator."""
 
 from ..problem import Family
 from . import aggregation, attention, boxes, convolutions, gaussians, images, losses, regions

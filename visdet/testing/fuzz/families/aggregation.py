@@ -1,4 +1,4 @@
-"""deformable_aggregation and deformable_aggregation_fused."""
+"""Problems of deformable_aggregation and deformable_aggregation_fused."""
 
 from typing import Any
 
@@ -19,7 +19,10 @@ __all__ = ["FAMILIES"]
 
 
 def _tables(draw: Draw, V: int, L: int, side: int) -> tuple[Tensor, Tensor, int]:
-    """Return level_shapes [V, L, 2], level_starts [V, L] and the rows of features, some of which no map may have."""
+    """Return level_shapes [V, L, 2], level_starts [V, L] and the number of rows of features.
+
+    Some of the rows may belong to no map.
+    """
     shapes = torch.tensor([[max(side >> level, 1), max(draw.size(side, 0), 1)] for level in range(L)])
     shapes = shapes.reshape(1, L, 2).repeat(V, 1, 1)
     if draw.chance(0.3):
@@ -44,7 +47,7 @@ def _given(draw: Draw, table: Tensor) -> Any:
 
 
 def _sizes(draw: Draw) -> tuple[int, ...]:
-    """Return B, Q, P, V, L, G, channels a group, and the side of the largest map."""
+    """Return B, Q, P, V, L, G, the channels per group, and the side of the largest map."""
     if draw.is_big:
         heads = draw.pick((900, 13), (100, 300), (57, 300), (301, 7))
         Q, P = heads if draw.device == "cuda" else (heads[0] // 20, heads[1])
@@ -119,7 +122,7 @@ def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 
 def _cameras(draw: Draw, B: int, V: int) -> Tensor:
-    """Return projections [B, V, 4, 4] to 0..1 of cameras that look along the axes of z or x."""
+    """Return projections [B, V, 4, 4] to 0..1 of cameras that look along the z or the x axis."""
     projection = torch.zeros(B, V, 4, 4, dtype=torch.float64)
     focal = draw.uniform(0.3, 1.0, B, V)
     projection[..., 0, 0] = projection[..., 1, 1] = focal
@@ -131,7 +134,7 @@ def _cameras(draw: Draw, B: int, V: int) -> Tensor:
 
 
 def _project(key_points: Tensor, projection: Tensor, image_wh: Tensor | None) -> Tensor:
-    """Return locations [B, Q, P, V, 2] and depths at the end, [B, Q, P, V, 3]."""
+    """Return the locations and, as the last number, the depths, [B, Q, P, V, 3]."""
     matrix = projection[:, None, None]  # [B, 1, 1, V, 4, 4]
     pixels = (matrix[..., :3, :3] * key_points[..., None, None, :]).sum(-1) + matrix[..., :3, 3]
     locations = pixels[..., :2] / pixels[..., 2:].clamp(min=1e-5)
@@ -141,7 +144,7 @@ def _project(key_points: Tensor, projection: Tensor, image_wh: Tensor | None) ->
 
 
 def _is_ambiguous(key_points: Tensor, projection: Tensor, image_wh: Tensor | None, shapes: Tensor) -> Tensor:
-    """Return the points [B, Q, P] that rounding may move across a border of the image or of a texel, or of depth."""
+    """Return a mask [B, Q, P] of points that rounding may move across a border of the image, of a texel or of depth."""
     projected = _project(key_points, projection, image_wh)
     locations, depths = projected[..., :2], projected[..., 2]
     slack = 1e-3 * (1 + 1 / depths.abs().clamp(min=1e-9))
@@ -230,14 +233,14 @@ def _fused_reference(
 def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     given, shapes = problem.arguments, problem.reference_arguments["level_shapes"]
     side = float(shapes.max()) if shapes.numel() else 1.0
-    exponent = 1 + largest(given["logits"], 1e6)  # off by its epsilon times its size
+    exponent = 1 + largest(given["logits"], 1e6)  # The error of an exponent is epsilon times its size.
     if given["camera_logits"] is not None:
         exponent += largest(given["camera_logits"], 1e6)
     sample = largest(given["features"]) * given["keep_scale"] * exponent
     product = sample * gradient_sum(bounds)
     queries = given["key_points"].shape[1]
     bounds["output"] = sample
-    # One over the least depth, 0.05, twice: once in a location, once more in its derivative.
+    # The factor 400 is the square of one over the least depth, 0.05. It occurs in a location and in its derivative.
     for name, bound in (
         ("features", bounds.get("features", 0.0) * exponent),
         ("logits", 2 * product * (given["projection"].shape[1] if given["camera_logits"] is not None else 1)),

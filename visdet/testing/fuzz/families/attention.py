@@ -1,4 +1,4 @@
-"""ms_deform_attn and ms_deform_attn_fused."""
+"""Problems of ms_deform_attn and ms_deform_attn_fused."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ __all__ = ["FAMILIES", "HALVES", "NEAR", "gradient_sum", "largest", "near_whole"
 
 HEAD_CHANNELS = (1, 2, 3, 4, 6, 8, 16, 24, 30, 32, 33, 48, 64, 71, 128)
 HALVES = (torch.float16, torch.bfloat16)
-NEAR = 1e-3  # a position so near a whole number, in pixels, may fall on either side of it
+NEAR = 1e-3  # Rounding may put a position that is this near to a whole number of pixels on either side of it.
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
@@ -37,7 +37,7 @@ def pyramid(draw: Draw, big: bool) -> Tensor:
 
 
 def level_tables(draw: Draw, shapes: Tensor, gap: bool = False) -> tuple[Any, Any, Tensor]:
-    """Return level_shapes and level_starts as a caller may give them, and the starts."""
+    """Return level_shapes and level_starts in one of the forms that a caller may give, and the starts."""
     areas = shapes.prod(-1).flatten()
     starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
 
@@ -53,7 +53,10 @@ def level_tables(draw: Draw, shapes: Tensor, gap: bool = False) -> tuple[Any, An
 
 
 def locations_around(draw: Draw, shapes: Tensor, B: int, Q: int, G: int, P: int) -> Tensor:
-    """Return locations [B, Q, G, L, P, 2] (x, y) in 0..1: spread, in one cell, on borders or centres of texels."""
+    """Return locations [B, Q, G, L, P, 2] (x, y) in 0..1.
+
+    They are spread, around a position, in one cell, on borders or centres of texels, or random numbers.
+    """
     L = len(shapes)
     size = shapes.flip(-1).double()[:, None]  # [L, 1, 2]
     kind = draw.random.random()
@@ -77,13 +80,13 @@ def locations_around(draw: Draw, shapes: Tensor, B: int, Q: int, G: int, P: int)
 
 
 def near_whole(locations: Tensor, sizes: Tensor) -> Tensor:
-    """Return where a coordinate of a position in pixels is near a whole number."""
+    """Return a mask, True where a coordinate of a position in pixels is near a whole number."""
     pixels = locations.double() * sizes - 0.5
     return (pixels - pixels.round()).abs() < NEAR * (1 + pixels.abs() * 1e-3)
 
 
 def _sizes(draw: Draw) -> tuple[Tensor, int, int, int, int, int]:
-    """Return level_shapes and B, Q, G, C, P: small and odd, a decoder's or an encoder's."""
+    """Return level_shapes, B, Q, G, C and P, which are small and odd, or those of a decoder or an encoder."""
     if draw.is_big:
         shapes = pyramid(draw, True)
         rows = int(shapes.prod(1).sum())
@@ -141,7 +144,7 @@ def _draw(draw: Draw) -> Problem:
 
 
 def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
-    """Bound sums by the largest value: next to a corner of little weight, an error of the position counts in full."""
+    """Bound sums by the largest value, because errors of positions count in full near a corner of small weight."""
     shapes = problem.reference_arguments["level_shapes"]
     side = float(shapes.max()) if shapes.numel() else 1.0
     peak = largest(problem.arguments["value"])
@@ -156,12 +159,12 @@ def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 
 def gradient_sum(bounds: dict[str, float]) -> float:
-    """Return a bound of the sum of magnitudes of grad_output over a head's channels."""
+    """Return a bound of the sum of the magnitudes of grad_output over the channels of a head."""
     return bounds.get("grad_output", 0.0)
 
 
 def largest(tensor: Tensor, below: float = EXTREME) -> float:
-    """Return the largest magnitude of those below a number."""
+    """Return the largest magnitude that is less than ``below``."""
     tensor = tensor.detach().double().abs()
     tensor = torch.where(tensor < below, tensor, 0.0)
     return float(tensor.max()) if tensor.numel() else 0.0
@@ -233,7 +236,7 @@ def _near_whole_of_fused(
     offsets: Tensor,
     wide: torch.dtype,
 ) -> Tensor:
-    """Return where a sample's position [B, Q, G, K, 2] is near a whole number of pixels."""
+    """Return a mask [B, Q, G, K, 2], True where a sample's position is near a whole number of pixels."""
     if offsets.numel() == 0:
         return torch.zeros(offsets.shape, dtype=torch.bool)
     reference = (

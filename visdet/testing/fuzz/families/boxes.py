@@ -1,4 +1,4 @@
-"""box_key_points, bbox_overlaps, and suppression: nms, batched_nms, soft_nms."""
+"""Problems of box_key_points, bbox_overlaps, nms, batched_nms and soft_nms."""
 
 import math
 from typing import Any
@@ -63,14 +63,14 @@ def _key_points_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 
 def _rows(draw: Draw, count: int, whole: bool) -> Tensor:
-    """Return boxes [count, 4] (x1, y1, x2, y2) with sides of at least a half, some of them crowded."""
+    """Return boxes [count, 4] (x1, y1, x2, y2) with sides of at least a half. In some problems they are crowded."""
     corner = draw.uniform(0, draw.pick(5.0, 30.0, 100.0), count, 2)
     boxes = torch.cat([corner, corner + draw.uniform(0.5, 30, count, 2)], 1)
     return boxes.round() if whole else boxes
 
 
 def _draw_overlaps(draw: Draw) -> Problem:
-    # Ties, boxes without area and bad numbers leave it open which side a gradient goes to.
+    # With ties, boxes without area and bad numbers, it is not defined which coordinate gets a gradient.
     whole = draw.chance(0.4)
     unsure = whole or draw.has_bad_numbers
     aligned = draw.chance(0.3)
@@ -115,7 +115,7 @@ def _overlap_matrix(boxes: Tensor, offset: int) -> Tensor:
 
 
 def _clear_threshold(draw: Draw, boxes: Tensor, offset: int) -> float:
-    """Return a threshold that no overlap is near to."""
+    """Return a threshold that is not near to any overlap."""
     overlaps = _overlap_matrix(boxes.double(), offset).flatten()
     while True:
         threshold = draw.random.uniform(0.05, 0.95)
@@ -129,7 +129,7 @@ def _nms_problem(draw: Draw, is_soft: bool = False) -> Problem:
     dtype = draw.dtype(torch.float32, torch.float64)
     boxes = boxes.to(dtype)
     scores = _scores(draw, count)
-    if draw.device == "cuda" or is_soft:  # of equal scores any order is right
+    if draw.device == "cuda" or is_soft:  # Any order of equal scores is right.
         scores = draw.uniform(0, 1, count)
     scores = scores.to(dtype).double()
     threshold = _clear_threshold(draw, boxes, offset) if count < 3000 else 0.5001234
@@ -159,7 +159,7 @@ def _nms(
     score_threshold: float = 0,
     max_num: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """Greedy suppression by the definition."""
+    """Return the results of greedy suppression, computed by its definition."""
     order = scores.sort(descending=True, stable=True).indices.tolist()
     near = (_overlap_matrix(boxes, offset) > iou_threshold).tolist()
     kept: list[int] = []
@@ -200,7 +200,7 @@ def _draw_batched(draw: Draw) -> Problem:
     if draw.chance(0.1):
         settings.update(type="soft_nms")
         problem.skip["output"] = True
-    # Shifting the classes apart rounds overlaps: in float32 they may cross a threshold they are near to.
+    # Shifting the classes apart rounds the overlaps, so that in float32 they may cross a threshold near them.
     boxes = given["boxes"]
     reach = boxes.max() + 1 if len(boxes) else 0
     overlaps = _overlap_matrix((boxes + (given["idxs"].to(boxes) * reach)[:, None]).double(), 0)
@@ -239,7 +239,7 @@ def _soft(boxes: Tensor, scores: Tensor, method: str, **settings: Any) -> tuple[
 
 
 def _same_soft(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str, Any]) -> str:
-    """Compare by index: scores that round alike may come in another order, or fall on either side of min_score."""
+    """Compare detections by index, because rounding may change their order, or move a score across min_score."""
     count, low = len(problem.arguments["boxes"]), problem.arguments["min_score"]
     keep = got[1].tolist()
     if len(set(keep)) != len(keep) or any(not 0 <= i < count for i in keep):

@@ -1,4 +1,4 @@
-"""deform_conv2d, modulated_deform_conv2d, masked_conv2d and carafe."""
+"""Problems of deform_conv2d, modulated_deform_conv2d, masked_conv2d and carafe."""
 
 from typing import Any
 
@@ -68,8 +68,8 @@ def _deformed(draw: Draw, modulated: bool) -> Problem:
 
 
 def _near_whole(offset: Tensor) -> Tensor:
-    """Return where an offset leads so near a whole number that its gradient may be that of either side."""
-    whole_parts = offset.detach().double()  # taps lie at whole numbers
+    """Return a mask, True where an offset is so near to a whole number that its gradient may be that of either side."""
+    whole_parts = offset.detach().double()  # The taps of the kernel are at whole numbers.
     return (whole_parts - whole_parts.round()).abs() < NEAR
 
 
@@ -97,7 +97,7 @@ def _deformed_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     bias = largest(given["bias"]) if given.get("bias") is not None else 0.0
     per_output = weight[0].numel() if len(weight) else 0
     bounds["output"] = largest(input) * largest(weight) * per_output * factor + bias
-    back = bounds.get("grad_peak", 0.0) * largest(weight) * len(weight)  # of a column
+    back = bounds.get("grad_peak", 0.0) * largest(weight) * len(weight)  # the gradient of a column
     channels = input.shape[1] // given["deform_groups"]
     for name, bound in (
         ("input", max(bounds.get("input", 0.0), back * factor)),

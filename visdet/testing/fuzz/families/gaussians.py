@@ -1,4 +1,4 @@
-"""mahalanobis_distance and gaussian_field."""
+"""Problems of mahalanobis_distance and gaussian_field."""
 
 import math
 
@@ -19,7 +19,7 @@ __all__ = ["FAMILIES"]
 
 
 def _gaussians(draw: Draw) -> tuple[dict[str, Tensor], str]:
-    """Return points, means and factors, and why they may be refused."""
+    """Return points, means and factors, and the reason for which they may be refused."""
     if draw.is_big:
         B, N = draw.pick((5000, 300), (100, 5000), (1025, 1000)) if draw.device == "cuda" else (300, 200)
     else:
@@ -58,7 +58,7 @@ def _problem(tensors: dict[str, Tensor], constants: dict, refusal: str) -> Probl
 def _draw_distance(draw: Draw) -> Problem:
     tensors, refusal = _gaussians(draw)
     problem = _problem(tensors, {}, refusal)
-    if refusal:  # on CUDA distances are NaN then, and so are gradients
+    if refusal:  # On CUDA, distances and gradients are NaN then.
         problem.skip = dict.fromkeys(tensors, True)
     return problem
 
@@ -69,14 +69,14 @@ def _draw_field(draw: Draw) -> Problem:
     tensors["weights"] = draw.place(draw.with_bad_numbers(draw.numbers(N)), draw.dtype(wide, wide, *HALVES))
     tolerance = draw.pick(0.0, 0.0, 0.0, 1e-3, 1e-6)
     problem = _problem(tensors, {"tolerance": tolerance}, refusal)
-    if tolerance:  # gradients are those of the terms that were added
+    if tolerance:  # The gradients are those of the terms that were added.
         problem.absolute["output"] = 1.01 * tolerance
         problem.skip = dict.fromkeys(tensors, True)
     return problem
 
 
 def _positive(cholesky: Tensor) -> Tensor:
-    """Return the factors, NaN where the diagonal is not positive."""
+    """Return the factors, with NaN for those whose diagonal is not positive."""
     is_right = (cholesky.diagonal(0, 1, 2) > 0).all(1)[:, None, None]
     return cholesky.tril() + torch.where(is_right, 0.0, torch.nan)
 
@@ -90,7 +90,7 @@ def _field(points: Tensor, means: Tensor, cholesky: Tensor, weights: Tensor, tol
 
 
 def _scales(problem: Problem) -> tuple[float, float]:
-    """Return bounds of an inverse factor's entries and of |v|."""
+    """Return bounds of the entries of an inverse factor and of |v|."""
     given = problem.arguments
     factors = given["cholesky"].detach().double().tril()
     diagonal = factors.diagonal(0, 1, 2)
@@ -100,7 +100,7 @@ def _scales(problem: Problem) -> tuple[float, float]:
         return 1.0, 1.0
     ones = torch.eye(3, dtype=factors.dtype, device=factors.device).expand_as(factors)
     inverse = torch.linalg.solve_triangular(factors, ones, upper=False)
-    # Cancellation inside the solve: the magnitudes' product bounds it.
+    # The product of the magnitudes bounds the cancellation inside the solve.
     growth = (inverse.abs() @ factors.abs() @ inverse.abs()).flatten(1).sum(1).max()
     reach = largest(given["points"]) + largest(given["means"])
     return float(growth), float(growth) * max(reach, 1e-30)

@@ -1,4 +1,4 @@
-"""sample_sum, sample_dot and point_sample: bilinear samples of images."""
+"""Problems of sample_sum, sample_dot and point_sample, which sample images bilinearly."""
 
 import math
 from typing import Any
@@ -107,7 +107,7 @@ def _sum_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     peak = largest(images)
     bounds["output"] = peak * row_sum(weights, 1)
     groups = max(1, weights.shape[1])
-    if "images" in bounds:  # a pixel at the border may have all of its share from the rounding of a position
+    if "images" in bounds:  # All of the gradient of a pixel at the border may come from rounding.
         bounds["images"] += groups * largest(weights) * bounds.get("grad_peak", 0.0)
     if "weights" in bounds:
         bounds["weights"] = peak * gradient_sum(bounds)
@@ -121,7 +121,7 @@ def _dot_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     images, queries = problem.arguments["images"], problem.arguments["queries"]
     octaves = problem.arguments["num_octaves"]
     peak, groups = largest(images), max(1, queries.shape[1])
-    # The reference's own angles, in float64, are off by its epsilon times their size.
+    # The error of the reference's angles, in float64, is its epsilon times their size.
     angle = 2 * math.pi * 2**octaves * largest(problem.arguments["depths"])
     angle *= torch.finfo(torch.float64).eps / torch.finfo(problem.wide).eps
     row = row_sum(queries, 1) + 2 * octaves * (1 + angle)  # of a query and its encoding
@@ -172,7 +172,7 @@ def _draw_points(draw: Draw) -> Problem:
 
 def _points_reference(input: Tensor, points: Tensor, **settings: Any) -> Tensor:
     grid = torch.where(points.isfinite() & (points.abs() < 1e3), points, -9.0) * 2 - 1
-    if 0 in input.shape[2:]:  # which grid_sample refuses
+    if 0 in input.shape[2:]:  # grid_sample refuses such an image.
         nothing = input.sum() + grid.flatten()[:0].sum()
         return input.new_zeros(*input.shape[:2], *points.shape[1:-1]) + nothing
     if grid.dim() == 3:

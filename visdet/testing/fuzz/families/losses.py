@@ -1,4 +1,4 @@
-"""sigmoid_focal_loss, softmax_focal_loss and corner_pool."""
+"""Problems of sigmoid_focal_loss, softmax_focal_loss and corner_pool."""
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ def _draw_corners(draw: Draw) -> Problem:
     return Problem(
         {"x": x, "mode": draw.pick("top", "bottom", "left", "right")},
         differentiable=("x",),
-        positions=("x",),  # nothing is computed: every number is compared with every other
+        positions=("x",),  # Numbers are only compared with each other, so that bad numbers are defined, too.
         wide=x.dtype,
         error_factor=40.0,
     )

@@ -1,4 +1,4 @@
-"""roi_align, roi_pool and deform_roi_pool."""
+"""Problems of roi_align, roi_pool and deform_roi_pool."""
 
 import math
 from typing import Any
@@ -15,12 +15,12 @@ from .attention import largest, wide_of
 
 __all__ = ["FAMILIES"]
 
-NOWHERE = (0.0, -900.0, -900.0, -890.0, -890.0)  # a region that no pixel belongs to
+NOWHERE = (0.0, -900.0, -900.0, -890.0, -890.0)  # a region without any pixel
 CLEAR = 1e-3
 
 
 def _regions(draw: Draw, images: Tensor, scale: float) -> Tensor:
-    """Return regions [N, 5] whose corners are multiples of 1/8 pixel: exact in every type."""
+    """Return regions [N, 5] whose corners are multiples of 1/8 pixel, which every dtype represents exactly."""
     B, _, H, W = images.shape
     N = draw.pick(100, 500) if draw.is_big else draw.size(12)
     if B == 0:
@@ -35,7 +35,10 @@ def _regions(draw: Draw, images: Tensor, scale: float) -> Tensor:
 
 
 def _spoil_some(draw: Draw, regions: Tensor, B: int) -> Tensor:
-    """Return which regions have become bad: of no image, without numbers, or huge."""
+    """Make some regions bad in place, and return a mask of them.
+
+    A bad region has the index of no image, or corners that are NaN, infinite or huge.
+    """
     is_bad = torch.zeros(len(regions), dtype=torch.bool)
     if draw.has_bad_numbers and len(regions) and draw.chance(0.5):
         for _ in range(draw.random.randint(1, 3)):
@@ -56,7 +59,7 @@ def _positions(low: float, high: float, bins: int, ratio: int) -> list[float]:
 def _is_unclear(
     region: list[float], images: Tensor, settings: dict[str, Any], near_bad_numbers: bool
 ) -> bool:
-    """Return whether rounding may put a sample in or outside of a map, or have it read a bad number or not."""
+    """Return whether rounding decides if a sample is inside the map, or if it reads a bad number."""
     scale, shift = settings["spatial_scale"], 0.5 if settings.get("aligned", True) else 0.0
     for axis in (0, 1):
         low, high = region[1 + axis] * scale - shift, region[3 + axis] * scale - shift
@@ -71,7 +74,7 @@ def _is_unclear(
 
 
 def _edges_unclear(region: list[float], settings: dict[str, Any]) -> bool:
-    """Return whether rounding may put the edge of a bin of roi_pool into another pixel."""
+    """Return whether rounding may move the edge of a bin of roi_pool to another pixel."""
     scale = settings["spatial_scale"]
     for axis in (0, 1):
         low, high = region[1 + axis] * scale, (region[3 + axis] + 1) * scale
@@ -145,7 +148,7 @@ def _add_offset(
     settings: dict[str, Any],
     skip: dict[str, Any],
 ) -> None:
-    """Add offsets to a problem of deform_roi_pool; where they lead to an unclear place nothing is compared."""
+    """Add offsets to a problem of deform_roi_pool. If a sample moves to an unclear place, nothing is compared."""
     if draw.chance(0.2):
         arguments["offset"] = None
         return
