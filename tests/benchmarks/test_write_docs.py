@@ -218,7 +218,14 @@ def test_every_path_is_told_of_on_its_page(op):
             next(case for case in ATTENTION if case.name == "decoder-q300"),
             {
                 "forward": ("ms_deform_attn", "decoder"),
-                "backward": ("ms_deform_attn_backward", "direct"),
+                "backward": ("ms_deform_attn_backward", "strips"),
+            },
+        ),
+        (
+            next(case for case in ATTENTION if case.name == "encoder"),
+            {
+                "forward": ("ms_deform_attn", "encoder"),
+                "backward": ("ms_deform_attn_backward", "encoder"),
                 "deterministic": ("ms_deform_attn_backward", "sorted"),
             },
         ),

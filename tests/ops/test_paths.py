@@ -79,13 +79,13 @@ CHOICES = {
     "encoder-bf16-L4": (dict(Q=None, dtype=torch.bfloat16), "L4", "encoder", "encoder"),
     "encoder-T4": (dict(Q=None), "T4", "encoder", "encoder"),
     "encoder-float64-H200": (dict(Q=None, B=1, dtype=torch.float64), "H200", "rows", "sorted"),
-    "decoder-Q300-H200": (dict(Q=300), "H200", "decoder", "direct"),
-    "decoder-Q900-bf16-H200": (dict(Q=900, dtype=torch.bfloat16), "H200", "decoder", "direct"),
-    "decoder-Q384-L4": (dict(Q=384), "L4", "decoder", "direct"),
+    "decoder-Q300-H200": (dict(Q=300), "H200", "decoder", "strips"),
+    "decoder-Q900-bf16-H200": (dict(Q=900, dtype=torch.bfloat16), "H200", "decoder", "strips"),
+    "decoder-Q384-L4": (dict(Q=384), "L4", "decoder", "strips"),
     "decoder-Q900-L4": (dict(Q=900), "L4", "decoder", "direct"),
     "decoder-Q900-T4": (dict(Q=900), "T4", "decoder", "direct"),
     "decoder-Q900-5090": (dict(Q=900), "RTX 5090", "decoder", "direct"),
-    "decoder-P3-H200": (dict(Q=300, P=3), "H200", "few_rows", "direct"),
+    "decoder-P3-H200": (dict(Q=300, P=3), "H200", "few_rows", "strips"),
     "queries-60000-H200": (dict(Q=60000, B=1), "H200", "rows", "sorted"),
     "one-head-bf16-H200": (dict(Q=15422, B=48, G=1, P=8, dtype=torch.bfloat16), "H200", "rows", "sorted"),
     "one-level-H200": (dict(Q=None, shapes=[(50, 67)]), "H200", "encoder", "encoder"),
@@ -165,7 +165,7 @@ def test_an_explanation_names_the_kernels():
     plan = explain("ms_deform_attn", **attention(300), device="H200")
     forward, backward = plan.plans
     assert [launch.kernel for launch in forward.launches] == ["decoder_kernel"]
-    assert {launch.kernel for launch in backward.launches} == {"plan_kernel", "direct_kernel"}
+    assert {launch.kernel for launch in backward.launches} == {"strips_kernel"}
     assert (
         explain("ms_deform_attn", **attention(300), device="H200", backward=False).plans[-1].op
         == "ms_deform_attn"
@@ -321,6 +321,7 @@ PATH_CASES = {
     "rows": dict(Q=301, G=4, C=40),
 }
 BACKWARD_CASES = {
+    "strips": dict(Q=77, G=8, C=32),
     "direct": dict(Q=77, G=8, C=32),
     "encoder": dict(Q=None, G=8, C=32),
     "sorted": dict(Q=301, G=4, C=40),
@@ -468,11 +469,23 @@ def test_rows_of_one_channel_and_more_heads_than_a_block_has_groups():
 FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
 
 # The forms of the backward's kernels: rows of every number of lanes, and of more channels than they take at a time (C);
-# rows that are filled up to 16 bytes (C = 1, 30 and 31); the gather by tensor cores (bfloat16, C a multiple of 32) and
-# without; encoders whose points take one pass or several (P); pieces of one query and of several (K); bins that are
-# sorted in shared memory and larger ones (one texel), and more of them than a block counts in shared memory (256
-# levels). "tables" puts the level tables on the GPU, where only kernels read them.
+# rows that are filled up to 16 bytes (C = 1, 30 and 31); texels that one group of lanes owns and several (dense); the
+# gather by tensor cores (bfloat16, C a multiple of 32) and without; encoders whose points take one pass or several (P);
+# pieces of one query and of several (K); bins that are sorted in shared memory and larger ones (one texel), and more of
+# them than a block counts in shared memory (256 levels). "tables" puts the level tables on the GPU, where only kernels
+# read them.
 BACKWARD_FORMS = {
+    "strips-C16": ("strips", dict(Q=77, C=16)),
+    "strips-C30": ("strips", dict(Q=77, C=30)),
+    "strips-C64": ("strips", dict(Q=77, G=4, C=64)),
+    "strips-C100": ("strips", dict(Q=77, G=2, C=100)),
+    "strips-P3": ("strips", dict(Q=77, G=2, P=3)),
+    "strips-P60": ("strips", dict(Q=21, G=2, P=60)),
+    "strips-one-row": ("strips", dict(Q=77, shapes=[(1, 40), (20, 1), (1, 1)])),
+    "strips-wide": ("strips", dict(Q=77, G=3, shapes=[(2, 700), (9, 11)])),
+    "strips-dense": ("strips", dict(Q=300, G=2, shapes=[(3, 4), (2, 2)])),
+    "strips-one-texel": ("strips", dict(Q=300, G=2, shapes=[(1, 1)])),
+    "strips-float16": ("strips", dict(Q=77, dtype=torch.float16)),
     "direct-C16": ("direct", dict(Q=77, C=16)),
     "direct-C30": ("direct", dict(Q=77, C=30)),
     "direct-C64": ("direct", dict(Q=77, G=4, C=64)),
@@ -548,6 +561,12 @@ def test_every_form_of_the_backward(make, name, dtype):
 @needs_library
 def test_what_the_tuned_paths_of_the_backward_decline():
     declined = {
+        "strips": [
+            dict(Q=77, dtype=torch.float64),
+            dict(Q=1700),
+            dict(Q=3, P=600),
+            dict(Q=300, shapes=[(200, 268), *PYRAMID]),
+        ],
         "encoder": [dict(Q=None, C=65), dict(Q=None, dtype=torch.float64), dict(Q=77)],
         "direct": [dict(Q=77, dtype=torch.float64), dict(Q=60000, B=1)],
     }
@@ -557,8 +576,57 @@ def test_what_the_tuned_paths_of_the_backward_decline():
             assert path in [name for name, _ in plan.declined] and plan.path != path, (path, sizes)
 
 
+@needs_library
+def test_strips_need_levels_that_the_host_knows_and_that_fill_value():
+    given = attention(77)
+    starts = torch.tensor([0, 13400, 16750, 17600])
+    for level_starts in (starts.to("meta"), starts - torch.tensor([0, 0, 1, 0])):
+        plan = explain("ms_deform_attn", **given | dict(level_starts=level_starts), device="H200").plans[-1]
+        assert dict(plan.declined)["strips"].startswith("the host does not know") and plan.path == "direct"
+
+
+MOST_QUERIES = 1450  # of the path "strips" with four points on an H200: their records fill its shared memory
+
+
+@needs_library
+def test_strips_serve_what_shared_memory_holds():
+    for Q, path in ((MOST_QUERIES, "strips"), (MOST_QUERIES + 150, "direct")):
+        plan = explain("ms_deform_attn", **attention(Q), device="H200").plans[-1]
+        assert plan.path == path
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize(("path", "Q"), [("direct", 77), ("encoder", None), ("sorted", 301)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_strips_with_the_most_samples_in_one_cell(dtype):
+    given = attention(MOST_QUERIES, B=1, G=1, shapes=SMALL, dtype=dtype, device="cpu")
+    given["locations"] = (given["locations"] * 0.01 + 0.501).contiguous()
+    if present_device().shared_block < DEVICES["H200"].shared_block:
+        pytest.skip("this GPU has less shared memory than an H200")
+    with choose_only("ms_deform_attn_backward", "strips"):
+        assert_matches(ops.ms_deform_attn, given, dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
+def test_strips_leave_out_positions_that_are_no_numbers_and_do_not_differ_between_runs(make):
+    given = make(300, shapes=SMALL, dtype=torch.bfloat16, device="cuda")
+    positions_of = given["locations" if make is attention else "offsets"].view(2, 300, 8, 16, 2)
+    for query, bad in enumerate((float("nan"), float("inf"), -float("inf"), 1e30)):
+        positions_of[:, query::9, :, query, query % 2] = bad
+    grad_output = torch.randn(2, 300, 256, device="cuda").bfloat16()
+    found = {}
+    for path in ("strips", "sorted"):
+        with choose_only("ms_deform_attn_backward", path):
+            found[path] = results(FUNCTIONS[make], given, grad_output)[1:]
+    with choose_only("ms_deform_attn_backward", "strips"):
+        again = results(FUNCTIONS[make], given, grad_output)[1:]
+    for grad, expected, same in zip(found["strips"], found["sorted"], again, strict=True):
+        assert torch.equal(grad, same)
+        torch.testing.assert_close(grad, expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("path", "Q"), [("strips", 77), ("direct", 77), ("encoder", None), ("sorted", 301)])
 def test_backward_of_values_between_vectors(path, Q):
     given = attention(Q, B=1, shapes=SMALL, device="cuda")
     grad_output = torch.randn(1, given["locations"].shape[1], 8 * 32, device="cuda")

@@ -8,6 +8,7 @@
 #include "cuda/ms_deform_attn/backward_direct.cuh"
 #include "cuda/ms_deform_attn/backward_encoder.cuh"
 #include "cuda/ms_deform_attn/backward_sorted.cuh"
+#include "cuda/ms_deform_attn/backward_strips.cuh"
 #include "cuda/ms_deform_attn/softmax.cuh"
 
 namespace visdet::ms_deform_attn {
@@ -16,6 +17,7 @@ namespace {
 template <typename Form>
 constexpr Path<BackwardCall<Form>> kBackwardPaths[] = {
     {"encoder", encoder_declines<Form>, encoder_launch<Form>},
+    {"strips", strips_declines<Form>, strips_launch<Form>},
     {"direct", direct_declines<Form>, direct_launch<Form>},
     {"sorted", nullptr, sorted_launch<Form>},
 };
