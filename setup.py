@@ -49,6 +49,8 @@ WHEEL_ARCHITECTURES = ["75", "80", "86", "89", "90", "100", "120"]
 # of 80 for 8.7 and 8.8, embedded GPUs, for which native code of other GPUs is not promised to run.
 WHEEL_PTX = ["80", "100", "120"]
 OLDEST_NVCC = (12, 4)  # __maxnreg__
+# Operators whose kernels take the compiler longer than torch's headers do. Theirs come first, the longest before all.
+LARGE_CUDA_OPERATORS = ["ms_deform_attn", "sample", "deformable_aggregation"]
 
 
 def notice(*lines):
@@ -269,8 +271,8 @@ class NinjaFile:
     def add_cuda_objects(self, objects, nvcc, gencode, *flags):
         """Add the compilation of every .cu file; return the objects.
 
-        The files of one operator each, which lie in no folder, are compiled together: torch's headers take the compiler
-        longer than any of them.
+        The files of LARGE_CUDA_OPERATORS are compiled one by one, and all others together, since every compilation
+        reads torch's headers.
         """
         # USE_CUDA: the stable headers declare the stream shims only then. -O1 is for host code, which launches kernels;
         # device code is always compiled at -O3.
@@ -286,11 +288,11 @@ class NinjaFile:
         ]
         command = " ".join([str(nvcc), *flags])
         cuda = ROOT / CSRC / "cuda"
-        # The operators with folders come first: they take longest, and others fill the time of the last of them.
-        sources = [source for source in sorted(cuda.rglob("*.cu")) if source.parent != cuda]
-        built = [self.compile(command, source, objects / f"{object_stem(source)}.o") for source in sources]
+        large = [source for op in LARGE_CUDA_OPERATORS for source in sorted((cuda / op).glob("*.cu"))]
+        built = [self.compile(command, source, objects / f"{object_stem(source)}.o") for source in large]
         together = objects / "cuda_operators.cu"
-        self.texts[together] = "".join(f'#include "cuda/{file.name}"\n' for file in sorted(cuda.glob("*.cu")))
+        others = [source.relative_to(ROOT / CSRC) for source in sorted({*cuda.rglob("*.cu")} - {*large})]
+        self.texts[together] = "".join(f'#include "{source}"\n' for source in others)
         return [*built, self.compile(command, together, objects / "cuda_operators.o")]
 
     def add_cuda_library(self, library, objects, libraries, nvcc, names, with_ptx):

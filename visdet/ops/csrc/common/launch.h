@@ -25,8 +25,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <tuple>
-#include <utility>
 
 #include "common/checks.h"
 #include "common/device.h"
@@ -75,18 +73,19 @@ namespace launching {
 // Checks the sizes; notes them if this is a plan, else starts the kernel. arguments: a pointer to each.
 void start(const Launch& launch, const void* kernel, void** arguments);
 
+// The type itself, of which the compiler deduces nothing: the kernel alone says what its parameters are.
+template <typename Parameter>
+struct Same {
+  using type = Parameter;
+};
+
 }  // namespace launching
 
-template <typename... Parameters, typename... Arguments>
-void launch(const Launch& at, void (*kernel)(Parameters...), Arguments&&... arguments) {
-  static_assert(sizeof...(Parameters) == sizeof...(Arguments), "a kernel takes all of its arguments");
-  std::tuple<Parameters...> values(static_cast<Parameters>(std::forward<Arguments>(arguments))...);
-  std::apply(
-      [&](Parameters&... value) {
-        void* pointers[] = {const_cast<void*>(static_cast<const void*>(&value))..., nullptr};
-        launching::start(at, reinterpret_cast<const void*>(kernel), pointers);
-      },
-      values);
+// A kernel is given all of its arguments, which are converted to the types of its parameters.
+template <typename... Parameters>
+void launch(const Launch& at, void (*kernel)(Parameters...), typename launching::Same<Parameters>::type... arguments) {
+  void* pointers[] = {&arguments..., nullptr};
+  launching::start(at, reinterpret_cast<const void*>(kernel), pointers);
 }
 
 // Sets bytes of device memory, in the order of the stream.

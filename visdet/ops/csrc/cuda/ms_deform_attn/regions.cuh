@@ -18,6 +18,13 @@
 
 #include "cuda/ms_deform_attn/levels.cuh"
 
+// Keeps the compiler of device code from unrolling a loop of host and device code. The host's does not know the pragma.
+#ifdef __CUDA_ARCH__
+#define VISDET_ROLLED _Pragma("unroll 1")
+#else
+#define VISDET_ROLLED
+#endif
+
 namespace visdet::ms_deform_attn {
 
 constexpr int kRegionHeight = 16, kRegionWidth = 8;  // the size of a region in texels of the largest level
@@ -44,13 +51,13 @@ struct Regions {
   template <typename LevelAt>
   __host__ __device__ static Regions of(int L, const LevelAt& level_at) {
     int32_t H = 1, W = 1;
-#pragma unroll 1
+    VISDET_ROLLED
     for (int l = 0; l < L; ++l) {
       const Level level = level_at(l);
       H = level.H > H ? level.H : H, W = level.W > W ? level.W : W;
     }
     int32_t bands = (H - 1) / kRegionHeight + 1, columns = (W - 1) / kRegionWidth + 1;
-#pragma unroll 1
+    VISDET_ROLLED
     while (bands * static_cast<int64_t>(columns) > kMaxRegions || bands + columns > kMaxParts) {
       bands = (bands + 1) / 2, columns = (columns + 1) / 2;
     }
