@@ -15,9 +15,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("config", help="the config that the checkpoint was trained with")
     parser.add_argument("checkpoint", help="a checkpoint file or its http(s) address")
     parser.add_argument("--work-dir", help="folder to write; default: work_dirs/<name of the config>")
-    parser.add_argument("--out", metavar="FILE.json", help="write the detections of every image to this file")
     parser.add_argument(
-        "--show-dir", metavar="FOLDER", help="draw detections beside the ground truth in this folder"
+        "--out", metavar="FILE.json", help="write the predictions of every sample to this file"
+    )
+    parser.add_argument(
+        "--show-dir", metavar="FOLDER", help="draw predictions beside the ground truth in this folder"
     )
     parser.add_argument(
         "--graph",

@@ -74,7 +74,7 @@ class Detector:
 
 
 def _check_takes_images(model: nn.Module) -> None:
-    """Raise ConfigError for a model whose samples are no single images."""
+    """Raise ConfigError for a model whose samples are no single images; docs/contract.md says what serves these."""
     sample_type = getattr(model, "sample_type", DetDataSample)
     if not issubclass(sample_type, DetDataSample):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The images that a sample's predictions are drawn on."""
+"""The images, or the points, that a sample's predictions are drawn on."""
 
 import numpy as np
 from mmengine.config import Config
@@ -12,7 +12,7 @@ __all__ = ["image_file_of", "image_of", "image_of_inputs", "is_bgr"]
 
 
 def image_of(sample: BaseDataElement, inputs: Tensor, is_bgr: bool) -> np.ndarray:
-    """Return what a sample is drawn on, RGB: a DetDataSample's image file, for others the pipeline's views.
+    """Return what a sample is drawn on: a DetDataSample's image file in RGB, for others the inputs.
 
     Args:
         sample: with ``img_path`` if it is a DetDataSample. inputs, is_bgr: see :func:`image_of_inputs`.
@@ -21,11 +21,13 @@ def image_of(sample: BaseDataElement, inputs: Tensor, is_bgr: bool) -> np.ndarra
 
 
 def image_of_inputs(inputs: Tensor, is_bgr: bool) -> np.ndarray:
-    """Return ``inputs`` [..., 3, H, W] of the pipeline as RGB images [..., H, W, 3].
+    """Return ``inputs`` [..., 3, H, W] of the pipeline as RGB images [..., H, W, 3], and points [n, 3] as they are.
 
     Args:
         is_bgr: whether the channels of ``inputs`` are blue, green, red.
     """
+    if inputs.dim() == 2:
+        return inputs.cpu().numpy()
     channels = inputs.flip(-3) if is_bgr else inputs
     return channels.movedim(-3, -1).contiguous().cpu().numpy()
 

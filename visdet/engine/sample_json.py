@@ -21,7 +21,7 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
         of an image what :func:`detections_of` returns; of a driving frame ``token`` and, as far as the model predicts
         them, ``boxes`` (dicts with ``class``, ``label``, ``score``, ``track``, ``box_3d`` and ``trajectories``),
         ``lines`` (``class``, ``label``, ``score``, ``points``) and ``plan``, in metres in the lidar frame; of a pair
-        of views ``pair`` and ``depth`` [h][w]; of points ``field`` [n].
+        of views ``pair`` and ``depth`` [h][w]; of points ``field`` [n], of a volume ``field`` [D0][D1][D2].
 
     Raises:
         ConfigError: the sample holds no predictions.
@@ -31,7 +31,8 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
     if "pred_depth" in sample:
         return {"pair": sample.get("pair"), "depth": _rounded(sample["pred_depth"])}
     if "pred_field" in sample:
-        return {"field": sample["pred_field"].tolist()}
+        field = sample["pred_field"]
+        return {"field": field.view(sample.get("volume_shape", field.shape)).tolist()}
     if predictions_of(sample):
         return _driving_record(sample, dataset_meta)
     raise ConfigError(f"the samples hold no predictions; their fields: {', '.join(sample) or 'none'}")

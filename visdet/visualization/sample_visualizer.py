@@ -44,7 +44,7 @@ class SampleVisualizer(Visualizer):
         """Return the pictures of one sample, RGB uint8 [H, W, 3], side by side from left to right.
 
         Args:
-            image: RGB [H, W, 3], or [V, H, W, 3] of several views.
+            image: RGB [H, W, 3], or [V, H, W, 3] of several views, or the points [n, 3] of a field.
             data_sample: what to draw.
             draw_gt, draw_pred: draw the ground truth, and the predictions.
             pred_score_thr: draw predictions with a higher score only.
