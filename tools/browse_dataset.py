@@ -1,4 +1,5 @@
-"""Show the images that a config's data set gives to the model, with their boxes, after all transforms.
+"""Show what a config's data set gives to the model, after all transforms: images with their boxes, frames of several
+cameras, pairs of views with their depth, or a field, which is shown as a whole.
 
 python tools/browse_dataset.py CONFIG --output-dir work_dirs/browse --not-show
 """
@@ -22,7 +23,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--split", choices=("train", "val", "test"), default="train", help="data set (default: %(default)s)"
     )
-    parser.add_argument("--number", type=int, default=24, help="number of images (default: %(default)s)")
+    parser.add_argument("--number", type=int, default=24, help="number of samples (default: %(default)s)")
     parser.add_argument(
         "--show-interval",
         type=float,
@@ -44,6 +45,7 @@ def main() -> None:
     import torch
     from mmengine.registry import init_default_scope
 
+    from visdet.datasets import FieldDataset
     from visdet.engine import dataset_config, load_config, say, tool_session
     from visdet.engine.sample_images import image_of_inputs, is_bgr
     from visdet.registry import DATASETS, VISUALIZERS
@@ -60,8 +62,10 @@ def main() -> None:
         show = has_screen and not args.not_show
         folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(args.config).stem}")
         images, samples = [], []
-        for index in range(min(args.number, len(dataset))):
-            item = dataset[index]
+        # To train with, the items of a field are single points.
+        is_field = isinstance(dataset, FieldDataset)
+        for index in range(min(args.number, 1 if is_field else len(dataset))):
+            item = dataset.whole() if is_field else dataset[index]
             image, sample = image_of_inputs(item["inputs"], is_bgr(cfg)), item["data_samples"]
             name = f"{index:05d}_{Path(sample.get('img_path') or sample.get('token') or 'image').stem}"
             out_file = Path(folder, f"{name}.png") if folder else None

@@ -15,7 +15,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("config", help="the config that the checkpoint was trained with")
     parser.add_argument("checkpoint", help="a checkpoint file or its http(s) address")
     parser.add_argument("--work-dir", help="folder to write (default: work_dirs/<name of the config>)")
-    parser.add_argument("--out", metavar="FILE.json", help="write all predictions to this file")
+    parser.add_argument(
+        "--out", metavar="FILE.json", help="write the predictions of every sample to this file"
+    )
     parser.add_argument(
         "--show-dir", metavar="FOLDER", help="draw predictions beside the ground truth into this folder"
     )

@@ -4,5 +4,5 @@ _base_ = "./gaussian-field_synthetic.py"
 
 dataset = dict(_delete_=True, type="PointSampleDataset", path="{{$POINTS:data/points.npz}}", volume_size=10.0)
 train_dataloader = dict(dataset=dataset)
-val_dataloader = dict(dataset=dataset)
-test_dataloader = dict(dataset=dataset)
+val_dataloader = dict(dataset=dict(dataset, test_mode=True))
+test_dataloader = val_dataloader

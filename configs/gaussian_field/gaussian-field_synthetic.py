@@ -11,11 +11,11 @@ train_dataloader = dict(
     dataset=dataset,
 )
 val_dataloader = dict(
-    batch_size=65536,
+    batch_size=1,  # the whole volume
     num_workers=0,
     drop_last=False,
     sampler=dict(type="DefaultSampler", shuffle=False, round_up=False),
-    dataset=dataset,
+    dataset=dict(dataset, test_mode=True),
 )
 test_dataloader = val_dataloader
 val_evaluator = dict(type="FieldMetric")
@@ -23,7 +23,6 @@ test_evaluator = val_evaluator
 
 default_hooks = dict(
     checkpoint=dict(type="CheckpointHook", max_keep_ckpts=3, save_best="field/psnr", rule="greater"),
-    visualization=dict(_delete_=True, type="FieldVisualizationHook"),
 )
 custom_hooks = [
     dict(type="InitializeFieldHook", method="kmeans"),

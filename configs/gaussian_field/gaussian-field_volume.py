@@ -7,5 +7,5 @@ dataset = dict(
 )
 model = dict(num_gaussians=1000)
 train_dataloader = dict(dataset=dataset)
-val_dataloader = dict(dataset=dataset)
-test_dataloader = dict(dataset=dataset)
+val_dataloader = dict(dataset=dict(dataset, test_mode=True))
+test_dataloader = val_dataloader

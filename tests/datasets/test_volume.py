@@ -29,6 +29,21 @@ def test_voxels_lie_where_the_array_says(tmp_path):
     assert torch.equal(chunk["data_samples"].gt_field, values[[0, 29, 7]])
 
 
+def test_in_test_mode_the_item_is_the_whole_field(tmp_path):
+    path = saved(tmp_path, np.arange(2 * 3 * 5, dtype=np.int16).reshape(2, 3, 5))
+    dataset = VolumeDataset(path, test_mode=True)
+    assert len(dataset) == 1
+    for item in (dataset[0], *dataset.__getitems__([0]), VolumeDataset(path).whole()):
+        points, values = VolumeDataset(path).samples()
+        assert torch.equal(item["inputs"], points) and torch.equal(item["data_samples"].gt_field, values)
+        assert item["data_samples"].volume_shape == (2, 3, 5)
+    with pytest.raises(IndexError, match="there is no item 1 of 1"):
+        dataset[1]
+    table = np.column_stack([np.eye(3), np.arange(3.0)])
+    (chunk,) = PointSampleDataset(saved(tmp_path, table, "points.npy"), test_mode=True)
+    assert chunk["inputs"].shape == (3, 3) and "volume_shape" not in chunk["data_samples"]
+
+
 def test_voxel_units_and_values_as_they_are(tmp_path):
     path = saved(tmp_path, {"scan": np.eye(4)[None] * 7, "other": np.zeros(3)}, "volume.npz")
     dataset = VolumeDataset(path, key="scan", volume_size=0, normalize=False)

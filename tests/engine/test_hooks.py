@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,9 +176,11 @@ def test_a_loss_that_is_no_number_stops_before_it_is_saved(tmp_path):
     assert not (tmp_path / "iter_12.pth").exists()
 
 
-def test_skipping_leaves_the_weights_alone(tmp_path, capsys):
+@pytest.mark.parametrize("explodes_gradients", [True, False])
+def test_skipping_leaves_the_weights_alone(tmp_path, capsys, explodes_gradients):
     skip = {"default_hooks__invalid_loss": {"type": "CheckInvalidLossHook", "action": "skip"}}
-    runner = toy_runner(tmp_path, model__explode_at=3, train_cfg__max_iters=6, **skip)
+    options = {"model__explode_at": 3, "model__explodes_gradients": explodes_gradients}
+    runner = toy_runner(tmp_path, **options, train_cfg__max_iters=6, **skip)
     before = {}
     runner.register_hook(Snapshots(before))
     runner.train()
@@ -195,6 +198,34 @@ def test_skipping_gives_up_in_the_end(tmp_path):
         train(tmp_path, model__explode_at=3, **skip)
     with pytest.raises(ValueError, match="action must be 'stop' or 'skip', got 'ignore'"):
         CheckInvalidLossHook(action="ignore")
+
+
+def test_a_bad_gradient_of_a_good_loss_is_skipped_and_said(tmp_path, capsys):
+    skip = {"default_hooks__invalid_loss": {"type": "CheckInvalidLossHook", "action": "skip"}}
+    runner = toy_runner(tmp_path, train_cfg__max_iters=4, **skip)
+    steps = []
+    runner.model.conv.weight.register_hook(
+        lambda gradient: gradient * torch.nan if steps.append(0) or len(steps) == 2 else gradient
+    )
+    before = {}
+    runner.register_hook(Snapshots(before))
+    runner.train()
+    assert torch.equal(before[2], before[1]) and not torch.equal(before[3], before[2])
+    printed = capsys.readouterr().out
+    assert "iteration 2: a gradient is NaN or infinite; the update was skipped" in " ".join(printed.split())
+    assert printed.count("the update was") == 1
+
+
+def test_a_bad_number_that_is_no_loss_does_not_matter():
+    hook = CheckInvalidLossHook()
+    runner = SimpleNamespace(iter=0)
+    hook.after_train_iter(runner, 0, outputs={"loss": torch.tensor(1.0), "accuracy": torch.tensor(torch.nan)})
+
+
+def test_skipping_needs_a_wrapper_that_can(tmp_path):
+    skip = {"default_hooks__invalid_loss": {"type": "CheckInvalidLossHook", "action": "skip"}}
+    with pytest.raises(ConfigError, match=r"needs optim_wrapper.type.*got mmengine\..*OptimWrapper"):
+        train(tmp_path, optim_wrapper__type="mmengine.OptimWrapper", **skip)
 
 
 @pytest.mark.parametrize("action", ["stop", "skip"])

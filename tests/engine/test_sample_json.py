@@ -49,6 +49,8 @@ def test_depth_and_field():
     assert record_of(depth.to_dict(), {}) == {"pair": 3, "depth": [[1.5] * 3] * 2}
     field = FieldDataSample(pred_field=torch.tensor([0.5, 2.0]))
     assert record_of(field.to_dict(), {}) == {"field": [0.5, 2.0]}
+    field.set_metainfo({"volume_shape": (1, 2, 1)})
+    assert record_of(field.to_dict(), {}) == {"field": [[[0.5], [2.0]]]}
     with pytest.raises(ConfigError, match="gt_field"):
         record_of(FieldDataSample(gt_field=torch.zeros(2)).to_dict(), {})
 

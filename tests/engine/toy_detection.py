@@ -41,15 +41,27 @@ class ToyHead(nn.Module):
 
 @MODELS.register_module()
 class ToyDetector(BaseModel):
-    """One box and class per image, from the mean of a convolution; dropout draws from the generator."""
+    """One box and class per image, from the mean of a convolution; dropout draws from the generator.
 
-    def __init__(self, channels: int = 8, num_classes: int = 2, explode_at: int = -1) -> None:
+    Args:
+        explode_at: the training step, counted from 1, whose loss is NaN.
+        explodes_gradients: whether the gradients of that loss are NaN, too.
+    """
+
+    def __init__(
+        self,
+        channels: int = 8,
+        num_classes: int = 2,
+        explode_at: int = -1,
+        explodes_gradients: bool = True,
+    ) -> None:
         super().__init__(data_preprocessor=Stack())
         self.conv = nn.Conv2d(3, channels, 3, padding=1)
         self.norm = nn.BatchNorm2d(channels)
         self.dropout = nn.Dropout(0.1)
         self.bbox_head = ToyHead(channels, num_classes)
         self.explode_at = explode_at
+        self.explodes_gradients = explodes_gradients
         self.calls = 0
 
     def forward(self, inputs, data_samples=None, mode="tensor"):
@@ -64,7 +76,7 @@ class ToyDetector(BaseModel):
             labels = torch.stack([sample.gt_instances.labels[0] for sample in data_samples])
             loss_cls = nn.functional.cross_entropy(logits.float(), labels)
             if self.calls == self.explode_at:
-                loss_cls = loss_cls * float("nan")
+                loss_cls = loss_cls * torch.nan if self.explodes_gradients else loss_cls + torch.nan
             return {
                 "loss_cls": loss_cls,
                 "loss_bbox": nn.functional.l1_loss(boxes.float(), target),

@@ -110,6 +110,18 @@ def test_modes():
     assert torch.equal(everywhere.pred_field, field(points))
 
 
+def test_predictions_hold_the_gaussians_the_heaviest_first():
+    field, points = make_field(), torch.rand(6, 3)
+    (sample,) = field(points, mode="predict")
+    found = sample.pred_gaussians
+    order = field.masses().argsort(descending=True)
+    assert torch.equal(found.means, field.means[order]) and torch.equal(found.weights, field.weights[order])
+    again = gaussian_field_reference(
+        points.double(), found.means, torch.linalg.cholesky(found.covariances), found.weights
+    )
+    assert torch.allclose(again, sample.pred_field)
+
+
 def test_rejects():
     field = make_field()
     with pytest.raises(ValueError, match="num_gaussians must be a positive whole number, got 0"):
@@ -121,7 +133,9 @@ def test_rejects():
         field(torch.zeros(5, 2))
     with pytest.raises(ValueError, match=r"must have one value per point, \[5\], got \[4\]"):
         field(torch.zeros(5, 3), [FieldDataSample(gt_field=torch.zeros(4))], mode="loss")
-    with pytest.raises(ValueError, match="mode must be tensor, loss or predict, got 'train'"):
+    with pytest.raises(TypeError, match=r"inputs must be a \[M, 3\] tensor, got \(2, 5, 3\)"):
+        field(torch.zeros(2, 5, 3), mode="predict")
+    with pytest.raises(ValueError, match="mode must be 'tensor', 'predict' or 'loss', got 'train'"):
         field(torch.zeros(5, 3), mode="train")
     with pytest.raises(ValueError, match="method must be 'kmeans' or 'random', got 'grid'"):
         field.initialize(torch.zeros(5, 3), torch.ones(5), "grid")

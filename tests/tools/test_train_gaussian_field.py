@@ -1,10 +1,12 @@
 """tools/train.py on the gaussian_field configs: it fits, resumes, shards its points, and explains bad files."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from toolbox import ROOT, fail_here, succeed, succeed_here
 
 from visdet.datasets import make_volume
@@ -50,6 +52,8 @@ def test_fits_a_volume_and_resumes(monkeypatch, capsys, tmp_path, volume):
     assert last_r2(printed) > 0.9
     assert "3840 points, batch 512 x 1 process, 60 iterations" in printed
     assert {p.name for p in (tmp_path / "whole" / "val_pictures").iterdir()} == {"iter_30.png", "iter_60.png"}
+    with Image.open(tmp_path / "whole" / "val_pictures" / "iter_60.png") as sheet:
+        assert min(sheet.size) >= 900, "three cuts of truth, fit and error"
 
     halves = tmp_path / "halves"
     halves.mkdir()
@@ -78,6 +82,34 @@ def test_fits_point_samples(monkeypatch, capsys, tmp_path):
     assert last_r2(printed) > 0.9
 
 
+def test_a_fitted_volume_is_tested_drawn_and_browsed(monkeypatch, capsys, tmp_path, volume):
+    config, options = CONFIGS / "gaussian-field_volume.py", volume_options(volume)
+    runner = ("train_cfg.max_iters=2", "train_cfg.val_interval=2")
+    printed = train(monkeypatch, capsys, tmp_path / "run", config.stem, *options, *runner)
+    tested = succeed_here(
+        monkeypatch, capsys, "test", config, tmp_path / "run" / "iter_2.pth", "--work-dir", tmp_path / "test",
+        "--out", tmp_path / "field.json", "--show-dir", tmp_path / "pictures",
+        "--cfg-options", *SMALL, *options,
+    )  # fmt: skip
+    assert last_r2(tested) == last_r2(printed)
+    (record,) = json.loads((tmp_path / "field.json").read_text())
+    fitted = np.array(record["field"])
+    truth = np.load(volume)
+    error = np.square(fitted - truth / np.abs(truth).max()).mean()
+    assert fitted.shape == (16, 20, 12)
+    assert float(tested.rsplit("field/mse", 1)[1].split()[0]) == pytest.approx(error, rel=0.01)
+    (picture,) = (tmp_path / "pictures").iterdir()
+    with Image.open(picture) as drawn:
+        assert drawn.size == (900, 900)
+
+    folder = tmp_path / "browsed"
+    arguments = (config, "--not-show", "--output-dir", folder, "--cfg-options", *options)
+    succeed_here(monkeypatch, capsys, "browse_dataset", *arguments)
+    assert sorted(path.name for path in folder.iterdir()) == ["00000_image.png", "sheet.png"]
+    with Image.open(folder / "00000_image.png") as drawn:
+        assert drawn.size == (300, 900), "the truth alone"
+
+
 @pytest.mark.parametrize(
     "one_device, two_devices",
     [
@@ -86,7 +118,8 @@ def test_fits_point_samples(monkeypatch, capsys, tmp_path):
     ],
 )
 def test_processes_share_the_points_and_reach_the_same_field(tmp_path, volume, one_device, two_devices):
-    options = ["--cfg-options", *SMALL, *volume_options(volume), "default_hooks.visualization=None"]
+    no_pictures = "default_hooks.visualization.num_val_pictures=0"
+    options = ["--cfg-options", *SMALL, *volume_options(volume), no_pictures]
     # Some of what k-means placed is spent by this measure, so that splits are part of the comparison.
     options += ["custom_hooks.1.interval=20", "custom_hooks.1.prune_below=0.5"]
     one, two = tmp_path / "one", tmp_path / "two"

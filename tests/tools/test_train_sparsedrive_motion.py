@@ -1,5 +1,7 @@
 """SparseDrive's second stage on a few driving scenes: every key its losses need, training, evaluation, pictures."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -113,6 +115,15 @@ def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, ca
     }
     # The second stage leaves what the first has learned.
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+    drawn, records = tmp_path / "drawn", tmp_path / "frames.json"
+    options = ("--work-dir", tmp_path / "test", "--out", records, "--show-dir", drawn)
+    succeed_here(monkeypatch, capsys, "test", second, trained, *options)
+    frames = json.loads(records.read_text())
+    assert len(frames) == SMALL["num_val"] * SMALL["num_frames"]
+    assert sorted(path.stem for path in drawn.iterdir()) == sorted(frame["token"] for frame in frames)
+    assert all({"boxes", "lines", "plan"} <= set(frame) for frame in frames)
+    assert np.shape([frame["plan"] for frame in frames]) == (len(frames), 6, 2)
 
     out = tmp_path / "pictures"
     succeed_here(

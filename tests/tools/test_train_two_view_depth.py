@@ -45,6 +45,16 @@ def test_trains_draws_and_tests(tmp_path, monkeypatch, capsys):
     assert [record["pair"] for record in records] == [0, 1, 2, 3]
     assert len(records[0]["depth"]) == 12 and len(records[0]["depth"][0]) == 16
 
+    folder = tmp_path / "browsed"
+    arguments = (CONFIG, "--not-show", "--split", "val", "--output-dir", folder, "--cfg-options", *SMALL)
+    succeed_here(monkeypatch, capsys, "browse_dataset", *arguments)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *(f"0000{i}_image.png" for i in range(4)),
+        "sheet.png",
+    ]
+    with Image.open(folder / "00000_image.png") as drawn:
+        assert 3 * 256 < drawn.width < 4 * 256, "both views and the true depth"
+
 
 @pytest.mark.slow
 def test_learns_depth_from_a_second_view(tmp_path, monkeypatch, capsys):

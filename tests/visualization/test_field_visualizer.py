@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from mmengine.structures import InstanceData
 
+from visdet.structures import FieldDataSample
 from visdet.visualization import FieldVisualizer, slice_ellipses
 
 
@@ -25,23 +26,44 @@ def test_ellipses_lie_on_the_ellipsoid(axis):
             assert np.linalg.norm(np.linalg.solve(factors[n], point - means[n])) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("shape", [(4, 5, 6), (1, 5, 6), None], ids=str)
-def test_draws(tmp_path, shape):
-    count = int(np.prod(shape or 300))
+def points_and_sample(shape):
     if shape is None:
-        points = torch.rand(count, 3)
+        points, meta = torch.rand(300, 3), {}
     else:
         points = torch.stack(torch.meshgrid(*map(torch.arange, shape), indexing="ij"), -1).view(-1, 3) + 0.5
-    values = torch.linspace(0, 1, count)
-    picture = FieldVisualizer().add_field(
-        "field",
-        points.float(),
-        values,
-        values.flip(0),
-        shape=shape,
-        means=points.float().mean(0, keepdim=True),
+        meta = {"volume_shape": shape}
+    values = torch.linspace(0, 1, len(points))
+    return points.numpy(), FieldDataSample(metainfo=meta, gt_field=values, pred_field=values.flip(0))
+
+
+def draw(points, sample, **options):
+    (picture,) = FieldVisualizer(name="test").draw_sample(points, sample, **options)
+    assert picture.dtype == np.uint8
+    return picture
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 6), (1, 5, 6), None], ids=str)
+def test_draws_truth_fit_and_error(shape):
+    picture = draw(*points_and_sample(shape))
+    assert picture.shape == (900, 900, 3)
+    assert all(column.std() > 10 for column in np.split(picture, 3, axis=1))
+
+
+def test_the_ellipses_are_drawn_over_the_fit():
+    points, sample = points_and_sample((4, 5, 6))
+    fit = draw(points, sample, draw_gt=False)
+    sample.pred_gaussians = InstanceData(
+        means=torch.tensor(points).mean(0, keepdim=True),
         covariances=torch.eye(3)[None],
-        out_file=str(tmp_path / "new" / "field.png"),
+        weights=torch.ones(1),
     )
-    assert picture.dtype == np.uint8 and picture.shape[2] == 3
-    assert np.asarray(Image.open(tmp_path / "new" / "field.png")).std() > 10
+    is_changed = (draw(points, sample, draw_gt=False) != fit).any(-1)
+    assert fit.shape == (900, 300, 3)
+    assert all(cut.sum() > 50 for cut in np.split(is_changed, 3)), "an ellipse in each cut"
+    truth = draw(points, sample, draw_pred=False)
+    assert truth.shape == (900, 300, 3) and not np.array_equal(truth, fit)
+
+
+def test_a_sample_without_values_is_refused():
+    with pytest.raises(ValueError, match="neither gt_field nor pred_field"):
+        FieldVisualizer(name="empty").draw_sample(np.zeros((1, 3)), FieldDataSample())

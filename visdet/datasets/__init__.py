@@ -11,11 +11,12 @@ from .info_files import load_infos, save_infos
 from .nuscenes import NuScenes3DDetTrackDataset
 from .shapes import ShapesDataset, make_shapes
 from .two_view_pairs import TwoViewPairs
-from .volume import PointSampleDataset, VolumeDataset, make_volume
+from .volume import FieldDataset, PointSampleDataset, VolumeDataset, make_volume
 
 __all__ = [
     "CocoDataset",
     "DrivingScenesDataset",
+    "FieldDataset",
     "NuScenes3DDetTrackDataset",
     "PointSampleDataset",
     "ShapesDataset",

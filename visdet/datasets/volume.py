@@ -13,28 +13,43 @@ from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import DATASETS
 from visdet.structures import FieldDataSample
 
-__all__ = ["PointSampleDataset", "VolumeDataset", "make_volume"]
+__all__ = ["FieldDataset", "PointSampleDataset", "VolumeDataset", "make_volume"]
 
 
-class _Samples(Dataset):
-    """Points and values by index. A batch is looked up at once and returned as one chunk.
+class FieldDataset(Dataset):
+    """Values of a field at points, by index; the base of the data sets of fields.
 
-    ``dataset[i]`` is ``dict(inputs=points [1, 3], data_samples=FieldDataSample)`` with ``gt_field`` [1]. torch's loader
-    calls ``__getitems__`` with the indices of a batch, which returns a list of one such dict with all points.
+    To train with, an item is a point: ``dict(inputs=points [1, 3], data_samples=FieldDataSample)`` with ``gt_field``
+    [1]. A batch is looked up at once and returned as one chunk: torch's loader calls ``__getitems__`` with the indices
+    of a batch, which returns a list of one such dict with all points. To test with, the only item is the whole field.
+
+    Args:
+        values: [M], at the points.
+        test_mode: whether the data set is to test with.
     """
 
-    unit = "points"
-    values: Tensor
+    def __init__(self, values: Tensor, test_mode: bool) -> None:
+        self.values = values
+        self.test_mode = test_mode
+        self.unit = "field" if test_mode else "points"
 
     def points_at(self, indices: Tensor) -> Tensor:
         """Return the points [M, 3] of ``indices``."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.chunk(torch.tensor([index]))
+        if not 0 <= index < len(self):
+            raise IndexError(f"{type(self).__name__}: there is no item {index} of {len(self)}")
+        return self.whole() if self.test_mode else self.chunk(torch.tensor([index]))
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        if self.test_mode:
+            return [self[index] for index in indices]
         return [self.chunk(torch.tensor(indices, dtype=torch.int64))]
+
+    def whole(self) -> dict[str, Any]:
+        """Return all points and values in their order."""
+        return self.chunk(torch.arange(len(self.values)))
 
     def chunk(self, indices: Tensor) -> dict[str, Any]:
         """Return the points and values of ``indices``."""
@@ -45,14 +60,15 @@ class _Samples(Dataset):
 
     def samples(self) -> tuple[Tensor, Tensor]:
         """Return all points [M, 3] and values [M]."""
-        return self.points_at(torch.arange(len(self))), self.values
+        item = self.whole()
+        return item["inputs"], item["data_samples"].gt_field
 
     def __len__(self) -> int:
-        return len(self.values)
+        return 1 if self.test_mode else len(self.values)
 
 
 @DATASETS.register_module()
-class VolumeDataset(_Samples):
+class VolumeDataset(FieldDataset):
     """The voxels of a volume. The voxel (i, j, k) is at the point ``(i + 0.5, j + 0.5, k + 0.5) * voxel_size``.
 
     ``metainfo`` holds ``voxel_size``, ``value_scale``, by which a fitted value must be multiplied, and ``sides``.
@@ -64,6 +80,7 @@ class VolumeDataset(_Samples):
         volume_size: the length that the longest side is scaled to. With 0, voxels have size 1.
         normalize: divide by the largest magnitude, so that one learning rate suits every volume. Metrics are then those
             of the divided values, but PSNR and R2 do not change.
+        test_mode: see :class:`FieldDataset`. The sample of the whole volume has ``volume_shape``.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -78,6 +95,7 @@ class VolumeDataset(_Samples):
         synthetic: dict[str, Any] | None = None,
         volume_size: float = 10.0,
         normalize: bool = True,
+        test_mode: bool = False,
     ) -> None:
         if (path is None) == (synthetic is None):
             raise InvalidInputError("VolumeDataset: give either path or synthetic")
@@ -86,8 +104,8 @@ class VolumeDataset(_Samples):
         if volume.ndim != 3:
             raise InvalidInputError(f"{name} must be [D0, D1, D2], got {list(volume.shape)}")
         values, scale = _checked_values(volume, name, normalize)
+        super().__init__(values.reshape(-1), test_mode)
         self.shape = volume.shape
-        self.values = values.reshape(-1)
         self.voxel_size = volume_size / max(volume.shape) if volume_size > 0 else 1.0
         self.metainfo = {
             "voxel_size": self.voxel_size,
@@ -100,6 +118,12 @@ class VolumeDataset(_Samples):
         """The values [D0, D1, D2]."""
         return self.values.view(self.shape)
 
+    def whole(self) -> dict[str, Any]:
+        """Return all voxels in their order."""
+        item = super().whole()
+        item["data_samples"].set_metainfo({"volume_shape": self.shape})
+        return item
+
     def points_at(self, indices: Tensor) -> Tensor:
         """Return the centres [..., 3] of voxels, given their indices in the flattened volume."""
         _, D1, D2 = self.shape
@@ -108,7 +132,7 @@ class VolumeDataset(_Samples):
 
 
 @DATASETS.register_module()
-class PointSampleDataset(_Samples):
+class PointSampleDataset(FieldDataset):
     """Samples of a scalar at points.
 
     ``metainfo`` holds ``value_scale``, and ``offset`` and ``voxel_size`` of the points. The coordinates in the file are
@@ -118,6 +142,7 @@ class PointSampleDataset(_Samples):
         path: a ``.npy`` file [M, 4] of x, y, z and value, or a ``.npz`` file with ``points`` [M, 3] and ``values`` [M].
         volume_size: the longest side of the box to which the points are moved and scaled. With 0, they are not changed.
         normalize: divide the values by the largest magnitude.
+        test_mode: see :class:`FieldDataset`.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -125,7 +150,9 @@ class PointSampleDataset(_Samples):
             values are equal.
     """
 
-    def __init__(self, path: str, volume_size: float = 10.0, normalize: bool = True) -> None:
+    def __init__(
+        self, path: str, volume_size: float = 10.0, normalize: bool = True, test_mode: bool = False
+    ) -> None:
         name = f"PointSampleDataset: {path}"
         if str(path).endswith(".npz"):
             points, values = _read(path, name, "points", "values")
@@ -138,7 +165,8 @@ class PointSampleDataset(_Samples):
             raise InvalidInputError(
                 f"{name}: points must be [M, 3] and values [M], got {list(points.shape)} and {list(values.shape)}"
             )
-        self.values, value_scale = _checked_values(values, name, normalize)
+        checked, value_scale = _checked_values(values, name, normalize)
+        super().__init__(checked, test_mode)
         points = np.asarray(points, np.float64)
         _check_finite(points, f"{name}: points")
         low, side = points.min(0), float(np.ptp(points, axis=0).max())

@@ -76,7 +76,7 @@ class Detector:
 
 
 def _check_takes_images(model: nn.Module) -> None:
-    """Raise a ConfigError if the samples of a model are not single images."""
+    """Raise a ConfigError if the samples of a model are not single images; docs/contract.md says what serves them."""
     sample_type = getattr(model, "sample_type", DetDataSample)
     if not issubclass(sample_type, DetDataSample):
         raise ConfigError(

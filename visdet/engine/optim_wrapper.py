@@ -24,9 +24,20 @@ class OptimWrapper(_OptimWrapper):
     mmengine reads the norm for the log before it launches the update, so that the device is idle in between.
 
     Args: see :class:`mmengine.optim.OptimWrapper`.
+
+    Attributes:
+        spoils_gradients_of_bad_losses: whether a loss that is NaN or infinite has gradients of NaN, whatever they were
+            otherwise. The gradients of all processes then tell that the loss of one of them is bad.
     """
 
+    spoils_gradients_of_bad_losses: bool = False
     _grad_norm: Tensor | None = None
+
+    def backward(self, loss: Tensor, **backward_args: Any) -> None:
+        """Accumulate the gradients of ``loss``."""
+        if self.spoils_gradients_of_bad_losses:
+            loss = loss * torch.where(loss.isfinite(), 1.0, torch.nan)
+        super().backward(loss, **backward_args)
 
     def step(self, **step_args: Any) -> None:
         """Clip the gradients and update the parameters."""

@@ -26,7 +26,7 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
           tracks, and ``trajectories`` and ``trajectory_scores`` if the model predicts motion. A line has ``class``,
           ``label``, ``score`` and ``points``.
         * Pair of views: ``pair`` and ``depth`` [h][w].
-        * Points: ``field`` [n].
+        * Points: ``field`` [n]. Volume: ``field`` [D0][D1][D2].
 
     Raises:
         ConfigError: the sample holds no predictions.
@@ -36,7 +36,8 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
     if "pred_depth" in sample:
         return {"pair": sample.get("pair"), "depth": _rounded(sample["pred_depth"])}
     if "pred_field" in sample:
-        return {"field": sample["pred_field"].tolist()}
+        field = sample["pred_field"]
+        return {"field": field.view(sample.get("volume_shape", field.shape)).tolist()}
     if predictions_of(sample):
         return _driving_record(sample, dataset_meta)
     raise ConfigError(f"the samples hold no predictions; their fields are {', '.join(sample) or 'none'}")

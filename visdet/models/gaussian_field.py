@@ -6,13 +6,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from mmengine.model import BaseDataPreprocessor, BaseModel
+from mmengine.model import BaseDataPreprocessor
+from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.ops import gaussian_field
 from visdet.registry import MODELS
 from visdet.structures import FieldDataSample
+
+from .base_detector import BaseDetector
 
 __all__ = ["LearnableGaussianField", "PointsDataPreprocessor"]
 
@@ -32,7 +35,7 @@ class PointsDataPreprocessor(BaseDataPreprocessor):
 
 
 @MODELS.register_module()
-class LearnableGaussianField(BaseModel):
+class LearnableGaussianField(BaseDetector):
     """``field(x) = sum_n weights[n] * exp(-|L_n^-1 (x - means[n])|^2 / 2)``, with lower Cholesky factors L_n.
 
     Parameters, in this order: ``means`` [N, 3]; ``cov_tril`` [N, 6] = (log l00, l10, log l11, l20, l21, log l22), or
@@ -55,6 +58,7 @@ class LearnableGaussianField(BaseModel):
     took a diagonal covariance for a factor; here the parameters mean what they say, in both modes.
     """
 
+    input_shape: ClassVar[tuple[str, ...]] = ("M", "3")
     sample_type: ClassVar[type[FieldDataSample]] = FieldDataSample
 
     def __init__(
@@ -65,9 +69,7 @@ class LearnableGaussianField(BaseModel):
         tolerance: float = 0.0,
         data_preprocessor: dict[str, Any] | nn.Module | None = None,
     ) -> None:
-        if isinstance(data_preprocessor, dict):  # from this scope, whatever the default scope is
-            data_preprocessor = MODELS.build(data_preprocessor)
-        super().__init__(data_preprocessor=data_preprocessor or PointsDataPreprocessor())
+        super().__init__(data_preprocessor or PointsDataPreprocessor())
         if int(num_gaussians) != num_gaussians or num_gaussians < 1:
             raise InvalidInputError(
                 f"LearnableGaussianField: num_gaussians must be a positive whole number, got {num_gaussians}"
@@ -112,47 +114,59 @@ class LearnableGaussianField(BaseModel):
 
     def forward(
         self,
-        inputs: Tensor,  # [..., 3], or [3] for one point
+        inputs: Tensor,  # [M, 3]; in mode 'tensor' [..., 3], or [3] for one point
         data_samples: Sequence[FieldDataSample] | None = None,
         mode: str = "tensor",
     ) -> Tensor | dict[str, Tensor] | list[FieldDataSample]:
         """Return the field at points, in the wider type of points and parameters.
 
         Args:
-            inputs: points; with samples [M, 3], those of one sample after those of the other.
+            inputs: points; with samples, those of one sample after those of the other.
             data_samples: chunks of the points, with the values to fit as ``gt_field``.
             mode: 'tensor', the field [...]; 'loss', ``dict(loss_mse=...)``, the mean squared error; 'predict', the
-                samples with ``pred_field``, without samples a new one with all points.
+                samples with predictions, without samples a new one with all points.
 
         Raises:
-            ValueError: shapes or mode do not fit.
+            ValueError: shapes or mode do not fit. TypeError: ``inputs`` for 'loss' and 'predict' are not [M, 3].
         """
+        if mode == "tensor":
+            return self.raw_outputs(inputs)
+        if mode == "predict" and data_samples is None:
+            data_samples = [FieldDataSample()]
+        return super().forward(inputs, data_samples, mode)
+
+    def raw_outputs(self, inputs: Tensor, data_samples: Sequence[FieldDataSample] | None = None) -> Tensor:
+        """Return the field [...] at points [..., 3]; the samples are not needed."""
         if inputs.dim() == 0 or inputs.shape[-1] != 3:
             raise ValueError(
                 f"LearnableGaussianField: points must be [..., 3] or [3], got {list(inputs.shape)}"
             )
         points = inputs.reshape(-1, 3).to(torch.promote_types(inputs.dtype, self.means.dtype))
         field = gaussian_field(points, self.means, self.cholesky, self.weights, self.tolerance)
-        field = field.view(inputs.shape[:-1])
-        if mode == "tensor":
-            return field
-        if mode not in ("predict", "loss"):
-            raise ValueError(f"LearnableGaussianField: mode must be tensor, loss or predict, got {mode!r}")
-        if mode == "predict" and data_samples is None:
-            return [FieldDataSample(pred_field=field)]
-        sizes = [len(sample.gt_field) for sample in data_samples or ()]
-        if field.shape != (sum(sizes),):
-            raise ValueError(
-                f"LearnableGaussianField: gt_field of the samples must have one value per point, "
-                f"{list(field.shape)}, got {sizes}"
-            )
-        if mode == "loss":
-            values = torch.cat([sample.gt_field for sample in data_samples or ()])
-            return {"loss_mse": (field - values.to(field.dtype)).square().mean()}
-        samples = list(data_samples or ())
-        for sample, values in zip(samples, field.split(sizes), strict=True):
+        return field.view(inputs.shape[:-1])
+
+    def loss(self, inputs: Tensor, data_samples: Sequence[FieldDataSample]) -> dict[str, Tensor]:
+        """Return ``loss_mse``, the mean squared error over the points of all samples."""
+        field = self.raw_outputs(inputs)
+        _check_sizes([len(sample.gt_field) for sample in data_samples], len(field))
+        values = torch.cat([sample.gt_field for sample in data_samples])
+        return {"loss_mse": (field - values.to(field.dtype)).square().mean()}
+
+    def predict(self, inputs: Tensor, data_samples: Sequence[FieldDataSample]) -> list[FieldDataSample]:
+        """Return the samples with ``pred_field`` and ``pred_gaussians``; one without ``gt_field`` has all points."""
+        field = self.raw_outputs(inputs)
+        sizes = [len(sample.get("gt_field", field)) for sample in data_samples]
+        _check_sizes(sizes, len(field))
+        heaviest = self.masses().argsort(descending=True)
+        gaussians = InstanceData(
+            means=self.means[heaviest],
+            covariances=self.get_covariance()[heaviest],
+            weights=self.weights[heaviest],
+        )
+        for sample, values in zip(data_samples, field.split(sizes), strict=True):
             sample.set_field(values, "pred_field")
-        return samples
+            sample.set_field(gaussians, "pred_gaussians", dtype=InstanceData)
+        return list(data_samples)
 
     @torch.no_grad()
     def initialize(
@@ -258,3 +272,11 @@ class LearnableGaussianField(BaseModel):
                 self.cov_tril[half] = entries
             else:
                 self.log_scales[half] = factors.diagonal(dim1=1, dim2=2).log()
+
+
+def _check_sizes(sizes: Sequence[int], num_points: int) -> None:
+    if sum(sizes) != num_points:
+        raise ValueError(
+            f"LearnableGaussianField: gt_field of the samples must have one value per point, [{num_points}], "
+            f"got {list(sizes)}"
+        )

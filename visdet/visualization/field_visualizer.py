@@ -1,13 +1,16 @@
 """Pictures of a scalar field in space: what was to fit, the fit, and the difference."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from mmengine.visualization import Visualizer
-from torch import Tensor
+from mmengine.structures import InstanceData
 
 from visdet.registry import VISUALIZERS
+from visdet.structures import FieldDataSample
+
+from .sample_visualizer import SampleVisualizer
 
 __all__ = ["FieldVisualizer", "slice_ellipses"]
 
@@ -15,86 +18,122 @@ _SLAB = 0.05  # of the extent, to either side of the middle, for scattered point
 
 
 @VISUALIZERS.register_module()
-class FieldVisualizer(Visualizer):
-    """mmengine's visualizer with pictures of a field of Gaussians."""
+class FieldVisualizer(SampleVisualizer):
+    """Draws a field in three cuts through its middle, one across each axis: the truth, the fit and its error.
 
-    def add_field(
+    A volume is drawn by its voxels in the cut; scattered points are drawn where they are near it. The fit has the
+    Gaussians' ellipses over it (one standard deviation, where the plane cuts the ellipsoid).
+
+    Args:
+        num_ellipses: draw the heaviest so many Gaussians that meet a plane; 0 for none.
+        arguments: as in mmengine's Visualizer.
+    """
+
+    def __init__(self, name: str = "visualizer", num_ellipses: int = 200, **arguments) -> None:
+        super().__init__(name=name, **arguments)
+        self.num_ellipses = num_ellipses
+
+    def draw_sample(
         self,
-        name: str,
-        points: Tensor,  # [M, 3]
-        values: Tensor,  # [M]
-        fit: Tensor,  # [M]
-        shape: Sequence[int] | None = None,
-        means: Tensor | None = None,  # [N, 3]
-        covariances: Tensor | None = None,  # [N, 3, 3]
-        num_ellipses: int = 200,
-        out_file: str | None = None,
-        step: int = 0,
-    ) -> np.ndarray:
-        """Draw truth, fit and error of three cuts; write the picture, hand it to the backends, and return it.
+        image: np.ndarray,
+        data_sample: FieldDataSample,
+        draw_gt: bool = True,
+        draw_pred: bool = True,
+        pred_score_thr: float = 0.3,
+    ) -> list[np.ndarray]:
+        """Return one picture, uint8 [900, W, 3], with a row for each cut and a column for each of what is drawn.
 
         Args:
-            name: for the backends.
-            points: places of ``values`` and ``fit``; voxel centres in the order of a volume where ``shape`` is given.
-            shape: [D0, D1, D2] of the volume; None for scattered points, drawn where they are near a cut.
-            means: Gaussians, those to draw first in front.
-            covariances: theirs.
-            num_ellipses: at most so many on a cut.
-            out_file: where to write a PNG.
-            step: the training iteration.
-
-        Returns:
-            uint8 [H, W, 3].
+            image: the points [n, 3] of the sample.
+            data_sample: with ``gt_field``, ``pred_field`` or both, and with ``pred_gaussians`` for the ellipses.
+            draw_gt: draw the truth, and with a prediction the error; the truth alone is drawn in any case.
+            draw_pred: draw the fit where there is a prediction.
+            pred_score_thr: unused.
         """
-        from matplotlib.backends.backend_agg import (
-            FigureCanvasAgg,
-        )  # slow to import, and a first picture is soon enough
+        # Slow to import, and a first picture is soon enough.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        places, truth, fitted = (tensor.double().numpy() for tensor in (points, values, fit))
-        low, high = places.min(0), places.max(0)
-        # Half a voxel: the picture ends at the faces of the outer ones.
-        half = 0.0 if shape is None else 0.5 * float((high - low).max() / max(max(shape) - 1, 1)) or 0.5
-        figure = Figure(figsize=(10, 10), layout="constrained", dpi=90)
+        sample = data_sample.detach().cpu()
+        columns = _columns(sample, draw_gt, draw_pred)
+        figure = Figure(figsize=(10 * len(columns) / 3, 10), layout="constrained", dpi=90)
         canvas = FigureCanvasAgg(figure)
-        grid = figure.subplots(3, 3, squeeze=False)
-        value_range = {"vmin": truth.min(), "vmax": truth.max(), "cmap": "viridis"}
-        worst = max(float(np.abs(fitted - truth).max()), 1e-12)
-        error_range = {"vmin": -worst, "vmax": worst, "cmap": "RdBu_r"}
+        grid = figure.subplots(3, len(columns), squeeze=False)
         for axis, row in enumerate(grid):
-            across, up = (k for k in range(3) if k != axis)
-            if shape is None:
-                position = (low[axis] + high[axis]) / 2
-                chosen = np.abs(places[:, axis] - position) <= _SLAB * (high[axis] - low[axis])
-            else:
-                index = np.arange(len(places)).reshape(shape).take(shape[axis] // 2, axis)
-                position, chosen = places[index.flat[0], axis], index.T
-            columns = (("truth", truth, value_range), ("fit", fitted, value_range))
-            for panel, (title, drawn, style) in zip(
-                row, (*columns, ("error", fitted - truth, error_range)), strict=True
-            ):
-                if shape is None:
-                    image = panel.scatter(
-                        places[chosen, across], places[chosen, up], c=drawn[chosen], s=4, **style
-                    )
-                else:
-                    box = np.stack([low - half, high + half])[:, [across, up]].T.ravel()
-                    image = panel.imshow(drawn[chosen], origin="lower", extent=tuple(box), **style)
-                panel.set_title(f"{title}, axis {axis} at {position:.3g}", fontsize=9)
-                panel.set_aspect("equal")
-                figure.colorbar(image, ax=panel, shrink=0.7)
-            if means is not None and covariances is not None and num_ellipses > 0:
-                ellipses = slice_ellipses(
-                    means.double().numpy(), covariances.double().numpy(), axis, position
-                )
-                _add_ellipses(row[1], [part[:num_ellipses] for part in ellipses])
+            cut = _Cut(image.astype(np.float64), sample.get("volume_shape"), axis)
+            for panel, column in zip(row, columns, strict=True):
+                drawn = cut.draw(panel, column)
+                figure.colorbar(drawn, ax=panel, shrink=0.7)
+                if column.title == "fit" and "pred_gaussians" in sample:
+                    cut.draw_ellipses(panel, sample.pred_gaussians, self.num_ellipses)
         canvas.draw()
-        picture = np.asarray(canvas.buffer_rgba())[..., :3].copy()
-        if out_file is not None:
-            Path(out_file).parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(out_file)
-        self.add_image(name, picture, step)
-        return picture
+        return [np.asarray(canvas.buffer_rgba())[..., :3].copy()]
+
+
+@dataclass
+class _Column:
+    title: str
+    values: np.ndarray  # [n]
+    style: dict[str, Any]  # the range and the colours
+
+
+def _columns(sample: FieldDataSample, draw_gt: bool, draw_pred: bool) -> list[_Column]:
+    """Return what is drawn of a sample, in the range of the truth where that is known."""
+    draws_fit = draw_pred and "pred_field" in sample
+    draws_truth = "gt_field" in sample and (draw_gt or not draws_fit)
+    if not draws_fit and not draws_truth:
+        raise ValueError("FieldVisualizer: data_sample has neither gt_field nor pred_field to draw")
+    values = [sample.gt_field.double().numpy()] if draws_truth else []
+    values += [sample.pred_field.double().numpy()] if draws_fit else []
+    style = {"vmin": values[0].min(), "vmax": values[0].max(), "cmap": "viridis"}
+    titles = ["truth"] * draws_truth + ["fit"] * draws_fit
+    columns = [_Column(title, drawn, style) for title, drawn in zip(titles, values, strict=True)]
+    if len(values) == 2:
+        error = values[1] - values[0]
+        worst = max(float(np.abs(error).max()), 1e-12)
+        columns.append(_Column("error", error, {"vmin": -worst, "vmax": worst, "cmap": "RdBu_r"}))
+    return columns
+
+
+class _Cut:
+    """A plane through the middle of points, across an axis.
+
+    Args:
+        points: [n, 3]; voxel centres in the order of a volume where ``shape`` is given.
+        shape: [D0, D1, D2] of the volume; None for scattered points, drawn where they are near the cut.
+        axis: 0, 1 or 2.
+    """
+
+    def __init__(self, points: np.ndarray, shape: Sequence[int] | None, axis: int) -> None:
+        self.points, self.axis = points, axis
+        self.rest = [k for k in range(3) if k != axis]
+        self.is_volume = shape is not None
+        low, high = points.min(0), points.max(0)
+        if shape is None:
+            self.position = (low[axis] + high[axis]) / 2
+            self.chosen = np.abs(points[:, axis] - self.position) <= _SLAB * (high[axis] - low[axis])
+            return
+        index = np.arange(len(points)).reshape(shape).take(shape[axis] // 2, axis)
+        self.position, self.chosen = points[index.flat[0], axis], index.T
+        # Half a voxel: the picture ends at the faces of the outer ones.
+        half = 0.5 * float((high - low).max() / max(max(shape) - 1, 1)) or 0.5
+        self.extent = tuple(np.stack([low - half, high + half])[:, self.rest].T.ravel())
+
+    def draw(self, panel: Any, column: _Column) -> Any:
+        """Draw a column's values into a panel, and return what has the colours."""
+        panel.set_title(f"{column.title}, axis {self.axis} at {self.position:.3g}", fontsize=9)
+        panel.set_aspect("equal")
+        drawn = column.values[self.chosen]
+        if self.is_volume:
+            return panel.imshow(drawn, origin="lower", extent=self.extent, **column.style)
+        across, up = self.points[self.chosen][:, self.rest].T
+        return panel.scatter(across, up, c=drawn, s=4, **column.style)
+
+    def draw_ellipses(self, panel: Any, gaussians: InstanceData, at_most: int) -> None:
+        """Draw the first ``at_most`` Gaussians that meet the plane."""
+        means, covariances = gaussians.means.double().numpy(), gaussians.covariances.double().numpy()
+        ellipses = slice_ellipses(means, covariances, self.axis, self.position)
+        _add_ellipses(panel, [part[:at_most] for part in ellipses])
 
 
 def slice_ellipses(

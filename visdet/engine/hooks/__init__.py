@@ -2,7 +2,7 @@
 
 from .check_invalid_loss_hook import CheckInvalidLossHook, NonFiniteLossError
 from .checkpoint_hook import CheckpointHook
-from .gaussian_field_hooks import FieldVisualizationHook, InitializeFieldHook, SplitGaussiansHook
+from .gaussian_field_hooks import InitializeFieldHook, SplitGaussiansHook
 from .num_class_check_hook import NumClassCheckHook
 from .progress_hook import ProgressHook
 from .run_report_hook import RunReportHook
@@ -12,7 +12,6 @@ __all__ = [
     "CheckInvalidLossHook",
     "CheckpointHook",
     "DetVisualizationHook",
-    "FieldVisualizationHook",
     "InitializeFieldHook",
     "NonFiniteLossError",
     "NumClassCheckHook",

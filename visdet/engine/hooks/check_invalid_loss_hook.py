@@ -10,7 +10,8 @@ from mmengine.logging import print_log
 from visdet.errors import InvalidInputError
 from visdet.registry import HOOKS
 
-from ..errors import UserError
+from ..errors import ConfigError, UserError
+from ..optim_wrapper import OptimWrapper
 
 __all__ = ["CheckInvalidLossHook", "NonFiniteLossError"]
 
@@ -24,13 +25,17 @@ class CheckInvalidLossHook(Hook):
     """Stops, or skips the update, when a loss is NaN or infinite, and names the losses that are.
 
     Args:
-        action: 'stop' ends training before a checkpoint with the damaged weights is written. 'skip' leaves
-            the parameters as they are in an iteration with a gradient that is not finite.
+        action: 'stop' ends training before a checkpoint with the damaged weights is written. 'skip' leaves out
+            every update to which an iteration with a loss or a gradient that is not finite contributes; all
+            processes leave it out alike.
         max_skips: consecutive bad iterations after which 'skip' stops too.
         interval: look at the losses every so many iterations.
 
+    A loss is a value of the training step with "loss" in its name, as it is for the sum of the losses.
+
     Raises:
         ValueError: an unknown action.
+        ConfigError: before training, 'skip' with an optimizer wrapper of another package.
         NonFiniteLossError: during training, as above.
 
     Source: the name and ``interval`` are mmdet's; ``action`` is ours.
@@ -45,26 +50,41 @@ class CheckInvalidLossHook(Hook):
         self.max_skips = max_skips
         self.interval = interval
         self.skips_in_a_row = 0
+        self._has_dropped_gradients = False
 
     def before_train(self, runner) -> None:
-        """Let the optimizer skip steps with gradients that are not finite."""
-        if self.action == "skip":
-            runner.optim_wrapper.optimizer.register_step_pre_hook(_drop_non_finite_gradients)
+        """Let the optimizer skip updates with losses or gradients that are not finite."""
+        if self.action != "skip":
+            return
+        wrapper = runner.optim_wrapper
+        if not isinstance(wrapper, OptimWrapper):
+            raise ConfigError(
+                "CheckInvalidLossHook: action 'skip' needs optim_wrapper.type to be 'OptimWrapper' or "
+                f"'AmpOptimWrapper' of visdet, got {type(wrapper).__module__}.{type(wrapper).__name__}"
+            )
+        wrapper.spoils_gradients_of_bad_losses = True
+        wrapper.optimizer.register_step_pre_hook(self._drop_non_finite_gradients)
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
-        """Look at the losses of the iteration."""
+        """Look at the losses of the iteration, and at what its update did."""
+        has_dropped, self._has_dropped_gradients = self._has_dropped_gradients, False
         if not self.every_n_train_iters(runner, self.interval):
             return
-        values = {name: float(torch.as_tensor(value).detach()) for name, value in (outputs or {}).items()}
-        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+        losses = {
+            name: float(torch.as_tensor(value).detach())
+            for name, value in (outputs or {}).items()
+            if "loss" in name
+        }
+        bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
         # All processes decide alike: one that stops or counts by itself would leave the others waiting for it.
         num_bad = torch.tensor(float(bool(bad)))
         all_reduce(num_bad)
-        if num_bad == 0:
+        if num_bad == 0 and not has_dropped:
             self.skips_in_a_row = 0
             return
         self.skips_in_a_row += 1
-        what = ", ".join(f"{name} = {value}" for name, value in bad.items()) or "a loss of another process"
+        elsewhere = "a loss of another process" if num_bad else "a gradient is NaN or infinite"
+        what = ", ".join(f"{name} = {value}" for name, value in bad.items()) or elsewhere
         where = f"iteration {runner.iter + 1}: {what}"
         if self.action == "stop" or self.skips_in_a_row >= self.max_skips:
             last = runner.message_hub.get_info("last_ckpt")
@@ -77,13 +97,13 @@ class CheckInvalidLossHook(Hook):
             )
         print_log(f"{where}; the update was skipped", logger="current", level=30)
 
-
-def _drop_non_finite_gradients(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    """Before an optimizer's step: if any gradient is NaN or infinite drop all, which makes the step do nothing."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not parameters:
-        return
-    norms = torch._foreach_norm([p.grad for p in parameters])
-    if not torch.stack([norm.float() for norm in norms]).isfinite().all():
-        for parameter in parameters:
-            parameter.grad = None
+    def _drop_non_finite_gradients(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """Before an optimizer's step: if any gradient is NaN or infinite drop all, which makes the step do nothing."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
+        norms = torch._foreach_norm([p.grad for p in parameters])
+        if not torch.stack([norm.float() for norm in norms]).isfinite().all():
+            self._has_dropped_gradients = True
+            for parameter in parameters:
+                parameter.grad = None

@@ -1,6 +1,5 @@
-"""What fitting a field of Gaussians needs besides the loop: a start from data, moves between, and pictures."""
+"""What fitting a field of Gaussians needs besides the loop: a start from data, and moves between."""
 
-import os
 from typing import Any
 
 import torch
@@ -9,14 +8,11 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
-from visdet.registry import HOOKS, MODELS, VISUALIZERS
+from visdet.registry import HOOKS, MODELS
 
-from ..console import say
 from ..errors import ConfigError
 
-__all__ = ["FieldVisualizationHook", "InitializeFieldHook", "SplitGaussiansHook"]
-
-_CHUNK = 1 << 16  # points evaluated at once for a picture
+__all__ = ["InitializeFieldHook", "SplitGaussiansHook"]
 
 
 def _field(runner: Any, hook: Hook) -> Any:
@@ -106,54 +102,3 @@ def forget_moments(optimizer: torch.optim.Optimizer, rows: Tensor, count: int) -
         for value in state.values():
             if isinstance(value, Tensor) and value.dim() > 0 and len(value) == count:
                 value[rows] = 0
-
-
-@HOOKS.register_module()
-class FieldVisualizationHook(Hook):
-    """After every validation, a picture of truth, fit and error, to ``val_pictures/iter_<iteration>.png``.
-
-    A volume is cut through its middle along each axis; of point samples, three slabs through the middle are shown.
-    The fit has the Gaussians' ellipses (one standard deviation, where the plane cuts the ellipsoid) drawn over it.
-
-    Args:
-        num_ellipses: draw the heaviest so many Gaussians that meet a plane; 0 for none.
-    """
-
-    def __init__(self, num_ellipses: int = 200) -> None:
-        self.num_ellipses = num_ellipses
-
-    def before_run(self, runner) -> None:
-        """Check that the visualizer can draw fields."""
-        if not isinstance(runner.visualizer, VISUALIZERS.get("FieldVisualizer")):
-            raise ConfigError(
-                "FieldVisualizationHook draws with FieldVisualizer, but visualizer is "
-                f"{type(runner.visualizer).__name__}; set visualizer.type='FieldVisualizer'"
-            )
-
-    @torch.no_grad()
-    def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
-        """Draw the picture."""
-        if runner.rank != 0:
-            return
-        field, dataset = _field(runner, self), runner.val_dataloader.dataset
-        step = (
-            runner.iter if runner._train_loop is not None and not isinstance(runner._train_loop, dict) else 0
-        )
-        device = field.means.device
-        keep = field.masses().argsort(descending=True)
-        points, values = dataset.samples()
-        fit = torch.cat([field(chunk.to(device)).cpu() for chunk in points.split(_CHUNK)])
-        path = os.path.join(runner.work_dir, "val_pictures", f"iter_{step}.png")
-        runner.visualizer.add_field(
-            "val_pictures",
-            points,
-            values,
-            fit,
-            shape=getattr(dataset, "shape", None),
-            means=field.means[keep].cpu(),
-            covariances=field.get_covariance()[keep].cpu(),
-            num_ellipses=self.num_ellipses,
-            out_file=path,
-            step=step,
-        )
-        say(f"slices: {path}")

@@ -24,7 +24,8 @@ class SparseBox3DMotionDecoder:
     """The trajectories of the boxes that ``SparseBox3DDecoder`` returns, in its order.
 
     Args:
-        num_output: as the box decoder's; None takes the box decoder's own when both are in a ``SparseDriveHead``.
+        num_output: as the box decoder's; None takes the box decoder's own when both are in a ``SparseDriveHead``, and
+            300, the default of ``SparseBox3DDecoder``, elsewhere.
         score_threshold, sorted: as the box decoder's.
 
     Source: the name is SparseDrive's, whose number of outputs is fixed at 300.
