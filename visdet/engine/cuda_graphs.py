@@ -98,7 +98,7 @@ class GraphedMethod(ABC):
 
     @abstractmethod
     def _new_step(self, batch: Any, memory: "_SharedMemory") -> Any:
-        """Return what captures a shape and replays it: a step with ``capture``, ``first`` and a call."""
+        """Return what captures a shape and replays it: a step with ``capture`` and a call."""
 
     def _compute(self, batch: Any) -> Any:
         """Return what ``_compute_eagerly`` does, by graphs where the shape was captured or can be captured now."""
@@ -137,7 +137,7 @@ class GraphedMethod(ABC):
         self._graphs[key] = step
         self.counts["replayed"] += 1
         self._say(f"{self.report()}; captured batches of {shape}")
-        return step.first()
+        return step(batch)
 
     def _key(self, batch: Any) -> Hashable:
         """Return everything that a captured graph takes for granted: shapes, modes, and where the weights lie."""
@@ -240,7 +240,7 @@ class _GraphedStep:
         self.model = model
         self.memory = memory
         self.batch = map_tensors(Tensor.clone, batch)
-        with _captures_on(memory.stream), _uncached_autocast(), _nothing_changes(model):
+        with _captures_on(memory.stream), _casts_of_its_own(), _nothing_changes(model):
             predictions, costs = model.predictions_and_costs(self.batch)
             self.assignment = model.assign(costs, batch)
             losses = model.losses(predictions, self.batch, self.assignment)
@@ -264,7 +264,7 @@ class _GraphedStep:
             torch.cuda.graph(graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local")
             for graph in self.graphs
         )
-        with _captures_on(self.memory.stream), _uncached_autocast(), tables_read() as self.tables:
+        with _captures_on(self.memory.stream), _casts_of_its_own(), tables_read() as self.tables:
             with forward:
                 predictions, self.costs = self.model.predictions_and_costs(self.batch)
             with losses:
@@ -281,14 +281,6 @@ class _GraphedStep:
         _copy(self.batch, batch)
         self.graphs[0].replay()
         _copy(self.assignment, self.model.assign(self.costs, batch))
-        return self._losses()
-
-    def first(self) -> dict[str, Tensor]:
-        """Return the losses of the batch that the constructor got, whose assignment it has."""
-        self.graphs[0].replay()
-        return self._losses()
-
-    def _losses(self) -> dict[str, Tensor]:
         self.graphs[1].replay()
         return dict(zip(self.names, _Replay.apply(self, *self.parameters).unbind(), strict=True))
 
@@ -311,7 +303,7 @@ class _GraphedDetections:
         self.model = model
         self.memory = memory
         self.batch = map_tensors(Tensor.clone, batch)
-        with _captures_on(memory.stream), _uncached_autocast(), _nothing_changes(model):
+        with _captures_on(memory.stream), _casts_of_its_own(), _nothing_changes(model):
             model.detections(self.batch)
 
     def capture(self) -> None:
@@ -324,18 +316,14 @@ class _GraphedDetections:
         capture = torch.cuda.graph(
             self.graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
         )
-        with _captures_on(self.memory.stream), _uncached_autocast(), tables_read() as self.tables, capture:
+        with _captures_on(self.memory.stream), _casts_of_its_own(), tables_read() as self.tables, capture:
             self.detections = self.model.detections(self.batch)
 
     def __call__(self, batch: Any) -> Any:
         """Return the detections of a batch of this shape."""
         _copy(self.batch, batch)
-        return self.first()
-
-    def first(self) -> Any:
-        """Return the detections of the batch that the constructor got."""
         self.graph.replay()
-        return map_tensors(Tensor.clone, self.detections)
+        return _copied(self.detections)
 
 
 class _Replay(torch.autograd.Function):
@@ -362,11 +350,15 @@ def _captures_on(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 @contextmanager
-def _uncached_autocast() -> Iterator[None]:
-    """Run the block under the autocast that is on, whose casts of weights are not kept: each graph makes its own."""
+def _casts_of_its_own() -> Iterator[None]:
+    """Run the block under the autocast that is on, with casts of weights that the block makes and nobody else reads."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    with torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=False):
-        yield
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast("cuda", dtype=dtype, enabled=enabled):
+            yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextmanager
@@ -383,5 +375,10 @@ def _nothing_changes(model: nn.Module) -> Iterator[None]:
 
 
 def _copy(into: Any, values: Any) -> None:
-    for target, value in zip(tensors_of(into), tensors_of(values), strict=True):
-        target.copy_(value, non_blocking=True)
+    torch._foreach_copy_(tensors_of(into), tensors_of(values), non_blocking=True)
+
+
+def _copied(tree: Any) -> Any:
+    copies = map_tensors(torch.empty_like, tree)
+    _copy(copies, tree)
+    return copies

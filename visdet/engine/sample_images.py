@@ -23,7 +23,7 @@ def image_of(sample: BaseDataElement, inputs: Tensor, is_bgr: bool) -> np.ndarra
 
 
 def image_of_inputs(inputs: Tensor, is_bgr: bool) -> np.ndarray:
-    """Return the pipeline's images as RGB images [..., H, W, 3] on the CPU, of the same dtype; points [n, 3] as they are.
+    """Return images as RGB images [..., H, W, 3] on the CPU, of the same dtype, and points [n, 3] as they are.
 
     Args:
         inputs: the images [..., 3, H, W] that the pipeline made.

@@ -164,7 +164,9 @@ class InstanceBank(ModuleWithAnchors):
         step = frame.since(clock)
         history = step.is_continued(self.max_time_interval)
         on_device = DeviceStep.of(step, history, self.default_time_interval, anchor.device, anchor.dtype)
-        self.state = replace(state, history=tuple(history), frame=frame, step=on_device)
+        self.state = replace(
+            state, mask=on_device.is_continued, history=tuple(history), frame=frame, step=on_device
+        )
 
     def get(
         self, batch_size: int, metas: dict[str, Any] | None = None, dn_metas: dict[str, Any] | None = None
@@ -194,7 +196,7 @@ class InstanceBank(ModuleWithAnchors):
             if dn_metas is not None and len(dn_metas["dn_anchor"]) == batch_size:
                 dn_anchor = dn_metas["dn_anchor"]
                 dn_metas["dn_anchor"] = self._project(dn_anchor.flatten(1, 2), step).view_as(dn_anchor)
-        self.state = replace(state, cached_anchor=cached, mask=step.is_continued)
+        self.state = replace(state, cached_anchor=cached)
         return feature, anchor, state.cached_feature, cached, step.interval
 
     def _project(self, anchor: Tensor, step: DeviceStep) -> Tensor:
