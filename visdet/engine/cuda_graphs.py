@@ -41,7 +41,8 @@ class GraphedMethod(ABC):
     eagerly. ``report`` counts the batches.
 
     Args:
-        model: A model without the methods named in ``stages`` runs eagerly.
+        model: A model without the methods named in ``stages`` runs eagerly. Its parameters and buffers may change their
+            values and places, but must be these objects, as a search through all modules takes milliseconds.
         max_shapes: shapes whose graphs are kept; the least recently used one makes room. All share one pool of memory.
         say: is told of captures and failures.
     """
@@ -58,6 +59,7 @@ class GraphedMethod(ABC):
         self._seen: set[Hashable] = set()
         self._has_failed = False
         self._memory: _SharedMemory | None = None
+        self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
         self.counts: Counter[str] = Counter()
 
     @contextmanager
@@ -142,9 +144,9 @@ class GraphedMethod(ABC):
     def _key(self, batch: Any) -> Hashable:
         """Return everything that a captured graph takes for granted: shapes, modes, and where the weights lie."""
         weights = hash(
-            tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self.model.parameters())
+            tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters)
         )
-        buffers = hash(tuple(buffer.data_ptr() for buffer in self.model.buffers()))
+        buffers = hash(tuple(buffer.data_ptr() for buffer in self._buffers))
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         modes = (torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled())
         return layout_of(batch), weights, buffers, autocast, self.model.training, modes

@@ -1,6 +1,6 @@
 """The instance bank: learned anchors, and the instances of a sequence carried from frame to frame."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -148,19 +148,21 @@ class InstanceBank(ModuleWithAnchors):
         """Forget everything, the ids given so far included."""
         self.state = InstanceBankState()
 
-    def enter(self, batch_size: int, metas: dict[str, Any] | None) -> None:
+    def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock] | None) -> None:
         """Take in when and where a frame was taken; all work on the host that a frame needs.
 
         Args:
-            batch_size: B. metas: ``timestamp`` [B] seconds and ``img_metas``, see ``FrameClock``.
+            batch_size: B. clock_of_frame: is called where instances are carried on; None for a first frame alone.
         """
         state, anchor = self.state, self.anchor
         cached, clock = state.cached_anchor, state.clock
         if cached is None or clock is None or len(cached) != batch_size or cached.device != anchor.device:
-            is_remembered = metas is not None and self.num_temp_instances > 0
-            self.state = InstanceBankState(frame=FrameClock.of(metas) if is_remembered else None)
+            if clock_of_frame is None or self.num_temp_instances <= 0:
+                self.reset()
+            else:
+                self.state = InstanceBankState(frame=clock_of_frame())
             return
-        frame = FrameClock.of(metas)
+        frame = FrameClock.of(None) if clock_of_frame is None else clock_of_frame()
         step = frame.since(clock)
         history = step.is_continued(self.max_time_interval)
         on_device = DeviceStep.of(step, history, self.default_time_interval, anchor.device, anchor.dtype)
@@ -175,7 +177,8 @@ class InstanceBank(ModuleWithAnchors):
 
         Args:
             batch_size: B.
-            metas: as in ``enter``, which is called for them; without ``img_metas`` it has been called.
+            metas: ``timestamp`` [B] seconds and ``img_metas``, see ``FrameClock``, which the bank then enters; without
+                ``img_metas`` it has entered the frame.
             dn_metas: temporal denoising queries, whose ``dn_anchor`` [B, groups, n, D] is brought along.
 
         Returns:
@@ -184,7 +187,7 @@ class InstanceBank(ModuleWithAnchors):
         """
         self.require_anchors()
         if metas is None or "img_metas" in metas:
-            self.enter(batch_size, metas)
+            self.enter(batch_size, None if metas is None else lambda: FrameClock.of(metas))
         feature = self.instance_feature.expand(batch_size, -1, -1)
         anchor = self.anchor.expand(batch_size, -1, -1)
         state, step = self.state, self.state.step

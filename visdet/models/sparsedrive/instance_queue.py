@@ -1,7 +1,7 @@
 """The instance queue: what motion and planning remember of the last frames' instances and of the ego."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,13 +108,9 @@ class InstanceQueue(BaseModule):
         """Forget everything."""
         self.state = InstanceQueueState()
 
-    def enter(self, batch_size: int, metas: dict[str, Any]) -> None:
-        """Take in when and where a frame was taken; all work on the host that a frame needs.
-
-        Args:
-            batch_size: B. metas: ``timestamp`` [B] seconds and ``img_metas``, see ``FrameClock``.
-        """
-        state, frame = self.state, FrameClock.of(metas)
+    def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
+        """Take in when and where a frame of ``batch_size`` samples was taken; all host work that a frame needs."""
+        state, frame = self.state, clock_of_frame()
         if state.period is None or state.clock is None or len(state.period) != batch_size:
             self.state = InstanceQueueState(frame=frame)
             return
@@ -138,7 +134,8 @@ class InstanceQueue(BaseModule):
         Args:
             det_output: ``instance_feature`` [B, N, C], ``prediction``, ``instance_id`` [B, N].
             feature_maps: the pyramid, flattened or [B, V, C, H, W] of each level.
-            metas: as in ``enter``, which is called for them; without ``img_metas`` it has been called.
+            metas: ``timestamp`` [B] seconds and ``img_metas``, see ``FrameClock``, which the queue then enters; without
+                ``img_metas`` it has entered the frame.
             mask: [B] bool, whether a sample continues its sequence; None at the first frame.
             anchor_handler: its ``anchor_projection`` moves anchors from frame to frame.
 
@@ -147,7 +144,7 @@ class InstanceQueue(BaseModule):
             the last T frames, the ego last; [B, N + 1, T], True where nothing is remembered.
         """
         if "img_metas" in metas:
-            self.enter(batch_size, metas)
+            self.enter(batch_size, lambda: FrameClock.of(metas))
         state = self.state
         if state.step is None or mask is None:
             state = InstanceQueueState(frame=state.frame)

@@ -1,6 +1,6 @@
 """The head of motion and planning: what others will do and what to do, from what was seen."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..layers.precision import in_full_precision
 from ..mean_count import mean_count
 from .anchor_files import ModuleWithAnchors
 from .box3d import COS_YAW, SIN_YAW, VX, VY
+from .frame_clock import FrameClock
 from .instance_bank import topk
 from .instance_operations import InstanceOperations
 from .mlp import linear_relu_ln
@@ -144,9 +145,9 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
     def state(self, state: Any) -> None:
         self.instance_queue.state = state
 
-    def enter(self, batch_size: int, metas: dict[str, Any]) -> None:
+    def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
         """Take in when and where a frame was taken; all work on the host that a frame needs."""
-        self.instance_queue.enter(batch_size, metas)
+        self.instance_queue.enter(batch_size, clock_of_frame)
 
     def forward(
         self,

@@ -1,6 +1,6 @@
 """Sparse4D's head: a decoder over instances, for boxes and for polylines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from visdet.registry import MODELS, TASK_UTILS
 
 from ..transfer import constants_on, to_device
 from .denoising import DenoisingQueries
+from .frame_clock import FrameClock
 from .instance_bank import InstanceBankState
 from .instance_operations import InstanceOperations
 from .sparse4d_loss import Sparse4DLoss
@@ -160,13 +161,12 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             ids = [to_device(sample[self.gt_id_key], device) for sample in metas["img_metas"]]
         return self.sampler.get_dn_anchors(metas[self.gt_cls_key], metas[self.gt_reg_key], ids)
 
-    def enter(self, batch_size: int, metas: dict[str, Any]) -> None:
+    def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
         """Take in when and where a frame was taken; all work on the host that ``forward`` needs.
 
-        Args:
-            batch_size: B. metas: ``timestamp`` and ``img_metas``. ``forward`` does this itself where it is given them.
+        ``forward`` does this itself where its ``metas`` hold ``img_metas``.
         """
-        self.instance_bank.enter(batch_size, metas)
+        self.instance_bank.enter(batch_size, clock_of_frame)
 
     def forward(
         self,

@@ -188,7 +188,7 @@ class SparseDrive(BaseDetector):
         """Return the next frame of each sample's sequence, with denoising queries; host work."""
         data = batch_of(data_samples)
         denoising = self.head.denoising_queries(data)
-        self.head.enter(len(inputs), data)
+        self.head.enter(len(inputs), functools.cache(lambda: FrameClock.of(data)))
         return DrivingBatch.of(inputs, data, self.head.state, denoising)
 
     def predictions_and_costs(self, batch: DrivingBatch) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -241,7 +241,7 @@ class SparseDrive(BaseDetector):
     def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
         """Return the next frame of each sample's sequence; host work."""
         data = batch_of(data_samples)
-        self.head.enter(len(inputs), data)
+        self.head.enter(len(inputs), functools.cache(lambda: FrameClock.of(data)))
         return DrivingBatch.of(inputs, data, self.head.state)
 
     def detections(self, batch: DrivingBatch) -> tuple[dict[str, Any], Any]:

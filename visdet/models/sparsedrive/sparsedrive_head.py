@@ -1,6 +1,6 @@
 """SparseDrive's head: boxes, map, and on top of them motion and planning."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from .denoising import DenoisingQueries
+from .frame_clock import FrameClock
 
 __all__ = ["SparseDriveHead"]
 
@@ -98,14 +99,13 @@ class SparseDriveHead(BaseModule):
         for name, part in self._stateful().items():
             part.state = state[name]
 
-    def enter(self, batch_size: int, metas: dict[str, Any]) -> None:
+    def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
         """Take in when and where a frame was taken; all work on the host that ``forward`` needs.
 
-        Args:
-            batch_size: B. metas: ``timestamp`` and ``img_metas``. ``forward`` does this itself where it is given them.
+        ``forward`` does this itself where its ``metas`` hold ``img_metas``.
         """
         for part in self._stateful().values():
-            part.enter(batch_size, metas)
+            part.enter(batch_size, clock_of_frame)
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
         """Return noisy copies of the boxes in ``metas``, which detection learns to bring back; None without any."""
