@@ -1,5 +1,6 @@
 """From box predictions to results."""
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from visdet.registry import TASK_UTILS
 
 from .box3d import CNS, decode_box
 
-__all__ = ["BestPredictions", "SparseBox3DDecoder", "results_of_samples", "select_best"]
+__all__ = ["BestPredictions", "ResultDecoder", "SparseBox3DDecoder", "select_best"]
 
 
 class BestPredictions(NamedTuple):
@@ -59,19 +60,30 @@ def select_best(
     return BestPredictions(query, label, class_score, score)
 
 
-def results_of_samples(results: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return each sample's part of ``results`` [B, n, ...] on the CPU: the rows that ``is_kept`` says, or all."""
-    results = {name: value.cpu() for name, value in results.items()}
-    is_kept = results.pop("is_kept", None)
-    num_samples = len(next(iter(results.values())))
-    return [
-        {name: value[i] if is_kept is None else value[i][is_kept[i]] for name, value in results.items()}
-        for i in range(num_samples)
-    ]
+class ResultDecoder(ABC):
+    """What the decoders of all tasks share: ``select`` works on the device alone, ``of_samples`` on the host."""
+
+    @abstractmethod
+    def select(self, *arguments: Any, **keywords: Any) -> dict[str, Tensor]:
+        """Return the results [B, ...] of the batch on its device, and as ``is_kept`` [B, n] which rows count."""
+
+    def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """Return the results of each sample, on the CPU: the rows that ``is_kept`` says, or all."""
+        selected = {name: value.cpu() for name, value in selected.items()}
+        is_kept = selected.pop("is_kept", None)
+        num_samples = len(next(iter(selected.values())))
+        return [
+            {name: value[i] if is_kept is None else value[i][is_kept[i]] for name, value in selected.items()}
+            for i in range(num_samples)
+        ]
+
+    def decode(self, *arguments: Any, **keywords: Any) -> list[dict[str, Any]]:
+        """Return the results of each sample, on the CPU. Args: as in ``select``."""
+        return self.of_samples(self.select(*arguments, **keywords))
 
 
 @TASK_UTILS.register_module()
-class SparseBox3DDecoder:
+class SparseBox3DDecoder(ResultDecoder):
     """The best-scored boxes of each sample, scores multiplied by the predicted centerness.
 
     Args:
@@ -91,29 +103,6 @@ class SparseBox3DDecoder:
         self.sorted = sorted
 
     @torch.no_grad()
-    def decode(
-        self,
-        cls_scores: list[Tensor],
-        box_preds: list[Tensor],
-        instance_id: Tensor | None = None,
-        quality: list[Tensor | None] | None = None,
-        output_idx: int = -1,
-    ) -> list[dict[str, Any]]:
-        """Return of each sample ``boxes_3d`` [n, 7 + v], ``scores_3d`` [n], ``labels_3d`` [n], on the CPU.
-
-        Args:
-            cls_scores: of each decoder layer [B, Q, C] logits. box_preds: [B, Q, 8 + v] encoded.
-            instance_id: [B, Q] track ids: then every prediction counts once, with its best class, and the results have
-                ``instance_ids`` [n]; otherwise once with every class.
-            quality: of each layer [B, Q, 2] logits or None; with it the results have ``cls_scores`` [n], the scores
-                without centerness.
-            output_idx: the decoder layer to read.
-        """
-        return self.of_samples(self.select(cls_scores, box_preds, instance_id, quality, output_idx))
-
-    of_samples = staticmethod(results_of_samples)
-
-    @torch.no_grad()
     def select(
         self,
         cls_scores: list[Tensor],
@@ -122,7 +111,16 @@ class SparseBox3DDecoder:
         quality: list[Tensor | None] | None = None,
         output_idx: int = -1,
     ) -> dict[str, Tensor]:
-        """Return the results of the batch on its device; device work alone. Args: as in ``decode``."""
+        """Return ``boxes_3d`` [B, n, 7 + v], ``scores_3d``, ``labels_3d`` [B, n], and ``is_kept`` with a threshold.
+
+        Args:
+            cls_scores: of each decoder layer [B, Q, C] logits. box_preds: [B, Q, 8 + v] encoded.
+            instance_id: [B, Q] track ids: then every prediction counts once, with its best class, and the results have
+                ``instance_ids`` [B, n]; otherwise once with every class.
+            quality: of each layer [B, Q, 2] logits or None; with it the results have ``cls_scores`` [B, n], the scores
+                without centerness.
+            output_idx: the decoder layer to read.
+        """
         boxes = box_preds[output_idx]
         of_layer = None if quality is None else quality[output_idx]
         best = select_best(

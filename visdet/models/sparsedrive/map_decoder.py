@@ -7,13 +7,13 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from .box3d_decoder import select_best
+from .box3d_decoder import ResultDecoder, select_best
 
 __all__ = ["SparsePoint3DDecoder"]
 
 
 @TASK_UTILS.register_module()
-class SparsePoint3DDecoder:
+class SparsePoint3DDecoder(ResultDecoder):
     """The best-scored polylines of each sample, as many as there are predictions.
 
     Args:
@@ -27,23 +27,6 @@ class SparsePoint3DDecoder:
         self.score_threshold = score_threshold
 
     @torch.no_grad()
-    def decode(
-        self,
-        cls_scores: list[Tensor],
-        pts_preds: list[Tensor],
-        instance_id: Tensor | None = None,
-        quality: list[Tensor | None] | None = None,
-        output_idx: int = -1,
-    ) -> list[dict[str, Any]]:
-        """Return of each sample ``vectors`` (n arrays [points, coords_dim], metres), ``scores`` [n], ``labels`` [n].
-
-        Args:
-            cls_scores: of each decoder layer [B, Q, C] logits. pts_preds: [B, Q, points · coords_dim].
-            instance_id, quality: unused. output_idx: the decoder layer to read.
-        """
-        return self.of_samples(self.select(cls_scores, pts_preds, instance_id, quality, output_idx))
-
-    @torch.no_grad()
     def select(
         self,
         cls_scores: list[Tensor],
@@ -52,7 +35,12 @@ class SparsePoint3DDecoder:
         quality: list[Tensor | None] | None = None,
         output_idx: int = -1,
     ) -> dict[str, Tensor]:
-        """Return the results of the batch on its device; device work alone. Args: as in ``decode``."""
+        """Return ``vectors`` [B, n, points, coords_dim] in metres, ``scores`` and ``labels`` [B, n].
+
+        Args:
+            cls_scores: of each decoder layer [B, Q, C] logits. pts_preds: [B, Q, points · coords_dim].
+            instance_id, quality: unused. output_idx: the decoder layer to read.
+        """
         logits = cls_scores[output_idx]
         best = select_best(logits, num_output=logits.shape[1])
         points = pts_preds[output_idx].float()
@@ -64,7 +52,7 @@ class SparsePoint3DDecoder:
         }
 
     def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the results of each sample of what ``select`` returned."""
+        """Return of each sample ``vectors`` (n arrays [points, coords_dim]), ``scores`` [n] and ``labels`` [n]."""
         points, score, label = (selected[name].cpu().numpy() for name in ("vectors", "scores", "labels"))
         results = []
         for i in range(len(score)):

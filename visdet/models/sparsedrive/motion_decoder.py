@@ -11,7 +11,7 @@ from visdet.models.transfer import constants_on
 from visdet.registry import TASK_UTILS
 
 from .box3d import COS_YAW, SIN_YAW, L, W, decode_box
-from .box3d_decoder import results_of_samples, select_best
+from .box3d_decoder import ResultDecoder, select_best
 
 __all__ = ["HierarchicalPlanningDecoder", "SparseBox3DMotionDecoder"]
 
@@ -20,7 +20,7 @@ _COLLISION = -999.0
 
 
 @TASK_UTILS.register_module()
-class SparseBox3DMotionDecoder:
+class SparseBox3DMotionDecoder(ResultDecoder):
     """The trajectories of the boxes that ``SparseBox3DDecoder`` returns, in its order.
 
     Args:
@@ -39,27 +39,6 @@ class SparseBox3DMotionDecoder:
         self.sorted = sorted
 
     @torch.no_grad()
-    def decode(
-        self,
-        cls_scores: list[Tensor],
-        box_preds: list[Tensor],
-        instance_id: Tensor | None = None,
-        quality: list[Tensor | None] | None = None,
-        motion_output: dict[str, Any] | None = None,
-        output_idx: int = -1,
-    ) -> list[dict[str, Tensor]]:
-        """Return of each sample, on the CPU: ``trajs_3d`` [n, M, T, 2] positions in metres, ``trajs_score`` [n, M],
-        ``anchor_queue`` [n, frames, 7 + v] boxes of the last frames, ``period`` [n] frames followed.
-
-        Args: as ``SparseBox3DDecoder.decode``, and what ``MotionPlanningHead`` returned for motion.
-        """
-        return self.of_samples(
-            self.select(cls_scores, box_preds, instance_id, quality, motion_output, output_idx)
-        )
-
-    of_samples = staticmethod(results_of_samples)
-
-    @torch.no_grad()
     def select(
         self,
         cls_scores: list[Tensor],
@@ -69,7 +48,11 @@ class SparseBox3DMotionDecoder:
         motion_output: dict[str, Any] | None = None,
         output_idx: int = -1,
     ) -> dict[str, Tensor]:
-        """Return the results of the batch on its device; device work alone. Args: as in ``decode``."""
+        """Return ``trajs_3d`` [B, n, M, T, 2] positions in metres, ``trajs_score`` [B, n, M], ``anchor_queue``
+        [B, n, frames, 7 + v] boxes of the last frames, ``period`` [B, n] frames followed, ``is_kept`` with a threshold.
+
+        Args: as ``SparseBox3DDecoder.select``, and what ``MotionPlanningHead`` returned for motion.
+        """
         assert motion_output is not None
         wanted = 300 if self.num_output is None else self.num_output
         of_layer = None if quality is None else quality[output_idx]
@@ -93,7 +76,7 @@ class SparseBox3DMotionDecoder:
 
 
 @TASK_UTILS.register_module()
-class HierarchicalPlanningDecoder:
+class HierarchicalPlanningDecoder(ResultDecoder):
     """The plan: the modes of the command, without those that collide with what others will do, the best of them.
 
     Args:
@@ -110,24 +93,6 @@ class HierarchicalPlanningDecoder:
         self.use_rescore = use_rescore
 
     @torch.no_grad()
-    def decode(
-        self,
-        det_output: dict[str, Any],
-        motion_output: dict[str, Any],
-        planning_output: dict[str, Any],
-        data: dict[str, Any],
-    ) -> list[dict[str, Tensor]]:
-        """Return of each sample, on the CPU: ``planning_score`` [3, M], ``planning`` [3, M, T, 2] positions in metres,
-        ``final_planning`` [T, 2], ``ego_period`` [1], ``ego_anchor_queue`` [1, frames, 7 + v].
-
-        Args:
-            det_output, motion_output, planning_output: raw outputs. data: ``gt_ego_fut_cmd`` [B, 3].
-        """
-        return self.of_samples(self.select(det_output, motion_output, planning_output, data))
-
-    of_samples = staticmethod(results_of_samples)
-
-    @torch.no_grad()
     def select(
         self,
         det_output: dict[str, Any],
@@ -135,7 +100,12 @@ class HierarchicalPlanningDecoder:
         planning_output: dict[str, Any],
         data: dict[str, Any],
     ) -> dict[str, Tensor]:
-        """Return the results of the batch on its device; device work alone. Args: as in ``decode``."""
+        """Return ``planning_score`` [B, 3, M], ``planning`` [B, 3, M, T, 2] positions in metres, ``final_planning``
+        [B, T, 2], ``ego_period`` [B, 1], ``ego_anchor_queue`` [B, 1, frames, 7 + v].
+
+        Args:
+            det_output, motion_output, planning_output: raw outputs. data: ``gt_ego_fut_cmd`` [B, 3].
+        """
         classification = planning_output["classification"][-1].float()
         B = len(classification)
         scores = classification.reshape(B, 3, self.ego_fut_mode).clone()

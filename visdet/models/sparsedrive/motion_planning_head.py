@@ -330,15 +330,9 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             losses[f"planning_loss_status_{i}"] = self.plan_loss_status(status.float().squeeze(1), given)
         return losses
 
-    def post_process(
-        self,
-        det_output: dict[str, Any],
-        motion_output: dict[str, Any],
-        planning_output: dict[str, Any],
-        data: dict[str, Any],
-    ) -> tuple[list[dict[str, Any]], ...]:
-        """Return each sample's motion and planning results, see the decoders."""
-        return self.of_samples(self.select(det_output, motion_output, planning_output, data))
+    def post_process(self, *arguments: Any) -> tuple[list[dict[str, Any]], ...]:
+        """Return each sample's motion and planning results, see the decoders. Args: as in ``select``."""
+        return self.of_samples(self.select(*arguments))
 
     def select(
         self,

@@ -255,7 +255,7 @@ class SparseDrive(BaseDetector):
     ) -> list[DrivingDataSample]:
         """Return the samples with their results filled in, and keep the state for the next frame."""
         results, state = detections
-        self._keep(state, batch_of(data_samples))
+        self._keep(state, {"img_metas": [sample.metainfo for sample in data_samples]})
         for sample, of_sample in zip(data_samples, self.head.of_samples(results), strict=True):
             sample.set_predictions(of_sample)
         return list(data_samples)
