@@ -16,6 +16,7 @@ from visdet.models.matching import (
     IoUCost,
     PaddedTargets,
 )
+from visdet.models.matching.assignment import for_solver, solve_padded
 from visdet.registry import TASK_UTILS
 from visdet.structures import DetDataSample
 
@@ -75,7 +76,7 @@ def test_costs_by_hand():
 
 def solved(logits, boxes, targets):
     assigner = HungarianAssigner(COSTS)
-    return assigner.solve(assigner.cost(logits, boxes, targets).numpy(), targets.counts)
+    return solve_padded(for_solver(assigner.cost(logits, boxes, targets)).numpy(), targets.counts)
 
 
 def test_batch_of_layers_matches_as_image_by_image():
@@ -95,7 +96,7 @@ def test_batch_of_layers_matches_as_image_by_image():
     boxes = torch.cat((corner, corner + torch.rand(layers, 3, queries, 2) * 20), dim=-1)
 
     assigner = HungarianAssigner(COSTS)
-    index = assigner.solve(assigner.cost(logits, boxes, targets).numpy(), targets.counts)
+    index = solved(logits, boxes, targets)
     assert index.shape == (layers, 3, queries)
     for layer in range(layers):
         gt_inds = (torch.from_numpy(index[layer]) + 1) % 10  # 9, which is none of the targets, becomes 0

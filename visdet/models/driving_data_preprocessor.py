@@ -19,7 +19,8 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
 
     It takes the items of PackDrivingInputs as ``pseudo_collate`` collates them: a list of ``inputs`` [V, 3, H, W] and
     a list of DrivingDataSamples. It returns ``dict(inputs=..., data_samples=...)`` on the device, with ``inputs``
-    float32 [B, V, 3, H, W] and the same samples.
+    float32 [B, V, 3, H, W] and the same samples. The true boxes, lines and trajectories of the samples stay on the
+    host, where the model pads those of a batch and moves them together.
 
     Args:
         mean, std: the mean and the standard deviation of each channel, in the order after the channels have been
@@ -55,8 +56,10 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
         """Return the batch on the device; see the class."""
         images = stack_equal("inputs", data["inputs"])
-        moved = self.cast_data({"inputs": images, "data_samples": data.get("data_samples")})
-        return {"inputs": self._normalise(moved["inputs"]), "data_samples": moved["data_samples"]}
+        samples = data.get("data_samples")
+        if samples is not None:
+            samples = [sample.with_inputs_on(self.device, self._non_blocking) for sample in samples]
+        return {"inputs": self._normalise(self.cast_data(images)), "data_samples": samples}
 
     def _normalise(self, images: Tensor) -> Tensor:
         if self.bgr_to_rgb:

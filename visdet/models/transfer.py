@@ -1,13 +1,15 @@
-"""Copies of a few numbers from the host to the device."""
+"""Copies of a few numbers from the host to the device, and back."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from visdet.structures.kept_tables import keeps_tables
 
-__all__ = ["constants_on", "to_device"]
+__all__ = ["constants_on", "on_host", "to_device"]
 
 
 def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -16,14 +18,22 @@ def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = No
     A copy from memory that is not pinned would wait for everything that was launched before it.
 
     Args:
-        numbers: a number, nested lists of numbers, or a CPU tensor.
+        numbers: a number, nested lists of numbers, or a tensor.
         device: the device of the result.
         dtype: the dtype of the result. By default, torch infers it.
     """
     tensor = torch.as_tensor(numbers, dtype=dtype)
-    if device.type == "cuda" and not torch.compiler.is_compiling():
+    if device.type == "cuda" and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return tensors as arrays. The host waits once for the device, and all copies go to pinned memory."""
+    copies = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return {name: copy.numpy() for name, copy in copies.items()}
 
 
 @keeps_tables(max_sizes=64)

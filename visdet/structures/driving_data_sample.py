@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor
 
 __all__ = ["DrivingDataSample", "predictions_of"]
 
+_OF_TRUE_INSTANCES = ("gt_bboxes_3d", "gt_labels_3d", "gt_agent_fut_", "gt_map_")
 _OF_MAP = ("vectors", "scores", "labels")
 _OF_PLAN = ("planning_score", "planning", "final_planning", "ego_period", "ego_anchor_queue")
 
@@ -49,6 +51,15 @@ class DrivingDataSample(BaseDataElement):
     def to(self, *args: Any, **kwargs: Any) -> "DrivingDataSample":
         """Return a copy whose tensors, including those of ``gt_depth``, are converted by ``Tensor.to``."""
         return self._with_depth(super().to(*args, **kwargs), lambda level: level.to(*args, **kwargs))
+
+    def with_inputs_on(self, device: torch.device, non_blocking: bool = False) -> "DrivingDataSample":
+        """Return a copy whose tensors are on ``device``, except those whose length depends on the scene."""
+        lists = {name: value for name, value in self.items() if name.startswith(_OF_TRUE_INSTANCES)}
+        rest = self.new(**{name: value for name, value in self.items() if name not in lists})
+        moved = rest.to(device, non_blocking=non_blocking)
+        for name, value in lists.items():
+            moved.set_field(value, name)
+        return moved
 
     def pin_memory(self) -> "DrivingDataSample":
         """Return a copy whose tensors are in pinned memory. Data loaders call this."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sparsedrive_golden import built, close
 
-from visdet.models.matching.assignment import solve_assignments
+from visdet.models.matching.assignment import solve_assignment
 from visdet.models.sparsedrive import LinesL1Cost, SparseBox3DTarget, SparsePoint3DTarget
 from visdet.registry import TASK_UTILS
 
@@ -29,13 +29,14 @@ def test_box_target_matches_golden():
     encoded = sampler.encode_reg_target(boxes)
     for i in range(3):
         close(encoded[i], expected[f"encoded_gt/{i}"])
-    cls_cost = sampler._cls_cost(given["cls_pred"], labels)
-    weights = [sampler._instance_weights(label, box) for label, box in zip(labels, encoded, strict=True)]
-    box_cost = sampler._box_cost(given["box_pred"], encoded, weights)
+    truth = sampler.ground_truth(labels, boxes, torch.device("cpu"))
+    costs, ordering = sampler.pair_costs(given["cls_pred"][None], given["box_pred"][None], truth)
+    assert ordering is None and truth.counts == [len(label) for label in labels]
     for i in (0, 2):
-        close(cls_cost[i], expected[f"cls_cost/{i}"])
-        close(box_cost[i], expected[f"box_cost/{i}"])
-    assert cls_cost[1].shape == box_cost[1].shape == (12, 0)
+        total = expected[f"cls_cost/{i}"] + expected[f"box_cost/{i}"]
+        total = torch.where(total.isfinite(), total, 1e8)
+        close(costs[0, i, : truth.counts[i]].float(), total.T)
+    assert truth.counts[1] == 0
 
 
 def test_all_layers_at_once_equal_layer_by_layer():
@@ -72,8 +73,7 @@ def test_box_target_by_hand():
 
 
 def test_nan_and_infinite_costs_are_survived():
-    costs = [torch.tensor([[[math.nan, 1.0], [math.inf, 5.0]]])]
-    ((rows, columns),) = solve_assignments(costs)[0]
+    rows, columns = solve_assignment(torch.tensor([[math.nan, 1.0], [math.inf, 5.0]]))
     assert rows.tolist() == [0, 1] and sorted(columns.tolist()) == [0, 1]
     sampler = SparseBox3DTarget()
     pred = torch.full((1, 4, 10), math.nan)

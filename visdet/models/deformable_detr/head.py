@@ -13,9 +13,10 @@ from visdet.registry import MODELS, TASK_UTILS
 
 from ..boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32, in_full_precision
+from ..matching.assignment import for_solver, solve_padded
 from ..matching.padded_targets import PaddedTargets
 from ..mean_count import mean_count
-from ..transfer import to_device
+from ..transfer import on_host, to_device
 from .transformer import refine_boxes
 
 __all__ = ["DeformableDETRHead", "SetPrediction"]
@@ -168,13 +169,17 @@ class DeformableDETRHead(BaseModule):
 
     @torch.no_grad()
     def costs(self, sets: Mapping[str, SetPrediction], targets: PaddedTargets) -> dict[str, Tensor]:
-        """Return the cost [D, B, Q, N] of every pair of a prediction and a target, by the name of the set."""
+        """Return the cost of every pair of a prediction and a target for the solver, by the name of the set.
+
+        Returns:
+            [D, B, N, Q] of each set, see ``for_solver``.
+        """
         if self.assigner is None:
             raise InvalidInputError("DeformableDETRHead: train_cfg with an assigner is needed for the loss")
         result = {}
         for name, (logits, boxes) in sets.items():
             boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
-            result[name] = self.assigner.cost(logits, boxes_px, _for_set(name, targets))
+            result[name] = for_solver(self.assigner.cost(logits, boxes_px, _for_set(name, targets)))
         return result
 
     def assign(self, costs: Mapping[str, Tensor], targets: PaddedTargets) -> dict[str, Tensor]:
@@ -183,14 +188,14 @@ class DeformableDETRHead(BaseModule):
         The solver runs on the host. This is the only point where training waits for the device.
 
         Returns:
-            for each set NAME, NAMEindex [D, B, Q], the result of ``HungarianAssigner.solve``, and NAMEnum_boxes [2],
+            for each set NAME, NAMEindex [D, B, Q], the result of ``solve_padded``, and NAMEnum_boxes [2],
             the divisors of the class loss and of the other losses.
 
         Raises:
             InvalidInputError: a label of the targets is not a class.
         """
         device, counts = targets.labels.device, targets.counts
-        costs_on_host = {name: cost.cpu().numpy() for name, cost in costs.items()}
+        costs_on_host = on_host(costs)
         if targets.has_unknown_label is not None and bool(
             targets.has_unknown_label
         ):  # Reading this costs no time, because the device has finished.
@@ -199,9 +204,9 @@ class DeformableDETRHead(BaseModule):
             )
         result = {}
         for name, cost in costs_on_host.items():
-            result[f"{name}index"] = to_device(self.assigner.solve(cost, counts), device)
+            result[f"{name}index"] = to_device(solve_padded(cost, counts), device)
             num_boxes = to_device(
-                [sum(min(count, cost.shape[-2]) for count in counts)], device, torch.float32
+                [sum(min(count, cost.shape[-1]) for count in counts)], device, torch.float32
             )
             mean_boxes = mean_count(num_boxes, device)
             cls_boxes = mean_boxes if self.sync_cls_avg_factor else num_boxes.clamp(min=1.0)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from mmengine.structures import InstanceData
 from torch import Tensor
@@ -70,20 +69,6 @@ class HungarianAssigner:
         costs = [cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs]
         return sum(costs[1:], start=costs[0])
 
-    def solve(self, costs: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Return the target of each prediction, [..., B, Q] int64 in 0..N-1, or N for predictions without a target.
-
-        Args:
-            costs: [..., B, Q, N], on the host.
-            counts: number of targets of each image. Further columns are padding.
-        """
-        num_padded = costs.shape[-1]
-        targets = np.full(costs.shape[:-1], num_padded, dtype=np.int64)
-        for position in np.ndindex(costs.shape[:-2]):
-            queries, chosen = solve_assignment(costs[position][:, : counts[position[-1]]])
-            targets[position][queries] = chosen
-        return targets
-
     @torch.no_grad()
     def assign(
         self, pred_instances: InstanceData, gt_instances: InstanceData, img_meta: dict[str, Any] | None = None
@@ -97,7 +82,7 @@ class HungarianAssigner:
         """
         targets = single_image_targets(gt_instances, img_meta)
         cost = self.cost(pred_instances.get("scores"), pred_instances.bboxes, targets)
-        rows, columns = (torch.from_numpy(index) for index in solve_assignment(cost.cpu().numpy()))
+        rows, columns = (torch.from_numpy(index) for index in solve_assignment(cost))
         gt_inds = targets.labels.new_zeros(len(pred_instances))
         labels = torch.full_like(gt_inds, -1)
         rows, columns = rows.to(gt_inds.device), columns.to(gt_inds.device)

@@ -85,7 +85,7 @@ class PaddedTargets:
         """Return the class [..., B, Q] and the box [..., B, Q, 4], in pixels, of the target of each prediction.
 
         Args:
-            index: [..., B, Q], the result of ``HungarianAssigner.solve``. N stands for no target and gives an empty
+            index: [..., B, Q], the result of ``solve_padded``. N stands for no target and gives an empty
                 box.
             background: the class of predictions without a target.
         """

@@ -1,19 +1,21 @@
 """What the targets of boxes and of polylines share: one-to-one assignment of a batch and of all decoder layers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
 
-from ..matching.assignment import solve_assignments
-from ..transfer import to_device
+from ..matching.assignment import solve_padded
+from ..transfer import on_host, to_device
+from .padded_instances import PaddedInstances, rows_or_zeros
 
-__all__ = ["BaseTargetWithDenoising", "InstanceTargets"]
+__all__ = ["BaseTargetWithDenoising", "InstanceTargets", "PairCosts", "assigned_instances"]
 
 
 class InstanceTargets(NamedTuple):
@@ -21,13 +23,43 @@ class InstanceTargets(NamedTuple):
 
     Attributes:
         labels: [B, Q] int64, the number of classes for background. values: [B, Q, D]. weights: [B, Q, D].
-        matches: (predictions, ground truth), two index tensors [M] of each sample, in the last of the layers.
+        matches: (predictions, ground truth), two index tensors [M] of each sample, in the last of the layers; empty
+            where nobody has asked for them.
     """
 
     labels: Tensor
     values: Tensor
     weights: Tensor
-    matches: list[tuple[Tensor, Tensor]]
+    matches: Sequence[tuple[Tensor, Tensor]] = ()
+
+
+class PairCosts(NamedTuple):
+    """What it costs to assign instances of the ground truth to predictions.
+
+    Attributes:
+        costs: [L, B, N, Q], see ``for_solver``.
+        ordering: [L, B, Q, N], the ordering of each line that is nearest to each prediction; None for boxes.
+    """
+
+    costs: Tensor
+    ordering: Tensor | None
+
+
+def assigned_instances(
+    costs: Mapping[str, PairCosts], truth: Mapping[str, PaddedInstances]
+) -> dict[str, Tensor]:
+    """Return the instance that each prediction has to learn, [L, B, Q] by task, N for none.
+
+    The host solves the assignments. This is the only point where training waits for the device.
+
+    Args:
+        costs: what ``pair_costs`` returned, by task. truth: the ground truth of these tasks.
+    """
+    costs_on_host = on_host({name: pairs.costs for name, pairs in costs.items()})
+    return {
+        name: to_device(solve_padded(cost, truth[name].counts), costs[name].costs.device)
+        for name, cost in costs_on_host.items()
+    }
 
 
 class BaseTargetWithDenoising(ABC):
@@ -65,11 +97,56 @@ class BaseTargetWithDenoising(ABC):
         targets = self.sample_layers(cls_pred[None], box_pred[None], cls_target, box_target)
         return InstanceTargets(targets.labels[0], targets.values[0], targets.weights[0], targets.matches)
 
-    @abstractmethod
+    @torch.no_grad()
     def sample_layers(
         self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]
     ) -> InstanceTargets:
         """Return the targets of L decoder layers at once, from predictions [L, B, Q, C] and [L, B, Q, D]."""
+        device = cls_pred.device
+        truth = self.ground_truth(cls_target, box_target, device)
+        pairs = self.pair_costs(cls_pred, box_pred, truth)
+        index = solve_padded(pairs.costs.cpu().numpy(), truth.counts)
+        targets = self.targets_of(to_device(index, device), truth, pairs.ordering, cls_pred.shape[-1])
+        matches = []
+        for of_queries, count in zip(index[-1], truth.counts, strict=True):
+            queries = np.flatnonzero(of_queries < count)
+            matches.append((to_device(queries, device), to_device(of_queries[queries], device)))
+        return targets._replace(matches=matches)
+
+    @abstractmethod
+    def ground_truth(
+        self, cls_target: Sequence[Tensor], box_target: Sequence[Tensor], device: torch.device
+    ) -> PaddedInstances:
+        """Return the ground truth of a batch on ``device``, given that of each sample as in ``sample``."""
+
+    @abstractmethod
+    def pair_costs(self, cls_pred: Tensor, box_pred: Tensor, truth: PaddedInstances) -> PairCosts:
+        """Return the cost of each pair of a prediction and an instance. All work runs on the device.
+
+        Args:
+            cls_pred: [L, B, Q, C] logits. box_pred: [L, B, Q, D]. truth: the ground truth of the batch.
+        """
+
+    def targets_of(
+        self, index: Tensor, truth: PaddedInstances, ordering: Tensor | None, num_classes: int
+    ) -> InstanceTargets:
+        """Return the targets of L decoder layers without ``matches``. All work runs on the device.
+
+        Args:
+            index: [L, B, Q], the result of ``solve_padded``: an instance of ``truth``, or N for background.
+            ordering: that of ``pair_costs``. num_classes: C, the label of background.
+        """
+        labels = (
+            F.pad(truth.labels, (0, 1), value=num_classes).expand(*index.shape[:-1], -1).gather(-1, index)
+        )
+        values = truth.values
+        if ordering is None:
+            row = index
+        else:  # The orderings of all instances are rows of one table.
+            nearest = F.pad(ordering, (0, 1)).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+            row = index * values.shape[-2] + nearest
+            values = values.flatten(1, 2)
+        return InstanceTargets(labels, rows_or_zeros(values, row), rows_or_zeros(truth.weights, index))
 
     def get_dn_anchors(
         self,
@@ -79,37 +156,3 @@ class BaseTargetWithDenoising(ABC):
     ) -> tuple[Any, ...] | None:
         """Return denoising queries, or None where there are none."""
         return None
-
-    def _assign(
-        self, costs: Sequence[Tensor], samples: Sequence[int], num_samples: int, device: torch.device
-    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Solve all assignments and return the matched pairs, those of all layers and those of the last.
-
-        Args:
-            costs: [L, Q, N_i] of each sample of ``samples``, those with ground truth. num_samples: B.
-
-        Returns:
-            For each sample of ``samples`` [3, M] int64 on ``device``: layer · B + sample, prediction, ground truth; and
-            the ``matches`` of all samples, see ``InstanceTargets``.
-        """
-        solved = solve_assignments(costs)
-        pairs = [
-            np.concatenate(
-                [
-                    np.stack([np.full_like(r, layer * num_samples + i), r, c])
-                    for layer, (r, c) in enumerate(layers)
-                ],
-                1,
-            )
-            for i, layers in zip(samples, solved, strict=True)
-        ]
-        index: Sequence[Tensor] = []
-        if pairs:
-            counts = [pair.shape[1] for pair in pairs]
-            index = to_device(np.concatenate(pairs, axis=1), device).split(counts, dim=1)
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        matches = [(nothing, nothing)] * num_samples
-        for i, layers, pair in zip(samples, solved, index, strict=True):
-            _, rows, columns = pair[:, pair.shape[1] - len(layers[-1][0]) :]
-            matches[i] = (rows, columns)
-        return list(index), matches

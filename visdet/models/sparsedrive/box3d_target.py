@@ -7,11 +7,13 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
+from ..matching.assignment import for_solver
 from ..matching.match_costs import FocalLossCost
 from ..transfer import constants_on
-from .base_target import BaseTargetWithDenoising, InstanceTargets
+from .base_target import BaseTargetWithDenoising, PairCosts
 from .box3d import encode_box
 from .denoising import BoxDenoising
+from .padded_instances import PaddedInstances
 
 __all__ = ["SparseBox3DTarget"]
 
@@ -68,36 +70,27 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
         return [encode_box(box if device is None else box.to(device)) for box in box_target]
 
     @torch.no_grad()
-    def sample_layers(
-        self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]
-    ) -> InstanceTargets:
-        """Return the targets of L decoder layers; see the base class.
+    def ground_truth(
+        self, cls_target: Sequence[Tensor], box_target: Sequence[Tensor], device: torch.device
+    ) -> PaddedInstances:
+        """Return the boxes of a batch, encoded on the host.
 
         Args:
-            cls_pred: [L, B, Q, C] logits. box_pred: [L, B, Q, D] encoded. cls_target: [N] of each sample.
-            box_target: [N, D - 1] of each sample, yaw in radians.
+            cls_target: [N] of each sample. box_target: [N, D - 1] of each sample, yaw in radians.
+            device: the device of the result.
         """
-        L, B, Q, C = cls_pred.shape
-        labels = [label.to(cls_pred.device) for label in cls_target]
-        boxes = self.encode_reg_target(box_target, box_pred.device)
+        labels = [label.cpu() for label in cls_target]
+        boxes = self.encode_reg_target(box_target, torch.device("cpu"))
         weights = [self._instance_weights(label, box) for label, box in zip(labels, boxes, strict=True)]
-        # All layers of a sample are one long list of predictions: the costs do not know layers.
-        cls_cost = self._cls_cost(cls_pred.transpose(0, 1).flatten(1, 2), labels)
-        box_cost = self._box_cost(box_pred.transpose(0, 1).flatten(1, 2), boxes, weights)
-        samples = [i for i, label in enumerate(labels) if len(label) > 0]
-        costs = [(cls_cost[i] + box_cost[i]).unflatten(0, (L, Q)) for i in samples]
+        return PaddedInstances.of(labels, boxes, weights, device)
 
-        cls_out = torch.full((L * B, Q), C, dtype=torch.int64, device=cls_pred.device)
-        box_out = box_pred.new_zeros(L * B, Q, box_pred.shape[-1], dtype=torch.float32)
-        weight_out = torch.zeros_like(box_out)
-        pairs, matches = self._assign(costs, samples, B, cls_pred.device)
-        for i, (slot, row, column) in zip(samples, pairs, strict=True):
-            cls_out[slot, row] = labels[i][column]
-            box_out[slot, row] = boxes[i][column]
-            weight_out[slot, row] = weights[i][column]
-        return InstanceTargets(
-            cls_out.view(L, B, Q), box_out.view(L, B, Q, -1), weight_out.view(L, B, Q, -1), matches
+    @torch.no_grad()
+    def pair_costs(self, cls_pred: Tensor, box_pred: Tensor, truth: PaddedInstances) -> PairCosts:
+        """Return the costs of boxes; see the base class."""
+        box_cost = self._weighted_distance(
+            box_pred.float().unsqueeze(-2), truth.values.unsqueeze(1), truth.weights.unsqueeze(1)
         )
+        return PairCosts(for_solver(self.cls_cost.of_labels(cls_pred, truth.labels) + box_cost), None)
 
     def _instance_weights(self, labels: Tensor, boxes: Tensor) -> Tensor:
         """Return [N, D]: 0 where a number is NaN, else 1 or what the class asks for."""
@@ -107,20 +100,7 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
             weights = torch.where((labels == label)[:, None], of_class, weights)
         return weights
 
-    def _cls_cost(self, cls_pred: Tensor, cls_target: Sequence[Tensor]) -> list[Tensor]:
-        """Return the class cost [Q, N] of each sample."""
-        return [
-            self.cls_cost.of_labels(logits, labels)
-            for logits, labels in zip(cls_pred, cls_target, strict=True)
-        ]
-
-    def _box_cost(
-        self, box_pred: Tensor, box_target: Sequence[Tensor], instance_reg_weights: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return the box cost [Q, N] of each sample."""
-        scale = constants_on(box_pred.device, tuple(self.reg_weights), torch.float32)
-        costs = []
-        for boxes, targets, weights in zip(box_pred.float(), box_target, instance_reg_weights, strict=True):
-            distance = (boxes[:, None] - targets).abs() * (weights * scale)
-            costs.append(distance.sum(-1) * self.box_weight)
-        return costs
+    def _weighted_distance(self, boxes: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted L1 distance of encoded boxes, whose shapes are broadcast, summed over their numbers."""
+        scale = constants_on(boxes.device, tuple(self.reg_weights), torch.float32)
+        return ((boxes - targets).abs() * (weights * scale)).sum(-1) * self.box_weight

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..matching.assignment import solve_assignments
+from ..matching.assignment import for_solver, solve_padded
 from ..transfer import to_device
 
 __all__ = ["BoxDenoising", "DenoisingQueries"]
@@ -62,7 +62,7 @@ class BoxDenoising:
     add_neg_dn: bool
     dn_metas: dict[str, Any] | None
     encode_reg_target: Callable[..., list[Tensor]]
-    _box_cost: Callable[..., list[Tensor]]
+    _weighted_distance: Callable[..., Tensor]
 
     @torch.no_grad()
     def get_dn_anchors(
@@ -89,18 +89,14 @@ class BoxDenoising:
         ids = None if ids is None else ids.repeat(G, 1)
         anchors = self._with_noise(boxes)
 
-        box_cost = self._box_cost(anchors, boxes, torch.ones_like(boxes))
-        (matches,) = solve_assignments([torch.stack(box_cost)])
-        rows = torch.cat([torch.from_numpy(row) + i * anchors.shape[1] for i, (row, _) in enumerate(matches)])
-        columns = torch.cat(
-            [torch.from_numpy(col) + i * labels.shape[1] for i, (_, col) in enumerate(matches)]
-        )
-        rows, columns = to_device(rows, anchors.device), to_device(columns, anchors.device)
+        costs = for_solver(self._weighted_distance(anchors[:, :, None], boxes[:, None], boxes.new_ones(())))
+        index = torch.from_numpy(solve_padded(costs.cpu().numpy(), [labels.shape[1]] * len(labels)))
+        index = index.to(labels.device)
 
         def of_matched(values: Tensor, others: int) -> Tensor:
-            out = values.new_full((anchors.shape[0] * anchors.shape[1], *values.shape[2:]), others)
-            out[rows] = values.flatten(0, 1)[columns]
-            return out.view(G, B, -1, *values.shape[2:]).transpose(0, 1).flatten(1, 2)
+            rows = torch.cat([values, values.new_full((G * B, 1, *values.shape[2:]), others)], dim=1)
+            of_queries = rows[torch.arange(G * B, device=index.device)[:, None], index]
+            return of_queries.view(G, B, -1, *values.shape[2:]).transpose(0, 1).flatten(1, 2)
 
         dn_labels = of_matched(labels, _BACKGROUND)
         copies = anchors.shape[1] // labels.shape[1]

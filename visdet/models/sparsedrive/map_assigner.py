@@ -10,7 +10,7 @@ from torch import Tensor
 from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import TASK_UTILS
 
-from ..matching.assignment import solve_assignments
+from ..matching.assignment import solve_assignment
 from ..matching.match_costs import FocalLossCost
 
 __all__ = ["HungarianLinesAssigner", "LinesL1Cost", "MapQueriesCost"]
@@ -33,26 +33,28 @@ class LinesL1Cost:
         self.permute = permute
 
     def __call__(self, lines_pred: Tensor, gt_lines: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the cost [Q, N], with ``permute`` also the index of the best ordering, [Q, N] int64.
+        """Return the cost [..., Q, N], with ``permute`` also the index of the best ordering, [..., Q, N] int64.
 
         Args:
-            lines_pred: [Q, D], D = 2 · points. gt_lines: [N, D], with ``permute`` [N, orderings, D].
+            lines_pred: [Q, D], D = 2 · points, or [..., B, Q, D] for a batch.
+            gt_lines: [N, D], or [N, orderings, D] with ``permute``. For a batch there is a first axis B.
         """
         expected = 3 if self.permute else 2
-        if gt_lines.dim() != expected:
+        if gt_lines.dim() != expected + int(lines_pred.dim() > 2):
             raise InvalidInputError(
-                f"LinesL1Cost: gt_lines must have {expected} axes with permute={self.permute}, got {gt_lines.dim()}"
+                f"LinesL1Cost: gt_lines must have {expected} axes with permute={self.permute}, got {gt_lines.dim()}; "
+                "for predictions with leading axes it must have one more"
             )
-        flat = gt_lines.reshape(-1, gt_lines.shape[-1])
+        flat = gt_lines.flatten(-3, -2) if self.permute else gt_lines
         if self.beta > 0:
-            predicted, true = torch.broadcast_tensors(lines_pred[:, None], flat[None])
+            predicted, true = torch.broadcast_tensors(lines_pred.unsqueeze(-2), flat.unsqueeze(-3))
             distance = F.smooth_l1_loss(predicted, true, reduction="none", beta=self.beta).sum(-1)
         else:
             distance = torch.cdist(lines_pred, flat, p=1)
         distance = distance / (lines_pred.shape[-1] // 2) * self.weight
         if not self.permute:
             return distance
-        best = distance.view(len(lines_pred), *gt_lines.shape[:2]).min(-1)
+        best = distance.unflatten(-1, gt_lines.shape[-3:-1]).min(-1)
         return best.values, best.indices
 
 
@@ -80,10 +82,10 @@ class MapQueriesCost:
     def __call__(
         self, preds: dict[str, Tensor], gts: dict[str, Tensor], ignore_cls_cost: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the cost [Q, N], with permuted lines also the best orderings; see ``LinesL1Cost``.
+        """Return the cost [..., Q, N], with permuted lines also the best orderings; see ``LinesL1Cost``.
 
         Args:
-            preds: ``lines`` [Q, D] and ``scores`` [Q, C] (logits). gts: ``lines`` and ``labels`` [N].
+            preds: ``lines`` [..., Q, D] and ``scores`` [..., Q, C] (logits). gts: ``lines`` and ``labels`` [..., N].
         """
         lines_cost = self.reg_cost(preds["lines"], gts["lines"])
         cost, *orderings = lines_cost if isinstance(lines_cost, tuple) else (lines_cost,)
@@ -106,7 +108,7 @@ class HungarianLinesAssigner:
         self.cost = TASK_UTILS.build(cost) if isinstance(cost, dict) else cost
 
     def pairwise(self, preds: dict[str, Tensor], gts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the cost [Q, N] and the best ordering [Q, N] (zeros where lines come in one)."""
+        """Return the cost [..., Q, N] and the best ordering [..., Q, N] (zeros where lines come in one)."""
         cost = self.cost(preds, gts)
         return cost if isinstance(cost, tuple) else (cost, torch.zeros_like(cost, dtype=torch.int64))
 
@@ -122,5 +124,4 @@ class HungarianLinesAssigner:
             return None, None, None
         cost = self.cost(preds, gts, ignore_cls_cost)
         cost, ordering = cost if isinstance(cost, tuple) else (cost, None)
-        ((rows, columns),) = solve_assignments([cost[None]])[0]
-        return rows, columns, ordering
+        return *solve_assignment(cost), ordering

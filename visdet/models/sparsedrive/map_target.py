@@ -9,8 +9,10 @@ from torch import Tensor
 from visdet.errors import InvalidTypeError
 from visdet.registry import TASK_UTILS
 
-from .base_target import BaseTargetWithDenoising, InstanceTargets
+from ..matching.assignment import for_solver
+from .base_target import BaseTargetWithDenoising, PairCosts
 from .map_assigner import HungarianLinesAssigner
+from .padded_instances import PaddedInstances
 
 __all__ = ["SparsePoint3DTarget", "normalize_line"]
 
@@ -64,44 +66,26 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
         return normalize_line(line, self.num_sample, self.roi_size)
 
     @torch.no_grad()
-    def sample_layers(
-        self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]
-    ) -> InstanceTargets:
-        """Return the targets of L decoder layers; see the base class.
+    def ground_truth(
+        self, cls_target: Sequence[Tensor], box_target: Sequence[Tensor], device: torch.device
+    ) -> PaddedInstances:
+        """Return the lines of a batch.
 
         Args:
-            cls_pred: [L, B, Q, C] logits. box_pred: [L, B, Q, num_sample · 2] metres. cls_target: [N] of each sample.
-            box_target: of each sample the orderings of each line, [N, orderings, num_sample, 2] or with the last two
-                axes as one; a line with fewer of them is padded far away.
+            cls_target: [N] of each sample.
+            box_target: of each sample the orderings of each line, [N, orderings, num_sample, 2] in metres or with the
+                last two axes as one. A line with fewer of them is padded far away.
+            device: the device of the result.
         """
-        L, B, Q, C = cls_pred.shape
-        device = cls_pred.device
-        labels = [label.to(device) for label in cls_target]
-        lines = [
-            (line.flatten(2) if line.dim() == 4 else line).to(device, torch.float32) for line in box_target
-        ]
-        samples = [i for i, label in enumerate(labels) if len(label) > 0]
-        # All layers of a sample are one long list of predictions: the costs do not know layers.
-        scores = cls_pred.transpose(0, 1).flatten(1, 2)
-        predicted = self.normalize_line(box_pred.float().transpose(0, 1).flatten(1, 2))
-        costs, orderings = [], []
-        for i in samples:
-            cost, ordering = self.assigner.pairwise(
-                {"lines": predicted[i], "scores": scores[i]},
-                {"lines": self.normalize_line(lines[i]), "labels": labels[i]},
-            )
-            costs.append(cost.unflatten(0, (L, Q)))
-            orderings.append(ordering)
+        lines = [(line.flatten(2) if line.dim() == 4 else line).cpu().float() for line in box_target]
+        weights = [line.new_ones(len(line), line.shape[-1]) for line in lines]
+        return PaddedInstances.of([label.cpu() for label in cls_target], lines, weights, device)
 
-        cls_out = torch.full((L * B, Q), C, dtype=torch.int64, device=device)
-        line_out = torch.zeros(L * B, Q, box_pred.shape[-1], device=device)
-        weight_out = torch.zeros_like(line_out)
-        pairs, matches = self._assign(costs, samples, B, device)
-        for i, ordering, (slot, row, column) in zip(samples, orderings, pairs, strict=True):
-            nearest = ordering[slot // B * Q + row, column]
-            cls_out[slot, row] = labels[i][column]
-            line_out[slot, row] = lines[i][column, nearest]
-            weight_out[slot, row] = weight_out.new_ones(())  # a number of the host would wait for the device
-        return InstanceTargets(
-            cls_out.view(L, B, Q), line_out.view(L, B, Q, -1), weight_out.view(L, B, Q, -1), matches
+    @torch.no_grad()
+    def pair_costs(self, cls_pred: Tensor, box_pred: Tensor, truth: PaddedInstances) -> PairCosts:
+        """Return the costs of lines and their nearest orderings; see the base class."""
+        cost, ordering = self.assigner.pairwise(
+            {"lines": self.normalize_line(box_pred.float()), "scores": cls_pred},
+            {"lines": self.normalize_line(truth.values), "labels": truth.labels},
         )
+        return PairCosts(for_solver(cost), ordering)

@@ -253,48 +253,25 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         motion_model_outs: dict[str, Any],
         planning_model_outs: dict[str, Any],
         data: dict[str, Any],
-        matches: Sequence[tuple[Tensor, Tensor]],
+        futures: tuple[Tensor, Tensor, Tensor],
     ) -> dict[str, Tensor]:
         """Return ``motion_loss_{cls,reg}_i`` and ``planning_loss_{cls,reg,status}_i`` of each refinement i.
 
+        All work runs on the device.
+
         Args:
-            motion_model_outs, planning_model_outs: what ``forward`` returned. data: ``gt_agent_fut_trajs``,
-                ``gt_agent_fut_masks`` per sample, ``gt_ego_fut_trajs``, ``gt_ego_fut_masks``, ``gt_ego_fut_cmd``,
-                ``ego_status``. matches: see ``MotionTarget.sample``.
+            motion_model_outs, planning_model_outs: what ``forward`` returned.
+            data: ``gt_ego_fut_trajs``, ``gt_ego_fut_masks``, ``gt_ego_fut_cmd`` and ``ego_status`` of the batch.
+            futures: of the matched instances, see ``MotionTarget.futures``.
         """
-        targets = self.motion_targets(motion_model_outs, data, matches)
-        return self.losses(motion_model_outs, planning_model_outs, data, targets)
-
-    def motion_targets(
-        self,
-        motion_model_outs: dict[str, Any],
-        data: dict[str, Any],
-        matches: Sequence[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what ``MotionTarget.futures`` does; arguments as in ``loss``."""
-        return self.motion_sampler.futures(
-            motion_model_outs["prediction"][-1].float(),
-            data["gt_agent_fut_trajs"],
-            data["gt_agent_fut_masks"],
-            matches,
-        )
-
-    def losses(
-        self,
-        motion_model_outs: dict[str, Any],
-        planning_model_outs: dict[str, Any],
-        data: dict[str, Any],
-        targets: tuple[Tensor, Tensor, Tensor],
-    ) -> dict[str, Tensor]:
-        """Return what ``loss`` does; ``targets`` are what ``motion_targets`` returned, ``data`` the ego's alone."""
         device_type = motion_model_outs["prediction"][0].device.type
         with torch.autocast(device_type, enabled=False):
-            losses = self._motion_loss(motion_model_outs, targets)
+            losses = self._motion_loss(motion_model_outs, futures)
             return losses | self._planning_loss(planning_model_outs, data)
 
-    def _motion_loss(self, outs: dict[str, Any], targets: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+    def _motion_loss(self, outs: dict[str, Any], futures: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
         losses = {}
-        target, weight, num_pos = targets
+        target, weight, num_pos = futures
         num_pos = mean_count(num_pos, num_pos.device).squeeze()
         for i, (cls, reg) in enumerate(zip(outs["classification"], outs["prediction"], strict=True)):
             mode, best = best_modes(reg.float(), target, weight)

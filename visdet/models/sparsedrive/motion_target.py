@@ -8,6 +8,8 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
+from .padded_instances import padded_rows, rows_or_zeros
+
 __all__ = ["MotionTarget", "PlanningTarget", "best_modes"]
 
 
@@ -45,31 +47,28 @@ class MotionTarget:
             reg_pred: [B, N, M, T, 2] steps in metres. gt_reg_target: [n, T, 2] steps of each sample's boxes.
             gt_reg_mask: [n, T]. matches: (instances, boxes), the index tensors of each sample that detection matched.
         """
-        reg_target, reg_weight, count = self.futures(reg_pred, gt_reg_target, gt_reg_mask, matches)
+        device = reg_pred.device
+        targets, masks = padded_rows(gt_reg_target, device), padded_rows(gt_reg_mask, device)
+        index = torch.full(reg_pred.shape[:2], targets.shape[1], dtype=torch.int64, device=device)
+        for of_sample, (instances, boxes) in zip(index, matches, strict=True):
+            of_sample[instances] = boxes
+        reg_target, reg_weight, count = self.futures(targets.to(reg_pred), masks.to(reg_pred), index)
         mode, best = best_modes(reg_pred, reg_target, reg_weight)
         return mode, reg_weight.any(-1), best, reg_target, reg_weight, count
 
-    def futures(
-        self,
-        reg_pred: Tensor,
-        gt_reg_target: Sequence[Tensor],
-        gt_reg_mask: Sequence[Tensor],
-        matches: Sequence[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    @staticmethod
+    def futures(targets: Tensor, masks: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return target steps [B, N, T, 2], their weights [B, N, T] and the number of matched instances [1].
 
-        Args: as in ``sample``, whose predictions give sizes and type alone.
+        All work runs on the device.
+
+        Args:
+            targets: [B, n, T, 2] steps of the boxes in metres. masks: [B, n, T], 0 for unknown.
+            index: [B, N], the box of each instance, n for none.
         """
-        B, N, _, T, _ = reg_pred.shape
-        reg_target, reg_weight = reg_pred.new_zeros(B, N, T, 2), reg_pred.new_zeros(B, N, T)
-        count = 0
-        for i, (instances, boxes) in enumerate(matches):
-            if len(gt_reg_target[i]) == 0 or len(instances) == 0:
-                continue
-            reg_target[i, instances] = gt_reg_target[i][boxes].to(reg_pred.dtype)
-            reg_weight[i, instances] = gt_reg_mask[i][boxes].to(reg_pred.dtype)
-            count += len(instances)
-        return reg_target, reg_weight, reg_pred.new_full((1,), float(count))
+        steps = rows_or_zeros(targets.flatten(2), index).unflatten(-1, targets.shape[2:])
+        count = (index < targets.shape[1]).sum().to(targets.dtype)
+        return steps, rows_or_zeros(masks, index), count.view(1)
 
 
 @TASK_UTILS.register_module()

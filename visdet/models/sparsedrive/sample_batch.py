@@ -37,22 +37,22 @@ class DrivingBatch:
         metas: tensors that ``batch_of`` stacks, and in training ``gt_depth``; their shapes do not depend on the scene.
         state: the temporal state of the head, which has entered the frame.
         denoising: queries to learn from; None in evaluation and without any.
-        data: what ``batch_of`` returned, ground truth of any length among it.
+        truth: the padded ground truth of the tasks; empty in evaluation.
+        data: what ``batch_of`` returned.
     """
 
     images: Tensor
     metas: dict[str, Any]
     state: Any
     denoising: DenoisingQueries | None = None
+    truth: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict, metadata=ON_HOST)
 
     @classmethod
-    def of(
-        cls, images: Tensor, data: dict[str, Any], state: Any, denoising: DenoisingQueries | None = None
-    ) -> "DrivingBatch":
-        """Return a batch of what ``batch_of`` returned."""
+    def of(cls, images: Tensor, data: dict[str, Any], state: Any, **training: Any) -> "DrivingBatch":
+        """Return a batch of what ``batch_of`` returned; ``training`` are ``denoising`` and ``truth``."""
         metas = {name: data[name] for name in (*_STACKED, "gt_depth") if name in data}
-        return cls(images, metas, state, denoising, data)
+        return cls(images, metas, state, data=data, **training)
 
 
 def batch_of(data_samples: Sequence[DrivingDataSample]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from visdet.registry import MODELS, TASK_UTILS
+from visdet.structures.tensor_tree import map_tensors
 
 from ..transfer import constants_on, to_device
 from .denoising import DenoisingQueries
@@ -152,14 +153,18 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             self.sampler.dn_metas = state.denoising
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
-        """Return noisy copies of the ground truth in ``metas``; None in evaluation or without denoising groups."""
+        """Return noisy copies of the ground truth in ``metas``; None in evaluation or without denoising groups.
+
+        The host makes them, so that it need not wait for the device.
+        """
         if not self.training or self.sampler is None or self.sampler.num_dn_groups <= 0:
             return None
         ids = None
         if all(self.gt_id_key in sample for sample in metas["img_metas"]):
-            device = self.instance_bank.anchor.device
-            ids = [to_device(sample[self.gt_id_key], device) for sample in metas["img_metas"]]
-        return self.sampler.get_dn_anchors(metas[self.gt_cls_key], metas[self.gt_reg_key], ids)
+            ids = [torch.as_tensor(sample[self.gt_id_key]).cpu() for sample in metas["img_metas"]]
+        labels, boxes = ([row.cpu() for row in metas[key]] for key in (self.gt_cls_key, self.gt_reg_key))
+        device = self.instance_bank.anchor.device
+        return map_tensors(lambda x: to_device(x, device), self.sampler.get_dn_anchors(labels, boxes, ids))
 
     def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
         """Take in when and where a frame was taken; all work on the host that ``forward`` needs.

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..mean_count import mean_count
 from ..transfer import constants_on
-from .base_target import InstanceTargets
+from .base_target import InstanceTargets, PairCosts
+from .padded_instances import PaddedInstances
 
 __all__ = ["Sparse4DLoss"]
 
@@ -15,8 +16,9 @@ __all__ = ["Sparse4DLoss"]
 class Sparse4DLoss:
     """The loss of ``Sparse4DHead``: classes and boxes (or lines) of matched instances, and of denoising queries.
 
-    All layers are matched with one copy to the host, all counts are averaged over the processes at once, in every
-    process alike whatever its ground truth: no process waits for another that has nothing to add.
+    ``pair_costs`` and ``losses`` are device work alone. Between them the host solves the assignments of all layers,
+    ``solve_padded``. All counts are averaged over the processes at once, in every process alike whatever its ground
+    truth: no process waits for another that has nothing to add.
     """
 
     # Of the head.
@@ -46,6 +48,30 @@ class Sparse4DLoss:
             return self.sampler.sample_layers(
                 cls.detach(), reg.detach(), data[self.gt_cls_key], data[self.gt_reg_key]
             )
+
+    def ground_truth(self, data: dict[str, Any], device: torch.device) -> PaddedInstances:
+        """Return what ``data`` holds under ``gt_cls_key`` and ``gt_reg_key``, one tensor per sample, on ``device``."""
+        return self.sampler.ground_truth(data[self.gt_cls_key], data[self.gt_reg_key], device)
+
+    def pair_costs(
+        self, model_outs: dict[str, Any], truth: PaddedInstances, only_last: bool = False
+    ) -> PairCosts:
+        """Return what it costs to assign ``truth`` to the predictions of all decoder layers, or of the last one."""
+        with torch.autocast(truth.labels.device.type, enabled=False):
+            cls, reg = _stacked(model_outs, slice(-1, None) if only_last else slice(None))
+            return self.sampler.pair_costs(cls.detach(), reg[..., : len(self.reg_weights)].detach(), truth)
+
+    def losses(
+        self, model_outs: dict[str, Any], truth: PaddedInstances, pairs: PairCosts, index: Tensor
+    ) -> dict[str, Tensor]:
+        """Return what ``loss`` does; device work alone.
+
+        Args:
+            model_outs: what ``forward`` returned. truth: what ``ground_truth`` returned.
+            pairs: what ``pair_costs`` returned. index: the result of ``solve_padded`` for these costs.
+        """
+        num_classes = model_outs["classification"][0].shape[-1]
+        return self.loss(model_outs, self.sampler.targets_of(index, truth, pairs.ordering, num_classes))
 
     def loss(self, model_outs: dict[str, Any], targets: InstanceTargets) -> dict[str, Tensor]:
         """Return ``{prefix}_loss_cls_{i}`` and what ``loss_reg`` names, of each decoder layer i.

@@ -14,6 +14,7 @@ from visdet.structures import DrivingDataSample
 from visdet.structures.tensor_tree import map_tensors
 
 from ..base_detector import BaseDetector
+from .base_target import PairCosts, assigned_instances
 from .frame_clock import FrameClock, with_clock
 from .grid_mask import GridMask
 from .sample_batch import DrivingBatch, batch_of
@@ -181,19 +182,23 @@ class SparseDrive(BaseDetector):
     def loss(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> dict[str, Tensor]:
         """Return the losses of the head, and ``loss_dense_depth`` with a depth branch."""
         batch = self.training_batch(inputs, data_samples)
-        predictions, outputs_and_state = self.predictions_and_costs(batch)
-        return self.losses(predictions, batch, self.assign(outputs_and_state, batch))
+        predictions, costs_and_state = self.predictions_and_costs(batch)
+        return self.losses(predictions, batch, self.assign(costs_and_state, batch))
 
     def training_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
-        """Return the next frame of each sample's sequence, with denoising queries; host work."""
+        """Return the next frame of each sample's sequence, with ground truth and denoising queries; host work."""
         data = batch_of(data_samples)
         denoising = self.head.denoising_queries(data)
         self.head.enter(len(inputs), functools.cache(lambda: FrameClock.of(data)))
-        return DrivingBatch.of(inputs, data, self.head.state, denoising)
+        return DrivingBatch.of(
+            inputs, data, self.head.state, denoising=denoising, truth=self._ground_truth(data)
+        )
 
-    def predictions_and_costs(self, batch: DrivingBatch) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """Return (the head's raw outputs, depths) for the losses and (raw outputs, state after the frame) for
-        ``assign``; device work alone."""
+    def predictions_and_costs(
+        self, batch: DrivingBatch
+    ) -> tuple[tuple[Any, Any, dict[str, PairCosts]], tuple[dict[str, PairCosts], Any]]:
+        """Return (the head's raw outputs, depths, costs of matching them) for the losses and (these costs, the state
+        after the frame) for ``assign``; device work alone."""
         self.head.state = batch.state
         if self.frozen_parts:
             with torch.no_grad():
@@ -201,27 +206,33 @@ class SparseDrive(BaseDetector):
         else:
             features, depths = self.extract_feat(batch.images, return_depth=True, metas=batch.metas)
         outs = self.head(features, batch.metas, batch.denoising)
-        return (outs, depths), (outs, self.head.state)
+        costs = self._pair_costs(outs, batch.truth)
+        return (outs, depths, costs), (costs, self.head.state)
 
-    def assign(self, outputs_and_state: tuple[Any, Any], batch: DrivingBatch) -> dict[str, Any]:
-        """Return what the outputs have to learn, and keep the state for the next frame; host work.
+    def assign(
+        self, costs_and_state: tuple[dict[str, PairCosts], Any], batch: DrivingBatch
+    ) -> dict[str, Tensor]:
+        """Return the instance that each prediction has to learn, and keep the state for the next frame; host work.
 
         The tensors given may be overwritten by the next batch, so that the state is copied.
         """
-        outs, state = outputs_and_state
+        costs, state = costs_and_state
         self._keep(map_tensors(Tensor.clone, state), batch.data)
-        return self._head_targets(outs, batch.data)
+        return assigned_instances(costs, batch.truth)
 
     def _keep(self, state: Any, data: dict[str, Any]) -> None:
         """Keep what a frame of ``data`` left, whose clocks may be those of a batch whose graph was replayed."""
         self.head.state = with_clock(state, functools.cache(lambda: FrameClock.of(data)))
 
     def losses(
-        self, predictions: tuple[Any, Any], batch: DrivingBatch, targets: dict[str, Any]
+        self,
+        predictions: tuple[Any, Any, dict[str, PairCosts]],
+        batch: DrivingBatch,
+        assigned: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """Return the losses by name; device work alone."""
-        outs, depths = predictions
-        losses = self._head_losses(outs, batch.metas, targets)
+        outs, depths, costs = predictions
+        losses = self._head_losses(outs, batch, costs, assigned)
         if depths is not None:
             known = batch.metas.get("gt_depth")
             # Without ground truth a zero keeps the branch in the graph: in a distributed run all must have gradients.
@@ -260,11 +271,16 @@ class SparseDrive(BaseDetector):
             sample.set_predictions(of_sample)
         return list(data_samples)
 
-    def _head_targets(self, outs: Any, data: dict[str, Any]) -> Any:
-        return self.head.targets(outs, data)
+    def _ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:
+        return self.head.ground_truth(data)
 
-    def _head_losses(self, outs: Any, data: dict[str, Any], targets: Any) -> dict[str, Tensor]:
-        return self.head.losses(outs, data, targets)
+    def _pair_costs(self, outs: Any, truth: dict[str, Any]) -> dict[str, PairCosts]:
+        return self.head.pair_costs(outs, truth)
+
+    def _head_losses(
+        self, outs: Any, batch: DrivingBatch, costs: dict[str, PairCosts], assigned: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        return self.head.losses(outs, batch.metas, batch.truth, costs, assigned)
 
     def _selected(self, outs: Any, data: dict[str, Any]) -> dict[str, Any]:
         return self.head.select(outs, data)
@@ -277,11 +293,16 @@ class Sparse4D(SparseDrive):
     Source: arXiv 2311.11722; keywords and parameter names are Sparse4D's.
     """
 
-    def _head_targets(self, outs: Any, data: dict[str, Any]) -> Any:
-        return self.head.get_targets(outs, data)._replace(matches=[])
+    def _ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:
+        return {"det": self.head.ground_truth(data, next(self.parameters()).device)}
 
-    def _head_losses(self, outs: Any, data: dict[str, Any], targets: Any) -> dict[str, Tensor]:
-        return self.head.loss(outs, targets)
+    def _pair_costs(self, outs: Any, truth: dict[str, Any]) -> dict[str, PairCosts]:
+        return {"det": self.head.pair_costs(outs, truth["det"])}
+
+    def _head_losses(
+        self, outs: Any, batch: DrivingBatch, costs: dict[str, PairCosts], assigned: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        return self.head.losses(outs, batch.truth["det"], costs["det"], assigned["det"])
 
     def _selected(self, outs: Any, data: dict[str, Any]) -> dict[str, Any]:
         return self.head.select(outs)

@@ -10,8 +10,10 @@ from torch import Tensor
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
+from .base_target import PairCosts, assigned_instances
 from .denoising import DenoisingQueries
 from .frame_clock import FrameClock
+from .padded_instances import padded_rows
 
 __all__ = ["SparseDriveHead"]
 
@@ -147,42 +149,76 @@ class SparseDriveHead(BaseModule):
         Args:
             model_outs: what ``forward`` returned. data: the ground truth of all tasks.
         """
-        return self.losses(model_outs, data, self.targets(model_outs, data))
+        truth = self.ground_truth(data)
+        costs = self.pair_costs(model_outs, truth)
+        return self.losses(model_outs, data, truth, costs, assigned_instances(costs, truth))
 
-    def targets(self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]) -> dict[str, Any]:
-        """Return what the tasks have to learn, in tensors whose shapes depend on the predictions alone.
+    def ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the instances of the batch by task, padded and on the device.
 
-        Args: as in ``loss``. Here the host waits for the device, as it solves the assignments.
+        Args:
+            data: the ground truth of all tasks, lists of one tensor per sample.
+
+        Returns:
+            ``PaddedInstances`` for ``det`` and ``map``, and for ``motion`` the future steps [B, N, T, 2] and masks
+            [B, N, T] of the boxes.
         """
-        det_output, map_output, motion_output, _ = model_outs
-        targets: dict[str, Any] = {}
+        device = next(self.parameters()).device
+        truth: dict[str, Any] = {}
         if self.with_det:
-            boxes = self.det_head.get_targets(det_output, data, only_last=self.freeze_perception)
-            if not self.freeze_perception:
-                targets["det"] = boxes._replace(matches=[])
+            truth["det"] = self.det_head.ground_truth(data, device)
         if self.with_map and not self.freeze_perception:
-            targets["map"] = self.map_head.get_targets(map_output, data)._replace(matches=[])
-        if self.with_motion_plan:  # learns from the boxes of the matched instances
-            targets["motion"] = self.motion_plan_head.motion_targets(motion_output, data, boxes.matches)
-        return targets
+            truth["map"] = self.map_head.ground_truth(data, device)
+        if self.with_motion_plan:
+            futures = (data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"])
+            truth["motion"] = tuple(
+                padded_rows([row.cpu().float() for row in rows], device) for rows in futures
+            )
+        return truth
+
+    def pair_costs(
+        self, model_outs: tuple[dict[str, Any] | None, ...], truth: dict[str, Any]
+    ) -> dict[str, PairCosts]:
+        """Return what it costs to assign instances to predictions, by task; device work alone.
+
+        Args:
+            model_outs: what ``forward`` returned. truth: what ``ground_truth`` returned.
+        """
+        costs = {}
+        det_output, map_output, *_ = model_outs
+        if "det" in truth:
+            costs["det"] = self.det_head.pair_costs(
+                det_output, truth["det"], only_last=self.freeze_perception
+            )
+        if "map" in truth:
+            costs["map"] = self.map_head.pair_costs(map_output, truth["map"])
+        return costs
 
     def losses(
-        self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any], targets: dict[str, Any]
+        self,
+        model_outs: tuple[dict[str, Any] | None, ...],
+        data: dict[str, Any],
+        truth: dict[str, Any],
+        costs: dict[str, PairCosts],
+        assigned: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """Return the losses of all tasks by name; device work alone.
 
         Args:
-            model_outs: what ``forward`` returned. data: the ego's ground truth. targets: what ``targets`` returned.
+            model_outs: what ``forward`` returned. data: the ego's ground truth. truth: what ``ground_truth`` returned.
+            costs: what ``pair_costs`` returned. assigned: what ``assigned_instances`` returned.
         """
         det_output, map_output, motion_output, planning_output = model_outs
         losses: dict[str, Tensor] = {}
-        if "det" in targets:
-            losses.update(self.det_head.loss(det_output, targets["det"]))
-        if "map" in targets:
-            losses.update(self.map_head.loss(map_output, targets["map"]))
-        if "motion" in targets:
-            motion = targets["motion"]
-            losses.update(self.motion_plan_head.losses(motion_output, planning_output, data, motion))
+        if self.with_det and not self.freeze_perception:
+            losses |= self.det_head.losses(det_output, truth["det"], costs["det"], assigned["det"])
+        if "map" in truth:
+            losses |= self.map_head.losses(map_output, truth["map"], costs["map"], assigned["map"])
+        if (
+            self.with_motion_plan
+        ):  # It learns from the boxes of the instances that the last layer has matched.
+            futures = self.motion_plan_head.motion_sampler.futures(*truth["motion"], assigned["det"][-1])
+            losses |= self.motion_plan_head.loss(motion_output, planning_output, data, futures)
         return losses
 
     def post_process(
