@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,8 @@ from visdet.structures.kept_tables import tables_read
 from visdet.structures.tensor_tree import layout_of, map_tensors, tensors_of
 
 __all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
+
+_LEARNS = attrgetter("requires_grad")
 
 
 def graphs_for(
@@ -143,13 +146,11 @@ class GraphedMethod(ABC):
 
     def _key(self, batch: Any) -> Hashable:
         """Return everything that a captured graph takes for granted: shapes, modes, and where the weights lie."""
-        weights = hash(
-            tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters)
-        )
-        buffers = hash(tuple(buffer.data_ptr() for buffer in self._buffers))
+        places = hash((*map(Tensor.data_ptr, self._parameters), *map(Tensor.data_ptr, self._buffers)))
+        learning = hash(tuple(map(_LEARNS, self._parameters))) if torch.is_grad_enabled() else None
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         modes = (torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled())
-        return layout_of(batch), weights, buffers, autocast, self.model.training, modes
+        return layout_of(batch), places, learning, autocast, self.model.training, modes
 
 
 class GraphedLoss(GraphedMethod):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,12 +27,15 @@ def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = No
     return tensor.to(device)
 
 
-def on_host(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Return tensors as arrays. The host waits once for the device, and all copies go to pinned memory."""
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the CPU, for which the host waits once for the device.
+
+    The copies lie in pinned memory, which is scarce, so that they must not be kept.
+    """
     copies = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    return {name: copy.numpy() for name, copy in copies.items()}
+    return copies
 
 
 @keeps_tables(max_sizes=64)

@@ -204,7 +204,7 @@ class DeformableDETRHead(BaseModule):
             )
         result = {}
         for name, cost in costs_on_host.items():
-            result[f"{name}index"] = to_device(solve_padded(cost, counts), device)
+            result[f"{name}index"] = to_device(solve_padded(cost.numpy(), counts), device)
             num_boxes = to_device(
                 [sum(min(count, cost.shape[-1]) for count in counts)], device, torch.float32
             )

@@ -57,7 +57,7 @@ def assigned_instances(
     """
     costs_on_host = on_host({name: pairs.costs for name, pairs in costs.items()})
     return {
-        name: to_device(solve_padded(cost, truth[name].counts), costs[name].costs.device)
+        name: to_device(solve_padded(cost.numpy(), truth[name].counts), costs[name].costs.device)
         for name, cost in costs_on_host.items()
     }
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
+from ..transfer import on_host
 from .box3d import CNS, decode_box
 
 __all__ = ["BestPredictions", "ResultDecoder", "SparseBox3DDecoder", "select_best"]
@@ -69,11 +70,14 @@ class ResultDecoder(ABC):
 
     def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
         """Return the results of each sample, on the CPU: the rows that ``is_kept`` says, or all."""
-        selected = {name: value.cpu() for name, value in selected.items()}
+        selected = on_host(selected)
         is_kept = selected.pop("is_kept", None)
         num_samples = len(next(iter(selected.values())))
         return [
-            {name: value[i] if is_kept is None else value[i][is_kept[i]] for name, value in selected.items()}
+            {
+                name: value[i].clone() if is_kept is None else value[i][is_kept[i]]
+                for name, value in selected.items()
+            }
             for i in range(num_samples)
         ]
 
