@@ -30,7 +30,7 @@ def test_box_target_matches_golden():
     for i in range(3):
         close(encoded[i], expected[f"encoded_gt/{i}"])
     truth = sampler.ground_truth(labels, boxes, torch.device("cpu"))
-    costs, ordering = sampler.pair_costs(given["cls_pred"][None], given["box_pred"][None], truth)
+    costs, ordering, _ = sampler.pair_costs(given["cls_pred"][None], given["box_pred"][None], truth)
     assert ordering is None and truth.counts == [len(label) for label in labels]
     for i in (0, 2):
         total = expected[f"cls_cost/{i}"] + expected[f"box_cost/{i}"]

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +13,11 @@ from torch import Tensor
 from visdet.errors import InvalidInputError
 
 from ..matching.assignment import solve_padded
+from ..mean_count import mean_count
 from ..transfer import on_host, to_device
 from .padded_instances import PaddedInstances, rows_or_zeros
 
-__all__ = ["BaseTargetWithDenoising", "InstanceTargets", "PairCosts", "assigned_instances"]
+__all__ = ["Assignment", "BaseTargetWithDenoising", "InstanceTargets", "PairCosts", "assigned_instances"]
 
 
 class InstanceTargets(NamedTuple):
@@ -39,27 +41,49 @@ class PairCosts(NamedTuple):
     Attributes:
         costs: [L, B, N, Q], see ``for_solver``.
         ordering: [L, B, Q, N], the ordering of each line that is nearest to each prediction; None for boxes.
+        num_denoising: [2], the numbers of denoising queries that count, before and after those of the previous frame
+            joined; None without denoising.
     """
 
     costs: Tensor
-    ordering: Tensor | None
+    ordering: Tensor | None = None
+    num_denoising: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the predictions of L decoder layers have to learn.
+
+    Attributes:
+        index: [L, B, Q] int64, an instance of the ground truth, or N for none.
+        num_positive: [L] or [L + 2], the numbers of matched predictions in each layer and those of ``num_denoising``,
+            averaged over all processes and at least 1.
+    """
+
+    index: Tensor
+    num_positive: Tensor
 
 
 def assigned_instances(
     costs: Mapping[str, PairCosts], truth: Mapping[str, PaddedInstances]
-) -> dict[str, Tensor]:
-    """Return the instance that each prediction has to learn, [L, B, Q] by task, N for none.
+) -> dict[str, Assignment]:
+    """Return what the predictions of each task have to learn.
 
-    The host solves the assignments. This is the only point where training waits for the device.
+    The host solves the assignments. This is the only point where training waits for the device, and for other
+    processes until all gradients are there.
 
     Args:
         costs: what ``pair_costs`` returned, by task. truth: the ground truth of these tasks.
     """
-    costs_on_host = on_host({name: pairs.costs for name, pairs in costs.items()})
-    return {
-        name: to_device(solve_padded(cost.numpy(), truth[name].counts), costs[name].costs.device)
-        for name, cost in costs_on_host.items()
-    }
+    indices, counts = {}, []
+    for name, cost in on_host({name: pairs.costs for name, pairs in costs.items()}).items():
+        index = solve_padded(cost.numpy(), truth[name].counts)
+        device, queries = costs[name].costs.device, costs[name].num_denoising
+        indices[name] = to_device(index, device)
+        matched = to_device((index < cost.shape[-2]).sum((1, 2)), device, torch.float32)
+        counts.append(matched if queries is None else torch.cat([matched, queries]))
+    means = mean_count(torch.cat(counts), device).split([len(count) for count in counts])
+    return {name: Assignment(index, mean) for (name, index), mean in zip(indices.items(), means, strict=True)}
 
 
 class BaseTargetWithDenoising(ABC):

@@ -90,7 +90,7 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
         box_cost = self._weighted_distance(
             box_pred.float().unsqueeze(-2), truth.values.unsqueeze(1), truth.weights.unsqueeze(1)
         )
-        return PairCosts(for_solver(self.cls_cost.of_labels(cls_pred, truth.labels) + box_cost), None)
+        return PairCosts(for_solver(self.cls_cost.of_labels(cls_pred, truth.labels) + box_cost))
 
     def _instance_weights(self, labels: Tensor, boxes: Tensor) -> Tensor:
         """Return [N, D]: 0 where a number is NaN, else 1 or what the class asks for."""

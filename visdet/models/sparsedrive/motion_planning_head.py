@@ -10,7 +10,6 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import in_full_precision
-from ..mean_count import mean_count
 from .anchor_files import ModuleWithAnchors
 from .box3d import COS_YAW, SIN_YAW, VX, VY
 from .frame_clock import FrameClock
@@ -253,7 +252,8 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         motion_model_outs: dict[str, Any],
         planning_model_outs: dict[str, Any],
         data: dict[str, Any],
-        futures: tuple[Tensor, Tensor, Tensor],
+        futures: tuple[Tensor, Tensor],
+        num_matched: Tensor,
     ) -> dict[str, Tensor]:
         """Return ``motion_loss_{cls,reg}_i`` and ``planning_loss_{cls,reg,status}_i`` of each refinement i.
 
@@ -263,28 +263,30 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             motion_model_outs, planning_model_outs: what ``forward`` returned.
             data: ``gt_ego_fut_trajs``, ``gt_ego_fut_masks``, ``gt_ego_fut_cmd`` and ``ego_status`` of the batch.
             futures: of the matched instances, see ``MotionTarget.futures``.
+            num_matched: number of matched instances, averaged over all processes and at least 1; a scalar.
         """
         device_type = motion_model_outs["prediction"][0].device.type
         with torch.autocast(device_type, enabled=False):
-            losses = self._motion_loss(motion_model_outs, futures)
+            losses = self._motion_loss(motion_model_outs, futures, num_matched)
             return losses | self._planning_loss(planning_model_outs, data)
 
-    def _motion_loss(self, outs: dict[str, Any], futures: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+    def _motion_loss(
+        self, outs: dict[str, Any], futures: tuple[Tensor, Tensor], num_matched: Tensor
+    ) -> dict[str, Tensor]:
         losses = {}
-        target, weight, num_pos = futures
-        num_pos = mean_count(num_pos, num_pos.device).squeeze()
+        target, weight = futures
         for i, (cls, reg) in enumerate(zip(outs["classification"], outs["prediction"], strict=True)):
             mode, best = best_modes(reg.float(), target, weight)
             counts = weight.any(-1)
             cls, mode, counts = (x.flatten(end_dim=1) for x in (cls.float(), mode, counts.float()))
             losses[f"motion_loss_cls_{i}"] = self.motion_loss_cls(
-                cls, mode, weight=counts, avg_factor=num_pos
+                cls, mode, weight=counts, avg_factor=num_matched
             )
             losses[f"motion_loss_reg_{i}"] = self.motion_loss_reg(
                 best.flatten(end_dim=1).cumsum(-2),
                 target.flatten(end_dim=1).cumsum(-2),
                 weight=weight.flatten(end_dim=1).unsqueeze(-1),
-                avg_factor=num_pos,
+                avg_factor=num_matched,
             )
         return losses
 

@@ -52,23 +52,21 @@ class MotionTarget:
         index = torch.full(reg_pred.shape[:2], targets.shape[1], dtype=torch.int64, device=device)
         for of_sample, (instances, boxes) in zip(index, matches, strict=True):
             of_sample[instances] = boxes
-        reg_target, reg_weight, count = self.futures(targets.to(reg_pred), masks.to(reg_pred), index)
+        reg_target, reg_weight = self.futures(targets.to(reg_pred), masks.to(reg_pred), index)
         mode, best = best_modes(reg_pred, reg_target, reg_weight)
+        count = (index < targets.shape[1]).sum().to(reg_pred.dtype).view(1)
         return mode, reg_weight.any(-1), best, reg_target, reg_weight, count
 
     @staticmethod
-    def futures(targets: Tensor, masks: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return target steps [B, N, T, 2], their weights [B, N, T] and the number of matched instances [1].
-
-        All work runs on the device.
+    def futures(targets: Tensor, masks: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return target steps [B, N, T, 2] and their weights [B, N, T]. All work runs on the device.
 
         Args:
             targets: [B, n, T, 2] steps of the boxes in metres. masks: [B, n, T], 0 for unknown.
             index: [B, N], the box of each instance, n for none.
         """
         steps = rows_or_zeros(targets.flatten(2), index).unflatten(-1, targets.shape[2:])
-        count = (index < targets.shape[1]).sum().to(targets.dtype)
-        return steps, rows_or_zeros(masks, index), count.view(1)
+        return steps, rows_or_zeros(masks, index)
 
 
 @TASK_UTILS.register_module()

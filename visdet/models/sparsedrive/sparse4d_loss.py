@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mean_count import mean_count
 from ..transfer import constants_on
-from .base_target import InstanceTargets, PairCosts
+from .base_target import Assignment, InstanceTargets, PairCosts
 from .padded_instances import PaddedInstances
 
 __all__ = ["Sparse4DLoss"]
@@ -16,9 +15,9 @@ __all__ = ["Sparse4DLoss"]
 class Sparse4DLoss:
     """The loss of ``Sparse4DHead``: classes and boxes (or lines) of matched instances, and of denoising queries.
 
-    ``pair_costs`` and ``losses`` are device work alone. Between them the host solves the assignments of all layers,
-    ``solve_padded``. All counts are averaged over the processes at once, in every process alike whatever its ground
-    truth: no process waits for another that has nothing to add.
+    ``pair_costs`` and ``losses`` are device work of one process alone. Between them, ``assigned_instances`` solves the
+    assignments and averages the counts over the processes, in every process alike whatever its ground truth: no process
+    waits for another that has nothing to add.
     """
 
     # Of the head.
@@ -59,40 +58,31 @@ class Sparse4DLoss:
         """Return what it costs to assign ``truth`` to the predictions of all decoder layers, or of the last one."""
         with torch.autocast(truth.labels.device.type, enabled=False):
             cls, reg = _stacked(model_outs, slice(-1, None) if only_last else slice(None))
-            return self.sampler.pair_costs(cls.detach(), reg[..., : len(self.reg_weights)].detach(), truth)
+            pairs = self.sampler.pair_costs(cls.detach(), reg[..., : len(self.reg_weights)].detach(), truth)
+            valid = [is_valid.sum().float() for _, _, is_valid in self._denoising_targets(model_outs, cls)]
+            return pairs._replace(num_denoising=torch.stack(valid)) if valid else pairs
 
     def losses(
-        self, model_outs: dict[str, Any], truth: PaddedInstances, pairs: PairCosts, index: Tensor
+        self, model_outs: dict[str, Any], truth: PaddedInstances, pairs: PairCosts, assigned: Assignment
     ) -> dict[str, Tensor]:
-        """Return what ``loss`` does; device work alone.
+        """Return ``{prefix}_loss_cls_{i}`` and what ``loss_reg`` names, of each decoder layer i; device work alone.
 
         Args:
             model_outs: what ``forward`` returned. truth: what ``ground_truth`` returned.
-            pairs: what ``pair_costs`` returned. index: the result of ``solve_padded`` for these costs.
-        """
-        num_classes = model_outs["classification"][0].shape[-1]
-        return self.loss(model_outs, self.sampler.targets_of(index, truth, pairs.ordering, num_classes))
-
-    def loss(self, model_outs: dict[str, Any], targets: InstanceTargets) -> dict[str, Tensor]:
-        """Return ``{prefix}_loss_cls_{i}`` and what ``loss_reg`` names, of each decoder layer i.
-
-        Args:
-            model_outs: what ``forward`` returned. targets: what ``get_targets`` returned for all layers.
+            pairs: what ``pair_costs`` returned for all layers. assigned: what ``assigned_instances`` made of them.
         """
         device_type = model_outs["prediction"][0].device.type
         with torch.autocast(device_type, enabled=False):
             cls, reg = _stacked(model_outs)
             reg = reg[..., : len(self.reg_weights)]
-            cls_target, reg_target, reg_weight, _ = targets
+            cls_target, reg_target, reg_weight, _ = self.sampler.targets_of(
+                assigned.index, truth, pairs.ordering, cls.shape[-1]
+            )
             # Constants go to the device once, and without waiting for it.
             reg_scale = constants_on(reg.device, tuple(self.reg_weights), reg.dtype)
             reg_weight = reg_weight * reg_scale
-            is_matched = (cls_target >= 0) & (cls_target < cls.shape[-1])
-            queries = self._denoising_targets(model_outs, cls)
-            counts = [is_matched.sum(dim=(1, 2)).float()]
-            counts += [valid.sum().float().view(1) for _, _, valid in queries]
-            num_positive = mean_count(torch.cat(counts), cls.device)
-
+            is_matched = cls_target < cls.shape[-1]
+            num_positive = assigned.num_positive
             losses: dict[str, Tensor] = {}
             for layer, qt in enumerate(model_outs["quality"]):
                 losses |= self._layer_loss(
@@ -103,6 +93,7 @@ class Sparse4DLoss:
                     (cls_target[layer], reg_target[layer], reg_weight[layer], is_matched[layer]),
                     num_positive[layer],
                 )
+            queries = self._denoising_targets(model_outs, cls)
             if queries:
                 losses |= self._denoising_loss(model_outs, cls, queries, num_positive[len(cls) :], reg_scale)
             return losses

@@ -14,7 +14,7 @@ from visdet.structures import DrivingDataSample
 from visdet.structures.tensor_tree import map_tensors
 
 from ..base_detector import BaseDetector
-from .base_target import PairCosts, assigned_instances
+from .base_target import Assignment, PairCosts, assigned_instances
 from .frame_clock import FrameClock, with_clock
 from .grid_mask import GridMask
 from .sample_batch import DrivingBatch, batch_of
@@ -211,8 +211,8 @@ class SparseDrive(BaseDetector):
 
     def assign(
         self, costs_and_state: tuple[dict[str, PairCosts], Any], batch: DrivingBatch
-    ) -> dict[str, Tensor]:
-        """Return the instance that each prediction has to learn, and keep the state for the next frame; host work.
+    ) -> dict[str, Assignment]:
+        """Return what each prediction has to learn, and keep the state for the next frame; host work.
 
         The tensors given may be overwritten by the next batch, so that the state is copied.
         """
@@ -228,7 +228,7 @@ class SparseDrive(BaseDetector):
         self,
         predictions: tuple[Any, Any, dict[str, PairCosts]],
         batch: DrivingBatch,
-        assigned: dict[str, Tensor],
+        assigned: dict[str, Assignment],
     ) -> dict[str, Tensor]:
         """Return the losses by name; device work alone."""
         outs, depths, costs = predictions
@@ -278,7 +278,7 @@ class SparseDrive(BaseDetector):
         return self.head.pair_costs(outs, truth)
 
     def _head_losses(
-        self, outs: Any, batch: DrivingBatch, costs: dict[str, PairCosts], assigned: dict[str, Tensor]
+        self, outs: Any, batch: DrivingBatch, costs: dict[str, PairCosts], assigned: dict[str, Assignment]
     ) -> dict[str, Tensor]:
         return self.head.losses(outs, batch.metas, batch.truth, costs, assigned)
 
@@ -300,7 +300,7 @@ class Sparse4D(SparseDrive):
         return {"det": self.head.pair_costs(outs, truth["det"])}
 
     def _head_losses(
-        self, outs: Any, batch: DrivingBatch, costs: dict[str, PairCosts], assigned: dict[str, Tensor]
+        self, outs: Any, batch: DrivingBatch, costs: dict[str, PairCosts], assigned: dict[str, Assignment]
     ) -> dict[str, Tensor]:
         return self.head.losses(outs, batch.truth["det"], costs["det"], assigned["det"])
 

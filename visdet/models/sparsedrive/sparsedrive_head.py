@@ -10,7 +10,7 @@ from torch import Tensor
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
-from .base_target import PairCosts, assigned_instances
+from .base_target import Assignment, PairCosts, assigned_instances
 from .denoising import DenoisingQueries
 from .frame_clock import FrameClock
 from .padded_instances import padded_rows
@@ -200,7 +200,7 @@ class SparseDriveHead(BaseModule):
         data: dict[str, Any],
         truth: dict[str, Any],
         costs: dict[str, PairCosts],
-        assigned: dict[str, Tensor],
+        assigned: dict[str, Assignment],
     ) -> dict[str, Tensor]:
         """Return the losses of all tasks by name; device work alone.
 
@@ -217,8 +217,11 @@ class SparseDriveHead(BaseModule):
         if (
             self.with_motion_plan
         ):  # It learns from the boxes of the instances that the last layer has matched.
-            futures = self.motion_plan_head.motion_sampler.futures(*truth["motion"], assigned["det"][-1])
-            losses |= self.motion_plan_head.loss(motion_output, planning_output, data, futures)
+            futures = self.motion_plan_head.motion_sampler.futures(
+                *truth["motion"], assigned["det"].index[-1]
+            )
+            num_matched = assigned["det"].num_positive[len(assigned["det"].index) - 1]
+            losses |= self.motion_plan_head.loss(motion_output, planning_output, data, futures, num_matched)
         return losses
 
     def post_process(
