@@ -109,6 +109,16 @@ def test_what_cannot_be_captured_runs_eagerly_and_is_counted(monkeypatch):
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.cuda
+def test_an_autograd_graph_that_is_kept_does_not_prevent_a_capture():
+    model = model_with_dropout("base")
+    kept = sum(model(**batches()[0], mode="loss").values())
+    graphs = GraphedLoss(model)
+    train(model, OptimWrapper, graphs)
+    assert graphs.counts == {"of a new shape": 2, "replayed": STEPS - 2}, graphs.report()
+    kept.backward()
+
+
 def test_without_a_gpu_steps_are_eager_and_counted():
     model = build("base").train()
     images, samples = batch()

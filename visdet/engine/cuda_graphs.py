@@ -9,7 +9,9 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
+from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from visdet.structures.kept_tables import tables_read
 from visdet.structures.tensor_tree import layout_of, map_tensors, tensors_of
@@ -19,22 +21,32 @@ __all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
 _LEARNS = attrgetter("requires_grad")
 
 
-def graphs_for(
-    config: Mapping[str, Any], model: nn.Module, num_processes: int, logger: logging.Logger
-) -> "list[GraphedMethod]":
+def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logger) -> "list[GraphedMethod]":
     """Return what replays the steps of a model if its run's config says ``graph=True``; nothing where it cannot.
 
-    Several processes train eagerly: the hooks that send gradients from process to process are not captured.
+    In a run of several processes each replays graphs of its own. They exchange gradients outside the graphs, as
+    ``DistributedDataParallel`` does. Another wrapper of models, and ``SyncBatchNorm``, make training eager.
+
+    Args:
+        config: the config of the run. model: the model or its wrapper. logger: is told what cannot be replayed.
     """
     if not config.get("graph", False):
         return []
     if not torch.cuda.is_available():
         logger.warning("graph: CUDA graphs need a GPU; everything is eager")
         return []
-    if num_processes > 1:
-        logger.warning("graph: CUDA graphs of training need a run of one process; training is eager")
-        return [GraphedPrediction(model, say=logger.info)]
-    return [GraphedLoss(model, say=logger.info), GraphedPrediction(model, say=logger.info)]
+    obstacle = ""
+    if is_model_wrapper(model):
+        if not isinstance(model, DistributedDataParallel):
+            obstacle = f"parameters may not be split over processes, as {type(model).__name__} does"
+        elif any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
+            obstacle = "SyncBatchNorm exchanges statistics within the forward pass"
+    module = model.module if is_model_wrapper(model) else model
+    prediction = GraphedPrediction(module, say=logger.info)
+    if obstacle:
+        logger.warning(f"graph: {obstacle}; training is eager")
+        return [prediction]
+    return [GraphedLoss(module, say=logger.info), prediction]
 
 
 class GraphedMethod(ABC):
@@ -59,7 +71,7 @@ class GraphedMethod(ABC):
         self.max_shapes = self.default_max_shapes if max_shapes is None else max_shapes
         self._say = say
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
-        self._seen: set[Hashable] = set()
+        self._examples: dict[Hashable, Any] = {}  # of the shapes that have run eagerly
         self._has_failed = False
         self._memory: _SharedMemory | None = None
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
@@ -98,11 +110,11 @@ class GraphedMethod(ABC):
         """Return what the model's method does, by ``_compute``."""
 
     @abstractmethod
-    def _compute_eagerly(self, batch: Any) -> Any:
-        """Return what the graphs compute."""
+    def _compute_eagerly(self, batch: Any) -> tuple[Any, Any]:
+        """Return what the graphs compute, and what ``_new_step`` must know of it."""
 
     @abstractmethod
-    def _new_step(self, batch: Any, memory: "_SharedMemory") -> Any:
+    def _new_step(self, batch: Any, example: Any, memory: "_SharedMemory") -> Any:
         """Return what captures a shape and replays it: a step with ``capture`` and a call."""
 
     def _compute(self, batch: Any) -> Any:
@@ -112,11 +124,11 @@ class GraphedMethod(ABC):
             self._graphs.move_to_end(key)
             self.counts["replayed"] += 1
             return self._graphs[key](batch)
-        if key in self._seen and not self._has_failed:
+        if key in self._examples and not self._has_failed:
             return self._first_replay(key, batch)
         self.counts["after a failed capture" if self._has_failed else "of a new shape"] += 1
-        self._seen.add(key)
-        return self._compute_eagerly(batch)
+        result, self._examples[key] = self._compute_eagerly(batch)
+        return result
 
     def _first_replay(self, key: Hashable, batch: Any) -> Any:
         """Return what a batch gives, by graphs that are captured first where that is possible."""
@@ -125,7 +137,7 @@ class GraphedMethod(ABC):
         if self._memory is None:
             self._memory = _SharedMemory()
         shape = " x ".join(str(size) for size in batch.images.shape)
-        step = self._new_step(batch, self._memory)
+        step = self._new_step(batch, self._examples[key], self._memory)
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         random_state = generator.clone_state()
         try:
@@ -138,7 +150,7 @@ class GraphedMethod(ABC):
             self._say(
                 f"graphs of {self.method}: a batch of {shape} cannot be captured; all run eagerly: {error}"
             )
-            return self._compute_eagerly(batch)
+            return self._compute_eagerly(batch)[0]
         self._graphs[key] = step
         self.counts["replayed"] += 1
         self._say(f"{self.report()}; captured batches of {shape}")
@@ -158,6 +170,7 @@ class GraphedLoss(GraphedMethod):
 
     A step of a detector with stages is the graph of ``predictions_and_costs``, one copy of the costs to the host,
     ``assign`` there, the graph of ``losses``, and in ``backward`` the graph of all gradients (see ``DeformableDETR``).
+    ``assign`` is called once in each step and may exchange numbers with other processes. The graphs may not.
     Everything else sees ordinary tensors: the losses are nodes of the autograd graph whose gradients are those of the
     parameters. So gradient accumulation, loss scaling, clipping and the optimizer are what they are without graphs.
     Random numbers, among them those of dropout, are those of eager steps.
@@ -173,12 +186,13 @@ class GraphedLoss(GraphedMethod):
     def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
         return self._compute(self.model.training_batch(inputs, data_samples))
 
-    def _compute_eagerly(self, batch: Any) -> dict[str, Tensor]:
+    def _compute_eagerly(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
         predictions, costs = self.model.predictions_and_costs(batch)
-        return self.model.losses(predictions, batch, self.model.assign(costs, batch))
+        assignment = self.model.assign(costs, batch)
+        return self.model.losses(predictions, batch, assignment), map_tensors(_shape_alone, assignment)
 
-    def _new_step(self, batch: Any, memory: "_SharedMemory") -> "_GraphedStep":
-        return _GraphedStep(self.model, batch, memory)
+    def _new_step(self, batch: Any, example: Any, memory: "_SharedMemory") -> "_GraphedStep":
+        return _GraphedStep(self.model, batch, example, memory)
 
 
 class GraphedPrediction(GraphedMethod):
@@ -200,10 +214,10 @@ class GraphedPrediction(GraphedMethod):
         detections = self._compute(self.model.prediction_batch(inputs, data_samples))
         return self.model.with_detections(detections, data_samples)
 
-    def _compute_eagerly(self, batch: Any) -> Any:
-        return self.model.detections(batch)
+    def _compute_eagerly(self, batch: Any) -> tuple[Any, Any]:
+        return self.model.detections(batch), None
 
-    def _new_step(self, batch: Any, memory: "_SharedMemory") -> "_GraphedDetections":
+    def _new_step(self, batch: Any, example: Any, memory: "_SharedMemory") -> "_GraphedDetections":
         return _GraphedDetections(self.model, batch, memory)
 
 
@@ -235,26 +249,43 @@ class _SharedMemory:
 class _GraphedStep:
     """The three graphs of one shape, and the tensors that they read and write.
 
-    The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans and the
-    assignment is known. ``capture`` makes the graphs.
+    The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans.
+    ``capture`` makes the graphs.
+
+    The graphs are those of other leaves at the same places in memory. The parameters' own nodes may be held by an
+    autograd graph of an earlier step, or by ``DistributedDataParallel``. Then they belong to the stream of that step,
+    which a capture may not touch.
     """
 
-    def __init__(self, model: Any, batch: Any, memory: _SharedMemory) -> None:
+    def __init__(self, model: Any, batch: Any, example: Any, memory: _SharedMemory) -> None:
         self.model = model
         self.memory = memory
         self.batch = map_tensors(Tensor.clone, batch)
-        with _captures_on(memory.stream), _casts_of_its_own(), _nothing_changes(model):
-            predictions, costs = model.predictions_and_costs(self.batch)
-            self.assignment = model.assign(costs, batch)
+        self.assignment = map_tensors(
+            lambda shape: torch.ones_like(shape, device=memory.stream.device), example
+        )
+        self.leaves = {
+            name: parameter.detach().requires_grad_(parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+        }
+        learning = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
+
+        def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
+            predictions, _ = model.predictions_and_costs(self.batch)
             losses = model.losses(predictions, self.batch, self.assignment)
-            self.names = list(losses)
-            learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            values = torch.stack(list(losses.values()))
-            gradients = torch.autograd.grad(values.sum(), learning, allow_unused=True)
-        is_used = {parameter: grad is not None for parameter, grad in zip(learning, gradients, strict=True)}
-        self.parameters = [parameter for parameter in learning if is_used[parameter]]
+            total = torch.stack(list(losses.values())).sum()
+            return losses, torch.autograd.grad(total, learning, allow_unused=True)
+
+        with _captures_on(memory.stream), _casts_of_its_own(), _nothing_changes(model):
+            losses, gradients = _with_leaves(model, self.leaves, run)
+        self.names = list(losses)
+        self.used_leaves = [leaf for leaf, grad in zip(learning, gradients, strict=True) if grad is not None]
+        used = set(map(id, self.used_leaves))
+        self.parameters = [
+            parameter for name, parameter in model.named_parameters() if id(self.leaves[name]) in used
+        ]
         self.static_gradients = [memory.gradient_of(parameter) for parameter in self.parameters]
-        self.grad_of_losses = torch.empty_like(values)
+        self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
 
     def capture(self) -> None:
         """Record the three graphs.
@@ -263,20 +294,22 @@ class _GraphedStep:
             RuntimeError: something in them cannot be captured.
         """
         self.graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+        with _captures_on(self.memory.stream), _casts_of_its_own(), tables_read() as self.tables:
+            _with_leaves(self.model, self.leaves, self._capture)
+
+    def _capture(self) -> None:
         forward, losses, backward = (
             torch.cuda.graph(graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local")
             for graph in self.graphs
         )
-        with _captures_on(self.memory.stream), _casts_of_its_own(), tables_read() as self.tables:
-            with forward:
-                predictions, self.costs = self.model.predictions_and_costs(self.batch)
-            with losses:
-                values = torch.stack(
-                    list(self.model.losses(predictions, self.batch, self.assignment).values())
-                )
-            with backward:
-                gradients = torch.autograd.grad(values, self.parameters, self.grad_of_losses)
-                torch._foreach_copy_(self.static_gradients, gradients)
+        with forward:
+            predictions, self.costs = self.model.predictions_and_costs(self.batch)
+        with losses:
+            by_name = self.model.losses(predictions, self.batch, self.assignment)
+            values = torch.stack(list(by_name.values()))
+        with backward:
+            gradients = torch.autograd.grad(values, self.used_leaves, self.grad_of_losses)
+            torch._foreach_copy_(self.static_gradients, gradients)
         self.values = values.detach()
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
@@ -375,6 +408,27 @@ def _nothing_changes(model: nn.Module) -> Iterator[None]:
         torch.cuda.set_rng_state(random_state)
         for buffer, value in buffers:
             buffer.copy_(value)
+
+
+class _Call(nn.Module):
+    """A model whose call is that of any function."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+def _with_leaves(model: nn.Module, leaves: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
+    """Return what a function returns while other tensors stand in the place of the model's parameters."""
+    in_model = {f"model.{name}": leaf for name, leaf in leaves.items()}
+    return torch.func.functional_call(_Call(model), in_model, (function,))
+
+
+def _shape_alone(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def _copy(into: Any, values: Any) -> None:

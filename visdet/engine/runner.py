@@ -207,8 +207,7 @@ class DetRunner(Runner):
     @functools.cached_property
     def graphs(self) -> list[GraphedMethod]:
         """The objects that replay steps of the model as CUDA graphs. The list is empty if graphs are not used."""
-        model = self.model.module if is_model_wrapper(self.model) else self.model
-        return graphs_for(self.cfg, model, self.world_size, self.logger)
+        return graphs_for(self.cfg, self.model, self.logger)
 
     @contextmanager
     def graphs_installed(self) -> Iterator[None]:
