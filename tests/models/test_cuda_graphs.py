@@ -11,7 +11,7 @@ from test_deformable_detr import BATCH, batch, build, config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
-from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction, _leaves_in_place_of, _with_leaves
 from visdet.structures import DetDataSample
 from visdet.structures.kept_tables import keeps_tables, tables_read
 from visdet.structures.tensor_tree import map_tensors
@@ -117,6 +117,26 @@ def test_an_autograd_graph_that_is_kept_does_not_prevent_a_capture():
     train(model, OptimWrapper, graphs)
     assert graphs.counts == {"of a new shape": 2, "replayed": STEPS - 2}, graphs.report()
     kept.backward()
+
+
+def test_gradients_go_to_leaves_that_stand_for_parameters_and_the_parameters_come_back():
+    shared = torch.nn.Linear(2, 2)
+    tied = torch.nn.Linear(2, 2)
+    tied.weight = shared.weight
+    model = torch.nn.Sequential(torch.nn.ModuleList([shared, shared]), tied, torch.nn.Linear(2, 2))
+    parameters = list(model.parameters())
+    leaves = _leaves_in_place_of(model)
+
+    def run():
+        assert model[0][1].weight is tied.weight is leaves[parameters[0]]
+        return model[2](tied(shared(torch.ones(1, 2)))).sum().backward()
+
+    _with_leaves(model, leaves, run)
+    assert all(leaf.grad is not None for leaf in leaves.values())
+    assert all(parameter.grad is None for parameter in parameters)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert tied.weight is shared.weight is parameters[0]
+    assert all(leaf.data_ptr() == parameter.data_ptr() for parameter, leaf in leaves.items())
 
 
 def test_without_a_gpu_steps_are_eager_and_counted():

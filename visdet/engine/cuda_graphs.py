@@ -264,10 +264,7 @@ class _GraphedStep:
         self.assignment = map_tensors(
             lambda shape: torch.ones_like(shape, device=memory.stream.device), example
         )
-        self.leaves = {
-            name: parameter.detach().requires_grad_(parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-        }
+        self.leaves = _leaves_in_place_of(model)
         learning = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
 
         def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
@@ -281,9 +278,7 @@ class _GraphedStep:
         self.names = list(losses)
         self.used_leaves = [leaf for leaf, grad in zip(learning, gradients, strict=True) if grad is not None]
         used = set(map(id, self.used_leaves))
-        self.parameters = [
-            parameter for name, parameter in model.named_parameters() if id(self.leaves[name]) in used
-        ]
+        self.parameters = [parameter for parameter, leaf in self.leaves.items() if id(leaf) in used]
         self.static_gradients = [memory.gradient_of(parameter) for parameter in self.parameters]
         self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
 
@@ -411,7 +406,7 @@ def _nothing_changes(model: nn.Module) -> Iterator[None]:
 
 
 class _Call(nn.Module):
-    """A model whose call is that of any function."""
+    """A module whose call is that of any function."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -421,10 +416,24 @@ class _Call(nn.Module):
         return function()
 
 
-def _with_leaves(model: nn.Module, leaves: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
-    """Return what a function returns while other tensors stand in the place of the model's parameters."""
-    in_model = {f"model.{name}": leaf for name, leaf in leaves.items()}
-    return torch.func.functional_call(_Call(model), in_model, (function,))
+def _leaves_in_place_of(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Return new leaves at the places in memory of the parameters."""
+    return {
+        parameter: parameter.detach().requires_grad_(parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+
+
+def _with_leaves(model: nn.Module, leaves: Mapping[nn.Parameter, Tensor], function: Callable[[], Any]) -> Any:
+    """Return what a function returns while the leaves stand in the place of the model's parameters."""
+    # Each attribute of a module is named once. Under a second name of a shared module, the leaf would pass for what has
+    # to be put back, so that ``functional_call`` must not look for further names either.
+    attributes = {
+        f"{prefix}.{name}": leaves[parameter]
+        for prefix, module in _Call(model).named_modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+    return torch.func.functional_call(_Call(model), attributes, (function,), tie_weights=False)
 
 
 def _shape_alone(tensor: Tensor) -> Tensor:
