@@ -14,6 +14,7 @@ from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
 from ..base_detector import BaseDetector, image_sizes
+from ..layers.normalization import LayerNorm
 from ..layers.positional_encoding import SinePositionalEncoding
 from ..layers.precision import in_full_precision
 from ..matching.padded_targets import PaddedTargets
@@ -161,9 +162,9 @@ class DeformableDETR(BaseDetector):
         self.level_embed = nn.Parameter(torch.randn(num_feature_levels, self.embed_dims))
         if as_two_stage:
             self.memory_trans_fc = nn.Linear(self.embed_dims, self.embed_dims)
-            self.memory_trans_norm = nn.LayerNorm(self.embed_dims)
+            self.memory_trans_norm = LayerNorm(self.embed_dims)
             self.pos_trans_fc = nn.Linear(self.embed_dims * 2, self.embed_dims * 2)
-            self.pos_trans_norm = nn.LayerNorm(self.embed_dims * 2)
+            self.pos_trans_norm = LayerNorm(self.embed_dims * 2)
         else:
             self.query_embedding = nn.Embedding(num_queries, self.embed_dims * 2)  # query_pos, then query
             self.reference_points_fc = nn.Linear(self.embed_dims, 2)

@@ -93,8 +93,9 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
             reference_points=reference_points,
             spatial_shapes=pyramid.level_shapes,
             level_start_index=pyramid.level_starts,
+            norm=self.norms[0],
         )
-        return self.norms[1](self.ffn(self.norms[0](query)))
+        return self.ffn(query, norm=self.norms[1])
 
 
 class DeformableDetrTransformerEncoder(BaseModule):
@@ -187,8 +188,7 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
             pyramid: the pyramid of the memory.
             self_attn_mask: [Q, Q] bool, True where a query must not attend to another.
         """
-        query = self.self_attn(query, query_pos=query_pos, attn_mask=self_attn_mask)
-        query = self.norms[0](query)
+        query = self.self_attn(query, query_pos=query_pos, attn_mask=self_attn_mask, norm=self.norms[0])
         query = self.cross_attn(
             query,
             value=memory,
@@ -197,9 +197,9 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
             reference_points=reference_points,
             spatial_shapes=pyramid.level_shapes,
             level_start_index=pyramid.level_starts,
+            norm=self.norms[1],
         )
-        query = self.norms[1](query)
-        return self.norms[2](self.ffn(query))
+        return self.ffn(query, norm=self.norms[2])
 
 
 class DeformableDetrTransformerDecoder(BaseModule):

@@ -6,15 +6,28 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
+from visdet.ops.dropout_add_layer_norm import relu_dropout
 from visdet.registry import MODELS
 
 from .activation import build_activation_layer
 from .dropout import build_dropout
+from .residual import add_and_norm, drops, is_plain
 from .root_registration import register_in_root
 
 __all__ = ["FFN", "feed_forward_layers"]
 
 _RELU = {"type": "ReLU"}
+
+
+class HiddenLayer(nn.Sequential):
+    """A linear layer, its activation and dropout, of which ReLU and dropout run in one kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``dropout(activation(linear(x)))``."""
+        linear, activation, dropout = self
+        if is_plain(activation, nn.ReLU) and is_plain(dropout, nn.Dropout) and drops(dropout):
+            return relu_dropout(linear(x), dropout.p)
+        return super().forward(x)
 
 
 def feed_forward_layers(
@@ -42,7 +55,7 @@ def feed_forward_layers(
         raise InvalidInputError(f"num_fcs must be at least 2, got {num_fcs}")
     widths = [in_channels] + [hidden_channels] * (num_fcs - 1)
     hidden = [
-        nn.Sequential(
+        HiddenLayer(
             nn.Linear(width, hidden_channels),
             # The output of a linear layer is a view. If it were overwritten, autograd would copy the gradient.
             build_activation_layer(act_cfg, inplace=False),
@@ -92,9 +105,17 @@ class FFN(BaseModule):
         self.dropout_layer = build_dropout(dropout_layer)
         self.add_identity = add_identity
 
-    def forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
-        """Return [..., embed_dims] from x [..., embed_dims]; ``identity`` replaces x in the sum."""
-        out = self.dropout_layer(self.layers(x))
-        if not self.add_identity:
-            return out
-        return out + (x if identity is None else identity)
+    def forward(self, x: Tensor, identity: Tensor | None = None, norm: nn.Module | None = None) -> Tensor:
+        """Return [..., embed_dims] from x [..., embed_dims].
+
+        Args:
+            x: the input. identity: replaces x in the sum. norm: a normalisation of the result, None for none.
+        """
+        out = x
+        *linear_layers, dropout = self.layers
+        for layer in linear_layers:
+            out = layer(out)
+        if self.add_identity:
+            return add_and_norm(norm, out, x if identity is None else identity, dropout, self.dropout_layer)
+        out = self.dropout_layer(dropout(out))
+        return out if norm is None else norm(out)

@@ -15,6 +15,7 @@ from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 from visdet.registry import MODELS
 
 from .precision import as_autocast_input
+from .residual import add_and_norm, drops, is_plain
 from .root_registration import register_in_root
 
 __all__ = ["MultiScaleDeformableAttention"]
@@ -120,6 +121,7 @@ class MultiScaleDeformableAttention(BaseModule):
         reference_points: Tensor | None = None,
         spatial_shapes: Tensor | None = None,
         level_start_index: Tensor | None = None,
+        norm: nn.Module | None = None,
     ) -> Tensor:
         """Return the attended queries plus ``identity``, shaped like ``query``.
 
@@ -135,6 +137,7 @@ class MultiScaleDeformableAttention(BaseModule):
             spatial_shapes: [L, 2] int64 (height, width), on the CPU or the device of ``query``.
             level_start_index: [L] int64, the first row of each level in ``value``. By default, the levels follow each
                 other without gaps.
+            norm: a normalisation of the result, None for none.
 
         Raises:
             ValueError: the reference points or the spatial shapes are missing, or the reference points or the mask
@@ -153,7 +156,7 @@ class MultiScaleDeformableAttention(BaseModule):
         identity = query if identity is None else identity
         if query_pos is not None:
             query = query + query_pos
-        summed = identity if identity.shape == query.shape and not self._drops() else None
+        summed = identity if identity.shape == query.shape and not drops(self.dropout) else None
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
             summed = None if summed is None else summed.transpose(0, 1)
@@ -186,11 +189,9 @@ class MultiScaleDeformableAttention(BaseModule):
             out = self.output_proj(out)
         if not self.batch_first:
             out = out.transpose(0, 1)
-        return self.dropout(out) + identity if summed is None else out
-
-    def _drops(self) -> bool:
-        """Return whether the dropout layer has to be called."""
-        return not _is_plain(self.dropout, nn.Dropout) or (self.dropout.training and self.dropout.p > 0)
+        if summed is None:
+            return add_and_norm(norm, out, identity, self.dropout)
+        return out if norm is None else norm(out)
 
     def _attend_as_one(
         self,
@@ -226,21 +227,9 @@ class MultiScaleDeformableAttention(BaseModule):
         )
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether calling a layer does exactly what its class does. Global hooks of all modules are not checked.
-
-    torch has no public way to ask a module for its hooks, or whether its ``forward`` has been replaced.
-    """
-    own = vars(layer)
-    return type(layer) is kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
-
-
 def _plain_parameters(*layers: nn.Module) -> list[Tensor] | None:
     """Return the weight and the bias of each layer, or None if calling a layer does more than ``F.linear``."""
-    if _has_any_global_hook() or not all(_is_plain(layer, nn.Linear) for layer in layers):
+    if _has_any_global_hook() or not all(is_plain(layer, nn.Linear) for layer in layers):
         return None
     parameters = [getattr(layer, name) for layer in layers for name in ("weight", "bias")]
     return parameters if all(type(tensor) in (Tensor, nn.Parameter) for tensor in parameters) else None

@@ -13,6 +13,7 @@ from visdet.registry import MODELS
 
 from .dropout import build_dropout
 from .precision import as_autocast_input
+from .residual import add_and_norm
 from .root_registration import register_in_root
 
 __all__ = ["MultiheadAttention"]
@@ -80,8 +81,9 @@ class MultiheadAttention(BaseModule):
         key_pos: Tensor | None = None,
         attn_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
+        norm: nn.Module | None = None,
     ) -> Tensor:
-        """Return the attended queries plus ``identity``.
+        """Return the attended queries plus ``identity``, normalised by ``norm`` if that is given.
 
         Args:
             query: [B, Q, C]. Without ``batch_first``, the first two axes of this and of all tensors with channels are
@@ -105,7 +107,7 @@ class MultiheadAttention(BaseModule):
         else:
             key = as_autocast_input(key if key_pos is None else key + key_pos)
         out = self._attend(query, key, as_autocast_input(value), attn_mask, key_padding_mask)
-        return identity + self.dropout_layer(self.proj_drop(out))
+        return add_and_norm(norm, out, identity, self.proj_drop, self.dropout_layer)
 
     def _attend(
         self,

@@ -2,12 +2,25 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from visdet.errors import InvalidTypeError
+from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from visdet.registry import MODELS
 
-__all__ = ["build_norm_layer", "norm_abbreviation"]
+__all__ = ["LayerNorm", "build_norm_layer", "norm_abbreviation"]
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's layer normalisation, by one kernel for the sum before it, too."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None, p: float = 0.0) -> Tensor:
+        """Return the layer normalisation of ``residual + dropout(input, p)``; see ``dropout_add_layer_norm``."""
+        if self.weight is None or self.bias is None or len(self.normalized_shape) != 1:
+            dropped = nn.functional.dropout(input, p) if p > 0 else input
+            return super().forward(dropped if residual is None else residual + dropped)
+        return dropout_add_layer_norm(input, residual, self.weight, self.bias, p, self.eps)
+
 
 for _name, _layer in {
     "BN": nn.BatchNorm2d,
@@ -16,7 +29,7 @@ for _name, _layer in {
     "BN3d": nn.BatchNorm3d,
     "SyncBN": nn.SyncBatchNorm,
     "GN": nn.GroupNorm,
-    "LN": nn.LayerNorm,
+    "LN": LayerNorm,
     "IN": nn.InstanceNorm2d,
 }.items():
     MODELS.register_module(_name, module=_layer)

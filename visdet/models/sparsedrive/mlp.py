@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..layers.normalization import LayerNorm
+
 __all__ = ["Scale", "linear_relu_ln"]
 
 
@@ -25,7 +27,7 @@ def linear_relu_ln(
         for _ in range(in_loops):
             layers += [nn.Linear(width, embed_dims), nn.ReLU()]
             width = embed_dims
-        layers.append(nn.LayerNorm(embed_dims))
+        layers.append(LayerNorm(embed_dims))
     return layers
 
 

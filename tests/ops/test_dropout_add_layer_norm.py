@@ -1,0 +1,203 @@
+"""Layer normalisation of a residual sum, and ReLU, with dropout in the same kernel."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm, relu_dropout
+
+HALVES = [torch.float16, torch.bfloat16]
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+
+
+def rows(shape, dtype, residual_dtype, device):
+    """Return input, residual (None without a type), weight and bias, that require gradients."""
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator)
+
+    tensors = [draw(*shape).to(dtype), None, draw(shape[-1]) + 1, draw(shape[-1])]
+    if residual_dtype is not None:
+        tensors[1] = (3 * draw(*shape) + 1).to(residual_dtype)
+    return [None if x is None else x.to(device).requires_grad_() for x in tensors]
+
+
+def autocast(dtype):
+    return torch.autocast("cuda", dtype) if dtype in HALVES else contextlib.nullcontext()
+
+
+def with_gradients(function, tensors, grad_output):
+    leaves = [x for x in tensors if x is not None]
+    output = function(*tensors)
+    return output, torch.autograd.grad(output, leaves, grad_output.to(output.dtype))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "shape", [(1, 8), (3, 5, 32), (7, 64), (2, 901, 256), (5, 264), (33, 512), (4000, 40)]
+)
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype"),
+    [(torch.float32, None), (torch.float32, torch.float32)]
+    + [(half, residual) for half in HALVES for residual in (None, half, torch.float32)],
+)
+def test_kernels_compute_what_torch_does_in_float64(shape, dtype, residual_dtype):
+    tensors = rows(shape, dtype, residual_dtype, "cuda")
+    grad_output = torch.randn(shape, device="cuda")
+    exact = [None if x is None else x.detach().double().requires_grad_() for x in tensors]
+    expected, expected_grads = with_gradients(
+        lambda x, r, w, b: F.layer_norm(x if r is None else x + r, w.shape, w, b), exact, grad_output
+    )
+    with autocast(dtype):
+        output, grads = with_gradients(dropout_add_layer_norm, tensors, grad_output)
+        again, grads_again = with_gradients(dropout_add_layer_norm, tensors, grad_output)
+    assert output.dtype == torch.float32 and type(output.grad_fn).__name__ == "_DropoutAddLayerNormBackward"
+    torch.testing.assert_close(output, expected.float(), rtol=1e-5, atol=2e-5)
+    scale = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
+    leaves = [x for x in tensors if x is not None]
+    for ours, true, leaf in zip(grads, expected_grads, leaves, strict=True):
+        assert ours.dtype == leaf.dtype
+        tolerance = scale if leaf.dtype == dtype else 1e-5
+        assert (ours - true).abs().max() <= 2 * tolerance * true.abs().max() + 1e-6
+    assert torch.equal(again, output)
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("p", [0.1, 0.75, 1.0])
+def test_dropout_of_the_norm_is_that_of_its_gradient(dtype, p):
+    x, residual, weight, bias = rows((300, 256), dtype, torch.float32, "cuda")
+    with torch.no_grad():
+        weight.fill_(1.0), bias.fill_(0.0), residual.fill_(0.0)
+        x.abs_().add_(1)
+    # Where nothing is added, the dropped elements of a row are its least.
+    torch.manual_seed(3)
+    with autocast(dtype):
+        output = dropout_add_layer_norm(x, residual, weight, bias, p)
+    kept = output > output.amin(-1, keepdim=True) if p < 1 else torch.zeros_like(output, dtype=torch.bool)
+    assert abs(kept.float().mean().item() - (1 - p)) < 0.01
+    factor = torch.where(kept, 1 / (1 - p), 0.0) if p < 1 else torch.zeros_like(output)
+    grad_output = torch.randn_like(output)
+    exact = [leaf.detach().double().requires_grad_() for leaf in (x, residual, weight, bias)]
+    _, expected = with_gradients(
+        lambda x, r, w, b: F.layer_norm(r + x * factor, w.shape, w, b), exact, grad_output
+    )
+    grads = torch.autograd.grad(output, (x, residual, weight, bias), grad_output)
+    for ours, true in zip(grads, expected, strict=True):
+        tolerance = 2e-2 if ours.dtype == torch.bfloat16 else 2e-3
+        assert (ours - true).abs().max() <= tolerance * true.abs().max() + 1e-6
+    assert not grads[0][~kept].any()
+
+
+def draws(function):
+    """Return results of a function after the same seed twice, and then without a new one."""
+    torch.manual_seed(1)
+    first = function()
+    torch.manual_seed(1)
+    return first, function(), function()
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_the_seed_of_torch_governs_dropout(device):
+    x, residual, weight, bias = rows((64, 256), torch.float32, torch.float32, device)
+    for function in (
+        lambda: dropout_add_layer_norm(x, residual, weight, bias, 0.5),
+        lambda: relu_dropout(x, 0.5),
+    ):
+        first, same, other = draws(function)
+        assert torch.equal(first, same) and not torch.equal(first, other)
+
+
+@pytest.mark.cuda
+def test_replays_of_a_graph_draw_anew():
+    x, residual, weight, bias = (
+        leaf.detach() for leaf in rows((64, 256), torch.float32, torch.float32, "cuda")
+    )
+
+    def run():
+        return dropout_add_layer_norm(x, residual, weight, bias, 0.5), relu_dropout(x, 0.5)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        replays.append([output.clone() for output in outputs])
+    assert not any(torch.equal(a, b) for a, b in zip(*replays, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("p", [0.1, 0.9])
+def test_relu_dropout(dtype, p):
+    x = torch.randn(1000, 264, device="cuda").to(dtype)
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    x.requires_grad_()
+    output = relu_dropout(x, p)
+    assert type(output.grad_fn).__name__ == "_ReluDropoutBackward"
+    positive, kept = x > 0, output > 0
+    assert abs(kept.sum().item() / positive.sum().item() - (1 - p)) < 0.01
+    expected = torch.where(kept, x.float() / (1 - p), 0).to(dtype)
+    torch.testing.assert_close(output[1:], expected[1:], rtol=1e-2 if dtype in HALVES else 1e-6, atol=0)
+    assert output[0, 1] in (0, float("inf")) and output[0, 2] == 0
+    grad_output = torch.randn_like(output)
+    (grad,) = torch.autograd.grad(output, x, grad_output)
+    wanted = torch.where(kept, grad_output.float() / (1 - p), 0).to(dtype)
+    torch.testing.assert_close(grad[1:], wanted[1:], rtol=1e-2 if dtype in HALVES else 1e-6, atol=0)
+
+
+@pytest.mark.cuda
+def test_neighbouring_elements_are_dropped_independently():
+    kept = (relu_dropout(torch.ones(2**20, device="cuda"), 0.5) > 0).float() - 0.5
+    for distance in (1, 2, 3, 4, 8, 32, 256, 4096):
+        correlation = (kept[:-distance] * kept[distance:]).mean() * 4
+        assert abs(correlation) < 6e-3, distance
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_what_has_no_kernel_is_computed_by_torch(device):
+    x, residual, weight, bias = rows((6, 12), torch.float32, torch.float32, device)  # 12 is no multiple of 8
+    output = dropout_add_layer_norm(x, residual, weight, bias)
+    assert torch.equal(output, F.layer_norm(residual + x, (12,), weight, bias))
+    assert torch.equal(relu_dropout(x, 0.0), F.relu(x))
+    double = x.double()
+    assert dropout_add_layer_norm(double, None, weight.double(), bias.double()).dtype == torch.float64
+    assert torch.equal(relu_dropout(double, 1.0), torch.zeros_like(double))
+
+
+@pytest.mark.cuda
+def test_strides_and_places_in_memory_do_not_matter():
+    x, residual, weight, bias = rows((16, 32), torch.float32, torch.float32, "cuda")
+    expected = dropout_add_layer_norm(x, residual, weight, bias)
+    moved = torch.empty(16 * 32 + 1, device="cuda")[1:].view(16, 32).copy_(x.detach())
+    strided = residual.detach().t().contiguous().t()
+    assert torch.equal(dropout_add_layer_norm(moved, strided, weight, bias), expected)
+    empty = dropout_add_layer_norm(x[:0], residual[:0], weight, bias)
+    assert empty.shape == (0, 32)
+
+
+@pytest.mark.cuda
+def test_a_second_derivative_is_refused():
+    x, residual, weight, bias = rows((4, 32), torch.float32, torch.float32, "cuda")
+    (grad,) = torch.autograd.grad(
+        dropout_add_layer_norm(x, residual, weight, bias).square().sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
+def test_probabilities_outside_0_to_1_are_refused(p):
+    ones = torch.ones(8)
+    with pytest.raises(ValueError, match=r"relu_dropout: p must be a probability within 0\.\.1, got"):
+        relu_dropout(ones, p)
+    with pytest.raises(
+        ValueError, match=r"dropout_add_layer_norm: p must be a probability within 0\.\.1, got"
+    ):
+        dropout_add_layer_norm(ones[None], None, ones, ones, p)

@@ -1,0 +1,43 @@
+"""The sum of a branch and what it branched off, and its normalisation."""
+
+from torch import Tensor, nn
+
+from .normalization import LayerNorm
+
+__all__ = ["add_and_norm", "drops", "is_plain"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether calling a layer does exactly what its class does. Global hooks of all modules are not checked.
+
+    torch has no public way to ask a module for its hooks, or whether its ``forward`` has been replaced.
+    """
+    own = vars(layer)
+    return type(layer) is kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
+
+
+def drops(dropout: nn.Module) -> bool:
+    """Return whether a dropout layer has to be called."""
+    if isinstance(dropout, nn.Dropout) and is_plain(dropout, nn.Dropout):
+        return dropout.training and dropout.p > 0
+    return not is_plain(dropout, nn.Identity)
+
+
+def add_and_norm(norm: nn.Module | None, branch: Tensor, identity: Tensor, *dropouts: nn.Module) -> Tensor:
+    """Return ``norm(identity + dropouts(branch))``, where that is possible in one operator.
+
+    Args:
+        norm: the normalisation, or None for the sum alone.
+        branch, identity: [..., C]. dropouts: layers that the branch goes through, one after another.
+    """
+    dropping = [dropout for dropout in dropouts if drops(dropout)]
+    if isinstance(norm, LayerNorm) and not dropping:
+        return norm(branch, identity)
+    if isinstance(norm, LayerNorm) and len(dropping) == 1 and is_plain(dropping[0], nn.Dropout):
+        return norm(branch, identity, dropping[0].p)
+    for dropout in dropping:
+        branch = dropout(branch)
+    total = identity + branch
+    return total if norm is None else norm(total)

@@ -1,0 +1,160 @@
+"""Layer normalisation of a residual sum, and ReLU, each together with the dropout before or after it."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._library import declares, is_loaded
+from .tracing import is_traced
+
+__all__ = ["dropout_add_layer_norm", "relu_dropout"]
+
+_PACK = 8  # values that a thread holds side by side
+_MAX_CHANNELS = 512
+
+
+def dropout_add_layer_norm(
+    input: Tensor,  # [..., C]
+    residual: Tensor | None,  # [..., C]
+    weight: Tensor,  # [C]
+    bias: Tensor,  # [C]
+    p: float = 0.0,
+    eps: float = 1e-5,
+) -> Tensor:  # [..., C]
+    """Return the layer normalisation of ``residual + dropout(input, p)`` over the last dimension.
+
+    On a GPU, one kernel computes it, and one its gradients but for a sum over blocks. The mask of dropout is not kept:
+    it follows from one random number, which torch's default generator draws on the device. So ``torch.manual_seed``
+    governs it, and each replay of a CUDA graph draws anew. Gradients of weight and bias are summed in an order that is
+    always the same. The kernels compute in float32.
+
+    Args:
+        input: The output of a branch, in any float type.
+        residual: What the branch is added to, or None for nothing.
+        weight, bias: Scale and shift.
+        p: The probability with which an element of ``input`` becomes zero. The others are divided by ``1 - p``.
+        eps: Added to the variance.
+
+    Returns:
+        A tensor of the shape of ``input``, in the type that ``torch.nn.functional.layer_norm`` gives, which is float32
+        under autocast.
+
+    Raises:
+        ValueError: ``p`` is not within 0..1.
+
+    The kernels serve float32 weights and C that is a multiple of 8 and at most 512, on CUDA. Elsewhere, and under
+    ``torch.compile`` and exports, torch's operators compute the same. It is differentiable once on a GPU.
+    """
+    _check_probability("dropout_add_layer_norm", p)
+    if not _serves_norm(input, residual, weight, bias):
+        dropped = F.dropout(input, p) if p > 0 else input
+        return F.layer_norm(
+            dropped if residual is None else residual + dropped, weight.shape, weight, bias, eps
+        )
+    return _DropoutAddLayerNorm.apply(input, residual, weight, bias, p, eps)
+
+
+def relu_dropout(input: Tensor, p: float) -> Tensor:
+    """Return ``dropout(relu(input), p)``, in the shape and the type of ``input``.
+
+    On a GPU, one kernel computes it. Its gradient follows from the sign of the output, and no mask is kept; see
+    :func:`dropout_add_layer_norm`. The kernels serve float32, float16 and bfloat16.
+
+    Args:
+        input: A tensor of any float type.
+        p: The probability with which an element becomes zero. The others are divided by ``1 - p``.
+
+    Raises:
+        ValueError: ``p`` is not within 0..1.
+    """
+    _check_probability("relu_dropout", p)
+    if p == 0 or not _has_kernel(input) or input.numel() % _PACK != 0:
+        return F.dropout(F.relu(input), p)
+    return _ReluDropout.apply(input, p)
+
+
+def _check_probability(op: str, p: float) -> None:
+    if not 0 <= p <= 1:
+        raise ValueError(f"{op}: p must be a probability within 0..1, got {p}")
+
+
+def _has_kernel(input: Tensor) -> bool:
+    return (
+        input.is_cuda
+        and input.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and input.numel() > 0
+        and is_loaded("cuda")
+        and declares("dropout_add_layer_norm")
+        and not is_traced()
+    )
+
+
+def _serves_norm(input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
+    """Return whether the kernels compute what torch's operators would."""
+    is_converted = input.dtype == torch.float32 or torch.is_autocast_enabled("cuda")
+    return (
+        _has_kernel(input)
+        and is_converted  # torch would refuse float32 weights for 16-bit input
+        and weight.dtype == bias.dtype == torch.float32
+        and weight.device == input.device
+        and weight.shape == input.shape[-1:]
+        and len(weight) % _PACK == 0
+        and len(weight) <= _MAX_CHANNELS
+        and (
+            residual is None
+            or (residual.shape == input.shape and residual.dtype in (torch.float32, input.dtype))
+        )
+    )
+
+
+def _seed(p: float, device: torch.device) -> Tensor | None:
+    return torch.empty((), dtype=torch.int64, device=device).random_() if p > 0 else None
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Return the tensor contiguous and at an address that the kernels can load 16 bytes from."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+class _DropoutAddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, p: float, eps: float
+    ) -> Tensor:
+        input, weight, bias = _packed(input), _packed(weight), _packed(bias)
+        residual = None if residual is None else _packed(residual)
+        seed = _seed(p, input.device)
+        output, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
+            input, residual, weight, bias, seed, p, eps
+        )
+        ctx.save_for_backward(input, residual, weight, statistics, seed)
+        ctx.p = p
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        residual = ctx.saved_tensors[1]
+        grad_input, grad_residual, block_sums = torch.ops.visdet.dropout_add_layer_norm_backward.default(
+            _packed(grad_output), *ctx.saved_tensors, ctx.p
+        )
+        grad_weight, grad_bias = block_sums.sum(0).unbind()
+        return grad_input, None if residual is None else grad_residual, grad_weight, grad_bias, None, None
+
+
+class _ReluDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, p: float) -> Tensor:
+        output = torch.ops.visdet.relu_dropout.default(_packed(input), _seed(p, input.device), p)
+        ctx.save_for_backward(output)
+        ctx.p = p
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (output,) = ctx.saved_tensors
+        return torch.ops.visdet.relu_dropout_backward.default(_packed(grad_output), output, ctx.p), None
