@@ -7,7 +7,27 @@ from torch import Tensor, nn
 
 from ..layers.normalization import LayerNorm
 
-__all__ = ["Scale", "linear_relu_ln"]
+__all__ = ["Linear", "Scale", "linear_relu_ln"]
+
+_NARROW = 32  # channels
+
+
+class Linear(nn.Linear):
+    """torch's linear layer, which predicts faster on a GPU where it has few channels.
+
+    ``F.linear`` multiplies by a weight that is transposed in memory. For a float32 product of 32 channels cuBLAS then
+    splits the sum over several kernels, which take 14 us for 900 rows on an H200. With a copy of the weight that is not
+    transposed it takes 3 us. In training there are more rows, and no difference.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., in_features] times the weight plus the bias, [..., out_features]."""
+        is_narrow = max(self.in_features, self.out_features) <= _NARROW
+        is_float32 = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+        if not (x.is_cuda and is_narrow and is_float32) or torch.is_grad_enabled():
+            return super().forward(x)
+        product = torch.addmm(self.bias, x.flatten(0, -2), self.weight.t().contiguous())
+        return product.unflatten(0, x.shape[:-1])
 
 
 def linear_relu_ln(
@@ -25,7 +45,7 @@ def linear_relu_ln(
     width = embed_dims if input_dims is None else input_dims
     for _ in range(out_loops):
         for _ in range(in_loops):
-            layers += [nn.Linear(width, embed_dims), nn.ReLU()]
+            layers += [Linear(width, embed_dims), nn.ReLU()]
             width = embed_dims
         layers.append(LayerNorm(embed_dims))
     return layers
