@@ -16,6 +16,7 @@ model = dict(
         std=[58.395, 57.12, 57.375],
         bgr_to_rgb=True,
         pad_size_divisor=1,
+        non_blocking=True,
     ),
     backbone=dict(
         type="ResNet",

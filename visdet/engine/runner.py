@@ -141,6 +141,8 @@ class DetRunner(Runner):
         loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
         if not isinstance(loader.worker_init_fn, WorkerStart):
             loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
+        if not torch.cuda.is_available():
+            loader.pin_memory = False  # A config serves machines with and without a GPU, and torch would warn.
         return loader
 
     def build_train_loop(self, loop: BaseLoop | dict) -> BaseLoop:
