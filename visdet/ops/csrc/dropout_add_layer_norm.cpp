@@ -1,5 +1,5 @@
-// dropout_add_layer_norm and relu_dropout: schemas. The kernels are for CUDA alone; visdet/ops/dropout_add_layer_norm.py
-// calls torch's operators elsewhere.
+// dropout_add_layer_norm and relu_dropout: schemas. The kernels are for CUDA alone;
+// visdet/ops/dropout_add_layer_norm.py calls torch's operators elsewhere.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {

@@ -65,9 +65,9 @@ __device__ __forceinline__ void load_sum(const Rows& rows, int64_t row, int lane
 }
 
 template <typename T, typename R, int PACKS>
-__global__ void __launch_bounds__(kThreads) forward_kernel(const Rows rows, const float* __restrict__ bias, float eps,
-                                                           float* __restrict__ output,
-                                                           float2* __restrict__ statistics) {
+__global__ void __launch_bounds__(kThreads)
+    forward_kernel(const Rows rows, const float* __restrict__ bias, float eps, float* __restrict__ output,
+                   float2* __restrict__ statistics) {
   const Place place(rows.lanes);
   if (place.row / (32 / rows.lanes) * (32 / rows.lanes) >= rows.count) return;  // no row for the whole warp
   const int64_t row = min(place.row, rows.count - 1);
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int which = 0; which < 2; ++which) {
 #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
-      float(&values)[kValues] = which == 0 ? of_weight[p] : of_bias[p];
+      float (&values)[kValues] = which == 0 ? of_weight[p] : of_bias[p];
       sum_lanes(values, rows.lanes, 32);  // the groups of a warp
       __syncthreads();                    // the sums before have been read
 #pragma unroll
@@ -277,8 +277,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
                                             const std::optional<Tensor>& residual, const Tensor& weight,
                                             const Tensor& statistics, const std::optional<Tensor>& seed, double p) {
   const Rows rows = rows_of(input, residual, weight, seed, p);
-  VISDET_CHECK(kOp, grad_output.is_contiguous() && grad_output.numel() == input.numel() &&
-                        grad_output.scalar_type() == ScalarType::Float && aligned(grad_output, kVectorBytes),
+  VISDET_CHECK(kOp,
+               grad_output.is_contiguous() && grad_output.numel() == input.numel() &&
+                   grad_output.scalar_type() == ScalarType::Float && aligned(grad_output, kVectorBytes),
                "the gradient must be contiguous float32 of the shape of input");
   const DeviceScope scope(input);
   Tensor grad_input = new_empty(input, input.sizes());
