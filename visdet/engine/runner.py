@@ -142,7 +142,9 @@ class DetRunner(Runner):
         if not isinstance(loader.worker_init_fn, WorkerStart):
             loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
         if not torch.cuda.is_available():
-            loader.pin_memory = False  # A config serves machines with and without a GPU, and torch would warn.
+            loader.pin_memory = (
+                False  # A config serves machines with and without a GPU, and torch would warn.
+            )
         return loader
 
     def build_train_loop(self, loop: BaseLoop | dict) -> BaseLoop:

@@ -214,9 +214,8 @@ class SparseDriveHead(BaseModule):
             losses |= self.det_head.losses(det_output, truth["det"], costs["det"], assigned["det"])
         if "map" in truth:
             losses |= self.map_head.losses(map_output, truth["map"], costs["map"], assigned["map"])
-        if (
-            self.with_motion_plan
-        ):  # It learns from the boxes of the instances that the last layer has matched.
+        if self.with_motion_plan:
+            # It learns from the boxes that the last layer of detection has matched.
             futures = self.motion_plan_head.motion_sampler.futures(
                 *truth["motion"], assigned["det"].index[-1]
             )
