@@ -18,8 +18,8 @@ env_cfg = dict(
     dist_cfg=dict(backend="nccl"),
 )
 
-# With graph=True, training steps and predictions are replayed as CUDA graphs. Each size of a batch is captured once. With
-# model.data_preprocessor.pad_size_divisor=128 there are few sizes.
+# With graph=True, training steps and predictions are replayed as CUDA graphs. Each size of a batch is captured once.
+# With model.data_preprocessor.pad_size_divisor=128 there are few sizes.
 graph = False
 
 vis_backends = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]
