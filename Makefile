@@ -153,7 +153,8 @@ PACKAGES ?= ultralytics rfdetr groundingdino-py libreyolo
 .PHONY: check-packages
 check-packages: setup
 	$(PYTHON) -m venv $(VENV)-packages
-	$(VENV)-packages/bin/python -m pip install --quiet $(TORCH) $(PACKAGES) pytest pytest-timeout
+	$(VENV)-packages/bin/python -m pip install --quiet $(TORCH) setuptools wheel pytest pytest-timeout
+	$(VENV)-packages/bin/python -m pip install --quiet --no-build-isolation $(PACKAGES)
 	VISDET_CHECK=check-packages OMP_NUM_THREADS=1 $(VENV)-packages/bin/python -m pytest \
 		tests/compat/test_other_packages.py
 
