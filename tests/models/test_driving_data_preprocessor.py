@@ -56,6 +56,15 @@ def test_all_tensors_of_a_sample_move():
     assert moved.token == "t1"
 
 
+def test_what_the_scene_makes_long_stays_on_the_host():
+    sample = item(1, 3)["data_samples"]
+    moved = sample.with_inputs_on(torch.device("meta"))
+    assert moved.projection_mat.is_meta and moved.gt_ego_fut_cmd.is_meta
+    assert all(level.is_meta for level in moved.gt_depth)
+    assert moved.gt_bboxes_3d is sample.gt_bboxes_3d and moved.token == "t1"
+    assert moved.keys() == sample.keys()
+
+
 def test_images_alone_and_without_statistics():
     batch = MODELS.build(dict(type="DrivingDataPreprocessor"))({"inputs": [torch.ones(2, 3, 4, 4)]})
     assert torch.equal(batch["inputs"], torch.ones(1, 2, 3, 4, 4)) and batch["data_samples"] is None
