@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 from mmengine.model import BaseDataPreprocessor
+from mmengine.structures import BaseDataElement
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
+from visdet.structures import DrivingDataSample
 
 __all__ = ["DrivingDataPreprocessor", "stack_equal"]
 
@@ -58,8 +60,13 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
         images = stack_equal("inputs", data["inputs"])
         samples = data.get("data_samples")
         if samples is not None:
-            samples = [sample.with_inputs_on(self.device, self._non_blocking) for sample in samples]
+            samples = [self._moved(sample) for sample in samples]
         return {"inputs": self._normalise(self.cast_data(images)), "data_samples": samples}
+
+    def _moved(self, sample: BaseDataElement) -> BaseDataElement:
+        if isinstance(sample, DrivingDataSample):
+            return sample.with_inputs_on(self.device, self._non_blocking)
+        return self.cast_data(sample)
 
     def _normalise(self, images: Tensor) -> Tensor:
         if self.bgr_to_rgb:
