@@ -18,10 +18,11 @@ __all__ = ["DeviceStep", "FrameClock", "FrameStep", "with_clock"]
 
 @dataclass(frozen=True)
 class FrameStep:
-    """From the previous frame of each sample to the current one.
+    """What lies between the previous frame of each sample and the current one.
 
     Attributes:
-        seconds: [B]. previous_to_current: [B, 4, 4] float64, from the previous frame's coordinates to the current.
+        seconds: [B], the time between the frames.
+        previous_to_current: [B, 4, 4] float64, from the coordinates of the previous frame to those of the current one.
         same_scene: [B], whether both frames are of one scene, as far as that is known.
     """
 
@@ -49,10 +50,11 @@ class DeviceStep:
     """What the device must know of the step from the previous frame of each sample to the current one.
 
     Attributes:
-        previous_to_current: [B, 4, 4], from the previous frame's coordinates to the current.
-        seconds: [B] between the frames. interval: the same, with a default where the previous frame does not count.
+        previous_to_current: [B, 4, 4], from the coordinates of the previous frame to those of the current one.
+        seconds: [B], the time between the frames.
+        interval: [B], the same, or a default if the previous frame does not count.
         is_continued: [B] bool, whether the previous frame counts.
-        velocity: [B, 2] of the vehicle, in its own coordinates.
+        velocity: [B, 2], the velocity of the vehicle in its own coordinates, in metres per second.
     """
 
     previous_to_current: Tensor
@@ -70,7 +72,7 @@ class DeviceStep:
         device: torch.device,
         dtype: torch.dtype,
     ) -> "DeviceStep":
-        """Return a step's numbers, which go to the device in one copy."""
+        """Return the numbers of a step on the device. They go there in one copy."""
         intervals = [
             seconds if continued and seconds != 0 else default_interval
             for seconds, continued in zip(step.seconds, is_continued, strict=True)
@@ -94,7 +96,8 @@ class FrameClock:
     """The time and pose of each sample's frame, on the host and in float64.
 
     Attributes:
-        timestamp: [B] seconds. to_world, from_world: [B, 4, 4]. scene: [B] tokens, None where unknown.
+        timestamp: [B] in seconds. to_world, from_world: [B, 4, 4].
+        scene: [B] tokens of the scenes, None where a scene is unknown.
     """
 
     timestamp: tuple[float, ...]
@@ -107,12 +110,12 @@ class FrameClock:
         """Return the clock of a batch.
 
         Args:
-            metas: ``img_metas``, one dict per sample with ``T_global`` and ``T_global_inv`` [4, 4], and where known
-                ``timestamp`` (seconds) and ``scene_token``; ``timestamp`` [B] seconds, needed only on the host or
-                where ``img_metas`` has none.
+            metas: ``img_metas``, one dict per sample with ``T_global`` and ``T_global_inv`` [4, 4], and with
+                ``timestamp`` (seconds) and ``scene_token`` if they are known. ``timestamp`` [B] (seconds) is used if it
+                is on the host, or if ``img_metas`` has none.
 
         Raises:
-            ValueError: no metas, no time, or a time or pose that is not finite.
+            ValueError: there are no metas or no time, or a time or a pose is not finite.
         """
         if metas is None:
             raise InvalidInputError(
@@ -130,7 +133,7 @@ class FrameClock:
         return clock
 
     def since(self, previous: "FrameClock") -> FrameStep:
-        """Return what lies between the frames ``previous`` and these."""
+        """Return what lies between the frames ``previous`` and these frames."""
         return FrameStep(
             seconds=tuple(now - then for now, then in zip(self.timestamp, previous.timestamp, strict=True)),
             previous_to_current=self.from_world @ previous.to_world,
@@ -142,7 +145,7 @@ class FrameClock:
 
 
 def with_clock(state: Any, clock: Callable[[], FrameClock]) -> Any:
-    """Return a temporal state whose clocks, if it has some, are what ``clock`` returns."""
+    """Return a temporal state in which the result of ``clock`` replaces all clocks."""
     if isinstance(state, FrameClock):
         return clock()
     if isinstance(state, dict):

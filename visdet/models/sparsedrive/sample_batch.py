@@ -16,7 +16,7 @@ from .denoising import DenoisingQueries
 
 __all__ = ["DrivingBatch", "batch_of"]
 
-# One tensor for the batch; other tensors stay lists of one tensor per sample.
+# These fields become one tensor for the batch. Other tensors stay lists with one tensor per sample.
 _STACKED = (
     "projection_mat",
     "image_wh",
@@ -34,11 +34,11 @@ class DrivingBatch:
 
     Attributes:
         images: [B, V, 3, H, W] normalised.
-        metas: tensors that ``batch_of`` stacks, and in training ``gt_depth``; their shapes do not depend on the scene.
+        metas: tensors that ``batch_of`` stacks, and ``gt_depth`` in training. Their shapes do not depend on the scene.
         state: the temporal state of the head, which has entered the frame.
-        denoising: queries to learn from; None in evaluation and without any.
-        truth: the padded ground truth of the tasks; empty in evaluation.
-        data: what ``batch_of`` returned.
+        denoising: the denoising queries. They are None in evaluation and if there are none.
+        truth: the padded ground truth of the tasks. It is empty in evaluation.
+        data: the result of ``batch_of``.
     """
 
     images: Tensor
@@ -50,7 +50,7 @@ class DrivingBatch:
 
     @classmethod
     def of(cls, images: Tensor, data: dict[str, Any], state: Any, **training: Any) -> "DrivingBatch":
-        """Return a batch of what ``batch_of`` returned; ``training`` are ``denoising`` and ``truth``."""
+        """Return a batch, given the result of ``batch_of``. ``training`` may be ``denoising`` and ``truth``."""
         metas = {name: data[name] for name in (*_STACKED, "gt_depth") if name in data}
         return cls(images, metas, state, data=data, **training)
 
@@ -59,11 +59,11 @@ def batch_of(data_samples: Sequence[DrivingDataSample]) -> dict[str, Any]:
     """Return what the heads read of a batch of frames, by the names of the samples' fields.
 
     ``projection_mat`` [B, V, 4, 4], ``image_wh`` [B, V, 2], ``focal`` [B, V], ``gt_ego_fut_*`` and ``ego_status`` are
-    stacked, ``gt_depth`` is a list of [B, V, h, w]; other fields are lists of one value per sample. ``timestamp``
+    stacked. ``gt_depth`` is a list of [B, V, h, w]. Other fields are lists with one value per sample. ``timestamp``
     float64 [B] (seconds) and ``img_metas``, one dict per sample, are on the host. Predictions are left out.
 
     Raises:
-        InvalidInputError: some samples have a field that others lack, or of another shape.
+        InvalidInputError: some samples lack a field that others have, or have it in another shape.
     """
     names = dict.fromkeys(
         name for sample in data_samples for name, _ in sample.items() if not name.startswith("pred_")

@@ -28,7 +28,8 @@ class Sparse4DState:
     """What a head carries from frame to frame.
 
     Attributes:
-        bank: the instances. denoising: the denoising queries, None for none.
+        bank: the instances.
+        denoising: the denoising queries, or None if there are none.
     """
 
     bank: InstanceBankState = field(default_factory=InstanceBankState)
@@ -37,7 +38,10 @@ class Sparse4DState:
 
 @dataclass
 class _Memory:
-    """The previous frame's instances [B, K, C], None for none, their embeddings, and which samples have them."""
+    """The instances of the previous frame [B, K, C], their embeddings, and whether each sample has them.
+
+    Without a previous frame, both tensors are None.
+    """
 
     feature: Tensor | None
     embed: Tensor | None
@@ -50,25 +54,32 @@ def _built(config: dict[str, Any] | None, registry: Any) -> Any:
 
 @MODELS.register_module()
 class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
-    """Instances, each a feature and an anchor, refined by decoder layers that look into the images and at one another.
+    """Detects boxes or polylines by decoder layers that refine instances.
+
+    An instance consists of a feature and an anchor. The layers attend to the images, to the other instances and to the
+    instances of the previous frame.
 
     Args:
-        instance_bank, anchor_encoder: configs of the anchors' home and of their embedding.
-        graph_model, temp_graph_model: attention among the instances and to those of the previous frame (None for none).
+        instance_bank: config of the bank that holds the anchors. anchor_encoder: config of their embedding.
+        graph_model: config of the attention among the instances.
+        temp_graph_model: config of the attention to the instances of the previous frame, or None to leave it out.
         norm_layer, ffn, deformable_model, refine_layer: configs of the other operations.
-        num_decoder: decoder layers, for the default ``operation_order``.
-        num_single_frame_decoder: decoder layers before the previous frame's instances join; -1: they never do.
-        loss_cls, loss_reg: losses. sampler: targets. decoder: from predictions to results.
-        gt_cls_key, gt_reg_key, gt_id_key: where the ground truth lies in the data (ids in ``img_metas``).
-        with_instance_id: whether the instances get track ids. task_prefix: of the losses' names.
-        reg_weights: of each regressed number, whose count it is. cls_threshold_to_reg: only instances of at least this
-            probability learn to regress; 0 or less for all.
-        operation_order: of 'temp_gnn', 'gnn', 'norm', 'ffn', 'deformable' and 'refine'.
-        decouple_attn: feature and embedding enter attention side by side, not added.
-        dn_loss_weight: accepted; neither the peer nor this class uses it.
+        num_decoder: number of decoder layers in the default ``operation_order``.
+        num_single_frame_decoder: number of decoder layers before the instances of the previous frame join. With -1 they
+            never do.
+        loss_cls, loss_reg: configs of the losses. sampler: config of the targets. decoder: config of what turns
+            predictions into results.
+        gt_cls_key, gt_reg_key: the keys of labels and boxes in the data. gt_id_key: that of the ids in ``img_metas``.
+        with_instance_id: whether the instances get track ids.
+        task_prefix: the prefix of the losses' names.
+        reg_weights: the weight of each regressed number. Its length is the number of regressed numbers.
+        cls_threshold_to_reg: instances learn to regress if their probability is above this. With 0 or less all do.
+        operation_order: names of operations, of 'temp_gnn', 'gnn', 'norm', 'ffn', 'deformable' and 'refine'.
+        decouple_attn: whether feature and embedding are concatenated for the attention instead of being added.
+        dn_loss_weight: accepted for compatibility. Neither the published code nor this class uses it.
 
-    The temporal state is ``state``, a value: read it after a frame, put it back before the next. A sample whose history
-    was dropped is treated as in a first frame, whatever the others of its batch.
+    The temporal state is the value ``state``. Read it after a frame, and put it back before the next one. A sample
+    whose history was dropped is treated as in a first frame, whatever the other samples of its batch have.
 
     Source: Sparse4D v3, arXiv 2311.11722; SparseDrive, arXiv 2405.19620; names and defaults are theirs.
     """
@@ -133,7 +144,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         self.build_operations(configs, operation_order, self.embed_dims, decouple_attn)
 
     def init_weights(self) -> None:
-        """Draw every matrix of the operations but refinement's by Xavier, then let each part set its own."""
+        """Initialise the matrices of all operations but 'refine' by Xavier, and then each part by its own rule."""
         self.init_operations()
         for part in (self.instance_bank, self.anchor_encoder, *self.layers):
             if isinstance(part, BaseModule):
@@ -141,7 +152,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
 
     @property
     def state(self) -> Sparse4DState:
-        """What the next frame starts from."""
+        """The temporal state that the next frame starts from."""
         return Sparse4DState(
             self.instance_bank.state, None if self.sampler is None else self.sampler.dn_metas
         )
@@ -153,7 +164,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             self.sampler.dn_metas = state.denoising
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
-        """Return noisy copies of the ground truth in ``metas``; None in evaluation or without denoising groups.
+        """Return noisy copies of the ground truth in ``metas``, or None in evaluation or without denoising groups.
 
         The host makes them, so that it need not wait for the device.
         """
@@ -167,9 +178,9 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         return map_tensors(lambda x: to_device(x, device), self.sampler.get_dn_anchors(labels, boxes, ids))
 
     def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
-        """Take in when and where a frame was taken; all work on the host that ``forward`` needs.
+        """Take in when and where a frame was taken. This is all work on the host that ``forward`` needs.
 
-        ``forward`` does this itself where its ``metas`` hold ``img_metas``.
+        ``forward`` does it itself if its ``metas`` have ``img_metas``.
         """
         self.instance_bank.enter(batch_size, clock_of_frame)
 
@@ -179,17 +190,18 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         metas: dict[str, Any],
         denoising: DenoisingQueries | None = None,
     ) -> dict[str, Any]:
-        """Return every decoder layer's predictions, and carry the instances on to the next frame.
+        """Return the predictions of all decoder layers, and keep the instances for the next frame.
 
         Args:
-            feature_maps: what ``feature_maps_format`` returns, or [B, V, C, H, W] of each level.
-            metas: ``projection_mat``, ``image_wh``, ``timestamp``, ``img_metas``.
-            denoising: what ``denoising_queries`` made, to be brought back beside the instances.
+            feature_maps: the result of ``feature_maps_format``, or [B, V, C, H, W] of each level.
+            metas: ``projection_mat``, ``image_wh``, ``timestamp`` and ``img_metas``.
+            denoising: the result of ``denoising_queries``. The layers refine these queries beside the instances.
 
         Returns:
-            ``classification`` [B, N, classes], ``prediction`` [B, N, D], ``quality`` [B, N, 2] or None of each layer;
-            of the last ``instance_feature``, ``anchor_embed`` [B, N, C] and ``instance_id`` [B, N]; ``dn_*`` and
-            ``temp_dn_*`` what belongs to denoising, for ``loss``.
+            Lists with an element for each layer: ``classification`` [B, N, classes], ``prediction`` [B, N, D], and
+            ``quality`` [B, N, 2] or None. Tensors of the last layer: ``instance_feature`` and ``anchor_embed``
+            [B, N, C], and ``instance_id`` [B, N]. The keys ``dn_*`` and ``temp_dn_*`` hold what the losses of
+            denoising need.
         """
         feature_maps = [feature_maps] if isinstance(feature_maps, Tensor) else feature_maps
         bank = self.instance_bank
@@ -239,7 +251,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         return output
 
     def _start(self, batch_size: int, metas: dict[str, Any]) -> tuple[Tensor, Tensor, _Memory, Tensor]:
-        """Return the learned instances, the previous frame's brought to this, and the seconds between."""
+        """Return features and anchors of the learned instances, the memory, and the seconds since the frame before."""
         bank, carried = self.instance_bank, None
         if self.sampler is not None and self.sampler.dn_metas is not None:
             if len(self.sampler.dn_metas["dn_anchor"]) == batch_size:
@@ -252,7 +264,10 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
     def _attend_to_memory(
         self, layer: nn.Module, feature: Tensor, embed: Tensor, memory: _Memory, attn_mask: Tensor | None
     ) -> Tensor:
-        """Return instances after attention to the previous frame's; where there is none, to one another."""
+        """Return the instances after attention to those of the previous frame.
+
+        In samples without a previous frame they attend to one another.
+        """
         if memory.feature is None or memory.embed is None or not any(memory.history):
             return self.attend(layer, feature, embed, attn_mask=attn_mask)
         if all(memory.history):
@@ -268,7 +283,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
 
     @staticmethod
     def _join(feature: Tensor, anchor: Tensor, denoising: DenoisingQueries) -> tuple[Tensor, Tensor, Tensor]:
-        """Return features and anchors with the denoising queries behind, and the mask that keeps the two apart."""
+        """Return features and anchors followed by the denoising queries, and the mask that separates the two."""
         N, count = anchor.shape[1], denoising.anchor.shape[1]
         missing = anchor.shape[-1] - denoising.anchor.shape[-1]  # the vertical velocity, 0
         dn_anchor = nn.functional.pad(denoising.anchor, (0, missing))
@@ -281,7 +296,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
     def _update_denoising(
         self, feature: Tensor, anchor: Tensor, denoising: DenoisingQueries | None
     ) -> tuple[Tensor, Tensor, DenoisingQueries | None]:
-        """Put the carried queries in; None where there are none to carry."""
+        """Return features, anchors and queries with those of the previous frame put in, or None for the queries."""
         if denoising is None or denoising.id_target is None or self.sampler.num_temp_dn_groups <= 0:
             return feature, anchor, None
         feature, anchor, reg_target, cls_target, valid_mask, id_target = self.sampler.update_dn(
@@ -336,11 +351,11 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             )
 
     def post_process(self, model_outs: dict[str, Any], output_idx: int = -1) -> list[dict[str, Any]]:
-        """Return the results of each sample, see the decoder."""
+        """Return the results of each sample; see the decoder."""
         return self.of_samples(self.select(model_outs, output_idx))
 
     def select(self, model_outs: dict[str, Any], output_idx: int = -1) -> dict[str, Tensor]:
-        """Return the results of the batch on its device; device work alone."""
+        """Return the results of the batch on its device. All work runs on the device."""
         return self.decoder.select(
             model_outs["classification"],
             model_outs["prediction"],
@@ -350,5 +365,5 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         )
 
     def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the results of each sample of what ``select`` returned."""
+        """Return the results of each sample, given what ``select`` returned."""
         return self.decoder.of_samples(selected)

@@ -13,14 +13,14 @@ __all__ = ["Sparse4DLoss"]
 
 
 class Sparse4DLoss:
-    """The loss of ``Sparse4DHead``: classes and boxes (or lines) of matched instances, and of denoising queries.
+    """The losses of ``Sparse4DHead``: those of matched instances and those of denoising queries.
 
-    ``pair_costs`` and ``losses`` are device work of one process alone. Between them, ``assigned_instances`` solves the
-    assignments and averages the counts over the processes, in every process alike whatever its ground truth: no process
-    waits for another that has nothing to add.
+    ``pair_costs`` and ``losses`` run on the device of one process alone. Between them, ``assigned_instances`` solves
+    the assignments and averages the counts over the processes. Every process takes part in that, whatever its ground
+    truth, so that no process waits for another one in vain.
     """
 
-    # Of the head.
+    # These attributes belong to the head.
     training: bool
     sampler: Any
     loss_cls: Any
@@ -38,8 +38,9 @@ class Sparse4DLoss:
         """Return what the predictions of all decoder layers, or of the last one alone, have to learn.
 
         Args:
-            model_outs: what ``forward`` returned. data: ground truth under ``gt_cls_key`` and ``gt_reg_key``, one
-                tensor per sample.
+            model_outs: the result of ``forward``.
+            data: the ground truth under ``gt_cls_key`` and ``gt_reg_key``, one tensor per sample.
+            only_last: whether only the last layer is wanted.
         """
         with torch.autocast(model_outs["prediction"][0].device.type, enabled=False):
             cls, reg = _stacked(model_outs, slice(-1, None) if only_last else slice(None))
@@ -65,11 +66,14 @@ class Sparse4DLoss:
     def losses(
         self, model_outs: dict[str, Any], truth: PaddedInstances, pairs: PairCosts, assigned: Assignment
     ) -> dict[str, Tensor]:
-        """Return ``{prefix}_loss_cls_{i}`` and what ``loss_reg`` names, of each decoder layer i; device work alone.
+        """Return ``{prefix}_loss_cls_{i}`` and the losses that ``loss_reg`` names, of each decoder layer i.
+
+        All work runs on the device.
 
         Args:
-            model_outs: what ``forward`` returned. truth: what ``ground_truth`` returned.
-            pairs: what ``pair_costs`` returned for all layers. assigned: what ``assigned_instances`` made of them.
+            model_outs: the result of ``forward``. truth: the result of ``ground_truth``.
+            pairs: the result of ``pair_costs`` for all layers. assigned: the result of ``assigned_instances`` for
+            these.
         """
         device_type = model_outs["prediction"][0].device.type
         with torch.autocast(device_type, enabled=False):
@@ -133,9 +137,11 @@ class Sparse4DLoss:
     def _denoising_targets(
         self, model_outs: dict[str, Any], cls: Tensor
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return (class, box, valid) of the queries, [n], [n, D] and [n], before and after the carried ones joined.
+        """Return (class, box, valid) of the queries, [n], [n, D] and [n].
 
-        Without queries in this process, while another may have some: those of no query. Without denoising: [].
+        The list has two elements, for the layers before and after the queries of the previous frame have joined. If
+        this process has no queries, their tensors are empty, because another process may have some. Without denoising
+        the list is empty.
         """
         if not (self.training and self.sampler.num_dn_groups > 0) and "dn_prediction" not in model_outs:
             return []

@@ -25,25 +25,26 @@ __all__ = ["Sparse4D", "SparseDrive"]
 
 @MODELS.register_module()
 class SparseDrive(BaseDetector):
-    """Backbone, neck, dense depth (in training) and head over the images of several cameras.
+    """A detector for frames of several cameras: backbone, neck, head, and in training a branch for dense depth.
 
     Args:
-        img_backbone, img_neck, head, depth_branch: configs; neck and depth branch may be None.
+        img_backbone, img_neck, head, depth_branch: configs of the parts. Neck and depth branch may be None.
         use_grid_mask: whether GridMask augments the training images.
-        use_deformable_func: whether the head gets the pyramid flattened, once for all its layers.
+        use_deformable_func: whether the pyramid is flattened once for all layers of the head.
         data_preprocessor: config or module that turns collated frames into a batch.
-        channels_last: images go to the backbone with their channels last in memory, which convolutions on CPUs, and
-            on GPUs in 16 bits, are faster with, and flattening the pyramid too; numbers differ by rounding.
-        freeze_perception: backbone, neck, detection and map stay as they were loaded, statistics included, and run
-            without gradients and denoising: motion and planning alone learn, in cheaper steps.
-        train_cfg, test_cfg, pretrained: accepted; must be None.
+        channels_last: whether the images go to the backbone with their channels last in memory. Convolutions on CPUs
+            and 16-bit convolutions on GPUs are faster so, and flattening the pyramid is, too. Results differ by
+            rounding.
+        freeze_perception: whether backbone, neck, detection and map stay as they were loaded, statistics included. They
+            then run without gradients and denoising, and only motion and planning learn.
+        train_cfg, test_cfg, pretrained: accepted for compatibility. They must be None.
 
-    **Temporal state**: frames of a sequence must come in order, sample i of a batch continuing sample i of the one
-    before. ``temporal_state`` is everything remembered, one value that can be read and put back, and ``step`` takes and
-    returns it. A sample starts anew by itself where its scene changes or its clock jumps; all do where the batch size
-    changes or ``reset_temporal_state`` is called. Evaluation starts from nothing, and training goes on afterwards where
-    it was. Nothing of it is a parameter or a buffer: each process of a distributed run has its own, and
-    ``temporal_state_dict`` carries it through a checkpoint.
+    **Temporal state**: frames of a sequence must come in order, and sample i of a batch must continue sample i of the
+    batch before. The value ``temporal_state`` is everything that the model remembers. It can be read and put back, and
+    ``step`` takes and returns it. A sample starts anew by itself if its scene changes or its clock jumps. All samples
+    do if the batch size changes or ``reset_temporal_state`` is called. Evaluation starts without memory, and training
+    goes on afterwards with the memory it had. No part of the state is a parameter or a buffer. Each process of a
+    distributed run has its own, and ``temporal_state_dict`` carries it through a checkpoint.
 
     Source: arXiv 2405.19620; keywords and parameter names are SparseDrive's.
     """
@@ -95,7 +96,7 @@ class SparseDrive(BaseDetector):
 
     @property
     def temporal_state(self) -> dict[str, Any]:
-        """Everything remembered of the frames so far, one value; put it back to go on from there."""
+        """Everything that the model remembers of the frames so far. Put the value back to continue from there."""
         return self.head.state
 
     @temporal_state.setter
@@ -103,11 +104,11 @@ class SparseDrive(BaseDetector):
         self.head.state = state
 
     def reset_temporal_state(self) -> None:
-        """Forget all frames, and count track ids from 0."""
+        """Forget all frames. Track ids are counted from 0 again."""
         self.head.state = self._empty_state
 
     def train(self, mode: bool = True) -> "SparseDrive":
-        """Set the mode; evaluation starts without memory, and training goes on with the one it had."""
+        """Set the mode. Evaluation starts without memory, and training goes on with the memory it had."""
         if mode != self.training:
             if mode:
                 self.temporal_state = self._state_of_training
@@ -124,7 +125,7 @@ class SparseDrive(BaseDetector):
         return to_plain(self.temporal_state if self.training else self._state_of_training)
 
     def load_temporal_state_dict(self, plain: Any) -> None:
-        """Let training go on from what ``temporal_state_dict`` returned."""
+        """Let training continue from a result of ``temporal_state_dict``."""
         self._state_of_training = from_plain(plain, next(self.parameters()).device)
         if self.training:
             self.temporal_state = self._state_of_training
@@ -135,10 +136,11 @@ class SparseDrive(BaseDetector):
         data_samples: Sequence[DrivingDataSample],
         state: dict[str, Any] | None = None,
     ) -> tuple[tuple[dict[str, Any] | None, ...], dict[str, Any]]:
-        """Return the head's raw outputs for a frame and the state after it, given the state before (None: nothing).
+        """Return the head's raw outputs for a frame and the state after it, given the state before.
 
         Args:
-            images: [B, V, 3, H, W]. data_samples: one per image. state: what the previous ``step`` returned.
+            images: [B, V, 3, H, W]. data_samples: one per frame.
+            state: the state that the previous ``step`` returned, or None for a first frame.
         """
         self.temporal_state = self._empty_state if state is None else state
         outs = self.raw_outputs(images, data_samples)
@@ -186,7 +188,7 @@ class SparseDrive(BaseDetector):
         return self.losses(predictions, batch, self.assign(costs_and_state, batch))
 
     def training_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
-        """Return the next frame of each sample's sequence, with ground truth and denoising queries; host work."""
+        """Return the next frame of each sample's sequence with ground truth and denoising queries. The host works."""
         data = batch_of(data_samples)
         denoising = self.head.denoising_queries(data)
         self.head.enter(len(inputs), functools.cache(lambda: FrameClock.of(data)))
@@ -197,8 +199,12 @@ class SparseDrive(BaseDetector):
     def predictions_and_costs(
         self, batch: DrivingBatch
     ) -> tuple[tuple[Any, Any, dict[str, PairCosts]], tuple[dict[str, PairCosts], Any]]:
-        """Return (the head's raw outputs, depths, costs of matching them) for the losses and (these costs, the state
-        after the frame) for ``assign``; device work alone."""
+        """Return what the losses and what ``assign`` need. All work runs on the device.
+
+        Returns:
+            (the raw outputs of the head, the depths, the costs of the matching) for the losses, and (these costs, the
+            state after the frame) for ``assign``.
+        """
         self.head.state = batch.state
         if self.frozen_parts:
             with torch.no_grad():
@@ -212,16 +218,19 @@ class SparseDrive(BaseDetector):
     def assign(
         self, costs_and_state: tuple[dict[str, PairCosts], Any], batch: DrivingBatch
     ) -> dict[str, Assignment]:
-        """Return what each prediction has to learn, and keep the state for the next frame; host work.
+        """Return what each prediction has to learn, and keep the state for the next frame. The host does this.
 
-        The tensors given may be overwritten by the next batch, so that the state is copied.
+        The state is copied, because the next batch may overwrite the tensors that are given.
         """
         costs, state = costs_and_state
         self._keep(map_tensors(Tensor.clone, state), batch.data)
         return assigned_instances(costs, batch.truth)
 
     def _keep(self, state: Any, data: dict[str, Any]) -> None:
-        """Keep what a frame of ``data`` left, whose clocks may be those of a batch whose graph was replayed."""
+        """Keep the state after a frame of ``data``, with the clocks of that frame.
+
+        The clocks of a graph's state are those of the batch that it was captured with.
+        """
         self.head.state = with_clock(state, functools.cache(lambda: FrameClock.of(data)))
 
     def losses(
@@ -230,7 +239,7 @@ class SparseDrive(BaseDetector):
         batch: DrivingBatch,
         assigned: dict[str, Assignment],
     ) -> dict[str, Tensor]:
-        """Return the losses by name; device work alone."""
+        """Return the losses by name. All work runs on the device."""
         outs, depths, costs = predictions
         losses = self._head_losses(outs, batch, costs, assigned)
         if depths is not None:
@@ -250,13 +259,13 @@ class SparseDrive(BaseDetector):
         return self.with_detections(detections, data_samples)
 
     def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
-        """Return the next frame of each sample's sequence; host work."""
+        """Return the next frame of each sample's sequence. The host does this."""
         data = batch_of(data_samples)
         self.head.enter(len(inputs), functools.cache(lambda: FrameClock.of(data)))
         return DrivingBatch.of(inputs, data, self.head.state)
 
     def detections(self, batch: DrivingBatch) -> tuple[dict[str, Any], Any]:
-        """Return the results of all frames and the state after them; device work alone."""
+        """Return the results of all frames and the state after them. All work runs on the device."""
         self.head.state = batch.state
         outs = self.head(self.extract_feat(batch.images), batch.metas)
         return self._selected(outs, batch.metas), self.head.state
@@ -288,7 +297,7 @@ class SparseDrive(BaseDetector):
 
 @MODELS.register_module()
 class Sparse4D(SparseDrive):
-    """Sparse4D: SparseDrive's detector with ``Sparse4DHead`` alone as its head.
+    """Sparse4D, which is SparseDrive's detector with a ``Sparse4DHead`` as its head.
 
     Source: arXiv 2311.11722; keywords and parameter names are Sparse4D's.
     """

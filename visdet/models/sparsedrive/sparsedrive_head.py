@@ -20,17 +20,17 @@ __all__ = ["SparseDriveHead"]
 
 @MODELS.register_module()
 class SparseDriveHead(BaseModule):
-    """The tasks of SparseDrive on one feature pyramid.
+    """Detection, map, motion and planning on one feature pyramid.
 
     Args:
-        task_config: ``with_det``, ``with_map``, ``with_motion_plan``; the last needs the other two.
-        det_head, map_head, motion_plan_head: configs of the tasks' heads; those of absent tasks are not built.
-        freeze_perception: detection and map stay as they are; needs motion and planning, which alone learn.
+        task_config: the bools ``with_det``, ``with_map`` and ``with_motion_plan``. The last one needs the other two.
+        det_head, map_head, motion_plan_head: configs of the heads of the tasks. Heads of absent tasks are not built.
+        freeze_perception: whether detection and map stay as they are, and only motion and planning learn.
 
-    The temporal state of all tasks is ``state``, one value. The motion head takes part through a ``state`` of its own
-    or of its ``instance_queue``.
+    The temporal state of all tasks is the value ``state``. The state of the motion head is its own ``state`` or that of
+    its ``instance_queue``.
 
-    Source: arXiv 2405.19620; names are SparseDrive's. Different: each sample has results of its own.
+    Source: arXiv 2405.19620; names are SparseDrive's. Difference: each sample has results of its own.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SparseDriveHead(BaseModule):
         return self.task_config["with_motion_plan"]
 
     def _stateful(self) -> dict[str, Any]:
-        """Return the parts that remember, by the names of their tasks."""
+        """Return the parts that have a temporal state, by the names of their tasks."""
         parts = {}
         if self.with_det:
             parts["det"] = self.det_head
@@ -93,7 +93,7 @@ class SparseDriveHead(BaseModule):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the next frame starts from: a value of each task that remembers."""
+        """The temporal state that the next frame starts from, one value for each task that has one."""
         return {name: part.state for name, part in self._stateful().items()}
 
     @state.setter
@@ -102,15 +102,15 @@ class SparseDriveHead(BaseModule):
             part.state = state[name]
 
     def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
-        """Take in when and where a frame was taken; all work on the host that ``forward`` needs.
+        """Take in when and where a frame was taken. This is all work on the host that ``forward`` needs.
 
-        ``forward`` does this itself where its ``metas`` hold ``img_metas``.
+        ``forward`` does it itself if its ``metas`` have ``img_metas``.
         """
         for part in self._stateful().values():
             part.enter(batch_size, clock_of_frame)
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
-        """Return noisy copies of the boxes in ``metas``, which detection learns to bring back; None without any."""
+        """Return noisy copies of the boxes in ``metas``, from which detection learns, or None if there are none."""
         return self.det_head.denoising_queries(metas) if self.with_det else None
 
     def forward(
@@ -119,12 +119,12 @@ class SparseDriveHead(BaseModule):
         metas: dict[str, Any],
         denoising: DenoisingQueries | None = None,
     ) -> tuple[dict[str, Any] | None, ...]:
-        """Return the raw outputs of detection, map, motion and planning, None for an absent task.
+        """Return the raw outputs of detection, map, motion and planning. Those of an absent task are None.
 
         Args:
-            feature_maps: what ``feature_maps_format`` returns, or [B, V, C, H, W] of each level.
-            metas: ``projection_mat``, ``image_wh``, ``timestamp``, ``img_metas``.
-            denoising: what ``denoising_queries`` made.
+            feature_maps: the result of ``feature_maps_format``, or [B, V, C, H, W] of each level.
+            metas: ``projection_mat``, ``image_wh``, ``timestamp`` and ``img_metas``.
+            denoising: the result of ``denoising_queries``.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
             det_output = self.det_head(feature_maps, metas, denoising) if self.with_det else None
@@ -147,7 +147,7 @@ class SparseDriveHead(BaseModule):
         """Return the losses of all tasks by name.
 
         Args:
-            model_outs: what ``forward`` returned. data: the ground truth of all tasks.
+            model_outs: the result of ``forward``. data: the ground truth of all tasks.
         """
         truth = self.ground_truth(data)
         costs = self.pair_costs(model_outs, truth)
@@ -179,10 +179,10 @@ class SparseDriveHead(BaseModule):
     def pair_costs(
         self, model_outs: tuple[dict[str, Any] | None, ...], truth: dict[str, Any]
     ) -> dict[str, PairCosts]:
-        """Return what it costs to assign instances to predictions, by task; device work alone.
+        """Return what it costs to assign instances to predictions, by task. All work runs on the device.
 
         Args:
-            model_outs: what ``forward`` returned. truth: what ``ground_truth`` returned.
+            model_outs: the result of ``forward``. truth: the result of ``ground_truth``.
         """
         costs = {}
         det_output, map_output, *_ = model_outs
@@ -202,11 +202,12 @@ class SparseDriveHead(BaseModule):
         costs: dict[str, PairCosts],
         assigned: dict[str, Assignment],
     ) -> dict[str, Tensor]:
-        """Return the losses of all tasks by name; device work alone.
+        """Return the losses of all tasks by name. All work runs on the device.
 
         Args:
-            model_outs: what ``forward`` returned. data: the ego's ground truth. truth: what ``ground_truth`` returned.
-            costs: what ``pair_costs`` returned. assigned: what ``assigned_instances`` returned.
+            model_outs: the result of ``forward``. data: the ground truth of the ego vehicle.
+            truth: the result of ``ground_truth``. costs: the result of ``pair_costs``.
+            assigned: the result of ``assigned_instances``.
         """
         det_output, map_output, motion_output, planning_output = model_outs
         losses: dict[str, Tensor] = {}
@@ -226,13 +227,13 @@ class SparseDriveHead(BaseModule):
     def post_process(
         self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """Return the results of each sample, those of all tasks in one dict."""
+        """Return the results of each sample. One dict holds those of all tasks."""
         return self.of_samples(self.select(model_outs, data))
 
     def select(
         self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Return the results of the batch by task, on its device; device work alone."""
+        """Return the results of the batch by task, on its device. All work runs on the device."""
         det_output, map_output, motion_output, planning_output = model_outs
         selected = {}
         if self.with_det:
@@ -246,7 +247,7 @@ class SparseDriveHead(BaseModule):
         return selected
 
     def of_samples(self, selected: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the results of each sample of what ``select`` returned, those of all tasks in one dict."""
+        """Return the results of each sample, given what ``select`` returned. One dict holds those of all tasks."""
         of_tasks = []
         if self.with_det:
             of_tasks.append(self.det_head.of_samples(selected["det"]))
