@@ -24,9 +24,10 @@ class InstanceTargets(NamedTuple):
     """What the predictions of a decoder layer, or of L layers with a first dimension more, have to learn.
 
     Attributes:
-        labels: [B, Q] int64, the number of classes for background. values: [B, Q, D]. weights: [B, Q, D].
-        matches: (predictions, ground truth), two index tensors [M] of each sample, in the last of the layers; empty
-            where nobody has asked for them.
+        labels: [B, Q] int64, the number of classes for background.
+        values: [B, Q, D]. weights: [B, Q, D].
+        matches: (predictions, ground truth), two index tensors [M] of each sample in the last layer. It is empty if the
+            matches were not asked for.
     """
 
     labels: Tensor
@@ -90,11 +91,12 @@ class BaseTargetWithDenoising(ABC):
     """Assigns ground truth to predictions, and makes denoising queries where the subclass can.
 
     Args:
-        num_dn_groups: groups of denoising queries, 0 for none.
-        num_temp_dn_groups: groups carried to the next frame, 0 for none.
+        num_dn_groups: number of groups of denoising queries.
+        num_temp_dn_groups: number of groups that are kept for the next frame.
 
     Attributes:
-        dn_metas: the carried denoising queries, None for none; the temporal state of a sampler.
+        dn_metas: the denoising queries that were kept, or None. It is the temporal state of a sampler, which the head
+            reads and writes as a part of its own.
 
     Source: names are SparseDrive's.
     """
@@ -115,8 +117,8 @@ class BaseTargetWithDenoising(ABC):
         """Return the targets of the predictions of one decoder layer.
 
         Args:
-            cls_pred: [B, Q, C] logits. box_pred: [B, Q, D]. cls_target: of each sample [N], int64.
-            box_target: of each sample, in the annotation's form.
+            cls_pred: [B, Q, C], logits. box_pred: [B, Q, D]. cls_target: [N] int64 of each sample.
+            box_target: the boxes or lines of each sample, as they are annotated.
         """
         targets = self.sample_layers(cls_pred[None], box_pred[None], cls_target, box_target)
         return InstanceTargets(targets.labels[0], targets.values[0], targets.weights[0], targets.matches)
@@ -178,5 +180,5 @@ class BaseTargetWithDenoising(ABC):
         box_target: Sequence[Tensor],
         gt_instance_id: Sequence[Tensor] | None = None,
     ) -> tuple[Any, ...] | None:
-        """Return denoising queries, or None where there are none."""
+        """Return denoising queries, or None if there are none."""
         return None

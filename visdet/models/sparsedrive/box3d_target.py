@@ -22,19 +22,21 @@ __all__ = ["SparseBox3DTarget"]
 class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
     """Matches boxes one to one by focal cost plus weighted L1 cost, and makes noisy copies of them for denoising.
 
+    A box with a NaN, such as an unknown velocity, is matched after all others, with any prediction that is left. The
+    NaN gets weight 0 in the loss.
+
     Args:
-        cls_weight, alpha, gamma, eps: of the class cost. box_weight: of the box cost.
-        reg_weights: of each number of an encoded box in the cost, default 1 with 0 for the velocity.
-        cls_wise_reg_weights: {class: weights} that replace the 1 of a class's boxes, in cost and loss.
-        num_dn_groups: groups of denoising queries. dn_noise_scale: largest noise of each number of a box.
-        max_dn_gt: most boxes of a sample that are denoised, 0 for all. add_neg_dn: with each noisy box one further off,
-            which is background.
-        num_temp_dn_groups: groups carried to the next frame.
+        cls_weight, alpha, gamma, eps: weight and parameters of the class cost. box_weight: weight of the box cost.
+        reg_weights: weight of each number of an encoded box in the cost. By default it is 1, and 0 for the velocity.
+        cls_wise_reg_weights: {class: weights}, which replace the weight 1 of the boxes of a class in cost and loss.
+        num_dn_groups: number of groups of denoising queries.
+        dn_noise_scale: greatest noise of each number of a box.
+        max_dn_gt: greatest number of boxes of a sample that are denoised. With 0 all are.
+        add_neg_dn: whether each noisy box comes with another one further away, which is background.
+        num_temp_dn_groups: number of groups that are kept for the next frame.
 
-    A box with a NaN (an unknown velocity) is matched after all others, with any prediction left; the NaN gets weight 0.
-
-    Source: names and defaults are SparseDrive's. Different: a cost of +infinity counts as 1e8 too; the targets of all
-    decoder layers need one copy to the host; denoising without temporal groups works on any frame.
+    Source: names and defaults are SparseDrive's. Differences: a cost of +infinity counts as 1e8, too; the targets of
+    all decoder layers need one copy to the host; denoising without temporal groups works on any frame.
     """
 
     def __init__(

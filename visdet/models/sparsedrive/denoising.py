@@ -31,9 +31,12 @@ class DenoisingQueries(NamedTuple):
     """The denoising queries of a batch: G groups of n.
 
     Attributes:
-        anchor: [B, G·n, 10]. reg_target: [B, G·n, 10], the encoded boxes they belong to, zeros for background.
-        cls_target: [B, G·n] int64, below 0 for background. attn_mask: [G·n, G·n] bool, True hides.
-        valid_mask: [B, G·n] bool, which queries are none of padding. id_target: [B, G·n] int64, or None.
+        anchor: [B, G·n, 10].
+        reg_target: [B, G·n, 10], the encoded boxes that the queries belong to, and zeros for background.
+        cls_target: [B, G·n] int64, less than 0 for background.
+        attn_mask: [G·n, G·n] bool, True where a query must not attend to another.
+        valid_mask: [B, G·n] bool, False for queries that were made from padding.
+        id_target: [B, G·n] int64, the track ids, or None.
     """
 
     anchor: Tensor
@@ -47,14 +50,15 @@ class DenoisingQueries(NamedTuple):
 class BoxDenoising:
     """The denoising part of ``SparseBox3DTarget``.
 
-    A query of G groups is a box plus uniform noise within ``dn_noise_scale``; with ``add_neg_dn`` a second one lies one
-    to two scales off and is background. Each group is matched to its boxes anew, by L1 distance: a far query may be the
-    best one. Queries of different groups must not see one another.
+    There are G groups of queries. A query is a box plus uniform noise within ``dn_noise_scale``. With ``add_neg_dn``
+    there is a second query for each box, which lies one to two scales away and is background. Each group is matched
+    with its boxes by L1 distance, because a far query may be the best one. Queries of different groups do not attend
+    to one another.
 
     Source: Sparse4D v3, arXiv 2311.11722; names are SparseDrive's.
     """
 
-    # Of the sampler.
+    # These attributes belong to the sampler.
     num_dn_groups: int
     num_temp_dn_groups: int
     dn_noise_scale: float | Sequence[float]
@@ -71,13 +75,14 @@ class BoxDenoising:
         box_target: Sequence[Tensor],
         gt_instance_id: Sequence[Tensor] | None = None,
     ) -> DenoisingQueries | None:
-        """Return the queries of a batch, or None without groups or without any box.
+        """Return the queries of a batch, or None if there are no groups or no boxes.
+
+        A group has as many queries as the sample with most boxes has boxes, and twice as many with ``add_neg_dn``.
 
         Args:
-            cls_target: [N] of each sample. box_target: [N, 9], yaw in radians; NaN counts as 0.
-            gt_instance_id: [N] of each sample; used with temporal groups only.
-
-        n is the largest number of boxes, twice that with ``add_neg_dn``.
+            cls_target: [N] of each sample.
+            box_target: [N, 9] of each sample, with yaw in radians. NaN counts as 0.
+            gt_instance_id: [N] of each sample. It is only used if there are temporal groups.
         """
         if self.num_dn_groups <= 0 or max((len(labels) for labels in cls_target), default=0) == 0:
             return None
@@ -156,16 +161,19 @@ class BoxDenoising:
         num_normal_anchor: int,
         temporal_valid_mask: Tensor | None,
     ) -> tuple[Any, ...]:
-        """Put the queries carried from the previous frame in place of the first groups of this frame's.
+        """Replace the first groups of queries by those that were kept from the previous frame.
+
+        The target of a kept query is the box of this frame that has its id, or background if there is none. Ids must be
+        unique within a group.
 
         Args:
-            instance_feature: [B, N + G·n, C]. anchor: [B, N + G·n, D], the first ``num_normal_anchor`` N of them no
-                denoising queries. dn_reg_target: [B, G·n, 10]. dn_cls_target, valid_mask, dn_id_target: [B, G·n].
-            temporal_valid_mask: [B] bool, which samples have history; None forgets the carried queries.
+            instance_feature: [B, N + G·n, C]. anchor: [B, N + G·n, D]. The first N rows are no denoising queries.
+            dn_reg_target: [B, G·n, 10]. dn_cls_target, valid_mask, dn_id_target: [B, G·n].
+            num_normal_anchor: N.
+            temporal_valid_mask: [B] bool, whether a sample has history. With None the kept queries are forgotten.
 
         Returns:
-            The first six arguments, changed where there is something to carry: a carried query's target is this frame's
-            box of its id, background where the id is gone. Ids must be unique within a group.
+            The first six arguments, with the kept queries in them.
         """
         unchanged = (instance_feature, anchor, dn_reg_target, dn_cls_target, valid_mask, dn_id_target)
         if temporal_valid_mask is None:
@@ -207,10 +215,11 @@ class BoxDenoising:
         valid_mask: Tensor,
         dn_id_target: Tensor | None,
     ) -> None:
-        """Keep ``num_temp_dn_groups`` groups, drawn at random, for the next frame.
+        """Keep ``num_temp_dn_groups`` groups, which are drawn at random, for the next frame.
 
         Args:
-            dn_instance_feature: [B, G·n, C]. dn_anchor: [B, G·n, D]. The others: [B, G·n]; without ids nothing is kept.
+            dn_instance_feature: [B, G·n, C]. dn_anchor: [B, G·n, D]. The other arguments are [B, G·n]. Without ids
+                nothing is kept.
         """
         if self.num_temp_dn_groups <= 0 or dn_id_target is None:
             self.dn_metas = None

@@ -23,7 +23,8 @@ def topk(confidence: Tensor, k: int, *inputs: Tensor) -> tuple[Tensor, list[Tens
     """Return the k largest confidences [B, k] of each sample, and those rows of each input, [B, k, C].
 
     Args:
-        confidence: [B, Q]. inputs: [B, Q, C] or [B, Q], the latter taken as C = 1.
+        confidence: [B, Q].
+        inputs: [B, Q, C], or [B, Q], which counts as C = 1.
     """
     confidence, index = confidence.topk(k, dim=1)
     return confidence, [select_rows(x if x.dim() == 3 else x[..., None], index) for x in inputs]
@@ -37,20 +38,23 @@ def select_rows(x: Tensor, index: Tensor) -> Tensor:
 @temporal_value
 @dataclass(frozen=True)
 class InstanceBankState:
-    """What a bank carries from one frame to the next; an immutable value, safe to keep and to put back.
+    """What a bank keeps from one frame for the next. The value is immutable, so that it can be kept and put back.
 
     Attributes:
-        cached_feature: [B, K, C], cached_anchor: [B, K, D], of the K most confident instances, best first; None before
-            the first frame. Between ``get`` and ``cache`` the anchors stand where and when the current frame is.
-        confidence: [B, K] of the cached instances, decayed from frame to frame.
-        temp_confidence: [B, Q] of the instances of the frame cached last.
-        instance_id: [B, Q] int64, the ids of the cached instances, then -1.
+        cached_feature: [B, K, C], the features of the K most confident instances, the best first. It is None before the
+            first frame.
+        cached_anchor: [B, K, D], the anchors of these instances. Between ``get`` and ``cache`` they are moved to the
+            place and time of the current frame.
+        confidence: [B, K], the confidences of the cached instances, which decay from frame to frame.
+        temp_confidence: [B, Q], the confidences of all instances of the frame that was cached last.
+        instance_id: [B, Q] int64, the ids of the cached instances, followed by -1.
         prev_id: [] int64, the next id.
-        mask: [B] bool, whether a sample's cached instances belong to the current frame's sequence.
-        clock: when and where the samples of the frame cached last were taken.
+        mask: [B] bool, whether the cached instances of a sample belong to the sequence of the current frame.
+        clock: the time and pose of the frame that was cached last.
         history: the same as ``mask``, on the host.
-        frame, step: between ``enter`` and ``cache`` the clock of the current frame, and what lies between the cached
-            frame and this one; None where nothing is cached.
+        frame: between ``enter`` and ``cache``, the clock of the current frame.
+        step: between ``enter`` and ``cache``, what lies between the cached frame and the current one. It is None if
+            nothing is cached.
     """
 
     cached_feature: Tensor | None = None
@@ -70,27 +74,27 @@ class InstanceBankState:
 class InstanceBank(ModuleWithAnchors):
     """Learned anchors with their features, and the temporal state of a batch of sequences.
 
-    A frame is ``enter`` → ``get`` → (single-frame decoder) → ``update`` → (temporal decoder) → ``cache`` →
-    ``get_instance_id``. ``enter`` is the host's part, and ``get`` calls it where it is given ``img_metas``. All that is
-    remembered lies in ``state``: read it, keep it, put it back.
+    The calls of a frame are ``enter``, ``get``, the single-frame decoder, ``update``, the temporal decoder, ``cache``
+    and ``get_instance_id``. ``enter`` is the work of the host, and ``get`` calls it if it is given ``img_metas``. The
+    value ``state`` is everything that the bank remembers. It can be read, kept and put back.
 
-    A sample's history is dropped, it alone, where more than ``max_time_interval`` seconds passed or its scene changed;
-    the whole state where the batch size or the device changed.
+    The history of a sample is dropped if more than ``max_time_interval`` seconds have passed or its scene has changed.
+    The whole state is dropped if the batch size or the device has changed.
 
     Args:
-        num_anchor: anchors used, at most as many as ``anchor`` has.
+        num_anchor: number of anchors that are used. If ``anchor`` has fewer, all of them are.
         embed_dims: width of the features.
-        anchor: [N, D] or [N, points, 2]: numbers, or a ``.npy`` file's path. While a file is missing the anchors are
-            zeros, which a checkpoint replaces; training with them raises.
-        anchor_handler: module or config with ``anchor_projection``, which moves anchors in space and time.
-        num_temp_instances: K, instances carried on; 0 or less for none.
-        default_time_interval: seconds, where there is no previous frame.
-        confidence_decay: factor on a cached confidence per frame.
+        anchor: [N, D] or [N, points, 2], numbers or the path of a ``.npy`` file. While a file is missing, the anchors
+            are zeros, which a checkpoint replaces. Training with such anchors is an error.
+        anchor_handler: module or config of a module with ``anchor_projection``, which moves anchors in space and time.
+        num_temp_instances: K, the number of instances that are kept for the next frame. With 0 or less none are.
+        default_time_interval: the time in seconds that counts if there is no previous frame.
+        confidence_decay: the factor by which a cached confidence decays in each frame.
         anchor_grad, feat_grad: whether anchors and their features learn.
-        max_time_interval: seconds.
+        max_time_interval: the longest time in seconds between two frames of a sequence.
 
-    Source: names and defaults are SparseDrive's. Different: the state is one value; nothing waits for the device; no
-    ids are carried where no instances are.
+    Source: names and defaults are SparseDrive's. Differences: the state is one value, nothing waits for the device, and
+    ids are only kept together with instances.
     """
 
     def __init__(
@@ -138,21 +142,23 @@ class InstanceBank(ModuleWithAnchors):
         self.state = InstanceBankState()
 
     def init_weights(self) -> None:
-        """Put the anchors back where they began, and draw the features if they learn."""
+        """Set the anchors to their initial values, and initialise the features by Xavier if they learn."""
         with torch.no_grad():
             self.anchor.copy_(self.anchor_init)
         if self.instance_feature.requires_grad:
             nn.init.xavier_uniform_(self.instance_feature)
 
     def reset(self) -> None:
-        """Forget everything, the ids given so far included."""
+        """Forget everything, including the ids that have been given."""
         self.state = InstanceBankState()
 
     def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock] | None) -> None:
-        """Take in when and where a frame was taken; all work on the host that a frame needs.
+        """Take in when and where a frame was taken. This is all work on the host that a frame needs.
 
         Args:
-            batch_size: B. clock_of_frame: is called where instances are carried on; None for a first frame alone.
+            batch_size: B.
+            clock_of_frame: returns the clock of the frame. It is called if instances are kept. None is allowed for a
+                first frame only.
         """
         state, anchor = self.state, self.anchor
         cached, clock = state.cached_anchor, state.clock
@@ -173,17 +179,17 @@ class InstanceBank(ModuleWithAnchors):
     def get(
         self, batch_size: int, metas: dict[str, Any] | None = None, dn_metas: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-        """Return what a frame starts with, and bring the cached anchors to the frame's place and time.
+        """Return what a frame starts with, and move the cached anchors to the place and time of the frame.
 
         Args:
             batch_size: B.
-            metas: ``timestamp`` [B] seconds and ``img_metas``, see ``FrameClock``, which the bank then enters; without
-                ``img_metas`` it has entered the frame.
-            dn_metas: temporal denoising queries, whose ``dn_anchor`` [B, groups, n, D] is brought along.
+            metas: ``timestamp`` [B] (seconds) and ``img_metas``; see ``FrameClock``. The bank then enters the frame.
+                Without ``img_metas`` it must have entered the frame before.
+            dn_metas: denoising queries of the previous frame, whose ``dn_anchor`` [B, groups, n, D] is moved, too.
 
         Returns:
-            features [B, N, C] and anchors [B, N, D] of the learned instances; cached features [B, K, C] and anchors
-            [B, K, D], or None twice; seconds since the previous frame, [B].
+            features [B, N, C] and anchors [B, N, D] of the learned instances, cached features [B, K, C] and anchors
+            [B, K, D] or None for both, and the seconds since the previous frame, [B].
         """
         self.require_anchors()
         if metas is None or "img_metas" in metas:
@@ -210,11 +216,11 @@ class InstanceBank(ModuleWithAnchors):
     def update(self, instance_feature: Tensor, anchor: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cached instances followed by the most confident others, as many as there are anchors.
 
-        Samples without history, and all of them before the first cached frame, come back unchanged.
+        Samples without history stay unchanged, and so do all samples before the first cached frame.
 
         Args:
-            instance_feature: [B, Q, C]. anchor: [B, Q, D]. confidence: [B, Q, classes] logits. Rows after the first
-                ``num_anchor`` are denoising queries and stay where they are.
+            instance_feature: [B, Q, C]. anchor: [B, Q, D]. confidence: [B, Q, classes], logits. Rows after the first
+                ``num_anchor`` are denoising queries, which keep their places.
         """
         state = self.state
         if state.cached_feature is None or state.cached_anchor is None or state.mask is None:
@@ -249,11 +255,13 @@ class InstanceBank(ModuleWithAnchors):
         metas: dict[str, Any] | None = None,
         feature_maps: Any = None,
     ) -> None:
-        """Keep the K most confident instances for the next frame; a cached one's confidence decays at most.
+        """Keep the K most confident instances for the next frame.
+
+        The confidence of an instance that was cached before is at least its decayed confidence.
 
         Args:
-            instance_feature: [B, N, C]. anchor: [B, N, D]. confidence: [B, N, classes] logits.
-            metas: as in ``get``. feature_maps: unused.
+            instance_feature: [B, N, C]. anchor: [B, N, D]. confidence: [B, N, classes], logits.
+            metas: as in ``get``. feature_maps: accepted for compatibility, without effect.
         """
         K = self.num_temp_instances
         if K <= 0:
@@ -277,11 +285,13 @@ class InstanceBank(ModuleWithAnchors):
     def get_instance_id(
         self, confidence: Tensor, anchor: Tensor | None = None, threshold: float | None = None
     ) -> Tensor:
-        """Return track ids [B, N] int64: those of the cached instances, new ones from one counter, -1 for none.
+        """Return the track ids [B, N] int64, where -1 stands for no track.
+
+        Cached instances keep their ids. New ids come from one counter for all samples.
 
         Args:
-            confidence: [B, N, classes] logits. anchor: unused.
-            threshold: least probability that starts a track; None starts one everywhere.
+            confidence: [B, N, classes], logits. anchor: accepted for compatibility, without effect.
+            threshold: the least probability that starts a track. With None every instance starts one.
         """
         confidence = confidence.detach().float().amax(-1).sigmoid()
         ids = torch.full_like(confidence, -1, dtype=torch.int64)

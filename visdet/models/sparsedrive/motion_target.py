@@ -29,7 +29,7 @@ def best_modes(reg_pred: Tensor, reg_target: Tensor, reg_weight: Tensor) -> tupl
 
 @TASK_UTILS.register_module()
 class MotionTarget:
-    """Futures of the annotated boxes for the instances that detection matched with them.
+    """Assigns the future of a true box to the instance that detection has matched with it.
 
     Source: the name and the rule are SparseDrive's.
     """
@@ -41,11 +41,17 @@ class MotionTarget:
         gt_reg_mask: Sequence[Tensor],
         matches: Sequence[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return modes [B, N], whether they count [B, N], their steps, target steps, weights and matched instances [1].
+        """Return the targets of the predicted modes.
 
         Args:
-            reg_pred: [B, N, M, T, 2] steps in metres. gt_reg_target: [n, T, 2] steps of each sample's boxes.
-            gt_reg_mask: [n, T]. matches: (instances, boxes), the index tensors of each sample that detection matched.
+            reg_pred: [B, N, M, T, 2], steps in metres.
+            gt_reg_target: [n, T, 2] of each sample, the steps of its boxes.
+            gt_reg_mask: [n, T] of each sample, 0 where a step is unknown.
+            matches: (instances, boxes) of each sample, the index tensors that detection has matched.
+
+        Returns:
+            The best modes [B, N], whether they count [B, N], their steps [B, N, T, 2], the target steps [B, N, T, 2],
+            their weights [B, N, T], and the number of matched instances [1].
         """
         device = reg_pred.device
         targets, masks = padded_rows(gt_reg_target, device), padded_rows(gt_reg_mask, device)
@@ -71,10 +77,10 @@ class MotionTarget:
 
 @TASK_UTILS.register_module()
 class PlanningTarget:
-    """The ego's future for the modes of the command that was given.
+    """Assigns the future of the ego vehicle to the modes of the command that was given.
 
     Args:
-        ego_fut_ts: steps. ego_fut_mode: modes of each of the three commands.
+        ego_fut_ts: number of steps. ego_fut_mode: number of modes of each of the three commands.
 
     Source: the name and the rule are SparseDrive's.
     """
@@ -91,11 +97,16 @@ class PlanningTarget:
         gt_reg_mask: Tensor,
         data: dict[str, Any],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the command's logits [B, 1, M], mode [B, 1], whether it counts, its steps, target and weights.
+        """Return the targets of the modes of the command.
 
         Args:
-            cls_pred: [B, 1, 3 * M]. reg_pred: [B, 1, 3 * M, T, 2] steps in metres. gt_reg_target: [B, T, 2].
-            gt_reg_mask: [B, T]. data: ``gt_ego_fut_cmd`` [B, 3], one-hot: right, left, straight.
+            cls_pred: [B, 1, 3 * M]. reg_pred: [B, 1, 3 * M, T, 2], steps in metres.
+            gt_reg_target: [B, T, 2]. gt_reg_mask: [B, T], 0 where a step is unknown.
+            data: ``gt_ego_fut_cmd`` [B, 3], one-hot in the order right, left, straight.
+
+        Returns:
+            The logits of the command's modes [B, 1, M], the best mode [B, 1], whether it counts [B, 1], its steps
+            [B, 1, T, 2], the target steps [B, 1, T, 2] and their weights [B, 1, T].
         """
         B, M, T = len(reg_pred), self.ego_fut_mode, self.ego_fut_ts
         target, mask = (
