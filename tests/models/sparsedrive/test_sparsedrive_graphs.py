@@ -75,6 +75,16 @@ def test_the_state_after_a_step_is_a_copy_with_the_clock_of_its_frame():
     assert kept.cached_anchor.abs().sum() > 0
 
 
+def test_the_losses_of_the_head_in_one_call_are_those_of_the_stages():
+    model = tiny_model().train()
+    batch = model.training_batch(*frames("cpu")[0])
+    predictions, costs_and_state = model.predictions_and_costs(batch)
+    staged = model.losses(predictions, batch, model.assign(costs_and_state, batch))
+    at_once = model.head.loss(predictions[0], batch.data)
+    assert staged.keys() - at_once.keys() <= {"loss_dense_depth"} and len(at_once) > 10
+    assert all(torch.equal(loss, staged[name]) for name, loss in at_once.items())
+
+
 def train(model, wrapper, graphs=None):
     """Return the losses of all steps, the last step's gradient, and the state; the weights stay as they are.
 
