@@ -12,7 +12,10 @@ def stack_numbers(numbers: Iterable[Tensor | float]) -> Tensor:
     """Return tensors of one element and plain numbers as a vector in float64, which is on a GPU if one of them is."""
     values = [torch.as_tensor(number).detach().reshape(()).double() for number in numbers]
     device = next((value.device for value in values if value.is_cuda), None)
-    return torch.stack([value.to(device) for value in values]) if values else torch.empty(0)
+    if device is not None:
+        # A copy from memory that is not pinned would wait for the GPU.
+        values = [v if v.is_cuda else v.pin_memory().to(device, non_blocking=True) for v in values]
+    return torch.stack(values) if values else torch.empty(0)
 
 
 class HostCopy:

@@ -28,15 +28,18 @@ class RuntimeInfoHook(_RuntimeInfoHook):
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
         """Write the losses of the iteration before, and those of this one if they are there or somebody reads them."""
-        self.write(runner)
+        self._write_losses(runner)
         self._losses = HostCopy(outputs or {})
         if self._losses.is_there or not self._has_written or self._is_due(runner, batch_idx):
             self.write(runner)
 
     def write(self, runner) -> None:
-        """Write what has not been written yet."""
+        """Write what has not been written yet, the norm of the gradients of the last update included."""
         if isinstance(runner.optim_wrapper, OptimWrapper):
             runner.optim_wrapper.write_grad_norm()
+        self._write_losses(runner)
+
+    def _write_losses(self, runner) -> None:
         if self._losses is None:
             return
         losses, self._losses = self._losses.read(), None
@@ -49,4 +52,6 @@ class RuntimeInfoHook(_RuntimeInfoHook):
         if done == runner.max_iters or self.end_of_epoch(runner.train_dataloader, batch_idx):
             return True
         intervals = {hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook | ProgressHook)}
-        return any(count % interval == 0 for interval in intervals if interval for count in (done, batch_idx + 1))
+        return any(
+            count % interval == 0 for interval in intervals if interval for count in (done, batch_idx + 1)
+        )
