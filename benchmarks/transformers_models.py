@@ -101,12 +101,13 @@ FAMILIES = {
 
 
 def make_model(family: Family, device: torch.device) -> nn.Module:
-    """Return a model with the same random weights at every call. They are drawn on its device."""
+    """Return a model with the same random weights at every call. They are drawn on its device if the model allows it."""
     import transformers
 
     torch.manual_seed(0)
     with device:
-        return getattr(transformers, family.model)(family.config(transformers))
+        model = getattr(transformers, family.model)(family.config(transformers))
+    return model.to(device)
 
 
 def make_inputs(family: Family, batch: int, device: torch.device) -> Inputs:

@@ -26,7 +26,9 @@ needs_kernels = pytest.mark.skipif(
     not HAS_KERNELS, reason="kernels is not installed: make check-transformers"
 )
 
-# What a program without visdet does with a repository: the layer in the place of a plain one, on the CPU.
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+
+# What a program without visdet does with a repository: the layer in the place of a plain one.
 PRELUDE = """
 import sys
 import torch
@@ -41,11 +43,11 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 
 SHAPES = [(6, 8), (3, 4)]
-value = torch.randn(2, 60, 2, 4, requires_grad=True)
-locations = torch.rand(2, 5, 2, 2, 3, 2, requires_grad=True)
-weights = torch.rand(2, 5, 2, 2, 3, requires_grad=True)
-starts = torch.tensor([0, 48])
-arguments = value, torch.tensor(SHAPES), SHAPES, starts, locations, weights, 64
+value = torch.randn(2, 60, 2, 4, requires_grad=True, device=device)
+locations = torch.rand(2, 5, 2, 2, 3, 2, requires_grad=True, device=device)
+weights = torch.rand(2, 5, 2, 2, 3, requires_grad=True, device=device)
+starts = torch.tensor([0, 48], device=device)
+arguments = value, torch.tensor(SHAPES, device=device), SHAPES, starts, locations, weights, 64
 
 class Plain(nn.Module):
     def forward(
@@ -101,8 +103,10 @@ def test_layout_and_metadata(repository):
         assert metadata["id"].startswith(f"visdet_ops_{backend}") and metadata["backend"]["type"] == backend
 
 
-def test_the_folder_needs_torch_alone_and_refuses_a_second_copy(repository):
-    variant = next((repository / "build").glob("*-cpu-*"))
+@DEVICES
+def test_the_folder_needs_torch_alone_and_refuses_a_second_copy(repository, device):
+    backend = {"cpu": "cpu", "cuda": "cu[0-9]*"}[device]
+    variant = next((repository / "build").glob(f"*-{backend}-*"))
     run(
         """
 import importlib.util
@@ -124,11 +128,13 @@ else:
         repository=repository,
         variant=variant,
         root=ROOT,
+        device=device,
     )
 
 
 @needs_kernels
-def test_kernels_loads_it_and_replaces_a_models_layer(repository):
+@DEVICES
+def test_kernels_loads_it_and_replaces_a_models_layer(repository, device):
     run(
         """
 from pathlib import Path
@@ -140,12 +146,13 @@ assert "visdet" not in sys.modules and kernel.ops.__file__.startswith(repository
 Extensible = type("Extensible", (Plain,), {"forward": Plain.forward})
 replace_kernel_forward_from_hub(Extensible, "MultiScaleDeformableAttention")
 layer = LocalLayerRepository(Path(repository), layer_name="MultiScaleDeformableAttention")
-register_kernel_mapping({"MultiScaleDeformableAttention": {"cpu": layer}})
-model = kernelize(Extensible(), mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cpu")
+register_kernel_mapping({"MultiScaleDeformableAttention": {device: layer}})
+model = kernelize(Extensible(), mode=Mode.TRAINING | Mode.TORCH_COMPILE, device=device)
 compare(model)
 compare(torch.compile(model, backend="aot_eager", fullgraph=True))
 """,
         repository=repository,
+        device=device,
     )
 
 

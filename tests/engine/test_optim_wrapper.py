@@ -1,11 +1,15 @@
-"""Mixed precision on the CPU; the GPU where there is one."""
+"""Optimizer wrappers: mixed precision on the CPU, and on the GPU where there is one; groups of parameters."""
+
+import copy
 
 import pytest
 import torch
+from mmengine.optim import BaseOptimWrapper, MultiStepLR
+from mmengine.optim import OptimWrapper as MMEngineOptimWrapper
 from torch import nn
 from toy_run import losses, toy_runner, train
 
-from visdet.engine import AmpOptimWrapper, ConfigError, enable_amp
+from visdet.engine import AmpOptimWrapper, ConfigError, OptimWrapper, enable_amp
 from visdet.registry import OPTIM_WRAPPERS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -147,3 +151,64 @@ def test_enable_amp(tmp_path):
     cfg.optim_wrapper.type = "ApexOptimWrapper"
     with pytest.raises(ConfigError, match=r"--amp .*'OptimWrapper'.*'ApexOptimWrapper'"):
         enable_amp(cfg)
+
+
+def four_layers() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({name: nn.Linear(3, 3) for name in ("backbone", "neck", "offsets", "head")})
+
+
+def grouped(model: nn.ModuleDict, kind: type) -> BaseOptimWrapper:
+    """Return a wrapper whose optimizer has a group for each parameter, as mmengine makes them for paramwise_cfg."""
+    rates = {"backbone": 0.01, "offsets": 0.01}
+    groups = [
+        {"params": [parameter], **({"lr": rates[name]} if name in rates else {})}
+        for name, layer in model.items()
+        for parameter in layer.parameters()
+    ]
+    return kind(torch.optim.AdamW(groups, lr=0.1), clip_grad={"max_norm": 1.0})
+
+
+def updated(model: nn.ModuleDict, wrapper: BaseOptimWrapper, schedule: MultiStepLR, count: int) -> list[torch.Tensor]:
+    for step in range(count):
+        x = torch.full((2, 3), 1.0 + step)
+        for layer in model.values():
+            x = layer(x)
+        wrapper.update_params(x.square().mean())
+        schedule.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_groups_with_the_same_options_are_one():
+    models = four_layers(), four_layers()
+    ours, theirs = (
+        grouped(model, kind) for model, kind in zip(models, (OptimWrapper, MMEngineOptimWrapper), strict=True)
+    )
+    groups = ours.optimizer.param_groups
+    assert [(group["lr"], len(group["params"])) for group in groups] == [(0.01, 4), (0.1, 4)]
+    assert len(theirs.optimizer.param_groups) == 8
+    found, expected = (
+        updated(model, wrapper, MultiStepLR(wrapper, milestones=[2]), 4)
+        for model, wrapper in zip(models, (ours, theirs), strict=True)
+    )
+    torch.testing.assert_close(found, expected)
+    assert groups[0]["lr"] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("kind", [OptimWrapper, MMEngineOptimWrapper])
+def test_a_run_whose_parameters_had_a_group_each_goes_on_as_it_would_have(kind):
+    model = four_layers()
+    wrapper = grouped(model, kind)
+    schedule = MultiStepLR(wrapper, milestones=[2, 5])
+    updated(model, wrapper, schedule, 3)
+    saved = copy.deepcopy((model.state_dict(), wrapper.state_dict(), schedule.state_dict()))
+    expected = updated(model, wrapper, schedule, 4)
+
+    other = four_layers()
+    resumed = grouped(other, OptimWrapper)
+    its_schedule = MultiStepLR(resumed, milestones=[2, 5])
+    for part, state in zip((other, resumed, its_schedule), saved, strict=True):
+        part.load_state_dict(state)
+    torch.testing.assert_close(updated(other, resumed, its_schedule, 4), expected)
+    assert len(resumed.optimizer.param_groups) == {OptimWrapper: 2, MMEngineOptimWrapper: 8}[kind]
+    assert its_schedule.get_last_value()[0] == pytest.approx(0.0001)

@@ -1,6 +1,6 @@
 """Optimizer wrappers that do not wait for the device and that train with mixed precision on any device."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,11 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapper(_OptimWrapper):
-    """mmengine's optimizer wrapper, except that it reads the norm of the gradients after it has launched the update.
+    """mmengine's optimizer wrapper, except for two things that cost time on a GPU.
 
-    mmengine reads the norm for the log before it launches the update, so that the device is idle in between.
+    With ``paramwise_cfg``, mmengine makes a parameter group of each parameter, and torch's optimizers launch their
+    kernels once for each group. Here, groups that have the same options become one. And mmengine reads the norm of the
+    gradients for the log before it launches the update, so that the device is idle in between; here it is read later.
 
     Args: see :class:`mmengine.optim.OptimWrapper`.
 
@@ -32,6 +34,24 @@ class OptimWrapper(_OptimWrapper):
 
     spoils_gradients_of_bad_losses: bool = False
     _grad_norm: Tensor | None = None
+
+    def __init__(
+        self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: dict | None = None
+    ) -> None:
+        self._groups_as_built = optimizer.param_groups
+        optimizer.param_groups = _merged(optimizer.param_groups)
+        super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state.
+
+        If the state has the groups with which the optimizer was built, as states of mmengine's wrapper have, the
+        optimizer goes back to those. The schedules of that state have a value for each of them.
+        """
+        saved = len(state_dict.get("param_groups", ()))
+        if saved == len(self._groups_as_built) != len(self.optimizer.param_groups):
+            self.optimizer.param_groups = self._groups_as_built
+        super().load_state_dict(state_dict)
 
     def backward(self, loss: Tensor, **backward_args: Any) -> None:
         """Accumulate the gradients of ``loss``."""
@@ -58,6 +78,20 @@ class OptimWrapper(_OptimWrapper):
         if self._grad_norm is not None:
             self.message_hub.update_scalar(f"train/{self.grad_name}", float(self._grad_norm))
             self._grad_norm = None
+
+
+def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups in which those with the same options are one, in the order of their first parameters."""
+    merged: list[dict[str, Any]] = []
+    for group in groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        for other in merged:
+            if options == {name: value for name, value in other.items() if name != "params"}:
+                other["params"] = [*other["params"], *group["params"]]
+                break
+        else:
+            merged.append(dict(group))
+    return merged
 
 
 @OPTIM_WRAPPERS.register_module()

@@ -6,7 +6,7 @@ test_cfg = dict(type="TestLoop")
 
 optim_wrapper = dict(
     type="OptimWrapper",
-    optimizer=dict(type="AdamW", lr=2e-4, weight_decay=1e-4),
+    optimizer=dict(type="AdamW", lr=2e-4, weight_decay=1e-4, fused=True),
     clip_grad=dict(max_norm=0.1, norm_type=2),
     paramwise_cfg=dict(
         custom_keys={

@@ -6,7 +6,7 @@ test_cfg = dict(type="TestLoop")
 optim_wrapper = dict(
     type="AmpOptimWrapper",
     dtype="bfloat16",
-    optimizer=dict(type="AdamW", lr=4e-4, weight_decay=1e-3),
+    optimizer=dict(type="AdamW", lr=4e-4, weight_decay=1e-3, fused=True),
     clip_grad=dict(max_norm=25, norm_type=2),
     paramwise_cfg=dict(custom_keys={"img_backbone": dict(lr_mult=0.5)}),
 )

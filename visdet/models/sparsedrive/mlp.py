@@ -26,8 +26,8 @@ class Linear(nn.Linear):
         is_float32 = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
         if not (x.is_cuda and is_narrow and is_float32) or torch.is_grad_enabled():
             return super().forward(x)
-        product = torch.addmm(self.bias, x.flatten(0, -2), self.weight.t().contiguous())
-        return product.unflatten(0, x.shape[:-1])
+        product = torch.addmm(self.bias, x.reshape(-1, self.in_features), self.weight.t().contiguous())
+        return product.view(*x.shape[:-1], self.out_features)
 
 
 def linear_relu_ln(

@@ -4,8 +4,8 @@
 //   1. read the locations of the head's samples on the level, and keep the samples that read texels of the strip;
 //   2. sort these by cell (cells.cuh) and number, and keep a record of each in shared memory;
 //   3. write the gradients of the samples whose cells begin in the strip, a group of threads a sample;
-//   4. write each texel of grad_value once, a group of threads a texel, or several groups where the cells hold many
-//      samples. The records of the two cells above a texel stand side by side, and so do those of the two below.
+//   4. write each texel of grad_value once, a group of threads two neighbouring texels, or several groups where the
+//      cells hold many samples. The records of the cells above the two stand side by side, and so do those below.
 //
 // No writes race. Only where a sample stands before it is sorted depends on the order of the threads, so that the
 // results do not differ between runs.
@@ -89,8 +89,9 @@ struct Strip {
   __device__ __forceinline__ uint32_t cell(float x, float y) const {
     return cell_of<uint32_t>(x, y, level.W) - static_cast<uint32_t>(y_first) * columns();
   }
-  __device__ __forceinline__ void put(int32_t query, int32_t point, float weight, SampleGradient<float> grad) const {
-    grads.put(image_samples + index_of(query, point), weight, grad);
+  __device__ __forceinline__ void put(int32_t query, int32_t point, float weight, SampleGradient<float> grad,
+                                      bool add = false) const {
+    grads.put(image_samples + index_of(query, point), weight, grad, add);
   }
 };
 
@@ -157,88 +158,123 @@ __device__ __forceinline__ void sort_samples(const Strip<Source>& strip, const S
   __syncthreads();  // the records are sorted
 }
 
+// Returns the address of a row. This is one instruction here, where the compiler would take the sum apart and need two
+// more for each row.
+__device__ __forceinline__ const char* row_at(const char* rows, int32_t row, uint32_t row_bytes) {
+  const char* at;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(row), "r"(row_bytes), "l"(rows));
+  __builtin_assume(__isGlobal(at));
+  return at;
+}
+
 // Writes the gradients of the samples whose cells begin in the strip: those of the cells below its last row of texels
-// belong to the next strip, if there is one. grad_output, value: the first rows of the (batch, head).
+// belong to the next strip, if there is one. A group of threads takes kBatch samples at a time, and each of its first
+// kBatch threads finishes one of them. grad_output, value: the first rows of the (batch, head).
 template <typename T, typename Source>
 __device__ __forceinline__ void write_sample_grads(const Strip<Source>& strip, const StripScratch& scratch,
                                                    const char* grad_output, const char* value, int32_t C) {
   constexpr int VEC = kVectorValues<T>, LANES = kGatherLanes<T, float>, kGroups = kStripThreads / LANES;
-  const int32_t group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  constexpr int kBatch = sizeof(T) == 4 ? 2 : 1;
+  const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  const int32_t H = strip.level.H, W = strip.level.W;
   const uint32_t row_bytes = strip.G * C * sizeof(T);
-  const bool is_last = strip.y_first + strip.rows == strip.level.H;
+  const bool is_last = strip.y_first + strip.rows == H;
   const int32_t count = scratch.starts[(strip.rows + is_last) * strip.columns()];
   value += static_cast<uint64_t>(strip.level.start) * row_bytes;
+  for (int32_t c0 = 0; c0 < C; c0 += LANES * VEC) {
+    const bool has_channels = c0 + lane * VEC < C;
+    const int32_t c = has_channels ? c0 + lane * VEC : 0;
+    const char *rows = grad_output + c * sizeof(T), *texels = value + c * sizeof(T);
 #pragma unroll 1
-  for (int32_t first = 0; first < count; first += kGroups) {
-    const bool exists = first + group < count;
-    const Record<float> record = scratch.records[min(first + group, count - 1)];
-    const int32_t query = record.sample >> strip.point_bits;
-    Bilinear<float> at;
-    locate(record.fx, record.fy, strip.level.H, strip.level.W, at);
-    float dots[4] = {};
-    for (int32_t c = lane * VEC; exists && c < C; c += LANES * VEC) {
-      float g_out[VEC];
-      load_pack<T, VEC>(grad_output + static_cast<uint64_t>(static_cast<uint32_t>(query)) * row_bytes + c * sizeof(T),
-                        g_out);
+    for (int32_t first = 0; first < count; first += kGroups * kBatch) {
+      const int32_t of_group = first + group * kBatch, mine = of_group + lane % kBatch;
+      float of_batch[4][kBatch] = {};
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float corner[VEC];
-        load_pack<T, VEC>(value + static_cast<uint64_t>(static_cast<uint32_t>(at.index[k])) * row_bytes + c * sizeof(T),
-                          corner);
+      for (int u = 0; u < kBatch; ++u) {
+        const Record<float> record = scratch.records[min(of_group + u, count - 1)];
+        const int32_t x = __float2int_rd(record.fx), y = __float2int_rd(record.fy), left = max(x, 0),
+                      right = min(x + 1, W - 1), top = max(y, 0) * W, bottom = min(y + 1, H - 1) * W;
+        const int32_t corners[4] = {top + left, top + right, bottom + left, bottom + right};
+        float g_out[VEC];
+        load_pack<T, VEC>(row_at(rows, record.sample >> strip.point_bits, row_bytes), g_out);
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) dots[k] += corner[v] * g_out[v];
+        for (int k = 0; k < 4; ++k) {
+          float corner[VEC];
+          load_pack<T, VEC>(row_at(texels, corners[k], row_bytes), corner);
+#pragma unroll
+          for (int v = 0; v < VEC; ++v) of_batch[k][u] += corner[v] * g_out[v];
+          of_batch[k][u] = has_channels ? of_batch[k][u] : 0.f;
+        }
       }
-    }
-    sum_lanes(dots, 1, LANES);
-    if (!exists || lane > 0) continue;
+      float dots[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) dots[k] = at.is_inside[k] ? dots[k] : 0.f;
-    strip.put(query, record.sample & ((1 << strip.point_bits) - 1), record.weight,
-              sample_gradient(dots, at.fx, at.fy, record.weight, strip.level));
+      for (int k = 0; k < 4; ++k) dots[k] = transposed_sum_lanes(of_batch[k], LANES);
+      if (mine >= count || lane >= kBatch) continue;
+      const Record<float> record = scratch.records[mine];
+      const int32_t x = __float2int_rd(record.fx), y = __float2int_rd(record.fy);
+      const bool has_column[2] = {x >= 0, x + 1 < W}, has_row[2] = {y >= 0, y + 1 < H};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) dots[k] = has_column[k % 2] && has_row[k / 2] ? dots[k] : 0.f;
+      strip.put(record.sample >> strip.point_bits, record.sample & ((1 << strip.point_bits) - 1), record.weight,
+                sample_gradient(dots, record.fx - static_cast<float>(x), record.fy - static_cast<float>(y),
+                                record.weight, strip.level),
+                c0 > 0);
+    }
   }
 }
 
-// Writes the strip's texels. 2^part_bits groups of threads divide the records of a texel. grad_output: the first row of
-// the (batch, head), grad_value: the row of the strip's first texel.
+// Writes the strip's texels. 2^part_bits groups of threads divide the records around two neighbouring texels; where W
+// is odd, the last texel of a row is alone. A record that only one of the two reads has a factor of zero for the other,
+// so that numbers that are not finite reach both. grad_output: the first row of the (batch, head), grad_value: the row
+// of the strip's first texel.
 template <typename T, typename Source>
 __device__ __forceinline__ void write_strip_texels(const Strip<Source>& strip, const StripScratch& scratch,
                                                    const char* grad_output, char* grad_value, int32_t C,
                                                    int part_bits) {
-  constexpr int VEC = kVectorValues<T>, LANES = kGatherLanes<T, float>;
-  const int32_t W = strip.level.W, texels = strip.rows * W, group = threadIdx.x / LANES,
-                groups = kStripThreads / LANES >> part_bits, parts = 1 << part_bits, part = group & (parts - 1);
+  constexpr int VEC = kVectorValues<T>, LANES = kGatherLanes<T, float>, kTexels = 2;
+  const int32_t W = strip.level.W, in_row = (W + kTexels - 1) / kTexels, tasks = strip.rows * in_row,
+                group = threadIdx.x / LANES, groups = kStripThreads / LANES >> part_bits, parts = 1 << part_bits,
+                part = group & (parts - 1);
   const uint32_t row_bytes = strip.G * C * sizeof(T);
-  const float reciprocal = 1.f / static_cast<float>(W);
+  const float reciprocal = 1.f / static_cast<float>(in_row);
   for (int32_t c0 = 0; c0 < C; c0 += LANES * VEC) {
     const int32_t c = c0 + threadIdx.x % LANES * VEC;
     const char* rows = grad_output + c * sizeof(T);
+    char* texel_rows = grad_value + c * sizeof(T);
 #pragma unroll 1
-    for (int32_t first = 0; first < texels; first += groups) {
-      const int32_t texel = first + (group >> part_bits);
-      const bool exists = texel < texels && c < C;
-      float sum[VEC] = {};
+    for (int32_t first = 0; first < tasks; first += groups) {
+      const int32_t task = first + (group >> part_bits);
+      const bool exists = task < tasks && c < C;
+      const int32_t row = static_cast<int32_t>((task + 0.5f) * reciprocal), column = (task - row * in_row) * kTexels;
+      const int cells = min(kTexels + 1, W + 1 - column);  // in a row around the texels
+      float sum[kTexels][VEC] = {};
       if (exists) {
-        const int32_t row = static_cast<int32_t>((texel + 0.5f) * reciprocal);
-        const float x = static_cast<float>(texel - row * W), y = static_cast<float>(strip.y_first + row);
-        const int32_t *above = scratch.starts + texel + row, *below = above + W + 1;
-        const int32_t of_above = above[2] - above[0], to_above = above[0], to_below = below[0] - of_above,
-                      count = below[2] - to_below;
+        const float x = static_cast<float>(column), y = static_cast<float>(strip.y_first + row);
+        const int32_t *above = scratch.starts + row * (W + 1) + column, *below = above + W + 1;
+        const int32_t of_above = above[cells] - above[0], count = of_above + below[cells] - below[0];
+        const Record<float>* from_above = scratch.records + above[0];
+        const Record<float>* from_below = scratch.records + (below[0] - of_above);
 #pragma unroll 4
         for (int32_t i = part; i < count; i += parts) {
-          const Record<float> record = scratch.records[i + (i < of_above ? to_above : to_below)];
-          const float factor = record.weight * (1.f - fabsf(record.fx - x)) * (1.f - fabsf(record.fy - y));
+          const Record<float> record = (i < of_above ? from_above : from_below)[i];
           float g_out[VEC];
-          load_pack<T, VEC>(
-              rows + static_cast<uint64_t>(static_cast<uint32_t>(record.sample) >> strip.point_bits) * row_bytes,
-              g_out);
+          load_pack<T, VEC>(row_at(rows, record.sample >> strip.point_bits, row_bytes), g_out);
+          const float weight = record.weight * (1.f - fabsf(record.fy - y));
 #pragma unroll
-          for (int v = 0; v < VEC; ++v) sum[v] += factor * g_out[v];
+          for (int k = 0; k < kTexels; ++k) {
+            const float factor = weight * __saturatef(1.f - fabsf(record.fx - x - k));
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sum[k][v] += factor * g_out[v];
+          }
         }
       }
-      if (parts > 1) sum_lanes(sum, LANES, LANES << part_bits);
-      if (exists && part == 0) {
-        char* to = grad_value + static_cast<uint64_t>(static_cast<uint32_t>(texel)) * row_bytes + c * sizeof(T);
-        store_pack<T, VEC>(reinterpret_cast<T*>(to), sum);
+#pragma unroll
+      for (int k = 0; k < kTexels; ++k) {
+        if (parts > 1) sum_lanes(sum[k], LANES, LANES << part_bits);
+        if (exists && part == 0 && k + 1 < cells) {
+          char* to = texel_rows + static_cast<uint64_t>(static_cast<uint32_t>(row * W + column + k)) * row_bytes;
+          store_pack<T, VEC>(reinterpret_cast<T*>(to), sum[k]);
+        }
       }
     }
   }
@@ -280,7 +316,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
   const int64_t head_row = static_cast<int64_t>(b) * problem.S * G + g;
   const auto* rows = reinterpret_cast<const char*>(grad_output + strip.first_row * C);
   write_sample_grads<T>(strip, scratch, rows, reinterpret_cast<const char*>(value + head_row * C), C);
-  // The number of groups that share a texel doubles as long as each has kPartRecords records on average.
+  // The number of groups that share two texels doubles as long as each has kPartRecords records a texel on average.
   const int32_t visits = 4 * scratch.starts[strip.cells()], texels = strip.rows * level.W;
   int part_bits = 0;
   while (kGatherLanes<T, float> << part_bits < 32 && visits >= kPartRecords * texels << part_bits) ++part_bits;
