@@ -23,7 +23,7 @@ from .mlp import linear_relu_ln
 
 __all__ = ["DeformableFeatureAggregation"]
 
-_MIN_DEPTH_M = 1e-5  # points that are nearer or behind the camera are projected far outside the image
+_MIN_DEPTH_M = 1e-5  # Points that are nearer or behind the camera are projected far outside the image.
 
 
 @MODELS.register_module()
@@ -172,7 +172,7 @@ class DeformableFeatureAggregation(BaseModule):
             locations = locations.to(torch.promote_types(locations.dtype, features.dtype))
             sample = deformable_aggregation if self.use_deformable_func else deformable_aggregation_reference
             sampled = sample(features, level_shapes, level_starts, locations, weights)
-        if not torch.is_autocast_enabled(sampled.device.type):  # autocast converts by itself
+        if not torch.is_autocast_enabled(sampled.device.type):  # Autocast converts by itself.
             sampled = sampled.to(instance_feature.dtype)
         output = self.proj_drop(self.output_proj(sampled))
         if self.residual_mode == "add":
