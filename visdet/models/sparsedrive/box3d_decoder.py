@@ -64,7 +64,7 @@ def select_best(
 
 
 class ResultDecoder(ABC):
-    """Base class of the decoders of all tasks. ``select`` only works on the device, ``of_samples`` on the host."""
+    """Base class of the decoders of all tasks. ``select`` runs on the device, and ``of_samples`` on the host."""
 
     @abstractmethod
     def select(self, *arguments: Any, **keywords: Any) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ class ResultDecoder(ABC):
         """
 
     def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the results of each sample on the CPU. Without ``is_kept`` they have all rows."""
+        """Return the results of each sample on the CPU, the rows that ``is_kept`` marks or, without it, all rows."""
         selected = on_host(selected)
         is_kept = selected.pop("is_kept", None)
         num_samples = len(next(iter(selected.values())))

@@ -108,7 +108,7 @@ class DeformableFeatureAggregation(BaseModule):
         self.weights_fc = nn.Linear(embed_dims, weights if use_camera_embed else weights * num_cams)
 
     def init_weights(self) -> None:
-        """Initialise such that all weights are equal."""
+        """Initialise the layers such that all sampling weights are equal."""
         super().init_weights()
         constant_init(self.weights_fc, val=0.0, bias=0.0)
         xavier_init(self.output_proj, distribution="uniform", bias=0.0)
@@ -127,8 +127,8 @@ class DeformableFeatureAggregation(BaseModule):
         Args:
             feature_maps: the result of ``feature_maps_format``, or one [B, V, C, H, W] per level.
             metas: ``projection_mat`` [B, V, 4, 4], from the coordinates of the anchors to pixels, and ``image_wh``
-                [B, V, 2], the width and height of the images in pixels. Without ``image_wh`` the projection must be to
-                0..1 of the image.
+                [B, V, 2], the width and height of the images in pixels. Without ``image_wh`` the projection must map
+                to 0..1 of the image.
 
         Raises:
             ValueError: the number of cameras or levels is not that of the config.

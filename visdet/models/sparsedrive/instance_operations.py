@@ -1,4 +1,4 @@
-"""What the heads share that work on instances: layers in a configured order, and decoupled attention."""
+"""The base class of heads that work on instances, with layers in a configured order and decoupled attention."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -62,13 +62,13 @@ class InstanceQueueState:
 
 @MODELS.register_module()
 class InstanceQueue(BaseModule):
-    """Keeps features and anchors of the last frames, of the instances, which are tracked by their ids, and of the ego.
+    """Keeps features and anchors of instances and of the ego over the last frames. Ids tell which instances are equal.
 
     Args:
         embed_dims: width C of the features.
         queue_length: number of frames that are kept, including the current one.
         tracking_threshold: an instance is only tracked if its confidence in the previous frame is above this. With 0
-            all are.
+            every instance is.
         feature_map_scale: accepted for compatibility. The feature of the ego is a mean over the coarsest map of the
             front camera, which may have any size.
         ego_motion_from_poses: whether the ego's velocity is computed from the poses of this frame and the previous one,
@@ -288,8 +288,8 @@ def _chosen(match: Tensor, x: Tensor) -> Tensor:
 def _waves(motion: Tensor, shortest: float) -> Tensor:
     """Return sines and cosines [..., 16] of velocities [..., 2], whose shortest wave is ``shortest`` m/s long.
 
-    Each wave is twice as long as the one before. The layers that follow normalise their input and so lose its length.
-    Given as plain numbers, high speeds would look the same.
+    Each wave is twice as long as the one before. The layers that follow normalise their input, which removes its
+    length. If velocities were given as they are, all high speeds would look the same.
     """
     length = shortest * 2.0 ** torch.arange(_NUM_WAVES, device=motion.device)
     phase = (motion[..., None] * (2 * math.pi / length)).flatten(-2)
