@@ -62,7 +62,7 @@ class InstanceQueueState:
 
 @MODELS.register_module()
 class InstanceQueue(BaseModule):
-    """Keeps features and anchors of instances and of the ego over the last frames. Ids tell which instances are equal.
+    """Keeps features and anchors of instances and of the ego over the last frames. Instances are matched by track id.
 
     Args:
         embed_dims: width C of the features.

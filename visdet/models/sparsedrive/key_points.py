@@ -51,7 +51,7 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
             self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3)
 
     def init_weights(self) -> None:
-        """Initialise the learnable points' Linear."""
+        """Initialise the linear layer of the learnable points."""
         if self.num_learnable_pts > 0:
             xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
 
@@ -165,7 +165,7 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         self.register_buffer("_heights", heights[:, None, None], persistent=False)  # [heights, 1, 1]
 
     def init_weights(self) -> None:
-        """Initialise the learnable points' Linear."""
+        """Initialise the linear layer of the learnable points."""
         if self.num_learnable_pts > 0:
             xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
 

@@ -17,7 +17,9 @@ _STATUS = 10  # acceleration, rotation rate and velocity, three each, and the st
 
 @MODELS.register_module()
 class MotionPlanningRefinementModule(BaseModule):
-    """Predicts scores and steps of every mode of the agents and of the ego. Steps are float32 under autocast.
+    """Predicts scores and steps of every mode of the agents and of the ego, and the ego's status.
+
+    Steps and status are float32 under autocast.
 
     Args:
         embed_dims: width C of the features.
