@@ -169,7 +169,9 @@ def grouped(model: nn.ModuleDict, kind: type) -> BaseOptimWrapper:
     return kind(torch.optim.AdamW(groups, lr=0.1), clip_grad={"max_norm": 1.0})
 
 
-def updated(model: nn.ModuleDict, wrapper: BaseOptimWrapper, schedule: MultiStepLR, count: int) -> list[torch.Tensor]:
+def updated(
+    model: nn.ModuleDict, wrapper: BaseOptimWrapper, schedule: MultiStepLR, count: int
+) -> list[torch.Tensor]:
     for step in range(count):
         x = torch.full((2, 3), 1.0 + step)
         for layer in model.values():

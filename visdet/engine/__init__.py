@@ -25,6 +25,7 @@ from .hooks import (
     NumClassCheckHook,
     ProgressHook,
     RunReportHook,
+    RuntimeInfoHook,
 )
 from .inference import Detector, detect_files, find_images
 from .log_curves import draw_curves, read_scalars
@@ -59,6 +60,7 @@ __all__ = [
     "OptimWrapper",
     "ProgressHook",
     "RunReportHook",
+    "RuntimeInfoHook",
     "UserError",
     "build_runner",
     "check_required_keys",

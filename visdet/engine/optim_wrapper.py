@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from visdet.errors import InvalidInputError
 from visdet.registry import OPTIM_WRAPPERS
 
+from .host_copy import HostCopy
+
 __all__ = ["AmpOptimWrapper", "OptimWrapper"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,7 +25,8 @@ class OptimWrapper(_OptimWrapper):
 
     With ``paramwise_cfg``, mmengine makes a parameter group of each parameter, and torch's optimizers launch their
     kernels once for each group. Here, groups that have the same options become one. And mmengine reads the norm of the
-    gradients for the log before it launches the update, so that the device is idle in between; here it is read later.
+    gradients for the log before it launches the update, so that a GPU is idle in between. Here, the norm is written to
+    the log at the next update, or when ``write_grad_norm`` is called.
 
     Args: see :class:`mmengine.optim.OptimWrapper`.
 
@@ -34,6 +37,7 @@ class OptimWrapper(_OptimWrapper):
 
     spoils_gradients_of_bad_losses: bool = False
     _grad_norm: Tensor | None = None
+    _unwritten: HostCopy | None = None
 
     def __init__(
         self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: dict | None = None
@@ -74,10 +78,21 @@ class OptimWrapper(_OptimWrapper):
         # torch's clipping by value returns None.
         self._grad_norm = self.clip_func(parameters, **self.clip_grad_kwargs) if parameters else None
 
+    def write_grad_norm(self) -> None:
+        """Write the norm of the gradients of the last update to the log, unless that has been done."""
+        if self._unwritten is None:
+            return
+        norms, self._unwritten = self._unwritten.read(), None
+        for name, norm in norms.items():
+            self.message_hub.update_scalar(f"train/{name}", norm)
+
     def _log_grad_norm(self) -> None:
+        """Write the norm of the update before, and start to copy that of this one to the host."""
+        self.write_grad_norm()
         if self._grad_norm is not None:
-            self.message_hub.update_scalar(f"train/{self.grad_name}", float(self._grad_norm))
-            self._grad_norm = None
+            self._unwritten, self._grad_norm = HostCopy({self.grad_name: self._grad_norm}), None
+            if self._unwritten.is_there:
+                self.write_grad_norm()
 
 
 def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -37,6 +37,8 @@ from .console import ConsoleHandler, WorkerStart, say
 from .cuda_graphs import GraphedMethod, graphs_for
 from .distributed import start_process_group, wrapper_on_the_cpu
 from .errors import CheckpointError, log_fatal_error
+from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
+from .hooks.runtime_info_hook import RuntimeInfoHook
 from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
 from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_every_process
@@ -46,8 +48,10 @@ from .weights import load_weights, weights_of
 
 __all__ = ["DetRunner"]
 
-# These hooks come after mmengine's own six. A config changes one under its key in default_hooks, or removes it by None.
+# The first of these hooks replaces mmengine's; the others come after mmengine's own six. A config changes one under its
+# key in default_hooks, or removes it by None.
 _DEFAULT_HOOKS = {
+    "runtime_info": {"type": "RuntimeInfoHook"},
     "num_class_check": {"type": "NumClassCheckHook"},
     "invalid_loss": {"type": "CheckInvalidLossHook"},
     "progress": {"type": "ProgressHook"},
@@ -204,9 +208,19 @@ class DetRunner(Runner):
         # A process trains on one device, so that a separate thread for the backward pass gains nothing. Waking it costs
         # time: a step that is bound by kernel launches is about 5 % shorter without it.
         with torch.autograd.set_multithreading_enabled(False):
-            model = super().train()
+            try:
+                model = super().train()
+            except Exception:
+                self._check_losses()
+                raise
         self._report_graphs()
         return model
+
+    def _check_losses(self) -> None:
+        """Raise an error if a loss was bad that nobody has looked at. What it led to would be harder to understand."""
+        for hook in self.hooks:
+            if isinstance(hook, CheckInvalidLossHook):
+                hook.check(self)
 
     @functools.cached_property
     def graphs(self) -> list[GraphedMethod]:
@@ -393,6 +407,9 @@ class DetRunner(Runner):
                 backend_args,
             )
             return
+        for hook in self.hooks:
+            if isinstance(hook, RuntimeInfoHook):
+                hook.write(self)
         model = self.model.module if is_model_wrapper(self.model) else self.model
         checkpoint = {
             "meta": {

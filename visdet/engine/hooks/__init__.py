@@ -1,4 +1,4 @@
-"""Hooks that mmengine lacks, and its checkpoint hook made safe."""
+"""Hooks that mmengine lacks, its checkpoint hook made safe, and its hook for the log made fast."""
 
 from .check_invalid_loss_hook import CheckInvalidLossHook, NonFiniteLossError
 from .checkpoint_hook import CheckpointHook
@@ -6,6 +6,7 @@ from .gaussian_field_hooks import InitializeFieldHook, SplitGaussiansHook
 from .num_class_check_hook import NumClassCheckHook
 from .progress_hook import ProgressHook
 from .run_report_hook import RunReportHook
+from .runtime_info_hook import RuntimeInfoHook
 from .visualization_hook import DetVisualizationHook
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "NumClassCheckHook",
     "ProgressHook",
     "RunReportHook",
+    "RuntimeInfoHook",
     "SplitGaussiansHook",
 ]

@@ -11,9 +11,12 @@ from visdet.errors import InvalidInputError
 from visdet.registry import HOOKS
 
 from ..errors import ConfigError, UserError
+from ..host_copy import HostCopy, stack_numbers
 from ..optim_wrapper import OptimWrapper
 
 __all__ = ["CheckInvalidLossHook", "NonFiniteLossError"]
+
+_NUM_BAD = "number of processes with a bad loss"
 
 
 class NonFiniteLossError(UserError):
@@ -50,7 +53,9 @@ class CheckInvalidLossHook(Hook):
         self.max_skips = max_skips
         self.interval = interval
         self.skips_in_a_row = 0
-        self._has_dropped_gradients = False
+        self._has_dropped_gradients = False  # in the iteration that runs
+        self._has_dropped = False  # in the iteration that is unchecked
+        self._unchecked: tuple[int, HostCopy] | None = None
 
     def before_train(self, runner) -> None:
         """Let the optimizer skip updates with losses or gradients that are not finite."""
@@ -66,26 +71,38 @@ class CheckInvalidLossHook(Hook):
         wrapper.optimizer.register_step_pre_hook(self._drop_non_finite_gradients)
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
-        """Look at the losses of the iteration, and at what its update did."""
-        has_dropped, self._has_dropped_gradients = self._has_dropped_gradients, False
+        """Look at the losses of the iteration. With 'stop' and on a GPU, this is done after the next iteration."""
+        self.check(runner)
+        self._has_dropped, self._has_dropped_gradients = self._has_dropped_gradients, False
         if not self.every_n_train_iters(runner, self.interval):
             return
-        losses = {
-            name: float(torch.as_tensor(value).detach())
-            for name, value in (outputs or {}).items()
-            if "loss" in name
-        }
-        bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
+        losses = {name: value for name, value in (outputs or {}).items() if "loss" in name}
         # All processes decide alike: one that stops or counts by itself would leave the others waiting for it.
-        num_bad = torch.tensor(float(bool(bad)))
+        num_bad = (~stack_numbers(losses.values()).isfinite()).any().float()
         all_reduce(num_bad)
-        if num_bad == 0 and not has_dropped:
+        self._unchecked = runner.iter + 1, HostCopy({**losses, _NUM_BAD: num_bad})
+        if self.action == "skip" or self._unchecked[1].is_there:
+            self.check(runner)
+
+    def check(self, runner) -> None:
+        """Look at losses that have not been looked at, and at what their update did.
+
+        Raises:
+            NonFiniteLossError: as in the class.
+        """
+        if self._unchecked is None:
+            return
+        (iteration, copy), self._unchecked = self._unchecked, None
+        losses = copy.read()
+        num_bad = losses.pop(_NUM_BAD)
+        if num_bad == 0 and not self._has_dropped:
             self.skips_in_a_row = 0
             return
         self.skips_in_a_row += 1
+        bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
         elsewhere = "a loss of another process" if num_bad else "a gradient is NaN or infinite"
         what = ", ".join(f"{name} = {value}" for name, value in bad.items()) or elsewhere
-        where = f"iteration {runner.iter + 1}: {what}"
+        where = f"iteration {iteration}: {what}"
         if self.action == "stop" or self.skips_in_a_row >= self.max_skips:
             last = runner.message_hub.get_info("last_ckpt")
             raise NonFiniteLossError(
@@ -96,6 +113,18 @@ class CheckInvalidLossHook(Hook):
                 "default_hooks.invalid_loss.action=skip passes over single bad batches."
             )
         print_log(f"{where}; the update was skipped", logger="current", level=30)
+
+    def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Keep damaged weights from being saved."""
+        self.check(runner)
+
+    def before_val(self, runner) -> None:
+        """Keep damaged weights from being validated."""
+        self.check(runner)
+
+    def after_train(self, runner) -> None:
+        """Look at the losses of the last iteration."""
+        self.check(runner)
 
     def _drop_non_finite_gradients(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Before an optimizer's step: if any gradient is NaN or infinite drop all, which makes the step do nothing."""

@@ -1,0 +1,52 @@
+"""mmengine's hook for the log, which does not wait for the device."""
+
+from mmengine.hooks import LoggerHook
+from mmengine.hooks import RuntimeInfoHook as _RuntimeInfoHook
+
+from visdet.registry import HOOKS
+
+from ..host_copy import HostCopy
+from ..optim_wrapper import OptimWrapper
+from .progress_hook import ProgressHook
+
+__all__ = ["RuntimeInfoHook"]
+
+
+@HOOKS.register_module()
+class RuntimeInfoHook(_RuntimeInfoHook):
+    """Writes losses, learning rates and metrics to the message hub, where the log and other hooks read them.
+
+    mmengine's hook waits for the GPU in every iteration to read the losses, and the GPU is idle until the next
+    iteration begins. This one writes the losses of an iteration when the next one has been launched. It waits only
+    where they are read: when a line of the log is due, at the end of an epoch, and before a checkpoint is saved.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._losses: HostCopy | None = None
+        self._has_written = False
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
+        """Write the losses of the iteration before, and those of this one if they are there or somebody reads them."""
+        self.write(runner)
+        self._losses = HostCopy(outputs or {})
+        if self._losses.is_there or not self._has_written or self._is_due(runner, batch_idx):
+            self.write(runner)
+
+    def write(self, runner) -> None:
+        """Write what has not been written yet."""
+        if isinstance(runner.optim_wrapper, OptimWrapper):
+            runner.optim_wrapper.write_grad_norm()
+        if self._losses is None:
+            return
+        losses, self._losses = self._losses.read(), None
+        for name, value in losses.items():
+            runner.message_hub.update_scalar(f"train/{name}", value)
+        self._has_written = True
+
+    def _is_due(self, runner, batch_idx: int) -> bool:
+        done = runner.iter + 1
+        if done == runner.max_iters or self.end_of_epoch(runner.train_dataloader, batch_idx):
+            return True
+        intervals = {hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook | ProgressHook)}
+        return any(count % interval == 0 for interval in intervals if interval for count in (done, batch_idx + 1))

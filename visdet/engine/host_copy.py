@@ -1,0 +1,40 @@
+"""Numbers that go to the host while their device goes on."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["HostCopy", "stack_numbers"]
+
+
+def stack_numbers(numbers: Iterable[Tensor | float]) -> Tensor:
+    """Return tensors of one element and plain numbers as a vector in float64, which is on a GPU if one of them is."""
+    values = [torch.as_tensor(number).detach().reshape(()).double() for number in numbers]
+    device = next((value.device for value in values if value.is_cuda), None)
+    return torch.stack([value.to(device) for value in values]) if values else torch.empty(0)
+
+
+class HostCopy:
+    """A copy of some numbers on the host, which waits for a GPU only when it is read.
+
+    Args:
+        numbers: the numbers by name. Each is a tensor of one element on any device, or a plain number.
+    """
+
+    def __init__(self, numbers: Mapping[str, Tensor | float]) -> None:
+        self._names = list(numbers)
+        values = stack_numbers(numbers.values())
+        self._values = values.to("cpu", non_blocking=True)
+        self._arrival = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the numbers were on the host from the start."""
+        return self._arrival is None
+
+    def read(self) -> dict[str, float]:
+        """Return the numbers by name. This waits until the GPU has computed them."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return dict(zip(self._names, self._values.tolist(), strict=True))
