@@ -152,7 +152,7 @@ class CocoDataset(BaseDataset):
         loaded.update(classes=tuple(classes), palette=[tuple(colour) for colour in palette])
         return loaded
 
-    _fully_initialized: bool  # mmengine's
+    _fully_initialized: bool  # an attribute of mmengine's BaseDataset
 
     def full_init(self) -> None:
         """Load and filter the records, select ``indices``, check that the image files exist, and serialize."""

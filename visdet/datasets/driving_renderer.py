@@ -20,7 +20,7 @@ _SUBPIXEL = 4  # fractional bits of cv2's fixed-point coordinates
 _DEPTH_STEP = (8, 4)  # rows and columns between two depth points
 _FACES = np.array([[0, 1, 5, 4], [3, 2, 6, 7], [0, 3, 7, 4], [1, 2, 6, 5], [4, 5, 6, 7]])
 _FRONT, _REAR, _LEFT, _RIGHT, _TOP = range(5)
-_SHADE = np.array([1.15, 0.55, 0.8, 0.8, 1.0])  # the front is lighter, so that a heading can be seen
+_SHADE = np.array([1.15, 0.55, 0.8, 0.8, 1.0])  # The front is lighter, so that a heading can be seen.
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Renderer:
             cv2.resize(coarse, (512, 512), interpolation=cv2.INTER_CUBIC) * 9
             + cv2.GaussianBlur(fine, (0, 0), 1) * 12
         )
-        self._texture = texture  # repeats every 512 x 0.2 m
+        self._texture = texture  # It is repeated every 512 x 0.2 m.
 
     def _pixel_rays(self, camera: Camera) -> np.ndarray:
         """Return the ray of each pixel in camera coordinates with z = 1, [H, W, 3]."""
@@ -266,8 +266,8 @@ class Parts:
     corners: np.ndarray
     owners: np.ndarray
     colors: np.ndarray
-    centers: np.ndarray  # of the owner, [m, 3]
-    rank: np.ndarray  # parts of one owner are painted in this order
+    centers: np.ndarray  # [m, 3], the centres of the owners
+    rank: np.ndarray  # [m], the order in which the parts of one owner are painted
 
     def order_key(self, eye: np.ndarray) -> np.ndarray:
         """Return a number per part. The part with the largest number is painted first.

@@ -10,7 +10,7 @@ __all__ = ["DRIVING_CLASSES", "STEP_S", "World", "make_world"]
 
 # The names are those of nuScenes, so that its metrics apply.
 DRIVING_CLASSES = ("car", "truck", "pedestrian", "bicycle", "traffic_cone")
-STEP_S = 0.5  # between key frames
+STEP_S = 0.5  # time between key frames
 
 # Length, width and height in metres of the vehicle, which is 4.1 x 1.7, together with the space that it keeps clear.
 _EGO_ROOM = (6.6, 2.2, 1.6)
@@ -315,7 +315,7 @@ def _draw_agent(rng, road: Road, times, ego_station) -> tuple[str, np.ndarray, n
         side = rng.choice((-1, 1))
         offset = side * (road.half_width - 1.35 + rng.uniform(-0.1, 0.1))
         return _car_or_truck(rng), start + still, offset + still, -int(side)
-    if kind == "pedestrian" and rng.random() < 0.35:  # crosses the road
+    if kind == "pedestrian" and rng.random() < 0.35:  # This agent crosses the road.
         side, speed = rng.choice((-1, 1)), rng.uniform(0.9, 1.7)
         station = rng.choice(road.crossings) + rng.uniform(-1, 1)
         begin = rng.uniform(-2, times[-1])

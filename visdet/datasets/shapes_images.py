@@ -92,9 +92,8 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, inde
     surface = _surface(rng, local, around=patch.mean(axis=(0, 1)))
     patch += alpha * (surface - patch)
     owned = owner[top:bottom, left:right]
-    owned[
-        alpha[..., 0] > 0.1
-    ] = -1  # a fringe along the edge belongs to nobody, or it would widen hidden boxes
+    # A fringe along the edge has no owner, because it would widen the boxes of hidden shapes.
+    owned[alpha[..., 0] > 0.1] = -1
     owned[alpha[..., 0] > 0.5] = index
     return label, area
 

@@ -20,11 +20,11 @@ _CELL_PER_DEPTH = 0.07  # size of a texture cell divided by its depth, so that e
 @dataclass
 class _Plane:
     centre: np.ndarray  # [3], in the frame of the reference camera
-    axes: np.ndarray  # [3, 3], rows: two directions within the plane, then its normal
-    radius: float  # of the part that exists; inf for all of it
-    is_disc: bool  # a disc or a square
-    texture: np.ndarray  # [cells, cells, 3] in 0..1, repeated
-    cell: float
+    axes: np.ndarray  # [3, 3], whose rows are two directions within the plane and its normal
+    radius: float  # that of the disc, half the side of the square, or inf for the whole plane
+    is_disc: bool  # whether it is a disc or a square
+    texture: np.ndarray  # [cells, cells, 3] in 0..1, repeated over the plane
+    cell: float  # the size of a cell of the texture
 
 
 @DATASETS.register_module()
@@ -35,11 +35,11 @@ class TwoViewPairs(BaseDataset):
 
         inputs: uint8 [2, 3, H, W], the reference view and the source view, RGB
         data_samples: dict of
-            intrinsics: float32 [3, 3], of both views, in pixels; a pixel's centre is at + 0.5
-            source_from_reference: float32 [4, 4]
+            intrinsics: float32 [3, 3], the camera matrix of both views in pixels, whose centres are at + 0.5
+            source_from_reference: float32 [4, 4], the transform of points
             gt_depth: float32 [H / depth_stride, W / depth_stride], z in the reference view at the centres of squares of
                 depth_stride pixels
-            pair: its number
+            pair: the number of the pair
 
     Args:
         num_pairs: number of pairs in the data set.
@@ -95,7 +95,7 @@ class TwoViewPairs(BaseDataset):
         return [{"pair": pair} for pair in range(self.num_pairs)]
 
     def prepare_data(self, idx: int) -> dict:
-        """Draw a pair."""
+        """Return pair ``idx``, which is drawn now."""
         pair = self.get_data_info(idx)["pair"]
         rng = np.random.default_rng([self.seed, pair])
         height, width = self.image_size

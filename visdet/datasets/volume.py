@@ -17,15 +17,15 @@ __all__ = ["FieldDataset", "PointSampleDataset", "VolumeDataset", "make_volume"]
 
 
 class FieldDataset(Dataset):
-    """Values of a field at points, by index; the base of the data sets of fields.
+    """Base class of data sets of fields, which hold the values of a field at points.
 
-    To train with, an item is a point: ``dict(inputs=points [1, 3], data_samples=FieldDataSample)`` with ``gt_field``
-    [1]. A batch is looked up at once and returned as one chunk: torch's loader calls ``__getitems__`` with the indices
-    of a batch, which returns a list of one such dict with all points. To test with, the only item is the whole field.
+    In training, an item is one point, ``dict(inputs=points [1, 3], data_samples=FieldDataSample)`` with ``gt_field``
+    [1]. A batch is looked up at once. The loader of torch calls ``__getitems__`` with its indices, which returns a list
+    of one such dict with all points. In test mode, the only item is the whole field.
 
     Args:
-        values: [M], at the points.
-        test_mode: whether the data set is to test with.
+        values: [M], the values at the points.
+        test_mode: whether the whole field is the only item.
     """
 
     def __init__(self, values: Tensor, test_mode: bool) -> None:

@@ -66,7 +66,7 @@ class BaseDetector(BaseModel, ABC):
         data_preprocessor: dict[str, Any] | torch.nn.Module | None = None,
         init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
     ) -> None:
-        if isinstance(data_preprocessor, dict):  # from this scope, whatever the default scope is
+        if isinstance(data_preprocessor, dict):  # It is built from this scope, whatever the default is.
             data_preprocessor = MODELS.build(data_preprocessor)
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
 

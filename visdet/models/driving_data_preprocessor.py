@@ -49,7 +49,7 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
         self.bgr_to_rgb = bgr_to_rgb
         self._has_statistics = mean is not None
         if mean is not None and std is not None:
-            # x * scale + shift, one pass over the images.
+            # This computes x * scale + shift in one pass over the images.
             scale = 1 / torch.tensor(std, dtype=torch.float64)
             shift = -torch.tensor(mean, dtype=torch.float64) * scale
             self.register_buffer("_scale", scale.float().view(-1, 1, 1), persistent=False)

@@ -1,4 +1,4 @@
-"""A field of 3-D Gaussians with learnable places, shapes and weights."""
+"""A field of 3-D Gaussians with learnable means, covariances and weights."""
 
 import warnings
 from collections.abc import Sequence
@@ -19,14 +19,16 @@ from .base_detector import BaseDetector
 
 __all__ = ["LearnableGaussianField", "PointsDataPreprocessor"]
 
-_SAMPLES_PER_CLUSTER = 50  # points that k-means sees for each Gaussian
-_SPLIT_OFFSET = 0.6  # of a standard deviation along the longest axis; 0.8 of that deviation is left
-_LOG_SCALES = (0, 2, 5)  # where cov_tril holds the logarithms of the factor's diagonal
+_SAMPLES_PER_CLUSTER = 50  # number of points per Gaussian that k-means gets
+# The halves of a split Gaussian are moved by this fraction of the standard deviation along its longest axis. Along this
+# axis, they keep 0.8 of the deviation.
+_SPLIT_OFFSET = 0.6
+_LOG_SCALES = (0, 2, 5)  # columns of cov_tril that hold the logarithms of the factor's diagonal
 
 
 @MODELS.register_module()
 class PointsDataPreprocessor(BaseDataPreprocessor):
-    """Joins the points of a batch of chunks, and moves them and the chunks' samples to the device."""
+    """Joins the points of all chunks of a batch, and moves points and samples to the device."""
 
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
         """Return ``dict(inputs=points [B, 3], data_samples=[FieldDataSample of each chunk])``."""
@@ -38,24 +40,25 @@ class PointsDataPreprocessor(BaseDataPreprocessor):
 class LearnableGaussianField(BaseDetector):
     """``field(x) = sum_n weights[n] * exp(-|L_n^-1 (x - means[n])|^2 / 2)``, with lower Cholesky factors L_n.
 
-    Parameters, in this order: ``means`` [N, 3]; ``cov_tril`` [N, 6] = (log l00, l10, log l11, l20, l21, log l22), or
-    with ``use_full_cov=False`` ``log_scales`` [N, 3], the logarithms of the standard deviations along the axes;
-    ``weights`` [N]. A new field has means uniform in the volume, round Gaussians of standard deviation
-    volume_size / N^(1/3) and weights of 1; :meth:`initialize` places them by data.
+    The parameters are, in this order, ``means`` [N, 3], ``cov_tril`` [N, 6] = (log l00, l10, log l11, l20, l21,
+    log l22), and ``weights`` [N]. With ``use_full_cov=False``, ``log_scales`` [N, 3], the logarithms of the standard
+    deviations along the axes, replace ``cov_tril``. In a new field, the means are uniform in the volume, the Gaussians
+    are round with the standard deviation volume_size / N^(1/3), and the weights are 1. :meth:`initialize` sets them by
+    data.
 
     Args:
         num_gaussians: N.
-        volume_size: length of the volume's sides, which begin at 0: one number, or one for each axis.
-        use_full_cov: full covariances, or diagonal ones.
-        tolerance: of :func:`visdet.ops.gaussian_field`: 0 adds every pair; above, far pairs are left out so that
-            no value is off by more.
+        volume_size: length of the sides of the volume, one number or one for each axis. The volume begins at 0.
+        use_full_cov: whether covariances are full. Otherwise they are diagonal.
+        tolerance: that of :func:`visdet.ops.gaussian_field`. With 0 every pair is added. Above 0, far pairs are left
+            out, so that no value is off by more than this.
         data_preprocessor: config or module that turns collated chunks into a batch.
 
     Raises:
         ValueError: ``num_gaussians`` or ``volume_size`` is not positive.
 
-    Source: the public seed of this package. Its factor also gained 1e-6 on the covariance's diagonal and its kernel
-    took a diagonal covariance for a factor; here the parameters mean what they say, in both modes.
+    Source: the public seed of this package. Differences: the seed also adds 1e-6 to the diagonal of the covariance, and
+    its kernel reads a diagonal covariance as a factor. Here the parameters have the meaning above in both modes.
     """
 
     input_shape: ClassVar[tuple[str, ...]] = ("M", "3")
@@ -118,16 +121,18 @@ class LearnableGaussianField(BaseDetector):
         data_samples: Sequence[FieldDataSample] | None = None,
         mode: str = "tensor",
     ) -> Tensor | dict[str, Tensor] | list[FieldDataSample]:
-        """Return the field at points, in the wider type of points and parameters.
+        """Return the field at points, in the wider dtype of points and parameters.
 
         Args:
-            inputs: points; with samples, those of one sample after those of the other.
+            inputs: the points. With samples, the points of the samples follow one another.
             data_samples: chunks of the points, with the values to fit as ``gt_field``.
-            mode: 'tensor', the field [...]; 'loss', ``dict(loss_mse=...)``, the mean squared error; 'predict', the
-                samples with predictions, without samples a new one with all points.
+            mode: 'tensor' returns the field [...]. 'loss' returns ``dict(loss_mse=...)``, the mean squared error.
+                'predict' returns the samples with predictions. If there are no samples, it returns a new one with all
+                points.
 
         Raises:
-            ValueError: shapes or mode do not fit. TypeError: ``inputs`` for 'loss' and 'predict' are not [M, 3].
+            ValueError: the shapes do not fit, or the mode is unknown.
+            TypeError: the mode is 'loss' or 'predict', and ``inputs`` are not [M, 3].
         """
         if mode == "tensor":
             return self.raw_outputs(inputs)
@@ -136,7 +141,7 @@ class LearnableGaussianField(BaseDetector):
         return super().forward(inputs, data_samples, mode)
 
     def raw_outputs(self, inputs: Tensor, data_samples: Sequence[FieldDataSample] | None = None) -> Tensor:
-        """Return the field [...] at points [..., 3]; the samples are not needed."""
+        """Return the field [...] at points [..., 3]. The samples have no effect."""
         if inputs.dim() == 0 or inputs.shape[-1] != 3:
             raise ValueError(
                 f"LearnableGaussianField: points must be [..., 3] or [3], got {list(inputs.shape)}"
@@ -153,7 +158,7 @@ class LearnableGaussianField(BaseDetector):
         return {"loss_mse": (field - values.to(field.dtype)).square().mean()}
 
     def predict(self, inputs: Tensor, data_samples: Sequence[FieldDataSample]) -> list[FieldDataSample]:
-        """Return the samples with ``pred_field`` and ``pred_gaussians``; one without ``gt_field`` has all points."""
+        """Return the samples with ``pred_field`` and ``pred_gaussians``. One without ``gt_field`` has all points."""
         field = self.raw_outputs(inputs)
         sizes = [len(sample.get("gt_field", field)) for sample in data_samples]
         _check_sizes(sizes, len(field))
@@ -178,13 +183,17 @@ class LearnableGaussianField(BaseDetector):
     ) -> None:
         """Place the Gaussians where the values are large.
 
-        Points are drawn with a probability proportional to the magnitude of their value. 'kmeans' puts the means on
-        the clusters' centres, with the cluster's radius as standard deviation; 'random' puts them on the points, with
-        half the mean distance of evenly spread Gaussians. Each weight is the value at the nearest drawn point, divided
-        by what the unweighted field has there, so that overlapping Gaussians do not add up to too much.
+        Points are drawn with a probability proportional to the magnitude of their value. 'kmeans' sets the means to the
+        centres of clusters and the standard deviations to their radii. 'random' sets the means to drawn points and the
+        standard deviations to half the mean distance of evenly spread Gaussians. Each weight is the value at the
+        nearest drawn point divided by the unweighted field at the mean, so that overlapping Gaussians do not add up to
+        too much.
+
+        Args:
+            points, values: the data. method: 'kmeans' or 'random'. seed: seed of the random numbers.
 
         Raises:
-            ValueError: method or shapes do not fit; values are not finite or all zero.
+            ValueError: the method is unknown, the shapes do not fit, or the values are not finite or all zero.
         """
         if method not in ("kmeans", "random"):
             raise InvalidInputError(
@@ -209,14 +218,14 @@ class LearnableGaussianField(BaseDetector):
         chosen = torch.searchsorted(mass, drawn, right=True).clamp(max=len(mass) - 1)
         extent = (points.amax(0) - points.amin(0)).clamp(min=1e-6)
         spacing = float(extent.prod() / N) ** (1 / 3)
-        # Two Gaussians at one place would have the same gradients for ever.
+        # Two Gaussians at the same place would always have the same gradients.
         sample = points[chosen] + torch.from_numpy(rng.normal(0, 0.05 * spacing, (count, 3)))
         means, scales, nearest = sample[:N], torch.full((N,), 0.5 * spacing, dtype=torch.float64), chosen[:N]
         if method == "kmeans":
-            from scipy.cluster.vq import kmeans2  # slow to import, and most runs do without
+            from scipy.cluster.vq import kmeans2  # It is slow to import, and most runs do not need it.
 
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # a cluster without points keeps its centre
+                warnings.simplefilter("ignore", UserWarning)  # A cluster without points keeps its centre.
                 centres, label = kmeans2(sample.numpy(), sample[:N].numpy(), iter=10, minit="matrix")
             means, cluster = torch.from_numpy(centres), torch.from_numpy(label).long()
             squares = (sample - means[cluster]).square().sum(1)
@@ -239,18 +248,18 @@ class LearnableGaussianField(BaseDetector):
 
     @torch.no_grad()
     def masses(self) -> Tensor:
-        """Return |integral| of each Gaussian [N], without the constant (2 pi)^(3/2)."""
+        """Return the absolute integral of each Gaussian, [N], without the constant (2 pi)^(3/2)."""
         return self.weights.abs() * self.cholesky.diagonal(dim1=1, dim2=2).prod(1)
 
     @torch.no_grad()
     def split(self, indices: Tensor, into: Tensor) -> None:
-        """Split Gaussians along their longest axes; a second half takes the place of another Gaussian.
+        """Split Gaussians along their longest axes. Each second half replaces another Gaussian.
 
         The two halves together have the mass, mean and covariance of the whole.
 
         Args:
-            indices: [K], the Gaussians to split, each once.
-            into: [K], the Gaussians that are given up for the second halves, none of ``indices``.
+            indices: [K], the Gaussians to split. No Gaussian may occur twice.
+            into: [K], the Gaussians that the second halves replace. They must not be in ``indices``.
         """
         variances, axes = torch.linalg.eigh(self.get_covariance()[indices].double())
         if self.use_full_cov:

@@ -162,7 +162,7 @@ class MultiScaleDepthMapGenerator(BaseTransform):
             depth = projected[:, 2]
             u, v = np.round(projected[:, 0] / depth), np.round(projected[:, 1] / depth)
             inside = np.flatnonzero((u >= 0) & (u < width) & (v >= 0) & (v < height))
-            inside = inside[np.argsort(-depth[inside], kind="stable")]  # the nearest is drawn last
+            inside = inside[np.argsort(-depth[inside], kind="stable")]  # The nearest is drawn last.
             u, v = u[inside].astype(np.int64), v[inside].astype(np.int64)
             depth = np.clip(depth[inside], 0.1, self.max_depth)
             for level, stride in zip(maps, self.downsample, strict=True):

@@ -35,7 +35,8 @@ _TRAIN = {
     }
 }
 _TEST = {"max_per_img": 100}
-_PRIOR_PROBABILITY = 0.01  # of a class at first, so that negatives do not dominate the first steps
+# This is the probability of each class before training. It is low, so that negatives do not dominate the first steps.
+_PRIOR_PROBABILITY = 0.01
 
 
 class SetPrediction(NamedTuple):

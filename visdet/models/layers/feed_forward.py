@@ -20,7 +20,7 @@ _RELU = {"type": "ReLU"}
 
 
 class HiddenLayer(nn.Sequential):
-    """A linear layer, its activation and dropout, of which ReLU and dropout run in one kernel."""
+    """A linear layer, its activation and dropout. ReLU and dropout run in one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``dropout(activation(linear(x)))``."""
@@ -109,7 +109,7 @@ class FFN(BaseModule):
         """Return [..., embed_dims] from x [..., embed_dims].
 
         Args:
-            x: the input. identity: replaces x in the sum. norm: a normalisation of the result, None for none.
+            x: the input. identity: replaces x in the sum. norm: a normalisation of the result, or None.
         """
         out = x
         *linear_layers, dropout = self.layers

@@ -137,7 +137,7 @@ class MultiScaleDeformableAttention(BaseModule):
             spatial_shapes: [L, 2] int64 (height, width), on the CPU or the device of ``query``.
             level_start_index: [L] int64, the first row of each level in ``value``. By default, the levels follow each
                 other without gaps.
-            norm: a normalisation of the result, None for none.
+            norm: a normalisation of the result, or None.
 
         Raises:
             ValueError: the reference points or the spatial shapes are missing, or the reference points or the mask

@@ -12,7 +12,7 @@ __all__ = ["LayerNorm", "build_norm_layer", "norm_abbreviation"]
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's layer normalisation, by one kernel for the sum before it, too."""
+    """The layer normalisation of torch, which one kernel computes together with the sum before it."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None, p: float = 0.0) -> Tensor:
         """Return the layer normalisation of ``residual + dropout(input, p)``; see ``dropout_add_layer_norm``."""

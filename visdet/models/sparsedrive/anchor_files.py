@@ -1,4 +1,4 @@
-"""Anchors that are read from files, which may come later, by a checkpoint."""
+"""Anchors that are read from files, or that a checkpoint provides later."""
 
 import warnings
 from collections.abc import Sequence
@@ -16,10 +16,12 @@ __all__ = ["ModuleWithAnchors"]
 
 
 class ModuleWithAnchors(BaseModule):
-    """A module with anchors from .npy files; while a file is missing, they are zeros, which a checkpoint replaces.
+    """A module with anchors from .npy files.
+
+    While a file is missing, its anchors are zeros, which a checkpoint replaces.
 
     Attributes:
-        missing_anchor_files: the path of each missing file, by the name of the anchors' parameter.
+        missing_anchor_files: {name of the anchors' parameter: path of the missing file}.
     """
 
     def __init__(self, init_cfg: dict[str, Any] | None = None) -> None:
@@ -30,9 +32,9 @@ class ModuleWithAnchors(BaseModule):
         """Return anchors in float32, from numbers or a .npy file.
 
         Args:
-            name: of the parameter that will hold them.
-            given: the numbers, or the path.
-            placeholder_shape: of the zeros that stand for a missing file.
+            name: the name of the parameter that will hold the anchors.
+            given: the numbers, or the path of the file.
+            placeholder_shape: the shape of the zeros that stand in for a missing file.
         """
         if isinstance(given, (str, Path)):
             if Path(given).exists():
@@ -47,10 +49,10 @@ class ModuleWithAnchors(BaseModule):
         return torch.as_tensor(np.asarray(given), dtype=torch.float32)
 
     def require_anchors(self) -> None:
-        """Refuse to train while a file is missing.
+        """Raise an error if the module is in training mode while a file is missing.
 
         Raises:
-            FileNotFoundError: names the file and what makes it.
+            FileNotFoundError: a file is missing. The message names it and the tool that makes it.
         """
         if self.missing_anchor_files and self.training:
             name, path = next(iter(self.missing_anchor_files.items()))

@@ -12,13 +12,13 @@ __all__ = ["MultiheadFlashAttention"]
 
 @MODELS.register_module()
 class MultiheadFlashAttention(MultiheadAttention):
-    """``MultiheadAttention``, batch first, under SparseDrive's type name and with its parameter names.
+    """``MultiheadAttention`` with batch first, under SparseDrive's type name and with its parameter names.
 
-    Args: as in ``MultiheadAttention``; ``batch_first`` must be True.
+    The arguments are those of ``MultiheadAttention``, but ``batch_first`` must be True.
 
-    Source: names and defaults are SparseDrive's. Different: any floating type on any device through
-    ``scaled_dot_product_attention``; ``attn_mask`` works, so denoising does; in ``key_padding_mask`` True means
-    padding, as everywhere else.
+    Source: names and defaults are SparseDrive's. Differences: ``scaled_dot_product_attention`` allows any floating type
+    on any device; ``attn_mask`` has an effect, so that denoising works; True in ``key_padding_mask`` means padding, as
+    everywhere else.
     """
 
     def __init__(

@@ -40,10 +40,10 @@ class PairCosts(NamedTuple):
     """What it costs to assign instances of the ground truth to predictions.
 
     Attributes:
-        costs: [L, B, N, Q], see ``for_solver``.
-        ordering: [L, B, Q, N], the ordering of each line that is nearest to each prediction; None for boxes.
+        costs: [L, B, N, Q]; see ``for_solver``.
+        ordering: [L, B, Q, N], the ordering of each line that is nearest to each prediction. It is None for boxes.
         num_denoising: [2], the numbers of denoising queries that count, before and after those of the previous frame
-            joined; None without denoising.
+            have joined. It is None without denoising.
     """
 
     costs: Tensor
@@ -56,7 +56,7 @@ class Assignment:
     """What the predictions of L decoder layers have to learn.
 
     Attributes:
-        index: [L, B, Q] int64, an instance of the ground truth, or N for none.
+        index: [L, B, Q] int64, an instance of the ground truth, or N for predictions without one.
         num_positive: [L] or [L + 2], the numbers of matched predictions in each layer and those of ``num_denoising``,
             averaged over all processes and at least 1.
     """
@@ -74,7 +74,7 @@ def assigned_instances(
     processes until all gradients are there.
 
     Args:
-        costs: what ``pair_costs`` returned, by task. truth: the ground truth of these tasks.
+        costs: the results of ``pair_costs`` by task. truth: the ground truth of these tasks.
     """
     indices, counts = {}, []
     for name, cost in on_host({name: pairs.costs for name, pairs in costs.items()}).items():
@@ -88,7 +88,7 @@ def assigned_instances(
 
 
 class BaseTargetWithDenoising(ABC):
-    """Assigns ground truth to predictions, and makes denoising queries where the subclass can.
+    """Assigns ground truth to predictions, and makes denoising queries if the subclass can.
 
     Args:
         num_dn_groups: number of groups of denoising queries.

@@ -1,8 +1,8 @@
 """The layout of 3-D boxes inside the model, and their encoding.
 
-An anchor is [..., 11]: x, y, z (metres), the logarithms of three sizes (the first along the heading), sin and cos of
-the yaw, vx, vy, vz (metres per second). An annotated or decoded box is [..., 7 + velocities]: x, y, z, three sizes in
-metres, yaw in radians, velocity.
+An anchor is [..., 11]: x, y, z in metres, the logarithms of the three sizes, sine and cosine of the yaw, and vx, vy, vz
+in metres per second. The first size is the one along the heading. An annotated or decoded box is [..., 7 + velocities]:
+x, y, z and the three sizes in metres, the yaw in radians, and the velocity.
 """
 
 import torch
@@ -30,16 +30,19 @@ __all__ = [
     "encode_box",
 ]
 
-X, Y, Z, W, L, H, SIN_YAW, COS_YAW, VX, VY, VZ = range(11)  # of an anchor
-YAW = 6  # of an annotated box
-CNS, YNS = 0, 1  # centerness and yawness in a quality prediction
+X, Y, Z, W, L, H, SIN_YAW, COS_YAW, VX, VY, VZ = range(11)  # columns of an anchor
+YAW = 6  # column of an annotated box
+CNS, YNS = 0, 1  # columns of centerness and yawness in a quality prediction
 
-_MIN_SIZE_M = 1e-3  # a degenerate annotation stays finite
-MAX_LOG_SIZE = 10.0  # 22 km: a diverging size stays finite
+_MIN_SIZE_M = 1e-3  # keeps a degenerate annotation finite
+MAX_LOG_SIZE = 10.0  # 22 km, keeps a diverging size finite
 
 
 def encode_box(box: Tensor) -> Tensor:
-    """Return boxes [..., 7 + v] (yaw in radians) as anchors [..., 8 + v]; sizes below 1 mm count as 1 mm, NaN stays."""
+    """Return boxes [..., 7 + v] (yaw in radians) as anchors [..., 8 + v].
+
+    Sizes below 1 mm count as 1 mm. NaN stays NaN.
+    """
     box = at_least_float32(box)
     yaw = box[..., YAW : YAW + 1]
     return torch.cat(
@@ -55,7 +58,10 @@ def encode_box(box: Tensor) -> Tensor:
 
 
 def decode_box(anchor: Tensor) -> Tensor:
-    """Return anchors [..., 8 + v] as boxes [..., 7 + v], yaw in (-pi, pi]; log sizes above 10 count as 10."""
+    """Return anchors [..., 8 + v] as boxes [..., 7 + v] with yaw in (-pi, pi].
+
+    Logarithms of sizes above 10 count as 10.
+    """
     anchor = at_least_float32(anchor)
     yaw = torch.atan2(anchor[..., SIN_YAW], anchor[..., COS_YAW])
     return torch.cat(

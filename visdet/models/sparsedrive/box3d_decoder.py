@@ -1,4 +1,4 @@
-"""From box predictions to results."""
+"""The decoder that turns box predictions into results, and what it shares with the decoders of other tasks."""
 
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ class BestPredictions(NamedTuple):
 
     Attributes:
         query, label: [B, n] int64, the index of the prediction and its class.
-        class_score: [B, n] probability of the class.
-        score: [B, n] the same, multiplied by the centerness where there is one.
+        class_score: [B, n], the probability of the class.
+        score: [B, n], the same, multiplied by the centerness if it is predicted.
     """
 
     query: Tensor
@@ -36,13 +36,15 @@ def select_best(
     sorted: bool = True,
     once_each: bool = False,
 ) -> BestPredictions:
-    """Return the best (prediction, class) pairs of each sample: chosen by the class's probability, ordered by score.
+    """Return the best (prediction, class) pairs of each sample.
+
+    They are chosen by the probability of the class and ordered by the score.
 
     Args:
-        logits: [B, Q, C]. num_output: most pairs of a sample.
-        quality: [B, Q, 2] logits, of which one is the centerness; None for none.
-        sorted: whether they come best first; with quality they always do.
-        once_each: every prediction counts once, with its best class; otherwise once with every class.
+        logits: [B, Q, C]. num_output: greatest number of pairs of a sample.
+        quality: [B, Q, 2], logits, one of which is the centerness, or None if quality is not predicted.
+        sorted: whether the best pairs come first. With ``quality`` they always do.
+        once_each: whether a prediction forms one pair, with its best class. Otherwise it forms a pair with every class.
     """
     probability = logits.float().sigmoid()
     labels = None
@@ -62,14 +64,17 @@ def select_best(
 
 
 class ResultDecoder(ABC):
-    """What the decoders of all tasks share: ``select`` works on the device alone, ``of_samples`` on the host."""
+    """Base class of the decoders of all tasks. ``select`` runs on the device, and ``of_samples`` on the host."""
 
     @abstractmethod
     def select(self, *arguments: Any, **keywords: Any) -> dict[str, Tensor]:
-        """Return the results [B, ...] of the batch on its device, and as ``is_kept`` [B, n] which rows count."""
+        """Return the results [B, ...] of the batch on its device.
+
+        They may have ``is_kept`` [B, n], which tells whether a row counts.
+        """
 
     def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the results of each sample, on the CPU: the rows that ``is_kept`` says, or all."""
+        """Return the results of each sample on the CPU, the rows that ``is_kept`` marks or, without it, all rows."""
         selected = on_host(selected)
         is_kept = selected.pop("is_kept", None)
         num_samples = len(next(iter(selected.values())))
@@ -82,21 +87,21 @@ class ResultDecoder(ABC):
         ]
 
     def decode(self, *arguments: Any, **keywords: Any) -> list[dict[str, Any]]:
-        """Return the results of each sample, on the CPU. Args: as in ``select``."""
+        """Return the results of each sample on the CPU. The arguments are those of ``select``."""
         return self.of_samples(self.select(*arguments, **keywords))
 
 
 @TASK_UTILS.register_module()
 class SparseBox3DDecoder(ResultDecoder):
-    """The best-scored boxes of each sample, scores multiplied by the predicted centerness.
+    """Decodes the best boxes of each sample. Scores are multiplied by the predicted centerness.
 
     Args:
-        num_output: most results of a sample; as many as there are predictions if those are fewer.
-        score_threshold: least class score, before centerness; None for none.
-        sorted: whether results come best first; with quality they always do.
+        num_output: greatest number of results of a sample.
+        score_threshold: least class score, before it is multiplied by the centerness. With None all results are kept.
+        sorted: whether the best results come first. With quality they always do.
 
-    Source: names and defaults are SparseDrive's. Different: fewer predictions than ``num_output`` work;
-    ``cls_scores`` belong to the boxes beside them.
+    Source: names and defaults are SparseDrive's. Differences: there may be fewer predictions than ``num_output``, and
+    each of ``cls_scores`` belongs to the box of the same row.
     """
 
     def __init__(
@@ -118,12 +123,12 @@ class SparseBox3DDecoder(ResultDecoder):
         """Return ``boxes_3d`` [B, n, 7 + v], ``scores_3d``, ``labels_3d`` [B, n], and ``is_kept`` with a threshold.
 
         Args:
-            cls_scores: of each decoder layer [B, Q, C] logits. box_preds: [B, Q, 8 + v] encoded.
-            instance_id: [B, Q] track ids: then every prediction counts once, with its best class, and the results have
-                ``instance_ids`` [B, n]; otherwise once with every class.
-            quality: of each layer [B, Q, 2] logits or None; with it the results have ``cls_scores`` [B, n], the scores
-                without centerness.
-            output_idx: the decoder layer to read.
+            cls_scores: [B, Q, C] of each decoder layer, logits. box_preds: [B, Q, 8 + v] of each layer, encoded.
+            instance_id: [B, Q], track ids. With them a prediction is returned once, with its best class, and the
+                results have ``instance_ids`` [B, n]. Without them a prediction may be returned with several classes.
+            quality: [B, Q, 2] of each layer, logits, or None for a layer. With quality the results have ``cls_scores``
+                [B, n], the scores without centerness.
+            output_idx: index of the decoder layer that is decoded.
         """
         boxes = box_preds[output_idx]
         of_layer = None if quality is None else quality[output_idx]

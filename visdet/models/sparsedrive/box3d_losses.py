@@ -21,15 +21,19 @@ def _built(loss: dict[str, Any] | nn.Module | None) -> Any:
 
 @MODELS.register_module()
 class SparseBox3DLoss(nn.Module):
-    """The loss of box numbers, of centerness (how near the centre is) and of yawness (whether it faces the right way).
+    """The losses of encoded boxes, of centerness and of yawness, in float32 or better.
+
+    Centerness says how near the predicted centre is, and yawness whether the box faces the right way.
 
     Args:
-        loss_box: loss of the encoded boxes. loss_centerness: of logits against exp(-distance in metres).
-        loss_yawness: of probabilities against whether the yaws are less than a quarter turn apart.
-        cls_allow_reverse: classes that look alike from front and back: a target facing away is turned round.
+        loss_box: loss of the encoded boxes.
+        loss_centerness: loss of logits. The target is exp(-distance of the centres in metres).
+        loss_yawness: loss of probabilities. The target is 1 if the yaws are less than a quarter turn apart, and else 0.
+        cls_allow_reverse: labels of classes whose front and back look alike. For these, the yaw of a target is turned
+            by half a turn if the prediction faces away from it.
 
-    Everything in float32 or better. Source: Sparse4D v3, arXiv 2311.11722; names are SparseDrive's. Different: targets
-    are never changed in place; ``mask`` stands for picking rows, which would wait for the device.
+    Source: Sparse4D v3, arXiv 2311.11722; names are SparseDrive's. Differences: targets are never changed in place, and
+    a ``mask`` replaces the selection of rows, which would wait for the device.
     """
 
     def __init__(
@@ -57,12 +61,12 @@ class SparseBox3DLoss(nn.Module):
         cls_target: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return ``{prefix}loss_box{suffix}`` and, with quality, ``…loss_cns…`` and ``…loss_yns…``.
+        """Return ``{prefix}loss_box{suffix}`` and, with ``quality``, also ``…loss_cns…`` and ``…loss_yns…``.
 
         Args:
-            box, box_target, weight: [n, D] encoded boxes (8 numbers or more). quality: [n, 2] logits.
-            avg_factor: divides each sum. cls_target: [n] int64, for ``cls_allow_reverse``.
-            mask: [n] bool, the rows that count; None for all.
+            box, box_target: [n, D], encoded boxes of 8 numbers or more. weight: [n, D]. quality: [n, 2], logits.
+            avg_factor: the divisor of each sum. cls_target: [n] int64, needed for ``cls_allow_reverse``.
+            mask: [n] bool, whether a row counts. With None all rows do.
         """
         box = at_least_float32(box)
         if self.cls_allow_reverse is not None and cls_target is not None:
@@ -89,7 +93,7 @@ class SparseBox3DLoss(nn.Module):
         return losses
 
     def reversed_target(self, box: Tensor, box_target: Tensor, cls_target: Tensor) -> Tensor:
-        """Return the targets with (sin, cos) negated where the class allows it and the prediction faces away."""
+        """Return the targets, with (sin, cos) negated if the class allows it and the prediction faces away."""
         may_turn = torch.zeros_like(cls_target, dtype=torch.bool)
         for label in self.cls_allow_reverse or ():
             may_turn = may_turn | (cls_target == label)

@@ -1,4 +1,4 @@
-"""DeformableFeatureAggregation: what every anchor sees of all cameras and levels, around its key points."""
+"""Sampling of the features of all cameras and levels around the key points of every anchor."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,32 +23,33 @@ from .mlp import linear_relu_ln
 
 __all__ = ["DeformableFeatureAggregation"]
 
-_MIN_DEPTH_M = 1e-5  # points nearer or behind the camera land far outside the image
+_MIN_DEPTH_M = 1e-5  # Points that are nearer or behind the camera are projected far outside the image.
 
 
 @MODELS.register_module()
 class DeformableFeatureAggregation(BaseModule):
-    """Project each anchor's 3-D key points into all cameras and sum the features there, weighted per group.
+    """Projects the 3-D key points of each anchor into all cameras and sums the features there, weighted per group.
 
-    Weights come from the instance's feature and its anchor's embedding, a softmax over cameras, levels and points
-    together. Projection, softmax and sampling are ``visdet.ops.deformable_aggregation_fused``: a point counts in a
-    camera iff it falls strictly inside the image. Where the projection itself requires a gradient, as when cameras are
-    being calibrated, ``visdet.ops.deformable_aggregation`` samples and torch does the rest.
+    The weights are computed from the feature of the instance and the embedding of its anchor, by a softmax over all
+    cameras, levels and points. ``visdet.ops.deformable_aggregation_fused`` does projection, softmax and sampling. A
+    point counts in a camera if and only if it falls strictly inside the image. If the projection itself requires a
+    gradient, as when cameras are calibrated, ``visdet.ops.deformable_aggregation`` samples and torch does the rest.
 
     Args:
-        embed_dims: width C of features and instances; num_groups divides it.
-        num_groups: groups of channels with weights of their own.
-        num_levels, num_cams: maps of a sample.
+        embed_dims: width C of features and instances. It is divisible by ``num_groups``.
+        num_groups: number of groups of channels, each of which has its own weights.
+        num_levels, num_cams: number of levels and of cameras of a sample.
         proj_drop: dropout of the output.
-        attn_drop: probability in training that a (camera, point) is left out whole; the others are scaled up.
-        kps_generator: config of the key points' generator; its ``embed_dims`` is set to this one's.
-        temporal_fusion_module, use_temporal_anchor_embed: accepted for SparseDrive's configs, which build and never
-            call the one and ignore the other; a module given here is left out with a warning.
-        use_deformable_func: whether the compiled operator samples, on whatever device; otherwise plain torch of the
+        attn_drop: probability in training that a (camera, point) pair is left out with all of its levels and groups.
+            The other pairs are scaled up.
+        kps_generator: config of the generator of key points. Its ``embed_dims`` is set to that of this module.
+        temporal_fusion_module, use_temporal_anchor_embed: accepted for configs of SparseDrive, which builds the former
+            without calling it and ignores the latter. A module given here is left out with a warning.
+        use_deformable_func: whether the compiled operator samples, on any device. Otherwise plain torch does, by the
             same definition.
-        use_camera_embed: whether the weights also see an encoding of the projection matrix; without, one Linear emits
-            the weights of all cameras.
-        residual_mode: 'add' the instance's feature to the output or 'cat' it behind.
+        use_camera_embed: whether the weights also depend on an embedding of the projection matrix. Without it, one
+            linear layer predicts the weights of all cameras.
+        residual_mode: 'add' adds the feature of the instance to the output, 'cat' appends it.
 
     Source: Sparse4D, arXiv 2211.10581; keywords, defaults and parameter names are SparseDrive's.
     """
@@ -107,7 +108,7 @@ class DeformableFeatureAggregation(BaseModule):
         self.weights_fc = nn.Linear(embed_dims, weights if use_camera_embed else weights * num_cams)
 
     def init_weights(self) -> None:
-        """Start from equal weights."""
+        """Initialise the layers such that all sampling weights are equal."""
         super().init_weights()
         constant_init(self.weights_fc, val=0.0, bias=0.0)
         xavier_init(self.output_proj, distribution="uniform", bias=0.0)
@@ -124,12 +125,13 @@ class DeformableFeatureAggregation(BaseModule):
         """Return the aggregated features [B, N, C], or [B, N, 2 C] with ``residual_mode='cat'``.
 
         Args:
-            feature_maps: what ``feature_maps_format`` returns, or one [B, V, C, H, W] per level.
-            metas: "projection_mat" [B, V, 4, 4], from the anchors' frame to pixels, and "image_wh" [B, V, 2], the
-                images' width and height in pixels (without it the projection must end in 0..1).
+            feature_maps: the result of ``feature_maps_format``, or one [B, V, C, H, W] per level.
+            metas: ``projection_mat`` [B, V, 4, 4], from the coordinates of the anchors to pixels, and ``image_wh``
+                [B, V, 2], the width and height of the images in pixels. Without ``image_wh`` the projection must map
+                to 0..1 of the image.
 
         Raises:
-            ValueError: another number of cameras or levels than the config's.
+            ValueError: the number of cameras or levels is not that of the config.
         """
         projection = metas["projection_mat"]
         if projection.dim() != 4 or projection.shape[1] != self.num_cams:
@@ -170,7 +172,7 @@ class DeformableFeatureAggregation(BaseModule):
             locations = locations.to(torch.promote_types(locations.dtype, features.dtype))
             sample = deformable_aggregation if self.use_deformable_func else deformable_aggregation_reference
             sampled = sample(features, level_shapes, level_starts, locations, weights)
-        if not torch.is_autocast_enabled(sampled.device.type):  # which converts what it must itself
+        if not torch.is_autocast_enabled(sampled.device.type):  # Autocast converts by itself.
             sampled = sampled.to(instance_feature.dtype)
         output = self.proj_drop(self.output_proj(sampled))
         if self.residual_mode == "add":
@@ -188,8 +190,8 @@ class DeformableFeatureAggregation(BaseModule):
             cameras = self._embed_cameras(metas["projection_mat"]).view(B, 1, self.num_cams, self.embed_dims)
             feature = feature[:, :, None] + cameras
         sizes = (self.num_cams, self.num_levels, self.num_pts, self.num_groups)
-        # The kernel's order in memory, P before V and L, from the logits on: neither the weights nor their gradients
-        # are then copied.
+        # From the logits on, the order in memory is that of the kernel, P before V and L. Then neither the weights nor
+        # their gradients are copied.
         logits = at_least_float32(self.weights_fc(feature).view(B, N, *sizes).permute(0, 1, 4, 2, 3, 5))
         weights = logits.flatten(2, 4).softmax(-2).view(logits.shape).permute(0, 1, 3, 4, 2, 5)
         keep = self._draw_pairs(instance_feature)
@@ -198,9 +200,10 @@ class DeformableFeatureAggregation(BaseModule):
     def _get_logits(
         self, instance_feature: Tensor, anchor_embed: Tensor, projection: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits whose softmax the weights are, [B, N, V, L, P, G].
+        """Return the logits [B, N, V, L, P, G], whose softmax is the weights, and None.
 
-        With camera embedding: [B, N, L, P, G] and [B, V, L, P, G] to add, as weights_fc is linear.
+        With camera embedding, return [B, N, L, P, G] and [B, V, L, P, G]. Their sum is the logits, because
+        ``weights_fc`` is linear.
         """
         B, N = instance_feature.shape[:2]
         sizes = (self.num_levels, self.num_pts, self.num_groups)
@@ -211,14 +214,14 @@ class DeformableFeatureAggregation(BaseModule):
         return logits.view(B, N, *sizes), camera_logits.view(B, self.num_cams, *sizes)
 
     def _embed_cameras(self, projection: Tensor) -> Tensor:
-        """Return the cameras' embedding [B * V, C], in full precision."""
+        """Return the embeddings of the cameras [B * V, C] in full precision."""
         assert self.camera_encoder is not None
         matrices = projection[:, :, :3].reshape(-1, 12).to(self.weights_fc.weight.dtype)
         with torch.autocast(matrices.device.type, enabled=False):
             return self.camera_encoder(matrices)
 
     def _draw_pairs(self, instance_feature: Tensor) -> Tensor | None:
-        """Return which (camera, point) pairs attention dropout leaves, bool [B, N, V, P], in training."""
+        """Return which (camera, point) pairs attention dropout keeps, bool [B, N, V, P], or None if it keeps all."""
         if not self.training or self.attn_drop == 0:
             return None
         shape = (*instance_feature.shape[:2], self.num_cams, self.num_pts)
@@ -230,9 +233,9 @@ class DeformableFeatureAggregation(BaseModule):
         projection_mat: Tensor,  # [B, V, 4, 4]
         image_wh: Tensor | None = None,  # [B, V, 2]
     ) -> Tensor:  # [B, V, N, P, 2]
-        """Return where the points fall in each camera, in 0..1 of the image with ``image_wh``, else in pixels."""
-        # A sum of three products, not a matrix product: those may be rounded to 10 bits on a GPU, pixels may not. The
-        # cameras come last in memory, as the kernel wants them.
+        """Return the places of the points in each camera, in 0..1 of the image with ``image_wh``, else in pixels."""
+        # This is a sum of three products and no matrix product, because a GPU may round the latter to 10 bits, which is
+        # too coarse for pixels. The cameras come last in memory, as the kernel needs them.
         points = at_least_float32(key_points)[..., None, None]  # [B, N, P, 3, 1, 1]
         matrix = projection_mat.to(points.dtype)[:, None, None, :, :3]  # [B, 1, 1, V, 3, 4]
         pixels = torch.addcmul(matrix[..., 3], points[..., 0, :, :], matrix[..., 0])

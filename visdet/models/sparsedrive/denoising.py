@@ -12,7 +12,7 @@ from ..transfer import to_device
 
 __all__ = ["BoxDenoising", "DenoisingQueries"]
 
-_PADDING, _BACKGROUND = -1, -3  # class targets of a query made from padding, and of one that must be refused
+_PADDING, _BACKGROUND = -1, -3  # class targets of queries that were made from padding, and of background
 
 
 def _grouped(x: Tensor, num_groups: int) -> Tensor:

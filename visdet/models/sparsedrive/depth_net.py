@@ -11,19 +11,22 @@ from visdet.registry import MODELS
 
 __all__ = ["DenseDepthNet"]
 
-_MAX_LOG_DEPTH = 20.0  # a diverging depth stays finite, and so does its gradient
+_MAX_LOG_DEPTH = 20.0  # keeps a diverging depth and its gradient finite
 
 
 @MODELS.register_module()
 class DenseDepthNet(BaseModule):
-    """Depth of every pixel of the finest levels: ``exp(conv(feature)) · focal / equal_focal``.
+    """Predicts the depth of every pixel of the finest levels, ``exp(conv(feature)) · focal / equal_focal``.
+
+    It runs in float32 under autocast.
 
     Args:
-        embed_dims: width of the features. num_depth_layers: levels, from the finest.
-        equal_focal: focal length (pixels) at which the convolution's answer is metric.
-        max_depth: metres; predictions count as at most that. loss_weight: factor on the loss.
+        embed_dims: width of the features.
+        num_depth_layers: number of levels, counted from the finest.
+        equal_focal: the focal length in pixels for which the convolution predicts metres.
+        max_depth: the depth in metres to which the loss limits predictions. loss_weight: factor on the loss.
 
-    In float32 under autocast. Source: Sparse4D v3; names and defaults are SparseDrive's.
+    Source: Sparse4D v3; names and defaults are SparseDrive's.
     """
 
     def __init__(
@@ -48,10 +51,11 @@ class DenseDepthNet(BaseModule):
         focal: Tensor | None = None,
         gt_depths: Sequence[Tensor] | None = None,
     ) -> list[Tensor] | Tensor:
-        """Return the depths in metres of each level, [B·V, 1, H, W], or with ``gt_depths`` in training the loss.
+        """Return the depths in metres [B·V, 1, H, W] of each level, or the loss in training with ``gt_depths``.
 
         Args:
-            feature_maps: [B, V, C, H, W] of each level. focal: [B, V] pixels, default ``equal_focal``.
+            feature_maps: [B, V, C, H, W] of each level. focal: [B, V] in pixels, by default ``equal_focal``.
+            gt_depths: as in ``loss``.
         """
         depths = []
         layer: Any
@@ -66,17 +70,18 @@ class DenseDepthNet(BaseModule):
         return depths
 
     def loss(self, depth_preds: Sequence[Tensor], gt_depths: Sequence[Tensor]) -> Tensor:
-        """Return the mean |difference| over the pixels with a known depth, 0 if there are none.
+        """Return the mean absolute error over the pixels with a known depth, or 0 if there are none.
 
         Args:
-            depth_preds: [B·V, 1, H, W] of each level. gt_depths: [B, V, H, W] of each, 0 or less where unknown.
+            depth_preds: [B·V, 1, H, W] of each level.
+            gt_depths: [B, V, H, W] of each level, 0 or less where the depth is unknown.
         """
         total = depth_preds[0].new_zeros(())
         for pred, gt in zip(depth_preds, gt_depths, strict=False):
             pred = pred.float().flatten()
             gt = gt.reshape(-1).to(pred.dtype)
             is_known = (gt > 0) & ~pred.isnan()
-            # The clamp comes inside, so that a NaN pixel has a gradient of zero, not of NaN.
+            # NaN is replaced before the clamp, so that the gradient of such a pixel is 0 instead of NaN.
             error = (
                 torch.where(is_known, pred, 0.0).clamp(0, self.max_depth) - torch.where(is_known, gt, 0.0)
             ).abs()

@@ -1,4 +1,4 @@
-"""Embeddings of anchors: where an instance is, as a vector beside what it looks like."""
+"""Encoders that embed anchors."""
 
 from collections.abc import Sequence
 
@@ -18,17 +18,17 @@ __all__ = ["SparseBox3DEncoder", "SparsePoint3DEncoder"]
 
 @MODELS.register_module()
 class SparseBox3DEncoder(BaseModule):
-    """The embedding of box anchors: position, size, yaw and velocity each through a perceptron, added or concatenated.
+    """Embeds box anchors. Position, size, yaw and velocity have a perceptron each, whose results are combined.
+
+    It runs in float32 under autocast, because bfloat16 would round 60 m to the next quarter of a metre.
 
     Args:
-        embed_dims: width of every part, or the widths of position, size, yaw, velocity and, with ``output_fc``, the
-            output.
-        vel_dims: components of the velocity that count, 0 to 3.
-        mode: 'add' the parts or 'cat' them.
+        embed_dims: width of every part, or a list of the widths of position, size, yaw, velocity and, with
+            ``output_fc``, the output.
+        vel_dims: number of components of the velocity that are embedded, 0 to 3.
+        mode: 'add' adds the parts, 'cat' concatenates them.
         output_fc: whether another perceptron follows.
-        in_loops, out_loops: depth of each, see ``linear_relu_ln``.
-
-    Runs in float32 under autocast: bfloat16 would round 60 m to the next quarter metre.
+        in_loops, out_loops: depth of each perceptron; see ``linear_relu_ln``.
 
     Source: names and defaults are SparseDrive's.
     """
@@ -61,7 +61,7 @@ class SparseBox3DEncoder(BaseModule):
         self.output_fc = perceptron(widths[-1], widths[-1]) if output_fc else None
 
     def forward(self, box_3d: Tensor) -> Tensor:
-        """Return [..., C] from anchors [..., 8 + velocities]."""
+        """Return the embeddings [..., C] of anchors [..., 8 + velocities]."""
         parts = [
             in_full_precision(self.pos_fc, box_3d[..., X:W]),
             in_full_precision(self.size_fc, box_3d[..., W:SIN_YAW]),
@@ -78,10 +78,11 @@ class SparseBox3DEncoder(BaseModule):
 
 @MODELS.register_module()
 class SparsePoint3DEncoder(BaseModule):
-    """The embedding of polyline anchors: all coordinates through one perceptron, in float32 under autocast.
+    """Embeds polyline anchors by one perceptron of all coordinates, in float32 under autocast.
 
     Args:
-        embed_dims: width of the embedding. num_sample: points of a polyline. coords_dim: coordinates of a point.
+        embed_dims: width of the embedding.
+        num_sample: number of points of a polyline. coords_dim: number of coordinates of a point.
 
     Source: names and defaults are SparseDrive's.
     """
@@ -93,5 +94,5 @@ class SparsePoint3DEncoder(BaseModule):
         self.pos_fc = nn.Sequential(*linear_relu_ln(embed_dims, 1, 2, self.input_dims))
 
     def forward(self, anchor: Tensor) -> Tensor:
-        """Return [..., embed_dims] from polylines [..., num_sample · coords_dim] (metres)."""
+        """Return the embeddings [..., embed_dims] of polylines [..., num_sample · coords_dim] in metres."""
         return in_full_precision(self.pos_fc, anchor)

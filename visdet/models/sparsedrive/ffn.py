@@ -1,4 +1,4 @@
-"""The feed-forward block between unequal widths."""
+"""The feed-forward block whose input and output may differ in width."""
 
 from typing import Any
 
@@ -20,18 +20,18 @@ _RELU = {"type": "ReLU", "inplace": True}
 class AsymmetricFFN(BaseModule):
     """``identity_fc(x') + dropout_layer(Linear(... drop(act(Linear(x')))))`` with ``x' = pre_norm(x)``.
 
-    Parameter names: ``pre_norm.*``, ``layers.0.0.*``, ..., ``layers.{num_fcs-1}.*``, ``identity_fc.*``.
+    The parameter names are ``pre_norm.*``, ``layers.0.0.*``, ..., ``layers.{num_fcs-1}.*`` and ``identity_fc.*``. As in
+    published checkpoints, ``identity_fc`` is a linear layer even between equal widths, unless ``feedforward_channels``
+    has the same width, too.
 
     Args:
-        in_channels: width of the input, default ``embed_dims``.
-        pre_norm: normalisation of the input, e.g. ``dict(type='LN')``; None for none.
-        embed_dims: width of the output. feedforward_channels: hidden width. num_fcs: linear layers, at least 2.
-        act_cfg: activation after each hidden layer. ffn_drop: dropout after every linear layer.
-        dropout_layer: dropout of the block's output before the sum.
-        add_identity: whether to add the (normalised) input, brought to ``embed_dims`` by ``identity_fc``.
-
-    ``identity_fc`` is a linear layer even between equal widths, unless ``feedforward_channels`` is that width too:
-    published checkpoints have it.
+        in_channels: width of the input, by default ``embed_dims``.
+        pre_norm: config of the normalisation of the input, e.g. ``dict(type='LN')``, or None to leave it out.
+        embed_dims: width of the output. feedforward_channels: width of the hidden layers.
+        num_fcs: number of linear layers, at least 2.
+        act_cfg: config of the activation after each hidden layer. ffn_drop: dropout after every linear layer.
+        dropout_layer: config of the dropout of the block's output before the sum.
+        add_identity: whether the normalised input is added. ``identity_fc`` brings it to the width ``embed_dims``.
 
     Source: names and defaults are SparseDrive's.
     """
@@ -63,7 +63,11 @@ class AsymmetricFFN(BaseModule):
             self.identity_fc = nn.Identity() if is_plain else nn.Linear(in_channels, embed_dims)
 
     def forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
-        """Return [..., embed_dims] from x [..., in_channels]; ``identity`` replaces the normalised x in the sum."""
+        """Return the output [..., embed_dims] for x [..., in_channels].
+
+        Args:
+            identity: [..., in_channels]. It replaces the normalised x in the sum.
+        """
         if self.pre_norm is not None:
             x = self.pre_norm(x)
         out = self.dropout_layer(self.layers(x))

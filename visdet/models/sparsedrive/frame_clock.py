@@ -40,7 +40,7 @@ class FrameStep:
     def velocity(self) -> Tensor:
         """Return the velocity [B, 2] of the vehicle since the previous frame in its own coordinates, float64."""
         seconds = torch.tensor(self.seconds, dtype=torch.float64).unsqueeze(-1)
-        moved = -self.previous_to_current[:, :2, 3]  # the previous frame's origin is that far behind
+        moved = -self.previous_to_current[:, :2, 3]  # The translation is the place of the previous origin.
         return torch.where(seconds == 0, 0.0, moved / seconds)
 
 
@@ -169,6 +169,5 @@ def _timestamps(metas: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tup
         return tuple(float(sample["timestamp"]) for sample in samples)
     if stamps is None:
         raise InvalidInputError("InstanceBank: metas must hold timestamp [B] in seconds")
-    return tuple(
-        torch.as_tensor(stamps).double().tolist()
-    )  # waits for the device: only without host timestamps
+    # This waits for the device, so that it is done only if the host has no times.
+    return tuple(torch.as_tensor(stamps).double().tolist())

@@ -7,18 +7,21 @@ __all__ = ["GridMask"]
 
 
 class GridMask(nn.Module):
-    """Blanks a random grid in all images of a batch alike, in training, with probability ``prob``.
+    """Blanks a random grid in training, the same in all images of a batch, with probability ``prob``.
 
-    The grid has period d, uniform in 2..height-1, stripes of ``ratio`` · d, a random phase, and is turned by up to
-    ``rotate`` - 1 degrees.
+    The period d of the grid is uniform in 2..height-1. Its stripes have the width ``ratio`` · d and a random phase. The
+    grid is turned by 0 to ``rotate`` - 1 degrees.
 
     Args:
-        use_h, use_w: horizontal and vertical stripes. rotate: degrees, exclusive; 1 for none.
-        offset: fill with noise in -1..1 in place of 0. ratio: part of a period that is a stripe.
-        mode: 0 blanks the stripes, 1 everything else. prob: probability, see also ``set_prob``.
+        use_h, use_w: whether there are horizontal and vertical stripes.
+        rotate: upper bound of the angle in degrees, exclusive. With 1 the grid is not turned.
+        offset: whether the blanked pixels become noise in -1..1 instead of 0.
+        ratio: fraction of a period that is a stripe.
+        mode: 0 blanks the stripes, 1 everything else.
+        prob: probability that images are blanked; see also ``set_prob``.
 
-    Source: Chen et al., arXiv 2001.04086; names and defaults are SparseDrive's. Different: random numbers are torch's,
-    drawn on the images' device, which nothing waits for.
+    Source: Chen et al., arXiv 2001.04086; names and defaults are SparseDrive's. One thing differs: torch draws the
+    random numbers on the device of the images, so that nothing waits for the device.
     """
 
     prob: Tensor
@@ -41,15 +44,15 @@ class GridMask(nn.Module):
         self.ratio = ratio
         self.mode = mode
         self.st_prob = prob
-        # On the device, so that a CUDA graph reads what ``set_prob`` has set last.
+        # This is on the device, so that a CUDA graph reads the value that ``set_prob`` has set last.
         self.register_buffer("prob", torch.tensor(prob), persistent=False)
 
     def set_prob(self, epoch: int, max_epoch: int) -> None:
-        """Set the probability to the part of training that is over, times the one given first."""
+        """Set the probability to the initial one times the fraction ``epoch / max_epoch`` of the training."""
         self.prob.fill_(self.st_prob * epoch / max_epoch)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return images x [N, C, H, W] with the grid, or as they are outside training."""
+        """Return images x [N, C, H, W] with the grid, or unchanged in evaluation."""
         if not self.training or self.st_prob <= 0:
             return x
         keep = self._mask(x.shape[-2], x.shape[-1], x.device).to(x.dtype)
@@ -58,11 +61,11 @@ class GridMask(nn.Module):
         return torch.where(torch.rand((), device=x.device) <= self.prob, masked, x)
 
     def _mask(self, height: int, width: int, device: torch.device) -> Tensor:
-        """Return [H, W], 1 where the image stays."""
+        """Return [H, W], 1 where the image is kept and 0 where it is blanked."""
         draws = torch.rand(4, device=device)
         period = (2 + draws[0] * (height - 2)).floor().clamp(max=max(height - 1, 2))
         stripe = torch.minimum((period * self.ratio + 0.5).floor().clamp(min=1), period - 1)
-        # The grid lies on a plane half as large again, so that turning it uncovers nothing.
+        # The grid lies on a plane that is half as large again, so that it covers the image when it is turned.
         plane_h, plane_w = int(1.5 * height), int(1.5 * width)
         rows = torch.arange(height, device=device)[:, None] + (plane_h - height) // 2
         columns = torch.arange(width, device=device)[None, :] + (plane_w - width) // 2
@@ -79,7 +82,7 @@ class GridMask(nn.Module):
 
     @staticmethod
     def _in_stripe(position: Tensor, period: Tensor, stripe: Tensor, draw: Tensor, length: int) -> Tensor:
-        """Return whether positions lie in a stripe of the ``length // period`` ones after a random phase."""
+        """Return whether positions lie in one of the ``length // period`` stripes that follow a random phase."""
         beyond = position - (draw * period).floor()
         number = (beyond / period).floor()
         return (beyond >= 0) & (number < (length / period).floor()) & (beyond - number * period < stripe)

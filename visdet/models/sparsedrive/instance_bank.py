@@ -1,4 +1,4 @@
-"""The instance bank: learned anchors, and the instances of a sequence carried from frame to frame."""
+"""The instance bank, which holds learned anchors and keeps the instances of a sequence from frame to frame."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -127,7 +127,7 @@ class InstanceBank(ModuleWithAnchors):
         anchors = self.read_anchors(
             "anchor", anchor, (num_anchor, 11 if num_sample is None else 2 * num_sample)
         )
-        anchors = anchors[:num_anchor].flatten(1)  # the points of a polyline one after another
+        anchors = anchors[:num_anchor].flatten(1)  # A polyline becomes one row of numbers.
         self.num_anchor = len(anchors)
         self.anchor_init = anchors
         if num_temp_instances > self.num_anchor:
@@ -301,7 +301,7 @@ class InstanceBank(ModuleWithAnchors):
         is_new = ids < 0
         if threshold is not None:
             is_new = is_new & (confidence >= threshold)
-        count = is_new.flatten().cumsum(0)  # counted on the device: the host need not wait
+        count = is_new.flatten().cumsum(0)  # The device counts, so that the host need not wait.
         ids = torch.where(is_new, count.view_as(ids) - 1 + self.state.prev_id, ids)
         self.state = replace(self.state, prev_id=self.state.prev_id + count[-1])
         self._keep_ids(ids, confidence)

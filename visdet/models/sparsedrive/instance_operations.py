@@ -1,4 +1,4 @@
-"""What heads over instances share: layers in an order of their own, and attention that keeps positions apart."""
+"""The base class of heads that work on instances, with layers in a configured order and decoupled attention."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["InstanceOperations"]
 
 
 class InstanceOperations(nn.Module):
-    """A head whose ``layers`` are operations on instances, one for each name in ``operation_order``.
+    """Base class of heads whose ``layers`` are operations on instances, one for each name in ``operation_order``.
 
     Source: the parameter names are Sparse4D's.
     """
@@ -27,16 +27,16 @@ class InstanceOperations(nn.Module):
         embed_dims: int,
         decouple_attn: bool,
     ) -> None:
-        """Build the layers, and with ``decouple_attn`` the projections around attention of twice the width.
+        """Build the layers and, with ``decouple_attn``, the projections around attention of twice the width.
 
         Args:
-            configs: of each operation; None leaves it out.
-            operation_order: names of ``OPERATIONS``.
+            configs: the config of each operation, or None to leave it out.
+            operation_order: names of operations, of ``OPERATIONS``.
             embed_dims: width C of the instances.
-            decouple_attn: feature and embedding enter attention side by side, not added.
+            decouple_attn: whether feature and embedding are concatenated for the attention instead of being added.
 
         Raises:
-            InvalidInputError: ``operation_order`` has another name.
+            InvalidInputError: ``operation_order`` has a name that is not in ``OPERATIONS``.
         """
         unknown = set(operation_order) - set(self.OPERATIONS)
         if unknown:
@@ -54,7 +54,7 @@ class InstanceOperations(nn.Module):
         self.fc_after = nn.Linear(2 * C, C, bias=False) if decouple_attn else nn.Identity()
 
     def init_operations(self) -> None:
-        """Draw every matrix of the operations but refinement's by Xavier."""
+        """Initialise the matrices of all operations but 'refine' by Xavier."""
         for op, layer in zip(self.operation_order, self.layers, strict=True):
             if layer is not None and op != "refine":
                 for parameter in layer.parameters():
@@ -71,13 +71,13 @@ class InstanceOperations(nn.Module):
         value: Tensor | None = None,
         **masks: Tensor | None,
     ) -> Tensor:
-        """Return instances [B, Q, C] after attention to keys [B, K, C], the queries by default.
+        """Return instances [B, Q, C] after attention to keys [B, K, C], which are the queries by default.
 
         Args:
-            layer: a ``MultiheadAttention``, of width 2C with ``decouple_attn``.
-            query, query_pos: features and embeddings [B, Q, C]. key, key_pos: [B, K, C].
-            value: [B, K, C], by default the keys as they enter attention.
-            masks: ``attn_mask`` or ``key_padding_mask``, as the layer's.
+            layer: a ``MultiheadAttention``, which has the width 2C with ``decouple_attn``.
+            query, query_pos: [B, Q, C], features and embeddings. key, key_pos: [B, K, C].
+            value: [B, K, C], by default the keys as they enter the attention.
+            masks: ``attn_mask`` and ``key_padding_mask`` of the layer.
         """
         if self.decouple_attn and query_pos is not None:
             query, query_pos = torch.cat([query, query_pos], dim=-1), None

@@ -1,4 +1,4 @@
-"""The instance queue: what motion and planning remember of the last frames' instances and of the ego."""
+"""The instance queue, by which motion and planning remember instances and the ego of the last frames."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,23 +24,26 @@ __all__ = ["InstanceQueue", "InstanceQueueState"]
 _EGO_SIZE_M = (4.08, 1.73, 1.56)
 _GROUND_M = -1.84
 _NUM_WAVES = 4
-_FORWARD_SPEED = 6  # in the ego's status: the velocity along its x axis
+_FORWARD_SPEED = 6  # column of the ego's status that holds the velocity along its x axis
 
 
 @temporal_value
 @dataclass(frozen=True)
 class InstanceQueueState:
-    """What a queue carries from one frame to the next; an immutable value, safe to keep and to put back.
+    """What a queue keeps from one frame to the next. It is immutable, so that it can be kept and put back.
 
     Attributes:
-        features, anchors: [B, N, C] and [B, N, D] of the last frames, oldest first, in the order and the coordinates of
-            the current frame's instances.
-        period: [B, N] frames each instance has been followed.
-        instance_id: [B, N] int64 of the frame cached last. confidence: [B, N] of its instances.
-        ego_features, ego_anchors: [B, 1, C] and [B, 1, D]. ego_period: [B, 1]. ego_status: [B, 1, 10] as predicted.
-        clock: when and where the frame cached last was taken.
-        frame, step: between ``enter`` and ``cache`` the clock of the current frame, and what lies between the cached
-            frame and this one; None where nothing is cached.
+        features, anchors: [B, N, C] and [B, N, D] of each of the last frames, the oldest first. They have the order and
+            the coordinates of the instances of the current frame.
+        period: [B, N], the number of frames for which each instance has been tracked.
+        instance_id: [B, N] int64, the track ids of the frame that was cached last.
+        confidence: [B, N], the confidences of its instances.
+        ego_features, ego_anchors: [B, 1, C] and [B, 1, D] of each of the last frames. ego_period: [B, 1].
+        ego_status: [B, 1, 10], as it was predicted.
+        clock: the time and pose of the frame that was cached last.
+        frame: between ``enter`` and ``cache``, the clock of the current frame.
+        step: between ``enter`` and ``cache``, what lies between the cached frame and the current one. It is None if
+            nothing is cached.
     """
 
     features: tuple[Tensor, ...] = ()
@@ -59,18 +62,20 @@ class InstanceQueueState:
 
 @MODELS.register_module()
 class InstanceQueue(BaseModule):
-    """Features and anchors of the last frames, followed by track id, and the ego's beside them.
+    """Keeps features and anchors of instances and of the ego over the last frames. Instances are matched by track id.
 
     Args:
-        embed_dims: width C of features.
-        queue_length: frames kept, the current one included.
-        tracking_threshold: instances of at most this confidence in the previous frame are not followed.
-        feature_map_scale: accepted; the ego's feature is the mean over the front camera's coarsest map, of any size.
-        ego_motion_from_poses: take the ego's velocity from the poses of this frame and the one before, which the model
-            is given anyway, in place of the one predicted in the frame before; ``ego_motion_embed`` encodes it.
+        embed_dims: width C of the features.
+        queue_length: number of frames that are kept, including the current one.
+        tracking_threshold: an instance is only tracked if its confidence in the previous frame is above this. With 0
+            every instance is.
+        feature_map_scale: accepted for compatibility. The feature of the ego is a mean over the coarsest map of the
+            front camera, which may have any size.
+        ego_motion_from_poses: whether the ego's velocity is computed from the poses of this frame and the previous one,
+            instead of being the one predicted in the previous frame. ``ego_motion_embed`` then embeds it.
 
-    Source: names and defaults are SparseDrive's, which has no ``ego_motion_from_poses``. Different: the state is one
-    value; a sample whose history was dropped starts anew for agents and ego alike; images of any size work.
+    Source: names and defaults are SparseDrive's, which has no ``ego_motion_from_poses``. Differences: the state is one
+    value; a sample whose history was dropped starts anew for agents and ego alike; images may have any size.
     """
 
     def __init__(
@@ -109,12 +114,12 @@ class InstanceQueue(BaseModule):
         self.state = InstanceQueueState()
 
     def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
-        """Take in when and where a frame of ``batch_size`` samples was taken; all host work that a frame needs."""
+        """Take in when and where a frame of ``batch_size`` samples was taken. This is all its work on the host."""
         state, frame = self.state, clock_of_frame()
         if state.period is None or state.clock is None or len(state.period) != batch_size:
             self.state = InstanceQueueState(frame=frame)
             return
-        # Whether a sample's history counts is the mask's to say.
+        # The mask that ``get`` receives tells whether the history of a sample counts.
         step = DeviceStep.of(
             frame.since(state.clock), [True] * batch_size, 0.0, self.ego_anchor.device, torch.float32
         )
@@ -133,15 +138,16 @@ class InstanceQueue(BaseModule):
 
         Args:
             det_output: ``instance_feature`` [B, N, C], ``prediction``, ``instance_id`` [B, N].
-            feature_maps: the pyramid, flattened or [B, V, C, H, W] of each level.
-            metas: ``timestamp`` [B] seconds and ``img_metas``, see ``FrameClock``, which the queue then enters; without
-                ``img_metas`` it has entered the frame.
-            mask: [B] bool, whether a sample continues its sequence; None at the first frame.
-            anchor_handler: its ``anchor_projection`` moves anchors from frame to frame.
+            feature_maps: the feature pyramid, flattened or [B, V, C, H, W] of each level.
+            metas: ``timestamp`` [B] (seconds) and ``img_metas``; see ``FrameClock``. The queue then enters the frame.
+                Without ``img_metas`` it must have entered the frame before.
+            mask: [B] bool, whether a sample continues its sequence. It is None for the first frame.
+            anchor_handler: module with ``anchor_projection``, which moves anchors in space and time.
 
         Returns:
-            the ego's feature [B, 1, C] and anchor [B, 1, D]; features [B, N + 1, T, C] and anchors [B, N + 1, T, D] of
-            the last T frames, the ego last; [B, N + 1, T], True where nothing is remembered.
+            the feature [B, 1, C] and the anchor [B, 1, D] of the ego; features [B, N + 1, T, C] and anchors
+            [B, N + 1, T, D] of the last T frames, where the ego comes last; [B, N + 1, T] bool, True where nothing is
+            remembered.
         """
         if "img_metas" in metas:
             self.enter(batch_size, lambda: FrameClock.of(metas))
@@ -175,7 +181,7 @@ class InstanceQueue(BaseModule):
     def _follow(
         self, state: InstanceQueueState, det_output: dict[str, Any], mask: Tensor | None
     ) -> InstanceQueueState:
-        """Bring what is remembered into the order of this frame's instances, and add the frame."""
+        """Reorder what is remembered like the instances of this frame, and add the frame."""
         feature, anchor = det_output["instance_feature"].detach(), det_output["prediction"][-1].detach()
         features, anchors = state.features, state.anchors
         if state.period is None:
@@ -229,8 +235,10 @@ class InstanceQueue(BaseModule):
         return feature, anchor, state
 
     def ego_motion_embed(self) -> Tensor | None:
-        """Return the ego's velocity and its change since the frame before, encoded, [B, 1, C]; None without
-        ``ego_motion_from_poses``. What is not known yet, in the first frames of a sequence, counts for nothing.
+        """Return an embedding [B, 1, C] of the ego's velocity and of its change since the previous frame.
+
+        It is None without ``ego_motion_from_poses``. In the first frames of a sequence, zeros stand for the waves of
+        what is not known yet.
         """
         if self.ego_motion_encoder is None:
             return None
@@ -247,11 +255,12 @@ class InstanceQueue(BaseModule):
     def cache(
         self, det_output: dict[str, Any], ego_feature: Tensor, ego_status: Tensor, metas: dict[str, Any]
     ) -> None:
-        """Keep what following the instances in the next frame takes.
+        """Keep what is needed to track the instances in the next frame.
 
         Args:
-            det_output: ``classification`` and ``instance_id``. ego_feature: [B, 1, C] after the layers.
-            ego_status: [B, 1, 10] as predicted. metas: as in ``get``.
+            det_output: ``classification`` of each layer and ``instance_id``.
+            ego_feature: [B, 1, C], after the layers of the head. ego_status: [B, 1, 10], as it is predicted.
+            metas: as in ``get``.
         """
         state = self.state
         self.state = replace(
@@ -267,16 +276,20 @@ class InstanceQueue(BaseModule):
 
 
 def _chosen(match: Tensor, x: Tensor) -> Tensor:
-    """Return for each row of match [B, N, M] (at most one True) its row of x [B, M, D], or zeros."""
+    """Return for each row of match [B, N, M] the row of x [B, M, D] at its True, or zeros if it has none.
+
+    A row has at most one True.
+    """
     index = match.to(torch.int8).argmax(-1)
     rows = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
     return torch.where(match.any(-1, keepdim=True), rows, 0)
 
 
 def _waves(motion: Tensor, shortest: float) -> Tensor:
-    """Return sines and cosines [..., 16] of velocities [..., 2], in waves of ``shortest`` m/s, twice as much, ….
+    """Return sines and cosines [..., 16] of velocities [..., 2], whose shortest wave is ``shortest`` m/s long.
 
-    The norms inside the layers drop the length of what grows with speed: given as they are, fast speeds become one.
+    Each wave is twice as long as the one before. The layers that follow normalise their input, which removes its
+    length. If velocities were given as they are, all high speeds would look the same.
     """
     length = shortest * 2.0 ** torch.arange(_NUM_WAVES, device=motion.device)
     phase = (motion[..., None] * (2 * math.pi / length)).flatten(-2)
@@ -284,7 +297,7 @@ def _waves(motion: Tensor, shortest: float) -> Tensor:
 
 
 def _front_map(feature_maps: Sequence[Any]) -> Tensor:
-    """Return the first camera's coarsest map [B, C, H, W] of a flattened or unflattened pyramid."""
+    """Return the coarsest map [B, C, H, W] of the first camera, from a pyramid that may be flattened."""
     if len(feature_maps) == 3 and feature_maps[0].dim() == 3:
         features, shapes, starts = feature_maps
         (H, W), start = shapes[0, -1].tolist(), int(starts[0, -1])

@@ -1,4 +1,4 @@
-"""Where an anchor looks for features: its 3-D key points, and how an anchor moves from one frame to another."""
+"""The 3-D key points at which an anchor samples features, and the motion of anchors from one frame to another."""
 
 from collections.abc import Sequence
 
@@ -18,17 +18,17 @@ __all__ = ["SparseBox3DKeyPointsGenerator", "SparsePoint3DKeyPointsGenerator"]
 
 @MODELS.register_module()
 class SparseBox3DKeyPointsGenerator(BaseModule):
-    """Key points of box anchors: fixed fractions of the box, and learnable ones from the instance's feature.
+    """Generates key points of box anchors. Some are fixed within the box, others depend on the instance's feature.
 
     Args:
         embed_dims: width of the instance feature.
-        num_learnable_pts: points whose place, within half a size of the centre, a Linear predicts.
-        fix_scale: places of the fixed points, in sizes from the centre; default the centre alone.
+        num_learnable_pts: number of points that a linear layer places within half a size of the centre.
+        fix_scale: the places of the fixed points, in sizes from the centre. The default is the centre alone.
 
     Attributes:
-        num_pts: key points of an anchor, fixed ones first.
+        num_pts: number of key points of an anchor. The fixed ones come first.
 
-    Source: SparseDrive's generator of this name; parameter names are its own.
+    Source: names are those of SparseDrive's generator.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
             self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3)
 
     def init_weights(self) -> None:
-        """Initialise the learnable points' Linear."""
+        """Initialise the linear layer of the learnable points."""
         if self.num_learnable_pts > 0:
             xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
 
@@ -63,10 +63,10 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
         cur_timestamp: Tensor | None = None,  # [B] seconds
         temp_timestamps: Sequence[Tensor] | Tensor | None = None,  # one [B] per earlier frame
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Return key points [B, N, num_pts, 3] in metres; with earlier frames, also a list of theirs.
+        """Return key points [B, N, num_pts, 3] in metres and, with earlier frames, also a list of theirs.
 
-        An anchor stands where its velocity takes it at an earlier frame's time, in that frame's coordinates. Without
-        ``instance_feature`` the learnable points are left out. Always in float32 (float64 for float64 anchors).
+        For an earlier frame, the points are moved by the velocity to its time, and then to its coordinates. Without
+        ``instance_feature`` the learnable points are left out. Points are float32, or float64 if the anchors are.
         """
         anchor = at_least_float32(anchor)
         logits = None
@@ -98,7 +98,7 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
         | Tensor
         | None = None,  # source minus destination, one [B] or [] each
     ) -> list[Tensor]:
-        """Return the anchors in each destination's frame and, if times are given, where they are at its time."""
+        """Return the anchors in the coordinates of each destination and, if times are given, at its time."""
         anchor = at_least_float32(anchor)
         velocity = anchor[..., VX:]
         dims = velocity.shape[-1]
@@ -122,26 +122,26 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
 
     @staticmethod
     def distance(anchor: Tensor) -> Tensor:
-        """Return each anchor's distance from the origin in the ground plane, in metres."""
+        """Return the distance of each anchor from the origin in the ground plane, in metres."""
         return torch.linalg.vector_norm(anchor[..., :2], dim=-1)
 
 
 @MODELS.register_module()
 class SparsePoint3DKeyPointsGenerator(BaseModule):
-    """Key points of polyline anchors: learnable offsets around each of their points, at several heights.
+    """Generates key points of polyline anchors, at learnable offsets from each of their points and at several heights.
 
     Args:
         embed_dims: width of the instance feature.
-        num_sample: points of an anchor; it is [B, N, num_sample * 2], x and y in metres.
-        num_learnable_pts: offsets in the ground plane of each point and height; 0 for a generator that only projects
-            anchors from frame to frame.
+        num_sample: number of points of an anchor. Anchors are [B, N, num_sample * 2], x and y in metres.
+        num_learnable_pts: number of offsets in the ground plane for each point and height. With 0, the generator can
+            only project anchors from frame to frame.
         fix_height: heights in metres above ``ground_height``.
         ground_height: z of the ground in metres.
 
     Attributes:
-        num_pts: num_sample * len(fix_height) * num_learnable_pts.
+        num_pts: number of key points of an anchor, num_sample * len(fix_height) * num_learnable_pts.
 
-    Source: SparseDrive's generator of this name; parameter names are its own.
+    Source: names are those of SparseDrive's generator.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         self.register_buffer("_heights", heights[:, None, None], persistent=False)  # [heights, 1, 1]
 
     def init_weights(self) -> None:
-        """Initialise the learnable points' Linear."""
+        """Initialise the linear layer of the learnable points."""
         if self.num_learnable_pts > 0:
             xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
 
@@ -177,7 +177,13 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         cur_timestamp: Tensor | None = None,  # [B] seconds
         temp_timestamps: Sequence[Tensor] | Tensor | None = None,  # one [B] per earlier frame
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Return key points [B, N, num_pts, 3] in metres; with earlier frames, also a list of theirs (maps stand)."""
+        """Return key points [B, N, num_pts, 3] in metres and, with earlier frames, also a list of theirs.
+
+        Times have no effect, because map elements do not move.
+
+        Raises:
+            ValueError: ``num_learnable_pts`` is less than 1.
+        """
         if self.num_learnable_pts < 1:
             raise InvalidInputError(
                 "SparsePoint3DKeyPointsGenerator: key points need num_learnable_pts of at least 1, "
@@ -206,7 +212,10 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         dst_timestamps: Sequence[Tensor] | Tensor | None = None,
         time_intervals: Sequence[Tensor] | Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the polylines in each destination's frame; times are accepted and unused, maps do not move."""
+        """Return the polylines in the coordinates of each destination.
+
+        Times are accepted without effect, because map elements do not move.
+        """
         anchor = at_least_float32(anchor)
         points = anchor.unflatten(-1, (self.num_sample, 2))
         projected = []
@@ -218,7 +227,7 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
 
 
 def _matmul(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return matrix [..., I, J] times vector [..., J], without autocast's 16-bit products."""
+    """Return matrix [..., I, J] times vector [..., J], without the 16-bit products of autocast."""
     return (matrix * vector[..., None, :]).sum(-1)
 
 

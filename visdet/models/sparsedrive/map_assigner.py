@@ -18,10 +18,13 @@ __all__ = ["HungarianLinesAssigner", "LinesL1Cost", "MapQueriesCost"]
 
 @TASK_UTILS.register_module()
 class LinesL1Cost:
-    """Mean over the points of the (smooth) L1 distance of two polylines, at best over equivalent orderings.
+    """The L1 or smooth L1 distance of two polylines, averaged over their points.
+
+    If a line has several equivalent orderings of its points, the cost is that of the best one.
 
     Args:
-        weight: factor on the cost. beta: distance below which smooth L1 is quadratic, 0 for plain L1.
+        weight: factor on the cost.
+        beta: the distance below which smooth L1 is quadratic. With 0 it is plain L1.
         permute: whether each annotated line comes in several orderings.
 
     Source: StreamMapNet; names and defaults are SparseDrive's.
@@ -33,11 +36,14 @@ class LinesL1Cost:
         self.permute = permute
 
     def __call__(self, lines_pred: Tensor, gt_lines: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the cost [..., Q, N], with ``permute`` also the index of the best ordering, [..., Q, N] int64.
+        """Return the cost [..., Q, N] and, with ``permute``, the index of the best ordering [..., Q, N] int64.
 
         Args:
-            lines_pred: [Q, D], D = 2 · points, or [..., B, Q, D] for a batch.
-            gt_lines: [N, D], or [N, orderings, D] with ``permute``. For a batch there is a first axis B.
+            lines_pred: [Q, D], where D = 2 · points, or [..., B, Q, D] for a batch.
+            gt_lines: [N, D], or [N, orderings, D] with ``permute``. For a batch there is another first axis B.
+
+        Raises:
+            ValueError: ``gt_lines`` has another number of axes.
         """
         expected = 3 if self.permute else 2
         if gt_lines.dim() != expected + int(lines_pred.dim() > 2):
@@ -82,10 +88,12 @@ class MapQueriesCost:
     def __call__(
         self, preds: dict[str, Tensor], gts: dict[str, Tensor], ignore_cls_cost: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the cost [..., Q, N], with permuted lines also the best orderings; see ``LinesL1Cost``.
+        """Return the cost [..., Q, N] and, if lines are permuted, also the best orderings; see ``LinesL1Cost``.
 
         Args:
-            preds: ``lines`` [..., Q, D] and ``scores`` [..., Q, C] (logits). gts: ``lines`` and ``labels`` [..., N].
+            preds: ``lines`` [..., Q, D] and ``scores`` [..., Q, C], which are logits.
+            gts: ``lines`` as in ``LinesL1Cost`` and ``labels`` [..., N].
+            ignore_cls_cost: whether the class cost is left out.
         """
         lines_cost = self.reg_cost(preds["lines"], gts["lines"])
         cost, *orderings = lines_cost if isinstance(lines_cost, tuple) else (lines_cost,)
@@ -96,7 +104,7 @@ class MapQueriesCost:
 
 @TASK_UTILS.register_module()
 class HungarianLinesAssigner:
-    """Matches polylines one to one at least total cost; NaN and infinite costs count as 1e8.
+    """Matches polylines one to one such that the total cost is least. NaN and infinite costs count as 1e8.
 
     Args:
         cost: ``MapQueriesCost`` or its config.
@@ -108,7 +116,7 @@ class HungarianLinesAssigner:
         self.cost = TASK_UTILS.build(cost) if isinstance(cost, dict) else cost
 
     def pairwise(self, preds: dict[str, Tensor], gts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the cost [..., Q, N] and the best ordering [..., Q, N] (zeros where lines come in one)."""
+        """Return the cost [..., Q, N] and the best ordering [..., Q, N], which is 0 if lines have only one."""
         cost = self.cost(preds, gts)
         return cost if isinstance(cost, tuple) else (cost, torch.zeros_like(cost, dtype=torch.int64))
 
@@ -116,9 +124,10 @@ class HungarianLinesAssigner:
     def assign(
         self, preds: dict[str, Tensor], gts: dict[str, Tensor], ignore_cls_cost: bool = False
     ) -> tuple[np.ndarray | None, np.ndarray | None, Tensor | None]:
-        """Return matched predictions, matched lines and the best ordering [Q, N], or None thrice if there are none.
+        """Return the indices of matched predictions, those of their lines, and the best ordering [Q, N].
 
-        Args: as in ``MapQueriesCost``.
+        All three are None if there are no predictions or no lines. The ordering is also None if lines have only one.
+        The arguments are those of ``MapQueriesCost``.
         """
         if len(gts["lines"]) == 0 or len(preds["lines"]) == 0:
             return None, None, None

@@ -1,4 +1,4 @@
-"""From polyline predictions to results."""
+"""The decoder that turns polyline predictions into results."""
 
 from typing import Any
 
@@ -14,12 +14,13 @@ __all__ = ["SparsePoint3DDecoder"]
 
 @TASK_UTILS.register_module()
 class SparsePoint3DDecoder(ResultDecoder):
-    """The best-scored polylines of each sample, as many as there are predictions.
+    """Decodes the best polylines of each sample, as many as there are predictions.
 
     Args:
-        coords_dim: coordinates of a point. score_threshold: least score; None for none.
+        coords_dim: number of coordinates of a point.
+        score_threshold: least score of a result. With None all results are kept.
 
-    Source: names and defaults are SparseDrive's. Different: ``output_idx`` is obeyed.
+    Source: names and defaults are SparseDrive's. One thing differs: ``output_idx`` has an effect.
     """
 
     def __init__(self, coords_dim: int = 2, score_threshold: float | None = None) -> None:
@@ -38,8 +39,10 @@ class SparsePoint3DDecoder(ResultDecoder):
         """Return ``vectors`` [B, n, points, coords_dim] in metres, ``scores`` and ``labels`` [B, n].
 
         Args:
-            cls_scores: of each decoder layer [B, Q, C] logits. pts_preds: [B, Q, points · coords_dim].
-            instance_id, quality: unused. output_idx: the decoder layer to read.
+            cls_scores: [B, Q, C] of each decoder layer, logits.
+            pts_preds: [B, Q, points · coords_dim] of each layer, in metres.
+            instance_id, quality: accepted for compatibility, without effect.
+            output_idx: index of the decoder layer that is decoded.
         """
         logits = cls_scores[output_idx]
         best = select_best(logits, num_output=logits.shape[1])
@@ -52,7 +55,7 @@ class SparsePoint3DDecoder(ResultDecoder):
         }
 
     def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Return of each sample ``vectors`` (n arrays [points, coords_dim]), ``scores`` [n] and ``labels`` [n]."""
+        """Return ``vectors`` (n arrays [points, coords_dim]), ``scores`` [n] and ``labels`` [n] of each sample."""
         points, score, label = (selected[name].cpu().numpy() for name in ("vectors", "scores", "labels"))
         results = []
         for i in range(len(score)):

@@ -17,11 +17,11 @@ __all__ = ["LinesL1Loss", "SparseLineLoss"]
 
 @MODELS.register_module()
 class LinesL1Loss(nn.Module):
-    """Smooth L1 of polylines, divided by the number of their points.
+    """The smooth L1 loss of polylines, divided by the number of their points.
 
     Args:
         reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
-        beta: distance below which the loss is quadratic, 0 for plain L1.
+        beta: the distance below which the loss is quadratic. With 0 it is plain L1.
 
     Source: StreamMapNet; names and defaults are SparseDrive's.
     """
@@ -40,7 +40,10 @@ class LinesL1Loss(nn.Module):
         avg_factor: float | Tensor | None = None,
         reduction_override: str | None = None,
     ) -> Tensor:
-        """Return the loss of polylines pred [..., 2 · points] against target [..., 2 · points]."""
+        """Return the loss of polylines pred [..., 2 · points] against target [..., 2 · points].
+
+        The other arguments are those of ``reduce_loss``, where ``reduction_override`` replaces ``reduction``.
+        """
         pred = at_least_float32(pred)
         loss = (
             F.smooth_l1_loss(pred, target, reduction="none", beta=self.beta)
@@ -53,11 +56,11 @@ class LinesL1Loss(nn.Module):
 
 @MODELS.register_module()
 class SparseLineLoss(nn.Module):
-    """A loss of polylines in units of the region they are predicted in.
+    """A loss of polylines, which are first normalised to 0..1 of the region in which they are predicted.
 
     Args:
-        loss_line: loss of normalised polylines. num_sample: points of a polyline.
-        roi_size: metres of the region (x, y).
+        loss_line: loss of the normalised polylines. num_sample: number of points of a polyline.
+        roi_size: the size (x, y) of the region in metres.
 
     Source: names and defaults are SparseDrive's.
     """
@@ -88,8 +91,9 @@ class SparseLineLoss(nn.Module):
         """Return ``{prefix}loss_line{suffix}``.
 
         Args:
-            line, line_target: [n, 2 · num_sample] metres. weight: [n, 2 · num_sample].
-            avg_factor: divides the sum. quality, cls_target: unused. mask: [n] bool, the rows that count.
+            line, line_target: [n, 2 · num_sample], in metres. weight: [n, 2 · num_sample].
+            avg_factor: the divisor of the sum. mask: [n] bool, whether a row counts. With None all rows do.
+            quality, cls_target: accepted for compatibility, without effect.
         """
         line = at_least_float32(line)
         if mask is not None:

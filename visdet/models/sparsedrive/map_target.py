@@ -20,7 +20,10 @@ _EPS_M = 1e-5
 
 
 def normalize_line(line: Tensor, num_sample: int, roi_size: Sequence[float]) -> Tensor:
-    """Return polylines [..., num_sample · 2] (metres about the centre) in 0..1 of a region of ``roi_size`` metres."""
+    """Return polylines [..., num_sample · 2] in 0..1 of a region of ``roi_size`` metres.
+
+    They are given in metres, and the origin is the centre of the region.
+    """
     points = line.unflatten(-1, (num_sample, 2)).unbind(-1)
     normalized = [(x + size / 2) / (size + _EPS_M) for x, size in zip(points, roi_size, strict=True)]
     return torch.stack(normalized, dim=-1).flatten(-2)
@@ -28,13 +31,16 @@ def normalize_line(line: Tensor, num_sample: int, roi_size: Sequence[float]) -> 
 
 @TASK_UTILS.register_module()
 class SparsePoint3DTarget(BaseTargetWithDenoising):
-    """Matches polylines one to one, each by the equivalent ordering of its points that is nearest to the prediction.
+    """Matches polylines one to one.
+
+    The target of a prediction is that equivalent ordering of the line's points which is nearest to the prediction.
 
     Args:
         assigner: ``HungarianLinesAssigner`` or its config.
-        num_cls: classes. num_sample: points of a polyline.
-        roi_size: metres of the region (x, y) in whose units lines are compared.
-        num_dn_groups, dn_noise_scale, max_dn_gt, add_neg_dn, num_temp_dn_groups: accepted; polylines have no denoising.
+        num_cls: number of classes. num_sample: number of points of a polyline.
+        roi_size: the size (x, y) in metres of the region. Lines are normalised to it before they are compared.
+        num_dn_groups, dn_noise_scale, max_dn_gt, add_neg_dn, num_temp_dn_groups: accepted for compatibility. There is
+            no denoising of polylines.
 
     Source: names and defaults are SparseDrive's.
     """
@@ -73,8 +79,8 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
 
         Args:
             cls_target: [N] of each sample.
-            box_target: of each sample the orderings of each line, [N, orderings, num_sample, 2] in metres or with the
-                last two axes as one. A line with fewer of them is padded far away.
+            box_target: [N, orderings, num_sample, 2] of each sample, the orderings of each line in metres. The last two
+                axes may be one. If a line has fewer orderings than there is room for, the others must lie far away.
             device: the device of the result.
         """
         lines = [(line.flatten(2) if line.dim() == 4 else line).cpu().float() for line in box_target]
@@ -83,7 +89,7 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
 
     @torch.no_grad()
     def pair_costs(self, cls_pred: Tensor, box_pred: Tensor, truth: PaddedInstances) -> PairCosts:
-        """Return the costs of lines and their nearest orderings; see the base class."""
+        """Return the costs of lines and their nearest orderings. See the base class."""
         cost, ordering = self.assigner.pairwise(
             {"lines": self.normalize_line(box_pred.float()), "scores": cls_pred},
             {"lines": self.normalize_line(truth.values), "labels": truth.labels},

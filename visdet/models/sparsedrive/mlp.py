@@ -1,4 +1,4 @@
-"""The multilayer perceptrons that every part of SparseDrive is made of."""
+"""The multilayer perceptrons that all parts of SparseDrive use."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _NARROW = 32  # channels
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, which predicts faster on a GPU where it has few channels.
+    """The linear layer of torch, with faster prediction on a GPU if there are few channels.
 
     ``F.linear`` multiplies by a weight that is transposed in memory. For a float32 product of 32 channels cuBLAS then
     splits the sum over several kernels, which take 14 us for 900 rows on an H200. With a copy of the weight that is not
@@ -36,11 +36,12 @@ def linear_relu_ln(
     """Return ``out_loops`` times (``in_loops`` times (Linear, ReLU), LayerNorm), all of width ``embed_dims``.
 
     Args:
-        input_dims: width of the input, default ``embed_dims``.
+        input_dims: width of the input, by default ``embed_dims``.
 
-    Source: the name and the order, hence the parameter names, are SparseDrive's.
+    Source: the name and the order of layers, and thus the names of parameters, are SparseDrive's.
     """
-    # Not in place: a Linear of [B, N, C] returns a view, whose gradient would be copied four times on its way back.
+    # The ReLU is not in place. A Linear of [B, N, C] returns a view, and its gradient would be copied four times in the
+    # backward pass if the view were overwritten.
     layers: list[nn.Module] = []
     width = embed_dims if input_dims is None else input_dims
     for _ in range(out_loops):
@@ -52,12 +53,12 @@ def linear_relu_ln(
 
 
 class Scale(nn.Module):
-    """A learnable factor on each channel; parameter ``scale``."""
+    """Multiplies each channel by a learnable factor, the parameter ``scale``."""
 
     def __init__(self, scale: float | Sequence[float] = 1.0) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(scale, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., C] times ``scale``, C numbers or one."""
+        """Return x [..., C] times ``scale``, which is [C] or a scalar."""
         return x * self.scale

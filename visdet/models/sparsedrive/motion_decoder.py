@@ -1,4 +1,4 @@
-"""From motion and planning predictions to results."""
+"""The decoders that turn predictions of motion and planning into results."""
 
 import math
 from typing import Any
@@ -21,12 +21,12 @@ _COLLISION = -999.0
 
 @TASK_UTILS.register_module()
 class SparseBox3DMotionDecoder(ResultDecoder):
-    """The trajectories of the boxes that ``SparseBox3DDecoder`` returns, in its order.
+    """Decodes the trajectories of the boxes that ``SparseBox3DDecoder`` returns, in the same order.
 
     Args:
-        num_output: as the box decoder's; None takes the box decoder's own when both are in a ``SparseDriveHead``, and
-            300, the default of ``SparseBox3DDecoder``, elsewhere.
-        score_threshold, sorted: as the box decoder's.
+        num_output: as in ``SparseBox3DDecoder``. With None it is that of the box decoder if both are in a
+            ``SparseDriveHead``, and else 300, the default of ``SparseBox3DDecoder``.
+        score_threshold, sorted: as in ``SparseBox3DDecoder``.
 
     Source: the name is SparseDrive's, whose number of outputs is fixed at 300.
     """
@@ -48,10 +48,16 @@ class SparseBox3DMotionDecoder(ResultDecoder):
         motion_output: dict[str, Any] | None = None,
         output_idx: int = -1,
     ) -> dict[str, Tensor]:
-        """Return ``trajs_3d`` [B, n, M, T, 2] positions in metres, ``trajs_score`` [B, n, M], ``anchor_queue``
-        [B, n, frames, 7 + v] boxes of the last frames, ``period`` [B, n] frames followed, ``is_kept`` with a threshold.
+        """Return the motion of each box.
 
-        Args: as ``SparseBox3DDecoder.select``, and what ``MotionPlanningHead`` returned for motion.
+        Args:
+            motion_output: the output of ``MotionPlanningHead`` for motion. The other arguments are those of
+                ``SparseBox3DDecoder.select``.
+
+        Returns:
+            ``trajs_3d`` [B, n, M, T, 2], positions in metres; ``trajs_score`` [B, n, M]; ``anchor_queue``
+            [B, n, frames, 7 + v], the boxes of the last frames; ``period`` [B, n], the number of frames for which a box
+            has been tracked; and ``is_kept`` [B, n] with a threshold.
         """
         assert motion_output is not None
         wanted = 300 if self.num_output is None else self.num_output
@@ -77,14 +83,16 @@ class SparseBox3DMotionDecoder(ResultDecoder):
 
 @TASK_UTILS.register_module()
 class HierarchicalPlanningDecoder(ResultDecoder):
-    """The plan: the modes of the command, without those that collide with what others will do, the best of them.
+    """Decodes the plan, which is the best mode of the given command.
 
     Args:
-        ego_fut_ts, ego_fut_mode: steps and modes of each command.
-        use_rescore: whether modes that collide lose; if all of them do, none does.
+        ego_fut_ts, ego_fut_mode: number of steps of a plan, and of modes of each command.
+        use_rescore: whether modes that collide with the predicted motion of agents get a low score. If all modes
+            collide, no score changes.
 
-    Source: names and the rule are SparseDrive's (corners of one box in the other). Different: every sample has its own
-    result, and the ego's box is shifted ahead in all its boxes, not in the first two alone.
+    Source: names are SparseDrive's, and so is the rule that boxes collide if a corner of one lies in the other.
+    Differences: every sample has its own result, and the box of the ego is shifted ahead in all of its boxes, not only
+    in the first two.
     """
 
     def __init__(self, ego_fut_ts: int, ego_fut_mode: int, use_rescore: bool = False) -> None:
@@ -100,11 +108,15 @@ class HierarchicalPlanningDecoder(ResultDecoder):
         planning_output: dict[str, Any],
         data: dict[str, Any],
     ) -> dict[str, Tensor]:
-        """Return ``planning_score`` [B, 3, M], ``planning`` [B, 3, M, T, 2] positions in metres, ``final_planning``
-        [B, T, 2], ``ego_period`` [B, 1], ``ego_anchor_queue`` [B, 1, frames, 7 + v].
+        """Return the plan of each sample.
 
         Args:
-            det_output, motion_output, planning_output: raw outputs. data: ``gt_ego_fut_cmd`` [B, 3].
+            det_output, motion_output, planning_output: raw outputs of the heads.
+            data: ``gt_ego_fut_cmd`` [B, 3], the command, one-hot.
+
+        Returns:
+            ``planning_score`` [B, 3, M]; ``planning`` [B, 3, M, T, 2] and ``final_planning`` [B, T, 2], positions in
+            metres; ``ego_period`` [B, 1]; and ``ego_anchor_queue`` [B, 1, frames, 7 + v].
         """
         classification = planning_output["classification"][-1].float()
         B = len(classification)
@@ -136,8 +148,10 @@ class HierarchicalPlanningDecoder(ResultDecoder):
         scale: float = 1.1,
         ahead: float = 0.5,
     ) -> Tensor:  # [B, M]
-        """Return 1 for modes whose box meets that of an agent, at its likeliest motion, 0 for the others and where all
-        modes do."""
+        """Return 1 for modes in which the ego collides with an agent, and 0 for the others or if all modes collide.
+
+        Agents follow their most probable motion. Those below ``score_threshold`` do not count.
+        """
         anchors = det_output["prediction"][-1].float()
         is_seen = det_output["classification"][-1].float().sigmoid().amax(-1) >= score_threshold  # [B, N]
         motion = motion_output["prediction"][-1].float()[..., : self.ego_fut_ts, :].cumsum(-2)
@@ -161,13 +175,15 @@ class HierarchicalPlanningDecoder(ResultDecoder):
 
 
 def _from_start(path: Tensor) -> Tensor:
-    """Return a path [..., T, 2] with the point it starts from before it."""
+    """Return a path [..., T, 2] that is preceded by its starting point, the origin."""
     return F.pad(path, (0, 0, 1, 0))
 
 
 def _yaws(path: Tensor, start: Tensor, standing: float = 0.5) -> Tensor:
-    """Return the headings [..., T + 1] along a path [..., T + 1, 2]: ``start`` first, and throughout for one that ends
-    within ``standing`` metres of where it began."""
+    """Return the headings [..., T + 1] in radians along a path [..., T + 1, 2].
+
+    The first is ``start``. If the path ends within ``standing`` metres of its beginning, all of them are.
+    """
     ahead = path[..., 2:, :] - path[..., :-2, :]
     last = path[..., -1:, :] - path[..., -2:-1, :]
     direction = torch.cat([ahead, last], -2)
@@ -177,7 +193,10 @@ def _yaws(path: Tensor, start: Tensor, standing: float = 0.5) -> Tensor:
 
 
 def _corner_inside(boxes: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
-    """Return whether a corner of each box lies in the other; boxes are (centre [..., 2], yaw [...], size [..., 2])."""
+    """Return whether a corner of each box lies in the other box, bool [...].
+
+    Boxes are tuples of centre [..., 2], yaw [...] and size [..., 2].
+    """
     (centre, yaw, size), (other_centre, other_yaw, other_size) = boxes, others
     signs = constants_on(centre.device, ((1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (-1.0, 1.0)))
     corners = centre[..., None, :] + _turned(0.5 * size[..., None, :] * signs, yaw[..., None])
@@ -186,7 +205,7 @@ def _corner_inside(boxes: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Ten
 
 
 def _turned(points: Tensor, yaw: Tensor) -> Tensor:
-    """Return points [..., 2] turned by yaw [...]."""
+    """Return points [..., 2] that are rotated by yaw [...] about the origin."""
     cos, sin = yaw.cos(), yaw.sin()
     x, y = points.unbind(-1)
     return torch.stack([cos * x - sin * y, sin * x + cos * y], -1)

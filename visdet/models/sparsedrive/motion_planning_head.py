@@ -1,4 +1,4 @@
-"""The head of motion and planning: what others will do and what to do, from what was seen."""
+"""The head that predicts the motion of agents and plans that of the ego."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,28 +26,34 @@ _NUSCENES_CLASSES = 10
 
 @MODELS.register_module()
 class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
-    """Modes of motion for every instance and of a plan for the ego, which is one instance more.
+    """Predicts several modes of motion for every instance, and of a plan for the ego, which is an additional instance.
+
+    The temporal state is the value ``state``.
 
     Args:
-        fut_ts, fut_mode: steps and modes of agents. ego_fut_ts, ego_fut_mode: of the ego, modes of each command.
-        motion_anchor: [classes, fut_mode, fut_ts, 2] trajectories in an agent's frame, or the .npy file of them.
-        plan_anchor: [3, ego_fut_mode, ego_fut_ts, 2], or the .npy file of them. While a file is missing its anchors are
-            zeros, which a checkpoint replaces; training with them raises.
-        embed_dims: width C. decouple_attn: feature and embedding enter attention side by side, not added.
-        instance_queue: config of what is remembered.
-        operation_order: of 'temp_gnn', 'gnn', 'norm', 'cross_gnn', 'ffn' and 'refine'.
-        temp_graph_model, graph_model, cross_graph_model: attention of an instance to its own past, of instances to the
-            most certain of them, and to the map.
+        fut_ts, fut_mode: number of steps and of modes of agents.
+        ego_fut_ts, ego_fut_mode: number of steps of the ego, and of its modes for each command.
+        motion_anchor: [classes, fut_mode, fut_ts, 2], trajectories in the coordinates of an agent, or a .npy file.
+        plan_anchor: [3, ego_fut_mode, ego_fut_ts, 2], or a .npy file. While a file is missing, its anchors are zeros,
+            which a checkpoint replaces. Training with such anchors is an error.
+        embed_dims: width C of the features.
+        decouple_attn: whether feature and embedding are concatenated for the attention instead of being added.
+        instance_queue: config of the queue of the last frames.
+        operation_order: names of operations, of 'temp_gnn', 'gnn', 'norm', 'cross_gnn', 'ffn' and 'refine'.
+        temp_graph_model: config of the attention of an instance to its own past.
+        graph_model, cross_graph_model: configs of the attention to the most confident instances and map elements.
         norm_layer, ffn, refine_layer: configs of the other operations.
-        motion_sampler, planning_sampler: targets. motion_loss_cls, motion_loss_reg, plan_loss_cls, plan_loss_reg,
-            plan_loss_status: losses. motion_decoder, planning_decoder: from predictions to results.
-        num_det, num_map: most certain instances and map elements that attention goes to.
-        plan_step_s: seconds between the steps of a plan, which is then predicted as what differs from going on with the
-            velocity of the ego's anchor. None: as they are.
-        num_classes: classes of ``motion_anchor``; None takes as many as it has, and 10 while its file is missing.
+        motion_sampler, planning_sampler: configs of the targets.
+        motion_loss_cls, motion_loss_reg, plan_loss_cls, plan_loss_reg, plan_loss_status: configs of the losses.
+        motion_decoder, planning_decoder: configs of what turns predictions into results.
+        num_det, num_map: number of the most confident instances and map elements, to which instances attend.
+        plan_step_s: the time in seconds between the steps of a plan. The steps are then predicted as differences from
+            those at the velocity of the ego's anchor. With None they are predicted as they are.
+        num_classes: number of classes of ``motion_anchor``. With None it is as many as there are, or 10 while the file
+            is missing.
 
-    The temporal state is ``state``, a value. Source: arXiv 2405.19620; names and defaults are SparseDrive's. Different:
-    the sine embedding has ``embed_dims`` channels.
+    Source: arXiv 2405.19620; names and defaults are SparseDrive's. One thing differs: the sine embedding has
+    ``embed_dims`` channels.
     """
 
     OPERATIONS = ("temp_gnn", "gnn", "norm", "cross_gnn", "ffn", "refine")
@@ -118,7 +124,10 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         self.plan_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
 
     def _anchors(self, name: str, given: Any, shape: tuple[Any, ...]) -> nn.Parameter:
-        """Return anchors of a shape that do not learn, from numbers or a .npy file; the first size may be None."""
+        """Return anchors of a shape, from numbers or a .npy file. They do not learn.
+
+        If the first size of the shape is None, any size is accepted.
+        """
         if given is None:
             raise InvalidInputError(f"MotionPlanningHead: {name} must be numbers or a .npy file, got None")
         anchors = self.read_anchors(name, given, (shape[0] or _NUSCENES_CLASSES, *shape[1:]))
@@ -128,7 +137,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         return nn.Parameter(anchors.clone(), requires_grad=False)
 
     def init_weights(self) -> None:
-        """Draw every matrix of the operations but refinement's by Xavier, then let refinement set its own."""
+        """Initialise the matrices of all operations but 'refine' by Xavier, and then 'refine' by its own rule."""
         self.init_operations()
         layer: Any
         for op, layer in zip(self.operation_order, self.layers, strict=True):
@@ -137,7 +146,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
 
     @property
     def state(self) -> Any:
-        """What the next frame starts from."""
+        """The temporal state that the next frame starts from."""
         return self.instance_queue.state
 
     @state.setter
@@ -145,7 +154,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         self.instance_queue.state = state
 
     def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
-        """Take in when and where a frame was taken; all work on the host that a frame needs."""
+        """Take in when and where a frame was taken. This is all work on the host that a frame needs."""
         self.instance_queue.enter(batch_size, clock_of_frame)
 
     def forward(
@@ -161,14 +170,15 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         """Return the raw outputs of motion and of planning.
 
         Args:
-            det_output, map_output: raw outputs of the other heads. feature_maps, metas: as theirs.
-            anchor_encoder: embeds boxes, the ego's among them. mask: [B] bool, whether a sample continues its sequence.
-            anchor_handler: moves boxes from frame to frame.
+            det_output, map_output: raw outputs of the other heads. feature_maps, metas: as in ``Sparse4DHead``.
+            anchor_encoder: embeds the boxes of instances and of the ego.
+            mask: [B] bool, whether a sample continues its sequence. It is None for the first frame.
+            anchor_handler: module with ``anchor_projection``, which moves boxes in space and time.
 
         Returns:
-            two dicts of ``classification`` [B, N, M] and ``prediction`` [B, N, M, T, 2] (steps in metres) per
-            refinement, ``period`` [B, N], ``anchor_queue``, boxes [B, N, D] of the last frames; planning also
-            ``status`` [B, 1, 10] and its N is 1, its modes 3 * M.
+            two dicts. ``classification`` [B, N, M] and ``prediction`` [B, N, M, T, 2] (steps in metres) are lists with
+            one tensor for each refinement. ``period`` is [B, N], and ``anchor_queue`` is a list of the boxes [B, N, D]
+            of the last frames. For planning, N is 1, there are 3 * M modes, and ``status`` [B, 1, 10] is another list.
         """
         self.require_anchors()
         if "instance_id" not in det_output:
@@ -234,8 +244,11 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         return motion, planning
 
     def _mode_queries(self, probability: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries of motion [B, N, M, C], from the end points of the best class's modes in the boxes' frame, and
-        of planning [1, 1, 3 * M, C]."""
+        """Return the queries of the modes of motion [B, N, M, C] and of planning [1, 1, 3 * M, C].
+
+        They embed the end points of the anchors. For motion, these are the anchors of the best class, which are rotated
+        by the yaw of the box.
+        """
         modes = self.motion_anchor[probability.argmax(-1)][..., -1, :]  # [B, N, M, 2]
         anchors = anchors.detach().float()
         yaw = torch.atan2(anchors[..., SIN_YAW], anchors[..., COS_YAW])[..., None]
@@ -260,10 +273,10 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         All work runs on the device.
 
         Args:
-            motion_model_outs, planning_model_outs: what ``forward`` returned.
+            motion_model_outs, planning_model_outs: the result of ``forward``.
             data: ``gt_ego_fut_trajs``, ``gt_ego_fut_masks``, ``gt_ego_fut_cmd`` and ``ego_status`` of the batch.
-            futures: of the matched instances, see ``MotionTarget.futures``.
-            num_matched: number of matched instances, averaged over all processes and at least 1; a scalar.
+            futures: the futures of the matched instances; see ``MotionTarget.futures``.
+            num_matched: [], the number of matched instances, averaged over all processes and at least 1.
         """
         device_type = motion_model_outs["prediction"][0].device.type
         with torch.autocast(device_type, enabled=False):
@@ -310,7 +323,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         return losses
 
     def post_process(self, *arguments: Any) -> tuple[list[dict[str, Any]], ...]:
-        """Return each sample's motion and planning results, see the decoders. Args: as in ``select``."""
+        """Return the results of motion and planning of each sample. The arguments are those of ``select``."""
         return self.of_samples(self.select(*arguments))
 
     def select(
@@ -320,7 +333,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         planning_output: dict[str, Any],
         data: dict[str, Any],
     ) -> dict[str, dict[str, Tensor]]:
-        """Return the batch's motion and planning results on its device, see the decoders; device work alone."""
+        """Return the results of motion and planning of the batch; see the decoders. All work runs on its device."""
         motion = self.motion_decoder.select(
             det_output["classification"],
             det_output["prediction"],
@@ -332,7 +345,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         return {"motion": motion, "planning": planning}
 
     def of_samples(self, selected: dict[str, dict[str, Tensor]]) -> tuple[list[dict[str, Any]], ...]:
-        """Return each sample's motion and planning results of what ``select`` returned."""
+        """Return the results of motion and planning of each sample, given the result of ``select``."""
         return (
             self.motion_decoder.of_samples(selected["motion"]),
             self.planning_decoder.of_samples(selected["planning"]),

@@ -1,4 +1,4 @@
-"""What motion and planning end in: trajectories, their scores and the ego's status."""
+"""The refinement of motion and planning, which predicts trajectories, their scores and the ego's status."""
 
 from typing import Any
 
@@ -17,11 +17,14 @@ _STATUS = 10  # acceleration, rotation rate and velocity, three each, and the st
 
 @MODELS.register_module()
 class MotionPlanningRefinementModule(BaseModule):
-    """Scores and steps of every mode of agents and ego, in float32 under autocast.
+    """Predicts scores and steps of every mode of the agents and of the ego, and the ego's status.
+
+    Steps and status are float32 under autocast.
 
     Args:
-        embed_dims: width C. fut_ts, fut_mode: steps and modes of agents. ego_fut_ts, ego_fut_mode: those of the ego,
-            modes of each of the three commands.
+        embed_dims: width C of the features.
+        fut_ts, fut_mode: number of steps and of modes of agents.
+        ego_fut_ts, ego_fut_mode: number of steps of the ego, and of its modes for each of the three commands.
 
     Source: names and defaults are SparseDrive's.
     """
@@ -58,7 +61,7 @@ class MotionPlanningRefinementModule(BaseModule):
         self.plan_status_branch = numbers(_STATUS)
 
     def init_weights(self) -> None:
-        """Set the scores' bias to a prior of 1 %."""
+        """Set the bias of the scores to that of a probability of 1 %."""
         branch: Any
         for branch in (self.motion_cls_branch, self.plan_cls_branch):
             nn.init.constant_(branch[-1].bias, bias_init_with_prob(0.01))
@@ -66,10 +69,11 @@ class MotionPlanningRefinementModule(BaseModule):
     def forward(
         self, motion_query: Tensor, plan_query: Tensor, ego_feature: Tensor, ego_anchor_embed: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return motion logits [B, N, M], steps [B, N, M, T, 2]; plan logits, steps; the ego's status [B, 1, 10].
+        """Return logits [B, N, M] and steps [B, N, M, T, 2] of motion, those of planning, and the status [B, 1, 10].
 
         Args:
-            motion_query: [B, N, M, C]. plan_query: [B, 1, 3 * ego modes, C]. ego_feature, ego_anchor_embed: [B, 1, C].
+            motion_query: [B, N, M, C]. plan_query: [B, 1, 3 * ego_fut_mode, C].
+            ego_feature, ego_anchor_embed: [B, 1, C].
         """
         steps = in_full_precision(self.motion_reg_branch, motion_query).unflatten(-1, (self.fut_ts, 2))
         plan_steps = in_full_precision(self.plan_reg_branch, plan_query).unflatten(-1, (self.ego_fut_ts, 2))

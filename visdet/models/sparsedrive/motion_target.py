@@ -1,4 +1,4 @@
-"""Targets of motion and planning: the mode that comes nearest to what happened learns it."""
+"""Targets of motion and planning. The mode that is nearest to the true future learns it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +16,11 @@ __all__ = ["MotionTarget", "PlanningTarget", "best_modes"]
 def best_modes(reg_pred: Tensor, reg_target: Tensor, reg_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mode nearest to the target, [B, N], and its steps, [B, N, T, 2].
 
-    Args:
-        reg_pred: [B, N, M, T, 2] steps in metres. reg_target: [B, N, T, 2]. reg_weight: [B, N, T], 0 for unknown.
+    Distances are those of positions, which are sums of steps. They are averaged over all T.
 
-    Distances are between positions, the sums of steps, averaged over all T.
+    Args:
+        reg_pred: [B, N, M, T, 2], steps in metres. reg_target: [B, N, T, 2].
+        reg_weight: [B, N, T], 0 where a step is unknown.
     """
     distance = torch.linalg.vector_norm(reg_target.cumsum(-2).unsqueeze(2) - reg_pred.cumsum(-2), dim=-1)
     mode = (distance * reg_weight.unsqueeze(2)).mean(-1).argmin(-1)
@@ -68,8 +69,8 @@ class MotionTarget:
         """Return target steps [B, N, T, 2] and their weights [B, N, T]. All work runs on the device.
 
         Args:
-            targets: [B, n, T, 2] steps of the boxes in metres. masks: [B, n, T], 0 for unknown.
-            index: [B, N], the box of each instance, n for none.
+            targets: [B, n, T, 2], steps of the boxes in metres. masks: [B, n, T], 0 where a step is unknown.
+            index: [B, N], the box of each instance, or n if it has none.
         """
         steps = rows_or_zeros(targets.flatten(2), index).unflatten(-1, targets.shape[2:])
         return steps, rows_or_zeros(masks, index)

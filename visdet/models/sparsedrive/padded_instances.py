@@ -46,7 +46,8 @@ class PaddedInstances:
         """Return the instances of a batch on ``device``.
 
         Args:
-            labels: [N_i] of each sample. values, weights: of each sample, as above without the batch axis.
+            labels: [N_i] of each sample.
+            values, weights: the attributes of this class for each sample, without the batch axis and without padding.
             device: the device of the result.
         """
         return cls(
@@ -69,6 +70,6 @@ def padded_rows(rows: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def rows_or_zeros(table: Tensor, index: Tensor) -> Tensor:
-    """Return rows [..., B, Q, D] of a table [B, N, D], and zeros where the index [..., B, Q] is N."""
+    """Return the rows [..., B, Q, D] of a table [B, N, D] at an index [..., B, Q]. Where it is N, they are zeros."""
     rows = F.pad(table, (0, 0, 0, 1)).expand(*index.shape[:-1], -1, -1)
     return rows.gather(-2, index.unsqueeze(-1).expand(*index.shape, table.shape[-1]))

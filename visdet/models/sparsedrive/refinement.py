@@ -1,4 +1,4 @@
-"""Refinement: from a feature and an anchor to a better anchor, class logits and the quality of the anchor."""
+"""The refinement of anchors, which also predicts class logits and the quality of each anchor."""
 
 from typing import Any
 
@@ -29,16 +29,18 @@ def _set_prior(class_branch: Any) -> None:
 
 @MODELS.register_module()
 class SparseBox3DRefinementModule(BaseModule):
-    """Refines box anchors: position and size (and yaw) by a sum, velocity by a displacement over the time step.
+    """Refines box anchors, in float32 under autocast.
+
+    The predicted offsets are added to position and size. For the velocity, a displacement is predicted and divided by
+    the time step before it is added.
 
     Args:
-        embed_dims: width of the features. output_dim: numbers of an anchor, 8 + velocities. num_cls: classes.
-        normalize_yaw: bring (sin, cos) to length 1.
-        refine_yaw: add the anchor's (sin, cos); otherwise they are predicted anew.
-        with_cls_branch: whether to predict classes.
-        with_quality_estimation: whether to predict centerness and yawness.
-
-    The anchors are computed in float32 under autocast.
+        embed_dims: width of the features.
+        output_dim: number of components of an anchor, 8 + velocities. num_cls: number of classes.
+        normalize_yaw: whether (sin, cos) is normalised to length 1.
+        refine_yaw: whether (sin, cos) of the anchor is added to the prediction, instead of being replaced by it.
+        with_cls_branch: whether classes are predicted.
+        with_quality_estimation: whether centerness and yawness are predicted.
 
     Source: names and defaults are SparseDrive's.
     """
@@ -66,7 +68,7 @@ class SparseBox3DRefinementModule(BaseModule):
         self.quality_layers = _class_branch(embed_dims, 2) if with_quality_estimation else None
 
     def init_weights(self) -> None:
-        """Set the class bias to a prior of 1 %."""
+        """Set the bias of the class logits to that of a probability of 1 %."""
         _set_prior(self.cls_layers)
 
     def forward(
@@ -81,11 +83,14 @@ class SparseBox3DRefinementModule(BaseModule):
 
         Args:
             instance_feature, anchor_embed: [B, Q, C]. anchor: [B, Q, output_dim].
-            time_interval: seconds since the previous frame, [B] or a number.
-            return_cls: whether to compute the last two.
+            time_interval: the seconds since the previous frame, [B] or a number.
+            return_cls: whether classes and quality are predicted.
 
         Returns:
             anchors [B, Q, output_dim] in float32, logits [B, Q, num_cls] or None, quality [B, Q, 2] or None.
+
+        Raises:
+            ValueError: classes are wanted, but there is no class branch.
         """
         feature = instance_feature + anchor_embed
         delta = in_full_precision(self.layers, feature)
@@ -109,11 +114,12 @@ class SparseBox3DRefinementModule(BaseModule):
 
 @MODELS.register_module()
 class SparsePoint3DRefinementModule(BaseModule):
-    """Refines polyline anchors by a sum, in float32 under autocast.
+    """Refines polyline anchors by adding predicted offsets, in float32 under autocast.
 
     Args:
-        embed_dims: width of the features. num_sample: points of a polyline. coords_dim: coordinates of a point.
-        num_cls: classes. with_cls_branch: whether to predict them.
+        embed_dims: width of the features.
+        num_sample: number of points of a polyline. coords_dim: number of coordinates of a point.
+        num_cls: number of classes. with_cls_branch: whether classes are predicted.
 
     Source: names and defaults are SparseDrive's.
     """
@@ -139,7 +145,7 @@ class SparsePoint3DRefinementModule(BaseModule):
         self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
 
     def init_weights(self) -> None:
-        """Set the class bias to a prior of 1 %."""
+        """Set the bias of the class logits to that of a probability of 1 %."""
         _set_prior(self.cls_layers)
 
     def forward(
@@ -153,8 +159,12 @@ class SparsePoint3DRefinementModule(BaseModule):
         """Return refined polylines [B, Q, output_dim] (float32), class logits [B, Q, num_cls] or None, and None.
 
         Args:
-            instance_feature, anchor_embed: [B, Q, C]. anchor: [B, Q, output_dim] (metres).
-            time_interval: unused, polylines stand still. return_cls: whether to predict classes.
+            instance_feature, anchor_embed: [B, Q, C]. anchor: [B, Q, output_dim], in metres.
+            time_interval: accepted without effect, because map elements do not move.
+            return_cls: whether classes are predicted.
+
+        Raises:
+            ValueError: classes are wanted, but there is no class branch.
         """
         refined = in_full_precision(self.layers, instance_feature + anchor_embed) + anchor
         if not return_cls:

@@ -10,7 +10,7 @@ __all__ = ["gen_sineembed_for_position"]
 
 
 def gen_sineembed_for_position(pos_tensor: Tensor, hidden_dim: int = 256) -> Tensor:
-    """Return sines and cosines [..., hidden_dim] of positions [..., 2], those of y first.
+    """Return the sines and cosines [..., hidden_dim] of positions [..., 2]. Those of y come first.
 
     Source: the name and the formula are SparseDrive's.
     """

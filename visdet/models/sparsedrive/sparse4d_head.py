@@ -25,7 +25,7 @@ __all__ = ["Sparse4DHead", "Sparse4DState"]
 @temporal_value
 @dataclass(frozen=True)
 class Sparse4DState:
-    """What a head carries from frame to frame.
+    """What a head keeps from frame to frame.
 
     Attributes:
         bank: the instances.
@@ -251,11 +251,11 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         return output
 
     def _start(self, batch_size: int, metas: dict[str, Any]) -> tuple[Tensor, Tensor, _Memory, Tensor]:
-        """Return features and anchors of the learned instances, the memory, and the seconds since the frame before."""
+        """Return the features and anchors to start from, the memory, and the seconds since the previous frame."""
         bank, carried = self.instance_bank, None
         if self.sampler is not None and self.sampler.dn_metas is not None:
             if len(self.sampler.dn_metas["dn_anchor"]) == batch_size:
-                carried = dict(self.sampler.dn_metas)  # a copy: the state put in may be someone else's
+                carried = dict(self.sampler.dn_metas)  # It is copied, because others may hold it, too.
             self.sampler.dn_metas = carried
         feature, anchor, temp_feature, temp_anchor, time_interval = bank.get(batch_size, metas, carried)
         temp_embed = None if temp_anchor is None else self.anchor_encoder(temp_anchor)
@@ -285,7 +285,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
     def _join(feature: Tensor, anchor: Tensor, denoising: DenoisingQueries) -> tuple[Tensor, Tensor, Tensor]:
         """Return features and anchors followed by the denoising queries, and the mask that separates the two."""
         N, count = anchor.shape[1], denoising.anchor.shape[1]
-        missing = anchor.shape[-1] - denoising.anchor.shape[-1]  # the vertical velocity, 0
+        missing = anchor.shape[-1] - denoising.anchor.shape[-1]  # the vertical velocity, which becomes 0
         dn_anchor = nn.functional.pad(denoising.anchor, (0, missing))
         feature = torch.cat([feature, feature.new_zeros(len(feature), count, feature.shape[-1])], dim=1)
         attn_mask = torch.ones(N + count, N + count, dtype=torch.bool, device=anchor.device)
@@ -296,7 +296,10 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
     def _update_denoising(
         self, feature: Tensor, anchor: Tensor, denoising: DenoisingQueries | None
     ) -> tuple[Tensor, Tensor, DenoisingQueries | None]:
-        """Return features, anchors and queries with those of the previous frame put in, or None for the queries."""
+        """Return features, anchors and queries after the groups of the previous frame have replaced the first groups.
+
+        If there are no temporal groups, features and anchors are unchanged, and the queries are None.
+        """
         if denoising is None or denoising.id_target is None or self.sampler.num_temp_dn_groups <= 0:
             return feature, anchor, None
         feature, anchor, reg_target, cls_target, valid_mask, id_target = self.sampler.update_dn(
@@ -365,5 +368,5 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         )
 
     def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the results of each sample, given what ``select`` returned."""
+        """Return the results of each sample, given the result of ``select``."""
         return self.decoder.of_samples(selected)

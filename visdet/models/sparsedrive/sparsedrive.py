@@ -244,7 +244,8 @@ class SparseDrive(BaseDetector):
         losses = self._head_losses(outs, batch, costs, assigned)
         if depths is not None:
             known = batch.metas.get("gt_depth")
-            # Without ground truth a zero keeps the branch in the graph: in a distributed run all must have gradients.
+            # Without ground truth, a zero keeps the branch in the graph, because in a distributed run every parameter
+            # must have a gradient.
             losses["loss_dense_depth"] = (
                 sum(depth.sum() for depth in depths) * 0
                 if known is None or self.depth_branch is None

@@ -64,7 +64,7 @@ class SparseDriveHead(BaseModule):
         if self.with_motion_plan:
             self.motion_plan_head = MODELS.build(motion_plan_head)
             decoder = self.motion_plan_head.motion_decoder
-            if decoder.num_output is None:  # a trajectory for each box of the results
+            if decoder.num_output is None:  # Each box of the results gets its trajectories.
                 decoder.num_output = self.det_head.decoder.num_output
 
     @property
@@ -247,7 +247,7 @@ class SparseDriveHead(BaseModule):
         return selected
 
     def of_samples(self, selected: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the results of each sample, given what ``select`` returned. One dict holds those of all tasks."""
+        """Return the results of each sample, given the result of ``select``. One dict holds those of all tasks."""
         of_tasks = []
         if self.with_det:
             of_tasks.append(self.det_head.of_samples(selected["det"]))

@@ -1,4 +1,4 @@
-"""Temporal states as plain types: what a checkpoint can hold and give back."""
+"""Conversion of temporal states to and from plain types, which a checkpoint can hold."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -25,7 +25,7 @@ def to_plain(state: Any) -> Any:
     """Return a state as dicts, lists and tuples of CPU tensors, numbers, strings and None.
 
     Raises:
-        TypeError: the state holds something else, or a dataclass that is no ``temporal_value``.
+        TypeError: the state holds another type, or a dataclass that is not a ``temporal_value``.
     """
     if isinstance(state, Tensor):
         return state.detach().cpu()
@@ -42,10 +42,12 @@ def to_plain(state: Any) -> Any:
 
 
 def from_plain(plain: Any, device: torch.device | str) -> Any:
-    """Return the state that ``to_plain`` was given, its tensors on ``device``, but for those of fields ``on_host``.
+    """Return the state that ``to_plain`` was given, with its tensors on ``device``.
+
+    Tensors of fields that are marked as ``ON_HOST`` stay on the CPU.
 
     Raises:
-        ValueError: a kind of value that this version does not know.
+        ValueError: the state holds a kind of value that this version does not know.
     """
     if isinstance(plain, Tensor):
         return plain.to(device)
