@@ -1,6 +1,7 @@
 """Layer normalisation of a residual sum, and ReLU, with dropout in the same kernel."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -44,24 +45,29 @@ def with_gradients(function, tensors, grad_output):
     [(torch.float32, None), (torch.float32, torch.float32)]
     + [(half, residual) for half in HALVES for residual in (None, half, torch.float32)],
 )
-def test_kernels_compute_what_torch_does_in_float64(shape, dtype, residual_dtype):
+@pytest.mark.parametrize("relu", [False, True])
+def test_kernels_compute_what_torch_does_in_float64(shape, dtype, residual_dtype, relu):
     tensors = rows(shape, dtype, residual_dtype, "cuda")
     grad_output = torch.randn(shape, device="cuda")
     exact = [None if x is None else x.detach().double().requires_grad_() for x in tensors]
-    expected, expected_grads = with_gradients(
-        lambda x, r, w, b: F.layer_norm(x if r is None else x + r, w.shape, w, b), exact, grad_output
-    )
+
+    def composed(x, r, w, b):
+        x = F.relu(x) if relu else x
+        return F.layer_norm(x if r is None else x + r, w.shape, w, b)
+
+    expected, expected_grads = with_gradients(composed, exact, grad_output)
+    ours = functools.partial(dropout_add_layer_norm, relu=relu)
     with autocast(dtype):
-        output, grads = with_gradients(dropout_add_layer_norm, tensors, grad_output)
-        again, grads_again = with_gradients(dropout_add_layer_norm, tensors, grad_output)
+        output, grads = with_gradients(ours, tensors, grad_output)
+        again, grads_again = with_gradients(ours, tensors, grad_output)
     assert output.dtype == torch.float32 and type(output.grad_fn).__name__ == "_DropoutAddLayerNormBackward"
     torch.testing.assert_close(output, expected.float(), rtol=1e-5, atol=2e-5)
     scale = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
     leaves = [x for x in tensors if x is not None]
-    for ours, true, leaf in zip(grads, expected_grads, leaves, strict=True):
-        assert ours.dtype == leaf.dtype
+    for found, true, leaf in zip(grads, expected_grads, leaves, strict=True):
+        assert found.dtype == leaf.dtype
         tolerance = scale if leaf.dtype == dtype else 1e-5
-        assert (ours - true).abs().max() <= 2 * tolerance * true.abs().max() + 1e-6
+        assert (found - true).abs().max() <= 2 * tolerance * true.abs().max() + 1e-6
     assert torch.equal(again, output)
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
 
@@ -165,10 +171,27 @@ def test_what_has_no_kernel_is_computed_by_torch(device):
     x, residual, weight, bias = rows((6, 12), torch.float32, torch.float32, device)  # 12 is no multiple of 8
     output = dropout_add_layer_norm(x, residual, weight, bias)
     assert torch.equal(output, F.layer_norm(residual + x, (12,), weight, bias))
+    activated = dropout_add_layer_norm(x, residual, weight, bias, relu=True)
+    assert torch.equal(activated, F.layer_norm(residual + F.relu(x), (12,), weight, bias))
     assert torch.equal(relu_dropout(x, 0.0), F.relu(x))
     double = x.double()
     assert dropout_add_layer_norm(double, None, weight.double(), bias.double()).dtype == torch.float64
     assert torch.equal(relu_dropout(double, 1.0), torch.zeros_like(double))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_relu_before_the_norm_keeps_nan_and_stops_gradients(p):
+    x, residual, weight, bias = rows((32, 64), torch.float32, torch.float32, "cuda")
+    negative = (-x.detach().abs()).requires_grad_()
+    output = dropout_add_layer_norm(negative, residual, weight, bias, p, relu=True)
+    torch.testing.assert_close(output, F.layer_norm(residual, (64,), weight, bias), rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(output.square().sum(), (negative, residual))
+    assert not grads[0].any() and grads[1].any()
+    bad = x.detach().clone()
+    bad[3, 5] = torch.nan
+    found = dropout_add_layer_norm(bad, None, weight, bias, relu=True).isnan()
+    assert found[3].all() and found.sum() == 64
 
 
 @pytest.mark.cuda

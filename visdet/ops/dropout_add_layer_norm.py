@@ -22,6 +22,7 @@ def dropout_add_layer_norm(
     bias: Tensor,  # [C]
     p: float = 0.0,
     eps: float = 1e-5,
+    relu: bool = False,
 ) -> Tensor:  # [..., C]
     """Return the layer normalisation of ``residual + dropout(input, p)`` over the last dimension.
 
@@ -36,6 +37,7 @@ def dropout_add_layer_norm(
         weight, bias: Scale and shift.
         p: The probability with which an element of ``input`` becomes zero. The others are divided by ``1 - p``.
         eps: Added to the variance.
+        relu: Whether ``relu(input)`` takes the place of ``input``.
 
     Returns:
         A tensor of the shape of ``input``, in the type that ``torch.nn.functional.layer_norm`` gives, which is float32
@@ -49,11 +51,12 @@ def dropout_add_layer_norm(
     """
     _check_probability("dropout_add_layer_norm", p)
     if not _serves_norm(input, residual, weight, bias):
-        dropped = F.dropout(input, p) if p > 0 else input
+        activated = F.relu(input) if relu else input
+        dropped = F.dropout(activated, p) if p > 0 else activated
         return F.layer_norm(
             dropped if residual is None else residual + dropped, weight.shape, weight, bias, eps
         )
-    return _DropoutAddLayerNorm.apply(input, residual, weight, bias, p, eps)
+    return _DropoutAddLayerNorm.apply(input, residual, weight, bias, p, relu, eps)
 
 
 def relu_dropout(input: Tensor, p: float) -> Tensor:
@@ -122,16 +125,23 @@ def _packed(tensor: Tensor) -> Tensor:
 class _DropoutAddLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, p: float, eps: float
+        ctx: Any,
+        input: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        p: float,
+        relu: bool,
+        eps: float,
     ) -> Tensor:
         input, weight, bias = _packed(input), _packed(weight), _packed(bias)
         residual = None if residual is None else _packed(residual)
         seed = _seed(p, input.device)
         output, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
-            input, residual, weight, bias, seed, p, eps
+            input, residual, weight, bias, seed, p, relu, eps
         )
         ctx.save_for_backward(input, residual, weight, statistics, seed)
-        ctx.p = p
+        ctx.options = p, relu
         return output
 
     @staticmethod
@@ -139,10 +149,11 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         residual = ctx.saved_tensors[1]
         grad_input, grad_residual, block_sums = torch.ops.visdet.dropout_add_layer_norm_backward.default(
-            _packed(grad_output), *ctx.saved_tensors, ctx.p
+            _packed(grad_output), *ctx.saved_tensors, *ctx.options
         )
         grad_weight, grad_bias = block_sums.sum(0).unbind()
-        return grad_input, None if residual is None else grad_residual, grad_weight, grad_bias, None, None
+        grad_residual = None if residual is None else grad_residual
+        return grad_input, grad_residual, grad_weight, grad_bias, None, None, None
 
 
 class _ReluDropout(torch.autograd.Function):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from sparsedrive_golden import built, close
+from torch import nn
 
 from visdet.models.sparsedrive import (
     AsymmetricFFN,
@@ -93,8 +94,12 @@ def test_rejections():
 
 
 def test_linear_relu_ln_order():
-    kinds = [type(layer).__name__ for layer in linear_relu_ln(4, 2, 1, 3)]
-    assert kinds == ["Linear", "ReLU", "Linear", "ReLU", "LayerNorm"]
+    torch.manual_seed(0)
+    layers = linear_relu_ln(4, 2, 1, 3)
+    published = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
+    published.load_state_dict(nn.Sequential(*layers).state_dict())
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(nn.Sequential(*layers)(x), published(x))
 
 
 def test_box_code_by_hand():

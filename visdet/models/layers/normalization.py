@@ -8,7 +8,7 @@ from visdet.errors import InvalidTypeError
 from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from visdet.registry import MODELS
 
-__all__ = ["LayerNorm", "build_norm_layer", "norm_abbreviation"]
+__all__ = ["LayerNorm", "ReLULayerNorm", "build_norm_layer", "norm_abbreviation"]
 
 
 class LayerNorm(nn.LayerNorm):
@@ -20,6 +20,14 @@ class LayerNorm(nn.LayerNorm):
             dropped = nn.functional.dropout(input, p) if p > 0 else input
             return super().forward(dropped if residual is None else residual + dropped)
         return dropout_add_layer_norm(input, residual, self.weight, self.bias, p, self.eps)
+
+
+class ReLULayerNorm(nn.LayerNorm):
+    """The layer normalisation of ``relu(input)``, which one kernel computes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised values, in the shape of the input."""
+        return dropout_add_layer_norm(input, None, self.weight, self.bias, eps=self.eps, relu=True)
 
 
 for _name, _layer in {

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..layers.normalization import LayerNorm
+from ..layers.normalization import ReLULayerNorm
 
 __all__ = ["Linear", "Scale", "linear_relu_ln"]
 
@@ -35,6 +35,8 @@ def linear_relu_ln(
 ) -> list[nn.Module]:
     """Return ``out_loops`` times (``in_loops`` times (Linear, ReLU), LayerNorm), all of width ``embed_dims``.
 
+    The last ReLU before a LayerNorm is part of it. An ``nn.Identity`` has its place, which keeps parameter names.
+
     Args:
         input_dims: width of the input, by default ``embed_dims``.
 
@@ -45,10 +47,10 @@ def linear_relu_ln(
     layers: list[nn.Module] = []
     width = embed_dims if input_dims is None else input_dims
     for _ in range(out_loops):
-        for _ in range(in_loops):
-            layers += [Linear(width, embed_dims), nn.ReLU()]
+        for i in range(in_loops):
+            layers += [Linear(width, embed_dims), nn.ReLU() if i + 1 < in_loops else nn.Identity()]
             width = embed_dims
-        layers.append(LayerNorm(embed_dims))
+        layers.append(ReLULayerNorm(embed_dims))
     return layers
 
 

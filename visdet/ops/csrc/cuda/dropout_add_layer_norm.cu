@@ -26,6 +26,7 @@ struct Rows {
   int C, lanes;
   const void *input, *residual;  // [count, C]; residual may be nullptr
   const float* weight;           // [C]
+  bool relu;                     // whether the input goes through ReLU before it is dropped
   Dropout dropout;
 };
 
@@ -41,7 +42,7 @@ struct Place {
   }
 };
 
-// The lane's part of residual + dropout(input), and the factors of dropout. Values behind the row are zero.
+// The lane's part of residual + dropout(input), and the factors of dropout and ReLU. Values behind the row are zero.
 template <typename T, typename R, int PACKS>
 __device__ __forceinline__ void load_sum(const Rows& rows, int64_t row, int lane, float (&sum)[PACKS][kValues],
                                          float (&factors)[PACKS][kValues]) {
@@ -57,6 +58,7 @@ __device__ __forceinline__ void load_sum(const Rows& rows, int64_t row, int lane
     }
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
+      if (rows.relu && sum[p][i] <= 0) factors[p][i] = 0;
       // A dropped value counts as zero even if it is infinite or NaN.
       sum[p][i] = c < rows.C && factors[p][i] != 0 ? sum[p][i] * factors[p][i] : 0.f;
       sum[p][i] += residual[i];
@@ -234,7 +236,7 @@ const int64_t* seed_of(const std::optional<Tensor>& seed) { return seed ? data_o
 
 // The rows of a call whose tensors are contiguous; the Python function has seen to types and sizes.
 Rows rows_of(const Tensor& input, const std::optional<Tensor>& residual, const Tensor& weight,
-             const std::optional<Tensor>& seed, double p) {
+             const std::optional<Tensor>& seed, double p, bool relu) {
   const int64_t C = weight.numel();
   VISDET_CHECK(kOp, C > 0 && C % kValues == 0 && C <= kMaxChannels && input.dim() > 0 && input.size(-1) == C,
                "weight must have the channels of input, a multiple of 8 and at most ", kMaxChannels, ", got ",
@@ -254,14 +256,16 @@ Rows rows_of(const Tensor& input, const std::optional<Tensor>& residual, const T
           input.const_data_ptr(),
           residual ? residual->const_data_ptr() : nullptr,
           data_of<float>(weight),
+          relu,
           Dropout::of(seed_of(seed), p)};
 }
 
 int packs_of(const Rows& rows) { return static_cast<int>(ceil_div(rows.C, rows.lanes * kValues)); }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& input, const std::optional<Tensor>& residual, const Tensor& weight,
-                                   const Tensor& bias, const std::optional<Tensor>& seed, double p, double eps) {
-  const Rows rows = rows_of(input, residual, weight, seed, p);
+                                   const Tensor& bias, const std::optional<Tensor>& seed, double p, bool relu,
+                                   double eps) {
+  const Rows rows = rows_of(input, residual, weight, seed, p, relu);
   const DeviceScope scope(input);
   Tensor output = new_empty(input, input.sizes(), ScalarType::Float);
   Tensor statistics = new_empty(input, {rows.count, 2}, ScalarType::Float);
@@ -275,16 +279,17 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const std::optional<Tens
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
                                             const std::optional<Tensor>& residual, const Tensor& weight,
-                                            const Tensor& statistics, const std::optional<Tensor>& seed, double p) {
-  const Rows rows = rows_of(input, residual, weight, seed, p);
+                                            const Tensor& statistics, const std::optional<Tensor>& seed, double p,
+                                            bool relu) {
+  const Rows rows = rows_of(input, residual, weight, seed, p, relu);
   VISDET_CHECK(kOp,
                grad_output.is_contiguous() && grad_output.numel() == input.numel() &&
                    grad_output.scalar_type() == ScalarType::Float && aligned(grad_output, kVectorBytes),
                "the gradient must be contiguous float32 of the shape of input");
   const DeviceScope scope(input);
   Tensor grad_input = new_empty(input, input.sizes());
-  // Without dropout, both gradients are the same numbers.
-  const bool is_one = residual && !seed && residual->scalar_type() == input.scalar_type();
+  // Without dropout and ReLU, both gradients are the same numbers.
+  const bool is_one = residual && !seed && !relu && residual->scalar_type() == input.scalar_type();
   Tensor grad_residual = !residual || is_one ? grad_input : new_empty(*residual, residual->sizes());
   const int64_t blocks = bounded_blocks(scope, rows.count * rows.lanes, kThreads, 4);
   Tensor block_sums = new_empty(input, {blocks, 2, rows.C}, ScalarType::Float);
