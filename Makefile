@@ -97,7 +97,7 @@ cuda-check: setup
 OLDEST_TORCH ?= torch==2.10.* torchvision==0.25.*
 abi-check: setup
 	$(PYTHON) -m venv $(VENV)-oldest-torch
-	$(VENV)-oldest-torch/bin/python -m pip install --quiet $(OLDEST_TORCH) numpy pytest pytest-timeout
+	$(VENV)-oldest-torch/bin/python -m pip install --quiet $(OLDEST_TORCH) numpy pytest pytest-timeout hypothesis
 	OMP_NUM_THREADS=1 $(VENV)-oldest-torch/bin/python -m pytest tests/ops
 
 bench: setup

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from mmengine.dataset import BaseDataset
-from mmengine.fileio import join_path
+from mmengine.fileio import get_file_backend
 from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError, MissingFileError
@@ -182,9 +182,12 @@ class CocoDataset(BaseDataset):
             annotations_of_image[annotation["image_id"]].append(annotation)
         tally: Counter[str] = Counter()
         records = []
+        folder = self.data_prefix["img"]
+        join_path = get_file_backend(folder).join_path  # found once, because finding it takes longer than joining
         for image in content["images"]:
             annotations = annotations_of_image.pop(image["id"], [])
-            records.append(self._parse_image(image, annotations, label_of_category, tally))
+            record = self._parse_image(image, annotations, label_of_category, tally)
+            records.append({"img_path": join_path(folder, image["file_name"]), **record})
         num_orphans = sum(map(len, annotations_of_image.values()))
         tally.update({"boxes": num_orphans, "of an image that is not in the file": num_orphans})
         self._report_boxes(tally)
@@ -245,7 +248,6 @@ class CocoDataset(BaseDataset):
             ignore_flag = int(bool(annotation.get("iscrowd", 0)))
             instances.append({"bbox": bbox, "bbox_label": label, "ignore_flag": ignore_flag})
         return {
-            "img_path": join_path(self.data_prefix["img"], image["file_name"]),
             "img_id": image["id"],
             "height": height,
             "width": width,

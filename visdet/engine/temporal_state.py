@@ -1,6 +1,6 @@
 """Saving and restoring what a temporal model remembers of earlier frames."""
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from mmengine.dist import get_world_size
@@ -10,6 +10,17 @@ from torch import nn
 __all__ = ["gather_temporal_states", "restore_temporal_state"]
 
 
+@runtime_checkable
+class TemporalModel(Protocol):
+    """A model that remembers earlier frames."""
+
+    def temporal_state_dict(self) -> Any:
+        """Return what the model remembers, as tensors and plain types."""
+
+    def load_temporal_state_dict(self, state: Any) -> None:
+        """Take over a result of ``temporal_state_dict``."""
+
+
 def _unwrapped(model: nn.Module) -> Any:
     return model.module if is_model_wrapper(model) else model
 
@@ -17,10 +28,10 @@ def _unwrapped(model: nn.Module) -> Any:
 def gather_temporal_states(model: nn.Module) -> list[Any] | None:
     """Return the temporal state of the model of every process, in the order of the ranks.
 
-    Every process of the group must call this. The result is None for a model without ``temporal_state_dict``.
+    Every process of the group must call this. The result is None for a model that remembers nothing.
     """
     inner = _unwrapped(model)
-    if not hasattr(inner, "temporal_state_dict"):
+    if not isinstance(inner, TemporalModel):
         return None
     state = inner.temporal_state_dict()
     if get_world_size() == 1:
@@ -34,11 +45,11 @@ def restore_temporal_state(model: nn.Module, states: list[Any], rank: int, world
     """Restore the temporal state of process ``rank``, unless the states come from another number of processes.
 
     Args:
-        model: the model; one without ``load_temporal_state_dict`` is left as it is.
+        model: the model. One that is no :class:`TemporalModel` is left as it is.
         states: the result of :func:`gather_temporal_states`.
         rank: the rank of this process.
         world_size: the number of processes of this run.
     """
     inner = _unwrapped(model)
-    if hasattr(inner, "load_temporal_state_dict") and len(states) == world_size:
+    if isinstance(inner, TemporalModel) and len(states) == world_size:
         inner.load_temporal_state_dict(states[rank])

@@ -1,7 +1,9 @@
 """Pictures of predictions beside the ground truth."""
 
 import os
+from collections.abc import Sequence
 from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from mmengine.dist import get_rank
@@ -20,6 +22,16 @@ __all__ = ["DetVisualizationHook", "val_pictures_folder"]
 def val_pictures_folder(runner) -> str:
     """Return the folder that a run's validation pictures go to."""
     return os.path.join(runner.work_dir, "val_pictures")
+
+
+@runtime_checkable
+class DrawsSheets(Protocol):
+    """A visualizer that can draw several samples on one sheet, as those of ``visdet.visualization`` can."""
+
+    def add_contact_sheet(
+        self, name: str, images: Sequence[np.ndarray], data_samples: Sequence[BaseDataElement], **options: Any
+    ) -> None:
+        """Draw samples on one sheet. The options are ``pred_score_thr``, ``out_file`` and ``step``."""
 
 
 @HOOKS.register_module()
@@ -70,7 +82,7 @@ class DetVisualizationHook(Hook):
 
     def before_train(self, runner) -> None:
         """Check that the visualizer can do what validation will ask for."""
-        if self.num_val_pictures and not hasattr(runner.visualizer, "add_contact_sheet"):
+        if self.num_val_pictures and not isinstance(runner.visualizer, DrawsSheets):
             raise ConfigError(
                 f"DetVisualizationHook draws sheets with the visualizer of the model's family, but visualizer is "
                 f"{type(runner.visualizer).__name__}; change it, or set "
