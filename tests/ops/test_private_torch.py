@@ -10,8 +10,8 @@ import torch
 PACKAGE = Path(__file__).resolve().parents[2] / "visdet"
 PRIVATE = re.compile(r"(?:torch(?:\.[a-z_]+)*|forward_ad)\._[A-Za-z]\w*(?:\.\w+)*")
 
-# For each name, what it is for; and where a public name for it would be, with a pattern of that name. Looked up in torch
-# 2.10 to 2.14.
+# For each name, what it is for; and where a public name for it would be, with a pattern of that name. There is none in
+# torch 2.10 to 2.14.
 USES = {
     "torch._C._AutoDispatchBelowAutograd": (
         "An autograd.Function calls an operator that has an autograd kernel of its own.",
