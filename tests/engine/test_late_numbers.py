@@ -110,7 +110,9 @@ def test_numbers_of_any_kind():
 @pytest.mark.cuda
 def test_a_copy_does_not_wait_for_the_gpu():
     x = torch.ones((), device="cuda")
-    HostCopy({"loss": x * 2, "given": 1.0}).read()  # The first pinned memory is allocated, which waits for the GPU.
+    HostCopy(
+        {"loss": x * 2, "given": 1.0}
+    ).read()  # The first pinned memory is allocated, which waits for the GPU.
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     copy = HostCopy({"loss": x * 2, "given": 1.0})

@@ -182,3 +182,13 @@ def test_palette():
     first = np.array(colours[:10], dtype=float)
     distances = np.linalg.norm(first[:, None] - first[None], axis=2) + 1e3 * np.eye(10)
     assert distances.min() > 50
+
+
+def test_the_drawing_functions_of_mmengine_draw_on_a_picture():
+    for built in (visualizer(), visualizer(image=GREY)):
+        built.set_image(GREY)
+        assert (built.get_image() == GREY).all()
+        built.draw_bboxes(torch.tensor([[20, 10, 50, 40]]), edge_colors="r", line_widths=4)
+        drawn = built.get_image()
+        assert drawn.shape == GREY.shape
+        assert drawn[25, 20, 0] > 200 > 60 > drawn[25, 20, 1] and (drawn[25, 35] == 128).all()

@@ -36,6 +36,7 @@ from .config import complete_config
 from .console import ConsoleHandler, WorkerStart, say
 from .cuda_graphs import GraphedMethod, graphs_for
 from .distributed import start_process_group, wrapper_on_the_cpu
+from .environment import environment
 from .errors import CheckpointError, log_fatal_error
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
 from .hooks.runtime_info_hook import RuntimeInfoHook
@@ -202,6 +203,21 @@ class DetRunner(Runner):
     def train(self) -> nn.Module:
         """Train the model and return it. Training continues from a checkpoint if there is one to resume."""
         return self._announcing_the_end(self._train)
+
+    def _log_env(self, env_cfg: dict) -> None:
+        """Write environment, settings and config to the log. Runner calls this when it is built."""
+        settings = {
+            **env_cfg,
+            **self._randomness_cfg,
+            "seed": self.seed,
+            "launcher": self.launcher,
+            "processes": self.world_size,
+        }
+        for title, facts in (("System environment", environment()), ("Runtime environment", settings)):
+            self.logger.info(
+                "\n    ".join([f"{title}:", *(f"{name}: {fact}" for name, fact in facts.items())])
+            )
+        self.logger.info(f"Config:\n{self.cfg.pretty_text}")
 
     def _train(self) -> nn.Module:
         self._find_checkpoint_to_resume()

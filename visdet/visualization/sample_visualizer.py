@@ -16,6 +16,13 @@ from .drawing import contact_sheet, side_by_side
 __all__ = ["SampleVisualizer"]
 
 
+class _FigureToCome:
+    """Stands for the matplotlib figure of a visualizer that has no picture yet."""
+
+    def get_dpi(self) -> float:
+        return 0.0  # ``set_image`` gives the visualizer the resolution of the real figure.
+
+
 class SampleVisualizer(Visualizer):
     """Draws the samples of a family. A subclass draws one sample, and this class shows, writes and arranges pictures.
 
@@ -26,11 +33,24 @@ class SampleVisualizer(Visualizer):
 
     captions: ClassVar[tuple[str, ...]] = ()
     sheet_columns: ClassVar[int] = 1
+    fig_save: Any  # the figure that mmengine's drawing functions draw on
 
     @classmethod
     def get_instance(cls, name: str = "visualizer", **arguments: Any) -> "SampleVisualizer":
         """Return the instance ``name``, which is made with ``arguments`` if it is new. mmengine requires the name."""
         return super().get_instance(name, **arguments)
+
+    def _initialize_fig(self, fig_cfg: dict[str, Any]) -> tuple[None, _FigureToCome, None]:
+        # mmengine makes a figure here, in __init__. A run would import matplotlib for it before its first iteration.
+        return None, _FigureToCome(), None
+
+    @master_only
+    def set_image(self, image: np.ndarray) -> None:
+        """Make ``image``, RGB uint8 [H, W, 3], the picture that mmengine's drawing functions draw on."""
+        if isinstance(self.fig_save, _FigureToCome):
+            self.fig_save_canvas, self.fig_save, self.ax_save = super()._initialize_fig(self.fig_save_cfg)
+            self.dpi = self.fig_save.get_dpi()
+        super().set_image(image)
 
     @abstractmethod
     def draw_sample(
