@@ -183,9 +183,8 @@ class CocoDataset(BaseDataset):
         tally: Counter[str] = Counter()
         records = []
         folder = self.data_prefix["img"]
-        join_path = get_file_backend(
-            folder
-        ).join_path  # found once, because finding it takes longer than joining
+        # The backend is looked up once, because that takes longer than to join a path.
+        join_path = get_file_backend(folder).join_path
         for image in content["images"]:
             annotations = annotations_of_image.pop(image["id"], [])
             record = self._parse_image(image, annotations, label_of_category, tally)

@@ -178,9 +178,8 @@ class GraphedLoss(GraphedMethod):
 
     method = "loss"
     stages = ("training_batch", "predictions_and_costs", "assign", "losses")
-    default_max_shapes = (
-        24  # as many as Deformable DETR's multi-scale pipeline makes with pad_size_divisor=128
-    )
+    # Deformable DETR's multi-scale pipeline makes as many with pad_size_divisor=128.
+    default_max_shapes = 24
 
     def _serves(self) -> bool:
         return torch.is_grad_enabled()
