@@ -101,7 +101,7 @@ FAMILIES = {
 
 
 def make_model(family: Family, device: torch.device) -> nn.Module:
-    """Return a model with the same random weights at every call. They are drawn on its device if the model allows it."""
+    """Return a model with the same random weights at every call. They are drawn on its device if possible."""
     import transformers
 
     torch.manual_seed(0)
