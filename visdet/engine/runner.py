@@ -410,6 +410,9 @@ class DetRunner(Runner):
             writes the checkpoint. ``meta`` may replace the default 'epoch' and 'iter', which are the counts after the
             current step.
         """
+        for hook in self.hooks:
+            if isinstance(hook, RuntimeInfoHook):
+                hook.write(self)
         backend = get_file_backend(out_dir, backend_args=backend_args)
         if file_client_args is not None or not isinstance(backend, LocalBackend):
             super().save_checkpoint(
@@ -423,9 +426,6 @@ class DetRunner(Runner):
                 backend_args,
             )
             return
-        for hook in self.hooks:
-            if isinstance(hook, RuntimeInfoHook):
-                hook.write(self)
         model = self.model.module if is_model_wrapper(self.model) else self.model
         checkpoint = {
             "meta": {
