@@ -146,7 +146,8 @@ class GraphedMethod(ABC):
         try:
             step.capture()
         except RuntimeError as error:  # Something cannot be captured, or the memory does not suffice.
-            generator.graphsafe_set_state(random_state)  # The current state regards the capture as unfinished.
+            # The generator's current state regards the capture as unfinished.
+            generator.graphsafe_set_state(random_state)
             self._graphs.clear()
             self._has_failed = True
             self.counts["after a failed capture"] += 1
