@@ -43,7 +43,7 @@ def gaussian_field(
     (zero above the diagonal). It is deterministic, forward and backward.
 
     Raises:
-        RuntimeError: A shape, type, device or diagonal does not fit; the message names the argument.
+        RuntimeError: A shape, type, device or diagonal does not fit. The message names the argument.
         ValueError: ``tolerance`` is negative or not finite.
         NotBuiltError: The library for the device is not built.
 

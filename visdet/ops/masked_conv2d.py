@@ -34,7 +34,7 @@ def masked_conv2d(
     only. Plain torch serves it, with a synchronisation on CUDA for the number of positions.
 
     Raises:
-        ValueError: A shape, ``padding`` or ``stride`` does not fit; the message names the argument.
+        ValueError: A shape, ``padding`` or ``stride`` does not fit. The message names the argument.
 
     Source: Guided anchoring, arXiv 1901.03278; the signature is mmcv's.
     """

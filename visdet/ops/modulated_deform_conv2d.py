@@ -42,7 +42,7 @@ def modulated_deform_conv2d(
     those of ``deform_conv2d``.
 
     Raises:
-        ValueError: A shape or a number does not fit; the message names the argument.
+        ValueError: A shape or a number does not fit. The message names the argument.
         RuntimeError: On CUDA, deterministic algorithms were switched on between the forward and the backward.
 
     Source: Deformable ConvNets v2, arXiv 1811.11168; the signature is mmcv's.

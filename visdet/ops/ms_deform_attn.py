@@ -60,7 +60,7 @@ def ms_deform_attn(
     instead, those of an encoder also 4 bytes a query; not in deterministic mode.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor a sequence of integers.
         NotBuiltError: The library for ``value``'s device is not built.
 

@@ -53,7 +53,7 @@ def ms_deform_attn_fused(
     and 8 a row more. More than 16 levels on CUDA, and devices without kernels, are served by separate operators.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor a sequence of integers.
         NotBuiltError: The library for ``value``'s device is not built.
 

@@ -41,7 +41,7 @@ def nms(
     serves it; where torchvision is missing plain torch gives the same.
 
     Raises:
-        ValueError: A shape or ``offset`` does not fit; the message names the argument.
+        ValueError: A shape or ``offset`` does not fit. The message names the argument.
 
     Source: The signature is mmcv's.
     """
@@ -90,7 +90,7 @@ def soft_nms(
     a thousand rounds cost less there, copies included, than as many synchronisations of a GPU's blocks.
 
     Raises:
-        ValueError: A shape, ``offset``, ``method`` or ``sigma`` does not fit; the message names the argument.
+        ValueError: A shape, ``offset``, ``method`` or ``sigma`` does not fit. The message names the argument.
 
     Source: Soft-NMS, arXiv 1704.04503; the signature and the order of equal scores are mmcv's.
     """

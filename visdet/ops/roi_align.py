@@ -52,7 +52,7 @@ def roi_align(
     which torchvision's are not made for.
 
     Raises:
-        ValueError: A shape, type, device, number or ``pool_mode`` does not fit; the message names the argument.
+        ValueError: A shape, type, device, number or ``pool_mode`` does not fit. The message names the argument.
 
     Source: Mask R-CNN, arXiv 1703.06870; the signature and the defaults are mmcv's (torchvision's default is
     aligned=False).

@@ -38,7 +38,7 @@ def roi_pool(
     ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
-        ValueError: A shape, type, device or number does not fit; the message names the argument.
+        ValueError: A shape, type, device or number does not fit. The message names the argument.
 
     Source: Fast R-CNN, arXiv 1504.08083; the bins and the signature are mmcv's.
     """

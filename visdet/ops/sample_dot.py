@@ -41,7 +41,7 @@ def sample_dot(
     backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
         NotBuiltError: The library for the device is not built.
 
     Source: The operator is that of fused_sample_ops; the kernels are visdet's own.

@@ -37,7 +37,7 @@ def sample_sum(
     backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
         NotBuiltError: The library for the device is not built.
 
     Source: The operator is that of fused_sample_ops (attention over samples of an image); the kernels are visdet's own.
