@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention: a weighted sum of bilinear samples from a flattened feature pyramid."""
+"""Multi-scale deformable attention, a weighted sum of bilinear samples from a flattened feature pyramid."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +43,7 @@ def ms_deform_attn(
             table on a GPU is read there without a synchronisation, and a level that does not lie within S yields NaN.
         locations: The samples' positions, float32 (float64 for float64 values). Other types are converted.
         weights: Any numbers, usually a softmax over L * P, of the type of ``locations``. Other types are converted.
-        im2col_step: It is ignored. mmcv's function takes it last; here B need not divide by anything.
+        im2col_step: It is ignored. mmcv's function has it as its last argument. Here B need not be a multiple of it.
 
     Returns:
         The sums, in the type of ``value``, accumulated in float32 (float64 for float64). If B, Q, P or C is 0, the

@@ -1,4 +1,4 @@
-"""RoIAlign: bilinear samples in the bins of each region, averaged or their maximum."""
+"""RoIAlign, which is the mean or the maximum of bilinear samples in each bin of a region."""
 
 from typing import Any
 
@@ -163,7 +163,7 @@ _roi_align = _library.differentiable(
 
 
 class RoIAlign(nn.Module):
-    """``roi_align`` with its settings; ``use_torchvision`` is accepted and ignored."""
+    """A module that calls ``roi_align`` with its settings. ``use_torchvision`` is accepted and ignored."""
 
     @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
     def __init__(
