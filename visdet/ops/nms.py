@@ -203,7 +203,7 @@ def kept_indices(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: in
 
 
 def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Return the indices that greedy suppression in plain torch keeps. The order and the result are torchvision's."""
+    """Return the indices that greedy suppression keeps, by plain torch on the CPU. Their order is torchvision's."""
     order = scores.sort(descending=True, stable=True).indices.cpu()
     ordered = boxes.cpu()[order]
     is_alive = torch.ones(len(order), dtype=torch.bool)

@@ -35,7 +35,7 @@ def _needs_float32(im: Tensor) -> bool:
 
 
 def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwargs: Any) -> Tensor:
-    """Return ``grid_sample`` after replacing coordinates of NaN. torch would read stray memory there on the CPU."""
+    """Return ``grid_sample`` after making all coordinates finite. At others, torch's CPU kernel reads stray memory."""
     if im.dim() == 4 and grid.dim() == 4 and 0 in im.shape[2:]:
         padding = kwargs.get("padding_mode", "zeros")
         if padding != "zeros":

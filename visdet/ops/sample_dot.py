@@ -1,4 +1,4 @@
-"""Dot products of queries with bilinear samples of an image, without the tensor of samples."""
+"""Dot products of queries with bilinear samples of an image, which need no tensor of samples."""
 
 import math
 from typing import Any
