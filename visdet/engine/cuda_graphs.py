@@ -22,13 +22,15 @@ _LEARNS = attrgetter("requires_grad")
 
 
 def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logger) -> "list[GraphedMethod]":
-    """Return what replays the steps of a model if its run's config says ``graph=True``; nothing where it cannot.
+    """Return the methods of a model that CUDA graphs replay. The list is empty without ``graph=True`` or without a GPU.
 
-    In a run of several processes each replays graphs of its own. They exchange gradients outside the graphs, as
-    ``DistributedDataParallel`` does. Another wrapper of models, and ``SyncBatchNorm``, make training eager.
+    In a run of several processes, each process replays its own graphs. The processes exchange gradients outside the
+    graphs, as ``DistributedDataParallel`` does. With another wrapper of models or ``SyncBatchNorm``, training is eager.
 
     Args:
-        config: the config of the run. model: the model or its wrapper. logger: is told what cannot be replayed.
+        config: the config of the run.
+        model: the model or its wrapper.
+        logger: the logger that gets a warning if something cannot be replayed.
     """
     if not config.get("graph", False):
         return []
@@ -50,20 +52,21 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
 
 
 class GraphedMethod(ABC):
-    """A method of a detector, computed by CUDA graphs where the batch has a shape that was captured.
+    """A method of a detector that is computed by CUDA graphs for batches of captured shapes.
 
     A shape runs eagerly the first time and is captured the second time. After a capture that fails, all batches run
     eagerly. ``report`` counts the batches.
 
     Args:
-        model: A model without the methods named in ``stages`` runs eagerly. Its parameters and buffers may change their
-            values and places, but must be these objects, as a search through all modules takes milliseconds.
-        max_shapes: shapes whose graphs are kept; the least recently used one makes room. All share one pool of memory.
-        say: is told of captures and failures.
+        model: the detector. Without the methods named in ``stages`` it runs eagerly. Its parameters and buffers may
+            change their values and places, but must stay the same objects, because a search takes milliseconds.
+        max_shapes: number of shapes whose graphs are kept. A new shape replaces the least recently used one. All graphs
+            share one pool of memory.
+        say: a function that is called with a text about each capture or failure.
     """
 
-    method: ClassVar[str]  # what stands in the place of the model's own
-    stages: ClassVar[tuple[str, ...]]  # methods that the model needs
+    method: ClassVar[str]  # the name of the replaced method
+    stages: ClassVar[tuple[str, ...]]  # the names of the methods that the model must have
     default_max_shapes: ClassVar[int]
 
     def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
@@ -71,7 +74,7 @@ class GraphedMethod(ABC):
         self.max_shapes = self.default_max_shapes if max_shapes is None else max_shapes
         self._say = say
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
-        self._examples: dict[Hashable, Any] = {}  # of the shapes that have run eagerly
+        self._examples: dict[Hashable, Any] = {}  # the examples of the shapes that have run eagerly
         self._has_failed = False
         self._memory: _SharedMemory | None = None
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
@@ -79,7 +82,7 @@ class GraphedMethod(ABC):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let the model compute the method by graphs within the block."""
+        """Replace the method of the model by this object within the block."""
         setattr(self.model, self.method, self)
         try:
             yield
@@ -87,7 +90,7 @@ class GraphedMethod(ABC):
             delattr(self.model, self.method)
 
     def __call__(self, inputs: Tensor, data_samples: Sequence[Any]) -> Any:
-        """Return what the model's method does."""
+        """Return the result of the model's method."""
         if inputs.is_cuda and self._serves() and all(hasattr(self.model, name) for name in self.stages):
             return self._run(inputs, data_samples)
         self.counts["without a GPU or stages"] += 1
@@ -103,22 +106,22 @@ class GraphedMethod(ABC):
 
     @abstractmethod
     def _serves(self) -> bool:
-        """Return whether a call may run by graphs as torch is set now."""
+        """Return whether graphs may serve a call under torch's current settings."""
 
     @abstractmethod
     def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> Any:
-        """Return what the model's method does, by ``_compute``."""
+        """Return the result of the model's method, which is computed by ``_compute``."""
 
     @abstractmethod
     def _compute_eagerly(self, batch: Any) -> tuple[Any, Any]:
-        """Return what the graphs compute, and what ``_new_step`` must know of it."""
+        """Return what the graphs compute, and the example of it that ``_new_step`` needs."""
 
     @abstractmethod
     def _new_step(self, batch: Any, example: Any, memory: "_SharedMemory") -> Any:
-        """Return what captures a shape and replays it: a step with ``capture`` and a call."""
+        """Return a step for one shape. Its ``capture`` records the graphs, and a call replays them."""
 
     def _compute(self, batch: Any) -> Any:
-        """Return what ``_compute_eagerly`` does, by graphs where the shape was captured or can be captured now."""
+        """Return the first result of ``_compute_eagerly``, by graphs if the shape was captured or can be captured."""
         key = self._key(batch)
         if key in self._graphs:
             self._graphs.move_to_end(key)
@@ -131,7 +134,7 @@ class GraphedMethod(ABC):
         return result
 
     def _first_replay(self, key: Hashable, batch: Any) -> Any:
-        """Return what a batch gives, by graphs that are captured first where that is possible."""
+        """Capture the graphs for a batch and return their result, or compute it eagerly if the capture fails."""
         while len(self._graphs) >= self.max_shapes:
             self._graphs.popitem(last=False)
         if self._memory is None:
@@ -142,8 +145,9 @@ class GraphedMethod(ABC):
         random_state = generator.clone_state()
         try:
             step.capture()
-        except RuntimeError as error:  # of torch and CUDA, for what cannot be captured or for lack of memory
-            generator.graphsafe_set_state(random_state)  # that in use takes the capture for unfinished
+        except RuntimeError as error:  # Something cannot be captured, or the memory does not suffice.
+            # The generator's current state regards the capture as unfinished.
+            generator.graphsafe_set_state(random_state)
             self._graphs.clear()
             self._has_failed = True
             self.counts["after a failed capture"] += 1
@@ -157,7 +161,7 @@ class GraphedMethod(ABC):
         return step(batch)
 
     def _key(self, batch: Any) -> Hashable:
-        """Return everything that a captured graph takes for granted: shapes, modes, and where the weights lie."""
+        """Return everything that a captured graph depends on: shapes, modes, and the addresses of the weights."""
         places = hash((*map(Tensor.data_ptr, self._parameters), *map(Tensor.data_ptr, self._buffers)))
         learning = hash(tuple(map(_LEARNS, self._parameters))) if torch.is_grad_enabled() else None
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
@@ -235,7 +239,7 @@ class _SharedMemory:
         self.gradients: dict[nn.Parameter, Tensor] = {}
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return where graphs leave the gradient of a parameter."""
+        """Return the tensor to which graphs write the gradient of a parameter."""
         if parameter not in self.gradients:
             self.gradients[parameter] = torch.empty_like(parameter)
         return self.gradients[parameter]
@@ -407,7 +411,7 @@ def _nothing_changes(model: nn.Module) -> Iterator[None]:
 
 
 class _Call(nn.Module):
-    """A module whose call is that of any function."""
+    """A module whose call runs a given function."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

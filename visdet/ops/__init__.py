@@ -1,4 +1,4 @@
-"""Operators: tensors in, tensors out, on CPU and CUDA. Needs torch alone."""
+"""Operators, which are functions of tensors on CPU and CUDA. This package needs no other package than torch."""
 
 from ._library import NotBuiltError, build_info
 from .batched_nms import batched_nms, register_nms

@@ -1,4 +1,4 @@
-"""Arguments of operators: the checks and conversions that several operators share."""
+"""Checks and conversions of arguments that several operators share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +41,6 @@ def integer_table(operator: str, name: str, table: Tensor | Sequence[Any], expec
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width) of one number or two."""
+    """Return (height, width), given one number for both or two numbers."""
     height, width = (size, size) if isinstance(size, int) else size
     return int(height), int(width)

@@ -1,4 +1,4 @@
-"""Arguments of deformable convolutions: the checks of their shapes, the size of the result, positions of the taps."""
+"""Functions on the arguments of deformable convolutions: checks of shapes, the result's size, and tap positions."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def check_shapes(
     groups: int,
     deform_groups: int,
 ) -> None:
-    """Raise ValueError, which names the operator and the argument, where a shape does not fit."""
+    """Raise a ValueError that names the operator and the argument if a shape or a number does not fit."""
     for name, tensor, dims in (
         ("input", input, "[B, C, H, W]"),
         ("weight", weight, "[C', C / groups, KH, KW]"),

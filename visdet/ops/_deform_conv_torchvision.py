@@ -20,7 +20,7 @@ def convolve_by_torchvision(
     padding: tuple[int, int],
     dilation: tuple[int, int],
 ) -> Tensor:
-    """Return torchvision's deformable convolution with visdet's rules for offsets; B must be positive."""
+    """Return torchvision's deformable convolution with visdet's rules for offsets. B must be positive."""
     from torchvision.ops import deform_conv2d
 
     offset = _within_reach(offset, input.shape[2:], padding)
@@ -32,23 +32,24 @@ def convolve_by_torchvision(
 
 
 def _within_reach(offset: Tensor, size: Any, padding: tuple[int, int]) -> Tensor:
-    """Return the offsets; one that leads out of every map replaces those that are NaN or lead further.
+    """Return the offsets after replacing those that are NaN or too large by an offset that leads out of every map.
 
-    At a position that is NaN torchvision reads pixels outside of the image's memory.
+    If a position is NaN, torchvision reads pixels outside the memory of the image.
     """
     reach = 2.0 * (sum(size) + 2 * sum(padding) + 1)
     return torch.where(offset.abs() < reach, offset, -reach)
 
 
 def _off_the_border(offset: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """Return the offsets, with those that lead to exactly -1 reduced by one: outside, where they have no gradient.
+    """Return the offsets after subtracting 1 from those that lead to exactly -1, so that they have no gradient.
 
-    Offsets start at 0, which leaves every tap of a padding of 1 at -1; torchvision gives such an offset the gradient
-    of a sample inside.
+    Offsets start at 0, where the outer taps of a padding of 1 are at -1. torchvision gives such an offset the gradient
+    of a sample inside the map.
     """
     with torch.no_grad():
         y, x = tap_positions(offset, kernel_size, stride, padding, dilation)
         position = torch.stack(torch.broadcast_tensors(y, x), 2)  # [KH, KW, 2, H', W']
         offset_of_tap = offset.view(offset.shape[0], -1, *position.shape)  # [B, G, KH, KW, 2, H', W']
         is_border = (offset_of_tap + position == -1).flatten(1, 4)
-    return offset - is_border.to(offset.dtype)  # one launch for autograd, none in the backward
+    # This takes one launch in the forward pass and none in the backward pass.
+    return offset - is_border.to(offset.dtype)

@@ -1,4 +1,4 @@
-"""Tables of a flattened pyramid's levels, their shapes and first rows, as the kernels of attention read them."""
+"""The tables of a flattened pyramid's levels (shapes and first rows) in the form that the attention kernels read."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ from ._arguments import integer_table
 
 __all__ = ["MAX_HOST_LEVELS", "level_starts_of", "level_tables"]
 
-# A CUDA kernel takes the tables of so many levels as an argument; it reads longer tables from the device. This is
-# kMaxHostLevels of csrc/cuda/ms_deform_attn.
+# A CUDA kernel takes the tables of up to this many levels as an argument. It reads longer tables from the device. This
+# is kMaxHostLevels of csrc/cuda/ms_deform_attn.
 MAX_HOST_LEVELS = 16
 
 

@@ -1,4 +1,4 @@
-"""Loads the two operator libraries, and says what to do where one is missing."""
+"""Loads the two operator libraries, and raises errors that say how to build a missing one."""
 
 import ctypes
 import os
@@ -34,11 +34,11 @@ _HOW_TO_BUILD = (
 
 
 class NotBuiltError(RuntimeError):
-    """An operator was called on a device whose library is not there."""
+    """The library that an operator needs is missing, or was built from an older source."""
 
 
 def _load(name: str) -> str | None:
-    """Load ``libvisdet_<name>.so``; return None, or why it is not loaded."""
+    """Load ``libvisdet_<name>.so``. Return None, or the reason if it cannot be loaded."""
     path = _FOLDER / f"libvisdet_{name}.so"
     if not path.exists():
         return f"{path} does not exist"
@@ -50,7 +50,7 @@ def _load(name: str) -> str | None:
 
 
 def _refuse_second_copy() -> None:
-    """Raise ImportError where another copy of this package has declared the operators, which torch allows once."""
+    """Raise ImportError if another copy of this package has declared the operators. torch allows this only once."""
     own = os.path.realpath(_FOLDER)
     for path in torch.ops.loaded_libraries:
         folder, name = os.path.split(path)
@@ -81,7 +81,7 @@ _state = threading.local()
 
 @contextmanager
 def planning() -> Iterator[None]:
-    """In this thread, let tensors without data stand for tensors on a GPU (``visdet.ops.explain``)."""
+    """Treat tensors without data as tensors on a GPU in this thread, within the block (``visdet.ops.explain``)."""
     _state.is_planning = True
     try:
         yield
@@ -105,7 +105,7 @@ def declares(operator: str) -> bool:
     """Return whether the CPU library, which declares the operators, is loaded.
 
     Raises:
-        NotBuiltError: it is, but was built from an older source that has no such operator.
+        NotBuiltError: the library is loaded but was built from an older source, which lacks this operator.
     """
     if not is_loaded("cpu"):
         return False
@@ -126,7 +126,7 @@ def require_cpu() -> None:
 
 
 def require_cuda() -> None:
-    """Raise NotBuiltError unless the CUDA library is loaded, which it is on machines without a GPU, too."""
+    """Raise NotBuiltError unless the CUDA library is loaded. It can be loaded on machines without a GPU, too."""
     if _problems["cuda"] is not None:
         raise NotBuiltError(
             f"visdet.ops: the CUDA library is not loaded: {_problems['cuda']}; {_HOW_TO_BUILD}."
@@ -134,7 +134,7 @@ def require_cuda() -> None:
 
 
 def explain_missing_cuda(*operators: str) -> None:
-    """Without the CUDA library, make each of ``operators`` answer a CUDA tensor with NotBuiltError."""
+    """Make each of ``operators`` raise NotBuiltError for a CUDA tensor if the CUDA library is not loaded."""
     if is_loaded("cuda"):
         return
 
@@ -155,17 +155,17 @@ def differentiable(
     setup_context: Callable[[Any, tuple[Any, ...], Any], None],
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Give ``visdet::<name>`` its shapes and its gradient; return what Python code calls as this operator.
+    """Register the shapes and the gradient of ``visdet::<name>``, and return the function that Python code calls.
 
-    The gradient is registered, for ``torch.compile``, exports, traces, ``torch.func`` and callers of
-    ``torch.ops.visdet``. An eager call of what is returned goes through an ``autograd.Function`` instead: less time on
-    the host than torch's wrapper of a registered gradient, and an error where something differentiates it twice.
+    The registered gradient serves ``torch.compile``, exports, traces, ``torch.func`` and callers of
+    ``torch.ops.visdet``. An eager call of the returned function uses an ``autograd.Function`` instead. That takes less
+    time on the host than torch's wrapper of a registered gradient, and differentiating it twice raises an error.
 
     Args:
-        fake: shapes and types of the results, from the operator's arguments.
-        fake_backward: the same of ``visdet::<name>_backward``.
-        setup_context: ``(ctx, inputs, output)``, keeps what the backward needs.
-        backward: ``(ctx, *grad_outputs)``, the gradients of the arguments.
+        fake: a function that returns results of the right shapes and types, given the operator's arguments.
+        fake_backward: the same for ``visdet::<name>_backward``.
+        setup_context: a function ``(ctx, inputs, output)`` that saves what the backward pass needs.
+        backward: a function ``(ctx, *grad_outputs)`` that returns the gradients of the arguments.
     """
     if not declares(name):
         return lambda *_: require_cpu()
@@ -212,15 +212,15 @@ def build_info() -> dict[str, Any]:
 
 def _cuda_build(path: str) -> dict[str, Any]:
     try:
-        text = ctypes.CDLL(path).visdet_cuda_build  # the library that is loaded already
-    except AttributeError:  # built from a source that did not say
+        text = ctypes.CDLL(path).visdet_cuda_build  # This is the library that has been loaded already.
+    except AttributeError:  # The library was built from an older source, which does not have this text.
         return _parse_cuda_build("")
     text.restype = ctypes.c_char_p
     return _parse_cuda_build(text().decode())
 
 
 def _parse_cuda_build(text: str) -> dict[str, Any]:
-    """Return the parts of what csrc/cuda/build_info.cpp says: "toolkit=13.0 native=7.5,8.0 ptx=8.0"."""
+    """Return the parts of the text of csrc/cuda/build_info.cpp, such as "toolkit=13.0 native=7.5,8.0 ptx=8.0"."""
     said = dict(part.split("=", 1) for part in text.split())
     lists = {name: [item for item in said.get(name, "").split(",") if item] for name in ("native", "ptx")}
     return {"toolkit": said.get("toolkit"), **lists}

@@ -1,4 +1,4 @@
-"""Old names of arguments, as configs of mmdet 2 still carry them."""
+"""Support for old names of arguments, which configs of mmdet 2 still use."""
 
 import functools
 import warnings

@@ -1,4 +1,4 @@
-"""Bilinear samples of feature maps inside regions, in plain torch, by the border rule of RoIAlign."""
+"""Bilinear sampling of feature maps inside regions in plain torch, with the border rule of RoIAlign."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,19 +9,19 @@ from torch import Tensor
 
 __all__ = ["bounded_rois", "check_rois", "check_sampling_ratio", "pool_samples"]
 
-# Values gathered at a time: bounds the memory of a call without gradients to some hundred megabytes.
+# This many values are gathered at a time. It limits the memory of a call without gradients to some hundred megabytes.
 CHUNK_VALUES = 1 << 24
 
-# Pixels of the map beyond which a region is cut: float32 counts no half pixels there.
+# A region is cut this many pixels outside the map, because float32 cannot represent half pixels there.
 FURTHEST = 1 << 24
-# The same where the number of samples grows with the region: the longer side of the map, at least this many,
+# If the number of samples grows with the region, it is cut at the length of the map's longer side, but at least here.
 LEAST_REACH = 128
-# and no more than keeps the samples of a channel countable in 31 bits.
+# A region is then not much longer than this, so that the samples of a channel can be counted in 31 bits.
 LARGEST_SIDE = 46000
 
 
 def check_rois(op: str, input: Tensor, rois: Tensor, size: tuple[int, int], spatial_scale: float) -> None:
-    """Raise ValueError unless input is [B, C, H, W], rois [N, 5] on the same device, and the numbers make sense."""
+    """Raise ValueError unless input is [B, C, H, W], rois are [N, 5] on its device, and the numbers are positive."""
     if input.dim() != 4:
         raise ValueError(f"{op}: input must be [B, C, H, W], got {list(input.shape)}")
     if not input.is_floating_point():
@@ -46,9 +46,9 @@ def check_sampling_ratio(op: str, sampling_ratio: int, size: tuple[int, int]) ->
 
 
 def _larger(one: Any, other: Any) -> Any:
-    """Return the larger number, without a guard where torch.export has a symbol in place of one.
+    """Return the larger number, without adding a guard if one of them is a symbol of torch.export.
 
-    torch.compile of torch 2.10 knows ``sym_max`` of symbols only.
+    torch.compile of torch 2.10 supports ``sym_max`` for symbols only.
     """
     return max(one, other) if _are_numbers(one, other) else torch.sym_max(one, other)
 
@@ -69,23 +69,23 @@ def bounded_rois(
     sampling_ratio: int,
     dtype: torch.dtype,
 ) -> Tensor:  # [N, 5] in dtype
-    """Return the regions such that every number can be computed with, by tensor arithmetic alone.
+    """Return the regions after invalid and huge numbers have been replaced, by tensor arithmetic alone.
 
-    A region whose batch index is not within 0..B-1, or with NaN among its numbers, is moved off the map, where all
-    samples are 0 and have no gradient. Others are cut where they end far outside: ``FURTHEST`` pixels from the map,
-    or, where the number of samples grows with the region, closer. There a negative extent, which has no samples
-    either, becomes 0: torchvision on the CPU allocates by the product of both.
+    A region whose batch index is not within 0..B-1, or one that has a NaN, is moved off the map, where all samples are
+    0 and have no gradient. Other regions are cut if they end more than ``FURTHEST`` pixels outside the map. If the
+    number of samples grows with the region, they are cut closer to it. A negative extent, which has no samples, then
+    becomes 0, because torchvision on the CPU allocates memory by the product of both extents.
     """
     wide = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
     side = _larger(input.shape[2], input.shape[3])
     reach: int | torch.SymInt = FURTHEST
     if sampling_ratio <= 0:
         room = _larger(LARGEST_SIDE - side, 2) // 2
-        reach = _smaller(_larger(side, LEAST_REACH), room) + 2  # a pixel from the map, at least
-    most = torch.finfo(dtype).max / 2 / max(spatial_scale, 1)  # float16: extents are finite too
+        reach = _smaller(_larger(side, LEAST_REACH), room) + 2  # at least one pixel from the map
+    most = torch.finfo(dtype).max / 2 / max(spatial_scale, 1)  # so that extents are finite in float16, too
     low = -_smaller(reach / spatial_scale, most)
     bounded = wide.clamp(low, _larger(_smaller((side + reach) / spatial_scale, most), input.shape[0]))
-    index = torch.add(bounded[:, 0], bounded.sum(1), alpha=0)  # NaN where a number of the region is
+    index = torch.add(bounded[:, 0], bounded.sum(1), alpha=0)  # NaN if the region has a NaN
     is_missing = (index.clamp(0, input.shape[0] - 1) != index)[:, None]
     bounded[:, :1].masked_fill_(is_missing, 0)
     bounded[:, 1:].masked_fill_(is_missing, low)
@@ -95,7 +95,7 @@ def bounded_rois(
 
 
 def _corners(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return lower and upper index, the weight of the upper, and whether the sample counts (-1 <= position <= size)."""
+    """Return both indices, the weight of the upper one, and whether the sample counts (-1 <= position <= size)."""
     counts = (position >= -1) & (position <= size)
     position = torch.where(counts, position, 0).clamp(min=0)
     low = position.detach().floor().long().clamp(max=size - 1)
@@ -105,7 +105,7 @@ def _corners(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _sample(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: int) -> Tensor:
-    """Return [n, K, C] samples at y, x [n, K] of the map at ``first_row`` [n] of rows [B * H * W, C]."""
+    """Return the samples [n, K, C] at y, x [n, K] of the maps from ``first_row`` [n] on in rows [B * H * W, C]."""
     y0, y1, fy, y_counts = _corners(y, H)
     x0, x1, fx, x_counts = _corners(x, W)
     counts = y_counts & x_counts
@@ -114,11 +114,11 @@ def _sample(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: in
         for column, wx in ((x0, 1 - fx), (x1, fx)):
             values = rows[(first_row[:, None] + row * W + column).flatten()].view(*y.shape, -1)
             total = total + (wy * wx)[..., None] * values
-    return torch.where(counts[..., None], total, 0)  # a product with 0 would keep NaN
+    return torch.where(counts[..., None], total, 0)  # A product with 0 would keep NaN.
 
 
 def _groups(grid: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (samples down, samples across, indices) of the regions that have the same counts [N, 2]."""
+    """Yield (samples down, samples across, indices) for each group of regions with the same counts in grid [N, 2]."""
     for count in grid.unique(dim=0):
         yield int(count[0]), int(count[1]), (grid == count).all(1).nonzero().squeeze(1)
 
@@ -131,11 +131,11 @@ def pool_samples(
     grid: Tensor,  # [N, 2] int64: samples down and across a bin
     reduce: Callable[[Tensor], Tensor],  # [n, PH * PW, samples, C] to [n, PH * PW, C]
 ) -> Tensor:  # [N, C, PH, PW]
-    """Return each bin's samples, reduced; a bin without samples gives 0."""
+    """Return the result of ``reduce`` for the samples of each bin. A bin without samples gives 0."""
     B, C, H, W = input.shape
     N, _, PH, PW = origin.shape
     output = input.new_zeros(N, PH * PW, C)
-    # The sum of no numbers gives what has no samples a gradient of zero, whatever the numbers are.
+    # The sum of no numbers makes a result without samples differentiable, with a gradient of zero for any numbers.
     empty_sum = input.flatten()[:0].sum() + origin.flatten()[:0].sum()
     if output.numel() == 0 or input.numel() == 0:
         return output.transpose(1, 2).reshape(N, C, PH, PW) + empty_sum

@@ -1,4 +1,4 @@
-"""Non-maximum suppression per class, with the kind of suppression named by a configuration."""
+"""Non-maximum suppression per class, of a kind that a config names."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def batched_nms(
 
     Raises:
         KeyError: ``type`` is unknown.
-        ValueError: A shape does not fit; the message names the argument.
+        ValueError: A shape does not fit. The message names the argument.
 
     Source: The semantics are mmcv's; the trick of moving classes apart is torchvision's.
     """
@@ -98,8 +98,9 @@ def _shifted_apart(boxes: Tensor, idxs: Tensor) -> Tensor:
     """Return the boxes moved so far that those of different classes cannot overlap."""
     if boxes.numel() == 0:
         return boxes
-    known = boxes.nan_to_num(0, 0, 0)  # a box that is no number must not move the others
-    if boxes.shape[-1] == 5:  # rotated: only centres move
+    # A box with a NaN or infinite corner must not change how far others are moved.
+    known = boxes.nan_to_num(0, 0, 0)
+    if boxes.shape[-1] == 5:  # Of rotated boxes, only the centres move.
         reach = known[:, :2].max() + known[:, 2:4].max() + 1
         return torch.cat([boxes[:, :2] + (idxs.to(boxes) * reach)[:, None], boxes[:, 2:]], 1)
     return boxes + (idxs.to(boxes) * (known.max() + 1))[:, None]

@@ -1,4 +1,4 @@
-"""Key points of 3-D boxes: points given in sizes of the box, rotated and moved with it."""
+"""Key points of 3-D boxes, which are given in sizes of the box and are rotated and moved with it."""
 
 from typing import Any
 
@@ -25,9 +25,9 @@ def box_key_points(
 
     Args:
         anchors: The boxes in metres, float32 or float64, with D at least 8.
-        fixed: The fixed points, any numbers; they are converted to the type of ``anchors``.
-        logits: The logits of M points more, converted likewise, or None for none.
-        max_log_size: The logarithm at which sizes end; beyond it their gradient is zero.
+        fixed: The fixed points, which may be any numbers. They are converted to the type of ``anchors``.
+        logits: The logits of M further points, or None if there are none. They are converted likewise.
+        max_log_size: The logarithm at which sizes are clamped. Beyond it their gradient is zero.
 
     Returns:
         The points in metres, the fixed ones first. NaN and infinity go where the formula takes them.

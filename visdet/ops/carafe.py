@@ -1,4 +1,4 @@
-"""CARAFE: upsampling by a kernel predicted for each pixel of the result."""
+"""CARAFE, which upsamples a map by a kernel that is predicted for each pixel of the result."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ def carafe(
 
     Args:
         features: The map, float64, float32, float16 or bfloat16. Pixels outside it are zeros.
-        masks: The kernels, row by row, one for each of G groups of channels; usually a softmax over K * K. They are
-            converted to the type of ``features``.
+        masks: The kernels, row by row, one for each of G groups of channels. They are usually a softmax over K * K, and
+            are converted to the type of ``features``.
         kernel_size: K, an odd number of pixels.
         group_size: G, the number of groups, which divides C.
         scale_factor: s, the factor of the size, at least 1.
@@ -32,11 +32,11 @@ def carafe(
     Returns:
         The sums, taken in float32 (float64 for float64), in the type of ``features``.
 
-    It is differentiable once with respect to ``features`` and ``masks``; the inputs are saved for the backward. It is
+    It is differentiable once with respect to ``features`` and ``masks``. The inputs are saved for the backward. It is
     deterministic, for any number of threads. NaN and infinity go where the formula takes them.
 
     Raises:
-        ValueError: A shape or a number does not fit; the message names the argument.
+        ValueError: A shape or a number does not fit. The message names the argument.
 
     Source: CARAFE, arXiv 1905.02188; the signature and the order of the masks are mmcv's.
     """
@@ -119,7 +119,7 @@ def carafe_naive(
 
 
 class CARAFE(nn.Module):
-    """``carafe`` with its settings."""
+    """A module that calls ``carafe`` with its settings."""
 
     def __init__(self, kernel_size: int, group_size: int, scale_factor: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class CARAFENaive(CARAFE):
 
 
 class CARAFEPack(nn.Module):
-    """Upsampler that predicts its own kernels, 'carafe' in configs.
+    """An upsampler that predicts its own kernels. Its name in configs is 'carafe'.
 
     Args:
         channels: The number of channels of the map.

@@ -1,11 +1,11 @@
-"""Corner pooling: the running maximum along rows or columns."""
+"""Corner pooling, which is the running maximum along rows or columns."""
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["CornerPool", "corner_pool"]
 
-# Dimension of [B, C, H, W] and whether the maximum runs towards lower indices.
+# For each mode, the dimension of [B, C, H, W] and whether the maximum runs towards lower indices.
 _DIRECTIONS = {"bottom": (2, False), "left": (3, True), "right": (3, False), "top": (2, True)}
 
 
@@ -21,7 +21,7 @@ def corner_pool(x: Tensor, mode: str) -> Tensor:
         x: The map [B, C, H, W].
         mode: 'bottom' and 'right' run towards higher rows and columns, 'top' and 'left' towards lower ones.
 
-    It is differentiable: of equal maxima the last on the way gets the gradient. From a NaN on, pixels are NaN.
+    It is differentiable. Of equal maxima, the last one on the way gets the gradient. From a NaN on, pixels are NaN.
 
     Raises:
         ValueError: ``mode`` is unknown, or ``x`` has another number of dimensions.
@@ -40,7 +40,7 @@ def corner_pool(x: Tensor, mode: str) -> Tensor:
 
 
 class CornerPool(nn.Module):
-    """``corner_pool`` in one direction."""
+    """A module that calls ``corner_pool`` in one direction."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()

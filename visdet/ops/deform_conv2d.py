@@ -1,4 +1,4 @@
-"""Deformable convolution: each tap of the kernel reads the map at a learnt offset from its position."""
+"""Deformable convolution, in which each tap of the kernel reads the map at a learnt offset from its position."""
 
 import functools
 from typing import Any
@@ -59,7 +59,7 @@ def deform_conv2d(
     plain torch.
 
     Raises:
-        ValueError: A shape or a number does not fit, or ``bias`` is True; the message names the argument.
+        ValueError: A shape or a number does not fit, or ``bias`` is True. The message names the argument.
         RuntimeError: On CUDA, deterministic algorithms were switched on between the forward and the backward.
 
     Source: Deformable Convolutional Networks, arXiv 1703.06211; the signature is mmcv's.
@@ -85,7 +85,7 @@ def convolve(
     deform_groups: int,
     im2col_step: int = 32,
 ) -> Tensor:
-    """Return the convolution of arguments that were checked, in the type of ``offset``, by whoever serves the call."""
+    """Return the convolution of checked arguments, in the type of ``offset``, by the library that serves the call."""
     settings = (pair(stride), pair(padding), pair(dilation))
     if not _has_kernel(input, offset, mask, weight):
         return _convolve_without_kernel(input, offset, mask, weight, bias, settings, deform_groups)
@@ -124,7 +124,7 @@ def _convolve_without_kernel(
     settings: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
     deform_groups: int,
 ) -> Tensor:
-    """Return the same by torchvision, or by plain torch; in float32 where the type has 16 bits."""
+    """Return the same by torchvision or by plain torch. 16-bit types are computed in float32."""
     dtype = computation_dtype(offset)
     x, shift, factor, kernel, addend = (
         None if tensor is None else tensor.to(dtype) for tensor in (input, offset, mask, weight, bias)
@@ -151,7 +151,7 @@ def deform_conv2d_reference(
     """Return what ``modulated_deform_conv2d`` returns, in plain torch: the definition kernels are tested against.
 
     It gathers the columns of im2col at the positions of the taps and multiplies them by the weight. It computes in
-    float32 at least, since 16 bits do not hold a position in a map; the result has the type of ``input``.
+    float32 at least, because 16 bits do not hold a position in a map. The result has the type of ``input``.
     """
     dtype = torch.promote_types(offset.dtype, torch.promote_types(input.dtype, torch.float32))
     G, (B, C, H, W), KH, KW = deform_groups, input.shape, *weight.shape[2:]
@@ -172,7 +172,7 @@ def deform_conv2d_reference(
 
 
 def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    """Return the samples [M, c, K] of maps [M, c, H, W] at y, x [M, K]; pixels outside are 0.
+    """Return the samples [M, c, K] of maps [M, c, H, W] at y, x [M, K]. Pixels outside are 0.
 
     A sample at or beyond -1, H or W is 0 and has no gradient.
     """

@@ -1,4 +1,4 @@
-"""Layers of the deformable convolutions: with offsets from outside, and packs that predict their own."""
+"""Layers of the deformable convolutions, which take their offsets as inputs, and packs that predict the offsets."""
 
 import math
 import warnings
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class _Layer(nn.Module):
-    """The settings and the weight that both convolutions have."""
+    """The base class of both convolutions, with their settings and their weight."""
 
     bias: nn.Parameter | None
 
@@ -61,7 +61,7 @@ class _Layer(nn.Module):
 
 
 class DeformConv2d(_Layer):
-    """Deformable convolution with a weight and no bias; the offsets are an input. Arguments: ``deform_conv2d``'s."""
+    """A deformable convolution with a weight and no bias, whose offsets are an input. See ``deform_conv2d``."""
 
     @renamed_arguments(deformable_groups="deform_groups")
     def __init__(
@@ -89,7 +89,7 @@ class DeformConv2d(_Layer):
         nn.init.kaiming_uniform_(self.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor, offset: Tensor) -> Tensor:
-        """Return the convolution; a map smaller than the kernel is padded to it, and the result cut back."""
+        """Return the convolution. A map smaller than the kernel is padded to its size, and the result is cropped."""
         pad_h = max(self.kernel_size[0] - x.shape[2], 0)
         pad_w = max(self.kernel_size[1] - x.shape[3], 0)
         if not (pad_h or pad_w):
@@ -113,7 +113,7 @@ class DeformConv2d(_Layer):
 
 
 class ModulatedDeformConv2d(_Layer):
-    """Modulated deformable convolution with a weight and a bias; offsets and mask are inputs."""
+    """A modulated deformable convolution with a weight and a bias, whose offsets and mask are inputs."""
 
     @renamed_arguments(deformable_groups="deform_groups")
     def __init__(
@@ -159,11 +159,11 @@ class _Pack(_Layer):
     """A deformable convolution that predicts its offsets by a layer of its own, ``conv_offset``, which starts at zero.
 
     Its state dicts are of version 2, with mmcv's names. In version 1 the layer stood beside the convolution, as
-    ``<name>_offset``: ``rename_offset_layers_on_load`` lets a model load such state dicts.
+    ``<name>_offset``. After ``rename_offset_layers_on_load``, a model can load such state dicts.
     """
 
     _version = 2
-    _fields_of_tap: int  # channels of conv_offset for each tap of each group
+    _fields_of_tap: int  # the number of channels of conv_offset for each tap of each group
 
     def _add_offset_layer(self) -> None:
         self.conv_offset = nn.Conv2d(
@@ -195,7 +195,7 @@ class _Pack(_Layer):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        # torch and mmengine hand a module what is below its own name. The parent has reported the layer beside it.
+        # torch and mmengine pass a module the entries below its own name. The parent has reported the layer beside it.
         old = f"{prefix[:-1]}_offset.weight"
         if old in unexpected_keys:
             warnings.warn(
@@ -206,7 +206,7 @@ class _Pack(_Layer):
 
 
 class DeformConv2dPack(_Pack, DeformConv2d):
-    """Deformable convolution that predicts its own offsets, 'DCN' in configs. Offsets start at 0."""
+    """A deformable convolution that predicts its own offsets, which start at 0. Its name in configs is 'DCN'."""
 
     _fields_of_tap = 2
 
@@ -219,10 +219,10 @@ class DeformConv2dPack(_Pack, DeformConv2d):
 
 
 class ModulatedDeformConv2dPack(_Pack, ModulatedDeformConv2d):
-    """Modulated deformable convolution that predicts its own offsets and masks, 'DCNv2' in configs.
+    """A modulated deformable convolution that predicts its own offsets and masks. Its name in configs is 'DCNv2'.
 
-    Offsets start at 0 and masks at 0.5. The first two thirds of ``conv_offset``'s channels are the offsets, the last
-    third are the masks before the sigmoid.
+    Offsets start at 0 and masks at 0.5. The first two thirds of ``conv_offset``'s channels are the offsets, and the
+    last third is the masks before the sigmoid.
     """
 
     _fields_of_tap = 3
@@ -246,9 +246,10 @@ def rename_offset_layers_on_load(model: nn.Module) -> None:
     """Let a model load state dicts of version 1, whose offset layers stand beside their convolutions.
 
     ``<name>_offset.weight`` of the state dict becomes ``<name>.conv_offset.weight``, and the bias likewise, for each
-    ``DeformConv2dPack`` and ``ModulatedDeformConv2dPack`` in the model. State dicts of version 2 load as before. A hook
-    on each parent of a pack does it, since loaders hand a pack only the entries below its own name; so this is called
-    once on the finished model, before any loader. Copies of the model keep the hooks.
+    ``DeformConv2dPack`` and ``ModulatedDeformConv2dPack`` in the model. State dicts of version 2 load as before. The
+    renaming is done by a hook on each parent of a pack, because loaders pass a pack only the entries below its own
+    name. This function is therefore called once on the finished model, before any loader. Copies of the model keep the
+    hooks.
     """
     for parent in model.modules():
         if any(isinstance(child, _Pack) for child in parent.children()):
@@ -262,7 +263,7 @@ def _rename_offset_layers(parent: nn.Module, state_dict: dict, prefix: str, *_: 
 
 
 def _rename_offset_layer(state_dict: dict, prefix: str) -> None:
-    """Rename in place the entries of the offset layer of the pack below ``prefix``."""
+    """Rename the entries of the offset layer of the pack below ``prefix``, in place."""
     for name in ("weight", "bias"):
         old, new = f"{prefix[:-1]}_offset.{name}", f"{prefix}conv_offset.{name}"
         if new not in state_dict and old in state_dict:

@@ -1,4 +1,4 @@
-"""Deformable RoI pooling: RoIAlign whose bins move by learnt offsets."""
+"""Deformable RoI pooling, which is RoIAlign with bins that move by learnt offsets."""
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ def deform_roi_pool(
     pixel outside the border; here it is that of the clamped sample: 0 across the border. Plain torch serves it.
 
     Raises:
-        ValueError: A shape, type, device or number does not fit; the message names the argument.
+        ValueError: A shape, type, device or number does not fit. The message names the argument.
 
     Source: Deformable Convolutional Networks, arXiv 1703.06211; the signature is mmcv's.
     """
@@ -60,7 +60,7 @@ def deform_roi_pool(
     y = start[:, 0, None] + torch.arange(PH, device=rois.device) * bin_size[:, 0, None]
     x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
     origin = torch.stack([y[:, :, None].expand(-1, PH, PW), x[:, None, :].expand(-1, PH, PW)], 1)
-    if fits and offset is not None:  # of no regions too: it has a gradient
+    if fits and offset is not None:  # An offset of no regions gets a gradient, too.
         origin = origin + gamma * extent[..., None, None] * offset.to(dtype).flip(1)
     pooled = pool_samples(
         input.to(dtype), rois[:, 0].long(), origin, bin_size, grid, lambda samples: samples.mean(2)
@@ -69,7 +69,7 @@ def deform_roi_pool(
 
 
 class DeformRoIPool(nn.Module):
-    """``deform_roi_pool`` with its settings."""
+    """A module that calls ``deform_roi_pool`` with its settings."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class DeformRoIPool(nn.Module):
 
 
 class DeformRoIPoolPack(DeformRoIPool):
-    """Deformable RoI pooling with offsets that three linear layers make of the undeformed bins; they start at 0."""
+    """Deformable RoI pooling whose offsets three linear layers predict from the undeformed bins. They start at 0."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class DeformRoIPoolPack(DeformRoIPool):
 
 
 class ModulatedDeformRoIPoolPack(DeformRoIPoolPack):
-    """The same with a factor in 0..1 for each bin, 0.5 at the start."""
+    """Deformable RoI pooling that also predicts a factor in 0..1 for each bin. The factors start at 0.5."""
 
     def __init__(
         self,

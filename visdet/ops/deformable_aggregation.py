@@ -1,4 +1,4 @@
-"""Deformable aggregation: a weighted sum of bilinear samples of several cameras' feature pyramids."""
+"""Deformable aggregation, a weighted sum of bilinear samples of the feature pyramids of several cameras."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,8 @@ __all__ = [
     "feature_maps_format",
 ]
 
-_MAX_HOST_MAPS = 64  # maps V * L whose table travels as an argument of the CUDA kernels
+# The CUDA kernels take the tables of up to this many maps V * L as an argument.
+_MAX_HOST_MAPS = 64
 
 
 def deformable_aggregation(
@@ -60,7 +61,7 @@ def deformable_aggregation(
     deterministic), and CUDA needs S < 2^30, Q * P * V * L < 2^30, L * G < 2^21 and V * L <= 512.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
         NotBuiltError: The CPU library is not built.
 

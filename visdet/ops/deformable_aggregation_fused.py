@@ -1,4 +1,4 @@
-"""Deformable aggregation of what a head predicts: points in space and logits, instead of locations and weights."""
+"""Deformable aggregation that takes the predictions of a head, which are points in space and logits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,12 +40,12 @@ def deformable_aggregation_fused(
         level_starts: The first row of each map, as ``deformable_aggregation`` takes them.
         key_points: The points in metres, float32 (float64 for float64 features). Other types are converted.
         projection: The matrices from the points' frame to pixels, on features' device; converted as ``key_points``.
-        image_wh: The images' (width, height) in pixels; None where the projection ends in 0..1.
+        image_wh: The images' (width, height) in pixels, or None if the projection yields coordinates in 0..1.
         logits: Any numbers, float32 or of the type of ``features``. Other types are converted. The arithmetic is in
             float32 in any case (float64 for float64 features).
-        camera_logits: What each camera adds to the logits of every query: the two halves of a Linear of
-            ``query + camera``, which need not be written out as [B, Q, V, ...]. The type is that of ``logits``.
-        keep: The pairs that attention dropout leaves; None for all.
+        camera_logits: The term that each camera adds to the logits of every query. With it, a linear layer of
+            ``query + camera`` need not be written out as [B, Q, V, ...]. The type is that of ``logits``.
+        keep: The pairs that attention dropout keeps. None keeps all pairs.
         keep_scale: The factor of the weights, ``1 / (1 - drop)`` under dropout.
 
     Returns:
@@ -57,7 +57,7 @@ def deformable_aggregation_fused(
     scratch memory a logit more.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
         NotBuiltError: The CPU library is not built.
 

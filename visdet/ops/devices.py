@@ -1,4 +1,4 @@
-"""GPUs as a choice between kernels sees them: a few numbers, of the present device or of one made up."""
+"""The few numbers of a GPU on which the choice between kernels depends, for real and for imaginary devices."""
 
 from dataclasses import astuple, dataclass
 
@@ -11,15 +11,15 @@ __all__ = ["DEVICES", "Device", "present_device"]
 
 @dataclass(frozen=True)
 class Device:
-    """What the operators' choice between CUDA kernels depends on.
+    """The properties of a GPU on which the operators' choice between CUDA kernels depends.
 
     Args:
         multiprocessors: number of streaming multiprocessors.
-        shared_block: bytes of shared memory that a block may have after opting in.
-        shared_multiprocessor: bytes of shared memory of a multiprocessor.
-        threads_multiprocessor: resident threads of a multiprocessor.
-        l2_bytes: size of the second-level cache.
-        capability: compute capability as major * 10 + minor.
+        shared_block: number of bytes of shared memory that a block may have after opting in.
+        shared_multiprocessor: number of bytes of shared memory of a multiprocessor.
+        threads_multiprocessor: largest number of resident threads of a multiprocessor.
+        l2_bytes: size of the second-level cache in bytes.
+        capability: the compute capability as major * 10 + minor.
     """
 
     multiprocessors: int
@@ -30,7 +30,7 @@ class Device:
     capability: int
 
     def numbers(self) -> list[int]:
-        """Return the fields in their order, as the library takes them."""
+        """Return the fields in the order in which the library expects them."""
         return list(astuple(self))
 
 
@@ -47,7 +47,7 @@ def _device(
     )
 
 
-# From NVIDIA's data sheets and the tables of compute capabilities in the CUDA programming guide.
+# The numbers are from NVIDIA's data sheets and the tables of compute capabilities in the CUDA programming guide.
 DEVICES: dict[str, Device] = {
     "T4": _device(40, 64, 1024, 4, 75, reserved_kib=0),
     "A100": _device(108, 164, 2048, 40, 80),

@@ -33,11 +33,11 @@ def dropout_add_layer_norm(
 
     Args:
         input: The output of a branch, in any float type.
-        residual: What the branch is added to, or None for nothing.
-        weight, bias: Scale and shift.
+        residual: The tensor that the branch is added to, or None.
+        weight, bias: The scale and the shift of the normalisation.
         p: The probability with which an element of ``input`` becomes zero. The others are divided by ``1 - p``.
-        eps: Added to the variance.
-        relu: Whether ``relu(input)`` takes the place of ``input``.
+        eps: The number that is added to the variance.
+        relu: Whether ``input`` is replaced by ``relu(input)``.
 
     Returns:
         A tensor of the shape of ``input``, in the type that ``torch.nn.functional.layer_norm`` gives, which is float32
@@ -117,7 +117,7 @@ def _seed(p: float, device: torch.device) -> Tensor | None:
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """Return the tensor contiguous and at an address that the kernels can load 16 bytes from."""
+    """Return the tensor, or a contiguous copy at an address from which the kernels can load 16 bytes."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 

@@ -1,4 +1,4 @@
-"""Which kernels a call of an operator takes on a GPU, and why: the choices, without running them."""
+"""Explains which kernels a call of an operator uses on a GPU, and why, without running them."""
 
 import inspect
 import json
@@ -19,7 +19,7 @@ __all__ = ["Explanation", "KernelLaunch", "OperatorPlan", "choose_for", "choose_
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A CUDA kernel as it would start: blocks, threads of a block, bytes of shared memory of a block."""
+    """The launch of a CUDA kernel, with its blocks, and the threads and the bytes of shared memory of a block."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -30,17 +30,17 @@ class KernelLaunch:
 
 @dataclass
 class OperatorPlan:
-    """What one operator would do: the path it takes, those before it that declined, and its kernels in order."""
+    """The plan of one operator: the path that it takes, earlier paths that declined, and its kernels in order."""
 
     op: str
-    path: str | None = None  # None: the operator has only one way
+    path: str | None = None  # None if the operator has only one path
     declined: list[tuple[str, str]] = field(default_factory=list)  # (path, reason)
     launches: list[KernelLaunch] = field(default_factory=list)
 
 
 @dataclass
 class Explanation:
-    """The answer of ``explain``; printed, it is a text for people."""
+    """The answer of ``explain``. Converted by str, it is a text for people."""
 
     operator: str
     device: str
@@ -72,18 +72,18 @@ def explain(
     backward: bool = True,
     **keywords: Any,
 ) -> Explanation:
-    """Return which path a call of an operator takes on a GPU, why earlier ones declined, and what it would start.
+    """Return which path a call of an operator takes on a GPU, why earlier ones declined, and the kernels it launches.
 
-    Nothing is computed and no memory of a GPU is taken: the operator runs on tensors without data. So a machine
-    without a GPU can answer for any device.
+    Nothing is computed and no memory of a GPU is allocated, because the operator runs on tensors without data. A
+    machine without a GPU can therefore answer for any device.
 
     Args:
         operator: A function of ``visdet.ops`` or its name.
-        arguments: The arguments of the function. Tensors on the CPU stand for tensors on ``device``, but for
+        arguments: The arguments of the function. Tensors on the CPU stand for tensors on ``device``, except for
             ``level_shapes`` and ``level_starts``, which stay where they are.
-        device: A name of ``visdet.ops.devices.DEVICES`` or the numbers of a device; by default the device of the
+        device: A name of ``visdet.ops.devices.DEVICES`` or the numbers of a device. The default is the device of the
             tensors.
-        backward: Whether to say what the gradients would take, too: those of the tensors that require one or, if none
+        backward: Whether to explain the gradients, too. They are those of the tensors that require one or, if none
             does, of all tensors of floating-point type.
         keywords: The keyword arguments of the function.
 
@@ -120,9 +120,9 @@ def explain(
 
 @contextmanager
 def choose_for(device: str | Device) -> Iterator[None]:
-    """Make this thread's calls on CUDA choose and size their kernels as they would on ``device``; for tests.
+    """Make this thread's calls on CUDA choose and size their kernels as on ``device``. This is meant for tests.
 
-    The kernels run on the present GPU. Backward passes stay in the calling thread meanwhile.
+    The kernels run on the present GPU. Backward passes stay in the calling thread within the block.
     """
     numbers, _ = _numbers_of(device, None)
     torch.ops.visdet_plan.choose_for(numbers.numbers())
@@ -135,10 +135,10 @@ def choose_for(device: str | Device) -> Iterator[None]:
 
 @contextmanager
 def choose_only(op: str, path: str) -> Iterator[None]:
-    """Make this thread's calls of ``op`` on CUDA take this path or fail; for tests and measurements.
+    """Make this thread's calls of ``op`` on CUDA take this path or fail. This is meant for tests and measurements.
 
     ``op`` is the operator's name, with ``_backward`` for its gradients. Backward passes stay in the calling thread
-    meanwhile.
+    within the block.
     """
     _library.require_cuda()
     torch.ops.visdet_plan.choose_only(op, path)
@@ -175,7 +175,7 @@ def _numbers_of(device: str | Device | None, tensor: Tensor | None) -> tuple[Dev
 
 
 def _without_data(value: Any, name: str, needs_grad: bool) -> Any:
-    """Return a tensor of the same sizes, strides and alignment on the meta device; anything else as it is."""
+    """Return a tensor of the same sizes, strides and alignment on the meta device. Other values do not change."""
     if isinstance(value, (list, tuple)):
         return type(value)(_without_data(item, name, needs_grad) for item in value)
     is_host_table = isinstance(value, Tensor) and name.startswith("level_") and value.device.type == "cpu"
@@ -215,7 +215,7 @@ _plan_operators: dict[Any, Any] = {}
 
 
 def _plan_operator(operator: Any) -> Any:
-    """Return the CUDA library's function of ``visdet::<op>`` for tensors without data; None if it has none."""
+    """Return the CUDA library's function of ``visdet::<op>`` for tensors without data, or None if it has none."""
     if operator not in _plan_operators:
         _, name = operator._schema.name.split("::")
         found = None
@@ -227,7 +227,7 @@ def _plan_operator(operator: Any) -> Any:
 
 
 class _Planner(TorchDispatchMode):
-    """Sends calls of ``visdet::`` operators to the CUDA library, which notes what it would start."""
+    """Passes calls of ``visdet::`` operators to the CUDA library, which notes the kernels that it would launch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "visdet" and (planned := _plan_operator(func)) is not None:

@@ -1,4 +1,4 @@
-"""Focal losses over integer class targets: independent classes (sigmoid) and exclusive ones (softmax)."""
+"""Focal losses for integer class targets, with independent classes (sigmoid) or exclusive ones (softmax)."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def sigmoid_focal_loss(
     It is differentiable once with respect to ``input``; the inputs are saved for the backward. It is deterministic.
 
     Raises:
-        ValueError: A shape, type or ``reduction`` does not fit; the message names the argument.
+        ValueError: A shape, type or ``reduction`` does not fit. The message names the argument.
 
     Source: Focal Loss for Dense Object Detection, arXiv 1708.02002; the signature and the targets are mmcv's.
     """
@@ -52,7 +52,7 @@ def sigmoid_focal_loss(
     weight = input.new_empty(0, dtype=wide) if weight is None else weight.to(wide)
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
     run = _sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference
-    logits = input if reduction == "none" else input.to(wide)  # no sum of rounded losses
+    logits = input if reduction == "none" else input.to(wide)  # so that the sum is not one of rounded losses
     return _reduce(run(logits, target, weight, float(gamma), float(alpha)), reduction).to(input.dtype)
 
 
@@ -133,14 +133,14 @@ def _check(op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduct
 
 
 def _reduce(loss: Tensor, reduction: str) -> Tensor:
-    """``mean`` divides by the number of rows, not by that of elements."""
+    """Return the reduced loss. ``mean`` divides by the number of rows and not by the number of elements."""
     if reduction == "none":
         return loss
     return loss.sum() / len(loss) if reduction == "mean" else loss.sum()
 
 
 def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
-    """Return weight[target]; 1 for a target that is no class."""
+    """Return weight[target], or 1 for a target that is no class."""
     if len(weight) == 0:
         return weight.new_ones(target.shape)
     is_class = (target >= 0) & (target < len(weight))
@@ -179,7 +179,7 @@ _sigmoid_focal_loss = _library.differentiable(
 
 
 class SigmoidFocalLoss(nn.Module):
-    """``sigmoid_focal_loss`` with its settings; ``weight`` is a buffer."""
+    """A module that calls ``sigmoid_focal_loss`` with its settings. ``weight`` is a buffer."""
 
     def __init__(
         self, gamma: float, alpha: float, weight: Tensor | None = None, reduction: str = "mean"
@@ -197,7 +197,7 @@ class SigmoidFocalLoss(nn.Module):
 
 
 class SoftmaxFocalLoss(SigmoidFocalLoss):
-    """``softmax_focal_loss`` with its settings; ``weight`` is a buffer."""
+    """A module that calls ``softmax_focal_loss`` with its settings. ``weight`` is a buffer."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return softmax_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)

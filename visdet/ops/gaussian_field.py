@@ -10,7 +10,7 @@ from .mahalanobis_distance import in_computation_type, mahalanobis_distance_refe
 
 __all__ = ["gaussian_field", "gaussian_field_reference"]
 
-_ORDER_BITS = 10  # of each coordinate, in the order that brings neighbours together
+_ORDER_BITS = 10  # the number of bits of each coordinate in the sorting along a Z-order curve
 
 
 def gaussian_field(
@@ -43,7 +43,7 @@ def gaussian_field(
     (zero above the diagonal). It is deterministic, forward and backward.
 
     Raises:
-        RuntimeError: A shape, type, device or diagonal does not fit; the message names the argument.
+        RuntimeError: A shape, type, device or diagonal does not fit. The message names the argument.
         ValueError: ``tolerance`` is negative or not finite.
         NotBuiltError: The library for the device is not built.
 

@@ -34,7 +34,7 @@ def mahalanobis_distance(
     diagonal). It is deterministic.
 
     Raises:
-        RuntimeError: A shape, type, device or diagonal does not fit; the message names the argument.
+        RuntimeError: A shape, type, device or diagonal does not fit. The message names the argument.
         NotBuiltError: The library for the device is not built.
 
     Source: The triangular solve of a Gaussian's exponent; the fused kernels are visdet's own.

@@ -1,4 +1,4 @@
-"""Convolution computed at the marked positions only."""
+"""A convolution that is computed at the marked positions only."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ def masked_conv2d(
     padding: int | tuple[int, int] = 0,
     stride: int | tuple[int, int] = 1,
 ) -> Tensor:  # [B, C', H', W']
-    """Return the convolution where ``mask`` is positive and 0 elsewhere; only those positions are computed.
+    """Return the convolution where ``mask`` is positive and 0 elsewhere. Only those positions are computed.
 
     Args:
         features: The map. float16 and bfloat16 are computed in float32, gradients included.
@@ -34,7 +34,7 @@ def masked_conv2d(
     only. Plain torch serves it, with a synchronisation on CUDA for the number of positions.
 
     Raises:
-        ValueError: A shape, ``padding`` or ``stride`` does not fit; the message names the argument.
+        ValueError: A shape, ``padding`` or ``stride`` does not fit. The message names the argument.
 
     Source: Guided anchoring, arXiv 1901.03278; the signature is mmcv's.
     """
@@ -73,7 +73,7 @@ def masked_conv2d(
 
 
 class MaskedConv2d(nn.Conv2d):
-    """``nn.Conv2d`` that takes a mask [B, H, W] as a second input; without one it is the plain convolution."""
+    """A ``nn.Conv2d`` that takes a mask [B, H, W] as a second input. Without a mask it is the plain convolution."""
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None:

@@ -1,4 +1,4 @@
-"""Modulated deformable convolution: each tap of the kernel has an offset and a factor."""
+"""Modulated deformable convolution, in which each tap of the kernel has an offset and a factor."""
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ def modulated_deform_conv2d(
         input: The map, of any floating-point type.
         offset: The offsets in pixels, one field for each of the ``deform_groups`` (G) groups of channels. The result
             has their type.
-        mask: The factors of the taps, any numbers; usually results of a sigmoid.
+        mask: The factors of the taps. They may be any numbers and are usually results of a sigmoid.
         weight: The kernel. H' and W' are those of the convolution without offsets.
         bias: The number added to each output channel, or None.
         stride: (height, width) of the step between neighbouring outputs, or one number for both.
@@ -42,7 +42,7 @@ def modulated_deform_conv2d(
     those of ``deform_conv2d``.
 
     Raises:
-        ValueError: A shape or a number does not fit; the message names the argument.
+        ValueError: A shape or a number does not fit. The message names the argument.
         RuntimeError: On CUDA, deterministic algorithms were switched on between the forward and the backward.
 
     Source: Deformable ConvNets v2, arXiv 1811.11168; the signature is mmcv's.

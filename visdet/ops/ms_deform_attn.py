@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention: a weighted sum of bilinear samples from a flattened feature pyramid."""
+"""Multi-scale deformable attention, a weighted sum of bilinear samples from a flattened feature pyramid."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +43,7 @@ def ms_deform_attn(
             table on a GPU is read there without a synchronisation, and a level that does not lie within S yields NaN.
         locations: The samples' positions, float32 (float64 for float64 values). Other types are converted.
         weights: Any numbers, usually a softmax over L * P, of the type of ``locations``. Other types are converted.
-        im2col_step: It is ignored. mmcv's function takes it last; here B need not divide by anything.
+        im2col_step: It is ignored. mmcv's function has it as its last argument. Here B need not be a multiple of it.
 
     Returns:
         The sums, in the type of ``value``, accumulated in float32 (float64 for float64). If B, Q, P or C is 0, the
@@ -60,7 +60,7 @@ def ms_deform_attn(
     instead, those of an encoder also 4 bytes a query; not in deterministic mode.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor a sequence of integers.
         NotBuiltError: The library for ``value``'s device is not built.
 

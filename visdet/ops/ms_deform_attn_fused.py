@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention of what a detector predicts: offsets and logits, not locations and weights."""
+"""Multi-scale deformable attention that takes the predictions of a detector, which are offsets and logits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def ms_deform_attn_fused(
     reference_points: Tensor,  # [B or 1, Q, L or 1, 2 or 4] (x, y) or (cx, cy, w, h) in 0..1
     offsets: Tensor,  # [B, Q, G, K, 2] (x, y)
     logits: Tensor,  # [B, Q, G, K]
-    num_points: int | Sequence[int],  # samples on each level, or on every one
+    num_points: int | Sequence[int],  # number of samples, one for all levels or one for each
 ) -> Tensor:  # [B, Q, G * C]
     """Return ``ms_deform_attn`` of what a detector's linear layers predict, in one operator.
 
@@ -53,7 +53,7 @@ def ms_deform_attn_fused(
     and 8 a row more. More than 16 levels on CUDA, and devices without kernels, are served by separate operators.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor a sequence of integers.
         NotBuiltError: The library for ``value``'s device is not built.
 

@@ -25,7 +25,7 @@ def ms_deform_attn_projected(
     num_heads: int,
     parameters: Sequence[Tensor],  # weight and bias of the layers of offsets, logits, value and output
 ) -> Tensor | None:  # [B, Q, channels of the output]
-    """Return ``ms_deform_attn_fused`` of what linear layers predict, projected, plus ``identity``; or None.
+    """Return the projected ``ms_deform_attn_fused`` of the predictions of linear layers plus ``identity``, or None.
 
     The numbers are those of separate calls, in autocast's type where autocast is on, with fewer launches: one node of
     the autograd graph instead of some thirty. Gradients of float32 tensors leave their products in float32, without
@@ -62,7 +62,7 @@ def ms_deform_attn_projected(
 
 
 class _Call(NamedTuple):
-    """The arguments as the node of the graph takes them; what it differentiates stands at the end."""
+    """The arguments in the form that the node of the graph takes. Those that it differentiates are at the end."""
 
     num_heads: int
     num_points: list[int]  # [L]
@@ -77,7 +77,7 @@ class _Call(NamedTuple):
 
 
 def _fits(call: _Call) -> bool:
-    """Return whether shapes, devices and levels are what the operator takes."""
+    """Return whether the operator supports these shapes, devices and levels."""
     query, value, L = call.query, call.value, len(call.num_points)
     tensors = (call.reference_points, value, *call.parameters, call.key_padding_mask, call.identity)
     if any(tensor is not None and tensor.device != query.device for tensor in tensors):
@@ -100,7 +100,7 @@ def _fits(call: _Call) -> bool:
 
 
 def _layers_fit(call: _Call) -> bool:
-    """Return whether weights and biases are those of the four layers."""
+    """Return whether weights and biases fit the four layers."""
     parameters, G = call.parameters, call.num_heads
     if len(parameters) != 8 or any(tensor.dim() == 0 for tensor in parameters) or G < 1:
         return False
@@ -115,7 +115,7 @@ def _layers_fit(call: _Call) -> bool:
 
 
 def _levels_fit(level_shapes: Tensor, level_starts: Tensor, S: int) -> bool:
-    """Return whether tables on the CPU name levels within the S rows of value."""
+    """Return whether all levels of tables on the CPU lie within the S rows of value."""
     if level_shapes.device.type != "cpu" or level_starts.device.type != "cpu":
         return True  # The kernel reads them on the device, where a level that does not fit gives NaN.
     shapes, starts = level_shapes.tolist(), level_starts.tolist()
@@ -126,9 +126,9 @@ def _levels_fit(level_shapes: Tensor, level_starts: Tensor, S: int) -> bool:
 
 
 def _run(operator: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
-    """Return what an operator of C++ returns; an error of a GPU without memory has torch's type for it again.
+    """Return the results of a C++ operator. If the GPU lacks memory, the error has torch's type for that again.
 
-    An error that comes back from what C++ calls through the stable interface is a RuntimeError with the same message.
+    The stable interface of C++ turns every error of a nested call into a RuntimeError with the same message.
     """
     try:
         return operator(*arguments)

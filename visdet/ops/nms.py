@@ -1,4 +1,4 @@
-"""Non-maximum suppression: of one set of boxes, per class, with soft scores, and with the groups it forms."""
+"""Non-maximum suppression of one set of boxes, also with soft scores or with the groups that it forms."""
 
 from typing import Any
 
@@ -37,11 +37,11 @@ def nms(
         The boxes with their scores, and int64 indices, as tensors or as NumPy arrays like the arguments. No boxes give
         an empty [0, 5] and empty indices. A box with a NaN corner suppresses no other box and is kept.
 
-    The [M, 5] is differentiable with respect to boxes and scores, being a selection; the indices are not. torchvision
-    serves it; where torchvision is missing plain torch gives the same.
+    The result [M, 5] is differentiable with respect to boxes and scores, because it is a selection. The indices are
+    not. torchvision serves it. If torchvision is missing, plain torch gives the same.
 
     Raises:
-        ValueError: A shape or ``offset`` does not fit; the message names the argument.
+        ValueError: A shape or ``offset`` does not fit. The message names the argument.
 
     Source: The signature is mmcv's.
     """
@@ -90,7 +90,7 @@ def soft_nms(
     a thousand rounds cost less there, copies included, than as many synchronisations of a GPU's blocks.
 
     Raises:
-        ValueError: A shape, ``offset``, ``method`` or ``sigma`` does not fit; the message names the argument.
+        ValueError: A shape, ``offset``, ``method`` or ``sigma`` does not fit. The message names the argument.
 
     Source: Soft-NMS, arXiv 1704.04503; the signature and the order of equal scores are mmcv's.
     """
@@ -193,7 +193,7 @@ def kept_indices(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: in
     if boxes.dtype not in (torch.float32, torch.float64):
         boxes, scores = boxes.float(), scores.float()
     scores = scores.to(boxes.dtype)
-    if offset:  # a box whose sides count one more is the box that ends one later
+    if offset:  # A box whose sides are longer by one is the same as a box that ends one later.
         boxes = boxes + boxes.new_tensor([0, 0, offset, offset])
     if _torchvision.serves(boxes.device.type):
         from torchvision.ops import nms as torchvision_nms
@@ -203,7 +203,7 @@ def kept_indices(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: in
 
 
 def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Greedy suppression in plain torch, on the CPU; the order and the result are torchvision's."""
+    """Return the indices that greedy suppression keeps, by plain torch on the CPU. Their order is torchvision's."""
     order = scores.sort(descending=True, stable=True).indices.cpu()
     ordered = boxes.cpu()[order]
     is_alive = torch.ones(len(order), dtype=torch.bool)
@@ -214,7 +214,7 @@ def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> 
 
 
 def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, Tensor, bool]:
-    """Return boxes and scores as tensors, and whether they are NumPy arrays; raise ValueError if one does not fit."""
+    """Return boxes and scores as tensors, and whether they are NumPy arrays. Raise ValueError if one does not fit."""
     is_numpy = not isinstance(boxes, Tensor)
     boxes = boxes if isinstance(boxes, Tensor) else torch.from_numpy(boxes)
     scores = scores if isinstance(scores, Tensor) else torch.from_numpy(scores)
@@ -228,7 +228,7 @@ def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, T
 
 
 def _overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
-    """Return the IoU of one box [4] with each of boxes [N, 4]; widths are x2 - x1 + offset."""
+    """Return the IoU of one box [4] with each of boxes [N, 4]. Widths are x2 - x1 + offset."""
     sides = (torch.minimum(box[2:], boxes[:, 2:]) - torch.maximum(box[:2], boxes[:, :2]) + offset).clamp(
         min=0
     )

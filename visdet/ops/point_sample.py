@@ -21,20 +21,21 @@ __all__ = [
 ]
 
 
-# Widths of a map from its centre at which a point is as far outside as any: float16 holds it too.
+# Points are clamped to this coordinate, which is far outside every map. float16 can represent it, too.
 _FURTHEST = 16384.0
 
 
 def _needs_float32(im: Tensor) -> bool:
-    """Return whether torch's kernel is not to be given the type of ``im``.
+    """Return whether ``im`` must be converted to float32 for torch's kernel.
 
-    Its CPU kernels of 16-bit types count pixels in 16 bits, and read wrong ones, or stray memory, from 2^15 numbers on.
+    Its CPU kernels of 16-bit types count pixels in 16 bits. From 2^15 numbers on, they read wrong pixels or other
+    memory.
     """
     return im.device.type == "cpu" and im.dtype in (torch.float16, torch.bfloat16)
 
 
 def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwargs: Any) -> Tensor:
-    """Return ``grid_sample`` of points that are numbers: torch's reads stray memory at others on the CPU."""
+    """Return ``grid_sample`` after making all coordinates finite. At others, torch's CPU kernel reads stray memory."""
     if im.dim() == 4 and grid.dim() == 4 and 0 in im.shape[2:]:
         padding = kwargs.get("padding_mode", "zeros")
         if padding != "zeros":
@@ -48,7 +49,7 @@ def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwarg
     if is_widened:
         im, grid = im.float(), grid.float()
     grid = grid.nan_to_num(nan=-_FURTHEST).clamp(-_FURTHEST, _FURTHEST)
-    # cuDNN's gradients differ from run to run and it does not say so; torch's own kernel raises an error.
+    # cuDNN's gradients differ from run to run without an error. torch's own kernel raises an error.
     uses_cudnn = torch.backends.cudnn.enabled and not torch.are_deterministic_algorithms_enabled()
     with torch.backends.cudnn.flags(enabled=uses_cudnn):
         samples = F.grid_sample(im, grid, align_corners=align_corners, **kwargs)
@@ -60,8 +61,8 @@ def bilinear_grid_sample(im: Tensor, grid: Tensor, align_corners: bool = False) 
 
     Args:
         im: The map. float16 and bfloat16 are computed in float32 on the CPU.
-        grid: Points (x, y) in -1..1. One with a NaN or infinite coordinate is outside, and so 0, without gradient; and
-            so is any point of a map without pixels.
+        grid: Points (x, y) in -1..1. A point with a NaN or infinite coordinate is outside, and so is any point of a map
+            without pixels. Such a point gives 0 and has no gradient.
         align_corners: Whether -1 and 1 are the centres of the outer pixels instead of their outer edges.
 
     It is differentiable with respect to ``im`` and ``grid``.
@@ -181,10 +182,10 @@ def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **k
 
 
 class SimpleRoIAlign(nn.Module):
-    """One sample at the centre of each bin, PointRend's cheap RoIAlign.
+    """Takes one sample at the centre of each bin, as PointRend's cheap RoIAlign does.
 
-    The regions come out in their own order (mmcv's puts them image by image). ``aligned=False`` samples with
-    align_corners=True. A region of no image of the batch gives 0, and so does a point that is no number.
+    The regions keep their order, whereas mmcv sorts them by image. ``aligned=False`` samples with align_corners=True. A
+    region of no image of the batch gives 0, and so does a point that is no number.
     """
 
     def __init__(

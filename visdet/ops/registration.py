@@ -1,4 +1,4 @@
-"""Puts every public operator into ``OPS``; the registry imports this module at its first look-up."""
+"""Puts every public operator into ``OPS``. The registry imports this module at its first look-up."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""RoIAlign: bilinear samples in the bins of each region, averaged or their maximum."""
+"""RoIAlign, which is the mean or the maximum of bilinear samples in each bin of a region."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def roi_align(
     which torchvision's are not made for.
 
     Raises:
-        ValueError: A shape, type, device, number or ``pool_mode`` does not fit; the message names the argument.
+        ValueError: A shape, type, device, number or ``pool_mode`` does not fit. The message names the argument.
 
     Source: Mask R-CNN, arXiv 1703.06870; the signature and the defaults are mmcv's (torchvision's default is
     aligned=False).
@@ -163,7 +163,7 @@ _roi_align = _library.differentiable(
 
 
 class RoIAlign(nn.Module):
-    """``roi_align`` with its settings; ``use_torchvision`` is accepted and ignored."""
+    """A module that calls ``roi_align`` with its settings. ``use_torchvision`` is accepted and ignored."""
 
     @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
     def __init__(

@@ -1,4 +1,4 @@
-"""RoIPool: the maximum over the whole pixels that each bin of a region touches."""
+"""RoIPool, which is the maximum over the whole pixels that each bin of a region touches."""
 
 import itertools
 from typing import Any
@@ -38,7 +38,7 @@ def roi_pool(
     ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
-        ValueError: A shape, type, device or number does not fit; the message names the argument.
+        ValueError: A shape, type, device or number does not fit. The message names the argument.
 
     Source: Fast R-CNN, arXiv 1504.08083; the bins and the signature are mmcv's.
     """
@@ -48,7 +48,7 @@ def roi_pool(
 def roi_pool_with_argmax(
     input: Tensor, rois: Tensor, output_size: tuple[int, int], spatial_scale: float
 ) -> tuple[Tensor, Tensor]:  # [N, C, PH, PW] in input's type, int32
-    """Return ``roi_pool`` and the index into H * W of each bin's maximum; -1 for a bin without pixels."""
+    """Return ``roi_pool`` and the index into H * W of each bin's maximum, which is -1 for a bin without pixels."""
     check_rois("roi_pool", input, rois, output_size, spatial_scale)
     rois = rois.detach().to(computation_dtype(input))
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
@@ -137,7 +137,7 @@ def roi_pool_gradient(
 
 
 def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int, H: int, W: int) -> Tensor:
-    """Return the gradient of the input by torch's ordered accumulation: slower than atomic additions."""
+    """Return the gradient of the input by torch's ordered accumulation, which is slower than atomic additions."""
     C = grad_output.shape[1]
     grad = rois.new_zeros(B * C * H * W)
     if grad.numel() == 0:
@@ -160,7 +160,7 @@ _roi_pool = _library.differentiable(
 
 
 class RoIPool(nn.Module):
-    """``roi_pool`` with its settings."""
+    """A module that calls ``roi_pool`` with its settings."""
 
     def __init__(self, output_size: int | tuple[int, int], spatial_scale: float = 1.0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Switchable atrous convolution, and the convolution with standardised weights it builds on."""
+"""Switchable atrous convolution, and the convolution with standardised weights on which it is based."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ __all__ = ["ConvAWS2d", "SAConv2d"]
 
 
 class ConvAWS2d(nn.Conv2d):
-    """Convolution with adaptively standardised weights, 'ConvAWS' in configs.
+    """A convolution with adaptively standardised weights. Its name in configs is 'ConvAWS'.
 
-    The weight of each output channel is brought to mean 0 and deviation 1, then to ``weight_gamma`` and
-    ``weight_beta``: buffers, which a checkpoint of a plain convolution sets to its own deviation and mean.
+    The weight of each output channel is standardised to mean 0 and deviation 1, multiplied by ``weight_gamma`` and
+    added to ``weight_beta``. Loading a checkpoint of a plain convolution sets these buffers to its deviation and mean.
     """
 
     weight_gamma: Tensor

@@ -1,4 +1,4 @@
-"""Dot products of queries with bilinear samples of an image, without the tensor of samples."""
+"""Dot products of queries with bilinear samples of an image, which need no tensor of samples."""
 
 import math
 from typing import Any
@@ -41,7 +41,7 @@ def sample_dot(
     backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
         NotBuiltError: The library for the device is not built.
 
     Source: The operator is that of fused_sample_ops; the kernels are visdet's own.

@@ -1,4 +1,4 @@
-"""Weighted sums of bilinear samples of an image, without the tensor of samples."""
+"""Weighted sums of bilinear samples of an image, which need no tensor of samples."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def sample_sum(
     backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit; the message names the argument.
+        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
         NotBuiltError: The library for the device is not built.
 
     Source: The operator is that of fused_sample_ops (attention over samples of an image); the kernels are visdet's own.
@@ -55,7 +55,7 @@ def sample_sum_reference(images: Tensor, samples: Tensor, weights: Tensor) -> Te
 
 
 def sampled(images: Tensor, samples: Tensor) -> Tensor:
-    """Return the samples [B, C, Q, D] of images, in the type of ``samples``; those with NaN are zero."""
+    """Return the samples [B, C, Q, D] of images, in the type of ``samples``. Samples with NaN are zero."""
     is_number = samples.isfinite().all(-1, keepdim=True)
     grid = torch.where(is_number, samples, -3.0)
     return F.grid_sample(images.to(samples.dtype), grid, padding_mode="zeros", align_corners=False)
@@ -69,7 +69,7 @@ def in_sample_types(op: str, images: Tensor, **others: Tensor) -> tuple[Tensor, 
 
 
 def empty_gradient(images: Tensor) -> Tensor:
-    """Return an empty tensor laid out as kernels lay out the gradient of images: channels last, or contiguous."""
+    """Return an empty tensor for the gradient of images, in the kernels' layout of channels last or contiguous."""
     is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
     return torch.empty_like(images) if is_channels_last else images.new_empty(images.shape)
 

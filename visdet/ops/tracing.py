@@ -1,4 +1,4 @@
-"""Whether a call is eager."""
+"""A function that tells whether a call is eager."""
 
 import torch
 
@@ -6,9 +6,9 @@ __all__ = ["is_traced"]
 
 
 def is_traced() -> bool:
-    """Return whether somebody records what is called: ``torch.compile``, an export, a trace or ``torch.func``.
+    """Return whether calls are recorded by ``torch.compile``, an export, a trace or ``torch.func``.
 
-    They see through registered operators and plain torch, not through every ``torch.autograd.Function``.
+    These support registered operators and plain torch, but not every ``torch.autograd.Function``.
     """
     return (
         torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()

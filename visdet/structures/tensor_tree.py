@@ -1,4 +1,4 @@
-"""Tensors within dicts, lists, tuples and dataclasses, taken together."""
+"""Functions on trees, which are tensors within nested dicts, lists, tuples and dataclasses."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import Field, fields, is_dataclass, replace
@@ -8,9 +8,8 @@ from torch import Tensor
 
 __all__ = ["ON_HOST", "is_on_host", "layout_of", "map_tensors", "tensors_of"]
 
-ON_HOST = {
-    "on_host": True
-}  # metadata of a dataclass's field that the device never reads: it is no part of the tree
+# This is the metadata of a field of a dataclass that the device never reads. Such a field does not belong to the tree.
+ON_HOST = {"on_host": True}
 
 
 def is_on_host(member: Field[Any]) -> bool:
@@ -19,7 +18,7 @@ def is_on_host(member: Field[Any]) -> bool:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return the tree with each of its tensors replaced by what ``function`` makes of it."""
+    """Return the tree with each tensor replaced by the result of ``function`` for it."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
@@ -34,7 +33,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree, in the same order for all trees of one layout."""
+    """Return the tensors of a tree. Their order is the same for all trees of one layout."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def layout_of(tree: Any) -> Hashable:
-    """Return all of a tree but its tensors' values: its names, its constants, and the tensors' shapes and types."""
+    """Return the layout of a tree: its names, its constants, and the shapes, types and devices of its tensors."""
     if isinstance(tree, Tensor):
         return tuple(tree.shape), tree.dtype, tree.device
     if isinstance(tree, dict):

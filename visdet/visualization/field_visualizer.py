@@ -1,4 +1,4 @@
-"""Pictures of a scalar field in space: what was to fit, the fit, and the difference."""
+"""The visualizer of scalar fields in space, which draws the true field, the fitted field and the error of the fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +14,20 @@ from .sample_visualizer import SampleVisualizer
 
 __all__ = ["FieldVisualizer", "slice_ellipses"]
 
-_SLAB = 0.05  # of the extent, to either side of the middle, for scattered points
+# Scattered points are drawn up to this fraction of the extent to either side of the middle.
+_SLAB = 0.05
 
 
 @VISUALIZERS.register_module()
 class FieldVisualizer(SampleVisualizer):
-    """Draws a field in three cuts through its middle, one across each axis: the truth, the fit and its error.
+    """Draws the truth, the fit and its error in three cuts through the middle of a field, one across each axis.
 
-    A volume is drawn by its voxels in the cut; scattered points are drawn where they are near it. The fit has the
-    Gaussians' ellipses over it (one standard deviation, where the plane cuts the ellipsoid).
+    Of a volume, the voxels in the cut are drawn. Of scattered points, those near the cut are drawn. The picture of the
+    fit also shows the ellipses in which the plane cuts the Gaussians' ellipsoids of one standard deviation.
 
     Args:
-        num_ellipses: draw the heaviest so many Gaussians that meet a plane; 0 for none.
+        name: the name of the instance.
+        num_ellipses: the number of Gaussians drawn in a cut, which are the heaviest ones that meet its plane.
         arguments: as in mmengine's Visualizer.
     """
 
@@ -41,16 +43,20 @@ class FieldVisualizer(SampleVisualizer):
         draw_pred: bool = True,
         pred_score_thr: float = 0.3,
     ) -> list[np.ndarray]:
-        """Return one picture, uint8 [900, W, 3], with a row for each cut and a column for each of what is drawn.
+        """Return a picture, uint8 [900, W, 3]. It has a row per cut, and columns for the truth, the fit and its error.
 
         Args:
             image: the points [n, 3] of the sample.
-            data_sample: with ``gt_field``, ``pred_field`` or both, and with ``pred_gaussians`` for the ellipses.
-            draw_gt: draw the truth, and with a prediction the error; the truth alone is drawn in any case.
-            draw_pred: draw the fit where there is a prediction.
-            pred_score_thr: unused.
+            data_sample: a sample with ``gt_field``, ``pred_field`` or both. The ellipses are those of
+                ``pred_gaussians``.
+            draw_gt: whether the truth and the error are drawn. If no fit is drawn, the truth is drawn in any case.
+            draw_pred: whether the fit is drawn, if the sample has a prediction.
+            pred_score_thr: not used.
+
+        Raises:
+            ValueError: the sample has neither ``gt_field`` nor a prediction to draw.
         """
-        # Slow to import, and a first picture is soon enough.
+        # matplotlib is slow to import, and it is not needed before the first picture.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -74,11 +80,11 @@ class FieldVisualizer(SampleVisualizer):
 class _Column:
     title: str
     values: np.ndarray  # [n]
-    style: dict[str, Any]  # the range and the colours
+    style: dict[str, Any]  # the range of values and the colour map
 
 
 def _columns(sample: FieldDataSample, draw_gt: bool, draw_pred: bool) -> list[_Column]:
-    """Return what is drawn of a sample, in the range of the truth where that is known."""
+    """Return the columns of a picture. Truth and fit have the range of the truth, or of the fit without a truth."""
     draws_fit = draw_pred and "pred_field" in sample
     draws_truth = "gt_field" in sample and (draw_gt or not draws_fit)
     if not draws_fit and not draws_truth:
@@ -99,9 +105,9 @@ class _Cut:
     """A plane through the middle of points, across an axis.
 
     Args:
-        points: [n, 3]; voxel centres in the order of a volume where ``shape`` is given.
-        shape: [D0, D1, D2] of the volume; None for scattered points, drawn where they are near the cut.
-        axis: 0, 1 or 2.
+        points: [n, 3]. If ``shape`` is given, they are the centres of voxels in the order of the volume.
+        shape: the shape [D0, D1, D2] of the volume, or None for scattered points.
+        axis: the axis across which the plane lies, 0, 1 or 2.
     """
 
     def __init__(self, points: np.ndarray, shape: Sequence[int] | None, axis: int) -> None:
@@ -115,12 +121,12 @@ class _Cut:
             return
         index = np.arange(len(points)).reshape(shape).take(shape[axis] // 2, axis)
         self.position, self.chosen = points[index.flat[0], axis], index.T
-        # Half a voxel: the picture ends at the faces of the outer ones.
+        # The picture ends at the faces of the outer voxels, which are half a voxel from their centres.
         half = 0.5 * float((high - low).max() / max(max(shape) - 1, 1)) or 0.5
         self.extent = tuple(np.stack([low - half, high + half])[:, self.rest].T.ravel())
 
     def draw(self, panel: Any, column: _Column) -> Any:
-        """Draw a column's values into a panel, and return what has the colours."""
+        """Draw the values of a column into a panel, and return matplotlib's artist, from which a colour bar is made."""
         panel.set_title(f"{column.title}, axis {self.axis} at {self.position:.3g}", fontsize=9)
         panel.set_aspect("equal")
         drawn = column.values[self.chosen]
@@ -144,9 +150,9 @@ def slice_ellipses(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return centres [K, 2], full axes [K, 2] (shorter first) and angles [K] of the ellipses that a plane cuts.
 
-    The plane holds coordinate ``axis`` at ``position``; each ellipse is where it meets the ellipsoid of Mahalanobis
-    distance 1. Ellipsoids that it misses are left out; the order stays. The angle is that of the first axis from the
-    first remaining coordinate, in degrees.
+    In the plane, coordinate ``axis`` equals ``position``. Each ellipse is the cut through the ellipsoid of Mahalanobis
+    distance 1. Ellipsoids that do not meet the plane are left out, and the order stays. The angle, in degrees, is that
+    between the first axis and the first remaining coordinate.
     """
     rest = [k for k in range(3) if k != axis]
     variance = covariances[:, axis, axis]

@@ -1,4 +1,4 @@
-"""Hooks that mmengine lacks, its checkpoint hook made safe, and its hook for the log made fast."""
+"""Hooks that mmengine lacks, a safer version of its checkpoint hook, and a faster one of its hook for the log."""
 
 from .check_invalid_loss_hook import CheckInvalidLossHook, NonFiniteLossError
 from .checkpoint_hook import CheckpointHook

@@ -1,4 +1,4 @@
-"""A guard against losses that are not numbers."""
+"""A hook that guards training against losses that are NaN or infinite."""
 
 import math
 
@@ -20,26 +20,26 @@ _NUM_BAD = "number of processes with a bad loss"
 
 
 class NonFiniteLossError(UserError):
-    """A loss became NaN or infinite; the message names it and the last good checkpoint."""
+    """A loss became NaN or infinite. The message names it and the last good checkpoint."""
 
 
 @HOOKS.register_module()
 class CheckInvalidLossHook(Hook):
-    """Stops, or skips the update, when a loss is NaN or infinite, and names the losses that are.
+    """Stops training or skips the update when a loss is NaN or infinite, and names the losses that are.
 
     Args:
         action: 'stop' ends training before a checkpoint with the damaged weights is written. 'skip' leaves out
-            every update to which an iteration with a loss or a gradient that is not finite contributes; all
-            processes leave it out alike.
-        max_skips: consecutive bad iterations after which 'skip' stops too.
-        interval: look at the losses every so many iterations.
+            every update to which an iteration with a loss or a gradient that is not finite contributes. All
+            processes leave out the same updates.
+        max_skips: number of consecutive bad iterations after which 'skip' stops training too.
+        interval: number of iterations between two looks at the losses.
 
     A loss is a value of the training step with "loss" in its name, as it is for the sum of the losses.
 
     Raises:
-        ValueError: an unknown action.
-        ConfigError: before training, 'skip' with an optimizer wrapper of another package.
-        NonFiniteLossError: during training, as above.
+        ValueError: the action is unknown.
+        ConfigError: before training, if the action is 'skip' and the optimizer wrapper is not visdet's.
+        NonFiniteLossError: during training, as described above.
 
     Source: the name and ``interval`` are mmdet's; ``action`` is ours.
     """
@@ -127,7 +127,7 @@ class CheckInvalidLossHook(Hook):
         self.check(runner)
 
     def _drop_non_finite_gradients(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """Before an optimizer's step: if any gradient is NaN or infinite drop all, which makes the step do nothing."""
+        """Drop all gradients before the optimizer's step if any is NaN or infinite. The step then does nothing."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not parameters:
             return

@@ -20,8 +20,8 @@ class CheckpointHook(_CheckpointHook):
 
     An old checkpoint is removed only after the new one has been written completely.
 
-    Args: see :class:`mmengine.hooks.CheckpointHook`. Old checkpoints of ``max_keep_ckpts`` and ``save_best`` are
-    removed from local folders only.
+    The arguments are those of :class:`mmengine.hooks.CheckpointHook`. Old checkpoints of ``max_keep_ckpts`` and
+    ``save_best`` are removed from local folders only.
     """
 
     def __init__(self, *args, **kwargs) -> None:

@@ -1,4 +1,4 @@
-"""What fitting a field of Gaussians needs besides the loop: a start from data, and moves between."""
+"""Hooks that fit a field of Gaussians: one initializes it from data, the other splits Gaussians during training."""
 
 from typing import Any
 
@@ -26,13 +26,14 @@ def _field(runner: Any, hook: Hook) -> Any:
 
 @HOOKS.register_module()
 class InitializeFieldHook(Hook):
-    """Places a field's Gaussians by the training data before the first iteration of a run from scratch.
+    """Initializes the Gaussians of a field from the training data before the first iteration of a run from scratch.
 
-    A resumed run, and one with ``load_from``, keep the weights they loaded. Every process places the same.
+    A resumed run and a run with ``load_from`` keep the weights that they loaded. All processes place the Gaussians
+    alike.
 
     Args:
         method: 'kmeans' or 'random', see ``LearnableGaussianField.initialize``.
-        seed: of the draws.
+        seed: the seed of the random draws.
     """
 
     def __init__(self, method: str = "kmeans", seed: int = 0) -> None:
@@ -48,17 +49,20 @@ class InitializeFieldHook(Hook):
 
 @HOOKS.register_module()
 class SplitGaussiansHook(Hook):
-    """Gives up Gaussians that carry next to nothing and splits the heaviest ones into their places.
+    """Prunes Gaussians of small mass and splits those of the largest mass into their places.
 
-    The number of Gaussians stays, so optimizer, checkpoints and distributed training do not notice; the optimizer's
-    moments of changed Gaussians start again from zero. What is chosen follows from the weights alone: a resumed run,
-    and every process of a distributed one, chooses the same.
+    The number of Gaussians stays the same, so the optimizer, checkpoints and distributed training need no change. The
+    optimizer's moments of changed Gaussians start again from zero. The choice follows from the weights alone, so a
+    resumed run and all processes of a distributed run choose the same Gaussians.
 
     Args:
-        interval: iterations between two rounds.
-        begin, end: rounds happen after iterations ``begin < i <= end``; ``end`` None for the first half of the run.
-        prune_below: a Gaussian counts as nothing below this share of the mean mass (\\|weight\\| times volume).
-        max_share: of all Gaussians, at most this share is replaced in a round.
+        interval: number of iterations between two rounds.
+        begin, end: rounds take place after iterations ``begin < i <= end``. With None, ``end`` is half of the run.
+        prune_below: a Gaussian is pruned below this share of the mean mass, which is \\|weight\\| times volume.
+        max_share: the largest share of all Gaussians that a round replaces.
+
+    Raises:
+        ValueError: an argument is out of its range.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class SplitGaussiansHook(Hook):
         self.prune_below, self.max_share = prune_below, max_share
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
-        """Prune and split where it is time."""
+        """Prune and split Gaussians if a round is due."""
         done = runner.iter + 1
         end = runner.max_iters // 2 if self.end is None else self.end
         if done % self.interval != 0 or not self.begin < done <= end:
@@ -97,7 +101,7 @@ class SplitGaussiansHook(Hook):
 
 
 def forget_moments(optimizer: torch.optim.Optimizer, rows: Tensor, count: int) -> None:
-    """Zero an optimizer's state in ``rows`` of every parameter that has ``count`` of them."""
+    """Set the optimizer's state to zero in ``rows`` of every parameter that has ``count`` rows."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor) and value.dim() > 0 and len(value) == count:

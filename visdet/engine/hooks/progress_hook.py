@@ -86,7 +86,7 @@ class ProgressHook(Hook):
         self._advance("val", batch_idx + 1, "")
 
     def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
-        """Show the metrics, as a line that stays."""
+        """Show the metrics in a line that stays on the terminal."""
         self._end("val")
         self._say_metrics(f"val  {self._position(runner, 0)}", metrics)
 

@@ -1,4 +1,4 @@
-"""mmengine's hook for the log, which does not wait for the device."""
+"""A version of mmengine's hook for the log that does not wait for the device."""
 
 from mmengine.hooks import LoggerHook
 from mmengine.hooks import RuntimeInfoHook as _RuntimeInfoHook
@@ -27,14 +27,14 @@ class RuntimeInfoHook(_RuntimeInfoHook):
         self._has_written = False
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
-        """Write the losses of the iteration before, and those of this one if they are there or somebody reads them."""
+        """Write the losses of the previous iteration, and those of this one if they have arrived or a log is due."""
         self._write_losses(runner)
         self._losses = HostCopy(outputs or {})
         if self._losses.is_there or not self._has_written or self._is_due(runner, batch_idx):
             self.write(runner)
 
     def write(self, runner) -> None:
-        """Write what has not been written yet, the norm of the gradients of the last update included."""
+        """Write the losses that have not been written yet, and the norm of the gradients of the last update."""
         if isinstance(runner.optim_wrapper, OptimWrapper):
             runner.optim_wrapper.write_grad_norm()
         self._write_losses(runner)

@@ -1,4 +1,4 @@
-"""Pictures of predictions beside the ground truth."""
+"""A hook that draws predictions beside the ground truth."""
 
 import os
 from collections.abc import Sequence
@@ -36,25 +36,25 @@ class DrawsSheets(Protocol):
 
 @HOOKS.register_module()
 class DetVisualizationHook(Hook):
-    """Draws predictions while validating and testing, with the visualizer of the model's family.
+    """Draws predictions during validation and testing with the visualizer of the model's family.
 
-    While training, every validation writes one sheet of the first ``num_val_pictures`` images, ground truth
-    beside predictions, to ``val_pictures/iter_<iteration>.png`` in the work_dir and to the visualizer's
-    backends (TensorBoard), so that the same images can be followed through training.
+    During training, every validation draws one sheet of the first ``num_val_pictures`` images, with the ground truth
+    beside the predictions. It is written to ``val_pictures/iter_<iteration>.png`` in the work_dir and to the
+    visualizer's backends (TensorBoard), so that the same images can be followed through training.
 
     Args:
-        draw: draw an image of every ``interval``-th validation batch, and while testing every image, into the
-            visualizer's backends.
-        interval: in batches.
-        score_thr: draw predictions with a higher score.
-        show: open a window for what ``draw`` draws.
-        wait_time: seconds that a window stays; 0 waits for a key.
-        test_out_dir: folder for the pictures of a test, relative to the run's log folder; of a distributed
-            test, those of the main process. Images of equal names get pictures of different names.
-        num_val_pictures: images on the sheet; 0 for no sheet.
+        draw: whether to draw the first image of every ``interval``-th validation batch, and every image of a test,
+            into the visualizer's backends.
+        interval: number of validation batches between two drawn images.
+        score_thr: predictions with a higher score than this are drawn.
+        show: whether a window opens for each drawn image.
+        wait_time: the time in seconds that a window stays open. With 0 it stays until a key is pressed.
+        test_out_dir: folder for the pictures of a test, relative to the run's log folder. A distributed test writes
+            those of the main process. Images with the same name get pictures with different names.
+        num_val_pictures: number of images on the sheet. With 0 no sheet is drawn.
 
     Raises:
-        ConfigError: before the run, the visualizer draws no sheets.
+        ConfigError: before training, if the visualizer cannot draw sheets.
 
     Source: mmdet's hook of the same name; ``num_val_pictures`` is ours.
     """
@@ -81,7 +81,7 @@ class DetVisualizationHook(Hook):
         self._pictures = PicturePaths("")
 
     def before_train(self, runner) -> None:
-        """Check that the visualizer can do what validation will ask for."""
+        """Check that the visualizer can draw the sheets of validation."""
         if self.num_val_pictures and not isinstance(runner.visualizer, DrawsSheets):
             raise ConfigError(
                 f"DetVisualizationHook draws sheets with the visualizer of the model's family, but visualizer is "
@@ -96,7 +96,7 @@ class DetVisualizationHook(Hook):
     def after_val_iter(
         self, runner, batch_idx: int, data_batch=None, outputs: list[BaseDataElement] | None = None
     ) -> None:
-        """Keep the first images for the sheet; with ``draw``, draw the first of every so many batches."""
+        """Keep the first images for the sheet and, with ``draw``, draw the first image of some batches."""
         if get_rank() != 0:
             return
         pairs = zip(data_batch["inputs"], outputs or (), strict=True)
@@ -132,7 +132,7 @@ class DetVisualizationHook(Hook):
     def after_test_iter(
         self, runner, batch_idx: int, data_batch=None, outputs: list[BaseDataElement] | None = None
     ) -> None:
-        """Draw every image, if asked for."""
+        """Draw every image if ``draw`` or ``test_out_dir`` is set."""
         if not (self.draw or self.test_out_dir):
             return
         for inputs, sample in zip(data_batch["inputs"], outputs or (), strict=True):
