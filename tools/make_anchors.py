@@ -62,7 +62,7 @@ def make(args: argparse.Namespace) -> None:
 
     from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, make_driving_scenes
     from visdet.datasets.anchors import detection_anchors, map_anchors, motion_anchors, planning_anchors
-    from visdet.datasets.driving_world import DRIVING_CLASSES
+    from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
 
     path, classes = Path(args.infos), args.classes or NuScenes3DDetTrackDataset.METAINFO["classes"]
     if path.suffix not in (".npz", ".pkl", ".pickle"):

@@ -15,10 +15,10 @@ import pytest
 from datasets.driving_files import SMALL, driving_scenes
 
 from visdet.datasets import DrivingScenesDataset, load_infos, make_driving_scenes
-from visdet.datasets import driving_scenes as driving_scenes_module
-from visdet.datasets.driving_renderer import GROUND_Z, Renderer, boxes_in_lidar
-from visdet.datasets.driving_scenes import _LIDAR_TO_EGO, _ego_pose
-from visdet.datasets.driving_world import (
+from visdet.datasets.synthetic import driving_scenes as driving_scenes_module
+from visdet.datasets.synthetic.driving_renderer import GROUND_Z, Renderer, boxes_in_lidar
+from visdet.datasets.synthetic.driving_scenes import _LIDAR_TO_EGO, _ego_pose
+from visdet.datasets.synthetic.driving_world import (
     DRIVING_CLASSES,
     STEP_S,
     Agents,

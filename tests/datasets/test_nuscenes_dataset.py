@@ -9,7 +9,7 @@ import torch
 from datasets.driving_files import driving_scenes
 
 from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, save_infos
-from visdet.datasets.driving_world import DRIVING_CLASSES
+from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
 from visdet.registry import DATASETS
 
 AUGMENTATION = dict(

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from visdet.datasets import ShapesDataset, make_shapes, shapes, shapes_images
-from visdet.datasets.shapes_images import SHAPE_CLASSES, draw_shapes
+from visdet.datasets import ShapesDataset, make_shapes
+from visdet.datasets.synthetic import shapes, shapes_images
+from visdet.datasets.synthetic.shapes_images import SHAPE_CLASSES, draw_shapes
 from visdet.registry import DATASETS
 
 FORK = multiprocessing.get_context("fork")

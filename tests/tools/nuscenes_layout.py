@@ -10,8 +10,8 @@ from PIL import Image
 from scipy.spatial.transform import Rotation
 
 from visdet.datasets import load_infos
-from visdet.datasets.driving_world import make_world
 from visdet.datasets.nuscenes_converter import NuScenesConverter
+from visdet.datasets.synthetic.driving_world import make_world
 from visdet.structures.poses import pose_matrix, quaternion_from_matrix, rotation_from_quaternion
 
 LOCATION = "boston-seaport"

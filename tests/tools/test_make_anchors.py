@@ -6,7 +6,7 @@ from toolbox import fail, succeed
 
 from visdet.datasets import load_infos
 from visdet.datasets.anchors import cluster, detection_anchors, map_anchors, motion_anchors, planning_anchors
-from visdet.datasets.driving_world import DRIVING_CLASSES
+from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
 
 
 def test_clusters_are_found():

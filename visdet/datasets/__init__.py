@@ -6,11 +6,9 @@ require_train_extra(__name__)
 
 from . import samplers, transforms
 from .coco import CocoDataset
-from .driving_scenes import DrivingScenesDataset, make_driving_scenes
 from .info_files import load_infos, save_infos
 from .nuscenes import NuScenes3DDetTrackDataset
-from .shapes import ShapesDataset, make_shapes
-from .two_view_pairs import TwoViewPairs
+from .synthetic import DrivingScenesDataset, ShapesDataset, TwoViewPairs, make_driving_scenes, make_shapes
 from .volume import FieldDataset, PointSampleDataset, VolumeDataset, make_volume
 
 __all__ = [

@@ -13,11 +13,11 @@ from visdet.registry import DATASETS
 from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_matrix
 
+from ..info_files import load_infos, save_infos
+from ..nuscenes import NuScenes3DDetTrackDataset
 from .drawn_folder import claim_folder, draw_in_processes, draw_once, is_orphan
 from .driving_renderer import GROUND_Z, RIG, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
-from .info_files import load_infos, save_infos
-from .nuscenes import NuScenes3DDetTrackDataset
 
 __all__ = ["DRIVING_MAP_CLASSES", "DrivingScenesDataset", "make_driving_scenes"]
 

@@ -11,7 +11,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS
 from visdet.structures.palette import class_palette
 
-from .coco import CocoDataset
+from ..coco import CocoDataset
 from .drawn_folder import claim_folder, draw_in_processes, draw_once, is_orphan
 from .shapes_images import SHAPE_CLASSES, draw_shapes
 
