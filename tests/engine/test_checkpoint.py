@@ -339,7 +339,7 @@ def test_a_checkpoint_without_weights(tmp_path):
     torch.save({"epoch": 3}, tmp_path / "no_weights.pth")
     cfg = toy_config(tmp_path / "run", load_from=str(tmp_path / "no_weights.pth"))
     assert cfg.load_from.endswith("no_weights.pth")
-    with pytest.raises(CheckpointError, match="holds no weights: found keys epoch"):
+    with pytest.raises(CheckpointError, match=r"holds no weights.*keys epoch"):
         train(tmp_path / "run", load_from=str(tmp_path / "no_weights.pth"))
 
 

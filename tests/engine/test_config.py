@@ -217,7 +217,7 @@ def test_stock_mmdet_configs_are_read_in_our_scope():
     assert cfg.default_scope == "visdet"
     assert cfg.model == {"type": "DeformableDETR", "backbone": {"type": "ResNet"}}
     assert [step["type"] for step in cfg.train_pipeline] == ["LoadImageFromFile", "mmengine.Thing"]
-    assert remarks == ["an mmdet config: read with default_scope='visdet' (3 type prefixes dropped)"]
+    assert len(remarks) == 1 and "default_scope='visdet'" in remarks[0] and " 3 prefixes" in remarks[0]
     assert adopt_mmdet_scope(Config({"default_scope": "visdet", "model": {"type": "mmdet.X"}})) == []
 
 

@@ -202,7 +202,7 @@ def test_auto_with_damaged_checkpoints_alone_fails_and_names_them(tmp_path):
 def test_auto_with_a_pointer_to_a_checkpoint_that_is_gone_fails(tmp_path):
     train(tmp_path, train_cfg__max_iters=5, default_hooks__checkpoint__save_best=None)
     (tmp_path / "iter_5.pth").unlink()
-    with pytest.raises(CheckpointError, match=r"last_checkpoint names iter_5\.pth, which is not there"):
+    with pytest.raises(CheckpointError, match=r"last_checkpoint names iter_5\.pth"):
         train(tmp_path, resume="auto")
 
 

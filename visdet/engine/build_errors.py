@@ -1,4 +1,4 @@
-"""Errors raised while parts are built, with the place in the config that they come from."""
+"""Errors that are raised while a runner builds its parts, completed by the place in the config."""
 
 import inspect
 import re
@@ -49,7 +49,7 @@ def building(cfg: Config, *sections: str, defaults: dict[str, Callable] | None =
     Args:
         cfg: the whole config.
         sections: the top-level keys that the block builds from.
-        defaults: by the path of a section, the class that is built where the section has no ``type``.
+        defaults: the class that is built if a section has no ``type``, by the path of the section.
 
     Raises:
         InvalidTypeError: replaces a ``TypeError`` about a keyword of the config that its class does not accept. The
@@ -73,7 +73,7 @@ def unknown_keyword_message(text: str, sections: dict[str, Any], defaults: dict[
     Args:
         text: Python's message, which names the keyword and the function that refused it.
         sections: the parts of a config by their top-level keys.
-        defaults: by the path of a section, the class that is built where the section has no ``type``.
+        defaults: the class that is built if a section has no ``type``, by the path of the section.
     """
     match = _UNEXPECTED.search(text)
     if match is None:
@@ -110,7 +110,7 @@ def _nodes(sections: dict[str, Any]) -> Iterator[tuple[str, dict]]:
 
 
 def _targets(kind: Any) -> Iterable[Any]:
-    """Return the classes and functions that a ``type`` may stand for; a name may be in several registries."""
+    """Return the classes and functions that a ``type`` may stand for. A name may be in several registries."""
     if not isinstance(kind, str):
         return [kind] if hasattr(kind, "__name__") else []
     found = []

@@ -65,9 +65,9 @@ def read_checkpoint(
 
     Args:
         path: a file, or an http(s) address, whose file is kept in the cache of ``torch.hub``.
-        map_location: as for ``torch.load``.
-        trust: read every type, and run the code that the file contains, if any.
-        verify: compare the content with the checksums in the file, which ``torch.load`` ignores.
+        map_location: the device of the tensors, in any form that ``torch.load`` accepts.
+        trust: whether to read every type. Code that the file contains is run then.
+        verify: whether to compare the content with the checksums in the file, which ``torch.load`` ignores.
 
     Raises:
         MissingCheckpointError: the file does not exist, or cannot be downloaded.
@@ -113,6 +113,7 @@ class _DiskFile(io.FileIO):
 
 
 def _not_now(source: str, error: OSError) -> CheckpointError:
+    """Return the error for a failure of the storage, which says nothing about the content of the file."""
     return CheckpointError(
         f"checkpoint {source} cannot be read now: {error.strerror or error}. The file itself may be intact. Try again, "
         "or check the storage that it is on"
@@ -124,10 +125,10 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
 
     Args:
         path: a file or an http(s) address. An address is not looked up.
-        folder_is_fine: accept a folder, too.
+        folder_is_fine: whether to accept a folder, too.
 
     Raises:
-        MissingCheckpointError: it is neither. The message lists the checkpoints that are there.
+        MissingCheckpointError: ``path`` is neither. The message names the checkpoints of its folder.
     """
     path = str(path)
     if path.startswith(_URL_SCHEMES) or os.path.isfile(path) or (folder_is_fine and os.path.isdir(path)):
@@ -162,7 +163,7 @@ def _read(file: BinaryIO, map_location: Any, trust: bool, verify: bool) -> dict[
 def _verify(file: BinaryIO) -> None:
     with zipfile.ZipFile(file) as archive:
         if damaged := archive.testzip():
-            raise zipfile.BadZipFile(f"the checksum of {damaged} in it does not fit")
+            raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
     file.seek(0)
 
 

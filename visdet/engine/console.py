@@ -1,4 +1,4 @@
-"""The output of a run on the terminal, by one shared rich console and a log handler that writes to it."""
+"""The rich console that a run writes to, and the log handler that shows warnings and errors on it."""
 
 import logging
 import os
@@ -15,8 +15,8 @@ __all__ = ["ConsoleHandler", "WorkerStart", "console", "is_main_process", "say"]
 
 console = Console(highlight=False)
 
-# mmengine warns about its own internals in messages that contain these texts. No user can act on them, and the last
-# one is repeated for every parameter of a frozen stage.
+# Warnings of mmengine that contain one of these texts are about its own internals. A user cannot act on them, and the
+# last one is repeated for every parameter of a frozen stage.
 _NOISE = (
     '"FileClient" will be deprecated',
     '"HardDiskBackend" is the alias',
@@ -38,10 +38,10 @@ def say(text: str, style: str | None = None) -> None:
 
 
 class WorkerStart:
-    """A ``worker_init_fn`` that makes a data worker print to the real streams and not above its parent's progress bar.
+    """A ``worker_init_fn`` that makes a data worker print to the real streams, not above its parent's progress bar.
 
     Args:
-        init: the ``worker_init_fn`` that the loader had before; it is called last. None for no such function.
+        init: the ``worker_init_fn`` that the loader had before, or None. It is called last.
     """
 
     def __init__(self, init: Callable[[int], None] | None) -> None:

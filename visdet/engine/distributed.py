@@ -32,7 +32,8 @@ def checked_launcher(launcher: str | None) -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
     if gpus is not None and int(os.environ["LOCAL_RANK"]) >= gpus:
         raise UserError(
-            f"process {os.environ['LOCAL_RANK']} of this machine has no GPU; use --nproc-per-node {gpus} or less"
+            f"process {os.environ['LOCAL_RANK']} of this machine has no GPU, because the machine has only {gpus}. Use "
+            f"--nproc-per-node {gpus} or less"
         )
     return launcher
 
@@ -60,5 +61,5 @@ def wrapper_on_the_cpu(given: dict[str, Any] | None, find_unused_parameters: boo
     default = {"broadcast_buffers": False, "find_unused_parameters": find_unused_parameters}
     wrapper = {"type": "MMDistributedDataParallel", **(given or default)}
     if issubclass(MODEL_WRAPPERS.get(wrapper["type"]), DistributedDataParallel):
-        wrapper.setdefault("device_ids", None)  # mmengine's default is the number of a GPU
+        wrapper.setdefault("device_ids", None)  # mmengine's default is the index of a GPU.
     return wrapper

@@ -1,4 +1,4 @@
-"""The predictions of a test as a JSON file."""
+"""A metric that writes the predictions of a test to a JSON file."""
 
 from collections.abc import Sequence
 
@@ -31,11 +31,11 @@ class DumpDetections(BaseMetric):
         self.out_file = out_file
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep the predictions of a batch."""
+        """Keep the predictions for the samples of a batch."""
         self.results.extend(record_of(sample, self.dataset_meta) for sample in data_samples)
 
     def compute_metrics(self, results: list[dict]) -> dict:
         """Write the file and return no metrics."""
         write_detections_file(self.out_file, results)
-        print_log(f"predictions of {len(results)} samples written to {self.out_file}", logger="current")
+        print_log(f"the predictions for {len(results)} samples are in {self.out_file}", logger="current")
         return {}

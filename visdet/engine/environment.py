@@ -1,4 +1,4 @@
-"""What the log of a run says about the machine and the packages."""
+"""The facts about the machine and the packages that a run writes to its log."""
 
 import platform
 import sys
@@ -21,9 +21,9 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, str]:
-    """Return the versions and the devices of this process by name.
+    """Return the versions of the packages and the names of the GPUs, each under a title for the log.
 
-    mmengine's function of this purpose imports torchvision and calls compilers, which takes a second.
+    mmengine's function for this purpose imports torchvision and runs compilers, which takes a second.
     """
     facts = {"platform": platform.platform(), "Python": sys.version.replace("\n", "")}
     for package in _PACKAGES:

@@ -41,7 +41,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 @contextmanager
 def tool_session() -> Iterator[None]:
-    """Run the body of a tool and report its errors.
+    """Report the errors of the block, which is the body of a command-line tool.
 
     A :class:`UserError` ends the tool with one message on stderr and exit status 1. An interrupt from the keyboard
     ends it with exit status 130. Any other error keeps its traceback, and ``VISDET_TRACEBACK=1`` in the environment
@@ -61,7 +61,7 @@ def tool_session() -> Iterator[None]:
     except Exception as error:
         message = explain(error)
         if message is None or os.environ.get(SHOW_TRACEBACK):
-            if sys.version_info < (3, 11):  # later versions print the hints below the traceback
+            if sys.version_info < (3, 11):  # Later versions print the hints below the traceback.
                 print("\n".join(hints_of(error)), file=sys.stderr)
             raise
         rank = os.environ.get("RANK")
@@ -99,7 +99,7 @@ def nearest_names(name: str, known: Iterable[str], cutoff: float = 0.6, count: i
     Args:
         name: a name that may be misspelt.
         known: the names to choose from.
-        cutoff: the least similarity, between 0 and 1, as for ``difflib.get_close_matches``.
-        count: the greatest number of names to return.
+        cutoff: the minimum similarity, between 0 and 1, as for ``difflib.get_close_matches``.
+        count: the maximum number of names to return.
     """
     return difflib.get_close_matches(name, sorted(set(known)), n=count, cutoff=cutoff)

@@ -22,11 +22,13 @@ def adopt_mmdet_scope(cfg: Config) -> list[str]:
         return []
     cfg.default_scope = "visdet"
     count = _strip_prefixes(cfg._cfg_dict)
-    return [f"an mmdet config: read with default_scope='visdet' ({count} type prefixes dropped)"]
+    return [
+        f"this mmdet config is read with default_scope='visdet', and {count} prefixes of types are dropped"
+    ]
 
 
 def _strip_prefixes(node: Any) -> int:
-    """Drop the prefix of every ``type`` under ``node``, and every ``_scope_``. Return how many were dropped."""
+    """Drop the prefix of every ``type`` in ``node`` and every ``_scope_``. Return how many were dropped."""
     if isinstance(node, list | tuple):
         return sum(_strip_prefixes(item) for item in node)
     if not isinstance(node, dict):

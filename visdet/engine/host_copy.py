@@ -1,4 +1,4 @@
-"""Numbers that go to the host while their device goes on."""
+"""Copies of numbers from a GPU to the host, for which the GPU does not wait."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,7 +9,7 @@ __all__ = ["HostCopy", "stack_numbers"]
 
 
 def stack_numbers(numbers: Iterable[Tensor | float]) -> Tensor:
-    """Return tensors of one element and plain numbers as a vector in float64, which is on a GPU if one of them is."""
+    """Return tensors of one element and plain numbers as a float64 vector. It is on a GPU if one of them is."""
     values = [torch.as_tensor(number).detach().reshape(()).double() for number in numbers]
     device = next((value.device for value in values if value.is_cuda), None)
     if device is not None:
@@ -19,7 +19,7 @@ def stack_numbers(numbers: Iterable[Tensor | float]) -> Tensor:
 
 
 class HostCopy:
-    """A copy of some numbers on the host, which waits for a GPU only when it is read.
+    """A copy of numbers on the host. The host waits for the GPU only when it reads them.
 
     Args:
         numbers: the numbers by name. Each is a tensor of one element on any device, or a plain number.

@@ -29,12 +29,12 @@ _IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".
 
 
 class Detector:
-    """A detector that consists of a config's model with the weights of a checkpoint, and of the config's test pipeline.
+    """Detects objects in image files by the model and the test pipeline of a config, with a checkpoint's weights.
 
     Args:
         cfg: the config that the checkpoint was trained with.
         checkpoint: a file or an http(s) address.
-        device: the device to run on. The default is the GPU if there is one, otherwise the CPU.
+        device: the device to run on. The default is the GPU if there is one, and otherwise the CPU.
 
     Attributes:
         dataset_meta: a dict with ``classes`` and, if it is known, ``palette``. It comes from the checkpoint, or from
@@ -76,7 +76,10 @@ class Detector:
 
 
 def _check_takes_images(model: nn.Module) -> None:
-    """Raise a ConfigError if the samples of a model are not single images; docs/contract.md says what serves them."""
+    """Raise a ConfigError if the samples of a model are not single images.
+
+    docs/contract.md describes the tools for other samples.
+    """
     sample_type = getattr(model, "sample_type", DetDataSample)
     if not issubclass(sample_type, DetDataSample):
         raise ConfigError(
@@ -99,10 +102,10 @@ def detect_files(
         visualizer: the visualizer that draws the pictures.
         images: the paths of the images.
         out_dir: the folder to write to.
-        score_thr: detections with a lower score are left out.
+        score_thr: the lowest score of the detections that are kept.
 
     Returns:
-        The detections in every image (see :func:`detections_of`), and a message for each file that is not an image.
+        the detections in every image (see :func:`detections_of`), and a message for each file that is not an image.
     """
     visualizer.dataset_meta = detector.dataset_meta
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in images])
@@ -151,7 +154,7 @@ def detections_of(sample: Any, classes: tuple[str, ...], score_thr: float = 0.0)
     Args:
         sample: a DetDataSample with ``pred_instances`` and ``ori_shape``, or its dict.
         classes: the names of the labels.
-        score_thr: detections with a lower score are left out.
+        score_thr: the lowest score of the detections that are kept.
 
     Returns:
         a dict with the ``file`` of the image, its ``height`` and ``width`` in pixels, and ``detections``. That is a

@@ -24,9 +24,9 @@ _VALIDATED = "validated_at_iter"
 
 
 class _Training:
-    """The part that both loops share: how they run an iteration, and when they validate.
+    """The part that both loops share, which runs an iteration and decides when to validate.
 
-    ``_progress`` returns the number of epochs or iterations that are done, and their total.
+    A loop's ``_progress`` returns the number of epochs or iterations that are done, and their total.
     """
 
     def run_iter(self, *arguments: Any) -> None:
@@ -97,7 +97,8 @@ class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
         done = self._iter - self._epoch * len(self.dataloader)
         start = done if 0 < done <= len(self.dataloader) else 0
         self.dataloader.batch_sampler.start_at(self.runner.seed, self._iter, skipped=start)
-        # A checkpoint of the last iteration was saved before the epoch's final hooks ran. Only those remain then.
+        # A checkpoint of an epoch's last iteration was saved before the hooks at the end of the epoch ran. A run that
+        # resumes from it has only those hooks left to run.
         for batch_idx, data_batch in enumerate(
             self.dataloader if start < len(self.dataloader) else (), start
         ):
@@ -134,7 +135,7 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
         val_interval: int = 1000,
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
-        # IterBasedTrainLoop's own constructor would start the workers on batches that a resumed run has seen.
+        # The constructor of mmengine's loop would start the workers on batches that a resumed run has seen.
         BaseLoop.__init__(self, runner, dataloader)
         if int(max_iters) != max_iters:
             raise InvalidInputError(f"IterBasedTrainLoop: max_iters must be a whole number, got {max_iters}")
@@ -158,7 +159,7 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
         A run that was finished before it was resumed is validated once.
         """
         self.runner.call_hook("before_train")
-        self.runner.call_hook("before_train_epoch")  # the whole training counts as one epoch
+        self.runner.call_hook("before_train_epoch")  # The whole training counts as one epoch.
         was_finished = self._iter >= self._max_iters
         _restore_random_state(self.runner)
         if was_finished or self._must_catch_up():
@@ -195,7 +196,7 @@ def _check_epochs_end(dataloader: DataLoader) -> None:
 
 
 def _check_there_are_batches(dataloader: DataLoader) -> None:
-    """Refuse a loader without a batch, which happens if a data set is smaller than one batch and that batch is dropped.
+    """Refuse a loader without a batch, such as one that drops the only batch because it is incomplete.
 
     Raises:
         ConfigError: the loader has no batch. The message gives the sizes.
@@ -204,8 +205,8 @@ def _check_there_are_batches(dataloader: DataLoader) -> None:
     if len(batches) == 0:
         raise ConfigError(
             f"train_dataloader gives no batch: its data set has {len(dataloader.dataset)} samples, "
-            f"{type(batches.batch_sampler).__name__} makes batches of {batches.batch_size} and drops the rest. Set "
-            "batch_size to at most the number of samples of a process, or set drop_last=False"
+            f"{type(batches.batch_sampler).__name__} makes batches of {batches.batch_size} and drops incomplete ones. "
+            "Set batch_size to at most the number of samples of a process, or set drop_last=False"
         )
 
 
@@ -216,7 +217,7 @@ def _graphs_installed(runner) -> AbstractContextManager[None]:
 
 def _validate(runner) -> None:
     if runner.val_loop is not None:
-        # This comes first, because a hook may write a checkpoint as soon as it knows the metrics.
+        # This is noted before the validation, because a hook may write a checkpoint as soon as it knows the metrics.
         runner.message_hub.update_info(_VALIDATED, runner.iter)
         with preserved_random_state(), _graphs_installed(runner):
             runner.val_loop.run()

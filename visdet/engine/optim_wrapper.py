@@ -21,18 +21,18 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapper(_OptimWrapper):
-    """mmengine's optimizer wrapper, except for two things that cost time on a GPU.
+    """mmengine's optimizer wrapper without two of its costs on a GPU.
 
-    With ``paramwise_cfg``, mmengine makes a parameter group of each parameter, and torch's optimizers launch their
-    kernels once for each group. Here, groups that have the same options become one. And mmengine reads the norm of the
-    gradients for the log before it launches the update, so that a GPU is idle in between. Here, the norm is written to
-    the log at the next update, or when ``write_grad_norm`` is called.
+    * With ``paramwise_cfg``, mmengine makes a parameter group of each parameter, and torch's optimizers launch their
+      kernels once for each group. Here, groups with the same options become one.
+    * mmengine reads the norm of the gradients for the log before it launches the update, so that the GPU is idle in
+      between. Here, the norm is written to the log at the next update, or when ``write_grad_norm`` is called.
 
     Args: see :class:`mmengine.optim.OptimWrapper`.
 
     Attributes:
-        spoils_gradients_of_bad_losses: whether a loss that is NaN or infinite has gradients of NaN, whatever they were
-            otherwise. The gradients of all processes then tell that the loss of one of them is bad.
+        spoils_gradients_of_bad_losses: whether the gradients of a loss that is NaN or infinite become NaN. After the
+            gradients have been averaged, every process then sees that the loss of one of them is bad.
     """
 
     spoils_gradients_of_bad_losses: bool = False
@@ -47,10 +47,10 @@ class OptimWrapper(_OptimWrapper):
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state.
+        """Load a state of this wrapper or of mmengine's.
 
-        If the state has the groups with which the optimizer was built, as states of mmengine's wrapper have, the
-        optimizer goes back to those. The schedules of that state have a value for each of them.
+        A state of mmengine's wrapper has the parameter groups with which the optimizer was built. The optimizer then
+        goes back to those groups, because the saved schedules have a value for each of them.
         """
         saved = len(state_dict.get("param_groups", ()))
         if saved == len(self._groups_as_built) != len(self.optimizer.param_groups):
@@ -75,11 +75,11 @@ class OptimWrapper(_OptimWrapper):
             for parameter in group["params"]
             if parameter.requires_grad and parameter.grad is not None
         ]
-        # torch's clipping by value returns None.
+        # torch's clipping by value returns None instead of a norm.
         self._grad_norm = self.clip_func(parameters, **self.clip_grad_kwargs) if parameters else None
 
     def write_grad_norm(self) -> None:
-        """Write the norm of the gradients of the last update to the log, unless that has been done."""
+        """Write the gradient norm of the last update to the log, unless that has been done."""
         if self._unwritten is None:
             return
         norms, self._unwritten = self._unwritten.read(), None
@@ -87,7 +87,7 @@ class OptimWrapper(_OptimWrapper):
             self.message_hub.update_scalar(f"train/{name}", norm)
 
     def _log_grad_norm(self) -> None:
-        """Write the norm of the update before, and start to copy that of this one to the host."""
+        """Write the gradient norm of the previous update, and start to copy that of this update to the host."""
         self.write_grad_norm()
         if self._grad_norm is not None:
             self._unwritten, self._grad_norm = HostCopy({self.grad_name: self._grad_norm}), None
@@ -96,7 +96,7 @@ class OptimWrapper(_OptimWrapper):
 
 
 def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups in which those with the same options are one, in the order of their first parameters."""
+    """Return parameter groups after joining those with the same options, in the order of their first parameters."""
     merged: list[dict[str, Any]] = []
     for group in groups:
         options = {name: value for name, value in group.items() if name != "params"}
@@ -180,7 +180,7 @@ class AmpOptimWrapper(OptimWrapper):
             yield
 
     def backward(self, loss: Tensor, **backward_args: Any) -> None:
-        """Accumulate the gradients of ``loss``, which is scaled before if the dtype is float16."""
+        """Accumulate the gradients of ``loss``. If the dtype is float16, the loss is scaled first."""
         super().backward(loss if self.loss_scaler is None else self.loss_scaler.scale(loss), **backward_args)
 
     def step(self, **step_args: Any) -> None:

@@ -14,7 +14,8 @@ from visdet.errors import InvalidTypeError
 __all__ = ["restore_message_hub", "to_plain"]
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
-# This suffices for every smoothing window in use. The full history of twenty scalars grows to 100 MB in a long run.
+# The values of a history that a checkpoint keeps, which suffice for every smoothing window in use. The full histories
+# of twenty scalars grow to 100 MB in a long run.
 _HISTORY_LENGTH = 10_000
 
 
@@ -31,7 +32,7 @@ def to_plain(value: Any, name: str = "") -> Any:
         name: the name of the value, for the error message.
 
     Raises:
-        InvalidTypeError: there is a value of another type, which could not be read back. The message says where.
+        InvalidTypeError: there is a value of another type, which could not be read back. The message gives its place.
     """
     if type(value) in _PLAIN or type(value) in (torch.Size, torch.dtype):
         return value

@@ -42,13 +42,13 @@ class SeededBatch(list):
 
 
 class ResumableBatches:
-    """A batch sampler that gives the batches of another batch sampler, from a chosen one on.
+    """A batch sampler that yields the batches of another batch sampler, beginning with any of them.
 
-    A skipped batch costs only its indices: no image of it is read.
+    Only the indices of a skipped batch are drawn. Its images are not read.
 
     Args:
         batch_sampler: a sampler that yields lists of indices.
-        endless: continue with the next epoch (``sampler.set_epoch``) when an epoch ends. This is meant for
+        endless: whether to continue with the next epoch (``sampler.set_epoch``) when an epoch ends. This is meant for
             iteration-based training, where the workers of the loader then live as long as the run.
 
     Raises:
@@ -101,12 +101,12 @@ class ResumableBatches:
         return len(self.batch_sampler)
 
     def start_at(self, seed: int, iteration: int, skipped: int) -> None:
-        """Set the batch at which the next pass over the batches begins.
+        """Choose the batch with which the next pass over the batches begins.
 
         Args:
             seed: the seed of the run, on which the random numbers of the workers depend.
             iteration: the iteration of the run that gets the first batch.
-            skipped: the number of batches of the sampler to skip.
+            skipped: the number of batches to skip.
         """
         self._key, self._iteration, self._skipped = (seed, get_rank()), iteration, skipped
 
@@ -127,6 +127,6 @@ class ResumableBatches:
                 yield batch
             if is_empty:
                 raise InvalidInputError(
-                    f"train_dataloader gives no batch: {type(self.batch_sampler).__name__} with batch size "
-                    f"{self.batch_size} finds no samples for a batch in its data set"
+                    f"train_dataloader gives no batch: its data set has no samples from which "
+                    f"{type(self.batch_sampler).__name__} could make a batch of {self.batch_size}"
                 )

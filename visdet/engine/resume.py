@@ -25,9 +25,9 @@ _Decided = TypeVar("_Decided")
 def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tuple[str | None, list[str]]:
     """Return the newest intact checkpoint of a run, or None, and a remark on each newer one that is passed over.
 
-    The candidates are the file that ``last_checkpoint`` names and then every other ``*.pth`` file of the folder, the
-    newest first. A file with weights but no state of training is passed over. There is a remark on such a file only
-    if ``last_checkpoint`` names it.
+    The first candidate is the file that ``last_checkpoint`` names. The others are the other ``*.pth`` files of the
+    folder, the newest first. A file with weights but no training state is passed over. There is a remark on such a
+    file only if ``last_checkpoint`` names it.
 
     Args:
         work_dir: the folder of the run.
@@ -47,7 +47,7 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
         if last.is_file():
             candidates = [last, *(path for path in candidates if path != last)]
         else:
-            remarks.append(f"{pointer} names {last.name}, which is not there")
+            remarks.append(f"{pointer} names {last.name}, which does not exist")
     for path in candidates:
         try:
             content = read_checkpoint(path, trust=trust, verify=True)
@@ -57,7 +57,7 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
         if "optimizer" in content:
             return str(path), remarks
         if path == last:
-            remarks.append(f"checkpoint {path} holds no state of training")
+            remarks.append(f"checkpoint {path} holds no training state")
     return None, remarks
 
 
@@ -84,7 +84,7 @@ def checkpoint_to_resume(
         return (None, []) if resume == AUTO else (folder, [])
     found, remarks = newest_readable_checkpoint(folder, trust)
     if found is None and (remarks or resume != AUTO):
-        reasons = "".join(f"\n  {remark}" for remark in remarks) or " none holds the state of training"
+        reasons = "".join(f"\n  {remark}" for remark in remarks) or " none of them holds a training state"
         advice = "; to begin anew, choose another --work-dir" if resume == AUTO else ""
         raise CheckpointError(f"resume: no checkpoint in {folder} can be resumed:{reasons}{advice}")
     return found, remarks

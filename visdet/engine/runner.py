@@ -49,8 +49,8 @@ from .weights import load_weights, weights_of
 
 __all__ = ["DetRunner"]
 
-# The first of these hooks replaces mmengine's; the others come after mmengine's own six. A config changes one under its
-# key in default_hooks, or removes it by None.
+# The first of these hooks replaces mmengine's. The others come after mmengine's own six. The default_hooks of a config
+# change a hook under its key, or remove it by None.
 _DEFAULT_HOOKS = {
     "runtime_info": {"type": "RuntimeInfoHook"},
     "num_class_check": {"type": "NumClassCheckHook"},
@@ -67,10 +67,11 @@ class DetRunner(Runner):
 
     It differs from mmengine's Runner as follows:
 
-    * Checkpoints hold tensors and plain types and are written in one step. Reading one runs no code from the
-      file, unless the config says ``trust_checkpoint=True``.
-    * A resumed run continues with the seed, the data order and the random state of the earlier run, in its workers,
-      too. If the newest checkpoint is damaged, it is passed over. ``resume`` is 'auto', a path, or True as in mmengine.
+    * Checkpoints hold tensors and plain types. A crash leaves no incomplete checkpoint. Reading a checkpoint runs no
+      code from the file, unless the config says ``trust_checkpoint=True``.
+    * A resumed run continues with the seed, the data order and the random state of the earlier run, in its data
+      workers, too. If the newest checkpoint is damaged, the run resumes from the one before it. ``resume`` is 'auto',
+      a path, or True as in mmengine.
     * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``.
     * ``launcher='pytorch'`` works on machines without GPUs, where it uses gloo.
     * The backward pass runs in the training thread, on GPUs, too.
@@ -124,7 +125,7 @@ class DetRunner(Runner):
             unused = self.cfg.get("find_unused_parameters", False)
             model_wrapper_cfg = wrapper_on_the_cpu(model_wrapper_cfg, find_unused_parameters=unused)
         with warnings.catch_warnings():
-            # mmengine's way to leave batch statistics to each process; torch has renamed the argument.
+            # With this argument, mmengine leaves batch statistics to each process. torch has renamed it.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             return super().wrap_model(model_wrapper_cfg, model)
 
@@ -153,7 +154,7 @@ class DetRunner(Runner):
         return loader
 
     def build_train_loop(self, loop: BaseLoop | dict) -> BaseLoop:
-        """Build the training loop; ``by_epoch`` chooses this package's loops."""
+        """Build the training loop. A loop without a ``type`` is one of this package's, which ``by_epoch`` chooses."""
         if isinstance(loop, dict) and "type" not in loop:
             loop = copy.deepcopy(loop)
             loop["type"] = "EpochBasedTrainLoop" if loop.pop("by_epoch", True) else "IterBasedTrainLoop"
@@ -205,7 +206,7 @@ class DetRunner(Runner):
         return self._announcing_the_end(self._train)
 
     def _log_env(self, env_cfg: dict) -> None:
-        """Write environment, settings and config to the log. Runner calls this when it is built."""
+        """Write the environment, the settings and the config to the log. ``Runner.__init__`` calls this."""
         settings = {
             **env_cfg,
             **self._randomness_cfg,
@@ -221,8 +222,8 @@ class DetRunner(Runner):
 
     def _train(self) -> nn.Module:
         self._find_checkpoint_to_resume()
-        # A process trains on one device, so that a separate thread for the backward pass gains nothing. Waking it costs
-        # time: a step that is bound by kernel launches is about 5 % shorter without it.
+        # A process trains on one device, so that a separate thread for the backward pass gains nothing. Waking that
+        # thread costs time: a step that is bound by kernel launches is about 5 % shorter without it.
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 model = super().train()
@@ -233,7 +234,10 @@ class DetRunner(Runner):
         return model
 
     def _check_losses(self) -> None:
-        """Raise an error if a loss was bad that nobody has looked at. What it led to would be harder to understand."""
+        """Raise an error if a loss that has not been checked yet is NaN or infinite.
+
+        Such a loss may have caused the error that ends the training, and it is easier to understand than that error.
+        """
         for hook in self.hooks:
             if isinstance(hook, CheckInvalidLossHook):
                 hook.check(self)
@@ -271,7 +275,7 @@ class DetRunner(Runner):
         return metrics
 
     def _announcing_the_end(self, stage: Any) -> Any:
-        """Run a stage and call ``on_exit`` of the hooks, which release the terminal there, however the stage ends."""
+        """Run a stage, and call the ``on_exit`` of the hooks even if it fails. Hooks release the terminal there."""
         with self._logging_fatal_errors():
             try:
                 return stage()
@@ -280,7 +284,7 @@ class DetRunner(Runner):
 
     @contextmanager
     def _logging_fatal_errors(self) -> Iterator[None]:
-        """Make an error of the block the last entry of the run's log file, if that exists yet."""
+        """Write an error of the block to the run's log file, if that file exists yet."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
@@ -289,7 +293,10 @@ class DetRunner(Runner):
             raise
 
     def _find_checkpoint_to_resume(self) -> None:
-        """Find the checkpoint to resume, and take over its seed, on which the data order depends."""
+        """Find the checkpoint to resume.
+
+        The run takes over the seed of the checkpoint, on which the data order depends, unless the config sets a seed.
+        """
         if not self._resume:
             return
         found, remarks = decided_by_the_main_process(
@@ -333,13 +340,13 @@ class DetRunner(Runner):
 
         Args:
             filename: a file or an http(s) address.
-            map_location: not used, and accepted because mmengine passes it. Tensors are read to the CPU.
-            strict: refuse weights that do not fit. The default is True for a run that is resumed, and otherwise the
-                config's ``strict_load``.
+            map_location: This has no effect and is accepted because mmengine passes it. Tensors are read to the CPU.
+            strict: whether to refuse weights that do not fit. The default is True for a run that is resumed, and the
+                config's ``strict_load`` for any other run.
             revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
 
         Raises:
-            CheckpointError: the file is missing or damaged, or its weights do not fit.
+            CheckpointError: the file is missing or damaged, or its weights are refused (see :func:`load_weights`).
         """
         cached, self._checkpoint = self._checkpoint, None
         if cached is not None and cached[0] == filename:
@@ -365,7 +372,17 @@ class DetRunner(Runner):
         resume_param_scheduler: bool = True,
         map_location: Any = "cpu",
     ) -> None:
-        """Load weights, optimizer, schedules, counters, random state and temporal state from a checkpoint."""
+        """Load the weights, the optimizer, the schedules, the counters, the random state and the temporal state.
+
+        Args:
+            filename: the checkpoint, a file or an http(s) address.
+            resume_optimizer: whether to load the state of the optimizer.
+            resume_param_scheduler: whether to load the states of the schedules.
+            map_location: the device that mmengine passes on to :meth:`load_checkpoint`, where it has no effect.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or its weights do not fit the model.
+        """
         if self._checkpoint is None:
             self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
         meta = self._checkpoint[1]["meta"]
@@ -380,14 +397,15 @@ class DetRunner(Runner):
         remembered = meta.pop("temporal_states", None)
         if remembered is not None:
             restore_temporal_state(self.model, remembered, self.rank, self.world_size)
-        # mmengine compares pickles, which can differ between equal objects. The same object has none.
+        # mmengine compares the pickles of the two, which can differ although the objects are equal. The pickles of one
+        # object are the same.
         dataset_meta = getattr(self.train_dataloader.dataset, "metainfo", None)
         if to_plain(dataset_meta) == to_plain(meta.get("dataset_meta")):
             meta["dataset_meta"] = dataset_meta
         super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
 
     def restore_random_state(self) -> None:
-        """Set the random state of a resumed checkpoint, once. A run that starts anew has none to set."""
+        """Set the random state that the resumed checkpoint holds. Later calls, and those of a new run, do nothing."""
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
@@ -404,11 +422,11 @@ class DetRunner(Runner):
         by_epoch: bool = True,
         backend_args: dict | None = None,
     ) -> None:
-        """Write a checkpoint of mmengine's layout in one step.
+        """Write a checkpoint in mmengine's layout.
 
-        Args: see :meth:`mmengine.runner.Runner.save_checkpoint`. If ``out_dir`` is not a local folder, mmengine
-            writes the checkpoint. ``meta`` may replace the default 'epoch' and 'iter', which are the counts after the
-            current step.
+        :meth:`mmengine.runner.Runner.save_checkpoint` describes the arguments. ``meta`` may replace 'epoch' and
+        'iter', which otherwise are the counts after the current step. After a crash, a local file is either the old
+        one or the complete new one. If ``out_dir`` is not a local folder, mmengine writes the checkpoint.
         """
         for hook in self.hooks:
             if isinstance(hook, RuntimeInfoHook):
@@ -456,7 +474,7 @@ def _type_of(hook: Any) -> str:
 
 
 def _states(schedulers: list | dict) -> list | dict:
-    """Return the states of schedulers, which are a list, or a dict of lists by the names of optimizers."""
+    """Return the states of schedulers, which are given as a list or as a dict of lists by the names of optimizers."""
     if isinstance(schedulers, dict):
         return {name: _states(of_one_optimizer) for name, of_one_optimizer in schedulers.items()}
     return [scheduler.state_dict() for scheduler in schedulers]

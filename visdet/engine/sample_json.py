@@ -11,22 +11,25 @@ __all__ = ["record_of"]
 
 
 def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the predictions for a sample of any family in types that JSON can represent.
+    """Return the predictions for a sample of any model in types that JSON can represent.
 
     Args:
-        sample: the dict that the ``to_dict`` of the sample returns.
-        dataset_meta: the names of the labels, under ``classes`` and ``map_classes``.
+        sample: the result of the sample's ``to_dict``.
+        dataset_meta: the meta information of the data set. ``classes`` has the names of the box labels, and
+            ``map_classes`` has those of the map labels.
 
     Returns:
-        a dict, whose keys depend on the sample:
+        a dict. Its keys depend on the sample:
 
-        * Image: the keys of :func:`detections_of`.
-        * Driving frame: ``token`` and those of ``boxes``, ``lines`` and ``plan`` that the model predicts, in metres in
-          the lidar frame. A box has ``class``, ``label``, ``score`` and ``box_3d``; it also has ``track`` if the model
-          tracks, and ``trajectories`` and ``trajectory_scores`` if the model predicts motion. A line has ``class``,
-          ``label``, ``score`` and ``points``.
-        * Pair of views: ``pair`` and ``depth`` [h][w].
-        * Points: ``field`` [n]. Volume: ``field`` [D0][D1][D2].
+        * The record of an image has the keys of :func:`detections_of`.
+        * The record of a driving frame has its ``token``, and those of ``boxes``, ``lines`` and ``plan`` that the model
+          predicts. Their coordinates are in metres in the lidar frame. A box has ``class``, ``label``, ``score`` and
+          ``box_3d``. It also has ``track`` if the model tracks, and ``trajectories`` and ``trajectory_scores`` if the
+          model predicts motion. A line has ``class``, ``label``, ``score`` and ``points`` [n][2]. The ``plan`` is a
+          list of positions [T][2].
+        * The record of a pair of views has its number ``pair`` and its ``depth`` [h][w].
+        * The record of points has the values of the field at them, ``field`` [n].
+        * The record of a volume has the values of the field in it, ``field`` [D0][D1][D2].
 
     Raises:
         ConfigError: the sample holds no predictions.
@@ -40,7 +43,7 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
         return {"field": field.view(sample.get("volume_shape", field.shape)).tolist()}
     if predictions_of(sample):
         return _driving_record(sample, dataset_meta)
-    raise ConfigError(f"the samples hold no predictions; their fields are {', '.join(sample) or 'none'}")
+    raise ConfigError(f"the samples hold no predictions. Their fields are: {', '.join(sample) or 'none'}")
 
 
 def _driving_record(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str, Any]:
@@ -70,6 +73,6 @@ def _driving_record(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dic
 
 
 def _rounded(values: Any) -> Any:
-    """Return a tensor or an array as nested lists of numbers with four decimals."""
+    """Return a tensor or an array as nested lists of numbers, which are rounded to four decimals."""
     rows = values.tolist() if hasattr(values, "tolist") else values
     return [_rounded(row) for row in rows] if isinstance(rows, list) else round(rows, 4)

@@ -18,7 +18,7 @@ class TemporalModel(Protocol):
         """Return what the model remembers, as tensors and plain types."""
 
     def load_temporal_state_dict(self, state: Any) -> None:
-        """Take over a result of ``temporal_state_dict``."""
+        """Load a result of ``temporal_state_dict``."""
 
 
 def _unwrapped(model: nn.Module) -> Any:
@@ -45,7 +45,7 @@ def restore_temporal_state(model: nn.Module, states: list[Any], rank: int, world
     """Restore the temporal state of process ``rank``, unless the states come from another number of processes.
 
     Args:
-        model: the model. One that is no :class:`TemporalModel` is left as it is.
+        model: the model. A model that is not a :class:`TemporalModel` does not change.
         states: the result of :func:`gather_temporal_states`.
         rank: the rank of this process.
         world_size: the number of processes of this run.

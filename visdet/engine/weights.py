@@ -17,11 +17,13 @@ _SHOWN = 4
 
 
 def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
-    """Return the state dict of a checkpoint, which is under 'state_dict' or 'model' or is the checkpoint itself.
+    """Return the state dict of a checkpoint.
+
+    The state dict is the value of 'state_dict' or of 'model', or the checkpoint itself if it has neither key.
 
     Args:
         checkpoint: the content of the checkpoint.
-        source: where the checkpoint comes from, for the message.
+        source: the path or the address of the checkpoint, for the error message.
 
     Raises:
         CheckpointError: the state dict holds no tensor.
@@ -33,11 +35,11 @@ def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
             break
     if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
         kind = (
-            f"keys {', '.join(map(str, list(found)[:6]))}"
+            f"the keys {', '.join(map(str, list(found)[:6]))}"
             if isinstance(found, dict)
-            else type(found).__name__
+            else f"a {type(found).__name__}"
         )
-        raise CheckpointError(f"checkpoint {source} holds no weights: found {kind}")
+        raise CheckpointError(f"checkpoint {source} holds no weights; it holds {kind}")
     return found
 
 
@@ -50,17 +52,19 @@ def load_weights(
 ) -> None:
     """Load ``state_dict`` into ``model``. If the weights are refused, the model stays as it was.
 
-    The ``num_batches_tracked`` of normalisation layers may be missing.
+    The buffers ``num_batches_tracked`` of normalisation layers may be missing.
 
     Args:
         model: the model.
         state_dict: the weights by their keys.
-        source: where the weights come from, for messages.
-        strict: refuse weights that do not fit. Otherwise, load those that fit and log the others.
+        source: the path or the address of the checkpoint, for messages.
+        strict: whether to refuse weights that do not all fit. If False, those that fit are loaded, and a warning in
+            the log names the others.
         revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
 
     Raises:
-        CheckpointError: ``strict`` is True and a key is missing or unexpected or has another shape, or no weight fits.
+        CheckpointError: ``strict`` is True, and a key is missing or unexpected or a tensor has another shape. With
+            ``strict=False``, this is raised only if no weight fits.
     """
     weights = state_dict
     for pattern, replacement in revise_keys:
@@ -73,7 +77,8 @@ def load_weights(
     }
     fitting: Any = OrderedDict((key, value) for key, value in weights.items() if key not in differing)
     if hasattr(state_dict, "_metadata"):
-        fitting._metadata = state_dict._metadata  # the versions by which modules migrate old weights
+        # The metadata has the versions by which modules migrate old weights.
+        fitting._metadata = state_dict._metadata
     before = {key: value.detach().clone() for key, value in expected.items() if isinstance(value, Tensor)}
     missing, unexpected = model.load_state_dict(fitting, strict=False)
     missing = [key for key in missing if key not in differing and not key.endswith("num_batches_tracked")]
@@ -94,9 +99,9 @@ def load_weights(
                 if key in before:
                     value.copy_(before[key])
         raise CheckpointError(
-            f"{report}.\nTo fine-tune from the weights that fit, use `--cfg-options strict_load=False`."
+            f"{report}.\nTo load only the weights that fit, use `--cfg-options strict_load=False`."
         )
-    print_log(f"{report}; the rest was loaded", logger="current", level=30)
+    print_log(f"{report}. The other weights were loaded", logger="current", level=30)
 
 
 def _counted(what: str, keys: list[str]) -> str:
