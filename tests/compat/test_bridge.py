@@ -97,14 +97,12 @@ def test_a_package_that_is_not_installed_is_named():
 
 def test_a_changed_package_is_named_with_its_version():
     bridge = _bridge.Bridge("arrays", "numpy", lambda name: False, lambda module, bridge: [])
-    with pytest.warns(_bridge.CompatWarning, match=r"in numpy \d.*numpy\.spin takes \(\).*update visdet-ops"):
+    with pytest.warns(_bridge.CompatWarning, match=r"in numpy \d.*numpy\.spin takes \(\).*visdet-ops"):
         bridge.warn(sys.modules["numpy"], "spin takes ()")
 
 
 def test_an_unknown_bridge_is_refused():
-    with pytest.raises(
-        ValueError, match="there is no bridge 'tensorflow'; there are transformers, ultralytics"
-    ):
+    with pytest.raises(ValueError, match=r"there is no bridge 'tensorflow'.*transformers, ultralytics"):
         compat.find("tensorflow")
 
 
@@ -314,7 +312,7 @@ def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path)
         (["run"], "usage: python -m visdet.compat"),
         (["run", "-m"], "usage: python -m visdet.compat"),
         (["fly"], "usage: python -m visdet.compat"),
-        (["run", "--only", "jax", "x.py"], "--only jax: it takes some of transformers,"),
+        (["run", "--only", "jax", "x.py"], "--only must be names from transformers,"),
     ],
     ids=" ".join,
 )

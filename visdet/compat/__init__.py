@@ -1,4 +1,4 @@
-"""Bridges to other packages, which replace their operators, or the compiled extensions that they lack, by visdet's.
+"""Bridges to other packages. A bridge replaces a package's operators by visdet's, or provides its missing extension.
 
 ``visdet.compat.<bridge>.install()`` installs a bridge in a program. ``python -m visdet.compat run SCRIPT`` runs an
 unmodified script with bridges, and ``python -m visdet.compat`` lists them. A bridge is imported only when it is used.
@@ -21,18 +21,21 @@ def find(name: str) -> Any:
         ValueError: there is no such bridge.
     """
     if name not in BRIDGES:
-        raise ValueError(f"visdet.compat: there is no bridge {name!r}; there are {', '.join(BRIDGES)}")
+        raise ValueError(f"visdet.compat: there is no bridge {name!r}. The bridges are {', '.join(BRIDGES)}")
     return importlib.import_module(f"{__name__}.{name}").bridge
 
 
 def watch(names: Sequence[str] | None = None) -> list[str]:
-    """Install bridges as soon as their packages are imported, and return their names.
+    """Install bridges as soon as their packages are imported, and return the names of the bridges.
 
     This imports neither torch nor the packages. A package that is not installed is not an error.
 
     Args:
-        names: the names of the bridges. The default is the list in the environment variable VISDET_COMPAT, separated by
-            commas. "all" stands for all bridges.
+        names: the names of the bridges. "all" stands for all bridges. The default is the list of names, separated by
+            commas, in the environment variable VISDET_COMPAT.
+
+    Raises:
+        ValueError: there is no bridge of one of the names.
     """
     if names is None:
         names = [name.strip() for name in os.environ.get("VISDET_COMPAT", "").split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""The command ``python -m visdet.compat``, which lists the bridges, or runs a script with them."""
+"""The command ``python -m visdet.compat``, which lists the bridges or runs a program with them."""
 
 import importlib.metadata
 import re
@@ -20,7 +20,7 @@ _REPLACED = {
     "extensions": "MultiScaleDeformableAttention, groundingdino._C, detrex._C, deformable_aggregation_ext",
 }
 _USAGE = """usage: python -m visdet.compat                                              list the bridges
-       python -m visdet.compat run [--only NAMES] SCRIPT|-m MODULE [ARGUMENTS]  run a program under them
+       python -m visdet.compat run [--only NAMES] SCRIPT|-m MODULE [ARGUMENTS]  run a program with them
        python -m visdet.compat startup                                      print the folder for PYTHONPATH"""
 _DISTRIBUTIONS = {"groundingdino": ("groundingdino-py", "rf-groundingdino", "groundingdino")}
 
@@ -36,7 +36,7 @@ def families() -> list[str]:
 
 
 def version_of(name: str) -> str | None:
-    """Return the installed version of a bridge's package, or None."""
+    """Return the installed version of a bridge's package, or None if the package is not installed."""
     for distribution in _DISTRIBUTIONS.get(name, (name,)):
         try:
             return importlib.metadata.version(distribution)
@@ -46,7 +46,7 @@ def version_of(name: str) -> str | None:
 
 
 def print_bridges() -> None:
-    """Print a table of the bridges, and the commands that run a script with them."""
+    """Print a table of the bridges, and the commands that run a program with them."""
     from visdet.ops import build_info
 
     for name, state in build_info().items():
@@ -61,16 +61,23 @@ def print_bridges() -> None:
     mmcv = version_of("mmcv-lite") or "not installed"
     print(f"{'mmcv-lite':14}{mmcv:15}mmcv._ext, by python -m visdet.compat.mmcv_ops SCRIPT")
     print(
-        "\nA script under all of them:   python -m visdet.compat run SCRIPT|-m MODULE [ARGUMENTS]"
-        "\nunder some:                   python -m visdet.compat run --only transformers,extensions SCRIPT"
-        "\nof a launcher:                torchrun --nproc-per-node 8 -m visdet.compat run SCRIPT"
-        "\nin a program:                 import visdet.compat.transformers; visdet.compat.transformers.install()"
-        '\nwhere Python starts itself:   PYTHONPATH="$(python -m visdet.compat startup)" VISDET_COMPAT=transformers ...'
+        "\nRun a script with all bridges:     python -m visdet.compat run SCRIPT|-m MODULE [ARGUMENTS]"
+        "\nRun a script with some bridges:    python -m visdet.compat run --only transformers,extensions SCRIPT"
+        "\nRun a script with torchrun:        torchrun --nproc-per-node 8 -m visdet.compat run SCRIPT"
+        "\nInstall a bridge in a program:     import visdet.compat.transformers; visdet.compat.transformers.install()"
+        '\nInstall bridges in every Python:   PYTHONPATH="$(python -m visdet.compat startup)" VISDET_COMPAT=... COMMAND'
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """List the bridges, run a program under them, or print the folder for PYTHONPATH."""
+    """List the bridges, run a program with them, or print the folder for PYTHONPATH.
+
+    Args:
+        arguments: the arguments of the command. The default is those of this process.
+
+    Returns:
+        the exit status, which is 2 if the arguments are wrong.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given.pop(0) if given else ""
     names = "all"
@@ -80,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     unknown = sorted({*chosen} - {*BRIDGES, "all"})
     if unknown or not chosen:
-        print(f"--only {names}: it takes some of {','.join(BRIDGES)}", file=sys.stderr)
+        print(f"--only must be names from {','.join(BRIDGES)}, got {names!r}", file=sys.stderr)
     elif command == "run" and given not in ([], ["-m"]):
         share_with_children(watch(chosen))
         run_program(given)

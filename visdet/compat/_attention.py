@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention as other packages call it, and the conditions under which visdet computes it."""
+"""Multi-scale deformable attention in the forms that other packages call, and the conditions for visdet's operator."""
 
 import functools
 import warnings
@@ -22,11 +22,11 @@ _EXAMPLE_SHAPES = ((3, 5), (2, 2))
 
 
 def takes(value: Any) -> bool:
-    """Return whether visdet's operator can compute a call with these values. If not, the package's own path must do so.
+    """Return whether visdet's operator can compute a call with these values.
 
-    It can for tensors on CPUs and CUDA GPUs, in eager mode and under ``torch.compile``. It cannot if the call is
-    recorded in order to run elsewhere (traces, scripts, exports), under ``torch.func`` and forward-mode
-    differentiation, for subclasses of tensors, and for other devices and dtypes.
+    It can for tensors on CPUs and CUDA GPUs, in eager mode and under ``torch.compile``. The package's own
+    implementation is needed if the call is recorded in order to run elsewhere (traces, scripts, exports), under
+    ``torch.func`` and forward-mode differentiation, for subclasses of tensors, and for other devices and dtypes.
     """
     if type(value) is not Tensor or value.dtype not in _DTYPES or is_recorded():
         return False
@@ -37,7 +37,7 @@ def takes(value: Any) -> bool:
 
 
 def is_recorded() -> bool:
-    """Return whether plain torch is needed, for an export, a trace, ``torch.func`` or forward-mode derivatives."""
+    """Return whether an export, a trace, ``torch.func`` or forward-mode differentiation needs plain torch."""
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
     return (
@@ -63,9 +63,9 @@ def attend(
 def attend_ragged(
     value: Tensor,  # [B, S, G, C]
     level_shapes: Any,  # [L, 2] (height, width)
-    locations: Tensor,  # [B, Q, G, K, 2], level after level
+    locations: Tensor,  # [B, Q, G, K, 2] (x, y) in 0..1, level after level
     weights: Tensor,  # [B, Q, G, K]
-    num_points: Sequence[int],  # [L], K = sum
+    num_points: Sequence[int],  # [L], whose sum is K
 ) -> Tensor:  # [B, Q, G * C]
     """Return ``attend`` for levels with different numbers of samples. Shorter levels are padded with zero weights."""
     L, P = len(num_points), max(num_points)
@@ -78,7 +78,12 @@ def attend_ragged(
 
 
 def level_tables(level_shapes: Any) -> tuple[Any, Tensor | None]:
-    """Return shapes and starts of the levels in the form of visdet's operators. Tables on the CPU are made once."""
+    """Return the shapes [L, 2] and the starts [L] of the levels for visdet's operators.
+
+    A tensor is returned as it is, and so is everything under ``torch.compile``. The starts are then None, and the
+    operator computes them. For other shapes, both tables are tensors on the CPU, which are made once for all calls with
+    the same shapes.
+    """
     if isinstance(level_shapes, Tensor) or torch.compiler.is_compiling():
         return level_shapes, None
     return _tables_of(tuple((int(height), int(width)) for height, width in level_shapes))
@@ -96,20 +101,22 @@ def _tables_of(level_shapes: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tenso
 @functools.cache
 def _warn_of_missing_cuda() -> None:
     warnings.warn(
-        "visdet.compat: CUDA tensors keep the plain path of the package, because visdet's CUDA library is not loaded. "
-        "`python -m visdet.doctor` tells the reason",
+        "visdet.compat: the package's own implementation is used for CUDA tensors, because visdet's CUDA library is "
+        "not loaded. `python -m visdet.doctor` tells the reason",
         CompatWarning,
         stacklevel=4,
     )
 
 
 def disagreement(candidate: Callable[..., Tensor], original: Callable[..., Tensor], kind: str) -> str | None:
-    """Return None if two implementations of the operator agree, or otherwise what is wrong with the original.
+    """Return None if two implementations of the operator agree on a small example, and otherwise how they differ.
 
-    The small example samples beyond every border, so that other conventions for coordinates or borders are noticed.
+    The locations of the example lie beyond every border, too, so that other conventions for coordinates or borders are
+    noticed.
 
     Args:
-        candidate, original: functions of (value, level_shapes, locations, weights).
+        candidate: visdet's function of (value, level_shapes, locations, weights).
+        original: the package's function of the same arguments.
         kind: the layout of the locations. It is "levels" for [B, Q, G, L, P, 2] and "folded" for [B, Q, G, L * P, 2].
             With "ragged", the layout is that of "folded", and the fifth argument is the number of points of each level.
     """

@@ -1,4 +1,4 @@
-"""The class of bridges, which replace attributes of a package's modules, now or at their import, and restore them."""
+"""The class of bridges. A bridge replaces attributes of a package's modules and can restore them."""
 
 import importlib.metadata
 import importlib.util
@@ -16,21 +16,23 @@ _MISSING = object()
 
 
 class CompatWarning(UserWarning):
-    """A package differs from what a bridge expects, so that the package keeps its own implementation."""
+    """A bridge found a package other than expected, so that the package keeps its own implementation."""
 
 
 class Bridge:
     """Replaces attributes in the modules of one package.
 
     Args:
-        name: the name of the bridge. package: the name of the top-level package.
-        wants: a function that returns whether the module of this full name may have to be patched.
-        patch: a function of a module and this bridge, which calls ``replace`` for each operator that it finds and
-            returns one line for each replacement.
-        distribution: the name of the distribution that installs the package, if it is another one.
+        name: the name of the bridge.
+        package: the name of the top-level package.
+        wants: a function that returns whether the module of a full name may have to be patched.
+        patch: a function of a module and this bridge. It calls ``replace`` for each operator that it finds, and yields
+            a line of text about each replacement.
+        distribution: the name of the distribution that installs the package. The default is the name of the package.
 
     ``install`` patches modules that are already imported. Modules that are imported later are patched at their import.
-    For that purpose, a finder is first in ``sys.meta_path`` until ``uninstall``. It leaves no trace in their specs.
+    For that purpose, a finder stays at the first place of ``sys.meta_path`` until ``uninstall``. The specs of the
+    modules do not show it.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class Bridge:
         """
         if not self.is_present:
             raise ImportError(
-                f"visdet.compat.{self.name}: {self.package} is not installed in this environment; install it first, "
-                f"or leave this bridge out"
+                f"visdet.compat.{self.name}: {self.package} is not installed in this environment. Install it, or do "
+                "not install this bridge"
             )
         from visdet.ops import _library
 
@@ -79,7 +81,7 @@ class Bridge:
         self.watch()
 
     def watch(self) -> None:
-        """Do the same as ``install``, but without checks. torch is imported only together with the first module."""
+        """Do the same as ``install``, but without its checks. torch is imported only when a module is patched."""
         if self.is_installed:
             return
         sys.meta_path.insert(0, self._finder)
@@ -107,21 +109,26 @@ class Bridge:
                 self.uninstall()
 
     def patched(self) -> dict[str, list[str]]:
-        """Return what has been replaced so far, with one line for each replacement, by the name of the module."""
+        """Return a line of text about each replacement so far, by the names of the modules."""
         return {name: list(lines) for name, lines in self.reached.items()}
 
     def warn(self, module: ModuleType, change: str) -> None:
-        """Warn that a module differs from what this bridge expects and is therefore not changed."""
+        """Warn that a module is not patched because it differs from what this bridge expects.
+
+        Args:
+            module: the module.
+            change: the difference, as a text that begins with the name of the attribute.
+        """
         version = importlib.metadata.version(self.distribution)
         warnings.warn(
-            f"visdet.compat.{self.name}: in {self.distribution} {version}, {module.__name__}.{change}. It keeps its "
-            "own implementation there; update visdet-ops, or report it with this message.",
+            f"visdet.compat.{self.name}: in {self.distribution} {version}, {module.__name__}.{change}. The package "
+            "keeps its own implementation there. Update visdet-ops, or report this message to visdet's developers.",
             CompatWarning,
             stacklevel=2,
         )
 
     def patch_module(self, module: ModuleType) -> None:
-        """Patch one module, and keep the list of replacements."""
+        """Patch a module and remember its replacements."""
         reached = list(self._patch(module, self))
         if reached:
             self.reached[module.__name__] = reached
@@ -136,12 +143,12 @@ class Bridge:
         setattr(owner, attribute, value)
 
     def at_uninstall(self, undo: Callable[[], Any]) -> None:
-        """Let ``uninstall`` call a function. The last function is called first."""
+        """Let ``uninstall`` call a function. The functions are called in the reverse order."""
         self._undo.append(undo)
 
 
 class _Finder:
-    """Finds modules by the other finders, and gives them a loader that patches the module after it has run."""
+    """Finds modules by the other finders, and gives each module a loader that patches it after it has run."""
 
     def __init__(self, bridge: Bridge) -> None:
         self.bridge = bridge

@@ -1,4 +1,4 @@
-"""Entries of ``mmcv._ext`` for the focal losses."""
+"""The functions of ``mmcv._ext`` for the focal losses."""
 
 import torch
 from torch import Tensor
@@ -56,10 +56,10 @@ def softmax_focal_loss_backward(
 
 
 def _logits(softmax: Tensor) -> Tensor:
-    """Return logits that have these probabilities, because the wrapper does not pass the logits."""
+    """Return logits whose softmax is given, because the wrapper does not pass its own logits."""
     return softmax.clamp(min=torch.finfo(softmax.dtype).tiny).log()
 
 
 def _given(tensor: Tensor) -> Tensor | None:
-    """Return None for an empty tensor, by which the wrappers represent an absent one."""
+    """Return a tensor, or None if it is empty, because mmcv's wrappers pass an empty tensor for an absent one."""
     return tensor if tensor.numel() else None

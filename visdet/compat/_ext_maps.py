@@ -1,4 +1,4 @@
-"""Entries of ``mmcv._ext`` for maps, which are deformable and masked convolution, CARAFE and deformable attention."""
+"""The functions of ``mmcv._ext`` for deformable and masked convolution, CARAFE and deformable attention."""
 
 from typing import Any
 
@@ -141,7 +141,11 @@ def masked_im2col_forward(
     pad_h: int,
     pad_w: int,
 ) -> None:
-    """Write the pixels of each window to a column. Pixels outside the map are 0."""
+    """Write the pixels of the window at each unmasked place to a column. Pixels outside the map are 0.
+
+    Raises:
+        ValueError: ``data_col`` is not [C * kernel_h * kernel_w, number of places].
+    """
     C, H, W = features.shape[1:]
     expected = [C * kernel_h * kernel_w, len(mask_h_idx)]
     if list(data_col.shape) != expected:
@@ -151,7 +155,7 @@ def masked_im2col_forward(
     row = mask_h_idx - pad_h + torch.arange(kernel_h, device=features.device)[:, None, None]
     column = mask_w_idx - pad_w + torch.arange(kernel_w, device=features.device)[:, None]
     is_inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    padded = torch.nn.functional.pad(features[0], (0, 1, 0, 1))  # so that an empty map has a pixel to read
+    padded = torch.nn.functional.pad(features[0], (0, 1, 0, 1))  # An empty map then has a pixel to read.
     taps = torch.where(is_inside, padded[:, row.clamp(0, H), column.clamp(0, W)], 0)
     data_col.copy_(taps.reshape(expected))
 
@@ -165,7 +169,11 @@ def masked_col2im_forward(
     width: int,
     channels: int,
 ) -> None:
-    """Write each column to its place in the map. Columns of places outside the map are dropped."""
+    """Write each column to its place in the map. Columns of places outside the map are dropped.
+
+    Raises:
+        ValueError: ``output`` is not [1, channels, height, width], or ``col`` is not [channels, number of places].
+    """
     if list(output.shape) != [1, channels, height, width]:
         raise ValueError(
             f"mmcv._ext.masked_col2im_forward: output must be {[1, channels, height, width]}, got "
@@ -215,7 +223,7 @@ def carafe_forward(
     output: Tensor,
     **sizes: int,
 ) -> None:
-    # The wrapper saves this tensor for the backward pass. mmcv's kernels write it in channels-last order.
+    # The wrapper saves rfeatures for the backward pass. mmcv's kernels would write it in channels-last order.
     rfeatures.copy_(features)
     carafe_naive_forward(features, masks, output, **sizes)
 

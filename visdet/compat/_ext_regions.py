@@ -1,4 +1,4 @@
-"""Entries of ``mmcv._ext`` for boxes and regions."""
+"""The functions of ``mmcv._ext`` for boxes and regions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,9 +71,10 @@ def _roi_align(rois: Tensor, settings: dict) -> Callable[[Tensor], Tensor]:
 def roi_align_forward(
     input: Tensor, rois: Tensor, output: Tensor, argmax_y: Tensor, argmax_x: Tensor, **settings: Any
 ) -> None:
-    """Write the pooled regions.
+    """Write the pooled regions to ``output``.
 
-    For the maximum, ``argmax_y`` passes the map to the backward function, which has no argument for it.
+    The backward function of the maximum needs ``input`` but has no argument for it. ``argmax_y`` therefore takes a copy
+    of ``input``.
     """
     write("roi_align_forward", "output", output, _roi_align(rois, settings)(input))
     if settings["pool_mode"] == 0:
@@ -88,7 +89,7 @@ def roi_align_backward(
     grad_input: Tensor,
     **settings: Any,
 ) -> None:
-    # The mean is linear, so that its gradient does not depend on the map.
+    # The mean is linear, so that its gradient does not depend on the input.
     input = argmax_y if settings["pool_mode"] == 0 else torch.zeros_like(grad_input)
     add_gradients("roi_align_backward", _roi_align(rois, settings), [input], grad_output, [grad_input])
 

@@ -1,8 +1,8 @@
-"""The attention modules of ``transformers``, with the softmax and the sampling locations computed in visdet's kernel.
+"""Replacements of attention modules whose softmax and sampling locations are computed inside visdet's kernel.
 
-A module of these families predicts offsets and logits from its queries, converts them to locations and weights, and
-calls the operator. ``ms_deform_attn_fused`` takes the predictions themselves. A small module of the same class, which
-is built from known parts, is run to find out whether the replacement computes the same.
+An attention module of ``transformers`` predicts offsets and logits from its queries, converts them to locations and
+weights, and calls the operator. ``ms_deform_attn_fused`` takes the predictions themselves. Before a class is changed, a
+small module of it is built from known parts, in order to check that the replacement computes the same.
 """
 
 import functools
@@ -30,14 +30,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class Form:
-    """The names and the use of the parts of a class of attention modules.
+    """A known form of attention modules, which tells the names of their parts and how they use them.
 
     Attributes:
-        points: the attribute with the number of samples per level, which is one number for all levels or one for each.
+        points: the attribute with the number of points, which is one number for all levels or one number per level.
         is_projected: whether the module has ``value_proj`` and ``output_proj``.
         mask_is_padding: whether True in the mask marks padding. Otherwise, False marks padding.
-        method: an attribute that must be "default". ``offset_scale`` must then be 0.5, and the references must be boxes
-            of one level.
+        method: the attribute with the sampling method, or None if there is none. The fused operator serves the method
+            "default" with ``offset_scale`` 0.5 and with boxes [B, Q, 1, 4] as references.
     """
 
     points: str
@@ -55,7 +55,7 @@ _FORMS = (
 
 
 def attention_classes(module: ModuleType) -> list[type[nn.Module]]:
-    """Return the classes defined in a module whose forward predicts ``sampling_offsets`` and attends with them."""
+    """Return the classes that a module defines and whose forward uses ``sampling_offsets`` and known arguments."""
     found = []
     for owner in vars(module).values():
         if isinstance(owner, type) and issubclass(owner, nn.Module) and owner.__module__ == module.__name__:
@@ -76,12 +76,12 @@ def _takes_known_arguments(forward: Callable[..., Any]) -> bool:
 
 
 def find_form(owner: type[nn.Module], module: ModuleType) -> Form | None:
-    """Return the form of a class, or None if it is not a known one."""
+    """Return the form of a class, or None if it has none of the known forms."""
     return next((form for form in _FORMS if _computes(owner, module, form)), None)
 
 
 def fused_forward(original: Callable[..., Any], form: Form) -> Callable[..., Any]:
-    """Return a forward of this form that uses visdet's fused operator, or the original forward where it must."""
+    """Return a forward of this form that uses visdet's fused operator where it can, and otherwise the original."""
     names = list(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
@@ -130,10 +130,15 @@ def attend_fused(
     is_projected: bool = True,
     wants_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of an attention module, and its logits [B, Q, G, K] if they are wanted.
+    """Return the output [B, Q, channels] of an attention module, and its logits [B, Q, G, K] if they are wanted.
 
-    The module must have ``n_heads`` and the layers ``sampling_offsets``, ``attention_weights`` and, if it is projected,
-    ``value_proj`` and ``output_proj``.
+    Args:
+        module: a module with ``n_heads`` and the layers ``sampling_offsets``, ``attention_weights`` and, if
+            ``is_projected`` is True, ``value_proj`` and ``output_proj``.
+        query, memory, mask, references, shapes: the arguments of its forward, as described above.
+        points: the number of points, which is one number for all levels or one number per level.
+        is_projected: whether the module projects the memory and the output.
+        wants_logits: whether to return the logits. Otherwise, the second result is None.
     """
     if is_projected and not wants_logits:
         output = _attend_as_one(module, query, memory, mask, references, shapes, points)
@@ -153,7 +158,7 @@ def attend_fused(
 def _fits(
     module: Any, form: Form, references: Tensor, shapes: Sequence[Any], memory: Tensor, mask: Tensor | None
 ) -> bool:
-    """Return whether the fused operator can compute this call. The original forward also raises errors of bad calls."""
+    """Return whether the fused operator can compute this call. It leaves bad calls to the original and its errors."""
     levels = len(shapes)
     if references.dim() != 4 or memory.dim() != 3 or levels != module.n_levels:
         return False
@@ -185,7 +190,10 @@ def _attend_as_one(
     shapes: Any,
     points: int | Sequence[int],
 ) -> Tensor | None:
-    """Return the output by one node of the autograd graph, or None if a layer has to be called by itself."""
+    """Return the output as one node of the autograd graph.
+
+    The result is None if a layer has to be called by itself, because it has hooks or is not a plain linear layer.
+    """
     parameters = []
     for name in ("sampling_offsets", "attention_weights", "value_proj", "output_proj"):
         layer = vars(module)["_modules"].get(name)
@@ -203,11 +211,11 @@ def _attend_as_one(
 
 
 def _wants_weights(module: nn.Module) -> bool:
-    """Return whether the attention weights that a forward returns may be read.
+    """Return whether the forward has to return the attention weights.
 
-    Inside a model of ``transformers`` that was not asked for attentions they are not, because its layers drop them. A
-    hook or a direct call may read them. A checkpointed segment runs twice, the second time outside its model, and must
-    save the same tensors both times. A compiler removes unused weights by itself.
+    A model of ``transformers`` drops them unless it was asked for attentions. A hook or a direct call may read them. A
+    segment with activation checkpointing runs twice, the second time outside its model, and must save the same tensors
+    both times. A compiler removes unused weights by itself.
     """
     if torch.compiler.is_compiling() or vars(module)["_forward_hooks"] or _has_any_global_hook():
         return True
@@ -235,7 +243,7 @@ def _computes(owner: type[nn.Module], module: ModuleType, form: Form) -> bool:
                 expected = forward(example, **arguments)
                 found = _attend(example, form, arguments, wants_weights=True)
         except (AttributeError, NameError, TypeError, ValueError, RuntimeError, IndexError, KeyError):
-            return False  # The class uses parts that this form does not have.
+            return False  # The class uses parts that a module of this form does not have.
         if not isinstance(expected, tuple) or len(expected) != 2 or found is None:
             return False
         if not all(_is_same(one, other) for one, other in zip(expected, found, strict=True)):
@@ -252,7 +260,7 @@ _DIMS, _HEADS, _SHAPES = 8, 2, [(3, 4), (2, 2)]
 
 
 def _example(owner: type[nn.Module], module: ModuleType, form: Form) -> Any:
-    """Return a module of a class that is made without its constructor and has only the parts of a form."""
+    """Return a module of a class that has only the parts of a form. The constructor of the class is not called."""
     example: Any = owner.__new__(owner)
     nn.Module.__init__(example)
     points = [1, 3] if form.method == "decoder_method" else [2, 2]
@@ -282,7 +290,10 @@ def _example(owner: type[nn.Module], module: ModuleType, form: Form) -> Any:
 
 
 def _example_arguments(boxes: bool) -> dict[str, Any]:
-    """Return keyword arguments of an attention module's forward. With ``boxes``, they include a mask and embeddings."""
+    """Return keyword arguments for the forward of an attention module.
+
+    With ``boxes``, the references are boxes, and there are a mask and position embeddings.
+    """
     generator = torch.Generator("cpu").manual_seed(1)
 
     def random(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Writing of the results and the gradients of an operator into given tensors."""
+"""Functions that write the results and the gradients of an operator into the tensors of mmcv's wrappers."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,6 +11,12 @@ __all__ = ["add_gradients", "choice", "write"]
 def choice(entry: str, name: str, number: int, names: Sequence[str]) -> str:
     """Return the name of a choice that mmcv gives by its number.
 
+    Args:
+        entry: the name of the function of ``mmcv._ext``, for the error message.
+        name: the name of its argument, for the error message.
+        number: the value of the argument.
+        names: the names of the choices in the order of their numbers.
+
     Raises:
         ValueError: there is no choice of this number.
     """
@@ -21,7 +27,7 @@ def choice(entry: str, name: str, number: int, names: Sequence[str]) -> str:
 
 
 def write(entry: str, name: str, target: Tensor, values: Tensor) -> None:
-    """Copy values into the tensor that the caller has made for them.
+    """Copy values into the tensor that the caller has allocated for them.
 
     Raises:
         ValueError: the tensor has another shape.
@@ -47,8 +53,8 @@ def add_gradients(
     for input, out in zip(inputs, outputs, strict=True):
         if out is not None and out.shape != input.shape:
             raise ValueError(
-                f"mmcv._ext.{entry}: a gradient must be written to {list(input.shape)}, as its input, got "
-                f"{list(out.shape)}"
+                f"mmcv._ext.{entry}: a gradient must be written to a tensor of its input's shape {list(input.shape)}, "
+                f"got {list(out.shape)}"
             )
     with torch.enable_grad():
         leaves = [

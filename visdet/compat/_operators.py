@@ -1,4 +1,7 @@
-"""Replacements of the operator in the forms in which modules of other packages call it."""
+"""Replacements of the operator for each form in which other packages define it.
+
+A replacement uses visdet's operator where it can, and otherwise calls the original.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -50,7 +53,7 @@ def function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def ragged_function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function ``multi_scale_deformable_attention_v2``. visdet computes it for the method "default" only."""
+    """Return a function ``multi_scale_deformable_attention_v2``. visdet computes only its method "default"."""
 
     @functools.wraps(original)
     def attention(
@@ -70,10 +73,10 @@ def ragged_function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class BoundFunction:
-    """A data descriptor that replaces a function which instances keep in an attribute.
+    """A data descriptor for an attribute in which instances keep a function. Reading it gives the replacement.
 
-    The function is replaced only when the attribute is read. Instances still store the original, so that copies,
-    pickles, and models that were built before or after do not change.
+    The instances still store the original. Copies and pickles of models therefore do not change, and the replacement
+    also serves models that were built earlier.
     """
 
     def __init__(self, name: str, original: Any, replacement: Any) -> None:

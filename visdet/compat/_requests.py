@@ -1,8 +1,8 @@
-"""A way for attention modules to find out whether their model of ``transformers`` was asked for attention weights.
+"""Functions that tell an attention module of ``transformers`` whether its model was asked for attention weights.
 
-Most families record attentions by hooks, and a context variable of ``transformers`` tells what is recorded. Others
-(Grounding DINO, Mask2Former, OneFormer) collect the results of their layers. The forwards of their models are wrapped
-in order to note what they were asked for.
+Most families of models record attentions by hooks, and a context variable of ``transformers`` tells what is recorded.
+Others (Grounding DINO, Mask2Former, OneFormer) collect the results of their layers. The forwards of those models are
+wrapped, so that they note whether attentions were asked for.
 """
 
 import functools
@@ -21,7 +21,7 @@ _noted: ContextVar[bool | None] = ContextVar("visdet_output_attentions", default
 
 
 def asking_models(module: ModuleType) -> list[type]:
-    """Return the models defined in a module whose forwards have a parameter ``output_attentions``."""
+    """Return the model classes that a module defines and whose forwards take ``output_attentions``."""
     found = []
     for owner in vars(module).values():
         if (
@@ -66,7 +66,7 @@ def is_asked() -> bool:
 
 @functools.cache
 def _collector() -> Any:
-    """Return the context variable in which ``transformers`` keeps the list of what it records, or None."""
+    """Return the context variable in which ``transformers`` keeps what it records, or None in versions without it."""
     try:
         from transformers.utils import output_capturing
     except ImportError:

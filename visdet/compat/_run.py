@@ -1,4 +1,4 @@
-"""Running of a script or module in the same way as ``python``."""
+"""Functions that run a script or a module as ``python`` does, and pass bridges on to child processes."""
 
 import os
 import runpy
@@ -22,7 +22,7 @@ def run_program(arguments: list[str]) -> None:
 
 
 def share_with_children(names: list[str]) -> None:
-    """Install these bridges in every Python process that this one starts, by environment variables."""
+    """Set environment variables that install these bridges in every Python process that this process starts."""
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *(entry for entry in entries if entry != _STARTUP)])
     os.environ["VISDET_COMPAT"] = ",".join(names)

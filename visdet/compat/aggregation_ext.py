@@ -19,7 +19,11 @@ def deformable_aggregation_forward(
     sampling_location: Tensor,  # [B, Q, P, V, 2] (x, y) in 0..1
     weights: Tensor,  # [B, Q, P, V, L, G]
 ) -> Tensor:  # [B, Q, C]
-    """Return ``visdet.ops.deformable_aggregation`` of the same arguments."""
+    """Return the result of ``visdet.ops.deformable_aggregation``.
+
+    Raises:
+        RuntimeError: a shape, type, size or device does not fit. The message names the argument.
+    """
     return ops.deformable_aggregation(
         mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights
     )
@@ -36,7 +40,11 @@ def deformable_aggregation_backward(
     grad_sampling_location: Tensor,
     grad_weights: Tensor,
 ) -> None:
-    """Add the gradients of features, locations and weights to the last three tensors."""
+    """Add the gradients of the features, the locations and the weights to the last three tensors.
+
+    The first arguments are those of ``deformable_aggregation_forward``. Each of the last three tensors has the shape of
+    the tensor that its gradient belongs to.
+    """
     coordinate_dtype = torch.float64 if mc_ms_feat.dtype == torch.float64 else torch.float32
     grads = torch.ops.visdet.deformable_aggregation_backward.default(
         grad_output.to(mc_ms_feat.dtype),

@@ -1,9 +1,11 @@
-"""Compiled extensions of research repositories, which visdet's operators provide to unmodified sources.
+"""The bridge to research repositories, which provides the compiled extensions that their unmodified sources import.
 
-After ``install()``, these imports find visdet if no other module of the name exists: ``MultiScaleDeformableAttention``
-(Deformable DETR, DINO, Mask2Former, MaskDINO, ...), ``groundingdino._C`` (GroundingDINO from its repository),
-``detrex._C``, and ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D). An extension that
-is installed is not replaced.
+After ``install()``, visdet provides these modules. An extension that is installed is not replaced.
+
+* ``MultiScaleDeformableAttention`` (Deformable DETR, DINO, Mask2Former, MaskDINO and others)
+* ``groundingdino._C`` (GroundingDINO from its repository)
+* ``detrex._C`` (detrex)
+* ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D)
 """
 
 import importlib
@@ -26,7 +28,7 @@ _PROVIDERS = {
 
 
 def install() -> None:
-    """Make the extensions importable. This must come before they are imported. A second call changes nothing.
+    """Make the extensions importable. A program must call this before it imports them. A second call changes nothing.
 
     Raises:
         visdet.ops.NotBuiltError: visdet's own libraries are missing.
@@ -38,7 +40,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Remove the provided modules from ``sys.modules``. Sources that have imported them keep them."""
+    """Remove the provided modules from ``sys.modules``. Modules that have imported them keep them."""
     if bridge in sys.meta_path:
         sys.meta_path.remove(bridge)
     for name in provided():
@@ -61,7 +63,7 @@ def installed() -> Iterator[None]:
 
 
 def provided() -> list[str]:
-    """Return the names of the modules that have been imported from visdet."""
+    """Return the names of the extensions that have been imported from visdet."""
     return [name for name, module in sys.modules.items() if isinstance(_loader_of(module), _Loader)]
 
 
@@ -95,6 +97,8 @@ class _Extensions:
 
 
 class _Loader(Loader):
+    """Fills a module with the functions of a module of this package."""
+
     def __init__(self, provider: str) -> None:
         self.provider = provider
 

@@ -1,7 +1,7 @@
-"""GroundingDINO (``groundingdino-py``, ``rf-groundingdino`` or the repository) with visdet's deformable attention.
+"""The bridge to GroundingDINO, which replaces its deformable attention by visdet's.
 
-For the sources of the repository, whose extension ``groundingdino._C`` has not been compiled, the missing module is
-provided, too.
+GroundingDINO may be installed as ``groundingdino-py`` or ``rf-groundingdino``, or from its repository. If the extension
+``groundingdino._C`` of the repository has not been compiled, the bridge provides that module, too.
 """
 
 import inspect
@@ -24,7 +24,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
     original = vars(module).get(_FUNCTION)
     if original is None or tuple(inspect.signature(original).parameters) != _PARAMETERS:
-        bridge.warn(module, f"{_FUNCTION} is missing, or takes other arguments than {_PARAMETERS}")
+        bridge.warn(module, f"{_FUNCTION} is missing, or its arguments are not {_PARAMETERS}")
         return
 
     attention = function(original)

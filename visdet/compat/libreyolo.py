@@ -1,8 +1,8 @@
-"""libreyolo's detectors with visdet's deformable attention, by libreyolo's public registry of kernels.
+"""The bridge to libreyolo, which adds visdet's deformable attention to libreyolo's public registry of kernels.
 
-The kernel serves training and prediction, on CPUs and CUDA GPUs. Families with different numbers of points per level
-(D-FINE, DEIM) do not use the registry and keep their own path. ``LIBREYOLO_KERNELS=off`` disables all kernels,
-including this one.
+The kernel serves training and prediction on CPUs and CUDA GPUs. Models with different numbers of points per level
+(D-FINE, DEIM) do not use the registry and keep their own implementation. ``LIBREYOLO_KERNELS=off`` disables all
+kernels, including this one.
 """
 
 import sys
@@ -24,7 +24,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
     kernels: Any = sys.modules["libreyolo.kernels"]
     if not all(hasattr(kernels, name) for name in _REGISTRY):
-        bridge.warn(module, f"register: libreyolo.kernels has not all of {', '.join(_REGISTRY)} any more")
+        bridge.warn(module, f"register: libreyolo.kernels lacks one of {', '.join(_REGISTRY)}")
         return
 
     def ms_deform_attn(
@@ -39,7 +39,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         kernels.clear_cache()
 
     kernels.register(_SLOT, ms_deform_attn, name=_NAME)
-    kernels.clear_cache()  # register() clears an earlier choice under another key only.
+    kernels.clear_cache()  # register() clears only a choice that was cached under another key.
     bridge.at_uninstall(forget)
     yield f"kernels.register({_SLOT!r})"
 

@@ -1,6 +1,7 @@
-"""The entries of ``mmcv._ext``, which write into the tensors that mmcv's wrappers allocate, like the compiled ones.
+"""The functions of ``mmcv._ext``, under mmcv's names and with mmcv's arguments.
 
-Entries of backward passes run visdet's operator again on the inputs that the wrappers have saved, and differentiate it.
+Like mmcv's compiled functions, they write into the tensors that mmcv's wrappers allocate. A backward function runs
+visdet's operator again on the inputs that the wrapper has saved, and differentiates it.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,11 @@ _PARTS = (_ext_losses, _ext_maps, _ext_regions)
 
 
 def __getattr__(name: str) -> Callable:
-    """Return an entry. For other operators of mmcv, return a function that raises an error when it is called."""
+    """Return a function of ``mmcv._ext`` by its name.
+
+    If visdet does not provide it, the result is a function that raises a NotImplementedError when it is called, because
+    ``mmcv.ops`` looks up all its functions at its import.
+    """
     if name.startswith("__"):
         raise AttributeError(name)
     for part in _PARTS:

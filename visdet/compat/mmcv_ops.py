@@ -1,7 +1,8 @@
-"""Provides ``mmcv._ext`` by visdet's operators, so that mmcv-lite can run mmdet without compiling anything.
+"""A replacement of ``mmcv._ext`` by visdet's operators, with which mmdet runs on mmcv-lite without a compiler.
 
-``python -m visdet.compat.mmcv_ops tools/train.py CONFIG`` runs a script with it. A program calls ``install()`` before
-it imports ``mmcv.ops``. With ``VISDET_MMCV_OPS=1``, importing visdet, or any part of it, calls ``install()``.
+``python -m visdet.compat.mmcv_ops tools/train.py CONFIG`` runs a script with this replacement. A program calls
+``install()`` before it imports ``mmcv.ops``. With ``VISDET_MMCV_OPS=1`` in the environment, importing visdet or any
+part of it calls ``install()``.
 """
 
 import importlib.machinery
@@ -19,7 +20,8 @@ __all__ = ["install", "main"]
 def install() -> bool:
     """Make ``mmcv._ext`` importable, and return whether visdet provides it.
 
-    If the installed mmcv has its own ``_ext``, that is kept, and the result is False. A second call changes nothing.
+    If the installed mmcv has a compiled ``_ext``, that one is kept, and the result is False. A second call changes
+    nothing.
 
     Raises:
         ImportError: mmcv is not installed, or ``mmcv._ext`` is broken.
@@ -30,7 +32,8 @@ def install() -> bool:
     spec = importlib.util.find_spec("mmcv")
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError(
-            "visdet.compat.mmcv_ops: mmcv is not installed; pip install mmcv-lite==2.1.0, or unset VISDET_MMCV_OPS"
+            "visdet.compat.mmcv_ops: mmcv is not installed. Install it with `pip install mmcv-lite==2.1.0`, or unset "
+            "VISDET_MMCV_OPS"
         )
     for folder in spec.submodule_search_locations:
         suffixes = (*importlib.machinery.EXTENSION_SUFFIXES, ".py")
@@ -44,7 +47,14 @@ def install() -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Call ``install()``, then run a script, or a module after ``-m``, with the arguments that follow it."""
+    """Call ``install()``, and run a script, or a module after ``-m``, with the arguments that follow it.
+
+    Args:
+        arguments: the arguments of the command. The default is those of this process.
+
+    Returns:
+        the exit status, which is 2 if there is no script and no module.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments == ["-m"]:
         print("usage: python -m visdet.compat.mmcv_ops SCRIPT|-m MODULE [ARGUMENTS]", file=sys.stderr)

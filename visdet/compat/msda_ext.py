@@ -1,4 +1,4 @@
-"""The functions of the extension that Deformable DETR and its descendants compile, under their names.
+"""The functions of Deformable DETR's extension, under their names. DINO, Mask2Former and others compile the same one.
 
 ``visdet.compat.extensions`` makes this module importable as ``MultiScaleDeformableAttention``, ``groundingdino._C``
 and ``detrex._C``. Tensors may be float16, bfloat16, float32 or float64.
@@ -22,7 +22,11 @@ def ms_deform_attn_forward(
     attn_weight: Tensor,  # [B, Q, G, L, P]
     im2col_step: int = 64,
 ) -> Tensor:  # [B, Q, G * C]
-    """Return ``visdet.ops.ms_deform_attn`` of the same arguments. ``im2col_step`` has no effect."""
+    """Return the result of ``visdet.ops.ms_deform_attn``. ``im2col_step`` has no effect.
+
+    Raises:
+        RuntimeError: a shape, type, size or device does not fit. The message names the argument.
+    """
     return ops.ms_deform_attn(value, spatial_shapes, level_start_index, sampling_loc, attn_weight)
 
 
@@ -35,7 +39,10 @@ def ms_deform_attn_backward(
     grad_output: Tensor,  # [B, Q, G * C]
     im2col_step: int = 64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``value``, ``sampling_loc`` and ``attn_weight``, each in the dtype of its tensor."""
+    """Return the gradients of ``value``, ``sampling_loc`` and ``attn_weight``.
+
+    The first arguments are those of ``ms_deform_attn_forward``. A gradient has the shape and the dtype of its tensor.
+    """
     coordinate_dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     grads: Any = torch.ops.visdet.ms_deform_attn_backward.default(
         grad_output.to(value.dtype),

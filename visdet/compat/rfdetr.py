@@ -1,6 +1,6 @@
-"""RF-DETR (package ``rfdetr``) with visdet's deformable attention.
+"""The bridge to RF-DETR (package ``rfdetr``), which replaces its deformable attention by visdet's.
 
-A model that has been prepared for export keeps its own path.
+A model that has been prepared for export keeps its own implementation.
 """
 
 import functools
@@ -33,7 +33,9 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     owner = vars(module).get(_CLASS)
     original = vars(owner).get("forward") if isinstance(owner, type) else None
     if original is None or tuple(inspect.signature(original).parameters)[: len(_FORWARD)] != _FORWARD:
-        bridge.warn(module, f"{_CLASS} is missing, or its forward takes other arguments than {_FORWARD}")
+        bridge.warn(
+            module, f"{_CLASS} is missing, or its forward does not begin with the arguments {_FORWARD}"
+        )
         return
 
     @functools.wraps(original)

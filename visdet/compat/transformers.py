@@ -1,10 +1,10 @@
-"""``transformers``' detectors with visdet's deformable attention, for models built before or after ``install()``.
+"""The bridge to the detectors of ``transformers``, which replaces their deformable attention by visdet's.
 
-``install()`` replaces the operator in every family whose ``modeling_*.py`` defines it, as a class
-``MultiScaleDeformableAttention`` or as a function ``multi_scale_deformable_attention`` or
-``multi_scale_deformable_attention_v2``. Each one is compared with visdet's operator on a small example before it is
-replaced. Parameters and state dicts do not change. Traces, exports and ``method="discrete"`` keep the package's own
-path.
+``install()`` replaces the operator in every family of models whose ``modeling_*.py`` defines it. The definition is a
+class ``MultiScaleDeformableAttention``, or a function ``multi_scale_deformable_attention`` or
+``multi_scale_deformable_attention_v2``. Before a definition is replaced, it is compared with visdet's operator on a
+small example. Models that were built before ``install()`` use visdet's operator, too. Parameters and state dicts do not
+change. Traces, exports and ``method="discrete"`` keep the package's own implementation.
 """
 
 import inspect
@@ -23,7 +23,7 @@ _CLASS, _FUNCTION, _RAGGED = (
     "multi_scale_deformable_attention",
     "multi_scale_deformable_attention_v2",
 )
-_BOUND = "ms_deformable_attn_core"  # the attribute to which D-FINE's constructor binds the function
+_BOUND = "ms_deformable_attn_core"  # D-FINE's constructor keeps the function in this attribute.
 _PARAMETERS = {
     _CLASS: (
         "self",
@@ -91,7 +91,14 @@ def _is_known(
     original: Callable[..., Any] | None,
     replacement_of: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> bool:
-    """Return whether a function of ``transformers`` computes what its name says. Warn if it does not."""
+    """Return whether a definition of the operator agrees with visdet's, and warn if it does not.
+
+    Args:
+        module: the module with the definition.
+        name: the name of the class or the function.
+        original: the function, or the forward of the class. None if the class has no forward.
+        replacement_of: a function that returns visdet's replacement of ``original``.
+    """
     from ._attention import disagreement
 
     found = tuple(inspect.signature(original).parameters) if original is not None else ()
@@ -108,12 +115,15 @@ def _is_known(
 
 
 def _as_function(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward of the class, which does not use its instance, as a function like the others."""
+    """Return the forward of the class as a function with the arguments of the other definitions.
+
+    The forward does not use its instance, so that None takes its place.
+    """
     return lambda value, shapes, *rest: forward(None, value, shapes, shapes.tolist(), None, *rest, 64)
 
 
 def _binds(owner: type) -> bool:
-    """Return whether the constructor of a class keeps the function in an attribute of its instances."""
+    """Return whether the constructor of a class keeps the operator in an attribute of its instances."""
     code = getattr(inspect.unwrap(vars(owner).get("__init__", _binds)), "__code__", None)
     return code is not None and {_BOUND, _RAGGED} <= set(code.co_names)
 

@@ -1,4 +1,7 @@
-"""ultralytics' RT-DETR with visdet's deformable attention. Its exports keep their plain path."""
+"""The bridge to ultralytics, which replaces the deformable attention of its RT-DETR by visdet's.
+
+Exports keep the package's own implementation.
+"""
 
 import functools
 import inspect
@@ -21,7 +24,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
     original = vars(module).get(_FUNCTION)
     if original is None or tuple(inspect.signature(original).parameters) != _PARAMETERS:
-        bridge.warn(module, f"{_FUNCTION} is missing, or takes other arguments than {_PARAMETERS}")
+        bridge.warn(module, f"{_FUNCTION} is missing, or its arguments are not {_PARAMETERS}")
         return
 
     @functools.wraps(original)
@@ -31,7 +34,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         arguments = value, value_spatial_shapes, sampling_locations, attention_weights
         if not takes(value):
             return original(*arguments)
-        if sampling_locations.dim() == 6:  # The shape is [B, Q, G, L, P, 2] before ultralytics 8.4.
+        if sampling_locations.dim() == 6:  # The shape is [B, Q, G, L, P, 2] in versions before 8.4.
             return attend(*arguments)
         levels = len(value_spatial_shapes)
         return attend_ragged(*arguments, [sampling_locations.shape[3] // levels] * levels)
