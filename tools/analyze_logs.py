@@ -1,4 +1,4 @@
-"""Draw curves of loss, learning rate and AP of one or several runs into a PNG.
+"""Draw the curves of the losses, the learning rate and the AP of one or several runs to a PNG file.
 
 python tools/analyze_logs.py work_dirs/deformable-detr_shapes
 """
@@ -34,7 +34,7 @@ def main() -> None:
             last = {name: list(curve.values())[-1] for name, curve in curves.items()}
             shown = [name for name in last if name in ("loss", "lr") or name.endswith("bbox_mAP")]
             say(f"{run}: " + "  ".join(f"{name} {last[name]:.4g}" for name in shown))
-        say(f"curves: {out_file}")
+        say(f"wrote the curves to {out_file}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""Show what a config's data set gives to the model, after all transforms: images with their boxes, frames of several
-cameras, pairs of views with their depth, or a field, which is shown as a whole.
+"""Show the samples of a config's data set after all transforms, as the model gets them.
+
+A sample is an image with its boxes, a frame of several cameras, or a pair of views with its depth. A field is shown as
+a whole.
 
 python tools/browse_dataset.py CONFIG --output-dir work_dirs/browse --not-show
 """
@@ -21,14 +23,19 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--not-show", action="store_true", help="do not open a window")
     parser.add_argument(
-        "--split", choices=("train", "val", "test"), default="train", help="data set (default: %(default)s)"
+        "--split",
+        choices=("train", "val", "test"),
+        default="train",
+        help="data set to show (default: %(default)s)",
     )
-    parser.add_argument("--number", type=int, default=24, help="number of samples (default: %(default)s)")
+    parser.add_argument(
+        "--number", type=int, default=24, help="number of samples to show (default: %(default)s)"
+    )
     parser.add_argument(
         "--show-interval",
         type=float,
         default=0,
-        help="number of seconds that each picture is shown, 0 to wait for a key (default: %(default)s)",
+        help="seconds for which each picture is shown; 0 waits for a key (default: %(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the augmentations (default: %(default)s)"
@@ -62,7 +69,7 @@ def main() -> None:
         show = has_screen and not args.not_show
         folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(args.config).stem}")
         images, samples = [], []
-        # To train with, the items of a field are single points.
+        # The items of a field are single points, which are for training.
         is_field = isinstance(dataset, FieldDataset)
         for index in range(min(args.number, 1 if is_field else len(dataset))):
             item = dataset.whole() if is_field else dataset[index]
@@ -80,7 +87,7 @@ def main() -> None:
             visualizer.add_contact_sheet(
                 "sheet", images, samples, 2 * visualizer.sheet_columns, out_file=Path(folder, "sheet.png")
             )
-            say(f"pictures in {folder}, an overview in {folder}/sheet.png")
+            say(f"wrote the pictures to {folder} and an overview to {folder}/sheet.png")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Check that unmodified mmdet 3.3 configs run on mmcv-lite and visdet's operators, by one training step and prediction.
+"""Check that unmodified mmdet 3.3 configs run on mmcv-lite and visdet's operators.
 
-The environment needs mmcv-lite and mmdet. The command is
-``python tools/check_mmdet_configs.py [--device cuda] [CONFIG ...]``.
+Each model runs one training step and one prediction. The environment needs mmcv-lite and mmdet.
 """
 
 import argparse
@@ -31,7 +30,7 @@ OPEN = dict(score_thr=0.0, distance_threshold=float("inf"), corner_topk=1000)
 
 
 def keep_every_box(settings: Any) -> None:
-    """Disable the thresholds of scores and of pairs of corners, because an untrained model would predict nothing."""
+    """Disable the thresholds for scores and for pairs of corners, with which an untrained model predicts nothing."""
     if isinstance(settings, dict):
         for key, value in settings.items():
             settings[key] = OPEN.get(key, value)
@@ -52,7 +51,7 @@ def check(config_path: Path, device: str) -> str:
     torch.manual_seed(0)
     model_config = Config.fromfile(config_path).model
     for part in (model_config, model_config.get("backbone", {})):
-        part.pop("init_cfg", None)  # Pretrained weights, which would be downloaded, are not needed.
+        part.pop("init_cfg", None)  # The check does not need pretrained weights, which would be downloaded.
     keep_every_box(model_config.get("test_cfg"))
     model = MODELS.build(model_config).to(device)
     has_masks = "mask" in config_path.name
@@ -76,16 +75,21 @@ def check(config_path: Path, device: str) -> str:
         samples = model.forward(**model.data_preprocessor(batch, False), mode="predict")
     boxes = len(samples[0].pred_instances)
     if boxes == 0:
-        raise RuntimeError("nothing is predicted")
+        raise RuntimeError("no box is predicted")
     return f"loss {total.item():.3f}, {boxes} boxes"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "configs", nargs="*", default=CONFIGS, help="paths of configs relative to mmdet's configs folder"
+        "configs",
+        nargs="*",
+        default=CONFIGS,
+        help="paths of configs relative to mmdet's configs folder (default: a choice of twelve)",
     )
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--device", default="cpu", help="device to run on, such as 'cuda' (default: %(default)s)"
+    )
     arguments = parser.parse_args()
 
     from visdet.compat.mmcv_ops import install

@@ -1,7 +1,7 @@
 """Build a wheel, install it in a new virtual environment with a chosen version of torch, and test the operators.
 
-The tests run from a folder outside the checkout, so that they can find the installed package only. auditwheel finds the
-oldest Linux that the libraries run on, which must not be newer than the one in the name of the file.
+The tests run from a folder outside the checkout, so that they can import only the installed package. auditwheel finds
+the oldest manylinux platform that the libraries run on. It must not be newer than the one in the wheel's name.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main() -> None:
         required=True,
         help='the versions to install, such as "torch==2.10.*" "torchvision==0.25.*"',
     )
-    parser.add_argument("--wheel", type=Path, help="an existing wheel (default: build one)")
+    parser.add_argument("--wheel", type=Path, help="an existing wheel to check (default: build one)")
     parser.add_argument(
         "--environment",
         type=Path,
@@ -64,7 +64,11 @@ def run(*command: object, cwd: Path = ROOT) -> None:
 
 
 def ask(*command: object, cwd: Path = ROOT) -> str:
-    """Return the output of a command."""
+    """Return the standard output of a command.
+
+    Raises:
+        CalledProcessError: the command fails.
+    """
     answer = subprocess.run(
         [str(part) for part in command], check=True, text=True, stdout=subprocess.PIPE, cwd=cwd
     )
@@ -78,10 +82,10 @@ def build_wheel(folder: Path) -> Path:
 
 
 def check_platform(python: Path, wheel: Path) -> None:
-    """Check by auditwheel that the wheel's libraries load on the platform in its name.
+    """Check with auditwheel that the wheel's libraries load on the platform in its name.
 
     Raises:
-        SystemExit: they do not.
+        SystemExit: the libraries need a newer platform, or libraries that the platform lacks.
     """
     audit = json.loads(ask(python, "-m", "auditwheel", "show", "--json", wheel))
     print(f"check-wheel: auditwheel: {audit['sym_tag']}, beside {sorted(audit['external_libs'])}", flush=True)
@@ -91,12 +95,13 @@ def check_platform(python: Path, wheel: Path) -> None:
     )
     if not is_told:
         raise SystemExit(
-            f"check-wheel: {wheel.name}: auditwheel finds that its symbols need {audit['sym_tag']}"
+            f"check-wheel: auditwheel finds that {wheel.name} needs {audit['sym_tag']}, which is newer than its name "
+            "tells"
         )
     others = [name for name in audit["external_libs"] if not name.startswith(("libtorch", "libc10"))]
     if others:  # torch's own libraries are loaded before visdet's.
         raise SystemExit(
-            f"check-wheel: {wheel.name} needs {others}, which are neither torch's nor every system's"
+            f"check-wheel: {wheel.name} needs {others}, which belong neither to torch nor to every system"
         )
 
 
@@ -104,7 +109,7 @@ def check_package(python: Path, outside: Path) -> None:
     """Check that the package comes from the environment and that its libraries load.
 
     Raises:
-        SystemExit: it does not, or a library does not load.
+        SystemExit: the package comes from elsewhere, or a library does not load.
     """
     code = (
         "import json, torch, torchvision, visdet, visdet.ops as ops\n"

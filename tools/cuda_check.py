@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 CHECKED = ["75", "90", "120"]
-# The compiler, its headers and the CUDA runtime, as one release of the package registry.
+# The compiler, its headers and the CUDA runtime, which must all be of one release.
 NVCC_PACKAGES = [
     "nvidia-cuda-nvcc",
     "nvidia-cuda-crt",
@@ -32,10 +32,10 @@ def main() -> int:
     import setup as build
 
     if torch.version.cuda is None:
-        print(f"cuda-check: skipped, torch {torch.__version__} has no CUDA headers")
+        print(f"cuda-check: nothing is compiled, because torch {torch.__version__} has no CUDA headers")
         return 0
     if build.find_nvcc() is None:
-        print("cuda-check: there is no nvcc; installing it from the package registry", flush=True)
+        print("cuda-check: there is no nvcc, so that it is installed from the package registry", flush=True)
         release = f"=={torch.version.cuda}.*"
         packages = [package + release for package in NVCC_PACKAGES]
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)

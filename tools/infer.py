@@ -1,4 +1,4 @@
-"""Detect objects in image files. Write all detections to a JSON file, and draw them into a copy of each image.
+"""Detect objects in image files. The detections are written to a JSON file and drawn into a copy of each image.
 
 python tools/infer.py CONFIG CHECKPOINT IMAGE|FOLDER
 """
@@ -59,7 +59,8 @@ def main() -> None:
         )
         total = sum(len(image["detections"]) for image in found)
         say(
-            f"{total} detections in {len(found)} images: {args.out_dir}/predictions.json, {args.out_dir}/pictures"
+            f"wrote {total} detections in {len(found)} images to {args.out_dir}/predictions.json and "
+            f"{args.out_dir}/pictures"
         )
         for failure in failures:
             print(f"error: {failure}", file=sys.stderr)

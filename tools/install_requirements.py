@@ -33,7 +33,10 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     unknown = set(extras) - set(project["optional-dependencies"])
     if unknown:
-        parser.error(f"no extra {sorted(unknown)}; there are {sorted(project['optional-dependencies'])}")
+        parser.error(
+            f"--extra must be one of {', '.join(sorted(project['optional-dependencies']))}, got "
+            f"{', '.join(sorted(unknown))}"
+        )
     requirements = list(project["dependencies"])
     for extra in extras:
         requirements += project["optional-dependencies"][extra]
@@ -44,8 +47,8 @@ def main() -> None:
     # opencv-python's wheel needs the system's libGL, which servers often lack.
     if subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True).returncode != 0:
         print(
-            "opencv-python cannot be imported, probably because libGL is missing. "
-            "Using opencv-python-headless instead",
+            "opencv-python cannot be imported, probably because libGL is missing. opencv-python-headless is installed "
+            "instead",
             flush=True,
         )
         pip_install("--force-reinstall", "--no-deps", "opencv-python-headless")

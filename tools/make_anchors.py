@@ -1,12 +1,12 @@
-"""Make the anchors of a driving model by k-means over an info file, as float32 .npy files.
+"""Make the anchors of a driving model by k-means over the frames of an info file. They are saved as float32 .npy files.
 
 python tools/make_anchors.py data/infos/nuscenes_infos_train.npz --out-dir data/kmeans
 python tools/make_anchors.py data/driving_scenes --out-dir data/driving_scenes --det 128 --map 30 --plan 1 \\
     --max-distance 33
 
-A folder instead of an info file stands for the driving scenes, which are drawn there if they are missing. The files are
+A folder instead of an info file is the folder of the driving scenes, which are drawn if they are missing. The files are
 kmeans_det_N.npy [N, 11], kmeans_map_N.npy [N, 20, 2], kmeans_motion_K.npy [classes, K, 12, 2] and kmeans_plan_K.npy
-[3, K, 6, 2]. If a number is 0, its file is left out.
+[3, K, 6, 2]. If a number is 0, its file is not written.
 """
 
 import argparse
@@ -83,7 +83,8 @@ def make(args: argparse.Namespace) -> None:
             anchors = anchors_of(number).astype(np.float32)
             np.save(out_dir / f"kmeans_{name}_{number}.npy", anchors)
             print(
-                f"{out_dir / f'kmeans_{name}_{number}.npy'}: {list(anchors.shape)} from {len(infos)} frames"
+                f"wrote anchors {list(anchors.shape)} from {len(infos)} frames to "
+                f"{out_dir / f'kmeans_{name}_{number}.npy'}"
             )
 
 

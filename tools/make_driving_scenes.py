@@ -1,4 +1,4 @@
-"""Draw the driving scenes. Training does this by itself if they are missing.
+"""Draw the synthetic driving scenes. Training draws them by itself if they are missing.
 
 python tools/make_driving_scenes.py data/driving_scenes
 """
@@ -22,7 +22,7 @@ def main() -> None:
         "--num-val", type=int, default=16, help="number of validation scenes (default: %(default)s)"
     )
     parser.add_argument(
-        "--num-frames", type=int, default=20, help="number of frames of a scene (default: %(default)s)"
+        "--num-frames", type=int, default=20, help="number of frames per scene (default: %(default)s)"
     )
     parser.add_argument(
         "--image-size",
@@ -30,7 +30,7 @@ def main() -> None:
         nargs=2,
         default=(96, 256),
         metavar=("H", "W"),
-        help="size of an image in pixels (default: 96 256)",
+        help="height and width of an image in pixels (default: 96 256)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the scenes (default: %(default)s)")
     parser.add_argument("--num-workers", type=int, help="number of processes (default: one per core)")

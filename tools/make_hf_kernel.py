@@ -1,8 +1,8 @@
 """Make a kernel repository in the layout of Hugging Face's ``kernels`` from the operators that have been built.
 
-It has a folder ``build/torch-stable-abi<torch>-<backend>-<machine>-linux`` for the CPU and, if the CUDA library has
-been built, one for CUDA. A folder holds the package ``visdet.ops`` without its sources, its libraries, the layers and
-metadata.json.
+The repository has a folder ``build/torch-stable-abi<torch>-<backend>-<machine>-linux`` for the CPU and, if the CUDA
+library has been built, one for CUDA. Such a folder holds the libraries, the package ``visdet.ops`` without its C++ and
+CUDA sources, the layers, and metadata.json.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OPS = ROOT / "visdet" / "ops"
 NAME = "visdet-ops"
-# Of these files, registration.py is left out because it needs mmengine.
+# The files of visdet.ops that are left out. registration.py is among them because it needs mmengine.
 NO_PART = shutil.ignore_patterns("csrc", "__pycache__", "*.so", "registration.py")
 
 
@@ -48,7 +48,7 @@ def make(out: Path) -> list[Path]:
     if out.exists():
         if not {path.name for path in out.iterdir()} <= {"build", "README.md", "LICENSE"}:
             raise SystemExit(
-                f"make_hf_kernel: {out} has other files than a kernel repository and is not replaced"
+                f"make_hf_kernel: {out} has files that do not belong to a kernel repository, so that it is not replaced"
             )
         shutil.rmtree(out)
     backends = {"cpu": ["cpu"]}
@@ -72,7 +72,7 @@ def make(out: Path) -> list[Path]:
 
 
 def oldest_torch() -> str:
-    """Return the version of torch in setup.py whose stable ABI the libraries are built for, such as "210" for 2.10."""
+    """Return the oldest torch that the libraries' stable ABI supports, such as "210" for 2.10. setup.py sets it."""
     major, minor = re.search(r"TORCH_TARGET_VERSION=0x(..)(..)", (ROOT / "setup.py").read_text()).groups()
     return f"{int(major, 16)}{int(minor, 16)}"
 

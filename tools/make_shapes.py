@@ -1,4 +1,4 @@
-"""Draw the shapes data set. Training does this by itself if it is missing.
+"""Draw the synthetic shapes data set. Training draws it by itself if it is missing.
 
 python tools/make_shapes.py data/shapes
 """
@@ -22,7 +22,10 @@ def main() -> None:
         "--num-val", type=int, default=400, help="number of validation images (default: %(default)s)"
     )
     parser.add_argument(
-        "--image-size", type=int, default=128, help="height and width in pixels (default: %(default)s)"
+        "--image-size",
+        type=int,
+        default=128,
+        help="height and width of an image in pixels (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the images (default: %(default)s)")
     parser.add_argument("--num-workers", type=int, help="number of processes (default: one per core)")

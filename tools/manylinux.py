@@ -1,10 +1,10 @@
-"""The Linux systems that a shared library loads on, by which setup.py names a wheel.
+"""The manylinux platform of a wheel, which setup.py puts into the wheel's name.
 
-A library that is linked on a new system needs the newest version of every function of the C library, although most
-functions exist, unchanged or with the same results, in a version as old as the architecture. ``lower_glibc`` writes an
+A library that is linked on a new system needs the newest version of every function of the C library. Most of these
+functions also exist, with the same results, in a version as old as the architecture. ``lower_glibc`` writes an
 assembler file of jumps to those older versions. If the file is linked with the library, the older versions replace the
-newer ones, including those in the static CUDA runtime. ``platform_tag`` then reads the needs of the library, from which
-it makes the platform tag of the wheel. Both use ``objdump`` of binutils, which gcc needs, too.
+newer ones, also in the static CUDA runtime. ``platform_tag`` then reads which versions the library needs, and returns
+the platform tag of the wheel. Both use ``objdump`` of binutils, which gcc needs, too.
 """
 
 import platform
@@ -15,8 +15,8 @@ from pathlib import Path
 
 __all__ = ["LINKER_FLAGS", "TARGET", "lower_glibc", "needed_symbols", "platform_tag"]
 
-TARGET = (2, 28)  # torch's own wheels need this version
-# For manylinux_2_<minor>, the newest versions of each library's symbols that its systems have.
+TARGET = (2, 28)  # torch's own wheels need this version of glibc.
+# The newest versions of the symbols of each library that all systems of manylinux_2_<minor> have, by <minor>.
 _POLICIES = {
     28: {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)},
     31: {"GLIBC": (2, 31), "GLIBCXX": (3, 4, 28), "CXXABI": (1, 3, 12), "GCC": (7, 0, 0)},
@@ -41,7 +41,8 @@ _JUMP = """
 \tjmp *visdet_old_{name}@GOTPCREL(%rip)
 \t.size {name}, .-{name}
 """
-# libstdc++ reads this variable to leave out atomic operations while a process has one thread. With zero, it never does.
+# libstdc++ reads this variable, and leaves out atomic operations as long as the process has one thread. If the variable
+# is 0, libstdc++ never leaves them out.
 _SINGLE_THREADED = """
 \t.section .rodata.__libc_single_threaded, "a", @progbits
 \t.globl __libc_single_threaded
@@ -75,7 +76,7 @@ def needed_symbols(library: Path) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def _older_versions(names: set[str], compiler: str) -> dict[str, tuple[int, ...]]:
-    """Return, for each function, the newest version up to TARGET that this system's C library has, if there is one."""
+    """Return the newest version up to TARGET of each function in this system's C library, if there is one."""
     older: dict[str, tuple[int, ...]] = {}
     for file in ("libc.so.6", "libm.so.6"):
         path = subprocess.run(
@@ -90,13 +91,18 @@ def _older_versions(names: set[str], compiler: str) -> dict[str, tuple[int, ...]
 
 
 def lower_glibc(library: Path, assembly: Path, compiler: str) -> bool:
-    """Write an assembler file with which ``library`` can be linked again so that it needs an older glibc.
+    """Write an assembler file that makes ``library`` need an older glibc when it is linked again with the file.
 
-    It then needs no glibc newer than TARGET, if the older versions of all functions exist.
+    If all functions exist in older versions, the library then needs no glibc newer than TARGET.
+
+    Args:
+        library: the shared library.
+        assembly: the assembler file to write.
+        compiler: the command of the compiler that links the library.
 
     Returns:
-        whether the file replaces any symbol. It does not without objdump, on processors other than x86-64, if nothing
-        newer than TARGET is needed, or if nothing older exists.
+        whether the file replaces any symbol. The result is False without objdump, on processors other than x86-64, if
+        nothing newer than TARGET is needed, and if nothing older exists.
     """
     if platform.machine() != "x86_64":
         return False
@@ -115,7 +121,10 @@ def lower_glibc(library: Path, assembly: Path, compiler: str) -> bool:
 
 
 def platform_tag(libraries: list[Path]) -> str | None:
-    """Return the oldest manylinux tag whose systems have all symbols that the libraries need, or None if unknown."""
+    """Return the oldest manylinux tag whose systems have all symbols that the libraries need.
+
+    The result is None if there is no such tag, or if there is no objdump to read the symbols.
+    """
     needed: dict[str, tuple[int, ...]] = {}
     for library in libraries:
         for _, family, version in needed_symbols(library):

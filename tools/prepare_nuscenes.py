@@ -1,12 +1,12 @@
-"""Make info files of the raw nuScenes data set, or convert published ones to a safe format.
+"""Make info files from the raw nuScenes data set, or convert a published info file to a safe format.
 
 python tools/prepare_nuscenes.py data/nuscenes --version v1.0-trainval --can-bus data/nuscenes --out-dir data/infos
 python tools/prepare_nuscenes.py --convert data/infos/nuscenes_infos_train.pkl
 
-This needs nuScenes' tables, samples and map expansion (maps/expansion/*.json), and the package shapely for the map.
-With --no-map, neither the map expansion nor shapely is needed. The CAN bus expansion (can_bus/*.json) gives the status
-of the vehicle, which is zero without it. The files are nuscenes_infos_{train,val,test}.npz, which training reads
-without unpickling anything.
+The tool needs nuScenes' tables, samples and map expansion (maps/expansion/*.json), and the package shapely for the map.
+With --no-map, it needs neither the map expansion nor shapely. The status of the vehicle comes from the CAN bus
+expansion (can_bus/*.json) and is zero without it. The tool writes nuscenes_infos_{train,val,test}.npz. Training reads
+these files without unpickling anything.
 """
 
 import argparse
@@ -19,19 +19,19 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("root", nargs="?", help="the folder that holds v1.0-…/, samples/ and maps/")
+    parser.add_argument("root", nargs="?", help="the folder of nuScenes, with v1.0-…/, samples/ and maps/")
     parser.add_argument(
         "--version", default="v1.0-trainval", help="version of nuScenes (default: %(default)s)"
     )
     parser.add_argument("--can-bus", metavar="FOLDER", help="the folder that holds can_bus/")
     parser.add_argument("--out-dir", default="data/infos", help="folder to write (default: %(default)s)")
-    parser.add_argument("--no-map", action="store_true", help="leave the map out")
+    parser.add_argument("--no-map", action="store_true", help="write no map elements")
     parser.add_argument(
         "--convert", metavar="PKL", help="convert this published info file to an .npz file beside it"
     )
     args = parser.parse_args()
     if (args.root is None) == (args.convert is None):
-        parser.error("give either the root folder of nuScenes or --convert")
+        parser.error("either the root folder of nuScenes or --convert must be given, and not both")
     return args
 
 
@@ -56,7 +56,8 @@ def main() -> None:
             infos_of_split.setdefault(split, []).extend(converter.infos_of_scene(scene))
         if converter.scenes_without_can_bus:
             print(
-                f"{len(converter.scenes_without_can_bus)} scenes have no CAN bus messages; their ego_status is 0"
+                f"{len(converter.scenes_without_can_bus)} scenes have no CAN bus messages, so that their ego_status "
+                "is 0"
             )
         for split, infos in infos_of_split.items():
             write(Path(args.out_dir) / f"nuscenes_infos_{split}.npz", infos, {"version": args.version})

@@ -19,7 +19,7 @@ def parse_args() -> argparse.Namespace:
         "--out", metavar="FILE.json", help="write the predictions of every sample to this file"
     )
     parser.add_argument(
-        "--show-dir", metavar="FOLDER", help="draw predictions beside the ground truth into this folder"
+        "--show-dir", metavar="FOLDER", help="write pictures of predictions and ground truth to this folder"
     )
     parser.add_argument(
         "--graph",

@@ -1,4 +1,4 @@
-"""Train a model by a config.
+"""Train the model of a config, and validate it as the config says.
 
 python tools/train.py configs/deformable_detr/deformable-detr_shapes.py
 torchrun --nproc-per-node 2 tools/train.py CONFIG

@@ -1,9 +1,10 @@
-"""Draw driving scenes as pictures with camera views and a top view, and as one GIF per scene.
+"""Draw the frames of driving scenes as pictures with the camera views and a top view, and make a GIF of each scene.
 
 python tools/visualize_driving.py CONFIG CHECKPOINT --out-dir work_dirs/pictures --scenes 0 1
-python tools/visualize_driving.py CONFIG --out-dir work_dirs/pictures          # the ground truth alone
+python tools/visualize_driving.py CONFIG --out-dir work_dirs/pictures
 
-The scenes are those of the config's test data set. The model predicts the frames of a scene one after another.
+Without a checkpoint, the pictures show the ground truth. The scenes are those of the config's test data set. The model
+predicts the frames of a scene one after another.
 """
 
 import argparse
@@ -25,19 +26,25 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("config", help="a Python config file")
     parser.add_argument(
-        "checkpoint", nargs="?", help="a checkpoint file (default: draw the ground truth only)"
+        "checkpoint",
+        nargs="?",
+        help="a checkpoint file or its http(s) address (default: draw the ground truth)",
     )
     parser.add_argument(
         "--out-dir", default="work_dirs/driving_pictures", help="folder to write (default: %(default)s)"
     )
     parser.add_argument(
-        "--scenes", type=int, nargs="+", default=[0], help="the numbers of the scenes to draw (default: 0)"
+        "--scenes",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="numbers of the scenes to draw, from 0 (default: 0)",
     )
     parser.add_argument(
         "--max-frames",
         type=int,
         default=1000,
-        help="greatest number of frames to draw per scene (default: %(default)s)",
+        help="maximum number of frames to draw per scene (default: %(default)s)",
     )
     parser.add_argument(
         "--score-thr",
@@ -98,7 +105,8 @@ def main() -> None:
         for scene in args.scenes:
             if not 0 <= scene < len(bounds) - 1:
                 raise UserError(
-                    f"--scenes: the data set has {len(bounds) - 1} scenes, there is no number {scene}"
+                    f"--scenes must be numbers from 0 to {len(bounds) - 2}, as the data set has {len(bounds) - 1} "
+                    f"scenes, got {scene}"
                 )
             frames = range(bounds[scene], min(bounds[scene + 1], bounds[scene] + args.max_frames))
             write_scene(map(draw, (dataset[index] for index in frames)), out_dir / f"scene_{scene:03d}")
@@ -120,7 +128,7 @@ def load_model(cfg, checkpoint: str) -> "torch.nn.Module":
 
 
 def write_scene(pictures: "Iterable[np.ndarray]", name: Path) -> None:
-    """Write the pictures of a scene to ``name_NNN.png`` and ``name.gif``."""
+    """Write the pictures [H, W, 3] uint8 of a scene to ``name_NNN.png`` and to ``name.gif``."""
     from PIL import Image
 
     from visdet.visualization.driving_views import write_gif
@@ -130,7 +138,7 @@ def write_scene(pictures: "Iterable[np.ndarray]", name: Path) -> None:
         Image.fromarray(picture).save(f"{name}_{number:03d}.png")
         written.append(picture)
     write_gif(f"{name}.gif", written)
-    print(f"wrote {len(written)} pictures {name}_*.png and {name}.gif")
+    print(f"wrote {len(written)} pictures to {name}_*.png and a GIF to {name}.gif")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def test_scenes_are_drawn_without_a_model(tmp_path):
     ]
     with Image.open(out / "scene_001_000.png") as picture:
         assert picture.width == 3 * 384
-    assert "the data set has 2 scenes, there is no number 5" in fail(
+    assert "numbers from 0 to 1, as the data set has 2 scenes, got 5" in fail(
         "visualize_driving", config, "--scenes", 5
     )
 
