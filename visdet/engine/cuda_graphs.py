@@ -290,7 +290,8 @@ class _GraphedStep:
             predictions, _ = model.predictions_and_costs(self.batch)
             losses = model.losses(predictions, self.batch, self.assignment)
             total = torch.stack(list(losses.values())).sum()
-            return losses, torch.autograd.grad(total, learning, allow_unused=True)
+            with _no_autocast():
+                return losses, torch.autograd.grad(total, learning, allow_unused=True)
 
         with memory.captures(), _casts_of_its_own(), _nothing_changes(model):
             losses, gradients = _with_leaves(model, self.leaves, run)
@@ -321,7 +322,7 @@ class _GraphedStep:
         with losses:
             by_name = self.model.losses(predictions, self.batch, self.assignment)
             values = torch.stack(list(by_name.values()))
-        with backward:
+        with _no_autocast(), backward:
             gradients = torch.autograd.grad(values, self.used_leaves, self.grad_of_losses)
             torch._foreach_copy_(self.static_gradients, gradients)
         self.values = values.detach()
@@ -400,6 +401,11 @@ def _casts_of_its_own() -> Iterator[None]:
             yield
     finally:
         torch.clear_autocast_cache()
+
+
+def _no_autocast() -> torch.autocast:
+    """Return a context for a backward pass, which computes in the types of the forward pass."""
+    return torch.autocast("cuda", enabled=False)
 
 
 @contextmanager
