@@ -36,18 +36,18 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
     if not config.get("graph", False):
         return []
     if not torch.cuda.is_available():
-        logger.warning("graph: CUDA graphs need a GPU; everything is eager")
+        logger.warning("graph: CUDA graphs need a GPU, so that the model runs eagerly")
         return []
     obstacle = ""
     if is_model_wrapper(model):
         if not isinstance(model, DistributedDataParallel):
-            obstacle = f"parameters may not be split over processes, as {type(model).__name__} does"
+            obstacle = f"graphs need the whole model in each process, but {type(model).__name__} may split it"
         elif any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
             obstacle = "SyncBatchNorm exchanges statistics within the forward pass"
     module = model.module if is_model_wrapper(model) else model
     prediction = GraphedPrediction(module, say=logger.info)
     if obstacle:
-        logger.warning(f"graph: {obstacle}; training is eager")
+        logger.warning(f"graph: training steps run eagerly, because {obstacle}")
         return [prediction]
     return [GraphedLoss(module, say=logger.info), prediction]
 
@@ -153,7 +153,8 @@ class GraphedMethod(ABC):
             self._has_failed = True
             self.counts["after a failed capture"] += 1
             self._say(
-                f"graphs of {self.method}: a batch of {shape} cannot be captured; all run eagerly: {error}"
+                f"graphs of {self.method}: a batch of {shape} cannot be captured, so that all batches run eagerly: "
+                f"{error}"
             )
             return self._compute_eagerly(batch)[0]
         self._graphs[key] = step
@@ -176,14 +177,14 @@ class GraphedLoss(GraphedMethod):
     A step of a detector with stages is the graph of ``predictions_and_costs``, one copy of the costs to the host,
     ``assign`` there, the graph of ``losses``, and in ``backward`` the graph of all gradients (see ``DeformableDETR``).
     ``assign`` is called once in each step and may exchange numbers with other processes. The graphs may not.
-    Everything else sees ordinary tensors: the losses are nodes of the autograd graph whose gradients are those of the
-    parameters. So gradient accumulation, loss scaling, clipping and the optimizer are what they are without graphs.
-    Random numbers, among them those of dropout, are those of eager steps.
+    The losses are ordinary nodes of the autograd graph, from which the parameters get their gradients. Gradient
+    accumulation, loss scaling, clipping and the optimizer therefore work as without graphs. Random numbers, including
+    those of dropout, are those of eager steps.
     """
 
     method = "loss"
     stages = ("training_batch", "predictions_and_costs", "assign", "losses")
-    # Deformable DETR's multi-scale pipeline makes as many with pad_size_divisor=128.
+    # Deformable DETR's multi-scale pipeline makes batches of so many shapes with pad_size_divisor=128.
     default_max_shapes = 24
 
     def _serves(self) -> bool:
@@ -242,7 +243,10 @@ class _SharedMemory:
 
     @contextmanager
     def captures(self) -> Iterator[None]:
-        """Run the block on the streams between all work before and after it, its backwards in this thread."""
+        """Run the block on the streams, after all earlier work and before all later work on the current stream.
+
+        Backward passes in the block run in this thread.
+        """
         self.stream.wait_stream(torch.cuda.current_stream())
         with (
             torch.cuda.stream(self.stream),
@@ -393,7 +397,7 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _casts_of_its_own() -> Iterator[None]:
-    """Run the block under the autocast that is on, with casts of weights that the block makes and nobody else reads."""
+    """Run the block under the current autocast with an empty cache, so that it shares no casts of weights."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.clear_autocast_cache()
     try:
@@ -404,13 +408,13 @@ def _casts_of_its_own() -> Iterator[None]:
 
 
 def _no_autocast() -> torch.autocast:
-    """Return a context for a backward pass, which computes in the types of the forward pass."""
+    """Return a context without autocast for a backward pass, which computes in the dtypes of the forward pass."""
     return torch.autocast("cuda", enabled=False)
 
 
 @contextmanager
 def _nothing_changes(model: nn.Module) -> Iterator[None]:
-    """Restore random numbers and the model's buffers after the block."""
+    """Restore the GPU's random state and the model's buffers after the block."""
     random_state = torch.cuda.get_rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -433,7 +437,7 @@ class _Call(nn.Module):
 
 
 def _leaves_in_place_of(model: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Return new leaves at the places in memory of the parameters."""
+    """Return new leaf tensors that share the memory of the parameters."""
     return {
         parameter: parameter.detach().requires_grad_(parameter.requires_grad)
         for parameter in model.parameters()
@@ -441,9 +445,9 @@ def _leaves_in_place_of(model: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 def _with_leaves(model: nn.Module, leaves: Mapping[nn.Parameter, Tensor], function: Callable[[], Any]) -> Any:
-    """Return what a function returns while the leaves stand in the place of the model's parameters."""
-    # Each attribute of a module is named once. Under a second name of a shared module, the leaf would pass for what has
-    # to be put back, so that ``functional_call`` must not look for further names either.
+    """Return the result of a function that runs while the leaves replace the model's parameters."""
+    # Each attribute is named only once, and ``functional_call`` must not look for further names of a shared module.
+    # Otherwise it would take the leaf for the original parameter and put the leaf back after the call.
     attributes = {
         f"{prefix}.{name}": leaves[parameter]
         for prefix, module in _Call(model).named_modules()
