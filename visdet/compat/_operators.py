@@ -73,10 +73,10 @@ def ragged_function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class BoundFunction:
-    """A data descriptor for an attribute in which instances keep a function. Reading it gives the replacement.
+    """A data descriptor for an attribute in which instances keep a function.
 
-    The instances still store the original. Copies and pickles of models therefore do not change, and the replacement
-    also serves models that were built earlier.
+    If an instance stores the original function, reading the attribute gives the replacement. Copies and pickles of
+    models therefore hold the original, and the replacement also serves models that were built earlier.
     """
 
     def __init__(self, name: str, original: Any, replacement: Any) -> None:

@@ -24,7 +24,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
     kernels: Any = sys.modules["libreyolo.kernels"]
     if not all(hasattr(kernels, name) for name in _REGISTRY):
-        bridge.warn(module, f"register: libreyolo.kernels lacks one of {', '.join(_REGISTRY)}")
+        bridge.warn(module, f"register: libreyolo.kernels lacks at least one of {', '.join(_REGISTRY)}")
         return
 
     def ms_deform_attn(
