@@ -11,7 +11,13 @@ import pytest
 from visdet.lazy_names import lazy_names
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ["visdet.structures", "visdet.datasets", "visdet.datasets.synthetic", "visdet.engine"]
+PACKAGES = [
+    "visdet.structures",
+    "visdet.datasets",
+    "visdet.datasets.synthetic",
+    "visdet.datasets.transforms",
+    "visdet.engine",
+]
 
 
 def test_every_public_name_is_there_in_a_fresh_process():

@@ -52,6 +52,22 @@ def test_a_tool_that_needs_no_model_imports_no_torch(tool, arguments, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_data_are_read_without_what_other_data_need(tmp_path):
+    code = (
+        "import sys\n"
+        "from mmengine.config import Config\n"
+        "from visdet.registry import DATASETS, TRANSFORMS\n"
+        f"cfg = Config.fromfile(r'{ROOT}/configs/sparsedrive/sparsedrive_toy_stage2.py')\n"
+        "steps = [*cfg.train_dataloader.dataset.pipeline, *cfg.test_dataloader.dataset.pipeline]\n"
+        "assert len([TRANSFORMS.get(step.type) for step in steps]) > 10\n"
+        "assert DATASETS.get('ShapesDataset')\n"
+        "others = {'torchvision', 'visdet.datasets.nuscenes', 'visdet.datasets.volume'}\n"
+        "assert not others & set(sys.modules), others & set(sys.modules)\n"
+    )
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_model_is_built_without_what_training_alone_needs(tmp_path):
     code = (
         "import sys\n"

@@ -1,6 +1,6 @@
 """visdet's registries, which are children, in scope ``visdet``, of mmengine's registries, and ``OPS`` for functions.
 
-A registry imports the modules in its ``locations`` at its first look-up. Therefore,
+At a look-up, a registry imports the modules in its ``locations`` until one has registered the name. Therefore,
 ``MODELS.build(dict(type='MultiScaleDeformableAttention', ...))``, and ``type='visdet.DeformableDETR'`` in a config of
 another package, work without other imports. An unknown name raises an :class:`UnknownNameError`, which is a
 ``KeyError``, with the nearest names and the files that register them.
@@ -9,6 +9,7 @@ another package, work without other imports. An unknown name raises an :class:`U
 import difflib
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from visdet.errors import UnknownNameError, build_step
@@ -89,7 +90,10 @@ class Registry(_MMEngineRegistry):
         Raises:
             UnknownNameError: the name is unknown. The message lists the nearest names and where they are registered.
         """
-        self.import_from_location()  # Errors of this import are not caught below.
+        for location in self._locations:  # Errors of these imports are not caught below.
+            if key in self._module_dict:
+                return self._module_dict[key]
+            import_module(location)
         try:
             registered = super().get(key)
         except RuntimeError:  # mmengine raises this if a dotted path cannot be imported.
@@ -149,15 +153,27 @@ DATASETS = _child(
     "DATASETS",
     [
         "visdet.datasets.coco",
-        "visdet.datasets.nuscenes",
-        "visdet.datasets.synthetic.driving_scenes_dataset",
         "visdet.datasets.synthetic.shapes_dataset",
         "visdet.datasets.synthetic.two_view_pairs",
         "visdet.datasets.volume",
+        "visdet.datasets.nuscenes",
+        "visdet.datasets.synthetic.driving_scenes_dataset",
     ],
 )
 DATA_SAMPLERS = _child("DATA_SAMPLERS", ["visdet.datasets.samplers", "mmengine.dataset"])
-TRANSFORMS = _child("TRANSFORMS", ["visdet.datasets.transforms"])
+TRANSFORMS = _child(
+    "TRANSFORMS",
+    [
+        "visdet.datasets.transforms.driving",
+        "visdet.datasets.transforms.multi_view",
+        "visdet.datasets.transforms.formatting",
+        # The following ones import torchvision, which takes a second.
+        "visdet.datasets.transforms.loading",
+        "visdet.datasets.transforms.geometric",
+        "visdet.datasets.transforms.photometric",
+        "visdet.datasets.transforms.wrappers",
+    ],
+)
 
 METRICS = _child("METRICS", ["visdet.evaluation", "visdet.engine.dump_detections"])
 EVALUATOR = _child("EVALUATOR", ["mmengine.evaluator"])
