@@ -11,7 +11,7 @@ sys.path.insert(
 )  # the benchmarks are no part of the installed package
 
 pytest.importorskip("mmengine")
-from benchmarks.models import CASES, main, table
+from benchmarks.models import CASES, covered, main, table
 
 
 @pytest.mark.parametrize("words", [["train B2", "predict B1"], ["stage1 train"]])
@@ -53,3 +53,8 @@ def test_figures_of_a_gpu_are_columns_of_the_table():
 def test_an_unknown_case_is_refused(capsys):
     assert main(["--cases", "nothing"]) == 1
     assert "deformable_detr train B2" in capsys.readouterr().err
+
+
+def test_time_in_which_two_kernels_run_counts_once():
+    assert covered([(10, 14), (0, 3), (2, 5), (11, 12), (5, 6)]) == 6 + 4
+    assert covered([]) == 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from visdet.structures.kept_tables import tables_read
+from visdet.structures.side_stream import side_stream
 from visdet.structures.tensor_tree import layout_of, map_tensors, tensors_of
 
 __all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
@@ -227,7 +228,7 @@ class GraphedPrediction(GraphedMethod):
 
 
 class _SharedMemory:
-    """What the graphs of all shapes share: a pool, a stream to capture on, and the gradients.
+    """What the graphs of all shapes share: a pool, two streams to capture on, and the gradients.
 
     Graphs run one after another on one stream, so that what one of them left in the pool may be overwritten by the
     next. Gradients are copied out of it.
@@ -236,7 +237,20 @@ class _SharedMemory:
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
+        self.side = torch.cuda.Stream()
         self.gradients: dict[nn.Parameter, Tensor] = {}
+
+    @contextmanager
+    def captures(self) -> Iterator[None]:
+        """Run the block on the streams between all work before and after it, its backwards in this thread."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with (
+            torch.cuda.stream(self.stream),
+            side_stream(self.side),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the tensor to which graphs write the gradient of a parameter."""
@@ -276,9 +290,10 @@ class _GraphedStep:
             predictions, _ = model.predictions_and_costs(self.batch)
             losses = model.losses(predictions, self.batch, self.assignment)
             total = torch.stack(list(losses.values())).sum()
-            return losses, torch.autograd.grad(total, learning, allow_unused=True)
+            with _no_autocast():
+                return losses, torch.autograd.grad(total, learning, allow_unused=True)
 
-        with _captures_on(memory.stream), _casts_of_its_own(), _nothing_changes(model):
+        with memory.captures(), _casts_of_its_own(), _nothing_changes(model):
             losses, gradients = _with_leaves(model, self.leaves, run)
         self.names = list(losses)
         self.used_leaves = [leaf for leaf, grad in zip(learning, gradients, strict=True) if grad is not None]
@@ -294,7 +309,7 @@ class _GraphedStep:
             RuntimeError: something in them cannot be captured.
         """
         self.graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
-        with _captures_on(self.memory.stream), _casts_of_its_own(), tables_read() as self.tables:
+        with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables:
             _with_leaves(self.model, self.leaves, self._capture)
 
     def _capture(self) -> None:
@@ -307,7 +322,7 @@ class _GraphedStep:
         with losses:
             by_name = self.model.losses(predictions, self.batch, self.assignment)
             values = torch.stack(list(by_name.values()))
-        with backward:
+        with _no_autocast(), backward:
             gradients = torch.autograd.grad(values, self.used_leaves, self.grad_of_losses)
             torch._foreach_copy_(self.static_gradients, gradients)
         self.values = values.detach()
@@ -339,7 +354,7 @@ class _GraphedDetections:
         self.model = model
         self.memory = memory
         self.batch = map_tensors(Tensor.clone, batch)
-        with _captures_on(memory.stream), _casts_of_its_own(), _nothing_changes(model):
+        with memory.captures(), _casts_of_its_own(), _nothing_changes(model):
             model.detections(self.batch)
 
     def capture(self) -> None:
@@ -352,7 +367,7 @@ class _GraphedDetections:
         capture = torch.cuda.graph(
             self.graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
         )
-        with _captures_on(self.memory.stream), _casts_of_its_own(), tables_read() as self.tables, capture:
+        with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables, capture:
             self.detections = self.model.detections(self.batch)
 
     def __call__(self, batch: Any) -> Any:
@@ -377,15 +392,6 @@ class _Replay(torch.autograd.Function):
 
 
 @contextmanager
-def _captures_on(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Run the block on a stream between all work before and after it, its backwards in this thread."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-@contextmanager
 def _casts_of_its_own() -> Iterator[None]:
     """Run the block under the autocast that is on, with casts of weights that the block makes and nobody else reads."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
@@ -395,6 +401,11 @@ def _casts_of_its_own() -> Iterator[None]:
             yield
     finally:
         torch.clear_autocast_cache()
+
+
+def _no_autocast() -> torch.autocast:
+    """Return a context for a backward pass, which computes in the types of the forward pass."""
+    return torch.autocast("cuda", enabled=False)
 
 
 @contextmanager

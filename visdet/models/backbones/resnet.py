@@ -13,7 +13,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
-from ..layers.normalization import build_norm_layer, norm_abbreviation
+from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
 from .pretrained import load_pretrained
 
 __all__ = ["ResNet"]
@@ -105,6 +105,8 @@ def _conv_norm(
     """Return norm(conv(x)) + residual, or the ReLU of that sum."""
     if conv in folded:
         return folded[conv](x, relu, residual)
+    if isinstance(norm, BatchNorm2d):
+        return norm(conv(x), residual, relu)
     x = norm(conv(x))
     if residual is not None:
         x = x + residual

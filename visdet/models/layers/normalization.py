@@ -2,13 +2,40 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from visdet.errors import InvalidTypeError
+from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
 from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from visdet.registry import MODELS
 
-__all__ = ["LayerNorm", "ReLULayerNorm", "build_norm_layer", "norm_abbreviation"]
+__all__ = ["BatchNorm2d", "LayerNorm", "ReLULayerNorm", "build_norm_layer", "norm_abbreviation"]
+
+
+# mmengine's initialisers find a layer by its name or by the names of its direct bases. Configs name ``_BatchNorm``.
+class BatchNorm2d(nn.BatchNorm2d, _BatchNorm):
+    """The batch normalisation of torch. In training, its kernels also compute the sum and the ReLU after it."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+        """Return the batch normalisation of ``input`` plus ``residual``, or the ReLU of that; see the operator."""
+        if not self.training or not self.affine or self.momentum is None:
+            output = super().forward(input)
+            output = output if residual is None else output + residual
+            return F.relu(output, inplace=True) if relu else output
+        return batch_norm_add_relu(
+            input,
+            residual,
+            self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            self.num_batches_tracked,
+            self.momentum,
+            self.eps,
+            relu,
+        )
 
 
 class LayerNorm(nn.LayerNorm):
@@ -31,9 +58,9 @@ class ReLULayerNorm(nn.LayerNorm):
 
 
 for _name, _layer in {
-    "BN": nn.BatchNorm2d,
+    "BN": BatchNorm2d,
     "BN1d": nn.BatchNorm1d,
-    "BN2d": nn.BatchNorm2d,
+    "BN2d": BatchNorm2d,
     "BN3d": nn.BatchNorm3d,
     "SyncBN": nn.SyncBatchNorm,
     "GN": nn.GroupNorm,

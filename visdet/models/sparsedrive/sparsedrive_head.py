@@ -1,6 +1,6 @@
 """SparseDrive's head: boxes, map, and on top of them motion and planning."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
+from visdet.structures.side_stream import in_parallel
 
 from .base_target import Assignment, PairCosts, assigned_instances
 from .denoising import DenoisingQueries
@@ -127,8 +128,13 @@ class SparseDriveHead(BaseModule):
             denoising: the result of ``denoising_queries``.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
-            det_output = self.det_head(feature_maps, metas, denoising) if self.with_det else None
-            map_output = self.map_head(feature_maps, metas) if self.with_map else None
+            outputs = _of_tasks(
+                [name for name in ("det", "map") if self.task_config[f"with_{name}"]],
+                det=lambda: self.det_head(feature_maps, metas, denoising),
+                map=lambda: self.map_head(feature_maps, metas),
+                reads=feature_maps,
+            )
+        det_output, map_output = outputs.get("det"), outputs.get("map")
         motion_output = planning_output = None
         if self.with_motion_plan:
             bank = self.det_head.instance_bank
@@ -184,15 +190,12 @@ class SparseDriveHead(BaseModule):
         Args:
             model_outs: the result of ``forward``. truth: the result of ``ground_truth``.
         """
-        costs = {}
         det_output, map_output, *_ = model_outs
-        if "det" in truth:
-            costs["det"] = self.det_head.pair_costs(
-                det_output, truth["det"], only_last=self.freeze_perception
-            )
-        if "map" in truth:
-            costs["map"] = self.map_head.pair_costs(map_output, truth["map"])
-        return costs
+        return _of_tasks(
+            truth,
+            det=lambda: self.det_head.pair_costs(det_output, truth["det"], only_last=self.freeze_perception),
+            map=lambda: self.map_head.pair_costs(map_output, truth["map"]),
+        )
 
     def losses(
         self,
@@ -210,11 +213,12 @@ class SparseDriveHead(BaseModule):
             assigned: the result of ``assigned_instances``.
         """
         det_output, map_output, motion_output, planning_output = model_outs
-        losses: dict[str, Tensor] = {}
-        if self.with_det and not self.freeze_perception:
-            losses |= self.det_head.losses(det_output, truth["det"], costs["det"], assigned["det"])
-        if "map" in truth:
-            losses |= self.map_head.losses(map_output, truth["map"], costs["map"], assigned["map"])
+        of_tasks = _of_tasks(
+            () if self.freeze_perception else truth,
+            det=lambda: self.det_head.losses(det_output, truth["det"], costs["det"], assigned["det"]),
+            map=lambda: self.map_head.losses(map_output, truth["map"], costs["map"], assigned["map"]),
+        )
+        losses = {name: value for of_task in of_tasks.values() for name, value in of_task.items()}
         if self.with_motion_plan:
             # It learns from the boxes that the last layer of detection has matched.
             futures = self.motion_plan_head.motion_sampler.futures(
@@ -259,3 +263,17 @@ class SparseDriveHead(BaseModule):
             {name: value for result in results for name, value in result.items()}
             for results in zip(*of_tasks, strict=True)
         ]
+
+
+def _of_tasks(
+    tasks: Container[str], det: Callable[[], Any], map: Callable[[], Any], reads: Any = ()
+) -> dict[str, Any]:
+    """Return the results of the functions of detection and map, of those that are in ``tasks``, by task.
+
+    Args:
+        reads: the tensors that both read and that were made for this call.
+    """
+    if "det" in tasks and "map" in tasks:
+        of_det, of_map = in_parallel(det, map, reads)
+        return {"det": of_det, "map": of_map}
+    return {name: function() for name, function in (("det", det), ("map", map)) if name in tasks}

@@ -1,0 +1,187 @@
+"""Batch normalisation in training, with a residual sum and ReLU in the same kernels."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from visdet.models.layers.normalization import BatchNorm2d, build_norm_layer
+from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
+
+HALVES = [torch.float16, torch.bfloat16]
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 1e-12}
+
+
+def draw(shape, dtype, device, has_residual=True, offset=0.0):
+    """Return input, residual, weight and bias, that require gradients. The images have their channels last."""
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def images():
+        drawn = torch.randn(shape, generator=generator) * 2 + offset
+        return drawn.to(device, dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+
+    def vector():
+        return (torch.randn(shape[1], generator=generator) + 1).to(device).requires_grad_()
+
+    return images(), images() if has_residual else None, vector(), vector()
+
+
+def composed(x, residual, weight, bias, running_mean=None, running_var=None, relu=True):
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training=True)
+    y = y if residual is None else y + residual
+    return F.relu(y) if relu else y
+
+
+def gradients(output, tensors, grad_output):
+    leaves = [x for x in tensors if x is not None]
+    return torch.autograd.grad(output, leaves, grad_output.to(output.dtype))
+
+
+def is_ours(output):
+    return type(output.grad_fn).__name__ == "_BatchNormAddReLUBackward"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 8, 1, 1), (1, 24, 3, 5), (3, 64, 37, 21), (2, 264, 9, 4), (2, 2056, 5, 3), (6, 64, 120, 160)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize(("has_residual", "relu"), itertools.product([False, True], repeat=2))
+def test_kernels_compute_what_torch_does_in_float64(shape, dtype, has_residual, relu):
+    tensors = draw(shape, dtype, "cuda", has_residual)
+    exact = [None if x is None else x.detach().double().requires_grad_() for x in tensors]
+    C = shape[1]
+    running = [torch.zeros(C, device="cuda"), torch.ones(C, device="cuda")]
+    exact_running = [vector.double() for vector in running]
+    count = torch.tensor(5, device="cuda")
+    output = batch_norm_add_relu(*tensors, *running, count, relu=relu)
+    expected = composed(*exact, *exact_running, relu=relu)
+    assert is_ours(output) and output.dtype == dtype
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    # With few values for a channel, gradients are differences of nearly equal numbers.
+    tolerance = ROUNDING[dtype] if shape != (4, 8, 1, 1) else 10 * ROUNDING[dtype]
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=4 * tolerance)
+    for found, true in zip(running, exact_running, strict=True):
+        torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-5)
+    assert count == 6
+
+    # Where a value rounds to another side of zero than the exact one, the ReLU's gradient differs.
+    grad_output = torch.randn(shape, device="cuda")
+    if relu:
+        grad_output = torch.where(expected.abs() > 8 * tolerance, grad_output, 0)
+    grads = gradients(output, tensors, grad_output)
+    expected_grads = gradients(expected, exact, grad_output.to(dtype))
+    for found, true, leaf in zip(grads, expected_grads, [x for x in tensors if x is not None], strict=True):
+        assert found.dtype == leaf.dtype
+        assert (found - true).abs().max() <= 4 * tolerance * true.abs().max() + 1e-5
+    again = batch_norm_add_relu(*tensors, relu=relu)
+    assert torch.equal(again, output)
+    assert all(map(torch.equal, gradients(again, tensors, grad_output), grads))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("offset", [1e3, -3e4])
+def test_the_variance_is_exact_beside_a_large_mean(offset):
+    x, _, weight, bias = draw((4, 64, 50, 50), torch.float32, "cuda", has_residual=False, offset=offset)
+    running = torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda")
+    output = batch_norm_add_relu(x, None, weight, bias, *running, relu=False, momentum=1.0)
+    expected = composed(x.double(), None, weight.double(), bias.double(), relu=False)
+    torch.testing.assert_close(running[1].double(), x.double().var((0, 2, 3)), rtol=1e-5, atol=0)
+    # A mean in float32 is off by up to half a unit in its last place.
+    assert (output - expected).abs().max() <= 5 * abs(offset) * 2**-24 + 1e-5
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_nan_stays_in_its_channel(has_residual):
+    x, residual, weight, bias = draw((2, 16, 5, 5), torch.float32, "cuda", has_residual)
+    with torch.no_grad():
+        x[1, 3, 2, 2] = torch.nan
+    output = batch_norm_add_relu(x, residual, weight, bias)
+    assert output[:, 3].isnan().all() and not output[:, [0, 1, 2, *range(4, 16)]].isnan().any()
+    (grad,) = torch.autograd.grad(output.sum(), x)
+    assert grad[:, 3].isnan().all() and not grad[:, 4:].isnan().any()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["expanded", "channels first", "moved"])
+def test_the_layout_of_gradients_and_residuals_does_not_matter(layout):
+    x, residual, weight, bias = draw((2, 16, 6, 4), torch.float32, "cuda")
+    grad_output = torch.randn(2, 16, 1, 1, device="cuda").expand(2, 16, 6, 4)
+    expected = batch_norm_add_relu(x, residual, weight, bias)
+    expected_grads = gradients(expected, (x, residual, weight, bias), grad_output.clone())
+    other = residual.detach()
+    if layout == "channels first":
+        other, grad_output = other.contiguous(), grad_output.contiguous()
+    elif layout == "moved":
+        base = torch.empty(other.numel() + 1, device="cuda")
+        other = base[1:].view(2, 6, 4, 16).permute(0, 3, 1, 2).copy_(other)
+    other.requires_grad_()
+    output = batch_norm_add_relu(x, other, weight, bias)
+    assert is_ours(output) and torch.equal(output, expected)
+    assert all(map(torch.equal, gradients(output, (x, other, weight, bias), grad_output), expected_grads))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_has_no_kernel_is_computed_by_torch(device, dtype):
+    x, residual, weight, bias = (t.detach().to(dtype) for t in draw((2, 12, 5, 4), torch.float32, device))
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    running = torch.zeros(12, device=device, dtype=dtype), torch.ones(12, device=device, dtype=dtype)
+    count = torch.tensor(0, device=device)
+    expected_running = [vector.clone() for vector in running]
+    output = batch_norm_add_relu(x, residual, weight, bias, *running, count)
+    expected = composed(x, residual, weight, bias, *expected_running)
+    assert torch.equal(output, expected) and count == 1 and not is_ours(output)
+    assert all(map(torch.equal, running, expected_running))
+    grad_output = torch.randn_like(output)
+    assert all(
+        map(
+            torch.equal,
+            gradients(output, (x, weight), grad_output),
+            gradients(expected, (x, weight), grad_output),
+        )
+    )
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        batch_norm_add_relu(x[:1, :, :1, :1], None, weight, bias)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]
+)
+def test_the_layer_is_that_of_torch(device, training, options):
+    ours, stock = BatchNorm2d(16, **options).to(device), nn.BatchNorm2d(16, **options).to(device)
+    ours.train(training), stock.train(training)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    for seed in range(3):
+        x, residual, *_ = draw((2, 16, 6, 5 + seed), torch.float32, device)
+        torch.testing.assert_close(ours(x), stock(x), rtol=1e-5, atol=1e-5)
+        expected = F.relu(stock(x) + residual)
+        torch.testing.assert_close(ours(x, residual, relu=True), expected, rtol=1e-5, atol=1e-5)
+    for name, value in stock.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_initialisers_for_batch_norms_serve_the_layer():
+    from mmengine.model import initialize
+
+    layer = build_norm_layer({"type": "BN"}, 8)
+    assert isinstance(layer, BatchNorm2d)
+    initialize(layer, [{"type": "Constant", "val": 3, "bias": 2, "layer": ["_BatchNorm"]}])
+    assert (layer.weight == 3).all() and (layer.bias == 2).all()
+    assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(layer), nn.SyncBatchNorm)
+
+
+@pytest.mark.cuda
+def test_a_second_derivative_is_refused():
+    x, residual, weight, bias = draw((2, 16, 3, 3), torch.float32, "cuda")
+    output = batch_norm_add_relu(x, residual, weight, bias)
+    (grad,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -1,0 +1,154 @@
+"""Batch normalisation in training together with a residual sum and ReLU."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._library import declares, is_loaded
+from .tracing import is_traced
+
+__all__ = ["batch_norm_add_relu"]
+
+_PACK = 8  # channels that a thread holds side by side
+
+
+def batch_norm_add_relu(
+    input: Tensor,  # [B, C, H, W]
+    residual: Tensor | None,  # [B, C, H, W]
+    weight: Tensor,  # [C]
+    bias: Tensor,  # [C]
+    running_mean: Tensor | None = None,  # [C]
+    running_var: Tensor | None = None,  # [C]
+    num_batches_tracked: Tensor | None = None,  # []
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    relu: bool = True,
+) -> Tensor:  # [B, C, H, W]
+    """Return ``relu(batch_norm(input) + residual)``, normalised with the mean and the variance of this batch.
+
+    On a GPU, three kernels compute it and three its gradients, without a pass over memory of their own for the sum and
+    the ReLU. They compute in float32 and round once, and their sums do not depend on the order of blocks.
+
+    Args:
+        input: The output of a convolution, in any float type.
+        residual: The tensor that is added before the ReLU, in the type of ``input``, or None.
+        weight, bias: The scale and the shift of the normalisation.
+        running_mean, running_var: Statistics that go ``momentum`` of the way to those of this batch, in place, or None.
+            The variance is the unbiased one.
+        num_batches_tracked: An int64 counter that is raised by 1 in place, or None.
+        momentum: The part of the running statistics that is replaced.
+        eps: The number that is added to the variance.
+        relu: Whether negative sums become zero.
+
+    Returns:
+        A tensor of the shape, the type and the memory format of ``input``.
+
+    Raises:
+        ValueError: there is only one value for each channel.
+
+    The kernels serve 16-bit and float32 input in the channels-last format with float32 weights and C that is a multiple
+    of 8, on CUDA. Elsewhere, and under ``torch.compile`` and exports, torch's operators compute the same. It is
+    differentiable once on a GPU.
+    """
+    if not _serves(input, residual, weight, bias, running_mean, running_var):
+        if num_batches_tracked is not None:
+            num_batches_tracked.add_(1)
+        output = F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+        output = output if residual is None else output + residual
+        return F.relu(output, inplace=True) if relu else output
+    return _BatchNormAddReLU.apply(
+        input, residual, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, relu
+    )
+
+
+def _serves(input: Tensor, residual: Tensor | None, *channels: Tensor | None) -> bool:
+    """Return whether the kernels compute what torch's operators would."""
+    return (
+        input.is_cuda
+        and input.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and input.dim() == 4
+        and input.shape[1] % _PACK == 0
+        and input.numel() > input.shape[1] > 0
+        and input.is_contiguous(memory_format=torch.channels_last)
+        and is_loaded("cuda")
+        and declares("batch_norm_add_relu")
+        and not is_traced()
+        and (residual is None or (residual.shape == input.shape and residual.dtype == input.dtype))
+        and (channels[2] is None) == (channels[3] is None)
+        and all(_is_vector(vector, input) for vector in channels if vector is not None)
+    )
+
+
+def _is_vector(vector: Tensor, input: Tensor) -> bool:
+    return (
+        vector.dtype == torch.float32
+        and vector.device == input.device
+        and vector.shape == (input.shape[1],)
+        and vector.is_contiguous()
+        and vector.data_ptr() % 16 == 0
+    )
+
+
+def _rows(images: Tensor) -> Tensor:
+    """Return the images as contiguous [B, H, W, C], at an address from which the kernels can load 16 bytes."""
+    rows = images.permute(0, 2, 3, 1).contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+
+
+def _images(rows: Tensor) -> Tensor:
+    return rows.permute(0, 3, 1, 2)
+
+
+class _BatchNormAddReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        momentum: float,
+        eps: float,
+        relu: bool,
+    ) -> Tensor:
+        rows = _rows(input)
+        output, statistics = torch.ops.visdet.batch_norm_add_relu.default(
+            rows,
+            None if residual is None else _rows(residual),
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            momentum,
+            eps,
+            relu,
+        )
+        # Without a residual, the sign of the output follows from the input.
+        mask = output if relu and residual is not None else None
+        ctx.save_for_backward(rows, mask, weight, bias, statistics)
+        ctx.relu = relu
+        ctx.has_residual = residual is not None
+        return _images(output)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        rows, mask, weight, bias, statistics = ctx.saved_tensors
+        grads = _rows(grad_output.to(rows.dtype))
+        grad_input, grad_residual, sums = torch.ops.visdet.batch_norm_add_relu_backward.default(
+            grads, rows, mask, weight, bias, statistics, ctx.relu
+        )
+        grad_weight, grad_bias = sums.unbind()
+        if not ctx.has_residual:
+            grad_residual = None
+        elif mask is None:
+            grad_residual = grads
+        if grad_residual is not None:
+            grad_residual = _images(grad_residual)
+        return _images(grad_input), grad_residual, grad_weight, grad_bias, *[None] * 6
