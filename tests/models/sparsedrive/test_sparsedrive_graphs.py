@@ -122,7 +122,7 @@ def test_training_by_graphs_gives_the_losses_and_gradients_of_eager_steps(dtype)
     # Without history, with it, and where one of the two sequences starts anew.
     assert graphs.counts == {"of a new shape": 3, "replayed": len(SCENES) - 3}, said
     torch.testing.assert_close(graphed_losses, losses, rtol=1e-6, atol=1e-6)
-    assert (graphed_gradient - gradient).norm() < 1e-5 * gradient.norm()
+    assert (graphed_gradient - gradient).norm() < 1e-4 * gradient.norm()
     assert layout_of(graphed_state) == layout_of(state)
     assert graphed_state["det"].bank.clock.timestamp == state["det"].bank.clock.timestamp
 
