@@ -11,7 +11,6 @@ from mmengine.dataset import pseudo_collate
 from mmengine.structures import InstanceData
 from torch import nn
 
-import visdet.datasets  # noqa: F401  (registers)
 from visdet.registry import DATASETS, MODELS
 from visdet.structures import DetDataSample
 

@@ -105,6 +105,50 @@ def test_a_library_of_an_older_source_is_no_unknown_name(tmp_path):
     assert "has no operator 'operator_of_tomorrow': it was built from an older source; build it with" in out
 
 
+def test_every_name_is_found_by_its_registry_alone():
+    """Processes that are forked before anything registers list what a look-up, or an import of all, registers."""
+    code = """
+import contextlib, importlib, json, os, pkgutil
+import cv2, scipy.optimize, torchvision, torch.distributed.fsdp  # They take seconds, and the processes share them.
+from visdet import registry
+
+with contextlib.suppress(ImportError):
+    import transformers  # mmengine imports it where it is installed.
+
+def everything():
+    importlib.import_module("mmengine.runner")
+    for part in ("structures", "models", "datasets", "evaluation", "engine", "visualization"):
+        package = importlib.import_module(f"visdet.{part}")
+        for module in pkgutil.walk_packages(package.__path__, f"visdet.{part}."):
+            importlib.import_module(module.name)
+
+def names(prepare):
+    reader, writer = os.pipe()
+    if not os.fork():
+        prepare()
+        found = {}
+        for name in NAMES:
+            level = getattr(registry, name)
+            found[name] = sorted({*level.module_dict, *level.parent.module_dict})
+        os.write(writer, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        return json.loads(lines.read())
+
+NAMES = [name for name in registry.__all__ if name.isupper() and name != "OPS"]
+expected = names(everything)
+assert sum(map(len, expected.values())) > 250
+for locations in {tuple(getattr(registry, name)._locations) for name in NAMES}:
+    found = names(lambda: [importlib.import_module(location) for location in locations])
+    for name in NAMES:
+        if tuple(getattr(registry, name)._locations) == locations:
+            assert found[name] == expected[name], (name, set(expected[name]) - set(found[name]))
+print("all found")
+"""
+    assert "all found" in run(code)
+
+
 def test_metrics_of_the_engine_are_found_before_it_is_imported():
     out = run("from visdet.registry import METRICS; print(METRICS.get('DumpDetections'))")
     assert "visdet.engine.dump_detections.DumpDetections" in out

@@ -1,24 +1,71 @@
-"""What a run imports before its first iteration: nothing that is slow and not yet needed."""
+"""What tools import, and what a run imports before its first iteration: nothing that is slow and not needed."""
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(code, folder):
+def run(code, folder, *arguments):
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        ("print_config", [ROOT / "configs/deformable_detr/deformable-detr_shapes.py"]),
+        ("analyze_logs", ["scalars.json"]),
+        ("make_shapes", ["shapes", "--num-train", 1, "--num-val", 1, "--num-workers", 1]),
+        ("prepare_nuscenes", ["--convert", "infos.pkl"]),
+        ("make_anchors", ["infos.pkl", "--det", 1, "--map", 0, "--motion", 0, "--plan", 0]),
+    ],
+)
+def test_a_tool_that_needs_no_model_imports_no_torch(tool, arguments, tmp_path):
+    (tmp_path / "scalars.json").write_text('{"step": 1, "loss": 2.0}\n')
+    frame = {
+        "timestamp": 0,
+        "scene_token": "a scene",
+        "gt_boxes": np.ones((2, 7)),
+        "valid_flag": np.ones(2, bool),
+    }
+    (tmp_path / "infos.pkl").write_bytes(pickle.dumps({"infos": [frame], "metadata": {}}))
+    code = (
+        "import runpy, sys\n"
+        "sys.argv[:] = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "assert not {'torch', 'torchvision', 'mmengine.runner'} & set(sys.modules)\n"
+    )
+    done = run(code, tmp_path, ROOT / "tools" / f"{tool}.py", *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def test_data_are_read_without_what_other_data_need(tmp_path):
+    code = (
+        "import sys\n"
+        "from mmengine.config import Config\n"
+        "from visdet.registry import DATASETS, TRANSFORMS\n"
+        f"cfg = Config.fromfile(r'{ROOT}/configs/sparsedrive/sparsedrive_toy_stage2.py')\n"
+        "steps = [*cfg.train_dataloader.dataset.pipeline, *cfg.test_dataloader.dataset.pipeline]\n"
+        "assert len([TRANSFORMS.get(step.type) for step in steps]) > 10\n"
+        "assert DATASETS.get('ShapesDataset')\n"
+        "others = {'torchvision', 'visdet.datasets.nuscenes', 'visdet.datasets.volume'}\n"
+        "assert not others & set(sys.modules), others & set(sys.modules)\n"
+    )
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_is_built_without_what_training_alone_needs(tmp_path):
@@ -47,7 +94,8 @@ def test_a_runner_is_built_without_solvers_and_formats_its_config_once(tmp_path)
         "runner = build_runner(cfg)\n"
         "slow = {'torchvision', 'torch._dynamo', 'matplotlib.figure', 'visdet.datasets'}\n"
         "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
-        "import visdet.datasets, visdet.evaluation, visdet.models, visdet.visualization\n"
+        "import visdet.evaluation, visdet.models, visdet.visualization\n"
+        "from visdet.datasets import *\n"
         "slow = {'scipy.optimize', 'scipy.cluster', 'scipy.spatial', 'matplotlib.figure', 'pycocotools',\n"
         "        'faster_coco_eval', 'shapely', 'visdet.compat'}\n"
         "assert not slow & set(sys.modules), slow & set(sys.modules)\n"

@@ -60,12 +60,15 @@ def make(args: argparse.Namespace) -> None:
     """Write the anchors that the arguments ask for."""
     import numpy as np
 
-    from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, make_driving_scenes
+    from visdet.datasets import load_infos
     from visdet.datasets.anchors import detection_anchors, map_anchors, motion_anchors, planning_anchors
-    from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
+    from visdet.datasets.nuscenes_tables import NUSCENES_CLASSES
 
-    path, classes = Path(args.infos), args.classes or NuScenes3DDetTrackDataset.METAINFO["classes"]
+    path, classes = Path(args.infos), args.classes or NUSCENES_CLASSES
     if path.suffix not in (".npz", ".pkl", ".pickle"):
+        from visdet.datasets import make_driving_scenes
+        from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
+
         path = make_driving_scenes(path) / "driving_infos_train.npz"
         classes = args.classes or DRIVING_CLASSES
     infos = list(load_infos(path)[0])

@@ -1,6 +1,6 @@
 """visdet's registries, which are children, in scope ``visdet``, of mmengine's registries, and ``OPS`` for functions.
 
-A registry imports the packages in its ``locations`` at its first look-up. Therefore,
+At a look-up, a registry imports the modules in its ``locations`` until one has registered the name. Therefore,
 ``MODELS.build(dict(type='MultiScaleDeformableAttention', ...))``, and ``type='visdet.DeformableDETR'`` in a config of
 another package, work without other imports. An unknown name raises an :class:`UnknownNameError`, which is a
 ``KeyError``, with the nearest names and the files that register them.
@@ -9,6 +9,7 @@ another package, work without other imports. An unknown name raises an :class:`U
 import difflib
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from visdet.errors import UnknownNameError, build_step
@@ -89,7 +90,10 @@ class Registry(_MMEngineRegistry):
         Raises:
             UnknownNameError: the name is unknown. The message lists the nearest names and where they are registered.
         """
-        self.import_from_location()  # Errors of this import are not caught below.
+        for location in self._locations:  # Errors of these imports are not caught below.
+            if key in self._module_dict:
+                return self._module_dict[key]
+            import_module(location)
         try:
             registered = super().get(key)
         except RuntimeError:  # mmengine raises this if a dotted path cannot be imported.
@@ -138,32 +142,56 @@ def _child(parent_name: str, locations: list[str], build_func: Callable | None =
     )
 
 
+# mmengine registers its own names when its packages are imported, and no registry of its own imports them. Therefore,
+# some locations are packages of mmengine.
 MODELS = _child("MODELS", ["visdet.models"])
-MODEL_WRAPPERS = _child("MODEL_WRAPPERS", ["visdet.engine"])
-WEIGHT_INITIALIZERS = _child("WEIGHT_INITIALIZERS", ["visdet.models"])
+MODEL_WRAPPERS = _child("MODEL_WRAPPERS", ["mmengine.runner"])
+WEIGHT_INITIALIZERS = _child("WEIGHT_INITIALIZERS", ["mmengine.model"])
 TASK_UTILS = _child("TASK_UTILS", ["visdet.models"])
 
-DATASETS = _child("DATASETS", ["visdet.datasets"])
-DATA_SAMPLERS = _child("DATA_SAMPLERS", ["visdet.datasets"])
-TRANSFORMS = _child("TRANSFORMS", ["visdet.datasets"])
+DATASETS = _child(
+    "DATASETS",
+    [
+        "visdet.datasets.coco",
+        "visdet.datasets.synthetic.shapes_dataset",
+        "visdet.datasets.synthetic.two_view_pairs",
+        "visdet.datasets.volume",
+        "visdet.datasets.nuscenes",
+        "visdet.datasets.synthetic.driving_scenes_dataset",
+    ],
+)
+DATA_SAMPLERS = _child("DATA_SAMPLERS", ["visdet.datasets.samplers", "mmengine.dataset"])
+TRANSFORMS = _child(
+    "TRANSFORMS",
+    [
+        "visdet.datasets.transforms.driving",
+        "visdet.datasets.transforms.multi_view",
+        "visdet.datasets.transforms.formatting",
+        # The following ones import torchvision, which takes a second.
+        "visdet.datasets.transforms.loading",
+        "visdet.datasets.transforms.geometric",
+        "visdet.datasets.transforms.photometric",
+        "visdet.datasets.transforms.wrappers",
+    ],
+)
 
-METRICS = _child("METRICS", ["visdet.evaluation", "visdet.engine"])
-EVALUATOR = _child("EVALUATOR", ["visdet.evaluation"])
+METRICS = _child("METRICS", ["visdet.evaluation", "visdet.engine.dump_detections"])
+EVALUATOR = _child("EVALUATOR", ["mmengine.evaluator"])
 
-RUNNERS = _child("RUNNERS", ["visdet.engine"])
-RUNNER_CONSTRUCTORS = _child("RUNNER_CONSTRUCTORS", ["visdet.engine"])
-LOOPS = _child("LOOPS", ["visdet.engine"])
-HOOKS = _child("HOOKS", ["visdet.engine"])
-LOG_PROCESSORS = _child("LOG_PROCESSORS", ["visdet.engine"])
-OPTIMIZERS = _child("OPTIMIZERS", ["visdet.engine"])
-OPTIM_WRAPPERS = _child("OPTIM_WRAPPERS", ["visdet.engine"])
-OPTIM_WRAPPER_CONSTRUCTORS = _child("OPTIM_WRAPPER_CONSTRUCTORS", ["visdet.engine"])
-PARAM_SCHEDULERS = _child("PARAM_SCHEDULERS", ["visdet.engine"])
-STRATEGIES = _child("STRATEGIES", ["visdet.engine"])
-INFERENCERS = _child("INFERENCERS", ["visdet.engine"])
-FUNCTIONS = _child("FUNCTIONS", ["visdet.engine"])
+RUNNERS = _child("RUNNERS", ["visdet.engine.runner"])
+RUNNER_CONSTRUCTORS = _child("RUNNER_CONSTRUCTORS", [])
+LOOPS = _child("LOOPS", ["visdet.engine.loops"])
+HOOKS = _child("HOOKS", ["visdet.engine.hooks"])
+LOG_PROCESSORS = _child("LOG_PROCESSORS", ["mmengine.runner"])
+OPTIMIZERS = _child("OPTIMIZERS", ["mmengine.optim"])
+OPTIM_WRAPPERS = _child("OPTIM_WRAPPERS", ["visdet.engine.optim_wrapper", "mmengine.runner"])
+OPTIM_WRAPPER_CONSTRUCTORS = _child("OPTIM_WRAPPER_CONSTRUCTORS", ["mmengine.optim"])
+PARAM_SCHEDULERS = _child("PARAM_SCHEDULERS", ["mmengine.optim"])
+STRATEGIES = _child("STRATEGIES", ["mmengine.runner"])
+INFERENCERS = _child("INFERENCERS", [])
+FUNCTIONS = _child("FUNCTIONS", ["mmengine.dataset"])
 
 VISUALIZERS = _child("VISUALIZERS", ["visdet.visualization"])
-VISBACKENDS = _child("VISBACKENDS", ["visdet.visualization"])
+VISBACKENDS = _child("VISBACKENDS", ["mmengine.visualization"])
 
 OPS = Registry("op", variable="OPS", scope=SCOPE, locations=["visdet.ops.registration"])

@@ -1,10 +1,12 @@
 """Configs: clear errors before anything is built, and what is filled in."""
 
+import inspect
 import os
 from pathlib import Path
 
 import pytest
 from mmengine.config import Config
+from mmengine.runner import Runner
 from toy_run import CONFIG, toy_config
 
 from visdet.engine import (
@@ -15,6 +17,7 @@ from visdet.engine import (
     complete_config,
     load_config,
 )
+from visdet.engine.config import _RUNNER_KEYS
 from visdet.engine.foreign_scope import adopt_mmdet_scope
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +61,10 @@ def test_a_config_that_does_not_run(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(path)
     assert path in str(caught.value)
+
+
+def test_the_known_keys_are_the_arguments_of_the_runner():
+    assert set(inspect.signature(Runner).parameters) - {"cfg"} == _RUNNER_KEYS
 
 
 @pytest.mark.parametrize(

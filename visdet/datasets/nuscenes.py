@@ -16,6 +16,7 @@ from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.poses import inverse_pose, pose_matrix, wrap_angle
 
 from .info_files import frame_keys, load_infos
+from .nuscenes_tables import NUSCENES_CLASSES
 
 __all__ = ["NuScenes3DDetTrackDataset"]
 
@@ -72,18 +73,7 @@ class NuScenes3DDetTrackDataset(Dataset):
 
     unit = "frames"
     METAINFO: dict[str, Any] = {
-        "classes": (
-            "car",
-            "truck",
-            "construction_vehicle",
-            "bus",
-            "trailer",
-            "barrier",
-            "motorcycle",
-            "bicycle",
-            "pedestrian",
-            "traffic_cone",
-        ),
+        "classes": NUSCENES_CLASSES,
         "map_classes": ("ped_crossing", "divider", "boundary"),
     }
 

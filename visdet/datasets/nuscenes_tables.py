@@ -6,7 +6,21 @@ from typing import Any
 
 from visdet.errors import MissingFileError, UnknownNameError
 
-__all__ = ["NuScenesTables", "nearest_message"]
+__all__ = ["NUSCENES_CLASSES", "NuScenesTables", "nearest_message"]
+
+# The classes of nuScenes' detection task, in the order of their labels.
+NUSCENES_CLASSES = (
+    "car",
+    "truck",
+    "construction_vehicle",
+    "bus",
+    "trailer",
+    "barrier",
+    "motorcycle",
+    "bicycle",
+    "pedestrian",
+    "traffic_cone",
+)
 
 _TABLES = (
     "attribute",

@@ -1,86 +1,90 @@
 """Running a config: additions to mmengine's Runner, and the functions behind the command-line tools."""
 
+from typing import TYPE_CHECKING
+
+from visdet.lazy_names import lazy_names
 from visdet.train_extra import require_train_extra
 
 require_train_extra(__name__)
 
-from .checkpoint import read_checkpoint, write_checkpoint
-from .config import (
-    CfgOptions,
-    check_required_keys,
-    check_work_dir,
-    complete_config,
-    dataset_config,
-    load_config,
-)
-from .console import say
-from .distributed import checked_launcher
-from .dump_detections import DumpDetections
-from .errors import CheckpointError, ConfigError, UserError, tool_session
-from .hooks import (
-    CheckInvalidLossHook,
-    CheckpointHook,
-    DetVisualizationHook,
-    NonFiniteLossError,
-    NumClassCheckHook,
-    ProgressHook,
-    RunReportHook,
-    RuntimeInfoHook,
-)
-from .inference import Detector, detect_files, find_images
-from .log_curves import draw_curves, read_scalars
-from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
-from .optim_wrapper import AmpOptimWrapper, OptimWrapper
-from .prepare import (
-    build_runner,
-    draw_detections,
-    enable_amp,
-    enable_auto_scale_lr,
-    set_resume,
-    write_detections,
-)
-from .resume import newest_readable_checkpoint
-from .runner import DetRunner
-
-__all__ = [
-    "AmpOptimWrapper",
-    "CfgOptions",
-    "CheckInvalidLossHook",
-    "CheckpointError",
-    "CheckpointHook",
-    "ConfigError",
-    "DetRunner",
-    "DetVisualizationHook",
-    "Detector",
-    "DumpDetections",
-    "EpochBasedTrainLoop",
-    "IterBasedTrainLoop",
-    "NonFiniteLossError",
-    "NumClassCheckHook",
-    "OptimWrapper",
-    "ProgressHook",
-    "RunReportHook",
-    "RuntimeInfoHook",
-    "UserError",
-    "build_runner",
-    "check_required_keys",
-    "check_work_dir",
-    "checked_launcher",
-    "complete_config",
-    "dataset_config",
-    "detect_files",
-    "draw_curves",
-    "draw_detections",
-    "enable_amp",
-    "enable_auto_scale_lr",
-    "find_images",
-    "load_config",
-    "newest_readable_checkpoint",
-    "read_checkpoint",
-    "read_scalars",
-    "say",
-    "set_resume",
-    "tool_session",
-    "write_checkpoint",
-    "write_detections",
-]
+if TYPE_CHECKING:
+    from .checkpoint import read_checkpoint, write_checkpoint
+    from .config import (
+        CfgOptions,
+        check_required_keys,
+        check_work_dir,
+        complete_config,
+        dataset_config,
+        load_config,
+    )
+    from .console import say
+    from .distributed import checked_launcher
+    from .dump_detections import DumpDetections
+    from .errors import CheckpointError, ConfigError, UserError, tool_session
+    from .hooks import (
+        CheckInvalidLossHook,
+        CheckpointHook,
+        DetVisualizationHook,
+        NonFiniteLossError,
+        NumClassCheckHook,
+        ProgressHook,
+        RunReportHook,
+        RuntimeInfoHook,
+    )
+    from .inference import Detector, detect_files, find_images
+    from .log_curves import draw_curves, read_scalars
+    from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
+    from .optim_wrapper import AmpOptimWrapper, OptimWrapper
+    from .prepare import (
+        build_runner,
+        draw_detections,
+        enable_amp,
+        enable_auto_scale_lr,
+        set_resume,
+        write_detections,
+    )
+    from .resume import newest_readable_checkpoint
+    from .runner import DetRunner
+else:
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "checkpoint": ["read_checkpoint", "write_checkpoint"],
+            "config": [
+                "CfgOptions",
+                "check_required_keys",
+                "check_work_dir",
+                "complete_config",
+                "dataset_config",
+                "load_config",
+            ],
+            "console": ["say"],
+            "distributed": ["checked_launcher"],
+            "dump_detections": ["DumpDetections"],
+            "errors": ["CheckpointError", "ConfigError", "UserError", "tool_session"],
+            "hooks": [
+                "CheckInvalidLossHook",
+                "CheckpointHook",
+                "DetVisualizationHook",
+                "NonFiniteLossError",
+                "NumClassCheckHook",
+                "ProgressHook",
+                "RunReportHook",
+                "RuntimeInfoHook",
+            ],
+            "inference": ["Detector", "detect_files", "find_images"],
+            "log_curves": ["draw_curves", "read_scalars"],
+            "loops": ["EpochBasedTrainLoop", "IterBasedTrainLoop"],
+            "optim_wrapper": ["AmpOptimWrapper", "OptimWrapper"],
+            "prepare": [
+                "build_runner",
+                "draw_detections",
+                "enable_amp",
+                "enable_auto_scale_lr",
+                "set_resume",
+                "write_detections",
+            ],
+            "resume": ["newest_readable_checkpoint"],
+            "runner": ["DetRunner"],
+        },
+    )

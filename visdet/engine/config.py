@@ -1,13 +1,11 @@
 """Reading, completing and checking configs before anything is built from them."""
 
-import inspect
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.runner import Runner
 
 from visdet.command_line import CfgOptions
 
@@ -23,6 +21,35 @@ __all__ = [
     "load_config",
 ]
 
+# The arguments of mmengine's Runner, which takes seconds to import.
+_RUNNER_KEYS = {
+    "model",
+    "work_dir",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "train_cfg",
+    "val_cfg",
+    "test_cfg",
+    "auto_scale_lr",
+    "optim_wrapper",
+    "param_scheduler",
+    "val_evaluator",
+    "test_evaluator",
+    "default_hooks",
+    "custom_hooks",
+    "data_preprocessor",
+    "load_from",
+    "resume",
+    "launcher",
+    "env_cfg",
+    "log_processor",
+    "log_level",
+    "visualizer",
+    "default_scope",
+    "randomness",
+    "experiment_name",
+}
 # These keys are not arguments of mmengine's Runner. It reads some of them from the config, and this package the others.
 _OTHER_KEYS = {
     "activation_checkpointing",
@@ -37,7 +64,6 @@ _OTHER_KEYS = {
     "sync_bn",
     "trust_checkpoint",
 }
-_RUNNER_KEYS = {name for name in inspect.signature(Runner.__init__).parameters if name not in ("self", "cfg")}
 _KNOWN_KEYS = _RUNNER_KEYS | _OTHER_KEYS
 _TRAINING_KEYS = ("model", "train_dataloader", "train_cfg", "optim_wrapper")
 _TEST_KEYS = ("model", "test_dataloader", "test_cfg", "test_evaluator")

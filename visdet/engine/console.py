@@ -5,11 +5,12 @@ import os
 import sys
 from collections.abc import Callable
 
-from mmengine.dist import get_rank, is_distributed
 from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.markup import escape
 from rich.text import Text
+
+from .process_group import joined_process_group
 
 __all__ = ["ConsoleHandler", "WorkerStart", "console", "is_main_process", "say"]
 
@@ -27,7 +28,8 @@ _NOISE = (
 
 def is_main_process() -> bool:
     """Return whether this process writes to the terminal. This works before the process group exists, too."""
-    return (get_rank() if is_distributed() else int(os.environ.get("RANK", 0))) == 0
+    group = joined_process_group()
+    return (group.get_rank() if group else int(os.environ.get("RANK", 0))) == 0
 
 
 def say(text: str, style: str | None = None) -> None:

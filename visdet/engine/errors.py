@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
-
 from visdet.errors import ConfigError, UserError, hints_of
+
+from .process_group import joined_process_group
 
 __all__ = [
     "CheckpointError",
@@ -52,9 +52,9 @@ def tool_session() -> Iterator[None]:
     """
     try:
         yield
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
+        if group := joined_process_group():
+            group.barrier()
+            group.destroy_process_group()
     except KeyboardInterrupt:
         print("interrupted; `--resume` continues from the newest checkpoint", file=sys.stderr)
         sys.exit(130)

@@ -60,18 +60,14 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
     Raises:
         UserError: no panel has a curve.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     panels = {title: names for title, names in _panels(runs).items() if names}
     if not panels:
         raise UserError(f"{', '.join(runs)}: the log holds neither a loss nor a learning rate nor an AP")
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(6 * len(panels), 4), layout="constrained", squeeze=False
-    )
-    for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
+    figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (title, names) in zip(axes, panels.items(), strict=True):
         for label, curves in runs.items():
             for name in names:
                 if name in curves:
@@ -92,7 +88,6 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
             axis.set_yscale("log")
     Path(out_file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_file, dpi=110)
-    plt.close(figure)
 
 
 def _panels(runs: dict[str, dict[str, Curve]]) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The synthetic driving scenes: six cameras on a moving vehicle, rendered and stored in the form of nuScenes."""
+"""Drawing of the synthetic driving scenes: six cameras on a moving vehicle, stored in the form of nuScenes."""
 
 import pickle
 from collections.abc import Iterator
@@ -9,17 +9,15 @@ import cv2
 import numpy as np
 
 from visdet.errors import InvalidInputError
-from visdet.registry import DATASETS
 from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_matrix
 
 from ..info_files import load_infos, save_infos
-from ..nuscenes import NuScenes3DDetTrackDataset
-from .drawn_folder import claim_folder, draw_in_processes, draw_once, is_orphan
+from .drawn_folder import draw_in_processes, draw_once, is_orphan
 from .driving_renderer import GROUND_Z, RIG, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
-__all__ = ["DRIVING_MAP_CLASSES", "DrivingScenesDataset", "make_driving_scenes"]
+__all__ = ["DRIVING_MAP_CLASSES", "make_driving_scenes"]
 
 DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
 AGENT_STEPS, EGO_STEPS = 12, 6
@@ -35,27 +33,6 @@ _START_US = 1_600_000_000_000_000
 _LIDAR_TO_EGO = pose_matrix(
     (0.94, 0.0, -GROUND_Z), np.array([[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
 )
-
-
-@DATASETS.register_module()
-class DrivingScenesDataset(NuScenes3DDetTrackDataset):
-    """A NuScenes3DDetTrackDataset of the driving scenes, which are made first if ``data_root`` does not hold them.
-
-    Args:
-        generator: arguments of :func:`make_driving_scenes` other than the folder. All data sets that share a
-            ``data_root`` must have the same.
-        data_root: the folder of the scenes.
-        **nuscenes_arguments: arguments of NuScenes3DDetTrackDataset. ``ann_file`` is relative to ``data_root``.
-    """
-
-    METAINFO = {"classes": DRIVING_CLASSES, "map_classes": DRIVING_MAP_CLASSES}
-
-    def __init__(
-        self, generator: dict | None = None, data_root: str = "data/driving_scenes/", **nuscenes_arguments
-    ) -> None:
-        make_driving_scenes(data_root, **(generator or {}))
-        claim_folder(self, data_root)
-        super().__init__(data_root=data_root, **nuscenes_arguments)
 
 
 def make_driving_scenes(

@@ -1,53 +1,57 @@
-"""Transforms of data pipelines, which work on torchvision's tv_tensors."""
+"""Transforms of data pipelines. Those of detection work on torchvision's tv_tensors."""
 
-from .base import BaseTransform
-from .driving import (
-    BBoxRotation,
-    CircleObjectRangeFilter,
-    InstanceNameFilter,
-    NuScenesSparse4DAdaptor,
-    PackDrivingInputs,
-    VectorizeMap,
-)
-from .formatting import PackDetInputs
-from .geometric import Pad, RandomChoiceResize, RandomCrop, RandomFlip, RandomResize, Resize
-from .loading import FilterAnnotations, LoadAnnotations, LoadImageFromFile
-from .multi_view import (
-    LoadMultiViewImageFromFiles,
-    LoadPointsFromFile,
-    MultiScaleDepthMapGenerator,
-    NormalizeMultiviewImage,
-    PhotoMetricDistortionMultiViewImage,
-    ResizeCropFlipImage,
-)
-from .photometric import PhotoMetricDistortion
-from .wrappers import RandomChoice, TorchvisionTransform
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BBoxRotation",
-    "BaseTransform",
-    "CircleObjectRangeFilter",
-    "FilterAnnotations",
-    "InstanceNameFilter",
-    "LoadAnnotations",
-    "LoadImageFromFile",
-    "LoadMultiViewImageFromFiles",
-    "LoadPointsFromFile",
-    "MultiScaleDepthMapGenerator",
-    "NormalizeMultiviewImage",
-    "NuScenesSparse4DAdaptor",
-    "PackDetInputs",
-    "PackDrivingInputs",
-    "Pad",
-    "PhotoMetricDistortion",
-    "PhotoMetricDistortionMultiViewImage",
-    "RandomChoice",
-    "RandomChoiceResize",
-    "RandomCrop",
-    "RandomFlip",
-    "RandomResize",
-    "Resize",
-    "ResizeCropFlipImage",
-    "TorchvisionTransform",
-    "VectorizeMap",
-]
+from visdet.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from .base import BaseTransform
+    from .driving import (
+        BBoxRotation,
+        CircleObjectRangeFilter,
+        InstanceNameFilter,
+        NuScenesSparse4DAdaptor,
+        PackDrivingInputs,
+        VectorizeMap,
+    )
+    from .formatting import PackDetInputs
+    from .geometric import Pad, RandomChoiceResize, RandomCrop, RandomFlip, RandomResize, Resize
+    from .loading import FilterAnnotations, LoadAnnotations, LoadImageFromFile
+    from .multi_view import (
+        LoadMultiViewImageFromFiles,
+        LoadPointsFromFile,
+        MultiScaleDepthMapGenerator,
+        NormalizeMultiviewImage,
+        PhotoMetricDistortionMultiViewImage,
+        ResizeCropFlipImage,
+    )
+    from .photometric import PhotoMetricDistortion
+    from .wrappers import RandomChoice, TorchvisionTransform
+else:
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "base": ["BaseTransform"],
+            "driving": [
+                "BBoxRotation",
+                "CircleObjectRangeFilter",
+                "InstanceNameFilter",
+                "NuScenesSparse4DAdaptor",
+                "PackDrivingInputs",
+                "VectorizeMap",
+            ],
+            "formatting": ["PackDetInputs"],
+            "geometric": ["Pad", "RandomChoiceResize", "RandomCrop", "RandomFlip", "RandomResize", "Resize"],
+            "loading": ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"],
+            "multi_view": [
+                "LoadMultiViewImageFromFiles",
+                "LoadPointsFromFile",
+                "MultiScaleDepthMapGenerator",
+                "NormalizeMultiviewImage",
+                "PhotoMetricDistortionMultiViewImage",
+                "ResizeCropFlipImage",
+            ],
+            "photometric": ["PhotoMetricDistortion"],
+            "wrappers": ["RandomChoice", "TorchvisionTransform"],
+        },
+    )

@@ -4,9 +4,8 @@ from abc import ABCMeta, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torchvision import tv_tensors
 
-__all__ = ["BaseTransform", "choose", "set_boxes", "set_image", "uniform", "uniform_int"]
+__all__ = ["BaseTransform", "choose", "uniform", "uniform_int"]
 
 
 class BaseTransform(metaclass=ABCMeta):
@@ -38,23 +37,6 @@ class BaseTransform(metaclass=ABCMeta):
             f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_")
         )
         return f"{type(self).__name__}({settings})"
-
-
-def set_image(results: dict, image: torch.Tensor) -> None:
-    """Store ``image`` [3, H, W] and its shape (height, width)."""
-    results["img"] = tv_tensors.Image(image)
-    results["img_shape"] = tuple(image.shape[-2:])
-
-
-def set_boxes(results: dict, boxes: torch.Tensor, keep: torch.Tensor | None = None) -> None:
-    """Store ``boxes`` [N, 4] (x1, y1, x2, y2) in the results, or only those where ``keep`` [N] is True."""
-    if keep is not None:
-        boxes = boxes[keep]
-        for key in ("gt_bboxes_labels", "gt_ignore_flags"):
-            if key in results:
-                results[key] = results[key][keep]
-    plain = boxes.as_subclass(torch.Tensor)
-    results["gt_bboxes"] = tv_tensors.BoundingBoxes(plain, format="XYXY", canvas_size=results["img_shape"])
 
 
 def uniform(low: float, high: float) -> float:

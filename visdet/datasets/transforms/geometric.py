@@ -10,7 +10,8 @@ from torchvision.transforms.v2 import functional as F
 from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 
-from .base import BaseTransform, choose, set_boxes, set_image, uniform, uniform_int
+from .base import BaseTransform, choose, uniform, uniform_int
+from .tv_results import set_boxes, set_image
 
 __all__ = ["Pad", "RandomChoiceResize", "RandomCrop", "RandomFlip", "RandomResize", "Resize"]
 

@@ -10,7 +10,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from visdet.errors import InvalidInputError, MissingFileError, UserError
 from visdet.registry import TRANSFORMS
 
-from .base import BaseTransform, set_boxes, set_image
+from .base import BaseTransform
+from .tv_results import set_boxes, set_image
 
 __all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
 

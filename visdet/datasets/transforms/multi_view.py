@@ -11,7 +11,7 @@ from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, uniform, uniform_int
-from .photometric import PhotoMetricDistortion
+from .colour_distortion import ColourDistortion
 
 __all__ = [
     "LoadMultiViewImageFromFiles",
@@ -247,7 +247,7 @@ def _resize_and_crop(
 
 
 @TRANSFORMS.register_module()
-class PhotoMetricDistortionMultiViewImage(PhotoMetricDistortion):
+class PhotoMetricDistortionMultiViewImage(ColourDistortion):
     """``PhotoMetricDistortion`` of the images of several cameras, each BGR uint8 [H, W, 3], by OpenCV.
 
     Source: the name and defaults are mmdet3d's. Difference: the result is rounded and clipped to uint8. Intermediate

@@ -3,16 +3,17 @@
 import torch
 from torchvision.transforms.v2 import functional as F
 
-from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 
-from .base import BaseTransform, set_image, uniform
+from .base import uniform
+from .colour_distortion import ColourDistortion
+from .tv_results import set_image
 
 __all__ = ["PhotoMetricDistortion"]
 
 
 @TRANSFORMS.register_module()
-class PhotoMetricDistortion(BaseTransform):
+class PhotoMetricDistortion(ColourDistortion):
     """Changes brightness, contrast, saturation, hue and the order of the channels, each with probability one half.
 
     The steps are, in this order: brightness ``+ d``; contrast ``* a``, which is moved behind the hue with probability
@@ -31,28 +32,6 @@ class PhotoMetricDistortion(BaseTransform):
     Source: SSD's augmentation, with mmdet's names and defaults. Differences: values are clipped to 0..255 after each
     step, and the dtype is kept, whereas mmdet continues with unbounded float32.
     """
-
-    def __init__(
-        self,
-        brightness_delta: float = 32,
-        contrast_range: tuple[float, float] = (0.5, 1.5),
-        saturation_range: tuple[float, float] = (0.5, 1.5),
-        hue_delta: float = 18,
-    ) -> None:
-        for name, pair in (("contrast_range", contrast_range), ("saturation_range", saturation_range)):
-            if len(pair) != 2 or not 0 <= pair[0] <= pair[1]:
-                raise InvalidInputError(
-                    f"{type(self).__name__}: {name} must be 0 <= lowest <= highest, got {pair}"
-                )
-        if not 0 <= hue_delta <= 180 or brightness_delta < 0:
-            raise InvalidInputError(
-                f"{type(self).__name__}: brightness_delta must not be negative and hue_delta be in 0..180, "
-                f"got {brightness_delta} and {hue_delta}"
-            )
-        self.brightness_delta = brightness_delta
-        self.contrast_range = tuple(contrast_range)
-        self.saturation_range = tuple(saturation_range)
-        self.hue_delta = hue_delta
 
     def transform(self, results: dict) -> dict:
         dtype = results["img"].dtype

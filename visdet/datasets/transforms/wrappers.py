@@ -10,7 +10,8 @@ from torchvision.transforms import v2
 from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 
-from .base import BaseTransform, choose, set_boxes, set_image
+from .base import BaseTransform, choose
+from .tv_results import set_boxes, set_image
 
 __all__ = ["RandomChoice", "TorchvisionTransform"]
 

@@ -1,0 +1,54 @@
+"""Packages whose modules are imported when their names are first used."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from visdet.lazy_names import lazy_names
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = [
+    "visdet.structures",
+    "visdet.datasets",
+    "visdet.datasets.synthetic",
+    "visdet.datasets.transforms",
+    "visdet.engine",
+]
+
+
+def test_every_public_name_is_there_in_a_fresh_process():
+    code = (
+        "import importlib, sys\n"
+        f"packages = [importlib.import_module(name) for name in {PACKAGES}]\n"
+        "assert 'torch' not in sys.modules\n"
+        "for package in packages:\n"
+        "    imported = {}\n"
+        "    exec(f'from {package.__name__} import *', imported)\n"
+        "    assert package.__all__ and set(package.__all__) <= set(imported) & set(dir(package)), package\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_type_checkers_see_the_same_names_in_the_same_modules(package):
+    loaded = importlib.import_module(package)
+    tree = ast.parse(Path(loaded.__file__).read_text())
+    (branch,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {alias.name: node.module for node in branch.body for alias in node.names}
+    (table,) = [ast.literal_eval(node) for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    assert {name: module for module, names in table.items() for name in names} == {
+        name: module for name, module in seen.items() if module
+    }
+    assert sorted(seen) == loaded.__all__
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    _, get_attribute, _ = lazy_names("visdet.engine", {"config": ["load_config"]})
+    assert get_attribute("load_config").__module__ == "visdet.engine.config"
+    assert get_attribute("config").__name__ == "visdet.engine.config"
+    with pytest.raises(AttributeError, match=r"module 'visdet\.engine' has no attribute 'load_confg'"):
+        get_attribute("load_confg")

@@ -1,0 +1,31 @@
+"""Packages that import each of their modules when one of its names is first used (PEP 562).
+
+A program then imports only what it uses. To print a config, for instance, it needs no torch.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["lazy_names"]
+
+
+def lazy_names(
+    package: str, names_of: Mapping[str, Sequence[str]]
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the ``__all__``, the ``__getattr__`` and the ``__dir__`` of a package.
+
+    Args:
+        package: the ``__name__`` of the package.
+        names_of: the public names that each module of the package defines. A module without names is itself public.
+    """
+    module_of = {name: module for module, names in names_of.items() for name in names or [module]}
+
+    def get_attribute(name: str) -> Any:
+        if name in names_of:
+            return importlib.import_module(f"{package}.{name}")
+        if name in module_of:
+            return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return sorted(module_of), get_attribute, lambda: sorted({*module_of, *names_of})
