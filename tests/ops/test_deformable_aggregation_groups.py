@@ -184,11 +184,17 @@ def test_no_rows_of_features(device):
 
 
 def samples_on_a_map(Q, P, spread, C=8, size=(9, 9)):
-    """Return a case of Q * P samples within `spread` of the middle of one map of one camera, on the GPU."""
+    """Return a case of Q * P samples within `spread` of the middle of one map of one camera, on the GPU.
+
+    No sample lies between two cells, where the gradient of its location jumps and float32 may take the other side.
+    """
     features, shapes, starts, locations, weights = make_case(
         1, Q, P, 2, C, [[size]], dtype=torch.float32, device="cuda"
     )
-    locations = torch.rand_like(locations) * spread + (0.5 - spread / 2)
+    drawn = torch.rand(locations.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    pixels = (drawn * spread + (0.5 - spread / 2)) * torch.tensor(size[::-1]) - 0.5
+    pixels = pixels.floor() + pixels.frac().abs().clamp(0.01, 0.99)
+    locations = ((pixels + 0.5) / torch.tensor(size[::-1])).to(locations)
     return features, shapes, starts, locations, weights
 
 
