@@ -74,7 +74,8 @@ train: setup
 
 # Two processes: each test uses one thread, and no two share a file or a port.
 TEST_PROCESSES ?= 2
-test: setup lint cuda-check
+test: setup
+	$(MAKE) --no-print-directory --jobs=2 lint cuda-check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 lint: setup
