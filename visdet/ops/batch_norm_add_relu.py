@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._library import declares, is_loaded
-from .tracing import is_traced
+from ._gpu_rows import has_kernel, packed
 
 __all__ = ["batch_norm_add_relu"]
 
@@ -66,15 +65,11 @@ def batch_norm_add_relu(
 def _serves(input: Tensor, residual: Tensor | None, *channels: Tensor | None) -> bool:
     """Return whether the kernels compute what torch's operators would."""
     return (
-        input.is_cuda
-        and input.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        has_kernel("batch_norm_add_relu", input)
         and input.dim() == 4
         and input.shape[1] % _PACK == 0
-        and input.numel() > input.shape[1] > 0
+        and input.numel() > input.shape[1]
         and input.is_contiguous(memory_format=torch.channels_last)
-        and is_loaded("cuda")
-        and declares("batch_norm_add_relu")
-        and not is_traced()
         and (residual is None or (residual.shape == input.shape and residual.dtype == input.dtype))
         and (channels[2] is None) == (channels[3] is None)
         and all(_is_vector(vector, input) for vector in channels if vector is not None)
@@ -92,9 +87,8 @@ def _is_vector(vector: Tensor, input: Tensor) -> bool:
 
 
 def _rows(images: Tensor) -> Tensor:
-    """Return the images as contiguous [B, H, W, C], at an address from which the kernels can load 16 bytes."""
-    rows = images.permute(0, 2, 3, 1).contiguous()
-    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+    """Return the images as packed [B, H, W, C]."""
+    return packed(images.permute(0, 2, 3, 1))
 
 
 def _images(rows: Tensor) -> Tensor:

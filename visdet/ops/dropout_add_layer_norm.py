@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._library import declares, is_loaded
-from .tracing import is_traced
+from ._gpu_rows import has_kernel, packed
 
 __all__ = ["dropout_add_layer_norm", "relu_dropout"]
 
@@ -73,7 +72,7 @@ def relu_dropout(input: Tensor, p: float) -> Tensor:
         ValueError: ``p`` is not within 0..1.
     """
     _check_probability("relu_dropout", p)
-    if p == 0 or not _has_kernel(input) or input.numel() % _PACK != 0:
+    if p == 0 or not has_kernel("relu_dropout", input) or input.numel() % _PACK != 0:
         return F.dropout(F.relu(input), p)
     return _ReluDropout.apply(input, p)
 
@@ -83,22 +82,11 @@ def _check_probability(op: str, p: float) -> None:
         raise ValueError(f"{op}: p must be a probability within 0..1, got {p}")
 
 
-def _has_kernel(input: Tensor) -> bool:
-    return (
-        input.is_cuda
-        and input.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and input.numel() > 0
-        and is_loaded("cuda")
-        and declares("dropout_add_layer_norm")
-        and not is_traced()
-    )
-
-
 def _serves_norm(input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
     """Return whether the kernels compute what torch's operators would."""
     is_converted = input.dtype == torch.float32 or torch.is_autocast_enabled("cuda")
     return (
-        _has_kernel(input)
+        has_kernel("dropout_add_layer_norm", input)
         and is_converted  # torch would refuse float32 weights for 16-bit input
         and weight.dtype == bias.dtype == torch.float32
         and weight.device == input.device
@@ -116,12 +104,6 @@ def _seed(p: float, device: torch.device) -> Tensor | None:
     return torch.empty((), dtype=torch.int64, device=device).random_() if p > 0 else None
 
 
-def _packed(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a contiguous copy at an address from which the kernels can load 16 bytes."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
 class _DropoutAddLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -134,8 +116,8 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         relu: bool,
         eps: float,
     ) -> Tensor:
-        input, weight, bias = _packed(input), _packed(weight), _packed(bias)
-        residual = None if residual is None else _packed(residual)
+        input, weight, bias = packed(input), packed(weight), packed(bias)
+        residual = None if residual is None else packed(residual)
         seed = _seed(p, input.device)
         output, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
             input, residual, weight, bias, seed, p, relu, eps
@@ -149,7 +131,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         residual = ctx.saved_tensors[1]
         grad_input, grad_residual, block_sums = torch.ops.visdet.dropout_add_layer_norm_backward.default(
-            _packed(grad_output), *ctx.saved_tensors, *ctx.options
+            packed(grad_output), *ctx.saved_tensors, *ctx.options
         )
         grad_weight, grad_bias = block_sums.sum(0).unbind()
         grad_residual = None if residual is None else grad_residual
@@ -159,7 +141,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
 class _ReluDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, p: float) -> Tensor:
-        output = torch.ops.visdet.relu_dropout.default(_packed(input), _seed(p, input.device), p)
+        output = torch.ops.visdet.relu_dropout.default(packed(input), _seed(p, input.device), p)
         ctx.save_for_backward(output)
         ctx.p = p
         return output
@@ -168,4 +150,4 @@ class _ReluDropout(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         (output,) = ctx.saved_tensors
-        return torch.ops.visdet.relu_dropout_backward.default(_packed(grad_output), output, ctx.p), None
+        return torch.ops.visdet.relu_dropout_backward.default(packed(grad_output), output, ctx.p), None

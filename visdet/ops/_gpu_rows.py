@@ -1,0 +1,27 @@
+"""What the normalisations that have kernels for CUDA alone ask of their tensors."""
+
+import torch
+from torch import Tensor
+
+from ._library import declares, is_loaded
+from .tracing import is_traced
+
+__all__ = ["has_kernel", "packed"]
+
+
+def has_kernel(operator: str, input: Tensor) -> bool:
+    """Return whether the kernels of ``operator`` can take ``input``, as far as its device and its type say."""
+    return (
+        input.is_cuda
+        and input.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and input.numel() > 0
+        and is_loaded("cuda")
+        and declares(operator)
+        and not is_traced()
+    )
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a contiguous copy at an address from which the kernels can load 16 bytes."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
