@@ -10,6 +10,7 @@ from mmengine.hooks import Hook
 from toy_run import toy_runner
 
 from visdet.engine import NonFiniteLossError
+from visdet.engine.process_group import leave_process_group
 
 
 class Snapshots(Hook):
@@ -29,6 +30,11 @@ def run_process(rank, port, folder, max_skips):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    train(rank, folder, max_skips)
+    leave_process_group()
+
+
+def train(rank, folder, max_skips):
     hook = {"type": "CheckInvalidLossHook", "action": "skip", "max_skips": max_skips}
     runner = toy_runner(
         folder / "run",
@@ -46,8 +52,6 @@ def run_process(rank, port, folder, max_skips):
     except NonFiniteLossError as found:
         error = str(found)
     torch.save({"weights": snapshots.weights, "error": error}, folder / f"result{rank}.pt")
-    torch.distributed.barrier()  # rank 0 holds the store that the other still needs
-    torch.distributed.destroy_process_group()
 
 
 def results(folder, max_skips):

@@ -3,6 +3,7 @@
 Configs import it by ``custom_imports = dict(imports=["toy_detection"])`` with this folder on the path.
 """
 
+import atexit
 import json
 from pathlib import Path
 
@@ -145,9 +146,14 @@ class ToyAccuracy(BaseMetric):
         }
 
 
+def write_threads(path: Path) -> None:
+    """Write the names of this process's threads, which Linux tells."""
+    path.write_text("\n".join(name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")))
+
+
 @HOOKS.register_module()
 class RecordProcesses(Hook):
-    """Writes, for every process, the images it trained on, a random number, and a sum of its weights."""
+    """Writes the images that every process trained on, a sum of its weights, and the threads it ends with."""
 
     def __init__(self) -> None:
         self.images: list[int] = []
@@ -156,7 +162,8 @@ class RecordProcesses(Hook):
         self.images += [sample.img_id for sample in data_batch["data_samples"]]
 
     def after_train(self, runner) -> None:
-        weights = sum(float(p.double().abs().sum()) for p in runner.model.parameters())
+        atexit.register(write_threads, Path(runner.work_dir, f"threads{get_rank()}.txt"))
+        weights = sum(float(p.detach().double().abs().sum()) for p in runner.model.parameters())
         record = {"images": self.images, "weights": weights, "wrapped": type(runner.model).__name__}
         records = all_gather_object(record)
         if get_rank() == 0:

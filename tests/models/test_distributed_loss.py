@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from mmengine.structures import InstanceData
+from torch.distributed.nn import functional  # noqa: F401 - see start_process_group
 from torch.nn.parallel import DistributedDataParallel
 
+from visdet.engine.process_group import leave_process_group
 from visdet.models import DeformableDETRHead
 from visdet.models.matching import PaddedTargets
 from visdet.structures import DetDataSample
@@ -42,22 +44,24 @@ def losses(model, num_objects):
 
 def run_process(rank, file):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    try:
-        num_objects = 3 if rank == 0 else 0
-        alone = losses(Head(), num_objects)  # collective too: both processes come by
-        model = DistributedDataParallel(Head())
-        together = losses(model, num_objects)
-        sum(together.values()).backward()
-        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        other = gradient.clone()
-        dist.broadcast(other, src=0)
-        assert torch.equal(gradient, other)
-        assert gradient.any()
-        for name, loss in together.items():
-            torch.testing.assert_close(loss, alone[name])
-        torch.save({name: loss.item() for name, loss in together.items()}, f"{file}.{rank}")
-    finally:
-        dist.destroy_process_group()
+    train(rank, file)
+    leave_process_group()
+
+
+def train(rank, file):
+    num_objects = 3 if rank == 0 else 0
+    alone = losses(Head(), num_objects)  # collective too: both processes come by
+    model = DistributedDataParallel(Head())
+    together = losses(model, num_objects)
+    sum(together.values()).backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    other = gradient.clone()
+    dist.broadcast(other, src=0)
+    assert torch.equal(gradient, other)
+    assert gradient.any()
+    for name, loss in together.items():
+        torch.testing.assert_close(loss, alone[name])
+    torch.save({name: loss.item() for name, loss in together.items()}, f"{file}.{rank}")
 
 
 @pytest.mark.timeout(120)

@@ -54,7 +54,10 @@ def test_kill_9_and_resume(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_on_the_cpu(tmp_path):
-    """Each trains on its own half, all end with the same weights, and metrics see every image once; then resume."""
+    """Each trains on its own half, all end with the same weights, and metrics see every image once; then resume.
+
+    No thread of the process group outlives the tool: one that does aborts the process now and then.
+    """
     config = tmp_path / "record.py"
     config.write_text(
         "model_wrapper_cfg = dict(find_unused_parameters=True, broadcast_buffers=False)\n"
@@ -73,6 +76,8 @@ def test_two_processes_on_the_cpu(tmp_path):
         assert sorted(epoch) == list(range(24)), "an epoch is shared out"
     states = read_checkpoint(tmp_path / "iter_6.pth")["meta"]["random_states"]
     assert len(states) == 2
+    threads = "".join((tmp_path / f"threads{rank}.txt").read_text() for rank in (0, 1))
+    assert "gloo" not in threads
 
     succeed(
         "train", config, "--work-dir", tmp_path / "rest", "--resume", tmp_path / "iter_6.pth", processes=2

@@ -39,13 +39,19 @@ def checked_launcher(launcher: str | None) -> str:
 
 
 def start_process_group(launcher: str, timeout: float | None = None) -> None:
-    """Join a gloo process group if the launcher is 'pytorch' and there are no GPUs. mmengine handles other cases.
+    """Join a gloo process group if the launcher is 'pytorch' and there are no GPUs. mmengine joins one of NCCL on GPUs.
 
     Args:
         launcher: 'pytorch', 'none' or another launcher of mmengine.
         timeout: the seconds that a collective waits for another process before it fails. The default is torch's.
     """
-    if launcher != "pytorch" or torch.cuda.is_available() or torch.distributed.is_initialized():
+    if launcher != "pytorch" or torch.distributed.is_initialized():
+        return
+    # Functions of this module have the group that exists at its import as default arguments. DistributedDataParallel
+    # imports it, and then the group would live until the interpreter ends (see leave_process_group).
+    from torch.distributed.nn import functional  # noqa: F401
+
+    if torch.cuda.is_available():
         return
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     torch.distributed.init_process_group("gloo", timeout=limit)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from visdet.errors import ConfigError, UserError, hints_of
 
-from .process_group import joined_process_group
+from .process_group import leave_process_group
 
 __all__ = [
     "CheckpointError",
@@ -52,9 +52,7 @@ def tool_session() -> Iterator[None]:
     """
     try:
         yield
-        if group := joined_process_group():
-            group.barrier()
-            group.destroy_process_group()
+        leave_process_group()
     except KeyboardInterrupt:
         print("interrupted; `--resume` continues from the newest checkpoint", file=sys.stderr)
         sys.exit(130)

@@ -1,9 +1,10 @@
 """The process group of a distributed run, for code that must not import torch."""
 
+import gc
 import sys
 from types import ModuleType
 
-__all__ = ["joined_process_group"]
+__all__ = ["joined_process_group", "leave_process_group"]
 
 
 def joined_process_group() -> ModuleType | None:
@@ -15,3 +16,22 @@ def joined_process_group() -> ModuleType | None:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed
+
+
+def leave_process_group() -> None:
+    """Wait until all processes of the group come here, and end the group with its threads. Without a group, return.
+
+    The group's destructor waits for its threads. It must run before the interpreter ends, because a thread that frees
+    a Python object later than that aborts the process. ``destroy_process_group`` does not call it while anything still
+    refers to the group, such as a model in DistributedDataParallel that is part of a reference cycle.
+    """
+    distributed = joined_process_group()
+    if distributed is None:
+        return
+    distributed.barrier()
+    last_reference = distributed.group.WORLD
+    distributed.destroy_process_group()
+    gc.collect()
+    del (
+        last_reference
+    )  # This one releases the interpreter's lock before it waits for the threads. Others might not.

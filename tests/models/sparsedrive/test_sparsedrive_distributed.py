@@ -4,7 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_driving import frame, tiny_model
+from torch.distributed.nn import functional  # noqa: F401 - see start_process_group
 from torch.nn.parallel import DistributedDataParallel
+
+from visdet.engine.process_group import leave_process_group
 
 COUNTS = (4, 0)
 
@@ -17,21 +20,23 @@ def losses_of(model, count):
 def run_process(rank, file):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    try:
-        model = DistributedDataParallel(tiny_model().train(), broadcast_buffers=False)
-        for _ in range(2):  # the second frame fails if a gradient of the first was missing
-            losses = losses_of(model, COUNTS[rank])
-            model.zero_grad()
-            sum(losses.values()).backward()
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-        other = gradient.clone()
-        dist.broadcast(other, src=0)
-        assert torch.equal(gradient, other) and gradient.any()
-        model.module.reset_temporal_state()
-        first = losses_of(model, COUNTS[rank])
-        torch.save({name: loss.item() for name, loss in first.items()}, f"{file}.{rank}")
-    finally:
-        dist.destroy_process_group()
+    train(rank, file)
+    leave_process_group()
+
+
+def train(rank, file):
+    model = DistributedDataParallel(tiny_model().train(), broadcast_buffers=False)
+    for _ in range(2):  # the second frame fails if a gradient of the first was missing
+        losses = losses_of(model, COUNTS[rank])
+        model.zero_grad()
+        sum(losses.values()).backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+    other = gradient.clone()
+    dist.broadcast(other, src=0)
+    assert torch.equal(gradient, other) and gradient.any()
+    model.module.reset_temporal_state()
+    first = losses_of(model, COUNTS[rank])
+    torch.save({name: loss.item() for name, loss in first.items()}, f"{file}.{rank}")
 
 
 @pytest.mark.timeout(240)
