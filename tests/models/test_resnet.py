@@ -107,6 +107,24 @@ def test_folded_norms_change_neither_features_nor_gradients(device, tolerance, o
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
 
 
+@pytest.mark.parametrize(("train", "amp", "is_last"), [(0, 0, 1), (0, 1, 1), (1, 1, 1), (1, 0, 0)])
+def test_channels_are_last_on_the_cpu_where_that_is_faster(train, amp, is_last, monkeypatch):
+    backbone = tiny(norm_cfg={"type": "BN", "requires_grad": True}, norm_eval=False).train(bool(train))
+    x = torch.randn(2, 3, 64, 96)
+
+    def maps():
+        with torch.set_grad_enabled(bool(train)), torch.autocast("cpu", torch.bfloat16, enabled=bool(amp)):
+            return backbone(x)
+
+    found = maps()
+    monkeypatch.setattr("visdet.models.backbones.resnet._is_faster_with_channels_last", lambda *_: False)
+    for a, b in zip(found, maps(), strict=True):
+        assert a.is_contiguous(memory_format=torch.channels_last) == bool(is_last)
+        assert b.is_contiguous()
+        tolerance = 0.05 if amp else 1e-5
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
+
+
 def _gradients(backbone, outs):
     sum(out.square().mean() for out in outs).backward()
     return [parameter.grad for parameter in backbone.parameters() if parameter.requires_grad]

@@ -34,7 +34,8 @@ class SparseDrive(BaseDetector):
         data_preprocessor: config or module that turns collated frames into a batch.
         channels_last: whether the images go to the backbone with their channels last in memory. Convolutions on CPUs
             and 16-bit convolutions on GPUs are faster so, and flattening the pyramid is, too. Results differ by
-            rounding.
+            rounding. ``ResNet`` does this by itself in predictions and 16-bit training on a CPU, and on a GPU if its
+            normalisations are frozen.
         freeze_perception: whether backbone, neck, detection and map stay as they were loaded, statistics included. They
             then run without gradients and denoising, and only motion and planning learn.
         train_cfg, test_cfg, pretrained: accepted for compatibility. They must be None.
