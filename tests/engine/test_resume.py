@@ -370,3 +370,10 @@ def test_a_validation_that_was_due_when_the_run_was_killed_is_made_up_for(tmp_pa
     scores = [run.message_hub.get_scalar("val/toy/accuracy").data[0].tolist() for run in (whole, rest)]
     assert scores[0] == scores[1] and len(scores[0]) == 4
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 6}
+
+
+def test_a_run_without_iterations_says_so(tmp_path, capsys):
+    runner = toy_runner(tmp_path, train_cfg__max_iters=0)
+    runner.train()
+    assert runner.iter == 0
+    assert "from scratch; nothing is trained" in capsys.readouterr().out

@@ -137,14 +137,17 @@ def _optimizer(wrapper) -> str:
 
 
 def _start(runner) -> str:
-    if runner.iter >= runner.max_iters:
+    if runner.iter == 0:
+        start = f"weights of {runner._load_from}" if runner._load_from else "from scratch"
         return (
-            f"resumed from {_short(runner._load_from)}: the run is finished, after {runner.iter} of "
-            f"{runner.max_iters} iterations; nothing is left to train"
+            start
+            if runner.max_iters > 0
+            else f"{start}; nothing is trained, because train_cfg has no iterations"
         )
-    if runner.iter > 0:
-        return f"resumed from {_short(runner._load_from)} at iteration {runner.iter}"
-    return f"weights of {runner._load_from}" if runner._load_from else "from scratch"
+    start = f"resumed from {_short(runner._load_from)}"
+    if runner.iter < runner.max_iters:
+        return f"{start} at iteration {runner.iter}"
+    return f"{start}: the run is finished, after {runner.iter} of {runner.max_iters} iterations; nothing is left to train"
 
 
 def _number(value: float | None) -> str:
