@@ -147,7 +147,8 @@ def _start(runner) -> str:
     start = f"resumed from {_short(runner._load_from)}"
     if runner.iter < runner.max_iters:
         return f"{start} at iteration {runner.iter}"
-    return f"{start}: the run is finished, after {runner.iter} of {runner.max_iters} iterations; nothing is left to train"
+    finished = f"the run is finished, after {runner.iter} of {runner.max_iters} iterations"
+    return f"{start}: {finished}; nothing is left to train"
 
 
 def _number(value: float | None) -> str:

@@ -1,20 +1,20 @@
 """Sigmoid focal loss."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from visdet.errors import InvalidInputError
 from visdet.ops import sigmoid_focal_loss
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32
-from .reduction import reduce_loss
+from .reduced_loss import ReducedLoss
 
 __all__ = ["FocalLoss"]
 
 
 @MODELS.register_module()
-class FocalLoss(nn.Module):
+class FocalLoss(ReducedLoss):
     """Sigmoid focal loss against integer class labels; see ``visdet.ops.sigmoid_focal_loss``.
 
     The loss is computed in float32, or in float64 for float64 inputs.
@@ -41,7 +41,7 @@ class FocalLoss(nn.Module):
         loss_weight: float = 1.0,
         activated: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(reduction, loss_weight)
         if not use_sigmoid:
             raise InvalidInputError(
                 "FocalLoss: use_sigmoid must be True, there is no softmax focal loss in this class"
@@ -49,24 +49,13 @@ class FocalLoss(nn.Module):
         self.use_sigmoid = use_sigmoid
         self.gamma = gamma
         self.alpha = alpha
-        self.reduction = reduction
-        self.loss_weight = loss_weight
         self.activated = activated
 
-    def forward(
-        self,
-        pred: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        avg_factor: float | Tensor | None = None,
-        reduction_override: str | None = None,
-    ) -> Tensor:
-        """Return the loss: a scalar, or [N, C] for reduction 'none'.
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss [N, C] of each class.
 
         Args:
             pred: [N, C] logits, or probabilities if ``activated``. target: [N] int64 in 0..C, where C is background.
-            weight: [N] or [N, C]. avg_factor: divides the sum in place of N·C.
-            reduction_override: replaces ``reduction`` in this call.
         """
         if pred.dim() != 2 or target.shape != pred.shape[:1]:
             raise ValueError(
@@ -75,7 +64,8 @@ class FocalLoss(nn.Module):
         pred = at_least_float32(pred)
         if self.activated:
             pred = pred.logit(eps=torch.finfo(pred.dtype).eps)
-        loss = sigmoid_focal_loss(pred, target, self.gamma, self.alpha, reduction="none")
-        if weight is not None and weight.dim() == 1:
-            weight = weight.unsqueeze(-1)
-        return self.loss_weight * reduce_loss(loss, weight, reduction_override or self.reduction, avg_factor)
+        return sigmoid_focal_loss(pred, target, self.gamma, self.alpha, reduction="none")
+
+    def element_weight(self, weight: Tensor, pred: Tensor) -> Tensor:
+        """Return the weight of each class from [N, C], or [N, 1] from [N]."""
+        return weight.unsqueeze(-1) if weight.dim() == 1 else weight

@@ -1,11 +1,11 @@
 """Focal loss against soft targets."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32
-from .reduction import reduce_loss
+from .reduced_loss import ReducedLoss
 
 __all__ = ["GaussianFocalLoss"]
 
@@ -13,7 +13,7 @@ _EPS = 1e-12
 
 
 @MODELS.register_module()
-class GaussianFocalLoss(nn.Module):
+class GaussianFocalLoss(ReducedLoss):
     """Focal loss of probabilities p against soft targets t in 0..1.
 
     It is the sum of ``-log(p)·(1-p)^α`` where t = 1, and of ``-log(1-p)·p^α·(1-t)^γ`` everywhere. The loss is computed
@@ -28,21 +28,12 @@ class GaussianFocalLoss(nn.Module):
     def __init__(
         self, alpha: float = 2.0, gamma: float = 4.0, reduction: str = "mean", loss_weight: float = 1.0
     ) -> None:
-        super().__init__()
+        super().__init__(reduction, loss_weight)
         self.alpha = alpha
         self.gamma = gamma
-        self.reduction = reduction
-        self.loss_weight = loss_weight
 
-    def forward(
-        self,
-        pred: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        avg_factor: float | Tensor | None = None,
-        reduction_override: str | None = None,
-    ) -> Tensor:
-        """Return the loss of probabilities pred [...] against target [...]: a scalar, or [...] for 'none'."""
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each of the probabilities pred [...] against target [...]."""
         if pred.shape != target.shape:
             raise ValueError(
                 "GaussianFocalLoss: pred and target must have one shape, "
@@ -51,5 +42,4 @@ class GaussianFocalLoss(nn.Module):
         pred = at_least_float32(pred)
         positive = -(pred + _EPS).log() * (1 - pred).pow(self.alpha) * (target == 1)
         negative = -(1 - pred + _EPS).log() * pred.pow(self.alpha) * (1 - target).pow(self.gamma)
-        loss = positive + negative
-        return self.loss_weight * reduce_loss(loss, weight, reduction_override or self.reduction, avg_factor)
+        return positive + negative

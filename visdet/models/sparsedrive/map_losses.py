@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32
-from ..losses.reduction import reduce_loss
+from ..losses.reduced_loss import ReducedLoss
 from .map_target import normalize_line
 
 __all__ = ["LinesL1Loss", "SparseLineLoss"]
 
 
 @MODELS.register_module()
-class LinesL1Loss(nn.Module):
+class LinesL1Loss(ReducedLoss):
     """The smooth L1 loss of polylines, divided by the number of their points.
 
     Args:
@@ -27,31 +27,18 @@ class LinesL1Loss(nn.Module):
     """
 
     def __init__(self, reduction: str = "mean", loss_weight: float = 1.0, beta: float = 0.5) -> None:
-        super().__init__()
-        self.reduction = reduction
-        self.loss_weight = loss_weight
+        super().__init__(reduction, loss_weight)
         self.beta = beta
 
-    def forward(
-        self,
-        pred: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        avg_factor: float | Tensor | None = None,
-        reduction_override: str | None = None,
-    ) -> Tensor:
-        """Return the loss of polylines pred [..., 2 · points] against target [..., 2 · points].
-
-        The other arguments are those of ``reduce_loss``, where ``reduction_override`` replaces ``reduction``.
-        """
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each coordinate of polylines pred against target, both [..., 2 · points]."""
         pred = at_least_float32(pred)
         loss = (
             F.smooth_l1_loss(pred, target, reduction="none", beta=self.beta)
             if self.beta > 0
             else (pred - target).abs()
         )
-        reduced = reduce_loss(loss, weight, reduction_override or self.reduction, avg_factor)
-        return reduced / (pred.shape[-1] // 2) * self.loss_weight
+        return loss / (pred.shape[-1] // 2)
 
 
 @MODELS.register_module()
