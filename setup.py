@@ -326,7 +326,9 @@ class NinjaFile:
         if ninja is None:
             raise SystemExit("visdet: ninja is needed to build the operators: pip install ninja")
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-        if subprocess.run([str(ninja), "-f", str(path), *jobs]).returncode != 0:
+        # ninja 1.13 takes make's job server from MAKEFLAGS, whose file descriptors do not come this far.
+        environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+        if subprocess.run([str(ninja), "-f", str(path), *jobs], env=environment).returncode != 0:
             raise SystemExit("visdet: the operators did not build; the compiler's messages are above.")
 
 
