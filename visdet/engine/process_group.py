@@ -29,9 +29,8 @@ def leave_process_group() -> None:
     if distributed is None:
         return
     distributed.barrier()
-    last_reference = distributed.group.WORLD
+    gc.collect()  # frees models and their CUDA graphs before the communication that they use
+    group = distributed.group.WORLD
     distributed.destroy_process_group()
-    gc.collect()
-    del (
-        last_reference
-    )  # This one releases the interpreter's lock before it waits for the threads. Others might not.
+    # The destructor runs here, where the interpreter's lock is released while it waits. Elsewhere it might not be.
+    del group
