@@ -17,6 +17,8 @@ from visdet.structures.kept_tables import tables_read
 from visdet.structures.side_stream import side_stream
 from visdet.structures.tensor_tree import layout_of, map_tensors, tensors_of
 
+from .weight_casts import WeightCasts
+
 __all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
 
 _LEARNS = attrgetter("requires_grad")
@@ -229,10 +231,10 @@ class GraphedPrediction(GraphedMethod):
 
 
 class _SharedMemory:
-    """What the graphs of all shapes share: a pool, two streams to capture on, and the gradients.
+    """What the graphs of all shapes share: a pool, two streams to capture on, gradients, and 16-bit weights.
 
     Graphs run one after another on one stream, so that what one of them left in the pool may be overwritten by the
-    next. Gradients are copied out of it.
+    next. Gradients are copied out of it. Each graph that reads 16-bit weights begins by writing them.
     """
 
     def __init__(self) -> None:
@@ -240,6 +242,7 @@ class _SharedMemory:
         self.stream = torch.cuda.Stream()
         self.side = torch.cuda.Stream()
         self.gradients: dict[nn.Parameter, Tensor] = {}
+        self._copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
 
     @contextmanager
     def captures(self) -> Iterator[None]:
@@ -262,11 +265,18 @@ class _SharedMemory:
             self.gradients[parameter] = torch.empty_like(parameter)
         return self.gradients[parameter]
 
+    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tensor to which graphs write a weight in another dtype."""
+        if (weight, dtype) not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[weight, dtype] = torch.empty_like(weight, dtype=dtype)
+        return self._copies[weight, dtype]
+
     def reserved_bytes(self) -> int:
-        """Return the size of the pool and of the gradients."""
+        """Return the size of the pool, the gradients, and the 16-bit weights."""
         segments = torch.cuda.memory_snapshot()
         pool = sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self.pool)
-        return pool + sum(gradient.nbytes for gradient in self.gradients.values())
+        return pool + sum(held.nbytes for held in (*self.gradients.values(), *self._copies.values()))
 
 
 class _GraphedStep:
@@ -288,23 +298,33 @@ class _GraphedStep:
             lambda shape: torch.ones_like(shape, device=memory.stream.device), example
         )
         self.leaves = _leaves_in_place_of(model)
-        learning = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
+        parameter_of = {leaf: parameter for parameter, leaf in self.leaves.items()}
+        self.casts = WeightCasts(
+            parameter_of, "cuda", lambda leaf, dtype: memory.copy_of(parameter_of[leaf], dtype)
+        )
 
         def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
             predictions, _ = model.predictions_and_costs(self.batch)
             losses = model.losses(predictions, self.batch, self.assignment)
             total = torch.stack(list(losses.values())).sum()
             with _no_autocast():
-                return losses, torch.autograd.grad(total, learning, allow_unused=True)
+                return losses, torch.autograd.grad(total, self._learning(), allow_unused=True)
 
-        with memory.captures(), _casts_of_its_own(), _nothing_changes(model):
+        with memory.captures(), _casts_of_its_own(), _nothing_changes(model), self.casts:
             losses, gradients = _with_leaves(model, self.leaves, run)
         self.names = list(losses)
-        self.used_leaves = [leaf for leaf, grad in zip(learning, gradients, strict=True) if grad is not None]
-        used = set(map(id, self.used_leaves))
-        self.parameters = [parameter for parameter, leaf in self.leaves.items() if id(leaf) in used]
+        parameter_of |= {copy: parameter_of[leaf] for leaf, copy in self.casts.copies.items()}
+        self.used_leaves = [
+            leaf for leaf, grad in zip(self._learning(), gradients, strict=True) if grad is not None
+        ]
+        self.parameters_of_leaves = [parameter_of[leaf] for leaf in self.used_leaves]
+        self.parameters = list(dict.fromkeys(self.parameters_of_leaves))
         self.static_gradients = [memory.gradient_of(parameter) for parameter in self.parameters]
         self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
+
+    def _learning(self) -> list[Tensor]:
+        """Return the leaves that get gradients: those in place of parameters, and 16-bit copies of weights."""
+        return [leaf for leaf in (*self.leaves.values(), *self.casts.copies.values()) if leaf.requires_grad]
 
     def capture(self) -> None:
         """Record the three graphs.
@@ -313,7 +333,7 @@ class _GraphedStep:
             RuntimeError: something in them cannot be captured.
         """
         self.graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
-        with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables:
+        with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables, self.casts:
             _with_leaves(self.model, self.leaves, self._capture)
 
     def _capture(self) -> None:
@@ -322,14 +342,29 @@ class _GraphedStep:
             for graph in self.graphs
         )
         with forward:
+            self.casts.write()
             predictions, self.costs = self.model.predictions_and_costs(self.batch)
         with losses:
             by_name = self.model.losses(predictions, self.batch, self.assignment)
             values = torch.stack(list(by_name.values()))
         with _no_autocast(), backward:
             gradients = torch.autograd.grad(values, self.used_leaves, self.grad_of_losses)
-            torch._foreach_copy_(self.static_gradients, gradients)
+            self._write_gradients(gradients)
         self.values = values.detach()
+
+    def _write_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Write the sum of the gradients of each parameter's leaves. All tensors of a dtype are one operation."""
+        first: dict[torch.dtype, dict[Tensor, Tensor]] = {}
+        added: dict[torch.dtype, dict[Tensor, Tensor]] = {}
+        seen = set()
+        for parameter, gradient in zip(self.parameters_of_leaves, gradients, strict=True):
+            groups = added if parameter in seen else first
+            groups.setdefault(gradient.dtype, {})[self.memory.gradient_of(parameter)] = gradient
+            seen.add(parameter)
+        for pairs in first.values():
+            torch._foreach_copy_(list(pairs), list(pairs.values()))
+        for pairs in added.values():
+            torch._foreach_add_(list(pairs), list(pairs.values()))
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Return the losses of a batch of this shape, by name."""
@@ -358,7 +393,8 @@ class _GraphedDetections:
         self.model = model
         self.memory = memory
         self.batch = map_tensors(Tensor.clone, batch)
-        with memory.captures(), _casts_of_its_own(), _nothing_changes(model):
+        self.casts = WeightCasts(model.parameters(), "cuda", memory.copy_of)
+        with memory.captures(), _casts_of_its_own(), _nothing_changes(model), self.casts:
             model.detections(self.batch)
 
     def capture(self) -> None:
@@ -372,7 +408,9 @@ class _GraphedDetections:
             self.graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
         )
         with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables, capture:
-            self.detections = self.model.detections(self.batch)
+            self.casts.write()
+            with self.casts:
+                self.detections = self.model.detections(self.batch)
 
     def __call__(self, batch: Any) -> Any:
         """Return the detections of a batch of this shape."""
