@@ -55,6 +55,8 @@ def dropout_add_layer_norm(
         return F.layer_norm(
             dropped if residual is None else residual + dropped, weight.shape, weight, bias, eps
         )
+    if not torch.is_grad_enabled():  # a node of the autograd graph takes longer on the host than the operator
+        return _normalise(input, residual, weight, bias, p, relu, eps)[0]
     return _DropoutAddLayerNorm.apply(input, residual, weight, bias, p, relu, eps)
 
 
@@ -104,6 +106,25 @@ def _seed(p: float, device: torch.device) -> Tensor | None:
     return torch.empty((), dtype=torch.int64, device=device).random_() if p > 0 else None
 
 
+def _normalise(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    p: float,
+    relu: bool,
+    eps: float,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Return the output, and the tensors that the backward pass needs."""
+    input, weight, bias = packed(input), packed(weight), packed(bias)
+    residual = None if residual is None else packed(residual)
+    seed = _seed(p, input.device)
+    output, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
+        input, residual, weight, bias, seed, p, relu, eps
+    )
+    return output, (input, residual, weight, statistics, seed)
+
+
 class _DropoutAddLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -116,13 +137,8 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         relu: bool,
         eps: float,
     ) -> Tensor:
-        input, weight, bias = packed(input), packed(weight), packed(bias)
-        residual = None if residual is None else packed(residual)
-        seed = _seed(p, input.device)
-        output, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
-            input, residual, weight, bias, seed, p, relu, eps
-        )
-        ctx.save_for_backward(input, residual, weight, statistics, seed)
+        output, saved = _normalise(input, residual, weight, bias, p, relu, eps)
+        ctx.save_for_backward(*saved)
         ctx.options = p, relu
         return output
 
