@@ -189,7 +189,12 @@ def differentiable(
             return backward(ctx, *grad_outputs)
 
     def call(*inputs: Any) -> Any:
-        return operator(*inputs) if is_traced() else Eager.apply(*inputs)
+        if is_traced():
+            return operator(*inputs)
+        if torch.is_grad_enabled():
+            return Eager.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
 
     return call
 

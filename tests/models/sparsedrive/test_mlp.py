@@ -2,19 +2,72 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import nn
 
-from visdet.models.sparsedrive.mlp import Linear
+from visdet.models.sparsedrive.mlp import Perceptron, Scale, linear_relu_ln, side_by_side
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("shape", [(32,), (0, 32), (2, 5, 32)])
+def perceptron(width, outputs, device):
+    torch.manual_seed(0)
+    layers = [*linear_relu_ln(width, 2, 2), nn.Linear(width, outputs), Scale([2.0] * outputs)]
+    return Perceptron(*layers).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("learns", [False, True])
-@pytest.mark.parametrize("channels", [32, 33])
-def test_a_linear_layer_of_any_width(device, shape, learns, channels):
-    layer = Linear(32, channels).to(device)
-    x = torch.randn(shape, device=device)
-    with torch.set_grad_enabled(learns):
-        y = layer(x)
-    assert y.requires_grad == learns
-    torch.testing.assert_close(y, F.linear(x, layer.weight, layer.bias))
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_a_perceptron_computes_what_its_layers_do(device, learns, is_autocast):
+    module = perceptron(64, 11, device)
+    x = torch.randn(2, 5, 64, device=device)
+    expected = nn.Sequential.forward(module, x)
+    with torch.set_grad_enabled(learns), torch.autocast(device, torch.bfloat16, enabled=is_autocast):
+        output = module(x)
+        in_full = module.in_full_precision(x.bfloat16() if is_autocast else x)
+    assert output.requires_grad == learns
+    tolerance = 0.1 if is_autocast else 1e-5
+    torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
+    assert in_full.dtype == torch.float32
+    torch.testing.assert_close(in_full, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_perceptrons_side_by_side(device):
+    torch.manual_seed(0)
+    modules = [Perceptron(*linear_relu_ln(16, 1, 2, width)).to(device) for width in (3, 2)]
+    x = torch.randn(4, 7, device=device)
+    expected = torch.cat([modules[0](x[:, 1:4]), modules[1](x[:, 5:])], -1)
+    torch.testing.assert_close(side_by_side(modules, x, (1, 5)), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)],
+        [nn.Linear(8, 8, bias=False), nn.ReLU()],
+        [nn.ReLU(), nn.Linear(8, 8)],
+        [nn.Linear(8, 8), nn.LayerNorm(8)],
+        [nn.Linear(8, 8), Scale(3.0)],
+        [nn.Linear(8, 8).double()],
+        [nn.Linear(8, 8), Scale([1.0] * 8), nn.ReLU()],
+    ],
+)
+def test_unknown_layers_run_one_by_one(layers):
+    module = Perceptron(*layers).cuda()
+    x = torch.randn(3, 8, device="cuda", dtype=next(module.parameters()).dtype)
+    assert module.kernel_layers(x) is None
+    torch.testing.assert_close(module(x), nn.Sequential(*layers)(x))
+
+
+def test_parameters_have_the_names_of_a_sequence():
+    module = perceptron(8, 3, "cpu")
+    published = nn.Sequential(
+        nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8),
+        nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8),
+        nn.Linear(8, 3), Scale([1.0] * 3),
+    )  # fmt: skip
+    published.load_state_dict(module.state_dict())
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(module(x), published(x))

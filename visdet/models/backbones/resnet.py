@@ -97,11 +97,12 @@ class ResidualBlock(nn.Module):
 def _is_faster_with_channels_last(x: Tensor, has_folded: bool) -> bool:
     """Return whether images should have their channels last before the first convolution.
 
-    On a GPU, folded weights have that format. On a CPU, convolutions and normalisations are faster in it. Float32
-    training keeps the format of its images there, and so the rounding of the published code.
+    On a GPU, folded weights have that format, and so do 16-bit convolutions and the normalisations after them. On a
+    CPU, convolutions and normalisations are faster in it. Float32 training keeps the format of its images, and so the
+    rounding of the published code.
     """
     if x.is_cuda:
-        return has_folded
+        return has_folded or torch.is_autocast_enabled("cuda")
     return torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled()
 
 

@@ -60,6 +60,7 @@ class SparseBox3DLoss(nn.Module):
         quality: Tensor | None = None,
         cls_target: Tensor | None = None,
         mask: Tensor | None = None,
+        reduction_override: str | None = None,
     ) -> dict[str, Tensor]:
         """Return ``{prefix}loss_box{suffix}`` and, with ``quality``, also ``…loss_cns…`` and ``…loss_yns…``.
 
@@ -67,6 +68,7 @@ class SparseBox3DLoss(nn.Module):
             box, box_target: [n, D], encoded boxes of 8 numbers or more. weight: [n, D]. quality: [n, 2], logits.
             avg_factor: the divisor of each sum. cls_target: [n] int64, needed for ``cls_allow_reverse``.
             mask: [n] bool, whether a row counts. With None all rows do.
+            reduction_override: replaces the reduction of all three losses. With 'none' they are elements, [n, ...].
         """
         box = at_least_float32(box)
         if self.cls_allow_reverse is not None and cls_target is not None:
@@ -75,20 +77,19 @@ class SparseBox3DLoss(nn.Module):
             weight = (
                 mask[:, None].to(box.dtype) if weight is None else torch.where(mask[:, None], weight, 0.0)
             )
-        losses = {
-            f"{prefix}loss_box{suffix}": self.loss_box(box, box_target, weight=weight, avg_factor=avg_factor)
-        }
+        reduction = {"avg_factor": avg_factor, "reduction_override": reduction_override}
+        losses = {f"{prefix}loss_box{suffix}": self.loss_box(box, box_target, weight=weight, **reduction)}
         if quality is None:
             return losses
         quality = at_least_float32(quality)
         rows = None if mask is None else mask.to(box.dtype)
         distance = torch.linalg.vector_norm(box_target[:, X:W] - box[:, X:W], dim=-1)
         losses[f"{prefix}loss_cns{suffix}"] = self.loss_cns(
-            quality[:, CNS], (-distance).exp(), weight=rows, avg_factor=avg_factor
+            quality[:, CNS], (-distance).exp(), weight=rows, **reduction
         )
         faces_right = (self._yaw_similarity(box, box_target) > 0).to(box.dtype)
         losses[f"{prefix}loss_yns{suffix}"] = self.loss_yns(
-            quality[:, YNS].sigmoid(), faces_right, weight=rows, avg_factor=avg_factor
+            quality[:, YNS].sigmoid(), faces_right, weight=rows, **reduction
         )
         return losses
 

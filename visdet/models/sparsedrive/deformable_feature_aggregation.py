@@ -19,7 +19,7 @@ from visdet.ops import (
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32
-from .mlp import linear_relu_ln
+from .mlp import Perceptron, linear_relu_ln
 
 __all__ = ["DeformableFeatureAggregation"]
 
@@ -102,9 +102,9 @@ class DeformableFeatureAggregation(BaseModule):
         self.num_pts = self.kps_generator.num_pts
         self.output_proj = nn.Linear(embed_dims, embed_dims)
         weights = num_groups * num_levels * self.num_pts
-        self.camera_encoder: nn.Module | None = None
+        self.camera_encoder: Perceptron | None = None
         if use_camera_embed:
-            self.camera_encoder = nn.Sequential(*linear_relu_ln(embed_dims, 1, 2, 12))
+            self.camera_encoder = Perceptron(*linear_relu_ln(embed_dims, 1, 2, 12))
         self.weights_fc = nn.Linear(embed_dims, weights if use_camera_embed else weights * num_cams)
 
     def init_weights(self) -> None:
@@ -216,9 +216,7 @@ class DeformableFeatureAggregation(BaseModule):
     def _embed_cameras(self, projection: Tensor) -> Tensor:
         """Return the embeddings of the cameras [B * V, C] in full precision."""
         assert self.camera_encoder is not None
-        matrices = projection[:, :, :3].reshape(-1, 12).to(self.weights_fc.weight.dtype)
-        with torch.autocast(matrices.device.type, enabled=False):
-            return self.camera_encoder(matrices)
+        return self.camera_encoder.in_full_precision(projection[:, :, :3].reshape(-1, 12))
 
     def _draw_pairs(self, instance_feature: Tensor) -> Tensor | None:
         """Return which (camera, point) pairs attention dropout keeps, bool [B, N, V, P], or None if it keeps all."""

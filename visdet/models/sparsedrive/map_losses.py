@@ -74,6 +74,7 @@ class SparseLineLoss(nn.Module):
         quality: None = None,
         cls_target: Tensor | None = None,
         mask: Tensor | None = None,
+        reduction_override: str | None = None,
     ) -> dict[str, Tensor]:
         """Return ``{prefix}loss_line{suffix}``.
 
@@ -81,6 +82,7 @@ class SparseLineLoss(nn.Module):
             line, line_target: [n, 2 · num_sample], in metres. weight: [n, 2 · num_sample].
             avg_factor: the divisor of the sum. mask: [n] bool, whether a row counts. With None all rows do.
             quality, cls_target: accepted for compatibility, without effect.
+            reduction_override: replaces the reduction. With 'none' the loss is elements [n, 2 · num_sample].
         """
         line = at_least_float32(line)
         if mask is not None:
@@ -90,5 +92,6 @@ class SparseLineLoss(nn.Module):
             normalize_line(line_target, self.num_sample, self.roi_size),
             weight=weight,
             avg_factor=avg_factor,
+            reduction_override=reduction_override,
         )
         return {f"{prefix}loss_line{suffix}": loss}

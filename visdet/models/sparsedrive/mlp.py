@@ -1,33 +1,90 @@
 """The multilayer perceptrons that all parts of SparseDrive use."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from visdet.ops.perceptrons import PerceptronLayer, perceptrons
+from visdet.ops.tracing import is_traced
+
 from ..layers.normalization import ReLULayerNorm
+from ..layers.precision import in_full_precision
 
-__all__ = ["Linear", "Scale", "linear_relu_ln"]
-
-_NARROW = 32  # channels
+__all__ = ["Perceptron", "Scale", "linear_relu_ln", "side_by_side"]
 
 
-class Linear(nn.Linear):
-    """The linear layer of torch, with faster prediction on a GPU if there are few channels.
+class Scale(nn.Module):
+    """Multiplies each channel by a learnable factor, the parameter ``scale``."""
 
-    ``F.linear`` multiplies by a weight that is transposed in memory. For a float32 product of 32 channels cuBLAS then
-    splits the sum over several kernels, which take 14 us for 900 rows on an H200. With a copy of the weight that is not
-    transposed it takes 3 us. In training there are more rows, and no difference.
+    def __init__(self, scale: float | Sequence[float] = 1.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., C] times ``scale``, which is [C] or a scalar."""
+        return x * self.scale
+
+
+class Perceptron(nn.Sequential):
+    """A sequence of linear layers, ReLUs, normalisations and at last a ``Scale``, which one kernel of a GPU computes.
+
+    The kernel computes in float32, under autocast too; see ``visdet.ops.perceptrons``. It does not call hooks of single
+    layers. Sequences that it does not know, and other devices, run layer by layer.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., in_features] times the weight plus the bias, [..., out_features]."""
-        is_narrow = max(self.in_features, self.out_features) <= _NARROW
-        is_float32 = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
-        if not (x.is_cuda and is_narrow and is_float32) or torch.is_grad_enabled():
-            return super().forward(x)
-        product = torch.addmm(self.bias, x.reshape(-1, self.in_features), self.weight.t().contiguous())
-        return product.view(*x.shape[:-1], self.out_features)
+        """Return the result of all layers, [..., channels of the last layer]."""
+        layers = self.kernel_layers(x)
+        return super().forward(x) if layers is None else perceptrons(x.float(), [layers])
+
+    def in_full_precision(self, x: Tensor) -> Tensor:
+        """Return the result in the dtype of the weights, without autocast."""
+        layers = self.kernel_layers(x)
+        return in_full_precision(self, x) if layers is None else perceptrons(x.float(), [layers])
+
+    def kernel_layers(self, x: Tensor) -> list[PerceptronLayer] | None:
+        """Return the layers as ``perceptrons`` takes them, or None if they have to run one by one."""
+        if not x.is_cuda or is_traced():
+            return None
+        layers: list[PerceptronLayer] = []
+        module: Any
+        for module in self:
+            kind = type(module)
+            if kind is nn.Linear and module.weight.dtype == torch.float32 and module.bias is not None:
+                layers.append(PerceptronLayer(module.weight, module.bias))
+            elif not layers or layers[-1].factor is not None:
+                return None
+            elif kind is nn.ReLU and not layers[-1].relu:
+                layers[-1] = layers[-1]._replace(relu=True)
+            elif kind is ReLULayerNorm and module.eps == _EPS:
+                layers[-1] = layers[-1]._replace(relu=True, factor=module.weight, offset=module.bias)
+            elif kind is Scale and module.scale.dim() == 1:
+                layers[-1] = layers[-1]._replace(factor=module.scale)
+            elif kind is not nn.Identity:
+                return None
+        return layers
+
+
+_EPS = nn.LayerNorm(1).eps
+
+
+def side_by_side(modules: Sequence[Perceptron], x: Tensor, first_columns: Sequence[int]) -> Tensor:
+    """Return the results of perceptrons, concatenated, each of which reads the columns of x from its first one on.
+
+    They are computed in full precision.
+    """
+    layers = [module.kernel_layers(x) for module in modules]
+    known = [of_one for of_one in layers if of_one is not None]
+    if len(known) == len(layers):
+        return perceptrons(x.float(), known, first_columns)
+    widths = [next(module.parameters()).shape[1] for module in modules]
+    parts = [
+        module.in_full_precision(x[..., first : first + width])
+        for module, first, width in zip(modules, first_columns, widths, strict=True)
+    ]
+    return torch.cat(parts, dim=-1)
 
 
 def linear_relu_ln(
@@ -48,19 +105,7 @@ def linear_relu_ln(
     width = embed_dims if input_dims is None else input_dims
     for _ in range(out_loops):
         for i in range(in_loops):
-            layers += [Linear(width, embed_dims), nn.ReLU() if i + 1 < in_loops else nn.Identity()]
+            layers += [nn.Linear(width, embed_dims), nn.ReLU() if i + 1 < in_loops else nn.Identity()]
             width = embed_dims
         layers.append(ReLULayerNorm(embed_dims))
     return layers
-
-
-class Scale(nn.Module):
-    """Multiplies each channel by a learnable factor, the parameter ``scale``."""
-
-    def __init__(self, scale: float | Sequence[float] = 1.0) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(scale, dtype=torch.float32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., C] times ``scale``, which is [C] or a scalar."""
-        return x * self.scale

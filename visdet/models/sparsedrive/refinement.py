@@ -9,17 +9,16 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-from ..layers.precision import in_full_precision
 from .box3d import SIN_YAW, VX
-from .mlp import Scale, linear_relu_ln
+from .mlp import Perceptron, Scale, linear_relu_ln
 
 __all__ = ["SparseBox3DRefinementModule", "SparsePoint3DRefinementModule"]
 
 _PRIOR = 0.01  # the probability of each class before training
 
 
-def _class_branch(embed_dims: int, num_outputs: int) -> nn.Sequential:
-    return nn.Sequential(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, num_outputs))
+def _class_branch(embed_dims: int, num_outputs: int) -> Perceptron:
+    return Perceptron(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, num_outputs))
 
 
 def _set_prior(class_branch: Any) -> None:
@@ -61,7 +60,7 @@ class SparseBox3DRefinementModule(BaseModule):
         self.num_cls = num_cls
         self.normalize_yaw = normalize_yaw
         self.refine_yaw = refine_yaw
-        self.layers = nn.Sequential(
+        self.layers = Perceptron(
             *linear_relu_ln(embed_dims, 2, 2), nn.Linear(embed_dims, output_dim), Scale([1.0] * output_dim)
         )
         self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
@@ -93,7 +92,7 @@ class SparseBox3DRefinementModule(BaseModule):
             ValueError: classes are wanted, but there is no class branch.
         """
         feature = instance_feature + anchor_embed
-        delta = in_full_precision(self.layers, feature)
+        delta = self.layers.in_full_precision(feature)
         refined_end = SIN_YAW + 2 if self.refine_yaw else SIN_YAW
         geometry = delta[..., :refined_end] + anchor[..., :refined_end]
         yaw = geometry[..., SIN_YAW:] if self.refine_yaw else delta[..., SIN_YAW : SIN_YAW + 2]
@@ -137,7 +136,7 @@ class SparsePoint3DRefinementModule(BaseModule):
         self.num_sample = num_sample
         self.output_dim = num_sample * coords_dim
         self.num_cls = num_cls
-        self.layers = nn.Sequential(
+        self.layers = Perceptron(
             *linear_relu_ln(embed_dims, 2, 2),
             nn.Linear(embed_dims, self.output_dim),
             Scale([1.0] * self.output_dim),
@@ -166,7 +165,7 @@ class SparsePoint3DRefinementModule(BaseModule):
         Raises:
             ValueError: classes are wanted, but there is no class branch.
         """
-        refined = in_full_precision(self.layers, instance_feature + anchor_embed) + anchor
+        refined = self.layers.in_full_precision(instance_feature + anchor_embed) + anchor
         if not return_cls:
             return refined, None, None
         if self.cls_layers is None:

@@ -86,53 +86,52 @@ class Sparse4DLoss:
             reg_scale = constants_on(reg.device, tuple(self.reg_weights), reg.dtype)
             reg_weight = reg_weight * reg_scale
             is_matched = cls_target < cls.shape[-1]
-            num_positive = assigned.num_positive
-            losses: dict[str, Tensor] = {}
-            for layer, qt in enumerate(model_outs["quality"]):
-                losses |= self._layer_loss(
-                    layer,
-                    cls[layer],
-                    reg[layer],
-                    None if qt is None else qt.float(),
-                    (cls_target[layer], reg_target[layer], reg_weight[layer], is_matched[layer]),
-                    num_positive[layer],
-                )
+            quality = model_outs["quality"]
+            losses = self._losses_of_layers(
+                cls,
+                reg,
+                None if quality[0] is None else torch.stack([qt.float() for qt in quality]),
+                (cls_target, reg_target, reg_weight, is_matched),
+                assigned.num_positive[: len(cls)],
+            )
             queries = self._denoising_targets(model_outs, cls)
             if queries:
-                losses |= self._denoising_loss(model_outs, cls, queries, num_positive[len(cls) :], reg_scale)
+                num_valid = assigned.num_positive[len(cls) :]
+                losses |= self._denoising_losses(model_outs, cls, queries, num_valid, reg_scale)
             return losses
 
-    def _layer_loss(
+    def _losses_of_layers(
         self,
-        layer: int,
         cls: Tensor,
         reg: Tensor,
         quality: Tensor | None,
         targets: tuple[Tensor, Tensor, Tensor, Tensor],
         num_positive: Tensor,
     ) -> dict[str, Tensor]:
-        cls, reg = cls.flatten(0, 1), reg.flatten(0, 1)
-        quality = None if quality is None else quality.flatten(0, 1)
-        cls_target, reg_target, reg_weight, is_matched = (x.flatten(0, 1) for x in targets)
+        """Return the losses of L layers by name, from tensors [L, B, N, ...]. num_positive [L] divides their sums."""
+        cls, reg = cls.flatten(0, 2), reg.flatten(0, 2)
+        quality = None if quality is None else quality.flatten(0, 2)
+        cls_target, reg_target, reg_weight, is_matched = (x.flatten(0, 2) for x in targets)
         background = cls.shape[-1]
-        cls_loss = self.loss_cls(
-            cls, torch.where(is_matched, cls_target, background), avg_factor=num_positive
-        )
+        elements = {
+            f"{self.task_prefix}_loss_cls": self.loss_cls(
+                cls, torch.where(is_matched, cls_target, background), reduction_override="none"
+            )
+        }
         learns = is_matched
         if self.cls_threshold_to_reg > 0:
             learns = learns & (cls.detach().amax(-1).sigmoid() > self.cls_threshold_to_reg)
-        reg_losses = self.loss_reg(
+        elements |= self.loss_reg(
             reg,
             reg_target[..., : reg.shape[-1]].nan_to_num(nan=0.0),
             weight=reg_weight,
-            avg_factor=num_positive,
             prefix=f"{self.task_prefix}_",
-            suffix=f"_{layer}",
             quality=quality,
             cls_target=cls_target,
             mask=learns,
+            reduction_override="none",
         )
-        return {f"{self.task_prefix}_loss_cls_{layer}": cls_loss, **reg_losses}
+        return _by_layer(elements, num_positive, "_")
 
     def _denoising_targets(
         self, model_outs: dict[str, Any], cls: Tensor
@@ -159,7 +158,7 @@ class Sparse4DLoss:
             for prefix in ("", later)
         ]
 
-    def _denoising_loss(
+    def _denoising_losses(
         self,
         model_outs: dict[str, Any],
         cls: Tensor,
@@ -167,35 +166,51 @@ class Sparse4DLoss:
         num_valid: Tensor,
         reg_scale: Tensor,
     ) -> dict[str, Tensor]:
-        losses: dict[str, Tensor] = {}
+        """Return the losses of the denoising queries of all layers by name. num_valid [2] divides their sums."""
         num_layers, _, _, background = cls.shape
-        for layer in range(num_layers):
-            is_later = int(layer >= self.num_single_frame_decoder >= 0)
-            cls_target, reg_target, is_valid = queries[is_later]
-            if "dn_prediction" in model_outs:
-                scores = model_outs["dn_classification"][layer].float().flatten(0, 1)
-                boxes = model_outs["dn_prediction"][layer].float().flatten(0, 1)
-            else:
-                scores = cls[layer].flatten(0, 1)[:0]
-                boxes = model_outs["prediction"][layer].float().flatten(0, 1)[:0]
-            is_box = is_valid & (cls_target >= 0)
-            name = f"{self.task_prefix}_loss_cls_dn_{layer}"
-            losses[name] = self.loss_cls(
+        is_later = [int(layer >= self.num_single_frame_decoder >= 0) for layer in range(num_layers)]
+        cls_target, reg_target, is_valid = (
+            torch.cat([of_query[later] for later in is_later]) for of_query in zip(*queries, strict=True)
+        )
+        if "dn_prediction" in model_outs:
+            scores, boxes = (
+                torch.stack([x.float() for x in model_outs[name]]).flatten(0, 2)
+                for name in ("dn_classification", "dn_prediction")
+            )
+        else:
+            scores = cls.flatten(0, 2)[:0]
+            boxes = torch.cat([x.float().flatten(0, 1)[:0] for x in model_outs["prediction"]])
+        elements = {
+            f"{self.task_prefix}_loss_cls": self.loss_cls(
                 scores,
                 torch.where(cls_target >= 0, cls_target, background),
                 weight=is_valid.to(scores.dtype),
-                avg_factor=num_valid[is_later],
+                reduction_override="none",
             )
-            losses |= self.loss_reg(
-                boxes[:, : reg_target.shape[1]],
-                reg_target,
-                weight=reg_scale.expand_as(reg_target),
-                avg_factor=num_valid[is_later],
-                prefix=f"{self.task_prefix}_",
-                suffix=f"_dn_{layer}",
-                mask=is_box,
-            )
-        return losses
+        }
+        elements |= self.loss_reg(
+            boxes[:, : reg_target.shape[1]],
+            reg_target,
+            weight=reg_scale.expand_as(reg_target),
+            prefix=f"{self.task_prefix}_",
+            mask=is_valid & (cls_target >= 0),
+            reduction_override="none",
+        )
+        divisors = num_valid[constants_on(num_valid.device, tuple(is_later))]
+        return _by_layer(elements, divisors, "_dn_")
+
+
+def _by_layer(elements: dict[str, Tensor], divisors: Tensor, suffix: str) -> dict[str, Tensor]:
+    """Return the sum of each layer's elements over its divisor, by the name of the loss and of the layer.
+
+    Args:
+        elements: [L * n, ...] of each loss, those of the first layer first. divisors: [L].
+    """
+    losses: dict[str, Tensor] = {}
+    for name, of_loss in elements.items():
+        sums = of_loss.unflatten(0, (len(divisors), -1)).flatten(1).sum(1) / divisors
+        losses |= {f"{name}{suffix}{layer}": of_layer for layer, of_layer in enumerate(sums.unbind())}
+    return losses
 
 
 def _stacked(model_outs: dict[str, Any], layers: slice = slice(None)) -> tuple[Tensor, Tensor]:

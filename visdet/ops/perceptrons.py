@@ -1,0 +1,147 @@
+"""Multilayer perceptrons of ReLU and layer normalisation, all layers in one operator."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._gpu_rows import has_kernel
+
+__all__ = ["PerceptronLayer", "perceptrons", "perceptrons_reference"]
+
+_RELU, _NORM, _SCALE, _FIRST = 1, 2, 4, 8
+_MAX_WIDTH, _MAX_LAYERS, _MAX_PERCEPTRONS = 256, 24, 8
+
+
+class PerceptronLayer(NamedTuple):
+    """A linear layer and what follows it: a ReLU, and then a layer normalisation or a factor for each channel.
+
+    Attributes:
+        weight: [O, I]. bias: [O].
+        relu: Whether ReLU follows.
+        factor: [O], the scale of the normalisation, or the factor if there is no normalisation. None without both.
+        offset: [O], the shift of the normalisation. None without a normalisation.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    relu: bool = False
+    factor: Tensor | None = None
+    offset: Tensor | None = None
+
+    @property
+    def kind(self) -> int:
+        """What follows the linear layer, as the kernels know it."""
+        if self.offset is not None:
+            return _RELU * self.relu | _NORM
+        return _RELU * self.relu | (0 if self.factor is None else _SCALE)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The tensors of the layer, in the order in which the kernels take them."""
+        return [tensor for tensor in (self.weight, self.bias, self.factor, self.offset) if tensor is not None]
+
+
+def perceptrons(
+    input: Tensor,  # [..., D]
+    layers: Sequence[Sequence[PerceptronLayer]],
+    first_columns: Sequence[int] = (0,),
+    eps: float = 1e-5,
+) -> Tensor:  # [..., sum of the last O]
+    """Return the results of perceptrons side by side, each of which reads some columns of the input.
+
+    Perceptron p reads the columns from ``first_columns[p]`` on, as many as its first layer takes. No two perceptrons
+    read the same column. On a GPU, one kernel computes all layers of all perceptrons, and three kernels their
+    gradients. A row stays in shared memory from the first layer to the last. This saves most of the time of small
+    perceptrons, whose layers take a GPU less time than a host needs to launch them. All arithmetic is in float32,
+    without tensor cores, and all sums have an order that is always the same.
+
+    Args:
+        input: The rows, float32.
+        layers: The layers of each perceptron. A layer takes as many channels as the one before it gives.
+        first_columns: The column of ``input`` with which each perceptron begins.
+        eps: The number that is added to the variance in all normalisations.
+
+    Returns:
+        The results of the first perceptron, then those of the second one, and so on.
+
+    The kernels serve float32 tensors, layers of 1 to 256 channels, at most 8 perceptrons and at most 24 layers in all,
+    on CUDA. Elsewhere, and under ``torch.compile`` and exports, torch's operators compute the same. It is
+    differentiable once on a GPU.
+    """
+    if not _serves(input, layers):
+        return perceptrons_reference(input, layers, first_columns, eps)
+    kinds = [
+        layer.kind | (_FIRST if index == 0 else 0) for of_one in layers for index, layer in enumerate(of_one)
+    ]
+    tensors = [tensor for of_one in layers for layer in of_one for tensor in layer.parameters]
+    rows = input.reshape(-1, input.shape[-1])
+    if torch.is_grad_enabled():
+        output = _Perceptrons.apply(rows, list(first_columns), kinds, eps, *tensors)
+    else:
+        output, _ = torch.ops.visdet.perceptrons.default(
+            rows.contiguous(), tensors, list(first_columns), kinds, eps, False
+        )
+    return output.view(*input.shape[:-1], output.shape[-1])
+
+
+def perceptrons_reference(
+    input: Tensor,  # [..., D]
+    layers: Sequence[Sequence[PerceptronLayer]],
+    first_columns: Sequence[int] = (0,),
+    eps: float = 1e-5,
+) -> Tensor:  # [..., sum of the last O]
+    """Return what ``perceptrons`` returns, in plain torch: the definition for the kernels. Any float type will do."""
+    results = []
+    for of_one, first in zip(layers, first_columns, strict=True):
+        x = input[..., first : first + of_one[0].weight.shape[1]]
+        for layer in of_one:
+            x = F.linear(x, layer.weight, layer.bias)
+            x = F.relu(x) if layer.relu else x
+            if layer.offset is not None:
+                x = F.layer_norm(x, layer.offset.shape, layer.factor, layer.offset, eps)
+            elif layer.factor is not None:
+                x = x * layer.factor
+        results.append(x)
+    return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+
+
+def _serves(input: Tensor, layers: Sequence[Sequence[PerceptronLayer]]) -> bool:
+    if input.dtype != torch.float32 or not has_kernel("perceptrons", input):
+        return False
+    if len(layers) > _MAX_PERCEPTRONS or sum(map(len, layers)) > _MAX_LAYERS:
+        return False
+    weights = [layer.weight for of_one in layers for layer in of_one]
+    return all(weight.dtype == torch.float32 and max(weight.shape) <= _MAX_WIDTH for weight in weights)
+
+
+class _Perceptrons(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, first_columns: list[int], kinds: list[int], eps: float, *parameters: Tensor
+    ) -> Tensor:
+        input = input.contiguous()
+        saves = any(ctx.needs_input_grad)
+        output, saved = torch.ops.visdet.perceptrons.default(
+            input, parameters, first_columns, kinds, eps, saves
+        )
+        ctx.save_for_backward(input, saved, *parameters)
+        ctx.layout = first_columns, kinds
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input, saved, *parameters = ctx.saved_tensors
+        grad_input, grads = torch.ops.visdet.perceptrons_backward.default(
+            grad_output.contiguous(), input, saved, parameters, *ctx.layout, ctx.needs_input_grad[0]
+        )
+        grad_parameters = [
+            grad.view_as(parameter) if parameter.dim() > 1 else grad
+            for grad, parameter in zip(
+                grads.split([parameter.numel() for parameter in parameters]), parameters, strict=True
+            )
+        ]
+        return grad_input if ctx.needs_input_grad[0] else None, None, None, None, *grad_parameters
