@@ -91,7 +91,9 @@ def measure(
     milliseconds = []
     graphed = GraphedLoss if case.trains else GraphedPrediction
     graphs = graphed(model).installed() if graph else nullcontext()
-    with graphs, torch.autograd.set_multithreading_enabled(False):
+    # Predictions share one context, as in an evaluation, so that each weight is cast once.
+    all_predictions = nullcontext() if case.trains else autocast
+    with graphs, all_predictions, torch.autograd.set_multithreading_enabled(False):
         for index, batch in enumerate(prepared[:-1]):
             if index == WARM_UP and device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)

@@ -3,7 +3,9 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from mmengine.dataset import InfiniteSampler
+from mmengine.device import get_device
 from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
 from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
@@ -18,7 +20,7 @@ from .errors import ConfigError
 from .random_state import preserved_random_state
 from .resumable_batches import ResumableBatches
 
-__all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop"]
+__all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop", "weights_cast_once"]
 
 _VALIDATED = "validated_at_iter"
 
@@ -219,8 +221,17 @@ def _validate(runner) -> None:
     if runner.val_loop is not None:
         # This is noted before the validation, because a hook may write a checkpoint as soon as it knows the metrics.
         runner.message_hub.update_info(_VALIDATED, runner.iter)
-        with preserved_random_state(), _graphs_installed(runner):
+        with preserved_random_state(), _graphs_installed(runner), weights_cast_once():
             runner.val_loop.run()
+
+
+def weights_cast_once() -> torch.autocast:
+    """Return a context in which autocast casts each weight once. Weights must not change after they were used in it.
+
+    Autocast keeps the casts until its outermost context ends. In an evaluation, that would be the end of each batch.
+    """
+    kind = get_device()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
 
 def _is_validated(runner) -> bool:

@@ -40,6 +40,7 @@ from .environment import environment
 from .errors import CheckpointError, log_fatal_error
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
 from .hooks.runtime_info_hook import RuntimeInfoHook
+from .loops import weights_cast_once
 from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
 from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_every_process
@@ -269,7 +270,7 @@ class DetRunner(Runner):
         return self._announcing_the_end(functools.partial(self._evaluate, super().test))
 
     def _evaluate(self, stage: Callable[[], dict]) -> dict:
-        with self.graphs_installed():
+        with self.graphs_installed(), weights_cast_once():
             metrics = stage()
         self._report_graphs()
         return metrics

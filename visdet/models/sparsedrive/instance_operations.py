@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
+from ..layers.precision import as_autocast_input
+
 __all__ = ["InstanceOperations"]
 
 
@@ -80,9 +82,9 @@ class InstanceOperations(nn.Module):
             masks: ``attn_mask`` and ``key_padding_mask`` of the layer.
         """
         if self.decouple_attn and query_pos is not None:
-            query, query_pos = torch.cat([query, query_pos], dim=-1), None
+            query, query_pos = as_autocast_input(torch.cat([query, query_pos], dim=-1)), None
             if key is not None and key_pos is not None:
-                key, key_pos = torch.cat([key, key_pos], dim=-1), None
+                key, key_pos = as_autocast_input(torch.cat([key, key_pos], dim=-1)), None
         if value is not None:
             value = self.fc_before(value)
         return self.fc_after(layer(query, key, value, query_pos=query_pos, key_pos=key_pos, **masks))

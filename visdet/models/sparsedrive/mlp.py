@@ -11,6 +11,7 @@ from visdet.ops.tracing import is_traced
 
 from ..layers.normalization import ReLULayerNorm
 from ..layers.precision import in_full_precision
+from ..layers.residual import is_plain
 
 __all__ = ["Perceptron", "Scale", "linear_relu_ln", "side_by_side"]
 
@@ -30,8 +31,8 @@ class Scale(nn.Module):
 class Perceptron(nn.Sequential):
     """A sequence of linear layers, ReLUs, normalisations and at last a ``Scale``, which one kernel of a GPU computes.
 
-    The kernel computes in float32, under autocast too; see ``visdet.ops.perceptrons``. It does not call hooks of single
-    layers. Sequences that it does not know, and other devices, run layer by layer.
+    The kernel computes in float32, under autocast too; see ``visdet.ops.perceptrons``. Sequences that it does not know,
+    layers with hooks, and other devices run layer by layer.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,6 +53,8 @@ class Perceptron(nn.Sequential):
         module: Any
         for module in self:
             kind = type(module)
+            if not is_plain(module, kind):
+                return None
             if kind is nn.Linear and module.weight.dtype == torch.float32 and module.bias is not None:
                 layers.append(PerceptronLayer(module.weight, module.bias))
             elif not layers or layers[-1].factor is not None:
