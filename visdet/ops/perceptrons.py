@@ -11,8 +11,8 @@ from ._gpu_rows import has_kernel
 
 __all__ = ["PerceptronLayer", "perceptrons", "perceptrons_reference"]
 
-_RELU, _NORM, _SCALE, _FIRST = 1, 2, 4, 8
-_MAX_WIDTH, _MAX_LAYERS, _MAX_PERCEPTRONS = 256, 24, 8
+RELU, NORM, SCALE, FIRST = 1, 2, 4, 8  # the bits of a kind
+MAX_WIDTH, MAX_LAYERS, _MAX_PERCEPTRONS = 256, 24, 8
 
 
 class PerceptronLayer(NamedTuple):
@@ -35,8 +35,8 @@ class PerceptronLayer(NamedTuple):
     def kind(self) -> int:
         """What follows the linear layer, as the kernels know it."""
         if self.offset is not None:
-            return _RELU * self.relu | _NORM
-        return _RELU * self.relu | (0 if self.factor is None else _SCALE)
+            return RELU * self.relu | NORM
+        return RELU * self.relu | (0 if self.factor is None else SCALE)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -74,17 +74,10 @@ def perceptrons(
     if not _serves(input, layers):
         return perceptrons_reference(input, layers, first_columns, eps)
     kinds = [
-        layer.kind | (_FIRST if index == 0 else 0) for of_one in layers for index, layer in enumerate(of_one)
+        layer.kind | (FIRST if index == 0 else 0) for of_one in layers for index, layer in enumerate(of_one)
     ]
     tensors = [tensor for of_one in layers for layer in of_one for tensor in layer.parameters]
-    rows = input.reshape(-1, input.shape[-1])
-    if torch.is_grad_enabled():
-        output = _Perceptrons.apply(rows, list(first_columns), kinds, eps, *tensors)
-    else:
-        output, _ = torch.ops.visdet.perceptrons.default(
-            rows.contiguous(), tensors, list(first_columns), kinds, eps, False
-        )
-    return output.view(*input.shape[:-1], output.shape[-1])
+    return run_kernels(input, tensors, kinds, first_columns, eps)
 
 
 def perceptrons_reference(
@@ -111,16 +104,39 @@ def perceptrons_reference(
 def _serves(input: Tensor, layers: Sequence[Sequence[PerceptronLayer]]) -> bool:
     if input.dtype != torch.float32 or not has_kernel("perceptrons", input):
         return False
-    if len(layers) > _MAX_PERCEPTRONS or sum(map(len, layers)) > _MAX_LAYERS:
+    if len(layers) > _MAX_PERCEPTRONS or sum(map(len, layers)) > MAX_LAYERS:
         return False
     weights = [layer.weight for of_one in layers for layer in of_one]
-    return all(weight.dtype == torch.float32 and max(weight.shape) <= _MAX_WIDTH for weight in weights)
+    return all(weight.dtype == torch.float32 and max(weight.shape) <= MAX_WIDTH for weight in weights)
+
+
+def run_kernels(
+    input: Tensor, tensors: Sequence[Tensor], kinds: Sequence[int], first_columns: Sequence[int], eps: float
+) -> Tensor:
+    """Return what ``perceptrons`` returns, for float32 tensors that its kernels serve.
+
+    Args:
+        tensors: The parameters of all layers in the order of ``PerceptronLayer.parameters``.
+        kinds: The kind of each layer, plus FIRST for the first layer of a perceptron.
+    """
+    rows = input.reshape(-1, input.shape[-1])
+    if torch.is_grad_enabled():
+        output = _Perceptrons.apply(rows, first_columns, kinds, eps, *tensors)
+    else:
+        operator = torch.ops.visdet.perceptrons.default
+        output, _ = operator(rows.contiguous(), tensors, first_columns, kinds, eps, False)
+    return output.view(*input.shape[:-1], output.shape[-1])
 
 
 class _Perceptrons(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, first_columns: list[int], kinds: list[int], eps: float, *parameters: Tensor
+        ctx: Any,
+        input: Tensor,
+        first_columns: Sequence[int],
+        kinds: Sequence[int],
+        eps: float,
+        *parameters: Tensor,
     ) -> Tensor:
         input = input.contiguous()
         saves = any(ctx.needs_input_grad)

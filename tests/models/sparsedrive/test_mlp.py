@@ -57,8 +57,24 @@ def test_perceptrons_side_by_side(device):
 def test_unknown_layers_run_one_by_one(layers):
     module = Perceptron(*layers).cuda()
     x = torch.randn(3, 8, device="cuda", dtype=next(module.parameters()).dtype)
-    assert module.kernel_layers(x) is None
+    assert module.kernel_plan(x) is None
     torch.testing.assert_close(module(x), nn.Sequential(*layers)(x))
+
+
+@pytest.mark.cuda
+def test_hooks_and_other_layers_are_respected():
+    module = perceptron(8, 3, "cuda")
+    x = torch.randn(4, 8, device="cuda")
+    expected = module(x)
+    assert module.kernel_plan(x) is not None
+    seen = []
+    handle = module[0].register_forward_hook(lambda *_: seen.append(True))
+    torch.testing.assert_close(module(x), expected)
+    assert seen == [True]
+    handle.remove()
+    module[0] = nn.Linear(8, 8, device="cuda")
+    assert module.kernel_plan(x) is not None and not torch.allclose(module(x), expected)
+    torch.testing.assert_close(module(x), nn.Sequential.forward(module, x))
 
 
 def test_parameters_have_the_names_of_a_sequence():

@@ -6,8 +6,6 @@ from .normalization import LayerNorm
 
 __all__ = ["add_and_norm", "drops", "is_plain"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
     """Return whether calling a layer does exactly what its class does. Global hooks of all modules are not checked.
@@ -15,7 +13,13 @@ def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
     torch has no public way to ask a module for its hooks, or whether its ``forward`` has been replaced.
     """
     own = vars(layer)
-    return type(layer) is kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
+    has_hooks = (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    )
+    return type(layer) is kind and "forward" not in own and not has_hooks
 
 
 def drops(dropout: nn.Module) -> bool:

@@ -1,13 +1,14 @@
 """The multilayer perceptrons that all parts of SparseDrive use."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from visdet.ops.perceptrons import PerceptronLayer, perceptrons
-from visdet.ops.tracing import is_traced
+from visdet.ops._gpu_rows import has_kernel
+from visdet.ops.perceptrons import FIRST, MAX_LAYERS, MAX_WIDTH, NORM, RELU, SCALE, run_kernels
 
 from ..layers.normalization import ReLULayerNorm
 from ..layers.precision import in_full_precision
@@ -35,53 +36,99 @@ class Perceptron(nn.Sequential):
     layers with hooks, and other devices run layer by layer.
     """
 
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self._plan: _Plan | None = None
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the result of all layers, [..., channels of the last layer]."""
-        layers = self.kernel_layers(x)
-        return super().forward(x) if layers is None else perceptrons(x.float(), [layers])
+        plan = self.kernel_plan(x)
+        return super().forward(x) if plan is None else plan.run(x)
 
     def in_full_precision(self, x: Tensor) -> Tensor:
         """Return the result in the dtype of the weights, without autocast."""
-        layers = self.kernel_layers(x)
-        return in_full_precision(self, x) if layers is None else perceptrons(x.float(), [layers])
+        plan = self.kernel_plan(x)
+        return in_full_precision(self, x) if plan is None else plan.run(x)
 
-    def kernel_layers(self, x: Tensor) -> list[PerceptronLayer] | None:
-        """Return the layers as ``perceptrons`` takes them, or None if they have to run one by one."""
-        if not x.is_cuda or is_traced():
+    def kernel_plan(self, x: Tensor) -> "_Plan | None":
+        """Return how the kernel computes the layers, or None if they have to run one by one."""
+        if not has_kernel("perceptrons", x):
             return None
-        layers: list[PerceptronLayer] = []
-        module: Any
-        for module in self:
-            kind = type(module)
-            if not is_plain(module, kind):
-                return None
-            if kind is nn.Linear and module.weight.dtype == torch.float32 and module.bias is not None:
-                layers.append(PerceptronLayer(module.weight, module.bias))
-            elif not layers or layers[-1].factor is not None:
-                return None
-            elif kind is nn.ReLU and not layers[-1].relu:
-                layers[-1] = layers[-1]._replace(relu=True)
-            elif kind is ReLULayerNorm and module.eps == _EPS:
-                layers[-1] = layers[-1]._replace(relu=True, factor=module.weight, offset=module.bias)
-            elif kind is Scale and module.scale.dim() == 1:
-                layers[-1] = layers[-1]._replace(factor=module.scale)
+        layers = list(self)
+        if self._plan is None or self._plan.layers != layers:
+            self._plan = _Plan.of(layers)
+        return self._plan if self._plan.is_valid() else None
+
+
+@dataclass
+class _Plan:
+    """How the kernel of ``perceptrons`` computes a sequence of layers.
+
+    Attributes:
+        layers: the sequence. kinds: the kinds of its linear layers, empty if the kernel does not know a layer.
+        sources: the layers that have parameters, each with the names of these in the order of the kernel.
+    """
+
+    layers: list[Any]
+    kinds: list[int]
+    sources: list[tuple[Any, tuple[str, ...]]]
+
+    @classmethod
+    def of(cls, layers: list[Any]) -> "_Plan":
+        kinds: list[int] = []
+        sources: list[tuple[Any, tuple[str, ...]]] = []
+        unknown = cls(layers, [], [])
+        for layer in layers:
+            kind = type(layer)
+            if kind is nn.Linear and layer.bias is not None and max(layer.weight.shape) <= MAX_WIDTH:
+                kinds.append(0 if kinds else FIRST)
+                sources.append((layer, ("weight", "bias")))
+            elif not kinds or kinds[-1] & (NORM | SCALE):
+                return unknown
+            elif kind is nn.ReLU and not kinds[-1] & RELU:
+                kinds[-1] |= RELU
+            elif kind is ReLULayerNorm and layer.eps == _EPS:
+                kinds[-1] |= RELU | NORM
+                sources.append((layer, ("weight", "bias")))
+            elif kind is Scale and layer.scale.dim() == 1:
+                kinds[-1] |= SCALE
+                sources.append((layer, ("scale",)))
             elif kind is not nn.Identity:
-                return None
-        return layers
+                return unknown
+        return cls(layers, kinds, sources) if 0 < len(kinds) <= _MAX_DEPTH else unknown
+
+    def is_valid(self) -> bool:
+        """Return whether the kernel computes what the layers do with their hooks and parameters of this moment."""
+        return (
+            bool(self.kinds)
+            and self.layers[0].weight.dtype == torch.float32
+            and all(is_plain(layer, type(layer)) for layer in self.layers)
+        )
+
+    def tensors(self) -> list[Tensor]:
+        return [getattr(layer, name) for layer, names in self.sources for name in names]
+
+    def run(self, x: Tensor) -> Tensor:
+        return run_kernels(x.float(), self.tensors(), self.kinds, (0,), _EPS)
 
 
 _EPS = nn.LayerNorm(1).eps
+_MAX_DEPTH = MAX_LAYERS // 4  # Four perceptrons may run side by side.
 
 
 def side_by_side(modules: Sequence[Perceptron], x: Tensor, first_columns: Sequence[int]) -> Tensor:
-    """Return the results of perceptrons, concatenated, each of which reads the columns of x from its first one on.
+    """Return the results of at most four perceptrons, concatenated, each of which reads columns of x of its own.
 
     They are computed in full precision.
+
+    Args:
+        first_columns: the column of x with which each perceptron begins. It reads as many as its first layer takes.
     """
-    layers = [module.kernel_layers(x) for module in modules]
-    known = [of_one for of_one in layers if of_one is not None]
-    if len(known) == len(layers):
-        return perceptrons(x.float(), known, first_columns)
+    plans = [plan for module in modules if (plan := module.kernel_plan(x)) is not None]
+    if len(plans) == len(modules):
+        tensors = [tensor for plan in plans for tensor in plan.tensors()]
+        kinds = [kind for plan in plans for kind in plan.kinds]
+        return run_kernels(x.float(), tensors, kinds, first_columns, _EPS)
     widths = [next(module.parameters()).shape[1] for module in modules]
     parts = [
         module.in_full_precision(x[..., first : first + width])
