@@ -1,9 +1,9 @@
 // The backward pass: three kernels for all layers of all perceptrons. Every sum has an order that is always the same.
 //
-// rows_kernel: a block owns R rows of one perceptron and goes from the last layer to the first. It writes the gradients
-// of the linear parts, and what its rows give for bias, factor and offset.
-// weights_kernel: a block owns 64 x 64 numbers of one weight and adds the products of some rows.
-// totals_kernel: a thread of each eight owns a number of the parameters' gradients and adds what the blocks gave.
+// rows_kernel: a block owns 16 rows of one perceptron and goes from the last layer to the first. It writes the
+// gradients of the linear parts, and what its rows give for bias, factor and offset. weights_kernel: a block owns 64 x
+// 64 numbers of one weight and adds the products of some rows. totals_kernel: a thread of each eight owns a number of
+// the parameters' gradients and adds what the blocks gave.
 #pragma once
 
 #include "cuda/perceptrons/layers.cuh"
@@ -14,17 +14,16 @@ namespace visdet::perceptrons {
 constexpr int kVectors = 3;
 
 // What a block's rows give for one of the vectors of a layer. values: the sums over the thread's rows.
-template <int R>
-__device__ __forceinline__ void store_sums(Shared<R>& shared, const float (&values)[kTiles], int columns, float* sums) {
+__device__ __forceinline__ void store_sums(Shared& shared, const float (&values)[kTiles], int columns, float* sums) {
   const int lane = lane_of_group();
   __syncthreads();  // The sums before have been read.
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) shared.columns[group_of_thread()][lane + t * kLanes] = values[t];
   __syncthreads();  // The sums of all groups are there.
-  for (int column = threadIdx.x; column < columns; column += kThreads<R>) {
+  for (int column = threadIdx.x; column < columns; column += kThreads) {
     float total = 0;
 #pragma unroll
-    for (int group = 0; group < R / kRows; ++group) total += shared.columns[group][column];
+    for (int group = 0; group < kBlockRows / kRows; ++group) total += shared.columns[group][column];
     sums[column] = total;
   }
 }
@@ -40,14 +39,13 @@ struct LinearResult {
   }
 };
 
-template <int R>
-__global__ void __launch_bounds__(kThreads<R>, 2)
+__global__ void __launch_bounds__(kThreads, 2)
     rows_kernel(const __grid_constant__ Net net, const float* __restrict__ grad_output, const float* __restrict__ saved,
                 float* __restrict__ grad_input, float* __restrict__ grad_linear, float* __restrict__ block_sums) {
   extern __shared__ float4 memory[];
-  Shared<R>& shared = *reinterpret_cast<Shared<R>*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Perceptron perceptron = net.perceptrons[blockIdx.y];
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * R + group_of_thread() * kRows;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockRows + group_of_thread() * kRows;
   const int lane = lane_of_group();
 
   Tile tile;
@@ -67,7 +65,7 @@ __global__ void __launch_bounds__(kThreads<R>, 2)
     float* const sums = block_sums + (static_cast<int64_t>(blockIdx.x) * net.layer_outputs + layer.before) * kVectors;
     // From here on, tile holds the gradient of the layer's result, then that of its linear part.
     if (kind != 0) {
-      Tile values;  // activated
+      Tile values;           // activated
       unsigned is_open = 0;  // a bit for each number that ReLU lets through
       float scale[kRows], of_grad[kRows] = {}, of_products[kRows] = {};
       float of_factor[kTiles] = {}, of_offset[kTiles] = {};
@@ -147,7 +145,7 @@ __global__ void __launch_bounds__(kThreads<R>, 2)
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) tile[r][t] = 0;
     }
-    add_product<R, false>(shared, layer.weight, outputs, layer.inputs, tile);
+    add_product<false>(shared, layer.weight, outputs, layer.inputs, tile);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const int column = lane + t * kLanes;

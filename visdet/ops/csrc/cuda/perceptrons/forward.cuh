@@ -1,6 +1,6 @@
 // The forward pass: one kernel for all layers of all perceptrons.
 //
-// A block owns R rows of one perceptron. Their activations stay in shared memory from the first layer to the last, and
+// A block owns 16 rows of one perceptron. Their activations stay in shared memory from the first layer to the last, and
 // all weights pass through shared memory once for each block. What the backward pass needs of a layer is the result of
 // its linear part, and mean and deviation of each row. Each number is written by one thread.
 #pragma once
@@ -9,14 +9,13 @@
 
 namespace visdet::perceptrons {
 
-template <int R>
-__global__ void __launch_bounds__(kThreads<R>, 2)
+__global__ void __launch_bounds__(kThreads, 2)
     forward_kernel(const __grid_constant__ Net net, const float* __restrict__ input, float* __restrict__ output,
                    float* __restrict__ saved) {
   extern __shared__ float4 memory[];
-  Shared<R>& shared = *reinterpret_cast<Shared<R>*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Perceptron perceptron = net.perceptrons[blockIdx.y];
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * R + group_of_thread() * kRows;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockRows + group_of_thread() * kRows;
   const int lane = lane_of_group();
 
   Tile tile;
@@ -42,7 +41,7 @@ __global__ void __launch_bounds__(kThreads<R>, 2)
 #pragma unroll
       for (int r = 0; r < kRows; ++r) tile[r][t] = bias;
     }
-    add_product<R, true>(shared, layer.weight, layer.inputs, outputs, tile);
+    add_product<true>(shared, layer.weight, layer.inputs, outputs, tile);
     // Columns behind the last one hold what lies in shared memory there.
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {

@@ -61,8 +61,9 @@ Call call_of(const Tensor& input, const std::vector<Tensor>& parameters, const s
                  "first_columns must have a column for each perceptron, got ", first_columns.size());
     const bool has_factor = kind & (kNorm | kScale), has_offset = kind & kNorm;
     Layer& layer = net.layers[net.num_layers];
-    const Tensor& weight = is_first ? all.next("weight", {"outputs", "inputs"})
-                                    : all.next("weight", {"outputs", {"inputs", net.layers[net.num_layers - 1].outputs}});
+    const Tensor& weight = is_first
+                               ? all.next("weight", {"outputs", "inputs"})
+                               : all.next("weight", {"outputs", {"inputs", net.layers[net.num_layers - 1].outputs}});
     const int64_t outputs = weight.size(0), inputs = weight.size(1);
     VISDET_CHECK(kOp, inputs > 0 && outputs > 0 && inputs <= kMaxWidth && outputs <= kMaxWidth,
                  "layers must have widths of 1 to ", kMaxWidth, ", got a weight of ", shape_text(weight));
@@ -101,16 +102,6 @@ Call call_of(const Tensor& input, const std::vector<Tensor>& parameters, const s
   return call;
 }
 
-// Blocks of few rows finish sooner, and blocks of more rows read the weights less often.
-int64_t rows_of_block(const DeviceScope& scope, const Net& net) {
-  return net.rows * net.count <= 8 * scope.device().multiprocessors ? 8 : 16;
-}
-
-template <typename F>
-void with_rows(int64_t rows, const F& f) {
-  rows == 8 ? f(std::integral_constant<int, 8>{}) : f(std::integral_constant<int, 16>{});
-}
-
 std::tuple<Tensor, Tensor> forward(const Tensor& input, std::vector<Tensor> parameters,
                                    std::vector<int64_t> first_columns, std::vector<int64_t> kinds, double eps,
                                    bool saves) {
@@ -118,12 +109,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, std::vector<Tensor> para
   const DeviceScope scope(input);
   Tensor output = new_empty(input, {call.net.rows, call.net.outputs});
   Tensor saved = new_empty(input, {saves ? call.saved_numbers : 0});
-  with_rows(rows_of_block(scope, call.net), [&](auto rows) {
-    constexpr int R = rows();
-    launch({kOp, "forward_kernel", scope, {ceil_div(call.net.rows, R), call.net.count}, kThreads<R>, sizeof(Shared<R>)},
-           forward_kernel<R>, call.net, data_of<float>(input), mutable_data_of<float>(output),
-           saves ? mutable_data_of<float>(saved) : nullptr);
-  });
+  launch(
+      {kOp, "forward_kernel", scope, {ceil_div(call.net.rows, kBlockRows), call.net.count}, kThreads, sizeof(Shared)},
+      forward_kernel, call.net, data_of<float>(input), mutable_data_of<float>(output),
+      saves ? mutable_data_of<float>(saved) : nullptr);
   return {output, saved};
 }
 
@@ -153,21 +142,17 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& inp
   const int64_t runs = std::max<int64_t>(1, std::min(wanted, ceil_div(net.rows, 4 * kDepth)));
   const int64_t rows_of_run = std::max<int64_t>(1, ceil_div(ceil_div(net.rows, runs), kDepth)) * kDepth;
   Tensor parts = new_empty(input, {runs * net.num_parameters});
-  with_rows(rows_of_block(scope, net), [&](auto rows) {
-    constexpr int R = rows();
-    const int64_t blocks = ceil_div(net.rows, R);
-    Tensor block_sums = new_empty(input, {blocks * net.layer_outputs * kVectors});
-    launch({kBackward, "rows_kernel", scope, {blocks, net.count}, kThreads<R>, sizeof(Shared<R>)}, rows_kernel<R>, net,
-           data_of<float>(grad_output), data_of<float>(saved),
-           wants_input ? mutable_data_of<float>(grad_input) : nullptr, mutable_data_of<float>(grad_linear),
-           mutable_data_of<float>(block_sums));
-    launch({kBackward, "weights_kernel", scope, {tiles, runs}, kWeightThreads}, weights_kernel, net,
-           data_of<float>(input), data_of<float>(saved), data_of<float>(grad_linear), rows_of_run,
-           mutable_data_of<float>(parts));
-    launch({kBackward, "totals_kernel", scope, ceil_div(net.num_parameters, kTotals), kTotalThreads}, totals_kernel,
-           net, data_of<float>(parts), static_cast<int>(runs), data_of<float>(block_sums), static_cast<int>(blocks),
-           mutable_data_of<float>(grad_parameters));
-  });
+  const int64_t blocks = ceil_div(net.rows, kBlockRows);
+  Tensor block_sums = new_empty(input, {blocks * net.layer_outputs * kVectors});
+  launch({kBackward, "rows_kernel", scope, {blocks, net.count}, kThreads, sizeof(Shared)}, rows_kernel, net,
+         data_of<float>(grad_output), data_of<float>(saved), wants_input ? mutable_data_of<float>(grad_input) : nullptr,
+         mutable_data_of<float>(grad_linear), mutable_data_of<float>(block_sums));
+  launch({kBackward, "weights_kernel", scope, {tiles, runs}, kWeightThreads}, weights_kernel, net,
+         data_of<float>(input), data_of<float>(saved), data_of<float>(grad_linear), rows_of_run,
+         mutable_data_of<float>(parts));
+  launch({kBackward, "totals_kernel", scope, ceil_div(net.num_parameters, kTotals), kTotalThreads}, totals_kernel, net,
+         data_of<float>(parts), static_cast<int>(runs), data_of<float>(block_sums), static_cast<int>(blocks),
+         mutable_data_of<float>(grad_parameters));
   return {grad_input, grad_parameters};
 }
 
