@@ -95,7 +95,7 @@ __device__ __forceinline__ void add_product(Shared& shared, const float* __restr
   constexpr int kPitch = TRANSPOSED ? kDepth + 4 : kStride;  // Eight lanes in a row reach 32 banks by fours.
   const int width = TRANSPOSED ? terms : columns;            // of the weight's rows in memory
   const bool is_aligned = width % 4 == 0 && reinterpret_cast<uintptr_t>(weight) % 16 == 0;
-  const int fours = TRANSPOSED ? kDepth / 4 : (columns + 3) / 4;  // of a row of the stage
+  constexpr int fours = TRANSPOSED ? kDepth / 4 : kMaxWidth / 4;  // of a row of the stage, used or not
   const int count = TRANSPOSED ? columns * fours : kDepth * fours;
   const int lane = lane_of_group(), first_row = group_of_thread() * kRows;
   const int tiles = (columns + kLanes - 1) / kLanes, stages = (terms + kDepth - 1) / kDepth;

@@ -15,6 +15,8 @@ namespace {
 
 constexpr const char* kOp = "perceptrons";
 
+static_assert(sizeof(Shared) <= 64 << 10, "a block on sm_75 has at most 64 KB of shared memory");
+
 // Which of a layer's parameters there are follows from its kind, and so does their order in the list of all parameters.
 class Parameters {
  public:
