@@ -19,7 +19,7 @@ from visdet.ops import (
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32
-from .mlp import Perceptron, linear_relu_ln
+from .mlp import Perceptron, linear_relu_ln, side_by_side
 
 __all__ = ["DeformableFeatureAggregation"]
 
@@ -216,7 +216,8 @@ class DeformableFeatureAggregation(BaseModule):
     def _embed_cameras(self, projection: Tensor) -> Tensor:
         """Return the embeddings of the cameras [B * V, C] in full precision."""
         assert self.camera_encoder is not None
-        return self.camera_encoder.in_full_precision(projection[:, :, :3].reshape(-1, 12))
+        # The encoder reads the first three rows of the matrices, which are 12 neighbouring numbers.
+        return side_by_side([self.camera_encoder], projection.reshape(-1, 16), (0,))
 
     def _draw_pairs(self, instance_feature: Tensor) -> Tensor | None:
         """Return which (camera, point) pairs attention dropout keeps, bool [B, N, V, P], or None if it keeps all."""

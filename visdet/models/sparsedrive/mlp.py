@@ -134,7 +134,7 @@ def side_by_side(modules: Sequence[Perceptron], x: Tensor, first_columns: Sequen
         module.in_full_precision(x[..., first : first + width])
         for module, first, width in zip(modules, first_columns, widths, strict=True)
     ]
-    return torch.cat(parts, dim=-1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def linear_relu_ln(
