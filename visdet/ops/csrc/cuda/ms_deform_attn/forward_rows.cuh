@@ -175,7 +175,7 @@ template <typename Form>
 FewBlocks few_blocks(const ForwardCall<Form>& call, bool in_runs, int64_t blocks_each) {
   const int64_t lanes = call.row().lanes, heads = call.problem.B * call.problem.G;
   const int64_t blocks = blocks_each * std::max<int64_t>(1, call.scope.device().multiprocessors / heads);
-  const int64_t rows = ceil_div(call.problem.Q, blocks), most_split = call.is_16_bit() ? 768 : kForwardThreads;
+  const int64_t rows = ceil_div(call.problem.Q, blocks), most_split = is_16_bit(call.value) ? 768 : kForwardThreads;
   const auto threads = [&](int64_t split) { return ceil_div(rows * lanes * split, 32) * 32; };
   const int64_t split4 = std::min<int64_t>(4, std::max<int64_t>(1, 16 / lanes)),
                 split2 = std::min<int64_t>(2, std::max<int64_t>(1, 8 / lanes));
