@@ -50,7 +50,7 @@ WHEEL_ARCHITECTURES = ["75", "80", "86", "89", "90", "100", "120"]
 WHEEL_PTX = ["80", "100", "120"]
 OLDEST_NVCC = (12, 4)  # __maxnreg__
 # Operators whose kernels take the compiler longer than torch's headers do. Theirs come first, the longest before all.
-LARGE_CUDA_OPERATORS = ["ms_deform_attn", "sample", "deformable_aggregation"]
+LARGE_CUDA_OPERATORS = ["ms_deform_attn", "sample"]
 
 
 def notice(*lines):

@@ -54,6 +54,10 @@ def model_cases() -> list[Case]:
         attention_case("single-scale", levels=PYRAMID[1:2], **local),
         attention_case("bevformer-temporal", B=2, levels=((200, 200),), **local),
         attention_case("bevformer-cameras", B=6, Q=9600, P=8, levels=BEV_CAMERAS, graph=True),
+        # Decoders whose levels have no multiple of four samples: D-FINE-N, and RF-DETR at 560 x 560 pixels.
+        attention_case("d-fine-n-b1", B=1, Q=300, C=16, P=6, levels=REAL_TIME[1:], graph=True),
+        attention_case("rf-detr-b1", B=1, Q=300, G=16, C=16, P=2, levels=REAL_TIME[1:2], graph=True),
+        attention_case("rf-detr-b16", B=16, Q=300, G=16, C=16, P=2, levels=REAL_TIME[1:2], graph=True),
     ]
     for B, Q, levels, name in (
         (1, 300, REAL_TIME, "rt-detr-b1"),

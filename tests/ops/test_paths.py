@@ -86,6 +86,8 @@ CHOICES = {
     "decoder-Q900-T4": (dict(Q=900), "T4", "decoder", "direct"),
     "decoder-Q900-5090": (dict(Q=900), "RTX 5090", "decoder", "direct"),
     "decoder-P3-H200": (dict(Q=300, P=3), "H200", "few_rows", "strips"),
+    "d-fine-n-H200": (dict(Q=300, B=1, C=16, P=6, shapes=[(40, 40), (20, 20)]), "H200", "few_rows", "strips"),
+    "rf-detr-H200": (dict(Q=300, B=1, G=16, C=16, P=2, shapes=[(40, 40)]), "H200", "few_rows", "strips"),
     "queries-60000-H200": (dict(Q=60000, B=1), "H200", "rows", "sorted"),
     "one-head-bf16-H200": (dict(Q=15422, B=48, G=1, P=8, dtype=torch.bfloat16), "H200", "rows", "sorted"),
     "one-level-H200": (dict(Q=None, shapes=[(50, 67)]), "H200", "encoder", "encoder"),
@@ -103,17 +105,17 @@ def test_choices_of_ms_deform_attn(name):
     assert plan.paths() == {"ms_deform_attn": forward, "ms_deform_attn_backward": backward}
 
 
-LONG, SINGLE = "a row of value has more than 256 bytes", "rows of value cannot be read 16 bytes at a time"
+LONG, SINGLE = "a row of value has more than 64 channels", "rows of value cannot be read 16 bytes at a time"
 UNEVEN, DOUBLE = "the samples of a row on each level are no multiple of 4", "the values are float64"
 DECLINED = {
     "decoder-P3": (dict(Q=300, P=3), "decoder", UNEVEN, "few_rows"),
     "decoder-C128": (dict(Q=300, C=128), "decoder", LONG, "rows"),
-    "decoder-C128-bf16": (dict(Q=300, C=128, dtype=torch.bfloat16), None, None, "decoder"),
-    "decoder-C136-bf16": (dict(Q=300, C=136, dtype=torch.bfloat16), "decoder", LONG, "rows"),
+    "decoder-C64-bf16": (dict(Q=300, C=64, dtype=torch.bfloat16), None, None, "decoder"),
+    "decoder-C72-bf16": (dict(Q=300, C=72, dtype=torch.bfloat16), "decoder", LONG, "rows"),
     "decoder-C31": (dict(Q=300, C=31), "decoder", SINGLE, "rows"),
     "decoder-float64": (dict(Q=300, dtype=torch.float64), "decoder", DOUBLE, "rows"),
-    "few_rows-C64-bf16": (dict(Q=300, C=64, P=3, dtype=torch.bfloat16), None, None, "few_rows"),
-    "few_rows-C64": (dict(Q=300, C=64, P=3), "few_rows", "a row of value has more than 128 bytes", "rows"),
+    "few_rows-C32-bf16": (dict(Q=300, C=32, P=3, dtype=torch.bfloat16), None, None, "few_rows"),
+    "few_rows-C64": (dict(Q=300, C=64, P=3), "few_rows", "a row of value has more than 32 channels", "rows"),
     "few_rows-C128": (dict(Q=300, C=128, P=3), "few_rows", LONG, "rows"),
     "few_rows-float64": (dict(Q=300, P=3, dtype=torch.float64), "few_rows", DOUBLE, "rows"),
     "encoder-P3": (dict(Q=None, P=3), "encoder", UNEVEN, "rows"),
@@ -358,7 +360,6 @@ FORMS = {
     "decoder-C16-Q1500": ("decoder", dict(Q=1500, C=16)),
     "decoder-C64": ("decoder", dict(Q=77, C=64)),
     "decoder-C64-Q700": ("decoder", dict(Q=700, C=64)),
-    "decoder-C128": ("decoder", dict(Q=77, C=128, dtype=torch.bfloat16)),
     "decoder-K12": ("decoder", dict(Q=77, shapes=SMALL[:3])),
     "decoder-K20-Q700": ("decoder", dict(Q=700, shapes=FIVE_LEVELS)),
     "decoder-K20-Q1500": ("decoder", dict(Q=1500, shapes=FIVE_LEVELS)),
@@ -369,7 +370,6 @@ FORMS = {
     "few_rows-C16-Q1100": ("few_rows", dict(Q=1100, C=16, P=3)),
     "few_rows-C32": ("few_rows", dict(Q=77, P=3)),
     "few_rows-C32-Q600": ("few_rows", dict(Q=600, P=3)),
-    "few_rows-C64": ("few_rows", dict(Q=77, C=64, P=3, dtype=torch.bfloat16)),
     "encoder-K16": ("encoder", dict(Q=None)),
     "encoder-K12": ("encoder", dict(Q=None, shapes=SMALL[:3])),
     "encoder-K20": ("encoder", dict(Q=None, shapes=FIVE_LEVELS)),
@@ -377,7 +377,6 @@ FORMS = {
     "encoder-G3": ("encoder", dict(Q=None, G=3)),
     "encoder-C16": ("encoder", dict(Q=None, C=16)),
     "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
-    "encoder-C128": ("encoder", dict(Q=None, G=2, C=128, dtype=torch.bfloat16)),
     "encoder-tables": ("encoder", dict(Q=None, tables=True)),
     "rows-C16": ("rows", dict(Q=301, C=16)),
     "rows-C16-P3": ("rows", dict(Q=301, C=16, P=3)),

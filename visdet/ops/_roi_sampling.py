@@ -76,7 +76,7 @@ def bounded_rois(
     number of samples grows with the region, they are cut closer to it. A negative extent, which has no samples, then
     becomes 0, because torchvision on the CPU allocates memory by the product of both extents.
     """
-    wide = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    converted = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
     side = _larger(input.shape[2], input.shape[3])
     reach: int | torch.SymInt = FURTHEST
     if sampling_ratio <= 0:
@@ -84,7 +84,7 @@ def bounded_rois(
         reach = _smaller(_larger(side, LEAST_REACH), room) + 2  # at least one pixel from the map
     most = torch.finfo(dtype).max / 2 / max(spatial_scale, 1)  # so that extents are finite in float16, too
     low = -_smaller(reach / spatial_scale, most)
-    bounded = wide.clamp(low, _larger(_smaller((side + reach) / spatial_scale, most), input.shape[0]))
+    bounded = converted.clamp(low, _larger(_smaller((side + reach) / spatial_scale, most), input.shape[0]))
     index = torch.add(bounded[:, 0], bounded.sum(1), alpha=0)  # NaN if the region has a NaN
     is_missing = (index.clamp(0, input.shape[0] - 1) != index)[:, None]
     bounded[:, :1].masked_fill_(is_missing, 0)

@@ -62,13 +62,13 @@ def batched_nms(
     class_agnostic = arguments.pop("class_agnostic", class_agnostic)
     suppress = _kind(arguments.pop("type", "nms"))
     split_threshold, max_num = arguments.pop("split_thr", 10000), arguments.pop("max_num", -1)
-    wide = boxes if boxes.dtype in (torch.float32, torch.float64) else boxes.float()
-    apart = wide if class_agnostic else _shifted_apart(wide, idxs)
+    converted = boxes if boxes.dtype in (torch.float32, torch.float64) else boxes.float()
+    apart = converted if class_agnostic else _shifted_apart(converted, idxs)
     if boxes.shape[0] < max(split_threshold, 1):  # len() would fix the number in an exported program
-        detections, keep = suppress(apart, scores.to(wide), **arguments)
+        detections, keep = suppress(apart, scores.to(converted), **arguments)
         kept_scores, kept = detections[:, -1], keep
     else:
-        kept_scores, kept = _class_by_class(apart, scores.to(wide), idxs, suppress, arguments)
+        kept_scores, kept = _class_by_class(apart, scores.to(converted), idxs, suppress, arguments)
     if max_num > 0:
         kept, kept_scores = kept[:max_num], kept_scores[:max_num]
     return torch.cat([boxes[kept], kept_scores[:, None].to(boxes)], -1), kept

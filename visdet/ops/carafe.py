@@ -66,10 +66,10 @@ def carafe_reference(
     """Return what ``carafe`` returns, in plain torch: the definition kernels are tested against."""
     B, C, H, W = features.shape
     K, G, s = kernel_size, group_size, scale_factor
-    wide = computation_dtype(features)
-    padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1).to(wide)
-    kernels = masks.reshape(B, G, 1, K * K, H, s, W, s).to(wide)
-    output = torch.zeros(B, G, C // G, H, s, W, s, dtype=wide, device=features.device)
+    dtype = computation_dtype(features)
+    padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1).to(dtype)
+    kernels = masks.reshape(B, G, 1, K * K, H, s, W, s).to(dtype)
+    output = torch.zeros(B, G, C // G, H, s, W, s, dtype=dtype, device=features.device)
     for k in range(K * K):
         i, j = divmod(k, K)
         output = output + padded[:, :, :, i : i + H, :, j : j + W] * kernels[:, :, :, k]

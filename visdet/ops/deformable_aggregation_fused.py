@@ -69,19 +69,19 @@ def deformable_aggregation_fused(
                 f"deformable_aggregation_fused: {name} is not differentiable, got one that requires grad"
             )
     shapes, starts = as_tables(features, level_shapes, level_starts, "deformable_aggregation_fused")
-    wide = computation_dtype(features)
+    dtype = computation_dtype(features)
     if image_wh is None:
         image_wh = projection.new_ones(*projection.shape[:2], 2)
     if camera_logits is not None and camera_logits.dtype != logits.dtype:
-        logits, camera_logits = logits.to(wide), camera_logits.to(wide)
+        logits, camera_logits = logits.to(dtype), camera_logits.to(dtype)
     elif logits.dtype != features.dtype:
-        logits = logits.to(wide)
-        camera_logits = None if camera_logits is None else camera_logits.to(wide)
+        logits = logits.to(dtype)
+        camera_logits = None if camera_logits is None else camera_logits.to(dtype)
     if camera_logits is None:
         camera_logits = logits.new_empty(0)
     if keep is None:
         keep = torch.empty(0, dtype=torch.bool, device=features.device)
-    points, matrices, sizes = (tensor.to(wide) for tensor in (key_points, projection, image_wh))
+    points, matrices, sizes = (tensor.to(dtype) for tensor in (key_points, projection, image_wh))
     tensors = (features, shapes, starts, points, matrices, sizes, logits, camera_logits, keep)
     if features.device.type not in ("cpu", "cuda", "meta"):
         return deformable_aggregation_fused_reference(*tensors, keep_scale=keep_scale)

@@ -48,11 +48,11 @@ def sigmoid_focal_loss(
     Source: Focal Loss for Dense Object Detection, arXiv 1708.02002; the signature and the targets are mmcv's.
     """
     _check("sigmoid_focal_loss", input, target, weight, reduction)
-    wide = computation_dtype(input)
-    weight = input.new_empty(0, dtype=wide) if weight is None else weight.to(wide)
+    dtype = computation_dtype(input)
+    weight = input.new_empty(0, dtype=dtype) if weight is None else weight.to(dtype)
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
     run = _sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference
-    logits = input if reduction == "none" else input.to(wide)  # so that the sum is not one of rounded losses
+    logits = input if reduction == "none" else input.to(dtype)  # so that the sum is not one of rounded losses
     return _reduce(run(logits, target, weight, float(gamma), float(alpha)), reduction).to(input.dtype)
 
 

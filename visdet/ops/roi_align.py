@@ -66,8 +66,8 @@ def roi_align(
     if pool_mode == "max" or input.numel() == 0 or not (is_served or _torchvision.serves_gradients(input)):
         return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
     if is_served:
-        wide = computation_dtype(input)
-        bounded = bounded_rois(rois, input, spatial_scale, sampling_ratio, wide)
+        dtype = computation_dtype(input)
+        bounded = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
         return _roi_align(input, bounded, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
     return _by_torchvision(input, rois, size, spatial_scale, sampling_ratio, aligned)
 

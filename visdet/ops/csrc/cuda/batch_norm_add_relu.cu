@@ -30,12 +30,12 @@ struct Rows {
 };
 
 // A thread's channels, and its rows: the first one and every `step`-th after it.
-struct Place {
+struct Slice {
   int64_t row, step;
   int group, lane, channel;
   bool is_active;
 
-  __device__ __forceinline__ explicit Place(const Rows& rows) {
+  __device__ __forceinline__ explicit Slice(const Rows& rows) {
     const int groups = kThreads / rows.lanes;
     group = threadIdx.x / rows.lanes, lane = threadIdx.x % rows.lanes;
     channel = (blockIdx.y * rows.lanes + lane) * kValues;
@@ -63,24 +63,24 @@ struct Channels {
   __device__ __forceinline__ float of(float x, int i) const { return fmaf(x - mean[i], scale[i], offset[i]); }
 };
 
-// Calls f(i, at) for up to kRows rows of the thread at a time, where `at` is the place of its channels in row i, and
+// Calls f(i, at) for up to kRows rows of the thread at a time, where `at` is the index of its channels in row i, and
 // then g(i, at) for the same rows. The loads of f are under way together.
 template <typename F, typename G>
-__device__ __forceinline__ void for_rows(const Rows& rows, const Place& place, const F& f, const G& g) {
-  for (int64_t row = place.row; row < rows.count; row += kRows * place.step) {
+__device__ __forceinline__ void for_rows(const Rows& rows, const Slice& slice, const F& f, const G& g) {
+  for (int64_t row = slice.row; row < rows.count; row += kRows * slice.step) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (row + i * place.step < rows.count) f(i, (row + i * place.step) * rows.C + place.channel);
+      if (row + i * slice.step < rows.count) f(i, (row + i * slice.step) * rows.C + slice.channel);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (row + i * place.step < rows.count) g(i, (row + i * place.step) * rows.C + place.channel);
+      if (row + i * slice.step < rows.count) g(i, (row + i * slice.step) * rows.C + slice.channel);
     }
   }
 }
 
 // Writes the sums of the block's threads over their rows to block_sums [blocks, 2, C].
-__device__ __forceinline__ void add_up_block(const Rows& rows, const Place& place, const float (&first)[kValues],
+__device__ __forceinline__ void add_up_block(const Rows& rows, const Slice& slice, const float (&first)[kValues],
                                              const float (&second)[kValues], float* __restrict__ block_sums) {
   __shared__ float shared[2][kThreads * kValues];
   const int width = rows.lanes * kValues, groups = kThreads / rows.lanes;
@@ -104,14 +104,14 @@ __device__ __forceinline__ void add_up_block(const Rows& rows, const Place& plac
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     sums_kernel(const Rows rows, const T* __restrict__ input, float* __restrict__ block_sums) {
-  const Place place(rows);
+  const Slice slice(rows);
   float sums[kValues] = {}, squares[kValues] = {};
-  if (place.is_active) {
+  if (slice.is_active) {
     float pivot[kValues];
-    load_pack<T>(input + place.channel, pivot);
+    load_pack<T>(input + slice.channel, pivot);
     Pack<T, kValues> packs[kRows];
     for_rows(
-        rows, place, [&](int i, int64_t at) { packs[i] = *reinterpret_cast<const Pack<T, kValues>*>(input + at); },
+        rows, slice, [&](int i, int64_t at) { packs[i] = *reinterpret_cast<const Pack<T, kValues>*>(input + at); },
         [&](int i, int64_t) {
           float x[kValues];
           unpack(packs[i], x);
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
           }
         });
   }
-  add_up_block(rows, place, sums, squares, block_sums);
+  add_up_block(rows, slice, sums, squares, block_sums);
 }
 
 // The sums of the blocks for a channel, in the first warp. A lane of each warp adds up some of the blocks for it.
@@ -180,12 +180,12 @@ __global__ void __launch_bounds__(kThreads)
     normalise_kernel(const Rows rows, const T* __restrict__ input, const T* __restrict__ residual,
                      const float* __restrict__ statistics, const float* __restrict__ weight,
                      const float* __restrict__ bias, bool relu, T* __restrict__ output) {
-  const Place place(rows);
-  if (!place.is_active) return;
-  const Channels channels(statistics, weight, bias, rows.C, place.channel);
+  const Slice slice(rows);
+  if (!slice.is_active) return;
+  const Channels channels(statistics, weight, bias, rows.C, slice.channel);
   Pack<T, kValues> packs[kRows], residuals[kRows] = {};
   for_rows(
-      rows, place,
+      rows, slice,
       [&](int i, int64_t at) {
         packs[i] = *reinterpret_cast<const Pack<T, kValues>*>(input + at);
         if (residual != nullptr) residuals[i] = *reinterpret_cast<const Pack<T, kValues>*>(residual + at);
@@ -219,13 +219,13 @@ __global__ void __launch_bounds__(kThreads)
     backward_sums_kernel(const Rows rows, const Gradients<T> from, const float* __restrict__ statistics,
                          const float* __restrict__ weight, const float* __restrict__ bias,
                          T* __restrict__ grad_residual, float* __restrict__ block_sums) {
-  const Place place(rows);
+  const Slice slice(rows);
   float sums[kValues] = {}, products[kValues] = {};
-  if (place.is_active) {
-    const Channels channels(statistics, weight, bias, rows.C, place.channel);
+  if (slice.is_active) {
+    const Channels channels(statistics, weight, bias, rows.C, slice.channel);
     Pack<T, kValues> grads[kRows], inputs[kRows], outputs[kRows] = {};
     for_rows(
-        rows, place,
+        rows, slice,
         [&](int i, int64_t at) {
           grads[i] = *reinterpret_cast<const Pack<T, kValues>*>(from.grad_output + at);
           inputs[i] = *reinterpret_cast<const Pack<T, kValues>*>(from.input + at);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads)
           if (grad_residual != nullptr) store_pack(grad_residual + at, grad);
         });
   }
-  add_up_block(rows, place, sums, products, block_sums);
+  add_up_block(rows, slice, sums, products, block_sums);
 }
 
 // Writes the gradients of weight and bias, [2, C].
@@ -266,9 +266,9 @@ __global__ void __launch_bounds__(kThreads)
     backward_kernel(const Rows rows, const Gradients<T> from, const float* __restrict__ statistics,
                     const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ sums,
                     T* __restrict__ grad_input) {
-  const Place place(rows);
-  if (!place.is_active) return;
-  const int c = place.channel;
+  const Slice slice(rows);
+  if (!slice.is_active) return;
+  const int c = slice.channel;
   const Channels channels(statistics, weight, bias, rows.C, c);
   float mean_grad[kValues], mean_product[kValues], reciprocal[kValues];
   load_pack<float>(sums + c, mean_product);
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   Pack<T, kValues> grads[kRows], inputs[kRows];
   for_rows(
-      rows, place,
+      rows, slice,
       [&](int i, int64_t at) {
         grads[i] = *reinterpret_cast<const Pack<T, kValues>*>(from.grad_output + at);
         inputs[i] = *reinterpret_cast<const Pack<T, kValues>*>(from.input + at);

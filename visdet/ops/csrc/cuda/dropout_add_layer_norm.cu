@@ -31,11 +31,11 @@ struct Rows {
 };
 
 // Where a lane stands: its group's first row, the distance to the group's next row, and the lane within the group.
-struct Place {
+struct Position {
   int64_t row, step;
   int lane;
 
-  __device__ __forceinline__ explicit Place(int lanes) {
+  __device__ __forceinline__ explicit Position(int lanes) {
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     row = thread / lanes, step = static_cast<int64_t>(gridDim.x) * kThreads / lanes;
     lane = threadIdx.x % lanes;
@@ -70,11 +70,11 @@ template <typename T, typename R, int PACKS>
 __global__ void __launch_bounds__(kThreads)
     forward_kernel(const Rows rows, const float* __restrict__ bias, float eps, float* __restrict__ output,
                    float2* __restrict__ statistics) {
-  const Place place(rows.lanes);
-  if (place.row / (32 / rows.lanes) * (32 / rows.lanes) >= rows.count) return;  // no row for the whole warp
-  const int64_t row = min(place.row, rows.count - 1);
+  const Position position(rows.lanes);
+  if (position.row / (32 / rows.lanes) * (32 / rows.lanes) >= rows.count) return;  // no row for the whole warp
+  const int64_t row = min(position.row, rows.count - 1);
   float x[PACKS][kValues], factors[PACKS][kValues];
-  load_sum<T, R>(rows, row, place.lane, x, factors);
+  load_sum<T, R>(rows, row, position.lane, x, factors);
   float sum = 0;
 #pragma unroll
   for (int p = 0; p < PACKS; ++p) {
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   float squares = 0;
 #pragma unroll
   for (int p = 0; p < PACKS; ++p) {
-    const bool is_inside = (p * rows.lanes + place.lane) * kValues < rows.C;
+    const bool is_inside = (p * rows.lanes + position.lane) * kValues < rows.C;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       x[p][i] -= mean;
@@ -93,11 +93,11 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const float scale = rsqrtf(sum_lanes(squares, 1, rows.lanes) / rows.C + eps);
-  if (place.row >= rows.count) return;
-  if (place.lane == 0) statistics[row] = {mean, scale};
+  if (position.row >= rows.count) return;
+  if (position.lane == 0) statistics[row] = {mean, scale};
 #pragma unroll
   for (int p = 0; p < PACKS; ++p) {
-    const int c = (p * rows.lanes + place.lane) * kValues;
+    const int c = (p * rows.lanes + position.lane) * kValues;
     if (c >= rows.C) continue;
     float weight[kValues], offset[kValues];
     load_pack<float>(rows.weight + c, weight);
@@ -114,25 +114,25 @@ __global__ void __launch_bounds__(kThreads)
     backward_kernel(const Rows rows, const float* __restrict__ grad_output, const float2* __restrict__ statistics,
                     T* __restrict__ grad_input, R* __restrict__ grad_residual, float* __restrict__ block_sums) {
   __shared__ float shared[kThreads / 32][32 * kValues];
-  const Place place(rows.lanes);
+  const Position position(rows.lanes);
   float of_weight[PACKS][kValues] = {}, of_bias[PACKS][kValues] = {}, weight[PACKS][kValues] = {};
 #pragma unroll
   for (int p = 0; p < PACKS; ++p) {
-    const int c = (p * rows.lanes + place.lane) * kValues;
+    const int c = (p * rows.lanes + position.lane) * kValues;
     if (c < rows.C) load_pack<float>(rows.weight + c, weight[p]);
   }
   // All lanes of a warp go round equally often. A row beyond the last one gives nothing.
-  const int64_t first = place.row - place.row % (32 / rows.lanes);
-  for (int64_t base = 0; first + base < rows.count; base += place.step) {
-    const bool is_row = place.row + base < rows.count;
-    const int64_t row = is_row ? place.row + base : rows.count - 1;
+  const int64_t first = position.row - position.row % (32 / rows.lanes);
+  for (int64_t base = 0; first + base < rows.count; base += position.step) {
+    const bool is_row = position.row + base < rows.count;
+    const int64_t row = is_row ? position.row + base : rows.count - 1;
     float x[PACKS][kValues], factors[PACKS][kValues], grad[PACKS][kValues] = {};
-    load_sum<T, R>(rows, row, place.lane, x, factors);
+    load_sum<T, R>(rows, row, position.lane, x, factors);
     const float2 stats = statistics[row];
     float sums[2] = {};  // of the gradient of the normalised values, and of its products with them
 #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
-      const int c = (p * rows.lanes + place.lane) * kValues;
+      const int c = (p * rows.lanes + position.lane) * kValues;
       if (c < rows.C && is_row) load_pack<float>(grad_output + row * rows.C + c, grad[p]);
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
     if (!is_row) continue;
 #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
-      const int c = (p * rows.lanes + place.lane) * kValues;
+      const int c = (p * rows.lanes + position.lane) * kValues;
       if (c >= rows.C) continue;
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {

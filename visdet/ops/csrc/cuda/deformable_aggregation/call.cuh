@@ -88,6 +88,11 @@ struct BackwardCall : Call {
 template <typename T, bool PACKS>
 constexpr int kPackValues = PACKS ? kVectorValues<T> : 1;
 
+// Whether there are kernels for values of type T. Those with PACKS decline float64. No published model has 16-bit
+// values that are not read in packs: the general kernels are given such values in float32.
+template <typename T, bool PACKS>
+constexpr bool kHasKernels = PACKS ? sizeof(T) <= 4 : sizeof(T) >= 4;
+
 // Channels of all groups that a lane of the backward's kernels holds in registers: a warp holds 256. And how many packs
 // they are.
 constexpr int kHeldChannels = 8;

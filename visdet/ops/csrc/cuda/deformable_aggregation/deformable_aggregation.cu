@@ -19,7 +19,7 @@ namespace {
 
 constexpr Path<ForwardCall> kForwardPaths[] = {
     {"packs", packs_decline<ForwardCall>, launch_forward<true>},
-    {"single_values", nullptr, launch_forward<false>},
+    {"single_values", nullptr, launch_forward_of_values},
 };
 
 const char* packs_decline_backward(const BackwardCall& call) {
@@ -37,7 +37,7 @@ void launch_backward(const BackwardCall& call) {
     using T = decltype(value_tag);
     using TW = decltype(weight_tag);
     using A = decltype(accumulate_tag);
-    if constexpr (!PACKS || sizeof(T) < 8) {  // packs of float64 are declined
+    if constexpr (kHasKernels<T, PACKS>) {
       const auto& problem = call.problem;
       Sizes sizes = sizes_of(problem, call.maps.cell_entries, kPackValues<T, PACKS>);
       sizes.splits = splits_of(problem, problem.B * problem.Q, 8 * call.scope.device().multiprocessors);
@@ -50,9 +50,24 @@ void launch_backward(const BackwardCall& call) {
   });
 }
 
+void launch_backward_of_values(const BackwardCall& call) {
+  if (!is_16_bit(call.features)) return launch_backward<false>(call);
+  const Tensor features = in_float32(call.features), weights = in_float32(call.weights),
+               grad_output = in_float32(call.grad_output), of_features = new_empty(features, features.sizes()),
+               of_weights = new_empty(weights, weights.sizes());
+  launch_backward<false>({{call.scope, call.problem, call.maps, features, call.locations, weights},
+                          grad_output,
+                          call.deterministic,
+                          of_features,
+                          call.grad_locations,
+                          of_weights});
+  Tensor grad_features = call.grad_features, grad_weights = call.grad_weights;
+  copy_(grad_features, of_features), copy_(grad_weights, of_weights);
+}
+
 constexpr Path<BackwardCall> kBackwardPaths[] = {
     {"packs", packs_decline_backward, launch_backward<true>},
-    {"single_values", nullptr, launch_backward<false>},
+    {"single_values", nullptr, launch_backward_of_values},
 };
 
 Tensor forward(const Tensor& features_in, const Tensor& level_shapes, const Tensor& level_starts,

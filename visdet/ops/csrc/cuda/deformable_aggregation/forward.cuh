@@ -146,7 +146,7 @@ void launch_forward(const ForwardCall& call) {
     using TW = decltype(weight_tag);
     using A = decltype(accumulate_tag);
     constexpr int kVec = kPackValues<T, PACKS>;
-    if constexpr (!PACKS || sizeof(T) < 8) {  // packs of float64 are declined
+    if constexpr (kHasKernels<T, PACKS>) {
       const auto& [scope, problem, maps, features, locations, weights] = static_cast<const Call&>(call);
       Sizes sizes = sizes_of(problem, maps.cell_entries, kVec);
       const int64_t blocks = problem.B * problem.Q * sizes.warp_packs, count = call.output.numel();
@@ -163,6 +163,15 @@ void launch_forward(const ForwardCall& call) {
              sum_splits_kernel<T, A>, sums, output, count, sizes.splits);
     }
   });
+}
+
+inline void launch_forward_of_values(const ForwardCall& call) {
+  if (!is_16_bit(call.features)) return launch_forward<false>(call);
+  const Tensor features = in_float32(call.features), weights = in_float32(call.weights),
+               sums = new_empty(features, call.output.sizes());
+  launch_forward<false>({{call.scope, call.problem, call.maps, features, call.locations, weights}, sums});
+  Tensor output = call.output;
+  copy_(output, sums);
 }
 
 }  // namespace

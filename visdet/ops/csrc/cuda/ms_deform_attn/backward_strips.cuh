@@ -119,8 +119,8 @@ __device__ __forceinline__ void find_samples(const Strip<Source>& strip, const S
       strip.source.position(raw[i], strip.level, strip.points, x, y);
       if (strip.reads(y) && strip.counts(x, y)) {
         const uint32_t cell = strip.cell(x, y);
-        const int32_t rank = atomicAdd(scratch.starts + cell, 1), place = atomicAdd(scratch.starts + cells, 1);
-        scratch.found[place] = {cell, static_cast<uint16_t>(query << strip.point_bits | point),
+        const int32_t rank = atomicAdd(scratch.starts + cell, 1), index = atomicAdd(scratch.starts + cells, 1);
+        scratch.found[index] = {cell, static_cast<uint16_t>(query << strip.point_bits | point),
                                 static_cast<uint16_t>(rank)};
       } else if (strip.y_first == 0 && !strip.counts(x, y)) {
         const float weight = strip.grads.packed != nullptr ? strip.weight(query, point, raw[i]) : 0.f;
@@ -151,9 +151,9 @@ __device__ __forceinline__ void sort_samples(const Strip<Source>& strip, const S
     strip.source.position(raw, strip.level, strip.points, x, y);
     const uint32_t cell = strip.cell(x, y);
     const int32_t begin = scratch.starts[cell], end = scratch.starts[cell + 1];
-    int32_t place = begin;
-    for (int32_t other = begin; other < end; ++other) place += scratch.samples[other] < sample;
-    scratch.records[place] = {sample, x, y, weight};
+    int32_t at = begin;
+    for (int32_t other = begin; other < end; ++other) at += scratch.samples[other] < sample;
+    scratch.records[at] = {sample, x, y, weight};
   }
   __syncthreads();  // the records are sorted
 }

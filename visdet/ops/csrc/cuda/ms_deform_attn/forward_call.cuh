@@ -17,9 +17,6 @@ namespace {
 // with __launch_bounds__ the compiler orders the loads worse.
 constexpr int kForwardRegisters = 64;
 
-// Kernels are compiled for rows of the lengths that published models have: of 16 lanes at the most, which are 64
-// channels in float32 and 128 in 16 bit.
-constexpr int kMaxLanes = 16;
 constexpr int kUsualChannels = 32;  // of a row in nearly every published model; some kernels have a form for them
 
 // A call none of whose tensors is empty. Form: GivenForm or FusedForm.
@@ -35,10 +32,9 @@ struct ForwardCall {
   int64_t element() const { return static_cast<int64_t>(value.element_size()); }
   int64_t texel_bytes() const { return problem.G * problem.C * element(); }
   bool is_double() const { return element() == 8; }
-  bool is_16_bit() const { return element() == 2; }
   // Rows in float64 are read value by value, so that one kernel serves all of their lengths.
   RowSplit row() const {
-    return row_split(problem.C, !is_double() && aligned(value, kVectorBytes), vector_values(value), kMaxLanes);
+    return row_split(problem.C, !is_double() && aligned(value, kVectorBytes), vector_values(value));
   }
 
   // Calls f(T, A, VEC, LANES) with the types of values and sums and the constants of row().
@@ -48,7 +44,7 @@ struct ForwardCall {
       if constexpr (sizeof(accumulate_tag) == 8) {
         f(value_tag, accumulate_tag, std::integral_constant<int, 1>{}, std::integral_constant<int, 32>{});
       } else {
-        dispatch_row<kVectorValues<decltype(value_tag)>, kMaxLanes>(
+        dispatch_row<kVectorValues<decltype(value_tag)>>(
             row(), [&](auto vec, auto lanes) { f(value_tag, accumulate_tag, vec, lanes); });
       }
     });
@@ -59,7 +55,7 @@ struct ForwardCall {
   const char* declines_row() const {
     if (is_double()) return "the values are float64";
     if (row().vec == 1) return "rows of value cannot be read 16 bytes at a time";
-    if (problem.C * element() > kMaxLanes * kVectorBytes) return "a row of value has more than 256 bytes";
+    if (problem.C > kMaxChannels) return "a row of value has more than 64 channels";
     return nullptr;
   }
 

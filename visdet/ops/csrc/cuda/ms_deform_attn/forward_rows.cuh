@@ -175,7 +175,7 @@ template <typename Form>
 FewBlocks few_blocks(const ForwardCall<Form>& call, bool in_runs, int64_t blocks_each) {
   const int64_t lanes = call.row().lanes, heads = call.problem.B * call.problem.G;
   const int64_t blocks = blocks_each * std::max<int64_t>(1, call.scope.device().multiprocessors / heads);
-  const int64_t rows = ceil_div(call.problem.Q, blocks), most_split = call.is_16_bit() ? 768 : kForwardThreads;
+  const int64_t rows = ceil_div(call.problem.Q, blocks), most_split = is_16_bit(call.value) ? 768 : kForwardThreads;
   const auto threads = [&](int64_t split) { return ceil_div(rows * lanes * split, 32) * 32; };
   const int64_t split4 = std::min<int64_t>(4, std::max<int64_t>(1, 16 / lanes)),
                 split2 = std::min<int64_t>(2, std::max<int64_t>(1, 8 / lanes));
@@ -195,13 +195,11 @@ void dispatch_split(int64_t split, const F& f) {
 }
 
 // The path `few_rows` serves decoders that the path `decoder` declines, such as those whose levels have three samples.
-// In published models, rows of such decoders have 32 channels at the most.
-constexpr int kFewRowsLanes = 8;
-
+// In published models, rows of such decoders have kUsualChannels at the most.
 template <typename Form>
 const char* few_rows_declines(const ForwardCall<Form>& call) {
   if (const char* reason = call.declines_row()) return reason;
-  if (call.row().lanes > kFewRowsLanes) return "a row of value has more than 128 bytes";
+  if (call.problem.C > kUsualChannels) return "a row of value has more than 32 channels";
   return few_blocks(call, false, 1).threads > 0 ? nullptr
                                                 : "there are too many queries for the number of multiprocessors";
 }
@@ -210,7 +208,7 @@ template <typename Form>
 void few_rows_launch(const ForwardCall<Form>& call) {
   const FewBlocks blocks = few_blocks(call, false, 1);
   call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
-    if constexpr (decltype(lanes)::value <= kFewRowsLanes) {
+    if constexpr (decltype(vec)::value * decltype(lanes)::value <= kUsualChannels) {
       dispatch_split<decltype(lanes)::value>(blocks.split, [&](auto split) {
         launch_rows<decltype(split)::value>(call, value_tag, float{}, vec, lanes, blocks.threads, false);
       });

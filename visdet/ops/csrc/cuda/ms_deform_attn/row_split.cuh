@@ -30,36 +30,32 @@ inline Grid head_grid(int64_t blocks, int64_t heads) {
   return {blocks, std::min<int64_t>(heads, 65535), ceil_div(heads, 65535)};
 }
 
+// Kernels are compiled for rows of the lengths that published models have. A longer row is taken in several steps.
+constexpr int kMaxChannels = 64;
+
 // `lanes` neighbouring threads, a power of two, read a row of C channels together, `vec` channels each by one load. vec
-// is 16 bytes' worth of values where channels and addresses allow such loads, else 1. The lanes cover the row, or are
-// the most that a path has; they then take the row in several steps.
+// is 16 bytes' worth of values where channels and addresses allow such loads, else 1. The lanes cover kMaxChannels at
+// the most, and 32 channels if vec is 1.
 struct RowSplit {
   int64_t vec, lanes;
 };
 
-inline RowSplit row_split(int64_t C, bool is_aligned, int64_t vec, int64_t most_lanes) {
-  if (C % vec != 0 || !is_aligned) return {1, std::min<int64_t>(most_lanes * vec, 32)};
+inline RowSplit row_split(int64_t C, bool is_aligned, int64_t vec) {
+  if (C % vec != 0 || !is_aligned) return {1, 32};
   int64_t lanes = 4;
-  while (lanes < most_lanes && lanes * vec < C) lanes *= 2;
+  while (lanes * vec < std::min<int64_t>(C, kMaxChannels)) lanes *= 2;
   return {vec, lanes};
 }
 
-// Calls f(VEC, LANES) with the constants of a row_split(C, is_aligned, VEC, MOST).
-template <int VEC, int MOST, typename F>
+// Calls f(VEC, LANES) with the constants of a row_split(C, is_aligned, VEC).
+template <int VEC, typename F>
 void dispatch_row(const RowSplit& row, const F& f) {
-  if (row.vec == 1) {
-    return f(std::integral_constant<int, 1>{}, std::integral_constant<int, least(MOST * VEC, 32)>{});
-  }
+  if (row.vec == 1) return f(std::integral_constant<int, 1>{}, std::integral_constant<int, 32>{});
   const std::integral_constant<int, VEC> vec;
-  if constexpr (MOST >= 32) {
-    if (row.lanes == 32) return f(vec, std::integral_constant<int, 32>{});
-  }
-  if constexpr (MOST >= 16) {
+  if constexpr (16 * VEC <= kMaxChannels) {
     if (row.lanes == 16) return f(vec, std::integral_constant<int, 16>{});
   }
-  if constexpr (MOST >= 8) {
-    if (row.lanes == 8) return f(vec, std::integral_constant<int, 8>{});
-  }
+  if (row.lanes == 8) return f(vec, std::integral_constant<int, 8>{});
   f(vec, std::integral_constant<int, 4>{});
 }
 

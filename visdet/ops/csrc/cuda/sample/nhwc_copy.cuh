@@ -135,6 +135,17 @@ inline int64_t images_at_once(const Device& device, int64_t B, int64_t image_byt
   return ceil_div(B, ceil_div(B, most));
 }
 
+constexpr int kPackChannels = 4;  // that a thread loads at once
+inline bool has_packs(int64_t C, int64_t K) { return C % kPackChannels == 0 && K % kPackChannels == 0; }
+
+// Returns the images, in float32 if they have 16 bit and cannot be read in packs. No published model has such images,
+// so that there is no kernel for them.
+inline Tensor readable(const Tensor& images, const SampleProblem& problem) {
+  const bool packed =
+      has_packs(problem.C, problem.K) && (!problem.channels_last || aligned(images, kPackChannels * sizeof(uint16_t)));
+  return !is_16_bit(images) || packed ? images : in_float32(images);
+}
+
 // Images as [B, H, W, C] in memory: themselves if they are channels last, else a copy, which start_copy() makes.
 template <typename T>
 struct Images {
@@ -216,17 +227,16 @@ struct Inputs {
     }
   }
 
-  // Calls f(VEC) with 4 channels a load where types, sizes and addresses, that of the tensor `other` with K channels a
-  // row among them, allow it, else 1.
+  // Calls f(VEC) with the channels of a load: kPackChannels where types, sizes and addresses, that of the tensor
+  // `other` with K channels a row among them, allow it, else 1. Images of 16 bit always allow it, see readable().
   template <typename F>
   void with_vec(const void* other, const F& f) const {
+    constexpr bool kIs16Bit = sizeof(T) == 2;
     if constexpr (sizeof(A) == 4) {
-      constexpr int kVec = 4;
-      if (sizes.C % kVec == 0 && sizes.K % kVec == 0 && aligned(images.data, kVec * sizeof(T)) && aligned(other, 16)) {
-        return f(std::integral_constant<int, kVec>{});
-      }
+      const bool packed = has_packs(sizes.C, sizes.K) && aligned(images.data, 16) && aligned(other, 16);
+      if (kIs16Bit || packed) return f(std::integral_constant<int, kPackChannels>{});
     }
-    f(std::integral_constant<int, 1>{});
+    if constexpr (!kIs16Bit) f(std::integral_constant<int, 1>{});
   }
 };
 

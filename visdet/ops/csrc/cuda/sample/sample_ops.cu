@@ -26,17 +26,24 @@ void run(const char* op, const SampleProblem& problem, const DeviceScope& scope,
   });
 }
 
+// The result in the type of the images that the operator was given, see readable().
+Tensor in_type_of(const Tensor& images, const Tensor& result) {
+  const ScalarType type = images.scalar_type();
+  return result.scalar_type() == type ? result : torch::stable::to(result, type);
+}
+
 // An empty tensor in the layout of images: channels last, or contiguous.
 Tensor like_images(const Tensor& images, const SampleProblem& problem) {
   return problem.channels_last ? empty_like(images) : new_empty(images, images.sizes());
 }
 
-Tensor sample_sum(const Tensor& images, const Tensor& samples_in, const Tensor& weights_in) {
+Tensor sample_sum(const Tensor& images_in, const Tensor& samples_in, const Tensor& weights_in) {
   constexpr const char* op = "sample_sum";
-  const auto problem = check_sample_sum(op, images, samples_in, weights_in);
+  const auto problem = check_sample_sum(op, images_in, samples_in, weights_in);
   check_sizes(op, problem);
-  const DeviceScope scope(images);
-  const Tensor samples = contiguous_pairs(samples_in), weights = dense(weights_in);
+  const DeviceScope scope(images_in);
+  const Tensor images = readable(images_in, problem), samples = contiguous_pairs(samples_in),
+               weights = dense(weights_in);
   Tensor output = new_empty(images, {problem.B, problem.G, problem.Q, problem.C});
   run(op, problem, scope, images, samples, [&](const auto& in) {
     using In = std::decay_t<decltype(in)>;
@@ -44,18 +51,19 @@ Tensor sample_sum(const Tensor& images, const Tensor& samples_in, const Tensor& 
       launch_sum(in, run, data_of<typename In::Sum>(weights), mutable_data_of<typename In::Value>(output));
     });
   });
-  return output;
+  return in_type_of(images_in, output);
 }
 
-std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output_in, const Tensor& images,
+std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output_in, const Tensor& images_in,
                                                        const Tensor& samples_in, const Tensor& weights_in,
                                                        bool deterministic) {
   constexpr const char* op = "sample_sum_backward";
-  const auto problem = check_sample_sum(op, images, samples_in, weights_in);
+  const auto problem = check_sample_sum(op, images_in, samples_in, weights_in);
   check_grouped(op, "grad_output", grad_output_in, {"C", problem.C}, samples_in, problem, problem.G);
   check_sizes(op, problem);
-  const DeviceScope scope(images);
-  const Tensor grad_output = dense(grad_output_in), samples = contiguous_pairs(samples_in), weights = dense(weights_in);
+  const DeviceScope scope(images_in);
+  const Tensor images = readable(images_in, problem), grad_output = contiguous_pairs(grad_output_in),
+               samples = contiguous_pairs(samples_in), weights = dense(weights_in);
   Tensor grad_images = like_images(images, problem), grad_samples = new_empty(samples, samples.sizes()),
          grad_weights = new_empty(weights, weights.sizes());
   if (problem.G == 0) zero_(grad_samples);
@@ -67,16 +75,17 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
     const CellCounts cells = launch_dots<true, true>(in, in.all(), coefficients, rows, depths, out);
     launch_scatter(in, cells, coefficients, rows, depths, grad_images, problem.channels_last, deterministic);
   });
-  return {grad_images, grad_samples, grad_weights};
+  return {in_type_of(images_in, grad_images), grad_samples, grad_weights};
 }
 
-Tensor sample_dot(const Tensor& images, const Tensor& samples_in, const Tensor& queries_in, const Tensor& depths_in,
+Tensor sample_dot(const Tensor& images_in, const Tensor& samples_in, const Tensor& queries_in, const Tensor& depths_in,
                   int64_t num_octaves) {
   constexpr const char* op = "sample_dot";
-  const auto problem = check_sample_dot(op, images, samples_in, queries_in, depths_in, num_octaves);
+  const auto problem = check_sample_dot(op, images_in, samples_in, queries_in, depths_in, num_octaves);
   check_sizes(op, problem);
-  const DeviceScope scope(images);
-  const Tensor samples = contiguous_pairs(samples_in), queries = dense(queries_in), depths = dense(depths_in);
+  const DeviceScope scope(images_in);
+  const Tensor images = readable(images_in, problem), samples = contiguous_pairs(samples_in),
+               queries = contiguous_pairs(queries_in), depths = dense(depths_in);
   Tensor output = new_empty(images, {problem.B, problem.G, problem.Q, problem.D});
   run(op, problem, scope, images, samples, [&](const auto& in) {
     using In = std::decay_t<decltype(in)>;
@@ -86,19 +95,20 @@ Tensor sample_dot(const Tensor& images, const Tensor& samples_in, const Tensor& 
       launch_dots<true, false>(in, run, static_cast<const A*>(nullptr), data_of<A>(queries), data_of<A>(depths), out);
     });
   });
-  return output;
+  return in_type_of(images_in, output);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& grad_output_in, const Tensor& images,
+std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& grad_output_in, const Tensor& images_in,
                                                                const Tensor& samples_in, const Tensor& queries_in,
                                                                const Tensor& depths_in, int64_t num_octaves,
                                                                bool deterministic) {
   constexpr const char* op = "sample_dot_backward";
-  const auto problem = check_sample_dot(op, images, samples_in, queries_in, depths_in, num_octaves);
+  const auto problem = check_sample_dot(op, images_in, samples_in, queries_in, depths_in, num_octaves);
   check_grouped(op, "grad_output", grad_output_in, {"D", problem.D}, samples_in, problem, problem.G);
   check_sizes(op, problem);
-  const DeviceScope scope(images);
-  const Tensor grad_output = dense(grad_output_in), samples = contiguous_pairs(samples_in), queries = dense(queries_in),
+  const DeviceScope scope(images_in);
+  const Tensor images = readable(images_in, problem), grad_output = dense(grad_output_in),
+               samples = contiguous_pairs(samples_in), queries = contiguous_pairs(queries_in),
                depths = dense(depths_in);
   Tensor grad_images = like_images(images, problem), grad_samples = new_empty(samples, samples.sizes()),
          grad_queries = new_empty(queries, queries.sizes()), grad_depths = new_empty(depths, depths.sizes());
@@ -112,7 +122,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
     const CellCounts cells = launch_dots<false, true>(in, in.all(), coefficients, rows, depth_data, out);
     launch_scatter(in, cells, coefficients, rows, depth_data, grad_images, problem.channels_last, deterministic);
   });
-  return {grad_images, grad_samples, grad_queries, grad_depths};
+  return {in_type_of(images_in, grad_images), grad_samples, grad_queries, grad_depths};
 }
 
 }  // namespace
