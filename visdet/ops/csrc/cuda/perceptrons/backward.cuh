@@ -49,16 +49,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int lane = lane_of_group();
 
   Tile tile;
-  const int last_outputs = net.layers[perceptron.first_layer + perceptron.num_layers - 1].outputs;
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-    const int column = lane + t * kLanes;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const bool is_inside = column < last_outputs && first + r < net.rows;
-      tile[r][t] = is_inside ? grad_output[(first + r) * net.outputs + perceptron.first_output + column] : 0.f;
-    }
-  }
+  load_tile(grad_output + perceptron.first_output, net.outputs,
+            net.layers[perceptron.first_layer + perceptron.num_layers - 1].outputs, first, net.rows, tile);
   for (int l = perceptron.num_layers - 1; l >= 0; --l) {
     const Layer& layer = net.layers[perceptron.first_layer + l];
     const int outputs = layer.outputs, kind = layer.kind & ~kFirst;

@@ -19,16 +19,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int lane = lane_of_group();
 
   Tile tile;
-  const int inputs = net.layers[perceptron.first_layer].inputs;
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-    const int column = lane + t * kLanes;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const bool is_inside = column < inputs && first + r < net.rows;
-      tile[r][t] = is_inside ? input[(first + r) * net.columns + perceptron.first_column + column] : 0.f;
-    }
-  }
+  load_tile(input + perceptron.first_column, net.columns, net.layers[perceptron.first_layer].inputs, first, net.rows,
+            tile);
   for (int l = 0; l < perceptron.num_layers; ++l) {
     const Layer& layer = net.layers[perceptron.first_layer + l];
     const int outputs = layer.outputs;

@@ -71,6 +71,21 @@ struct Shared {
 __device__ __forceinline__ int lane_of_group() { return threadIdx.x % kLanes; }
 __device__ __forceinline__ int group_of_thread() { return threadIdx.x / kLanes; }
 
+// Reads the thread's tile of a block's rows: `width` columns of [rows, pitch] numbers, zero outside them. first: the
+// thread's first row.
+__device__ __forceinline__ void load_tile(const float* __restrict__ columns, int64_t pitch, int width, int64_t first,
+                                          int64_t rows, Tile& tile) {
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    const int column = lane_of_group() + t * kLanes;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const bool is_inside = column < width && first + r < rows;
+      tile[r][t] = is_inside ? columns[(first + r) * pitch + column] : 0.f;
+    }
+  }
+}
+
 __host__ __device__ constexpr int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
 // Four neighbouring numbers of a row of `width` numbers, with zeros behind its end.
