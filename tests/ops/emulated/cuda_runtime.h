@@ -2,7 +2,7 @@
 //
 // Each thread of the block is a coroutine. One runs until it waits for others, at a barrier of the block or at an
 // exchange within its warp; then the next one runs. Atomics need no more than that. Memory that a function declares as
-// __shared__ is static, so that all threads of the only block have it in common.
+// __shared__ is static, so that all threads of the block that runs have it in common. There is no dynamic shared memory.
 #pragma once
 
 #include <ucontext.h>
@@ -19,12 +19,23 @@
 
 #define __host__
 #define __device__
+#define __global__
 #define __forceinline__ inline
 #define __shared__ static
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(bytes) __attribute__((aligned(bytes)))
 
-struct {
-  unsigned x;
-} threadIdx;
+struct Index {
+  unsigned x, y;
+} threadIdx, blockIdx;
+
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 
 namespace emulated {
 
@@ -32,9 +43,9 @@ constexpr size_t kStackBytes = 1 << 18;
 
 struct Thread {
   ucontext_t context;
-  std::unique_ptr<char[]> stack;
   bool is_done = false;
 };
+inline std::vector<std::unique_ptr<char[]>> stacks;  // of the threads of a block, for one block after the other
 
 // Threads wait here until as many as it expects have come.
 struct Barrier {
@@ -80,10 +91,11 @@ inline void run_thread() {
 inline void run_block(int count, std::function<void()> body) {
   Block of_call{std::vector<Thread>(count), std::vector<Warp>(count / 32), {}, {}, std::move(body)};
   block = &of_call;
-  for (Thread& thread : of_call.threads) {
-    thread.stack = std::make_unique<char[]>(kStackBytes);
+  while (stacks.size() < of_call.threads.size()) stacks.emplace_back(new char[kStackBytes]);
+  for (int i = 0; i < count; ++i) {
+    Thread& thread = of_call.threads[i];
     getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_sp = stacks[i].get();
     thread.context.uc_stack.ss_size = kStackBytes;
     makecontext(&thread.context, run_thread, 0);
   }
@@ -96,6 +108,13 @@ inline void run_block(int count, std::function<void()> body) {
     }
   }
   block = nullptr;
+}
+
+// Calls body() in each thread of a grid of x times y blocks, one block after the other.
+inline void run_grid(unsigned x, unsigned y, int threads, const std::function<void()>& body) {
+  for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y) {
+    for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x) run_block(threads, body);
+  }
 }
 
 inline void sync_warp(unsigned mask) {
@@ -149,6 +168,7 @@ unsigned __match_any_sync(unsigned mask, T value) {
   return same;
 }
 
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(unsigned bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 template <typename T>
