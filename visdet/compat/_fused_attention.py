@@ -20,12 +20,12 @@ from visdet import ops
 from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 
 from ._attention import level_tables, takes
+from ._projection import is_plain, is_untouched, project, project_masked
 from ._requests import is_asked
 
-__all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "is_untouched"]
+__all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward"]
 
 _ARGUMENTS = {"hidden_states", "encoder_hidden_states", "reference_points", "spatial_shapes_list"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def attend_fused(
     Args:
         module: a module with ``n_heads`` and the layers ``sampling_offsets``, ``attention_weights`` and, if
             ``is_projected`` is True, ``value_proj`` and ``output_proj``.
-        query, memory, mask, references, shapes: the arguments of its forward, as described above.
+        query, memory, mask, references, shapes: the arguments of its forward, as described above. ``mask`` is None if
+            ``is_projected`` is False.
         points: the number of points, which is one number for all levels or one number per level.
         is_projected: whether the module projects the memory and the output.
         wants_logits: whether to return the logits. Otherwise, the second result is None.
@@ -144,15 +145,13 @@ def attend_fused(
         output = _attend_as_one(module, query, memory, mask, references, shapes, points)
         if output is not None:
             return output, None
-    value = module.value_proj(memory) if is_projected else memory
-    if mask is not None:
-        value = value.masked_fill(mask[..., None], 0.0)
+    value = project_masked(module.value_proj, memory, mask) if is_projected else memory
     rows = (*query.shape[:2], module.n_heads)
-    offsets = module.sampling_offsets(query).view(*rows, -1, 2)
-    logits = module.attention_weights(query).view(*rows, -1)
+    offsets = project(module.sampling_offsets, query).view(*rows, -1, 2)
+    logits = project(module.attention_weights, query).view(*rows, -1)
     value = value.unflatten(-1, (module.n_heads, -1))
     output = ops.ms_deform_attn_fused(value, *level_tables(shapes), references, offsets, logits, points)
-    return module.output_proj(output) if is_projected else output, logits if wants_logits else None
+    return project(module.output_proj, output) if is_projected else output, logits if wants_logits else None
 
 
 def _fits(
@@ -174,13 +173,6 @@ def _fits(
     return is_own and references.shape[2] in (1, levels) and references.shape[3] in (2, 4)
 
 
-def is_untouched(layer: nn.Module, kind: type[nn.Module] | None = None) -> bool:
-    """Return whether calling a layer runs its class's forward and, apart from global hooks, nothing else."""
-    own = vars(layer)
-    is_kind = kind is None or type(layer) is kind
-    return is_kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
-
-
 def _attend_as_one(
     module: Any,
     query: Tensor,
@@ -197,12 +189,9 @@ def _attend_as_one(
     parameters = []
     for name in ("sampling_offsets", "attention_weights", "value_proj", "output_proj"):
         layer = vars(module)["_modules"].get(name)
-        if layer is None or not is_untouched(layer, nn.Linear) or _has_any_global_hook():
+        if not is_plain(layer):
             return None
-        own = layer._parameters
-        if any(type(own.get(key)) is not nn.Parameter for key in ("weight", "bias")):
-            return None
-        parameters += [own["weight"], own["bias"]]
+        parameters += [layer._parameters["weight"], layer._parameters["bias"]]
     tables = level_tables(shapes)
     counts = [points] * len(shapes) if isinstance(points, int) else list(points)
     return ms_deform_attn_projected(
