@@ -137,7 +137,8 @@ def fused_geometry(
                 f"ms_deform_attn_fused: reference_points must be [B or 1, Q, L or 1, 2 or 4] with B = {B} as in value "
                 f"and L = {L}, got {tuple(reference_points.shape)}"
             )
-        reference_points = reference_points.expand(B, -1, L, -1)
+        # One copy of expanded points serves the forward and the backward. The kernels would make one for each.
+        reference_points = reference_points.expand(B, -1, L, -1).contiguous()
     points = [num_points] * L if isinstance(num_points, int) else list(num_points)
     return shapes, starts, reference_points, points
 
