@@ -23,7 +23,7 @@ from ._attention import level_tables, takes
 from ._projection import is_plain, is_untouched, project, project_masked
 from ._requests import is_asked
 
-__all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward"]
+__all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "module_disagreement"]
 
 _ARGUMENTS = {"hidden_states", "encoder_hidden_states", "reference_points", "spatial_shapes_list"}
 
@@ -248,17 +248,47 @@ def _is_same(one: Any, other: Any) -> bool:
 _DIMS, _HEADS, _SHAPES = 8, 2, [(3, 4), (2, 2)]
 
 
+def module_disagreement(
+    owner: type[nn.Module],
+    original: Callable[..., Tensor],
+    replacement: Callable[..., Tensor],
+    tables: Sequence[Any],
+    **attributes: Any,
+) -> str | None:
+    """Return None if two forwards of a class agree on a small example, and otherwise how they differ.
+
+    Args:
+        owner: a class of attention modules, which have ``n_levels``, ``n_heads``, ``n_points`` and the four layers.
+        original: its forward of (self, query, reference points, memory, *tables, mask), which returns the output.
+        replacement: visdet's forward of the same arguments.
+        tables: the arguments between the memory and the mask for the example, whose levels are 3 x 4 and 2 x 2.
+        attributes: further attributes that the forward reads.
+    """
+    example = _example_with_parts(owner, _HEADS * len(_SHAPES) * 2, is_projected=True)
+    vars(example).update(attributes)
+    for boxes in (False, True):
+        given = _example_arguments(boxes)
+        arguments = (
+            given["hidden_states"],
+            given["reference_points"][:, :, :1],
+            given["encoder_hidden_states"],
+            *tables,
+            given.get("attention_mask"),
+        )
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                expected, found = original(example, *arguments), replacement(example, *arguments)
+        except (AttributeError, NameError, TypeError, ValueError, RuntimeError, LookupError) as error:
+            return f"fails on a small example ({type(error).__name__}: {error})"
+        if not _is_same(expected, found):
+            return "computes something else than visdet's fused operator"
+    return None
+
+
 def _example(owner: type[nn.Module], module: ModuleType, form: Form) -> Any:
-    """Return a module of a class that has only the parts of a form. The constructor of the class is not called."""
-    example: Any = owner.__new__(owner)
-    nn.Module.__init__(example)
+    """Return a module of a class that has only the parts of a form."""
     points = [1, 3] if form.method == "decoder_method" else [2, 2]
-    samples = _HEADS * sum(points)
-    example.d_model, example.n_heads, example.n_levels, example.im2col_step = _DIMS, _HEADS, len(_SHAPES), 64
-    example.n_points = 2
-    layers = {"sampling_offsets": 2 * samples, "attention_weights": samples}
-    if form.is_projected:
-        layers |= {"value_proj": _DIMS, "output_proj": _DIMS}
+    example = _example_with_parts(owner, _HEADS * sum(points), form.is_projected)
     if form.method:
         setattr(example, form.points, points)
         setattr(example, form.method, "default")
@@ -268,6 +298,18 @@ def _example(owner: type[nn.Module], module: ModuleType, form: Form) -> Any:
         example.ms_deformable_attn_core = getattr(module, "multi_scale_deformable_attention_v2", None)
     elif hasattr(module, "MultiScaleDeformableAttention"):
         example.attn = module.MultiScaleDeformableAttention()
+    return example
+
+
+def _example_with_parts(owner: type[nn.Module], samples: int, is_projected: bool) -> Any:
+    """Return a module of a class with random layers for so many samples. The constructor of the class is not called."""
+    example: Any = owner.__new__(owner)
+    nn.Module.__init__(example)
+    example.d_model, example.n_heads, example.n_levels, example.im2col_step = _DIMS, _HEADS, len(_SHAPES), 64
+    example.n_points = 2
+    layers = {"sampling_offsets": 2 * samples, "attention_weights": samples}
+    if is_projected:
+        layers |= {"value_proj": _DIMS, "output_proj": _DIMS}
     generator = torch.Generator("cpu").manual_seed(0)
     for name, width in layers.items():
         layer = nn.utils.skip_init(nn.Linear, _DIMS, width, device="cpu", dtype=torch.float64)
