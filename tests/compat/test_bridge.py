@@ -248,9 +248,10 @@ def test_aggregation_adds_its_gradients(device, no_extensions):
 ROOT = str(Path(compat.__file__).resolve().parents[2])
 
 
-def run_python(*arguments, PYTHONPATH=ROOT, **environment):
+def run_python(*arguments, PYTHONPATH=ROOT, cwd=None, **environment):
     finished = subprocess.run(
         [sys.executable, *map(str, arguments)],
+        cwd=cwd,
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},
@@ -292,6 +293,27 @@ def test_a_script_and_its_children_run_under_the_bridges(script):
     )
     assert code == 0, error
     assert sorted(out.splitlines()) == ["__main__ ['child'] visdet", "__main__ ['parent', '-m'] visdet"]
+
+
+def test_a_script_finds_the_modules_that_it_finds_without_visdet(script, tmp_path):
+    """They are those of its own folder and not those of the current one, where the command ``-m`` was given."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "neighbour.py").write_text("raise AssertionError('a module of the current folder')\n")
+    (elsewhere / "of_the_current_folder.py").write_text("")
+    source = script.read_text()
+    script.write_text(
+        "import importlib.util\nassert importlib.util.find_spec('of_the_current_folder') is None\n" + source
+    )
+    code, out, error = run_python(
+        "-m", "visdet.compat", "run", "--only", "extensions", script, "x", cwd=elsewhere
+    )
+    assert (code, out) == (0, "__main__ ['x'] visdet\n"), error
+
+
+def test_a_script_that_does_not_exist_is_named_in_one_line(tmp_path):
+    code, _, error = run_python("-m", "visdet.compat", "run", tmp_path / "absent.py")
+    assert code == 2 and len(error.splitlines()) == 1 and "absent.py': there is no such file" in error
 
 
 def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path):
