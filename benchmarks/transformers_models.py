@@ -69,6 +69,11 @@ def _mask2former(package: Any) -> Any:
     )
 
 
+def _lw_detr(package: Any) -> Any:
+    # The default configuration has no level at all. The published models up to "medium" have one, with stride 16.
+    return package.LwDetrConfig(num_labels=CLASSES, projector_scale_factors=[1.0])
+
+
 def _by_default(prefix: str) -> dict[str, Any]:
     """Return the model and the configuration of a family whose default configuration is the published one."""
     return dict(
@@ -94,7 +99,7 @@ FAMILIES = {
         Family("rt_detr", **_by_default("RTDetr")),
         Family("rt_detr_v2", **_by_default("RTDetrV2")),
         Family("d_fine", **_by_default("DFine")),
-        Family("lw_detr", **_by_default("LwDetr")),
+        Family("lw_detr", "LwDetrForObjectDetection", _lw_detr),
         Family("rf_detr", **_by_default("RfDetr"), size=(560, 560)),  # 40 patches, a multiple of its windows
     )
 }

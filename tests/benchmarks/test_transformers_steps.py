@@ -1,6 +1,7 @@
 """benchmarks.transformers_steps: a tiny family from end to end on the CPU, and the comparison that comes first."""
 
 import contextlib
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -35,6 +36,13 @@ def tiny_config(package):
 
 
 TINY = Family("tiny", "DeformableDetrForObjectDetection", tiny_config, (64, 96))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_levels_to_attend_to(name):
+    """LW-DETR's default configuration has none, so that its model fails."""
+    config = FAMILIES[name].config(importlib.import_module("transformers"))
+    assert getattr(config, "num_feature_levels", 1) >= 1
 
 
 def test_a_family_from_end_to_end(tmp_path, monkeypatch, capsys):

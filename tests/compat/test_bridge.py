@@ -224,33 +224,41 @@ def test_deformable_attention_as_a_repository_writes_it(device, no_extensions):
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_aggregation_adds_its_gradients(device, no_extensions):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("all_of_it", [False, True], ids=["features", "everything"])
+def test_aggregation_adds_its_gradients(device, dtype, all_of_it, no_extensions):
+    """``dtype`` is that of the features or, with ``all_of_it``, also that of the locations and the weights."""
     extensions.install()
     extension = importlib.import_module("deformable_aggregation_ext")
     generator = torch.Generator().manual_seed(0)
     shapes = torch.tensor([[[4, 5], [2, 3]]] * 2, dtype=torch.int32, device=device)
     starts = torch.tensor([[0, 20], [26, 46]], dtype=torch.int32, device=device)
-    features = torch.randn(2, 52, 8, generator=generator).to(device)
-    locations = (torch.rand(2, 5, 3, 2, 2, generator=generator) * 1.2 - 0.1).to(device)
-    weights = torch.rand(2, 5, 3, 2, 2, 4, generator=generator).to(device)
+    other = dtype if all_of_it else torch.float32
+    features = torch.randn(2, 52, 8, generator=generator).to(device, dtype)
+    locations = (torch.rand(2, 5, 3, 2, 2, generator=generator) * 1.2 - 0.1).to(device, other)
+    weights = torch.rand(2, 5, 3, 2, 2, 4, generator=generator).to(device, other)
     out = extension.deformable_aggregation_forward(features, shapes, starts, locations, weights)
     grads = [torch.ones_like(tensor) for tensor in (features, locations, weights)]
     extension.deformable_aggregation_backward(
         features, shapes, starts, locations, weights, torch.ones_like(out), *grads
     )
-    leaves = [tensor.requires_grad_() for tensor in (features, locations, weights)]
-    wanted = ops.deformable_aggregation(features, shapes, starts, locations, weights)
-    torch.testing.assert_close(out, wanted.detach())
+    leaves = [tensor.double().requires_grad_() for tensor in (features, locations, weights)]
+    wanted = ops.deformable_aggregation_reference(leaves[0], shapes, starts, *leaves[1:])
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), wanted.detach(), rtol=tolerance, atol=tolerance)
     for found, grad in zip(grads, torch.autograd.grad(wanted.sum(), leaves), strict=True):
-        torch.testing.assert_close(found, grad + 1)
+        scale = tolerance * float(grad.abs().max())
+        torch.testing.assert_close(found.double(), grad + 1, rtol=tolerance, atol=scale)
 
 
 ROOT = str(Path(compat.__file__).resolve().parents[2])
 
 
-def run_python(*arguments, PYTHONPATH=ROOT, **environment):
+def run_python(*arguments, PYTHONPATH=ROOT, cwd=None, **environment):
     finished = subprocess.run(
         [sys.executable, *map(str, arguments)],
+        cwd=cwd,
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},
@@ -292,6 +300,27 @@ def test_a_script_and_its_children_run_under_the_bridges(script):
     )
     assert code == 0, error
     assert sorted(out.splitlines()) == ["__main__ ['child'] visdet", "__main__ ['parent', '-m'] visdet"]
+
+
+def test_a_script_finds_the_modules_that_it_finds_without_visdet(script, tmp_path):
+    """They are those of its own folder and not those of the current one, where the command ``-m`` was given."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "neighbour.py").write_text("raise AssertionError('a module of the current folder')\n")
+    (elsewhere / "of_the_current_folder.py").write_text("")
+    source = script.read_text()
+    script.write_text(
+        "import importlib.util\nassert importlib.util.find_spec('of_the_current_folder') is None\n" + source
+    )
+    code, out, error = run_python(
+        "-m", "visdet.compat", "run", "--only", "extensions", script, "x", cwd=elsewhere
+    )
+    assert (code, out) == (0, "__main__ ['x'] visdet\n"), error
+
+
+def test_a_script_that_does_not_exist_is_named_in_one_line(tmp_path):
+    code, _, error = run_python("-m", "visdet.compat", "run", tmp_path / "absent.py")
+    assert code == 2 and len(error.splitlines()) == 1 and "absent.py': there is no such file" in error
 
 
 def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path):

@@ -1,6 +1,7 @@
 """The attention modules of ultralytics, rfdetr, groundingdino and libreyolo: equal to stock under their bridges."""
 
 import copy
+import functools
 import importlib
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from visdet import compat
+from visdet.compat import _bridge
 
 SHAPES = [(8, 6), (4, 3)]
 CHANNELS, HEADS, POINTS, QUERIES = 32, 4, 3, 9
@@ -138,6 +140,27 @@ def test_uninstall_restores_the_module(bridge):
     bridge.install()
     bridge.uninstall()
     assert (dict(vars(module)), list(sys.meta_path)) == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["ultralytics", "rfdetr"])
+def test_another_computation_is_reported_and_left_alone(name, monkeypatch):
+    if name not in CHECKED:
+        pytest.skip(f"{name} is not installed: make check-packages")
+    layer, call = LAYERS[name](4)
+    owner, bridge = type(layer), compat.find(name)
+    stock = owner.forward
+
+    @functools.wraps(stock)
+    def doubled(*args, **kwargs):
+        return 2 * stock(*args, **kwargs)
+
+    monkeypatch.setattr(owner, "forward", doubled)
+    expected = call(layer)
+    pattern = rf"in {name} \d.*MSDeformAttn\.forward computes something else"
+    with pytest.warns(_bridge.CompatWarning, match=pattern), bridge.installed():
+        assert owner.forward is doubled
+        torch.testing.assert_close(call(layer), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_rfdetr_in_export_mode_keeps_its_path():

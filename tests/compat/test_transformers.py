@@ -6,6 +6,7 @@ version has, and nothing is skipped.
 
 import copy
 import importlib
+import inspect
 import warnings
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ from transformers_checks import (
     tensors_of,
 )
 
+from visdet.compat import _projection
 from visdet.compat import transformers as bridge
 
 
@@ -99,6 +101,67 @@ def compare_with_float64(layer, arguments, autocast):
         total["visdet"] += float((one.double() - truth).norm()) / size
         total["stock"] += float((other.double() - truth).norm()) / size
     assert total["visdet"] <= 1.05 * total["stock"], total
+
+
+def long_call(name):
+    """Return an attention module, and arguments with so many rows that the CPU's products are oneDNN's."""
+    layer = attention_calls(name)[0][0].eval()
+    shapes = [(40, 33), (20, 17), (10, 9), (5, 5)][: layer.n_levels]
+    rows, channels = sum(height * width for height, width in shapes), layer.value_proj.in_features
+    generator = torch.Generator().manual_seed(2)
+    arguments = dict(
+        hidden_states=torch.randn(2, rows, channels, generator=generator),
+        encoder_hidden_states=torch.randn(2, rows, channels, generator=generator),
+        position_embeddings=torch.randn(2, rows, channels, generator=generator),
+        reference_points=torch.rand(2, rows, len(shapes), 2, generator=generator),
+        spatial_shapes=torch.tensor(shapes),
+        spatial_shapes_list=shapes,
+        level_start_index=None,
+    )
+    known = inspect.signature(layer.forward).parameters
+    return layer, {key: value for key, value in arguments.items() if key in known}
+
+
+@pytest.mark.parametrize("masked", ["unmasked", "nothing masked", "a part masked", "all masked"])
+@pytest.mark.parametrize("name", ["deformable_detr", "mask2former"])
+def test_predictions_of_long_sequences_are_those_of_stock(name, masked):
+    layer, arguments = long_call(name)
+    if masked != "unmasked":
+        draw = torch.rand(arguments["hidden_states"].shape[:2], generator=torch.Generator().manual_seed(4))
+        is_padding = draw < {"nothing masked": 0, "a part masked": 0.3, "all masked": 1}[masked]
+        arguments["attention_mask"] = is_padding if name == "mask2former" else ~is_padding
+    given = {key: copy.deepcopy(value) for key, value in arguments.items()}
+    with torch.no_grad():
+        expected = layer(**arguments)[0]
+        with bridge.installed(), Recorder("visdet", "mkldnn") as recorder:
+            found = layer(**arguments)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    products = ["_linear_pointwise"] * (3 if _projection._HAS_ONEDNN else 0)
+    assert recorder.calls == [*products, "ms_deform_attn_fused", *products[:1]]
+    for key, value in given.items():
+        torch.testing.assert_close(arguments[key], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("watch", ["hook", "autocast", "weights that are no parameters"])
+def test_layers_of_predictions_are_called_where_they_do_more_than_a_product(watch):
+    layer, arguments = long_call("deformable_detr")
+    arguments["attention_mask"] = torch.zeros(arguments["hidden_states"].shape[:2], dtype=torch.bool)
+    memory, seen = arguments["encoder_hidden_states"], []
+    if watch == "hook":
+        layer.value_proj.register_forward_hook(lambda layer, args, output: seen.append(output))
+    if watch == "weights that are no parameters":  # as a parametrization has them
+        weight = layer.value_proj.weight.detach()
+        del layer.value_proj.weight
+        layer.value_proj.weight = weight
+    autocast = torch.autocast("cpu", enabled=watch == "autocast")
+    with bridge.installed(), torch.no_grad(), autocast, Recorder("mkldnn") as recorder:
+        layer(**arguments)
+    assert recorder.calls.count("_linear_pointwise") == (
+        0 if watch == "autocast" else 3 * _projection._HAS_ONEDNN
+    )
+    if watch == "hook":  # What the hook keeps is not masked afterwards.
+        expected = torch.nn.functional.linear(memory, layer.value_proj.weight, layer.value_proj.bias)
+        torch.testing.assert_close(seen[0], expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 def train(name, steps, device):

@@ -1,6 +1,7 @@
 """visdet.compat.transformers: what it reaches, how it is undone, and where it leaves the plain path."""
 
 import copy
+import functools
 import io
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from transformers_checks import (
     tensors_of,
 )
 
+from visdet.compat import _fused_attention
 from visdet.compat import transformers as bridge
 
 
@@ -237,6 +239,29 @@ def test_another_computation_is_reported_and_left_alone(monkeypatch):
     with pytest.warns(bridge.CompatWarning, match="multi_scale_deformable_attention computes something else"):
         bridge.install()
     assert module.multi_scale_deformable_attention is doubled
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_another_attention_module_is_reported_and_uses_the_operator_alone(name, monkeypatch):
+    module = modeling(name)
+    (owner,) = _fused_attention.attention_classes(module)
+    stock = owner.forward
+
+    @functools.wraps(stock)
+    def doubled(self, *args, **kwargs):
+        output, weights = stock(self, *args, **kwargs)
+        return 2 * output, weights
+
+    monkeypatch.setattr(owner, "forward", doubled)
+    with pytest.warns(
+        bridge.CompatWarning, match=rf"in transformers \d.*{owner.__name__}\.forward computes some"
+    ):
+        bridge.install()
+    assert owner.forward is doubled and len(bridge.patched()[module.__name__]) == 1
+    layer, arguments = attention_calls(name)[0]
+    with torch.no_grad(), Recorder() as recorder:
+        layer(**arguments)
+    assert recorder.calls == ["ms_deform_attn"]
 
 
 def test_the_random_state_is_left_alone():

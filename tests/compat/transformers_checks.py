@@ -21,14 +21,15 @@ FAMILIES = families() if CHECKS_ALL else FORMS
 
 
 class Recorder(TorchDispatchMode):
-    """The names of visdet's operators that were called."""
+    """The names of the operators that were called. By default, only those of visdet are noted."""
 
-    def __init__(self):
+    def __init__(self, *namespaces):
         super().__init__()
+        self.namespaces = namespaces or ("visdet",)
         self.calls = []
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
-        if function.namespace == "visdet":
+        if function.namespace in self.namespaces:
             self.calls.append(function._opname)
         return function(*args, **(kwargs or {}))
 

@@ -622,6 +622,20 @@ def test_saved_for_backward_is_the_inputs_and_nothing_else(device):
     assert {tensor.data_ptr() for tensor in saved} == inputs
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_references_of_all_levels_are_copied_once_for_both_directions(device):
+    value, shapes, starts, references, *others, points = make_case(
+        *CASES["B3-Q17-G8-C32-P4-4-4-4"], dtype=torch.float32, device=device
+    )
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        ms_deform_attn_fused(value.requires_grad_(), shapes, starts, references[:1, :, :1], *others, points)
+    (copied,) = (tensor for tensor in saved if tensor.shape == references.shape)
+    assert copied.is_contiguous()
+
+
 @pytest.mark.cuda
 def test_peak_memory_of_the_forward_is_the_output():
     case = make_case(1, 4000, 8, 32, [4, 4], [(20, 20), (10, 10)], dtype=torch.float32, device="cuda")

@@ -65,7 +65,8 @@ def print_bridges() -> None:
         "\nRun a script with some bridges:    python -m visdet.compat run --only transformers,extensions SCRIPT"
         "\nRun a script with torchrun:        torchrun --nproc-per-node 8 -m visdet.compat run SCRIPT"
         "\nInstall a bridge in a program:     import visdet.compat.transformers; visdet.compat.transformers.install()"
-        '\nInstall bridges in every Python:   PYTHONPATH="$(python -m visdet.compat startup)" VISDET_COMPAT=... COMMAND'
+        "\nInstall bridges in every Python:   "
+        'PYTHONPATH="$(python -m visdet.compat startup)${PYTHONPATH:+:$PYTHONPATH}" VISDET_COMPAT=transformers COMMAND'
     )
 
 

@@ -20,12 +20,12 @@ from visdet import ops
 from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 
 from ._attention import level_tables, takes
+from ._projection import is_plain, is_untouched, project, project_masked
 from ._requests import is_asked
 
-__all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "is_untouched"]
+__all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "module_disagreement"]
 
 _ARGUMENTS = {"hidden_states", "encoder_hidden_states", "reference_points", "spatial_shapes_list"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def attend_fused(
     Args:
         module: a module with ``n_heads`` and the layers ``sampling_offsets``, ``attention_weights`` and, if
             ``is_projected`` is True, ``value_proj`` and ``output_proj``.
-        query, memory, mask, references, shapes: the arguments of its forward, as described above.
+        query, memory, mask, references, shapes: the arguments of its forward, as described above. ``mask`` is None if
+            ``is_projected`` is False.
         points: the number of points, which is one number for all levels or one number per level.
         is_projected: whether the module projects the memory and the output.
         wants_logits: whether to return the logits. Otherwise, the second result is None.
@@ -144,15 +145,13 @@ def attend_fused(
         output = _attend_as_one(module, query, memory, mask, references, shapes, points)
         if output is not None:
             return output, None
-    value = module.value_proj(memory) if is_projected else memory
-    if mask is not None:
-        value = value.masked_fill(mask[..., None], 0.0)
+    value = project_masked(module.value_proj, memory, mask) if is_projected else memory
     rows = (*query.shape[:2], module.n_heads)
-    offsets = module.sampling_offsets(query).view(*rows, -1, 2)
-    logits = module.attention_weights(query).view(*rows, -1)
+    offsets = project(module.sampling_offsets, query).view(*rows, -1, 2)
+    logits = project(module.attention_weights, query).view(*rows, -1)
     value = value.unflatten(-1, (module.n_heads, -1))
     output = ops.ms_deform_attn_fused(value, *level_tables(shapes), references, offsets, logits, points)
-    return module.output_proj(output) if is_projected else output, logits if wants_logits else None
+    return project(module.output_proj, output) if is_projected else output, logits if wants_logits else None
 
 
 def _fits(
@@ -174,13 +173,6 @@ def _fits(
     return is_own and references.shape[2] in (1, levels) and references.shape[3] in (2, 4)
 
 
-def is_untouched(layer: nn.Module, kind: type[nn.Module] | None = None) -> bool:
-    """Return whether calling a layer runs its class's forward and, apart from global hooks, nothing else."""
-    own = vars(layer)
-    is_kind = kind is None or type(layer) is kind
-    return is_kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
-
-
 def _attend_as_one(
     module: Any,
     query: Tensor,
@@ -197,12 +189,9 @@ def _attend_as_one(
     parameters = []
     for name in ("sampling_offsets", "attention_weights", "value_proj", "output_proj"):
         layer = vars(module)["_modules"].get(name)
-        if layer is None or not is_untouched(layer, nn.Linear) or _has_any_global_hook():
+        if not is_plain(layer):
             return None
-        own = layer._parameters
-        if any(type(own.get(key)) is not nn.Parameter for key in ("weight", "bias")):
-            return None
-        parameters += [own["weight"], own["bias"]]
+        parameters += [layer._parameters["weight"], layer._parameters["bias"]]
     tables = level_tables(shapes)
     counts = [points] * len(shapes) if isinstance(points, int) else list(points)
     return ms_deform_attn_projected(
@@ -259,17 +248,47 @@ def _is_same(one: Any, other: Any) -> bool:
 _DIMS, _HEADS, _SHAPES = 8, 2, [(3, 4), (2, 2)]
 
 
+def module_disagreement(
+    owner: type[nn.Module],
+    original: Callable[..., Tensor],
+    replacement: Callable[..., Tensor],
+    tables: Sequence[Any],
+    **attributes: Any,
+) -> str | None:
+    """Return None if two forwards of a class agree on a small example, and otherwise how they differ.
+
+    Args:
+        owner: a class of attention modules, which have ``n_levels``, ``n_heads``, ``n_points`` and the four layers.
+        original: its forward of (self, query, reference points, memory, *tables, mask), which returns the output.
+        replacement: visdet's forward of the same arguments.
+        tables: the arguments between the memory and the mask for the example, whose levels are 3 x 4 and 2 x 2.
+        attributes: further attributes that the forward reads.
+    """
+    example = _example_with_parts(owner, _HEADS * len(_SHAPES) * 2, is_projected=True)
+    vars(example).update(attributes)
+    for boxes in (False, True):
+        given = _example_arguments(boxes)
+        arguments = (
+            given["hidden_states"],
+            given["reference_points"][:, :, :1],
+            given["encoder_hidden_states"],
+            *tables,
+            given.get("attention_mask"),
+        )
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                expected, found = original(example, *arguments), replacement(example, *arguments)
+        except (AttributeError, NameError, TypeError, ValueError, RuntimeError, LookupError) as error:
+            return f"fails on a small example ({type(error).__name__}: {error})"
+        if not _is_same(expected, found):
+            return "computes something else than visdet's fused operator"
+    return None
+
+
 def _example(owner: type[nn.Module], module: ModuleType, form: Form) -> Any:
-    """Return a module of a class that has only the parts of a form. The constructor of the class is not called."""
-    example: Any = owner.__new__(owner)
-    nn.Module.__init__(example)
+    """Return a module of a class that has only the parts of a form."""
     points = [1, 3] if form.method == "decoder_method" else [2, 2]
-    samples = _HEADS * sum(points)
-    example.d_model, example.n_heads, example.n_levels, example.im2col_step = _DIMS, _HEADS, len(_SHAPES), 64
-    example.n_points = 2
-    layers = {"sampling_offsets": 2 * samples, "attention_weights": samples}
-    if form.is_projected:
-        layers |= {"value_proj": _DIMS, "output_proj": _DIMS}
+    example = _example_with_parts(owner, _HEADS * sum(points), form.is_projected)
     if form.method:
         setattr(example, form.points, points)
         setattr(example, form.method, "default")
@@ -279,6 +298,18 @@ def _example(owner: type[nn.Module], module: ModuleType, form: Form) -> Any:
         example.ms_deformable_attn_core = getattr(module, "multi_scale_deformable_attention_v2", None)
     elif hasattr(module, "MultiScaleDeformableAttention"):
         example.attn = module.MultiScaleDeformableAttention()
+    return example
+
+
+def _example_with_parts(owner: type[nn.Module], samples: int, is_projected: bool) -> Any:
+    """Return a module of a class with random layers for so many samples. The constructor of the class is not called."""
+    example: Any = owner.__new__(owner)
+    nn.Module.__init__(example)
+    example.d_model, example.n_heads, example.n_levels, example.im2col_step = _DIMS, _HEADS, len(_SHAPES), 64
+    example.n_points = 2
+    layers = {"sampling_offsets": 2 * samples, "attention_weights": samples}
+    if is_projected:
+        layers |= {"value_proj": _DIMS, "output_proj": _DIMS}
     generator = torch.Generator("cpu").manual_seed(0)
     for name, width in layers.items():
         layer = nn.utils.skip_init(nn.Linear, _DIMS, width, device="cpu", dtype=torch.float64)

@@ -15,10 +15,16 @@ def run_program(arguments: list[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-        runpy.run_path(arguments[0], run_name="__main__")
+        return
+    if not Path(arguments[0]).exists():
+        print(f"can't run {arguments[0]!r}: there is no such file", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = arguments
+    # Python has put the current folder in the first place, because of the option -m of visdet's own command.
+    if sys.path[:1] in ([""], [os.getcwd()]):
+        del sys.path[0]
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def share_with_children(names: list[str]) -> None:

@@ -27,10 +27,12 @@ _FORWARD = (
 
 
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
-    from ._attention import takes
-    from ._fused_attention import attend_fused
+    import torch
 
-    owner = vars(module).get(_CLASS)
+    from ._attention import takes
+    from ._fused_attention import attend_fused, module_disagreement
+
+    owner: Any = vars(module).get(_CLASS)
     original = vars(owner).get("forward") if isinstance(owner, type) else None
     if original is None or tuple(inspect.signature(original).parameters)[: len(_FORWARD)] != _FORWARD:
         bridge.warn(
@@ -53,6 +55,11 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         mask = given.get("input_padding_mask")
         return attend_fused(self, query, input_flatten, mask, reference_points, shapes, self.n_points)[0]
 
+    tables = torch.tensor([[3, 4], [2, 2]], device="cpu"), torch.tensor([0, 12], device="cpu")
+    problem = module_disagreement(owner, original, forward, tables, _export=False)
+    if problem:
+        bridge.warn(module, f"{_CLASS}.forward {problem}")
+        return
     bridge.replace(owner, "forward", forward)
     yield f"{_CLASS}.forward, fused"
 

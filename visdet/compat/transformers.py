@@ -77,9 +77,13 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
                 bridge.replace(owner, _BOUND, _operators.BoundFunction(_BOUND, original, replacement))
         yield name
     for owner, form in forms.items():
-        if form is not None:
-            bridge.replace(owner, "forward", _fused_attention.fused_forward(vars(owner)["forward"], form))
-            yield f"{owner.__name__}.forward, fused"
+        if form is None:
+            bridge.warn(
+                module, f"{owner.__name__}.forward computes something else than visdet's fused operator"
+            )
+            continue
+        bridge.replace(owner, "forward", _fused_attention.fused_forward(vars(owner)["forward"], form))
+        yield f"{owner.__name__}.forward, fused"
     if any(form is not None for form in forms.values()):
         for model in _requests.asking_models(module):
             bridge.replace(model, "forward", _requests.noting_forward(vars(model)["forward"]))

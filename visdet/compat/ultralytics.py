@@ -21,6 +21,7 @@ _FORWARD = ("self", "query", "refer_bbox", "value", "value_shapes", "value_mask"
 
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     from ._attention import attend, attend_ragged, disagreement, takes
+    from ._fused_attention import module_disagreement
 
     original = vars(module).get(_FUNCTION)
     if original is None or tuple(inspect.signature(original).parameters) != _PARAMETERS:
@@ -47,11 +48,18 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         return
     bridge.replace(module, _FUNCTION, attention)
     yield _FUNCTION
-    owner = vars(module).get(_CLASS)
+    owner: Any = vars(module).get(_CLASS)
     forward = vars(owner).get("forward") if isinstance(owner, type) else None
-    if forward is not None and tuple(inspect.signature(forward).parameters) == _FORWARD:
-        bridge.replace(owner, "forward", _fused_forward(forward))
-        yield f"{_CLASS}.forward, fused"
+    if forward is None or tuple(inspect.signature(forward).parameters) != _FORWARD:
+        bridge.warn(module, f"{_CLASS} is missing, or the arguments of its forward are not {_FORWARD}")
+        return
+    fused = _fused_forward(forward)
+    problem = module_disagreement(owner, forward, fused, [[(3, 4), (2, 2)]])
+    if problem:
+        bridge.warn(module, f"{_CLASS}.forward {problem}")
+        return
+    bridge.replace(owner, "forward", fused)
+    yield f"{_CLASS}.forward, fused"
 
 
 def _fused_forward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,8 @@ def ms_deform_attn_fused(
     ``logits`` over K. Their locations are ``(x, y) + offset / (W, H)`` of the level where reference points are given,
     so that offsets are in pixels, and ``(cx, cy) + offset * (w, h) * 0.5 / P`` where reference boxes are given, with P
     the number of samples on that level. Neither weights nor locations are ever written to memory: the backward works
-    them out again from the inputs, which are all that is saved for it.
+    them out again from the inputs, which are all that is saved for it. Reference points that serve
+    several levels or images are saved as the copy that the kernels read.
 
     Args:
         value: The maps, as ``ms_deform_attn`` takes them.
@@ -137,7 +138,8 @@ def fused_geometry(
                 f"ms_deform_attn_fused: reference_points must be [B or 1, Q, L or 1, 2 or 4] with B = {B} as in value "
                 f"and L = {L}, got {tuple(reference_points.shape)}"
             )
-        reference_points = reference_points.expand(B, -1, L, -1)
+        # One copy of expanded points serves the forward and the backward. The kernels would make one for each.
+        reference_points = reference_points.expand(B, -1, L, -1).contiguous()
     points = [num_points] * L if isinstance(num_points, int) else list(num_points)
     return shapes, starts, reference_points, points
 
