@@ -33,6 +33,7 @@ USES = {
         "Forward-mode derivatives need plain torch.",
         ("torch.autograd.forward_ad", "^(is_|current)"),
     ),
+    "torch._foreach_add_": ("Sums of many tensors take few kernels.", ("torch", "^foreach_add")),
     "torch._foreach_copy_": ("Many tensors are copied by few kernels.", ("torch", "^foreach_copy")),
     "torch._foreach_norm": ("The norms of many tensors take few kernels.", ("torch", "^foreach_norm")),
     "torch._check": (
