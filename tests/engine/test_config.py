@@ -134,7 +134,7 @@ def test_the_known_keys_are_the_arguments_of_the_runner():
 def test_a_misspelt_key_names_the_nearest(tmp_path, wrong, right):
     with pytest.raises(ConfigError, match=rf"unknown key '{wrong}'; did you mean '{right}'\?"):
         load_config(written(tmp_path, f"{wrong} = 1"))
-    with pytest.raises(ConfigError, match=rf"'{wrong}'.*did you mean '{right}'"):
+    with pytest.raises(ConfigError, match=rf"^--cfg-options.*'{wrong}'.*did you mean '{right}'"):
         load_config(CONFIG, {f"{wrong}.batch_size": 2})
 
 

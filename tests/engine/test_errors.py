@@ -298,10 +298,13 @@ def test_a_session_lets_bugs_through_and_tracebacks_on_request(monkeypatch):
 
 
 def test_a_session_answers_an_interrupt(capsys):
-    with pytest.raises(SystemExit) as caught, tool_session():
+    with pytest.raises(SystemExit) as caught, tool_session("`--resume` continues"):
         raise KeyboardInterrupt
     assert caught.value.code == 130
     assert "--resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit), tool_session():
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "interrupted\n", "only a training run can be resumed"
 
 
 def test_nearest_names():

@@ -100,8 +100,8 @@ def load_config(
         except (KeyError, TypeError, IndexError) as error:
             given = " ".join(f"{key}={value}" for key, value in options.items())
             raise ConfigError(f"--cfg-options {given} does not fit {path}: {error}") from error
-    _check_top_level_keys(cfg, path)
     remarks = _check_options(options or {}, known_before, path)
+    _check_top_level_keys(cfg, path)
     cfg.work_dir = work_dir or cfg.get("work_dir") or os.path.join("work_dirs", Path(path).stem)
     return cfg, remarks + adopt_mmdet_scope(cfg)
 

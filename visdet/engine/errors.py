@@ -40,7 +40,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 @contextmanager
-def tool_session() -> Iterator[None]:
+def tool_session(on_interrupt: str | None = None) -> Iterator[None]:
     """Report the errors of the block, which is the body of a command-line tool.
 
     A :class:`UserError` ends the tool with one message on stderr and exit status 1. An interrupt from the keyboard
@@ -49,12 +49,15 @@ def tool_session() -> Iterator[None]:
 
     The processes of a distributed run wait for each other at the end of the body and then leave their group. After
     an error, torchrun ends them.
+
+    Args:
+        on_interrupt: what to tell a user who has interrupted the tool.
     """
     try:
         yield
         leave_process_group()
     except KeyboardInterrupt:
-        print("interrupted; `--resume` continues from the newest checkpoint", file=sys.stderr)
+        print(f"interrupted{f'; {on_interrupt}' if on_interrupt else ''}", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         message = explain(error)
