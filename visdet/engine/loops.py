@@ -1,5 +1,6 @@
 """mmengine's two training loops, which can be resumed at any iteration without reading data again."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,6 +29,16 @@ class _Training:
 
     A loop's ``_progress`` returns the number of epochs or iterations that are done, and their total.
     """
+
+    # mmengine's loops have these, and give them no types.
+    runner: Any
+    dataloader: Any
+    val_begin: int
+    val_interval: int
+    _decide_current_val_interval: Callable[[], None]
+
+    def _progress(self) -> tuple[int, int]:
+        raise NotImplementedError
 
     def run_iter(self, *arguments: Any) -> None:
         """Run one iteration, with CUDA graphs if the config asks for them."""
@@ -201,10 +212,11 @@ def _check_there_are_batches(dataloader: DataLoader) -> None:
     Raises:
         ConfigError: the loader has no batch. The message gives the sizes.
     """
-    batches = dataloader.batch_sampler
+    batches: Any = dataloader.batch_sampler
+    dataset: Any = dataloader.dataset
     if len(batches) == 0:
         raise ConfigError(
-            f"train_dataloader gives no batch: its data set has {len(dataloader.dataset)} samples, "
+            f"train_dataloader gives no batch: its data set has {len(dataset)} samples, "
             f"{type(batches.batch_sampler).__name__} makes batches of {batches.batch_size} and drops incomplete ones. "
             "Set batch_size to at most the number of samples of a process, or set drop_last=False"
         )

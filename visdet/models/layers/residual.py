@@ -1,5 +1,7 @@
 """The sum of a branch and what it branched off, and its normalisation."""
 
+from typing import TypeGuard, TypeVar
+
 from torch import Tensor, nn
 
 from .normalization import LayerNorm
@@ -7,12 +9,13 @@ from .normalization import LayerNorm
 __all__ = ["add_and_norm", "drops", "is_plain"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_Layer = TypeVar("_Layer", bound=nn.Module)
 
 
-def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain(layer: nn.Module, kind: type[_Layer]) -> TypeGuard[_Layer]:
     """Return whether calling a layer does exactly what its class does. Global hooks of all modules are not checked.
 
-    torch has no public way to ask a module for its hooks, or whether its ``forward`` has been replaced.
+    torch 2.10 to 2.14 have no public way to ask a module for its hooks, or whether its ``forward`` has been replaced.
     """
     own = vars(layer)
     return type(layer) is kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
