@@ -5,6 +5,7 @@
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
 # make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
 # make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
+# make abi-check  the operators' tests under the oldest supported torch, on libraries built with the newest
 # make check-devkit  nuScenes' metrics and the converter against the devkit
 # make test-onedl  the engine's and the tools' tests on onedl-mmengine instead of mmengine
 # make check-packages  the bridges of ultralytics, rfdetr, groundingdino and libreyolo against those packages
