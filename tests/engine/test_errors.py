@@ -4,6 +4,7 @@ import ast
 import json
 import traceback
 from http.client import HTTPException
+from logging import FileHandler
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,24 @@ def test_a_fatal_error_is_the_last_entry_of_the_log(tmp_path, monkeypatch, mista
     else:
         assert " - Traceback" in last_entry and "ZeroDivisionError: the bug" in last_entry
     assert "the bug" not in capsys.readouterr().out, "the terminal shows what the caller makes of it"
+
+
+def test_a_fatal_error_of_another_process_is_in_the_log_of_the_main_one(tmp_path, monkeypatch):
+    """mmengine gives a log file to the main process only."""
+
+    def fail():
+        raise ZeroDivisionError("the bug")
+
+    runner = build_runner(toy_config(tmp_path))
+    monkeypatch.setattr(
+        runner.logger, "handlers", [h for h in runner.logger.handlers if not isinstance(h, FileHandler)]
+    )
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(runner, "_train", fail)
+    with pytest.raises(ZeroDivisionError):
+        runner.train()
+    last_entry = next(tmp_path.glob("*/*.log")).read_text().split("ERROR - ")[-1]
+    assert last_entry.startswith("(rank 1) Traceback") and "ZeroDivisionError: the bug" in last_entry
 
 
 def test_an_error_while_the_model_is_built_is_in_the_log(tmp_path):

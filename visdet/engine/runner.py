@@ -289,7 +289,7 @@ class DetRunner(Runner):
             yield
         except (Exception, KeyboardInterrupt) as error:
             if getattr(self, "logger", None) is not None:
-                log_fatal_error(self.logger, error)
+                log_fatal_error(self.logger, error, self.logger.log_file)
             raise
 
     def _find_checkpoint_to_resume(self) -> None:
