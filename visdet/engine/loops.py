@@ -72,7 +72,7 @@ class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
 
     def __init__(
         self,
-        runner,
+        runner: Any,
         dataloader: DataLoader | dict,
         max_epochs: int,
         val_begin: int = 1,
@@ -139,7 +139,7 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
 
     def __init__(
         self,
-        runner,
+        runner: Any,
         dataloader: DataLoader | dict,
         max_iters: int,
         val_begin: int = 1,
@@ -222,12 +222,12 @@ def _check_there_are_batches(dataloader: DataLoader) -> None:
         )
 
 
-def _graphs_installed(runner) -> AbstractContextManager[None]:
+def _graphs_installed(runner: Any) -> AbstractContextManager[None]:
     """Let the model run with CUDA graphs inside the block if the runner has them. mmengine's own runner has none."""
     return runner.graphs_installed() if hasattr(runner, "graphs_installed") else nullcontext()
 
 
-def _validate(runner) -> None:
+def _validate(runner: Any) -> None:
     if runner.val_loop is not None:
         # This is noted before the validation, because a hook may write a checkpoint as soon as it knows the metrics.
         runner.message_hub.update_info(_VALIDATED, runner.iter)
@@ -235,12 +235,12 @@ def _validate(runner) -> None:
             runner.val_loop.run()
 
 
-def _is_validated(runner) -> bool:
+def _is_validated(runner: Any) -> bool:
     """Return whether a validation of the weights of this iteration began before they were saved."""
     return runner.message_hub.get_info(_VALIDATED) == runner.iter
 
 
-def _restore_random_state(runner) -> None:
+def _restore_random_state(runner: Any) -> None:
     """Continue with the random state of a resumed checkpoint. mmengine's own runner keeps none."""
     if hasattr(runner, "restore_random_state"):
         runner.restore_random_state()
