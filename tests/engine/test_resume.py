@@ -1,6 +1,7 @@
 """A resumed run is the uninterrupted run."""
 
 import itertools
+import multiprocessing
 import random
 import shutil
 
@@ -349,7 +350,9 @@ def test_two_halves_with_workers_equal_the_whole(tmp_path, loop, persistent, at)
         "train_dataloader__persistent_workers": persistent,
         "default_hooks__checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": at},
     }
+    children = set(multiprocessing.active_children())
     whole = train(tmp_path / "whole", **options)
+    assert set(multiprocessing.active_children()) <= children, "the workers end with the training"
     interrupted(tmp_path / "halves", at=at, **options)
     rest = train(tmp_path / "halves", resume="auto", **options)
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > at}

@@ -17,7 +17,7 @@ from visdet.registry import LOOPS
 
 from .errors import ConfigError
 from .random_state import preserved_random_state
-from .resumable_batches import ResumableBatches
+from .resumable_batches import ResumableBatches, new_loader
 
 __all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop"]
 
@@ -33,6 +33,7 @@ class _Training:
     # mmengine's loops have these, and give them no types.
     runner: Any
     dataloader: Any
+    dataloader_iterator: Any
     val_begin: int
     val_interval: int
     _decide_current_val_interval: Callable[[], None]
@@ -44,6 +45,15 @@ class _Training:
         """Run one iteration, with CUDA graphs if the config asks for them."""
         with _graphs_installed(self.runner):
             super().run_iter(*arguments)  # type: ignore[misc]
+
+    def _stop_workers(self) -> None:
+        """End the data workers, by replacing their loader by one that has started none.
+
+        If they were left to the garbage collector, it would close their queues before it asks them to end, and then
+        wait five seconds for each of them.
+        """
+        self.dataloader_iterator = None
+        self.dataloader = new_loader(self.dataloader, self.dataloader.batch_sampler)
 
     def _is_validation_due(self) -> bool:
         self._decide_current_val_interval()
@@ -94,10 +104,13 @@ class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
         _restore_random_state(self.runner)
         if was_finished or (self._iter == self._epoch * len(self.dataloader) and self._must_catch_up()):
             _validate(self.runner)
-        while self._epoch < self._max_epochs and not self.stop_training:
-            self.run_epoch()
-            if self._is_validation_due():
-                _validate(self.runner)
+        try:
+            while self._epoch < self._max_epochs and not self.stop_training:
+                self.run_epoch()
+                if self._is_validation_due():
+                    _validate(self.runner)
+        finally:
+            self._stop_workers()
         self.runner.call_hook("after_train")
         return self.runner.model
 
@@ -176,12 +189,15 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
         if was_finished or self._must_catch_up():
             _validate(self.runner)
         self.dataloader.batch_sampler.start_at(self.runner.seed, self._iter, skipped=self._iter)
-        self.dataloader_iterator = iter(self.dataloader)
-        while self._iter < self._max_iters and not self.stop_training:
-            self.runner.model.train()
-            self.run_iter(next(self.dataloader_iterator))
-            if self._is_validation_due():
-                _validate(self.runner)
+        try:
+            self.dataloader_iterator = iter(self.dataloader)
+            while self._iter < self._max_iters and not self.stop_training:
+                self.runner.model.train()
+                self.run_iter(next(self.dataloader_iterator))
+                if self._is_validation_due():
+                    _validate(self.runner)
+        finally:
+            self._stop_workers()
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
         return self.runner.model
