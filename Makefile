@@ -5,8 +5,10 @@
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
 # make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
 # make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
+# make abi-check  the operators' tests under the oldest supported torch, on libraries built with the newest
 # make check-devkit  nuScenes' metrics and the converter against the devkit
 # make test-onedl  the engine's and the tools' tests on onedl-mmengine instead of mmengine
+# make test-pythons  the quick tests on Python 3.10 and 3.13
 # make check-packages  the bridges of ultralytics, rfdetr, groundingdino and libreyolo against those packages
 # make check-transformers  all detectors of transformers on visdet's operators (docs/compat_transformers.md)
 # make hf-kernel  the operators as a kernel repository for Hugging Face's package kernels, in dist/hf-kernel
@@ -148,6 +150,18 @@ test-onedl: setup
 	! $(VENV)-onedl/bin/python -m pip show --quiet mmengine 2> /dev/null
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VENV)-onedl/bin/python -m pytest -m "not slow" \
 		tests/engine tests/tools tests/configs tests/datasets tests/evaluation tests/visualization
+
+# The tests that are not slow, on other versions of Python, each in an environment of its own.
+PYTHONS ?= python3.10 python3.13
+.PHONY: test-pythons
+test-pythons: setup
+	set -e; for python in $(PYTHONS); do \
+		$$python -m venv $(VENV)-$$(basename $$python); \
+		environment=$(VENV)-$$(basename $$python)/bin/python; \
+		$$environment -m pip install --quiet $(TORCH); \
+		$$environment tools/install_requirements.py --extra train --extra test; \
+		PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $$environment -m pytest -m "not slow"; \
+	done
 
 # The attention modules of other detector packages against visdet.compat; nothing is skipped there.
 PACKAGES ?= ultralytics rfdetr groundingdino-py libreyolo

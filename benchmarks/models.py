@@ -1,9 +1,9 @@
-"""Time training steps and predictions of whole models, and write a table and JSON: python -m benchmarks.models.
+"""Time training steps and predictions of whole models, and write a table and JSON.
 
-A training step is the forward pass, the backward pass in the calling thread (as in the runner), clipping, and AdamW.
-Wall times are medians of synchronised steps after a warm-up. On a GPU, one more step is profiled, whose busy time is
-the time in which at least one kernel runs. This needs the extra ``train``. Without a GPU the models are tiny, so that
-everything runs but the figures mean nothing.
+The command is ``python -m benchmarks.models``. A training step is the forward pass, the backward pass in the calling
+thread (as in the runner), clipping, and AdamW. Wall times are medians of synchronised steps after a warm-up. On a
+GPU, one more step is profiled, whose busy time is the time in which at least one kernel runs. This needs the extra
+``train``. Without a GPU the models are tiny, so that everything runs but the figures mean nothing.
 """
 
 import argparse
@@ -197,16 +197,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__.splitlines()[0])
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default_device, help="cpu, cuda or cuda:N (%(default)s)")
+    parser.add_argument(
+        "--device",
+        default=default_device,
+        help="device to run on: cpu, cuda or cuda:N (default: %(default)s)",
+    )
     parser.add_argument(
         "--cases", nargs="+", default=[""], metavar="WORD", help="cases whose name contains a WORD"
     )
     parser.add_argument(
-        "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
+        "--dtypes",
+        nargs="+",
+        choices=["float32", "bfloat16"],
+        default=["float32", "bfloat16"],
+        help="dtypes to time (default: both)",
     )
-    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs")
-    parser.add_argument("--steps", type=int, default=10, help="steps that are timed (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
+    parser.add_argument("--graph", action="store_true", help="replay steps as CUDA graphs on a GPU")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="number of steps that are timed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("work_dirs/bench"),
+        help="folder of the report (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     chosen = [case for case in CASES if any(word in case.name for word in options.cases)]
     if not chosen:

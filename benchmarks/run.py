@@ -1,7 +1,8 @@
-"""Check and time every case of every operator: python -m benchmarks.run.
+"""Check and time every case of every operator.
 
-This needs torch, numpy and the built operators. If they are installed, triton is used for its do_bench on a GPU, and
-matplotlib for the plot. The exit status is 1 if a gate was red, a pass failed, or no case was selected.
+The command is ``python -m benchmarks.run``. It needs torch, numpy and the built operators. If they are installed,
+triton is used for its do_bench on a GPU, and matplotlib for the plot. The exit status is 1 if a gate was red, a pass
+failed, or no case was selected.
 """
 
 import argparse
@@ -96,7 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default_device, help="cpu, cuda or cuda:N (%(default)s)")
+    parser.add_argument(
+        "--device",
+        default=default_device,
+        help="device to run on: cpu, cuda or cuda:N (default: %(default)s)",
+    )
     parser.add_argument(
         "--cases", nargs="+", default=[], metavar="WORD", help="cases whose op/name contains a WORD"
     )
@@ -109,7 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="repeat for a fraction of the time, for a first look"
     )
-    parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("work_dirs/bench"),
+        help="folder of the report (default: %(default)s)",
+    )
     parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument(
         "--write-docs", action="store_true", help="write the medians to the pages of docs/kernels"

@@ -1,9 +1,10 @@
-"""Time transformers' detectors with and without visdet.compat.transformers: python -m benchmarks.transformers_steps.
+"""Time transformers' detectors with and without visdet.compat.transformers.
 
-The models have random weights and published sizes. Their outputs are compared first, in float32. Then stock and visdet
-are called in turns, so that other processes slow both alike. Wall time is the median of synchronised calls. GPU time is
-the sum of the kernels of one call, and CPU time is the least time that all threads spent on a call. A training step is
-forward, loss and backward, without an optimizer. The exit status is 1 if an output differs.
+The command is ``python -m benchmarks.transformers_steps``. The models have random weights and published sizes. Their
+outputs are compared first, in float32. Then stock and visdet are called in turns, so that other processes slow both
+alike. Wall time is the median of synchronised calls. GPU time is the sum of the kernels of one call, and CPU time is
+the least time that all threads spent on a call. A training step is forward, loss and backward, without an optimizer.
+The exit status is 1 if an output differs.
 """
 
 import argparse
@@ -187,8 +188,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transformers_steps", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default_device, help="device to run on (default: %(default)s)")
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        choices=list(FAMILIES),
+        default=list(FAMILIES),
+        help="families of models to time (default: all)",
+    )
     parser.add_argument(
         "--modes", nargs="+", choices=MODES, help="modes to time (default: both on a GPU, predict on a CPU)"
     )
@@ -202,7 +210,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--turns", type=int, help="number of timed calls of each (default: 10 on a GPU, 3 on a CPU)"
     )
-    parser.add_argument("--out", type=Path, default=Path("work_dirs/bench/transformers.json"))
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("work_dirs/bench/transformers.json"),
+        help="JSON file to write (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     is_cpu = torch.device(options.device).type == "cpu"
     options.modes = options.modes or (["predict"] if is_cpu else list(MODES))

@@ -1,9 +1,9 @@
-"""Measure the images per second that one core loads and augments, by transform: python -m benchmarks.transforms.
+"""Measure the images per second that one core loads and augments, by transform.
 
-The pipeline is that of a config. The images are drawn, and have the size and the bytes of photographs of COCO. Each
-transform gets the result of the one before it, which is copied outside the timed call. torchvision's transforms for the
-same purpose are measured, too, and, if mmdet can be imported, mmdet's transforms with the same settings. This needs the
-extra ``train``.
+The command is ``python -m benchmarks.transforms``. The pipeline is that of a config. The images are drawn, and have
+the size and the bytes of photographs of COCO. Each transform gets the result of the one before it, which is copied
+outside the timed call. torchvision's transforms for the same purpose are measured, too, and, if mmdet can be
+imported, mmdet's transforms with the same settings. This needs the extra ``train``.
 """
 
 import argparse
@@ -159,8 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "config", nargs="?", default=CONFIG, help="config with the training pipeline (default: %(default)s)"
     )
-    parser.add_argument("--images", type=int, default=200, help="number of images (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("work_dirs/bench"), help="folder of the report")
+    parser.add_argument("--images", type=int, default=200, help="number of images (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("work_dirs/bench"),
+        help="folder of the report (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     pipeline = Config.fromfile(options.config).train_pipeline
     torch.set_num_threads(1)

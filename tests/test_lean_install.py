@@ -12,7 +12,7 @@ import pytest
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    from pip._vendor import tomli as tomllib
+    import tomli as tomllib  # pytest requires it there; pip's copy would keep setuptools from being imported
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -37,8 +37,10 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     check_installation()
     from visdet.datasets import make_driving_scenes
+    from visdet.engine import tool_session
 
-    make_driving_scenes(**arguments | {"image_size": tuple(arguments["image_size"])})
+    with tool_session():
+        make_driving_scenes(**arguments | {"image_size": tuple(arguments["image_size"])})
 
 
 if __name__ == "__main__":

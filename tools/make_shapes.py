@@ -32,8 +32,10 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     check_installation()
     from visdet.datasets import make_shapes
+    from visdet.engine import tool_session
 
-    make_shapes(**arguments)
+    with tool_session():
+        make_shapes(**arguments)
 
 
 if __name__ == "__main__":

@@ -190,6 +190,15 @@ def test_an_error_of_a_real_disk_is_no_damage():
         read_checkpoint("/proc/self/mem")
 
 
+def test_a_cut_checkpoint_is_described_without_the_number_of_an_error(tmp_path):
+    path = tmp_path / "whole.pth"
+    write_checkpoint({"state_dict": {"a": torch.zeros(100_000)}}, path)
+    path.write_bytes(path.read_bytes()[:50_000])
+    with pytest.raises(CheckpointError, match=r"whole\.pth \(50000 bytes\)") as caught:
+        read_checkpoint(path)
+    assert "Errno" not in str(caught.value)
+
+
 def test_every_cut_of_a_checkpoint_is_noticed(tmp_path):
     write_checkpoint({"optimizer": {}, "w": torch.arange(2000.0)}, tmp_path / "whole.pth")
     whole = (tmp_path / "whole.pth").read_bytes()

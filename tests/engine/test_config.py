@@ -2,6 +2,8 @@
 
 import inspect
 import os
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,9 @@ from visdet.engine import (
     load_config,
 )
 from visdet.engine.config import _RUNNER_KEYS
+from visdet.engine.errors import explain
 from visdet.engine.foreign_scope import adopt_mmdet_scope
+from visdet.errors import hints_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,6 +67,56 @@ def test_a_config_that_does_not_run(tmp_path, text, message):
     assert path in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("model = dict(a=1)\nmodel['b']\n", 2), ("def size():\n    return 1 // 0\n\n\nx = size()\n", 2)],
+    ids=["module", "function"],
+)
+def test_an_error_in_a_config_names_the_line(tmp_path, text, line):
+    (tmp_path / "base.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"base\.py, line {line}\)"):
+        load_config(written(tmp_path, "_base_ = ['base.py']"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["custom_imports = dict(imports=['{0}'])", "value = __import__('{0}').x"],
+    ids=["custom_imports", "import"],
+)
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("x = {}.nothing", AttributeError),
+        ("x = {}['nothing']", KeyError),
+        ("x = int('nothing')", ValueError),
+        ("import no_such_package", ModuleNotFoundError),
+    ],
+)
+def test_a_bug_in_a_users_module_keeps_its_traceback(tmp_path, monkeypatch, config, code, error):
+    name = f"module_with_{error.__name__}"
+    (tmp_path / f"{name}.py").write_text(f"\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = written(tmp_path, config.format(name))
+    with pytest.raises(error) as caught:
+        load_config(path)
+    assert explain(caught.value) is None and path in "".join(hints_of(caught.value))
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (Path(last.filename).name, last.lineno) == (f"{name}.py", 2)
+
+
+def test_custom_imports(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a_module_to_import.py").write_text("")
+    load_config(written(tmp_path, "custom_imports = dict(imports='a_module_to_import')"))
+    assert "a_module_to_import" in sys.modules
+    with pytest.warns(UserWarning, match="no_such_module"):
+        load_config(
+            written(tmp_path, "custom_imports = dict(imports=['no_such_module'], allow_failed_imports=True)")
+        )
+    with pytest.raises(ConfigError, match="a_module_to_import"):
+        load_config(written(tmp_path, "custom_imports = ['a_module_to_import']"))
+
+
 def test_the_known_keys_are_the_arguments_of_the_runner():
     assert set(inspect.signature(Runner).parameters) - {"cfg"} == _RUNNER_KEYS
 
@@ -80,7 +134,7 @@ def test_the_known_keys_are_the_arguments_of_the_runner():
 def test_a_misspelt_key_names_the_nearest(tmp_path, wrong, right):
     with pytest.raises(ConfigError, match=rf"unknown key '{wrong}'; did you mean '{right}'\?"):
         load_config(written(tmp_path, f"{wrong} = 1"))
-    with pytest.raises(ConfigError, match=rf"'{wrong}'.*did you mean '{right}'"):
+    with pytest.raises(ConfigError, match=rf"^--cfg-options.*'{wrong}'.*did you mean '{right}'"):
         load_config(CONFIG, {f"{wrong}.batch_size": 2})
 
 

@@ -4,6 +4,7 @@ import ast
 import json
 import traceback
 from http.client import HTTPException
+from logging import FileHandler
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,24 @@ def test_a_fatal_error_is_the_last_entry_of_the_log(tmp_path, monkeypatch, mista
     assert "the bug" not in capsys.readouterr().out, "the terminal shows what the caller makes of it"
 
 
+def test_a_fatal_error_of_another_process_is_in_the_log_of_the_main_one(tmp_path, monkeypatch):
+    """mmengine gives a log file to the main process only."""
+
+    def fail():
+        raise ZeroDivisionError("the bug")
+
+    runner = build_runner(toy_config(tmp_path))
+    monkeypatch.setattr(
+        runner.logger, "handlers", [h for h in runner.logger.handlers if not isinstance(h, FileHandler)]
+    )
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(runner, "_train", fail)
+    with pytest.raises(ZeroDivisionError):
+        runner.train()
+    last_entry = next(tmp_path.glob("*/*.log")).read_text().split("ERROR - ")[-1]
+    assert last_entry.startswith("(rank 1) Traceback") and "ZeroDivisionError: the bug" in last_entry
+
+
 def test_an_error_while_the_model_is_built_is_in_the_log(tmp_path):
     explained(tmp_path, model__chanels=3)
     assert (
@@ -298,10 +317,13 @@ def test_a_session_lets_bugs_through_and_tracebacks_on_request(monkeypatch):
 
 
 def test_a_session_answers_an_interrupt(capsys):
-    with pytest.raises(SystemExit) as caught, tool_session():
+    with pytest.raises(SystemExit) as caught, tool_session("`--resume` continues"):
         raise KeyboardInterrupt
     assert caught.value.code == 130
     assert "--resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit), tool_session():
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "interrupted\n", "only a training run can be resumed"
 
 
 def test_nearest_names():

@@ -76,3 +76,9 @@ def test_the_layer_norm_of_configs_has_the_state_of_torchs():
     norm = build_norm_layer({"type": "LN"}, 16)
     assert isinstance(norm, nn.LayerNorm)
     assert norm.state_dict().keys() == nn.LayerNorm(16).state_dict().keys()
+
+
+def test_torch_has_no_public_way_to_list_the_hooks_of_a_module():
+    """``is_plain`` reads private attributes. If this fails, torch may have a public way, which should be used."""
+    about_hooks = [name for name in dir(nn.Module) if "hook" in name and not name.startswith("_")]
+    assert about_hooks and all(name.startswith("register_") for name in about_hooks), about_hooks

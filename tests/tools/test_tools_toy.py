@@ -129,6 +129,8 @@ def test_two_processes_on_the_cpu(tmp_path):
             for tool, split in (("browse_dataset", ["--split", "test"]), ("visualize_driving", []))
         ),
         ("print_config", ["none.py"], "none.py does not exist"),
+        ("make_shapes", ["shapes", "--num-train", "-1"], "num_train must be positive, got -1"),
+        ("make_driving_scenes", ["scenes", "--num-frames", "0"], "num_frames must be positive, got 0"),
     ],
 )
 def test_a_mistake_ends_in_one_message(tmp_path, monkeypatch, capsys, tool, arguments, message):

@@ -63,7 +63,7 @@ class NuScenesMap:
         ]
         self._dividers = shapely.STRtree([shapely.LineString(line) for line in dividers if len(line) > 1])
 
-    def _polygon(self, record: dict, nodes: dict):
+    def _polygon(self, record: dict, nodes: dict) -> Any:
         rings = [record["exterior_node_tokens"], *(hole["node_tokens"] for hole in record["holes"])]
         outer, *holes = ([nodes[token] for token in ring] for ring in rings)
         if len(outer) < 3:
@@ -80,7 +80,7 @@ class NuScenesMap:
         corners = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * half
         region = shapely.Polygon(corners @ turn.T + center)
 
-        def local(tree) -> list:
+        def local(tree: Any) -> list:
             cut = [tree.geometries[i].intersection(region) for i in tree.query(region, "intersects")]
             return [
                 shapely.transform(geometry, lambda points: (points - center) @ turn)
@@ -113,13 +113,13 @@ class NuScenesMap:
             merged += _parts(piece, "Polygon")
         return merged
 
-    def _direction(self, polygon) -> np.ndarray:
+    def _direction(self, polygon: Any) -> np.ndarray:
         """Return the unit vector along the longer side of a polygon's smallest rectangle."""
         sides = np.diff(np.array(polygon.minimum_rotated_rectangle.exterior.coords)[:3], axis=0)
         longest = sides[np.linalg.norm(sides, axis=1).argmax()]
         return longest / np.linalg.norm(longest)
 
-    def _outline(self, polygon) -> list[np.ndarray]:
+    def _outline(self, polygon: Any) -> list[np.ndarray]:
         """Return the closed outline of a crossing, counter-clockwise."""
         ring = polygon.exterior if polygon.exterior.is_ccw else polygon.exterior.reverse()
         return [np.array(ring.coords)]
@@ -139,7 +139,7 @@ class NuScenesMap:
         return lines
 
 
-def _parts(geometry, kind: str) -> Iterable:
+def _parts(geometry: Any, kind: str) -> Iterable:
     """Return the non-empty parts of a geometry that are of one kind."""
     parts = getattr(geometry, "geoms", [geometry])
     return [part for part in parts if part.geom_type == kind and not part.is_empty]

@@ -92,7 +92,12 @@ def read_checkpoint(
     except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, ValueError) as error:
         if disk.failure is not None:
             raise _not_now(source, disk.failure) from error
-        reason = str(error).strip().split("\n")[0][:160]
+        # The number of an OSError would be a riddle: a reader has jumped to a place that the file does not have.
+        reason = (
+            "the file ends too early"
+            if isinstance(error, OSError)
+            else str(error).strip().split("\n")[0][:160]
+        )
         raise DamagedCheckpointError(
             f"checkpoint {source} ({os.path.getsize(path)} bytes) cannot be read. It is damaged, cut short or not a "
             f"checkpoint: {reason}"

@@ -1,13 +1,18 @@
 """Reading, completing and checking configs before anything is built from them."""
 
+import importlib
 import os
 import tempfile
+import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
+import mmengine
 from mmengine.config import Config
 
 from visdet.command_line import CfgOptions
+from visdet.errors import add_hint
 
 from .errors import ConfigError, UserError, nearest_names
 from .foreign_scope import adopt_mmdet_scope
@@ -66,6 +71,7 @@ _OTHER_KEYS = {
 }
 _KNOWN_KEYS = _RUNNER_KEYS | _OTHER_KEYS
 _TRAINING_KEYS = ("model", "train_dataloader", "train_cfg", "optim_wrapper")
+_CUSTOM_IMPORTS = {"imports", "allow_failed_imports"}
 _TEST_KEYS = ("model", "test_dataloader", "test_cfg", "test_evaluator")
 
 
@@ -81,8 +87,10 @@ def load_config(
             ``work_dirs/<name of the config>`` if the config has none.
 
     Raises:
-        ConfigError: the file does not exist or cannot be read; a top-level key looks like a misspelt key of the
-            runner; or an option does not fit the config or begins with an unknown key.
+        ConfigError: the file does not exist or cannot be read; ``custom_imports`` names a module that is not there; a
+            top-level key looks like a misspelt key of the runner; or an option does not fit the config or begins with
+            an unknown key.
+        Exception: any error of a module of the user that the config imports.
     """
     cfg = _read(path)
     known_before = set(cfg)
@@ -92,8 +100,8 @@ def load_config(
         except (KeyError, TypeError, IndexError) as error:
             given = " ".join(f"{key}={value}" for key, value in options.items())
             raise ConfigError(f"--cfg-options {given} does not fit {path}: {error}") from error
-    _check_top_level_keys(cfg, path)
     remarks = _check_options(options or {}, known_before, path)
+    _check_top_level_keys(cfg, path)
     cfg.work_dir = work_dir or cfg.get("work_dir") or os.path.join("work_dirs", Path(path).stem)
     return cfg, remarks + adopt_mmdet_scope(cfg)
 
@@ -103,14 +111,7 @@ def _read(path: str) -> Config:
         folder = next((parent for parent in Path(path).parents if parent.is_dir()), Path("."))
         raise ConfigError(f"config {path} does not exist{_did_you_mean(_named_like(path, folder))}")
     try:
-        return Config.fromfile(path)
-    except ModuleNotFoundError as error:
-        if error.name == "pkg_resources":
-            raise ConfigError(
-                f"config {path}: a base written `package::path` needs pkg_resources, which setuptools no longer has; "
-                "write the base as a relative path"
-            ) from error
-        raise ConfigError(f"config {path} imports a module that is not there: {error}") from error
+        cfg = Config.fromfile(path, import_custom_modules=False)
     except FileNotFoundError as error:
         if not str(error.filename).endswith(".py"):
             raise ConfigError(f"config {path} cannot be read: {error}") from error
@@ -120,8 +121,73 @@ def _read(path: str) -> Config:
             f"config {path}: there is no base {error.filename}. A path in _base_ is relative to the folder of the file "
             f"that it stands in{_did_you_mean(near)}"
         ) from error
+    except SyntaxError as error:
+        # mmengine parses a copy of the file, so that the error may not name the file.
+        line = f" (line {error.lineno} of the config or of one of its bases: {(error.text or '').strip()})"
+        raise ConfigError(f"config {path} cannot be read: SyntaxError: {error.msg}{line}") from error
     except Exception as error:  # A config is a program and may raise any error.
-        raise ConfigError(f"config {path} cannot be read: {type(error).__name__}: {error}") from error
+        is_of_config, place = _place_in_config(error)
+        if not is_of_config:
+            add_hint(error, f"while reading the config {path}")
+            raise
+        if isinstance(error, ModuleNotFoundError) and error.name == "pkg_resources":
+            raise ConfigError(
+                f"config {path}: a base written `package::path` needs pkg_resources, which setuptools no longer has; "
+                "write the base as a relative path"
+            ) from error
+        raise ConfigError(f"config {path} cannot be read: {type(error).__name__}: {error}{place}") from error
+    _import_custom_modules(cfg, path)
+    return cfg
+
+
+def _place_in_config(error: Exception) -> tuple[bool, str]:
+    """Return whether a config file or mmengine raised an error, and the file and the line if it was a config file.
+
+    Any other error comes from code that a config has called, such as a module of the user.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    mmengine_folder = os.path.dirname(mmengine.__file__)
+    from_mmengine = [
+        place for place, frame in enumerate(frames) if frame.filename.startswith(mmengine_folder)
+    ]
+    below = frames[from_mmengine[-1] + 1 :] if from_mmengine else []
+    if not below or below[0].name != "<module>":
+        return True, ""
+    last = below[-1]
+    return last.filename == below[0].filename, f" ({os.path.relpath(last.filename)}, line {last.lineno})"
+
+
+def _import_custom_modules(cfg: Config, path: str) -> None:
+    """Import the modules that ``custom_imports`` of a config names.
+
+    ``Config.fromfile`` would hide where a module fails, and the name of a package that it lacks.
+
+    Raises:
+        ConfigError: there is no such module, or ``custom_imports`` is not a dict with the key 'imports'.
+    """
+    custom = cfg.get("custom_imports")
+    if not custom:
+        return
+    if not isinstance(custom, dict) or not custom.get("imports") or set(custom) - _CUSTOM_IMPORTS:
+        raise ConfigError(
+            f"config {path}: custom_imports must be dict(imports=['my_package.my_module'], "
+            f"allow_failed_imports=False), got {custom}"
+        )
+    names = custom["imports"]
+    for module in [names] if isinstance(names, str) else names:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            if isinstance(error, ImportError) and custom.get("allow_failed_imports", False):
+                warnings.warn(f"{path}: custom_imports: {module} cannot be imported: {error}", stacklevel=2)
+                continue
+            if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+                raise ConfigError(
+                    f"config {path}: there is no module {error.name}, which custom_imports names. Python looks for it "
+                    "among the installed packages and in the folders that the environment variable PYTHONPATH names"
+                ) from error
+            add_hint(error, f"in the config: custom_imports of {path}")
+            raise
 
 
 def _named_like(path: str, folder: Path) -> list[str]:

@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 SHOW_TRACEBACK = "VISDET_TRACEBACK"
+_LOG_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"  # as mmengine's
 _IN_A_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.")
 
 
@@ -40,7 +41,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 @contextmanager
-def tool_session() -> Iterator[None]:
+def tool_session(on_interrupt: str | None = None) -> Iterator[None]:
     """Report the errors of the block, which is the body of a command-line tool.
 
     A :class:`UserError` ends the tool with one message on stderr and exit status 1. An interrupt from the keyboard
@@ -49,12 +50,15 @@ def tool_session() -> Iterator[None]:
 
     The processes of a distributed run wait for each other at the end of the body and then leave their group. After
     an error, torchrun ends them.
+
+    Args:
+        on_interrupt: what to tell a user who has interrupted the tool.
     """
     try:
         yield
         leave_process_group()
     except KeyboardInterrupt:
-        print("interrupted; `--resume` continues from the newest checkpoint", file=sys.stderr)
+        print(f"interrupted{f'; {on_interrupt}' if on_interrupt else ''}", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         message = explain(error)
@@ -78,17 +82,28 @@ def explain(error: BaseException) -> str | None:
     return "\n".join([message, *(f"({hint})" for hint in hints_of(error))])
 
 
-def log_fatal_error(logger: logging.Logger, error: BaseException) -> None:
-    """Write an error to the files of a log, but not to the terminal, where :func:`tool_session` reports it."""
+def log_fatal_error(logger: logging.Logger, error: BaseException, log_file: str | None = None) -> None:
+    """Write an error to the files of a log, but not to the terminal, where :func:`tool_session` reports it.
+
+    Args:
+        logger: the logger of the run.
+        error: the error that ends the run.
+        log_file: the file to write to if the logger has none, as in all processes but the main one.
+    """
     message = explain(error)
     if isinstance(error, KeyboardInterrupt):
         message = "interrupted from the keyboard"
     elif message is None:
         message = "".join(traceback.format_exception(error)).rstrip()
+    if rank := os.environ.get("RANK"):
+        message = f"(rank {rank}) {message}"
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, func="fatal error")
-    for handler in logger.handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.handle(record)
+    files = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
+    if not files and log_file is not None:
+        files = [logging.FileHandler(log_file, delay=True)]
+        files[0].setFormatter(logging.Formatter(_LOG_FORMAT, "%Y/%m/%d %H:%M:%S"))
+    for handler in files:
+        handler.handle(record)
 
 
 def nearest_names(name: str, known: Iterable[str], cutoff: float = 0.6, count: int = 3) -> list[str]:

@@ -21,7 +21,7 @@ def adopt_mmdet_scope(cfg: Config) -> list[str]:
     if cfg.get("default_scope") != "mmdet":
         return []
     cfg.default_scope = "visdet"
-    count = _strip_prefixes(cfg._cfg_dict)
+    count = sum(_strip_prefixes(section) for section in cfg.values())
     return [
         f"this mmdet config is read with default_scope='visdet', and {count} prefixes of types are dropped"
     ]

@@ -1,5 +1,6 @@
 """mmengine's two training loops, which can be resumed at any iteration without reading data again."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +19,7 @@ from visdet.registry import LOOPS
 
 from .errors import ConfigError
 from .random_state import preserved_random_state
-from .resumable_batches import ResumableBatches
+from .resumable_batches import ResumableBatches, new_loader
 
 __all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop", "weights_cast_once"]
 
@@ -31,10 +32,30 @@ class _Training:
     A loop's ``_progress`` returns the number of epochs or iterations that are done, and their total.
     """
 
+    # mmengine's loops have these, and give them no types.
+    runner: Any
+    dataloader: Any
+    dataloader_iterator: Any
+    val_begin: int
+    val_interval: int
+    _decide_current_val_interval: Callable[[], None]
+
+    def _progress(self) -> tuple[int, int]:
+        raise NotImplementedError
+
     def run_iter(self, *arguments: Any) -> None:
         """Run one iteration, with CUDA graphs if the config asks for them."""
         with _graphs_installed(self.runner):
             super().run_iter(*arguments)  # type: ignore[misc]
+
+    def _stop_workers(self) -> None:
+        """End the data workers, by replacing their loader by one that has started none.
+
+        If they were left to the garbage collector, it would close their queues before it asks them to end, and then
+        wait five seconds for each of them.
+        """
+        self.dataloader_iterator = None
+        self.dataloader = new_loader(self.dataloader, self.dataloader.batch_sampler)
 
     def _is_validation_due(self) -> bool:
         self._decide_current_val_interval()
@@ -63,7 +84,7 @@ class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
 
     def __init__(
         self,
-        runner,
+        runner: Any,
         dataloader: DataLoader | dict,
         max_epochs: int,
         val_begin: int = 1,
@@ -85,10 +106,13 @@ class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
         _restore_random_state(self.runner)
         if was_finished or (self._iter == self._epoch * len(self.dataloader) and self._must_catch_up()):
             _validate(self.runner)
-        while self._epoch < self._max_epochs and not self.stop_training:
-            self.run_epoch()
-            if self._is_validation_due():
-                _validate(self.runner)
+        try:
+            while self._epoch < self._max_epochs and not self.stop_training:
+                self.run_epoch()
+                if self._is_validation_due():
+                    _validate(self.runner)
+        finally:
+            self._stop_workers()
         self.runner.call_hook("after_train")
         return self.runner.model
 
@@ -130,7 +154,7 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
 
     def __init__(
         self,
-        runner,
+        runner: Any,
         dataloader: DataLoader | dict,
         max_iters: int,
         val_begin: int = 1,
@@ -167,12 +191,15 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
         if was_finished or self._must_catch_up():
             _validate(self.runner)
         self.dataloader.batch_sampler.start_at(self.runner.seed, self._iter, skipped=self._iter)
-        self.dataloader_iterator = iter(self.dataloader)
-        while self._iter < self._max_iters and not self.stop_training:
-            self.runner.model.train()
-            self.run_iter(next(self.dataloader_iterator))
-            if self._is_validation_due():
-                _validate(self.runner)
+        try:
+            self.dataloader_iterator = iter(self.dataloader)
+            while self._iter < self._max_iters and not self.stop_training:
+                self.runner.model.train()
+                self.run_iter(next(self.dataloader_iterator))
+                if self._is_validation_due():
+                    _validate(self.runner)
+        finally:
+            self._stop_workers()
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
         return self.runner.model
@@ -203,21 +230,22 @@ def _check_there_are_batches(dataloader: DataLoader) -> None:
     Raises:
         ConfigError: the loader has no batch. The message gives the sizes.
     """
-    batches = dataloader.batch_sampler
+    batches: Any = dataloader.batch_sampler
+    dataset: Any = dataloader.dataset
     if len(batches) == 0:
         raise ConfigError(
-            f"train_dataloader gives no batch: its data set has {len(dataloader.dataset)} samples, "
+            f"train_dataloader gives no batch: its data set has {len(dataset)} samples, "
             f"{type(batches.batch_sampler).__name__} makes batches of {batches.batch_size} and drops incomplete ones. "
             "Set batch_size to at most the number of samples of a process, or set drop_last=False"
         )
 
 
-def _graphs_installed(runner) -> AbstractContextManager[None]:
+def _graphs_installed(runner: Any) -> AbstractContextManager[None]:
     """Let the model run with CUDA graphs inside the block if the runner has them. mmengine's own runner has none."""
     return runner.graphs_installed() if hasattr(runner, "graphs_installed") else nullcontext()
 
 
-def _validate(runner) -> None:
+def _validate(runner: Any) -> None:
     if runner.val_loop is not None:
         # This is noted before the validation, because a hook may write a checkpoint as soon as it knows the metrics.
         runner.message_hub.update_info(_VALIDATED, runner.iter)
@@ -234,12 +262,12 @@ def weights_cast_once() -> torch.autocast:
     return torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
 
-def _is_validated(runner) -> bool:
+def _is_validated(runner: Any) -> bool:
     """Return whether a validation of the weights of this iteration began before they were saved."""
     return runner.message_hub.get_info(_VALIDATED) == runner.iter
 
 
-def _restore_random_state(runner) -> None:
+def _restore_random_state(runner: Any) -> None:
     """Continue with the random state of a resumed checkpoint. mmengine's own runner keeps none."""
     if hasattr(runner, "restore_random_state"):
         runner.restore_random_state()

@@ -144,7 +144,8 @@ class AmpOptimWrapper(OptimWrapper):
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
         self.device_type = optimizer.param_groups[0]["params"][0].device.type
         self.cast_dtype = self._checked_dtype(dtype)
-        self.loss_scaler, self._fixed_scale = None, None
+        self.loss_scaler = None
+        self._fixed_scale: float | None = None
         if self.cast_dtype is torch.float16:
             self.loss_scaler = torch.amp.GradScaler(self.device_type, **self._scaler_keywords(loss_scale))
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from visdet.errors import InvalidInputError
 
-__all__ = ["ResumableBatches", "SeededBatch"]
+__all__ = ["ResumableBatches", "SeededBatch", "new_loader"]
 
 
 class SeededBatch(list):
@@ -39,6 +39,24 @@ class SeededBatch(list):
             np.random.seed(first)  # noqa: NPY002 (transforms may use it)
             torch.default_generator.manual_seed((int(first) << 32) + int(second))
         return super().__iter__()
+
+
+def new_loader(dataloader: DataLoader, batch_sampler: Any) -> DataLoader:
+    """Return a loader with the settings of ``dataloader`` that has started no workers yet."""
+    return DataLoader(
+        dataloader.dataset,
+        batch_sampler=batch_sampler,
+        num_workers=dataloader.num_workers,
+        collate_fn=dataloader.collate_fn,
+        pin_memory=dataloader.pin_memory,
+        timeout=dataloader.timeout,
+        worker_init_fn=dataloader.worker_init_fn,
+        multiprocessing_context=dataloader.multiprocessing_context,
+        # Starting the workers draws from this generator instead of the global one, whose state a checkpoint holds.
+        generator=torch.Generator(),
+        prefetch_factor=dataloader.prefetch_factor,
+        persistent_workers=dataloader.persistent_workers,
+    )
 
 
 class ResumableBatches:
@@ -74,20 +92,7 @@ class ResumableBatches:
                 "train_dataloader must have a batch sampler and a map-style data set, got "
                 f"{type(dataloader.dataset).__name__} without a batch sampler"
             )
-        return DataLoader(
-            dataloader.dataset,
-            batch_sampler=cls(dataloader.batch_sampler, endless),
-            num_workers=dataloader.num_workers,
-            collate_fn=dataloader.collate_fn,
-            pin_memory=dataloader.pin_memory,
-            timeout=dataloader.timeout,
-            worker_init_fn=dataloader.worker_init_fn,
-            multiprocessing_context=dataloader.multiprocessing_context,
-            # Starting the workers draws from this generator instead of the global one, whose state a checkpoint holds.
-            generator=torch.Generator(),
-            prefetch_factor=dataloader.prefetch_factor,
-            persistent_workers=dataloader.persistent_workers,
-        )
+        return new_loader(dataloader, cls(dataloader.batch_sampler, endless))
 
     @property
     def sampler(self) -> Any:

@@ -290,7 +290,7 @@ class DetRunner(Runner):
             yield
         except (Exception, KeyboardInterrupt) as error:
             if getattr(self, "logger", None) is not None:
-                log_fatal_error(self.logger, error)
+                log_fatal_error(self.logger, error, self.logger.log_file)
             raise
 
     def _find_checkpoint_to_resume(self) -> None:
@@ -310,7 +310,7 @@ class DetRunner(Runner):
         self._resume = found is not None
         if found is None:
             start = f"the weights of {self._load_from}" if self._load_from else "scratch"
-            say(f"resume: there is no checkpoint in {self.work_dir}; the run starts from {start}")
+            say(f"resume: {self.work_dir} has no checkpoint that can be resumed; the run starts from {start}")
             return
         self._load_from = found
         checkpoint = read_on_every_process(found, self._trusts_checkpoints)

@@ -44,7 +44,9 @@ def _rotation() -> Any:
     return Rotation
 
 
-def pose_matrix(translation: Sequence[float], rotation: Sequence[float] | np.ndarray) -> np.ndarray:
+def pose_matrix(
+    translation: Sequence[float] | np.ndarray, rotation: Sequence[float] | np.ndarray
+) -> np.ndarray:
     """Return the 4x4 float64 matrix of a rotation, followed by a translation.
 
     Args:

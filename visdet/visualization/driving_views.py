@@ -32,6 +32,8 @@ _EDGES = (
 )
 _NEAR = 0.2
 
+Color = Sequence[int]
+
 
 @dataclass
 class Scene:
@@ -220,7 +222,7 @@ def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: 
             _write(view, str(int(scene.ids[index])), (int(top[0]), int(top[1]) - 2), 0.35, color)
 
 
-def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color, thickness: int) -> None:
+def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color: Color, thickness: int) -> None:
     """Draw the part of an edge that is in front of the camera. Its ends are in homogeneous pixels."""
     if start[2] < _NEAR and end[2] < _NEAR:
         return
@@ -235,7 +237,13 @@ def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color, thic
 
 
 def _draw_from_above(
-    scene, true_plan, colors, reach: float, width: int, height: int, label: str
+    scene: Scene,
+    true_plan: np.ndarray | None,
+    colors: Sequence[Color],
+    reach: float,
+    width: int,
+    height: int,
+    label: str,
 ) -> np.ndarray:
     """Return the top view of a scene. The vehicle is in the middle and looks up."""
     canvas = np.full((height, width, 3), _BACKGROUND, dtype=np.uint8)
@@ -246,7 +254,7 @@ def _draw_from_above(
         moved = np.stack([width / 2 + points[..., 0] * scale, height / 2 - points[..., 1] * scale], axis=-1)
         return np.round(np.clip(moved, -1e4, 1e4) * 16).astype(np.int32)
 
-    def path(points: np.ndarray, color, thickness: int = 1, closed: bool = False) -> None:
+    def path(points: np.ndarray, color: Color, thickness: int = 1, closed: bool = False) -> None:
         if len(points) > 1:
             cv2.polylines(canvas, [pixels(points)], closed, color, thickness, cv2.LINE_AA, 4)
 
@@ -283,7 +291,7 @@ def _draw_from_above(
 
 
 def _write(
-    canvas: np.ndarray, text: str, place: tuple[int, int], size: float = 0.42, color=_TEXT_COLOR
+    canvas: np.ndarray, text: str, place: tuple[int, int], size: float = 0.42, color: Color = _TEXT_COLOR
 ) -> None:
     shadow = (place[0] + 1, place[1] + 1)
     for corner, shade in ((shadow, (0, 0, 0)), (place, tuple(int(c) for c in color))):

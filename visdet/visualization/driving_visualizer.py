@@ -1,5 +1,7 @@
 """The visualizer of driving samples."""
 
+from typing import Any
+
 import numpy as np
 
 from visdet.registry import VISUALIZERS
@@ -25,7 +27,7 @@ class DrivingVisualizer(SampleVisualizer):
     """
 
     def __init__(
-        self, name: str = "visualizer", map_score_thr: float = 0.4, reach_m: float = 32.0, **arguments
+        self, name: str = "visualizer", map_score_thr: float = 0.4, reach_m: float = 32.0, **arguments: Any
     ) -> None:
         super().__init__(name=name, **arguments)
         self.map_score_thr = map_score_thr

@@ -31,7 +31,7 @@ class FieldVisualizer(SampleVisualizer):
         arguments: as in mmengine's Visualizer.
     """
 
-    def __init__(self, name: str = "visualizer", num_ellipses: int = 200, **arguments) -> None:
+    def __init__(self, name: str = "visualizer", num_ellipses: int = 200, **arguments: Any) -> None:
         super().__init__(name=name, **arguments)
         self.num_ellipses = num_ellipses
 
@@ -168,7 +168,7 @@ def slice_ellipses(
     return centres, 2 * np.sqrt(np.maximum(sizes, 0)), angles
 
 
-def _add_ellipses(panel, ellipses: Sequence[np.ndarray]) -> None:
+def _add_ellipses(panel: Any, ellipses: Sequence[np.ndarray]) -> None:
     from matplotlib.collections import EllipseCollection
 
     centres, sizes, angles = ellipses

@@ -8,7 +8,7 @@ import numpy as np
 
 from visdet.structures.poses import box_corners
 
-from .driving_world import DRIVING_CLASSES, World
+from .driving_world import DRIVING_CLASSES, Road, World
 
 __all__ = ["GROUND_Z", "RIG", "Camera", "Renderer", "Shot"]
 
@@ -207,7 +207,9 @@ class Renderer:
         image[sky] = np.clip(fade, 0, 255).astype(np.uint8).repeat(self.width, axis=1)[sky]
         return np.ascontiguousarray(image)
 
-    def _paint_parts(self, image: np.ndarray, camera: Camera, parts: "Parts"):
+    def _paint_parts(
+        self, image: np.ndarray, camera: Camera, parts: "Parts"
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Paint all parts from far to near.
 
         Returns:
@@ -344,13 +346,13 @@ def boxes_in_lidar(world: World, frame: int, lidar_pose: np.ndarray) -> np.ndarr
     return np.concatenate([xy, z[:, None], agents.sizes, yaw[:, None]], axis=1)
 
 
-def dividers_of(road) -> list[float]:
+def dividers_of(road: Road) -> list[float]:
     """Return the lateral offsets of the lane dividers. The one at 0 separates the two directions."""
     edges = {round(offset + sign * 1.75, 2) for offset, _ in road.lanes for sign in (-1, 1)}
     return sorted(edges)
 
 
-def _nearest_station(road, xy: np.ndarray) -> float:
+def _nearest_station(road: Road, xy: np.ndarray) -> float:
     return float(road.stations[np.argmin(((road.xy - xy) ** 2).sum(axis=1))])
 
 

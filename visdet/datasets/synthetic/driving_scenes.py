@@ -14,7 +14,7 @@ from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_m
 
 from ..info_files import load_infos, save_infos
 from .drawn_folder import draw_in_processes, draw_once, is_orphan
-from .driving_renderer import GROUND_Z, RIG, Renderer, boxes_in_lidar, dividers_of
+from .driving_renderer import GROUND_Z, RIG, Camera, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
 __all__ = ["DRIVING_MAP_CLASSES", "make_driving_scenes"]
@@ -174,7 +174,7 @@ def _ego_pose(world: World, frame: int) -> np.ndarray:
     return pose_matrix((*world.ego_xy[frame], 0.0), rotation)
 
 
-def _camera_info(camera, data_path: str, timestamp: int, ego: np.ndarray) -> dict:
+def _camera_info(camera: Camera, data_path: str, timestamp: int, ego: np.ndarray) -> dict:
     to_ego = _LIDAR_TO_EGO @ pose_matrix(camera.translation, camera.rotation)
     return {
         "data_path": data_path,

@@ -1,5 +1,7 @@
 """The synthetic driving scenes as a data set, which is drawn at its first use."""
 
+from typing import Any
+
 from visdet.registry import DATASETS
 
 from ..nuscenes import NuScenes3DDetTrackDataset
@@ -24,7 +26,10 @@ class DrivingScenesDataset(NuScenes3DDetTrackDataset):
     METAINFO = {"classes": DRIVING_CLASSES, "map_classes": DRIVING_MAP_CLASSES}
 
     def __init__(
-        self, generator: dict | None = None, data_root: str = "data/driving_scenes/", **nuscenes_arguments
+        self,
+        generator: dict | None = None,
+        data_root: str = "data/driving_scenes/",
+        **nuscenes_arguments: Any,
     ) -> None:
         make_driving_scenes(data_root, **(generator or {}))
         claim_folder(self, data_root)

@@ -271,12 +271,21 @@ def _drive_ego(
     return stations, speeds, met
 
 
-def _make_agents(rng, road: Road, times, ego_station, ego_motion, met: list[tuple]) -> Agents:
+def _make_agents(
+    rng: np.random.Generator,
+    road: Road,
+    times: np.ndarray,
+    ego_station: np.ndarray,
+    ego_motion: tuple[np.ndarray, np.ndarray],
+    met: list[tuple],
+) -> Agents:
     """Draw agents one after another, ``met`` first, and keep those that do not collide with another."""
     kept: list[tuple] = []
     ego_xy, ego_yaw = ego_motion
     forward = np.stack([np.cos(ego_yaw), np.sin(ego_yaw)], axis=-1)
-    occupied = [(ego_xy + 1.4 * forward, ego_yaw, _EGO_ROOM)]
+    occupied: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [
+        (ego_xy + 1.4 * forward, ego_yaw, np.array(_EGO_ROOM))
+    ]
     for number in range(int(rng.integers(32, 52))):
         drawn = met[number] if number < len(met) else _draw_agent(rng, road, times, ego_station)
         kind, station, offset, along = drawn
@@ -300,7 +309,9 @@ def _make_agents(rng, road: Road, times, ego_station, ego_motion, met: list[tupl
     )
 
 
-def _draw_agent(rng, road: Road, times, ego_station) -> tuple[str, np.ndarray, np.ndarray, int]:
+def _draw_agent(
+    rng: np.random.Generator, road: Road, times: np.ndarray, ego_station: np.ndarray
+) -> tuple[str, np.ndarray, np.ndarray, int]:
     """Return the class, the stations [T], the offsets [T] and the direction (+1 or -1, 0 if it crosses) of an agent."""
     start = rng.uniform(-28, ego_station[-1] + 40)
     still = np.zeros_like(times)
@@ -341,11 +352,11 @@ def _draw_agent(rng, road: Road, times, ego_station) -> tuple[str, np.ndarray, n
 _SHARES = (0.32, 0.2, 0.22, 0.1, 0.16)
 
 
-def _car_or_truck(rng) -> str:
+def _car_or_truck(rng: np.random.Generator) -> str:
     return "car" if rng.random() < 0.72 else "truck"
 
 
-def _yaw_of_motion(xy, heading, along: int) -> np.ndarray:
+def _yaw_of_motion(xy: np.ndarray, heading: np.ndarray, along: int) -> np.ndarray:
     """Return the heading of an agent, which is along the road, or along its own path if it crosses (``along`` is 0)."""
     if along:
         return heading + (np.pi if along < 0 else 0.0)
@@ -354,7 +365,14 @@ def _yaw_of_motion(xy, heading, along: int) -> np.ndarray:
     return np.full(len(xy), direction)
 
 
-def _overlap(xy, yaw, size, other_xy, other_yaw, other_size) -> bool:
+def _overlap(
+    xy: np.ndarray,
+    yaw: np.ndarray,
+    size: np.ndarray,
+    other_xy: np.ndarray,
+    other_yaw: np.ndarray,
+    other_size: np.ndarray,
+) -> bool:
     """Return whether two moving boxes may come closer than 0.3 m at any time. The test is conservative."""
     delta = xy - other_xy
     cos, sin = np.cos(other_yaw), np.sin(other_yaw)
@@ -365,7 +383,7 @@ def _overlap(xy, yaw, size, other_xy, other_yaw, other_size) -> bool:
     return bool(np.any((np.abs(ahead) < reach_ahead) & (np.abs(beside) < reach_beside)))
 
 
-def _color(rng, kind: str) -> np.ndarray:
+def _color(rng: np.random.Generator, kind: str) -> np.ndarray:
     """Return a random BGR colour. Cones are orange, and other agents are not as grey as the road."""
     if kind == "traffic_cone":
         return np.array([20, 90, 235]) + rng.integers(-15, 16, 3)

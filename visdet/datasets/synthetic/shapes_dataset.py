@@ -28,7 +28,7 @@ class ShapesDataset(CocoDataset):
 
     METAINFO: dict[str, Any] = {"classes": SHAPE_CLASSES, "palette": class_palette(len(SHAPE_CLASSES))}
 
-    def __init__(self, generator: dict | None = None, **coco_arguments) -> None:
+    def __init__(self, generator: dict | None = None, **coco_arguments: Any) -> None:
         self._generator = dict(generator or {})
         super().__init__(**coco_arguments)
 

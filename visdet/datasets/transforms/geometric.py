@@ -110,7 +110,7 @@ class RandomChoiceResize(BaseTransform):
     Source: mmcv's RandomChoiceResize.
     """
 
-    def __init__(self, scales: Sequence | int, resize_type: str = "Resize", **resize_kwargs) -> None:
+    def __init__(self, scales: Sequence | int, resize_type: str = "Resize", **resize_kwargs: Any) -> None:
         self.scales = list(scales) if isinstance(scales, list) else [scales]
         if not self.scales:
             raise InvalidInputError("RandomChoiceResize: scales must not be empty")
@@ -141,7 +141,7 @@ class RandomResize(BaseTransform):
         scale: Sequence,
         ratio_range: tuple[float, float] | None = None,
         resize_type: str = "Resize",
-        **resize_kwargs,
+        **resize_kwargs: Any,
     ) -> None:
         is_one_pair = all(isinstance(side, int) for side in scale)
         if len(scale) != 2 or is_one_pair != (ratio_range is not None):

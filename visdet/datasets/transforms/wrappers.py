@@ -67,7 +67,7 @@ class TorchvisionTransform(BaseTransform):
         ValueError: torchvision has no such transform, or the transform has changed the number of boxes.
     """
 
-    def __init__(self, transform: str, **arguments) -> None:
+    def __init__(self, transform: str, **arguments: Any) -> None:
         transform_class = getattr(v2, transform, None)
         if not (isinstance(transform_class, type) and issubclass(transform_class, v2.Transform)):
             raise InvalidInputError(

@@ -1,6 +1,7 @@
 """A hook that guards training against losses that are NaN or infinite."""
 
 import math
+from typing import Any
 
 import torch
 from mmengine.dist import all_reduce
@@ -57,7 +58,7 @@ class CheckInvalidLossHook(Hook):
         self._has_dropped = False  # in the iteration that is unchecked
         self._unchecked: tuple[int, HostCopy] | None = None
 
-    def before_train(self, runner) -> None:
+    def before_train(self, runner: Any) -> None:
         """Let the optimizer skip updates with losses or gradients that are not finite."""
         if self.action != "skip":
             return
@@ -70,7 +71,9 @@ class CheckInvalidLossHook(Hook):
         wrapper.spoils_gradients_of_bad_losses = True
         wrapper.optimizer.register_step_pre_hook(self._drop_non_finite_gradients)
 
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
+    ) -> None:
         """Look at the losses of the iteration. With 'stop' and on a GPU, this is done after the next iteration."""
         self.check(runner)
         self._has_dropped, self._has_dropped_gradients = self._has_dropped_gradients, False
@@ -84,7 +87,7 @@ class CheckInvalidLossHook(Hook):
         if self.action == "skip" or self._unchecked[1].is_there:
             self.check(runner)
 
-    def check(self, runner) -> None:
+    def check(self, runner: Any) -> None:
         """Look at losses that have not been looked at, and at what their update did.
 
         Raises:
@@ -114,15 +117,15 @@ class CheckInvalidLossHook(Hook):
             )
         print_log(f"{where}; the update was skipped", logger="current", level=30)
 
-    def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict) -> None:
         """Keep damaged weights from being saved."""
         self.check(runner)
 
-    def before_val(self, runner) -> None:
+    def before_val(self, runner: Any) -> None:
         """Keep damaged weights from being validated."""
         self.check(runner)
 
-    def after_train(self, runner) -> None:
+    def after_train(self, runner: Any) -> None:
         """Look at the losses of the last iteration."""
         self.check(runner)
 

@@ -1,6 +1,7 @@
 """A version of mmengine's checkpoint hook that loses no checkpoint if the run is killed at any moment."""
 
 import os
+from typing import Any
 
 from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook as _CheckpointHook
@@ -24,14 +25,14 @@ class CheckpointHook(_CheckpointHook):
     ``save_best`` are removed from local folders only.
     """
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.args:  # mmengine keeps unknown keywords and fails on them only at the first checkpoint.
             raise TypeError(
                 f"CheckpointHook.__init__() got an unexpected keyword argument {next(iter(self.args))!r}"
             )
 
-    def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
+    def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
         meta["random_states"] = gather_random_states()
         meta["temporal_states"] = gather_temporal_states(runner.model)
         name = self.filename_tmpl.format(step)
@@ -53,7 +54,7 @@ class CheckpointHook(_CheckpointHook):
             for old_step in outdated:
                 _remove(os.path.join(self.out_dir, self.filename_tmpl.format(old_step)))
 
-    def _keep(self, runner, step: int) -> list[int]:
+    def _keep(self, runner: Any, step: int) -> list[int]:
         """Add ``step`` to the steps whose checkpoints are kept, and return the steps that are no longer kept."""
         steps = [kept for kept in self.keep_ckpt_ids if kept != step] + [step]
         outdated, kept = steps[: -self.max_keep_ckpts], steps[-self.max_keep_ckpts :]
@@ -62,7 +63,7 @@ class CheckpointHook(_CheckpointHook):
         runner.message_hub.update_info("keep_ckpt_ids", kept)
         return outdated
 
-    def _save_best_checkpoint(self, runner, metrics: dict) -> None:
+    def _save_best_checkpoint(self, runner: Any, metrics: dict) -> None:
         if not self.save_best:
             return
         # mmengine would remove the previous best checkpoint before it writes the new one. The paths are hidden from

@@ -40,7 +40,7 @@ class InitializeFieldHook(Hook):
         self.method = method
         self.seed = seed
 
-    def before_train(self, runner) -> None:
+    def before_train(self, runner: Any) -> None:
         """Place the Gaussians."""
         if runner.iter == 0 and not runner._has_loaded:
             points, values = runner.train_dataloader.dataset.samples()
@@ -81,7 +81,9 @@ class SplitGaussiansHook(Hook):
         self.interval, self.begin, self.end = interval, begin, end
         self.prune_below, self.max_share = prune_below, max_share
 
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
+    ) -> None:
         """Prune and split Gaussians if a round is due."""
         done = runner.iter + 1
         end = runner.max_iters // 2 if self.end is None else self.end

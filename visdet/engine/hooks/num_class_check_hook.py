@@ -27,7 +27,7 @@ class NumClassCheckHook(Hook):
     Source: the name is that of mmdet's hook, which checks at the start of every epoch instead.
     """
 
-    def before_run(self, runner) -> None:
+    def before_run(self, runner: Any) -> None:
         """Check the data sets of the loops that have been built."""
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
         heads = {

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from typing import Any
 
 from mmengine.hooks import Hook, LoggerHook
 from mmengine.runner import EpochBasedTrainLoop
@@ -37,7 +38,7 @@ class ProgressHook(Hook):
         self._redrawn_at = 0.0
         self._stage_began = 0.0
 
-    def before_run(self, runner) -> None:
+    def before_run(self, runner: Any) -> None:
         """Take over the terminal."""
         if self.interval is None:
             loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
@@ -54,17 +55,19 @@ class ProgressHook(Hook):
                 transient=True,
             )
 
-    def on_exit(self, runner) -> None:
+    def on_exit(self, runner: Any) -> None:
         """Give the terminal back."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
-    def before_train(self, runner) -> None:
+    def before_train(self, runner: Any) -> None:
         """Begin the training bar."""
         self._begin("train", runner.max_iters, runner.iter)
 
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
+    ) -> None:
         """Show the iteration."""
         done = runner.iter + 1
         if self._progress is None:
@@ -73,32 +76,36 @@ class ProgressHook(Hook):
         else:
             self._advance("train", done, self._train_line(runner, outputs or {}, with_parts=False))
 
-    def after_train(self, runner) -> None:
+    def after_train(self, runner: Any) -> None:
         """End the training bar."""
         self._end("train")
 
-    def before_val(self, runner) -> None:
+    def before_val(self, runner: Any) -> None:
         """Begin the validation bar."""
         self._begin("val", len(runner.val_dataloader), 0)
 
-    def after_val_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+    def after_val_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
         """Show the batch."""
         self._advance("val", batch_idx + 1, "")
 
-    def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
+    def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Show the metrics in a line that stays on the terminal."""
         self._end("val")
         self._say_metrics(f"val  {self._position(runner, 0)}", metrics)
 
-    def before_test(self, runner) -> None:
+    def before_test(self, runner: Any) -> None:
         """Begin the test bar."""
         self._begin("test", len(runner.test_dataloader), 0)
 
-    def after_test_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+    def after_test_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
         """Show the batch."""
         self._advance("test", batch_idx + 1, "")
 
-    def after_test_epoch(self, runner, metrics: dict | None = None) -> None:
+    def after_test_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Show the metrics."""
         self._end("test")
         self._say_metrics("test", metrics)
@@ -130,7 +137,7 @@ class ProgressHook(Hook):
         seconds = time.monotonic() - self._stage_began
         say("  ".join([head, *shown, f"({seconds:.1f} s)"]), style="bold")
 
-    def _train_line(self, runner, outputs: dict, with_parts: bool) -> str:
+    def _train_line(self, runner: Any, outputs: dict, with_parts: bool) -> str:
         """Return position, smoothed losses, learning rate, time per iteration and remaining time."""
         hub, window = runner.message_hub, runner.log_processor.window_size
 
@@ -153,7 +160,7 @@ class ProgressHook(Hook):
             words.append(f"eta {timedelta(seconds=int(hub.get_info('eta')))}")
         return "  ".join(words)
 
-    def _position(self, runner, ahead: int) -> str:
+    def _position(self, runner: Any, ahead: int) -> str:
         """Return the position of training as text, ``ahead`` iterations (and epochs) after the runner's counts."""
         if runner._train_loop is None or isinstance(runner._train_loop, dict):
             return ""

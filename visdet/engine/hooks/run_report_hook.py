@@ -1,6 +1,7 @@
 """A hook that describes a run at its start and reports its results at its end."""
 
 import os
+from typing import Any
 
 import torch
 from mmengine.dist import get_world_size
@@ -27,7 +28,7 @@ class RunReportHook(Hook):
     def __init__(self) -> None:
         self.metrics: dict = {}
 
-    def before_train(self, runner) -> None:
+    def before_train(self, runner: Any) -> None:
         """Print the model, the data sets, the length of the run and the folder that it writes to."""
         if not is_main_process():
             return
@@ -54,15 +55,15 @@ class RunReportHook(Hook):
         for name, row in rows.items():
             say(f"{name:<10} {row}")
 
-    def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
+    def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Keep the newest metrics."""
         self.metrics = metrics or {}
 
-    def after_test_epoch(self, runner, metrics: dict | None = None) -> None:
+    def after_test_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Keep the metrics."""
         self.metrics = metrics or {}
 
-    def after_train(self, runner) -> None:
+    def after_train(self, runner: Any) -> None:
         """Print the AP of each class and the paths of the written files."""
         if not is_main_process():
             return
@@ -83,13 +84,13 @@ class RunReportHook(Hook):
         say(f"  tensorboard --logdir {_short(runner.work_dir)}")
         say(f"  python tools/analyze_logs.py {_short(runner.work_dir)}")
 
-    def after_test(self, runner) -> None:
+    def after_test(self, runner: Any) -> None:
         """Print the AP of each class."""
         if is_main_process():
             self._print_metrics(runner.test_evaluator)
             say(f"log: {_short(runner.logger.log_file)}")
 
-    def _print_metrics(self, evaluator) -> None:
+    def _print_metrics(self, evaluator: Any) -> None:
         """Print a table with one row per class and one for all classes, for each metric that has results per class."""
         for metric in evaluator.metrics:
             rows = getattr(metric, "classwise_results", None)
@@ -108,7 +109,7 @@ class RunReportHook(Hook):
             console.print(table)
 
 
-def _size(dataset) -> str:
+def _size(dataset: Any) -> str:
     """Return the number of samples with the data set's ``unit``, which is 'images' by default."""
     return f"{len(dataset)} {getattr(dataset, 'unit', 'images')}"
 
@@ -123,7 +124,7 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:.2f} M" if count >= 1e5 else f"{count / 1e3:.1f} k"
 
 
-def _optimizer(wrapper) -> str:
+def _optimizer(wrapper: Any) -> str:
     dtype = getattr(wrapper, "cast_dtype", None)
     precision = "float32" if dtype is None else f"{str(dtype).removeprefix('torch.')} autocast"
     rates = sorted(
@@ -136,7 +137,7 @@ def _optimizer(wrapper) -> str:
     )
 
 
-def _start(runner) -> str:
+def _start(runner: Any) -> str:
     if runner.iter == 0:
         start = f"weights of {runner._load_from}" if runner._load_from else "from scratch"
         return (

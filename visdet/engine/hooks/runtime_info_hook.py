@@ -1,5 +1,7 @@
 """A version of mmengine's hook for the log that does not wait for the device."""
 
+from typing import Any
+
 from mmengine.hooks import LoggerHook
 from mmengine.hooks import RuntimeInfoHook as _RuntimeInfoHook
 
@@ -26,20 +28,22 @@ class RuntimeInfoHook(_RuntimeInfoHook):
         self._losses: HostCopy | None = None
         self._has_written = False
 
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: dict | None = None) -> None:
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
+    ) -> None:
         """Write the losses of the previous iteration, and those of this one if they have arrived or a log is due."""
         self._write_losses(runner)
         self._losses = HostCopy(outputs or {})
         if self._losses.is_there or not self._has_written or self._is_due(runner, batch_idx):
             self.write(runner)
 
-    def write(self, runner) -> None:
+    def write(self, runner: Any) -> None:
         """Write the losses that have not been written yet, and the norm of the gradients of the last update."""
         if isinstance(runner.optim_wrapper, OptimWrapper):
             runner.optim_wrapper.write_grad_norm()
         self._write_losses(runner)
 
-    def _write_losses(self, runner) -> None:
+    def _write_losses(self, runner: Any) -> None:
         if self._losses is None:
             return
         losses, self._losses = self._losses.read(), None
@@ -47,7 +51,7 @@ class RuntimeInfoHook(_RuntimeInfoHook):
             runner.message_hub.update_scalar(f"train/{name}", value)
         self._has_written = True
 
-    def _is_due(self, runner, batch_idx: int) -> bool:
+    def _is_due(self, runner: Any, batch_idx: int) -> bool:
         done = runner.iter + 1
         if done == runner.max_iters or self.end_of_epoch(runner.train_dataloader, batch_idx):
             return True

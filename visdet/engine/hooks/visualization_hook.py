@@ -19,7 +19,7 @@ from ..sample_images import image_of, is_bgr
 __all__ = ["DetVisualizationHook", "val_pictures_folder"]
 
 
-def val_pictures_folder(runner) -> str:
+def val_pictures_folder(runner: Any) -> str:
     """Return the folder that a run's validation pictures go to."""
     return os.path.join(runner.work_dir, "val_pictures")
 
@@ -80,7 +80,7 @@ class DetVisualizationHook(Hook):
         self._images_tested = 0
         self._pictures = PicturePaths("")
 
-    def before_train(self, runner) -> None:
+    def before_train(self, runner: Any) -> None:
         """Check that the visualizer can draw the sheets of validation."""
         if self.num_val_pictures and not isinstance(runner.visualizer, DrawsSheets):
             raise ConfigError(
@@ -89,12 +89,16 @@ class DetVisualizationHook(Hook):
                 "default_hooks.visualization.num_val_pictures=0"
             )
 
-    def before_val_epoch(self, runner) -> None:
+    def before_val_epoch(self, runner: Any) -> None:
         """Start a sheet."""
         self._sheet = []
 
     def after_val_iter(
-        self, runner, batch_idx: int, data_batch=None, outputs: list[BaseDataElement] | None = None
+        self,
+        runner: Any,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: list[BaseDataElement] | None = None,
     ) -> None:
         """Keep the first images for the sheet and, with ``draw``, draw the first image of some batches."""
         if get_rank() != 0:
@@ -106,7 +110,7 @@ class DetVisualizationHook(Hook):
             image = image_of(outputs[0], data_batch["inputs"][0], is_bgr(runner.cfg))
             self._draw(runner, image, outputs[0], "val_img", _train_iteration(runner) + batch_idx, None)
 
-    def after_val_epoch(self, runner, metrics: dict | None = None) -> None:
+    def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Draw the sheet."""
         if not self._sheet or not _is_training(runner):
             return
@@ -123,14 +127,18 @@ class DetVisualizationHook(Hook):
             )
         self._sheet = []
 
-    def before_test_epoch(self, runner) -> None:
+    def before_test_epoch(self, runner: Any) -> None:
         """Start counting images."""
         self._images_tested = 0
         if self.test_out_dir is not None:
             self._pictures = PicturePaths(os.path.join(runner.log_dir, self.test_out_dir))
 
     def after_test_iter(
-        self, runner, batch_idx: int, data_batch=None, outputs: list[BaseDataElement] | None = None
+        self,
+        runner: Any,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: list[BaseDataElement] | None = None,
     ) -> None:
         """Draw every image if ``draw`` or ``test_out_dir`` is set."""
         if not (self.draw or self.test_out_dir):
@@ -145,7 +153,7 @@ class DetVisualizationHook(Hook):
             self._draw(runner, image, sample, "test_img", self._images_tested, path)
 
     def _draw(
-        self, runner, image: np.ndarray, sample: BaseDataElement, name: str, step: int, path: str | None
+        self, runner: Any, image: np.ndarray, sample: BaseDataElement, name: str, step: int, path: str | None
     ) -> None:
         runner.visualizer.add_datasample(
             name,
@@ -159,9 +167,9 @@ class DetVisualizationHook(Hook):
         )
 
 
-def _is_training(runner) -> bool:
+def _is_training(runner: Any) -> bool:
     return runner._train_loop is not None and not isinstance(runner._train_loop, dict)
 
 
-def _train_iteration(runner) -> int:
+def _train_iteration(runner: Any) -> int:
     return runner.iter if _is_training(runner) else 0

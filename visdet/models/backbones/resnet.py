@@ -45,7 +45,7 @@ class ResidualBlock(nn.Module):
         self,
         convs: Sequence[nn.Conv2d],
         norm_cfg: dict[str, Any],
-        downsample: nn.Module | None,
+        downsample: nn.Sequential | None,
         with_cp: bool,
     ) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class ResNet(BaseModule):
         _check_options(depth, num_stages, strides, dilations, out_indices, style, frozen_stages)
         from_checkpoint = isinstance(init_cfg, dict) and init_cfg.get("type") == "Pretrained"
         super().__init__(_DEFAULT_INIT if from_checkpoint or init_cfg is None else init_cfg)
-        self.pretrained = dict(init_cfg) if from_checkpoint else None
+        self.pretrained = dict(init_cfg) if isinstance(init_cfg, dict) and from_checkpoint else None
         _, expansion, num_blocks = self.ARCHITECTURES[depth]
         self.depth = depth
         self.style = style
@@ -259,7 +259,7 @@ class ResNet(BaseModule):
         if self.zero_init_residual:
             for block in self.modules():
                 if isinstance(block, ResidualBlock):
-                    nn.init.zeros_(block.last_norm.weight)
+                    nn.init.zeros_(block.last_norm.get_parameter("weight"))
         if self.pretrained is not None:
             options = {name: value for name, value in self.pretrained.items() if name != "type"}
             load_pretrained(self, **options)

@@ -85,6 +85,12 @@ def padded_sizes(inputs: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor | N
     return to_device(sizes, inputs.device)
 
 
+def _given(name: str, config: dict[str, Any] | None) -> dict[str, Any]:
+    if config is None:
+        raise InvalidInputError(f"DeformableDETR: {name} must be given")
+    return config
+
+
 @MODELS.register_module()
 class DeformableDETR(BaseDetector):
     """Deformable DETR, which can use iterative box refinement and two stages.
@@ -130,14 +136,9 @@ class DeformableDETR(BaseDetector):
         num_feature_levels: int = 4,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
-        for name, config in (
-            ("encoder", encoder),
-            ("decoder", decoder),
-            ("positional_encoding", positional_encoding),
-            ("bbox_head", bbox_head),
-        ):
-            if config is None:
-                raise InvalidInputError(f"DeformableDETR: {name} must be given")
+        encoder, decoder = _given("encoder", encoder), _given("decoder", decoder)
+        positional_encoding = _given("positional_encoding", positional_encoding)
+        bbox_head = _given("bbox_head", bbox_head)
         self.num_queries = num_queries
         self.with_box_refine = with_box_refine
         self.as_two_stage = as_two_stage
@@ -181,14 +182,11 @@ class DeformableDETR(BaseDetector):
                 raise InvalidInputError(
                     f"DeformableDETR: {name} must be the encoder's embed_dims {self.embed_dims}, got {width}"
                 )
-        for name, attention in (
-            ("encoder", self.encoder.layers[0].self_attn),
-            ("decoder", self.decoder.layers[0].cross_attn),
-        ):
-            if attention.num_levels != num_feature_levels:
+        for name, part in (("encoder", self.encoder), ("decoder", self.decoder)):
+            if part.num_levels != num_feature_levels:
                 raise InvalidInputError(
                     f"DeformableDETR: num_feature_levels is {num_feature_levels}, but the {name}'s deformable "
-                    f"attention has num_levels={attention.num_levels}"
+                    f"attention has num_levels={part.num_levels}"
                 )
 
     def init_weights(self) -> None:
@@ -288,8 +286,9 @@ class DeformableDETR(BaseDetector):
             inputs: [B, 3, H, W].
             sizes: [B, 2], the (height, width) of the images without padding, or None if no image is padded.
         """
+        height, width = inputs.shape[-2:]
         pyramid = flatten_pyramid(
-            self.extract_feat(inputs), sizes, inputs.shape[-2:], self.positional_encoding, self.level_embed
+            self.extract_feat(inputs), sizes, (height, width), self.positional_encoding, self.level_embed
         )
         memory = self.encoder(pyramid)
         start = self.proposals(memory, pyramid) if self.as_two_stage else self.learned_queries(len(inputs))

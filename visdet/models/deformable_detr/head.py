@@ -121,12 +121,14 @@ class DeformableDETRHead(BaseModule):
         Reference points get boxes whose sides are sigmoid(-2) of the image.
         """
         for classify in self.cls_branches:
-            nn.init.constant_(classify.bias, -math.log((1 - _PRIOR_PROBABILITY) / _PRIOR_PROBABILITY))
-        for regress in self.reg_branches:
-            nn.init.zeros_(regress[-1].weight)
-            nn.init.zeros_(regress[-1].bias)
+            bias = classify.get_parameter("bias")
+            nn.init.constant_(bias, -math.log((1 - _PRIOR_PROBABILITY) / _PRIOR_PROBABILITY))
+        last_layers = [[*branch.children()][-1] for branch in self.reg_branches]
+        for layer in last_layers:
+            nn.init.zeros_(layer.get_parameter("weight"))
+            nn.init.zeros_(layer.get_parameter("bias"))
         if not self.as_two_stage:
-            nn.init.constant_(self.reg_branches[0][-1].bias[2:], -2.0)
+            nn.init.constant_(last_layers[0].get_parameter("bias")[2:], -2.0)
         self.is_init = True
 
     def forward(self, hidden_states: Tensor, references: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

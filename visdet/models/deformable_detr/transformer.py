@@ -123,10 +123,10 @@ class DeformableDetrTransformerEncoder(BaseModule):
             )
         self.num_layers = num_layers
         self.num_cp = num_cp
-        self.layers = nn.ModuleList(
-            DeformableDetrTransformerEncoderLayer(**layer_cfg) for _ in range(num_layers)
-        )
-        self.embed_dims = self.layers[0].embed_dims
+        layers = [DeformableDetrTransformerEncoderLayer(**layer_cfg) for _ in range(num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.embed_dims = layers[0].embed_dims
+        self.num_levels = layers[0].self_attn.num_levels
 
     def init_weights(self) -> None:
         _init_transformer(self)
@@ -230,10 +230,10 @@ class DeformableDetrTransformerDecoder(BaseModule):
         if not return_intermediate:
             raise InvalidInputError("decoder: return_intermediate must be True, the head reads every layer")
         self.num_layers = num_layers
-        self.layers = nn.ModuleList(
-            DeformableDetrTransformerDecoderLayer(**layer_cfg) for _ in range(num_layers)
-        )
-        self.embed_dims = self.layers[0].embed_dims
+        layers = [DeformableDetrTransformerDecoderLayer(**layer_cfg) for _ in range(num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.embed_dims = layers[0].embed_dims
+        self.num_levels = layers[0].cross_attn.num_levels
 
     def init_weights(self) -> None:
         _init_transformer(self)

@@ -1,6 +1,6 @@
 """Convolution, normalisation and activation as one block."""
 
-from typing import Any
+from typing import Any, Literal
 
 from mmengine.model import BaseModule, constant_init, initialize, kaiming_init
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class ConvModule(BaseModule):
         norm_cfg: dict[str, Any] | None = None,
         act_cfg: dict[str, Any] | None = _RELU,
         inplace: bool = True,
-        padding_mode: str = "zeros",
+        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
         init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(init_cfg)

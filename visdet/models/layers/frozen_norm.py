@@ -32,7 +32,7 @@ class FoldedConv(NamedTuple):
     def __call__(self, x: Tensor, relu: bool = True, residual: Tensor | None = None) -> Tensor:
         """Return norm(conv(x)) + residual, or the ReLU of that sum."""
         conv, x = self.conv, as_autocast_input(x)
-        geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
+        geometry: tuple[Any, ...] = (conv.stride, conv.padding, conv.dilation, conv.groups)
         if relu and _has_fused_kernel(x, self.weight, residual):
             return _ConvBiasReLU.apply(x, self.weight, self.bias, residual, *geometry)
         x = F.conv2d(x, self.weight, self.bias, *geometry)

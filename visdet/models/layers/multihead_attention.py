@@ -121,13 +121,12 @@ class MultiheadAttention(BaseModule):
         attn = self.attn
         if not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        weight, bias = as_autocast_input(attn.in_proj_weight), attn.in_proj_bias
-        bias = weight.new_zeros(len(weight)) if bias is None else as_autocast_input(bias)
+        weight = as_autocast_input(attn.in_proj_weight)
+        given = attn.in_proj_bias
+        bias = weight.new_zeros(len(weight)) if given is None else as_autocast_input(given)
         channels = self.embed_dims
-        if key is query:
-            inputs, sizes = (query, value), (2 * channels, channels)
-        else:
-            inputs, sizes = (query, key, value), (channels,) * 3
+        inputs: tuple[Tensor, ...] = (query, value) if key is query else (query, key, value)
+        sizes = [2 * channels, channels] if key is query else [channels] * 3
         parts = zip(inputs, weight.split(sizes), bias.split(sizes), strict=True)
         projected = [
             part for tensor, w, b in parts for part in F.linear(tensor, w, b).split(channels, dim=-1)

@@ -91,7 +91,7 @@ class SinePositionalEncoding(BaseModule):
         last_rows, last_columns = positions[:, -1:, :, 0], positions[:, :, -1:, 1]
         last = torch.stack(torch.broadcast_tensors(last_rows, last_columns), dim=-1)
         encoded = self.encode(positions, last).permute(0, 3, 1, 2)
-        return encoded if mask is not None else encoded.expand(input.shape[0], -1, -1, -1)
+        return encoded.expand(input.shape[0], -1, -1, -1) if mask is None and input is not None else encoded
 
     def encode(self, positions: Tensor, last: Tensor) -> Tensor:
         """Return the embedding [..., 2·num_feats] of pixels in float32.

@@ -1,16 +1,20 @@
 """The sum of a branch and what it branched off, and its normalisation."""
 
+from typing import TypeGuard, TypeVar
+
 from torch import Tensor, nn
 
 from .normalization import LayerNorm
 
 __all__ = ["add_and_norm", "drops", "is_plain"]
 
+_Layer = TypeVar("_Layer", bound=nn.Module)
 
-def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+
+def is_plain(layer: nn.Module, kind: type[_Layer]) -> TypeGuard[_Layer]:
     """Return whether calling a layer does exactly what its class does. Global hooks of all modules are not checked.
 
-    torch has no public way to ask a module for its hooks, or whether its ``forward`` has been replaced.
+    torch 2.10 to 2.14 have no public way to ask a module for its hooks, or whether its ``forward`` has been replaced.
     """
     own = vars(layer)
     has_hooks = (
