@@ -59,6 +59,8 @@ demo-drive: setup $(DRIVE_SCENES)/kmeans_plan_1.npy
 	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage1.py --work-dir $(DRIVE)_stage1 $(AMP)
 	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage2.py --work-dir $(DRIVE)_stage2 $(AMP) \
 		--cfg-options load_from="$$(cat $(DRIVE)_stage1/last_checkpoint)"
+	$(BIN)/python tools/test.py configs/sparsedrive/sparsedrive_toy_stage2.py \
+		"$$(cat $(DRIVE)_stage2/last_checkpoint)" --work-dir $(DRIVE)_test
 	$(BIN)/python tools/visualize_driving.py configs/sparsedrive/sparsedrive_toy_stage2.py \
 		"$$(cat $(DRIVE)_stage2/last_checkpoint)" --out-dir $(DRIVE)_pictures
 	@$(BIN)/python tools/analyze_logs.py $(DRIVE)_stage2

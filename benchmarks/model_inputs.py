@@ -112,6 +112,7 @@ def _frames(batch_size: int, num_batches: int, folder: Path, image_size: tuple[i
         generator={
             "num_train": batch_size,
             "num_val": 1,
+            "num_test": 1,
             "num_frames": num_batches,
             "image_size": (height, width),
         },

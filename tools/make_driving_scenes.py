@@ -22,6 +22,9 @@ def main() -> None:
         "--num-val", type=int, default=16, help="number of validation scenes (default: %(default)s)"
     )
     parser.add_argument(
+        "--num-test", type=int, default=16, help="number of test scenes (default: %(default)s)"
+    )
+    parser.add_argument(
         "--num-frames", type=int, default=20, help="number of frames per scene (default: %(default)s)"
     )
     parser.add_argument(

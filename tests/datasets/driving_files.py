@@ -6,7 +6,7 @@ from pathlib import Path
 
 from visdet.datasets import make_driving_scenes
 
-SMALL = dict(num_train=3, num_val=2, num_frames=8, image_size=(48, 128))
+SMALL = dict(num_train=3, num_val=2, num_test=2, num_frames=8, image_size=(48, 128))
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from visdet.datasets.synthetic.driving_world import (
 from visdet.registry import DATASETS
 from visdet.structures.poses import box_corners, inverse_pose, pose_matrix
 
-TINY = dict(num_train=2, num_val=1, num_frames=2, image_size=(32, 96))
+TINY = dict(num_train=2, num_val=1, num_test=1, num_frames=2, image_size=(32, 96))
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def test_files_depend_on_the_seed_alone(tmp_path, capsys):
     one = make_driving_scenes(tmp_path / "one", **TINY, num_workers=1)
     two = make_driving_scenes(tmp_path / "two", **TINY, num_workers=2)
     assert digests(one) == digests(two)
-    assert len(list(one.rglob("*.jpg"))) == 3 * 2 * 6 and len(list(one.rglob("*.bin"))) == 3 * 2
-    for split in ("train", "val"):
+    assert len(list(one.rglob("*.jpg"))) == 4 * 2 * 6 and len(list(one.rglob("*.bin"))) == 4 * 2
+    for split in ("train", "val", "test"):
         first, second = (load_infos(folder / f"driving_infos_{split}.npz")[0] for folder in (one, two))
         np.testing.assert_equal(list(first), list(second))
     other = make_driving_scenes(tmp_path / "other", **TINY, seed=1, num_workers=1)
@@ -69,7 +69,7 @@ def test_a_folder_is_reused_replaced_or_left_alone(tmp_path, capsys):
     assert capsys.readouterr().out == "" and (folder / "driving_scenes.json").stat().st_mtime_ns == before
     make_driving_scenes(folder, **TINY | {"num_train": 1}, num_workers=1)
     assert json.loads((folder / "driving_scenes.json").read_text())["num_train"] == 1
-    assert len(list(folder.rglob("*.bin"))) == 2 * 2
+    assert len(list(folder.rglob("*.bin"))) == 3 * 2
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "keep.txt").write_text("mine")
@@ -109,8 +109,8 @@ def test_a_failing_worker_leaves_nothing(tmp_path, monkeypatch, capfd):
 
 
 def test_arguments_are_checked(tmp_path):
-    with pytest.raises(ValueError, match="num_val must be positive, got 0"):
-        make_driving_scenes(tmp_path / "x", num_val=0)
+    with pytest.raises(ValueError, match="num_test must be positive, got 0"):
+        make_driving_scenes(tmp_path / "x", num_test=0)
     with pytest.raises(ValueError, match=r"image_size must be \(height, width\) of 16 or more"):
         make_driving_scenes(tmp_path / "x", image_size=(8, 100))
 

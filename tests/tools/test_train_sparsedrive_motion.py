@@ -120,7 +120,7 @@ def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, ca
     options = ("--work-dir", tmp_path / "test", "--out", records, "--show-dir", drawn)
     succeed_here(monkeypatch, capsys, "test", second, trained, *options)
     frames = json.loads(records.read_text())
-    assert len(frames) == SMALL["num_val"] * SMALL["num_frames"]
+    assert len(frames) == SMALL["num_test"] * SMALL["num_frames"]
     assert sorted(path.stem for path in drawn.iterdir()) == sorted(frame["token"] for frame in frames)
     assert all({"boxes", "lines", "plan"} <= set(frame) for frame in frames)
     assert np.shape([frame["plan"] for frame in frames]) == (len(frames), 6, 2)

@@ -24,7 +24,7 @@ AGENT_STEPS, EGO_STEPS = 12, 6
 
 _GENERATOR_VERSION = 2
 _STAMP = "driving_scenes.json"
-_SPLITS = ("train", "val")
+_SPLITS = ("train", "val", "test")
 _MIN_VISIBLE_PIXELS = 6  # An object with fewer visible pixels counts as one without lidar points.
 _COMMAND_OFFSET_M = 2.0
 _WHEEL_BASE_M = 2.7
@@ -39,6 +39,7 @@ def make_driving_scenes(
     folder: str | Path,
     num_train: int = 160,
     num_val: int = 16,
+    num_test: int = 16,
     num_frames: int = 20,
     image_size: tuple[int, int] = (96, 256),
     roi_size: tuple[float, float] = (30.0, 60.0),
@@ -48,16 +49,16 @@ def make_driving_scenes(
     """Write the driving scenes into ``folder``, unless they are there already, and return the folder.
 
     It holds ``samples/CAM_*/*.jpg``, ``samples/LIDAR_TOP/*.bin`` (float32 x, y, z of the points that a grid of camera
-    pixels shows, instead of lidar points), ``driving_infos_{train,val}.npz`` with the fields of nuScenes' info files,
-    and a stamp with the arguments. Scene i of a split is drawn from ``numpy.random.default_rng([seed, split, i])``, so
-    that the files do not depend on ``num_workers``.
+    pixels shows, instead of lidar points), ``driving_infos_{train,val,test}.npz`` with the fields of nuScenes' info
+    files, and a stamp with the arguments. Scene i of a split is drawn from
+    ``numpy.random.default_rng([seed, split, i])``, so that the files do not depend on ``num_workers``.
 
     The folder appears only when it is complete. Processes that start at the same time wait for the first one. A folder
     with another stamp is replaced. A folder without a stamp is replaced only if it is empty.
 
     Args:
         folder: the folder to write.
-        num_train, num_val: number of scenes of each split.
+        num_train, num_val, num_test: number of scenes of each split.
         num_frames: number of key frames of a scene, 0.5 s apart.
         image_size: height and width of an image in pixels.
         roi_size: width (x) and length (y) of the map around the vehicle, in metres.
@@ -73,12 +74,13 @@ def make_driving_scenes(
         "generator_version": _GENERATOR_VERSION,
         "num_train": num_train,
         "num_val": num_val,
+        "num_test": num_test,
         "num_frames": num_frames,
         "image_size": list(image_size),
         "roi_size": list(roi_size),
         "seed": seed,
     }
-    for name in ("num_train", "num_val", "num_frames"):
+    for name in ("num_train", "num_val", "num_test", "num_frames"):
         if stamp[name] < 1:
             raise InvalidInputError(f"make_driving_scenes: {name} must be positive, got {stamp[name]}")
     if len(image_size) != 2 or min(image_size) < 16:
@@ -90,13 +92,13 @@ def make_driving_scenes(
         _STAMP,
         stamp,
         maker="make_driving_scenes",
-        what=f"{num_train + num_val} driving scenes",
+        what=f"{num_train + num_val + num_test} driving scenes",
         draw=lambda partial: _write(partial, stamp, num_workers),
     )
 
 
 def _write(partial: Path, stamp: dict, num_workers: int | None) -> None:
-    counts = {"train": stamp["num_train"], "val": stamp["num_val"]}
+    counts = {split: stamp[f"num_{split}"] for split in _SPLITS}
     for name in ("LIDAR_TOP", *(name for name, *_ in RIG)):
         (partial / "samples" / name).mkdir(parents=True)
     draw_in_processes(_draw_share, (partial, counts, stamp), num_workers, "make_driving_scenes")
