@@ -52,6 +52,10 @@ USES = {
         "Checkpoints name _rebuild_tensor, _rebuild_tensor_v2 and _rebuild_parameter, which a reader has to allow.",
         ("torch.serialization", "^rebuild"),
     ),
+    "torch.ops.mkldnn._linear_pointwise.default": (
+        "oneDNN adds the bias of a linear layer while it writes the product; F.linear makes two passes on the CPU.",
+        ("torch.nn.functional", "^linear_(pointwise|fused|onednn|mkldnn)"),
+    ),
     "torch.utils._python_dispatch": (
         "TorchDispatchMode is documented, but only there.",
         ("torch.utils", "TorchDispatchMode"),
