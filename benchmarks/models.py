@@ -86,13 +86,19 @@ def measure(
     model = model.to(device).train(case.trains)
     prepared = [model.data_preprocessor(batch, case.trains) for batch in batches]
     run = training_step(model, MAX_NORM[case.model]) if case.trains else prediction(model)
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+    def new_autocast() -> (
+        torch.autocast
+    ):  # An object of its own for each level: it keeps the state to restore.
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+    autocast = new_autocast()
     result: dict[str, Any] = {"case": case.name, "dtype": dtype_name(dtype)}
     milliseconds = []
     graphed = GraphedLoss if case.trains else GraphedPrediction
     graphs = graphed(model).installed() if graph else nullcontext()
     # Predictions share one context, as in an evaluation, so that each weight is cast once.
-    all_predictions = nullcontext() if case.trains else autocast
+    all_predictions = nullcontext() if case.trains else new_autocast()
     with graphs, all_predictions, torch.autograd.set_multithreading_enabled(False):
         for index, batch in enumerate(prepared[:-1]):
             if index == WARM_UP and device.type == "cuda":

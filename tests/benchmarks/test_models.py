@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parents[2])
 )  # the benchmarks are no part of the installed package
 
 pytest.importorskip("mmengine")
-from benchmarks.models import CASES, covered, main, table
+from benchmarks.models import CASES, covered, main, measure, table
 
 
 @pytest.mark.parametrize("words", [["train B2", "predict B1"], ["stage1 train"]])
@@ -58,3 +59,9 @@ def test_an_unknown_case_is_refused(capsys):
 def test_time_in_which_two_kernels_run_counts_once():
     assert covered([(10, 14), (0, 3), (2, 5), (11, 12), (5, 6)]) == 6 + 4
     assert covered([]) == 0
+
+
+def test_autocast_ends_with_a_measurement(tmp_path):
+    case = next(case for case in CASES if case.name == "deformable_detr predict B1")
+    measure(case, torch.bfloat16, torch.device("cpu"), tmp_path, steps=1)
+    assert not torch.is_autocast_enabled("cpu")
