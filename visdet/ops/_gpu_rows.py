@@ -1,5 +1,7 @@
 """What the normalisations that have kernels for CUDA alone ask of their tensors."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -8,17 +10,23 @@ from .tracing import is_traced
 
 __all__ = ["has_kernel", "packed"]
 
+_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
 
 def has_kernel(operator: str, input: Tensor) -> bool:
     """Return whether the kernels of ``operator`` can take ``input``, as far as its device and its type say."""
     return (
         input.is_cuda
-        and input.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and input.dtype in _TYPES
         and input.numel() > 0
-        and is_loaded("cuda")
-        and declares(operator)
+        and _is_built(operator)
         and not is_traced()
     )
+
+
+@functools.cache
+def _is_built(operator: str) -> bool:
+    return is_loaded("cuda") and declares(operator)
 
 
 def packed(tensor: Tensor) -> Tensor:
