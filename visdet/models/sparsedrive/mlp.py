@@ -157,7 +157,9 @@ def side_by_side(modules: Sequence[Perceptron], x: Tensor, first_columns: Sequen
 
 def linear_in_full_precision(linear: nn.Linear, x: Tensor) -> Tensor:
     """Return ``linear(x)`` in the dtype of the weights, without autocast."""
-    is_served = is_plain(linear, nn.Linear) and linear.bias is not None and max(linear.weight.shape) <= MAX_WIDTH
+    is_served = (
+        is_plain(linear, nn.Linear) and linear.bias is not None and max(linear.weight.shape) <= MAX_WIDTH
+    )
     if is_served and linear.weight.dtype == torch.float32 and has_kernel("perceptrons", x):
         return run_kernels(x.float(), (linear.weight, linear.bias), (FIRST,), (0,), _EPS)
     return in_full_precision(linear, x)

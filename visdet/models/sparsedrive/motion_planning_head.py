@@ -206,7 +206,10 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         motion_modes, plan_modes = self._mode_queries(probability, det_output["prediction"][-1])
 
         feature, embed = torch.cat([feature, ego_feature], 1), torch.cat([embed, ego_embed], 1)
-        best_feature, best_embed = torch.cat([feature_best, ego_feature], 1), torch.cat([embed_best, ego_embed], 1)
+        best_feature, best_embed = (
+            torch.cat([feature_best, ego_feature], 1),
+            torch.cat([embed_best, ego_embed], 1),
+        )
         best = best_feature, best_embed, self.fc_before(best_feature)
         past_value = self.fc_before(memory[0])
         outputs = []
