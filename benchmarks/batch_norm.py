@@ -4,6 +4,7 @@ Each call is replayed from a CUDA graph. The times are means in microseconds, wi
 GPU. The sizes are those of ResNet-50 on 24 images of 256 x 704.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 
@@ -77,8 +78,11 @@ def microseconds(call: Callable[[], object]) -> float:
     return 1e3 * start.elapsed_time(end) / REPLAYS
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.batch_norm", description=__doc__.splitlines()[0]
+    ).parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.batch_norm: this needs a GPU", file=sys.stderr)
         return 1

@@ -59,7 +59,7 @@ def contestants(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.deform_conv_turns", description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--shape", type=int, nargs=4, default=(2, 256, 50, 76), metavar=("B", "C", "H", "W"))

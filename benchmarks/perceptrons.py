@@ -5,6 +5,7 @@ those of SparseDrive: predictions of a frame have 100 lines and 900 boxes, and t
 with the denoising queries. This needs a GPU.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -88,8 +89,11 @@ def microseconds(call: Callable[[], object]) -> tuple[float, float]:
     return kernels / CALLS, 1e6 * wall / CALLS
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.perceptrons", description=__doc__.splitlines()[0]
+    ).parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.perceptrons: this needs a GPU", file=sys.stderr)
         return 1

@@ -21,7 +21,7 @@ ALLOWED = {
     "engine": {"structures", "registry", "errors", "lazy_names"},
     "visualization": {"structures", "registry", "errors"},
     "testing": {"ops"},
-    "compat": {"ops"},
+    "compat": {"ops", "errors"},
 }
 # They say which extra to install before they import its packages.
 NEED_TRAIN_EXTRA = {"structures", "registry", "models", "datasets", "evaluation", "engine", "visualization"}

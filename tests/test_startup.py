@@ -83,7 +83,7 @@ def test_a_model_is_built_without_what_training_alone_needs(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_runner_is_built_without_solvers_and_formats_its_config_once(tmp_path):
+def test_a_runner_is_built_without_solvers_and_formats_its_config_fast(tmp_path):
     code = (
         "import sys\n"
         "import yapf.yapflib.yapf_api as yapf\n"
@@ -99,7 +99,7 @@ def test_a_runner_is_built_without_solvers_and_formats_its_config_once(tmp_path)
         "slow = {'scipy.optimize', 'scipy.cluster', 'scipy.spatial', 'matplotlib.figure', 'pycocotools',\n"
         "        'faster_coco_eval', 'shapely', 'visdet.compat'}\n"
         "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
-        "assert len(calls) <= 1, len(calls)\n"
+        "assert not calls, calls  # yapf takes 0.2 to 0.6 s\n"
         "before = runner.cfg.pretty_text\n"
         "runner.cfg.note = 'changed'\n"
         "assert runner.cfg.pretty_text != before and 'changed' in runner.cfg.pretty_text\n"

@@ -23,12 +23,13 @@ def main() -> None:
     args = parse_args()
     check_installation()
     from visdet.engine import load_config, tool_session
+    from visdet.engine.config_text import config_text
 
     with tool_session():
         cfg, remarks = load_config(args.config, args.cfg_options)
         for remark in remarks:
             print(f"# {remark}")
-        print(cfg.pretty_text)
+        print(config_text(cfg.to_dict()), end="")
 
 
 if __name__ == "__main__":

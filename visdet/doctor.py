@@ -1,5 +1,6 @@
 """``python -m visdet.doctor`` reports versions, libraries, the backend of each operator, and what should be done."""
 
+import argparse
 import ctypes
 import importlib.metadata
 import inspect
@@ -272,8 +273,13 @@ def report() -> tuple[str, list[str]]:
     return "\n".join("\n".join([title, *lines, ""]) for title, lines in sections.items()), advice
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Print the report; return 1 if the CPU operators are missing, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m visdet.doctor",
+        description="Report versions, libraries, the backend of each operator, and what should be done.",
+    )
+    parser.parse_args(arguments)
     from visdet.ops import build_info
 
     text, _ = report()

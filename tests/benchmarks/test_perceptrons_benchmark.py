@@ -24,9 +24,9 @@ def test_both_implementations_compute_the_same(case):
 @pytest.mark.cuda
 def test_it_runs_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.perceptrons.ROWS", [5])
-    assert main() == 0 and "class logits, 5 rows: ours forward" in capsys.readouterr().out
+    assert main([]) == 0 and "class logits, 5 rows: ours forward" in capsys.readouterr().out
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main() == 1 and "needs a GPU" in capsys.readouterr().err
+    assert main([]) == 1 and "needs a GPU" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """The stand-in for mmcv._ext: its entries write into given tensors, as mmcv's wrappers expect."""
 
-import importlib
+import importlib.util
 import subprocess
 import sys
 
@@ -412,3 +412,18 @@ def test_the_switch_without_mmcv_says_so(tmp_path):
         env={"PYTHONPATH": ".", "VISDET_MMCV_OPS": "1"},
     )
     assert done.returncode and "mmcv is not installed" in done.stderr and "mmcv-lite==" in done.stderr
+
+
+def test_the_command_without_mmcv_says_so(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "mmcv._ext", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert mmcv_ops.main(["train.py"]) == 1
+    output, error = capsys.readouterr()
+    assert not output and len(error.splitlines()) == 1 and "mmcv-lite==" in error
+
+
+@pytest.mark.parametrize("arguments, status", [(["--help"], 0), (["-h"], 0), ([], 2), (["-m"], 2)])
+def test_the_command_explains_itself_without_mmcv(arguments, status, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert mmcv_ops.main(arguments) == status
+    assert "usage: python -m visdet.compat.mmcv_ops SCRIPT" in capsys.readouterr()[status == 2]

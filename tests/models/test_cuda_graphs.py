@@ -11,7 +11,8 @@ from test_deformable_detr import BATCH, batch, build, config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
-from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction, _leaves_in_place_of, _with_leaves
+from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.engine.parameter_leaves import leaves_in_place_of, with_leaves
 from visdet.structures import DetDataSample
 from visdet.structures.kept_tables import keeps_tables, tables_read
 from visdet.structures.tensor_tree import map_tensors
@@ -125,13 +126,13 @@ def test_gradients_go_to_leaves_that_stand_for_parameters_and_the_parameters_com
     tied.weight = shared.weight
     model = torch.nn.Sequential(torch.nn.ModuleList([shared, shared]), tied, torch.nn.Linear(2, 2))
     parameters = list(model.parameters())
-    leaves = _leaves_in_place_of(model)
+    leaves = leaves_in_place_of(model)
 
     def run():
         assert model[0][1].weight is tied.weight is leaves[parameters[0]]
         return model[2](tied(shared(torch.ones(1, 2)))).sum().backward()
 
-    _with_leaves(model, leaves, run)
+    with_leaves(model, leaves, run)
     assert all(leaf.grad is not None for leaf in leaves.values())
     assert all(parameter.grad is None for parameter in parameters)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))

@@ -81,6 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given.pop(0) if given else ""
+    if command in ("-h", "--help"):
+        print(_USAGE)
+        return 0
     names = "all"
     if command == "run" and given and given[0] == "--only":
         names = given[1] if len(given) > 1 else ""

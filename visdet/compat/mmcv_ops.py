@@ -11,10 +11,18 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from visdet.errors import MissingPackageError
+
 from . import mmcv_ext
 from ._run import run_program
 
 __all__ = ["install", "main"]
+
+_USAGE = "usage: python -m visdet.compat.mmcv_ops SCRIPT|-m MODULE [ARGUMENTS]"
+_HELP = f"""{_USAGE}
+
+Run a script, or a module, with mmcv-lite on visdet's operators: mmcv._ext, the compiled part of mmcv, is visdet's.
+If the installed mmcv has a compiled _ext of its own, that one is kept."""
 
 
 def install() -> bool:
@@ -24,14 +32,14 @@ def install() -> bool:
     nothing.
 
     Raises:
-        ImportError: mmcv is not installed, or ``mmcv._ext`` is broken.
+        MissingPackageError: mmcv is not installed. This is an ImportError, too.
     """
     present = sys.modules.get("mmcv._ext")
     if present is not None:
         return getattr(present, "__name__", "") == mmcv_ext.__name__
     spec = importlib.util.find_spec("mmcv")
     if spec is None or spec.submodule_search_locations is None:
-        raise ImportError(
+        raise MissingPackageError(
             "visdet.compat.mmcv_ops: mmcv is not installed. Install it with `pip install mmcv-lite==2.1.0`, or unset "
             "VISDET_MMCV_OPS"
         )
@@ -53,13 +61,20 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the arguments of the command. The default is those of this process.
 
     Returns:
-        the exit status, which is 2 if there is no script and no module.
+        the exit status, which is 2 if there is no script and no module, and 1 if mmcv is not installed.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_HELP)
+        return 0
     if not arguments or arguments == ["-m"]:
-        print("usage: python -m visdet.compat.mmcv_ops SCRIPT|-m MODULE [ARGUMENTS]", file=sys.stderr)
+        print(_USAGE, file=sys.stderr)
         return 2
-    install()
+    try:
+        install()
+    except MissingPackageError as error:
+        print(error, file=sys.stderr)
+        return 1
     run_program(arguments)
     return 0
 

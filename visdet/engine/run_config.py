@@ -1,20 +1,19 @@
-"""The config of a run, which formats its text only once."""
+"""The config of a run, whose text is formatted fast."""
 
 import copy
 
 from mmengine.config import Config
 
+from .config_text import config_text
+
 __all__ = ["RunConfig"]
 
 
 class RunConfig(Config):
-    """A config that keeps its formatted text until its content changes.
+    """A config whose text is that of ``config_text``.
 
     A run needs the text for the log, for the copy in the work_dir, for every visualizer and for every checkpoint.
-    Formatting a small config takes a quarter of a second.
     """
-
-    _formatted = ("", "")  # the content that was formatted last, and its text
 
     @classmethod
     def copy_of(cls, config: Config) -> "RunConfig":
@@ -26,7 +25,4 @@ class RunConfig(Config):
     @property
     def pretty_text(self) -> str:
         """The config as Python code."""
-        content = repr(self)
-        if self._formatted[0] != content:
-            object.__setattr__(self, "_formatted", (content, super().pretty_text))
-        return self._formatted[1]
+        return config_text(self.to_dict())

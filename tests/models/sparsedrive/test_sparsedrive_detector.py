@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -176,6 +177,28 @@ def test_denoising_over_frames_with_changing_numbers_of_boxes():
         assert (carried is None) == (count == 0)
         if carried is not None:
             assert carried["dn_anchor"].shape[:3] == (1, 2, 2 * count)
+
+
+def test_losses_depend_on_the_state_alone_and_no_sampler_remembers_a_frame():
+    model = tiny_model().train()
+    samplers = [part.sampler for part in model.modules() if hasattr(part, "sampler")]
+    settings = [dict(vars(sampler)) for sampler in samplers]
+    assert samplers
+
+    def losses_of(state, seed):
+        model.temporal_state = state
+        torch.manual_seed(seed)
+        found = model(*frame([0.5 * seed], seed=seed, num_boxes=[3]), mode="loss")
+        return torch.stack([found[name].detach() for name in sorted(found)]), model.temporal_state
+
+    _, first = losses_of(model.temporal_state, 0)
+    alone, _ = losses_of(first, 1)
+    losses_of(losses_of(first, 2)[1], 3)  # frames of another sequence between the two
+    among_others, _ = losses_of(first, 1)
+    assert first["det"].denoising is not None and torch.equal(alone, among_others)
+    without, _ = losses_of({**first, "det": replace(first["det"], denoising=None)}, 1)
+    assert not torch.equal(alone, without)  # The carried queries take part.
+    assert [dict(vars(sampler)) for sampler in samplers] == settings
 
 
 def test_a_forward_pass_in_training_never_sees_the_ground_truth():

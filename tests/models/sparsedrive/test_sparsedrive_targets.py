@@ -187,8 +187,8 @@ def test_denoising_matches_golden(monkeypatch):
     anchor = torch.cat([anchor, anchor.new_zeros(*anchor.shape[:2], 1)], -1)
     # The ranks of these numbers are the permutation that the peer has drawn.
     monkeypatch.setattr(torch, "rand", lambda n, device: given["keep_groups"].argsort() / n)
-    sampler.cache_dn(given["first_dn_feature"], anchor, cls_target, valid, ids)
-    for name, value in sampler.dn_metas.items():
+    carried = sampler.cache_dn(given["first_dn_feature"], anchor, cls_target, valid, ids)
+    for name, value in carried.items():
         close(value, expected[f"cached/{name}"])
     out = sampler.update_dn(
         given["instance_feature"],
@@ -196,6 +196,7 @@ def test_denoising_matches_golden(monkeypatch):
         *(made["second"][i] for i in (1, 2, 4, 5)),
         int(given["num_normal"]),
         given["temporal_valid_mask"],
+        carried,
     )
     for actual, name in zip(
         out,
@@ -210,8 +211,7 @@ def test_denoising_without_temporal_groups_keeps_nothing():
     queries = sampler.get_dn_anchors([torch.tensor([1])], [torch.ones(1, 9)], [torch.tensor([5])])
     anchor, _, cls_target, _, valid, ids = queries
     assert ids is None and anchor.shape == (1, 4, 10)
-    sampler.cache_dn(torch.zeros(1, 4, 8), anchor, cls_target, valid, ids)
-    assert sampler.dn_metas is None
+    assert sampler.cache_dn(torch.zeros(1, 4, 8), anchor, cls_target, valid, ids) is None
 
 
 def test_denoising_queries_stay_within_their_noise_and_never_hold_nan():

@@ -94,10 +94,6 @@ class BaseTargetWithDenoising(ABC):
         num_dn_groups: number of groups of denoising queries.
         num_temp_dn_groups: number of groups that are kept for the next frame.
 
-    Attributes:
-        dn_metas: the denoising queries that were kept, or None. It is the temporal state of a sampler, which the head
-            reads and writes as a part of its own.
-
     Source: names are SparseDrive's.
     """
 
@@ -109,7 +105,6 @@ class BaseTargetWithDenoising(ABC):
             )
         self.num_dn_groups = num_dn_groups
         self.num_temp_dn_groups = num_temp_dn_groups
-        self.dn_metas: dict[str, Any] | None = None
 
     def sample(
         self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]

@@ -1,6 +1,6 @@
 """Denoising queries: noisy copies of the annotated boxes, which a head learns to bring back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,6 @@ class BoxDenoising:
     dn_noise_scale: float | Sequence[float]
     max_dn_gt: int
     add_neg_dn: bool
-    dn_metas: dict[str, Any] | None
     encode_reg_target: Callable[..., list[Tensor]]
     _weighted_distance: Callable[..., Tensor]
 
@@ -160,6 +159,7 @@ class BoxDenoising:
         dn_id_target: Tensor | None,
         num_normal_anchor: int,
         temporal_valid_mask: Tensor | None,
+        carried: Mapping[str, Tensor] | None,
     ) -> tuple[Any, ...]:
         """Replace the first groups of queries by those that were kept from the previous frame.
 
@@ -170,17 +170,16 @@ class BoxDenoising:
             instance_feature: [B, N + G·n, C]. anchor: [B, N + G·n, D]. The first N rows are no denoising queries.
             dn_reg_target: [B, G·n, 10]. dn_cls_target, valid_mask, dn_id_target: [B, G·n].
             num_normal_anchor: N.
-            temporal_valid_mask: [B] bool, whether a sample has history. With None the kept queries are forgotten.
+            temporal_valid_mask: [B] bool, whether a sample has history. With None no sample has.
+            carried: the result of ``cache_dn`` for the previous frame, with its anchors moved to this frame.
 
         Returns:
             The first six arguments, with the kept queries in them.
         """
         unchanged = (instance_feature, anchor, dn_reg_target, dn_cls_target, valid_mask, dn_id_target)
-        if temporal_valid_mask is None:
-            self.dn_metas = None
+        if carried is None or temporal_valid_mask is None or dn_id_target is None:
             return unchanged
-        carried = self.dn_metas
-        if carried is None or dn_id_target is None or instance_feature.shape[1] <= num_normal_anchor:
+        if instance_feature.shape[1] <= num_normal_anchor:
             return unchanged
         N, G = num_normal_anchor, self.num_dn_groups
         ids, reg_target = _grouped(dn_id_target, G), _grouped(dn_reg_target, G)
@@ -214,16 +213,17 @@ class BoxDenoising:
         dn_cls_target: Tensor,
         valid_mask: Tensor,
         dn_id_target: Tensor | None,
-    ) -> None:
-        """Keep ``num_temp_dn_groups`` groups, which are drawn at random, for the next frame.
+    ) -> dict[str, Tensor] | None:
+        """Return what the next frame needs of ``num_temp_dn_groups`` groups, which are drawn at random.
 
         Args:
-            dn_instance_feature: [B, G·n, C]. dn_anchor: [B, G·n, D]. The other arguments are [B, G·n]. Without ids
-                nothing is kept.
+            dn_instance_feature: [B, G·n, C]. dn_anchor: [B, G·n, D]. The other arguments are [B, G·n].
+
+        Returns:
+            The arguments by their names, [B, T, n, ...] of T groups, or None without temporal groups or ids.
         """
         if self.num_temp_dn_groups <= 0 or dn_id_target is None:
-            self.dn_metas = None
-            return
+            return None
         order = torch.rand(self.num_dn_groups, device=dn_anchor.device).argsort()
         drawn = order[: self.num_temp_dn_groups].sort().values
         values = {
@@ -233,7 +233,7 @@ class BoxDenoising:
             "valid_mask": valid_mask,
             "dn_id_target": dn_id_target,
         }
-        self.dn_metas = {
+        return {
             name: _grouped(value.detach(), self.num_dn_groups).index_select(1, drawn)
             for name, value in values.items()
         }

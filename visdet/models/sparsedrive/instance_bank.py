@@ -177,7 +177,7 @@ class InstanceBank(ModuleWithAnchors):
         )
 
     def get(
-        self, batch_size: int, metas: dict[str, Any] | None = None, dn_metas: dict[str, Any] | None = None
+        self, batch_size: int, metas: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
         """Return what a frame starts with, and move the cached anchors to the place and time of the frame.
 
@@ -185,7 +185,6 @@ class InstanceBank(ModuleWithAnchors):
             batch_size: B.
             metas: ``timestamp`` [B] (seconds) and ``img_metas``; see ``FrameClock``. The bank then enters the frame.
                 Without ``img_metas`` it must have entered the frame before.
-            dn_metas: denoising queries of the previous frame, whose ``dn_anchor`` [B, groups, n, D] is moved, too.
 
         Returns:
             features [B, N, C] and anchors [B, N, D] of the learned instances, cached features [B, K, C] and anchors
@@ -200,15 +199,18 @@ class InstanceBank(ModuleWithAnchors):
         cached = state.cached_anchor
         if step is None or cached is None:
             return feature, anchor, None, None, anchor.new_full((batch_size,), self.default_time_interval)
-        if self.anchor_handler is not None:
-            cached = self._project(cached, step)
-            if dn_metas is not None and len(dn_metas["dn_anchor"]) == batch_size:
-                dn_anchor = dn_metas["dn_anchor"]
-                dn_metas["dn_anchor"] = self._project(dn_anchor.flatten(1, 2), step).view_as(dn_anchor)
+        cached = self.moved(cached)
         self.state = replace(state, cached_anchor=cached)
         return feature, anchor, state.cached_feature, cached, step.interval
 
-    def _project(self, anchor: Tensor, step: DeviceStep) -> Tensor:
+    def moved(self, anchor: Tensor) -> Tensor:
+        """Return anchors [B, n, D] of the previous frame at the place and time of the current one.
+
+        Without a previous frame or an ``anchor_handler`` they are unchanged.
+        """
+        step = self.state.step
+        if step is None or self.anchor_handler is None:
+            return anchor
         return self.anchor_handler.anchor_projection(
             anchor, [step.previous_to_current], time_intervals=[-step.seconds]
         )[0]

@@ -30,7 +30,7 @@ class Sparse4DState:
 
     Attributes:
         bank: the instances.
-        denoising: the denoising queries, or None if there are none.
+        denoising: the denoising queries, the result of the sampler's ``cache_dn``. It is None if there are none.
     """
 
     bank: InstanceBankState = field(default_factory=InstanceBankState)
@@ -143,6 +143,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             "deformable": deformable_model,
             "refine": refine_layer,
         }
+        self._kept_denoising: dict[str, Tensor] | None = None
         self.embed_dims = self.instance_bank.embed_dims
         self.build_operations(configs, operation_order, self.embed_dims, decouple_attn)
 
@@ -156,15 +157,12 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
     @property
     def state(self) -> Sparse4DState:
         """The temporal state that the next frame starts from."""
-        return Sparse4DState(
-            self.instance_bank.state, None if self.sampler is None else self.sampler.dn_metas
-        )
+        return Sparse4DState(self.instance_bank.state, self._kept_denoising)
 
     @state.setter
     def state(self, state: Sparse4DState) -> None:
         self.instance_bank.state = state.bank
-        if self.sampler is not None:
-            self.sampler.dn_metas = state.denoising
+        self._kept_denoising = state.denoising
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
         """Return noisy copies of the ground truth in ``metas``, or None in evaluation or without denoising groups.
@@ -208,7 +206,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         """
         feature_maps = [feature_maps] if isinstance(feature_maps, Tensor) else feature_maps
         bank = self.instance_bank
-        feature, anchor, memory, time_interval = self._start(len(feature_maps[0]), metas)
+        feature, anchor, memory, carried, time_interval = self._start(len(feature_maps[0]), metas)
         attn_mask, updated = None, None
         if denoising is not None:
             feature, anchor, attn_mask = self._join(feature, anchor, denoising)
@@ -235,7 +233,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
                 quality.append(qt)
                 if len(prediction) == self.num_single_frame_decoder:
                     feature, anchor = bank.update(feature, anchor, cls)
-                    feature, anchor, updated = self._update_denoising(feature, anchor, denoising)
+                    feature, anchor, updated = self._update_denoising(feature, anchor, denoising, carried)
                 embed = self.anchor_encoder(anchor)
                 embed_of_attention = as_autocast_input(embed)
                 if len(prediction) > self.num_single_frame_decoder and memory.embed is not None:
@@ -243,7 +241,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
 
         N = bank.num_anchor
         output = self._denoising_output(classification, prediction, denoising, updated)
-        self._cache_denoising(feature[:, N:], anchor[:, N:], updated or denoising)
+        self._kept_denoising = self._to_keep(feature[:, N:], anchor[:, N:], updated or denoising)
         output.update(
             classification=[cls[:, :N] for cls in classification],
             prediction=[anchors[:, :N] for anchors in prediction],
@@ -257,21 +255,30 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             output["instance_id"] = bank.get_instance_id(cls[:, :N], anchor[:, :N], threshold)
         return output
 
-    def _start(self, batch_size: int, metas: dict[str, Any]) -> tuple[Tensor, Tensor, _Memory, Tensor]:
-        """Return the features and anchors to start from, the memory, and the seconds since the previous frame."""
-        bank, carried = self.instance_bank, None
-        if self.sampler is not None and self.sampler.dn_metas is not None:
-            if len(self.sampler.dn_metas["dn_anchor"]) == batch_size:
-                carried = dict(self.sampler.dn_metas)  # It is copied, because others may hold it, too.
-            self.sampler.dn_metas = carried
-        feature, anchor, temp_feature, temp_anchor, time_interval = bank.get(batch_size, metas, carried)
+    def _start(
+        self, batch_size: int, metas: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, _Memory, dict[str, Tensor] | None, Tensor]:
+        """Return what a frame starts from.
+
+        Returns:
+            features and anchors, the memory, the denoising queries of the previous frame with their anchors moved to
+            this frame, or None, and the seconds since the previous frame.
+        """
+        bank, carried = self.instance_bank, self._kept_denoising
+        feature, anchor, temp_feature, temp_anchor, time_interval = bank.get(batch_size, metas)
+        if carried is not None:
+            dn_anchor = carried["dn_anchor"]
+            if len(dn_anchor) == batch_size:
+                carried = {**carried, "dn_anchor": bank.moved(dn_anchor.flatten(1, 2)).view_as(dn_anchor)}
+            else:
+                carried = None
         memory = _Memory(None, None, None, bank.state.history)
         if temp_anchor is not None and temp_feature is not None:
             memory.embed = as_autocast_input(self.anchor_encoder(temp_anchor))
             memory.feature = as_autocast_input(temp_feature)
             if "temp_gnn" in self.operation_order and any(memory.history):
                 memory.value = self.fc_before(memory.feature)
-        return feature, anchor, memory, time_interval
+        return feature, anchor, memory, carried, time_interval
 
     def _attend_to_memory(
         self, layer: nn.Module, feature: Tensor, embed: Tensor, memory: _Memory, attn_mask: Tensor | None
@@ -306,7 +313,11 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         return feature, torch.cat([anchor, dn_anchor], dim=1), attn_mask
 
     def _update_denoising(
-        self, feature: Tensor, anchor: Tensor, denoising: DenoisingQueries | None
+        self,
+        feature: Tensor,
+        anchor: Tensor,
+        denoising: DenoisingQueries | None,
+        carried: dict[str, Tensor] | None,
     ) -> tuple[Tensor, Tensor, DenoisingQueries | None]:
         """Return features, anchors and queries after the groups of the previous frame have replaced the first groups.
 
@@ -323,6 +334,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             denoising.id_target,
             self.instance_bank.num_anchor,
             self.instance_bank.mask,
+            carried,
         )
         updated = denoising._replace(
             reg_target=reg_target, cls_target=cls_target, valid_mask=valid_mask, id_target=id_target
@@ -355,15 +367,15 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             )
         return output
 
-    def _cache_denoising(self, feature: Tensor, anchor: Tensor, denoising: DenoisingQueries | None) -> None:
-        if self.sampler is None:
-            return
+    def _to_keep(
+        self, feature: Tensor, anchor: Tensor, denoising: DenoisingQueries | None
+    ) -> dict[str, Tensor] | None:
+        """Return what the next frame needs of the denoising queries, or None if there are none."""
         if denoising is None:
-            self.sampler.dn_metas = None
-        else:
-            self.sampler.cache_dn(
-                feature, anchor, denoising.cls_target, denoising.valid_mask, denoising.id_target
-            )
+            return None
+        return self.sampler.cache_dn(
+            feature, anchor, denoising.cls_target, denoising.valid_mask, denoising.id_target
+        )
 
     def post_process(self, model_outs: dict[str, Any], output_idx: int = -1) -> list[dict[str, Any]]:
         """Return the results of each sample; see the decoder."""

@@ -1,0 +1,60 @@
+"""Configs as Python code."""
+
+import math
+
+import pytest
+from mmengine.config import Config
+
+from visdet.engine.config_text import config_text
+from visdet.engine.run_config import RunConfig
+
+VALUES = {
+    "steps": list(range(60)),
+    "model": {"type": "Net", "sizes": (3,), "empty": [], "nothing": (), "none": None, "options": {}},
+    "names": {"a name": 1, "class": True, 7: "it's"},
+    "pipeline": [
+        {"type": "Load", "path": "C:\\images"},
+        {"type": "Flip", "probability": 0.5, "note": "x" * 60},
+    ],
+    "deep": {"a": {"b": [{"c": ("d" * 50, "e" * 50)}]}},
+}
+
+
+def test_code_gives_the_values_back():
+    found = {}
+    exec(config_text(VALUES), found)
+    assert {name: found[name] for name in VALUES} == VALUES
+    assert type(found["model"]["sizes"]) is tuple and type(found["steps"]) is list
+
+
+def test_code_by_hand():
+    assert (
+        config_text({"b": {"type": "Net", "depth": 18}, "a": "x"})
+        == "a = 'x'\nb = dict(depth=18, type='Net')\n"
+    )
+    assert config_text({"a": ["x" * 60, "y" * 60]}).splitlines() == [
+        "a = [",
+        f"    '{'x' * 60}',",
+        f"    '{'y' * 60}',",
+        "]",
+    ]
+    assert config_text({"a": {"b": (1,), "c d": 2}}) == "a = {'b': (1,), 'c d': 2}\n"
+
+
+def test_no_line_is_longer_than_it_must_be():
+    assert max(map(len, config_text(VALUES).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_numbers_without_a_literal(value):
+    found = {}
+    exec(config_text({"value": [value]}), found)
+    assert repr(found["value"]) == repr([value])
+
+
+def test_the_text_of_a_run_follows_its_config(tmp_path):
+    config = RunConfig.copy_of(Config({"model": {"depth": 18}}))
+    config.model.depth = 34
+    config.dump(tmp_path / "config.py")
+    assert Config.fromfile(tmp_path / "config.py").model == {"depth": 34}
+    assert config.pretty_text == "model = dict(depth=34)\n"

@@ -1,0 +1,225 @@
+"""A version of mmengine's Runner whose checkpoints are safe and resumed exactly."""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import mmengine
+from mmengine.dist import master_only
+from mmengine.fileio import LocalBackend, get_file_backend
+from mmengine.model import is_model_wrapper
+from mmengine.runner import Runner
+from mmengine.runner.checkpoint import weights_to_cpu
+
+from .checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
+from .console import say
+from .errors import CheckpointError
+from .hooks.runtime_info_hook import RuntimeInfoHook
+from .plain_state import restore_message_hub, to_plain
+from .random_state import set_random_state
+from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_every_process
+from .temporal_state import restore_temporal_state
+from .weights import load_weights, weights_of
+
+__all__ = ["CheckpointingRunner"]
+
+
+class CheckpointingRunner(Runner):
+    """Reads, writes and resumes checkpoints as :class:`DetRunner` describes.
+
+    Args: see :class:`mmengine.runner.Runner`.
+    """
+
+    # These two attributes are mmengine's.
+    _resume: Any
+    _load_from: Any
+
+    def setup_env(self, env_cfg: dict) -> None:
+        """Set up the environment by ``env_cfg``, and let no checkpoint run code that the config does not trust."""
+        register_checkpoint_readers(trust=self._trusts_checkpoints)
+        self._random_state: dict[str, Any] | None = None
+        self._checkpoint: tuple[str, dict] | None = None
+        super().setup_env(env_cfg)
+
+    def _find_checkpoint_to_resume(self) -> None:
+        """Find the checkpoint to resume.
+
+        The run takes over the seed of the checkpoint, on which the data order depends, unless the config sets a seed.
+        """
+        if not self._resume:
+            return
+        found, remarks = decided_by_the_main_process(
+            lambda: checkpoint_to_resume(
+                self._resume, self._load_from, self.work_dir, self._trusts_checkpoints
+            )
+        )
+        for remark in remarks if self.rank == 0 else ():
+            self.logger.warning(f"a newer checkpoint is passed over: {remark}")
+        self._resume = found is not None
+        if found is None:
+            start = f"the weights of {self._load_from}" if self._load_from else "scratch"
+            say(f"resume: {self.work_dir} has no checkpoint that can be resumed; the run starts from {start}")
+            return
+        self._load_from = found
+        checkpoint = read_on_every_process(found, self._trusts_checkpoints)
+        lacking = [key for key in ("optimizer", "message_hub", "meta") if key not in checkpoint]
+        if lacking:
+            raise CheckpointError(
+                f"checkpoint {self._load_from} cannot be resumed: it has no {', '.join(lacking)}. To start training "
+                f"from its weights, drop --resume and use --cfg-options load_from={self._load_from}"
+            )
+        self._checkpoint = (self._load_from, checkpoint)
+        seed = checkpoint["meta"].get("seed")
+        if seed is not None and self._randomness_cfg.get("seed") is None:
+            self._randomness_cfg["seed"] = seed
+            self.set_randomness(**self._randomness_cfg)
+
+    @property
+    def _trusts_checkpoints(self) -> bool:
+        return bool(self.cfg.get("trust_checkpoint", False))
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        map_location: Any = "cpu",
+        strict: bool | None = None,
+        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+    ) -> dict:
+        """Load the weights of a checkpoint into the model and return the checkpoint.
+
+        Args:
+            filename: a file or an http(s) address.
+            map_location: This has no effect and is accepted because mmengine passes it. Tensors are read to the CPU.
+            strict: whether to refuse weights that do not fit. The default is True for a run that is resumed, and the
+                config's ``strict_load`` for any other run.
+            revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or its weights are refused (see :func:`load_weights`).
+        """
+        cached, self._checkpoint = self._checkpoint, None
+        if cached is not None and cached[0] == filename:
+            checkpoint = cached[1]
+        else:
+            checkpoint = read_checkpoint(filename, trust=self._trusts_checkpoints)
+        if strict is None:
+            strict = self._resume or self.cfg.get("strict_load", True)
+        checkpoint = {**checkpoint, "state_dict": weights_of(checkpoint, filename)}
+        if "message_hub" in checkpoint:
+            checkpoint["message_hub"] = restore_message_hub(checkpoint["message_hub"])
+        self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
+        model = self.model.module if is_model_wrapper(self.model) else self.model
+        load_weights(model, checkpoint["state_dict"], filename, strict, revise_keys)
+        self._has_loaded = True
+        self.logger.info(f"weights loaded from {filename}")
+        return checkpoint
+
+    def resume(
+        self,
+        filename: str,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+        map_location: Any = "cpu",
+    ) -> None:
+        """Load the weights, the optimizer, the schedules, the counters, the random state and the temporal state.
+
+        Args:
+            filename: the checkpoint, a file or an http(s) address.
+            resume_optimizer: whether to load the state of the optimizer.
+            resume_param_scheduler: whether to load the states of the schedules.
+            map_location: the device that mmengine passes on to :meth:`load_checkpoint`, where it has no effect.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or its weights do not fit the model.
+        """
+        if self._checkpoint is None:
+            self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
+        meta = self._checkpoint[1]["meta"]
+        states = meta.pop("random_states", None)
+        if states is not None and len(states) == self.world_size:
+            self._random_state = states[self.rank]
+        elif states is not None:
+            self.logger.warning(
+                f"{filename} comes from a run with {len(states)} processes, but this run has {self.world_size}. Its "
+                "data order and random numbers differ from those of the earlier run"
+            )
+        remembered = meta.pop("temporal_states", None)
+        if remembered is not None:
+            restore_temporal_state(self.model, remembered, self.rank, self.world_size)
+        # mmengine compares the pickles of the two, which can differ although the objects are equal. The pickles of one
+        # object are the same.
+        dataset_meta = getattr(self.train_dataloader.dataset, "metainfo", None)
+        if to_plain(dataset_meta) == to_plain(meta.get("dataset_meta")):
+            meta["dataset_meta"] = dataset_meta
+        super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
+
+    def restore_random_state(self) -> None:
+        """Set the random state that the resumed checkpoint holds. Later calls, and those of a new run, do nothing."""
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+
+    @master_only
+    def save_checkpoint(
+        self,
+        out_dir: str,
+        filename: str,
+        file_client_args: dict | None = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: dict | None = None,
+        by_epoch: bool = True,
+        backend_args: dict | None = None,
+    ) -> None:
+        """Write a checkpoint in mmengine's layout.
+
+        :meth:`mmengine.runner.Runner.save_checkpoint` describes the arguments. ``meta`` may replace 'epoch' and
+        'iter', which otherwise are the counts after the current step. After a crash, a local file is either the old
+        one or the complete new one. If ``out_dir`` is not a local folder, mmengine writes the checkpoint.
+        """
+        for hook in self.hooks:
+            if isinstance(hook, RuntimeInfoHook):
+                hook.write(self)
+        backend = get_file_backend(out_dir, backend_args=backend_args)
+        if file_client_args is not None or not isinstance(backend, LocalBackend):
+            super().save_checkpoint(
+                out_dir,
+                filename,
+                file_client_args,
+                save_optimizer,
+                save_param_scheduler,
+                meta,
+                by_epoch,
+                backend_args,
+            )
+            return
+        model = self.model.module if is_model_wrapper(self.model) else self.model
+        checkpoint = {
+            "meta": {
+                "epoch": self.epoch + int(by_epoch),
+                "iter": self.iter + int(not by_epoch),
+                **(meta or {}),
+                "cfg": self.cfg.pretty_text,
+                "seed": self.seed,
+                "experiment_name": self.experiment_name,
+                "time": time.strftime("%Y%m%d_%H%M%S"),
+                "mmengine_version": mmengine.__version__,
+                "dataset_meta": getattr(self.train_dataloader.dataset, "metainfo", None),
+            },
+            "state_dict": weights_to_cpu(model.state_dict()),
+            "message_hub": self.message_hub.state_dict(),
+        }
+        if save_optimizer:
+            checkpoint["optimizer"] = self.optim_wrapper.state_dict()
+        if save_param_scheduler and self.param_schedulers is not None:
+            checkpoint["param_schedulers"] = _states(self.param_schedulers)
+        self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+        write_checkpoint(checkpoint, os.path.join(out_dir, filename))
+
+
+def _states(schedulers: list | dict) -> list | dict:
+    """Return the states of schedulers, which are given as a list or as a dict of lists by the names of optimizers."""
+    if isinstance(schedulers, dict):
+        return {name: _states(of_one_optimizer) for name, of_one_optimizer in schedulers.items()}
+    return [scheduler.state_dict() for scheduler in schedulers]

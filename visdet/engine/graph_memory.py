@@ -1,0 +1,60 @@
+"""What the CUDA graphs of a model share in memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from visdet.structures.side_stream import side_stream
+
+__all__ = ["GraphMemory"]
+
+
+class GraphMemory:
+    """What the graphs of all shapes share: a pool, two streams to capture on, gradients, and 16-bit weights.
+
+    Graphs run one after another on one stream, so that what one of them left in the pool may be overwritten by the
+    next. Gradients are copied out of it. Each graph that reads 16-bit weights begins by writing them.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+        self.side = torch.cuda.Stream()
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self._copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
+
+    @contextmanager
+    def captures(self) -> Iterator[None]:
+        """Run the block on the streams, after all earlier work and before all later work on the current stream.
+
+        Backward passes in the block run in this thread.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with (
+            torch.cuda.stream(self.stream),
+            side_stream(self.side),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the tensor to which graphs write the gradient of a parameter."""
+        if parameter not in self.gradients:
+            self.gradients[parameter] = torch.empty_like(parameter)
+        return self.gradients[parameter]
+
+    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tensor to which graphs write a weight in another dtype."""
+        if (weight, dtype) not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[weight, dtype] = torch.empty_like(weight, dtype=dtype)
+        return self._copies[weight, dtype]
+
+    def reserved_bytes(self) -> int:
+        """Return the size of the pool, the gradients, and the 16-bit weights."""
+        segments = torch.cuda.memory_snapshot()
+        pool = sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self.pool)
+        return pool + sum(held.nbytes for held in (*self.gradients.values(), *self._copies.values()))

@@ -1,0 +1,211 @@
+"""The CUDA graphs of one shape of batches: those of a training step, and that of predictions."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visdet.structures.kept_tables import tables_read
+from visdet.structures.tensor_tree import map_tensors, tensors_of
+
+from .graph_memory import GraphMemory
+from .parameter_leaves import leaves_in_place_of, with_leaves
+from .weight_casts import WeightCasts
+
+__all__ = ["GraphedDetections", "GraphedStep"]
+
+
+class GraphedStep:
+    """The three graphs of one shape, and the tensors that they read and write.
+
+    The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans.
+    ``capture`` makes the graphs.
+
+    The graphs are those of other leaves at the same places in memory. The parameters' own nodes may be held by an
+    autograd graph of an earlier step, or by ``DistributedDataParallel``. Then they belong to the stream of that step,
+    which a capture may not touch.
+    """
+
+    def __init__(self, model: Any, batch: Any, example: Any, memory: GraphMemory) -> None:
+        self.model = model
+        self.memory = memory
+        self.batch = map_tensors(Tensor.clone, batch)
+        self.assignment = map_tensors(
+            lambda shape: torch.ones_like(shape, device=memory.stream.device), example
+        )
+        self.leaves = leaves_in_place_of(model)
+        parameter_of = {leaf: parameter for parameter, leaf in self.leaves.items()}
+        self.casts = WeightCasts(
+            parameter_of, "cuda", lambda leaf, dtype: memory.copy_of(parameter_of[leaf], dtype)
+        )
+
+        def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
+            predictions, _ = model.predictions_and_costs(self.batch)
+            losses = model.losses(predictions, self.batch, self.assignment)
+            total = torch.stack(list(losses.values())).sum()
+            with _no_autocast():
+                return losses, torch.autograd.grad(total, self._learning(), allow_unused=True)
+
+        with memory.captures(), _casts_of_its_own(), _nothing_changes(model), self.casts:
+            losses, gradients = with_leaves(model, self.leaves, run)
+        self.names = list(losses)
+        parameter_of |= {copy: parameter_of[leaf] for leaf, copy in self.casts.copies.items()}
+        self.used_leaves = [
+            leaf for leaf, grad in zip(self._learning(), gradients, strict=True) if grad is not None
+        ]
+        self.parameters_of_leaves = [parameter_of[leaf] for leaf in self.used_leaves]
+        self.parameters = list(dict.fromkeys(self.parameters_of_leaves))
+        self.static_gradients = [memory.gradient_of(parameter) for parameter in self.parameters]
+        self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
+
+    def _learning(self) -> list[Tensor]:
+        """Return the leaves that get gradients: those in place of parameters, and 16-bit copies of weights."""
+        return [leaf for leaf in (*self.leaves.values(), *self.casts.copies.values()) if leaf.requires_grad]
+
+    def capture(self) -> None:
+        """Record the three graphs.
+
+        Raises:
+            RuntimeError: something in them cannot be captured.
+        """
+        self.graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+        with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables, self.casts:
+            with_leaves(self.model, self.leaves, self._capture)
+
+    def _capture(self) -> None:
+        forward, losses, backward = (
+            torch.cuda.graph(graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local")
+            for graph in self.graphs
+        )
+        with forward:
+            self.casts.write()
+            predictions, self.costs = self.model.predictions_and_costs(self.batch)
+        with losses:
+            by_name = self.model.losses(predictions, self.batch, self.assignment)
+            values = torch.stack(list(by_name.values()))
+        with _no_autocast(), backward:
+            gradients = torch.autograd.grad(values, self.used_leaves, self.grad_of_losses)
+            self._write_gradients(gradients)
+        self.values = values.detach()
+
+    def _write_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Write the sum of the gradients of each parameter's leaves. All tensors of a dtype are one operation."""
+        first: dict[torch.dtype, dict[Tensor, Tensor]] = {}
+        added: dict[torch.dtype, dict[Tensor, Tensor]] = {}
+        seen = set()
+        for parameter, gradient in zip(self.parameters_of_leaves, gradients, strict=True):
+            groups = added if parameter in seen else first
+            groups.setdefault(gradient.dtype, {})[self.memory.gradient_of(parameter)] = gradient
+            seen.add(parameter)
+        for pairs in first.values():
+            torch._foreach_copy_(list(pairs), list(pairs.values()))
+        for pairs in added.values():
+            torch._foreach_add_(list(pairs), list(pairs.values()))
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Return the losses of a batch of this shape, by name."""
+        _copy(self.batch, batch)
+        self.graphs[0].replay()
+        _copy(self.assignment, self.model.assign(self.costs, batch))
+        self.graphs[1].replay()
+        return dict(zip(self.names, _Replay.apply(self, *self.parameters).unbind(), strict=True))
+
+    def gradients(self, grad_of_losses: Tensor) -> list[Tensor]:
+        """Return the gradients of the parameters, in memory of their own."""
+        self.grad_of_losses.copy_(grad_of_losses)
+        self.graphs[2].replay()
+        copies = [torch.empty_like(gradient) for gradient in self.static_gradients]
+        torch._foreach_copy_(copies, self.static_gradients)
+        return copies
+
+
+class GraphedDetections:
+    """The graph of the detections of one shape, and the tensors that it reads and writes.
+
+    The constructor runs ``batch`` once, so that libraries have made their plans and tables are cached.
+    """
+
+    def __init__(self, model: Any, batch: Any, memory: GraphMemory) -> None:
+        self.model = model
+        self.memory = memory
+        self.batch = map_tensors(Tensor.clone, batch)
+        self.casts = WeightCasts(model.parameters(), "cuda", memory.copy_of)
+        with memory.captures(), _casts_of_its_own(), _nothing_changes(model), self.casts:
+            model.detections(self.batch)
+
+    def capture(self) -> None:
+        """Record the graph.
+
+        Raises:
+            RuntimeError: something in it cannot be captured.
+        """
+        self.graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(
+            self.graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
+        )
+        with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables, capture:
+            self.casts.write()
+            with self.casts:
+                self.detections = self.model.detections(self.batch)
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the detections of a batch of this shape."""
+        _copy(self.batch, batch)
+        self.graph.replay()
+        return _copied(self.detections)
+
+
+class _Replay(torch.autograd.Function):
+    """The losses that a graph has computed, as a function of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, step: GraphedStep, *parameters: Tensor) -> Tensor:
+        ctx.step = step
+        return step.values.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_of_losses: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.step.gradients(grad_of_losses)
+
+
+@contextmanager
+def _casts_of_its_own() -> Iterator[None]:
+    """Run the block under the current autocast with an empty cache, so that it shares no casts of weights."""
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast("cuda", dtype=dtype, enabled=enabled):
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _no_autocast() -> torch.autocast:
+    """Return a context without autocast for a backward pass, which computes in the dtypes of the forward pass."""
+    return torch.autocast("cuda", enabled=False)
+
+
+@contextmanager
+def _nothing_changes(model: nn.Module) -> Iterator[None]:
+    """Restore the GPU's random state and the model's buffers after the block."""
+    random_state = torch.cuda.get_rng_state()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state(random_state)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def _copy(into: Any, values: Any) -> None:
+    torch._foreach_copy_(tensors_of(into), tensors_of(values), non_blocking=True)
+
+
+def _copied(tree: Any) -> Any:
+    copies = map_tensors(torch.empty_like, tree)
+    _copy(copies, tree)
+    return copies
