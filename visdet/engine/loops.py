@@ -1,7 +1,7 @@
 """mmengine's two training loops, which can be resumed at any iteration without reading data again."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from visdet.errors import InvalidInputError
 from visdet.registry import LOOPS
+from visdet.structures.constant_weights import weights_are_constant
 
 from .errors import ConfigError
 from .random_state import preserved_random_state
@@ -253,13 +254,17 @@ def _validate(runner: Any) -> None:
             runner.val_loop.run()
 
 
-def weights_cast_once() -> torch.autocast:
-    """Return a context in which autocast casts each weight once. Weights must not change after they were used in it.
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Let the block compute once what follows from weights alone. Weights must not change after they were used in it.
 
-    Autocast keeps the casts until its outermost context ends. In an evaluation, that would be the end of each batch.
+    Autocast keeps its casts of weights until its outermost context ends. In an evaluation, that would be the end of
+    each batch. Models keep what they compute; see ``computed_once``.
     """
     kind = get_device()
-    return torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+    with autocast, weights_are_constant():
+        yield
 
 
 def _is_validated(runner: Any) -> bool:
