@@ -26,6 +26,7 @@ from torch import nn
 from torch.autograd import DeviceType
 
 from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.engine.loops import living_objects_not_collected
 from visdet.structures.constant_weights import weights_are_constant
 
 from .case import dtype_name
@@ -100,12 +101,13 @@ def measure(
     milliseconds = []
     graphed = GraphedLoss if case.trains else GraphedPrediction
     graphs = graphed(model).installed() if graph else nullcontext()
-    # Predictions share contexts, as in an evaluation, so that each weight is cast once.
-    all_predictions = ExitStack()
-    if not case.trains:
-        all_predictions.enter_context(new_autocast())
-        all_predictions.enter_context(weights_are_constant())
-    with graphs, all_predictions, torch.autograd.set_multithreading_enabled(False):
+    as_in_the_runner = ExitStack()
+    if case.trains:
+        as_in_the_runner.enter_context(living_objects_not_collected())
+    else:
+        as_in_the_runner.enter_context(new_autocast())
+        as_in_the_runner.enter_context(weights_are_constant())
+    with graphs, as_in_the_runner, torch.autograd.set_multithreading_enabled(False):
         for index, batch in enumerate(prepared[: WARM_UP + steps]):
             if index == WARM_UP and device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)

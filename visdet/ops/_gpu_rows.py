@@ -19,8 +19,8 @@ def has_kernel(operator: str, input: Tensor) -> bool:
         input.is_cuda
         and input.dtype in _TYPES
         and input.numel() > 0
-        and _is_built(operator)
         and not is_traced()
+        and _is_built(operator)
     )
 
 
@@ -31,5 +31,6 @@ def _is_built(operator: str) -> bool:
 
 def packed(tensor: Tensor) -> Tensor:
     """Return the tensor, or a contiguous copy at an address from which the kernels can load 16 bytes."""
-    tensor = tensor.contiguous()
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -86,19 +86,17 @@ def _check_probability(op: str, p: float) -> None:
 
 def _serves_norm(input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
     """Return whether the kernels compute what torch's operators would."""
-    is_converted = input.dtype == torch.float32 or torch.is_autocast_enabled("cuda")
+    dtype = input.dtype
     return (
         has_kernel("dropout_add_layer_norm", input)
-        and is_converted  # torch would refuse float32 weights for 16-bit input
         and weight.dtype == bias.dtype == torch.float32
         and weight.device == input.device
         and weight.shape == input.shape[-1:]
         and len(weight) % _PACK == 0
         and len(weight) <= _MAX_CHANNELS
-        and (
-            residual is None
-            or (residual.shape == input.shape and residual.dtype in (torch.float32, input.dtype))
-        )
+        and (residual is None or (residual.dtype in (torch.float32, dtype) and residual.shape == input.shape))
+        # torch would refuse float32 weights for 16-bit input.
+        and (dtype == torch.float32 or torch.is_autocast_enabled("cuda"))
     )
 
 

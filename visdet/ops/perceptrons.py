@@ -119,13 +119,13 @@ def run_kernels(
         tensors: The parameters of all layers in the order of ``PerceptronLayer.parameters``.
         kinds: The kind of each layer, plus FIRST for the first layer of a perceptron.
     """
-    rows = input.reshape(-1, input.shape[-1])
+    rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     if torch.is_grad_enabled():
         output = _Perceptrons.apply(rows, first_columns, kinds, eps, *tensors)
     else:
         operator = torch.ops.visdet.perceptrons.default
         output, _ = operator(rows.contiguous(), tensors, first_columns, kinds, eps, False)
-    return output.view(*input.shape[:-1], output.shape[-1])
+    return output if input.dim() == 2 else output.view(*input.shape[:-1], -1)
 
 
 class _Perceptrons(torch.autograd.Function):

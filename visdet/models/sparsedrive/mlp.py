@@ -1,5 +1,6 @@
 """The multilayer perceptrons that all parts of SparseDrive use."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,9 +118,9 @@ class _Plan:
         return (
             bool(self.kinds)
             and not any(self._hooks)
-            and list(map(type, self._layers)) == self._types
-            and not any("forward" in attributes for attributes in self._attributes)
-            and self.tensors()[0].dtype == torch.float32
+            and [*map(type, self._layers)] == self._types
+            and not any(map(_HAS_FORWARD, self._attributes))
+            and self._places[0][0][self._places[0][1]].dtype == torch.float32  # type: ignore[union-attr]
         )
 
     def tensors(self) -> list[Tensor]:
@@ -130,6 +131,7 @@ class _Plan:
         return run_kernels(x.float(), self.tensors(), self.kinds, (0,), _EPS)
 
 
+_HAS_FORWARD = operator.methodcaller("__contains__", "forward")
 _EPS = nn.LayerNorm(1).eps
 _MAX_DEPTH = MAX_LAYERS // 4  # Four perceptrons may run side by side.
 
