@@ -53,7 +53,7 @@ def main() -> None:
     from mmengine.registry import init_default_scope
 
     from visdet.datasets import FieldDataset
-    from visdet.engine import dataset_config, load_config, say, tool_session
+    from visdet.engine import check_work_dir, dataset_config, load_config, say, tool_session
     from visdet.engine.sample_images import image_of_inputs, is_bgr
     from visdet.registry import DATASETS, VISUALIZERS
 
@@ -68,6 +68,8 @@ def main() -> None:
         has_screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
         show = has_screen and not args.not_show
         folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(args.config).stem}")
+        if folder:
+            check_work_dir(folder, "--output-dir")
         images, samples = [], []
         # The items of a field are single points, which are for training.
         is_field = isinstance(dataset, FieldDataset)

@@ -63,6 +63,7 @@ def make(args: argparse.Namespace) -> None:
     from visdet.datasets import load_infos
     from visdet.datasets.anchors import detection_anchors, map_anchors, motion_anchors, planning_anchors
     from visdet.datasets.nuscenes_tables import NUSCENES_CLASSES
+    from visdet.engine import check_work_dir
 
     path, classes = Path(args.infos), args.classes or NUSCENES_CLASSES
     if path.suffix not in (".npz", ".pkl", ".pickle"):
@@ -72,14 +73,14 @@ def make(args: argparse.Namespace) -> None:
         path = make_driving_scenes(path) / "driving_infos_train.npz"
         classes = args.classes or DRIVING_CLASSES
     infos = list(load_infos(path)[0])
+    out_dir = Path(args.out_dir)
+    check_work_dir(out_dir, "--out-dir")
     makers = {
         "det": lambda n: detection_anchors(infos, n, args.max_distance, args.seed),
         "map": lambda n: map_anchors(infos, n, args.points, args.seed),
         "motion": lambda n: motion_anchors(infos, classes, n, args.max_distance, args.seed),
         "plan": lambda n: planning_anchors(infos, n, args.seed),
     }
-    out_dir = Path(args.out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
     for name, anchors_of in makers.items():
         number = getattr(args, name)
         if number:

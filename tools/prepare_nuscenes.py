@@ -42,7 +42,7 @@ def main() -> None:
 
     from visdet.datasets.info_files import load_infos
     from visdet.datasets.nuscenes_converter import NuScenesConverter, split_of_scene
-    from visdet.engine import tool_session
+    from visdet.engine import check_work_dir, tool_session
 
     with tool_session():
         if args.convert:
@@ -50,6 +50,7 @@ def main() -> None:
             write(Path(args.convert).with_suffix(".npz"), infos, metadata)
             return
         converter = NuScenesConverter(args.root, args.version, args.can_bus, with_map=not args.no_map)
+        check_work_dir(args.out_dir, "--out-dir")
         infos_of_split: dict[str, list[dict]] = {}
         for scene in track(converter.tables.scenes(), description="scenes"):
             split = split_of_scene(args.version, scene["name"])
@@ -66,7 +67,6 @@ def main() -> None:
 def write(path: Path, infos: list[dict], metadata: dict) -> None:
     from visdet.datasets.info_files import save_infos
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_infos(path, infos, metadata)
     print(f"wrote {len(infos)} frames to {path}")
 

@@ -4,6 +4,7 @@ python tools/test.py CONFIG CHECKPOINT
 """
 
 import argparse
+from pathlib import Path
 
 from visdet.command_line import CfgOptions, check_installation
 
@@ -43,6 +44,7 @@ def main() -> None:
     from visdet.engine import (
         build_runner,
         check_required_keys,
+        check_work_dir,
         checked_launcher,
         draw_detections,
         load_config,
@@ -61,7 +63,9 @@ def main() -> None:
             cfg.graph = args.graph
         if args.out:
             write_detections(cfg, args.out)
+            check_work_dir(Path(args.out).parent, "--out")
         if args.show_dir:
+            check_work_dir(args.show_dir, "--show-dir")
             draw_detections(cfg, args.show_dir)
         for remark in remarks:
             say(remark)

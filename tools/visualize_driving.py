@@ -78,14 +78,21 @@ def main() -> None:
     from mmengine.dataset import pseudo_collate
     from mmengine.registry import init_default_scope
 
-    from visdet.engine import UserError, dataset_config, load_config, tool_session
+    from visdet.engine import UserError, check_work_dir, dataset_config, load_config, tool_session
     from visdet.engine.sample_images import image_of_inputs, is_bgr
     from visdet.registry import DATASETS, VISUALIZERS
 
     with tool_session():
         cfg, _ = load_config(args.config, args.cfg_options)
         init_default_scope(cfg.get("default_scope", "visdet"))
+        out_dir = Path(args.out_dir)
+        check_work_dir(out_dir, "--out-dir")
         dataset = DATASETS.build(dataset_config(cfg, "test"))
+        if not hasattr(dataset, "scene_starts"):
+            raise UserError(
+                f"{args.config}: test_dataloader.dataset is a {type(dataset).__name__}, which has no scenes of several "
+                "cameras. tools/browse_dataset.py draws the samples of any data set"
+            )
         model = load_model(cfg, args.checkpoint) if args.checkpoint else None
         drawing = {"map_score_thr": args.map_score_thr, "reach_m": args.reach}
         visualizer = VISUALIZERS.build({"type": "DrivingVisualizer", "name": "visualize_driving", **drawing})
@@ -99,8 +106,6 @@ def main() -> None:
             image = image_of_inputs(item["inputs"], is_bgr(cfg))
             return visualizer.draw_sample(image, sample, pred_score_thr=args.score_thr)[0]
 
-        out_dir = Path(args.out_dir)
-        out_dir.mkdir(parents=True, exist_ok=True)
         bounds = np.append(dataset.scene_starts, len(dataset))
         for scene in args.scenes:
             if not 0 <= scene < len(bounds) - 1:

@@ -91,8 +91,8 @@ class Registry(_MMEngineRegistry):
             UnknownNameError: the name is unknown. The message lists the nearest names and where they are registered.
         """
         for location in self._locations:  # Errors of these imports are not caught below.
-            if key in self._module_dict:
-                return self._module_dict[key]
+            if key in self.module_dict:
+                return self.module_dict[key]
             import_module(location)
         try:
             registered = super().get(key)

@@ -61,3 +61,9 @@ def test_the_picture_has_a_panel_for_what_there_is(tmp_path):
 def test_a_log_without_any_known_curve(tmp_path):
     with pytest.raises(UserError, match=r"a: .*learning rate"):
         draw_curves({"a": {"memory": {1: 2.0}}}, str(tmp_path / "x.png"))
+
+
+def test_a_file_of_an_unknown_format_is_one_message(tmp_path):
+    path = write(tmp_path / "scalars.json", [{"loss": 1.0, "step": 1}, {"loss": 0.5, "step": 2}])
+    with pytest.raises(UserError, match=r"must end in one of .*\.png.*, got .*curves\.txt"):
+        draw_curves({"run": read_scalars(path)}, str(tmp_path / "curves.txt"))

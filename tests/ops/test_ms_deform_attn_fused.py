@@ -11,15 +11,6 @@ from visdet.ops.ms_deform_attn import level_starts_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 
-
-@pytest.fixture(params=[False, True], ids=["any-order", "deterministic"])
-def deterministic(request, device):
-    """Run both ways: on CUDA the backward has a kernel that sorts (always, in this mode) and one that does not."""
-    torch.use_deterministic_algorithms(request.param)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 # Largest |difference| / largest |value| against the float64 reference on the same (rounded) numbers. What is 16 bits
 # wide is rounded once, to a relative 2^-11 and 2^-8 of itself.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_paths import devices, needs_library, refusal
+from path_cases import devices, needs_library, refusal
 
 from visdet.ops import explain
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_paths import devices, needs_library
+from path_cases import devices, needs_library
 
 from visdet.ops import explain
 

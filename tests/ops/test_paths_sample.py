@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paths import needs_library
+from path_cases import needs_library
 
 from visdet.ops import explain, sample_dot, sample_sum
 from visdet.ops.devices import DEVICES, present_device

@@ -129,7 +129,19 @@ def test_two_processes_on_the_cpu(tmp_path):
             for tool, split in (("browse_dataset", ["--split", "test"]), ("visualize_driving", []))
         ),
         ("print_config", ["none.py"], "none.py does not exist"),
+        (
+            "test",
+            [TOY_CONFIG, "iter_1.pth", "--out", "/proc/nowhere/found.json"],
+            "folder /proc/nowhere cannot be written: No such file or directory; choose another one with --out",
+        ),
+        ("test", [TOY_CONFIG, "iter_1.pth", "--show-dir", "/proc/nowhere"], "another one with --show-dir"),
+        ("browse_dataset", [TOY_CONFIG, "--output-dir", "/proc/nowhere"], "another one with --output-dir"),
+        ("visualize_driving", [TOY_CONFIG, "--out-dir", "/proc/nowhere"], "another one with --out-dir"),
+        ("visualize_driving", [TOY_CONFIG], "is a ToyBoxes, which has no scenes of several cameras"),
         ("make_shapes", ["shapes", "--num-train", "-1"], "num_train must be positive, got -1"),
+        ("make_shapes", ["/proc/nowhere"], "make_shapes: folder /proc/nowhere cannot be written"),
+        ("make_shapes", [TOY_CONFIG], "toy_config.py is a file. Give a folder to draw into"),
+        ("make_driving_scenes", ["/proc/nowhere"], "folder /proc/nowhere cannot be written"),
         ("make_driving_scenes", ["scenes", "--num-frames", "0"], "num_frames must be positive, got 0"),
     ],
 )

@@ -202,7 +202,7 @@ class CocoDataset(BaseDataset):
 
     def _match_categories(self, content: dict) -> dict[int, int]:
         """Return {category id: label}, and report classes without a category and categories without a class."""
-        classes = self._metainfo["classes"]
+        classes = self.metainfo["classes"]
         categories = content["categories"]
         matched = match_categories(categories, classes, self.ann_file)
         num_boxes = Counter(annotation["category_id"] for annotation in content["annotations"])

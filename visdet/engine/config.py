@@ -319,7 +319,7 @@ def dataset_config(cfg: Config, split: str) -> dict:
     return dataset
 
 
-def check_work_dir(work_dir: str, option: str = "--work-dir") -> None:
+def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
     """Create ``work_dir`` and write a temporary file in it, so that a run fails early and not at its first checkpoint.
 
     Args:

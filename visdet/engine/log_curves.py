@@ -58,7 +58,7 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
         out_file: the PNG file. Its folder is created if necessary.
 
     Raises:
-        UserError: no panel has a curve.
+        UserError: no panel has a curve, or matplotlib does not know the format of the file.
     """
     from matplotlib.figure import Figure
 
@@ -66,6 +66,9 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
     if not panels:
         raise UserError(f"{', '.join(runs)}: the log holds neither a loss nor a learning rate nor an AP")
     figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
+    formats = figure.canvas.get_supported_filetypes()
+    if Path(out_file).suffix.lstrip(".").lower() not in formats:
+        raise UserError(f"the file of the curves must end in one of .{', .'.join(formats)}, got {out_file}")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (title, names) in zip(axes, panels.items(), strict=True):
         for label, curves in runs.items():

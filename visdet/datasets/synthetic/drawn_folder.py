@@ -31,6 +31,10 @@ class ForeignFolderError(UserError, FileExistsError):
     """A folder to draw into that holds files which were not drawn."""
 
 
+class UnwritableFolderError(UserError, OSError):
+    """A folder to draw into that cannot be made."""
+
+
 def draw_once(
     folder: str | Path, stamp_name: str, stamp: dict, maker: str, what: str, draw: Callable
 ) -> Path:
@@ -49,13 +53,14 @@ def draw_once(
         draw: the function that writes the content.
 
     Raises:
-        ForeignFolderError: the folder is not empty and has no stamp.
+        ForeignFolderError: the folder is not empty and has no stamp, or it is a file.
+        UnwritableFolderError: the folder cannot be made.
         InvalidInputError: the folder has another stamp, and a data set of this process reads it.
     """
     folder = Path(folder)
     if _read_stamp(folder / stamp_name) == stamp:
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    _check_writable(folder, maker)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if _read_stamp(folder / stamp_name) == stamp:
             return folder
@@ -71,6 +76,19 @@ def draw_once(
         _write_and_rename(folder, stamp_name, stamp, draw)
         print(f"drew them in {time.monotonic() - start:.0f} s", flush=True)
     return folder
+
+
+def _check_writable(folder: Path, maker: str) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ForeignFolderError(f"{maker}: {folder} is a file. Give a folder to draw into")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent):
+            pass
+    except OSError as error:
+        raise UnwritableFolderError(
+            f"{maker}: folder {folder} cannot be written: {error.strerror or error}. Give another one"
+        ) from error
 
 
 def _refuse_to_replace_a_claimed(folder: Path, held: dict | None, wanted: dict, maker: str) -> None:

@@ -37,6 +37,7 @@ class ProgressHook(Hook):
         self._tasks: dict[str, TaskID] = {}
         self._redrawn_at = 0.0
         self._stage_began = 0.0
+        self._trains = False
 
     def before_run(self, runner: Any) -> None:
         """Take over the terminal."""
@@ -63,6 +64,7 @@ class ProgressHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Begin the training bar."""
+        self._trains = True
         self._begin("train", runner.max_iters, runner.iter)
 
     def after_train_iter(
@@ -161,8 +163,11 @@ class ProgressHook(Hook):
         return "  ".join(words)
 
     def _position(self, runner: Any, ahead: int) -> str:
-        """Return the position of training as text, ``ahead`` iterations (and epochs) after the runner's counts."""
-        if runner._train_loop is None or isinstance(runner._train_loop, dict):
+        """Return the position of training as text, ``ahead`` iterations (and epochs) after the runner's counts.
+
+        In a run that does not train, the text is empty. Reading ``runner.max_iters`` would build the training loop.
+        """
+        if not self._trains:
             return ""
         position = f"iter {runner.iter + ahead}/{runner.max_iters}"
         if isinstance(runner.train_loop, EpochBasedTrainLoop):

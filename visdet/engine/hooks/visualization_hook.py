@@ -79,9 +79,11 @@ class DetVisualizationHook(Hook):
         self._sheet: list[tuple[np.ndarray, BaseDataElement]] = []
         self._images_tested = 0
         self._pictures = PicturePaths("")
+        self._trains = False
 
     def before_train(self, runner: Any) -> None:
         """Check that the visualizer can draw the sheets of validation."""
+        self._trains = True
         if self.num_val_pictures and not isinstance(runner.visualizer, DrawsSheets):
             raise ConfigError(
                 f"DetVisualizationHook draws sheets with the visualizer of the model's family, but visualizer is "
@@ -108,13 +110,15 @@ class DetVisualizationHook(Hook):
             self._sheet.append((image_of(sample, inputs, is_bgr(runner.cfg)), sample.to("cpu")))
         if self.draw and outputs and batch_idx % self.interval == 0:
             image = image_of(outputs[0], data_batch["inputs"][0], is_bgr(runner.cfg))
-            self._draw(runner, image, outputs[0], "val_img", _train_iteration(runner) + batch_idx, None)
+            # In a run that does not train, reading ``runner.iter`` would build the training loop.
+            step = runner.iter if self._trains else 0
+            self._draw(runner, image, outputs[0], "val_img", step + batch_idx, None)
 
     def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Draw the sheet."""
-        if not self._sheet or not _is_training(runner):
+        if not self._sheet or not self._trains:
             return
-        step = _train_iteration(runner)
+        step = runner.iter
         images, samples = zip(*self._sheet, strict=True)
         for out_file in (os.path.join(val_pictures_folder(runner), f"iter_{step}.png"), None):
             runner.visualizer.add_contact_sheet(
@@ -165,11 +169,3 @@ class DetVisualizationHook(Hook):
             pred_score_thr=self.score_thr,
             step=step,
         )
-
-
-def _is_training(runner: Any) -> bool:
-    return runner._train_loop is not None and not isinstance(runner._train_loop, dict)
-
-
-def _train_iteration(runner: Any) -> int:
-    return runner.iter if _is_training(runner) else 0

@@ -1,0 +1,90 @@
+"""Sizes, devices and arguments for the tests of the paths that operators choose."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from visdet.ops import _library
+from visdet.ops.devices import DEVICES, Device
+
+needs_library = pytest.mark.skipif(
+    not _library.is_loaded("cuda"), reason="the CUDA library, which makes the plans, is not built"
+)
+PYRAMID = [(100, 134), (50, 67), (25, 34), (13, 17)]  # an image of 800 x 1066 pixels at strides 8 to 64
+
+
+def sizes_of(shapes, device):
+    """Return (width, height) of each level as [L, 1, 2]."""
+    sizes = [[(width, height)] for height, width in shapes]
+    return torch.tensor(sizes, dtype=torch.float64, device=device).reshape(-1, 1, 2)
+
+
+def positions(B, Q, G, P, shapes, device):
+    """Return random pixel positions [B, Q, G, L, P, 2], some outside and none near a texel's centre.
+
+    There the gradient of a location jumps, so that roundings could tell two right answers apart.
+    """
+    sizes = sizes_of(shapes, device)
+    whole = (
+        torch.rand(B, Q, G, len(shapes), P, 2, dtype=torch.float64, device=device) * (sizes + 3)
+    ).floor() - 2
+    return whole + 0.05 + 0.9 * torch.rand(whole.shape, dtype=torch.float64, device=device)
+
+
+def attention(Q, B=2, G=8, C=32, P=4, shapes=PYRAMID, dtype=torch.float32, device="meta"):
+    """Return random arguments of ms_deform_attn; Q = None: one query a texel."""
+    S = sum(height * width for height, width in shapes)
+    Q = S if Q is None else Q
+    coordinates = torch.float64 if dtype == torch.float64 else torch.float32
+    return {
+        "value": torch.randn(B, S, G, C, device=device, dtype=dtype),
+        "level_shapes": shapes,
+        "level_starts": None,
+        "locations": (positions(B, Q, G, P, shapes, device) + 0.5)
+        .div(sizes_of(shapes, device))
+        .to(coordinates),
+        "weights": torch.rand(B, Q, G, len(shapes), P, device=device, dtype=coordinates),
+    }
+
+
+def fused(Q, B=2, G=8, C=32, P=4, shapes=PYRAMID, dtype=torch.float32, boxes=False, device="meta"):
+    """Return random arguments of ms_deform_attn_fused."""
+    given = attention(Q, B, G, C, P, shapes, dtype, device)
+    Q, K, L = given["locations"].shape[1], len(shapes) * P, len(shapes)
+    coordinates = given["locations"].dtype
+    reference = torch.rand(B, Q, L, 4 if boxes else 2, device=device, dtype=coordinates)
+    centers = reference[:, :, None, :, None, :2].double() * sizes_of(shapes, device) - 0.5
+    offsets = (positions(B, Q, G, P, shapes, device) - centers).reshape(B, Q, G, K, 2)
+    return {
+        "value": given["value"],
+        "level_shapes": shapes,
+        "level_starts": None,
+        "reference_points": reference,
+        "offsets": offsets.to(coordinates),
+        "logits": torch.randn(B, Q, G, K, device=device, dtype=coordinates),
+        "num_points": P,
+    }
+
+
+devices = st.one_of(
+    st.sampled_from(sorted(DEVICES)),
+    st.builds(
+        lambda sms, kib, threads, l2, capability: Device(
+            sms, (kib - 1) << 10, kib << 10, threads, l2 << 20, capability
+        ),
+        st.integers(1, 300),
+        st.sampled_from([64, 96, 100, 164, 228]),
+        st.sampled_from([1024, 1536, 2048]),
+        st.integers(0, 200),
+        st.sampled_from([75, 80, 86, 89, 90, 100, 110, 120]),
+    ),
+)
+
+
+def refusal(error: Exception) -> bool:
+    """Return whether an error is an operator's refusal of sizes: it names what must be, and no kernel."""
+    return bool(
+        re.search(r"must be under|must be|at the most|too large", str(error))
+    ) and "CUDA kernel" not in str(error)

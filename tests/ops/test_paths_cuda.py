@@ -1,0 +1,369 @@
+"""Every path of ms_deform_attn on a GPU: the right numbers, and the choices that other GPUs would make."""
+
+import pytest
+import torch
+from path_cases import PYRAMID, attention, fused, needs_library
+
+from visdet import ops
+from visdet.ops import explain
+from visdet.ops.devices import DEVICES, present_device
+from visdet.ops.explain import choose_for, choose_only
+
+
+def results(function, given, grad_output):
+    leaves = {
+        name: value.detach().clone().requires_grad_()
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    out = function(**{**given, **leaves})
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), grad_output)]
+
+
+def assert_matches(function, given, dtype, seed=0):
+    """Compare output and gradients on CUDA with those of float64 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    exact = {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in given.items()
+    }
+    out = function(**exact)
+    grad_output = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(dtype)
+    expected = results(function, exact, grad_output.double())
+    on_gpu = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in given.items()
+    }
+    found = results(function, on_gpu, grad_output.cuda())
+    tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    leaves = [
+        name for name, value in given.items() if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+    for name, one, other in zip(("output", *leaves), found, expected, strict=True):
+        error = (one.double().cpu() - other).norm() / other.norm().clamp(min=1e-30)
+        assert error < tolerance, f"{name}: {error}"
+
+
+SMALL = [(24, 30), (12, 15), (6, 8), (3, 4)]
+PATH_CASES = {
+    "decoder": dict(Q=77, G=8, C=32),
+    "few_rows": dict(Q=77, G=2, C=24, P=3),
+    "encoder": dict(Q=None, G=8, C=32),
+    "rows": dict(Q=301, G=4, C=40),
+}
+BACKWARD_CASES = {
+    "strips": dict(Q=77, G=8, C=32),
+    "direct": dict(Q=77, G=8, C=32),
+    "encoder": dict(Q=None, G=8, C=32),
+    "sorted": dict(Q=301, G=4, C=40),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
+@pytest.mark.parametrize(
+    ("op", "path"),
+    [("ms_deform_attn", path) for path in PATH_CASES]
+    + [("ms_deform_attn_backward", path) for path in BACKWARD_CASES],
+)
+def test_every_path_of_ms_deform_attn(op, path, make, dtype):
+    sizes = dict((PATH_CASES if op == "ms_deform_attn" else BACKWARD_CASES)[path])
+    dtype = sizes.pop("dtype", dtype)
+    given = make(**sizes, B=2, shapes=SMALL, dtype=dtype, device="cpu")
+    function = ops.ms_deform_attn if make is attention else ops.ms_deform_attn_fused
+    with choose_only(op, path):
+        assert_matches(function, given, dtype)
+
+
+# The forms of the forward's kernels: rows of 4, 8 and 16 lanes (C) and of single values, one, two or four sets of
+# lanes a row (Q), samples in one chunk or several and of levels by four or not (P, levels), and what is compiled for
+# the sizes of most models. "tables" puts the level tables on the GPU, where only the kernel reads them.
+FIVE_LEVELS = [(24, 30), (20, 26), *SMALL[1:]]
+FORMS = {
+    "decoder-C32": ("decoder", dict(Q=77)),
+    "decoder-C32-Q700": ("decoder", dict(Q=700)),
+    "decoder-C32-Q1500": ("decoder", dict(Q=1500)),
+    "decoder-C16": ("decoder", dict(Q=77, C=16)),
+    "decoder-C16-Q700": ("decoder", dict(Q=700, C=16)),
+    "decoder-C16-Q1500": ("decoder", dict(Q=1500, C=16)),
+    "decoder-C64": ("decoder", dict(Q=77, C=64)),
+    "decoder-C64-Q700": ("decoder", dict(Q=700, C=64)),
+    "decoder-K12": ("decoder", dict(Q=77, shapes=SMALL[:3])),
+    "decoder-K20-Q700": ("decoder", dict(Q=700, shapes=FIVE_LEVELS)),
+    "decoder-K20-Q1500": ("decoder", dict(Q=1500, shapes=FIVE_LEVELS)),
+    "decoder-K32": ("decoder", dict(Q=77, P=8)),
+    "decoder-tables": ("decoder", dict(Q=77, tables=True)),
+    "few_rows-C16": ("few_rows", dict(Q=77, C=16, P=3)),
+    "few_rows-C16-Q600": ("few_rows", dict(Q=600, C=16, P=3)),
+    "few_rows-C16-Q1100": ("few_rows", dict(Q=1100, C=16, P=3)),
+    "few_rows-C32": ("few_rows", dict(Q=77, P=3)),
+    "few_rows-C32-Q600": ("few_rows", dict(Q=600, P=3)),
+    "encoder-K16": ("encoder", dict(Q=None)),
+    "encoder-K12": ("encoder", dict(Q=None, shapes=SMALL[:3])),
+    "encoder-K20": ("encoder", dict(Q=None, shapes=FIVE_LEVELS)),
+    "encoder-K4": ("encoder", dict(Q=None, shapes=SMALL[:1])),
+    "encoder-G3": ("encoder", dict(Q=None, G=3)),
+    "encoder-C16": ("encoder", dict(Q=None, C=16)),
+    "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
+    "encoder-tables": ("encoder", dict(Q=None, tables=True)),
+    "rows-C16": ("rows", dict(Q=301, C=16)),
+    "rows-C16-P3": ("rows", dict(Q=301, C=16, P=3)),
+    "rows-C32": ("rows", dict(Q=301)),
+    "rows-C32-P3": ("rows", dict(Q=301, P=3)),
+    "rows-C64": ("rows", dict(Q=301, C=64)),
+    "rows-C64-P3": ("rows", dict(Q=301, C=64, P=3)),
+    "rows-C128": ("rows", dict(Q=301, G=2, C=128)),
+    "rows-C260": ("rows", dict(Q=301, G=2, C=260)),
+    "rows-C31": ("rows", dict(Q=30, G=2, C=31)),
+    "rows-float64": ("rows", dict(Q=301, dtype=torch.float64)),
+    "rows-tables": ("rows", dict(Q=301, tables=True)),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_forward(form, make, dtype):
+    path, sizes = FORMS[form]
+    sizes = {"shapes": SMALL, "dtype": dtype, "tables": False, **sizes}
+    tables, dtype = sizes.pop("tables"), sizes["dtype"]
+    given = make(**sizes, device="cpu")
+    if tables:
+        given["level_shapes"] = torch.tensor(sizes["shapes"])
+    function = ops.ms_deform_attn if make is attention else ops.ms_deform_attn_fused
+    with choose_only("ms_deform_attn", path):
+        assert_matches(function, given, dtype)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_forward_is_served_on_an_h200(form, dtype):
+    path, sizes = FORMS[form]
+    sizes = {"shapes": SMALL, "dtype": dtype, **sizes}
+    sizes.pop("tables", None)
+    with choose_only("ms_deform_attn", path):
+        for function, make in ((ops.ms_deform_attn, attention), (ops.ms_deform_attn_fused, fused)):
+            plan = explain(function, **make(**sizes), device="H200", backward=False).plans[-1]
+            assert plan.path == path
+
+
+@pytest.mark.cuda
+def test_a_path_that_does_not_serve_is_refused():
+    given = attention(3, shapes=SMALL, dtype=torch.float64, device="cuda")
+    with choose_only("ms_deform_attn", "encoder"), pytest.raises(RuntimeError, match='the path "encoder"'):
+        ops.ms_deform_attn(**given)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("device", sorted(DEVICES))
+@pytest.mark.parametrize("Q", [None, 384, 1000], ids=["encoder", "Q384", "Q1000"])
+def test_choices_of_other_gpus_give_the_right_numbers(Q, device, dtype):
+    if DEVICES[device].shared_block > present_device().shared_block:
+        pytest.skip(
+            "this GPU cannot stand for one with more shared memory; its choices are planned without a GPU"
+        )
+    with choose_for(device):
+        assert_matches(ops.ms_deform_attn, attention(Q, shapes=SMALL, dtype=dtype, device="cpu"), dtype)
+        assert_matches(ops.ms_deform_attn_fused, fused(Q, shapes=SMALL, dtype=dtype, device="cpu"), dtype)
+
+
+# Shapes on which launches failed.
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("shapes", "dtype"),
+    [
+        ([(80, 94), (40, 47), (20, 24), (10, 12)], torch.bfloat16),
+        ([(64, 82), (32, 41), (16, 21), (8, 11)], torch.float32),
+    ],
+    ids=["640x752-bfloat16", "512x656-float32"],
+)
+def test_backward_of_an_encoder_whose_chunks_take_just_48_kib(shapes, dtype):
+    given = fused(None, B=1, shapes=shapes, dtype=dtype, device="cuda")
+    value, offsets = given["value"].requires_grad_(), given["offsets"].requires_grad_()
+    grads = torch.autograd.grad(ops.ms_deform_attn_fused(**given).sum(), (value, offsets))
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.cuda
+def test_rows_of_one_channel_and_more_heads_than_a_block_has_groups():
+    given = attention(1000, B=1, G=32, C=1, shapes=[(20, 25)], device="cpu")
+    assert_matches(ops.ms_deform_attn, given, torch.float32)
+
+
+FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
+
+# The forms of the backward's kernels: rows of every number of lanes, and of more channels than they take at a time (C);
+# rows that are filled up to 16 bytes (C = 1, 30 and 31); texels that one group of lanes owns and several (dense); the
+# gather by tensor cores (bfloat16, C a multiple of 32) and without; encoders whose points take one pass or several (P);
+# pieces of one query and of several (K); bins that are sorted in shared memory and larger ones (one texel), and more of
+# them than a block counts in shared memory (256 levels). "tables" puts the level tables on the GPU, where only kernels
+# read them.
+BACKWARD_FORMS = {
+    "strips-C16": ("strips", dict(Q=77, C=16)),
+    "strips-C30": ("strips", dict(Q=77, C=30)),
+    "strips-C64": ("strips", dict(Q=77, G=4, C=64)),
+    "strips-C100": ("strips", dict(Q=77, G=2, C=100)),
+    "strips-P3": ("strips", dict(Q=77, G=2, P=3)),
+    "strips-P60": ("strips", dict(Q=21, G=2, P=60)),
+    "strips-one-row": ("strips", dict(Q=77, shapes=[(1, 40), (20, 1), (1, 1)])),
+    "strips-wide": ("strips", dict(Q=77, G=3, shapes=[(2, 700), (9, 11)])),
+    "strips-dense": ("strips", dict(Q=300, G=2, shapes=[(3, 4), (2, 2)])),
+    "strips-one-texel": ("strips", dict(Q=300, G=2, shapes=[(1, 1)])),
+    "strips-float16": ("strips", dict(Q=77, dtype=torch.float16)),
+    "direct-C16": ("direct", dict(Q=77, C=16)),
+    "direct-C30": ("direct", dict(Q=77, C=30)),
+    "direct-C64": ("direct", dict(Q=77, G=4, C=64)),
+    "direct-C100": ("direct", dict(Q=77, G=2, C=100)),
+    "direct-C160": ("direct", dict(Q=77, G=2, C=160)),
+    "direct-float16": ("direct", dict(Q=77, dtype=torch.float16)),
+    "direct-tables": ("direct", dict(Q=77, tables=True)),
+    "encoder-C1": ("encoder", dict(Q=None, C=1)),
+    "encoder-C16": ("encoder", dict(Q=None, C=16)),
+    "encoder-C31": ("encoder", dict(Q=None, G=4, C=31)),
+    "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
+    "encoder-P3": ("encoder", dict(Q=None, P=3)),
+    "encoder-P9": ("encoder", dict(Q=None, P=9)),
+    "encoder-one-row": ("encoder", dict(Q=None, shapes=[(1, 40), (20, 1), (1, 1)])),
+    "encoder-float16": ("encoder", dict(Q=None, dtype=torch.float16)),
+    "encoder-tables": ("encoder", dict(Q=None, tables=True)),
+    "sorted-C1": ("sorted", dict(Q=301, G=4, C=1)),
+    "sorted-C31": ("sorted", dict(Q=301, G=4, C=31)),
+    "sorted-C32": ("sorted", dict(Q=301)),
+    "sorted-C96": ("sorted", dict(Q=301, G=2, C=96)),
+    "sorted-K600": ("sorted", dict(Q=21, G=2, P=150)),
+    "sorted-dense": ("sorted", dict(Q=1500, G=2, shapes=[(3, 4), (2, 2)])),
+    "sorted-one-texel": ("sorted", dict(Q=3000, G=2, shapes=[(1, 1)])),
+    "sorted-256-levels": ("sorted", dict(Q=5, B=1, G=1, C=4, P=1, shapes=[(8, 16)] * 256, tables=True)),
+    "sorted-float16": ("sorted", dict(Q=301, dtype=torch.float16)),
+    "sorted-float64": ("sorted", dict(Q=301, C=33, dtype=torch.float64)),
+    "sorted-tables": ("sorted", dict(Q=301, tables=True)),
+}
+
+
+def backward_form(name, make, dtype, device):
+    """Return the path of an entry of BACKWARD_FORMS, its arguments on a device and the type of its values."""
+    path, sizes = BACKWARD_FORMS[name]
+    sizes = dict(B=2, shapes=SMALL, dtype=dtype) | sizes
+    tables = sizes.pop("tables", False)
+    given = make(**sizes, device=device)
+    if tables:
+        shapes = torch.tensor(sizes["shapes"])
+        given["level_shapes"] = shapes.to(device)
+        given["level_starts"] = (shapes.prod(1).cumsum(0) - shapes.prod(1)).to(device)
+    return path, given, sizes["dtype"]
+
+
+# The fused function names at most 16 levels.
+FORM_CASES = [
+    pytest.param(make, name, id=f"{'plain' if make is attention else 'fused'}-{name}")
+    for make in FUNCTIONS
+    for name, (_, sizes) in BACKWARD_FORMS.items()
+    if make is attention or len(sizes.get("shapes", SMALL)) <= 16
+]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("make", "name"), FORM_CASES)
+def test_paths_of_the_backward_serve_their_forms(make, name, dtype):
+    path, given, _ = backward_form(name, make, dtype, "meta")
+    for device in ("H200", "T4"):
+        with choose_only("ms_deform_attn_backward", path):
+            plan = explain(FUNCTIONS[make], **given, device=device)
+        assert plan.paths()["ms_deform_attn_backward"] == path
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("make", "name"), FORM_CASES)
+def test_every_form_of_the_backward(make, name, dtype):
+    path, given, dtype = backward_form(name, make, dtype, "cpu")
+    with choose_only("ms_deform_attn_backward", path):
+        assert_matches(FUNCTIONS[make], given, dtype)
+
+
+@needs_library
+def test_what_the_tuned_paths_of_the_backward_decline():
+    declined = {
+        "strips": [
+            dict(Q=77, dtype=torch.float64),
+            dict(Q=1700),
+            dict(Q=3, P=600),
+            dict(Q=300, shapes=[(200, 268), *PYRAMID]),
+        ],
+        "encoder": [dict(Q=None, C=65), dict(Q=None, dtype=torch.float64), dict(Q=77)],
+        "direct": [dict(Q=77, dtype=torch.float64), dict(Q=60000, B=1)],
+    }
+    for path, cases in declined.items():
+        for sizes in cases:
+            plan = explain("ms_deform_attn", **attention(**sizes), device="H200").plans[-1]
+            assert path in [name for name, _ in plan.declined] and plan.path != path, (path, sizes)
+
+
+@needs_library
+def test_strips_need_levels_that_the_host_knows_and_that_fill_value():
+    given = attention(77)
+    starts = torch.tensor([0, 13400, 16750, 17600])
+    for level_starts in (starts.to("meta"), starts - torch.tensor([0, 0, 1, 0])):
+        plan = explain("ms_deform_attn", **given | dict(level_starts=level_starts), device="H200").plans[-1]
+        assert dict(plan.declined)["strips"].startswith("the host does not know") and plan.path == "direct"
+
+
+MOST_QUERIES = 1450  # of the path "strips" with four points on an H200: their records fill its shared memory
+
+
+@needs_library
+def test_strips_serve_what_shared_memory_holds():
+    for Q, path in ((MOST_QUERIES, "strips"), (MOST_QUERIES + 150, "direct")):
+        plan = explain("ms_deform_attn", **attention(Q), device="H200").plans[-1]
+        assert plan.path == path
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_strips_with_the_most_samples_in_one_cell(dtype):
+    given = attention(MOST_QUERIES, B=1, G=1, shapes=SMALL, dtype=dtype, device="cpu")
+    given["locations"] = (given["locations"] * 0.01 + 0.501).contiguous()
+    if present_device().shared_block < DEVICES["H200"].shared_block:
+        pytest.skip("this GPU has less shared memory than an H200")
+    with choose_only("ms_deform_attn_backward", "strips"):
+        assert_matches(ops.ms_deform_attn, given, dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
+def test_strips_leave_out_positions_that_are_no_numbers_and_do_not_differ_between_runs(make):
+    given = make(300, shapes=SMALL, dtype=torch.bfloat16, device="cuda")
+    positions_of = given["locations" if make is attention else "offsets"].view(2, 300, 8, 16, 2)
+    for query, bad in enumerate((float("nan"), float("inf"), -float("inf"), 1e30)):
+        positions_of[:, query::9, :, query, query % 2] = bad
+    grad_output = torch.randn(2, 300, 256, device="cuda").bfloat16()
+    found = {}
+    for path in ("strips", "sorted"):
+        with choose_only("ms_deform_attn_backward", path):
+            found[path] = results(FUNCTIONS[make], given, grad_output)[1:]
+    with choose_only("ms_deform_attn_backward", "strips"):
+        again = results(FUNCTIONS[make], given, grad_output)[1:]
+    for grad, expected, same in zip(found["strips"], found["sorted"], again, strict=True):
+        assert torch.equal(grad, same)
+        torch.testing.assert_close(grad, expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("path", "Q"), [("strips", 77), ("direct", 77), ("encoder", None), ("sorted", 301)])
+def test_backward_of_values_between_vectors(path, Q):
+    given = attention(Q, B=1, shapes=SMALL, device="cuda")
+    grad_output = torch.randn(1, given["locations"].shape[1], 8 * 32, device="cuda")
+    memory = torch.empty(given["value"].numel() + 1, device="cuda")
+    moved = memory[1:].view_as(given["value"]).copy_(given["value"])
+    assert moved.data_ptr() % 16 == 4
+    with choose_only("ms_deform_attn_backward", path):
+        expected = results(ops.ms_deform_attn, given, grad_output)[1:]
+        leaves = [tensor.requires_grad_() for tensor in (moved, given["locations"], given["weights"])]
+        out = ops.ms_deform_attn(leaves[0], SMALL, None, *leaves[1:])
+        found = torch.autograd.grad(out, leaves, grad_output)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
