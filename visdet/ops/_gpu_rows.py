@@ -1,14 +1,17 @@
-"""What the normalisations that have kernels for CUDA alone ask of their tensors."""
+"""What the operators that have kernels for CUDA alone ask of their tensors."""
+
+from collections.abc import Sequence
 
 import functools
 
 import torch
 from torch import Tensor
 
+from ._arguments import check_device
 from ._library import declares, is_loaded
 from .tracing import is_traced
 
-__all__ = ["has_kernel", "packed"]
+__all__ = ["check_floating", "check_like", "has_kernel", "packed"]
 
 _TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -34,3 +37,19 @@ def packed(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         return tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def check_floating(operator: str, name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless the argument ``name`` has a floating-point type."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{operator}: {name} must have a floating-point type, got {tensor.dtype}")
+
+
+def check_like(
+    operator: str, name: str, tensor: Tensor, shape: Sequence[int], shape_text: str, input: Tensor
+) -> None:
+    """Raise an error unless the argument ``name`` is a floating-point tensor of a shape on the device of ``input``."""
+    check_floating(operator, name, tensor)
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(f"{operator}: {name} must be {shape_text} = {list(shape)}, got {list(tensor.shape)}")
+    check_device(operator, name, tensor, "input", input)
