@@ -1,8 +1,7 @@
 """What the operators that have kernels for CUDA alone ask of their tensors."""
 
-from collections.abc import Sequence
-
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
