@@ -1,14 +1,16 @@
 """Copies of a few numbers from the host to the device, and back."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from visdet.structures.kept_tables import keeps_tables
+from visdet.structures.tensor_tree import map_tensors, tensors_of
 
 __all__ = ["constants_on", "on_host", "to_device"]
+
+T = TypeVar("T")
 
 
 def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -27,13 +29,13 @@ def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = No
     return tensor.to(device)
 
 
-def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the CPU, for which the host waits once for the device.
+def on_host(tensors: T) -> T:
+    """Return tensors, in nested dicts and lists, on the CPU. The host waits once for the device.
 
     The copies lie in pinned memory, which is scarce, so that they must not be kept.
     """
-    copies = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+    copies = map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True), tensors)
+    for device in {tensor.device for tensor in tensors_of(tensors) if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return copies
 

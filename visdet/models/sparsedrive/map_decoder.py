@@ -7,6 +7,7 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
+from ..transfer import on_host
 from .box3d_decoder import ResultDecoder, select_best
 
 __all__ = ["SparsePoint3DDecoder"]
@@ -56,7 +57,9 @@ class SparsePoint3DDecoder(ResultDecoder):
 
     def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
         """Return ``vectors`` (n arrays [points, coords_dim]), ``scores`` [n] and ``labels`` [n] of each sample."""
-        points, score, label = (selected[name].cpu().numpy() for name in ("vectors", "scores", "labels"))
+        names = ("vectors", "scores", "labels")
+        of_batch = on_host({name: selected[name] for name in names})
+        points, score, label = (of_batch[name].clone().numpy() for name in names)
         results = []
         for i in range(len(score)):
             is_kept = slice(None) if self.score_threshold is None else score[i] >= self.score_threshold

@@ -11,6 +11,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures.side_stream import in_parallel
 
+from ..transfer import on_host
 from .base_target import Assignment, PairCosts, assigned_instances
 from .denoising import DenoisingQueries
 from .frame_clock import FrameClock
@@ -252,6 +253,7 @@ class SparseDriveHead(BaseModule):
 
     def of_samples(self, selected: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the results of each sample, given the result of ``select``. One dict holds those of all tasks."""
+        selected = on_host(selected)
         of_tasks = []
         if self.with_det:
             of_tasks.append(self.det_head.of_samples(selected["det"]))
