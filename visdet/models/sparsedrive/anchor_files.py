@@ -42,7 +42,8 @@ class ModuleWithAnchors(BaseModule):
             else:
                 self.missing_anchor_files[name] = str(given)
                 warnings.warn(
-                    f"{type(self).__name__}: no {name} file {given}. These anchors are zeros until a checkpoint is loaded",
+                    f"{type(self).__name__}: no {name} file {given}. These anchors are zeros until a checkpoint is "
+                    "loaded",
                     stacklevel=3,
                 )
                 given = np.zeros(placeholder_shape)
