@@ -1,9 +1,11 @@
 """Time training steps and predictions of whole models, and write a table and JSON.
 
 The command is ``python -m benchmarks.models``. A training step is the forward pass, the backward pass in the calling
-thread (as in the runner), clipping, and AdamW. Wall times are medians of synchronised steps after a warm-up. On a
-GPU, one more step is profiled, whose busy time is the time in which at least one kernel runs. This needs the extra
-``train``. Without a GPU the models are tiny, so that everything runs but the figures mean nothing.
+thread (as in the runner), clipping, and AdamW. Wall times are medians of steps after a warm-up, each of which begins
+and ends with an idle GPU. The pace is the time of a step of several that follow one another, as in training: the host
+prepares a step while the GPU is still busy with the one before. One more step is profiled on a GPU. Its busy time is
+the time in which at least one kernel runs. This needs the extra ``train``. Without a GPU the models are tiny, so that
+everything runs but the figures mean nothing.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from torch import nn
 from torch.autograd import DeviceType
 
 from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.engine.loops import living_objects_not_collected
+from visdet.structures.constant_weights import weights_are_constant
 
 from .case import dtype_name
 from .environment import describe
@@ -82,7 +86,7 @@ def measure(
     """
     torch.manual_seed(0)
     # A temporal model gets a new frame at each step, including the profiled one.
-    model, batches = case.make(case.batch_size, WARM_UP + steps + 1, folder, device.type == "cpu")
+    model, batches = case.make(case.batch_size, WARM_UP + 2 * steps + 1, folder, device.type == "cpu")
     model = model.to(device).train(case.trains)
     prepared = [model.data_preprocessor(batch, case.trains) for batch in batches]
     run = training_step(model, MAX_NORM[case.model]) if case.trains else prediction(model)
@@ -97,10 +101,14 @@ def measure(
     milliseconds = []
     graphed = GraphedLoss if case.trains else GraphedPrediction
     graphs = graphed(model).installed() if graph else nullcontext()
-    # Predictions share one context, as in an evaluation, so that each weight is cast once.
-    all_predictions = nullcontext() if case.trains else new_autocast()
-    with graphs, all_predictions, torch.autograd.set_multithreading_enabled(False):
-        for index, batch in enumerate(prepared[:-1]):
+    as_in_the_runner = ExitStack()
+    if case.trains:
+        as_in_the_runner.enter_context(living_objects_not_collected())
+    else:
+        as_in_the_runner.enter_context(new_autocast())
+        as_in_the_runner.enter_context(weights_are_constant())
+    with graphs, as_in_the_runner, torch.autograd.set_multithreading_enabled(False):
+        for index, batch in enumerate(prepared[: WARM_UP + steps]):
             if index == WARM_UP and device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             _synchronize(device)
@@ -109,6 +117,11 @@ def measure(
             _synchronize(device)
             milliseconds.append(1e3 * (time.perf_counter() - start))
         result["wall_ms"] = statistics.median(milliseconds[WARM_UP:])
+        start = time.perf_counter()
+        for batch in prepared[WARM_UP + steps : -1]:
+            loss = run(batch, autocast)
+        _synchronize(device)
+        result["pace_ms"] = 1e3 * (time.perf_counter() - start) / steps
         if case.trains:
             result["loss"] = float(loss)
         if device.type == "cuda":
@@ -182,6 +195,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the figures as a Markdown table."""
     columns = {
         "wall_ms": "wall ms",
+        "pace_ms": "pace ms",
         "gpu_ms": "GPU busy ms",
         "kernels": "kernels",
         "peak_GiB": "peak GiB",

@@ -185,3 +185,83 @@ def test_a_second_derivative_is_refused():
     (grad,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("case", ["strided weight", "expanded weight", "height 1", "gradient"])
+def test_gradients_without_a_kernel_do_not_depend_on_strides(case):
+    """torch's own are wrong on the CPU for these channels-last images."""
+    generator = torch.Generator().manual_seed(0)
+    H, W = {"height 1": (1, 8), "gradient": (12, 1)}.get(case, (3, 5))
+    rows = torch.randn(2, H, W, 8, generator=generator)
+    x = rows.permute(0, 3, 1, 2)
+    if case == "height 1":
+        x = rows.as_strided((2, 8, 1, W), (8 * W, 1, 8, 8))
+    weight = torch.randn(8, generator=generator)
+    if case == "strided weight":
+        weight = torch.randn(8, 3, generator=generator)[:, 1]
+    elif case == "expanded weight":
+        weight = weight[:1].expand(8)
+    grad_output = torch.randn(2, 8, H, W, generator=generator)
+    if case == "gradient":  # float16 images with float32 weights
+        x = x.contiguous().half()
+        strides = (8 * H, 1, 8, 8 * H)
+        grad_output = torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(grad_output)
+    elif case != "height 1":
+        grad_output = grad_output.contiguous(memory_format=torch.channels_last)
+
+    def run(x, weight, grad_output):
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, weight, torch.zeros(8).to(weight))]
+        output = batch_norm_add_relu(leaves[0], None, *leaves[1:], relu=False)
+        return output, *torch.autograd.grad(output, leaves, grad_output.to(output))
+
+    exact = run(
+        *(tensor.double().clone(memory_format=torch.contiguous_format) for tensor in (x, weight, grad_output))
+    )
+    tolerance = 1e-2 if x.dtype == torch.float16 else 1e-5
+    for found, true in zip(run(x, weight, grad_output), exact, strict=True):
+        assert (found - true).abs().max() <= tolerance * (1 + true.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"input": torch.ones(2, 8, 3)}, ValueError, r"input must be \[B, C, H, W\] .* got \[2, 8, 3\]"),
+        ({"input": torch.ones(2, 0, 3, 3)}, ValueError, r"with C of at least 1, got \[2, 0, 3, 3\]"),
+        (
+            {"input": torch.ones(2, 8, 3, 3).int()},
+            TypeError,
+            "input must have a floating-point type, got torch.int32",
+        ),
+        (
+            {"residual": torch.ones(2, 8, 3, 4)},
+            ValueError,
+            r"residual .* = \[2, 8, 3, 3\], got \[2, 8, 3, 4\]",
+        ),
+        (
+            {"residual": torch.ones(2, 8, 3, 3).double()},
+            TypeError,
+            "residual must have the type of input torch.float32",
+        ),
+        ({"weight": torch.ones(9)}, ValueError, r"weight must be \[C\] = \[8\], got \[9\]"),
+        (
+            {"bias": torch.ones(8, device="meta")},
+            RuntimeError,
+            "bias must be on input's device cpu, got meta",
+        ),
+        ({"running_mean": torch.ones(8)}, ValueError, "running_mean and running_var must be given together"),
+        (
+            {"running_mean": torch.ones(8), "running_var": torch.ones(1)},
+            ValueError,
+            r"running_var .* got \[1\]",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(changed, error, message):
+    arguments = {
+        "input": torch.ones(2, 8, 3, 3),
+        "residual": None,
+        "weight": torch.ones(8),
+        "bias": torch.ones(8),
+    }
+    with pytest.raises(error, match="batch_norm_add_relu: .*" + message):
+        batch_norm_add_relu(**{**arguments, **changed})

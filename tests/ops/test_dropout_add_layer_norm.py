@@ -226,3 +226,45 @@ def test_probabilities_outside_0_to_1_are_refused(p):
         ValueError, match=r"dropout_add_layer_norm: p must be a probability within 0\.\.1, got"
     ):
         dropout_add_layer_norm(ones[None], None, ones, ones, p)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        (
+            {"input": torch.ones(3, 0)},
+            ValueError,
+            r"input must be \[..., C\] with C of at least 1, got \[3, 0\]",
+        ),
+        (
+            {"input": torch.ones(3, 8).long()},
+            TypeError,
+            "input must have a floating-point type, got torch.int64",
+        ),
+        ({"residual": torch.ones(1, 8)}, ValueError, r"residual .* = \[3, 8\], got \[1, 8\]"),
+        ({"weight": torch.ones(1)}, ValueError, r"weight must be \[C\] = \[8\], got \[1\]"),
+        (
+            {"bias": torch.ones(8, device="meta")},
+            RuntimeError,
+            "bias must be on input's device cpu, got meta",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(changed, error, message):
+    arguments = {"input": torch.ones(3, 8), "residual": None, "weight": torch.ones(8), "bias": torch.ones(8)}
+    with pytest.raises(error, match="dropout_add_layer_norm: .*" + message):
+        dropout_add_layer_norm(**{**arguments, **changed})
+
+
+@pytest.mark.cuda
+def test_a_bias_that_is_too_short_is_refused():
+    x, _, weight, bias = rows((4, 32), torch.float32, None, "cuda")
+    with pytest.raises(ValueError, match=r"dropout_add_layer_norm: bias must be \[C\] = \[32\], got \[16\]"):
+        dropout_add_layer_norm(x, None, weight, bias[:16])
+
+
+def test_only_floating_point_types_go_through_relu_dropout():
+    with pytest.raises(
+        TypeError, match=r"relu_dropout: input must have a floating-point type, got torch\.bool"
+    ):
+        relu_dropout(torch.ones(8, dtype=torch.bool), 0.5)

@@ -189,3 +189,74 @@ def test_a_weight_of_other_channels_is_refused():
     on_host = [[layers[0][0]._replace(bias=torch.zeros(96))]]
     with pytest.raises(RuntimeError, match="perceptrons: bias must be on the device of input"):
         perceptrons(x, on_host, [0])
+
+
+def change(layers, **changed):
+    return [[layers[0][0]._replace(**changed), *layers[0][1:]], *layers[1:]]
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_what_does_not_fit_is_refused_by_name(device):
+    layers, first_columns, width = net("odd", device=device)
+    x = torch.randn(4, width, device=device)
+    refused = [
+        (x, layers, [5, 10], "first_columns must be such that no two perceptrons read the same column"),
+        (x, layers, [7, 2], "a perceptron reads columns 7 to 44 of an input of 43"),
+        (x, layers, [5], "first_columns"),
+        (
+            x,
+            change(layers, bias=torch.zeros(3, device=device)),
+            first_columns,
+            r"bias must be \[outputs\] = \[19\]",
+        ),
+        (
+            x,
+            change(layers, factor=torch.ones(3, device=device)),
+            first_columns,
+            r"factor must be \[outputs\] = \[19\]",
+        ),
+        (
+            x,
+            change(layers, weight=torch.ones(18, 37, device=device)),
+            first_columns,
+            r"must be \[outputs\] = \[18\]",
+        ),
+    ]
+    for input, changed, columns, message in refused:
+        with pytest.raises((ValueError, RuntimeError), match=f"perceptrons: .*{message}"):
+            perceptrons(input, changed, columns)
+
+
+@pytest.mark.parametrize(
+    ("changed", "columns", "error", "message"),
+    [
+        ({"weight": torch.ones(2, 3, 4)}, [0], ValueError, r"weight must be \[outputs, inputs\]"),
+        (
+            {"weight": torch.ones(3, 4).int()},
+            [0],
+            TypeError,
+            "weight must have a floating-point type, got torch.int32",
+        ),
+        (
+            {"factor": None},
+            [0],
+            ValueError,
+            "a layer with a normalisation must have a factor and at least one output",
+        ),
+        ({"offset": torch.ones(3, device="meta")}, [0], RuntimeError, "offset must be on input's device cpu"),
+        ({}, [0, 4], ValueError, r"got \[1\] layers for the columns \[0, 4\]"),
+        ({}, [-1], ValueError, "a perceptron reads columns -1 to 3 of an input of 8"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused_by_name(changed, columns, error, message):
+    layer = PerceptronLayer(torch.ones(3, 4), torch.ones(3), False, torch.ones(3), torch.ones(3))
+    with pytest.raises(error, match=f"perceptrons: .*{message}"):
+        perceptrons(torch.ones(2, 8), [[layer._replace(**changed)]], columns)
+
+
+@pytest.mark.cuda
+def test_strides_of_parameters_do_not_matter():
+    layers, first_columns, width = net("classes", device="cuda")
+    x = torch.randn(31, width, device="cuda")
+    strided = change(layers, weight=layers[0][0].weight.detach().t().contiguous().t())
+    assert torch.equal(perceptrons(x, strided, first_columns), perceptrons(x, layers, first_columns))

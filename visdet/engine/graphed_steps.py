@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visdet.structures.constant_weights import weights_may_change
 from visdet.structures.kept_tables import tables_read
 from visdet.structures.tensor_tree import map_tensors, tensors_of
 
@@ -173,11 +174,14 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _casts_of_its_own() -> Iterator[None]:
-    """Run the block under the current autocast with an empty cache, so that it shares no casts of weights."""
+    """Run the block under the current autocast with an empty cache, so that it shares no casts of weights.
+
+    Nothing else that was computed of weights is shared either, because a graph has to read the weights in each replay.
+    """
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.clear_autocast_cache()
     try:
-        with torch.autocast("cuda", dtype=dtype, enabled=enabled):
+        with torch.autocast("cuda", dtype=dtype, enabled=enabled), weights_may_change():
             yield
     finally:
         torch.clear_autocast_cache()
@@ -202,7 +206,16 @@ def _nothing_changes(model: nn.Module) -> Iterator[None]:
 
 
 def _copy(into: Any, values: Any) -> None:
-    torch._foreach_copy_(tensors_of(into), tensors_of(values), non_blocking=True)
+    """Copy the tensors of a tree into those of another one. All dense tensors of a dtype are one kernel."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, value in zip(tensors_of(into), tensors_of(values), strict=True):
+        is_dense = target.is_contiguous() and value.is_contiguous()
+        key = (target.dtype, value.dtype, value.device) if is_dense else id(target)
+        targets, sources = groups.setdefault(key, ([], []))
+        targets.append(target)
+        sources.append(value)
+    for targets, sources in groups.values():
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _copied(tree: Any) -> Any:

@@ -1,27 +1,54 @@
-"""What the normalisations that have kernels for CUDA alone ask of their tensors."""
+"""What the operators that have kernels for CUDA alone ask of their tensors."""
+
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ._arguments import check_device
 from ._library import declares, is_loaded
 from .tracing import is_traced
 
-__all__ = ["has_kernel", "packed"]
+__all__ = ["check_floating", "check_like", "has_kernel", "packed"]
+
+_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def has_kernel(operator: str, input: Tensor) -> bool:
     """Return whether the kernels of ``operator`` can take ``input``, as far as its device and its type say."""
     return (
         input.is_cuda
-        and input.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and input.dtype in _TYPES
         and input.numel() > 0
-        and is_loaded("cuda")
-        and declares(operator)
         and not is_traced()
+        and _is_built(operator)
     )
+
+
+@functools.cache
+def _is_built(operator: str) -> bool:
+    return is_loaded("cuda") and declares(operator)
 
 
 def packed(tensor: Tensor) -> Tensor:
     """Return the tensor, or a contiguous copy at an address from which the kernels can load 16 bytes."""
-    tensor = tensor.contiguous()
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def check_floating(operator: str, name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless the argument ``name`` has a floating-point type."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{operator}: {name} must have a floating-point type, got {tensor.dtype}")
+
+
+def check_like(
+    operator: str, name: str, tensor: Tensor, shape: Sequence[int], shape_text: str, input: Tensor
+) -> None:
+    """Raise an error unless the argument ``name`` is a floating-point tensor of a shape on the device of ``input``."""
+    check_floating(operator, name, tensor)
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(f"{operator}: {name} must be {shape_text} = {list(shape)}, got {list(tensor.shape)}")
+    check_device(operator, name, tensor, "input", input)

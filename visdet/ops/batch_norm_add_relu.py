@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._gpu_rows import has_kernel, packed
+from ._gpu_rows import check_floating, check_like, has_kernel, packed
+from .tracing import is_traced
 
 __all__ = ["batch_norm_add_relu"]
 
@@ -45,16 +46,18 @@ def batch_norm_add_relu(
         A tensor of the shape, the type and the memory format of ``input``.
 
     Raises:
-        ValueError: there is only one value for each channel.
+        ValueError: There is only one value for each channel, or a shape does not fit. The message names the argument.
+        TypeError: A type does not fit.
 
     The kernels serve 16-bit and float32 input in the channels-last format with float32 weights and C that is a multiple
     of 8, on CUDA. Elsewhere, and under ``torch.compile`` and exports, torch's operators compute the same. It is
     differentiable once on a GPU.
     """
     if not _serves(input, residual, weight, bias, running_mean, running_var):
+        _check(input, residual, weight, bias, running_mean, running_var)
         if num_batches_tracked is not None:
             num_batches_tracked.add_(1)
-        output = F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+        output = _batch_norm(input, running_mean, running_var, weight, bias, momentum, eps)
         output = output if residual is None else output + residual
         return F.relu(output, inplace=True) if relu else output
     return _BatchNormAddReLU.apply(
@@ -74,6 +77,61 @@ def _serves(input: Tensor, residual: Tensor | None, *channels: Tensor | None) ->
         and (channels[2] is None) == (channels[3] is None)
         and all(_is_vector(vector, input) for vector in channels if vector is not None)
     )
+
+
+def _check(
+    input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, *running: Tensor | None
+) -> None:
+    op = "batch_norm_add_relu"
+    if is_traced():
+        return
+    check_floating(op, "input", input)
+    if input.dim() != 4 or input.shape[1] == 0:
+        raise ValueError(f"{op}: input must be [B, C, H, W] with C of at least 1, got {list(input.shape)}")
+    if input.numel() == input.shape[1]:
+        raise ValueError(f"{op}: input must have more than 1 value per channel, got {list(input.shape)}")
+    if residual is not None:
+        check_like(op, "residual", residual, input.shape, "of the shape of input", input)
+        if residual.dtype != input.dtype:
+            raise TypeError(f"{op}: residual must have the type of input {input.dtype}, got {residual.dtype}")
+    if (running[0] is None) != (running[1] is None):
+        raise ValueError(f"{op}: running_mean and running_var must be given together")
+    vectors = {"weight": weight, "bias": bias, "running_mean": running[0], "running_var": running[1]}
+    for name, vector in vectors.items():
+        if vector is not None:
+            check_like(op, name, vector, input.shape[1:2], "[C]", input)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Return torch's batch normalisation.
+
+    On the CPU, torch's gradients take the weight of channels-last images for contiguous, and are wrong where images or
+    the gradient of the result have unusual strides of dimensions of size 1.
+    """
+    if input.is_cuda or is_traced():
+        return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    _, C, H, W = input.shape
+    if input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous():
+        input = _with_strides(input, (H * W * C, 1, W * C, C))
+    output = F.batch_norm(input, running_mean, running_var, weight.contiguous(), bias, True, momentum, eps)
+    if output.requires_grad:
+        strides = output.stride()
+        output.register_hook(lambda grad: _with_strides(grad, strides))
+    return output
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _is_vector(vector: Tensor, input: Tensor) -> bool:

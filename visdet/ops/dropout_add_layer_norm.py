@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._gpu_rows import has_kernel, packed
+from ._gpu_rows import check_floating, check_like, has_kernel, packed
+from .tracing import is_traced
 
 __all__ = ["dropout_add_layer_norm", "relu_dropout"]
 
@@ -43,13 +44,15 @@ def dropout_add_layer_norm(
         under autocast.
 
     Raises:
-        ValueError: ``p`` is not within 0..1.
+        ValueError: ``p`` is not within 0..1, or a shape does not fit. The message names the argument.
+        TypeError: A tensor has no floating-point type.
 
     The kernels serve float32 weights and C that is a multiple of 8 and at most 512, on CUDA. Elsewhere, and under
     ``torch.compile`` and exports, torch's operators compute the same. It is differentiable once on a GPU.
     """
     _check_probability("dropout_add_layer_norm", p)
     if not _serves_norm(input, residual, weight, bias):
+        _check_rows(input, residual, weight, bias)
         activated = F.relu(input) if relu else input
         dropped = F.dropout(activated, p) if p > 0 else activated
         return F.layer_norm(
@@ -72,8 +75,10 @@ def relu_dropout(input: Tensor, p: float) -> Tensor:
 
     Raises:
         ValueError: ``p`` is not within 0..1.
+        TypeError: ``input`` has no floating-point type.
     """
     _check_probability("relu_dropout", p)
+    check_floating("relu_dropout", "input", input)
     if p == 0 or not has_kernel("relu_dropout", input) or input.numel() % _PACK != 0:
         return F.dropout(F.relu(input), p)
     return _ReluDropout.apply(input, p)
@@ -86,20 +91,31 @@ def _check_probability(op: str, p: float) -> None:
 
 def _serves_norm(input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
     """Return whether the kernels compute what torch's operators would."""
-    is_converted = input.dtype == torch.float32 or torch.is_autocast_enabled("cuda")
+    dtype = input.dtype
     return (
         has_kernel("dropout_add_layer_norm", input)
-        and is_converted  # torch would refuse float32 weights for 16-bit input
         and weight.dtype == bias.dtype == torch.float32
-        and weight.device == input.device
-        and weight.shape == input.shape[-1:]
+        and weight.device == bias.device == input.device
+        and weight.shape == bias.shape == input.shape[-1:]
         and len(weight) % _PACK == 0
         and len(weight) <= _MAX_CHANNELS
-        and (
-            residual is None
-            or (residual.shape == input.shape and residual.dtype in (torch.float32, input.dtype))
-        )
+        and (residual is None or (residual.dtype in (torch.float32, dtype) and residual.shape == input.shape))
+        # torch would refuse float32 weights for 16-bit input.
+        and (dtype == torch.float32 or torch.is_autocast_enabled("cuda"))
     )
+
+
+def _check_rows(input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> None:
+    op = "dropout_add_layer_norm"
+    if is_traced():
+        return
+    check_floating(op, "input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"{op}: input must be [..., C] with C of at least 1, got {list(input.shape)}")
+    if residual is not None:
+        check_like(op, "residual", residual, input.shape, "of the shape of input", input)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        check_like(op, name, vector, input.shape[-1:], "[C]", input)
 
 
 def _seed(p: float, device: torch.device) -> Tensor | None:

@@ -1,5 +1,6 @@
 """Multilayer perceptrons of ReLU and layer normalisation, all layers in one operator."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._gpu_rows import has_kernel
+from ._gpu_rows import check_floating, check_like, has_kernel
+from .tracing import is_traced
 
 __all__ = ["PerceptronLayer", "perceptrons", "perceptrons_reference"]
 
@@ -70,13 +72,18 @@ def perceptrons(
     The kernels serve float32 tensors, layers of 1 to 256 channels, at most 8 perceptrons and at most 24 layers in all,
     on CUDA. Elsewhere, and under ``torch.compile`` and exports, torch's operators compute the same. It is
     differentiable once on a GPU.
+
+    Raises:
+        ValueError: A shape does not fit, or two perceptrons read the same column. The message names the argument.
+        TypeError: A tensor has no floating-point type.
     """
     if not _serves(input, layers):
+        _check(input, layers, first_columns)
         return perceptrons_reference(input, layers, first_columns, eps)
     kinds = [
         layer.kind | (FIRST if index == 0 else 0) for of_one in layers for index, layer in enumerate(of_one)
     ]
-    tensors = [tensor for of_one in layers for layer in of_one for tensor in layer.parameters]
+    tensors = [tensor.contiguous() for of_one in layers for layer in of_one for tensor in layer.parameters]
     return run_kernels(input, tensors, kinds, first_columns, eps)
 
 
@@ -107,7 +114,52 @@ def _serves(input: Tensor, layers: Sequence[Sequence[PerceptronLayer]]) -> bool:
     if len(layers) > _MAX_PERCEPTRONS or sum(map(len, layers)) > MAX_LAYERS:
         return False
     weights = [layer.weight for of_one in layers for layer in of_one]
-    return all(weight.dtype == torch.float32 and max(weight.shape) <= MAX_WIDTH for weight in weights)
+    return all(
+        weight.dtype == torch.float32
+        and weight.dim() == 2
+        and min(weight.shape) > 0
+        and max(weight.shape) <= MAX_WIDTH
+        for weight in weights
+    )
+
+
+def _check(input: Tensor, layers: Sequence[Sequence[PerceptronLayer]], first_columns: Sequence[int]) -> None:
+    op = "perceptrons"
+    if is_traced():
+        return
+    check_floating(op, "input", input)
+    if input.dim() == 0:
+        raise ValueError(f"{op}: input must be [..., D], got {list(input.shape)}")
+    if not layers or not all(layers) or len(first_columns) != len(layers):
+        raise ValueError(
+            f"{op}: layers must have a layer or more for each of the columns in first_columns, got "
+            f"{[len(of_one) for of_one in layers]} layers for the columns {list(first_columns)}"
+        )
+    reach = []
+    for of_one, first in zip(layers, first_columns, strict=True):
+        inputs = of_one[0].weight.shape[-1] if of_one[0].weight.dim() == 2 else 0
+        if first < 0 or first + inputs > input.shape[-1]:
+            raise ValueError(
+                f"{op}: a perceptron reads columns {first} to {first + inputs} of an input of {input.shape[-1]}"
+            )
+        reach.append((first, first + inputs))
+        for layer in of_one:
+            _check_layer(layer, inputs, input)
+            inputs = len(layer.weight)
+    reach.sort()
+    for (_, end), (start, _) in itertools.pairwise(reach):
+        if start < end:
+            raise ValueError(f"{op}: first_columns must be such that no two perceptrons read the same column")
+
+
+def _check_layer(layer: PerceptronLayer, inputs: int, input: Tensor) -> None:
+    op, outputs = "perceptrons", layer.weight.shape[:1]
+    check_like(op, "weight", layer.weight, (*outputs, inputs), "[outputs, inputs]", input)
+    for name, vector in (("bias", layer.bias), ("factor", layer.factor), ("offset", layer.offset)):
+        if vector is not None:
+            check_like(op, name, vector, outputs, "[outputs]", input)
+    if layer.offset is not None and (layer.factor is None or outputs[0] == 0):
+        raise ValueError(f"{op}: a layer with a normalisation must have a factor and at least one output")
 
 
 def run_kernels(
@@ -119,13 +171,13 @@ def run_kernels(
         tensors: The parameters of all layers in the order of ``PerceptronLayer.parameters``.
         kinds: The kind of each layer, plus FIRST for the first layer of a perceptron.
     """
-    rows = input.reshape(-1, input.shape[-1])
+    rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     if torch.is_grad_enabled():
         output = _Perceptrons.apply(rows, first_columns, kinds, eps, *tensors)
     else:
         operator = torch.ops.visdet.perceptrons.default
         output, _ = operator(rows.contiguous(), tensors, first_columns, kinds, eps, False)
-    return output.view(*input.shape[:-1], output.shape[-1])
+    return output if input.dim() == 2 else output.view(*input.shape[:-1], -1)
 
 
 class _Perceptrons(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """ResNet backbones with torchvision's parameter names."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
+from visdet.structures.constant_weights import computed_once
 
 from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
 from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
 from .pretrained import load_pretrained
+from .recomputed_block import recomputed_block, statistics_kept
 
 __all__ = ["ResNet"]
 
@@ -79,10 +82,22 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
         """Return [B, C', H', W'] from x [B, C, H, W]. ``folded`` replaces convolutions and their normalisations."""
-        if self.with_cp and x.requires_grad:
-            # Nothing in a block is drawn at random, and a CUDA graph could not note the generator's state.
-            return checkpoint(self._forward, x, folded, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(x, folded)
+        if not self.with_cp or not x.requires_grad:
+            return self._forward(x, folded)
+        if not any(conv in folded for conv, _ in self.layers):
+            downsample = None if self.downsample is None else (self.downsample[0], self.downsample[1])
+            output = recomputed_block(x, self.main_layers, downsample)
+            if output is not None:
+                return output
+        # Nothing in a block is drawn at random, and a CUDA graph could not note the generator's state.
+        return checkpoint(
+            self._forward,
+            x,
+            folded,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), statistics_kept(self)),
+        )
 
     def _forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
         identity = x
@@ -268,8 +283,11 @@ class ResNet(BaseModule):
         """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W]."""
         stem = self.conv1, getattr(self, self.norm1_name)
         stages = [getattr(self, name) for name in self.stage_names]
-        folded = fold_frozen_norms(
-            [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
+        folded = computed_once(
+            self,
+            lambda: fold_frozen_norms(
+                [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
+            ),
         )
         if _is_faster_with_channels_last(x, bool(folded)):
             x = x.contiguous(memory_format=torch.channels_last)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
+from visdet.structures.constant_weights import computed_once
 
 from .dropout import build_dropout
 from .precision import as_autocast_input
@@ -121,17 +122,14 @@ class MultiheadAttention(BaseModule):
         attn = self.attn
         if not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        weight = as_autocast_input(attn.in_proj_weight)
-        given = attn.in_proj_bias
-        bias = weight.new_zeros(len(weight)) if given is None else as_autocast_input(given)
-        channels = self.embed_dims
+        weight, bias = computed_once(attn, self._in_projection)
         inputs: tuple[Tensor, ...] = (query, value) if key is query else (query, key, value)
-        sizes = [2 * channels, channels] if key is query else [channels] * 3
-        parts = zip(inputs, weight.split(sizes), bias.split(sizes), strict=True)
-        projected = [
-            part for tensor, w, b in parts for part in F.linear(tensor, w, b).split(channels, dim=-1)
-        ]
-        query, key, value = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in projected)
+        sizes = [len(weight) // 3 * count for count in ((2, 1) if key is query else (1, 1, 1))]
+        query, key, value = (
+            part
+            for tensor, w, b in zip(inputs, weight.split(sizes), bias.split(sizes), strict=True)
+            for part in self._heads(F.linear(tensor, w, b))
+        )
         out = F.scaled_dot_product_attention(
             query,
             key,
@@ -141,6 +139,17 @@ class MultiheadAttention(BaseModule):
         )
         out = attn.out_proj(out.transpose(1, 2).flatten(2))
         return out if self.batch_first else out.transpose(0, 1)
+
+    def _in_projection(self) -> tuple[Tensor, Tensor]:
+        """Return weight and bias of the projection of queries, keys and values, in the dtype that autocast gives."""
+        weight, bias = as_autocast_input(self.attn.in_proj_weight), self.attn.in_proj_bias
+        return weight, weight.new_zeros(len(weight)) if bias is None else as_autocast_input(bias)
+
+    def _heads(self, projected: Tensor) -> list[Tensor]:
+        """Return the heads [B, heads, Q, C] of each projection in [B, Q, projections * heads * C]."""
+        width = self.embed_dims
+        parts = projected.split(width, dim=-1) if projected.shape[-1] > width else (projected,)
+        return [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
 
     def _joint_mask(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor

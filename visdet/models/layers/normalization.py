@@ -20,7 +20,7 @@ class BatchNorm2d(nn.BatchNorm2d, _BatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
         """Return the batch normalisation of ``input`` plus ``residual``, or the ReLU of that; see the operator."""
-        if not self.training or not self.affine or self.momentum is None:
+        if not (self.training and self.affine and self.track_running_stats) or self.momentum is None:
             output = super().forward(input)
             output = output if residual is None else output + residual
             return F.relu(output, inplace=True) if relu else output

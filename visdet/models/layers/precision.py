@@ -34,4 +34,5 @@ def as_autocast_input(tensor: Tensor) -> Tensor:
     Autocast would convert the tensor, and its gradient back, once for each layer that reads it. After this call, they
     are converted only once.
     """
-    return tensor.to(autocast_dtype(tensor))
+    dtype = autocast_dtype(tensor)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

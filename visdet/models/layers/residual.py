@@ -6,7 +6,10 @@ from torch import Tensor, nn
 
 from .normalization import LayerNorm
 
-__all__ = ["add_and_norm", "drops", "is_plain"]
+__all__ = ["HOOKS", "add_and_norm", "drops", "is_plain"]
+
+# The attributes in which a module keeps its hooks. Each is a dict that is never replaced by another one.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _Layer = TypeVar("_Layer", bound=nn.Module)
 
@@ -17,13 +20,16 @@ def is_plain(layer: nn.Module, kind: type[_Layer]) -> TypeGuard[_Layer]:
     torch 2.10 to 2.14 have no public way to ask a module for its hooks, or whether its ``forward`` has been replaced.
     """
     own = vars(layer)
-    has_hooks = (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
+    return (
+        type(layer) is kind
+        and "forward" not in own
+        and not (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        )
     )
-    return type(layer) is kind and "forward" not in own and not has_hooks
 
 
 def drops(dropout: nn.Module) -> bool:

@@ -10,6 +10,8 @@ from visdet.registry import MODELS
 from ..layers.dropout import build_dropout
 from ..layers.feed_forward import feed_forward_layers
 from ..layers.normalization import build_norm_layer
+from ..layers.precision import as_autocast_input
+from ..layers.residual import add_and_norm
 
 __all__ = ["AsymmetricFFN"]
 
@@ -62,15 +64,22 @@ class AsymmetricFFN(BaseModule):
             is_plain = in_channels == feedforward_channels == embed_dims
             self.identity_fc = nn.Identity() if is_plain else nn.Linear(in_channels, embed_dims)
 
-    def forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, identity: Tensor | None = None, norm: nn.Module | None = None) -> Tensor:
         """Return the output [..., embed_dims] for x [..., in_channels].
 
         Args:
             identity: [..., in_channels]. It replaces the normalised x in the sum.
+            norm: a normalisation of the output, or None.
         """
         if self.pre_norm is not None:
             x = self.pre_norm(x)
-        out = self.dropout_layer(self.layers(x))
-        if not self.add_identity:
-            return out
-        return self.identity_fc(x if identity is None else identity) + out
+        x = as_autocast_input(x)
+        *linear_layers, dropout = self.layers
+        out = x
+        for layer in linear_layers:
+            out = layer(out)
+        if self.add_identity:
+            identity = self.identity_fc(x if identity is None else identity)
+            return add_and_norm(norm, out, identity, dropout, self.dropout_layer)
+        out = self.dropout_layer(dropout(out))
+        return out if norm is None else norm(out)

@@ -1,6 +1,6 @@
 """The base class of heads that work on instances, with layers in a configured order and decoupled attention."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
+from ..layers.feed_forward import FFN
 from ..layers.precision import as_autocast_input
+from .ffn import AsymmetricFFN
 
 __all__ = ["InstanceOperations"]
 
@@ -63,6 +65,21 @@ class InstanceOperations(nn.Module):
                     if parameter.dim() > 1 and parameter.requires_grad:
                         nn.init.xavier_uniform_(parameter)
 
+    def steps(self) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+        """Yield the name and the layer of each operation, and the normalisation that the layer can apply by itself.
+
+        A feed-forward block and the normalisation after it are one step, because one kernel sums and normalises.
+        Operations without a layer are left out.
+        """
+        steps = [step for step in zip(self.operation_order, self.layers, strict=True) if step[1] is not None]
+        index = 0
+        while index < len(steps):
+            op, layer = steps[index]
+            following = steps[index + 1] if index + 1 < len(steps) else ("", None)
+            joins = op == "ffn" and following[0] == "norm" and isinstance(layer, AsymmetricFFN | FFN)
+            yield op, layer, following[1] if joins else None
+            index += 2 if joins else 1
+
     def attend(
         self,
         layer: nn.Module,
@@ -78,13 +95,16 @@ class InstanceOperations(nn.Module):
         Args:
             layer: a ``MultiheadAttention``, which has the width 2C with ``decouple_attn``.
             query, query_pos: [B, Q, C], features and embeddings. key, key_pos: [B, K, C].
-            value: [B, K, C], by default the keys as they enter the attention.
+            value: the result of ``fc_before`` for [B, K, C], by default the keys as they enter the attention.
             masks: ``attn_mask`` and ``key_padding_mask`` of the layer.
         """
         if self.decouple_attn and query_pos is not None:
-            query, query_pos = as_autocast_input(torch.cat([query, query_pos], dim=-1)), None
+            query, query_pos = _side_by_side(query, query_pos), None
             if key is not None and key_pos is not None:
-                key, key_pos = as_autocast_input(torch.cat([key, key_pos], dim=-1)), None
-        if value is not None:
-            value = self.fc_before(value)
+                key, key_pos = _side_by_side(key, key_pos), None
         return self.fc_after(layer(query, key, value, query_pos=query_pos, key_pos=key_pos, **masks))
+
+
+def _side_by_side(feature: Tensor, embed: Tensor) -> Tensor:
+    """Return features and embeddings concatenated, in the dtype in which linear layers read them."""
+    return torch.cat([as_autocast_input(feature), as_autocast_input(embed)], dim=-1)

@@ -1,7 +1,7 @@
 """The multilayer perceptrons that all parts of SparseDrive use."""
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from visdet.ops.perceptrons import FIRST, MAX_LAYERS, MAX_WIDTH, NORM, RELU, SCA
 
 from ..layers.normalization import ReLULayerNorm
 from ..layers.precision import in_full_precision
-from ..layers.residual import is_plain
+from ..layers.residual import HOOKS, is_plain
 
-__all__ = ["Perceptron", "Scale", "linear_relu_ln", "side_by_side"]
+__all__ = ["Perceptron", "Scale", "linear_in_full_precision", "linear_relu_ln", "side_by_side"]
 
 
 class Scale(nn.Module):
@@ -54,29 +54,41 @@ class Perceptron(nn.Sequential):
         """Return how the kernel computes the layers, or None if they have to run one by one."""
         if not has_kernel("perceptrons", x):
             return None
-        layers = list(self)
-        if self._plan is None or self._plan.layers != layers:
-            self._plan = _Plan.of(layers)
+        if self._plan is None or not self._plan.is_of(self):
+            self._plan = _Plan.of(self)
         return self._plan if self._plan.is_valid() else None
 
 
-@dataclass
 class _Plan:
     """How the kernel of ``perceptrons`` computes a sequence of layers.
 
-    Attributes:
+    It is asked in every call whether it still holds, so that it keeps the dicts in which modules hold parameters and
+    hooks, whose reading takes the host a fraction of the time of reading attributes.
+
+    Args:
         layers: the sequence. kinds: the kinds of its linear layers, empty if the kernel does not know a layer.
         sources: the layers that have parameters, each with the names of these in the order of the kernel.
     """
 
-    layers: list[Any]
-    kinds: list[int]
-    sources: list[tuple[Any, tuple[str, ...]]]
+    def __init__(
+        self, layers: Sequence[nn.Module], kinds: list[int], sources: list[tuple[nn.Module, tuple[str, ...]]]
+    ) -> None:
+        self.kinds = kinds
+        self._layers = list(layers)
+        self._types = [type(layer) for layer in layers]
+        self._attributes = [vars(layer) for layer in layers]
+        self._hooks = [vars(layer)[name] for layer in layers for name in HOOKS]
+        self._places = [(layer._parameters, name) for layer, names in sources for name in names]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a copy of a sequence make a plan of its own, because the copy of a dict is not the one of a module."""
+        return type(None), ()
 
     @classmethod
-    def of(cls, layers: list[Any]) -> "_Plan":
+    def of(cls, sequence: nn.Sequential) -> "_Plan":
+        layers: list[Any] = list(sequence)
         kinds: list[int] = []
-        sources: list[tuple[Any, tuple[str, ...]]] = []
+        sources: list[tuple[nn.Module, tuple[str, ...]]] = []
         unknown = cls(layers, [], [])
         for layer in layers:
             kind = type(layer)
@@ -97,21 +109,29 @@ class _Plan:
                 return unknown
         return cls(layers, kinds, sources) if 0 < len(kinds) <= _MAX_DEPTH else unknown
 
+    def is_of(self, sequence: nn.Sequential) -> bool:
+        """Return whether a sequence still consists of the layers that the plan was made for."""
+        return list(sequence._modules.values()) == self._layers
+
     def is_valid(self) -> bool:
         """Return whether the kernel computes what the layers do with their hooks and parameters of this moment."""
         return (
             bool(self.kinds)
-            and self.layers[0].weight.dtype == torch.float32
-            and all(is_plain(layer, type(layer)) for layer in self.layers)
+            and not any(self._hooks)
+            and [*map(type, self._layers)] == self._types
+            and not any(map(_HAS_FORWARD, self._attributes))
+            and self._places[0][0][self._places[0][1]].dtype == torch.float32  # type: ignore[union-attr]
         )
 
     def tensors(self) -> list[Tensor]:
-        return [getattr(layer, name) for layer, names in self.sources for name in names]
+        """Return the parameters in the order of the kernel."""
+        return [parameters[name] for parameters, name in self._places]  # type: ignore[misc]
 
     def run(self, x: Tensor) -> Tensor:
         return run_kernels(x.float(), self.tensors(), self.kinds, (0,), _EPS)
 
 
+_HAS_FORWARD = operator.methodcaller("__contains__", "forward")
 _EPS = nn.LayerNorm(1).eps
 _MAX_DEPTH = MAX_LAYERS // 4  # Four perceptrons may run side by side.
 
@@ -135,6 +155,16 @@ def side_by_side(modules: Sequence[Perceptron], x: Tensor, first_columns: Sequen
         for module, first, width in zip(modules, first_columns, widths, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def linear_in_full_precision(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Return ``linear(x)`` in the dtype of the weights, without autocast."""
+    is_served = (
+        is_plain(linear, nn.Linear) and linear.bias is not None and max(linear.weight.shape) <= MAX_WIDTH
+    )
+    if is_served and linear.weight.dtype == torch.float32 and has_kernel("perceptrons", x):
+        return run_kernels(x.float(), (linear.weight, linear.bias), (FIRST,), (0,), _EPS)
+    return in_full_precision(linear, x)
 
 
 def linear_relu_ln(

@@ -206,18 +206,23 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         motion_modes, plan_modes = self._mode_queries(probability, det_output["prediction"][-1])
 
         feature, embed = torch.cat([feature, ego_feature], 1), torch.cat([embed, ego_embed], 1)
-        best = torch.cat([feature_best, ego_feature], 1), torch.cat([embed_best, ego_embed], 1)
+        best_feature, best_embed = (
+            torch.cat([feature_best, ego_feature], 1),
+            torch.cat([embed_best, ego_embed], 1),
+        )
+        best = best_feature, best_embed, self.fc_before(best_feature)
+        past_value = self.fc_before(memory[0])
         outputs = []
-        for op, layer in zip(self.operation_order, self.layers, strict=True):
+        for op, layer, norm in self.steps():
             if op == "temp_gnn":
                 of_each, pos_of_each = (x.flatten(0, 1).unsqueeze(1) for x in (feature, embed))
                 past, past_pos, is_absent = memory
                 attended = self.attend(
-                    layer, of_each, pos_of_each, past, past_pos, past, key_padding_mask=is_absent
+                    layer, of_each, pos_of_each, past, past_pos, past_value, key_padding_mask=is_absent
                 )
                 feature = attended.reshape(B, N + 1, -1)
             elif op == "gnn":
-                feature = self.attend(layer, feature, embed, *best, best[0])
+                feature = self.attend(layer, feature, embed, *best)
             elif op == "cross_gnn":
                 feature = layer(feature, key=map_feature, query_pos=embed, key_pos=map_embed)
             elif op == "refine":
@@ -228,7 +233,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
                     )
                 )
             else:
-                feature = layer(feature)
+                feature = layer(feature) if norm is None else layer(feature, norm=norm)
         motion_cls, motion_reg, plan_cls, plan_reg, status = map(list, zip(*outputs, strict=True))
         if self.plan_step_s is not None:
             constant = self.plan_step_s * ego_anchor[:, :, None, None, VX : VY + 1]

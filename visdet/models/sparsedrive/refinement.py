@@ -65,6 +65,7 @@ class SparseBox3DRefinementModule(BaseModule):
         )
         self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
         self.quality_layers = _class_branch(embed_dims, 2) if with_quality_estimation else None
+        self.register_buffer("_is_velocity", torch.arange(output_dim) >= VX, persistent=False)
 
     def init_weights(self) -> None:
         """Set the bias of the class logits to that of a probability of 1 %."""
@@ -93,16 +94,13 @@ class SparseBox3DRefinementModule(BaseModule):
         """
         feature = instance_feature + anchor_embed
         delta = self.layers.in_full_precision(feature)
-        refined_end = SIN_YAW + 2 if self.refine_yaw else SIN_YAW
-        geometry = delta[..., :refined_end] + anchor[..., :refined_end]
-        yaw = geometry[..., SIN_YAW:] if self.refine_yaw else delta[..., SIN_YAW : SIN_YAW + 2]
-        if self.normalize_yaw:
-            yaw = F.normalize(yaw, dim=-1)
-        parts = [geometry[..., :SIN_YAW], yaw]
-        if self.output_dim > VX:
-            seconds = torch.as_tensor(time_interval, dtype=delta.dtype, device=delta.device).view(-1, 1, 1)
-            parts.append(delta[..., VX:] / seconds + anchor[..., VX:])
-        refined = torch.cat(parts, dim=-1)
+        # What is predicted of the velocity is a displacement.
+        seconds = torch.as_tensor(time_interval, dtype=delta.dtype, device=delta.device).view(-1, 1, 1)
+        refined = torch.addcdiv(anchor, delta, torch.where(self._is_velocity, seconds, 1.0))
+        if not self.refine_yaw or self.normalize_yaw:
+            yaw = (refined if self.refine_yaw else delta)[..., SIN_YAW:VX]
+            yaw = F.normalize(yaw, dim=-1) if self.normalize_yaw else yaw
+            refined = torch.cat([refined[..., :SIN_YAW], yaw, refined[..., VX:]], dim=-1)
         if not return_cls:
             return refined, None, None
         if self.cls_layers is None:

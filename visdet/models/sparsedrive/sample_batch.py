@@ -26,6 +26,7 @@ _STACKED = (
     "gt_ego_fut_cmd",
     "ego_status",
 )
+_READ_IN_EVALUATION = ("projection_mat", "image_wh", "gt_ego_fut_cmd")
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,25 @@ class DrivingBatch:
         return cls(images, metas, state, data=data, **training)
 
 
-def batch_of(data_samples: Sequence[DrivingDataSample]) -> dict[str, Any]:
+def batch_of(data_samples: Sequence[DrivingDataSample], evaluates: bool = False) -> dict[str, Any]:
     """Return what the heads read of a batch of frames, by the names of the samples' fields.
 
     ``projection_mat`` [B, V, 4, 4], ``image_wh`` [B, V, 2], ``focal`` [B, V], ``gt_ego_fut_*`` and ``ego_status`` are
     stacked. ``gt_depth`` is a list of [B, V, h, w]. Other fields are lists with one value per sample. ``timestamp``
     float64 [B] (seconds) and ``img_metas``, one dict per sample, are on the host. Predictions are left out.
 
+    Args:
+        data_samples: one sample per frame.
+        evaluates: whether ground truth is left out, but for the command that the vehicle gets.
+
     Raises:
         InvalidInputError: some samples lack a field that others have, or have it in another shape.
     """
     names = dict.fromkeys(
-        name for sample in data_samples for name, _ in sample.items() if not name.startswith("pred_")
+        name
+        for sample in data_samples
+        for name, _ in sample.items()
+        if (name in _READ_IN_EVALUATION if evaluates else not name.startswith("pred_"))
     )
     batch: dict[str, Any] = {}
     for name in names:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from visdet.registry import MODELS, TASK_UTILS
 from visdet.structures.tensor_tree import map_tensors
 
+from ..layers.precision import as_autocast_input
 from ..transfer import constants_on, to_device
 from .denoising import DenoisingQueries
 from .frame_clock import FrameClock
@@ -38,12 +39,14 @@ class Sparse4DState:
 
 @dataclass
 class _Memory:
-    """The instances of the previous frame [B, K, C], their embeddings, and whether each sample has them.
+    """The instances of the previous frame [B, K, C], and whether each sample has them.
 
-    Without a previous frame, both tensors are None.
+    All layers attend to the same features, so that the values of the attention are computed only once. Without a
+    previous frame, the tensors are None.
     """
 
     feature: Tensor | None
+    value: Tensor | None
     embed: Tensor | None
     history: tuple[bool, ...]
 
@@ -208,16 +211,19 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         if denoising is not None:
             feature, anchor, attn_mask = self._join(feature, anchor, denoising)
         embed = self.anchor_encoder(anchor)
+        embed_of_attention = as_autocast_input(embed)
         classification, prediction, quality = [], [], []
-        for op, layer in zip(self.operation_order, self.layers, strict=True):
-            if layer is None:
-                continue
+        for op, layer, norm in self.steps():
             if op == "temp_gnn":
-                feature = self._attend_to_memory(layer, feature, embed, memory, attn_mask)
+                feature = self._attend_to_memory(layer, feature, embed_of_attention, memory, attn_mask)
             elif op == "gnn":
-                feature = self.attend(layer, feature, embed, value=feature, attn_mask=attn_mask)
-            elif op in ("norm", "ffn"):
+                feature = as_autocast_input(feature)
+                value = self.fc_before(feature)
+                feature = self.attend(layer, feature, embed_of_attention, value=value, attn_mask=attn_mask)
+            elif op == "norm":
                 feature = layer(feature)
+            elif op == "ffn":
+                feature = layer(feature) if norm is None else layer(feature, norm=norm)
             elif op == "deformable":
                 feature = layer(feature, anchor, embed, feature_maps, metas)
             else:
@@ -229,8 +235,9 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
                     feature, anchor = bank.update(feature, anchor, cls)
                     feature, anchor, updated = self._update_denoising(feature, anchor, denoising, carried)
                 embed = self.anchor_encoder(anchor)
+                embed_of_attention = as_autocast_input(embed)
                 if len(prediction) > self.num_single_frame_decoder and memory.embed is not None:
-                    memory.embed = embed[:, : bank.num_temp_instances]
+                    memory.embed = embed_of_attention[:, : bank.num_temp_instances]
 
         N = bank.num_anchor
         output = self._denoising_output(classification, prediction, denoising, updated)
@@ -265,8 +272,12 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
                 carried = {**carried, "dn_anchor": bank.moved(dn_anchor.flatten(1, 2)).view_as(dn_anchor)}
             else:
                 carried = None
-        temp_embed = None if temp_anchor is None else self.anchor_encoder(temp_anchor)
-        memory = _Memory(temp_feature, temp_embed, bank.state.history)
+        memory = _Memory(None, None, None, bank.state.history)
+        if temp_anchor is not None and temp_feature is not None:
+            memory.embed = as_autocast_input(self.anchor_encoder(temp_anchor))
+            memory.feature = as_autocast_input(temp_feature)
+            if "temp_gnn" in self.operation_order and any(memory.history):
+                memory.value = self.fc_before(memory.feature)
         return feature, anchor, memory, carried, time_interval
 
     def _attend_to_memory(
@@ -276,16 +287,16 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
 
         In samples without a previous frame they attend to one another.
         """
-        if memory.feature is None or memory.embed is None or not any(memory.history):
+        if memory.feature is None or memory.embed is None or memory.value is None:
             return self.attend(layer, feature, embed, attn_mask=attn_mask)
         if all(memory.history):
-            return self.attend(layer, feature, embed, memory.feature, memory.embed, memory.feature)
+            return self.attend(layer, feature, embed, memory.feature, memory.embed, memory.value)
         known = tuple(i for i, has_history in enumerate(memory.history) if has_history)
         others = tuple(i for i, has_history in enumerate(memory.history) if not has_history)
         place = tuple(torch.tensor(known + others).argsort().tolist())
         old, new, place = (constants_on(feature.device, index) for index in (known, others, place))
-        past = memory.feature[old]
-        with_history = self.attend(layer, feature[old], embed[old], past, memory.embed[old], past)
+        past = memory.feature[old], memory.embed[old], memory.value[old]
+        with_history = self.attend(layer, feature[old], embed[old], *past)
         without = self.attend(layer, feature[new], embed[new], attn_mask=attn_mask)
         return torch.cat([with_history, without])[place]
 

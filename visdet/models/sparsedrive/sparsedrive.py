@@ -262,7 +262,7 @@ class SparseDrive(BaseDetector):
 
     def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
         """Return the next frame of each sample's sequence. The host does this."""
-        data = batch_of(data_samples)
+        data = batch_of(data_samples, evaluates=True)
         self.head.enter(len(inputs), functools.cache(lambda: FrameClock.of(data)))
         return DrivingBatch.of(inputs, data, self.head.state)
 

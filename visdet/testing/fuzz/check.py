@@ -168,7 +168,7 @@ def _spoil(family: Family, problem: Problem, draw: Draw) -> None:
     what = draw.pick(*family.spoiled[name])
     if what == "device" and draw.device == "cpu":
         return  # There may be no other device.
-    tensor = problem.arguments[name]
+    tensor = problem.arguments.get(name)
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return
     tables = [value for key, value in problem.arguments.items() if key.startswith("level_")]

@@ -1,12 +1,34 @@
 """The families of problems by the name of their operator."""
 
 from ..problem import Family
-from . import aggregation, attention, boxes, convolutions, gaussians, images, losses, regions
+from . import (
+    aggregation,
+    attention,
+    boxes,
+    convolutions,
+    gaussians,
+    images,
+    losses,
+    normalizations,
+    perceptron_layers,
+    regions,
+)
 
 __all__ = ["FAMILIES"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for module in (attention, aggregation, boxes, images, gaussians, convolutions, regions, losses)
+    for module in (
+        attention,
+        aggregation,
+        boxes,
+        images,
+        gaussians,
+        convolutions,
+        regions,
+        losses,
+        perceptron_layers,
+        normalizations,
+    )
     for family in module.FAMILIES
 }

@@ -74,6 +74,12 @@ Call call_of(const Tensor& input, const std::vector<Tensor>& parameters, const s
       const int64_t column = first_columns[net.count];
       VISDET_CHECK(kOp, column >= 0 && column + inputs <= net.columns, "a perceptron reads columns ", column, " to ",
                    column + inputs, " of an input of ", net.columns);
+      for (int p = 0; p < net.count; ++p) {
+        const int other = net.perceptrons[p].first_column;
+        VISDET_CHECK(kOp,
+                     column + inputs <= other || other + net.layers[net.perceptrons[p].first_layer].inputs <= column,
+                     "first_columns must be such that no two perceptrons read the same column");
+      }
       net.perceptrons[net.count++] = {net.num_layers, 0, static_cast<int>(column), net.outputs};
     }
     layer.weight = data_of<float>(weight);
