@@ -48,7 +48,10 @@ USES = {
     "Runner._log_env": ("The log file gets the environment in another form.", "^log_env"),
     "Runner._randomness_cfg": ("A resumed run takes over the seed of the checkpoint.", "^randomness"),
     "Runner._resume": ("The run decides whether there is something to resume.", "^(resume_from|is_resum)"),
-    "Visualizer._initialize_fig": ("The first figure imports matplotlib, which takes time.", "^initialize_fig"),
+    "Visualizer._initialize_fig": (
+        "The first figure imports matplotlib, which takes time.",
+        "^initialize_fig",
+    ),
 }
 # Names of other objects than ``self``, which a search by class does not find.
 OF_OTHERS = {

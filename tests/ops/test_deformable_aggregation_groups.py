@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_deformable_aggregation import DEVICES, TOLERANCE, gradients, make_case, relative_error
+from aggregation_cases import DEVICES, TOLERANCE, gradients, make_case, relative_error
 
 from visdet.ops import deformable_aggregation, deformable_aggregation_reference
 from visdet.ops.explain import choose_only
@@ -270,7 +270,7 @@ STRAY_TABLES = """
 import sys
 sys.path[:0] = sys.argv[1:]
 import torch
-from test_deformable_aggregation import make_case
+from aggregation_cases import make_case
 import visdet.ops
 case = make_case(2, 5, 3, 2, 8, dtype=torch.float32, device="cuda")
 for shape, start in ((1, 2**63 - 1), (2**62, 0), (2**31, 2**31), (-1, 0), (0, 0), (3, -(2**63))):

@@ -197,7 +197,7 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
         with np.load(opened, allow_pickle=False) as file:
             header = json.loads(str(file["header"]))
             if header["format"] != _FORMAT:
-                raise ValueError(f"its format is {header['format']!r}, known is {_FORMAT!r}")
+                raise ValueError(f"its format is {header['format']!r}, but this version reads {_FORMAT!r}")
             pools = {name: file[f"pool_{name}"] for name in _POOL_TYPES}
             keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
             return InfoTable(file["text"], file["ends"], pools, keys), header["metadata"]

@@ -182,7 +182,7 @@ def test_moving_anchors_are_met_where_they_went():
 def test_missing_anchor_file(tmp_path):
     path = str(tmp_path / "kmeans.npy")
     handler = {"type": "SparseBox3DKeyPointsGenerator"}
-    with pytest.warns(UserWarning, match="InstanceBank: no anchor file .*npy: zeros"):
+    with pytest.warns(UserWarning, match="InstanceBank: no anchor file .*npy.*zeros"):
         bank = InstanceBank(5, 4, path, anchor_handler=handler)
     with pytest.raises(FileNotFoundError, match=r"tools/make_anchors\.py, or load a checkpoint"):
         bank.get(1, metas_of([0.0]))

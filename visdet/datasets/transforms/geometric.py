@@ -252,7 +252,7 @@ class RandomCrop(BaseTransform):
             )
         if recompute_bbox:
             raise InvalidInputError(
-                "RandomCrop: recompute_bbox=True needs instance masks, which visdet has not"
+                "RandomCrop: recompute_bbox=True needs instance masks, which visdet does not have"
             )
         first, second = crop_size
         is_absolute = crop_type.startswith("absolute")

@@ -152,7 +152,7 @@ class LoadAnnotations(BaseTransform):
     def __init__(self, with_bbox: bool = True, with_label: bool = True, with_mask: bool = False) -> None:
         if with_mask:
             raise InvalidInputError(
-                "LoadAnnotations: with_mask=True is not supported, visdet has no instance masks"
+                "LoadAnnotations: with_mask=True is not supported, because visdet has no instance masks"
             )
         self.with_bbox = with_bbox
         self.with_label = with_label

@@ -42,7 +42,8 @@ class ModuleWithAnchors(BaseModule):
             else:
                 self.missing_anchor_files[name] = str(given)
                 warnings.warn(
-                    f"{type(self).__name__}: no {name} file {given}: zeros until a checkpoint is loaded",
+                    f"{type(self).__name__}: no {name} file {given}. These anchors are zeros until a checkpoint is "
+                    "loaded",
                     stacklevel=3,
                 )
                 given = np.zeros(placeholder_shape)
@@ -57,8 +58,8 @@ class ModuleWithAnchors(BaseModule):
         if self.missing_anchor_files and self.training:
             name, path = next(iter(self.missing_anchor_files.items()))
             raise MissingFileError(
-                f"{type(self).__name__}: training needs the {name} file {path}: "
-                "make it with tools/make_anchors.py, or load a checkpoint"
+                f"{type(self).__name__}: training needs the {name} file {path}. "
+                "Make it with tools/make_anchors.py, or load a checkpoint"
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -1,0 +1,98 @@
+"""Providing mmcv._ext: by install, by the command, and by the switch in the environment."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from visdet.compat import mmcv_ext, mmcv_ops
+
+
+@pytest.fixture(autouse=True)
+def no_trace_of_mmcv():
+    """Leave the modules and finders as they were: later tests must not find the package made here."""
+    finders, modules = (
+        list(sys.meta_path),
+        {name: module for name, module in sys.modules.items() if _is_mmcv(name)},
+    )
+    yield
+    sys.meta_path[:] = finders
+    for name in [name for name in sys.modules if _is_mmcv(name)]:
+        del sys.modules[name]
+    sys.modules.update(modules)
+    importlib.invalidate_caches()
+
+
+def _is_mmcv(name):
+    return name == "mmcv" or name.startswith("mmcv.")
+
+
+def fake_mmcv(folder, monkeypatch, with_ext):
+    package = folder / "mmcv"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    if with_ext:
+        (package / "_ext.py").write_text("own = True")
+    monkeypatch.syspath_prepend(folder)
+    for name in ("mmcv", "mmcv._ext"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_install_provides_what_is_missing(tmp_path, monkeypatch):
+    fake_mmcv(tmp_path, monkeypatch, with_ext=False)
+    assert mmcv_ops.install() and mmcv_ops.install()
+    assert importlib.import_module("mmcv._ext") is mmcv_ext
+
+
+def test_install_leaves_a_compiled_mmcv_alone(tmp_path, monkeypatch):
+    fake_mmcv(tmp_path, monkeypatch, with_ext=True)
+    assert not mmcv_ops.install()
+    assert importlib.import_module("mmcv._ext").own
+
+
+def test_scripts_run_with_it(tmp_path):
+    (tmp_path / "mmcv").mkdir()
+    (tmp_path / "mmcv" / "__init__.py").write_text("")
+    script = tmp_path / "script.py"
+    script.write_text("import sys, mmcv._ext as e; print(e.get_compiler_version(), sys.argv[1:])")
+    command = [sys.executable, "-m", "visdet.compat.mmcv_ops", str(script), "--a", "b"]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": f"{tmp_path}:."})
+    assert done.stdout.strip() == "none: operators by visdet ['--a', 'b']", done.stderr
+
+
+@pytest.mark.parametrize("wish, provided", [("1", "True"), ("0", "False"), ("", "False"), (None, "False")])
+@pytest.mark.parametrize("imported", ["visdet", "visdet.ops"])
+def test_the_environment_switch_acts_at_import(wish, provided, imported, tmp_path):
+    (tmp_path / "mmcv").mkdir()
+    (tmp_path / "mmcv" / "__init__.py").write_text("")
+    script = f"import sys, {imported}; print('mmcv._ext' in sys.modules)"
+    environment = {"PYTHONPATH": f"{tmp_path}:."} | ({} if wish is None else {"VISDET_MMCV_OPS": wish})
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == provided, done.stderr
+
+
+def test_the_switch_without_mmcv_says_so(tmp_path):
+    script = "import sys; sys.modules['mmcv'] = None; import visdet"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ".", "VISDET_MMCV_OPS": "1"},
+    )
+    assert done.returncode and "mmcv is not installed" in done.stderr and "mmcv-lite==" in done.stderr
+
+
+def test_the_command_without_mmcv_says_so(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "mmcv._ext", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert mmcv_ops.main(["train.py"]) == 1
+    output, error = capsys.readouterr()
+    assert not output and len(error.splitlines()) == 1 and "mmcv-lite==" in error
+
+
+@pytest.mark.parametrize("arguments, status", [(["--help"], 0), (["-h"], 0), ([], 2), (["-m"], 2)])
+def test_the_command_explains_itself_without_mmcv(arguments, status, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert mmcv_ops.main(arguments) == status
+    assert "usage: python -m visdet.compat.mmcv_ops SCRIPT" in capsys.readouterr()[status == 2]

@@ -1,0 +1,50 @@
+"""Inputs, gradients and tolerances for the tests of Gaussian fields."""
+
+import pytest
+import torch
+
+from visdet.ops import (
+    gaussian_field,
+    gaussian_field_reference,
+    mahalanobis_distance,
+    mahalanobis_distance_reference,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
+OPS = {
+    "distance": (mahalanobis_distance, mahalanobis_distance_reference),
+    "field": (gaussian_field, gaussian_field_reference),
+}
+
+
+def make_case(B, N, dtype=torch.float64, device="cpu", seed=0, spread=1.0, size=0.6):
+    """Return points, means, cholesky, weights."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    factors = (size * 0.3 * draw(N, 3, 3)).tril(-1) + torch.diag_embed(size * (0.6 + draw(N, 3).sigmoid()))
+    tensors = (draw(B, 3) * spread, draw(N, 3) * spread, factors, draw(N))
+    return [tensor.to(dtype).to(device) for tensor in tensors]
+
+
+def arguments_of(name, case):
+    return case if name == "field" else case[:3]
+
+
+def gradients(function, case, grad_output):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in case]
+    output = function(*leaves)
+    return output, torch.autograd.grad(output, leaves, grad_output.to(output))
+
+
+def relative_error(actual, expected):
+    scale = expected.double().abs().max().clamp(min=1e-30) if expected.numel() else 1.0
+    difference = (actual.double().cpu() - expected.double().cpu()).abs()
+    return (difference.max() / scale).item() if expected.numel() else 0.0
+
+
+def grad_shape(name, B, N):
+    return (B,) if name == "field" else (B, N)

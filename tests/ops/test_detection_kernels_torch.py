@@ -1,0 +1,257 @@
+"""Kernels of the detection operators under torch.compile and export, what they refuse, and Soft-NMS."""
+
+import pytest
+import torch
+from detection_cases import CASES, DEVICES, draw, first_of, make_carafe, make_focal, make_roi_pool, rois_of
+from torch.library import opcheck
+
+from visdet.ops import _library, carafe, nms, roi_pool, sigmoid_focal_loss, soft_nms
+from visdet.ops.nms import SOFT_METHODS, soft_nms_reference
+
+ROIS = rois_of(5, 2, 9, 11)
+PUBLIC = {
+    "roi_pool": (lambda x: roi_pool(x, ROIS.to(x), (3, 2)), (2, 3, 9, 11)),
+    "sigmoid_focal_loss": (
+        lambda x: sigmoid_focal_loss(x, torch.arange(len(x), device=x.device) % 6, reduction="sum"),
+        (9, 5),
+    ),
+    "carafe": (
+        lambda x: carafe(x, x[:, :1].expand(-1, 9, -1, -1).repeat(1, 1, 2, 2).softmax(1), 3, 1, 2),
+        (2, 3, 4, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PUBLIC)
+def test_compiles_to_one_graph(name, device):
+    function, shape = PUBLIC[name]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for extra in (0, 1):
+        x = draw(shape[0] + extra, *shape[1:]).float().to(device).requires_grad_()
+        expected, found = function(x), compiled(x)
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, expected)]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_exports(name):
+    function, shape = PUBLIC[name]
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    x = draw(*shape).float()
+    program = torch.export.export(Module(), (x,))
+    torch.testing.assert_close(program.module()(x), function(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_keeps_the_type(device):
+    with torch.autocast(device, dtype=torch.bfloat16):
+        for function, shape in PUBLIC.values():
+            assert function(draw(*shape).float().to(device)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("case", "position", "replacement", "message"),
+    [
+        ("roi_pool", 0, lambda t: t[0], r"roi_pool: input must be \[B, C, H, W\], got \[3, 9, 11\]"),
+        (
+            "roi_pool",
+            0,
+            lambda t: t.int(),
+            "roi_pool: input must be float64, float32, float16 or bfloat16, got Int",
+        ),
+        ("roi_pool", 1, lambda t: t[:, 1:], r"roi_pool: rois must be \[N, 5\], got \[7, 4\]"),
+        (
+            "roi_pool",
+            1,
+            lambda t: t.double(),
+            "roi_pool: rois must be Float for input of type Float, got Double",
+        ),
+        ("roi_pool", 2, lambda _: 0, "roi_pool: output_size must be positive, got 0 x 2"),
+        ("focal", 0, lambda t: t[0], r"sigmoid_focal_loss: input must be \[N, C\], got \[7\]"),
+        ("focal", 0, lambda t: t.int(), "input must be float64, float32, float16 or bfloat16, got Int"),
+        ("focal", 1, lambda t: t[1:], r"target must be \[13\], got \[12\]"),
+        ("focal", 1, lambda t: t.int(), "target must be int64, got Int"),
+        ("focal", 2, lambda t: t[1:], r"weight must be \[7\] or empty, got \[6\]"),
+        ("focal", 2, lambda t: t.double(), "weight must be Float for input of type Float, got Double"),
+        ("carafe", 0, lambda t: t[0], r"carafe: features must be \[B, C, H, W\], got \[6, 5, 7\]"),
+        ("carafe", 0, lambda t: t.int(), "features must be float64, float32, float16 or bfloat16, got Int"),
+        ("carafe", 1, lambda t: t[:, 1:], r"masks must be \[2, 18, 10, 14\], got \[2, 17, 10, 14\]"),
+        ("carafe", 1, lambda t: t.double(), "masks must be Float, the type of features, got Double"),
+        ("carafe", 2, lambda _: 2, "kernel_size must be odd and below 256, got 2"),
+        ("carafe", 3, lambda _: 4, "features must have a multiple of 4 channels, got 6"),
+        ("carafe", 4, lambda _: 0, "scale_factor must be from 1 to 255, got 0"),
+    ],
+)
+def test_rejections(case, position, replacement, message):
+    setup = CASES[case](torch.float32, "cpu")
+    arguments = list(setup.arguments)
+    arguments[position] = replacement(arguments[position])
+    with pytest.raises(RuntimeError, match=message):
+        setup.op(*arguments)
+
+
+def test_rejections_of_gradients():
+    setup = make_roi_pool(torch.float32, "cpu")
+    pooled, argmax = setup.op(*setup.arguments)
+    rois, backward = setup.arguments[1], torch.ops.visdet.roi_pool_backward
+    for arguments, message in [
+        ((pooled[1:], rois, argmax, 2, 9, 11), r"grad_output must be \[7, C, PH, PW\], got \[6, 3, 3, 2\]"),
+        ((pooled, rois, argmax[1:], 2, 9, 11), r"argmax must be \[7, 3, 3, 2\], got \[6, 3, 3, 2\]"),
+        ((pooled, rois, argmax.long(), 2, 9, 11), "argmax must be int32, got Long"),
+        ((pooled, rois, argmax, -2, 9, 11), "input's sizes must not be negative, got -2, 9, 11"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            backward(*arguments)
+    logits, *rest = make_focal(torch.float32, "cpu").arguments
+    for grad, message in [
+        (logits[1:], r"grad_output must be \[13, 7\], got \[12, 7\]"),
+        (logits.double(), "grad_output must be Float, the type of input, got Double"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.visdet.sigmoid_focal_loss_backward(grad, logits, *rest)
+    setup = make_carafe(torch.float32, "cpu")
+    with pytest.raises(RuntimeError, match=r"grad_output must be \[2, 6, 10, 14\], got \[2, 6, 5, 7\]"):
+        torch.ops.visdet.carafe_backward(setup.arguments[0], *setup.arguments)
+
+
+def soft_boxes(N, dtype, grid=False):
+    generator = torch.Generator().manual_seed(N)
+    corner = torch.rand(N, 2, generator=generator) * 60
+    extent = torch.rand(N, 2, generator=generator) * 40 + 1
+    scores = torch.rand(N, generator=generator)
+    if grid:  # many equal overlaps and scores
+        corner, extent, scores = corner.round(), torch.full_like(extent, 20), (scores * 8).round() / 8
+    return torch.cat([corner, corner + extent], 1).to(dtype), scores.to(dtype)
+
+
+@pytest.mark.parametrize("grid", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("N", [0, 1, 2, 15, 16, 17, 300])
+@pytest.mark.parametrize("method", range(3))
+def test_soft_nms_matches_reference(method, N, dtype, grid):
+    boxes, scores = soft_boxes(N, dtype, grid)
+    for offset, min_score in ((0, 1e-3), (1, 0.2)):
+        settings = (0.3, 0.5, min_score, method, offset)
+        dets, keep = torch.ops.visdet.soft_nms(boxes, scores, *settings)
+        expected, expected_keep = soft_nms_reference(boxes, scores, *settings)
+        assert torch.equal(keep, expected_keep)
+        torch.testing.assert_close(dets, expected, rtol=1e-5 if dtype == torch.float32 else 1e-11, atol=0)
+
+
+@pytest.mark.parametrize("method", SOFT_METHODS)
+def test_soft_nms_of_what_is_no_box(method):
+    boxes, scores = soft_boxes(20, torch.float64)
+    boxes[3], boxes[5, 2], boxes[7] = boxes[3, 0], float("nan"), float("inf")  # no area, no number, no end
+    scores[2], scores[9], scores[11] = float("nan"), float("inf"), -float("inf")
+    settings = (0.3, 0.5, 1e-3, SOFT_METHODS.index(method), 0)
+    found, expected = (
+        torch.ops.visdet.soft_nms(boxes, scores, *settings),
+        soft_nms_reference(boxes, scores, *settings),
+    )
+    assert torch.equal(found[1], expected[1]) and found[1][-1] == 2
+    torch.testing.assert_close(found[0], expected[0], equal_nan=True)
+
+
+def test_soft_nms_registration():
+    boxes, scores = soft_boxes(9, torch.float32)
+    opcheck(torch.ops.visdet.soft_nms.default, (boxes, scores, 0.3, 0.5, 1e-3, 1, 0))
+    program = torch.export.export(SoftNms(), (boxes, scores))
+    for found, wanted in zip(program.module()(boxes, scores), soft_nms(boxes, scores), strict=True):
+        assert torch.equal(found, wanted)
+
+
+class SoftNms(torch.nn.Module):
+    def forward(self, boxes, scores):
+        return soft_nms(boxes, scores)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(3, 5), torch.zeros(3)), r"soft_nms: boxes must be \[N, 4\], got \[3, 5\]"),
+        ((torch.zeros(3, 4).half(), torch.zeros(3)), "soft_nms: boxes must be float64 or float32, got Half"),
+        ((torch.zeros(3, 4), torch.zeros(2)), r"soft_nms: scores must be \[3\], got \[2\]"),
+        ((torch.zeros(3, 4), torch.zeros(3).double()), "scores must be Float, the type of boxes, got Double"),
+        ((torch.zeros(3, 4), torch.zeros(3), 0.3, 0.5, 0.0, 3), "method must be 0, 1 or 2, got 3"),
+        ((torch.zeros(3, 4), torch.zeros(3), 0.3, 0.0, 0.0, 2), "sigma must be positive, got 0"),
+    ],
+)
+def test_soft_nms_rejections(arguments, message):
+    settings = (0.3, 0.5, 0.0, 1, 0)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.visdet.soft_nms(*arguments, *settings[len(arguments) - 2 :])
+    with pytest.raises(ValueError, match="soft_nms: sigma must be positive, got 0"):
+        soft_nms(torch.zeros(3, 4), torch.zeros(3), sigma=0, method="gaussian")
+
+
+def test_without_the_library_the_reference_runs(monkeypatch):
+    boxes, scores = soft_boxes(30, torch.float32)
+    x, logits = draw(1, 4, 3, 3).float(), draw(5, 3).float()
+    masks, target, rois = (
+        draw(1, 9, 6, 6).float(),
+        torch.tensor([0, 3, 1, 2, 0]),
+        torch.tensor([[0.0, 0, 0, 2, 2]]),
+    )
+
+    def everything():
+        return [
+            *soft_nms(boxes, scores),
+            roi_pool(x, rois, 2),
+            carafe(x, masks, 3, 1, 2),
+            sigmoid_focal_loss(logits, target),
+        ]
+
+    served = everything()
+    monkeypatch.setattr(_library, "is_loaded", lambda name: False)
+    for one, other in zip(served, everything(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", ["roi_pool", "focal", "carafe"])
+def test_streams_and_graphs(case):
+    setup = CASES[case](torch.float32, "cuda")
+    expected = first_of(setup.op(*setup.arguments))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        on_stream = first_of(setup.op(*setup.arguments))
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(on_stream, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = first_of(setup.op(*setup.arguments))
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+
+@pytest.mark.cuda
+def test_more_elements_than_32_bits_count():
+    rows = (1 << 31) // 1024 + 3
+    logits = torch.zeros(rows, 1024, dtype=torch.bfloat16, device="cuda")
+    target = torch.full((rows,), 1024, device="cuda")
+    target[-1] = 1023
+    logits[-1, 1023] = 3
+    loss = torch.ops.visdet.sigmoid_focal_loss(logits, target, torch.empty(0, device="cuda"), 2.0, 0.25)
+    expected = sigmoid_focal_loss(logits[-1:].float().cpu(), torch.tensor([1023]), reduction="none")
+    torch.testing.assert_close(loss[-1:].float().cpu(), expected, rtol=1e-2, atol=1e-3)
+    del loss, logits
+    maps = torch.zeros(1, 1, 70, 70, device="cuda", dtype=torch.bfloat16)
+    maps[0, 0, 69, 69] = 2
+    regions = torch.tensor([[0.0, 69, 69, 69, 69]], device="cuda").expand((1 << 31) // 4900 + 5, 5)
+    assert roi_pool(maps, regions, 70)[-1].eq(2).all()
+
+
+@pytest.mark.cuda
+def test_soft_nms_of_cuda_boxes():
+    boxes, scores = soft_boxes(200, torch.float32)
+    for found, wanted in zip(soft_nms(boxes.cuda(), scores.cuda()), soft_nms(boxes, scores), strict=True):
+        assert found.is_cuda and torch.equal(found.cpu(), wanted)
+    assert nms(boxes.cuda(), scores.cuda(), 0.5)[1].tolist() == nms(boxes, scores, 0.5)[1].tolist()

@@ -1,0 +1,386 @@
+"""What gaussian_field and mahalanobis_distance refuse, and what torch does with them; many points, orders and paths."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gaussian_field_cases import (
+    DEVICES,
+    OPS,
+    TOLERANCE,
+    arguments_of,
+    grad_shape,
+    gradients,
+    make_case,
+    relative_error,
+)
+from torch.library import opcheck
+
+from visdet.ops import (
+    gaussian_field,
+    gaussian_field_reference,
+    mahalanobis_distance,
+    mahalanobis_distance_reference,
+)
+from visdet.ops.explain import choose_only
+
+
+def bad_factor(value):
+    factor = torch.eye(3).repeat(7, 1, 1)
+    factor[4, 1, 1] = value
+    return factor
+
+
+REJECTIONS = {
+    "points-2": (dict(points=torch.zeros(5, 2)), r"points must be \[B, 3\], got \[5, 2\]"),
+    "points-int": (
+        dict(points=torch.zeros(5, 3, dtype=torch.int64)),
+        "points must be a floating-point tensor",
+    ),
+    "means": (dict(means=torch.zeros(7, 4)), r"means must be \[N, 3\], got \[7, 4\]"),
+    "cholesky": (
+        dict(cholesky=torch.zeros(6, 3, 3)),
+        r"cholesky must be \[N, 3, 3\] = \[7, 3, 3\], got \[6, 3, 3\]",
+    ),
+    "diagonal-zero": (dict(cholesky=bad_factor(0.0)), r"positive diagonals, got \(1, 0, 1\) for Gaussian 4"),
+    "diagonal-negative": (
+        dict(cholesky=bad_factor(-2.0)),
+        r"positive diagonals, got \(1, -2, 1\) for Gaussian 4",
+    ),
+    "diagonal-nan": (dict(cholesky=bad_factor(math.nan)), "positive diagonals"),
+    "weights": (dict(weights=torch.zeros(6)), r"weights must be \[7\], got \[6\]"),
+}
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [(name, change) for name in OPS for change in REJECTIONS if (name, change) != ("distance", "weights")],
+)
+def test_rejects(name, change):
+    changes, message = REJECTIONS[change]
+    case = make_case(5, 7, dtype=torch.float32)
+    case[2] = torch.eye(3).repeat(7, 1, 1)
+    arguments = dict(zip(("points", "means", "cholesky", "weights"), case, strict=True)) | changes
+    if name == "distance":
+        arguments.pop("weights")
+    with pytest.raises(RuntimeError, match=message) as caught:
+        OPS[name][0](**arguments)
+    assert str(caught.value).startswith(("mahalanobis_distance: ", "gaussian_field: "))
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan, math.inf])
+def test_rejects_tolerance(tolerance):
+    with pytest.raises(ValueError, match="tolerance must be a finite number of at least 0, got"):
+        gaussian_field(*make_case(5, 7), tolerance=tolerance)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_bad_diagonal_on_cuda_yields_nan(value):
+    case = [tensor.cuda() for tensor in make_case(5, 7, dtype=torch.float32)]
+    case[2] = bad_factor(value).cuda()
+    distance = mahalanobis_distance(*case[:3])
+    assert distance[:, 4].isnan().all() and distance[:, :4].isfinite().all()
+    assert gaussian_field(*case).isnan().all()
+    assert gaussian_field(*case, tolerance=1e-3).isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name, device):
+    leaves = [tensor.requires_grad_() for tensor in arguments_of(name, make_case(6, 5, device=device))]
+    if name == "distance":
+        opcheck(torch.ops.visdet.mahalanobis_distance.default, tuple(leaves))
+        return
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    opcheck(torch.ops.visdet.gaussian_field.default, (*leaves, empty, empty, 0.0))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_compiles_without_graph_breaks_for_any_batch(name):
+    function = OPS[name][0]
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for B, N in ((6, 5), (9, 4)):
+        case = arguments_of(name, make_case(B, N))
+        grad_output = torch.ones(grad_shape(name, B, N))
+        output, grads = gradients(compiled, case, grad_output)
+        expected, expected_grads = gradients(function, case, grad_output)
+        assert torch.equal(output, expected)
+        assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_exports(name):
+    class Module(torch.nn.Module):
+        def forward(self, *tensors):
+            return OPS[name][0](*tensors)
+
+    case = tuple(arguments_of(name, make_case(6, 5)))
+    assert torch.equal(torch.export.export(Module(), case).module()(*case), OPS[name][0](*case))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_result_does_not_depend_on_the_number_of_threads(name):
+    case = arguments_of(name, make_case(3000, 150, dtype=torch.float32))
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for number in (1, 2, 7):
+            torch.set_num_threads(number)
+            output, grads = gradients(OPS[name][0], case, torch.ones(grad_shape(name, 3000, 150)))
+            results.append((output, *grads))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tolerance", [0.0, 1e-3])
+def test_every_run_gives_the_same_bits(tolerance, device):
+    case = make_case(5000, 700, dtype=torch.float32, device=device, size=0.2)
+    grad_output = torch.randn(5000)
+    runs = [
+        gradients(lambda *tensors: gaussian_field(*tensors, tolerance=tolerance), case, grad_output)
+        for _ in range(3)
+    ]
+    for output, grads in runs[1:]:
+        assert torch.equal(output, runs[0][0])
+        assert all(torch.equal(*pair) for pair in zip(grads, runs[0][1], strict=True))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_saves_the_inputs_and_nothing_else(name):
+    case = [tensor.requires_grad_() for tensor in arguments_of(name, make_case(6, 5))]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        OPS[name][0](*case)
+    inputs = {tensor.data_ptr() for tensor in case}
+    assert {tensor.data_ptr() for tensor in saved if tensor.numel()} == inputs
+
+
+@pytest.mark.cuda
+def test_current_stream_and_graph_capture():
+    case = make_case(500, 1000, dtype=torch.float32, device="cuda")
+    expected, expected_grads = gradients(gaussian_field, case, torch.ones(500))
+    leaves = [tensor.clone().requires_grad_() for tensor in case]
+    grad_output = torch.ones(500, device="cuda")
+
+    def step():
+        output = gaussian_field(*leaves)
+        return output, torch.autograd.grad(output, leaves, grad_output)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, grads = step()
+    with torch.no_grad():
+        leaves[3].mul_(2)
+    graph.replay()
+    torch.testing.assert_close(output, expected * 2)
+    torch.testing.assert_close(grads[0], expected_grads[0] * 2)
+    torch.testing.assert_close(grads[3], expected_grads[3])
+
+
+@pytest.mark.cuda
+def test_more_than_two_to_the_31_elements():
+    B, N = 70_000, 31_000
+    case = make_case(B, N, dtype=torch.float32, device="cuda")
+    output = mahalanobis_distance(*case[:3])
+    assert output.numel() > 2**31
+    rows = torch.tensor([0, B - 1], device="cuda")
+    torch.testing.assert_close(
+        output[rows], mahalanobis_distance_reference(case[0][rows], *case[1:3]), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 3e-6)], ids=str)
+def test_many_points_of_narrow_gaussians_far_from_the_origin(dtype, bound):
+    """A float32 thread has many of so many points; narrow Gaussians need the difference to a point first."""
+    B, N, size = 150_001, 333, 1e-3
+    case = make_case(B, N, size=size)
+    case[1] = case[1].sigmoid() + 1
+    case[0] = case[1][torch.arange(B) % N] + size * case[0]
+    exact = [tensor.to(dtype).double() for tensor in case]
+    case = [tensor.to(dtype).cuda() for tensor in case]
+    grad_output = torch.zeros(B)
+    rows = torch.cat([torch.arange(0, B, 997), torch.tensor([B - 2, B - 1])])
+    grad_output[rows] = 1
+    output, grads = gradients(gaussian_field, case, grad_output.cuda())
+    expected, expected_grads = gradients(
+        gaussian_field_reference, [exact[0][rows], *exact[1:]], torch.ones(len(rows))
+    )
+    assert relative_error(output[rows.cuda()], expected) < bound
+    assert relative_error(grads[0][rows.cuda()], expected_grads[0]) < 4 * bound
+    for grad, wanted in zip(grads[1:], expected_grads[1:], strict=True):
+        assert relative_error(grad, wanted) < 4 * bound
+    assert torch.equal(gaussian_field(*case), output)
+    case[0][rows.cuda()] = math.nan
+    is_nan = gaussian_field(*case).isnan()
+    assert is_nan[rows.cuda()].all() and is_nan.sum() == len(rows)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "B, N", [(67_584, 1), (70_001, 33), (100_000, 1000), (400_003, 2500), (1_200_000, 700)]
+)
+def test_parts_of_many_points(B, N):
+    """The Gaussians come in parts of different sizes, their number by B and N; each is added once."""
+    case = make_case(B, N, dtype=torch.float32, device="cuda")
+    output = gaussian_field(*case)
+    expected = gaussian_field(*(tensor.double() for tensor in case))
+    assert relative_error(output, expected) < 3e-6
+    assert torch.equal(gaussian_field(*case), output)
+
+
+def operator_arguments(case, point_order, gaussian_order):
+    orders = [
+        torch.tensor(order, dtype=torch.int64, device=case[0].device)
+        for order in (point_order, gaussian_order)
+    ]
+    return (*case, *orders, 1e-3)
+
+
+@pytest.mark.parametrize("bad, got", [([0, 1, 7], "7 at 2"), ([0, -1, 2], "-1 at 1"), ([0, 1, 1], "1 at 2")])
+@pytest.mark.parametrize("which", ["point_order", "gaussian_order"])
+def test_order_that_is_no_permutation_is_refused(which, bad, got):
+    orders = {"point_order": [2, 0, 1], "gaussian_order": [1, 2, 0]} | {which: bad}
+    arguments = operator_arguments(make_case(3, 3), **orders)
+    with pytest.raises(RuntimeError, match=f"{which} must be a permutation of 0 to 2, got {got}"):
+        torch.ops.visdet.gaussian_field.default(*arguments)
+    with pytest.raises(RuntimeError, match=f"{which} must be a permutation of 0 to 2"):
+        torch.ops.visdet.gaussian_field_backward.default(torch.ones(3, dtype=torch.float64), *arguments)
+
+
+STRAY_ORDERS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from gaussian_field_cases import make_case
+import visdet.ops
+case = make_case(300, 200, dtype=torch.float32, device="cuda")
+for bad in (10**15, -(10**15), 2**63 - 1):
+    orders = [torch.full((count,), bad, device="cuda") for count in (300, 200)]
+    torch.ops.visdet.gaussian_field.default(*case, *orders, 1e-3)
+    torch.ops.visdet.gaussian_field_backward.default(torch.ones(300, device="cuda"), *case, *orders, 1e-3)
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.cuda
+def test_order_of_any_numbers_on_cuda_leads_to_no_stray_access():
+    tests = Path(__file__).resolve().parent
+    command = [sys.executable, "-c", STRAY_ORDERS, str(tests), str(tests.parent)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("B", [1, 70])
+def test_distances_of_more_gaussians_than_a_grid_has_columns(B):
+    N = (1 << 23) + 1000
+    points, means, cholesky, _ = make_case(B, 1000, dtype=torch.float32, device="cuda")
+    means, cholesky = means.repeat(N // 1000 + 1, 1)[:N], cholesky.repeat(N // 1000 + 1, 1, 1)[:N]
+    distance = mahalanobis_distance(points, means, cholesky)
+    expected = mahalanobis_distance_reference(points, means[:1000], cholesky[:1000])
+    for first in (0, 5_000_000, N - 1608):
+        wanted = expected.roll(-(first % 1000), 1)
+        torch.testing.assert_close(distance[:, first : first + 1000], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tolerance", [0.0, 1e-4])
+def test_arguments_one_element_into_their_storage(tolerance, dtype, device):
+    case = make_case(300, 200, dtype=dtype, device=device)
+
+    def function(*tensors):
+        return gaussian_field(*tensors, tolerance=tolerance)
+
+    expected = gradients(function, case, torch.ones(300))
+    for i in range(4):
+        shifted = list(case)
+        shifted[i] = case[i].new_empty(case[i].numel() + 1)[1:].view_as(case[i]).copy_(case[i])
+        assert torch.equal(function(*shifted), expected[0])
+    grad_output = torch.ones(301, dtype=dtype, device=device)[1:]
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(gradients(function, case, grad_output)[1], expected[1], strict=True)
+    )
+
+
+def test_gradient_of_the_distance_of_another_type_or_shape_is_refused():
+    case = make_case(3, 4)[:3]
+    backward = torch.ops.visdet.mahalanobis_distance_backward.default
+    with pytest.raises(RuntimeError, match=r"grad_output must be \[B, N\] = \[3, 4\], got \[4, 3\]"):
+        backward(torch.ones(4, 3, dtype=torch.float64), *case)
+    with pytest.raises(RuntimeError, match="grad_output must be Double, the type of points, got Float"):
+        backward(torch.ones(3, 4), *case)
+
+
+@pytest.mark.cuda
+def test_tensors_of_two_devices_are_refused():
+    case = make_case(3, 4, device="cuda")
+    ops, empty = torch.ops.visdet, torch.empty(0, dtype=torch.int64)
+    wide = torch.ones(3, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="grad_output must be on the device of points"):
+        ops.mahalanobis_distance_backward.default(wide, *case[:3])
+    with pytest.raises(RuntimeError, match="grad_output must be on the device of points"):
+        ops.gaussian_field_backward.default(wide[:, 0], *case, empty.cuda(), empty.cuda(), 0.0)
+    with pytest.raises(RuntimeError, match="point_order must be on the device of points"):
+        ops.gaussian_field.default(*case, empty, empty.cuda(), 0.0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "dtype, tolerance, path",
+    [
+        (torch.float32, 1e-9, "culled"),
+        (torch.float32, 0.0, "one_point"),
+        (torch.float64, 1e-9, "one_point"),
+    ],
+    ids=str,
+)
+def test_every_path_of_the_backward_gives_the_same(dtype, tolerance, path):
+    B, N = 100_000, 40
+    case = make_case(B, N, dtype=dtype, device="cuda")
+    orders = [torch.arange(count, device="cuda").flip(0) for count in (B, N)]
+    grad_output = torch.randn(B, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    expected = gradients(
+        gaussian_field_reference, [tensor.double() for tensor in case], grad_output.double()
+    )[1]
+    with choose_only("gaussian_field_backward", path):
+        grads = torch.ops.visdet.gaussian_field_backward.default(grad_output, *case, *orders, tolerance)
+    bound = 5 * TOLERANCE[dtype] + (1e-6 if tolerance else 0)
+    for grad, wanted in zip(grads, expected, strict=True):
+        assert relative_error(grad, wanted) < bound
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "dtype, path",
+    [
+        (torch.float32, "culled"),
+        (torch.float32, "many_points"),
+        (torch.float32, "one_point"),
+        (torch.float64, "one_point"),
+    ],
+    ids=str,
+)
+def test_every_path_of_the_forward_gives_the_same(dtype, path):
+    B, N = 100_000, 40
+    case = make_case(B, N, dtype=dtype, device="cuda")
+    orders = [torch.arange(count, device="cuda").flip(0) for count in (B, N)]
+    expected = gaussian_field_reference(*[tensor.double() for tensor in case])
+    with choose_only("gaussian_field", path):
+        field = torch.ops.visdet.gaussian_field.default(*case, *orders, 1e-6)
+    assert relative_error(field, expected) < TOLERANCE[dtype] + 2e-6

@@ -1,0 +1,276 @@
+"""What ms_deform_attn_fused refuses, and what torch does with it: autocast, compilation, export, threads, graphs."""
+
+import pytest
+import torch
+from fused_attention_cases import CASES, DEVICES, TOLERANCE, exactly, gradients, make_case, relative_error
+from torch.library import opcheck
+
+from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
+
+
+def rejection_case():
+    names = ("value", "level_shapes", "level_starts", "reference_points", "offsets", "logits", "num_points")
+    return dict(zip(names, make_case(2, 5, 2, 4, [3, 3], [(3, 2), (2, 2)], dtype=torch.float32), strict=True))
+
+
+REJECTIONS = {
+    "value-3d": (dict(value=torch.zeros(2, 10, 8)), r"value must be \[B, S, G, C\], got \[2, 10, 8\]"),
+    "shapes-sum": (
+        dict(level_shapes=torch.tensor([[3, 2], [1, 3]])),
+        "sum of height . width over level_shapes must be S = 10, got 9",
+    ),
+    "points-count": (
+        dict(num_points=[3, 3, 3]),
+        "num_points must be a number for each of the 2 levels, got 3",
+    ),
+    "points-negative": (dict(num_points=[7, -1]), "num_points must be 0 to 2.31 - 1, got -1"),
+    "points-sum": (
+        dict(num_points=[3, 4]),
+        r"offsets must be \[B, Q, G, K, 2\] = \[2, Q, 2, 7, 2\], got \[2, 5, 2, 6, 2\]",
+    ),
+    "offsets-6d": (
+        dict(offsets=torch.zeros(2, 5, 2, 2, 3, 2)),
+        r"offsets must be \[B, Q, G, K, 2\] = \[2, Q, 2, 6, 2\], got \[2, 5, 2, 2, 3, 2\]",
+    ),
+    "offsets-device": (
+        dict(offsets=torch.zeros(2, 5, 2, 6, 2, device="meta")),
+        "offsets must be on value's device cpu, got meta",
+    ),
+    "logits-shape": (
+        dict(logits=torch.zeros(2, 5, 2, 7)),
+        r"logits must be \[B, Q, G, K\] = \[2, 5, 2, 6\], got \[2, 5, 2, 7\]",
+    ),
+    "logits-device": (
+        dict(logits=torch.zeros(2, 5, 2, 6, device="meta")),
+        "logits must be on value's device cpu, got meta",
+    ),
+    "references-3d": (
+        dict(reference_points=torch.zeros(2, 5, 2)),
+        r"reference_points must be \[B, Q, L, 2 or 4\] = \[2, 5, 2, 2 or 4\], got \[2, 5, 2\]",
+    ),
+    "references-size": (
+        dict(reference_points=torch.zeros(2, 5, 2, 3)),
+        r"reference_points must be .*got \[2, 5, 2, 3\]",
+    ),
+    "references-queries": (
+        dict(reference_points=torch.zeros(2, 4, 2, 2)),
+        r"reference_points must be .*got \[2, 4, 2, 2\]",
+    ),
+    "references-device": (
+        dict(reference_points=torch.zeros(2, 5, 2, 2, device="meta")),
+        "reference_points must be on value's device cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTIONS)
+def test_rejects(name):
+    change, message = REJECTIONS[name]
+    with pytest.raises(RuntimeError, match=message) as caught:
+        ms_deform_attn_fused(**(rejection_case() | change))
+    assert "ms_deform_attn" in str(caught.value)
+
+
+def test_operator_itself_rejects_other_types():
+    op, case = torch.ops.visdet.ms_deform_attn_fused, rejection_case()
+    with pytest.raises(
+        RuntimeError, match="reference_points must be Float for value of type Float, got Double"
+    ):
+        op(*(case | dict(reference_points=case["reference_points"].double())).values())
+    with pytest.raises(RuntimeError, match="offsets must be Float for value of type Float, got Half"):
+        op(*(case | dict(offsets=case["offsets"].half())).values())
+    with pytest.raises(RuntimeError, match="logits must be Float, the type of offsets, got Double"):
+        op(*(case | dict(logits=case["logits"].double())).values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mixed_types_are_converted_and_get_their_gradients_back(device):
+    value, shapes, starts, refs, offsets, logits, points = make_case(
+        *CASES["B2-Q13-G3-C20-P4-4"], dtype=torch.float32, device=device
+    )
+    mixed = (value.half(), shapes, starts, refs.half(), offsets.bfloat16(), logits, points)
+    output, grads = gradients(ms_deform_attn_fused, mixed, torch.ones(2, 13, 60, device=device))
+    expected = ms_deform_attn_fused(
+        value.half(), shapes, starts, refs.half().float(), offsets.bfloat16().float(), logits, points
+    )
+    assert torch.equal(output, expected)
+    assert [grad.dtype for grad in grads] == [torch.float16, torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_keeps_every_type(device):
+    value, shapes, starts, *others = make_case(
+        *CASES["B2-Q13-G3-C20-P4-4"], dtype=torch.float32, device=device
+    )
+    expected = ms_deform_attn_fused(value, shapes, starts, *others)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(ms_deform_attn_fused(value, shapes, starts, *others), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("types", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("references", [2, 4])
+def test_opcheck(references, types, device):
+    value, shapes, starts, refs, offsets, logits, points = make_case(
+        *CASES["B2-Q9-G2-C71-P3-6-3"], references, *types, device=device
+    )
+    leaves = [tensor.requires_grad_() for tensor in (value, refs, offsets, logits)]
+    tolerance = dict(atol=1e-2, rtol=1e-2) if types[0] == torch.bfloat16 else {}
+    for level_shapes, level_starts in ((shapes, starts), (shapes.to(device), starts.to(device))):
+        arguments = (leaves[0], level_shapes, level_starts, *leaves[1:], points)
+        opcheck(torch.ops.visdet.ms_deform_attn_fused.default, arguments, **tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_whole_with_a_dynamic_batch(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda v, *rest: ms_deform_attn_fused(v, [(7, 5), (3, 4)], None, *rest, 4).sin(),
+        fullgraph=True,
+        dynamic=None,
+    )
+    for batch in (2, 3, 5):
+        value, shapes, starts, *others, points = make_case(
+            batch, *CASES["B2-Q13-G3-C20-P4-4"][1:], 4, torch.float32, device=device
+        )
+        leaves = [tensor.clone().requires_grad_() for tensor in (value, *others)]
+        out = compiled(*leaves)
+        expected, wanted = gradients(
+            lambda *case: ms_deform_attn_fused(*case).sin(),
+            (value, shapes, starts, *others, points),
+            torch.ones_like(out),
+        )
+        torch.testing.assert_close(out, expected)
+        for actual, grad in zip(torch.autograd.grad(out.sum(), leaves), wanted, strict=True):
+            torch.testing.assert_close(actual, grad, rtol=1e-4, atol=1e-4)
+
+
+def test_exports():
+    value, shapes, starts, *others, points = make_case(*CASES["B2-Q9-G2-C71-P3-6-3"], dtype=torch.float32)
+
+    class Sampler(torch.nn.Module):
+        def forward(self, value, references, offsets, logits):
+            return ms_deform_attn_fused(
+                value, shapes.tolist(), starts.tolist(), references, offsets, logits, points
+            )
+
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(Sampler(), (value, *others), dynamic_shapes=({0: batch},) * 4, strict=False)
+    assert "visdet.ms_deform_attn_fused" in str(program.graph)
+    doubled = [torch.cat([tensor, tensor]) for tensor in (value, *others)]
+    torch.testing.assert_close(
+        program.module()(*doubled), ms_deform_attn_fused(doubled[0], shapes, starts, *doubled[1:], points)
+    )
+
+
+def test_meta_tensors_give_shapes():
+    case = make_case(*CASES["B2-Q13-G3-C20-P4-4"], dtype=torch.bfloat16)
+    out = ms_deform_attn_fused(
+        *[item.to("meta") if isinstance(item, torch.Tensor) else item for item in case]
+    )
+    assert out.shape == (2, 13, 60) and out.dtype == torch.bfloat16 and out.device.type == "meta"
+
+
+def test_result_does_not_depend_on_the_number_of_threads():
+    case = make_case(2, 301, 4, 20, [4, 3], [(9, 11), (5, 6)], 4, dtype=torch.float32)
+    grad_output = torch.randn(2, 301, 80, generator=torch.Generator().manual_seed(3))
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            results.append(gradients(ms_deform_attn_fused, case, grad_output))
+    finally:
+        torch.set_num_threads(threads)
+    for output, grads in results[1:]:
+        assert torch.equal(output, results[0][0])
+        assert all(torch.equal(grad, first) for grad, first in zip(grads, results[0][1], strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_mode_repeats_bit_for_bit(dtype, device):
+    # Every query samples the same few texels, so the order of sums matters.
+    case = make_case(2, 400, 4, 32, [4, 3], [(2, 3), (1, 2)], 4, dtype, device=device)
+    grad_output = torch.randn(2, 400, 128, generator=torch.Generator().manual_seed(3)).to(device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = gradients(ms_deform_attn_fused, case, grad_output)
+        for _ in range(3):
+            again = gradients(ms_deform_attn_fused, case, grad_output)
+            assert torch.equal(again[0], first[0])
+            assert all(torch.equal(grad, same) for grad, same in zip(again[1], first[1], strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wanted = gradients(ms_deform_attn_fused_reference, exactly(case), grad_output.to(dtype).double().cpu())[1]
+    for grad, expected in zip(first[1], wanted, strict=True):
+        assert relative_error(grad, expected) < max(TOLERANCE[dtype], 2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_saved_for_backward_is_the_inputs_and_nothing_else(device):
+    value, shapes, starts, *others, points = make_case(
+        *CASES["B3-Q17-G8-C32-P4-4-4-4"], dtype=torch.float32, device=device
+    )
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        ms_deform_attn_fused(
+            value.requires_grad_(), shapes, starts, *[tensor.requires_grad_() for tensor in others], points
+        )
+    inputs = {tensor.data_ptr() for tensor in (value, shapes, starts, *others)}
+    assert {tensor.data_ptr() for tensor in saved} == inputs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_references_of_all_levels_are_copied_once_for_both_directions(device):
+    value, shapes, starts, references, *others, points = make_case(
+        *CASES["B3-Q17-G8-C32-P4-4-4-4"], dtype=torch.float32, device=device
+    )
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        ms_deform_attn_fused(value.requires_grad_(), shapes, starts, references[:1, :, :1], *others, points)
+    (copied,) = (tensor for tensor in saved if tensor.shape == references.shape)
+    assert copied.is_contiguous()
+
+
+@pytest.mark.cuda
+def test_peak_memory_of_the_forward_is_the_output():
+    case = make_case(1, 4000, 8, 32, [4, 4], [(20, 20), (10, 10)], dtype=torch.float32, device="cuda")
+    ms_deform_attn_fused(*case)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = ms_deform_attn_fused(*case)
+    assert torch.cuda.max_memory_allocated() - before == out.numel() * out.element_size()
+    composed = ms_deform_attn(*case[:3], *_composed(case))
+    torch.testing.assert_close(out, composed, rtol=1e-4, atol=1e-5)
+
+
+def _composed(case):
+    _, shapes, _, references, offsets, logits, num_points = case
+    level, P = len(num_points), num_points[0]
+    size = shapes.flip(1).to(offsets)
+    locations = references[:, :, None, :, None] + offsets.unflatten(3, (level, P)) / size[:, None]
+    return locations, logits.softmax(-1).unflatten(3, (level, P))
+
+
+@pytest.mark.cuda
+def test_current_stream_and_graph_capture():
+    case = make_case(*CASES["B3-Q17-G8-C32-P4-4-4-4"], dtype=torch.float32, device="cuda")
+    expected = ms_deform_attn_fused(*case)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ms_deform_attn_fused(*case)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ms_deform_attn_fused(*case)
+    case[0].mul_(2)
+    graph.replay()
+    torch.testing.assert_close(out, expected * 2)
