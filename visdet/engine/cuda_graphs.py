@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from visdet.structures.tensor_tree import layout_of, map_tensors
 
 from .graph_memory import GraphMemory
-from .graphed_steps import GraphedDetections, GraphedStep
+from .graphed_steps import GraphedDetections, GraphedFeatures, GraphedStep
 
 __all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
 
@@ -122,13 +122,18 @@ class GraphedMethod(ABC):
     def _new_step(self, batch: Any, example: Any, memory: GraphMemory) -> Any:
         """Return a step for one shape. Its ``capture`` records the graphs, and a call replays them."""
 
-    def _compute(self, batch: Any) -> Any:
-        """Return the first result of ``_compute_eagerly``, by graphs if the shape was captured or can be captured."""
-        key = self._key(batch)
+    def _compute(self, batch: Any, key_of_model: Hashable, *begun: Any) -> Any:
+        """Return the first result of ``_compute_eagerly``, by graphs if the shape was captured or can be captured.
+
+        Args:
+            batch: the batch. key_of_model: the result of ``_key_of_model``.
+            begun: what the step of a captured shape gets besides the batch.
+        """
+        key = layout_of(batch), key_of_model
         if key in self._graphs:
             self._graphs.move_to_end(key)
             self.counts["replayed"] += 1
-            return self._graphs[key](batch)
+            return self._graphs[key](batch, *begun)
         if key in self._examples and not self._has_failed:
             return self._first_replay(key, batch)
         self.counts["after a failed capture" if self._has_failed else "of a new shape"] += 1
@@ -150,7 +155,7 @@ class GraphedMethod(ABC):
         except RuntimeError as error:  # Something cannot be captured, or the memory does not suffice.
             # The generator's current state regards the capture as unfinished.
             generator.graphsafe_set_state(random_state)
-            self._graphs.clear()
+            self._forget_graphs()
             self._has_failed = True
             self.counts["after a failed capture"] += 1
             self._say(
@@ -163,13 +168,16 @@ class GraphedMethod(ABC):
         self._say(f"{self.report()}; captured batches of {shape}")
         return step(batch)
 
-    def _key(self, batch: Any) -> Hashable:
-        """Return everything that a captured graph depends on: shapes, modes, and the addresses of the weights."""
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+
+    def _key_of_model(self) -> Hashable:
+        """Return all that a captured graph depends on besides the batch: modes, and the addresses of the weights."""
         places = hash((*map(Tensor.data_ptr, self._parameters), *map(Tensor.data_ptr, self._buffers)))
         learning = hash(tuple(map(_LEARNS, self._parameters))) if torch.is_grad_enabled() else None
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         modes = (torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled())
-        return layout_of(batch), places, learning, autocast, self.model.training, modes
+        return places, learning, autocast, self.model.training, modes
 
 
 class GraphedLoss(GraphedMethod):
@@ -192,7 +200,7 @@ class GraphedLoss(GraphedMethod):
         return torch.is_grad_enabled()
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
-        return self._compute(self.model.training_batch(inputs, data_samples))
+        return self._compute(self.model.training_batch(inputs, data_samples), self._key_of_model())
 
     def _compute_eagerly(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
         predictions, costs = self.model.predictions_and_costs(batch)
@@ -209,24 +217,47 @@ class GraphedPrediction(GraphedMethod):
     A call is the graph of ``detections``, and ``with_detections`` outside it (see ``DeformableDETR``). The graphs read
     the weights where they lie, so that they see training go on. What a call returns is a copy that no later one
     changes.
+
+    A model whose ``prediction_batch`` takes the host time may have ``image_features``, a function of the images, whose
+    result ``detections`` then takes as its second argument (see ``SparseDrive``). It is a graph of its own, which the
+    GPU computes meanwhile.
     """
 
     method = "predict"
     stages = ("prediction_batch", "detections", "with_detections")
     default_max_shapes = 64  # validation sees more shapes than training, and keeps no activations of them
 
+    def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
+        super().__init__(model, max_shapes, say)
+        self._features: OrderedDict[Hashable, GraphedFeatures] = OrderedDict()
+
     def _serves(self) -> bool:
         return not torch.is_grad_enabled()
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> list[Any]:
-        detections = self._compute(self.model.prediction_batch(inputs, data_samples))
-        return self.model.with_detections(detections, data_samples)
+        key_of_model = self._key_of_model()
+        begun = self._features.get((layout_of(inputs), key_of_model))
+        if begun is not None:
+            begun(inputs)
+        batch = self.model.prediction_batch(inputs, data_samples)
+        return self.model.with_detections(self._compute(batch, key_of_model, begun), data_samples)
 
     def _compute_eagerly(self, batch: Any) -> tuple[Any, Any]:
         return self.model.detections(batch), None
 
     def _new_step(self, batch: Any, example: Any, memory: GraphMemory) -> GraphedDetections:
-        return GraphedDetections(self.model, batch, memory)
+        if not hasattr(self.model, "image_features"):
+            return GraphedDetections(self.model, batch, memory)
+        key = layout_of(batch.images), self._key_of_model()
+        if key not in self._features:
+            while len(self._features) >= self.max_shapes:
+                self._features.popitem(last=False)
+            self._features[key] = GraphedFeatures(self.model, batch.images, memory)
+        return GraphedDetections(self.model, batch, memory, self._features[key])
+
+    def _forget_graphs(self) -> None:
+        super()._forget_graphs()
+        self._features.clear()
 
 
 def _shape_alone(tensor: Tensor) -> Tensor:

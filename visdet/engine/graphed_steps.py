@@ -1,7 +1,8 @@
 """The CUDA graphs of one shape of batches: those of a training step, and that of predictions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .graph_memory import GraphMemory
 from .parameter_leaves import leaves_in_place_of, with_leaves
 from .weight_casts import WeightCasts
 
-__all__ = ["GraphedDetections", "GraphedStep"]
+__all__ = ["GraphedDetections", "GraphedFeatures", "GraphedStep"]
 
 
 class GraphedStep:
@@ -122,19 +123,18 @@ class GraphedStep:
         return copies
 
 
-class GraphedDetections:
-    """The graph of the detections of one shape, and the tensors that it reads and writes.
+class GraphedFeatures:
+    """The graph of the features of images of one shape, and the tensors that it reads and writes.
 
-    The constructor runs ``batch`` once, so that libraries have made their plans and tables are cached.
+    The constructor runs the images once, so that libraries have made their plans. ``capture`` makes the graph.
     """
 
-    def __init__(self, model: Any, batch: Any, memory: GraphMemory) -> None:
+    def __init__(self, model: Any, images: Tensor, memory: GraphMemory) -> None:
         self.model = model
-        self.memory = memory
-        self.batch = map_tensors(Tensor.clone, batch)
-        self.casts = WeightCasts(model.parameters(), "cuda", memory.copy_of)
-        with memory.captures(), _casts_of_its_own(), _nothing_changes(model), self.casts:
-            model.detections(self.batch)
+        self.images = images.clone()
+        self.recorded = _Recorded(model, memory)
+        self.features = self.recorded.try_out(lambda: model.image_features(self.images))
+        self.is_captured = False
 
     def capture(self) -> None:
         """Record the graph.
@@ -142,6 +142,80 @@ class GraphedDetections:
         Raises:
             RuntimeError: something in it cannot be captured.
         """
+        self.features = self.recorded.capture(lambda: self.model.image_features(self.images))
+        self.is_captured = True
+
+    def __call__(self, images: Tensor) -> None:
+        """Write the features of images of this shape to ``features``."""
+        self.images.copy_(images, non_blocking=True)
+        self.recorded.graph.replay()
+
+
+class GraphedDetections:
+    """The graph of the detections of one shape, and the tensors that it reads and writes.
+
+    The constructor runs ``batch`` once, so that libraries have made their plans and tables are cached.
+
+    Args:
+        model: the detector. batch: a batch of this shape. memory: what all graphs share.
+        features: the graph of the features that ``detections`` takes, or None if it takes the batch alone.
+    """
+
+    def __init__(
+        self, model: Any, batch: Any, memory: GraphMemory, features: GraphedFeatures | None = None
+    ) -> None:
+        self.model = model
+        self.features = features
+        self.batch = map_tensors(Tensor.clone, batch)
+        self.recorded = _Recorded(model, memory)
+        self.recorded.try_out(self._detections)
+
+    def _detections(self) -> Any:
+        if self.features is None:
+            return self.model.detections(self.batch)
+        return self.model.detections(self.batch, self.features.features)
+
+    def capture(self) -> None:
+        """Record the graph, and that of the features unless another shape has it.
+
+        Raises:
+            RuntimeError: something in them cannot be captured.
+        """
+        if self.features is not None and not self.features.is_captured:
+            self.features.capture()
+        self.detections = self.recorded.capture(self._detections)
+
+    def __call__(self, batch: Any, begun: GraphedFeatures | None = None) -> Any:
+        """Return the detections of a batch of this shape.
+
+        Args:
+            batch: the batch. begun: the graph that has computed its features, or None.
+        """
+        if self.features is None:
+            _copy(self.batch, batch)
+        else:
+            if begun is not self.features:
+                self.features(batch.images)
+            _copy(replace(self.batch, images=None), replace(batch, images=None))
+        self.recorded.graph.replay()
+        return _copied(self.detections)
+
+
+class _Recorded:
+    """A graph of a function of a model in evaluation."""
+
+    def __init__(self, model: Any, memory: GraphMemory) -> None:
+        self.model = model
+        self.memory = memory
+        self.casts = WeightCasts(model.parameters(), "cuda", memory.copy_of)
+
+    def try_out(self, function: Callable[[], Any]) -> Any:
+        """Return the result of the function without a graph, and find the weights that it casts."""
+        with self.memory.captures(), _casts_of_its_own(), _nothing_changes(self.model), self.casts:
+            return function()
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """Record the graph, and return the result of the function, which each replay writes anew."""
         self.graph = torch.cuda.CUDAGraph()
         capture = torch.cuda.graph(
             self.graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
@@ -149,13 +223,7 @@ class GraphedDetections:
         with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables, capture:
             self.casts.write()
             with self.casts:
-                self.detections = self.model.detections(self.batch)
-
-    def __call__(self, batch: Any) -> Any:
-        """Return the detections of a batch of this shape."""
-        _copy(self.batch, batch)
-        self.graph.replay()
-        return _copied(self.detections)
+                return function()
 
 
 class _Replay(torch.autograd.Function):

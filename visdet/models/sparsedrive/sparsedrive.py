@@ -266,10 +266,19 @@ class SparseDrive(BaseDetector):
         self.head.enter(len(inputs), functools.cache(lambda: FrameClock.of(data)))
         return DrivingBatch.of(inputs, data, self.head.state)
 
-    def detections(self, batch: DrivingBatch) -> tuple[dict[str, Any], Any]:
-        """Return the results of all frames and the state after them. All work runs on the device."""
+    def image_features(self, images: Tensor) -> Any:
+        """Return the feature pyramid, which ``detections`` takes. It does not depend on anything but the images."""
+        return self.extract_feat(images)
+
+    def detections(self, batch: DrivingBatch, features: Any = None) -> tuple[dict[str, Any], Any]:
+        """Return the results of all frames and the state after them. All work runs on the device.
+
+        Args:
+            batch: the frames. features: the result of ``image_features``, which is computed by default.
+        """
         self.head.state = batch.state
-        outs = self.head(self.extract_feat(batch.images), batch.metas)
+        features = self.image_features(batch.images) if features is None else features
+        outs = self.head(features, batch.metas)
         return self._selected(outs, batch.metas), self.head.state
 
     def with_detections(
