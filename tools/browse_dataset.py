@@ -10,7 +10,7 @@ import argparse
 import os
 from pathlib import Path
 
-from visdet.command_line import CfgOptions, check_installation
+from visdet.command_line import CfgOptions, check_installation, positive_int
 
 
 def parse_args() -> argparse.Namespace:
@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
         help="data set to show (default: %(default)s)",
     )
     parser.add_argument(
-        "--number", type=int, default=24, help="number of samples to show (default: %(default)s)"
+        "--number", type=positive_int, default=24, help="number of samples to show (default: %(default)s)"
     )
     parser.add_argument(
         "--show-interval",

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from visdet.command_line import CfgOptions, check_installation
+from visdet.command_line import CfgOptions, check_installation, positive_int
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-frames",
-        type=int,
+        type=positive_int,
         default=1000,
         help="maximum number of frames to draw per scene (default: %(default)s)",
     )

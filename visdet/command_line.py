@@ -8,7 +8,7 @@ from typing import Any
 from visdet.errors import MissingPackageError
 from visdet.train_extra import require_train_extra
 
-__all__ = ["CfgOptions", "check_installation"]
+__all__ = ["CfgOptions", "check_installation", "positive_int"]
 
 # OpenMP threads spin while they wait, which takes the cores from other processes and from each other. GNU's library
 # reads this variable when torch is loaded. Beside a busy process, a training iteration then takes half the time.
@@ -41,6 +41,14 @@ class CfgOptions(argparse.Action):
             DictAction(*args, **kwargs)(parser, namespace, values, option_string)
         except AssertionError as error:  # mmengine raises this if brackets do not match.
             raise argparse.ArgumentError(self, f"cannot read {' '.join(values)}: {error}") from error
+
+
+def positive_int(text: str) -> int:
+    """Return the number that an option of the command line gives. As a ``type`` of argparse it refuses others."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return number
 
 
 def check_installation(program: str = sys.argv[0]) -> None:

@@ -156,6 +156,15 @@ def test_an_option_that_is_no_pair_is_one_message(monkeypatch, capsys, option):
     assert status == 2 and "argument --cfg-options: " in message and option in message
 
 
+@pytest.mark.parametrize(
+    ("tool", "option"), [("browse_dataset", "--number"), ("visualize_driving", "--max-frames")]
+)
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_a_number_that_is_not_positive_is_one_message(monkeypatch, capsys, tool, option, number):
+    status, _, message = run_here(monkeypatch, capsys, tool, TOY_CONFIG, option, number)
+    assert status == 2 and f"argument {option}: " in message and repr(number) in message
+
+
 def test_a_mistake_sets_the_exit_status():
     assert "nowhere.py does not exist" in fail("train", "nowhere.py")
 
