@@ -33,19 +33,20 @@ def weights_may_change() -> Iterator[None]:
         _kept.pop()
 
 
-def computed_once(module: Hashable, compute: Callable[[], T]) -> T:
+def computed_once(owner: Hashable, compute: Callable[[], T]) -> T:
     """Return the result of a function of the weights of a module, which may be that of an earlier call.
 
     Results are kept only within ``weights_are_constant`` and without gradients, for one type of autocast at a time.
 
     Args:
-        module: what the weights belong to. It must stay alive within the block. compute: the function.
+        owner: the module whose weights are read, or a tuple with it. It must stay alive within the block.
+        compute: the function.
     """
     kept = _kept[-1]
     if kept is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return compute()
     key = (
-        module,
+        owner,
         *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")),
     )
     if key not in kept:

@@ -122,13 +122,13 @@ class MultiheadAttention(BaseModule):
         attn = self.attn
         if not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        weight, bias = computed_once(attn, self._in_projection)
-        inputs: tuple[Tensor, ...] = (query, value) if key is query else (query, key, value)
-        sizes = [len(weight) // 3 * count for count in ((2, 1) if key is query else (1, 1, 1))]
+        is_joint = key is query
+        inputs: tuple[Tensor, ...] = (query, value) if is_joint else (query, key, value)
+        layers = computed_once((attn, is_joint), lambda: self._in_projections(is_joint))
         query, key, value = (
             part
-            for tensor, w, b in zip(inputs, weight.split(sizes), bias.split(sizes), strict=True)
-            for part in self._heads(F.linear(tensor, w, b))
+            for tensor, (weight, bias) in zip(inputs, layers, strict=True)
+            for part in self._heads(F.linear(tensor, weight, bias))
         )
         out = F.scaled_dot_product_attention(
             query,
@@ -140,10 +140,16 @@ class MultiheadAttention(BaseModule):
         out = attn.out_proj(out.transpose(1, 2).flatten(2))
         return out if self.batch_first else out.transpose(0, 1)
 
-    def _in_projection(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias of the projection of queries, keys and values, in the dtype that autocast gives."""
+    def _in_projections(self, is_joint: bool) -> list[tuple[Tensor, Tensor]]:
+        """Return weight and bias of the projections of queries, keys and values, in the dtype that autocast gives.
+
+        Args:
+            is_joint: whether queries and keys have one projection for both.
+        """
         weight, bias = as_autocast_input(self.attn.in_proj_weight), self.attn.in_proj_bias
-        return weight, weight.new_zeros(len(weight)) if bias is None else as_autocast_input(bias)
+        bias = weight.new_zeros(len(weight)) if bias is None else as_autocast_input(bias)
+        sizes = [self.embed_dims * count for count in ((2, 1) if is_joint else (1, 1, 1))]
+        return list(zip(weight.split(sizes), bias.split(sizes), strict=True))
 
     def _heads(self, projected: Tensor) -> list[Tensor]:
         """Return the heads [B, heads, Q, C] of each projection in [B, Q, projections * heads * C]."""
