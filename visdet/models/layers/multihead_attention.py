@@ -146,8 +146,8 @@ class MultiheadAttention(BaseModule):
         Args:
             is_joint: whether queries and keys have one projection for both.
         """
-        weight, bias = as_autocast_input(self.attn.in_proj_weight), self.attn.in_proj_bias
-        bias = weight.new_zeros(len(weight)) if bias is None else as_autocast_input(bias)
+        weight, given = as_autocast_input(self.attn.in_proj_weight), self.attn.in_proj_bias
+        bias = weight.new_zeros(len(weight)) if given is None else as_autocast_input(given)
         sizes = [self.embed_dims * count for count in ((2, 1) if is_joint else (1, 1, 1))]
         return list(zip(weight.split(sizes), bias.split(sizes), strict=True))
 
