@@ -6,7 +6,6 @@
 #include "cpu/dispatch.h"
 
 namespace visdet {
-
 namespace {
 
 constexpr int64_t kGrain = 1 << 12;  // points of one piece of work

@@ -6,7 +6,6 @@
 #include "cpu/dispatch.h"
 
 namespace visdet {
-
 namespace {
 
 template <typename T, typename A>

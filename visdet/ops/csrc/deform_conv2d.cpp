@@ -8,7 +8,6 @@
 #include "cpu/dispatch.h"
 
 namespace visdet {
-
 namespace {
 
 using torch::stable::parallel_for;

@@ -3,11 +3,9 @@
 #include "deformable_aggregation.h"
 
 #include "cpu/deformable_aggregation/arrays.h"
-#include "cpu/deformable_aggregation/cpu_functions.h"
 #include "cpu/dispatch.h"
 
 namespace visdet {
-
 namespace {
 
 // (b, q) rows of one piece of work.

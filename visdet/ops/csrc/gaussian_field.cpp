@@ -9,7 +9,6 @@
 #include "gaussian_field.h"
 
 namespace visdet {
-
 namespace {
 
 // Pairs of one piece of work.

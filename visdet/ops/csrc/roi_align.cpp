@@ -9,7 +9,6 @@
 #include "roi_align.h"
 
 namespace visdet {
-
 namespace {
 
 // AxisTaps is the memory of a region's axis.

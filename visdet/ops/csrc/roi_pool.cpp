@@ -9,7 +9,6 @@
 #include "roi_pool.h"
 
 namespace visdet {
-
 namespace {
 
 // Writes the bins of start..end, each [begin, end) within 0..size, and returns whether there is an extent. The volatile

@@ -8,7 +8,6 @@
 #include "cpu/sample/arrays.h"
 
 namespace visdet {
-
 namespace {
 
 constexpr int64_t kGrain = 4;         // queries of one piece of work

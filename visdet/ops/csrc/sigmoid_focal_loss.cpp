@@ -6,7 +6,6 @@
 #include "sigmoid_focal_loss.h"
 
 namespace visdet {
-
 namespace {
 
 constexpr int64_t kGrain = 1 << 13;  // elements of one piece of work

@@ -7,8 +7,7 @@
 #include "cpu/exp.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Writes the offsets of the fixed points, then sigmoid(logit) - 0.5 of the anchor's, and up to a vector more.
 template <typename A>
@@ -88,8 +87,6 @@ void key_points_backward(const KeyPointsArrays<A>& a, int64_t begin, int64_t end
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_SUM_KERNELS(KeyPointsKernels, key_points<A>, key_points_backward<A>)
-
-}  // namespace visdet

@@ -8,8 +8,7 @@
 
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Adds factor[w] * source[w] to target[w] for w < count.
 template <typename A>
@@ -142,9 +141,7 @@ void grad_features_map(const CarafeArrays<T, A>& a, A* scratch, int64_t b, int64
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(CarafeKernels, arrange_masks<T, A, false>, arrange_masks<T, A, true>, upsample_row<T, A>,
                grad_masks_row<T, A>, grad_features_map<T, A>)
-
-}  // namespace visdet

@@ -10,8 +10,7 @@
 #include "cpu/exp.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Rows of a block: mean, factor row by row with the reciprocals of its diagonal, weight; then the box of the
 // block (only the first lane of each).
@@ -191,10 +190,8 @@ void grad_of_block(const GaussianArrays<A>& a, int64_t block) {
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_SUM_KERNELS(GaussianKernels, kLanes<A>, kLanes<A>* kRows, prepare_blocks<A>, distances_of_point<A>,
                    grad_of_point<A, false>, grad_of_block<A, false>, field_of_point<A>, grad_of_point<A, true>,
                    grad_of_block<A, true>)
-
-}  // namespace visdet

@@ -8,8 +8,7 @@
 #include "cpu/deformable_aggregation/arrays.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Corners has the four corners of a visible pair in one level.
 template <typename A>
@@ -157,7 +156,7 @@ void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, A
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 // A is the type of weights here: that of sums, or that of 16-bit features.
 VISDET_KERNELS(DeformableAggregationKernels, forward_row<T, A>, backward_camera<T, A>,
@@ -166,5 +165,3 @@ VISDET_KERNELS_OF(DeformableAggregationKernels, Float16, Float16, forward_row<T,
                   round_numbers<T, typename AccumulateType<T>::type>)
 VISDET_KERNELS_OF(DeformableAggregationKernels, BFloat16, BFloat16, forward_row<T, A>, backward_camera<T, A>,
                   round_numbers<T, typename AccumulateType<T>::type>)
-
-}  // namespace visdet

@@ -11,8 +11,7 @@
 #include "cpu/exp.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Writes to[i] = x[i] + y[i].
 template <typename T, typename A>
@@ -206,8 +205,6 @@ void add_parts(const FusedAggregationArrays<TL, A>& a, int64_t b, int64_t begin,
   round_numbers(sums + begin, a.grad_camera_logits + b * N + begin, end - begin);
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(FusedAggregationKernels, prepare_queries<T, A>, finish_part<T, A>, add_parts<T, A>)
-
-}  // namespace visdet

@@ -8,8 +8,7 @@
 #include "cpu/exp.h"
 #include "cpu/ms_deform_attn/walk.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Copies from[0..count) to to[0..count), by whole registers as long as `from` can be read, which has `readable`
 // numbers. Reading a whole register is slow where its numbers were just written one by one.
@@ -126,5 +125,4 @@ VISDET_INLINE void end_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* sc
   write_numbers<T>(grad_locations, a.in_sum_type, row, 2 * K, a.grad_offsets);
 }
 
-}  // namespace VISDET_ISA
-}  // namespace visdet
+}  // namespace visdet::VISDET_ISA

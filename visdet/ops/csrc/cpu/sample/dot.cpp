@@ -1,8 +1,7 @@
 // The dots pass of sample_sum and sample_dot. A call writes the dots and gradients of samples of one (b, q).
 #include "cpu/sample/samples.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 template <int N>
 struct Number {
@@ -139,8 +138,6 @@ void dot_query(const SampleArrays<T, A>& a, SampleCorners<A>* list, A* scratch, 
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(SampleDot, dot_query<T, A>)
-
-}  // namespace visdet
