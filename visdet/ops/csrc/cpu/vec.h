@@ -89,6 +89,15 @@ VISDET_INLINE void store(A* to, Vec<A> v) {
   std::memcpy(to, &v, sizeof(v));
 }
 
+// Copies from[0..count) to to[0..count), by whole registers as long as `from` can be read, which has `readable`
+// numbers. Reading a whole register is slow where its numbers were just written one by one.
+template <typename T, typename A>
+VISDET_INLINE void copy_numbers(const T* from, int64_t readable, int64_t count, A* to) {
+  int64_t i = 0;
+  for (; i < count && i + kLanes<A> <= readable; i += kLanes<A>) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = to_accumulate(from[i]);
+}
+
 // Writes sums in the type of values: to[i] = from[i].
 template <typename T, typename A>
 VISDET_INLINE void round_numbers(const A* from, T* to, int64_t count) {

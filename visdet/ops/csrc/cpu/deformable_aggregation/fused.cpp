@@ -21,13 +21,6 @@ VISDET_INLINE void add_rows(const T* x, const T* y, A* to, int64_t count) {
   for (; i + W <= count; i += W) store(to + i, load(x + i) + load(y + i));
   for (; i < count; ++i) to[i] = to_accumulate(x[i]) + to_accumulate(y[i]);
 }
-template <typename T, typename A>
-VISDET_INLINE void widen_row(const T* x, A* to, int64_t count) {
-  constexpr int W = kLanes<A>;
-  int64_t i = 0;
-  for (; i + W <= count; i += W) store(to + i, load(x + i));
-  for (; i < count; ++i) to[i] = to_accumulate(x[i]);
-}
 
 // Writes to pattern[j], for each j, the numbers of group j % G combined by f.
 template <typename A, typename F>
@@ -49,7 +42,7 @@ void exponentiate(const FusedAggregationArrays<TL, A>& a, int64_t query, A* row,
     const TL* camera_logits = a.camera_logits + query / a.Q * N;
     for (int64_t n = 0; n < N; n += stride) add_rows(a.logits + query * stride, camera_logits + n, row + n, stride);
   } else {
-    widen_row(a.logits + query * N, row, N);
+    copy_numbers(a.logits + query * N, N, N, row);
   }
   for (int64_t n = N; n < a.row; ++n) row[n] = -A(__builtin_inf());
   for (int64_t j = 0; j < period; ++j) greatest[j] = -A(__builtin_inf()), reciprocals[j] = 0;
