@@ -1,5 +1,4 @@
-// box_key_points: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch definition
-// are in visdet/ops/box_key_points.py.
+// box_key_points: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "box_key_points.h"
 
 #include "cpu/box_key_points.h"

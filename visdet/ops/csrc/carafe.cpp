@@ -1,5 +1,4 @@
-// carafe: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch definition are in
-// visdet/ops/carafe.py.
+// carafe: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "carafe.h"
 
 #include "cpu/carafe.h"

@@ -1,5 +1,4 @@
-// deform_conv2d: schemas, and the functions for CPU tensors. Fake tensors, autograd, the plain-torch definition and
-// who serves where a library is missing are in visdet/ops/deform_conv2d.py.
+// deform_conv2d: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "deform_conv2d.h"
 
 #include <optional>

@@ -1,5 +1,4 @@
-// deformable_aggregation_fused: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch
-// definition are in visdet/ops/deformable_aggregation_fused.py.
+// deformable_aggregation_fused: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "deformable_aggregation_fused.h"
 
 #include <numeric>

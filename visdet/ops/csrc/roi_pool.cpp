@@ -1,5 +1,4 @@
-// roi_pool: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch definition are in
-// visdet/ops/roi_pool.py.
+// roi_pool: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "cpu/roi_pool.h"
 
 #include <cmath>

@@ -38,7 +38,6 @@ VISDET_INLINE A size_of(A log_size, A most) {
   }
 }
 
-// Takes anchors [begin, end). scratch has (F + M) * 3 numbers and those of a vector.
 template <typename A>
 void key_points(const KeyPointsArrays<A>& a, int64_t begin, int64_t end, A* scratch) {
   const int64_t points = a.F + a.M;

@@ -16,7 +16,6 @@ namespace visdet::VISDET_ISA {
 // block (only the first lane of each).
 enum { kX, kY, kZ, k00, k10, k11, k20, k21, k22, kWeight, kLow, kHigh = kLow + 3, kRows = kHigh + 3 };
 
-// Writes blocks [begin, end). Returns the first Gaussian whose factor has a diagonal that is not positive, or -1.
 template <typename A>
 int64_t prepare_blocks(const GaussianArrays<A>& a, int64_t begin, int64_t end) {
   constexpr int W = kLanes<A>;

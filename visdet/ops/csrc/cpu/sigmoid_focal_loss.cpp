@@ -75,7 +75,6 @@ void background(const FocalArrays<T, A>& a, int64_t begin, int64_t end, A factor
   }
 }
 
-// Writes rows [begin, end).
 template <typename T, typename A, bool GRAD>
 void focal_rows(const FocalArrays<T, A>& a, int64_t begin, int64_t end) {
   const Vec<A> zero = {};

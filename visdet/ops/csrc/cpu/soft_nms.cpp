@@ -61,7 +61,6 @@ bool lower_scores(const SoftNmsArrays<A>& a, int64_t i, int64_t count) {
   return false;
 }
 
-// Runs all rounds; returns how many boxes stay.
 template <typename A>
 int64_t soft_nms_rounds(const SoftNmsArrays<A>& a) {
   constexpr int W = kLanes<A>;

@@ -93,7 +93,6 @@ VISDET_INLINE void project(const FusedAggregationArrays<TL, A>& a, int64_t query
   }
 }
 
-// Writes the locations of queries [begin, end), and the weights of their visible pairs.
 template <typename TL, typename A>
 void prepare_queries(const FusedAggregationArrays<TL, A>& a, A* scratch, int64_t begin, int64_t end) {
   A *factors = scratch, *greatest = factors + a.period, *row = greatest + a.period, *points = row + a.row;
@@ -166,7 +165,6 @@ VISDET_INLINE void finish_query(const FusedAggregationArrays<TL, A>& a, int64_t 
   }
 }
 
-// Takes one task of the backward: part `task % parts` of batch entry `task / parts`.
 template <typename TL, typename A>
 void finish_part(const FusedAggregationArrays<TL, A>& a, A* scratch, int64_t task) {
   A *factors = scratch, *dots = factors + a.period, *row = dots + a.period;
@@ -187,7 +185,6 @@ void finish_part(const FusedAggregationArrays<TL, A>& a, A* scratch, int64_t tas
   }
 }
 
-// Writes grad_camera_logits of entries [begin, end) of [V, L, P, G] of a batch entry: the parts' sums, in order.
 template <typename TL, typename A>
 void add_parts(const FusedAggregationArrays<TL, A>& a, int64_t b, int64_t begin, int64_t end) {
   const int64_t N = a.V * a.L * a.P * a.G;

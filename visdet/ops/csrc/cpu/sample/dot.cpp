@@ -96,8 +96,6 @@ VISDET_INLINE void dot_samples(const SampleArrays<T, A>& a, const SampleCorners<
   }
 }
 
-// Takes one (b, q) of the dots pass and writes dots and the gradients of samples and depths, as a has them. list:
-// scratch of D + 1; scratch: of (G + 5) * (pixel + kLanes) + (C - K) * D.
 template <typename T, typename A>
 void dot_query(const SampleArrays<T, A>& a, SampleCorners<A>* list, A* scratch, int64_t query) {
   const int64_t b = query / a.Q, q = query - b * a.Q, octaves = (a.C - a.K) / 2;

@@ -3,8 +3,6 @@
 
 namespace visdet::VISDET_ISA {
 
-// Adds channels [begin, begin + kChunk) of image b of the scatter pass to image [H, W, kChunk], zeroed. lists: of the
-// image's queries, one every D + 1, and how many samples each has; scratch: of G * kChunk + (C - K) * D.
 template <typename T, typename A>
 void scatter_chunk(const SampleArrays<T, A>& a, const SampleCorners<A>* lists, const int64_t* counts, A* scratch,
                    A* image, int64_t b, int64_t begin) {

@@ -43,7 +43,6 @@ VISDET_INLINE void sum_vectors(const SampleArrays<T, A>& a, const T* image, cons
   }
 }
 
-// Takes one (b, q) of the sum pass. list: scratch of D + 1.
 template <typename T, typename A>
 void sum_query(const SampleArrays<T, A>& a, SampleCorners<A>* list, int64_t query) {
   const int64_t b = query / a.Q, q = query - b * a.Q, vectors = vectors_of<A>(a.K);
