@@ -222,6 +222,18 @@ def test_gradients_without_a_kernel_do_not_depend_on_strides(case):
         assert (found - true).abs().max() <= tolerance * (1 + true.abs().max())
 
 
+def test_gradients_without_a_kernel_have_gradients_and_transforms():
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((2, 3, 3, 2), (2, 3, 3, 2), (3,), (3,))
+    tensors = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    assert torch.autograd.gradcheck(batch_norm_add_relu, leaves)
+    assert torch.autograd.gradgradcheck(batch_norm_add_relu, leaves)
+    by_function = torch.func.grad(lambda x: batch_norm_add_relu(x, *tensors[1:]).square().sum())(tensors[0])
+    (by_graph,) = torch.autograd.grad(batch_norm_add_relu(*leaves).square().sum(), leaves[:1])
+    torch.testing.assert_close(by_function, by_graph)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [

@@ -124,7 +124,7 @@ def _batch_norm(
     output = F.batch_norm(input, running_mean, running_var, weight.contiguous(), bias, True, momentum, eps)
     if output.requires_grad:
         strides = output.stride()
-        output.register_hook(lambda grad: _with_strides(grad, strides))
+        output.register_hook(lambda grad: grad if grad is None else _with_strides(grad, strides))
     return output
 
 

@@ -1,12 +1,10 @@
-// box_key_points: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch definition
-// are in visdet/ops/box_key_points.py.
+// box_key_points: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "box_key_points.h"
 
 #include "cpu/box_key_points.h"
 #include "cpu/dispatch.h"
 
 namespace visdet {
-
 namespace {
 
 constexpr int64_t kGrain = 1 << 12;  // points of one piece of work

@@ -1,12 +1,10 @@
-// carafe: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch definition are in
-// visdet/ops/carafe.py.
+// carafe: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "carafe.h"
 
 #include "cpu/carafe.h"
 #include "cpu/dispatch.h"
 
 namespace visdet {
-
 namespace {
 
 template <typename T, typename A>

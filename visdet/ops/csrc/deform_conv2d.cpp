@@ -1,5 +1,4 @@
-// deform_conv2d: schemas, and the functions for CPU tensors. Fake tensors, autograd, the plain-torch definition and
-// who serves where a library is missing are in visdet/ops/deform_conv2d.py.
+// deform_conv2d: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "deform_conv2d.h"
 
 #include <optional>
@@ -8,7 +7,6 @@
 #include "cpu/dispatch.h"
 
 namespace visdet {
-
 namespace {
 
 using torch::stable::parallel_for;
@@ -60,7 +58,7 @@ class Convolution {
   }
 
   void forward(const Tensor& weight, Tensor& output) {
-    const Scratch<A> matrix = pack_weight(weight);
+    const Scratch<A> matrix = pack_weight<false>(weight);
     a.weight = matrix.data(), a.output = mutable_data_of<T>(output);
     const int64_t tile = this->tile(), parts = ceil_of(a.blocks, tile);
     const auto run = best_kernels<DeformConvKernels<T, A>>().forward_tile;
@@ -79,7 +77,7 @@ class Convolution {
                 Tensor* grad_mask, Tensor* grad_weight) {
     const int64_t all = B_ * a.blocks, chunk = std::min(all, std::max<int64_t>(1, kChunkNumbers / a.block()));
     const bool needs_columns = grad_weight != nullptr, needs_grads = grad_input || grad_offset;
-    const Scratch<A> matrix = needs_grads ? pack_transposed_weight(weight) : Scratch<A>(0);
+    const Scratch<A> matrix = needs_grads ? pack_weight<true>(weight) : Scratch<A>(0);
     const Scratch<A> grad_columns(needs_grads ? chunk * a.block() : 0);
     const Scratch<A> columns(needs_columns ? chunk * a.block() : 0);
     const Scratch<A> products(needs_columns ? a.groups * a.tiles() * chunk * kRows * kRows : 0);
@@ -124,6 +122,7 @@ class Convolution {
       }
     }
     a.term_offset = term_offsets_.data();
+    for (int64_t t = 0; t < a.terms(); ++t) in_kernel_.push_back(t % a.per_group * a.taps + t / a.per_group);
   }
 
   void set_images(const Tensor& input) {
@@ -140,42 +139,26 @@ class Convolution {
     a.images = copy_->data();
   }
 
-  // [groups, panels of per_output, terms, P], zeros past the last output channel.
+  // Returns the weight as [groups, panels of `columns`, rows, P], zeros past the last column: the columns are output
+  // channels and the rows terms or, TRANSPOSED, the other way round.
+  template <bool TRANSPOSED>
   Scratch<A> pack_weight(const Tensor& weight) const {
     const Tensor from = dense(weight);
     const T* kernels = data_of<T>(from);
-    const int64_t panels = ceil_of(a.per_output, P), terms = a.terms();
-    Scratch<A> matrix(a.groups * panels * terms * P);
+    const int64_t terms = a.terms(), columns = TRANSPOSED ? terms : a.per_output,
+                  rows = TRANSPOSED ? a.per_output : terms, panels = ceil_of(columns, P);
+    Scratch<A> matrix(a.groups * panels * rows * P);
     parallel_for(0, a.groups * panels, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t first = task % panels * P, here = std::min(P, a.per_output - first);
-        const T* kernel = kernels + (task / panels * a.per_output + first) * terms;
-        A* to = matrix.data() + task * terms * P;
-        for (int64_t t = 0; t < terms; ++t) {  // in the weight's order: channel, tap
-          A* row = to + (t % a.taps * a.per_group + t / a.taps) * P;
-          for (int64_t m = 0; m < P; ++m) row[m] = m < here ? A(to_accumulate(kernel[m * terms + t])) : A(0);
-        }
-      }
-    });
-    return matrix;
-  }
-
-  // [groups, panels of terms, per_output, P], zeros past the last term.
-  Scratch<A> pack_transposed_weight(const Tensor& weight) const {
-    const Tensor from = dense(weight);
-    const T* kernels = data_of<T>(from);
-    const int64_t panels = ceil_of(a.terms(), P), terms = a.terms();
-    Scratch<A> matrix(a.groups * panels * a.per_output * P);
-    parallel_for(0, a.groups * panels, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t first = task % panels * P, here = std::min(P, terms - first);
-        A* to = matrix.data() + task * a.per_output * P;
+        const int64_t first = task % panels * P, here = std::min(P, columns - first);
         const T* kernel = kernels + task / panels * a.per_output * terms;
-        for (int64_t m = 0; m < a.per_output; ++m, kernel += terms, to += P) {
-          for (int64_t j = 0; j < P; ++j) {
-            const int64_t t = first + j;
-            to[j] = j < here ? A(to_accumulate(kernel[t % a.per_group * a.taps + t / a.per_group])) : A(0);
+        A* to = matrix.data() + task * rows * P;
+        for (int64_t row = 0; row < rows; ++row, to += P) {
+          for (int64_t j = 0; j < here; ++j) {
+            const int64_t m = TRANSPOSED ? row : first + j, t = TRANSPOSED ? first + j : row;
+            to[j] = to_accumulate(kernel[m * terms + in_kernel_[static_cast<size_t>(t)]]);
           }
+          std::fill(to + here, to + P, A(0));
         }
       }
     });
@@ -249,7 +232,7 @@ class Convolution {
                         lane = a.term_offset[group * terms + t] % L;
           const A* from = a.grad_weight + ((group * a.pairs + slot / 2) * tiles + tile) * kTile<A>;
           from_accumulate(from[(slot % 2 * kRows + row) * L + lane],
-                          to[m * terms + t % a.per_group * a.taps + t / a.per_group]);
+                          to[m * terms + in_kernel_[static_cast<size_t>(t)]]);
         }
       }
     });
@@ -263,7 +246,8 @@ class Convolution {
   std::optional<Scratch<A>> copy_;
   std::vector<A> zeros_;
   std::vector<int64_t> term_offsets_, line_pair_;
-  std::vector<int64_t> slot_;  // [groups, terms] the line of each term among those of its group
+  std::vector<int64_t> in_kernel_;  // [terms] where a term, [tap, channel], lies in a kernel, [channel, tap]
+  std::vector<int64_t> slot_;       // [groups, terms] the line of each term among those of its group
 };
 
 using Ints = std::vector<int64_t>;

@@ -1,13 +1,10 @@
-// deformable_aggregation: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch
-// definition are in visdet/ops/deformable_aggregation.py.
+// deformable_aggregation: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "deformable_aggregation.h"
 
 #include "cpu/deformable_aggregation/arrays.h"
-#include "cpu/deformable_aggregation/cpu_functions.h"
 #include "cpu/dispatch.h"
 
 namespace visdet {
-
 namespace {
 
 // (b, q) rows of one piece of work.

@@ -1,14 +1,19 @@
-// deformable_aggregation_fused: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch
-// definition are in visdet/ops/deformable_aggregation_fused.py.
+// deformable_aggregation_fused: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "deformable_aggregation_fused.h"
 
 #include <numeric>
 
-#include "cpu/deformable_aggregation/cpu_functions.h"
 #include "cpu/deformable_aggregation/fused_arrays.h"
 #include "cpu/dispatch.h"
 
 namespace visdet {
+
+// In deformable_aggregation.cpp.
+Tensor deformable_aggregation_cpu(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts,
+                                  const Tensor& locations, const Tensor& weights);
+std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cpu(
+    const Tensor& grad_output, const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts,
+    const Tensor& locations, const Tensor& weights, bool deterministic);
 
 namespace {
 

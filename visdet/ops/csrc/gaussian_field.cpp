@@ -1,5 +1,5 @@
-// mahalanobis_distance and gaussian_field: schemas, and the functions for CPU tensors. Fake tensors, autograd and the
-// plain-torch definitions are in visdet/ops/mahalanobis_distance.py and visdet/ops/gaussian_field.py.
+// mahalanobis_distance and gaussian_field: schemas, and the functions for CPU tensors. cpu/kernels.h names the other
+// parts.
 #include "cpu/gaussian_field.h"
 
 #include <atomic>
@@ -9,7 +9,6 @@
 #include "gaussian_field.h"
 
 namespace visdet {
-
 namespace {
 
 // Pairs of one piece of work.

@@ -1,5 +1,5 @@
-// ms_deform_attn and ms_deform_attn_fused: their schemas, and their functions for CPU tensors. Fake tensors, autograd
-// and the plain-torch definitions are in visdet/ops/ms_deform_attn.py and visdet/ops/ms_deform_attn_fused.py.
+// ms_deform_attn and ms_deform_attn_fused: schemas, and the functions for CPU tensors. cpu/kernels.h names the other
+// parts.
 #include "ms_deform_attn.h"
 
 #include "cpu/dispatch.h"

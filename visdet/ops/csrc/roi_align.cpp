@@ -1,5 +1,5 @@
-// roi_align, which has kernels on the CPU alone: schemas, and the functions for CPU tensors. Fake tensors, autograd
-// and the plain-torch definition are in visdet/ops/roi_align.py.
+// roi_align, which has kernels on the CPU alone: schemas, and the functions for CPU tensors. cpu/kernels.h names the
+// other parts.
 #include "cpu/roi_align.h"
 
 #include <cmath>
@@ -9,7 +9,6 @@
 #include "roi_align.h"
 
 namespace visdet {
-
 namespace {
 
 // AxisTaps is the memory of a region's axis.

@@ -1,5 +1,4 @@
-// roi_pool: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch definition are in
-// visdet/ops/roi_pool.py.
+// roi_pool: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "cpu/roi_pool.h"
 
 #include <cmath>
@@ -9,7 +8,6 @@
 #include "roi_pool.h"
 
 namespace visdet {
-
 namespace {
 
 // Writes the bins of start..end, each [begin, end) within 0..size, and returns whether there is an extent. The volatile

@@ -1,14 +1,14 @@
-// sample_sum and sample_dot: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch
-// definitions are in visdet/ops/sample_sum.py and visdet/ops/sample_dot.py. Images are read as [B, H, W, pixel]: NCHW
-// ones are copied into that order first. The sum and dots passes are parallel over (b, q), the scatter pass over (b,
-// chunk of channels), so there are no races and no dependence on the number of threads.
+// sample_sum and sample_dot: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
+//
+// Images are read as [B, H, W, pixel]: NCHW ones are copied into that order first. The sum and dots passes are parallel
+// over (b, q), the scatter pass over (b, chunk of channels), so there are no races and no dependence on the number of
+// threads.
 #include "sample_ops.h"
 
 #include "cpu/dispatch.h"
 #include "cpu/sample/arrays.h"
 
 namespace visdet {
-
 namespace {
 
 constexpr int64_t kGrain = 4;         // queries of one piece of work

@@ -1,12 +1,10 @@
-// sigmoid_focal_loss: schemas, and the functions for CPU tensors. Fake tensors, autograd and the plain-torch
-// definition are in visdet/ops/focal_loss.py.
+// sigmoid_focal_loss: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "cpu/sigmoid_focal_loss.h"
 
 #include "cpu/dispatch.h"
 #include "sigmoid_focal_loss.h"
 
 namespace visdet {
-
 namespace {
 
 constexpr int64_t kGrain = 1 << 13;  // elements of one piece of work

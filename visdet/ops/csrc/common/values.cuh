@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/checks.h"
 
@@ -27,22 +28,15 @@ __device__ __forceinline__ float to_accumulate(__half v) { return __half2float(v
 __device__ __forceinline__ float to_accumulate(__nv_bfloat16 v) { return __bfloat162float(v); }
 
 template <typename T, typename A>
-__device__ __forceinline__ T from_accumulate(A v);
-template <>
-__device__ __forceinline__ float from_accumulate<float, float>(float v) {
-  return v;
-}
-template <>
-__device__ __forceinline__ double from_accumulate<double, double>(double v) {
-  return v;
-}
-template <>
-__device__ __forceinline__ __half from_accumulate<__half, float>(float v) {
-  return __float2half_rn(v);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_accumulate<__nv_bfloat16, float>(float v) {
-  return __float2bfloat16_rn(v);
+__device__ __forceinline__ T from_accumulate(A v) {
+  static_assert(std::is_same_v<A, typename AccumulateType<T>::type>);
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(v);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(v);
+  } else {
+    return v;
+  }
 }
 
 constexpr int greatest(int a, int b) { return a > b ? a : b; }
@@ -58,26 +52,14 @@ struct alignas(least(N* static_cast<int>(sizeof(T)), 16)) Pack {
 // Values of a pack in the type of sums, and back. A word of two bfloat16 is two float32 after a shift and a mask.
 template <typename T, int N, typename A>
 __device__ __forceinline__ void unpack(const Pack<T, N>& pack, A (&to)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) to[i] = to_accumulate(pack.at[i]);
-}
-template <int N>
-__device__ __forceinline__ void unpack(const Pack<__nv_bfloat16, N>& pack, float (&to)[N]) {
-  if constexpr (N % 2 == 0) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
     const auto* words = reinterpret_cast<const uint32_t*>(&pack);
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
       to[i] = __uint_as_float(words[i / 2] << 16);
       to[i + 1] = __uint_as_float(words[i / 2] & 0xffff0000u);
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) to[i] = to_accumulate(pack.at[i]);
-  }
-}
-template <int N>
-__device__ __forceinline__ void unpack(const Pack<__half, N>& pack, float (&to)[N]) {
-  if constexpr (N % 2 == 0) {
+  } else if constexpr (std::is_same_v<T, __half> && N % 2 == 0) {
     const auto* words = reinterpret_cast<const __half2*>(&pack);
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
@@ -132,6 +114,15 @@ __device__ __forceinline__ void load_pack(const void* from, A (&to)[VEC]) {
 template <typename F>
 void dispatch_value_type(ScalarType type, const F& f) {
   dispatch_types_of<__half, __nv_bfloat16>(type, f);
+}
+
+// The same for operators without kernels for float64: f(T{}).
+template <typename F>
+void dispatch_all_but_double(const char* op, ScalarType type, const F& f) {
+  VISDET_CHECK(op, type != ScalarType::Double, "float64 has no kernel");
+  dispatch_value_type(type, [&](auto tag, auto) {
+    if constexpr (sizeof(tag) < 8) f(tag);
+  });
 }
 
 }  // namespace visdet

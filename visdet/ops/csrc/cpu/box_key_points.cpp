@@ -7,8 +7,7 @@
 #include "cpu/exp.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Writes the offsets of the fixed points, then sigmoid(logit) - 0.5 of the anchor's, and up to a vector more.
 template <typename A>
@@ -39,7 +38,6 @@ VISDET_INLINE A size_of(A log_size, A most) {
   }
 }
 
-// Takes anchors [begin, end). scratch has (F + M) * 3 numbers and those of a vector.
 template <typename A>
 void key_points(const KeyPointsArrays<A>& a, int64_t begin, int64_t end, A* scratch) {
   const int64_t points = a.F + a.M;
@@ -88,8 +86,6 @@ void key_points_backward(const KeyPointsArrays<A>& a, int64_t begin, int64_t end
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_SUM_KERNELS(KeyPointsKernels, key_points<A>, key_points_backward<A>)
-
-}  // namespace visdet

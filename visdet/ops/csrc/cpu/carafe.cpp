@@ -8,8 +8,7 @@
 
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Adds factor[w] * source[w] to target[w] for w < count.
 template <typename A>
@@ -83,7 +82,6 @@ void arrange_masks(const CarafeArrays<T, A>& a, int64_t b, int64_t g, int64_t h)
   }
 }
 
-// Writes the output in row h of group g of image b. scratch: [K * (W + K - 1) + W].
 template <typename T, typename A>
 void upsample_row(const CarafeArrays<T, A>& a, A* scratch, int64_t b, int64_t g, int64_t h) {
   const int64_t taps = a.K * a.K, stride = a.W + a.K - 1, per_group = a.C / a.G;
@@ -99,7 +97,6 @@ void upsample_row(const CarafeArrays<T, A>& a, A* scratch, int64_t b, int64_t g,
   }
 }
 
-// Writes the gradient of phases in row h of group g of image b to `grads` [s * s, K * K, W]. scratch is as above.
 template <typename T, typename A>
 void grad_masks_row(const CarafeArrays<T, A>& a, A* grads, A* scratch, int64_t b, int64_t g, int64_t h) {
   const int64_t taps = a.K * a.K, stride = a.W + a.K - 1, per_group = a.C / a.G;
@@ -118,7 +115,6 @@ void grad_masks_row(const CarafeArrays<T, A>& a, A* grads, A* scratch, int64_t b
   }
 }
 
-// Writes the gradient of channel c of image b. scratch: [(H + K - 1) * (W + K - 1) + W].
 template <typename T, typename A>
 void grad_features_map(const CarafeArrays<T, A>& a, A* scratch, int64_t b, int64_t c) {
   const int64_t taps = a.K * a.K, stride = a.W + a.K - 1, edge = a.K / 2, g = c / (a.C / a.G);
@@ -142,9 +138,7 @@ void grad_features_map(const CarafeArrays<T, A>& a, A* scratch, int64_t b, int64
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(CarafeKernels, arrange_masks<T, A, false>, arrange_masks<T, A, true>, upsample_row<T, A>,
                grad_masks_row<T, A>, grad_features_map<T, A>)
-
-}  // namespace visdet

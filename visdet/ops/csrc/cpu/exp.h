@@ -3,8 +3,7 @@
 
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 template <typename A>
 struct ExpOf;
@@ -47,14 +46,9 @@ VISDET_INLINE Vec<A> exp_nonpositive(Vec<A> x) {
   Vec<A> sum = r * kInverse[E::kTerms] + kInverse[E::kTerms - 1];
 #pragma GCC unroll 16
   for (int i = E::kTerms - 2; i >= 0; --i) sum = sum * r + kInverse[i];
-  IntVec<A> bits;
-  std::memcpy(&bits, &shifted, sizeof(bits));
-  bits = (bits << E::kMantissa) + E::kOne;
-  Vec<A> scale;
-  std::memcpy(&scale, &bits, sizeof(scale));
+  const Vec<A> scale = bits_as<Vec<A>>((bits_as<IntVec<A>>(shifted) << E::kMantissa) + E::kOne);
   const Vec<A> zero = {};
   return x < E::kLeast ? zero : sum * scale;
 }
 
-}  // namespace VISDET_ISA
-}  // namespace visdet
+}  // namespace visdet::VISDET_ISA

@@ -10,14 +10,12 @@
 #include "cpu/exp.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Rows of a block: mean, factor row by row with the reciprocals of its diagonal, weight; then the box of the
 // block (only the first lane of each).
 enum { kX, kY, kZ, k00, k10, k11, k20, k21, k22, kWeight, kLow, kHigh = kLow + 3, kRows = kHigh + 3 };
 
-// Writes blocks [begin, end). Returns the first Gaussian whose factor has a diagonal that is not positive, or -1.
 template <typename A>
 int64_t prepare_blocks(const GaussianArrays<A>& a, int64_t begin, int64_t end) {
   constexpr int W = kLanes<A>;
@@ -191,10 +189,8 @@ void grad_of_block(const GaussianArrays<A>& a, int64_t block) {
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_SUM_KERNELS(GaussianKernels, kLanes<A>, kLanes<A>* kRows, prepare_blocks<A>, distances_of_point<A>,
                    grad_of_point<A, false>, grad_of_block<A, false>, field_of_point<A>, grad_of_point<A, true>,
                    grad_of_block<A, true>)
-
-}  // namespace visdet

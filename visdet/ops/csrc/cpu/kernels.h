@@ -2,14 +2,15 @@
 //
 // setup.py compiles the files of csrc itself once. It compiles every file below csrc/cpu once per instruction set, with
 // VISDET_ISA naming the set (baseline, avx2, avx512) and the matching -march. An operator consists of
+//   ../<op>.py        its definition in plain torch, fake tensors and autograd;
 //   csrc/<op>.cpp     its schemas, and its function for CPU tensors: checks, allocation, threads, registration;
 //   csrc/cpu/<op>.h   a struct of plain numbers and pointers for the arguments, and a struct of function pointers, the
-//                     table of its kernels;
+//                     table of its kernels, which says what each of them is given and writes;
 //   csrc/cpu/<op>.cpp the kernels, in namespace visdet::VISDET_ISA, and at the end VISDET_KERNELS, which fills the
 //                     table for each type of values.
 // Kernel files include nothing of torch and no header of the standard library with inline functions: such a function,
-// compiled there with AVX-512, could be the copy that the linker keeps for everyone. dispatch.h, images.h and
-// deformable_aggregation/cpu_functions.h are headers of host code.
+// compiled there with AVX-512, could be the copy that the linker keeps for everyone. dispatch.h and images.h are
+// headers of host code.
 #pragma once
 
 #include <cstdint>
@@ -50,7 +51,7 @@ const Table& best_kernels() {
 // VISDET_KERNELS(Table, functions...) fills Table<T, A> for the four types T of values and the types A that their sums
 // are taken in. The functions are those of the table, in its order, and may name T and A: VISDET_KERNELS(CarafeKernels,
 // upsample_row<T, A>). VISDET_KERNELS_OF fills one table, VISDET_SUM_KERNELS Table<A> for operators of float32 and
-// float64 alone. They stand in namespace visdet, after the namespace of the kernels.
+// float64 alone. They stand behind the namespace of the kernels.
 #define VISDET_KERNELS(Table, ...)                      \
   VISDET_KERNELS_OF(Table, double, double, __VA_ARGS__) \
   VISDET_KERNELS_OF(Table, float, float, __VA_ARGS__)   \
@@ -58,22 +59,26 @@ const Table& best_kernels() {
   VISDET_KERNELS_OF(Table, BFloat16, float, __VA_ARGS__)
 
 #define VISDET_KERNELS_OF(Table, value_type, sum_type, ...)                                              \
+  namespace visdet {                                                                                     \
   template <>                                                                                            \
   const Table<value_type, sum_type> Compiled<Table<value_type, sum_type>, Isa::VISDET_ISA>::table = [] { \
     using namespace VISDET_ISA;                                                                          \
     using T [[maybe_unused]] = value_type;                                                               \
     using A [[maybe_unused]] = sum_type;                                                                 \
     return Table<T, A>{__VA_ARGS__};                                                                     \
-  }();
+  }();                                                                                                   \
+  }
 
 #define VISDET_SUM_KERNELS(Table, ...)              \
   VISDET_SUM_KERNELS_OF(Table, double, __VA_ARGS__) \
   VISDET_SUM_KERNELS_OF(Table, float, __VA_ARGS__)
 
 #define VISDET_SUM_KERNELS_OF(Table, sum_type, ...)                              \
+  namespace visdet {                                                             \
   template <>                                                                    \
   const Table<sum_type> Compiled<Table<sum_type>, Isa::VISDET_ISA>::table = [] { \
     using namespace VISDET_ISA;                                                  \
     using A [[maybe_unused]] = sum_type;                                         \
     return Table<A>{__VA_ARGS__};                                                \
-  }();
+  }();                                                                           \
+  }

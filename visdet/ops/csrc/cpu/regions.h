@@ -4,9 +4,7 @@
 #include "cpu/vec.h"
 #include "cpu/windows.h"
 
-namespace visdet {
-
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // The vectors of a block.
 template <typename A>
@@ -51,5 +49,4 @@ void take_back_window(const A* from, int64_t W, int64_t plane, int64_t channels,
   }
 }
 
-}  // namespace VISDET_ISA
-}  // namespace visdet
+}  // namespace visdet::VISDET_ISA

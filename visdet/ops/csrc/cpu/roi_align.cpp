@@ -8,8 +8,7 @@
 
 #include "cpu/regions.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 template <typename T, typename A>
 void average_region(const RoIAlignRegion<A>& region, int64_t channels, const Window& window, const A* pixels, A* means,
@@ -67,8 +66,6 @@ void spread_region(const RoIAlignRegion<A>& region, int64_t channels, const Wind
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(RoIAlignKernels, lay_out_window<T, A>, take_back_window<T, A>, average_region<T, A>, spread_region<T, A>)
-
-}  // namespace visdet

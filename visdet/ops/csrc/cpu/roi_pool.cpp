@@ -7,8 +7,7 @@
 
 #include "cpu/regions.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // A vector of integers of the size of A.
 template <typename A>
@@ -66,8 +65,6 @@ void pool_region(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(RoIPoolKernels, lay_out_window<T, A>, pool_region<T, A>)
-
-}  // namespace visdet

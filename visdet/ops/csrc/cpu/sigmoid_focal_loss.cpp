@@ -7,8 +7,7 @@
 #include "cpu/exp.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Returns log(1 + e) of 0 <= e <= 1, which is 2 artanh(z) with z = e / (2 + e), by its series.
 template <typename A>
@@ -76,7 +75,6 @@ void background(const FocalArrays<T, A>& a, int64_t begin, int64_t end, A factor
   }
 }
 
-// Writes rows [begin, end).
 template <typename T, typename A, bool GRAD>
 void focal_rows(const FocalArrays<T, A>& a, int64_t begin, int64_t end) {
   const Vec<A> zero = {};
@@ -94,8 +92,6 @@ void focal_rows(const FocalArrays<T, A>& a, int64_t begin, int64_t end) {
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(FocalKernels, focal_rows<T, A, false>, focal_rows<T, A, true>)
-
-}  // namespace visdet

@@ -1,4 +1,4 @@
-// soft_nms on the CPU. The contract is in csrc/soft_nms.h.
+// soft_nms on the CPU. The contract is in csrc/soft_nms.cpp.
 //
 // Boxes are kept as columns, so that a vector's lanes are boxes. Rounds depend on each other, and a round is short, so
 // one thread runs all of them. The entries behind the last box hold NaN scores, which are neither the best nor too low.
@@ -8,8 +8,7 @@
 #include "cpu/exp.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 template <typename A>
 int64_t first_greatest(const A* scores, int64_t begin, int64_t end) {
@@ -62,7 +61,6 @@ bool lower_scores(const SoftNmsArrays<A>& a, int64_t i, int64_t count) {
   return false;
 }
 
-// Runs all rounds; returns how many boxes stay.
 template <typename A>
 int64_t soft_nms_rounds(const SoftNmsArrays<A>& a) {
   constexpr int W = kLanes<A>;
@@ -92,8 +90,6 @@ int64_t soft_nms_rounds(const SoftNmsArrays<A>& a) {
   return count;
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_SUM_KERNELS(SoftNmsKernels, kLanes<A>, soft_nms_rounds<A>)
-
-}  // namespace visdet

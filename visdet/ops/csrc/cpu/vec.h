@@ -11,8 +11,7 @@
 #include <immintrin.h>
 #endif
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
@@ -41,13 +40,9 @@ using IntVec = typename VecOf<A>::integers;  // of as many integers of the same 
 template <typename A>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(A));
 
-VISDET_INLINE Vec<float> load(const float* from) {
-  Vec<float> out;
-  std::memcpy(&out, from, sizeof(out));
-  return out;
-}
-VISDET_INLINE Vec<double> load(const double* from) {
-  Vec<double> out;
+template <typename A>
+VISDET_INLINE Vec<A> load(const A* from) {
+  Vec<A> out;
   std::memcpy(&out, from, sizeof(out));
   return out;
 }
@@ -77,24 +72,30 @@ VISDET_INLINE Vec<float> load(const Float16* from) {
 }
 
 // Returns from[index[i]] in lane i.
-VISDET_INLINE Vec<float> gather(const float* from, const int32_t* index) {
+template <typename A>
+VISDET_INLINE Vec<A> gather(const A* from, const int32_t* index) {
+  Vec<A> out;
+  for (int i = 0; i < kLanes<A>; ++i) out[i] = from[index[i]];
+  return out;
+}
 #if defined(__AVX512F__)
+VISDET_INLINE Vec<float> gather(const float* from, const int32_t* index) {
   return reinterpret_cast<Vec<float>>(_mm512_i32gather_ps(_mm512_loadu_si512(index), from, sizeof(float)));
-#else
-  Vec<float> out;
-  for (int i = 0; i < kLanes<float>; ++i) out[i] = from[index[i]];
-  return out;
+}
 #endif
-}
-VISDET_INLINE Vec<double> gather(const double* from, const int32_t* index) {
-  Vec<double> out;
-  for (int i = 0; i < kLanes<double>; ++i) out[i] = from[index[i]];
-  return out;
-}
 
 template <typename A>
 VISDET_INLINE void store(A* to, Vec<A> v) {
   std::memcpy(to, &v, sizeof(v));
+}
+
+// Copies from[0..count) to to[0..count), by whole registers as long as `from` can be read, which has `readable`
+// numbers. Reading a whole register is slow where its numbers were just written one by one.
+template <typename T, typename A>
+VISDET_INLINE void copy_numbers(const T* from, int64_t readable, int64_t count, A* to) {
+  int64_t i = 0;
+  for (; i < count && i + kLanes<A> <= readable; i += kLanes<A>) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = to_accumulate(from[i]);
 }
 
 // Writes sums in the type of values: to[i] = from[i].
@@ -104,8 +105,15 @@ VISDET_INLINE void round_numbers(const A* from, T* to, int64_t count) {
 }
 
 // Writes to sums[k] the sum over the lanes of v[k]. The order of additions is fixed for each instruction set.
-VISDET_INLINE void horizontal_sums(const Vec<float> (&v)[4], float (&sums)[4]) {
+template <typename A>
+VISDET_INLINE void horizontal_sums(const Vec<A> (&v)[4], A (&sums)[4]) {
+  for (int k = 0; k < 4; ++k) {
+    sums[k] = 0;
+    for (int i = 0; i < kLanes<A>; ++i) sums[k] += v[k][i];
+  }
+}
 #if defined(__AVX2__)
+VISDET_INLINE void horizontal_sums(const Vec<float> (&v)[4], float (&sums)[4]) {
   __m256 half[4];
   for (int k = 0; k < 4; ++k) {
 #if defined(__AVX512F__)
@@ -116,19 +124,8 @@ VISDET_INLINE void horizontal_sums(const Vec<float> (&v)[4], float (&sums)[4]) {
   }
   const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
   _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
-#else
-  for (int k = 0; k < 4; ++k) {
-    sums[k] = 0;
-    for (int i = 0; i < kLanes<float>; ++i) sums[k] += v[k][i];
-  }
+}
 #endif
-}
-VISDET_INLINE void horizontal_sums(const Vec<double> (&v)[4], double (&sums)[4]) {
-  for (int k = 0; k < 4; ++k) {
-    sums[k] = 0;
-    for (int i = 0; i < kLanes<double>; ++i) sums[k] += v[k][i];
-  }
-}
 
 template <typename A>
 VISDET_INLINE IntVec<A> lane_numbers() {
@@ -158,5 +155,4 @@ VISDET_INLINE Vec<A> first_lanes(Vec<A> v, int64_t count, A rest) {
   return lane_numbers<A>() < end ? v : Vec<A>{} + rest;
 }
 
-}  // namespace VISDET_ISA
-}  // namespace visdet
+}  // namespace visdet::VISDET_ISA

@@ -299,15 +299,6 @@ __global__ void __launch_bounds__(kThreads)
       });
 }
 
-// Calls f(T{}) for the types that the kernels take.
-template <typename F>
-void dispatch(ScalarType type, const F& f) {
-  VISDET_CHECK(kOp, type != ScalarType::Double, "float64 has no kernel");
-  dispatch_value_type(type, [&](auto tag, auto) {
-    if constexpr (sizeof(tag) < 8) f(tag);
-  });
-}
-
 void check_packed(const Tensor& tensor, const Tensor& input) {
   VISDET_CHECK(kOp,
                tensor.is_contiguous() && aligned(tensor, kVectorBytes) && on_device_of(input, tensor) &&
@@ -366,7 +357,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const std::optional<Tens
   Tensor output = new_empty(input, input.sizes());
   Tensor statistics = new_empty(input, {2, rows.C}, ScalarType::Float);
   Tensor block_sums = new_empty(input, {grid.x, 2, rows.C}, ScalarType::Float);
-  dispatch(input.scalar_type(), [&](auto tag) {
+  dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     launch({kOp, "sums_kernel", scope, grid, kThreads}, sums_kernel<T>, rows, data_of<T>(input),
            mutable_data_of<float>(block_sums));
@@ -395,7 +386,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
   Tensor grad_residual = output ? new_empty(input, input.sizes()) : grad_input;
   Tensor sums = new_empty(input, {2, rows.C}, ScalarType::Float);
   Tensor block_sums = new_empty(input, {grid.x, 2, rows.C}, ScalarType::Float);
-  dispatch(input.scalar_type(), [&](auto tag) {
+  dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     Gradients<T> from{data_of<T>(grad_output), data_of<T>(input), output ? data_of<T>(*output) : nullptr, relu};
     launch({kBackward, "backward_sums_kernel", scope, grid, kThreads}, backward_sums_kernel<T>, rows, from,

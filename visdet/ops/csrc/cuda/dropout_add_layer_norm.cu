@@ -210,19 +210,10 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr const char* kOp = "dropout_add_layer_norm";
 
-// Calls f(T{}) for the types that the kernels take.
-template <typename F>
-void dispatch(ScalarType type, const F& f) {
-  VISDET_CHECK(kOp, type != ScalarType::Double, "float64 has no kernel");
-  dispatch_value_type(type, [&](auto tag, auto) {
-    if constexpr (sizeof(tag) < 8) f(tag);
-  });
-}
-
 // Calls f(T{}, R{}, PACKS) for the types of input and residual, of which the second is the first or float32.
 template <typename F>
 void dispatch(const Tensor& input, const std::optional<Tensor>& residual, int packs, const F& f) {
-  dispatch(input.scalar_type(), [&](auto tag) {
+  dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     const auto with = [&](auto residual_tag) {
       if (packs == 1) return f(tag, residual_tag, std::integral_constant<int, 1>{});
@@ -314,7 +305,7 @@ Tensor relu_dropout(const Tensor& input, const Tensor& seed, double p) {
   const DeviceScope scope(input);
   const int64_t packs = packs_in(input);
   Tensor output = new_empty(input, input.sizes());
-  dispatch(input.scalar_type(), [&](auto tag) {
+  dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     launch({"relu_dropout", "relu_dropout_kernel", scope, ceil_div(packs, kThreads), kThreads}, relu_dropout_kernel<T>,
            data_of<T>(input), packs, Dropout::of(data_of<int64_t>(seed), p), mutable_data_of<T>(output));
@@ -328,7 +319,7 @@ Tensor relu_dropout_backward(const Tensor& grad_output, const Tensor& output, do
   VISDET_CHECK("relu_dropout", packs_in(grad_output) == packs && grad_output.scalar_type() == output.scalar_type(),
                "the gradient must have the shape and the type of the output");
   Tensor grad_input = new_empty(output, output.sizes());
-  dispatch(output.scalar_type(), [&](auto tag) {
+  dispatch_all_but_double(kOp, output.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     launch({"relu_dropout_backward", "relu_dropout_backward_kernel", scope, ceil_div(packs, kThreads), kThreads},
            relu_dropout_backward_kernel<T>, data_of<T>(grad_output), data_of<T>(output), packs,

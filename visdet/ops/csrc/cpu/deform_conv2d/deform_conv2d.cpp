@@ -14,8 +14,7 @@
 #include "cpu/deform_conv2d/arrays.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Adds rows of one matrix times a panel of another to c [2, kRows, kLine]. walk(v, visit) calls visit(a, b0, b1) for
 // each term, a pointing to the term's numbers of the rows, STRIDE apart, b0 and b1 to the vectors v and v + 1 of the
@@ -378,9 +377,7 @@ void add_to_weight(const DeformConvArrays<T, A>& a, int64_t group, int64_t pair)
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(DeformConvKernels, copy_image<T, A>, copy_grad_image<T, A>, forward_tile<T, A>, backward_tile<T, A>,
                add_to_pixels<T, A>, add_to_weight<T, A>)
-
-}  // namespace visdet

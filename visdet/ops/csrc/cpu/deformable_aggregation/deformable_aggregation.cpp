@@ -8,8 +8,7 @@
 #include "cpu/deformable_aggregation/arrays.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Corners has the four corners of a visible pair in one level.
 template <typename A>
@@ -60,7 +59,6 @@ VISDET_INLINE void sum_corners(const T* map, const Corners<A>& at, const TW* wei
   }
 }
 
-// Writes row (b, q) of the output. acc is a scratch of C numbers.
 template <typename T, typename TW, typename A = typename AccumulateType<T>::type>
 void forward_row(const DeformableAggregationArrays<T, TW, A>& a, A* acc, int64_t row) {
   const T* features = a.features + row / a.Q * a.S * a.C;
@@ -124,8 +122,6 @@ VISDET_INLINE void scatter_corners(const T* map, A* grad_map, const Corners<A>& 
   }
 }
 
-// Writes every gradient that camera v of batch entry b has. g_row is a scratch of C numbers; sums, zeroed, are the
-// gradients of features, where map (v, l) begins at row grad_starts[v, l].
 template <typename T, typename TW, typename A = typename AccumulateType<T>::type>
 void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, A* sums, int64_t b, int64_t v) {
   const T* features = a.features + b * a.S * a.C;
@@ -157,7 +153,7 @@ void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, A
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 // A is the type of weights here: that of sums, or that of 16-bit features.
 VISDET_KERNELS(DeformableAggregationKernels, forward_row<T, A>, backward_camera<T, A>,
@@ -166,5 +162,3 @@ VISDET_KERNELS_OF(DeformableAggregationKernels, Float16, Float16, forward_row<T,
                   round_numbers<T, typename AccumulateType<T>::type>)
 VISDET_KERNELS_OF(DeformableAggregationKernels, BFloat16, BFloat16, forward_row<T, A>, backward_camera<T, A>,
                   round_numbers<T, typename AccumulateType<T>::type>)
-
-}  // namespace visdet

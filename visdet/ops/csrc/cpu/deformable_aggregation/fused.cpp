@@ -11,8 +11,7 @@
 #include "cpu/exp.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Writes to[i] = x[i] + y[i].
 template <typename T, typename A>
@@ -21,13 +20,6 @@ VISDET_INLINE void add_rows(const T* x, const T* y, A* to, int64_t count) {
   int64_t i = 0;
   for (; i + W <= count; i += W) store(to + i, load(x + i) + load(y + i));
   for (; i < count; ++i) to[i] = to_accumulate(x[i]) + to_accumulate(y[i]);
-}
-template <typename T, typename A>
-VISDET_INLINE void widen_row(const T* x, A* to, int64_t count) {
-  constexpr int W = kLanes<A>;
-  int64_t i = 0;
-  for (; i + W <= count; i += W) store(to + i, load(x + i));
-  for (; i < count; ++i) to[i] = to_accumulate(x[i]);
 }
 
 // Writes to pattern[j], for each j, the numbers of group j % G combined by f.
@@ -50,7 +42,7 @@ void exponentiate(const FusedAggregationArrays<TL, A>& a, int64_t query, A* row,
     const TL* camera_logits = a.camera_logits + query / a.Q * N;
     for (int64_t n = 0; n < N; n += stride) add_rows(a.logits + query * stride, camera_logits + n, row + n, stride);
   } else {
-    widen_row(a.logits + query * N, row, N);
+    copy_numbers(a.logits + query * N, N, N, row);
   }
   for (int64_t n = N; n < a.row; ++n) row[n] = -A(__builtin_inf());
   for (int64_t j = 0; j < period; ++j) greatest[j] = -A(__builtin_inf()), reciprocals[j] = 0;
@@ -101,7 +93,6 @@ VISDET_INLINE void project(const FusedAggregationArrays<TL, A>& a, int64_t query
   }
 }
 
-// Writes the locations of queries [begin, end), and the weights of their visible pairs.
 template <typename TL, typename A>
 void prepare_queries(const FusedAggregationArrays<TL, A>& a, A* scratch, int64_t begin, int64_t end) {
   A *factors = scratch, *greatest = factors + a.period, *row = greatest + a.period, *points = row + a.row;
@@ -174,7 +165,6 @@ VISDET_INLINE void finish_query(const FusedAggregationArrays<TL, A>& a, int64_t 
   }
 }
 
-// Takes one task of the backward: part `task % parts` of batch entry `task / parts`.
 template <typename TL, typename A>
 void finish_part(const FusedAggregationArrays<TL, A>& a, A* scratch, int64_t task) {
   A *factors = scratch, *dots = factors + a.period, *row = dots + a.period;
@@ -195,7 +185,6 @@ void finish_part(const FusedAggregationArrays<TL, A>& a, A* scratch, int64_t tas
   }
 }
 
-// Writes grad_camera_logits of entries [begin, end) of [V, L, P, G] of a batch entry: the parts' sums, in order.
 template <typename TL, typename A>
 void add_parts(const FusedAggregationArrays<TL, A>& a, int64_t b, int64_t begin, int64_t end) {
   const int64_t N = a.V * a.L * a.P * a.G;
@@ -206,8 +195,6 @@ void add_parts(const FusedAggregationArrays<TL, A>& a, int64_t b, int64_t begin,
   round_numbers(sums + begin, a.grad_camera_logits + b * N + begin, end - begin);
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(FusedAggregationKernels, prepare_queries<T, A>, finish_part<T, A>, add_parts<T, A>)
-
-}  // namespace visdet

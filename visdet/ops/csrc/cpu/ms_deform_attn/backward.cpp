@@ -2,8 +2,7 @@
 // walk.h.
 #include "cpu/ms_deform_attn/fused.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // GradSamples has the samples of a block with what their gradients need.
 template <typename A>
@@ -175,8 +174,6 @@ void backward_head(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int
   if (a.gathered) spread_rows(grad, a.S, a.C, a.grad_value + head, a.G * a.C);
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(MsDeformAttnBackward, backward_head<T, A>)
-
-}  // namespace visdet

@@ -1,8 +1,7 @@
 // The forward of ms_deform_attn: which rows a call owns is said in arrays.h, how a row's samples are walked in walk.h.
 #include "cpu/ms_deform_attn/fused.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 template <typename A>
 struct Samples {
@@ -139,8 +138,6 @@ void forward_rows(const MsDeformAttnArrays<T, A>& a, A* scratch, int64_t b, int6
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(MsDeformAttnForward, forward_rows<T, A>)
-
-}  // namespace visdet

@@ -8,17 +8,7 @@
 #include "cpu/exp.h"
 #include "cpu/ms_deform_attn/walk.h"
 
-namespace visdet {
-namespace VISDET_ISA {
-
-// Copies from[0..count) to to[0..count), by whole registers as long as `from` can be read, which has `readable`
-// numbers. Reading a whole register is slow where its numbers were just written one by one.
-template <typename T, typename A>
-VISDET_INLINE void copy_numbers(const T* from, int64_t readable, int64_t count, A* to) {
-  int64_t i = 0;
-  for (; i < count && i + kLanes<A> <= readable; i += kLanes<A>) store(to + i, load(from + i));
-  for (; i < count; ++i) to[i] = to_accumulate(from[i]);
-}
+namespace visdet::VISDET_ISA {
 
 // Reads, of `rows` times `count` numbers of a tensor of type A or T, those of one row. It may write up to a register
 // past them.
@@ -126,5 +116,4 @@ VISDET_INLINE void end_row(const MsDeformAttnArrays<T, A>& a, int64_t row, A* sc
   write_numbers<T>(grad_locations, a.in_sum_type, row, 2 * K, a.grad_offsets);
 }
 
-}  // namespace VISDET_ISA
-}  // namespace visdet
+}  // namespace visdet::VISDET_ISA

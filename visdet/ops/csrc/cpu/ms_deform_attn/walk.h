@@ -18,8 +18,7 @@
 #include "cpu/ms_deform_attn/arrays.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Loops over a block's samples run to a whole number of registers, since a rest would be scalar code, in which four
 // samples cost as much as sixteen. The loops therefore read some samples of the next row, and entries behind the first
@@ -187,5 +186,4 @@ VISDET_INLINE void gather_rows(const T* from, int64_t stride, int64_t S, int64_t
   }
 }
 
-}  // namespace VISDET_ISA
-}  // namespace visdet
+}  // namespace visdet::VISDET_ISA

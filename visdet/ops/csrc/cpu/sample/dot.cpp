@@ -1,8 +1,7 @@
 // The dots pass of sample_sum and sample_dot. A call writes the dots and gradients of samples of one (b, q).
 #include "cpu/sample/samples.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 template <int N>
 struct Number {
@@ -97,8 +96,6 @@ VISDET_INLINE void dot_samples(const SampleArrays<T, A>& a, const SampleCorners<
   }
 }
 
-// Takes one (b, q) of the dots pass and writes dots and the gradients of samples and depths, as a has them. list:
-// scratch of D + 1; scratch: of (G + 5) * (pixel + kLanes) + (C - K) * D.
 template <typename T, typename A>
 void dot_query(const SampleArrays<T, A>& a, SampleCorners<A>* list, A* scratch, int64_t query) {
   const int64_t b = query / a.Q, q = query - b * a.Q, octaves = (a.C - a.K) / 2;
@@ -139,8 +136,6 @@ void dot_query(const SampleArrays<T, A>& a, SampleCorners<A>* list, A* scratch, 
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(SampleDot, dot_query<T, A>)
-
-}  // namespace visdet

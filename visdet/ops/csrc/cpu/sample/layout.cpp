@@ -1,8 +1,7 @@
 // Copies of images from one order in memory to another, and of sums to the type of images.
 #include "cpu/sample/samples.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 template <int... I>
 struct Lanes {};
@@ -63,8 +62,6 @@ void transpose(const From* from, int64_t from_stride, To* to, int64_t to_stride,
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(SampleLayout, transpose<T, T>, transpose<A, T>, round_numbers<T, A>)
-
-}  // namespace visdet

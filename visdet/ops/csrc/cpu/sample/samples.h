@@ -7,8 +7,7 @@
 #include "cpu/sample/arrays.h"
 #include "cpu/vec.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 VISDET_INLINE float floor_of(float x) { return __builtin_floorf(x); }
 VISDET_INLINE double floor_of(double x) { return __builtin_floor(x); }
@@ -85,5 +84,4 @@ VISDET_INLINE void encode_depths(const A* depths, const SampleCorners<A>* list, 
   }
 }
 
-}  // namespace VISDET_ISA
-}  // namespace visdet
+}  // namespace visdet::VISDET_ISA

@@ -1,11 +1,8 @@
 // The scatter pass of sample_sum and sample_dot. A call writes kChunk channels of the gradient of one image.
 #include "cpu/sample/samples.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
-// Adds channels [begin, begin + kChunk) of image b of the scatter pass to image [H, W, kChunk], zeroed. lists: of the
-// image's queries, one every D + 1, and how many samples each has; scratch: of G * kChunk + (C - K) * D.
 template <typename T, typename A>
 void scatter_chunk(const SampleArrays<T, A>& a, const SampleCorners<A>* lists, const int64_t* counts, A* scratch,
                    A* image, int64_t b, int64_t begin) {
@@ -51,8 +48,6 @@ void scatter_chunk(const SampleArrays<T, A>& a, const SampleCorners<A>* lists, c
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(SampleScatter, list_samples<T, A>, scatter_chunk<T, A>)
-
-}  // namespace visdet

@@ -1,8 +1,7 @@
 // The sum pass of sample_sum and sample_dot. A call writes the sums of one (b, q).
 #include "cpu/sample/samples.h"
 
-namespace visdet {
-namespace VISDET_ISA {
+namespace visdet::VISDET_ISA {
 
 // Writes N vectors, from the n-th on, of the sum pass for GROUPS groups from g0 on, over the samples of a query that
 // count.
@@ -44,7 +43,6 @@ VISDET_INLINE void sum_vectors(const SampleArrays<T, A>& a, const T* image, cons
   }
 }
 
-// Takes one (b, q) of the sum pass. list: scratch of D + 1.
 template <typename T, typename A>
 void sum_query(const SampleArrays<T, A>& a, SampleCorners<A>* list, int64_t query) {
   const int64_t b = query / a.Q, q = query - b * a.Q, vectors = vectors_of<A>(a.K);
@@ -63,8 +61,6 @@ void sum_query(const SampleArrays<T, A>& a, SampleCorners<A>* list, int64_t quer
   }
 }
 
-}  // namespace VISDET_ISA
+}  // namespace visdet::VISDET_ISA
 
 VISDET_KERNELS(SampleSum, sum_query<T, A>)
-
-}  // namespace visdet
