@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import platform
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +129,39 @@ def test_tools_let_idle_threads_sleep_before_torch_is_loaded(given, expected):
         cwd=ROOT,
     )
     assert done.stdout.split() == [expected, "False"]
+
+
+_FAULTS = """
+import resource
+import visdet.command_line
+import torch
+
+def step():
+    return [torch.ones(4 << 20) for _ in range(16)]  # 16 MiB each
+
+step(), step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}, False)],
+)
+def test_tools_keep_the_memory_of_freed_tensors_unless_the_environment_sets_malloc(given, is_kept):
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    environment = {k: v for k, v in os.environ.items() if k not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", _FAULTS],
+        env=environment | {"THP_MEM_ALLOC_ENABLE": "0"} | given,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    pages = 4 * 16 * (16 << 20) // resource.getpagesize()  # of all tensors together
+    assert (int(done.stdout) < pages // 100) == is_kept

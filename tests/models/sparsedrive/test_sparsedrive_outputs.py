@@ -136,6 +136,21 @@ def test_fpn_extra_levels(how):
     assert len(neck.fpn_convs) == (4 if how else 2)
 
 
+def test_fpn_groups_are_those_of_the_3x3_convolutions():
+    torch.manual_seed(0)
+    neck = FPN([4, 8], 6, num_outs=3, add_extra_convs="on_output", out_groups=6)
+    assert [conv.conv.groups for conv in neck.lateral_convs] == [1, 1]
+    assert [tuple(conv.conv.weight.shape) for conv in neck.fpn_convs] == [(6, 1, 3, 3)] * 3
+    maps = torch.randn(1, 4, 8, 8), torch.randn(1, 8, 4, 4)
+    before = neck(maps)
+    with torch.no_grad():
+        neck.lateral_convs[1].conv.bias[2] += 1.0  # Channel 2 of both levels changes, and no other.
+    changed = [
+        (new - old).abs().amax(dim=(0, 2, 3)) > 1e-4 for old, new in zip(before, neck(maps), strict=True)
+    ]
+    assert all(channels.tolist() == [False, False, True, False, False, False] for channels in changed)
+
+
 def test_fpn_rejections():
     with pytest.raises(ValueError, match="add_extra_convs must be a bool or one of"):
         FPN([4], 4, 1, add_extra_convs="on_top")
