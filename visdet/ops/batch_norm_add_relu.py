@@ -116,8 +116,10 @@ def _batch_norm(
     On the CPU, torch's gradients take the weight of channels-last images for contiguous, and are wrong where images or
     the gradient of the result have unusual strides of dimensions of size 1.
     """
-    if input.is_cuda or is_traced():
+    if is_traced():
         return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    if input.is_cuda:
+        return _batch_norm_of_torch_on_cuda(input, running_mean, running_var, weight, bias, momentum, eps)
     _, C, H, W = input.shape
     if input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous():
         input = _with_strides(input, (H * W * C, 1, W * C, C))
@@ -125,6 +127,27 @@ def _batch_norm(
     if output.requires_grad:
         strides = output.stride()
         output.register_hook(lambda grad: grad if grad is None else _with_strides(grad, strides))
+    return output
+
+
+def _batch_norm_of_torch_on_cuda(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Return torch's batch normalisation, whose kernels fail if a tensor does not begin at a multiple of 16 bytes."""
+    input = input if input.data_ptr() % 16 == 0 else input.clone()
+    running = [None if x is None else packed(x) for x in (running_mean, running_var)]
+    output = F.batch_norm(input, *running, packed(weight), packed(bias), True, momentum, eps)
+    for original, updated in zip((running_mean, running_var), running, strict=True):
+        if original is not None and updated is not None and updated is not original:
+            original.copy_(updated)
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad if grad.data_ptr() % 16 == 0 else grad.clone())
     return output
 
 

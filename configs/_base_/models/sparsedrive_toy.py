@@ -93,7 +93,20 @@ model = dict(
     img_backbone=dict(
         depth=18, base_channels=32, num_stages=3, with_cp=False, out_indices=(0, 1, 2), init_cfg=None
     ),
-    img_neck=dict(num_outs=num_levels, out_channels=embed_dims, in_channels=[32, 64, 128]),
+    # Dense 3x3 convolutions would take a quarter of a training step on a CPU. Xavier's scale is too small for depthwise
+    # ones, because it counts as many outputs of each input as there are channels.
+    img_neck=dict(
+        num_outs=num_levels,
+        out_channels=embed_dims,
+        in_channels=[32, 64, 128],
+        out_groups=embed_dims,
+        init_cfg=dict(
+            type="Xavier",
+            layer="Conv2d",
+            distribution="uniform",
+            override=dict(type="Kaiming", name="fpn_convs", mode="fan_in", nonlinearity="linear"),
+        ),
+    ),
     depth_branch=dict(embed_dims=embed_dims),
     head=dict(det_head=det_head, map_head=map_head),
 )
