@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from visdet.errors import InvalidInputError
+from visdet.ops.tracing import is_traced
 from visdet.registry import MODELS
 from visdet.structures.constant_weights import computed_once
 
@@ -89,15 +90,10 @@ class ResidualBlock(nn.Module):
             output = recomputed_block(x, self.main_layers, downsample)
             if output is not None:
                 return output
+        # torch.compile supports no contexts of one's own.
+        contexts = {} if is_traced() else {"context_fn": lambda: (nullcontext(), statistics_kept(self))}
         # Nothing in a block is drawn at random, and a CUDA graph could not note the generator's state.
-        return checkpoint(
-            self._forward,
-            x,
-            folded,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), statistics_kept(self)),
-        )
+        return checkpoint(self._forward, x, folded, use_reentrant=False, preserve_rng_state=False, **contexts)
 
     def _forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
         identity = x
