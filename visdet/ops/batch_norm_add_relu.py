@@ -141,9 +141,9 @@ def _batch_norm_of_torch_on_cuda(
 ) -> Tensor:
     """Return torch's batch normalisation, whose kernels fail if a tensor does not begin at a multiple of 16 bytes."""
     input = input if input.data_ptr() % 16 == 0 else input.clone()
-    running = [None if x is None else packed(x) for x in (running_mean, running_var)]
-    output = F.batch_norm(input, *running, packed(weight), packed(bias), True, momentum, eps)
-    for original, updated in zip((running_mean, running_var), running, strict=True):
+    mean, var = (None if x is None else packed(x) for x in (running_mean, running_var))
+    output = F.batch_norm(input, mean, var, packed(weight), packed(bias), True, momentum, eps)
+    for original, updated in ((running_mean, mean), (running_var, var)):
         if original is not None and updated is not None and updated is not original:
             original.copy_(updated)
     if output.requires_grad:

@@ -91,7 +91,7 @@ class ResidualBlock(nn.Module):
             if output is not None:
                 return output
         # torch.compile supports no contexts of one's own.
-        contexts = {} if is_traced() else {"context_fn": lambda: (nullcontext(), statistics_kept(self))}
+        contexts: Any = {} if is_traced() else {"context_fn": lambda: (nullcontext(), statistics_kept(self))}
         # Nothing in a block is drawn at random, and a CUDA graph could not note the generator's state.
         return checkpoint(self._forward, x, folded, use_reentrant=False, preserve_rng_state=False, **contexts)
 
