@@ -1,6 +1,7 @@
 """The dependency direction of the package, read from the sources; and what a bare import pulls in."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,16 @@ def test_ops_import_in_little_more_time_than_torch():
         "assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
+
+
+def test_tests_of_operators_need_torch_alone():
+    """``make abi-check`` runs them in an environment without the packages of the extra ``train``."""
+    for path in sorted((Path(__file__).parent / "ops").glob("*.py")):
+        lines = path.read_text().splitlines()
+        imports = [line for line in lines if re.match(r"(from|import) (visdet\.(\w+)|mmengine)", line)]
+        needless = [
+            line
+            for line in imports
+            if re.search(r"mmengine|visdet\.(%s)\b" % "|".join(NEED_TRAIN_EXTRA), line)
+        ]
+        assert not needless, f"{path.name}: {needless}"

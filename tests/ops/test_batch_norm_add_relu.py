@@ -5,9 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from visdet.models.layers.normalization import BatchNorm2d, build_norm_layer
 from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -167,34 +165,6 @@ def test_what_has_no_kernel_is_computed_by_torch(device, dtype):
     )
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         batch_norm_add_relu(x[:1, :, :1, :1], None, weight, bias)
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]
-)
-def test_the_layer_is_that_of_torch(device, training, options):
-    ours, stock = BatchNorm2d(16, **options).to(device), nn.BatchNorm2d(16, **options).to(device)
-    ours.train(training), stock.train(training)
-    assert list(ours.state_dict()) == list(stock.state_dict())
-    for seed in range(3):
-        x, residual, *_ = draw((2, 16, 6, 5 + seed), torch.float32, device)
-        torch.testing.assert_close(ours(x), stock(x), rtol=1e-5, atol=1e-5)
-        expected = F.relu(stock(x) + residual)
-        torch.testing.assert_close(ours(x, residual, relu=True), expected, rtol=1e-5, atol=1e-5)
-    for name, value in stock.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-5, atol=1e-5)
-
-
-def test_initialisers_for_batch_norms_serve_the_layer():
-    from mmengine.model import initialize
-
-    layer = build_norm_layer({"type": "BN"}, 8)
-    assert isinstance(layer, BatchNorm2d)
-    initialize(layer, [{"type": "Constant", "val": 3, "bias": 2, "layer": ["_BatchNorm"]}])
-    assert (layer.weight == 3).all() and (layer.bias == 2).all()
-    assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(layer), nn.SyncBatchNorm)
 
 
 @pytest.mark.cuda

@@ -1,0 +1,41 @@
+"""Normalisation layers by config name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mmengine.model import initialize
+from torch import nn
+
+from visdet.models.layers.normalization import BatchNorm2d, build_norm_layer
+
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]
+)
+def test_the_layer_is_that_of_torch(device, training, options):
+    ours, stock = BatchNorm2d(16, **options).to(device), nn.BatchNorm2d(16, **options).to(device)
+    ours.train(training), stock.train(training)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        x, residual = (
+            torch.randn(2, 16, 6, 5 + seed, generator=generator).to(device, memory_format=torch.channels_last)
+            for _ in range(2)
+        )
+        torch.testing.assert_close(ours(x), stock(x), rtol=1e-5, atol=1e-5)
+        expected = F.relu(stock(x) + residual)
+        torch.testing.assert_close(ours(x, residual, relu=True), expected, rtol=1e-5, atol=1e-5)
+    for name, value in stock.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_initialisers_for_batch_norms_serve_the_layer():
+    layer = build_norm_layer({"type": "BN"}, 8)
+    assert isinstance(layer, BatchNorm2d)
+    initialize(layer, [{"type": "Constant", "val": 3, "bias": 2, "layer": ["_BatchNorm"]}])
+    assert (layer.weight == 3).all() and (layer.bias == 2).all()
+    assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(layer), nn.SyncBatchNorm)
