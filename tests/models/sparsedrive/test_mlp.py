@@ -1,9 +1,13 @@
 """The multilayer perceptrons of SparseDrive."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
+from visdet.models.sparsedrive import mlp
 from visdet.models.sparsedrive.mlp import Perceptron, Scale, linear_relu_ln, side_by_side
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -75,6 +79,21 @@ def test_hooks_and_other_layers_are_respected():
     module[0] = nn.Linear(8, 8, device="cuda")
     assert module.kernel_plan(x) is not None and not torch.allclose(module(x), expected)
     torch.testing.assert_close(module(x), nn.Sequential.forward(module, x))
+
+
+def test_a_plan_notices_what_becomes_of_its_layers(monkeypatch):
+    monkeypatch.setattr(mlp, "has_kernel", lambda *_: True)
+    module, x = perceptron(8, 3, "cpu"), torch.randn(4, 8)
+    assert module.kernel_plan(x).tensors()[0] is module[0].weight
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert other.kernel_plan(x).tensors()[0] is other[0].weight
+    handle = module[0].register_forward_hook(lambda *_: None)
+    assert module.kernel_plan(x) is None
+    handle.remove()
+    module[0].forward = lambda x: x
+    assert module.kernel_plan(x) is None
+    del module[0].forward
+    assert module.kernel_plan(x) is not None and module.double().kernel_plan(x) is None
 
 
 def test_parameters_have_the_names_of_a_sequence():

@@ -62,8 +62,8 @@ class Perceptron(nn.Sequential):
 class _Plan:
     """How the kernel of ``perceptrons`` computes a sequence of layers.
 
-    It is asked in every call whether it still holds, so that it keeps the dicts in which modules hold parameters and
-    hooks, whose reading takes the host a fraction of the time of reading attributes.
+    It is asked in every call whether it still holds, so that it keeps the dicts in which modules hold their hooks.
+    Reading these takes the host a fraction of the time of ``is_plain``.
 
     Args:
         layers: the sequence. kinds: the kinds of its linear layers, empty if the kernel does not know a layer.
@@ -78,7 +78,7 @@ class _Plan:
         self._types = [type(layer) for layer in layers]
         self._attributes = [vars(layer) for layer in layers]
         self._hooks = [vars(layer)[name] for layer in layers for name in HOOKS]
-        self._places = [(layer._parameters, name) for layer, names in sources for name in names]
+        self._places: list[tuple[Any, str]] = [(layer, name) for layer, names in sources for name in names]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a copy of a sequence make a plan of its own, because the copy of a dict is not the one of a module."""
@@ -111,7 +111,7 @@ class _Plan:
 
     def is_of(self, sequence: nn.Sequential) -> bool:
         """Return whether a sequence still consists of the layers that the plan was made for."""
-        return list(sequence._modules.values()) == self._layers
+        return list(sequence) == self._layers
 
     def is_valid(self) -> bool:
         """Return whether the kernel computes what the layers do with their hooks and parameters of this moment."""
@@ -120,12 +120,12 @@ class _Plan:
             and not any(self._hooks)
             and [*map(type, self._layers)] == self._types
             and not any(map(_HAS_FORWARD, self._attributes))
-            and self._places[0][0][self._places[0][1]].dtype == torch.float32  # type: ignore[union-attr]
+            and getattr(*self._places[0]).dtype == torch.float32
         )
 
     def tensors(self) -> list[Tensor]:
         """Return the parameters in the order of the kernel."""
-        return [parameters[name] for parameters, name in self._places]  # type: ignore[misc]
+        return [getattr(layer, name) for layer, name in self._places]
 
     def run(self, x: Tensor) -> Tensor:
         return run_kernels(x.float(), self.tensors(), self.kinds, (0,), _EPS)
