@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from visdet.errors import InvalidInputError
 from visdet.registry import OPTIM_WRAPPERS
-
-from .host_copy import HostCopy
+from visdet.structures.host_copy import HostCopy
 
 __all__ = ["AmpOptimWrapper", "OptimWrapper"]
 

@@ -10,7 +10,7 @@ from ._arguments import check_device
 from ._library import declares, is_loaded
 from .tracing import is_traced
 
-__all__ = ["check_floating", "check_like", "has_kernel", "packed"]
+__all__ = ["check_floating", "check_like", "has_kernel", "is_built", "packed"]
 
 _TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -22,12 +22,13 @@ def has_kernel(operator: str, input: Tensor) -> bool:
         and input.dtype in _TYPES
         and input.numel() > 0
         and not is_traced()
-        and _is_built(operator)
+        and is_built(operator)
     )
 
 
 @functools.cache
-def _is_built(operator: str) -> bool:
+def is_built(operator: str) -> bool:
+    """Return whether the CUDA library is built and declares ``operator``."""
     return is_loaded("cuda") and declares(operator)
 
 

@@ -353,7 +353,7 @@ def test_a_tiny_batch_is_learned():
 
 
 @pytest.mark.cuda
-def test_a_training_step_waits_for_the_device_once():
+def test_a_training_step_waits_for_the_device_nowhere():
     model = tiny_model().cuda().train()
 
     def step(i):
@@ -374,5 +374,5 @@ def test_a_training_step_waits_for_the_device_once():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
-    # The costs of boxes and lines go to the host together. The denoising queries are matched with annotations there.
-    assert len(waits) == 1, waits
+    # The GPU solves the assignments. The denoising queries are matched with annotations on the host.
+    assert waits == []

@@ -28,7 +28,7 @@
 
 struct Index {
   unsigned x, y;
-} threadIdx, blockIdx;
+} threadIdx, blockIdx, blockDim;
 
 struct alignas(8) float2 {
   float x, y;
@@ -90,7 +90,7 @@ inline void run_thread() {
 // Calls body() in each of `count` threads, whole warps. A block whose threads wait for each other in vain never ends.
 inline void run_block(int count, std::function<void()> body) {
   Block of_call{std::vector<Thread>(count), std::vector<Warp>(count / 32), {}, {}, std::move(body)};
-  block = &of_call;
+  block = &of_call, blockDim.x = count;
   while (stacks.size() < of_call.threads.size()) stacks.emplace_back(new char[kStackBytes]);
   for (int i = 0; i < count; ++i) {
     Thread& thread = of_call.threads[i];

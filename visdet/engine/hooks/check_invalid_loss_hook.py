@@ -10,9 +10,9 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import HOOKS
+from visdet.structures.host_copy import HostCopy, stack_numbers
 
 from ..errors import ConfigError, UserError
-from ..host_copy import HostCopy, stack_numbers
 from ..optim_wrapper import OptimWrapper
 
 __all__ = ["CheckInvalidLossHook", "NonFiniteLossError"]

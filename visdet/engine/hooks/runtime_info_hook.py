@@ -6,8 +6,8 @@ from mmengine.hooks import LoggerHook
 from mmengine.hooks import RuntimeInfoHook as _RuntimeInfoHook
 
 from visdet.registry import HOOKS
+from visdet.structures.host_copy import HostCopy
 
-from ..host_copy import HostCopy
 from ..optim_wrapper import OptimWrapper
 from .progress_hook import ProgressHook
 

@@ -16,7 +16,7 @@ from ..layers.precision import at_least_float32, in_full_precision
 from ..matching.assignment import for_solver, solve_padded
 from ..matching.padded_targets import PaddedTargets
 from ..mean_count import mean_count
-from ..transfer import on_host, to_device
+from ..transfer import to_device
 from .transformer import refine_boxes
 
 __all__ = ["DeformableDETRHead", "SetPrediction"]
@@ -188,7 +188,8 @@ class DeformableDETRHead(BaseModule):
     def assign(self, costs: Mapping[str, Tensor], targets: PaddedTargets) -> dict[str, Tensor]:
         """Return, for each set, the target of every prediction and the numbers that divide its losses.
 
-        The solver runs on the host. This is the only point where training waits for the device.
+        The assignments are solved where the costs are. On a GPU, the host waits for the batch to be there, but not for
+        the predictions.
 
         Returns:
             for each set NAME, NAMEindex [D, B, Q], the result of ``solve_padded``, and NAMEnum_boxes [2],
@@ -198,16 +199,13 @@ class DeformableDETRHead(BaseModule):
             InvalidInputError: a label of the targets is not a class.
         """
         device, counts = targets.labels.device, targets.counts
-        costs_on_host = on_host(costs)
-        if targets.has_unknown_label is not None and bool(
-            targets.has_unknown_label
-        ):  # Reading this costs no time, because the device has finished.
+        if targets.has_unknown_label:
             raise InvalidInputError(
                 f"loss: gt_instances.labels must lie in 0..{self.num_classes - 1} (num_classes={self.num_classes})"
             )
         result = {}
-        for name, cost in costs_on_host.items():
-            result[f"{name}index"] = to_device(solve_padded(cost.numpy(), counts), device)
+        for name, cost in costs.items():
+            result[f"{name}index"] = solve_padded(cost, counts)
             num_boxes = to_device(
                 [sum(min(count, cost.shape[-1]) for count in counts)], device, torch.float32
             )

@@ -1,4 +1,4 @@
-"""One-to-one assignments of least total cost, which ``scipy.optimize.linear_sum_assignment`` finds on the host."""
+"""One-to-one assignments of least total cost, which scipy finds on the CPU and a kernel of its own on a GPU."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["for_solver", "solve_assignment", "solve_padded"]
+from visdet.ops.linear_sum_assignment import linear_sum_assignment, solves_assignments_on
+
+from ..transfer import to_device
+
+__all__ = ["for_solver", "solve_assignment", "solve_on_host", "solve_padded"]
 
 # This replaces NaN and infinite costs, which the solver does not accept. Such a pair is chosen last.
 _INVALID_COST = 1e8
@@ -21,22 +25,32 @@ def for_solver(costs: Tensor) -> Tensor:
     return finite.transpose(-1, -2).to(torch.float64, memory_format=torch.contiguous_format)
 
 
-def solve_padded(costs: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+def solve_padded(costs: Tensor, counts: Sequence[int]) -> Tensor:
     """Return the target of each prediction, [..., B, Q] int64 in 0..N-1, or N for predictions without a target.
 
+    On a GPU, the host does not wait for the result.
+
     Args:
-        costs: [..., B, N, Q], a result of :func:`for_solver`, on the host.
+        costs: [..., B, N, Q], a result of :func:`for_solver`.
         counts: number of targets of each of the B samples. Further rows are padding.
     """
-    # scipy.optimize is slow to import, and it is not needed before the first matching.
-    from scipy.optimize import linear_sum_assignment
+    if solves_assignments_on(costs):
+        return linear_sum_assignment(costs, to_device(counts, costs.device, torch.int64))
+    return solve_on_host(costs, counts)
 
-    num_padded, num_predictions = costs.shape[-2:]
-    targets = np.full((*costs.shape[:-2], num_predictions), num_padded, dtype=np.int64)
-    for position in np.ndindex(costs.shape[:-2]):
-        chosen, predictions = linear_sum_assignment(costs[position][: counts[position[-1]]])
+
+def solve_on_host(costs: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return what :func:`solve_padded` returns. scipy solves the problems, for which the host waits for the costs."""
+    # scipy.optimize is slow to import, and it is not needed before the first matching.
+    from scipy import optimize
+
+    on_host = costs.cpu().numpy()
+    num_padded, num_predictions = on_host.shape[-2:]
+    targets = np.full((*on_host.shape[:-2], num_predictions), num_padded, dtype=np.int64)
+    for position in np.ndindex(on_host.shape[:-2]):
+        chosen, predictions = optimize.linear_sum_assignment(on_host[position][: counts[position[-1]]])
         targets[position][predictions] = chosen
-    return targets
+    return to_device(targets, costs.device)
 
 
 def solve_assignment(cost: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -45,6 +59,6 @@ def solve_assignment(cost: Tensor) -> tuple[np.ndarray, np.ndarray]:
     Args:
         cost: [Q, N]. Costs that are not finite count as 1e8.
     """
-    index = solve_padded(for_solver(cost)[None].cpu().numpy(), [cost.shape[1]])[0]
+    index = solve_padded(for_solver(cost)[None], [cost.shape[1]])[0].cpu().numpy()
     rows = np.flatnonzero(index < cost.shape[1])
     return rows, index[rows]

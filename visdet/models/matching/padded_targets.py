@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from visdet.errors import InvalidInputError
 from visdet.structures import DetDataSample
+from visdet.structures.host_copy import HostCopy
 from visdet.structures.tensor_tree import ON_HOST
 
 from ..transfer import to_device
@@ -26,15 +27,20 @@ class PaddedTargets:
         labels: [..., N] int64.
         image_whwh: [..., 1, 4], the (width, height, width, height) of each image in pixels.
         counts: number of boxes of each image, without padding.
-        has_unknown_label: bool scalar, whether ``with_labels_below`` found a label that is not a class. It is None if
-            that was not called.
+        unknown_label: a copy on the host of whether ``with_labels_below`` found a label that is not a class. It is
+            None if that was not called.
     """
 
     boxes_xyxy: Tensor
     labels: Tensor
     image_whwh: Tensor
     counts: list[int] = field(metadata=ON_HOST)
-    has_unknown_label: Tensor | None = None
+    unknown_label: HostCopy | None = field(default=None, metadata=ON_HOST)
+
+    @property
+    def has_unknown_label(self) -> bool:
+        """Whether ``with_labels_below`` found a label that is not a class. The host waits for that alone."""
+        return self.unknown_label is not None and any(self.unknown_label.read().values())
 
     @classmethod
     def from_samples(
@@ -77,9 +83,10 @@ class PaddedTargets:
         return replace(self, boxes_xyxy=boxes, labels=labels)
 
     def with_labels_below(self, num_classes: int) -> "PaddedTargets":
-        """Return targets with labels clamped to 0..num_classes-1, and set ``has_unknown_label``."""
+        """Return targets with labels clamped to 0..num_classes-1, which know of labels that are not classes."""
         clamped = self.labels.clamp(0, num_classes - 1)
-        return replace(self, labels=clamped, has_unknown_label=(clamped != self.labels).any())
+        unknown = HostCopy({"unknown label": (clamped != self.labels).any()})
+        return replace(self, labels=clamped, unknown_label=unknown)
 
     def of_predictions(self, index: Tensor, background: int) -> tuple[Tensor, Tensor]:
         """Return the class [..., B, Q] and the box [..., B, Q, 4], in pixels, of the target of each prediction.

@@ -14,7 +14,7 @@ from visdet.errors import InvalidInputError
 
 from ..matching.assignment import solve_padded
 from ..mean_count import mean_count
-from ..transfer import on_host, to_device
+from ..transfer import to_device
 from .padded_instances import PaddedInstances, rows_or_zeros
 
 __all__ = ["Assignment", "BaseTargetWithDenoising", "InstanceTargets", "PairCosts", "assigned_instances"]
@@ -70,20 +70,20 @@ def assigned_instances(
 ) -> dict[str, Assignment]:
     """Return what the predictions of each task have to learn.
 
-    The host solves the assignments. This is the only point where training waits for the device, and for other
-    processes until all gradients are there.
+    The assignments are solved where the costs are. On a GPU, training waits for the device nowhere. In a distributed
+    run, this is the only exchange with other processes until all gradients are there.
 
     Args:
         costs: the results of ``pair_costs`` by task. truth: the ground truth of these tasks.
     """
     indices, counts = {}, []
-    for name, cost in on_host({name: pairs.costs for name, pairs in costs.items()}).items():
-        index = solve_padded(cost.numpy(), truth[name].counts)
-        device, queries = costs[name].costs.device, costs[name].num_denoising
-        indices[name] = to_device(index, device)
-        matched = to_device((index < cost.shape[-2]).sum((1, 2)), device, torch.float32)
-        counts.append(matched if queries is None else torch.cat([matched, queries]))
-    means = mean_count(torch.cat(counts), device).split([len(count) for count in counts])
+    for name, pairs in costs.items():
+        index = solve_padded(pairs.costs, truth[name].counts)
+        indices[name] = index
+        counts.append((index < pairs.costs.shape[-2]).sum((1, 2)).float())
+        if pairs.num_denoising is not None:
+            counts[-1] = torch.cat([counts[-1], pairs.num_denoising])
+    means = mean_count(torch.cat(counts), counts[0].device).split([len(count) for count in counts])
     return {name: Assignment(index, mean) for (name, index), mean in zip(indices.items(), means, strict=True)}
 
 
@@ -126,10 +126,10 @@ class BaseTargetWithDenoising(ABC):
         device = cls_pred.device
         truth = self.ground_truth(cls_target, box_target, device)
         pairs = self.pair_costs(cls_pred, box_pred, truth)
-        index = solve_padded(pairs.costs.cpu().numpy(), truth.counts)
-        targets = self.targets_of(to_device(index, device), truth, pairs.ordering, cls_pred.shape[-1])
+        index = solve_padded(pairs.costs, truth.counts)
+        targets = self.targets_of(index, truth, pairs.ordering, cls_pred.shape[-1])
         matches = []
-        for of_queries, count in zip(index[-1], truth.counts, strict=True):
+        for of_queries, count in zip(index[-1].cpu().numpy(), truth.counts, strict=True):
             queries = np.flatnonzero(of_queries < count)
             matches.append((to_device(queries, device), to_device(of_queries[queries], device)))
         return targets._replace(matches=matches)

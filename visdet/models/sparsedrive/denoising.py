@@ -94,8 +94,7 @@ class BoxDenoising:
         anchors = self._with_noise(boxes)
 
         costs = for_solver(self._weighted_distance(anchors[:, :, None], boxes[:, None], boxes.new_ones(())))
-        index = torch.from_numpy(solve_padded(costs.cpu().numpy(), [labels.shape[1]] * len(labels)))
-        index = index.to(labels.device)
+        index = solve_padded(costs, [labels.shape[1]] * len(labels))
 
         def of_matched(values: Tensor, others: int) -> Tensor:
             rows = torch.cat([values, values.new_full((G * B, 1, *values.shape[2:]), others)], dim=1)

@@ -219,7 +219,7 @@ class SparseDrive(BaseDetector):
     def assign(
         self, costs_and_state: tuple[dict[str, PairCosts], Any], batch: DrivingBatch
     ) -> dict[str, Assignment]:
-        """Return what each prediction has to learn, and keep the state for the next frame. The host does this.
+        """Return what each prediction has to learn, and keep the state for the next frame.
 
         The state is copied, because the next batch may overwrite the tensors that are given.
         """

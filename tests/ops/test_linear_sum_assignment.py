@@ -1,0 +1,224 @@
+"""Assignments on a GPU against scipy's. Without a GPU, a CPU emulates the blocks of the kernel."""
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from visdet.ops.linear_sum_assignment import linear_sum_assignment, solves_assignments_on
+
+scipy_optimize = pytest.importorskip("scipy.optimize")
+
+SOURCES = Path(__file__).resolve().parents[2] / "visdet" / "ops" / "csrc"
+EMULATED = Path(__file__).with_name("emulated")  # has a cuda_runtime.h of its own
+KERNEL = "cuda/linear_sum_assignment/shortest_path.cuh"
+DYNAMIC = "extern __shared__ double shared[];"
+PROGRAM = f"""
+#include "{KERNEL}"
+
+using namespace visdet::linear_sum_assignment;
+
+extern "C" void solve(const double* costs, const int64_t* counts, int problems, int samples, int N, int Q, int threads,
+                      double* scratch, int64_t* index) {{
+  const int64_t doubles = memory_bytes(N < Q ? N : Q, N < Q ? Q : N) / 8;
+  emulated::run_grid(problems, 1, threads,
+                     [&] {{ assignment_kernel(costs, counts, samples, N, Q, scratch, doubles, index); }});
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs a C++ compiler on Linux")
+    if not SOURCES.is_dir():
+        pytest.skip("needs the sources, which a wheel does not hold")
+    folder = tmp_path_factory.mktemp("assignment")
+    kernel = folder / KERNEL
+    kernel.parent.mkdir(parents=True)
+    text = (SOURCES / KERNEL).read_text()
+    assert text.count(DYNAMIC) == 1
+    kernel.write_text(text.replace(DYNAMIC, "static double shared[1 << 14];"))
+    program, output = folder / "program.cpp", folder / "program.so"
+    program.write_text(PROGRAM)
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-w"]
+    command += [f"-I{path}" for path in (EMULATED, folder, SOURCES)]
+    subprocess.run([*command, str(program), "-o", str(output)], check=True)
+    return ctypes.CDLL(str(output))
+
+
+def solved_by_emulation(library, costs, counts, threads, in_shared_memory):
+    *_, samples, N, Q = costs.shape
+    problems = costs.numel() // (N * Q)
+    index = torch.full((*costs.shape[:-2], Q), -7)
+    bytes_of_block = 12 * min(N, Q) + 28 * max(N, Q)
+    # What is read before it was written is not a number.
+    scratch = torch.full((problems * (bytes_of_block + 7) // 8 + problems,), torch.nan, dtype=torch.float64)
+    library.solve(
+        ctypes.c_void_p(costs.data_ptr()),
+        ctypes.c_void_p(counts.data_ptr()),
+        problems,
+        samples,
+        N,
+        Q,
+        threads,
+        ctypes.c_void_p(None if in_shared_memory else scratch.data_ptr()),
+        ctypes.c_void_p(index.data_ptr()),
+    )
+    return index
+
+
+def solved_by_scipy(costs, counts):
+    *outer, N, Q = costs.shape
+    index = torch.full((*outer, Q), N)
+    for place in np.ndindex(*outer):
+        rows, columns = scipy_optimize.linear_sum_assignment(costs[place][: counts[place[-1]]].numpy())
+        index[place][torch.from_numpy(columns)] = torch.from_numpy(rows)
+    return index
+
+
+def draw(layers, counts, N, Q, kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    costs = torch.randn(layers, len(counts), N, Q, generator=generator, dtype=torch.float64)
+    if kind == "equal":  # Many assignments cost the same.
+        costs = (costs * 1.5).round()
+    if kind == "invalid":  # as for_solver writes costs that are not finite
+        costs[torch.rand(costs.shape, generator=generator) < 0.3] = 1e8
+    if kind == "near":  # Costs like those of predictions: all rows prefer the same few columns.
+        costs = costs * 0.1 + torch.linspace(0, 3, Q, dtype=torch.float64)
+    return costs, torch.tensor(counts)
+
+
+CASES = [
+    # layers, counts, N, Q, threads of a block
+    (2, [5, 0, 16, 9], 16, 40, 32),
+    (1, [7, 3], 7, 7, 32),
+    (1, [12, 5], 12, 5, 32),  # more rows than columns
+    (3, [1], 1, 1, 32),
+    (1, [20], 32, 150, 96),
+    (1, [33], 64, 33, 64),  # as many as columns, beside padding
+]
+
+
+@pytest.mark.parametrize("kind", ["random", "equal", "invalid", "near"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_emulated_kernel_agrees_with_scipy(library, case, kind):
+    layers, counts, N, Q, threads = case
+    for seed in range(2):
+        costs, rows = draw(layers, counts, N, Q, kind, seed)
+        expected = solved_by_scipy(costs, rows)
+        assert torch.equal(solved_by_emulation(library, costs, rows, threads, True), expected)
+        assert torch.equal(solved_by_emulation(library, costs, rows, threads, False), expected)
+
+
+def test_the_emulated_kernel_ends_with_bad_numbers(library):
+    """Costs that are not finite give some one-to-one assignment, and nothing is written out of place."""
+    for seed in range(4):
+        costs, rows = draw(2, [9, 4, 12], 12, 10, "random", seed)
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            costs[torch.rand(costs.shape) < 0.3] = bad
+        for in_shared_memory in (True, False):
+            index = solved_by_emulation(library, costs, rows, 32, in_shared_memory)
+            assert_one_to_one(index, rows, 12)
+
+
+def assert_one_to_one(index, counts, N):
+    for of_problem, count in zip(index.flatten(0, -2), counts.repeat(len(index)), strict=True):
+        assigned = of_problem[of_problem < N]
+        assert len(assigned) == min(int(count), len(of_problem))
+        assert len(assigned.unique()) == len(assigned)
+        assert bool((of_problem == N).sum() + len(assigned) == len(of_problem))
+        assert bool((assigned >= 0).all() and (assigned < count).all())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["random", "equal", "invalid", "near"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        (6, [40, 64, 3, 0], 64, 900, 0),
+        (6, [9, 30, 1, 17], 32, 100, 0),
+        (1, [70, 12], 128, 30000, 0),  # The memory of a block does not suffice.
+        (1, [9000], 9000, 3, 0),
+    ],
+    ids=str,
+)
+def test_the_kernel_agrees_with_scipy(case, kind):
+    layers, counts, N, Q, _ = case
+    costs, rows = draw(layers, counts, N, Q, kind, 0)
+    found = linear_sum_assignment(costs.cuda(), rows.cuda())
+    assert torch.equal(found.cpu(), solved_by_scipy(costs, rows))
+    turned = costs.cuda().transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert torch.equal(linear_sum_assignment(turned, rows.cuda()), found)
+
+
+@pytest.mark.cuda
+def test_random_problems_on_cuda():
+    random = np.random.default_rng(3)
+    for seed in range(150):
+        N, Q, B = (int(random.integers(1, most)) for most in (60, 400, 5))
+        counts = random.integers(0, N + 1, B).tolist()
+        costs, rows = draw(
+            int(random.integers(1, 4)), counts, N, Q, ("random", "equal", "near")[seed % 3], seed
+        )
+        found = linear_sum_assignment(costs.cuda(), rows.cuda()).cpu()
+        assert torch.equal(found, solved_by_scipy(costs, rows)), (seed, costs.shape, counts)
+
+
+@pytest.mark.cuda
+def test_bad_numbers_on_cuda():
+    """Counts beyond the rows are those of all rows, and costs that are not finite give some assignment."""
+    costs, rows = draw(2, [9, 4, 12], 12, 1000, "random", 0)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        costs[torch.rand(costs.shape) < 0.3] = bad
+    assert_one_to_one(linear_sum_assignment(costs.cuda(), rows.cuda()).cpu(), rows, 12)
+    costs, _ = draw(2, [12, 12, 0], 12, 100, "random", 0)
+    found = linear_sum_assignment(costs.cuda(), torch.tensor([1 << 40, 12, -3]).cuda()).cpu()
+    assert torch.equal(found, solved_by_scipy(costs, torch.tensor([12, 12, 0])))
+
+
+@pytest.mark.cuda
+def test_empty_problems_on_cuda():
+    for shape in [(0, 4, 5), (2, 0, 5), (2, 4, 0), (0, 2, 4, 5)]:
+        costs = torch.zeros(*shape, dtype=torch.float64, device="cuda")
+        counts = torch.full((shape[-3],), shape[-2], device="cuda")
+        index = linear_sum_assignment(costs, counts)
+        assert index.shape == (*shape[:-2], shape[-1])
+        assert bool((index == shape[-2]).all())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("costs", "counts", "message"),
+    [
+        (torch.zeros(4, 5, dtype=torch.float64), torch.zeros(1).long(), r"costs must be \[..., B, N, Q\]"),
+        (torch.zeros(1, 4, 5), torch.zeros(1).long(), "costs must be float64"),
+        (torch.zeros(1, 4, 5, dtype=torch.float64), torch.zeros(2).long(), r"counts must be \[B\] = \[1\]"),
+        (torch.zeros(1, 4, 5, dtype=torch.float64), torch.zeros(1), "counts must be int64"),
+    ],
+)
+def test_arguments_that_do_not_fit(costs, counts, message):
+    with pytest.raises(RuntimeError, match=message):
+        linear_sum_assignment(costs.cuda(), counts.cuda())
+
+
+@pytest.mark.cuda
+def test_counts_on_another_device():
+    with pytest.raises(RuntimeError, match="counts must be on the device of costs"):
+        linear_sum_assignment(torch.zeros(1, 4, 5, dtype=torch.float64).cuda(), torch.zeros(1).long())
+
+
+def test_there_is_no_kernel_for_the_cpu():
+    costs = torch.zeros(1, 4, 5, dtype=torch.float64)
+    assert not solves_assignments_on(costs)
+    with pytest.raises(
+        RuntimeError, match=r"scipy.optimize.linear_sum_assignment solves assignments on the CPU"
+    ):
+        linear_sum_assignment(costs, torch.zeros(1).long())
