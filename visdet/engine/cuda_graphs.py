@@ -175,9 +175,15 @@ class GraphedMethod(ABC):
         """Return all that a captured graph depends on besides the batch: modes, and the addresses of the weights."""
         places = hash((*map(Tensor.data_ptr, self._parameters), *map(Tensor.data_ptr, self._buffers)))
         learning = hash(tuple(map(_LEARNS, self._parameters))) if torch.is_grad_enabled() else None
+        return places, learning, self._modes()
+
+    def _modes(self) -> Hashable:
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        modes = (torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled())
-        return places, learning, autocast, self.model.training, modes
+        deterministic, inference = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+        return autocast, self.model.training, deterministic, inference
 
 
 class GraphedLoss(GraphedMethod):
@@ -220,7 +226,7 @@ class GraphedPrediction(GraphedMethod):
 
     A model whose ``prediction_batch`` takes the host time may have ``image_features``, a function of the images, whose
     result ``detections`` then takes as its second argument (see ``SparseDrive``). It is a graph of its own, which the
-    GPU computes meanwhile.
+    GPU computes meanwhile. ``image_feature_parts`` names the parts of the model whose weights it reads.
     """
 
     method = "predict"
@@ -230,15 +236,19 @@ class GraphedPrediction(GraphedMethod):
     def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
         super().__init__(model, max_shapes, say)
         self._features: OrderedDict[Hashable, GraphedFeatures] = OrderedDict()
+        parts = [getattr(model, name) for name in getattr(model, "image_feature_parts", ())]
+        self._read_by_features = [
+            tensor for part in parts if part is not None for tensor in (*part.parameters(), *part.buffers())
+        ]
 
     def _serves(self) -> bool:
         return not torch.is_grad_enabled()
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> list[Any]:
-        key_of_model = self._key_of_model()
-        begun = self._features.get((layout_of(inputs), key_of_model))
+        begun = self._features.get(self._key_of_features(inputs))
         if begun is not None:
             begun(inputs)
+        key_of_model = self._key_of_model()
         batch = self.model.prediction_batch(inputs, data_samples)
         return self.model.with_detections(self._compute(batch, key_of_model, begun), data_samples)
 
@@ -248,12 +258,16 @@ class GraphedPrediction(GraphedMethod):
     def _new_step(self, batch: Any, example: Any, memory: GraphMemory) -> GraphedDetections:
         if not hasattr(self.model, "image_features"):
             return GraphedDetections(self.model, batch, memory)
-        key = layout_of(batch.images), self._key_of_model()
+        key = self._key_of_features(batch.images)
         if key not in self._features:
             while len(self._features) >= self.max_shapes:
                 self._features.popitem(last=False)
             self._features[key] = GraphedFeatures(self.model, batch.images, memory)
         return GraphedDetections(self.model, batch, memory, self._features[key])
+
+    def _key_of_features(self, images: Tensor) -> Hashable:
+        """Return all that a captured graph of features depends on."""
+        return layout_of(images), hash((*map(Tensor.data_ptr, self._read_by_features),)), self._modes()
 
     def _forget_graphs(self) -> None:
         super()._forget_graphs()

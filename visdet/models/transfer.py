@@ -1,6 +1,8 @@
 """Copies of a few numbers from the host to the device, and back."""
 
-from typing import Any, TypeVar
+import functools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,9 +10,7 @@ from torch import Tensor
 from visdet.structures.kept_tables import keeps_tables
 from visdet.structures.tensor_tree import map_tensors, tensors_of
 
-__all__ = ["constants_on", "on_host", "to_device"]
-
-T = TypeVar("T")
+__all__ = ["SamplesOnHost", "constants_on", "to_device"]
 
 
 def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -29,15 +29,40 @@ def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = No
     return tensor.to(device)
 
 
-def on_host(tensors: T) -> T:
-    """Return tensors, in nested dicts and lists, on the CPU. The host waits once for the device.
+class SamplesOnHost:
+    """The tensors of each sample of a batch, on their way to memory of their own on the host.
 
-    The copies lie in pinned memory, which is scarce, so that they must not be kept.
+    The copies begin at once. Meanwhile the host may arrange the tensors, whose numbers are there after ``wait``.
+
+    Args:
+        batch: tensors [B, ...], in nested dicts.
+
+    Attributes:
+        samples: the tensors [...] of each sample, in dicts of the same names.
     """
-    copies = map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True), tensors)
-    for device in {tensor.device for tensor in tensors_of(tensors) if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-    return copies
+
+    def __init__(self, batch: Any) -> None:
+        self._device = next((tensor.device for tensor in tensors_of(batch) if tensor.is_cuda), None)
+        sources = map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True), batch)
+        self._sources = [row for tensor in tensors_of(sources) for row in tensor.unbind()]
+        num_samples = len(next(iter(tensors_of(sources)), ()))
+        self._rows = [torch.empty_like(row) for row in self._sources]
+        self.samples = []
+        for index in range(num_samples):
+            rows = iter(self._rows[index::num_samples])
+            self.samples.append(map_tensors(functools.partial(_next_of, rows), batch))
+
+    def wait(self) -> None:
+        """Return when the numbers are there."""
+        if self._sources:
+            if self._device is not None:
+                torch.cuda.current_stream(self._device).synchronize()
+            torch._foreach_copy_(self._rows, self._sources)
+            self._sources = []
+
+
+def _next_of(tensors: Iterator[Tensor], replaced: Tensor) -> Tensor:
+    return next(tensors)
 
 
 @keeps_tables(max_sizes=64)

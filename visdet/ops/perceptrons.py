@@ -14,7 +14,7 @@ from .tracing import is_traced
 __all__ = ["PerceptronLayer", "perceptrons", "perceptrons_reference"]
 
 RELU, NORM, SCALE, FIRST = 1, 2, 4, 8  # the bits of a kind
-MAX_WIDTH, MAX_LAYERS, _MAX_PERCEPTRONS = 256, 24, 8
+MAX_WIDTH, MAX_LAYERS, MAX_PERCEPTRONS = 256, 24, 8
 
 
 class PerceptronLayer(NamedTuple):
@@ -111,7 +111,7 @@ def perceptrons_reference(
 def _serves(input: Tensor, layers: Sequence[Sequence[PerceptronLayer]]) -> bool:
     if input.dtype != torch.float32 or not has_kernel("perceptrons", input):
         return False
-    if len(layers) > _MAX_PERCEPTRONS or sum(map(len, layers)) > MAX_LAYERS:
+    if len(layers) > MAX_PERCEPTRONS or sum(map(len, layers)) > MAX_LAYERS:
         return False
     weights = [layer.weight for of_one in layers for layer in of_one]
     return all(

@@ -148,9 +148,10 @@ class MultiheadAttention(BaseModule):
 
     def _heads(self, projected: Tensor) -> list[Tensor]:
         """Return the heads [B, heads, Q, C] of each projection in [B, Q, projections * heads * C]."""
+        B, Q, total = projected.shape
         width = self.embed_dims
-        parts = projected.split(width, dim=-1) if projected.shape[-1] > width else (projected,)
-        return [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
+        parts = projected.split(width, dim=-1) if total > width else (projected,)
+        return [part.view(B, Q, self.num_heads, width // self.num_heads).transpose(1, 2) for part in parts]
 
     def _joint_mask(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor

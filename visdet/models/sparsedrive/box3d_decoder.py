@@ -1,6 +1,7 @@
 """The decoder that turns box predictions into results, and what it shares with the decoders of other tasks."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +9,10 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from ..transfer import on_host
+from ..transfer import SamplesOnHost
 from .box3d import CNS, decode_box
 
-__all__ = ["BestPredictions", "ResultDecoder", "SparseBox3DDecoder", "select_best"]
+__all__ = ["BestPredictions", "ResultDecoder", "SparseBox3DDecoder", "of_samples", "select_best"]
 
 
 class BestPredictions(NamedTuple):
@@ -63,8 +64,39 @@ def select_best(
     return BestPredictions(query, label, class_score, score)
 
 
+def of_samples(
+    selected: dict[str, Any],
+    of_sample: Callable[[dict[str, Any]], dict[str, Any]],
+    then: Callable[[int, dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the results of each sample of a batch on the CPU.
+
+    Where no rows are left out, the host arranges the results while the device still computes them.
+
+    Args:
+        selected: the results of ``select``, a dict or nested dicts.
+        of_sample: a function such as ``ResultDecoder.of_sample``.
+        then: a function of the index of a sample and its results, which reads no numbers.
+    """
+    arriving = SamplesOnHost(selected)
+    if _leaves_rows_out(selected):
+        arriving.wait()
+    results = [of_sample(sample) for sample in arriving.samples]
+    if then is not None:
+        for index, result in enumerate(results):
+            then(index, result)
+    arriving.wait()
+    return results
+
+
+def _leaves_rows_out(selected: dict[str, Any]) -> bool:
+    return "is_kept" in selected or any(
+        _leaves_rows_out(value) for value in selected.values() if isinstance(value, dict)
+    )
+
+
 class ResultDecoder(ABC):
-    """Base class of the decoders of all tasks. ``select`` runs on the device, and ``of_samples`` on the host."""
+    """Base class of the decoders of all tasks. ``select`` runs on the device, and ``of_sample`` on the host."""
 
     @abstractmethod
     def select(self, *arguments: Any, **keywords: Any) -> dict[str, Tensor]:
@@ -73,22 +105,22 @@ class ResultDecoder(ABC):
         They may have ``is_kept`` [B, n], which tells whether a row counts.
         """
 
-    def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the results of each sample on the CPU, the rows that ``is_kept`` marks or, without it, all rows."""
-        selected = on_host(selected)
-        is_kept = selected.pop("is_kept", None)
-        num_samples = len(next(iter(selected.values())))
-        return [
-            {
-                name: value[i].clone() if is_kept is None else value[i][is_kept[i]]
-                for name, value in selected.items()
-            }
-            for i in range(num_samples)
-        ]
+    def of_sample(self, selected: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the results of a sample, the rows that ``is_kept`` marks or, without it, all rows.
+
+        Args:
+            selected: what ``select`` returns for the sample, on the CPU. Without ``is_kept``, no number is read.
+        """
+        is_kept = selected.get("is_kept")
+        return {
+            name: value if is_kept is None else value[is_kept]
+            for name, value in selected.items()
+            if name != "is_kept"
+        }
 
     def decode(self, *arguments: Any, **keywords: Any) -> list[dict[str, Any]]:
         """Return the results of each sample on the CPU. The arguments are those of ``select``."""
-        return self.of_samples(self.select(*arguments, **keywords))
+        return of_samples(self.select(*arguments, **keywords), self.of_sample)
 
 
 @TASK_UTILS.register_module()

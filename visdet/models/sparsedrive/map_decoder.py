@@ -7,7 +7,6 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from ..transfer import on_host
 from .box3d_decoder import ResultDecoder, select_best
 
 __all__ = ["SparsePoint3DDecoder"]
@@ -39,6 +38,8 @@ class SparsePoint3DDecoder(ResultDecoder):
     ) -> dict[str, Tensor]:
         """Return ``vectors`` [B, n, points, coords_dim] in metres, ``scores`` and ``labels`` [B, n].
 
+        There is ``is_kept`` [B, n] with a threshold.
+
         Args:
             cls_scores: [B, Q, C] of each decoder layer, logits.
             pts_preds: [B, Q, points · coords_dim] of each layer, in metres.
@@ -49,25 +50,16 @@ class SparsePoint3DDecoder(ResultDecoder):
         best = select_best(logits, num_output=logits.shape[1])
         points = pts_preds[output_idx].float()
         points = points.gather(1, best.query[..., None].expand(-1, -1, points.shape[-1]))
-        return {
+        results = {
             "vectors": points.unflatten(-1, (-1, self.coords_dim)),
             "scores": best.score,
             "labels": best.label,
         }
-
-    def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Return ``vectors`` (n arrays [points, coords_dim]), ``scores`` [n] and ``labels`` [n] of each sample."""
-        names = ("vectors", "scores", "labels")
-        of_batch = on_host({name: selected[name] for name in names})
-        points, score, label = (of_batch[name].clone().numpy() for name in names)
-        results = []
-        for i in range(len(score)):
-            is_kept = slice(None) if self.score_threshold is None else score[i] >= self.score_threshold
-            results.append(
-                {
-                    "vectors": list(points[i][is_kept]),
-                    "scores": score[i][is_kept],
-                    "labels": label[i][is_kept],
-                }
-            )
+        if self.score_threshold is not None:
+            results["is_kept"] = best.score >= self.score_threshold
         return results
+
+    def of_sample(self, selected: dict[str, Tensor]) -> dict[str, Any]:
+        """Return ``vectors`` (n arrays [points, coords_dim]), ``scores`` [n] and ``labels`` [n] of a sample."""
+        result = {name: value.numpy() for name, value in super().of_sample(selected).items()}
+        return {**result, "vectors": list(result["vectors"])}

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from visdet.ops._gpu_rows import has_kernel
-from visdet.ops.perceptrons import FIRST, MAX_LAYERS, MAX_WIDTH, NORM, RELU, SCALE, run_kernels
+from visdet.ops.perceptrons import (
+    FIRST,
+    MAX_LAYERS,
+    MAX_PERCEPTRONS,
+    MAX_WIDTH,
+    NORM,
+    RELU,
+    SCALE,
+    run_kernels,
+)
+from visdet.structures.constant_weights import computed_once
 
 from ..layers.normalization import ReLULayerNorm
 from ..layers.precision import in_full_precision
@@ -125,7 +135,7 @@ class _Plan:
 
     def tensors(self) -> list[Tensor]:
         """Return the parameters in the order of the kernel."""
-        return [getattr(layer, name) for layer, name in self._places]
+        return computed_once(self, lambda: [getattr(layer, name) for layer, name in self._places])
 
     def run(self, x: Tensor) -> Tensor:
         return run_kernels(x.float(), self.tensors(), self.kinds, (0,), _EPS)
@@ -133,11 +143,11 @@ class _Plan:
 
 _HAS_FORWARD = operator.methodcaller("__contains__", "forward")
 _EPS = nn.LayerNorm(1).eps
-_MAX_DEPTH = MAX_LAYERS // 4  # Four perceptrons may run side by side.
+_MAX_DEPTH = MAX_LAYERS // 4  # Four perceptrons can run side by side in any case.
 
 
 def side_by_side(modules: Sequence[Perceptron], x: Tensor, first_columns: Sequence[int]) -> Tensor:
-    """Return the results of at most four perceptrons, concatenated, each of which reads columns of x of its own.
+    """Return the results of perceptrons, concatenated, each of which reads columns of x of its own.
 
     They are computed in full precision.
 
@@ -145,9 +155,9 @@ def side_by_side(modules: Sequence[Perceptron], x: Tensor, first_columns: Sequen
         first_columns: the column of x with which each perceptron begins. It reads as many as its first layer takes.
     """
     plans = [plan for module in modules if (plan := module.kernel_plan(x)) is not None]
-    if len(plans) == len(modules):
+    kinds = [kind for plan in plans for kind in plan.kinds]
+    if len(plans) == len(modules) <= MAX_PERCEPTRONS and len(kinds) <= MAX_LAYERS:
         tensors = [tensor for plan in plans for tensor in plan.tensors()]
-        kinds = [kind for plan in plans for kind in plan.kinds]
         return run_kernels(x.float(), tensors, kinds, first_columns, _EPS)
     widths = [next(module.parameters()).shape[1] for module in modules]
     parts = [

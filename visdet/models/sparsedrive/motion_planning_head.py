@@ -11,6 +11,7 @@ from visdet.registry import MODELS, TASK_UTILS
 
 from .anchor_files import ModuleWithAnchors
 from .box3d import COS_YAW, SIN_YAW, VX, VY
+from .box3d_decoder import of_samples
 from .frame_clock import FrameClock
 from .instance_bank import topk
 from .instance_operations import InstanceOperations
@@ -326,9 +327,9 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             losses[f"planning_loss_status_{i}"] = self.plan_loss_status(status.float().squeeze(1), given)
         return losses
 
-    def post_process(self, *arguments: Any) -> tuple[list[dict[str, Any]], ...]:
+    def post_process(self, *arguments: Any) -> list[dict[str, Any]]:
         """Return the results of motion and planning of each sample. The arguments are those of ``select``."""
-        return self.of_samples(self.select(*arguments))
+        return of_samples(self.select(*arguments), self.of_sample)
 
     def select(
         self,
@@ -348,9 +349,10 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         planning = self.planning_decoder.select(det_output, motion_output, planning_output, data)
         return {"motion": motion, "planning": planning}
 
-    def of_samples(self, selected: dict[str, dict[str, Tensor]]) -> tuple[list[dict[str, Any]], ...]:
-        """Return the results of motion and planning of each sample, given the result of ``select``."""
-        return (
-            self.motion_decoder.of_samples(selected["motion"]),
-            self.planning_decoder.of_samples(selected["planning"]),
+    def of_sample(self, selected: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+        """Return the results of a sample, given what ``select`` returns for it on the CPU."""
+        motion, planning = (
+            self.motion_decoder.of_sample(selected["motion"]),
+            self.planning_decoder.of_sample(selected["planning"]),
         )
+        return motion | planning

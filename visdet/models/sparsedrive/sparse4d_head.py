@@ -13,6 +13,8 @@ from visdet.structures.tensor_tree import map_tensors
 
 from ..layers.precision import as_autocast_input
 from ..transfer import constants_on, to_device
+from .box3d_decoder import of_samples
+from .deformable_feature_aggregation import camera_embeddings
 from .denoising import DenoisingQueries
 from .frame_clock import FrameClock
 from .instance_bank import InstanceBankState
@@ -212,6 +214,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             feature, anchor, attn_mask = self._join(feature, anchor, denoising)
         embed = self.anchor_encoder(anchor)
         embed_of_attention = as_autocast_input(embed)
+        cameras = camera_embeddings(self.layers, metas.get("projection_mat"))
         classification, prediction, quality = [], [], []
         for op, layer, norm in self.steps():
             if op == "temp_gnn":
@@ -225,7 +228,8 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             elif op == "ffn":
                 feature = layer(feature) if norm is None else layer(feature, norm=norm)
             elif op == "deformable":
-                feature = layer(feature, anchor, embed, feature_maps, metas)
+                given = {"camera_embed": cameras[layer]} if layer in cameras else {}
+                feature = layer(feature, anchor, embed, feature_maps, metas, **given)
             else:
                 anchor, cls, qt = layer(feature, anchor, embed, time_interval=time_interval)
                 classification.append(cls)
@@ -239,13 +243,13 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
                 if len(prediction) > self.num_single_frame_decoder and memory.embed is not None:
                     memory.embed = embed_of_attention[:, : bank.num_temp_instances]
 
-        N = bank.num_anchor
+        N, is_alone = bank.num_anchor, denoising is None and updated is None
         output = self._denoising_output(classification, prediction, denoising, updated)
         self._kept_denoising = self._to_keep(feature[:, N:], anchor[:, N:], updated or denoising)
         output.update(
-            classification=[cls[:, :N] for cls in classification],
-            prediction=[anchors[:, :N] for anchors in prediction],
-            quality=[None if qt is None else qt[:, :N] for qt in quality],
+            classification=classification if is_alone else [cls[:, :N] for cls in classification],
+            prediction=prediction if is_alone else [anchors[:, :N] for anchors in prediction],
+            quality=quality if is_alone else [None if qt is None else qt[:, :N] for qt in quality],
             instance_feature=feature[:, :N],
             anchor_embed=embed[:, :N],
         )
@@ -379,7 +383,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
 
     def post_process(self, model_outs: dict[str, Any], output_idx: int = -1) -> list[dict[str, Any]]:
         """Return the results of each sample; see the decoder."""
-        return self.of_samples(self.select(model_outs, output_idx))
+        return of_samples(self.select(model_outs, output_idx), self.of_sample)
 
     def select(self, model_outs: dict[str, Any], output_idx: int = -1) -> dict[str, Tensor]:
         """Return the results of the batch on its device. All work runs on the device."""
@@ -391,6 +395,6 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             output_idx=output_idx,
         )
 
-    def of_samples(self, selected: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the results of each sample, given the result of ``select``."""
-        return self.decoder.of_samples(selected)
+    def of_sample(self, selected: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the results of a sample, given what ``select`` returns for it on the CPU."""
+        return self.decoder.of_sample(selected)

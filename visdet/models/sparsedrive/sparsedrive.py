@@ -15,6 +15,7 @@ from visdet.structures.tensor_tree import map_tensors
 
 from ..base_detector import BaseDetector
 from .base_target import Assignment, PairCosts, assigned_instances
+from .box3d_decoder import of_samples
 from .frame_clock import FrameClock, with_clock
 from .grid_mask import GridMask
 from .sample_batch import DrivingBatch, batch_of
@@ -52,6 +53,7 @@ class SparseDrive(BaseDetector):
 
     input_shape: ClassVar[tuple[str, ...]] = ("B", "V", "3", "H", "W")
     sample_type: ClassVar[type[DrivingDataSample]] = DrivingDataSample
+    image_feature_parts: ClassVar[tuple[str, ...]] = ("img_backbone", "img_neck")
 
     def __init__(
         self,
@@ -287,8 +289,9 @@ class SparseDrive(BaseDetector):
         """Return the samples with their results filled in, and keep the state for the next frame."""
         results, state = detections
         self._keep(state, {"img_metas": [sample.metainfo for sample in data_samples]})
-        for sample, of_sample in zip(data_samples, self.head.of_samples(results), strict=True):
-            sample.set_predictions(of_sample)
+        of_samples(
+            results, self.head.of_sample, lambda index, result: data_samples[index].set_predictions(result)
+        )
         return list(data_samples)
 
     def _ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:

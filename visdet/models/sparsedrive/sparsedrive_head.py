@@ -11,8 +11,8 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures.side_stream import in_parallel
 
-from ..transfer import on_host
 from .base_target import Assignment, PairCosts, assigned_instances
+from .box3d_decoder import of_samples
 from .denoising import DenoisingQueries
 from .frame_clock import FrameClock
 from .padded_instances import padded_rows
@@ -233,7 +233,7 @@ class SparseDriveHead(BaseModule):
         self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """Return the results of each sample. One dict holds those of all tasks."""
-        return self.of_samples(self.select(model_outs, data))
+        return of_samples(self.select(model_outs, data), self.of_sample)
 
     def select(
         self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]
@@ -251,20 +251,16 @@ class SparseDriveHead(BaseModule):
             )
         return selected
 
-    def of_samples(self, selected: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the results of each sample, given the result of ``select``. One dict holds those of all tasks."""
-        selected = on_host(selected)
-        of_tasks = []
+    def of_sample(self, selected: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the results of all tasks of a sample, given what ``select`` returns for it on the CPU."""
+        results: dict[str, Any] = {}
         if self.with_det:
-            of_tasks.append(self.det_head.of_samples(selected["det"]))
+            results |= self.det_head.of_sample(selected["det"])
         if self.with_map:
-            of_tasks.append(self.map_head.of_samples(selected["map"]))
+            results |= self.map_head.of_sample(selected["map"])
         if self.with_motion_plan:
-            of_tasks.extend(self.motion_plan_head.of_samples(selected["motion_plan"]))
-        return [
-            {name: value for result in results for name, value in result.items()}
-            for results in zip(*of_tasks, strict=True)
-        ]
+            results |= self.motion_plan_head.of_sample(selected["motion_plan"])
+        return results
 
 
 def _of_tasks(
