@@ -42,10 +42,20 @@ class SamplesOnHost:
     """
 
     def __init__(self, batch: Any) -> None:
-        self._device = next((tensor.device for tensor in tensors_of(batch) if tensor.is_cuda), None)
-        sources = map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True), batch)
-        self._sources = [row for tensor in tensors_of(sources) for row in tensor.unbind()]
-        num_samples = len(next(iter(tensors_of(sources)), ()))
+        tensors = tensors_of(batch)
+        self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        of_type: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            of_type.setdefault(tensor.dtype, []).append(tensor)
+        arriving: dict[int, Tensor] = {}  # All tensors of a type come by one copy.
+        for group in of_type.values():
+            copy = torch.cat([tensor.reshape(-1) for tensor in group]).to("cpu", non_blocking=True)
+            parts = copy.split([tensor.numel() for tensor in group])
+            arriving |= {
+                id(tensor): part.view(tensor.shape) for tensor, part in zip(group, parts, strict=True)
+            }
+        self._sources = [row for tensor in tensors for row in arriving[id(tensor)].unbind()]
+        num_samples = len(tensors[0]) if tensors else 0
         self._rows = [torch.empty_like(row) for row in self._sources]
         self.samples = []
         for index in range(num_samples):
