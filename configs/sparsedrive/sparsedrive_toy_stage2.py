@@ -25,7 +25,11 @@ train_dataloader = dict(
             dict(type="CircleObjectRangeFilter", class_dist_thred=[33] * 5),
             dict(type="InstanceNameFilter", classes={{_base_.class_names}}),
             dict(
-                type="VectorizeMap", roi_size={{_base_.roi_size}}, normalize=False, sample_num=20, permute=True
+                type="VectorizeMap",
+                roi_size={{_base_.roi_size}},
+                normalize=False,
+                sample_num=20,
+                permute=True,
             ),
             dict(type="NuScenesSparse4DAdaptor"),
             dict(type="PackDrivingInputs"),
