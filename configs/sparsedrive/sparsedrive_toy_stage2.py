@@ -14,7 +14,28 @@ model = dict(
 )
 
 # Frames of a sequence resemble each other, so that a training step of planning needs as many sequences as possible.
-train_dataloader = dict(batch_size=8)
+# Those of a frozen first stage need no depth maps.
+train_dataloader = dict(
+    batch_size=8,
+    dataset=dict(
+        pipeline=[
+            dict(type="LoadMultiViewImageFromFiles"),
+            dict(type="ResizeCropFlipImage"),
+            dict(type="BBoxRotation"),
+            dict(type="CircleObjectRangeFilter", class_dist_thred=[33] * 5),
+            dict(type="InstanceNameFilter", classes={{_base_.class_names}}),
+            dict(
+                type="VectorizeMap",
+                roi_size={{_base_.roi_size}},
+                normalize=False,
+                sample_num=20,
+                permute=True,
+            ),
+            dict(type="NuScenesSparse4DAdaptor"),
+            dict(type="PackDrivingInputs"),
+        ]
+    ),
+)
 
 val_evaluator = [
     dict(type="NuScenesMetric", class_range=30, anchors="data/driving_scenes/kmeans_det_128.npy"),

@@ -152,7 +152,8 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
                     f"feature_maps_format: each level must be [B, V, C, H, W] = [{B}, {V}, {C}, H, W], "
                     f"got {list(level.shape)}"
                 )
-        flat.append(torch.cat([level.flatten(-2) for level in maps], -1).transpose(-1, -2).flatten(1, 2))
+        # Maps that have their channels last in memory are read and written in the order in which they lie there.
+        flat.append(torch.cat([level.flatten(-2).transpose(-1, -2) for level in maps], -2).flatten(1, 2))
         shapes += [[list(level.shape[-2:]) for level in maps]] * V
     level_shapes = torch.tensor(shapes, dtype=torch.int64)
     areas = level_shapes.prod(-1).flatten()

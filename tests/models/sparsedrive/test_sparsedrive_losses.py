@@ -136,6 +136,21 @@ def test_depth_matches_golden():
     close(module.loss(depths, [given[f"gt_depth/{i}"] for i in range(3)]), expected["loss"])
 
 
+def test_depth_does_not_depend_on_the_memory_format():
+    module = DenseDepthNet(embed_dims=5, num_depth_layers=1)
+    maps = torch.randn(2, 3, 5, 4, 6, generator=torch.Generator().manual_seed(0))
+    results = []
+    for rows in (maps, maps.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)):
+        rows = rows.requires_grad_()
+        (depth,) = module([rows])
+        results.append(
+            (depth.detach(), *torch.autograd.grad(depth.square().sum(), [rows, *module.parameters()]))
+        )
+    assert results[0][0].shape == (6, 1, 4, 6)
+    for plain, channels_last in zip(*results, strict=True):
+        torch.testing.assert_close(plain, channels_last)
+
+
 def test_depth_survives_divergence_and_no_ground_truth():
     module = DenseDepthNet(embed_dims=2, num_depth_layers=1).train()
     maps = [torch.full((1, 1, 2, 2, 2), 1e4, requires_grad=True)]

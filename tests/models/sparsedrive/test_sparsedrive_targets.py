@@ -145,6 +145,42 @@ def test_lines_l1_cost_by_hand():
         LinesL1Cost(permute=True)(torch.zeros(1, 4), torch.zeros(1, 4))
 
 
+@pytest.mark.parametrize("shape", [(7,), (4, 7), (3, 4, 7)], ids=["Q7", "B4-Q7", "L3-B4-Q7"])
+@pytest.mark.parametrize("far", [3e3, 1.5], ids=["far", "near"])
+def test_orderings_that_are_left_out_do_not_change_the_cost(shape, far):
+    generator = torch.Generator().manual_seed(0)
+    gt = torch.full((4, 5, 38, 40), far)
+    gt[:, 0] = torch.rand(4, 38, 40, generator=generator)
+    gt[:, 1:, :2] = torch.rand(4, 4, 2, 40, generator=generator)
+    gt[3, 4] = 0  # is padding of the batch
+    pred = torch.rand(*shape, 40, generator=generator)
+    pred.view(-1, 40)[0, 3] = 900.0
+    gt = gt[0] if pred.dim() == 2 else gt
+    cost = LinesL1Cost(weight=10.0, beta=0.01, permute=True)
+    error = (pred[..., None, None, :] - gt.unsqueeze(-4)).abs()
+    smooth = torch.where(error < 0.01, error**2 / 0.02, error - 0.005).sum(-1) / 2
+    best = smooth.min(-1)
+    values, orderings = cost(pred, gt)
+    torch.testing.assert_close(values, best.values)
+    assert torch.equal(orderings, best.indices)
+    kept = cost._may_be_nearest(pred.reshape(-1, 1, 7, 40)[:, 0], gt.reshape(-1, 5, 38, 40))
+    assert kept[:, 0].all() and kept[:, :, :2].all() and kept.all() == (far == 1.5)
+
+
+def test_no_ordering_is_left_out_beside_a_prediction_that_is_not_finite():
+    gt = torch.full((1, 2, 3, 4), 1e5)
+    gt[:, :, 0] = 0.5
+    cost = LinesL1Cost(beta=0.01, permute=True)
+    assert not cost._may_be_nearest(torch.zeros(2, 4), gt)[..., 1:].any()
+    for bad in (math.nan, math.inf):
+        pred = torch.zeros(2, 4)
+        pred[1, 2] = bad
+        assert cost._may_be_nearest(pred, gt).all()
+        values, orderings = cost(pred[None], gt)
+        torch.testing.assert_close(values[0, 0], torch.full((2,), 0.99 * 1.0))
+        assert not orderings[0, 0].any()
+
+
 def test_no_lines_anywhere():
     labels, lines, *_ = line_sampler().sample(
         torch.zeros(1, 2, 3),
