@@ -42,8 +42,8 @@ struct Geometry {
   Geometry(const MsDeformAttnProblem& problem, const Tensor& level_shapes, const Tensor& level_starts,
            const int64_t* num_points) {
     const Tensor dense_shapes = dense(level_shapes), dense_starts = dense(level_starts);
-    const int64_t* shapes = dense_shapes.const_data_ptr<int64_t>();
-    const int64_t* starts = dense_starts.const_data_ptr<int64_t>();
+    const int64_t* shapes = data_of<int64_t>(dense_shapes);
+    const int64_t* starts = data_of<int64_t>(dense_starts);
     check_levels(problem, shapes, starts);
     order = query_order(problem, shapes);
     for (int64_t l = 0; l < problem.L; ++l) {

@@ -3,9 +3,6 @@
 // The input is rows of C values, the channels of a pixel. Each pass has three kernels: blocks add up what their rows
 // give for each channel, one kernel adds up the blocks, and the last one computes the result. No sum depends on the
 // order in which blocks run.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <optional>
 #include <tuple>
 

@@ -1,7 +1,4 @@
 // box_key_points on CUDA. The contract is in ../box_key_points.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <tuple>
 
 #include "box_key_points.h"

@@ -1,8 +1,5 @@
 // carafe on CUDA. The contract is in ../carafe.h. Every number of every result is written once, by the thread that sums
 // it.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <tuple>
 
 #include "carafe.h"

@@ -2,9 +2,6 @@
 //
 // A group of lanes, as many as a power of two, owns a row of C values. A lane holds PACKS packs of eight neighbouring
 // values, each `lanes` packs behind the one before it, so that a row is read once and stays in registers.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <optional>
 #include <tuple>
 

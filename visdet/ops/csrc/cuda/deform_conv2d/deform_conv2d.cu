@@ -1,8 +1,5 @@
 // deform_conv2d on CUDA. The contract is in ../deform_conv2d.h; convolution.cuh has the steps, of which this file makes
 // the forward and the backward pass.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <optional>
 #include <tuple>

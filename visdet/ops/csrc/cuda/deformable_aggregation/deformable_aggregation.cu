@@ -1,8 +1,5 @@
 // deformable_aggregation and deformable_aggregation_fused on CUDA. The contracts are in deformable_aggregation.h and
 // deformable_aggregation_fused.h; how the work is laid out, above each kernel.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <tuple>
 
 #include "common/launch.h"

@@ -1,8 +1,5 @@
 // gaussian_field and mahalanobis_distance on CUDA. The contract is in gaussian_field.h; pairs.cuh, which serves every
 // call, says how the work is laid out.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <tuple>
 
 #include "common/launch.h"
@@ -18,8 +15,8 @@ namespace {
 
 // Makes the boxes of a call, in scratch memory that is returned, and adds them to the inputs.
 Tensor make_boxes(const FieldCall& call, Inputs<float>& in) {
-  in.point_order = call.point_order.const_data_ptr<int64_t>();
-  in.gaussian_order = call.gaussian_order.const_data_ptr<int64_t>();
+  in.point_order = data_of<int64_t>(call.point_order);
+  in.gaussian_order = data_of<int64_t>(call.gaussian_order);
   in.cutoff = static_cast<float>(call.tolerance / static_cast<double>(in.N));
   const int64_t gaussian_groups = ceil_div(in.N, kThreads), point_groups = ceil_div(in.B, kThreads);
   const int64_t bytes = static_cast<int64_t>(sizeof(Box)) * (in.N + gaussian_groups + point_groups);

@@ -1,10 +1,8 @@
 // Backward of ms_deform_attn on CUDA. The contract is in ../ms_deform_attn.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <array>
 #include <tuple>
 
+#include "common/torch.h"
 #include "cuda/ms_deform_attn/backward_direct.cuh"
 #include "cuda/ms_deform_attn/backward_encoder.cuh"
 #include "cuda/ms_deform_attn/backward_sorted.cuh"

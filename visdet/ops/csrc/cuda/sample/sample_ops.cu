@@ -1,12 +1,10 @@
 // sample_sum and sample_dot on CUDA: the passes that each of them takes. The contract, and the three passes, are in
 // sample_ops.h; how the work of a pass is laid out, above its kernel in sum.cuh, dot.cuh and scatter.cuh.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <tuple>
 #include <type_traits>
 
+#include "common/torch.h"
 #include "cuda/sample/dot.cuh"
 #include "cuda/sample/scatter.cuh"
 #include "cuda/sample/sum.cuh"
