@@ -86,11 +86,11 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cpu(
                level_shapes = dense(level_shapes_in), level_starts = dense(level_starts_in),
                locations = dense(locations_in), weights = dense(weights_in);
   check_camera_levels(problem, data_of<int64_t>(level_shapes), data_of<int64_t>(level_starts));
-  Tensor grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  Tensor grad_locations = new_like(locations), grad_weights = new_like(weights);
   zero_(grad_locations), zero_(grad_weights);
   const CameraRows rows(problem, data_of<int64_t>(level_shapes));
   const bool is_rounded = accumulate_dtype(features.scalar_type()) != features.scalar_type();
-  Tensor grad_features = new_empty(features, features.sizes());
+  Tensor grad_features = new_like(features);
   if (!is_rounded || rows.total < problem.S || problem.C == 0) zero_(grad_features);
   if (problem.C > 0) {
     dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {

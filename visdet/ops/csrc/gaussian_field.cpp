@@ -95,8 +95,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
   check_distance_gradient(op, grad_output_in, problem, points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in);
-  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
-         grad_cholesky = new_empty(cholesky, cholesky.sizes());
+  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky);
   dispatch_sum_type(points.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     auto a = arrays_of<A>(problem, points, means, cholesky);
@@ -154,8 +153,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
   check_field_gradient(op, grad_output_in, problem, points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in), weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
-  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
-         grad_cholesky = new_empty(cholesky, cholesky.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky),
+         grad_weights = new_like(weights);
   dispatch_sum_type(points.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);

@@ -98,6 +98,18 @@ void check_like(const char* op, const char* name, const Tensor& tensor, Shape ex
   check_device(op, name, tensor, of_name, of);
 }
 
+void check_values(const char* op, const char* name, const Tensor& tensor, Shape expected) {
+  check_shape(op, name, tensor, expected);
+  check_value_type(op, name, tensor.scalar_type());
+}
+
+void check_beside(const char* op, const char* name, const Tensor& tensor, Shape expected, const char* of_name,
+                  const Tensor& of, bool or_same) {
+  check_shape(op, name, tensor, expected);
+  check_accumulate_type(op, name, tensor, of_name, of.scalar_type(), or_same);
+  check_device(op, name, tensor, of_name, of);
+}
+
 void check_table(const char* op, const char* name, const Tensor& table, const char* of_name, const Tensor& of) {
   check_int64(op, name, table);
   VISDET_CHECK(op, table.is_cpu() || (!of.is_cpu() && on_device_of(of, table)), name,
@@ -112,6 +124,7 @@ Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes) {
 Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
   return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, type);
 }
+Tensor new_like(const Tensor& like) { return torch::stable::new_empty(like, like.sizes()); }
 
 bool is_channels_last(const Tensor& images) {
   int64_t expected = 1;

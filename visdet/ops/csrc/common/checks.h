@@ -86,6 +86,14 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
 void check_like(const char* op, const char* name, const Tensor& tensor, Shape expected, const char* of_name,
                 const Tensor& of);
 
+// What an operator reads from: of this shape, and of a type that operators take.
+void check_values(const char* op, const char* name, const Tensor& tensor, Shape expected);
+
+// Coordinates or weights beside values: of this shape, of the type of sums (or_same: or that of values), and on the
+// device of values.
+void check_beside(const char* op, const char* name, const Tensor& tensor, Shape expected, const char* of_name,
+                  const Tensor& of, bool or_same = false);
+
 // A table of levels: int64, on the CPU or on the device of the values.
 void check_table(const char* op, const char* name, const Tensor& table, const char* of_name, const Tensor& of);
 
@@ -96,6 +104,9 @@ Tensor dense(const Tensor& tensor);
 // takes other kinds of sizes, too, would be compiled again by every file.
 Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes);
 Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type);
+
+// The same with the sizes of `like`, contiguous whatever its strides.
+Tensor new_like(const Tensor& like);
 
 // The numbers of a tensor. V need not be the type by which torch knows them.
 template <typename V>

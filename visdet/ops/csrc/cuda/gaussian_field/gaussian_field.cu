@@ -93,8 +93,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in), weights = dense(weights_in), point_order = dense(point_order_in),
                gaussian_order = dense(gaussian_order_in);
-  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
-         grad_cholesky = new_empty(cholesky, cholesky.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky),
+         grad_weights = new_like(weights);
   if (problem.B == 0 || problem.N == 0) {
     zero_(grad_points), zero_(grad_means), zero_(grad_cholesky), zero_(grad_weights);
     return {grad_points, grad_means, grad_cholesky, grad_weights};

@@ -81,8 +81,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
   const DeviceScope scope(points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in);
-  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
-         grad_cholesky = new_empty(cholesky, cholesky.sizes());
+  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky);
   if (grad_output.numel() == 0) {
     zero_(grad_points), zero_(grad_means), zero_(grad_cholesky);
     return {grad_points, grad_means, grad_cholesky};
