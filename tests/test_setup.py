@@ -204,6 +204,19 @@ def test_kernels_are_compiled_per_instruction_set_without_torch_and_host_code_on
             assert "torch" not in re.findall(r"#include [<\"](\w+)", source.read_text()), source
 
 
+def test_one_header_includes_torch_for_all_sources(build):
+    csrc = build.ROOT / build.CSRC
+    sources = [path for path in csrc.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    including = {
+        path: re.findall(r"#include <(torch/[^>]*|ATen/[^>]*|c10/[^>]*)>", path.read_text())
+        for path in sources
+    }
+    allowed = including.pop(csrc / "common" / "torch.h")
+    assert not any(including.values())
+    stable = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/shim.h")
+    assert allowed and all(name.startswith(stable) for name in allowed)
+
+
 def test_every_cuda_file_is_in_one_unit_and_both_libraries_have_the_common_objects(build, nvcc):
     rules = build.NinjaFile()
     libraries = Path("libvisdet_cuda.so"), Path("libvisdet_cpu.so")
