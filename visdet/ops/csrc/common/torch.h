@@ -1,9 +1,8 @@
 // torch, as far as operators may use it: its stable ABI, which every torch from 2.10 on has. All files include it here.
 //
 // nvcc is shown torch's headers as a C++ compiler sees them. For CUDA code they would declare operations of their own
-// types of numbers on the device, which kernels do not use, and include Thrust. That takes nvcc over a
-// quarter of the time that it needs for all headers. Where a C++ compiler would get vector intrinsics from them, nvcc
-// sees them as CUDA code.
+// types of numbers on the device, which kernels do not use, and include Thrust: over a quarter of the time that nvcc
+// takes for all headers. Where a C++ compiler would get vector intrinsics from them, nvcc sees them as CUDA code.
 #pragma once
 
 // What is included before is not affected: the C++ library has other types of numbers for CUDA code.
