@@ -49,8 +49,12 @@ WHEEL_ARCHITECTURES = ["75", "80", "86", "89", "90", "100", "120"]
 # of 80 for 8.7 and 8.8, embedded GPUs, for which native code of other GPUs is not promised to run.
 WHEEL_PTX = ["80", "100", "120"]
 OLDEST_NVCC = (12, 4)  # __maxnreg__
-# Operators whose kernels take the compiler longer than torch's headers do. Theirs come first, the longest before all.
-LARGE_CUDA_OPERATORS = ["ms_deform_attn", "sample"]
+# The .cu files that are compiled together, by the name of their object. Every compilation reads torch's headers, which
+# takes nvcc some 3 s. Each of these takes it about as long as all other files together, which are "cuda_operators".
+CUDA_UNITS = {
+    "cuda_backward_and_sample": ["ms_deform_attn/backward.cu", "sample/sample_ops.cu"],
+    "cuda_ms_deform_attn_forward": ["ms_deform_attn/forward.cu"],
+}
 
 
 def notice(*lines):
@@ -153,6 +157,16 @@ def cuda_decision(torch):
     return nvcc
 
 
+def host_sources():
+    """Return the sources that are compiled once, without CUDA: those of csrc itself and those of csrc/common."""
+    return [*sorted((ROOT / CSRC).glob("*.cpp")), *common_sources()]
+
+
+def common_sources():
+    """Return the sources whose objects both libraries are linked from."""
+    return sorted((ROOT / CSRC / "common").glob("*.cpp"))
+
+
 def object_stem(source):
     """Return csrc/cuda/op/forward.cu as "cuda_op_forward"."""
     return "_".join(source.relative_to(ROOT / CSRC).with_suffix("").parts)
@@ -251,10 +265,10 @@ class NinjaFile:
         # Host code takes the compiler twice as long at -O3, and runs no faster.
         built = self.compile_all(
             " ".join([CXX, *flags, "-O2"]),
-            sorted((ROOT / CSRC).glob("*.cpp")),
+            host_sources(),
             "common/precompiled.h",
             objects / "host",
-            lambda source: objects / f"{source.stem}.o",
+            lambda source: objects / f"{object_stem(source)}.o",
         )
         # Of a function of the standard library that several files compile, the linker keeps the first copy: the
         # baseline's come first, so that no processor meets instructions it does not have.
@@ -269,11 +283,7 @@ class NinjaFile:
         self.link(f"{CXX} -shared", built, library, libraries)
 
     def add_cuda_objects(self, objects, nvcc, gencode, *flags):
-        """Add the compilation of every .cu file; return the objects.
-
-        The files of LARGE_CUDA_OPERATORS are compiled one by one, and all others together, since every compilation
-        reads torch's headers.
-        """
+        """Add the compilation of every .cu file, in units; return the objects."""
         # USE_CUDA: the stable headers declare the stream shims only then. -O1 is for host code, which launches kernels;
         # device code is always compiled at -O3.
         flags = [
@@ -288,16 +298,21 @@ class NinjaFile:
         ]
         command = " ".join([str(nvcc), *flags])
         cuda = ROOT / CSRC / "cuda"
-        large = [source for op in LARGE_CUDA_OPERATORS for source in sorted((cuda / op).glob("*.cu"))]
-        built = [self.compile(command, source, objects / f"{object_stem(source)}.o") for source in large]
-        together = objects / "cuda_operators.cu"
-        others = [source.relative_to(ROOT / CSRC) for source in sorted({*cuda.rglob("*.cu")} - {*large})]
-        self.texts[together] = "".join(f'#include "{source}"\n' for source in others)
-        return [*built, self.compile(command, together, objects / "cuda_operators.o")]
+        units = {name: [cuda / source for source in sources] for name, sources in CUDA_UNITS.items()}
+        others = {*cuda.rglob("*.cu")} - {source for sources in units.values() for source in sources}
+        built = []
+        for name, sources in {"cuda_operators": sorted(others), **units}.items():
+            unit = objects / f"{name}.cu"
+            self.texts[unit] = "".join(
+                f'#include "{source.relative_to(ROOT / CSRC)}"\n' for source in sources
+            )
+            built.append(self.compile(command, unit, objects / f"{name}.o"))
+        return built
 
     def add_cuda_library(self, library, objects, libraries, nvcc, names, with_ptx):
         gencode = gencode_flags(names, with_ptx)
         built = self.add_cuda_objects(objects, nvcc, gencode)
+        built += [str(objects / f"{object_stem(source)}.o") for source in common_sources()]
         define = f"-DVISDET_CUDA_BUILD='\"{cuda_build_text(nvcc, names, with_ptx)}\"'"
         command = f"{CXX} -O2 -fPIC -fvisibility=hidden {define}"
         built.append(

@@ -188,7 +188,7 @@ def test_kernels_are_compiled_per_instruction_set_without_torch_and_host_code_on
     ]
     sources = list((build.ROOT / build.CSRC / "cpu").rglob("*.cpp"))
     assert len(kernels) == 3 * len(sources)
-    assert len(made) - len(kernels) == len(list((build.ROOT / build.CSRC).glob("*.cpp")))
+    assert len(made) - len(kernels) == len(build.host_sources())
     for target, (command, inputs) in made.items():
         isa = target.removesuffix(".o").rsplit("_", 1)[1] if target in kernels else "host"
         assert (f"-DVISDET_ISA={isa}" in command) == (target in kernels)
@@ -202,6 +202,31 @@ def test_kernels_are_compiled_per_instruction_set_without_torch_and_host_code_on
     for source in [*sources, *(build.ROOT / build.CSRC / "cpu").rglob("*.h")]:
         if source.name not in ("dispatch.h", "images.h"):  # for host code
             assert "torch" not in re.findall(r"#include [<\"](\w+)", source.read_text()), source
+
+
+def test_one_header_includes_torch_for_all_sources(build):
+    csrc = build.ROOT / build.CSRC
+    sources = [path for path in csrc.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    including = {
+        path: re.findall(r"#include <(torch/[^>]*|ATen/[^>]*|c10/[^>]*)>", path.read_text())
+        for path in sources
+    }
+    allowed = including.pop(csrc / "common" / "torch.h")
+    assert not any(including.values())
+    stable = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/shim.h")
+    assert allowed and all(name.startswith(stable) for name in allowed)
+
+
+def test_every_cuda_file_is_in_one_unit_and_both_libraries_have_the_common_objects(build, nvcc):
+    rules = build.NinjaFile()
+    libraries = Path("libvisdet_cuda.so"), Path("libvisdet_cpu.so")
+    rules.add_cuda_library(libraries[0], Path("objects"), [], nvcc, ["90"], [])
+    rules.add_cpu_library(libraries[1], Path("objects"), [])
+    included = [name for text in rules.texts.values() for name in re.findall(r'#include "(.*)"', text)]
+    csrc = build.ROOT / build.CSRC
+    assert sorted(included) == sorted(str(p.relative_to(csrc)) for p in csrc.rglob("*.cu"))
+    common = [f"objects/common_{source.stem}.o" for source in (csrc / "common").glob("*.cpp")]
+    assert common and all(name in rules.links[library].split() for library in libraries for name in common)
 
 
 def test_the_cuda_library_is_told_what_it_is_compiled_for(build, nvcc):

@@ -1,6 +1,6 @@
 // batch_norm_add_relu: schemas. The kernels are for CUDA alone; visdet/ops/batch_norm_add_relu.py calls torch's
 // operators elsewhere.
-#include <torch/csrc/stable/library.h>
+#include "common/torch.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(

@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in,
   check_key_points_gradient(problem, grad_output_in, anchors_in);
   const Tensor grad_output = dense(grad_output_in), anchors = dense(anchors_in), fixed = dense(fixed_in),
                logits = dense(logits_in);
-  Tensor grad_anchors = new_empty(anchors, anchors.sizes()), grad_logits = new_empty(logits, logits.sizes());
+  Tensor grad_anchors = new_like(anchors), grad_logits = new_like(logits);
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
   dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
     using A = decltype(tag);

@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const T
   const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
   check_carafe_shape(op, "grad_output", grad_output_in, features_in, problem.C, s);
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in), masks = dense(masks_in);
-  Tensor grad_features = new_empty(features, features.sizes()), grad_masks = new_empty(masks, masks.sizes());
+  Tensor grad_features = new_like(features), grad_masks = new_like(masks);
   if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
   dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);

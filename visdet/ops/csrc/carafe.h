@@ -26,8 +26,7 @@ inline void check_carafe_shape(const char* op, const char* name, const Tensor& t
 
 inline CarafeProblem check_carafe(const char* op, const Tensor& features, const Tensor& masks, int64_t kernel_size,
                                   int64_t group_size, int64_t scale_factor) {
-  check_shape(op, "features", features, {"B", "C", "H", "W"});
-  check_value_type(op, "features", features.scalar_type());
+  check_values(op, "features", features, {"B", "C", "H", "W"});
   VISDET_CHECK(op, kernel_size >= 1 && kernel_size % 2 == 1 && kernel_size < 256,
                "kernel_size must be odd and below 256, got ", kernel_size);
   VISDET_CHECK(op, scale_factor >= 1 && scale_factor < 256, "scale_factor must be from 1 to 255, got ", scale_factor);

@@ -1,6 +1,4 @@
 // The instruction set that the CPU kernels run with on this processor.
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>

@@ -274,7 +274,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward(
                                    deform_groups, im2col_step);
   check_like(op, "grad_output", grad_output, {p.B, p.M, p.height, p.width}, "input", input);
   const auto gradient_of = [&](const Tensor& tensor, bool needs) {
-    return needs ? new_empty(tensor, tensor.sizes()) : new_empty(tensor, {0});
+    return needs ? new_like(tensor) : new_empty(tensor, {0});
   };
   const bool needs_mask = needs_offset && mask;
   Tensor grad_input = gradient_of(input, needs_input), grad_offset = gradient_of(offset, needs_offset);

@@ -40,8 +40,7 @@ inline DeformConvProblem check_deform_conv(const char* op, const Tensor& input, 
                                            const Tensor* mask, const Tensor& weight, const std::vector<int64_t>& stride,
                                            const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
                                            int64_t deform_groups, int64_t im2col_step) {
-  check_shape(op, "input", input, {"B", "C", "H", "W"});
-  check_value_type(op, "input", input.scalar_type());
+  check_values(op, "input", input, {"B", "C", "H", "W"});
   VISDET_CHECK(op, weight.dim() == 4 && weight.size(1) > 0 && weight.size(2) > 0 && weight.size(3) > 0,
                "weight must be [M, C / groups, KH, KW] with positive sizes, got ", shape_text(weight));
   DeformConvProblem p{};

@@ -17,8 +17,8 @@ DeformableAggregationArrays<T, TW, A> arrays_of(const DeformableAggregationProbl
   DeformableAggregationArrays<T, TW, A> a{};
   a.B = problem.B, a.S = problem.S, a.C = problem.C, a.V = problem.V, a.L = problem.L;
   a.Q = problem.Q, a.P = problem.P, a.G = problem.G;
-  a.level_shapes = level_shapes.const_data_ptr<int64_t>();
-  a.level_starts = level_starts.const_data_ptr<int64_t>();
+  a.level_shapes = data_of<int64_t>(level_shapes);
+  a.level_starts = data_of<int64_t>(level_starts);
   a.features = data_of<T>(features);
   a.locations = data_of<A>(locations);
   a.weights = data_of<TW>(weights);
@@ -58,7 +58,7 @@ Tensor deformable_aggregation_cpu(const Tensor& features_in, const Tensor& level
   const auto problem = check_all(features_in, level_shapes_in, level_starts_in, locations_in, weights_in);
   const Tensor features = dense(features_in), level_shapes = dense(level_shapes_in),
                level_starts = dense(level_starts_in), locations = dense(locations_in), weights = dense(weights_in);
-  check_camera_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
+  check_camera_levels(problem, data_of<int64_t>(level_shapes), data_of<int64_t>(level_starts));
   Tensor output = new_empty(features_in, {problem.B, problem.Q, problem.C});
   if (output.numel() == 0) return output;
   dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
@@ -85,12 +85,12 @@ std::tuple<Tensor, Tensor, Tensor> deformable_aggregation_backward_cpu(
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in),
                level_shapes = dense(level_shapes_in), level_starts = dense(level_starts_in),
                locations = dense(locations_in), weights = dense(weights_in);
-  check_camera_levels(problem, level_shapes.const_data_ptr<int64_t>(), level_starts.const_data_ptr<int64_t>());
-  Tensor grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  check_camera_levels(problem, data_of<int64_t>(level_shapes), data_of<int64_t>(level_starts));
+  Tensor grad_locations = new_like(locations), grad_weights = new_like(weights);
   zero_(grad_locations), zero_(grad_weights);
-  const CameraRows rows(problem, level_shapes.const_data_ptr<int64_t>());
+  const CameraRows rows(problem, data_of<int64_t>(level_shapes));
   const bool is_rounded = accumulate_dtype(features.scalar_type()) != features.scalar_type();
-  Tensor grad_features = new_empty(features, features.sizes());
+  Tensor grad_features = new_like(features);
   if (!is_rounded || rows.total < problem.S || problem.C == 0) zero_(grad_features);
   if (problem.C > 0) {
     dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {

@@ -33,14 +33,14 @@ inline DeformableAggregationProblem check_deformable_aggregation(const Tensor& f
                                                                  const Tensor& level_starts, const Tensor& locations,
                                                                  const Tensor& weights) {
   constexpr const char* op = "deformable_aggregation";
-  check_shape(op, "features", features, {"B", "S", "C"});
-  check_value_type(op, "features", features.scalar_type());
+  check_values(op, "features", features, {"B", "S", "C"});
   check_shape(op, "level_shapes", level_shapes, {"V", "L", 2}, " (height, width)");
   const int64_t B = features.size(0), C = features.size(2), V = level_shapes.size(0), L = level_shapes.size(1);
   check_shape(op, "level_starts", level_starts, {{"V", V}, {"L", L}});
-  check_shape(op, "locations", locations, {{"B", B}, "Q", "P", {"V", V}, 2});
+  check_beside(op, "locations", locations, {{"B", B}, "Q", "P", {"V", V}, 2}, "features", features);
   const int64_t Q = locations.size(1), P = locations.size(2);
-  check_shape(op, "weights", weights, {{"B", B}, {"Q", Q}, {"P", P}, {"V", V}, {"L", L}, "G"});
+  check_beside(op, "weights", weights, {{"B", B}, {"Q", Q}, {"P", P}, {"V", V}, {"L", L}, "G"}, "features", features,
+               true);
   const int64_t G = weights.size(5);
   VISDET_CHECK(op, C == 0 || (G > 0 && C % G == 0), "the groups G of weights must divide the channels C = ", C,
                " of features, got G = ", G);
@@ -48,10 +48,6 @@ inline DeformableAggregationProblem check_deformable_aggregation(const Tensor& f
   check_table(op, "level_starts", level_starts, "features", features);
   VISDET_CHECK(op, level_shapes.is_cpu() == level_starts.is_cpu(),
                "level_shapes and level_starts must be on the same device");
-  check_accumulate_type(op, "locations", locations, "features", features.scalar_type());
-  check_accumulate_type(op, "weights", weights, "features", features.scalar_type(), true);
-  check_device(op, "locations", locations, "features", features);
-  check_device(op, "weights", weights, "features", features);
   return {B, features.size(1), C, V, L, Q, P, G};
 }
 

@@ -90,9 +90,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
   Tensor grad_features, grad_locations, grad_weights;  // structured bindings could not be captured
   std::tie(grad_features, grad_locations, grad_weights) = deformable_aggregation_backward_cpu(
       grad_output, features, level_shapes, level_starts, it.locations, it.weights, deterministic);
-  Tensor grad_key_points = new_empty(it.key_points, it.key_points.sizes()),
-         grad_logits = new_empty(it.logits, it.logits.sizes()),
-         grad_camera_logits = new_empty(it.camera_logits, it.camera_logits.sizes());
+  Tensor grad_key_points = new_like(it.key_points), grad_logits = new_like(it.logits),
+         grad_camera_logits = new_like(it.camera_logits);
   if (it.weights.numel() == 0) {
     zero_(grad_key_points), zero_(grad_logits), zero_(grad_camera_logits);
     return {grad_features, grad_key_points, grad_logits, grad_camera_logits};

@@ -32,14 +32,13 @@ inline FusedAggregationProblem check_deformable_aggregation_fused(const Tensor& 
                                                                   const Tensor& image_wh, const Tensor& logits,
                                                                   const Tensor& camera_logits, const Tensor& keep) {
   constexpr const char* op = "deformable_aggregation_fused";
-  check_shape(op, "features", features, {"B", "S", "C"});
-  check_value_type(op, "features", features.scalar_type());
+  check_values(op, "features", features, {"B", "S", "C"});
   check_shape(op, "level_shapes", level_shapes, {"V", "L", 2}, " (height, width)");
   const int64_t B = features.size(0), V = level_shapes.size(0), L = level_shapes.size(1);
-  check_shape(op, "key_points", key_points, {{"B", B}, "Q", "P", 3});
+  check_beside(op, "key_points", key_points, {{"B", B}, "Q", "P", 3}, "features", features);
   const int64_t Q = key_points.size(1), P = key_points.size(2);
-  check_shape(op, "projection", projection, {{"B", B}, {"V", V}, 4, 4});
-  check_shape(op, "image_wh", image_wh, {{"B", B}, {"V", V}, 2});
+  check_beside(op, "projection", projection, {{"B", B}, {"V", V}, 4, 4}, "features", features);
+  check_beside(op, "image_wh", image_wh, {{"B", B}, {"V", V}, 2}, "features", features);
   const bool has_camera = camera_logits.dim() != 1, has_keep = keep.dim() != 1;
   if (has_camera) {
     check_shape(op, "logits", logits, {{"B", B}, {"Q", Q}, {"L", L}, {"P", P}, "G"}, " beside camera_logits");
@@ -52,13 +51,7 @@ inline FusedAggregationProblem check_deformable_aggregation_fused(const Tensor& 
     check_shape(op, "keep", keep, {{"B", B}, {"Q", Q}, {"V", V}, {"P", P}});
     VISDET_CHECK(op, keep.scalar_type() == ScalarType::Bool, "keep must be bool, got ", dtype_text(keep));
   }
-  check_accumulate_type(op, "key_points", key_points, "features", features.scalar_type());
-  check_accumulate_type(op, "projection", projection, "features", features.scalar_type());
-  check_accumulate_type(op, "image_wh", image_wh, "features", features.scalar_type());
   check_accumulate_type(op, "logits", logits, "features", features.scalar_type(), true);
-  check_device(op, "key_points", key_points, "features", features);
-  check_device(op, "projection", projection, "features", features);
-  check_device(op, "image_wh", image_wh, "features", features);
   check_device(op, "logits", logits, "features", features);
   check_device(op, "camera_logits", camera_logits, "features", features);
   check_device(op, "keep", keep, "features", features);

@@ -1,6 +1,6 @@
 // dropout_add_layer_norm and relu_dropout: schemas. The kernels are for CUDA alone;
 // visdet/ops/dropout_add_layer_norm.py calls torch's operators elsewhere.
-#include <torch/csrc/stable/library.h>
+#include "common/torch.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(

@@ -39,9 +39,9 @@ GaussianArrays<A> arrays_of(const GaussianProblem& problem, const Tensor& points
                             const Tensor& cholesky) {
   GaussianArrays<A> a{};
   a.B = problem.B, a.N = problem.N;
-  a.points = points.const_data_ptr<A>();
-  a.means = means.const_data_ptr<A>();
-  a.cholesky = cholesky.const_data_ptr<A>();
+  a.points = data_of<A>(points);
+  a.means = data_of<A>(means);
+  a.cholesky = data_of<A>(cholesky);
   return a;
 }
 
@@ -70,7 +70,7 @@ Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, con
   dispatch_sum_type(points.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     auto a = arrays_of<A>(problem, points, means, cholesky);
-    a.output = output.mutable_data_ptr<A>();
+    a.output = mutable_data_of<A>(output);
     const auto blocks = prepare(op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().distances_of_point);
   });
@@ -95,15 +95,14 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
   check_distance_gradient(op, grad_output_in, problem, points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in);
-  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
-         grad_cholesky = new_empty(cholesky, cholesky.sizes());
+  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky);
   dispatch_sum_type(points.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     auto a = arrays_of<A>(problem, points, means, cholesky);
-    a.grad_output = grad_output.const_data_ptr<A>();
-    a.grad_points = grad_points.mutable_data_ptr<A>();
-    a.grad_means = grad_means.mutable_data_ptr<A>();
-    a.grad_cholesky = grad_cholesky.mutable_data_ptr<A>();
+    a.grad_output = data_of<A>(grad_output);
+    a.grad_points = mutable_data_of<A>(grad_points);
+    a.grad_means = mutable_data_of<A>(grad_means);
+    a.grad_cholesky = mutable_data_of<A>(grad_cholesky);
     const auto blocks = prepare(op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().distance_grad_of_point);
     for_blocks(a, best_kernels<GaussianKernels<A>>().distance_grad_of_block);
@@ -118,8 +117,8 @@ GaussianArrays<A> field_arrays(const GaussianProblem& problem, const Tensor& poi
                                const Tensor& cholesky, const Tensor& weights, const Tensor& gaussian_order,
                                double tolerance) {
   auto a = arrays_of<A>(problem, points, means, cholesky);
-  a.weights = weights.const_data_ptr<A>();
-  if (gaussian_order.numel() > 0) a.gaussian_order = gaussian_order.const_data_ptr<int64_t>();
+  a.weights = data_of<A>(weights);
+  if (gaussian_order.numel() > 0) a.gaussian_order = data_of<int64_t>(gaussian_order);
   a.cutoff = tolerance > 0 && problem.N > 0 ? static_cast<A>(tolerance / static_cast<double>(problem.N)) : A(0);
   return a;
 }
@@ -136,7 +135,7 @@ Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Ten
   dispatch_sum_type(points.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);
-    a.output = output.mutable_data_ptr<A>();
+    a.output = mutable_data_of<A>(output);
     const auto blocks = prepare(op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().field_of_point);
   });
@@ -154,16 +153,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
   check_field_gradient(op, grad_output_in, problem, points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in), weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
-  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
-         grad_cholesky = new_empty(cholesky, cholesky.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky),
+         grad_weights = new_like(weights);
   dispatch_sum_type(points.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);
-    a.grad_output = grad_output.const_data_ptr<A>();
-    a.grad_points = grad_points.mutable_data_ptr<A>();
-    a.grad_means = grad_means.mutable_data_ptr<A>();
-    a.grad_cholesky = grad_cholesky.mutable_data_ptr<A>();
-    a.grad_weights = grad_weights.mutable_data_ptr<A>();
+    a.grad_output = data_of<A>(grad_output);
+    a.grad_points = mutable_data_of<A>(grad_points);
+    a.grad_means = mutable_data_of<A>(grad_means);
+    a.grad_cholesky = mutable_data_of<A>(grad_cholesky);
+    a.grad_weights = mutable_data_of<A>(grad_weights);
     const auto blocks = prepare(op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().field_grad_of_point);
     for_blocks(a, best_kernels<GaussianKernels<A>>().field_grad_of_block);

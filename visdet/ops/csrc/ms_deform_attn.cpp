@@ -42,8 +42,8 @@ struct Geometry {
   Geometry(const MsDeformAttnProblem& problem, const Tensor& level_shapes, const Tensor& level_starts,
            const int64_t* num_points) {
     const Tensor dense_shapes = dense(level_shapes), dense_starts = dense(level_starts);
-    const int64_t* shapes = dense_shapes.const_data_ptr<int64_t>();
-    const int64_t* starts = dense_starts.const_data_ptr<int64_t>();
+    const int64_t* shapes = data_of<int64_t>(dense_shapes);
+    const int64_t* starts = data_of<int64_t>(dense_starts);
     check_levels(problem, shapes, starts);
     order = query_order(problem, shapes);
     for (int64_t l = 0; l < problem.L; ++l) {
@@ -182,8 +182,7 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
   const Tensor grad_output = dense(grad_output_in), locations = dense(locations_in), weights = dense(weights_in);
   const Geometry geometry(problem, level_shapes, level_starts, nullptr);
-  Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_locations = new_empty(locations, locations.sizes()),
-         grad_weights = new_empty(weights, weights.sizes());
+  Tensor grad_value = new_like(value_in), grad_locations = new_like(locations), grad_weights = new_like(weights);
   if (problem.Q == 0 || problem.C == 0 || problem.K == 0) {
     zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
     return {grad_value, grad_locations, grad_weights};
@@ -255,8 +254,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
   const Tensor grad_output = dense(grad_output_in);
   const Geometry geometry(problem, level_shapes, level_starts, num_points.data());
   const FusedInputs inputs(geometry, reference_points, offsets, logits);
-  Tensor grad_value = new_empty(value_in, value_in.sizes()), grad_offsets = new_empty(offsets, offsets.sizes()),
-         grad_logits = new_empty(logits, logits.sizes());
+  Tensor grad_value = new_like(value_in), grad_offsets = new_like(offsets), grad_logits = new_like(logits);
   const int64_t D = inputs.reference.size(3);
   const std::vector<int64_t> part_sizes{problem.B, problem.G, problem.Q, problem.L, D}, none{0};
   Tensor parts = new_empty(inputs.reference, needs_reference ? part_sizes : none);

@@ -50,8 +50,7 @@ struct MsDeformAttnProblem {
 // What both forms check: value and the level table.
 inline MsDeformAttnProblem check_value_and_levels(const char* op, const Tensor& value, const Tensor& level_shapes,
                                                   const Tensor& level_starts) {
-  check_shape(op, "value", value, {"B", "S", "G", "C"});
-  check_value_type(op, "value", value.scalar_type());
+  check_values(op, "value", value, {"B", "S", "G", "C"});
   check_shape(op, "level_shapes", level_shapes, {"L", 2}, " (height, width)");
   check_shape(op, "level_starts", level_starts, {{"L", level_shapes.size(0)}});
   check_table(op, "level_shapes", level_shapes, "value", value);
@@ -68,13 +67,9 @@ inline MsDeformAttnProblem check_ms_deform_attn(const Tensor& value, const Tenso
   constexpr const char* op = "ms_deform_attn";
   MsDeformAttnProblem problem = check_value_and_levels(op, value, level_shapes, level_starts);
   const Dimension B{"B", problem.B}, G{"G", problem.G}, L{"L", problem.L};
-  check_shape(op, "locations", locations, {B, "Q", G, L, "P", 2});
+  check_beside(op, "locations", locations, {B, "Q", G, L, "P", 2}, "value", value);
   problem.Q = locations.size(1), problem.P = locations.size(4), problem.K = problem.L * problem.P;
-  check_shape(op, "weights", weights, {B, {"Q", problem.Q}, G, L, {"P", problem.P}});
-  check_accumulate_type(op, "locations", locations, "value", value.scalar_type());
-  check_accumulate_type(op, "weights", weights, "value", value.scalar_type());
-  check_device(op, "locations", locations, "value", value);
-  check_device(op, "weights", weights, "value", value);
+  check_beside(op, "weights", weights, {B, {"Q", problem.Q}, G, L, {"P", problem.P}}, "value", value);
   return problem;
 }
 
@@ -92,19 +87,13 @@ inline MsDeformAttnProblem check_ms_deform_attn_fused(const Tensor& value, const
     if (points > problem.P) problem.P = points;
   }
   const Dimension B{"B", problem.B}, G{"G", problem.G}, K{"K", problem.K};
-  check_shape(op, "offsets", offsets, {B, "Q", G, K, 2});
+  check_beside(op, "offsets", offsets, {B, "Q", G, K, 2}, "value", value, true);
   problem.Q = offsets.size(1);
   const Dimension Q{"Q", problem.Q};
-  check_shape(op, "logits", logits, {B, Q, G, K});
-  check_shape(op, "reference_points", reference_points, {B, Q, {"L", problem.L}, "2 or 4"});
+  check_like(op, "logits", logits, {B, Q, G, K}, "offsets", offsets);
+  check_beside(op, "reference_points", reference_points, {B, Q, {"L", problem.L}, "2 or 4"}, "value", value);
   VISDET_CHECK(op, reference_points.size(3) == 2 || reference_points.size(3) == 4,
                "reference_points must be [B, Q, L, 2 or 4], got ", shape_text(reference_points));
-  check_accumulate_type(op, "reference_points", reference_points, "value", value.scalar_type());
-  check_accumulate_type(op, "offsets", offsets, "value", value.scalar_type(), true);
-  check_same_type(op, "logits", logits, "offsets", offsets);
-  check_device(op, "reference_points", reference_points, "value", value);
-  check_device(op, "offsets", offsets, "value", value);
-  check_device(op, "logits", logits, "value", value);
   return problem;
 }
 

@@ -1,9 +1,6 @@
 // Multi-scale deformable attention with its four linear layers, forward and backward, on any device. Each direction is
 // one call from Python, since separate calls cost the host more time than their kernels take. What it computes, and
 // when it may stand for separate layers, is said in visdet/ops/ms_deform_attn_projected.py, its only caller.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <array>
 #include <initializer_list>

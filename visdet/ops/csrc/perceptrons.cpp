@@ -1,5 +1,5 @@
 // perceptrons: schemas. The kernels are for CUDA alone; visdet/ops/perceptrons.py calls torch's operators elsewhere.
-#include <torch/csrc/stable/library.h>
+#include "common/torch.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(

@@ -146,7 +146,7 @@ Tensor roi_align(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int6
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     T* averages = mutable_data_of<T>(output);
-    const RegionsOfBatch<A> batch = weigh_regions(p, rois.const_data_ptr<A>());
+    const RegionsOfBatch<A> batch = weigh_regions(p, data_of<A>(rois));
     const int64_t tasks = std::max<int64_t>(p.B, 1) * ceil_of(p.C, kBlock<A>),
                   threads = torch::stable::get_num_threads();
     const int64_t parts = std::min(ceil_of(threads, tasks), p.N), bins = PH * PW;
@@ -173,7 +173,7 @@ Tensor roi_align_backward(const Tensor& grad_output_in, const Tensor& rois_in, i
     using A = decltype(accumulate_tag);
     const T* gradient = data_of<T>(grad_output);
     T* values = mutable_data_of<T>(grad_input);
-    const RegionsOfBatch<A> batch = weigh_regions(p, rois.const_data_ptr<A>());
+    const RegionsOfBatch<A> batch = weigh_regions(p, data_of<A>(rois));
     const auto sorted = sort_regions(p, batch, 1);
     int64_t pixels = 0;
     for (const auto& image : sorted) pixels = std::max(pixels, image.own_areas > 0 ? area(image.shared) : 0);

@@ -79,10 +79,9 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
                              PW,
                              data_of<T>(input),
                              mutable_data_of<T>(output),
-                             argmax.mutable_data_ptr<int32_t>()};
+                             mutable_data_of<int32_t>(argmax)};
     const Scratch<int32_t> intervals(problem.N * 2 * (PH + PW));
-    const auto images =
-        sort_regions<A>(problem, rois.const_data_ptr<A>(), static_cast<A>(spatial_scale), intervals.data());
+    const auto images = sort_regions<A>(problem, data_of<A>(rois), static_cast<A>(spatial_scale), intervals.data());
     const auto& kernels = best_kernels<RoIPoolKernels<T, A>>();
     pool_regions<A>(images, 1, a.input, a.C, a.H, a.W, kernels.lay_out, [&] {
       return [&, peaks = Scratch<A>(PH * PW * kBlock<A>), indices = Scratch<int32_t>(PH * PW * kBlock<A>)](
@@ -105,9 +104,9 @@ Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, co
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     const T* gradient = data_of<T>(grad_output);
-    const A* boxes = rois.const_data_ptr<A>();
-    const int32_t* index = argmax.const_data_ptr<int32_t>();
-    A* sums = grad_input.mutable_data_ptr<A>();
+    const A* boxes = data_of<A>(rois);
+    const int32_t* index = data_of<int32_t>(argmax);
+    A* sums = mutable_data_of<A>(grad_input);
     torch::stable::parallel_for(0, problem.C, 1, [&](int64_t begin, int64_t end) {
       for (int64_t n = 0; n < problem.N; ++n) {
         const A b = boxes[5 * n];

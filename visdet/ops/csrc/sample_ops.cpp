@@ -74,7 +74,7 @@ void run_dots(const SampleArrays<T, A>& a) {
 // its own.
 template <typename T, typename A>
 Tensor run_scatter(const SampleArrays<T, A>& a, const SampleProblem& problem, const Tensor& images) {
-  Tensor grad = problem.channels_last ? empty_like(images) : new_empty(images, images.sizes());
+  Tensor grad = problem.channels_last ? empty_like(images) : new_like(images);
   auto* to = mutable_data_of<T>(grad);
   const auto& kernels = best_kernels<SampleScatter<T, A>>();
   const auto& layout = best_kernels<SampleLayout<T, A>>();
@@ -137,8 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
   const auto problem = check_sample_sum(op, images_in, samples_in, weights_in);
   check_grouped(op, "grad_output", grad_output_in, {"C", problem.C}, samples_in, problem, problem.G);
   const Tensor grad_output = dense(grad_output_in), samples = dense(samples_in), weights = dense(weights_in);
-  Tensor grad_images = images_in, grad_samples = new_empty(samples, samples.sizes()),
-         grad_weights = new_empty(weights, weights.sizes());
+  Tensor grad_images = images_in, grad_samples = new_like(samples), grad_weights = new_like(weights);
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
@@ -179,8 +178,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
   check_grouped(op, "grad_output", grad_output_in, {"D", problem.D}, samples_in, problem, problem.G);
   const Tensor grad_output = dense(grad_output_in), samples = dense(samples_in), queries = dense(queries_in),
                depths = dense(depths_in);
-  Tensor grad_images = images_in, grad_samples = new_empty(samples, samples.sizes()),
-         grad_queries = new_empty(queries, queries.sizes()), grad_depths = new_empty(depths, depths.sizes());
+  Tensor grad_images = images_in, grad_samples = new_like(samples), grad_queries = new_like(queries),
+         grad_depths = new_like(depths);
   dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);

@@ -29,11 +29,8 @@ struct SampleProblem {
 };
 
 inline SampleProblem check_samples(const char* op, const Tensor& images, const Tensor& samples) {
-  check_shape(op, "images", images, {"B", "C", "H", "W"});
-  check_value_type(op, "images", images.scalar_type());
-  check_shape(op, "samples", samples, {{"B", images.size(0)}, "Q", "D", 2});
-  check_accumulate_type(op, "samples", samples, "images", images.scalar_type());
-  check_device(op, "samples", samples, "images", images);
+  check_values(op, "images", images, {"B", "C", "H", "W"});
+  check_beside(op, "samples", samples, {{"B", images.size(0)}, "Q", "D", 2}, "images", images);
   SampleProblem problem{};
   problem.B = images.size(0), problem.C = images.size(1), problem.H = images.size(2), problem.W = images.size(3);
   problem.Q = samples.size(1), problem.D = samples.size(2);

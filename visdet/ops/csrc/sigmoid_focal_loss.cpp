@@ -23,8 +23,8 @@ Tensor run_focal(const FocalProblem& problem, const Tensor* grad_output_in, cons
     FocalArrays<T, A> a{};
     a.N = problem.N, a.C = problem.C;
     a.input = data_of<T>(input);
-    a.target = target.const_data_ptr<int64_t>();
-    a.weight = weight.numel() ? weight.const_data_ptr<A>() : nullptr;
+    a.target = data_of<int64_t>(target);
+    a.weight = weight.numel() ? data_of<A>(weight) : nullptr;
     a.gamma = static_cast<A>(gamma), a.alpha = static_cast<A>(alpha);
     if (GRAD) a.grad_output = data_of<T>(grad_output);
     a.grad_step = one_number ? 0 : 1;

@@ -21,8 +21,7 @@ struct FocalProblem {
 
 inline FocalProblem check_sigmoid_focal_loss(const char* op, const Tensor& input, const Tensor& target,
                                              const Tensor& weight) {
-  check_shape(op, "input", input, {"N", "C"});
-  check_value_type(op, "input", input.scalar_type());
+  check_values(op, "input", input, {"N", "C"});
   check_shape(op, "target", target, {input.size(0)});
   check_int64(op, "target", target);
   VISDET_CHECK(op, weight.dim() == 1 && (weight.size(0) == input.size(1) || weight.size(0) == 0), "weight must be [",

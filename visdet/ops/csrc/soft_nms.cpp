@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor> run_soft_nms(const Tensor& boxes, const Tensor& score
   const int64_t stride = a.N + best_kernels<SoftNmsKernels<A>>().lanes;
   const Scratch<A> columns(kColumns * stride);
   for (int k = 0; k < kColumns; ++k) a.column[k] = columns.data() + k * stride;
-  const A *box = boxes.const_data_ptr<A>(), *score = scores.const_data_ptr<A>();
+  const A *box = data_of<A>(boxes), *score = data_of<A>(scores);
   const Scratch<int64_t> index(a.N);
   a.index = index.data();
   for (int64_t n = 0; n < stride; ++n) {
@@ -46,13 +46,13 @@ std::tuple<Tensor, Tensor> run_soft_nms(const Tensor& boxes, const Tensor& score
   }
   const int64_t M = best_kernels<SoftNmsKernels<A>>().rounds(a);
   Tensor detections = new_empty(boxes, {M, 5});
-  A* out = detections.mutable_data_ptr<A>();
+  A* out = mutable_data_of<A>(detections);
   for (int64_t n = 0; n < M; ++n) {
     for (int k = 0; k < 4; ++k) out[5 * n + k] = a.column[k][n];
     out[5 * n + 4] = a.column[kScore][n];
   }
   Tensor keep = new_empty(boxes, {M}, ScalarType::Long);
-  std::copy(a.index, a.index + M, keep.mutable_data_ptr<int64_t>());
+  std::copy(a.index, a.index + M, mutable_data_of<int64_t>(keep));
   return {detections, keep};
 }
 

@@ -1,10 +1,6 @@
 // Operators by name, through the dispatcher: torch's, and ours of another library.
 #pragma once
 
-#include <torch/csrc/stable/stableivalue_conversions.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/shim_utils.h>
-
 #include <algorithm>
 #include <array>
 #include <vector>
@@ -37,26 +33,10 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
 }
 
 // The same memory from `offset` elements on, with these sizes and strides. No operator is called.
-inline Tensor strided(const Tensor& tensor, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-                      int64_t offset = 0) {
-  AtenTensorHandle view = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                        strides.data(), offset, &view));
-  return Tensor(view);
-}
+Tensor strided(const Tensor& tensor, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+               int64_t offset = 0);
 
 // The same of a contiguous tensor's memory, contiguous, and within it.
-inline Tensor shaped(const Tensor& tensor, const std::vector<int64_t>& sizes, int64_t offset = 0) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1, count = 1;
-  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) {
-    strides[d] = stride;
-    count *= sizes[d];
-  }
-  if (!tensor.is_contiguous() || offset + count > tensor.numel()) {
-    fail("a tensor of ", shape_text(tensor), " must be contiguous and hold ", count, " elements from ", offset, " on");
-  }
-  return strided(tensor, sizes, strides, offset);
-}
+Tensor shaped(const Tensor& tensor, const std::vector<int64_t>& sizes, int64_t offset = 0);
 
 }  // namespace visdet

@@ -1,9 +1,6 @@
 // What the host code of CPU operators is written with: torch, the choice of value type, and scratch memory.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <memory>

@@ -3,9 +3,6 @@
 // The input is rows of C values, the channels of a pixel. Each pass has three kernels: blocks add up what their rows
 // give for each channel, one kernel adds up the blocks, and the last one computes the result. No sum depends on the
 // order in which blocks run.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <optional>
 #include <tuple>
 
@@ -354,7 +351,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const std::optional<Tens
   }
   const DeviceScope scope(input);
   const Grid grid = grid_of(rows, scope);
-  Tensor output = new_empty(input, input.sizes());
+  Tensor output = new_like(input);
   Tensor statistics = new_empty(input, {2, rows.C}, ScalarType::Float);
   Tensor block_sums = new_empty(input, {grid.x, 2, rows.C}, ScalarType::Float);
   dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {
@@ -382,8 +379,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
   check_channels(statistics, input, 2 * rows.C);
   const DeviceScope scope(input);
   const Grid grid = grid_of(rows, scope);
-  Tensor grad_input = new_empty(input, input.sizes());
-  Tensor grad_residual = output ? new_empty(input, input.sizes()) : grad_input;
+  Tensor grad_input = new_like(input);
+  Tensor grad_residual = output ? new_like(input) : grad_input;
   Tensor sums = new_empty(input, {2, rows.C}, ScalarType::Float);
   Tensor block_sums = new_empty(input, {grid.x, 2, rows.C}, ScalarType::Float);
   dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {

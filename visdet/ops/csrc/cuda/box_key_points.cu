@@ -1,7 +1,4 @@
 // box_key_points on CUDA. The contract is in ../box_key_points.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <tuple>
 
 #include "box_key_points.h"
@@ -134,7 +131,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
   const DeviceScope scope(anchors);
   const Inputs inputs{problem, dense(anchors), dense(fixed), dense(logits), max_log_size};
   const Tensor grad_output = dense(grad_output_in);
-  Tensor grad_anchors = new_empty(anchors, anchors.sizes()), grad_logits = new_empty(logits, logits.sizes());
+  Tensor grad_anchors = new_like(anchors), grad_logits = new_like(logits);
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
   dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
     using A = decltype(tag);

@@ -1,8 +1,5 @@
 // carafe on CUDA. The contract is in ../carafe.h. Every number of every result is written once, by the thread that sums
 // it.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <tuple>
 
 #include "carafe.h"
@@ -185,7 +182,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
   check_carafe_shape(op, "grad_output", grad_output_in, features_in, problem.C, s);
   const DeviceScope scope(features_in);
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in), masks = dense(masks_in);
-  Tensor grad_features = new_empty(features, features.sizes()), grad_masks = new_empty(masks, masks.sizes());
+  Tensor grad_features = new_like(features), grad_masks = new_like(masks);
   if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
   const int64_t map = problem.H * problem.W;
   const CarafeSizes by_channels = sizes_of(op, problem, map, problem.C / G, kChannels),

@@ -3,9 +3,6 @@
 //
 // One launch sums the rows of all matrices: a block owns some rows of one of them, and a thread adds VEC neighbouring
 // columns of every few of these rows. A second, small launch adds the sums of the blocks.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <vector>
 

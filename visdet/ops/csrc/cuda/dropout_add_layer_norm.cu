@@ -2,9 +2,6 @@
 //
 // A group of lanes, as many as a power of two, owns a row of C values. A lane holds PACKS packs of eight neighbouring
 // values, each `lanes` packs behind the one before it, so that a row is read once and stays in registers.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <optional>
 #include <tuple>
 
@@ -278,10 +275,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
                    grad_output.scalar_type() == ScalarType::Float && aligned(grad_output, kVectorBytes),
                "the gradient must be contiguous float32 of the shape of input");
   const DeviceScope scope(input);
-  Tensor grad_input = new_empty(input, input.sizes());
+  Tensor grad_input = new_like(input);
   // Without dropout and ReLU, both gradients are the same numbers.
   const bool is_one = residual && !seed && !relu && residual->scalar_type() == input.scalar_type();
-  Tensor grad_residual = !residual || is_one ? grad_input : new_empty(*residual, residual->sizes());
+  Tensor grad_residual = !residual || is_one ? grad_input : new_like(*residual);
   const int64_t blocks = bounded_blocks(scope, rows.count * rows.lanes, kThreads, 4);
   Tensor block_sums = new_empty(input, {blocks, 2, rows.C}, ScalarType::Float);
   dispatch(input, residual, packs_of(rows), [&](auto tag, auto residual_tag, auto packs) {
@@ -304,7 +301,7 @@ int64_t packs_in(const Tensor& tensor) {
 Tensor relu_dropout(const Tensor& input, const Tensor& seed, double p) {
   const DeviceScope scope(input);
   const int64_t packs = packs_in(input);
-  Tensor output = new_empty(input, input.sizes());
+  Tensor output = new_like(input);
   dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     launch({"relu_dropout", "relu_dropout_kernel", scope, ceil_div(packs, kThreads), kThreads}, relu_dropout_kernel<T>,
@@ -318,7 +315,7 @@ Tensor relu_dropout_backward(const Tensor& grad_output, const Tensor& output, do
   const int64_t packs = packs_in(output);
   VISDET_CHECK("relu_dropout", packs_in(grad_output) == packs && grad_output.scalar_type() == output.scalar_type(),
                "the gradient must have the shape and the type of the output");
-  Tensor grad_input = new_empty(output, output.sizes());
+  Tensor grad_input = new_like(output);
   dispatch_all_but_double(kOp, output.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     launch({"relu_dropout_backward", "relu_dropout_backward_kernel", scope, ceil_div(packs, kThreads), kThreads},

@@ -1,7 +1,4 @@
 // What common/launch.h and common/paths.h promise: device properties, the checks of a launch, and plans.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <array>
 #include <mutex>
@@ -59,11 +56,11 @@ struct Inquiry {
 };
 thread_local Inquiry inquiry;
 
-std::string quoted(const std::string& text) { return "\"" + text + "\""; }
+std::string in_quotes(const std::string& text) { return "\"" + text + "\""; }
 
 void note(const char* kind, const char* op, std::initializer_list<std::pair<const char*, std::string>> rest) {
-  std::string json = std::string("{\"kind\": ") + quoted(kind) + ", \"op\": " + quoted(op);
-  for (const auto& [key, value] : rest) json += ", " + quoted(key) + ": " + value;
+  std::string json = std::string("{\"kind\": ") + in_quotes(kind) + ", \"op\": " + in_quotes(op);
+  for (const auto& [key, value] : rest) json += ", " + in_quotes(key) + ": " + value;
   inquiry.notes.push_back(json + "}");
 }
 
@@ -149,7 +146,7 @@ bool prepare(const Launch& launch, const void* kernel) {
   const auto text = [](int64_t number) { return std::to_string(number); };
   if (inquiry.is_plan) {
     note("launch", launch.op,
-         {{"kernel", quoted(launch.kernel)},
+         {{"kernel", in_quotes(launch.kernel)},
           {"grid", "[" + text(grid.x) + ", " + text(grid.y) + ", " + text(grid.z) + "]"},
           {"threads", text(launch.threads)},
           {"static_shared", text(launch.static_shared)},
@@ -217,17 +214,17 @@ bool is_skipped(const char* op, const char* path) {
 }
 
 void note_declined(const char* op, const char* path, const char* reason) {
-  if (inquiry.is_plan) note("declined", op, {{"path", quoted(path)}, {"reason", quoted(reason)}});
+  if (inquiry.is_plan) note("declined", op, {{"path", in_quotes(path)}, {"reason", in_quotes(reason)}});
 }
 
 void note_chosen(const char* op, const char* path) {
-  if (inquiry.is_plan) note("chosen", op, {{"path", quoted(path)}});
+  if (inquiry.is_plan) note("chosen", op, {{"path", in_quotes(path)}});
 }
 
 void no_path(const char* op) {
   const auto found = inquiry.only.find(op);
   if (found != inquiry.only.end()) {
-    fail(op, ": the path ", quoted(found->second), ", the only one asked for, does not serve this call");
+    fail(op, ": the path ", in_quotes(found->second), ", the only one asked for, does not serve this call");
   }
   fail(op, ": no path serves this call");
 }

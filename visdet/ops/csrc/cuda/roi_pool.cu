@@ -1,7 +1,4 @@
 // roi_pool on CUDA. The contract is in ../roi_pool.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <tuple>
 
 #include "common/launch.h"
@@ -98,8 +95,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input_in, const Tensor& rois_in
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     launch({op, "pool_kernel", scope, ceil_div(output.numel(), kThreads), kThreads}, pool_kernel<T, A>,
-           data_of<T>(input), rois.const_data_ptr<A>(), mutable_data_of<T>(output), argmax.mutable_data_ptr<int32_t>(),
-           problem, static_cast<A>(spatial_scale));
+           data_of<T>(input), data_of<A>(rois), mutable_data_of<T>(output), mutable_data_of<int32_t>(argmax), problem,
+           static_cast<A>(spatial_scale));
   });
   return {output, argmax};
 }
@@ -117,8 +114,8 @@ Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tenso
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
     launch({op, "scatter_kernel", scope, ceil_div(grad_output.numel(), kThreads), kThreads}, scatter_kernel<T, A>,
-           data_of<T>(grad_output), rois.const_data_ptr<A>(), argmax.const_data_ptr<int32_t>(),
-           grad_input.mutable_data_ptr<A>(), problem);
+           data_of<T>(grad_output), data_of<A>(rois), data_of<int32_t>(argmax), mutable_data_of<A>(grad_input),
+           problem);
   });
   return grad_input;
 }

@@ -1,7 +1,4 @@
 // sigmoid_focal_loss on CUDA. The contract is in ../sigmoid_focal_loss.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include "common/launch.h"
 #include "common/values.cuh"
 #include "sigmoid_focal_loss.h"
@@ -84,8 +81,8 @@ Tensor run_focal(const char* op, const FocalProblem& problem, const Tensor* grad
     const int64_t blocks = bounded_blocks(scope, settings.packs, kThreads, 32);
     launch({op, "focal_kernel", scope, blocks, kThreads},
            packed ? focal_kernel<T, A, kPack, GRAD> : focal_kernel<T, A, 1, GRAD>, data_of<T>(input),
-           target.const_data_ptr<int64_t>(), weight.numel() ? weight.const_data_ptr<A>() : nullptr,
-           data_of<T>(grad_output), mutable_data_of<T>(output), settings);
+           data_of<int64_t>(target), weight.numel() ? data_of<A>(weight) : nullptr, data_of<T>(grad_output),
+           mutable_data_of<T>(output), settings);
   });
   return output;
 }

@@ -1,8 +1,5 @@
 // deform_conv2d on CUDA. The contract is in ../deform_conv2d.h; convolution.cuh has the steps, of which this file makes
 // the forward and the backward pass.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <optional>
 #include <tuple>
@@ -129,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in
   check_sizes(op, p);
   const DeviceScope scope(input);
   const auto gradient_of = [&](const Tensor& tensor, bool needs) {
-    return needs ? new_empty(tensor, tensor.sizes()) : new_empty(tensor, {0});
+    return needs ? new_like(tensor) : new_empty(tensor, {0});
   };
   Tensor grad_input = gradient_of(input, needs_input), grad_offset = gradient_of(offset, needs_offset);
   Tensor grad_mask = gradient_of(mask ? *mask : offset, needs_offset && mask);

@@ -1,8 +1,5 @@
 // deformable_aggregation and deformable_aggregation_fused on CUDA. The contracts are in deformable_aggregation.h and
 // deformable_aggregation_fused.h; how the work is laid out, above each kernel.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <tuple>
 
 #include "common/launch.h"
@@ -53,8 +50,8 @@ void launch_backward(const BackwardCall& call) {
 void launch_backward_of_values(const BackwardCall& call) {
   if (!is_16_bit(call.features)) return launch_backward<false>(call);
   const Tensor features = in_float32(call.features), weights = in_float32(call.weights),
-               grad_output = in_float32(call.grad_output), of_features = new_empty(features, features.sizes()),
-               of_weights = new_empty(weights, weights.sizes());
+               grad_output = in_float32(call.grad_output), of_features = new_like(features),
+               of_weights = new_like(weights);
   launch_backward<false>({{call.scope, call.problem, call.maps, features, call.locations, weights},
                           grad_output,
                           call.deterministic,
@@ -94,8 +91,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const 
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in),
                locations = contiguous_pairs(locations_in), weights = dense(weights_in);
   const CallMaps maps = maps_of_call(kBackwardOp, scope, problem, level_shapes, level_starts, features);
-  Tensor grad_features = new_empty(features, features.sizes()),
-         grad_locations = new_empty(locations, locations.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  Tensor grad_features = new_like(features), grad_locations = new_like(locations), grad_weights = new_like(weights);
   if (problem.S == 0 || problem.C == 0 || weights.numel() == 0 || grad_output.numel() == 0) {
     zero_(grad_features), zero_(grad_locations), zero_(grad_weights);
     return {grad_features, grad_locations, grad_weights};

@@ -93,7 +93,7 @@ CallMaps maps_of_call(const char* op, const DeviceScope& scope, const Deformable
   const Tensor shapes = dense(shapes_in), starts = dense(starts_in);
   const int64_t count = problem.V * problem.L;
   CallMaps call{{}, features, 0, static_cast<int64_t>(sizeof(Map)) * count};
-  const auto *shape_data = shapes.const_data_ptr<int64_t>(), *start_data = starts.const_data_ptr<int64_t>();
+  const auto *shape_data = data_of<int64_t>(shapes), *start_data = data_of<int64_t>(starts);
   if (shapes.is_cpu()) {
     check_camera_levels(problem, shape_data, start_data);
     VISDET_CHECK(kOp, count <= kMaxHostMaps, "level_shapes on the CPU may name ", kMaxHostMaps,

@@ -1,8 +1,5 @@
 // gaussian_field and mahalanobis_distance on CUDA. The contract is in gaussian_field.h; pairs.cuh, which serves every
 // call, says how the work is laid out.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <tuple>
 
 #include "common/launch.h"
@@ -18,8 +15,8 @@ namespace {
 
 // Makes the boxes of a call, in scratch memory that is returned, and adds them to the inputs.
 Tensor make_boxes(const FieldCall& call, Inputs<float>& in) {
-  in.point_order = call.point_order.const_data_ptr<int64_t>();
-  in.gaussian_order = call.gaussian_order.const_data_ptr<int64_t>();
+  in.point_order = data_of<int64_t>(call.point_order);
+  in.gaussian_order = data_of<int64_t>(call.gaussian_order);
   in.cutoff = static_cast<float>(call.tolerance / static_cast<double>(in.N));
   const int64_t gaussian_groups = ceil_div(in.N, kThreads), point_groups = ceil_div(in.B, kThreads);
   const int64_t bytes = static_cast<int64_t>(sizeof(Box)) * (in.N + gaussian_groups + point_groups);
@@ -96,8 +93,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in), weights = dense(weights_in), point_order = dense(point_order_in),
                gaussian_order = dense(gaussian_order_in);
-  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
-         grad_cholesky = new_empty(cholesky, cholesky.sizes()), grad_weights = new_empty(weights, weights.sizes());
+  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky),
+         grad_weights = new_like(weights);
   if (problem.B == 0 || problem.N == 0) {
     zero_(grad_points), zero_(grad_means), zero_(grad_cholesky), zero_(grad_weights);
     return {grad_points, grad_means, grad_cholesky, grad_weights};

@@ -109,9 +109,9 @@ template <typename A>
 Inputs<A> inputs_of(const GaussianProblem& problem, const Tensor& points, const Tensor& means, const Tensor& cholesky) {
   Inputs<A> in{};
   in.B = problem.B, in.N = problem.N;
-  in.points = points.const_data_ptr<A>();
-  in.means = means.const_data_ptr<A>();
-  in.cholesky = cholesky.const_data_ptr<A>();
+  in.points = data_of<A>(points);
+  in.means = data_of<A>(means);
+  in.cholesky = data_of<A>(cholesky);
   return in;
 }
 
@@ -141,7 +141,7 @@ struct FieldCall {
   template <typename A>
   Inputs<A> inputs() const {
     auto in = inputs_of<A>(problem, points, means, cholesky);
-    in.weights = weights.const_data_ptr<A>();
+    in.weights = data_of<A>(weights);
     return in;
   }
 };
@@ -151,7 +151,7 @@ struct ForwardCall : FieldCall {
 
   template <typename A>
   Outputs<A> outputs() const {
-    return {nullptr, field.mutable_data_ptr<A>()};
+    return {nullptr, mutable_data_of<A>(field)};
   }
 };
 struct BackwardCall : FieldCall {
@@ -160,8 +160,8 @@ struct BackwardCall : FieldCall {
 
   template <typename A>
   Outputs<A> outputs() const {
-    return {grad_output.const_data_ptr<A>(), grad_points.mutable_data_ptr<A>(), grad_means.mutable_data_ptr<A>(),
-            grad_cholesky.mutable_data_ptr<A>(), grad_weights.mutable_data_ptr<A>()};
+    return {data_of<A>(grad_output), mutable_data_of<A>(grad_points), mutable_data_of<A>(grad_means),
+            mutable_data_of<A>(grad_cholesky), mutable_data_of<A>(grad_weights)};
   }
 };
 

@@ -68,7 +68,7 @@ Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, con
     in.part = std::clamp<int64_t>(ceil_div(problem.B * columns, 4 * wanted_blocks(scope)), 1, 64);
     const int64_t parts = ceil_div(problem.B, in.part);
     launch({op, "distance_kernel", scope, parts * columns, kThreads}, distance_kernel<A>, in,
-           output.mutable_data_ptr<A>(), static_cast<int>(parts));
+           mutable_data_of<A>(output), static_cast<int>(parts));
   });
   return output;
 }
@@ -81,8 +81,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
   const DeviceScope scope(points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in);
-  Tensor grad_points = new_empty(points, points.sizes()), grad_means = new_empty(means, means.sizes()),
-         grad_cholesky = new_empty(cholesky, cholesky.sizes());
+  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky);
   if (grad_output.numel() == 0) {
     zero_(grad_points), zero_(grad_means), zero_(grad_cholesky);
     return {grad_points, grad_means, grad_cholesky};
@@ -90,11 +89,11 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
   dispatch_sum_type(points.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
     const auto in = inputs_of<A>(problem, points, means, cholesky);
-    const A* grad = grad_output.const_data_ptr<A>();
+    const A* grad = data_of<A>(grad_output);
     launch({op, "distance_point_kernel", scope, ceil_div(problem.B, kThreads / 32), kThreads}, distance_point_kernel<A>,
-           in, grad, grad_points.mutable_data_ptr<A>());
+           in, grad, mutable_data_of<A>(grad_points));
     launch_pairs<A, Task::kDistanceGradients, false>(
-        op, scope, in, points, {grad, nullptr, grad_means.mutable_data_ptr<A>(), grad_cholesky.mutable_data_ptr<A>()});
+        op, scope, in, points, {grad, nullptr, mutable_data_of<A>(grad_means), mutable_data_of<A>(grad_cholesky)});
   });
   return {grad_points, grad_means, grad_cholesky};
 }

@@ -1,10 +1,8 @@
 // Backward of ms_deform_attn on CUDA. The contract is in ../ms_deform_attn.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <array>
 #include <tuple>
 
+#include "common/torch.h"
 #include "cuda/ms_deform_attn/backward_direct.cuh"
 #include "cuda/ms_deform_attn/backward_encoder.cuh"
 #include "cuda/ms_deform_attn/backward_sorted.cuh"
@@ -84,8 +82,7 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
                level_starts = dense(level_starts_in), locations = contiguous_pairs(locations_in),
                weights = dense(weights_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, nullptr);
-  Tensor grad_value = new_empty(value, value.sizes()), grad_locations = new_empty(locations, locations.sizes()),
-         grad_weights = new_empty(weights, weights.sizes());
+  Tensor grad_value = new_like(value), grad_locations = new_like(locations), grad_weights = new_like(weights);
   if (problem.C == 0 || problem.S == 0 || grad_weights.numel() == 0) {
     zero_(grad_value), zero_(grad_locations), zero_(grad_weights);
     return {grad_value, grad_locations, grad_weights};
@@ -111,7 +108,7 @@ std::array<Tensor, 4> fused_backward(const Tensor& grad_output_in, const Tensor&
                level_starts = dense(level_starts_in), reference = contiguous_pairs(reference_in),
                offsets = contiguous_pairs(offsets_in), logits = dense(logits_in);
   const Levels levels = levels_of(problem, level_shapes, level_starts, num_points.data());
-  Tensor grad_value = new_empty(value, value.sizes());
+  Tensor grad_value = new_like(value);
   const FusedForm samples{reference, offsets, logits};
   FusedBackward form(problem, scope, samples, needs_reference, joined);
   if (problem.C == 0 || problem.S == 0 || logits.numel() == 0) {

@@ -1,10 +1,8 @@
 // The forward of ms_deform_attn and ms_deform_attn_fused on CUDA: its paths, the best first. common/paths.h says how a
 // path is chosen, and the header of each path describes its kernel. The contract is in ms_deform_attn.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <vector>
 
+#include "common/torch.h"
 #include "cuda/ms_deform_attn/forward_call.cuh"
 #include "cuda/ms_deform_attn/forward_decoder.cuh"
 #include "cuda/ms_deform_attn/forward_encoder.cuh"

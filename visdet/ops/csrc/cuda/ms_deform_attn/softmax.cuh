@@ -160,10 +160,9 @@ class FusedBackward {
         joined_(joined) {
     const int64_t samples = problem.G * problem.K;
     const Tensor &offsets = form.offsets, &logits = form.logits, &reference = form.reference;
-    grad_offsets =
-        joined ? new_empty(offsets, {problem.B, problem.Q, 3 * samples}) : new_empty(offsets, offsets.sizes());
-    grad_logits = joined ? new_empty(logits, {0}) : new_empty(logits, logits.sizes());
-    grad_reference = needs_reference ? new_empty(reference, reference.sizes()) : new_empty(reference, {0});
+    grad_offsets = joined ? new_empty(offsets, {problem.B, problem.Q, 3 * samples}) : new_like(offsets);
+    grad_logits = joined ? new_empty(logits, {0}) : new_like(logits);
+    grad_reference = needs_reference ? new_like(reference) : new_empty(reference, {0});
   }
 
   Tensor grad_reference, grad_offsets, grad_logits;

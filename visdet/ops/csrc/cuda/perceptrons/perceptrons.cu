@@ -1,7 +1,4 @@
 // perceptrons on CUDA. The contract is in visdet/ops/perceptrons.py.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <tuple>
 #include <vector>

@@ -1,12 +1,10 @@
 // sample_sum and sample_dot on CUDA: the passes that each of them takes. The contract, and the three passes, are in
 // sample_ops.h; how the work of a pass is laid out, above its kernel in sum.cuh, dot.cuh and scatter.cuh.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <tuple>
 #include <type_traits>
 
+#include "common/torch.h"
 #include "cuda/sample/dot.cuh"
 #include "cuda/sample/scatter.cuh"
 #include "cuda/sample/sum.cuh"
@@ -34,7 +32,7 @@ Tensor in_type_of(const Tensor& images, const Tensor& result) {
 
 // An empty tensor in the layout of images: channels last, or contiguous.
 Tensor like_images(const Tensor& images, const SampleProblem& problem) {
-  return problem.channels_last ? empty_like(images) : new_empty(images, images.sizes());
+  return problem.channels_last ? empty_like(images) : new_like(images);
 }
 
 Tensor sample_sum(const Tensor& images_in, const Tensor& samples_in, const Tensor& weights_in) {
@@ -64,8 +62,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
   const DeviceScope scope(images_in);
   const Tensor images = readable(images_in, problem), grad_output = contiguous_pairs(grad_output_in),
                samples = contiguous_pairs(samples_in), weights = dense(weights_in);
-  Tensor grad_images = like_images(images, problem), grad_samples = new_empty(samples, samples.sizes()),
-         grad_weights = new_empty(weights, weights.sizes());
+  Tensor grad_images = like_images(images, problem), grad_samples = new_like(samples), grad_weights = new_like(weights);
   if (problem.G == 0) zero_(grad_samples);
   run(op, problem, scope, images, samples, [&](const auto& in) {
     using A = typename std::decay_t<decltype(in)>::Sum;
@@ -110,8 +107,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
   const Tensor images = readable(images_in, problem), grad_output = dense(grad_output_in),
                samples = contiguous_pairs(samples_in), queries = contiguous_pairs(queries_in),
                depths = dense(depths_in);
-  Tensor grad_images = like_images(images, problem), grad_samples = new_empty(samples, samples.sizes()),
-         grad_queries = new_empty(queries, queries.sizes()), grad_depths = new_empty(depths, depths.sizes());
+  Tensor grad_images = like_images(images, problem), grad_samples = new_like(samples), grad_queries = new_like(queries),
+         grad_depths = new_like(depths);
   if (problem.G == 0) zero_(grad_samples), zero_(grad_depths);
   run(op, problem, scope, images, samples, [&](const auto& in) {
     using A = typename std::decay_t<decltype(in)>::Sum;

@@ -2,8 +2,6 @@
 // query that count. The contract is in ../sample_ops.h.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 
 #include "common/cells.cuh"
