@@ -51,7 +51,7 @@ AMP ?= $(shell grep -qsw avx512_bf16 /proc/cpuinfo && echo --amp)
 ifneq ($(filter demo demo-drive,$(MAKECMDGOALS)),)
 ifeq ($(GOMP_SPINCOUNT)$(OMP_WAIT_POLICY),)
 export GOMP_SPINCOUNT := $(shell idle() { awk '/^cpu /{print $$5}' /proc/stat; }; before=$$(idle) && sleep 1 && \
-	test $$(($$(idle) - before)) -ge 170 && echo 10000 || echo 1000)
+	test $$(($$(idle) - before)) -ge 170 && echo 4000 || echo 1000)
 endif
 endif
 demo: setup
