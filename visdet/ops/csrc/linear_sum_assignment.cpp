@@ -1,4 +1,4 @@
 // linear_sum_assignment: its schema. The kernel is for CUDA alone; on the CPU, scipy solves assignments.
-#include <torch/csrc/stable/library.h>
+#include "common/torch.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) { m.def("linear_sum_assignment(Tensor costs, Tensor counts) -> Tensor"); }

@@ -1,6 +1,4 @@
 // linear_sum_assignment on CUDA. The contract is in visdet/ops/linear_sum_assignment.py.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <vector>
