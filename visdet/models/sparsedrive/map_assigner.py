@@ -17,6 +17,11 @@ from ..matching.match_costs import FocalLossCost
 __all__ = ["HungarianLinesAssigner", "LinesL1Cost", "MapQueriesCost"]
 
 
+def _may_be_read(tensor: Tensor) -> bool:
+    """Return whether the host may read the numbers of a tensor without waiting. Those of a subclass may not exist."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not is_traced()
+
+
 @TASK_UTILS.register_module()
 class LinesL1Cost:
     """The L1 or smooth L1 distance of two polylines, averaged over their points.
@@ -55,7 +60,7 @@ class LinesL1Cost:
         flat = gt_lines.flatten(-3, -2) if self.permute else gt_lines
         if self.beta == 0:
             distance = torch.cdist(lines_pred, flat, p=1)
-        elif self.permute and flat.device.type == "cpu" and not is_traced():
+        elif self.permute and _may_be_read(lines_pred) and _may_be_read(flat):
             distance = self._distance_without_far_orderings(lines_pred, gt_lines)
         else:
             distance = self._smooth_distance(lines_pred, flat)
