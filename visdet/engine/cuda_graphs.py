@@ -226,7 +226,8 @@ class GraphedPrediction(GraphedMethod):
 
     A model whose ``prediction_batch`` takes the host time may have ``image_features``, a function of the images, whose
     result ``detections`` then takes as its second argument (see ``SparseDrive``). It is a graph of its own, which the
-    GPU computes meanwhile. ``image_feature_parts`` names the parts of the model whose weights it reads.
+    GPU computes meanwhile. ``image_feature_parts`` names the parts of the model whose weights it reads, which are those
+    of the whole model by default.
     """
 
     method = "predict"
@@ -236,7 +237,8 @@ class GraphedPrediction(GraphedMethod):
     def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
         super().__init__(model, max_shapes, say)
         self._features: OrderedDict[Hashable, GraphedFeatures] = OrderedDict()
-        parts = [getattr(model, name) for name in getattr(model, "image_feature_parts", ())]
+        names = getattr(model, "image_feature_parts", None)
+        parts = [model] if names is None else [getattr(model, name) for name in names]
         self._read_by_features = [
             tensor for part in parts if part is not None for tensor in (*part.parameters(), *part.buffers())
         ]
