@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mmengine import dist
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
@@ -84,9 +83,6 @@ def assigned_instances(
         counts.append((index < pairs.costs.shape[-2]).sum((1, 2)).float())
         if pairs.num_denoising is not None:
             counts[-1] = torch.cat([counts[-1], pairs.num_denoising])
-    if dist.get_world_size() > 1 and counts[0].is_cuda:
-        # Processes whose hosts run ahead by different steps may capture graphs while another one exchanges numbers.
-        torch.cuda.current_stream(counts[0].device).synchronize()
     means = mean_count(torch.cat(counts), counts[0].device).split([len(count) for count in counts])
     return {name: Assignment(index, mean) for (name, index), mean in zip(indices.items(), means, strict=True)}
 
