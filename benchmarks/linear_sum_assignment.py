@@ -1,21 +1,21 @@
 """Time assignments on a GPU beside scipy's on the host: python -m benchmarks.linear_sum_assignment.
 
-For each size it prints, in microseconds, the time of the kernel, and the time in which the costs go to the host, scipy
-solves the problems, and the assignments come back. The costs are random, or such that all rows prefer the same columns,
-which takes longer. This needs a GPU.
+For each size it prints, in microseconds, the wall time of a call on the GPU, and the time in which the costs go to the
+host, scipy solves the problems, and the assignments come back. The costs are random, or such that all rows prefer the
+same columns, which takes longer. This needs a GPU.
 """
 
 import argparse
 import functools
 import sys
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from visdet.models.matching.assignment import solve_on_host
 from visdet.ops.linear_sum_assignment import linear_sum_assignment
+
+from .perceptrons import microseconds
 
 __all__ = ["CASES", "costs_of", "main"]
 
@@ -27,7 +27,6 @@ CASES: dict[str, tuple[int, tuple[int, ...], int, int]] = {
     "Deformable DETR, 8 images": (6, (20, 15, 30, 60, 4, 7, 10, 8), 64, 300),
     "proposals of the encoder": (1, (20, 15), 32, 22223),
 }
-CALLS = 10
 
 
 def costs_of(case: str, all_prefer_the_same: bool) -> tuple[Tensor, Tensor]:
@@ -38,16 +37,6 @@ def costs_of(case: str, all_prefer_the_same: bool) -> tuple[Tensor, Tensor]:
     if all_prefer_the_same:
         costs = 0.1 * costs + torch.linspace(0, 3, queries, dtype=torch.float64)
     return costs, torch.tensor(counts)
-
-
-def _microseconds(call: Callable[[], object]) -> float:
-    call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    torch.cuda.synchronize()
-    return 1e6 * (time.perf_counter() - start) / CALLS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,8 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name, hard in (("random", False), ("all prefer the same", True)):
             on_host, counts_on_host = costs_of(case, hard)
             costs, counts = on_host.cuda(), counts_on_host.cuda()
-            ours = _microseconds(functools.partial(linear_sum_assignment, costs, counts))
-            scipy = _microseconds(functools.partial(solve_on_host, costs, counts_on_host.tolist()))
+            _, ours = microseconds(functools.partial(linear_sum_assignment, costs, counts))
+            _, scipy = microseconds(functools.partial(solve_on_host, costs, counts_on_host.tolist()))
             print(f"{case}, {name}: {ours:.0f} on the GPU, {scipy:.0f} by the host", flush=True)
     return 0
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from visdet.models.sparsedrive.mlp import Perceptron, Scale, linear_relu_ln, side_by_side
 
-__all__ = ["CASES", "calls", "main"]
+__all__ = ["CASES", "calls", "main", "microseconds"]
 
 ROWS = [100, 900, 4883]
 CALLS = 20

@@ -2,15 +2,10 @@
 
 import ctypes
 import random
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from emulation import compiled
 
-SOURCES = Path(__file__).resolve().parents[2] / "visdet" / "ops" / "csrc"
-EMULATED = Path(__file__).with_name("emulated")  # has a cuda_runtime.h of its own
 PROGRAM = """
 #include "common/cells.cuh"
 #include "common/compact.cuh"
@@ -93,17 +88,7 @@ extern "C" int cells(int H, int W) { return static_cast<int>(cell_count(H, W)); 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("needs a C++ compiler on Linux")
-    if not SOURCES.is_dir():
-        pytest.skip("needs the sources, which a wheel does not hold")
-    folder = tmp_path_factory.mktemp("device_library")
-    source, output = folder / "program.cpp", folder / "program.so"
-    source.write_text(PROGRAM)
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{EMULATED}", f"-I{SOURCES}"]
-    subprocess.run([*command, str(source), "-o", str(output)], check=True)
-    return ctypes.CDLL(str(output))
+    return compiled(tmp_path_factory.mktemp("device_library"), PROGRAM)
 
 
 def doubles(values):

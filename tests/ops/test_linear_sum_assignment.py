@@ -1,23 +1,17 @@
 """Assignments on a GPU against scipy's. Without a GPU, a CPU emulates the blocks of the kernel."""
 
 import ctypes
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from emulation import compiled
 
 from visdet.ops.linear_sum_assignment import linear_sum_assignment, solves_assignments_on
 
 scipy_optimize = pytest.importorskip("scipy.optimize")
 
-SOURCES = Path(__file__).resolve().parents[2] / "visdet" / "ops" / "csrc"
-EMULATED = Path(__file__).with_name("emulated")  # has a cuda_runtime.h of its own
 KERNEL = "cuda/linear_sum_assignment/shortest_path.cuh"
-DYNAMIC = "extern __shared__ double shared[];"
 PROGRAM = f"""
 #include "{KERNEL}"
 
@@ -34,23 +28,13 @@ extern "C" void solve(const double* costs, const int64_t* counts, int problems, 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("needs a C++ compiler on Linux")
-    if not SOURCES.is_dir():
-        pytest.skip("needs the sources, which a wheel does not hold")
-    folder = tmp_path_factory.mktemp("assignment")
-    kernel = folder / KERNEL
-    kernel.parent.mkdir(parents=True)
-    text = (SOURCES / KERNEL).read_text()
-    assert text.count(DYNAMIC) == 1
-    kernel.write_text(text.replace(DYNAMIC, "static double shared[1 << 14];"))
-    program, output = folder / "program.cpp", folder / "program.so"
-    program.write_text(PROGRAM)
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-w"]
-    command += [f"-I{path}" for path in (EMULATED, folder, SOURCES)]
-    subprocess.run([*command, str(program), "-o", str(output)], check=True)
-    return ctypes.CDLL(str(output))
+    return compiled(
+        tmp_path_factory.mktemp("assignment"),
+        PROGRAM,
+        [KERNEL],
+        "extern __shared__ double shared[];",
+        "static double shared[1 << 14];",
+    )
 
 
 def solved_by_emulation(library, costs, counts, threads, in_shared_memory):

@@ -1,19 +1,13 @@
 """The CUDA kernels of perceptrons, in blocks that a CPU emulates."""
 
 import ctypes
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from emulation import compiled
 
 from visdet.ops.perceptrons import FIRST, NORM, RELU, SCALE, PerceptronLayer, perceptrons_reference
 
-SOURCES = Path(__file__).resolve().parents[2] / "visdet" / "ops" / "csrc"
-EMULATED = Path(__file__).with_name("emulated")  # has a cuda_runtime.h of its own
-FOLDER = "cuda/perceptrons"
 PROGRAM = """
 #include "cuda/perceptrons/backward.cuh"
 #include "cuda/perceptrons/forward.cuh"
@@ -81,25 +75,13 @@ extern "C" void backward(const int64_t* layers, int count, const int64_t* first_
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("needs a C++ compiler on Linux")
-    if not SOURCES.is_dir():
-        pytest.skip("needs the sources, which a wheel does not hold")
-    folder = tmp_path_factory.mktemp("perceptron_kernels")
-    (folder / FOLDER).mkdir(parents=True)
-    for source in (SOURCES / FOLDER).glob("*.cuh"):
-        text = source.read_text()
-        dynamic = "extern __shared__ float4 memory[];"
-        assert text.count(dynamic) == text.count("*reinterpret_cast<Shared*>(memory)")
-        static = "static float4 memory[sizeof(Shared) / sizeof(float4)];"
-        (folder / FOLDER / source.name).write_text(text.replace(dynamic, static))
-    program, output = folder / "program.cpp", folder / "program.so"
-    program.write_text(PROGRAM)
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-w"]
-    command += [f"-I{path}" for path in (EMULATED, folder, SOURCES)]
-    subprocess.run([*command, str(program), "-o", str(output)], check=True)
-    return ctypes.CDLL(str(output))
+    return compiled(
+        tmp_path_factory.mktemp("perceptron_kernels"),
+        PROGRAM,
+        ["cuda/perceptrons/forward.cuh", "cuda/perceptrons/backward.cuh"],
+        "extern __shared__ float4 memory[];",
+        "static float4 memory[sizeof(Shared) / sizeof(float4)];",
+    )
 
 
 # The layers of each perceptron as (inputs, outputs, kind), the columns they begin with, and the input's columns.
