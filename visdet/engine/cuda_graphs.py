@@ -122,14 +122,13 @@ class GraphedMethod(ABC):
     def _new_step(self, batch: Any, example: Any, memory: GraphMemory) -> Any:
         """Return a step for one shape. Its ``capture`` records the graphs, and a call replays them."""
 
-    def _compute(self, batch: Any, key_of_model: Hashable, *begun: Any) -> Any:
+    def _compute(self, batch: Any, key: Hashable, *begun: Any) -> Any:
         """Return the first result of ``_compute_eagerly``, by graphs if the shape was captured or can be captured.
 
         Args:
-            batch: the batch. key_of_model: the result of ``_key_of_model``.
+            batch: the batch. key: its layout and the result of ``_key_of_model``.
             begun: what the step of a captured shape gets besides the batch.
         """
-        key = layout_of(batch), key_of_model
         if key in self._graphs:
             self._graphs.move_to_end(key)
             self.counts["replayed"] += 1
@@ -206,7 +205,8 @@ class GraphedLoss(GraphedMethod):
         return torch.is_grad_enabled()
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
-        return self._compute(self.model.training_batch(inputs, data_samples), self._key_of_model())
+        batch = self.model.training_batch(inputs, data_samples)
+        return self._compute(batch, (layout_of(batch), self._key_of_model()))
 
     def _compute_eagerly(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
         predictions, costs = self.model.predictions_and_costs(batch)
@@ -237,6 +237,10 @@ class GraphedPrediction(GraphedMethod):
     def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
         super().__init__(model, max_shapes, say)
         self._features: OrderedDict[Hashable, GraphedFeatures] = OrderedDict()
+        # The graphs that the last call replayed, and its tensors.
+        self._last_features: GraphedFeatures | None = None
+        self._last_key: tuple[Hashable, Hashable] | None = None
+        self._last_tensors: Any = None
         names = getattr(model, "image_feature_parts", None)
         parts = [model] if names is None else [getattr(model, name) for name in names]
         self._read_by_features = [
@@ -247,12 +251,52 @@ class GraphedPrediction(GraphedMethod):
         return not torch.is_grad_enabled()
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> list[Any]:
-        begun = self._features.get(self._key_of_features(inputs))
-        if begun is not None:
-            begun(inputs)
-        key_of_model = self._key_of_model()
+        features = self._begun_features(inputs)
+        self._last_tensors = None
         batch = self.model.prediction_batch(inputs, data_samples)
-        return self.model.with_detections(self._compute(batch, key_of_model, begun), data_samples)
+        detections = self._replayed_at_once(batch, features)
+        if detections is None:
+            key = layout_of(batch), self._key_of_model()
+            detections = self._compute(batch, key, features)
+            self._last_key = key if key in self._graphs else None
+        # To free the tensors takes the host a tenth of a millisecond, for which the GPU should have work.
+        self._last_tensors = batch, detections
+        return self.model.with_detections(detections, data_samples)
+
+    def _begun_features(self, images: Tensor) -> GraphedFeatures | None:
+        """Start the graph of the features of the images and return it, or return None if there is none.
+
+        The GPU is idle until then, and to look at the places of all weights takes the host a tenth of a millisecond.
+        Therefore the graph of the call before is started first. If it is not the right one, nobody reads what it
+        writes.
+        """
+        guess = self._last_features
+        if guess is not None and guess.is_of(images):
+            guess(images)
+        else:
+            guess = None
+        features = self._features.get(self._key_of_features(images))
+        if features is not None and features is not guess:
+            features(images)
+        self._last_features = features
+        return features
+
+    def _replayed_at_once(self, batch: Any, features: GraphedFeatures | None) -> Any:
+        """Return the detections by the graph of the call before, or None if it is not the right one.
+
+        Whether the weights are still where they were is looked at while the GPU computes.
+        """
+        if self._last_key is None or layout_of(batch) != self._last_key[0]:
+            return None
+        graph = self._graphs[self._last_key]
+        if graph.features is not features:  # It would overwrite the features.
+            return None
+        detections = graph(batch, features)
+        if self._key_of_model() != self._last_key[1]:
+            return None
+        self._graphs.move_to_end(self._last_key)
+        self.counts["replayed"] += 1
+        return detections
 
     def _compute_eagerly(self, batch: Any) -> tuple[Any, Any]:
         return self.model.detections(batch), None
@@ -264,7 +308,8 @@ class GraphedPrediction(GraphedMethod):
         if key not in self._features:
             while len(self._features) >= self.max_shapes:
                 self._features.popitem(last=False)
-            self._features[key] = GraphedFeatures(self.model, batch.images, memory)
+            features = GraphedFeatures(self.model, batch.images, memory, self._read_by_features)
+            self._features[key] = features
         return GraphedDetections(self.model, batch, memory, self._features[key])
 
     def _key_of_features(self, images: Tensor) -> Hashable:
@@ -274,6 +319,7 @@ class GraphedPrediction(GraphedMethod):
     def _forget_graphs(self) -> None:
         super()._forget_graphs()
         self._features.clear()
+        self._last_features = self._last_key = None
 
 
 def _shape_alone(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from visdet.structures.constant_weights import weights_may_change
 from visdet.structures.kept_tables import tables_read
-from visdet.structures.tensor_tree import map_tensors, tensors_of
+from visdet.structures.tensor_tree import layout_of, map_tensors, tensors_of
 
 from .graph_memory import GraphMemory
 from .parameter_leaves import leaves_in_place_of, with_leaves
@@ -127,12 +127,16 @@ class GraphedFeatures:
     """The graph of the features of images of one shape, and the tensors that it reads and writes.
 
     The constructor runs the images once, so that libraries have made their plans. ``capture`` makes the graph.
+
+    Args:
+        model: the detector. images: the images. memory: what all graphs share.
+        weights: the parameters and buffers of the model that the graph reads.
     """
 
-    def __init__(self, model: Any, images: Tensor, memory: GraphMemory) -> None:
+    def __init__(self, model: Any, images: Tensor, memory: GraphMemory, weights: Sequence[Tensor]) -> None:
         self.model = model
         self.images = images.clone()
-        self.recorded = _Recorded(model, memory)
+        self.recorded = _Recorded(model, memory, weights)
         self.features = self.recorded.try_out(lambda: model.image_features(self.images))
         self.is_captured = False
 
@@ -144,6 +148,10 @@ class GraphedFeatures:
         """
         self.features = self.recorded.capture(lambda: self.model.image_features(self.images))
         self.is_captured = True
+
+    def is_of(self, images: Tensor) -> bool:
+        """Return whether the graph is there, and one of images of this shape."""
+        return self.is_captured and layout_of(images) == layout_of(self.images)
 
     def __call__(self, images: Tensor) -> None:
         """Write the features of images of this shape to ``features``."""
@@ -167,7 +175,7 @@ class GraphedDetections:
         self.model = model
         self.features = features
         self.batch = map_tensors(Tensor.clone, batch)
-        self.recorded = _Recorded(model, memory)
+        self.recorded = _Recorded(model, memory, [*model.parameters(), *model.buffers()])
         self.recorded.try_out(self._detections)
 
     def _detections(self) -> Any:
@@ -202,10 +210,15 @@ class GraphedDetections:
 
 
 class _Recorded:
-    """A graph of a function of a model in evaluation."""
+    """A graph of a function of a model in evaluation.
 
-    def __init__(self, model: Any, memory: GraphMemory) -> None:
+    The memory of the weights that it reads is kept. A replay is therefore safe even if the weights have moved since,
+    though its result is then out of date.
+    """
+
+    def __init__(self, model: Any, memory: GraphMemory, weights: Sequence[Tensor]) -> None:
         self.model = model
+        self.kept = [weight.detach() for weight in weights]
         self.memory = memory
         self.casts = WeightCasts(model.parameters(), "cuda", memory.copy_of)
 

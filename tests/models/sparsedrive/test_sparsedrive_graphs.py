@@ -1,5 +1,6 @@
 """SparseDrive by CUDA graphs: the numbers of eager steps along a sequence, and nothing in them that needs the host."""
 
+import contextlib
 import functools
 
 import numpy as np
@@ -127,6 +128,16 @@ def test_training_by_graphs_gives_the_losses_and_gradients_of_eager_steps(dtype)
     assert graphed_state["det"].bank.clock.timestamp == state["det"].bank.clock.timestamp
 
 
+def assert_same_predictions(found, expected):
+    for found_pair, expected_pair in zip(found, expected, strict=True):
+        for found_one, expected_one in zip(found_pair, expected_pair, strict=True):
+            assert found_one.keys() == expected_one.keys()
+            for name, value in expected_one.items():
+                np.testing.assert_allclose(
+                    np.asarray(found_one[name]), np.asarray(value), rtol=1e-4, atol=1e-4, err_msg=name
+                )
+
+
 @pytest.mark.cuda
 def test_predictions_by_graphs_are_those_of_eager_ones_along_a_sequence():
     model = tiny_model().cuda().eval()
@@ -136,11 +147,28 @@ def test_predictions_by_graphs_are_those_of_eager_ones_along_a_sequence():
         model.reset_temporal_state()
         with graphs.installed():
             found = [[predictions_of(s) for s in model.predict(*data)] for data in frames("cuda")]
-    for found_pair, expected_pair in zip(found, expected, strict=True):
-        for found_one, expected_one in zip(found_pair, expected_pair, strict=True):
-            assert found_one.keys() == expected_one.keys()
-            for name, value in expected_one.items():
-                np.testing.assert_allclose(
-                    np.asarray(found_one[name]), np.asarray(value), rtol=1e-4, atol=1e-4, err_msg=name
-                )
+    assert_same_predictions(found, expected)
     assert graphs.counts["replayed"] >= len(SCENES) - 3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("moving", ["img_backbone", "head"])
+def test_predictions_by_graphs_follow_weights_that_move_and_return(moving):
+    """The graph of the call before is started before it is known whether its weights are still the model's."""
+    model = tiny_model().cuda().eval()
+    graphs = GraphedPrediction(model, say=lambda text: None)
+    parameters = list(getattr(model, moving).parameters())
+    of_turn = [[p.data for p in parameters], [1.05 * p.data for p in parameters]]
+
+    def run(context):
+        model.reset_temporal_state()
+        found = []
+        with torch.no_grad(), context:
+            for index, data in enumerate(frames("cuda") * 2):
+                for parameter, values in zip(parameters, of_turn[index // 3 % 2], strict=True):
+                    parameter.data = values
+                found.append([predictions_of(s) for s in model.predict(*data)])
+        return found
+
+    assert_same_predictions(run(graphs.installed()), run(contextlib.nullcontext()))
+    assert graphs.counts["replayed"] >= len(SCENES), graphs.report()
