@@ -3,6 +3,7 @@
 from ..problem import Family
 from . import (
     aggregation,
+    assignments,
     attention,
     boxes,
     convolutions,
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family] = {
         losses,
         perceptron_layers,
         normalizations,
+        assignments,
     )
     for family in module.FAMILIES
 }
