@@ -50,5 +50,11 @@ def uniform_int(low: int, high: int) -> int:
 
 
 def choose(probabilities: Sequence[float]) -> int:
-    """Return a position that is drawn with the given probabilities, which sum to one."""
-    return int(torch.multinomial(torch.tensor(probabilities, dtype=torch.float64), 1))
+    """Return a position that is drawn with the given probabilities, whose sum counts as one."""
+    rest = torch.rand((), dtype=torch.float64).item() * sum(probabilities)
+    for index, probability in enumerate(probabilities):
+        rest -= probability
+        if rest < 0:
+            return index
+    # The sum was rounded.
+    return max(index for index, probability in enumerate(probabilities) if probability > 0)

@@ -48,10 +48,11 @@ class PackDetInputs(BaseTransform):
         if "gt_bboxes_labels" in results:
             fields["labels"] = results["gt_bboxes_labels"]
         if fields:
-            num_boxes = len(next(iter(fields.values())))
-            is_ignored = results.get("gt_ignore_flags", torch.zeros(num_boxes, dtype=torch.bool))
-            sample.gt_instances = InstanceData(**{key: value[~is_ignored] for key, value in fields.items()})
-            sample.ignored_instances = InstanceData(
-                **{key: value[is_ignored] for key, value in fields.items()}
-            )
+            ignored = {key: value[:0] for key, value in fields.items()}
+            is_ignored = results.get("gt_ignore_flags")
+            if is_ignored is not None and is_ignored.any():
+                ignored = {key: value[is_ignored] for key, value in fields.items()}
+                fields = {key: value[~is_ignored] for key, value in fields.items()}
+            sample.gt_instances = InstanceData(**fields)
+            sample.ignored_instances = InstanceData(**ignored)
         return {"inputs": results["img"].as_subclass(torch.Tensor).contiguous(), "data_samples": sample}

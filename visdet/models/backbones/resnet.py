@@ -287,7 +287,10 @@ class ResNet(BaseModule):
         )
         if _is_faster_with_channels_last(x, bool(folded)):
             x = x.contiguous(memory_format=torch.channels_last)
-        x = self.maxpool(_conv_norm(*stem, x, folded))
+        if x.is_cuda:
+            x = self.maxpool(_conv_norm(*stem, x, folded))
+        else:  # This order gives the same numbers and gradients, and its ReLU has a quarter of the pixels.
+            x = F.relu(self.maxpool(_conv_norm(*stem, x, folded, relu=False)), inplace=True)
         outs = []
         for stage, blocks in enumerate(stages):
             for block in blocks:
