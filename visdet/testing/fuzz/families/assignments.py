@@ -17,7 +17,8 @@ def _draw(draw: Draw) -> Problem:
     outer = [draw.size(3) for _ in range(draw.pick(0, 1, 1, 2))]
     samples, rows, columns = draw.size(4), draw.size(40), draw.size(60)
     if draw.is_big:
-        outer, samples, rows, columns = [2], 2, *draw.pick((60, 900), (200, 150), (8, 5000))
+        outer, samples = [2], 2
+        rows, columns = draw.pick((60, 900), (200, 150), (8, 5000))
     costs = draw.numbers(*outer, samples, rows, columns)
     if draw.chance(0.2):  # Invalid pairs have one high cost.
         costs.masked_fill_(draw.uniform(0, 1, *costs.shape) < 0.3, 1e8)
