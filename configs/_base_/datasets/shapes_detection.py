@@ -14,7 +14,7 @@ test_pipeline = [
     dict(type="PackDetInputs"),
 ]
 
-# Reading an image takes 0.6 ms. On two cores, a worker process would slow the model (0.18 s per iteration without one,
+# Reading an image takes 0.5 ms. On two cores, a worker process would slow the model (0.18 s per iteration without one,
 # 0.21 s with one).
 train_dataloader = dict(
     batch_size=16,
