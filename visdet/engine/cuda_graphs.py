@@ -237,10 +237,10 @@ class GraphedPrediction(GraphedMethod):
     def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
         super().__init__(model, max_shapes, say)
         self._features: OrderedDict[Hashable, GraphedFeatures] = OrderedDict()
-        # The graphs that the last call replayed, and its tensors.
+        # The graphs that the last call replayed, and what they gave.
         self._last_features: GraphedFeatures | None = None
         self._last_key: tuple[Hashable, Hashable] | None = None
-        self._last_tensors: Any = None
+        self._last_detections: Any = None
         names = getattr(model, "image_feature_parts", None)
         parts = [model] if names is None else [getattr(model, name) for name in names]
         self._read_by_features = [
@@ -252,15 +252,16 @@ class GraphedPrediction(GraphedMethod):
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> list[Any]:
         features = self._begun_features(inputs)
-        self._last_tensors = None
+        self._last_detections = None
         batch = self.model.prediction_batch(inputs, data_samples)
         detections = self._replayed_at_once(batch, features)
         if detections is None:
             key = layout_of(batch), self._key_of_model()
             detections = self._compute(batch, key, features)
             self._last_key = key if key in self._graphs else None
-        # To free the tensors takes the host a tenth of a millisecond, for which the GPU should have work.
-        self._last_tensors = batch, detections
+        # To free all tensors takes the host a tenth of a millisecond. It is done while the GPU has work.
+        del batch
+        self._last_detections = detections
         return self.model.with_detections(detections, data_samples)
 
     def _begun_features(self, images: Tensor) -> GraphedFeatures | None:
@@ -288,8 +289,8 @@ class GraphedPrediction(GraphedMethod):
         """
         if self._last_key is None or layout_of(batch) != self._last_key[0]:
             return None
-        graph = self._graphs[self._last_key]
-        if graph.features is not features:  # It would overwrite the features.
+        graph = self._graphs.get(self._last_key)
+        if graph is None or graph.features is not features:  # Another graph would overwrite the features.
             return None
         detections = graph(batch, features)
         if self._key_of_model() != self._last_key[1]:
