@@ -67,7 +67,8 @@ class SamplesOnHost:
         if self._sources:
             if self._device is not None:
                 # Memory that is written for the first time is slow, and the host has nothing else to do here.
-                torch._foreach_zero_(self._rows)
+                for row in self._rows:
+                    row.zero_()
                 torch.cuda.current_stream(self._device).synchronize()
             torch._foreach_copy_(self._rows, self._sources)
             self._sources = []
