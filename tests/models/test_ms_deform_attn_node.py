@@ -307,3 +307,31 @@ def test_errors_of_the_gpu_reach_the_caller(monkeypatch, message, kind, directio
     with pytest.raises(kind, match=r"out of memory|did not start") as caught:
         module()(**inputs()).sum().backward()
     assert type(caught.value) is kind
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 5000, 256), (1, 33, 8), (3, 1, 520), (0, 4, 8), (2, 0, 8)])
+def test_rows_are_cleared_where_the_mask_says_so(dtype, shape):
+    torch.manual_seed(0)
+    rows = torch.randn(shape, device="cuda").to(dtype)
+    for share in (0.0, 0.3, 1.0):
+        mask = torch.rand(shape[:2], device="cuda") < share
+        expected = rows.masked_fill(mask[..., None], 0)
+        given = rows.clone()
+        result = torch.ops.visdet.clear_rows_(given, mask.t().contiguous().t())
+        assert torch.equal(given, expected) and torch.equal(result, expected)
+
+
+@pytest.mark.cuda
+def test_rows_that_cannot_be_cleared_are_refused():
+    rows, mask = torch.ones(2, 4, 8, device="cuda"), torch.ones(2, 4, dtype=torch.bool, device="cuda")
+    for wrong, name in (
+        ((rows[..., :3].clone(), mask), "rows"),
+        ((rows.transpose(0, 1), mask.t()), "rows"),
+        ((rows, mask[:1]), "mask"),
+        ((rows, mask.int()), "mask"),
+        ((rows, mask.cpu()), "mask"),
+    ):
+        with pytest.raises(RuntimeError, match=f"clear_rows_.*{name} must be"):
+            torch.ops.visdet.clear_rows_(*wrong)

@@ -76,9 +76,13 @@ std::vector<Tensor> converted(const std::vector<Tensor>& tensors, ScalarType typ
   return all;
 }
 
-// Sets rows [B, S] of maps [B, S, C], where the mask says so, to zero.
+// Sets rows [B, S] of maps [B, S, C], where the mask says so, to zero. On CUDA, torch's kernel takes 23 us for 18 MB.
 void clear(Tensor& maps, const std::optional<Tensor>& mask) {
   if (!mask) return;
+  if (maps.is_cuda() && maps.is_contiguous() && maps.size(2) * maps.element_size() % 16 == 0) {
+    maps = call("visdet::clear_rows_", "", maps, *mask);
+    return;
+  }
   Tensor zero = torch::stable::empty({}, maps.scalar_type(), std::nullopt,
                                      torch::stable::Device(torch::headeronly::DeviceType::CPU));
   torch::stable::zero_(zero);
@@ -296,6 +300,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       " Tensor level_starts, Tensor reference_points, Tensor offsets, Tensor logits, int[] num_points,"
       " bool needs_reference, bool deterministic) -> (Tensor grad_value, Tensor grad_reference, Tensor grad_joined)");
   m.def("column_sums(Tensor[] matrices, ScalarType dtype) -> Tensor");
+  m.def("clear_rows_(Tensor(a!) rows, Tensor mask) -> Tensor(a!)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CompositeExplicitAutograd, m) {
