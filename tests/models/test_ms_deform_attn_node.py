@@ -335,3 +335,22 @@ def test_rows_that_cannot_be_cleared_are_refused():
     ):
         with pytest.raises(RuntimeError, match=f"clear_rows_.*{name} must be"):
             torch.ops.visdet.clear_rows_(*wrong)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_output_may_be_changed_in_place(device):
+    attention = module(batch_first=True).to(device, torch.float64)
+    given = {
+        name: tensor.to(device, torch.float64)
+        for name, tensor in inputs(4).items()
+        if name != "spatial_shapes"
+    }
+    grads = []
+    for changes in (lambda out: out.add_(1).mul_(2), lambda out: 2 * (out + 1)):
+        attention.zero_grad()
+        out = attention(**given, spatial_shapes=SHAPES)
+        assert is_one_node(out)
+        changes(out).square().sum().backward()
+        grads.append([parameter.grad.clone() for parameter in attention.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)

@@ -9,8 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "common/aten.h"
-#include "common/checks.h"
+#include "common/matrices.h"
 
 namespace visdet {
 namespace {
@@ -32,48 +31,9 @@ struct Saved {
   }
 };
 
-// The elements that a tensor takes in memory of several tensors, each of which starts at a multiple of 64.
-int64_t padded_numel(const Tensor& tensor) { return (tensor.numel() + 63) / 64 * 64; }
-
-std::vector<int64_t> sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
-
-Tensor as_matrix(const Tensor& rows) { return shaped(rows, {rows.size(0) * rows.size(1), rows.size(2)}); }
-
 // Returns the rows of two matrices, one below the other.
 Tensor stacked(const Tensor& upper, const Tensor& lower) {
   return call("aten::cat", "", std::vector<Tensor>{upper, lower}, int64_t{0});
-}
-
-Tensor transposed(const Tensor& matrix) {
-  return strided(matrix, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)});
-}
-
-// Returns each of the tensors, contiguous and in this type: itself, or a part of one piece of memory that one launch
-// fills.
-std::vector<Tensor> converted(const std::vector<Tensor>& tensors, ScalarType type) {
-  int64_t total = 0;
-  for (const Tensor& tensor : tensors) {
-    if (tensor.scalar_type() != type) total += padded_numel(tensor);
-  }
-  std::optional<Tensor> memory;
-  std::vector<Tensor> all, to, from;
-  int64_t used = 0;
-  for (const Tensor& tensor : tensors) {
-    if (tensor.scalar_type() == type) {
-      all.push_back(dense(tensor));
-      continue;
-    }
-    if (!memory) memory = torch::stable::new_empty(tensor, {total}, type);
-    all.push_back(shaped(*memory, sizes_of(tensor), used));
-    used += padded_numel(tensor);
-    if (tensor.is_contiguous()) {
-      to.push_back(all.back()), from.push_back(tensor);
-    } else {
-      torch::stable::copy_(all.back(), tensor);
-    }
-  }
-  if (!to.empty()) call_for<0>("aten::_foreach_copy_", "", to, from, false);
-  return all;
 }
 
 // Sets rows [B, S] of maps [B, S, C], where the mask says so, to zero. On CUDA, torch's kernel takes 23 us for 18 MB.
@@ -87,13 +47,6 @@ void clear(Tensor& maps, const std::optional<Tensor>& mask) {
                                      torch::stable::Device(torch::headeronly::DeviceType::CPU));
   torch::stable::zero_(zero);
   call("aten::masked_fill_", "Tensor", maps, torch::stable::unsqueeze(*mask, -1), zero);
-}
-
-// Returns the product of two matrices in this type, in which a CUDA kernel writes it.
-Tensor product(const Tensor& a, const Tensor& b, ScalarType type) {
-  if (a.scalar_type() == type) return call("aten::mm", "", a, b);
-  if (a.is_cuda()) return call("aten::mm", "dtype", a, b, type);
-  return torch::stable::to(call("aten::mm", "", a, b), type);
 }
 
 // The arguments of the operator in the middle: maps [B, S, G, C], offsets [B, Q, G, K, 2] and logits [B, Q, G, K].
@@ -160,7 +113,8 @@ std::vector<Tensor> ms_deform_attn_projected(const Tensor& query, const Tensor& 
                        heads.offsets, heads.logits, num_points);
   const Tensor output = linear(saved.sampled, kOutput);
   // torch's sum takes a factor of a kind that cannot be handed over from here, its difference does not.
-  return saved.after(identity ? torch::stable::subtract(*identity, output, -1.0) : output);
+  // What linear returns counts as a view, which could not be changed in place.
+  return saved.after(identity ? torch::stable::subtract(*identity, output, -1.0) : shaped(output, sizes_of(output)));
 }
 
 // Returns the gradients of value, of reference points, and of each query's offsets and then logits, [B, Q, G * K * 3].

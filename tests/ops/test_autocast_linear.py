@@ -1,0 +1,121 @@
+"""A linear layer under autocast, against torch's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from visdet.ops.autocast_linear import autocast_linear
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def problem(shape, columns, device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(sum(shape) + columns)
+    input = torch.randn(shape, generator=generator).to(device, dtype)
+    weight = torch.randn(columns, shape[-1], generator=generator) * shape[-1] ** -0.5
+    return input, weight.to(device), torch.randn(columns, generator=generator).to(device)
+
+
+def under_autocast(input, weight, bias, dtype):
+    with torch.autocast(input.device.type, dtype):
+        return F.linear(input, weight, bias)
+
+
+def results(function, input, weight, bias, dtype):
+    """Return the output and all gradients."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (input, weight, bias)]
+    output = function(*leaves, dtype)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("given", ["float32", "halves"])
+@pytest.mark.parametrize(
+    ("shape", "columns"),
+    [
+        ((2, 300, 64), 80),
+        ((5, 16), 1),
+        ((1, 1, 8), 4),
+        ((3, 4, 5, 40), 7),
+        ((8,), 3),
+        ((0, 8), 4),
+        ((900, 256), 256),
+    ],
+)
+def test_it_is_no_further_from_float64_than_torch(shape, columns, given, dtype, device):
+    input, weight, bias = problem(shape, columns, device, torch.float32 if given == "float32" else dtype)
+    expected = results(under_autocast, input, weight, bias, dtype)
+    found = results(autocast_linear, input, weight, bias, dtype)
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (input, weight, bias)]
+    output = F.linear(*leaves)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(expected[0]).double()
+    truth = [output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)]
+    for true, one, other in zip(truth, found, expected, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        norm = float(true.norm()) or 1.0
+        error, torchs_error = (float((tensor.double() - true).norm()) / norm for tensor in (one, other))
+        # Of a few numbers, either may be rounded better by chance.
+        chance = torch.finfo(dtype).eps if true.numel() < 100 else 1e-6
+        assert error <= 1.05 * torchs_error + chance, (error, torchs_error)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_input_and_gradients(device):
+    input, weight, bias = problem((6, 10, 16), 8, device)
+    input = input.transpose(0, 1)[::2]
+    found = results(
+        lambda *given: autocast_linear(*given).transpose(0, 1), input, weight, bias, torch.bfloat16
+    )
+    expected = results(
+        lambda *given: under_autocast(*given).transpose(0, 1), input, weight, bias, torch.bfloat16
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_output_may_be_changed_in_place(device):
+    input, weight, bias = problem((2, 5, 16), 4, device)
+
+    def changed(function):
+        def run(*arguments):
+            output = function(*arguments)
+            output[..., :2] += 1
+            return output.sigmoid()
+
+        return run
+
+    found = results(changed(autocast_linear), input, weight, bias, torch.bfloat16)
+    expected = results(changed(under_autocast), input, weight, bias, torch.bfloat16)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_the_input_without_a_gradient_gets_none():
+    input, weight, bias = problem((5, 16), 4, "cpu")
+    weight.requires_grad_(), bias.requires_grad_()
+    autocast_linear(input, weight, bias, torch.bfloat16).sum().backward()
+    assert input.grad is None and weight.grad.dtype == bias.grad.dtype == torch.float32
+
+
+def test_it_is_differentiable_once():
+    input, weight, bias = problem((5, 16), 4, "cpu")
+    output = autocast_linear(input.requires_grad_(), weight.requires_grad_(), bias, torch.bfloat16)
+    (grad,) = torch.autograd.grad(output.square().sum(), input, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    input, weight, bias = problem((5, 16), 4, "cpu")
+    for given in (
+        (input[:, :15], weight, bias),
+        (input, weight[0], bias),
+        (input, weight, bias[:3]),
+        (input[0, 0], weight, bias),
+    ):
+        with pytest.raises(RuntimeError, match=r"autocast_linear: input must be \[..., C\]"):
+            autocast_linear(*given, torch.bfloat16)
