@@ -54,7 +54,7 @@ def test_families_are_found_in_a_fresh_process_at_their_import():
         f"for name in {FAMILIES!r}:\n"
         "    importlib.import_module(f'transformers.models.{name}.modeling_{name}')\n"
         "    lines = bridge.patched()[f'transformers.models.{name}.modeling_{name}']\n"
-        "    assert len(lines) == 2 and lines[1].endswith('forward, fused'), (name, lines)\n"
+        "    assert sum(line.endswith('forward, fused') for line in lines) == 1, (name, lines)\n"
         "importlib.import_module('transformers.models.detr.modeling_detr')\n"
         f"assert len(bridge.patched()) == {len(FAMILIES)}\n"
     )
@@ -204,7 +204,10 @@ def test_gradient_checkpointing(use_reentrant):
                 warnings.simplefilter("ignore", FutureWarning)
                 model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
         inputs["pixel_values"].requires_grad_()
+        runs = []
+        model.model.encoder.layers[0].final_layer_norm.register_forward_hook(lambda *_: runs.append(None))
         model(**inputs).logits.square().sum().backward()
+        assert len(runs) == 1 + checkpointed
         return {key: parameter.grad for key, parameter in model.named_parameters()}
 
     bridge.install()
@@ -257,7 +260,8 @@ def test_another_attention_module_is_reported_and_uses_the_operator_alone(name, 
         bridge.CompatWarning, match=rf"in transformers \d.*{owner.__name__}\.forward computes some"
     ):
         bridge.install()
-    assert owner.forward is doubled and len(bridge.patched()[module.__name__]) == 1
+    lines = bridge.patched()[module.__name__]
+    assert owner.forward is doubled and not any(line.endswith("fused") for line in lines), lines
     layer, arguments = attention_calls(name)[0]
     with torch.no_grad(), Recorder() as recorder:
         layer(**arguments)

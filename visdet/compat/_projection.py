@@ -1,7 +1,10 @@
-"""The linear layers of an attention module in prediction, where no gradient has to be recorded.
+"""The linear layers of attention modules and of the layers around them, computed faster than by calling them.
 
-With a bias, ``torch.nn.functional.linear`` of float32 tensors on the CPU first fills the output with the bias and then
-adds the product, so that the output travels to memory twice. oneDNN adds the bias while it writes the product.
+In predictions on the CPU, ``torch.nn.functional.linear`` of float32 tensors first fills the output with the bias and
+then adds the product, so that the output travels to memory twice. oneDNN adds the bias while it writes the product.
+
+In training under autocast on CUDA, torch rounds the gradients of a float32 layer to 16 bits and then converts them, by
+kernels of their own. ``autocast_linear`` writes them in float32.
 """
 
 from typing import Any
@@ -10,32 +13,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-__all__ = ["is_plain", "is_untouched", "project", "project_masked"]
+from visdet.ops.autocast_linear import autocast_linear, is_built
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+__all__ = ["is_plain", "is_untouched", "project", "project_by_onednn", "project_masked", "suits_onednn"]
+
 _MIN_ROWS = 1024  # Below, the output stays in the cache, and both ways take the same time.
 
 
 def is_untouched(layer: nn.Module, kind: type[nn.Module] | None = None) -> bool:
     """Return whether calling a layer runs its class's forward and, apart from global hooks, nothing else."""
     own = vars(layer)
-    is_kind = kind is None or type(layer) is kind
-    return is_kind and "forward" not in own and not any(own[hooks] for hooks in _HOOKS)
+    if (kind is not None and type(layer) is not kind) or "forward" in own:
+        return False
+    is_watched = own["_forward_hooks"] or own["_forward_pre_hooks"]
+    return not (is_watched or own["_backward_hooks"] or own["_backward_pre_hooks"])
 
 
 def is_plain(layer: nn.Module | None) -> bool:
     """Return whether calling a layer is ``torch.nn.functional.linear`` of its weight and bias and nothing else."""
     if layer is None or not is_untouched(layer, nn.Linear) or _has_any_global_hook():
         return False
-    return all(type(layer._parameters.get(key)) is nn.Parameter for key in ("weight", "bias"))
+    own = layer._parameters
+    return type(own.get("weight")) is nn.Parameter and type(own.get("bias")) is nn.Parameter
 
 
-def project(layer: nn.Module, input: Tensor) -> Tensor:
-    """Return the output of a layer, computed by oneDNN where that is faster. The order of the sums may then differ."""
-    if not _suits_onednn(layer, input):
-        return layer(input)
+def project(layer: Any, input: Tensor) -> Tensor:
+    """Return the output of a layer, computed in the fastest way. The order of the sums may then differ."""
+    if _suits_node(layer, input):
+        weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+        return autocast_linear(input, weight, bias, torch.get_autocast_dtype("cuda"))
+    return project_by_onednn(layer, input) if suits_onednn(layer, input) else layer(input)
+
+
+def project_by_onednn(layer: Any, input: Tensor, activation: str = "none") -> Tensor:
+    """Return the output of a layer that suits oneDNN, after an ``activation`` ("none" or "relu")."""
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, activation, [], "")
 
 
 def project_masked(layer: nn.Module, memory: Tensor, mask: Tensor | None) -> Tensor:
@@ -54,8 +67,8 @@ def project_masked(layer: nn.Module, memory: Tensor, mask: Tensor | None) -> Ten
     return value.masked_fill_(mask[..., None], 0.0)
 
 
-def _suits_onednn(layer: Any, input: Tensor) -> bool:
-    """Return whether ``project`` passes a call to oneDNN."""
+def suits_onednn(layer: Any, input: Tensor) -> bool:
+    """Return whether oneDNN computes the output of a layer, and takes less time than calling the layer."""
     if input.device.type != "cpu" or input.dtype != torch.float32 or torch.is_grad_enabled():
         return False
     if not _HAS_ONEDNN or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
@@ -69,4 +82,23 @@ def _suits_onednn(layer: Any, input: Tensor) -> bool:
     return are_alike and weight.shape[1] == input.shape[2]
 
 
+def _suits_node(layer: Any, input: Any) -> bool:
+    """Return whether a layer is trained in float32 under autocast on CUDA."""
+    if type(input) is not Tensor or not input.is_cuda or input.dim() < 2 or input.numel() == 0:
+        return False
+    if not torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
+        return False
+    dtype = torch.get_autocast_dtype("cuda")
+    if input.dtype not in (torch.float32, dtype) or dtype not in _HALVES or not is_built():
+        return False
+    if not is_plain(layer):
+        return False
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    are_trained = weight.requires_grad and bias.requires_grad
+    if not are_trained or weight.dtype != torch.float32 or bias.dtype != torch.float32:
+        return False
+    return weight.device == bias.device == input.device and weight.shape[1] == input.shape[-1]
+
+
+_HALVES = (torch.float16, torch.bfloat16)
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -50,7 +50,7 @@ _PARAMETERS = {
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     if not any(hasattr(module, name) for name in _PARAMETERS):
         return
-    from . import _fused_attention, _operators, _requests
+    from . import _frozen_norm, _fused_attention, _layers, _operators, _requests
 
     forms = {
         owner: _fused_attention.find_form(owner, module)
@@ -84,6 +84,12 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
             continue
         bridge.replace(owner, "forward", _fused_attention.fused_forward(vars(owner)["forward"], form))
         yield f"{owner.__name__}.forward, fused"
+    for owner in _layers.layer_classes(module):
+        if owner not in forms:
+            _layers.view_layers(owner, bridge)
+    for owner in _frozen_norm.norm_classes(module):
+        bridge.replace(owner, "forward", _frozen_norm.frozen_forward(vars(owner)["forward"]))
+        yield f"{owner.__name__}.forward"
     if any(form is not None for form in forms.values()):
         for model in _requests.asking_models(module):
             bridge.replace(model, "forward", _requests.noting_forward(vars(model)["forward"]))

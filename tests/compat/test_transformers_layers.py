@@ -1,0 +1,295 @@
+"""visdet.compat.transformers: frozen norms, and the linear layers and norms around deformable attention."""
+
+import copy
+
+import pytest
+import tiny_transformers
+import torch
+from torch import nn
+from transformers_checks import Recorder, modeling
+
+from visdet.compat import _layers, _projection
+from visdet.compat import transformers as bridge
+from visdet.compat.transformers import installed
+
+SHAPES = [(40, 33), (20, 17), (10, 9), (5, 5)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(autouse=True)
+def uninstalled():
+    yield
+    bridge.uninstall()
+
+
+def frozen_norm(channels, dtype=torch.float32, device="cpu"):
+    norm = modeling("rt_detr").RTDetrFrozenBatchNorm2d(channels)
+    generator = torch.Generator().manual_seed(0)
+    for name, buffer in norm.named_buffers():
+        buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.1 * (name == "running_var"))
+    return norm.to(device, dtype)
+
+
+def outputs_and_gradients(layer, inputs, index=None):
+    """Return the output of a layer, and the gradients of its first input and its parameters."""
+    inputs = [inputs[0].detach().requires_grad_(), *inputs[1:]]
+    output = layer(*inputs)
+    output = output if index is None else output[index]
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7)).to(output)
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad((output * weights).sum(), [inputs[0], *trained], allow_unused=True)
+    return [output.detach(), *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "a part"])
+def test_frozen_norms_are_those_of_stock(layout, dtype, device):
+    norm = frozen_norm(6, torch.float64 if dtype == torch.float64 else torch.float32, device)
+    input = torch.randn(2, 6, 5, 7, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    if layout == "channels last":
+        input = input.contiguous(memory_format=torch.channels_last)
+    if layout == "a part":
+        input = input[:, :, 1:, ::2]
+    expected = outputs_and_gradients(norm, [input])
+    with installed():
+        found = outputs_and_gradients(norm, [input])
+        with torch.no_grad():
+            predicted = norm(input)
+    eps = 1e-12 if dtype == torch.float64 else 1e-5
+    for one, other, name in zip([*found, predicted], [*expected, expected[0]], "ogp", strict=True):
+        assert one.dtype == other.dtype and (name == "g" or one.stride() == other.stride())
+        near = torch.finfo(dtype).eps if name == "g" and dtype in _projection._HALVES else eps
+        torch.testing.assert_close(one, other, rtol=near, atol=near)
+
+
+def test_frozen_norms_are_differentiable_twice():
+    norm = frozen_norm(3, torch.float64)
+    input = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    with installed():
+        assert torch.autograd.gradgradcheck(norm, (input,))
+
+
+@pytest.mark.cuda
+def test_frozen_norms_of_halves_are_differentiable_twice():
+    norm = frozen_norm(3, device="cuda")
+    input = torch.randn(2, 3, 4, 4, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def second():
+        (grad,) = torch.autograd.grad(norm(input).square().sum(), input, create_graph=True)
+        return torch.autograd.grad(grad.float().sum(), input)[0]
+
+    expected = second()
+    with installed():
+        torch.testing.assert_close(second(), expected)
+
+
+@pytest.mark.parametrize("change", ["trained", "three dimensions", "another class of tensors", "types"])
+def test_frozen_norms_that_stock_computes(change):
+    norm = frozen_norm(4)
+    input = torch.randn(2, 4, 3, 3)
+    if change == "trained":
+        norm.weight.requires_grad_()
+    if change == "three dimensions":
+        input = input[0]
+    if change == "another class of tensors":
+        input = nn.Parameter(input)
+    if change == "types":
+        norm.bias = norm.bias.double()
+    expected = norm(input)
+    with installed():
+        found = norm(input)
+    assert found.dtype == expected.dtype and found.requires_grad == expected.requires_grad
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_frozen_norm_with_another_epsilon_is_left_alone(monkeypatch):
+    owner = modeling("rt_detr").RTDetrFrozenBatchNorm2d
+    stock = owner.forward
+
+    def forward(self, x):
+        scale = self.weight * (self.running_var + 1e-3).rsqrt()
+        return (x - self.running_mean[:, None, None]) * scale[:, None, None] + self.bias[:, None, None]
+
+    monkeypatch.setattr(owner, "forward", forward)
+    bridge.install()
+    assert owner.forward is forward is not stock
+
+
+def encoder_layer(device="cpu", activation="relu"):
+    """Return a layer of Grounding DINO's encoder, and arguments with many rows."""
+    model, _, _ = tiny_transformers.build("grounding_dino")
+    owner = modeling("grounding_dino").GroundingDinoDeformableLayer
+    layer = next(module for module in model.modules() if isinstance(module, owner)).eval()
+    if activation != "relu":
+        del layer.activation_fn
+        layer.activation_fn = activation
+    shapes = SHAPES[: layer.self_attn.n_levels]
+    rows, generator = sum(height * width for height, width in shapes), torch.Generator().manual_seed(2)
+    hidden, positions = torch.randn(2, 2, rows, layer.embed_dim, generator=generator)
+    points = torch.rand(2, rows, len(shapes), 2, generator=generator)
+    mask = torch.rand(2, rows, generator=generator) > 0.1
+    tensors = [tensor.to(device) for tensor in (hidden, mask, positions, points, torch.tensor(shapes))]
+    return layer.to(device), [*tensors, shapes]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_encoder_layers_are_those_of_stock(device):
+    layer, arguments = encoder_layer(device)
+    expected = outputs_and_gradients(layer, arguments, 0)
+    with installed(), Recorder() as recorder:
+        found = outputs_and_gradients(layer, arguments, 0)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+    assert recorder.calls.count("dropout_add_layer_norm") == (2 if device == "cuda" else 0)
+
+
+@pytest.mark.parametrize("activation", ["relu", "function", "hook", "gelu", "tanh"])
+def test_predictions_of_feed_forward_networks_are_those_of_stock(activation):
+    given = {"function": nn.functional.relu, "hook": nn.ReLU(), "gelu": nn.GELU(), "tanh": torch.tanh}
+    layer, arguments = encoder_layer(activation=given.get(activation, "relu"))
+    seen = []
+    if activation == "hook":
+        layer.activation_fn.register_forward_hook(lambda module, args, output: seen.append(args[0].min()))
+    with torch.no_grad():
+        expected = layer(*arguments)[0]
+        seen.clear()
+        with installed(), Recorder("mkldnn", "aten") as recorder:
+            found = layer(*arguments)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    if activation == "hook":
+        assert len(seen) == 1 and seen[0] < 0
+    if _projection._HAS_ONEDNN:
+        # Value, offsets, logits and output of the attention, and the two layers of the network.
+        assert recorder.calls.count("_linear_pointwise") == 6
+        assert recorder.calls.count("relu") == (1 if activation == "hook" else 0)
+
+
+def test_a_forward_that_uses_the_first_layer_twice_keeps_its_activation():
+    def forward(self, x):
+        return self.activation_fn(self.fc1(x)) + self.fc1(x)
+
+    def other(self, x):
+        hidden = self.fc1(x)
+        return self.activation_fn(hidden) + hidden
+
+    assert not _layers._activates_at_once(forward) and not _layers._activates_at_once(other)
+    assert not _layers._activates_at_once(len)
+
+
+def test_views_have_the_attributes_of_their_layers():
+    layer = nn.TransformerEncoderLayer(8, 2)
+    layer.layers = nn.ModuleList([nn.Linear(8, 8), nn.ReLU()])
+    view = _layers._View(layer, False)
+    assert view.linear1.weight is layer.linear1.weight and view.norm1.eps == layer.norm1.eps
+    assert view.self_attn is layer.self_attn and view.layers[1] is layer.layers[1]
+    assert len(view.layers) == 2 and view.layers[0].in_features == 8
+    view.norm_first = True
+    assert layer.norm_first is True
+    with pytest.raises(AttributeError, match="missing"):
+        view.missing  # noqa: B018
+    input = torch.randn(3, 8)
+    torch.testing.assert_close(view.linear1(input), layer.linear1(input), rtol=0, atol=0)
+    torch.testing.assert_close(view.norm1(input), layer.norm1(input), rtol=0, atol=0)
+
+
+def halves_of(linear, input, dtype, function):
+    """Return the output under autocast, and the gradients of input, weight and bias."""
+    input = input.detach().requires_grad_()
+    with torch.autocast("cuda", dtype):
+        output = function(input)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), [input, *linear.parameters()])]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", ["float32", "halves", "strided", "one row", "two dimensions"])
+@pytest.mark.parametrize("columns", [1, 4, 80, 256])
+def test_linear_layers_under_autocast_are_no_further_from_float64_than_stock(columns, given, dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    linear = nn.Linear(64, columns, device="cuda")
+    input = torch.randn(2, 300, 64, generator=generator, device="cuda")
+    if given == "halves":
+        input = input.to(dtype)
+    if given == "strided":
+        input = input[:, ::3].transpose(0, 1)
+    if given == "one row":
+        input = input[:1, :1]
+    if given == "two dimensions":
+        input = input[0]
+    exact = copy.deepcopy(linear).double()
+    leaf = input.detach().double().requires_grad_()
+    stock = halves_of(linear, input, dtype, linear)
+    with Recorder() as recorder:
+        found = halves_of(linear, input, dtype, lambda rows: _projection.project(linear, rows))
+    assert recorder.calls == ["autocast_linear", "autocast_linear_backward"]
+    output = exact(leaf)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(stock[0]).double()
+    truth = [output.detach(), *torch.autograd.grad((output * weights).sum(), [leaf, *exact.parameters()])]
+    for true, one, other in zip(truth, found, stock, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        error, stocks_error = (
+            float((tensor.double() - true).norm() / true.norm()) for tensor in (one, other)
+        )
+        assert error <= 1.05 * stocks_error + 1e-7, (error, stocks_error)
+
+
+@pytest.mark.cuda
+def test_the_output_of_a_linear_layer_may_be_changed_in_place():
+    linear = nn.Linear(16, 4, device="cuda")
+    input = torch.randn(2, 5, 16, device="cuda")
+
+    def changed(rows, project):
+        output = project(rows)
+        output[..., :2] += 1
+        return output.sigmoid()
+
+    expected = halves_of(linear, input, torch.bfloat16, lambda rows: changed(rows, linear))
+    found = halves_of(
+        linear, input, torch.bfloat16, lambda rows: changed(rows, lambda x: _projection.project(linear, x))
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("change", ["frozen", "no bias", "hook", "halves", "no gradients", "no autocast"])
+def test_linear_layers_that_are_called(change):
+    linear = nn.Linear(16, 8, bias=change != "no bias", device="cuda")
+    seen = []
+    if change == "frozen":
+        linear.weight.requires_grad_(False)
+    if change == "hook":
+        linear.register_forward_hook(lambda *_: seen.append(None))
+    if change == "halves":
+        linear.bfloat16()
+    input = torch.randn(2, 16, device="cuda", dtype=linear.weight.dtype)
+    with (
+        torch.set_grad_enabled(change != "no gradients"),
+        torch.autocast("cuda", torch.bfloat16, enabled=change != "no autocast"),
+    ):
+        output = _projection.project(linear, input)
+        torch.testing.assert_close(output, linear(input), rtol=0, atol=0)
+    assert "_AutocastLinear" not in str(output.grad_fn)
+    assert len(seen) == 2 * (change == "hook")
+
+
+@pytest.mark.parametrize("call", ["long prediction", "short prediction", "training", "strange arguments"])
+def test_a_layer_of_which_no_part_is_faster_is_given_itself(call, monkeypatch):
+    layer, arguments = encoder_layer()
+    views = []
+    monkeypatch.setattr(_layers, "_View", lambda layer, *_: views.append(layer) or layer)
+    if call == "short prediction":
+        shapes = [(2, 2)] * len(arguments[-1])
+        rows = 4 * len(shapes)
+        arguments = [*(tensor[:, :rows] for tensor in arguments[:4]), torch.tensor(shapes), shapes]
+    if call == "strange arguments":
+        with pytest.raises(TypeError):
+            _layers._viewed_forward(type(layer).forward)(layer)
+        with pytest.raises(AttributeError):
+            _layers._viewed_forward(type(layer).forward)(layer, None, None)
+    else:
+        with installed(), torch.set_grad_enabled(call == "training"):
+            layer(*arguments)
+    assert len(views) == (call == "long prediction")

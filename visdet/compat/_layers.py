@@ -1,0 +1,194 @@
+"""Faster linear layers and norms in the layers around deformable attention, whose own forwards are kept.
+
+The forward of such a layer runs as its package wrote it, but it is given a view of the layer instead of the layer. In
+the view, visdet's kernel computes a ``LayerNorm`` of many rows on CUDA, and ``_projection`` computes a ``Linear``. All
+other attributes are the layer's own. So are these parts if they have hooks or are of another type.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm
+
+from ._attention import is_recorded
+from ._bridge import Bridge
+from ._projection import is_untouched, project, project_by_onednn, suits_onednn
+
+__all__ = ["layer_classes", "view_layers"]
+
+_PARTS = re.compile(r"norm|fc\d|linear|proj|layers")
+_ACTIVATED = re.compile(r"self\.activation_fn\(\s*self\.fc1\(")
+_MIN_ROWS = 1024
+_MIN_ROWS_ON_CUDA = 8192  # of predictions: below, torch's kernels for norms take as little time
+
+
+def layer_classes(module: ModuleType) -> list[type[nn.Module]]:
+    """Return the classes of layers that a module defines and whose forward reads a norm or a linear layer.
+
+    Models are left out: their forwards are wrapped by what records their outputs, and they compute in their layers.
+    """
+    found = []
+    for owner in vars(module).values():
+        if not isinstance(owner, type) or not issubclass(owner, nn.Module):
+            continue
+        if owner.__module__ != module.__name__ or hasattr(owner, "config_class"):
+            continue
+        code = getattr(_own_forward(owner), "__code__", None)
+        # A forward that calls its parent's needs an instance of its class.
+        if code is None or "__class__" in code.co_freevars:
+            continue
+        if any(_PARTS.search(name) for name in code.co_names):
+            found.append(owner)
+    return found
+
+
+def view_layers(owner: type[nn.Module], bridge: Bridge) -> None:
+    """Let the forward of a class run on a view of its layer, until the bridge is uninstalled."""
+    wraps_itself = _is_checkpointed(vars(owner)["forward"])
+    own = _own_forward(owner)
+    assert own is not None, owner
+    bridge.replace(owner, "forward", _viewed_forward(own))
+    if wraps_itself:
+        super(owner, owner).__init_subclass__()  # type: ignore[misc]
+
+
+def _own_forward(owner: type[nn.Module]) -> Callable[..., Any] | None:
+    """Return the forward as the package wrote it, or None if there is none or something unknown wraps it."""
+    forward: Any = vars(owner).get("forward")
+    if _is_checkpointed(forward):
+        forward = forward.__wrapped__
+    return None if hasattr(forward, "__wrapped__") else forward
+
+
+def _is_checkpointed(forward: Any) -> bool:
+    """Return whether a class's base has wrapped its forward when the class was made, for gradient checkpointing.
+
+    Recent versions of ``transformers`` do so. The wrapper compares itself with the forward of its layer's class.
+    """
+    code = getattr(forward, "__code__", None)
+    return getattr(code, "co_name", "") == "forward_with_checkpointing" and hasattr(forward, "__wrapped__")
+
+
+def _viewed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that runs the original on a view of its layer."""
+    activates = _activates_at_once(original)
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not _pays(*args, *kwargs.values()) or is_recorded() or _has_any_global_hook():
+            return original(self, *args, **kwargs)
+        return original(_View(self, activates), *args, **kwargs)
+
+    return forward
+
+
+def _pays(first: Any = None, *others: Any) -> bool:
+    """Return whether parts of a layer are computed faster for this first argument by more than a view costs."""
+    if type(first) is not Tensor or first.dim() < 2 or torch.compiler.is_compiling():
+        return False
+    rows = first.numel() // max(first.shape[-1], 1)
+    if not torch.is_grad_enabled():
+        return rows >= (_MIN_ROWS_ON_CUDA if first.is_cuda else _MIN_ROWS)
+    return first.is_cuda and (rows >= _MIN_ROWS or torch.is_autocast_enabled("cuda"))
+
+
+def _activates_at_once(forward: Callable[..., Any]) -> bool:
+    """Return whether a forward uses the output of ``fc1`` only as the argument of ``activation_fn``."""
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):
+        return False
+    return source.count("self.fc1") == 1 and _ACTIVATED.search(source) is not None
+
+
+class _View:
+    """A layer as its own forward sees it. It has the layer's attributes, and faster parts in the place of some."""
+
+    def __init__(self, layer: Any, fuses_activation: bool) -> None:
+        own = vars(self)
+        own.update(vars(layer))
+        own["_viewed"] = layer
+        activating = self if fuses_activation and self._activates(layer.activation_fn) else None
+        for name, part in layer._modules.items():
+            if type(part) is nn.ModuleList:
+                own[name] = [_faster(each) for each in part]
+            else:
+                own[name] = _faster(part, activating if name == "fc1" else None)
+        if activating:
+            own["activation_fn"] = self._activate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_viewed"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self).pop(name, None)
+        setattr(self._viewed, name, value)
+
+    def _activates(self, activation: Any) -> bool:
+        """Return whether an activation is ReLU, which oneDNN applies to the output of ``fc1`` while it writes it."""
+        if torch.is_grad_enabled():
+            return False
+        if isinstance(activation, nn.Module):
+            return is_untouched(activation, nn.ReLU)
+        return activation in (torch.relu, nn.functional.relu)
+
+    def _activate(self, input: Tensor) -> Tensor:
+        return input if input is vars(self).get("_activated") else self._viewed.activation_fn(input)
+
+
+def _faster(part: Any, activating: _View | None = None) -> Any:
+    kind = type(part)
+    if kind is nn.LayerNorm:
+        return _Norm(part)
+    return _Linear(part, activating) if kind is nn.Linear else part
+
+
+class _Part:
+    """A part of a layer. It has the part's attributes and is called in its place."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+class _Norm(_Part):
+    def __call__(self, input: Tensor) -> Tensor:
+        norm: Any = self._part
+        if not _suits_kernel(norm, input):
+            return norm(input)
+        return dropout_add_layer_norm(input, None, norm.weight, norm.bias, eps=norm.eps)
+
+
+class _Linear(_Part):
+    def __init__(self, part: nn.Module, activating: _View | None) -> None:
+        super().__init__(part)
+        self._activating = activating
+
+    def __call__(self, input: Tensor) -> Tensor:
+        view, layer = self._activating, self._part
+        if view is None or not suits_onednn(layer, input):
+            return project(layer, input)
+        vars(view)["_activated"] = output = project_by_onednn(layer, input, "relu")
+        return output
+
+
+def _suits_kernel(norm: Any, input: Any) -> bool:
+    """Return whether visdet's kernel computes a norm of these rows, and takes less time than torch's."""
+    if type(input) is not Tensor or not input.is_cuda or not is_untouched(norm, nn.LayerNorm):
+        return False
+    return (
+        type(norm.weight) is type(norm.bias) is nn.Parameter
+        and len(norm.normalized_shape) == 1
+        and input.shape[-1] == norm.normalized_shape[0]
+        and input.numel() >= _MIN_ROWS * input.shape[-1]
+    )
