@@ -205,7 +205,9 @@ def test_gradient_checkpointing(use_reentrant):
                 model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
         inputs["pixel_values"].requires_grad_()
         runs = []
-        model.model.encoder.layers[0].final_layer_norm.register_forward_hook(lambda *_: runs.append(None))
+        model.model.encoder.layers[0].self_attn_layer_norm.register_forward_pre_hook(
+            lambda *_: runs.append(None)
+        )
         model(**inputs).logits.square().sum().backward()
         assert len(runs) == 1 + checkpointed
         return {key: parameter.grad for key, parameter in model.named_parameters()}

@@ -3,8 +3,9 @@
 ``install()`` replaces the operator in every family of models whose ``modeling_*.py`` defines it. The definition is a
 class ``MultiScaleDeformableAttention``, or a function ``multi_scale_deformable_attention`` or
 ``multi_scale_deformable_attention_v2``. Before a definition is replaced, it is compared with visdet's operator on a
-small example. Models that were built before ``install()`` use visdet's operator, too. Parameters and state dicts do not
-change. Traces, exports and ``method="discrete"`` keep the package's own implementation.
+small example. The frozen norms of backbones, and the norms and linear layers around the attention, are computed faster,
+too. All of this also serves models that were built before ``install()``. Parameters and state dicts do not change.
+Traces, exports and ``method="discrete"`` keep the package's own implementation.
 """
 
 import inspect
@@ -87,6 +88,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     for owner in _layers.layer_classes(module):
         if owner not in forms:
             _layers.view_layers(owner, bridge)
+            yield f"{owner.__name__}.forward, on a view"
     for owner in _frozen_norm.norm_classes(module):
         bridge.replace(owner, "forward", _frozen_norm.frozen_forward(vars(owner)["forward"]))
         yield f"{owner.__name__}.forward"
