@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-PACKAGE = Path(__file__).resolve().parents[2] / "visdet"
+import visdet
+
+PACKAGE = Path(visdet.__file__).parent  # the installed package, where `make check-wheel` runs these tests
 PRIVATE = re.compile(r"(?:torch(?:\.[a-z_]+)*|forward_ad)\._[A-Za-z]\w*(?:\.\w+)*")
 
 # For each name, what it is for; and where a public name for it would be, with a pattern of that name. There is none in
