@@ -1,6 +1,6 @@
 # A short schedule for small models on small images. The cosine ends with training, so that
 # `--cfg-options train_cfg.max_iters=400` is a whole schedule of 400 iterations.
-train_cfg = dict(type="IterBasedTrainLoop", max_iters=1600, val_begin=1200, val_interval=400)
+train_cfg = dict(type="IterBasedTrainLoop", max_iters=1400, val_begin=1200, val_interval=400)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
 
