@@ -142,6 +142,21 @@ def test_points():
     torch.testing.assert_close(bilinear_grid_sample(x, grid), F.grid_sample(x, grid, align_corners=False))
 
 
+@pytest.mark.parametrize(
+    ("function", "shapes", "message"),
+    [
+        (point_sample, [(1, 3, 4, 4), (2, 5, 2)], r"points must be \[B, P, 2\] .* got \[2, 5, 2\]"),
+        (point_sample, [(2, 3, 4, 4), (2, 5, 3)], r"points must be \[B, P, 2\] .* got \[2, 5, 3\]"),
+        (rel_roi_point_to_abs_img_point, [(2, 3), (2, 5, 2)], r"rois must be \[N, 4\] or .* got \[2, 3\]"),
+        (rel_roi_point_to_abs_img_point, [(2, 5), (1, 5, 2)], r"points must be \[2, P, 2\], got \[1, 5, 2\]"),
+        (rel_roi_point_to_abs_img_point, [(2, 4), (2, 5, 3)], r"points must be \[2, P, 2\], got \[2, 5, 3\]"),
+    ],
+)
+def test_points_of_other_shapes_are_rejected(function, shapes, message):
+    with pytest.raises(ValueError, match=f"{function.__name__}: .*{message}"):
+        function(*map(torch.zeros, shapes))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_points_of_large_16_bit_maps(dtype, channels_last):

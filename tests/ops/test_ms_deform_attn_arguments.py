@@ -1,5 +1,7 @@
 """What ms_deform_attn takes for its levels and types, and what it refuses."""
 
+import re
+
 import pytest
 import torch
 from attention_cases import CASES, DEVICES, gradients, make_case
@@ -163,11 +165,29 @@ def test_rejects(name):
     assert "ms_deform_attn: " in str(caught.value)
 
 
-def test_rejects_levels_that_are_no_numbers():
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("level_shapes", "abc"),
+        ("level_shapes", [(3, 2), (2, 2.5)]),
+        ("level_shapes", [(3, 2), (2,)]),
+        ("level_starts", [0.0, 6.0]),
+    ],
+)
+def test_rejects_levels_that_are_no_integers(name, table):
+    message = f"{name} must be an integer tensor or a sequence of integers, got {table!r}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        ms_deform_attn(**(rejection_case() | {name: table}))
+
+
+@pytest.mark.parametrize(("table", "shape"), [([], "[0]"), (3, "[]"), ([3, 2, 2, 2], "[4]")])
+@pytest.mark.parametrize("starts", [None, [0, 6]], ids=["no starts", "starts"])
+def test_rejects_shapes_of_other_dimensions(table, shape, starts):
     with pytest.raises(
-        TypeError, match="level_shapes must be an integer tensor or a sequence of integers, got 'abc'"
+        RuntimeError,
+        match=re.escape(f"ms_deform_attn: level_shapes must be [L, 2] (height, width), got {shape}"),
     ):
-        ms_deform_attn(**(rejection_case() | dict(level_shapes="abc")))
+        ms_deform_attn(**(rejection_case() | dict(level_shapes=table, level_starts=starts)))
 
 
 def test_operator_itself_rejects_coordinates_of_another_type():

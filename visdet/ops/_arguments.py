@@ -32,12 +32,16 @@ def integer_table(operator: str, name: str, table: Tensor | Sequence[Any], expec
     """
     if isinstance(table, Tensor):
         return table.to(torch.int64)
+    problem: Exception | None = None
     try:
-        return torch.tensor(table, dtype=torch.int64)
+        numbers = torch.tensor(table)
+        if (
+            not numbers.is_floating_point() or numbers.numel() == 0
+        ):  # a list of no numbers makes a float32 tensor
+            return numbers.to(torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{operator}: {name} must be an integer tensor or {expected}, got {table!r}"
-        ) from error
+        problem = error
+    raise TypeError(f"{operator}: {name} must be an integer tensor or {expected}, got {table!r}") from problem
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:

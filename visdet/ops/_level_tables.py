@@ -31,10 +31,15 @@ def level_tables(
     GPU, unless there are more than ``MAX_HOST_LEVELS`` levels, whose tables are copied to the GPU.
 
     Raises:
+        RuntimeError: the shapes are not [L, 2].
         TypeError: a table is neither a tensor nor a sequence of integers.
     """
     expected = "a sequence of integers"
     shapes = integer_table(operator, "level_shapes", level_shapes, expected)
+    if shapes.dim() != 2:
+        raise RuntimeError(
+            f"{operator}: level_shapes must be [L, 2] (height, width), got {list(shapes.shape)}"
+        )
     if level_starts is None:
         starts = level_starts_of(shapes)
     else:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._arguments import pair
+from .tracing import is_traced
 
 __all__ = [
     "SimpleRoIAlign",
@@ -108,7 +109,15 @@ def rel_roi_point_to_abs_img_point(rois: Tensor, rel_roi_points: Tensor) -> Tens
     Raises:
         ValueError: A shape does not fit.
     """
-    if len(rel_roi_points) != len(rois) or rois.dim() != 2 or rel_roi_points.dim() != 3:
+    if rois.dim() != 2 or rois.shape[1] not in (4, 5):
+        raise ValueError(
+            f"rel_roi_point_to_abs_img_point: rois must be [N, 4] or [N, 5], got {list(rois.shape)}"
+        )
+    if (
+        rel_roi_points.dim() != 3
+        or rel_roi_points.shape[2] != 2
+        or (not is_traced() and len(rel_roi_points) != len(rois))
+    ):
         raise ValueError(
             f"rel_roi_point_to_abs_img_point: rel_roi_points must be [{len(rois)}, P, 2], got "
             f"{list(rel_roi_points.shape)}"
@@ -170,7 +179,8 @@ def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **k
 
     Source: PointRend, arXiv 1912.08193; the signature is mmcv's.
     """
-    if input.dim() == 4 and (points.dim() not in (3, 4) or points.shape[-1] != 2):
+    fits = points.dim() in (3, 4) and points.shape[-1] == 2 and (is_traced() or len(points) == len(input))
+    if input.dim() == 4 and not fits:
         raise ValueError(
             f"point_sample: points must be [B, P, 2] or [B, Hg, Wg, 2] for input {list(input.shape)}, "
             f"got {list(points.shape)}"
