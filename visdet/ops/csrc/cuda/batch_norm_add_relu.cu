@@ -201,8 +201,7 @@ __global__ void __launch_bounds__(kThreads)
       });
 }
 
-// What the backward pass reads and writes in place. The ReLU's mask is in `output`, or follows from the input if it is
-// nullptr.
+// What the backward pass reads. The ReLU's mask is in `output`, or follows from the input if it is nullptr.
 template <typename T>
 struct Gradients {
   const T *grad_output, *input, *output;

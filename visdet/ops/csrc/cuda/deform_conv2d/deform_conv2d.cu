@@ -1,5 +1,5 @@
-// deform_conv2d on CUDA. The contract is in ../deform_conv2d.h; convolution.cuh has the steps, of which this file makes
-// the forward and the backward pass.
+// deform_conv2d on CUDA. The contract is in csrc/deform_conv2d.h; convolution.cuh has the steps, of which this file
+// makes the forward and the backward pass.
 #include <algorithm>
 #include <optional>
 #include <tuple>

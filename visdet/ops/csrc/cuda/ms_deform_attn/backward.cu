@@ -1,4 +1,4 @@
-// Backward of ms_deform_attn on CUDA. The contract is in ../ms_deform_attn.h.
+// Backward of ms_deform_attn on CUDA. The contract is in csrc/ms_deform_attn.h.
 #include <array>
 #include <tuple>
 

@@ -3,12 +3,11 @@
 // A block owns a chunk of the queries of a (batch, head), in the order of regions (regions.cuh), so that its samples
 // have most of their texels in common. Level after level, and kPassPoints points of a query at a time, its threads
 //   1. locate the samples, each thread up to kThreadSamplesOfPass of them, and sort them by the square of four
-//   neighbouring
-//      texels that each reads (first_texel() in sample.cuh), in shared memory;
+//      neighbouring texels that each reads (first_texel() in sample.cuh), in shared memory;
 //   2. walk through the sorted list: each group of LANES threads owns a part of it, with the rows of grad_output in
 //      shared memory and the values and gradients of the square in registers; where it goes on to another square, it
-//      adds the gradients of the texels that it leaves to grad_sums, so once for many samples. It
-//      overwrites each sample with the dot products of its row and the four texels;
+//      adds the gradients of the texels that it leaves to grad_sums, so once for many samples. It overwrites each
+//      sample with the dot products of its row and the four texels;
 //   3. write the gradients of locations and weights that follow from these, each thread those of its samples.
 //
 // Races: groups and blocks add to the same rows of grad_sums, which is zero before, by atomic additions of float32.

@@ -2,8 +2,9 @@
 //
 // A block owns a strip: some neighbouring rows of a level for one (batch, head). Its threads
 //   1. read the locations of the head's samples on the level, and keep the samples that read texels of the strip;
-//   2. sort these by cell (cells.cuh) and number, and keep a record of each in shared memory;
-//   3. write the gradients of the samples whose cells begin in the strip, a group of threads a sample;
+//   2. sort these by cell (common/cells.cuh) and number, and keep a record of each in shared memory;
+//   3. write the gradients of the samples whose cells begin in the strip, a group of threads one of them at a time, or
+//      two in float32;
 //   4. write each texel of grad_value once, a group of threads two neighbouring texels, or several groups where the
 //      cells hold many samples. The records of the cells above the two stand side by side, and so do those below.
 //

@@ -1,9 +1,9 @@
 // The forward of a decoder: a few hundred queries that read the whole pyramid.
 //
-// Each multiprocessor has about one block, which owns neighbouring queries of one head (blockIdx.y is the head,
-// blockIdx.z the image). As in forward_rows.cuh, a group of LANES * SPLIT threads owns a row: LANES threads own its
-// channels, VEC each, and SPLIT sets of lanes divide its samples among them. Every level has a multiple of four samples
-// of a row, so that each run of kRun samples lies on one level.
+// A block owns neighbouring queries of one head (blockIdx.y is the head, blockIdx.z the image). Each multiprocessor has
+// about one block, or up to kMaxBlocksEach one after the other. As in forward_rows.cuh, a group of LANES * SPLIT
+// threads owns a row: LANES threads own its channels, VEC each, and SPLIT sets of lanes divide its samples among them.
+// Every level has a multiple of four samples of a row, so that each run of kRun samples lies on one level.
 //
 // A group takes its row in chunks of kChunk samples. Its threads first prepare the samples of the chunk in shared
 // memory (forward_sample.cuh). If the group has fewer threads than the chunk has samples, each thread fetches pairs of
@@ -208,7 +208,7 @@ int64_t decoder_shared_bytes(const ForwardCall<Form>& call, const FewBlocks& blo
          static_cast<int64_t>(sizeof(Level)) * (call.problem.K / kRun);
 }
 
-// The path `decoder` serves queries so few that about one block a multiprocessor holds them.
+// The path `decoder` serves queries so few that about kMaxBlocksEach blocks a multiprocessor hold them.
 template <typename Form>
 const char* decoder_declines(const ForwardCall<Form>& call) {
   const MsDeformAttnProblem& problem = call.problem;

@@ -2,8 +2,8 @@
 //
 // rows_kernel: a block owns 16 rows of one perceptron and goes from the last layer to the first. It writes the
 // gradients of the linear parts, and what its rows give for bias, factor and offset. weights_kernel: a block owns 64 x
-// 64 numbers of one weight and adds the products of some rows. totals_kernel: a thread of each eight owns a number of
-// the parameters' gradients and adds what the blocks gave.
+// 64 numbers of one weight and adds the products of some rows. totals_kernel: eight threads own a number of the
+// parameters' gradients and add what the blocks gave.
 #pragma once
 
 #include "cuda/perceptrons/layers.cuh"

@@ -3,13 +3,13 @@
 // encoding, K = C.
 //
 // A block owns a query. It lists the samples that count with their corners and works out their encodings; its warps
-// take the samples one after another, and the 32 lanes divide the channels among them. If all channels of the query's
-// rows fit, a lane keeps its own in registers: HELD packs of VEC channels, one or two, and with TAIL one channel more.
-// With HELD = 0 it reads the rows again for every sample. Groups are processed kGroups at a time. For the gradients a
-// lane multiplies each corner with h, the sum over groups of coefficients times rows (see ../sample_ops.h). A
-// transposed sum then gives four lanes the dot product of a corner each, from which they compute the gradient of the
-// location. One lane writes it, and adds what it wrote for earlier groups. No two threads write the same address,
-// except for the counters below.
+// take the samples in turn, one or two at a time, and the 32 lanes divide the channels among them. If all channels of
+// the query's rows fit, a lane keeps its own in registers: HELD packs of VEC channels, one or two, and with TAIL one
+// channel more. With HELD = 0 it reads the rows again for every sample. Groups are processed kGroups at a time. For the
+// gradients a lane multiplies each corner with h, the sum over groups of coefficients times rows (see
+// csrc/sample_ops.h). A transposed sum then gives four lanes the dot product of a corner each, from which they compute
+// the gradient of the location. One lane writes it, and adds what it wrote for earlier groups. No two threads write the
+// same address, except for the counters below.
 //
 // GRAD also counts the samples of each cell for the scatter pass; the count that a sample finds is its rank there.
 #pragma once

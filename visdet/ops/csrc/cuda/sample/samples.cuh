@@ -1,5 +1,5 @@
 // What the passes of sample_sum and sample_dot have in common on CUDA: sizes, where a sample lies, and the samples of a
-// query that count. The contract is in ../sample_ops.h.
+// query that count. The contract is in csrc/sample_ops.h.
 #pragma once
 
 #include <cstdint>

@@ -219,7 +219,7 @@ __device__ __forceinline__ void add_records(const Unit& unit, const Runs& runs, 
       const int here = min(32, count - i0);
 #pragma unroll 1
       for (int j0 = 0; j0 < here; j0 += kAtOnce) {
-        A h[kAtOnce] = {};  // of the lane's channel, see ../sample_ops.h
+        A h[kAtOnce] = {};  // of the lane's channel, see csrc/sample_ops.h
         if (c < sizes.K) {
 #pragma unroll
           for (int j = 0; j < kAtOnce; ++j) {
