@@ -141,6 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--write-docs", action="store_true", help="put the times into the pages of docs/kernels"
     )
     options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("benchmarks.paths: this needs a GPU", file=sys.stderr)
+        return 1
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "benchmarks.paths", *given])
     report: dict[str, Any] = {"environment": describe(torch.device("cuda")), "command": command, "rows": []}

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 from benchmarks.ops.detection import CASES as DETECTION  # noqa: E402
 from benchmarks.ops.ms_deform_attn import CASES as ATTENTION  # noqa: E402
 from benchmarks.paths import FOLDERS, chosen_paths, measure_paths, paths_of  # noqa: E402
+from benchmarks.paths import main as time_paths  # noqa: E402
 from benchmarks.run import main as run_benchmarks  # noqa: E402
 from benchmarks.write_docs import BLOCK, PAGES, add_report, device_name, rendered, write_docs  # noqa: E402
 from visdet.ops import _library  # noqa: E402
@@ -247,6 +248,11 @@ def test_chosen_paths_of_a_call(case, expected):
     assert chosen == expected
     for op, path in chosen.values():
         assert path in paths_of(op)
+
+
+def test_paths_are_timed_on_a_gpu_alone(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert time_paths([]) == 1 and "needs a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.cuda
