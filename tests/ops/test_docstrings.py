@@ -30,13 +30,25 @@ def test_functions_say_first_what_they_return(name):
     assert re.search(r"[.:]$|in O\(B \+ N\) memory", first), first
 
 
+def descriptions(name):
+    return dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", docstring(name), re.MULTILINE))
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_argument_is_described_in_sentences(name):
-    described = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", docstring(name), re.MULTILINE))
+    described = descriptions(name)
     arguments = list(inspect.signature(getattr(ops, name)).parameters)
     if len(arguments) > 1:
         assert [argument for argument in arguments if argument not in described] == []
     assert [text for text in described.values() if not text.endswith(".")] == []
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_help_gives_the_shapes_that_stand_beside_the_arguments(name):
+    described = descriptions(name)
+    signature = inspect.getsource(inspect.unwrap(getattr(ops, name))).split('"""')[0]
+    for argument, shape in re.findall(r"^    (\w+): .*# (\[[^\]]*\])", signature, re.MULTILINE):
+        assert described[argument].startswith(shape), argument
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if not WITHOUT_SOURCE.match(name)])

@@ -24,9 +24,9 @@ def batched_nms(
     """Return the boxes that suppression within each class leaves, best score first, and their indices in ``boxes``.
 
     Args:
-        boxes: Axis-aligned boxes (x1, y1, x2, y2), or rotated ones, in any unit.
-        scores: The score of each box.
-        idxs: The class of each box.
+        boxes: [N, 4] or [N, 5]. Axis-aligned boxes (x1, y1, x2, y2), or rotated ones, in any unit.
+        scores: [N]. The score of each box.
+        idxs: [N]. The class of each box.
         nms_cfg: ``type``, which is 'nms' (the default), 'soft_nms', a name given to ``register_nms`` or a function, and
             the arguments of that function, usually ``iou_threshold``. Three more entries are read here.
             ``class_agnostic`` overrides the argument. From ``split_thr`` (10000) boxes on, classes are handled one
@@ -36,7 +36,8 @@ def batched_nms(
             class do, as in mmcv: give a larger ``split_thr`` where that matters.
 
     Returns:
-        The boxes as they were given with the scores that the suppression made of them, and int64 indices.
+        [M, 5] or [M, 6], and [M]. The boxes as they were given with the scores that the suppression made of them, and
+        int64 indices.
 
     Boxes of different classes are moved so far apart that they do not overlap; where classes are handled one after
     another, too, as in mmcv, so that overlaps round alike. 16-bit boxes are moved in float32, because 80 classes times

@@ -16,15 +16,16 @@ def bbox_overlaps(
     """Return the overlap of each box of ``bboxes1`` with each of ``bboxes2``, or pair by pair.
 
     Args:
-        bboxes1: Boxes (x1, y1, x2, y2), in any unit. A tensor of no boxes may have any last dimension.
-        bboxes2: Boxes of the same kind.
+        bboxes1: [M, 4]. Boxes (x1, y1, x2, y2), in any unit. A tensor of no boxes may have any last dimension.
+        bboxes2: [N, 4]. Boxes of the same kind.
         mode: 'iou' divides the intersection by the union, 'iof' by the area of the box of ``bboxes1``.
         aligned: Whether each row is compared with the same row only. M must then equal N.
         offset: 0, or 1 if widths and heights are x2 - x1 + 1.
 
     Returns:
-        The overlaps in the type of ``bboxes1``, or in float32 for integers. 16-bit types are computed in float32. With
-        offset 0, the overlap of two boxes without area is NaN (0 / 0). The overlap of a box with a NaN corner is NaN.
+        [M, N], or [M] if aligned. The overlaps in the type of ``bboxes1``, or in float32 for integers. 16-bit types are
+        computed in float32. With offset 0, the overlap of two boxes without area is NaN (0 / 0). The overlap of a box
+        with a NaN corner is NaN.
 
     It is differentiable, and deterministic.
 

@@ -24,13 +24,13 @@ def box_key_points(
     about z, and added to the centre.
 
     Args:
-        anchors: The boxes in metres, float32 or float64, with D at least 8.
-        fixed: The fixed points, which may be any numbers. They are converted to the type of ``anchors``.
-        logits: The logits of M further points, or None if there are none. They are converted likewise.
+        anchors: [B, Q, D]. The boxes in metres, float32 or float64, with D at least 8.
+        fixed: [F, 3]. The fixed points, which may be any numbers. They are converted to the type of ``anchors``.
+        logits: [B, Q, M * 3]. The logits of M further points, or None if there are none. They are converted likewise.
         max_log_size: The logarithm at which sizes are clamped. Beyond it their gradient is zero.
 
     Returns:
-        The points in metres, the fixed ones first. NaN and infinity go where the formula takes them.
+        [B, Q, F + M, 3]. The points in metres, the fixed ones first. NaN and infinity go where the formula takes them.
 
     It is differentiable once with respect to ``anchors`` and ``logits``, and deterministic, forward and backward, on
     every device. Where no library is built for the device, plain torch computes the same.

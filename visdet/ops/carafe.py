@@ -22,15 +22,15 @@ def carafe(
     """Return each pixel (y, x) as the sum of the K x K pixels around (y // s, x // s), weighted by its own kernel.
 
     Args:
-        features: The map, float64, float32, float16 or bfloat16. Pixels outside it are zeros.
-        masks: The kernels, row by row, one for each of G groups of channels. They are usually a softmax over K * K, and
-            are converted to the type of ``features``.
+        features: [B, C, H, W]. The map, float64, float32, float16 or bfloat16. Pixels outside it are zeros.
+        masks: [B, K * K * G, H * s, W * s]. The kernels, row by row, one for each of G groups of channels. They are
+            usually a softmax over K * K, and are converted to the type of ``features``.
         kernel_size: K, an odd number of pixels.
         group_size: G, the number of groups, which divides C.
         scale_factor: s, the factor of the size, at least 1.
 
     Returns:
-        The sums, taken in float32 (float64 for float64), in the type of ``features``.
+        [B, C, H * s, W * s]. The sums, taken in float32 (float64 for float64), in the type of ``features``.
 
     It is differentiable once with respect to ``features`` and ``masks``. The inputs are saved for the backward. It is
     deterministic, for any number of threads. NaN and infinity go where the formula takes them.

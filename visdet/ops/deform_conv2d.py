@@ -34,10 +34,10 @@ def deform_conv2d(
     gives it that of a sample inside).
 
     Args:
-        input: The map, of any floating-point type.
-        offset: The offsets in pixels, one field for each of the ``deform_groups`` (G) groups of channels. The result
-            has their type.
-        weight: The kernel. H' and W' are those of the convolution without offsets.
+        input: [B, C, H, W]. The map, of any floating-point type.
+        offset: [B, G * 2 * KH * KW, H', W'] (y, x) of each tap. The offsets in pixels, one field for each of the
+            ``deform_groups`` (G) groups of channels. The result has their type.
+        weight: [C', C / groups, KH, KW]. The kernel. H' and W' are those of the convolution without offsets.
         stride: (height, width) of the step between neighbouring outputs, or one number for both.
         padding: (height, width) of the border of zeros, or one number for both.
         dilation: (height, width) of the distance between neighbouring taps, or one number for both.
@@ -47,7 +47,7 @@ def deform_conv2d(
         im2col_step: On CUDA, the largest number of images whose columns are held at a time. B need not divide by it.
 
     Returns:
-        The convolution. B = 0 gives an empty result.
+        [B, C', H', W']. The convolution. B = 0 gives an empty result.
 
     It is differentiable once with respect to ``input``, ``offset`` and ``weight``; the inputs are saved for the
     backward. Positions, interpolation and sums are float32 (float64 for float64). On the CPU the operands of the

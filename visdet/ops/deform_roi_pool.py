@@ -21,10 +21,10 @@ def deform_roi_pool(
     """Return the mean of bilinear samples in each bin, moved by ``gamma`` * (the region's size) * ``offset``.
 
     Args:
-        input: The map, of any floating-point type. 16-bit types are computed in float32.
-        rois: The regions (batch index, x1, y1, x2, y2) in pixels of the image. They are not differentiated.
-        offset: The movement (x, y) of each bin in units of ``gamma`` times the region's size. Without it (None or
-            empty) this is ``roi_align`` with aligned=True.
+        input: [B, C, H, W]. The map, of any floating-point type. 16-bit types are computed in float32.
+        rois: [N, 5]. The regions (batch index, x1, y1, x2, y2) in pixels of the image. They are not differentiated.
+        offset: [N, 2, PH, PW]. The movement (x, y) of each bin in units of ``gamma`` times the region's size. Without
+            it (None or empty) this is ``roi_align`` with aligned=True.
         output_size: (height, width) in bins, or one number for both.
         spatial_scale: The number of pixels of the map per pixel of the image.
         sampling_ratio: The number of samples down and across each bin; 0 for as many as the bin covers pixels,
@@ -32,8 +32,8 @@ def deform_roi_pool(
         gamma: The factor of the offsets.
 
     Returns:
-        The bins in the type of ``input``. Sampling, borders and regions of no image, with NaN or far outside the map
-        are treated as by ``roi_align``. A sample whose offset is NaN or infinite is 0.
+        [N, C, PH, PW]. The bins in the type of ``input``. Sampling, borders and regions of no image, with NaN or far
+        outside the map are treated as by ``roi_align``. A sample whose offset is NaN or infinite is 0.
 
     It is differentiable with respect to ``input`` and ``offset``. mmcv extrapolates the gradient of an offset within a
     pixel outside the border; here it is that of the clamped sample: 0 across the border. Plain torch serves it.

@@ -37,18 +37,18 @@ def deformable_aggregation(
     coordinate included, contributes nothing, whatever its weight, and has gradients of exactly zero.
 
     Args:
-        features: The maps, float64, float32, float16 or bfloat16; the S rows hold them camera by camera and level by
-            level.
-        level_shapes: The (height, width) of each camera's levels, as a tensor or as nested sequences.
-        level_starts: The first row of each map, likewise. The maps must lie within S and must not overlap.
-        locations: The points' positions in the images, float32 (float64 for float64 features). Other types are
-            converted.
-        weights: Any numbers, usually a softmax over P * V * L, in float32 (float64) or the type of ``features``. Other
-            types are converted to the type of ``locations``. G divides C.
+        features: [B, S, C]. The maps, float64, float32, float16 or bfloat16; the S rows hold them camera by camera and
+            level by level.
+        level_shapes: [V, L, 2]. The (height, width) of each camera's levels, as a tensor or as nested sequences.
+        level_starts: [V, L]. The first row of each map, likewise. The maps must lie within S and must not overlap.
+        locations: [B, Q, P, V, 2] (x, y) in 0..1. The points' positions in the images, float32 (float64 for float64
+            features). Other types are converted.
+        weights: [B, Q, P, V, L, G]. Any numbers, usually a softmax over P * V * L, in float32 (float64) or the type of
+            ``features``. Other types are converted to the type of ``locations``. G divides C.
 
     Returns:
-        The sums, in the type of ``features``, accumulated in float32 (float64 for float64). If B, Q, P, V or L is 0,
-        the result is empty or zero.
+        [B, Q, C]. The sums, in the type of ``features``, accumulated in float32 (float64 for float64). If B, Q, P, V or
+        L is 0, the result is empty or zero.
 
     It is differentiable once with respect to ``features``, ``locations`` and ``weights``. Under autocast every tensor
     keeps its type.

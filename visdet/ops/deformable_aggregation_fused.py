@@ -35,22 +35,26 @@ def deformable_aggregation_fused(
     Neither locations nor weights are saved for the backward, which works them out again from the inputs.
 
     Args:
-        features: The maps, as ``deformable_aggregation`` takes them.
-        level_shapes: The (height, width) of each camera's levels, as ``deformable_aggregation`` takes them.
-        level_starts: The first row of each map, as ``deformable_aggregation`` takes them.
-        key_points: The points in metres, float32 (float64 for float64 features). Other types are converted.
-        projection: The matrices from the points' frame to pixels, on features' device; converted as ``key_points``.
-        image_wh: The images' (width, height) in pixels, or None if the projection yields coordinates in 0..1.
-        logits: Any numbers, float32 or of the type of ``features``. Other types are converted. The arithmetic is in
-            float32 in any case (float64 for float64 features).
-        camera_logits: The term that each camera adds to the logits of every query. With it, a linear layer of
-            ``query + camera`` need not be written out as [B, Q, V, ...]. The type is that of ``logits``.
-        keep: The pairs that attention dropout keeps. None keeps all pairs.
+        features: [B, S, C]. The maps, as ``deformable_aggregation`` takes them.
+        level_shapes: [V, L, 2]. The (height, width) of each camera's levels, as ``deformable_aggregation`` takes them.
+        level_starts: [V, L]. The first row of each map, as ``deformable_aggregation`` takes them.
+        key_points: [B, Q, P, 3]. The points in metres, float32 (float64 for float64 features). Other types are
+            converted.
+        projection: [B, V, 4, 4]. The matrices from the points' frame to pixels, on features' device; converted as
+            ``key_points``.
+        image_wh: [B, V, 2]. The images' (width, height) in pixels, or None if the projection yields coordinates in
+            0..1.
+        logits: [B, Q, V, L, P, G], or [B, Q, L, P, G] with ``camera_logits``. Any numbers, float32 or of the type of
+            ``features``. Other types are converted. The arithmetic is in float32 in any case (float64 for float64
+            features).
+        camera_logits: [B, V, L, P, G]. The term that each camera adds to the logits of every query. With it, a linear
+            layer of ``query + camera`` need not be written out as [B, Q, V, ...]. The type is that of ``logits``.
+        keep: [B, Q, V, P] bool. The pairs that attention dropout keeps. None keeps all pairs.
         keep_scale: The factor of the weights, ``1 / (1 - drop)`` under dropout.
 
     Returns:
-        What ``deformable_aggregation`` returns. A point with a coordinate that is not finite contributes nothing and
-        has zero gradients.
+        [B, Q, C]. What ``deformable_aggregation`` returns. A point with a coordinate that is not finite contributes
+        nothing and has zero gradients.
 
     It is differentiable once with respect to ``features``, ``key_points``, ``logits`` and ``camera_logits``.
     Determinism, autocast and limits are those of ``deformable_aggregation``; on CUDA the backward takes 8 bytes of

@@ -29,16 +29,16 @@ def sigmoid_focal_loss(
     """Return the focal loss of each logit: -α (1-p)^γ log p for the target's class, -(1-α) p^γ log(1-p) for others.
 
     Args:
-        input: The logits. 16-bit types are computed in float32.
-        target: The class of each row. A number that is no class (C by convention) stands for background.
+        input: [N, C]. The logits. 16-bit types are computed in float32.
+        target: [N] int64. The class of each row. A number that is no class (C by convention) stands for background.
         gamma: γ, the exponent.
         alpha: α, the weight of the target's class.
-        weight: A factor of all losses of a row, chosen by the row's target; background has the factor 1.
+        weight: [C]. A factor of all losses of a row, chosen by the row's target; background has the factor 1.
         reduction: 'none' gives [N, C], 'sum' the sum, and 'mean' the sum divided by N, not by N * C.
 
     Returns:
-        The losses, or a scalar, in the type of ``input``. log p is exact for large logits, too, where mmcv cuts it at
-        -87.3. A NaN logit gives NaN.
+        [N, C] or a scalar. The losses, or a scalar, in the type of ``input``. log p is exact for large logits, too,
+        where mmcv cuts it at -87.3. A NaN logit gives NaN.
 
     It is differentiable once with respect to ``input``; the inputs are saved for the backward. It is deterministic.
 
@@ -82,17 +82,17 @@ def softmax_focal_loss(
     """Return the focal loss of each row, -α (1-p)^γ log p with p the softmax probability of its target.
 
     Args:
-        input: The logits. 16-bit types are computed in float32.
-        target: The class of each row. A row with a negative target has loss and gradient 0. A target of C or more is
-            a mistake that only a synchronisation could report from CUDA: on every device the row's loss is NaN and
-            its gradient 0.
+        input: [N, C]. The logits. 16-bit types are computed in float32.
+        target: [N] int64. The class of each row. A row with a negative target has loss and gradient 0. A target of C or
+            more is a mistake that only a synchronisation could report from CUDA: on every device the row's loss is NaN
+            and its gradient 0.
         gamma: γ, the exponent.
         alpha: α, the factor of all losses.
-        weight: A factor of a row's loss, chosen by the row's target.
+        weight: [C]. A factor of a row's loss, chosen by the row's target.
         reduction: 'none' gives [N], 'sum' the sum, and 'mean' the sum divided by N.
 
     Returns:
-        The losses, or a scalar, in the type of ``input``.
+        [N] or a scalar. The losses, or a scalar, in the type of ``input``.
 
     It is differentiable with respect to ``input``. Plain torch serves it.
 

@@ -23,20 +23,20 @@ def gaussian_field(
     """Return ``field[b] = sum_n weights[n] * exp(-mahalanobis_distance[b, n] / 2)`` in O(B + N) memory.
 
     Args:
-        points: Positions in any unit, float64, float32, float16 or bfloat16.
-        means: The Gaussians' centres in the same unit, of any floating-point type. Means, factors and weights are
-            converted to the type of the computation.
-        cholesky: The lower factors of the covariances; what stands above the diagonal is not read. On the CPU a
-            diagonal that is not positive is an error. On CUDA, where finding it would synchronise, the field is NaN. A
-            Gaussian with a diagonal below 1e-18 (1e-150 in float64) adds nothing beside its plane.
-        weights: Any numbers.
+        points: [B, 3]. Positions in any unit, float64, float32, float16 or bfloat16.
+        means: [N, 3]. The Gaussians' centres in the same unit, of any floating-point type. Means, factors and weights
+            are converted to the type of the computation.
+        cholesky: [N, 3, 3]. The lower factors of the covariances; what stands above the diagonal is not read. On the
+            CPU a diagonal that is not positive is an error. On CUDA, where finding it would synchronise, the field is
+            NaN. A Gaussian with a diagonal below 1e-18 (1e-150 in float64) adds nothing beside its plane.
+        weights: [N]. Any numbers.
         tolerance: 0 adds every pair. Above 0, a Gaussian may be left out at points where its term is below
             ``tolerance / N`` in magnitude, so that no value of the field is off by more than ``tolerance``. Points and
             Gaussians are then sorted in space, and compact Gaussians cost only where they are. The gradients are those
             of the terms that were added.
 
     Returns:
-        The field, summed in float32 (float64 for float64 points), in the type of ``points``. A NaN point has a NaN
+        [B]. The field, summed in float32 (float64 for float64 points), in the type of ``points``. A NaN point has a NaN
         value.
 
     It is differentiable once with respect to everything but ``tolerance``, all six entries of each factor included

@@ -19,16 +19,16 @@ def mahalanobis_distance(
     """Return ``distance[b, n] = |v|^2`` with ``cholesky[n] @ v = points[b] - means[n]``: squared, nothing added.
 
     Args:
-        points: Positions in any unit, float64, float32, float16 or bfloat16.
-        means: The Gaussians' centres in the same unit, of any floating-point type. Means and factors are converted to
-            the type of the computation.
-        cholesky: The lower factors of the covariances; what stands above the diagonal is not read. On the CPU a
-            diagonal that is not positive is an error. On CUDA, where finding it would synchronise, that Gaussian's
-            distances are NaN.
+        points: [B, 3]. Positions in any unit, float64, float32, float16 or bfloat16.
+        means: [N, 3]. The Gaussians' centres in the same unit, of any floating-point type. Means and factors are
+            converted to the type of the computation.
+        cholesky: [N, 3, 3]. The lower factors of the covariances; what stands above the diagonal is not read. On the
+            CPU a diagonal that is not positive is an error. On CUDA, where finding it would synchronise, that
+            Gaussian's distances are NaN.
 
     Returns:
-        The distances, computed in float32 (float64 for float64 points), in the type of ``points``. Distances of a NaN
-        point, or of a Gaussian with a NaN, are NaN.
+        [B, N]. The distances, computed in float32 (float64 for float64 points), in the type of ``points``. Distances of
+        a NaN point, or of a Gaussian with a NaN, are NaN.
 
     It is differentiable once with respect to everything, all six entries of each factor included (zero above the
     diagonal). It is deterministic.

@@ -20,15 +20,16 @@ def masked_conv2d(
     """Return the convolution where ``mask`` is positive and 0 elsewhere. Only those positions are computed.
 
     Args:
-        features: The map. float16 and bfloat16 are computed in float32, gradients included.
-        mask: The positions that count are those above 0; a NaN does not count. A mask without any gives zeros.
-        weight: The kernel.
-        bias: The number added to each output channel where the mask is positive, or None.
+        features: [B, C, H, W]. The map. float16 and bfloat16 are computed in float32, gradients included.
+        mask: [B, H, W]. The positions that count are those above 0; a NaN does not count. A mask without any gives
+            zeros.
+        weight: [C', C, KH, KW]. The kernel.
+        bias: [C']. The number added to each output channel where the mask is positive, or None.
         padding: (height, width) of the border of zeros, or one number for both.
         stride: It must be 1.
 
     Returns:
-        The convolution in the type of ``features``.
+        [B, C', H', W']. The convolution in the type of ``features``.
 
     It is differentiable with respect to ``features``, ``weight`` and ``bias``; mmcv's has no gradient and takes B = 1
     only. Plain torch serves it, with a synchronisation on CUDA for the number of positions.

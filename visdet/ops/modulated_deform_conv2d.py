@@ -23,12 +23,13 @@ def modulated_deform_conv2d(
     """Return ``deform_conv2d`` with the sample of each tap multiplied by ``mask``, plus ``bias``.
 
     Args:
-        input: The map, of any floating-point type.
-        offset: The offsets in pixels, one field for each of the ``deform_groups`` (G) groups of channels. The result
-            has their type.
-        mask: The factors of the taps. They may be any numbers and are usually results of a sigmoid.
-        weight: The kernel. H' and W' are those of the convolution without offsets.
-        bias: The number added to each output channel, or None.
+        input: [B, C, H, W]. The map, of any floating-point type.
+        offset: [B, G * 2 * KH * KW, H', W'] (y, x) of each tap. The offsets in pixels, one field for each of the
+            ``deform_groups`` (G) groups of channels. The result has their type.
+        mask: [B, G * KH * KW, H', W']. The factors of the taps. They may be any numbers and are usually results of a
+            sigmoid.
+        weight: [C', C / groups, KH, KW]. The kernel. H' and W' are those of the convolution without offsets.
+        bias: [C']. The number added to each output channel, or None.
         stride: (height, width) of the step between neighbouring outputs, or one number for both.
         padding: (height, width) of the border of zeros, or one number for both.
         dilation: (height, width) of the distance between neighbouring taps, or one number for both.
@@ -36,7 +37,7 @@ def modulated_deform_conv2d(
         deform_groups: The number of groups of channels that have offsets of their own; it divides C.
 
     Returns:
-        The convolution, in the type of ``offset``.
+        [B, C', H', W']. The convolution, in the type of ``offset``.
 
     It is differentiable once with respect to all tensors. Types, borders, determinism and who serves the call are
     those of ``deform_conv2d``.

@@ -34,20 +34,22 @@ def ms_deform_attn(
     weight may reach the gradients of texels beside its own. The CPU does not read these texels.
 
     Args:
-        value: The maps, float64, float32, float16 or bfloat16, channels last. The levels stand one after another, and
-            S is the sum of H_l * W_l.
-        level_shapes: The (height, width) of each level, as a sequence or as a tensor on the CPU or on ``value``'s
-            device.
-        level_starts: The first row of each level, likewise, on the same device as ``level_shapes`` or not; None
-            stands for levels without gaps. A table on the CPU is checked against S and travels with the launch. A
-            table on a GPU is read there without a synchronisation, and a level that does not lie within S yields NaN.
-        locations: The samples' positions, float32 (float64 for float64 values). Other types are converted.
-        weights: Any numbers, usually a softmax over L * P, of the type of ``locations``. Other types are converted.
+        value: [B, S, G, C]. The maps, float64, float32, float16 or bfloat16, channels last. The levels stand one after
+            another, and S is the sum of H_l * W_l.
+        level_shapes: [L, 2]. The (height, width) of each level, as a sequence or as a tensor on the CPU or on
+            ``value``'s device.
+        level_starts: [L]. The first row of each level, likewise, on the same device as ``level_shapes`` or not; None
+            stands for levels without gaps. A table on the CPU is checked against S and travels with the launch. A table
+            on a GPU is read there without a synchronisation, and a level that does not lie within S yields NaN.
+        locations: [B, Q, G, L, P, 2] (x, y) in 0..1. The samples' positions, float32 (float64 for float64 values).
+            Other types are converted.
+        weights: [B, Q, G, L, P]. Any numbers, usually a softmax over L * P, of the type of ``locations``. Other types
+            are converted.
         im2col_step: It is ignored. mmcv's function has it as its last argument. Here B need not be a multiple of it.
 
     Returns:
-        The sums, in the type of ``value``, accumulated in float32 (float64 for float64). If B, Q, P or C is 0, the
-        result is empty or zero.
+        [B, Q, G * C]. The sums, in the type of ``value``, accumulated in float32 (float64 for float64). If B, Q, P or C
+        is 0, the result is empty or zero.
 
     It is differentiable once with respect to ``value``, ``locations`` and ``weights``. It is deterministic on the CPU,
     for any number of threads. On CUDA the forward is deterministic; the gradient of ``value`` is so under

@@ -34,20 +34,21 @@ def ms_deform_attn_fused(
     several levels or images are saved as the copy that the kernels read.
 
     Args:
-        value: The maps, as ``ms_deform_attn`` takes them.
-        level_shapes: The (height, width) of each level, as ``ms_deform_attn`` takes them.
-        level_starts: The first row of each level, as ``ms_deform_attn`` takes them.
-        reference_points: Points (x, y) or boxes (cx, cy, w, h) in 0..1, float32 (float64 for float64 values). Other
-            types are converted. A dimension of size 1 serves every batch entry or level.
-        offsets: The samples' offsets (x, y), float32 or of the type of ``value``, in which autocast leaves them. Other
-            types are converted. The arithmetic is in float32 in any case (float64 for float64 values).
-        logits: Any numbers, of the type of ``offsets``. -inf gives a sample the weight zero. A row that holds only -inf
-            or a NaN is NaN where one of its samples counts, as with ``torch.softmax``.
+        value: [B, S, G, C]. The maps, as ``ms_deform_attn`` takes them.
+        level_shapes: [L, 2]. The (height, width) of each level, as ``ms_deform_attn`` takes them.
+        level_starts: [L]. The first row of each level, as ``ms_deform_attn`` takes them.
+        reference_points: [B or 1, Q, L or 1, 2 or 4]. Points (x, y) or boxes (cx, cy, w, h) in 0..1, float32 (float64
+            for float64 values). Other types are converted. A dimension of size 1 serves every batch entry or level.
+        offsets: [B, Q, G, K, 2]. The samples' offsets (x, y), float32 or of the type of ``value``, in which autocast
+            leaves them. Other types are converted. The arithmetic is in float32 in any case (float64 for float64
+            values).
+        logits: [B, Q, G, K]. Any numbers, of the type of ``offsets``. -inf gives a sample the weight zero. A row that
+            holds only -inf or a NaN is NaN where one of its samples counts, as with ``torch.softmax``.
         num_points: The number of samples on every level, or a sequence of one number for each (D-FINE has [3, 6, 3]).
 
     Returns:
-        What ``ms_deform_attn`` returns. A sample whose position is not finite contributes nothing and gives
-        ``offsets`` and ``reference_points`` zero gradients.
+        [B, Q, G * C]. What ``ms_deform_attn`` returns. A sample whose position is not finite contributes nothing and
+        gives ``offsets`` and ``reference_points`` zero gradients.
 
     It is differentiable once with respect to ``value``, ``reference_points``, ``offsets`` and ``logits``. Determinism,
     autocast and limits are those of ``ms_deform_attn``; on CUDA the backward takes 16 bytes of scratch memory a sample

@@ -25,17 +25,19 @@ def nms(
     """Return the boxes that no better box overlaps by more than ``iou_threshold``, best score first, and their indices.
 
     Args:
-        boxes: Floating-point boxes in any unit, a tensor or a NumPy array. 16-bit types are compared in float32.
-        scores: The score of each box. Of equal scores the lower index comes first on the CPU. NaN scores come first,
-            as in ``torch.sort``.
+        boxes: [N, 4] (x1, y1, x2, y2). Floating-point boxes in any unit, a tensor or a NumPy array. 16-bit types are
+            compared in float32.
+        scores: [N]. The score of each box. Of equal scores the lower index comes first on the CPU. NaN scores come
+            first, as in ``torch.sort``.
         iou_threshold: A box is suppressed if its IoU with a kept one is greater.
         offset: 0, or 1 for widths and heights of x2 - x1 + 1, as pixels were counted in mmdet 1.
         score_threshold: Where it is positive, boxes with a score not above it are removed first.
         max_num: The largest number of boxes to keep; -1 or 0 keeps all.
 
     Returns:
-        The boxes with their scores, and int64 indices, as tensors or as NumPy arrays like the arguments. No boxes give
-        an empty [0, 5] and empty indices. A box with a NaN corner suppresses no other box and is kept.
+        [M, 5] and [M]. The boxes with their scores, and int64 indices, as tensors or as NumPy arrays like the
+        arguments. No boxes give an empty [0, 5] and empty indices. A box with a NaN corner suppresses no other box and
+        is kept.
 
     The result [M, 5] is differentiable with respect to boxes and scores, because it is a selection. The indices are
     not. torchvision serves it. If torchvision is missing, plain torch gives the same.
@@ -74,8 +76,9 @@ def soft_nms(
     removed.
 
     Args:
-        boxes: Boxes in any unit, a tensor or a NumPy array. 16-bit types are computed in float32.
-        scores: The score of each box. NaN scores come last.
+        boxes: [N, 4] (x1, y1, x2, y2). Boxes in any unit, a tensor or a NumPy array. 16-bit types are computed in
+            float32.
+        scores: [N]. The score of each box. NaN scores come last.
         iou_threshold: The overlap from which ``naive`` and ``linear`` lower a score.
         sigma: The width of ``gaussian``, for which it must be positive.
         min_score: The score below which a box is removed.
@@ -83,8 +86,8 @@ def soft_nms(
         offset: 0, or 1 for widths and heights of x2 - x1 + 1.
 
     Returns:
-        The boxes with their lowered scores, and int64 indices, as tensors or as NumPy arrays like the arguments. A NaN
-        overlap counts as 0.
+        [M, 5] and [M]. The boxes with their lowered scores, and int64 indices, as tensors or as NumPy arrays like the
+        arguments. A NaN overlap counts as 0.
 
     It is not differentiable. It runs on the CPU whatever the device: each round needs the result of the one before, and
     a thousand rounds cost less there, copies included, than as many synchronisations of a GPU's blocks.

@@ -25,8 +25,9 @@ def roi_align(
     """Return each region's bins, pooled over bilinear samples.
 
     Args:
-        input: The map, of any floating-point type.
-        rois: The regions' batch indices and corners, in pixels of the image. They are not differentiated.
+        input: [B, C, H, W]. The map, of any floating-point type.
+        rois: [N, 5] (batch index, x1, y1, x2, y2). The regions' batch indices and corners, in pixels of the image. They
+            are not differentiated.
         output_size: (height, width) in bins, or one number for both.
         spatial_scale: The number of pixels of the map per pixel of the image.
         sampling_ratio: The number of samples down and across each bin; 0 for as many as the bin covers pixels,
@@ -36,8 +37,8 @@ def roi_align(
             first version, which also makes regions at least one pixel wide.
 
     Returns:
-        The bins in the type of ``input``. A sample beyond one pixel outside the map is 0; others are clamped to it. No
-        regions give [0, C, PH, PW].
+        [N, C, PH, PW]. The bins in the type of ``input``. A sample beyond one pixel outside the map is 0; others are
+        clamped to it. No regions give [0, C, PH, PW].
 
     A region whose batch index is not within 0..B-1, or with NaN among its numbers, gives 0 and has no gradient, on
     every device and without synchronising one. With ``sampling_ratio=0``, where the number of samples grows with the

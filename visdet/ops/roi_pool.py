@@ -22,15 +22,16 @@ def roi_pool(
     """Return the maximum of each bin: pixels floor(start) to ceil(end) of x1·scale .. (x2 + 1)·scale, cut in bins.
 
     Args:
-        input: The map, float64, float32, float16 or bfloat16. A NaN pixel counts as -inf.
-        rois: The regions' batch indices and corners, in pixels of the image. They are not differentiated. Corners are
-            not rounded and the far one counts one pixel more, as in mmcv and unlike torchvision, which rounds both.
+        input: [B, C, H, W]. The map, float64, float32, float16 or bfloat16. A NaN pixel counts as -inf.
+        rois: [N, 5] (batch index, x1, y1, x2, y2). The regions' batch indices and corners, in pixels of the image. They
+            are not differentiated. Corners are not rounded and the far one counts one pixel more, as in mmcv and unlike
+            torchvision, which rounds both.
         output_size: (height, width) in bins, or one number for both.
         spatial_scale: The number of pixels of the map per pixel of the image.
 
     Returns:
-        The maxima in the type of ``input``. A bin without pixels gives 0 and has no gradient, and so does a region
-        without area, of no image of the batch, or with a corner that is NaN or infinite.
+        [N, C, PH, PW]. The maxima in the type of ``input``. A bin without pixels gives 0 and has no gradient, and so
+        does a region without area, of no image of the batch, or with a corner that is NaN or infinite.
 
     It is differentiable once with respect to ``input``: the gradient goes to the maximum, the first in reading order of
     equal ones. The regions and the position of each maximum are saved for the backward; finding a maximum again would

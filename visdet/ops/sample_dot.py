@@ -25,16 +25,18 @@ def sample_dot(
     channel ``2 k + phase``; the channels before them are multiplied by the query. Sampling is that of ``sample_sum``.
 
     Args:
-        images: float64, float32, float16 or bfloat16, NCHW or channels last. The kernels read channels last: an NCHW
-            image costs one copy.
-        samples: The samples' positions, float32 (float64 for float64 images). Other types are converted.
-        queries: Any numbers; they are converted to the type of ``samples``.
-        depths: The samples' depths, in units whose octaves matter; they are converted to the type of ``samples``. They
-            are not read with ``num_octaves=0``.
+        images: [B, C, H, W], float64, float32, float16 or bfloat16, NCHW or channels last. The kernels read channels
+            last: an NCHW image costs one copy.
+        samples: [B, Q, D, 2] (x, y) in -1..1. The samples' positions, float32 (float64 for float64 images). Other types
+            are converted.
+        queries: [B, G, Q, C - 2 * num_octaves]. Any numbers; they are converted to the type of ``samples``.
+        depths: [B, Q, D]. The samples' depths, in units whose octaves matter; they are converted to the type of
+            ``samples``. They are not read with ``num_octaves=0``.
         num_octaves: A number from 0 to 30.
 
     Returns:
-        The products, summed in the type of ``samples``, in the type of ``images``. A sample outside the image gives 0.
+        [B, G, Q, D]. The products, summed in the type of ``samples``, in the type of ``images``. A sample outside the
+        image gives 0.
 
     It is differentiable once with respect to all tensors; the gradient of ``images`` has their layout. The inputs are
     saved for the backward. It is deterministic on the CPU for any number of threads; on CUDA the forward always is, the

@@ -24,13 +24,15 @@ def sample_sum(
     nothing.
 
     Args:
-        images: float64, float32, float16 or bfloat16, NCHW or channels last. The kernels read channels last: an NCHW
-            image costs one copy.
-        samples: The samples' positions, float32 (float64 for float64 images). Other types are converted.
-        weights: Any numbers, usually a softmax over D; they are converted to the type of ``samples``.
+        images: [B, C, H, W], float64, float32, float16 or bfloat16, NCHW or channels last. The kernels read channels
+            last: an NCHW image costs one copy.
+        samples: [B, Q, D, 2] (x, y) in -1..1. The samples' positions, float32 (float64 for float64 images). Other types
+            are converted.
+        weights: [B, G, Q, D]. Any numbers, usually a softmax over D; they are converted to the type of ``samples``.
 
     Returns:
-        The sums, taken in the type of ``samples``, in the type of ``images``. Sizes of 0 give empty or zero results.
+        [B, G, Q, C]. The sums, taken in the type of ``samples``, in the type of ``images``. Sizes of 0 give empty or
+        zero results.
 
     It is differentiable once with respect to everything; the gradient of ``images`` has their layout. The inputs are
     saved for the backward. It is deterministic on the CPU for any number of threads; on CUDA the forward always is, the
