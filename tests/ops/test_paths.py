@@ -46,6 +46,47 @@ def test_choices_of_ms_deform_attn(name):
     assert plan.paths() == {"ms_deform_attn": forward, "ms_deform_attn_backward": backward}
 
 
+@needs_library
+@pytest.mark.parametrize(
+    ("operator", "arguments", "kernels"),
+    [
+        (
+            "box_key_points",
+            ([1, 2, 8], [3, 3], [1, 2, 6]),
+            {"box_key_points", "box_key_points_backward"},
+        ),
+        ("soft_nms", ([3, 4], [3]), set()),
+        ("nms", ([3, 4], [3], 0.5), set()),
+        ("deform_roi_pool", ([1, 4, 5, 5], [2, 5], None, 2), set()),
+        ("bbox_overlaps", ([3, 4], [3, 4]), set()),
+    ],
+)
+def test_functions_with_constants_and_without_kernels_are_explained(operator, arguments, kernels):
+    given = [torch.zeros(size) if isinstance(size, list) else size for size in arguments]
+    plan = explain(operator, *given, device="L4")
+    assert {found.op for found in plan.plans} == kernels
+    assert ("starts no kernel of visdet's" in str(plan)) == (not kernels)
+
+
+@needs_library
+def test_the_gradients_of_fused_aggregation_are_explained():
+    key_points, projection, logits = (
+        torch.zeros(size) for size in ([1, 3, 2, 3], [1, 1, 4, 4], [1, 3, 1, 1, 2, 4])
+    )
+    plan = explain(
+        "deformable_aggregation_fused",
+        torch.zeros(1, 10, 8),
+        [[(2, 5)]],
+        [[0]],
+        key_points,
+        projection,
+        torch.ones(1, 1, 2),
+        logits,
+        device="L4",
+    )
+    assert "finish_kernel" in str(plan)
+
+
 LONG, SINGLE = "a row of value has more than 64 channels", "rows of value cannot be read 16 bytes at a time"
 UNEVEN, DOUBLE = "the samples of a row on each level are no multiple of 4", "the values are float64"
 DECLINED = {

@@ -65,6 +65,13 @@ class Explanation:
         return "\n".join(lines)
 
 
+# The arguments of public functions that are floating-point numbers and cannot have a gradient.
+_CONSTANTS = ("fixed", "projection", "image_wh")
+# The functions that need what tensors hold. They have no kernel of visdet's on a GPU.
+_ON_DATA = ("nms", "batched_nms", "soft_nms", "nms_match", "masked_conv2d", "deform_roi_pool")
+_NO_KERNEL = ", where it starts no kernel of visdet's"
+
+
 def explain(
     operator: str | Callable[..., Any],
     *arguments: Any,
@@ -84,8 +91,12 @@ def explain(
         device: A name of ``visdet.ops.devices.DEVICES`` or the numbers of a device. The default is the device of the
             tensors.
         backward: Whether to explain the gradients, too. They are those of the tensors that require one or, if none
-            does, of all tensors of floating-point type.
+            does, of all tensors of floating-point type that can have one.
         keywords: The keyword arguments of the function.
+
+    Returns:
+        The explanation. ``str`` makes a text of it, and ``plans`` has a plan for each operator that the call consists
+        of. There is none for what torch or torchvision compute.
 
     Raises:
         ValueError: The operator or the device has no such name.
@@ -104,7 +115,9 @@ def explain(
     numbers, title = _numbers_of(device, on_gpu)
     needs_all = backward and not any(tensor.requires_grad for tensor in tensors)
     for key, value in bound.arguments.items():
-        bound.arguments[key] = _without_data(value, key, needs_all)
+        bound.arguments[key] = _without_data(value, key, needs_all and key not in _CONSTANTS)
+    if name in _ON_DATA:
+        return Explanation(name, title + _NO_KERNEL, [])
 
     torch.ops.visdet_plan.begin_plan(numbers.numbers())
     try:
@@ -115,7 +128,8 @@ def explain(
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     finally:
         notes = json.loads(torch.ops.visdet_plan.end_plan())
-    return Explanation(name, title, _plans_of(notes))
+    plans = _plans_of(notes)
+    return Explanation(name, title if plans else title + _NO_KERNEL, plans)
 
 
 @contextmanager
