@@ -43,7 +43,7 @@ X86_ISAS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
 }
-# Native code runs on GPUs of its major capability from its minor one on: 80 serves 8.7 too, 100 serves 10.3, 120 12.1.
+# Native code runs on GPUs of its major capability from its minor one on: 100 serves 10.3 too, and 120 serves 12.1.
 WHEEL_ARCHITECTURES = ["75", "80", "86", "89", "90", "100", "120"]
 # PTX is compiled by the driver for any later GPU: that of 100 for 11.0, that of 120 for what comes after it, and that
 # of 80 for 8.7 and 8.8, embedded GPUs, for which native code of other GPUs is not promised to run.

@@ -35,9 +35,8 @@ def integer_table(operator: str, name: str, table: Tensor | Sequence[Any], expec
     problem: Exception | None = None
     try:
         numbers = torch.tensor(table)
-        if (
-            not numbers.is_floating_point() or numbers.numel() == 0
-        ):  # a list of no numbers makes a float32 tensor
+        # A list of no numbers makes a tensor of float32.
+        if not numbers.is_floating_point() or numbers.numel() == 0:
             return numbers.to(torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
