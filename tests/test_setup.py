@@ -74,7 +74,7 @@ def test_a_wheel_of_an_older_nvcc_has_what_it_knows_and_ptx_of_the_last(build, t
         ((7, 0), None),
         ((7, 5), "native code of 7.5"),
         ((8, 6), "native code of 8.6"),
-        ((8, 7), "native code of 8.6"),
+        ((8, 7), "PTX of 8.0"),
         ((8, 9), "native code of 8.9"),
         ((9, 0), "native code of 9.0"),
         ((10, 3), "native code of 10.0"),

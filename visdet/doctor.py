@@ -158,6 +158,9 @@ def _driver(info: dict, advice: list[str]) -> list[str]:
     return lines
 
 
+_EMBEDDED = ((8, 7), (8, 8))  # Native code of other GPUs is not promised to run on these.
+
+
 def _code_for(capability: tuple[int, int], cuda: dict[str, Any]) -> str | None:
     """Return a text on the code of the CUDA library, native or PTX, that runs on a GPU, or None if none does."""
 
@@ -165,7 +168,8 @@ def _code_for(capability: tuple[int, int], cuda: dict[str, Any]) -> str | None:
         major, minor = text.split(".")
         return int(major), int(minor)
 
-    native = [item for item in map(parse, cuda["native"]) if item[0] == capability[0] and item <= capability]
+    least = capability if capability in _EMBEDDED else (capability[0], 0)
+    native = [item for item in map(parse, cuda["native"]) if least <= item <= capability]
     if native:
         return "native code of {}.{}".format(*max(native))
     ptx = [item for item in map(parse, cuda["ptx"]) if item <= capability]
