@@ -354,3 +354,18 @@ def test_the_output_may_be_changed_in_place(device):
         grads.append([parameter.grad.clone() for parameter in attention.parameters()])
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_backward_under_autocast_is_the_same(device):
+    """The forward may have been in float32, where autocast would round the products of the backward."""
+    attention, given = module().to(device), {name: tensor.to(device) for name, tensor in inputs().items()}
+    given["spatial_shapes"] = SHAPES
+    grads = []
+    for is_under in (False, True):
+        out = attention(**given)
+        assert is_one_node(out)
+        with torch.autocast(device, torch.bfloat16, enabled=is_under):
+            grads.append(torch.autograd.grad(out, list(attention.parameters()), torch.ones_like(out)))
+    for outside, under in zip(*grads, strict=True):
+        torch.testing.assert_close(under, outside, rtol=0, atol=0)
