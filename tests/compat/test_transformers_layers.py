@@ -163,6 +163,15 @@ def test_predictions_of_feed_forward_networks_are_those_of_stock(activation):
         assert recorder.calls.count("relu") == (1 if activation == "hook" else 0)
 
 
+def test_predictions_of_feed_forward_networks_show_a_broken_weight():
+    layer, arguments = encoder_layer()
+    with torch.no_grad():
+        layer.fc1.weight[3, 2] = torch.nan
+        assert layer(*arguments)[0].isnan().all()
+        with installed():
+            assert layer(*arguments)[0].isnan().all()
+
+
 def test_a_forward_that_uses_the_first_layer_twice_keeps_its_activation():
     def forward(self, x):
         return self.activation_fn(self.fc1(x)) + self.fc1(x)

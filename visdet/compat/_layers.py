@@ -133,7 +133,7 @@ class _View:
         setattr(self._viewed, name, value)
 
     def _activates(self, activation: Any) -> bool:
-        """Return whether an activation is ReLU, which oneDNN applies to the output of ``fc1`` while it writes it."""
+        """Return whether an activation is ReLU, which the output of ``fc1`` can be replaced by in place."""
         if torch.is_grad_enabled():
             return False
         if isinstance(activation, nn.Module):
@@ -178,7 +178,8 @@ class _Linear(_Part):
         view, layer = self._activating, self._part
         if view is None or not suits_onednn(layer, input):
             return project(layer, input)
-        vars(view)["_activated"] = output = project_by_onednn(layer, input, "relu")
+        # oneDNN's own ReLU would write a zero for a NaN, so that broken weights would not be noticed.
+        vars(view)["_activated"] = output = project_by_onednn(layer, input).relu_()
         return output
 
 

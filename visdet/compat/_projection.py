@@ -45,10 +45,10 @@ def project(layer: Any, input: Tensor) -> Tensor:
     return project_by_onednn(layer, input) if suits_onednn(layer, input) else layer(input)
 
 
-def project_by_onednn(layer: Any, input: Tensor, activation: str = "none") -> Tensor:
-    """Return the output of a layer that suits oneDNN, after an ``activation`` ("none" or "relu")."""
+def project_by_onednn(layer: Any, input: Tensor) -> Tensor:
+    """Return the output of a layer that suits oneDNN."""
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, activation, [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
 
 
 def project_masked(layer: nn.Module, memory: Tensor, mask: Tensor | None) -> Tensor:
