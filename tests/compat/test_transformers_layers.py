@@ -172,6 +172,23 @@ def test_predictions_of_feed_forward_networks_show_a_broken_weight():
             assert layer(*arguments)[0].isnan().all()
 
 
+@pytest.mark.parametrize("change", ["transposed weight", "strided bias", "one bias", "sparse weight"])
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_parameters_of_any_layout(change):
+    linear = nn.Linear(16, 48).requires_grad_(False)
+    if change == "transposed weight":
+        linear.weight = nn.Parameter(torch.randn(16, 48).T)
+    if change == "strided bias":
+        linear.bias = nn.Parameter(torch.randn(48, 2)[:, 0])
+    if change == "one bias":
+        linear.bias = nn.Parameter(torch.randn(1).expand(48))
+    if change == "sparse weight":
+        linear.weight = nn.Parameter(linear.weight.relu().to_sparse_csr(), requires_grad=False)
+    input = torch.randn(2, 700, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(_projection.project(linear, input), linear(input), rtol=1e-5, atol=1e-5)
+
+
 def test_a_forward_that_uses_the_first_layer_twice_keeps_its_activation():
     def forward(self, x):
         return self.activation_fn(self.fc1(x)) + self.fc1(x)

@@ -30,11 +30,11 @@ def is_untouched(layer: nn.Module, kind: type[nn.Module] | None = None) -> bool:
 
 
 def is_plain(layer: nn.Module | None) -> bool:
-    """Return whether calling a layer is ``torch.nn.functional.linear`` of its weight and bias and nothing else."""
+    """Return whether calling a layer is ``torch.nn.functional.linear`` of a dense weight and bias and nothing else."""
     if layer is None or not is_untouched(layer, nn.Linear) or _has_any_global_hook():
         return False
-    own = layer._parameters
-    return type(own.get("weight")) is nn.Parameter and type(own.get("bias")) is nn.Parameter
+    pair = layer._parameters.get("weight"), layer._parameters.get("bias")
+    return all(type(parameter) is nn.Parameter and parameter.layout == torch.strided for parameter in pair)
 
 
 def project(layer: Any, input: Tensor) -> Tensor:
@@ -47,7 +47,8 @@ def project(layer: Any, input: Tensor) -> Tensor:
 
 def project_by_onednn(layer: Any, input: Tensor) -> Tensor:
     """Return the output of a layer that suits oneDNN."""
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    # oneDNN's operator reads the bias as if it were contiguous.
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"].contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
 
 
