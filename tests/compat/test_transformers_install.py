@@ -123,6 +123,31 @@ def test_what_the_fused_operator_does_not_compute(name, changes, calls):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "change", ["no queries", "no images", "one reference for all queries", "shapes in a tensor"]
+)
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_unusual_arguments(name, with_gradients, change):
+    layer, arguments = layer_call(name)
+    of_queries = {"hidden_states", "position_embeddings", "reference_points"}
+    of_images = {*of_queries, "encoder_hidden_states", "attention_mask"}
+    for key, value in arguments.items():
+        if change == "no queries" and key in of_queries and value is not None:
+            arguments[key] = value[:, :0]
+        if change == "no images" and key in of_images and value is not None:
+            arguments[key] = value[:0]
+    if change == "one reference for all queries":
+        arguments["reference_points"] = arguments["reference_points"][:, :1]
+    if change == "shapes in a tensor":
+        arguments["spatial_shapes_list"] = torch.tensor(arguments["spatial_shapes_list"])
+    with torch.set_grad_enabled(with_gradients):
+        expected = layer(**arguments)
+        with bridge.installed():
+            found = layer(**arguments)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_watched_or_replaced_inner_module_is_called():
     layer, arguments = layer_call("deformable_detr")
     bridge.install()

@@ -98,10 +98,15 @@ def _attend(
     query: Any = given.get("hidden_states")
     memory: Any = given.get("encoder_hidden_states")
     references, shapes = given.get("reference_points"), given.get("spatial_shapes_list")
-    if not takes(memory) or not isinstance(query, Tensor) or not isinstance(references, Tensor) or not shapes:
+    if (
+        not takes(memory)
+        or not isinstance(query, Tensor)
+        or not isinstance(references, Tensor)
+        or shapes is None
+    ):
         return None
     mask = given.get("attention_mask")
-    if not _fits(module, form, references, shapes, memory, mask):
+    if not _fits(module, form, query, references, shapes, memory, mask):
         return None
     if given.get("position_embeddings") is not None:
         query = query + given["position_embeddings"]
@@ -146,21 +151,28 @@ def attend_fused(
         if output is not None:
             return output, None
     value = project_masked(module.value_proj, memory, mask) if is_projected else memory
-    rows = (*query.shape[:2], module.n_heads)
-    offsets = project(module.sampling_offsets, query).view(*rows, -1, 2)
-    logits = project(module.attention_weights, query).view(*rows, -1)
+    offsets = project(module.sampling_offsets, query).unflatten(-1, (module.n_heads, -1, 2))
+    logits = project(module.attention_weights, query).unflatten(-1, (module.n_heads, -1))
     value = value.unflatten(-1, (module.n_heads, -1))
     output = ops.ms_deform_attn_fused(value, *level_tables(shapes), references, offsets, logits, points)
     return project(module.output_proj, output) if is_projected else output, logits if wants_logits else None
 
 
 def _fits(
-    module: Any, form: Form, references: Tensor, shapes: Sequence[Any], memory: Tensor, mask: Tensor | None
+    module: Any,
+    form: Form,
+    query: Tensor,
+    references: Tensor,
+    shapes: Sequence[Any],
+    memory: Tensor,
+    mask: Tensor | None,
 ) -> bool:
     """Return whether the fused operator can compute this call. It leaves bad calls to the original and its errors."""
     levels = len(shapes)
-    if references.dim() != 4 or memory.dim() != 3 or levels != module.n_levels:
+    if references.dim() != 4 or memory.dim() != 3 or query.dim() != 3 or levels != module.n_levels:
         return False
+    if references.shape[1] != query.shape[1]:
+        return False  # The package's own forward broadcasts one reference to all queries.
     if sum(height * width for height, width in shapes) != memory.shape[1]:
         return False
     if mask is not None and not form.is_projected:
