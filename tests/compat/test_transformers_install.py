@@ -86,6 +86,12 @@ def test_a_model_that_binds_the_function_is_saved_and_copied_as_ever():
         stock = vars(layer)["ms_deformable_attn_core"]
         assert stock is not layer.ms_deformable_attn_core  # what is read is visdet's, what is stored is stock
         assert vars(copy.deepcopy(layer))["ms_deformable_attn_core"] is stock
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        loaded = dict(torch.load(buffer, weights_only=False).named_modules())
+        name = next(name for name, each in model.named_modules() if each is layer)
+        assert vars(loaded[name])["ms_deformable_attn_core"] is stock
         layer.ms_deformable_attn_core = print
         assert layer.ms_deformable_attn_core is print
         layer.ms_deformable_attn_core = stock

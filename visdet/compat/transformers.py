@@ -69,13 +69,15 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         if not _is_known(module, name, original, replacement_of):
             return
         replacement = replacement_of(original)
+        binding = [owner for owner in forms if name == _RAGGED and _binds(owner)]
+        for owner in binding:
+            bridge.replace(owner, _BOUND, _operators.BoundFunction(_BOUND, original, replacement))
         if name == _CLASS:
             bridge.replace(owned, "forward", replacement)
-        else:
+        elif (
+            not binding
+        ):  # A function that instances store must stay in its module, where pickle looks for it.
             bridge.replace(module, name, replacement)
-        for owner in forms:
-            if name == _RAGGED and _binds(owner):
-                bridge.replace(owner, _BOUND, _operators.BoundFunction(_BOUND, original, replacement))
         yield name
     for owner, form in forms.items():
         if form is None:
