@@ -101,6 +101,14 @@ def test_a_changed_package_is_named_with_its_version():
         bridge.warn(sys.modules["numpy"], "spin takes ()")
 
 
+def test_a_changed_package_without_metadata_is_named(bridge, package):
+    module = importlib.import_module(package)
+    with pytest.warns(
+        _bridge.CompatWarning, match=r"in vehicle \(unknown version\), vehicle\.models\.car\.speed "
+    ):
+        bridge.warn(module, "speed is missing")
+
+
 def test_an_unknown_bridge_is_refused():
     with pytest.raises(ValueError, match=r"there is no bridge 'tensorflow'.*transformers, ultralytics"):
         compat.find("tensorflow")

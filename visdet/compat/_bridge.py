@@ -119,7 +119,12 @@ class Bridge:
             module: the module.
             change: the difference, as a text that begins with the name of the attribute.
         """
-        version = importlib.metadata.version(self.distribution)
+        try:
+            version = importlib.metadata.version(self.distribution)
+        except (
+            importlib.metadata.PackageNotFoundError
+        ):  # as of a package that is imported from its repository
+            version = "(unknown version)"
         warnings.warn(
             f"visdet.compat.{self.name}: in {self.distribution} {version}, {module.__name__}.{change}. The package "
             "keeps its own implementation there. Update visdet-ops, or report this message to visdet's developers.",
