@@ -1,5 +1,8 @@
 """visdet.compat.transformers: frozen norms, and the linear layers and norms around deformable attention."""
 
+import gc
+import weakref
+
 import pytest
 import tiny_transformers
 import torch
@@ -199,6 +202,26 @@ def test_a_forward_that_uses_the_first_layer_twice_keeps_its_activation():
 
     assert not _layers._activates_at_once(forward) and not _layers._activates_at_once(other)
     assert not _layers._activates_at_once(len)
+
+
+def test_predictions_leave_nothing_behind(monkeypatch):
+    layer, arguments = encoder_layer()
+    kept = []
+    project = _layers.project_by_onednn
+
+    def watched(*arguments):
+        output = project(*arguments)
+        kept.append(weakref.ref(output))
+        return output
+
+    monkeypatch.setattr(_layers, "project_by_onednn", watched)
+    gc.disable()  # so that only what no cycle holds is freed
+    try:
+        with torch.no_grad(), installed():
+            layer(*arguments)
+        assert len(kept) == _projection._HAS_ONEDNN and all(output() is None for output in kept)
+    finally:
+        gc.enable()
 
 
 def test_views_have_the_attributes_of_their_layers():

@@ -116,14 +116,16 @@ class _View:
         own = vars(self)
         own.update(vars(layer))
         own["_viewed"] = layer
-        activating = self if fuses_activation and self._activates(layer.activation_fn) else None
+        # Nothing may refer to the view in turn: a cycle would keep the rows of ``fc1`` until Python looks for cycles.
+        is_relu = fuses_activation and _is_relu(layer.activation_fn)
+        activation = _Activation(layer.activation_fn) if is_relu else None
         for name, part in layer._modules.items():
             if type(part) is nn.ModuleList:
                 own[name] = [_faster(each) for each in part]
             else:
-                own[name] = _faster(part, activating if name == "fc1" else None)
-        if activating:
-            own["activation_fn"] = self._activate
+                own[name] = _faster(part, activation if name == "fc1" else None)
+        if activation:
+            own["activation_fn"] = activation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_viewed"], name)
@@ -132,23 +134,39 @@ class _View:
         vars(self).pop(name, None)
         setattr(self._viewed, name, value)
 
-    def _activates(self, activation: Any) -> bool:
-        """Return whether an activation is ReLU, which the output of ``fc1`` can be replaced by in place."""
-        if torch.is_grad_enabled():
-            return False
-        if isinstance(activation, nn.Module):
-            return is_untouched(activation, nn.ReLU)
-        return activation in (torch.relu, nn.functional.relu)
 
-    def _activate(self, input: Tensor) -> Tensor:
-        return input if input is vars(self).get("_activated") else self._viewed.activation_fn(input)
+class _Activation:
+    """A ReLU that returns what ``fc1`` has applied it to already, and otherwise calls the layer's own."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        self._activation = activation
+        self._activated: Tensor | None = None
+
+    def apply(self, input: Tensor) -> Tensor:
+        """Return the ReLU of a tensor of which nobody else knows, computed in place."""
+        # oneDNN's own ReLU would write a zero for a NaN, so that broken weights would not be noticed.
+        self._activated = input.relu_()
+        return self._activated
+
+    def __call__(self, input: Tensor) -> Tensor:
+        activated, self._activated = self._activated, None
+        return input if input is activated else self._activation(input)
 
 
-def _faster(part: Any, activating: _View | None = None) -> Any:
+def _is_relu(activation: Any) -> bool:
+    """Return whether an activation is ReLU, and no gradient needs its input."""
+    if torch.is_grad_enabled():
+        return False
+    if isinstance(activation, nn.Module):
+        return is_untouched(activation, nn.ReLU)
+    return activation in (torch.relu, nn.functional.relu)
+
+
+def _faster(part: Any, activation: _Activation | None = None) -> Any:
     kind = type(part)
     if kind is nn.LayerNorm:
         return _Norm(part)
-    return _Linear(part, activating) if kind is nn.Linear else part
+    return _Linear(part, activation) if kind is nn.Linear else part
 
 
 class _Part:
@@ -170,17 +188,15 @@ class _Norm(_Part):
 
 
 class _Linear(_Part):
-    def __init__(self, part: nn.Module, activating: _View | None) -> None:
+    def __init__(self, part: nn.Module, activation: _Activation | None) -> None:
         super().__init__(part)
-        self._activating = activating
+        self._activation = activation
 
     def __call__(self, input: Tensor) -> Tensor:
-        view, layer = self._activating, self._part
-        if view is None or not suits_onednn(layer, input):
+        activation, layer = self._activation, self._part
+        if activation is None or not suits_onednn(layer, input):
             return project(layer, input)
-        # oneDNN's own ReLU would write a zero for a NaN, so that broken weights would not be noticed.
-        vars(view)["_activated"] = output = project_by_onednn(layer, input).relu_()
-        return output
+        return activation.apply(project_by_onednn(layer, input))
 
 
 def _suits_kernel(norm: Any, input: Any) -> bool:
