@@ -224,6 +224,28 @@ def test_predictions_leave_nothing_behind(monkeypatch):
         gc.enable()
 
 
+@pytest.mark.parametrize("name", ["sdpa", "of_a_user"])
+def test_attention_functions_of_users_get_the_layer_itself(name, monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model = tiny_transformers.build("deformable_detr")[0]
+    layer = model.model.decoder.layers[0].self_attn.eval()
+    given, sdpa = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attention(module, *arguments, **named):
+        given.append(module)
+        return sdpa(module, *arguments, **named)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, attention)
+    monkeypatch.setattr(layer.config, "_attn_implementation", name)
+    rows = torch.randn(1, 1100, 32)
+    with torch.no_grad():
+        expected = layer(rows)[0]
+        with installed():
+            torch.testing.assert_close(layer(rows)[0], expected, rtol=1e-4, atol=1e-4)
+    assert given[0] is layer and (given[1] is layer) == (name == "of_a_user")
+
+
 def test_views_have_the_attributes_of_their_layers():
     layer = nn.TransformerEncoderLayer(8, 2)
     layer.layers = nn.ModuleList([nn.Linear(8, 8), nn.ReLU()])

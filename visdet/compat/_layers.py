@@ -26,6 +26,7 @@ __all__ = ["layer_classes", "view_layers"]
 
 _PARTS = re.compile(r"norm|fc\d|linear|proj|layers")
 _ACTIVATED = re.compile(r"self\.activation_fn\(\s*self\.fc1\(")
+_ATTENTION_FUNCTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _MIN_ROWS = 1024
 _MIN_ROWS_ON_CUDA = 8192  # of predictions: below, torch's kernels for norms take as little time
 
@@ -83,7 +84,12 @@ def _viewed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not _pays(*args, *kwargs.values()) or is_recorded() or _has_any_global_hook():
+        if (
+            not _pays(*args, *kwargs.values())
+            or is_recorded()
+            or _has_any_global_hook()
+            or _is_given_away(self)
+        ):
             return original(self, *args, **kwargs)
         return original(_View(self, activates), *args, **kwargs)
 
@@ -98,6 +104,15 @@ def _pays(first: Any = None, *others: Any) -> bool:
     if not torch.is_grad_enabled():
         return rows >= (_MIN_ROWS_ON_CUDA if first.is_cuda else _MIN_ROWS)
     return first.is_cuda and (rows >= _MIN_ROWS or torch.is_autocast_enabled("cuda"))
+
+
+def _is_given_away(layer: nn.Module) -> bool:
+    """Return whether a layer's forward gives the layer to an attention function that ``transformers`` does not have.
+
+    Users register such functions, which may need the layer itself, as a key for what they record.
+    """
+    config = vars(layer).get("config")
+    return getattr(config, "_attn_implementation", None) not in _ATTENTION_FUNCTIONS
 
 
 def _activates_at_once(forward: Callable[..., Any]) -> bool:
