@@ -5,6 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,22 @@ def test_a_changed_package_without_metadata_is_named(bridge, package):
         _bridge.CompatWarning, match=r"in vehicle \(unknown version\), vehicle\.models\.car\.speed "
     ):
         bridge.warn(module, "speed is missing")
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_installed(package):
+    def patch(module, bridge):
+        bridge.replace(module, "speed", lambda: 2)
+        bridge.warn(module, "Car is missing")
+        yield "speed"
+
+    module = importlib.import_module(package)
+    before, finders = state(module), list(sys.meta_path)
+    bridge = _bridge.Bridge("vehicle", "vehicle", lambda name: name == package, patch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", _bridge.CompatWarning)
+        with pytest.raises(_bridge.CompatWarning), bridge.installed():
+            pass
+    assert state(module) == before and sys.meta_path == finders and not bridge.is_installed
 
 
 def test_an_unknown_bridge_is_refused():

@@ -85,9 +85,13 @@ class Bridge:
         if self.is_installed:
             return
         sys.meta_path.insert(0, self._finder)
-        for name, module in list(sys.modules.items()):
-            if module is not None and self.wants(name):
-                self.patch_module(module)
+        try:
+            for name, module in list(sys.modules.items()):
+                if module is not None and self.wants(name):
+                    self.patch_module(module)
+        except BaseException:  # such as a CompatWarning that a filter turns into an error
+            self.uninstall()
+            raise
 
     def uninstall(self) -> None:
         """Undo everything that ``install`` has done. If the bridge is not installed, nothing changes."""
