@@ -101,6 +101,21 @@ def test_the_input_without_a_gradient_gets_none():
     assert input.grad is None and weight.grad.dtype == bias.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_backward_under_autocast_is_the_same(device, dtype):
+    """Autocast of another type would round the products of the backward to it."""
+    given = [tensor.requires_grad_() for tensor in problem((5, 16), 4, device)]
+    grads = []
+    for other in (None, torch.float16, torch.bfloat16):
+        output = autocast_linear(*given, dtype)
+        with torch.autocast(device, other or dtype, enabled=other is not None):
+            grads.append(torch.autograd.grad(output, given, torch.full_like(output, 300.0)))
+    for outside, *under in zip(*grads, strict=True):
+        for one in under:
+            torch.testing.assert_close(one, outside, rtol=0, atol=0)
+
+
 def test_it_is_differentiable_once():
     input, weight, bias = problem((5, 16), 4, "cpu")
     output = autocast_linear(input.requires_grad_(), weight.requires_grad_(), bias, torch.bfloat16)

@@ -125,9 +125,8 @@ class Bridge:
         """
         try:
             version = importlib.metadata.version(self.distribution)
-        except (
-            importlib.metadata.PackageNotFoundError
-        ):  # as of a package that is imported from its repository
+        except importlib.metadata.PackageNotFoundError:
+            # A package that is imported from its repository has no metadata.
             version = "(unknown version)"
         warnings.warn(
             f"visdet.compat.{self.name}: in {self.distribution} {version}, {module.__name__}.{change}. The package "

@@ -74,9 +74,8 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
             bridge.replace(owner, _BOUND, _operators.BoundFunction(_BOUND, original, replacement))
         if name == _CLASS:
             bridge.replace(owned, "forward", replacement)
-        elif (
-            not binding
-        ):  # A function that instances store must stay in its module, where pickle looks for it.
+        elif not binding:
+            # A function that instances store must stay in its module, where pickle looks for it.
             bridge.replace(module, name, replacement)
         yield name
     for owner, form in forms.items():

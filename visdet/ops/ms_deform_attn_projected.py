@@ -1,7 +1,6 @@
 """Multi-scale deformable attention with its four linear layers, as one node of the autograd graph."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -139,11 +138,6 @@ def _run(operator: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]
         raise
 
 
-def _without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast, which would round the products of a backward pass that is called under it."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
 class _Projected(torch.autograd.Function):
     """One call of C++ forward and one backward (csrc/ms_deform_attn_projected.cpp)."""
 
@@ -173,8 +167,7 @@ class _Projected(torch.autograd.Function):
         geometry = (mask, shapes, starts, reference_points, *ctx.numbers)
         operator = torch.ops.visdet.ms_deform_attn_projected_backward.default
         is_deterministic = torch.are_deterministic_algorithms_enabled()
-        with _without_autocast(grad_output.device.type):
-            grads = iter(_run(operator, grad_output, saved, *geometry, wanted, is_deterministic))
+        grads = iter(_run(operator, grad_output, saved, *geometry, wanted, is_deterministic))
         return (
             *[None] * 6,
             grad_output if of_identity else None,

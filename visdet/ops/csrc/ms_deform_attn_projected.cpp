@@ -169,7 +169,7 @@ std::vector<Tensor> ms_deform_attn_projected_backward(const Tensor& grad_output_
 
   const Tensor grad_output =
       as_matrix(dense(grad_output_in.scalar_type() == type ? grad_output_in : torch::stable::to(grad_output_in, type)));
-  const Tensor grad_sampled = shaped(call("aten::mm", "", grad_output, saved.output_weight), sizes_of(saved.sampled));
+  const Tensor grad_sampled = shaped(product(grad_output, saved.output_weight, type), sizes_of(saved.sampled));
   auto [grad_heads, grad_reference, grad_predictions] = call_for<3>(
       "visdet::ms_deform_attn_fused_backward_joined", "", grad_sampled, heads.maps, level_shapes, level_starts,
       reference_points, heads.offsets, heads.logits, num_points, wanted[kReference] != 0, deterministic);

@@ -52,11 +52,13 @@ inline std::vector<Tensor> converted(const std::vector<Tensor>& tensors, ScalarT
   return all;
 }
 
-// Returns the product of two matrices in this type, in which a CUDA kernel writes it.
+// Returns the product of two matrices in this type, in which a CUDA kernel writes it. Written into a tensor, it takes
+// no part in autocast, which may be on in a backward pass and would round the matrices to its type.
 inline Tensor product(const Tensor& a, const Tensor& b, ScalarType type) {
-  if (a.scalar_type() == type) return call("aten::mm", "", a, b);
-  if (a.is_cuda()) return call("aten::mm", "dtype", a, b, type);
-  return torch::stable::to(call("aten::mm", "", a, b), type);
+  if (a.is_cuda() && a.scalar_type() != type) return call("aten::mm", "dtype", a, b, type);
+  const Tensor to = new_empty(a, {a.size(0), b.size(1)});
+  call("aten::mm", "out", a, b, to);
+  return to.scalar_type() == type ? to : torch::stable::to(to, type);
 }
 
 }  // namespace visdet

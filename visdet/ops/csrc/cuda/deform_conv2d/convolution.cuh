@@ -195,14 +195,19 @@ class Convolution {
   Tensor new_matrices(int64_t rows, int64_t columns) const {
     return p_.groups == 1 ? new_empty(input_, {rows, columns}) : new_empty(input_, {p_.groups, rows, columns});
   }
+  // Written into a tensor, a product takes no part in autocast, which would round it.
   void multiply(const Tensor& a, const Tensor& b, const Tensor& to) const {
     call(p_.groups == 1 ? "aten::mm" : "aten::bmm", "out", a, b, to);
   }
   // The product in float32 where a and b are of 16 bits.
   Tensor multiply_in_float32(const Tensor& a, const Tensor& b) const {
-    const char* name = p_.groups == 1 ? "aten::mm" : "aten::bmm";
-    if constexpr (std::is_same_v<T, A>) return call(name, "", a, b);
-    return call(name, "dtype", a, b, ScalarType::Float);
+    if constexpr (std::is_same_v<T, A>) {
+      const Tensor to = new_matrices(a.size(a.dim() - 2), b.size(b.dim() - 1));
+      multiply(a, b, to);
+      return to;
+    } else {
+      return call(p_.groups == 1 ? "aten::mm" : "aten::bmm", "dtype", a, b, ScalarType::Float);
+    }
   }
 
   const char* op_;
