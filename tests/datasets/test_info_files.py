@@ -57,6 +57,17 @@ def test_round_trip(tmp_path):
     )
 
 
+def test_numbers_of_numpy_may_name_a_frame(tmp_path):
+    """A table of one's own gives times as numpy's integers, and sweeps as an array."""
+    infos = [
+        info | {"timestamp": np.int64(info["timestamp"]), "scene_token": np.str_("s"), "sweeps": sweeps}
+        for info, sweeps in zip(INFOS, (np.zeros(0), np.zeros((1, 3))), strict=True)
+    ]
+    save_infos(tmp_path / "infos.npz", infos, {})
+    loaded, _ = load_infos(tmp_path / "infos.npz")
+    assert frame_keys(loaded) == frame_keys(infos) == frame_keys(INFOS)
+
+
 def test_a_changed_record_does_not_change_the_table():
     table = InfoTable.from_infos(INFOS)
     table[0]["gt_boxes"][:] = -1

@@ -70,7 +70,7 @@ def detection_anchors(
         max_distance: boxes farther away in x and y are left out, in metres.
         seed: seed of the random numbers.
     """
-    centers = [np.asarray(info["gt_boxes"])[:, :3].reshape(-1, 3) for info in infos]
+    centers = [np.asarray(info["gt_boxes"]).reshape(-1, 7)[:, :3] for info in infos]
     points = np.concatenate([np.zeros((0, 3)), *centers])
     points = points[np.hypot(points[:, 0], points[:, 1]) < max_distance]
     rest = np.tile([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], (num_anchors, 1))

@@ -91,7 +91,8 @@ def frame_keys(infos: Sequence[dict]) -> list[FrameKey]:
 
 
 def _frame_key(info: dict) -> FrameKey:
-    return info["timestamp"], info["scene_token"], not info.get("sweeps", True)
+    has_sweeps = "sweeps" not in info or len(info["sweeps"]) > 0
+    return _plain(info["timestamp"]), _plain(info["scene_token"]), not has_sweeps
 
 
 def _encode(value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int]) -> Any:
