@@ -250,6 +250,17 @@ def test_autocast():
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_converted_to_another_type(variant, dtype):
+    model = build(variant).eval().to(dtype)
+    images, samples = batch()
+    (predicted, _) = model(images.to(dtype), samples, mode="predict")
+    expected = torch.promote_types(dtype, torch.float32)
+    assert predicted.pred_instances.bboxes.dtype == predicted.pred_instances.scores.dtype == expected
+    assert predicted.pred_instances.bboxes.isfinite().all()
+
+
 def test_encoder_checkpointing_changes_nothing():
     images, samples = batch()
     gradients = []

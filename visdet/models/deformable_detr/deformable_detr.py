@@ -329,7 +329,7 @@ class DeformableDETR(BaseDetector):
         box_logits = in_full_precision(regress, output_memory) + origin
         best = logits[..., 0].topk(min(self.num_queries, logits.shape[1]), dim=1).indices
         best_boxes = box_logits.gather(1, best.unsqueeze(-1).expand(-1, -1, 4)).detach().sigmoid()
-        embedding = proposal_embedding(best_boxes, self.embed_dims // 2)
+        embedding = proposal_embedding(best_boxes, self.embed_dims // 2).to(self.pos_trans_fc.weight.dtype)
         query_pos, query = self.pos_trans_norm(self.pos_trans_fc(embedding)).chunk(2, dim=-1)
         if not self.training:
             return DecoderStart(query, query_pos, best_boxes)
