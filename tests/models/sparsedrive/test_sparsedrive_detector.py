@@ -264,6 +264,18 @@ def test_bfloat16_stays_close_and_boxes_stay_float32():
     assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.values())
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, None), (torch.float16, torch.bfloat16)], ids=str)
+def test_a_sequence_goes_on_with_another_type_of_autocast(dtypes):
+    """A run that is resumed may have another precision than the one that saved its temporal state."""
+    model = tiny_model().train()
+    for time, dtype in enumerate(dtypes):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            losses = model(*frame([0.5 * time]), mode="loss")
+        sum(losses.values()).backward()
+        assert all(loss.isfinite() for loss in losses.values())
+    assert model.head.det_head.instance_bank.state.history == (True,)
+
+
 @pytest.mark.parametrize("use_deformable_func", [True, False])
 def test_plain_torch_aggregation_agrees(use_deformable_func):
     config = tiny_config()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from visdet.registry import MODELS, TASK_UTILS
 from visdet.structures.tensor_tree import map_tensors
 
-from ..layers.precision import as_autocast_input
+from ..layers.precision import as_autocast_input, autocast_dtype
 from ..transfer import constants_on, to_device
 from .box3d_decoder import of_samples
 from .deformable_feature_aggregation import camera_embeddings
@@ -279,7 +279,8 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         memory = _Memory(None, None, None, bank.state.history)
         if temp_anchor is not None and temp_feature is not None:
             memory.embed = as_autocast_input(self.anchor_encoder(temp_anchor))
-            memory.feature = as_autocast_input(temp_feature)
+            # The previous frame may have been computed with another type of autocast.
+            memory.feature = temp_feature.to(autocast_dtype(feature))
             if "temp_gnn" in self.operation_order and any(memory.history):
                 memory.value = self.fc_before(memory.feature)
         return feature, anchor, memory, carried, time_interval
