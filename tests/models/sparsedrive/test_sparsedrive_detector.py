@@ -298,6 +298,20 @@ def test_nan_in_annotations_gives_finite_losses():
     assert all(loss.isfinite() for loss in losses.values())
 
 
+@pytest.mark.parametrize(("name", "count"), [("gt_labels_3d", 5), ("gt_map_labels", 3)])
+@pytest.mark.parametrize("is_negative", [True, False])
+def test_labels_must_be_classes(name, count, is_negative):
+    model = tiny_model().train()
+    images, samples = frame([0.0, 0.0], num_boxes=[0, 2], num_lines=[0, 2])
+    wrong = -1 if is_negative else count
+    setattr(samples[1], name, torch.tensor([0, wrong]))
+    message = (
+        rf"data_samples\[1\].{name} must lie in 0..{count - 1}, got \[{min(0, wrong)}, {max(0, wrong)}\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        model(images, samples, mode="loss")
+
+
 def test_errors_say_what_is_wrong():
     model = tiny_model().eval()
     images, data = frame([0.0])

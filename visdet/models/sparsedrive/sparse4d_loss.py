@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
+
 from ..transfer import constants_on
 from .base_target import Assignment, InstanceTargets, PairCosts
 from .padded_instances import PaddedInstances
@@ -22,6 +24,7 @@ class Sparse4DLoss:
 
     # These attributes belong to the head.
     training: bool
+    layers: Any
     sampler: Any
     loss_cls: Any
     loss_reg: Any
@@ -50,7 +53,19 @@ class Sparse4DLoss:
             )
 
     def ground_truth(self, data: dict[str, Any], device: torch.device) -> PaddedInstances:
-        """Return what ``data`` holds under ``gt_cls_key`` and ``gt_reg_key``, one tensor per sample, on ``device``."""
+        """Return what ``data`` holds under ``gt_cls_key`` and ``gt_reg_key``, one tensor per sample, on ``device``.
+
+        Raises:
+            InvalidInputError: a label is not a class of the refinement layers.
+        """
+        num_classes = min((layer.num_cls for layer in self.layers if hasattr(layer, "num_cls")), default=None)
+        for index, labels in enumerate(data[self.gt_cls_key]):
+            # A GPU would stop with an assertion of a kernel, which names neither the sample nor the label.
+            if num_classes is not None and not ((labels >= 0) & (labels < num_classes)).all():
+                raise InvalidInputError(
+                    f"loss: data_samples[{index}].{self.gt_cls_key} must lie in 0..{num_classes - 1}, "
+                    f"got {labels.unique().tolist()}"
+                )
         return self.sampler.ground_truth(data[self.gt_cls_key], data[self.gt_reg_key], device)
 
     def pair_costs(
