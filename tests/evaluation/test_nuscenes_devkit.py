@@ -11,11 +11,13 @@ from nuscenes.eval.common.data_classes import EvalBoxes
 from nuscenes.eval.common.utils import center_distance
 from nuscenes.eval.detection import algo
 from nuscenes.eval.detection.data_classes import DetectionBox
+from nuscenes.eval.tracking import loaders
 from nuscenes.eval.tracking.algo import TrackingEvaluation
 from nuscenes.eval.tracking.data_classes import TrackingBox
 
 from visdet.evaluation.clear_mot import Frame, motar_curve
 from visdet.evaluation.detection_curves import Boxes, accumulate, average_precision, tp_error
+from visdet.registry import METRICS
 
 
 def random_frames(rng, num_frames):
@@ -139,3 +141,95 @@ def test_tracking_has_the_same_numbers(seed):
     assert (
         sum(point is not None for point in ours) > 10 and max(point.switches for point in ours if point) > 0
     )
+
+
+class OneScene:
+    """As much of the devkit's tables as it needs to put boxes into tracks."""
+
+    def __init__(self, num_frames):
+        self.num_frames = num_frames
+
+    def get(self, table, token):
+        if table == "scene":
+            last = str(self.num_frames - 1)
+            return {"name": "scene", "first_sample_token": "0", "last_sample_token": last}
+        frame = int(token)
+        return {"scene_token": "s", "timestamp": frame * 500_000, "next": str(frame + 1)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tracks_that_change_their_class_have_the_same_numbers(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    names, num_frames, num_objects = ("car", "truck"), 12, 6
+    start, speed = rng.uniform(-20, 20, (num_objects, 2)), rng.normal(0, 1, (num_objects, 2))
+    labels, missing_before = np.arange(num_objects) % 2, np.zeros((2, num_objects), bool)
+    metric = METRICS.build(dict(type="TrackingMetric", classes=names))
+    true_boxes, predicted_boxes = EvalBoxes(), EvalBoxes()
+    for frame in range(num_frames):
+        # A gap is a single frame, because the devkit swaps the ends of longer ones.
+        missing = (rng.random((2, num_objects)) < 0.2) & ~missing_before
+        missing_before = missing
+        (seen, found), places = ~missing, start + speed * frame
+        noisy = places + rng.normal(0, 0.5, places.shape)
+        guesses = np.where(rng.random(num_objects) < 0.3, 1 - labels, labels)
+        scores = rng.uniform(0.2, 1, num_objects)
+
+        def rows(ids, places, labels, scores, token=str(frame)):
+            return [
+                TrackingBox(
+                    sample_token=token,
+                    translation=(*place, 0.0),
+                    size=(1, 1, 1),
+                    rotation=(1, 0, 0, 0),
+                    velocity=(0, 0),
+                    tracking_id=str(identity),
+                    tracking_name=names[label],
+                    tracking_score=float(score),
+                )
+                for identity, place, label, score in zip(ids, places, labels, scores, strict=True)
+            ]
+
+        ids = np.arange(num_objects)
+        true_boxes.add_boxes(str(frame), rows(ids[seen], places[seen], labels[seen], -np.ones(seen.sum())))
+        predicted_boxes.add_boxes(
+            str(frame), rows(ids[found] + 50, noisy[found], guesses[found], scores[found])
+        )
+        sample = {
+            "token": str(frame),
+            "scene_token": "s",
+            "timestamp": 0.5 * frame,
+            "T_global": np.eye(4),
+            "instance_id": ids[seen],
+            "gt_bboxes_3d": np.pad(places[seen], ((0, 0), (0, 7))),
+            "gt_labels_3d": labels[seen],
+        }
+        predicted = {
+            "boxes_3d": np.pad(noisy[found], ((0, 0), (0, 7))),
+            "scores_3d": scores[found],
+            "labels_3d": guesses[found],
+            "instance_ids": ids[found] + 50,
+        }
+        metric.process({}, [{**sample, "pred_instances_3d": predicted}])
+    ours = metric.evaluate(num_frames)
+
+    monkeypatch.setattr(loaders, "get_scenes_of_split", lambda split_name, nusc: ["scene"])
+    true_tracks, predicted_tracks = (
+        loaders.create_tracks(boxes, OneScene(num_frames), "val", gt)
+        for boxes, gt in ((true_boxes, True), (predicted_boxes, False))
+    )
+    config = config_factory("tracking_nips_2019")
+    for name in names:
+        theirs = TrackingEvaluation(
+            true_tracks,
+            predicted_tracks,
+            name,
+            center_distance,
+            2.0,
+            0.1,
+            40,
+            config.metric_worst,
+            verbose=False,
+        ).accumulate()
+        amota = np.nan_to_num(np.array(theirs.get_metric("motar"), dtype=float)).mean()
+        assert ours[f"Tracking/{name}_AMOTA"] == pytest.approx(amota, abs=1e-9)
+        assert amota > 0

@@ -92,8 +92,8 @@ def test_gaps_are_filled():
     np.testing.assert_allclose(filled[2].places, [[5, 5], [2, 4]])
 
 
-def metric_over(frames, **arguments):
-    """frames: (true boxes, ids), (predicted boxes, ids, scores); class car."""
+def metric_over(frames, predicted_labels=None, **arguments):
+    """frames: (true boxes, ids), (predicted boxes, ids, scores); class car, but for the given labels of frames."""
     metric = METRICS.build(dict(type="TrackingMetric", **arguments))
     metric.dataset_meta = {"classes": ("traffic_cone", "car", "truck")}
     for number, ((boxes, ids), (found, tracks_, scores)) in enumerate(frames):
@@ -109,7 +109,9 @@ def metric_over(frames, **arguments):
         predicted = {
             "boxes_3d": _boxes(found),
             "scores_3d": torch.tensor(scores, dtype=torch.float32),
-            "labels_3d": torch.ones(len(found), dtype=torch.int64),
+            "labels_3d": torch.full(
+                (len(found),), 1 if predicted_labels is None else predicted_labels[number], dtype=torch.int64
+            ),
             "instance_ids": torch.tensor(tracks_, dtype=torch.int64),
         }
         metric.process({}, [{**sample, "pred_instances_3d": predicted}])
@@ -138,6 +140,19 @@ def test_perfect_tracks():
         (18 * 0.5 + 22 * 2) / 40
     )
     assert half["recall"] == pytest.approx(0.5)
+
+
+def test_a_track_that_changes_its_class():
+    """In each frame the track counts in its class there. Its score and its gaps are those of the whole track."""
+    frames = [(([(k, 5.0)], [3]), ([(k, 5.0)], [8], [0.9])) for k in range(4)]
+    frames[1] = (frames[1][0], ([], [], []))  # The gap is filled with a box of the class that follows.
+    metrics = metric_over(frames, predicted_labels=[2, 1, 1, 1])
+    assert metrics["recall"] == pytest.approx(3 / 4) and metrics["MOTA"] == pytest.approx(3 / 4)
+    metrics = metric_over(frames, predicted_labels=[1, 1, 2, 1])
+    assert metrics["recall"] == pytest.approx(2 / 4) and metrics["MOTA"] == pytest.approx(2 / 4)
+    # A cone is not tracked, so that there is a gap of two frames.
+    metrics = metric_over(frames, predicted_labels=[1, 1, 0, 1])
+    assert metrics["recall"] == pytest.approx(1) and metrics["AMOTP"] == pytest.approx(0)
 
 
 def test_what_does_not_count():

@@ -18,16 +18,25 @@ class Frame:
     Attributes:
         ids: [n]. places: [n, 2] in metres.
         scores: [n], the scores of the tracks of predicted objects, or None for true objects.
+        labels: [n], the classes, or None if there is only one.
     """
 
     ids: np.ndarray
     places: np.ndarray
     scores: np.ndarray | None = None
+    labels: np.ndarray | None = None
 
     def above(self, threshold: float) -> "Frame":
         assert self.scores is not None
-        keep = self.scores >= threshold
-        return Frame(self.ids[keep], self.places[keep], self.scores[keep])
+        return self._rows(self.scores >= threshold)
+
+    def of_class(self, label: int) -> "Frame":
+        assert self.labels is not None
+        return self._rows(self.labels == label)
+
+    def _rows(self, keep: np.ndarray) -> "Frame":
+        parts = (self.ids, self.places, self.scores, self.labels)
+        return Frame(*(None if part is None else part[keep] for part in parts))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -167,28 +176,33 @@ def motar_curve(
 
 
 def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:
-    """Return the frames after gaps in tracks have been filled by linear interpolation over time."""
-    seen: dict[int, list[tuple[int, np.ndarray, float]]] = {}
+    """Return the frames after gaps in tracks have been filled by linear interpolation over time.
+
+    An object that is filled in has the class of the next object of its track.
+    """
+    seen: dict[int, list[tuple[int, np.ndarray, float, int]]] = {}
     for number, frame in enumerate(frames):
         for row, identity in enumerate(frame.ids.tolist()):
             score = 0.0 if frame.scores is None else float(frame.scores[row])
-            seen.setdefault(identity, []).append((number, frame.places[row], score))
-    added: list[list[tuple[int, np.ndarray, float]]] = [[] for _ in frames]
+            label = 0 if frame.labels is None else int(frame.labels[row])
+            seen.setdefault(identity, []).append((number, frame.places[row], score, label))
+    added: list[list[tuple[int, np.ndarray, float, int]]] = [[] for _ in frames]
     for identity, places in seen.items():
-        for (first, start, score), (last, end, next_score) in pairwise(places):
+        for (first, start, score, _), (last, end, next_score, label) in pairwise(places):
             for number in range(first + 1, last):
                 share = (times[number] - times[first]) / (times[last] - times[first])
                 place = start + (end - start) * share
-                added[number].append((identity, place, score + (next_score - score) * share))
+                added[number].append((identity, place, score + (next_score - score) * share, label))
     return [_with_more(frame, more) for frame, more in zip(frames, added, strict=True)]
 
 
-def _with_more(frame: Frame, more: list[tuple[int, np.ndarray, float]]) -> Frame:
+def _with_more(frame: Frame, more: list[tuple[int, np.ndarray, float, int]]) -> Frame:
     if not more:
         return frame
-    ids, places, scores = zip(*more, strict=True)
+    ids, places, scores, labels = zip(*more, strict=True)
     return Frame(
         np.concatenate([frame.ids, np.array(ids, dtype=np.int64)]),
         np.concatenate([frame.places, np.array(places)]),
         None if frame.scores is None else np.concatenate([frame.scores, np.array(scores)]),
+        None if frame.labels is None else np.concatenate([frame.labels, np.array(labels)]),
     )

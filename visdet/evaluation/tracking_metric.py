@@ -1,6 +1,7 @@
 """nuScenes' tracking metrics AMOTA and AMOTP."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from mmengine.logging import print_log
@@ -50,7 +51,8 @@ class TrackingMetric(DrivingBoxMetric):
     Raises:
         ValueError: a prediction has no ``instance_ids``, or a class has no range.
 
-    Source: nuscenes-devkit's tracking evaluation (tracking_nips_2019), without pandas and motmetrics.
+    Source: nuscenes-devkit's tracking evaluation (tracking_nips_2019), without pandas and motmetrics. Difference: in
+    gaps of several frames, the devkit (1.2) gives each end of the gap the weight of the other one.
     """
 
     default_prefix = "Tracking"
@@ -101,12 +103,15 @@ class TrackingMetric(DrivingBoxMetric):
         scenes: dict[str, list[dict]] = {}
         for frame in sorted(results, key=lambda frame: frame["time"]):
             scenes.setdefault(frame["scene"], []).append(frame)
+        labels = {label: name for label, name in enumerate(classes) if name not in _NOT_TRACKED}
+        tracks = [self._tracks(scene, labels) for scene in scenes.values()]
         rows = {}
-        for label, name in enumerate(classes):
-            if name not in _NOT_TRACKED:
-                row = _scores_of_class([self._tracks(scene, label, name) for scene in scenes.values()])
-                if row is not None:
-                    rows[name] = row
+        for label, name in labels.items():
+            row = _scores_of_class(
+                [[(true.of_class(label), found.of_class(label)) for true, found in scene] for scene in tracks]
+            )
+            if row is not None:
+                rows[name] = row
         names = ("AMOTA", "AMOTP", "MOTA", "recall", "IDS")
         combine = {name: np.sum if name == "IDS" else np.mean for name in names}
         metrics = {
@@ -119,18 +124,31 @@ class TrackingMetric(DrivingBoxMetric):
         print_log(table + summary_line(metrics), logger="current")
         return metrics | {f"{name}_AMOTA": row["AMOTA"] for name, row in rows.items()}
 
-    def _tracks(self, scene: list[dict], label: int, name: str) -> list[tuple[Frame, Frame]]:
-        """Return the (truth, prediction) of one class in each frame, after filling gaps in tracks."""
-        reach = self.range_of(name)
+    def _tracks(self, scene: list[dict], labels: dict[int, str]) -> list[tuple[Frame, Frame]]:
+        """Return the (truth, prediction) of all tracked classes in each frame, after filling gaps in tracks.
+
+        A predicted track may change its class. Its mean score and its gaps are those of the whole track.
+        """
         truths, predictions = [], []
         for frame in scene:
-            keep = within(frame["gt_places"], frame["vehicle"], reach) & (frame["gt_labels"] == label)
-            truths.append(Frame(frame["gt_ids"][keep], frame["gt_places"][keep]))
-            keep = within(frame["places"], frame["vehicle"], reach) & (frame["labels"] == label)
-            predictions.append(Frame(frame["ids"][keep], frame["places"][keep], frame["scores"][keep]))
+            keep = self._counts(frame["gt_places"], frame["gt_labels"], frame["vehicle"], labels)
+            truths.append(
+                Frame(frame["gt_ids"][keep], frame["gt_places"][keep], labels=frame["gt_labels"][keep])
+            )
+            keep = self._counts(frame["places"], frame["labels"], frame["vehicle"], labels)
+            predictions.append(Frame(*(frame[name][keep] for name in ("ids", "places", "scores", "labels"))))
         times = [frame["time"] for frame in scene]
         predictions = _with_track_scores(predictions)
         return list(zip(interpolate(truths, times), interpolate(predictions, times), strict=True))
+
+    def _counts(
+        self, places: np.ndarray, found: np.ndarray, vehicle: np.ndarray, labels: dict[int, str]
+    ) -> np.ndarray:
+        """Return whether objects are of a tracked class and within its range, bool [n]."""
+        counts = np.zeros(len(places), dtype=bool)
+        for label, name in labels.items():
+            counts |= (found == label) & within(places, vehicle, self.range_of(name))
+        return counts
 
 
 def _with_track_scores(frames: list[Frame]) -> list[Frame]:
@@ -143,8 +161,8 @@ def _with_track_scores(frames: list[Frame]) -> list[Frame]:
     )
     mean_of = dict(zip(tracks.tolist(), means.tolist(), strict=True))
     return [
-        Frame(f.ids, f.places, np.array([mean_of[i] for i in f.ids.tolist()], dtype=np.float64))
-        for f in frames
+        replace(frame, scores=np.array([mean_of[i] for i in frame.ids.tolist()], dtype=np.float64))
+        for frame in frames
     ]
 
 
