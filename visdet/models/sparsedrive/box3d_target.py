@@ -23,7 +23,7 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
     """Matches boxes one to one by focal cost plus weighted L1 cost, and makes noisy copies of them for denoising.
 
     A box with a NaN, such as an unknown velocity, is matched after all others, with any prediction that is left. The
-    NaN gets weight 0 in the loss.
+    NaN gets weight 0 in the loss, if ``cls_wise_reg_weights`` does not name its class.
 
     Args:
         cls_weight, alpha, gamma, eps: weight and parameters of the class cost. box_weight: weight of the box cost.
@@ -95,7 +95,7 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
         return PairCosts(for_solver(self.cls_cost.of_labels(cls_pred, truth.labels) + box_cost))
 
     def _instance_weights(self, labels: Tensor, boxes: Tensor) -> Tensor:
-        """Return [N, D]: 0 where a number is NaN, else 1 or what the class asks for."""
+        """Return [N, D]: what the class asks for, else 0 where a number is NaN and 1 elsewhere."""
         weights = (~boxes.isnan()).to(boxes.dtype)
         for label, class_weights in self.cls_wise_reg_weights.items():
             of_class = constants_on(boxes.device, tuple(class_weights), boxes.dtype)
