@@ -75,6 +75,14 @@ def test_without_augmentation_nothing_happens():
     assert results["img"][0] is image
 
 
+def test_what_an_augmentation_does_not_name_stays():
+    image = np.random.default_rng(0).integers(0, 256, (32, 64, 3), dtype=np.uint8)
+    results = {"img": [image], "lidar2img": [np.eye(4)], "cam_intrinsic": [np.eye(3)]}
+    results = T.ResizeCropFlipImage()(results | {"aug_config": {"flip": True}})
+    np.testing.assert_array_equal(results["img"][0], image[:, ::-1])
+    np.testing.assert_array_equal(results["cam_intrinsic"][0], np.eye(3))
+
+
 def test_bbox_rotation_turns_everything():
     record = dataset(test_mode=True)[2]
     before = dataset(test_mode=True)[2]
@@ -195,6 +203,8 @@ def test_orders_of_map_lines():
         np.testing.assert_allclose(points[0, 4 + order], backwards)
     with pytest.raises(ValueError, match="frame t: a line of map class 1 is NaN or infinite"):
         vectorize({"map_annos": {1: [line * np.nan]}, "token": "t"})
+    with pytest.raises(ValueError, match="frame t: a line of map class 1 has no points"):
+        vectorize({"map_annos": {1: [line[:0]]}, "token": "t"})
     empty = vectorize({"map_annos": {0: [], 1: [], 2: []}})
     assert empty["gt_map_pts"].shape == (0, 8, 5, 2) and empty["gt_map_labels"].shape == (0,)
 

@@ -151,7 +151,7 @@ class VectorizeMap(BaseTransform):
         permute: whether all orders are given, see above. This needs ``sample_num``.
 
     Raises:
-        ValueError: the arguments do not fit together, or a line is NaN or infinite.
+        ValueError: the arguments do not fit together, or a line is NaN or infinite or has no points.
 
     Source: the name and keywords are SparseDrive's. Difference: shapely is not used, and lines come from ``map_annos``.
     """
@@ -187,9 +187,10 @@ class VectorizeMap(BaseTransform):
         labels, lines = [], []
         for label, annotated in results["map_annos"].items():
             for line in annotated:
-                if not np.isfinite(line).all():
+                if len(line) == 0 or not np.isfinite(line).all():
+                    problem = "is NaN or infinite" if len(line) else "has no points"
                     raise InvalidInputError(
-                        f"frame {results.get('token')}: a line of map class {label} is NaN or infinite"
+                        f"frame {results.get('token')}: a line of map class {label} {problem}"
                     )
                 labels.append(int(label))
                 lines.append(self._vectorize(np.asarray(line, dtype=np.float64)[:, : self.coords_dim]))

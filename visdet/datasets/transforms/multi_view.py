@@ -194,7 +194,7 @@ class ResizeCropFlipImage(BaseTransform):
             results["img"][index] = image
             results["lidar2img"][index] = matrix @ results["lidar2img"][index]
             if "cam_intrinsic" in results:
-                results["cam_intrinsic"][index][:2] *= config["resize"]
+                results["cam_intrinsic"][index][:2] *= config.get("resize", 1)
         results["img_shape"] = [image.shape[:2] for image in results["img"]]
         return results
 
