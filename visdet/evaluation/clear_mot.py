@@ -176,8 +176,10 @@ def motar_curve(
 
 
 def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:
-    """Return the frames after gaps in tracks have been filled by linear interpolation over time.
+    """Return the frames after gaps in tracks have been filled as nuscenes-devkit (1.2) fills them.
 
+    Places and scores lie on the line between the two ends of a gap. As in the devkit, each end has the weight that
+    would be right for the other one, so that an object goes through a gap of several frames from its end to its start.
     An object that is filled in has the class of the next object of its track.
     """
     seen: dict[int, list[tuple[int, np.ndarray, float, int]]] = {}
@@ -190,9 +192,9 @@ def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:
     for identity, places in seen.items():
         for (first, start, score, _), (last, end, next_score, label) in pairwise(places):
             for number in range(first + 1, last):
-                share = (times[number] - times[first]) / (times[last] - times[first])
-                place = start + (end - start) * share
-                added[number].append((identity, place, score + (next_score - score) * share, label))
+                weight = (times[last] - times[number]) / (times[last] - times[first])  # of the end, see above
+                place = start + (end - start) * weight
+                added[number].append((identity, place, score + (next_score - score) * weight, label))
     return [_with_more(frame, more) for frame, more in zip(frames, added, strict=True)]
 
 

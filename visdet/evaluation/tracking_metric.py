@@ -51,8 +51,7 @@ class TrackingMetric(DrivingBoxMetric):
     Raises:
         ValueError: a prediction has no ``instance_ids``, or a class has no range.
 
-    Source: nuscenes-devkit's tracking evaluation (tracking_nips_2019), without pandas and motmetrics. Difference: in
-    gaps of several frames, the devkit (1.2) gives each end of the gap the weight of the other one.
+    Source: nuscenes-devkit's tracking evaluation (tracking_nips_2019), without pandas and motmetrics.
     """
 
     default_prefix = "Tracking"
