@@ -1,11 +1,16 @@
-"""How an operator's gradient is reached: eagerly, through torch.ops, in a trace, under vmap; and only once."""
+"""How an operator's gradient is reached: eagerly, through torch.ops, in a trace, under vmap; and only once.
+
+Derivatives that no operator has are refused.
+"""
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from visdet.ops import (
     box_key_points,
     carafe,
+    deform_conv2d,
     deformable_aggregation,
     gaussian_field,
     mahalanobis_distance,
@@ -52,6 +57,7 @@ CALLS = {
     mahalanobis_distance: lambda: (rand(5, 3), rand(4, 3), rand(4, 3, 3).tril() + torch.eye(3)),
     box_key_points: lambda: (rand(1, 2, 11), rand(3, 3)),
     carafe: lambda: (rand(1, 2, 3, 3), rand(1, 9, 6, 6), 3, 1, 2),
+    deform_conv2d: lambda: (rand(1, 2, 4, 4), rand(1, 18, 2, 2), rand(3, 2, 3, 3)),
     roi_align: lambda: (rand(1, 2, 6, 6), torch.tensor([[0, 0, 0, 4, 4]]).double(), 2),
     roi_pool: lambda: (rand(1, 2, 6, 6), torch.tensor([[0, 0, 0, 4, 4]]).double(), 2),
     sigmoid_focal_loss: lambda: (rand(4, 3), torch.tensor([0, 1, 2, 3])),
@@ -67,6 +73,36 @@ def test_no_gradient_is_differentiated(op):
     assert grad.abs().sum() > 0
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in CALLS if op not in (roi_align, roi_pool)], ids=lambda op: op.__name__
+)
+def test_a_gradient_of_a_plain_sum_is_not_differentiated_either(op):
+    """The gradient of the result is then a constant, but the operator's gradient depends on its arguments.
+
+    That of a pooling does not, because its result is linear in the map.
+    """
+    torch.manual_seed(0)
+    first, *rest = CALLS[op]()
+    first.requires_grad_()
+    (grad,) = torch.autograd.grad(op(first, *rest).sum(), first, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (grad.square().sum() + first.sum()).backward()
+
+
+@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_forward_mode_derivatives_are_refused(op, has_grad):
+    """torch would return tangents of zeros for the operators of a library."""
+    first, *rest = CALLS[op]()
+    with torch.set_grad_enabled(has_grad), pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda x: op(x, *rest), (first,), (torch.ones_like(first),))
+    with torch.set_grad_enabled(has_grad), forward_ad.dual_level():
+        dual = forward_ad.make_dual(first, torch.ones_like(first))
+        with pytest.raises(NotImplementedError, match=f"{op.__name__}: forward-mode"):
+            op(dual, *rest)
+        op(first, *rest)
 
 
 def test_eager_calls_and_torch_ops_agree():

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .tracing import is_traced
 
@@ -159,7 +160,8 @@ def differentiable(
 
     The registered gradient serves ``torch.compile``, exports, traces, ``torch.func`` and callers of
     ``torch.ops.visdet``. An eager call of the returned function uses an ``autograd.Function`` instead. That takes less
-    time on the host than torch's wrapper of a registered gradient, and differentiating it twice raises an error.
+    time on the host than torch's wrapper of a registered gradient, and differentiating it twice raises an error. The
+    returned function refuses tensors with a tangent, because torch would return a tangent of zeros.
 
     Args:
         fake: a function that returns results of the right shapes and types, given the operator's arguments.
@@ -184,11 +186,18 @@ def differentiable(
             return output
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *grad_outputs: Any) -> Any:
-            return backward(ctx, *grad_outputs)
+            # once_differentiable looks at its arguments alone, but the gradient depends on the saved tensors, too.
+            saved = ctx.saved_tensors if torch.is_grad_enabled() else ()
+            return backward_once(ctx, len(grad_outputs), *grad_outputs, *saved)
+
+    @torch.autograd.function.once_differentiable
+    def backward_once(ctx: Any, count: int, *tensors: Any) -> Any:
+        return backward(ctx, *tensors[:count])
 
     def call(*inputs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, inputs)
         if is_traced():
             return operator(*inputs)
         if torch.is_grad_enabled():
@@ -197,6 +206,12 @@ def differentiable(
             return operator(*inputs)
 
     return call
+
+
+def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
+    for tensor in inputs:
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(f"{name}: forward-mode derivatives (jvp, jacfwd) are not implemented")
 
 
 def build_info() -> dict[str, Any]:
