@@ -1,6 +1,6 @@
 """How an operator's gradient is reached: eagerly, through torch.ops, in a trace, under vmap; and only once.
 
-Derivatives that no operator has are refused.
+Derivatives that no operator has, and tensors without data beside others, are refused instead of wrong numbers.
 """
 
 import pytest
@@ -103,6 +103,17 @@ def test_forward_mode_derivatives_are_refused(op, has_grad):
         with pytest.raises(NotImplementedError, match=f"{op.__name__}: forward-mode"):
             op(dual, *rest)
         op(first, *rest)
+
+
+@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)
+def test_tensors_without_data_beside_others_are_refused(op):
+    """For such arguments, torch calls the function that returns shapes alone, on the device of the first one."""
+    first, *rest = CALLS[op]()
+    for index, argument in enumerate(rest):
+        if isinstance(argument, torch.Tensor):
+            given = [*rest[:index], argument.to("meta"), *rest[index + 1 :]]
+            with torch.no_grad(), pytest.raises((RuntimeError, ValueError), match="meta"):
+                op(first, *given)
 
 
 def test_eager_calls_and_torch_ops_agree():

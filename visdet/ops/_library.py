@@ -1,6 +1,8 @@
 """Loads the two operator libraries, and raises errors that say how to build a missing one."""
 
 import ctypes
+import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -171,7 +173,7 @@ def differentiable(
     """
     if not declares(name):
         return lambda *_: require_cpu()
-    torch.library.register_fake(f"visdet::{name}", fake)
+    torch.library.register_fake(f"visdet::{name}", _refuse_missing_data(name, fake))
     torch.library.register_fake(f"visdet::{name}_backward", fake_backward)
     torch.library.register_autograd(f"visdet::{name}", backward, setup_context=setup_context)
     explain_missing_cuda(name, f"{name}_backward")
@@ -206,6 +208,27 @@ def differentiable(
             return operator(*inputs)
 
     return call
+
+
+def _refuse_missing_data(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fake`` with a check that no tensor without data stands beside a first tensor with data.
+
+    torch calls the fake function for such arguments, too, and its result would be numbers that nothing has computed.
+    """
+    arguments = tuple(inspect.signature(fake).parameters)
+
+    @functools.wraps(fake)
+    def checked(*inputs: Any, **options: Any) -> Any:
+        device = inputs[0].device
+        if device.type != "meta":
+            for argument, tensor in zip(arguments, inputs, strict=False):
+                if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                    raise RuntimeError(
+                        f"{name}: {argument} must be on the device {device} of {arguments[0]}, got meta"
+                    )
+        return fake(*inputs, **options)
+
+    return checked
 
 
 def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
