@@ -153,6 +153,24 @@ def test_batched_nms_keeps_classes_apart(backend):
     assert batched_nms(boxes, scores, classes, None)[1].tolist() == [1, 2, 0]
 
 
+@pytest.mark.parametrize("split_thr", [1, 10000])
+@pytest.mark.parametrize("shift", [-1.0, -150.0, -1e4])
+def test_classes_stay_apart_where_corners_are_negative(shift, split_thr, backend):
+    boxes, scores = random_boxes(150)
+    boxes = boxes + shift
+    classes = torch.arange(150) % 5
+    dets, keep = batched_nms(boxes, scores, classes, dict(iou_threshold=0.3, split_thr=split_thr))
+    assert keep.tolist() == batched_nms_by_definition(boxes, scores, classes, 0.3, False)
+    assert torch.equal(dets[:, :4], boxes[keep])
+
+
+def test_a_box_at_the_distance_of_another_class_is_kept(backend):
+    """The second box was moved by 101 onto the first one."""
+    boxes = torch.tensor([[0.0, 0.0, 100.0, 100.0], [-101.0, -101.0, -1.0, -1.0]])
+    _, keep = batched_nms(boxes, torch.tensor([0.9, 0.8]), torch.tensor([0, 1]), dict(iou_threshold=0.5))
+    assert keep.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("kind", ["nms", "soft_nms"])
 def test_classes_one_by_one_give_the_same(kind, backend):
     boxes, scores = random_boxes(500)

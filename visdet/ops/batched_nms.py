@@ -40,10 +40,11 @@ def batched_nms(
         int64 indices.
 
     Boxes of different classes are moved so far apart that they do not overlap; where classes are handled one after
-    another, too, as in mmcv, so that overlaps round alike. 16-bit boxes are moved in float32, because 80 classes times
-    1333 pixels are beyond float16 and, in bfloat16, fall between whole pixels. A box with a NaN or infinite corner
-    suppresses no other box, is suppressed by none, and does not change how far others are moved. Differentiability is
-    that of the function that suppresses.
+    another, too, as in mmcv, so that overlaps round alike. They are moved by the largest coordinate, as in mmcv, but
+    where corners are negative, which mmcv does not keep apart, by the distance of the lowest to the largest one. 16-bit
+    boxes are moved in float32, because 80 classes times 1333 pixels are beyond float16 and, in bfloat16, fall between
+    whole pixels. A box with a NaN or infinite corner suppresses no other box, is suppressed by none, and does not
+    change how far others are moved. Differentiability is that of the function that suppresses.
 
     Raises:
         KeyError: ``type`` is unknown.
@@ -102,9 +103,14 @@ def _shifted_apart(boxes: Tensor, idxs: Tensor) -> Tensor:
     # A box with a NaN or infinite corner must not change how far others are moved.
     known = boxes.nan_to_num(0, 0, 0)
     if boxes.shape[-1] == 5:  # Of rotated boxes, only the centres move.
-        reach = known[:, :2].max() + known[:, 2:4].max() + 1
+        reach = _span(known[:, :2]) + known[:, 2:4].max() + 1
         return torch.cat([boxes[:, :2] + (idxs.to(boxes) * reach)[:, None], boxes[:, 2:]], 1)
-    return boxes + (idxs.to(boxes) * (known.max() + 1))[:, None]
+    return boxes + (idxs.to(boxes) * (_span(known) + 1))[:, None]
+
+
+def _span(coordinates: Tensor) -> Tensor:
+    """Return the distance from the lowest of the coordinates, or from 0 where none is negative, to the highest."""
+    return coordinates.max() - coordinates.min().clamp(max=0)
 
 
 def _class_by_class(
