@@ -84,6 +84,20 @@ def test_narrow_types_and_large_logits(function, dtype):
     assert logits.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("function", [sigmoid_focal_loss, softmax_focal_loss])
+@pytest.mark.parametrize("gamma", [0.0, 0.01, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_certain_rows_have_finite_gradients(function, gamma, dtype):
+    logits = torch.tensor(
+        [[200.0, -200.0], [40.0, 0.0], [17.0, 0.0], [0.0, 0.0]], dtype=dtype, requires_grad=True
+    )
+    loss = function(logits, torch.zeros(4).long(), gamma, reduction="none")
+    assert loss.isfinite().all()
+    loss.sum().backward()
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0].abs().max() < 1e-6 < logits.grad[3].abs().max()
+
+
 def test_modules_and_empty_input():
     assert SigmoidFocalLoss(2.0, 0.25, reduction="sum")(torch.zeros(0, 3), torch.zeros(0).long()) == 0
     module = SoftmaxFocalLoss(2.0, 0.25, weight=torch.tensor([1.0, 2.0]))

@@ -110,7 +110,9 @@ def softmax_focal_loss(
     is_class = (target >= 0) & (target < C)
     logits = logits.masked_fill(~is_class[:, None], 0.0)  # their gradient is 0, whatever stands in the row
     log_p = F.log_softmax(logits, 1).gather(1, target.clamp(0, C - 1)[:, None]).squeeze(1)
-    loss = -alpha * (1 - log_p.exp()).pow(gamma) * log_p
+    # At p = 1, the derivative of a power below 1 would be infinite, and NaN after the product with log p = 0.
+    doubt = (1 - log_p.exp()).clamp(min=torch.finfo(log_p.dtype).tiny)
+    loss = -alpha * doubt.pow(gamma) * log_p
     if weight is not None:
         loss = loss * _weight_of_target(weight.to(loss), target)
     loss = torch.where(target >= 0, loss, 0.0).masked_fill(target >= C, float("nan"))
