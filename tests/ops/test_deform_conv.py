@@ -425,6 +425,20 @@ def test_rejections():
             lambda: modulated_deform_conv2d(x, offset, mask[:, 1:], weight, bias, *settings, 2, 2),
             r"mask must be \[2, 12, 3, 8\], got \[2, 11, 3, 8\]",
         ),
+        (lambda: deform_conv2d(x, offset, weight, 1, 1, (1, 0)), "dilation must be at least 1, got 0"),
+        (lambda: deform_conv2d(x, offset, weight, 1, (0, -1)), "padding must not be negative, got -1"),
+        (
+            lambda: deform_conv2d(x, offset.long(), weight, *settings, 2, 2),
+            "offset must be of a floating-point type, got torch.int64",
+        ),
+        (
+            lambda: modulated_deform_conv2d(x, offset, mask, weight, bias[:1], *settings, 2, 2),
+            r"modulated_deform_conv2d: bias must be \[6\], got \[1\]",
+        ),
+        (
+            lambda: modulated_deform_conv2d(x, offset, mask, weight, torch.zeros(2, 6), *settings, 2, 2),
+            r"bias must be \[6\], got \[2, 6\]",
+        ),
         (lambda: DeformConv2d(3, 4, 3, groups=2), "in_channels must divide by groups 2, got 3"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -29,6 +29,7 @@ def check_shapes(
     offset: Tensor,
     mask: Tensor | None,
     weight: Tensor,
+    bias: Tensor | None,
     settings: tuple[Pair, Pair, Pair],  # stride, padding, dilation
     groups: int,
     deform_groups: int,
@@ -44,9 +45,12 @@ def check_shapes(
         ("groups", groups),
         ("deform_groups", deform_groups),
         ("stride", min(pair(settings[0]))),
+        ("dilation", min(pair(settings[2]))),
     ):
         if number < 1:
             raise ValueError(f"{operator}: {name} must be at least 1, got {number}")
+    if min(pair(settings[1])) < 0:
+        raise ValueError(f"{operator}: padding must not be negative, got {min(pair(settings[1]))}")
     size = output_shape(input, weight, *settings)
     if min(size) <= 0:
         raise ValueError(
@@ -66,6 +70,10 @@ def check_shapes(
         expected = [B, channels, *size]
         if field is not None and list(field.shape) != expected:
             raise ValueError(f"{operator}: {name} must be {expected}, got {list(field.shape)}")
+    if not offset.is_floating_point():
+        raise ValueError(f"{operator}: offset must be of a floating-point type, got {offset.dtype}")
+    if bias is not None and list(bias.shape) != [weight.shape[0]]:
+        raise ValueError(f"{operator}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
 
 
 def tap_positions(

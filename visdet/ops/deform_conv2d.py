@@ -59,7 +59,8 @@ def deform_conv2d(
     plain torch.
 
     Raises:
-        ValueError: A shape or a number does not fit, or ``bias`` is True. The message names the argument.
+        ValueError: A shape, a number or the type of ``offset`` does not fit, or ``bias`` is True. The message names the
+            argument.
         RuntimeError: On CUDA, deterministic algorithms were switched on between the forward and the backward.
 
     Source: Deformable Convolutional Networks, arXiv 1703.06211; the signature is mmcv's.
@@ -69,7 +70,7 @@ def deform_conv2d(
             "deform_conv2d: bias must be False; add a bias to the result, or call modulated_deform_conv2d"
         )
     settings = (stride, padding, dilation)
-    check_shapes("deform_conv2d", input, offset, None, weight, settings, groups, deform_groups)
+    check_shapes("deform_conv2d", input, offset, None, weight, None, settings, groups, deform_groups)
     return convolve(input, offset, None, weight, None, *settings, deform_groups, im2col_step)
 
 

@@ -43,11 +43,13 @@ def modulated_deform_conv2d(
     those of ``deform_conv2d``.
 
     Raises:
-        ValueError: A shape or a number does not fit. The message names the argument.
+        ValueError: A shape, a number or the type of ``offset`` does not fit. The message names the argument.
         RuntimeError: On CUDA, deterministic algorithms were switched on between the forward and the backward.
 
     Source: Deformable ConvNets v2, arXiv 1811.11168; the signature is mmcv's.
     """
     settings = (stride, padding, dilation)
-    check_shapes("modulated_deform_conv2d", input, offset, mask, weight, settings, groups, deform_groups)
+    check_shapes(
+        "modulated_deform_conv2d", input, offset, mask, weight, bias, settings, groups, deform_groups
+    )
     return convolve(input, offset, mask, weight, bias, *settings, deform_groups)
