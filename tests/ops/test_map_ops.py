@@ -102,6 +102,8 @@ def test_masked_convolution_rejections():
         masked_conv2d(x, torch.ones(1, 4, 4), weight, None, 1, 2)
     with pytest.raises(ValueError, match=r"mask must be \[1, 4, 4\], got \[1, 3, 4\]"):
         masked_conv2d(x, torch.ones(1, 3, 4), weight)
+    with pytest.raises(ValueError, match=r"bias must be \[2\], got \[1\]"):
+        masked_conv2d(x, torch.ones(1, 4, 4), weight, torch.zeros(1))
     with pytest.raises(ValueError, match="groups and dilation must be 1 and padding_mode 'zeros', got "):
         MaskedConv2d(4, 4, 3, groups=2)(torch.zeros(1, 4, 4, 4), torch.ones(1, 4, 4))
 
@@ -195,6 +197,37 @@ def test_simple_roi_align_keeps_the_order_of_regions():
     rois = torch.tensor([[1.0, 0, 0, 4, 4], [0, 0, 0, 4, 4], [1, 1, 1, 3, 3]])
     assert SimpleRoIAlign(1, 1.0)(x, rois).flatten().tolist() == [1, 0, 1]
     assert SimpleRoIAlign(2, 1.0)(x, rois[:0]).shape == (0, 1, 2, 2)
+
+
+def test_regions_and_points_of_other_shapes_are_refused():
+    features, points = torch.zeros(2, 3, 4, 4), torch.zeros(2, 5, 2)
+    align = SimpleRoIAlign(2, 1.0)
+    for call, message in [
+        (
+            lambda: rel_roi_point_to_abs_img_point(torch.zeros(2, 3), points),
+            r"rel_roi_point_to_abs_img_point: rois must be \[N, 4\] or \[N, 5\], got \[2, 3\]",
+        ),
+        (
+            lambda: rel_roi_point_to_abs_img_point(torch.zeros(2, 4), points[..., :1]),
+            r"rel_roi_points must be \[2, P, 2\], got \[2, 5, 1\]",
+        ),
+        (lambda: rel_roi_point_to_abs_img_point(torch.zeros(3, 4), points), r"must be \[3, P, 2\], got"),
+        (
+            lambda: align(features, torch.zeros(2, 4)),
+            r"SimpleRoIAlign: rois must be \[N, 5\] .* got \[2, 4\]",
+        ),
+        (lambda: align(features[0], torch.zeros(2, 5)), r"SimpleRoIAlign: input must be \[B, C, H, W\], got"),
+        (
+            lambda: point_sample(features[:, :, :0], points[:1]),
+            r"point_sample: points must be \[2, ..., 2\] for input \[2, 3, 0, 4\], got \[1, 5, 1, 2\]",
+        ),
+        (
+            lambda: bilinear_grid_sample(features[..., :0], torch.zeros(2, 5, 5, 3)),
+            r"bilinear_grid_sample: points must be \[2, ..., 2\] for input \[2, 3, 4, 0\], got \[2, 5, 5, 3\]",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_names_in_the_registries():

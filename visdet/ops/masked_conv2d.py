@@ -49,6 +49,8 @@ def masked_conv2d(
     if weight.dim() != 4 or weight.shape[1] != features.shape[1]:
         expected = f"[C', {features.shape[1]}, KH, KW]"
         raise ValueError(f"masked_conv2d: weight must be {expected}, got {list(weight.shape)}")
+    if bias is not None and list(bias.shape) != [weight.shape[0]]:
+        raise ValueError(f"masked_conv2d: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
     (pad_h, pad_w), (KH, KW) = pair(padding), weight.shape[2:]
     height, width = H + 2 * pad_h - KH + 1, W + 2 * pad_w - KW + 1
     if min(pad_h, pad_w) < 0:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._arguments import pair
+from ._roi_sampling import check_rois
 from .tracing import is_traced
 
 __all__ = [
@@ -42,6 +43,10 @@ def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwarg
         if padding != "zeros":
             raise ValueError(
                 f"{op}: input must have pixels where padding_mode is {padding!r}, got {list(im.shape)}"
+            )
+        if grid.shape[0] != im.shape[0] or grid.shape[3] != 2:
+            raise ValueError(
+                f"{op}: points must be [{im.shape[0]}, ..., 2] for input {list(im.shape)}, got {list(grid.shape)}"
             )
         # All points are outside. The sum of no numbers gives them a gradient.
         empty_sum = im.sum() + grid.flatten()[:0].sum()
@@ -109,18 +114,16 @@ def rel_roi_point_to_abs_img_point(rois: Tensor, rel_roi_points: Tensor) -> Tens
     Raises:
         ValueError: A shape does not fit.
     """
+    op = "rel_roi_point_to_abs_img_point"
     if rois.dim() != 2 or rois.shape[1] not in (4, 5):
-        raise ValueError(
-            f"rel_roi_point_to_abs_img_point: rois must be [N, 4] or [N, 5], got {list(rois.shape)}"
-        )
+        raise ValueError(f"{op}: rois must be [N, 4] or [N, 5], got {list(rois.shape)}")
     if (
         rel_roi_points.dim() != 3
         or rel_roi_points.shape[2] != 2
         or (not is_traced() and len(rel_roi_points) != len(rois))
     ):
         raise ValueError(
-            f"rel_roi_point_to_abs_img_point: rel_roi_points must be [{len(rois)}, P, 2], got "
-            f"{list(rel_roi_points.shape)}"
+            f"{op}: rel_roi_points must be [{len(rois)}, P, 2], got {list(rel_roi_points.shape)}"
         )
     corners = rois[:, -4:]
     return rel_roi_points * (corners[:, None, 2:] - corners[:, None, :2]) + corners[:, None, :2]
@@ -195,7 +198,8 @@ class SimpleRoIAlign(nn.Module):
     """Takes one sample at the centre of each bin, as PointRend's cheap RoIAlign does.
 
     The regions keep their order, whereas mmcv sorts them by image. ``aligned=False`` samples with align_corners=True. A
-    region of no image of the batch gives 0, and so does a point that is no number.
+    region of no image of the batch gives 0, and so does a point that is no number. It raises a ValueError unless
+    ``features`` are [B, C, H, W] and ``rois`` [N, 5].
     """
 
     def __init__(
@@ -208,6 +212,7 @@ class SimpleRoIAlign(nn.Module):
         self.aligned = aligned
 
     def forward(self, features: Tensor, rois: Tensor) -> Tensor:
+        check_rois("SimpleRoIAlign", features, rois, self.output_size, self.spatial_scale)
         N, C = len(rois), features.shape[1]
         cells = generate_grid(N, self.output_size, rois.device)
         output = features.new_zeros(N, C, *self.output_size)
