@@ -91,6 +91,15 @@ def test_rejects_levels_that_are_no_numbers():
         deformable_aggregation(**(rejection_case() | dict(level_shapes="abc")))
 
 
+@pytest.mark.parametrize("name", ["level_shapes", "level_starts"])
+def test_rejects_tables_of_fractions(name):
+    """They were cut to whole numbers."""
+    case = rejection_case()
+    table = (torch.as_tensor(case[name]) + 0.5).tolist()
+    with pytest.raises(TypeError, match=rf"deformable_aggregation: {name} must be an integer .*, got \[\["):
+        deformable_aggregation(**(case | {name: table}))
+
+
 def test_autocast_keeps_every_type():
     case = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=torch.float32)
     expected = deformable_aggregation(*case)
@@ -194,6 +203,19 @@ def test_feature_maps_format_rejects():
         feature_maps_format([torch.zeros(3, 4)])
     with pytest.raises(ValueError, match=r"each level must be \[B, V, C, H, W\], got none"):
         feature_maps_format([[]])
+    first, maps = [torch.zeros(2, 3, 4, 4, 6), torch.zeros(2, 3, 4, 2, 3)], torch.zeros(2, 1, 4, 5, 5)
+    for other, text in [
+        ([maps], r"got 1 like \[2, 1, 4, 5, 5\]"),
+        ([maps[:1], maps[:1]], r"got 2 like \[1, 1, 4, 5, 5\]"),
+        ([maps[:, :, :3], maps[:, :, :3]], r"got 2 like \[2, 1, 3, 5, 5\]"),
+    ]:
+        with pytest.raises(ValueError, match=rf"must have 2 levels \[2, V, 4, H, W\] as .*, {text}"):
+            feature_maps_format([first, other])
+
+
+def test_feature_maps_format_of_no_cameras():
+    features, shapes, starts = feature_maps_format([torch.zeros(2, 0, 4, 4, 6), torch.zeros(2, 0, 4, 2, 3)])
+    assert features.shape == (2, 0, 4) and shapes.shape == (0, 2, 2) and starts.shape == (0, 2)
 
 
 def test_errors_of_level_tables_name_the_operator_that_was_called():

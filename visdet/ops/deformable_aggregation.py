@@ -129,7 +129,7 @@ def feature_maps_format(feature_maps: Sequence[Any], inverse: bool = False) -> l
     It is differentiable with respect to the maps.
 
     Raises:
-        ValueError: There are no maps, or they differ in B, V or C where they must not.
+        ValueError: There are no maps, or they differ in B, V or C, or groups in the number of levels.
 
     Source: SparseDrive's function of this name, whose tables are on the device of the maps.
     """
@@ -146,6 +146,12 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
             found = list(maps[0].shape) if len(maps) else "none"
             raise ValueError(f"feature_maps_format: each level must be [B, V, C, H, W], got {found}")
         B, V, C = maps[0].shape[:3]
+        first = groups[0][0].shape
+        if len(maps) != len(groups[0]) or (first[0], first[2]) != (B, C):
+            raise ValueError(
+                f"feature_maps_format: each group must have {len(groups[0])} levels [{first[0]}, V, {first[2]}, H, W] "
+                f"as the first group has, got {len(maps)} like {list(maps[0].shape)}"
+            )
         for level in maps:
             if level.dim() != 5 or level.shape[:3] != (B, V, C):
                 raise ValueError(
@@ -156,6 +162,7 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
         flat.append(torch.cat([level.flatten(-2).transpose(-1, -2) for level in maps], -2).flatten(1, 2))
         shapes += [[list(level.shape[-2:]) for level in maps]] * V
     level_shapes = torch.tensor(shapes, dtype=torch.int64)
+    level_shapes = level_shapes.view(-1, len(groups[0]), 2)
     areas = level_shapes.prod(-1).flatten()
     level_starts = (areas.cumsum(0) - areas).view(level_shapes.shape[:2])
     return [torch.cat(flat, 1), level_shapes, level_starts]
