@@ -77,6 +77,15 @@ def test_rejects_tolerance(tolerance):
         gaussian_field(*make_case(5, 7), tolerance=tolerance)
 
 
+@pytest.mark.parametrize("change", ["points", "means"])
+def test_rejects_other_dimensions_with_a_tolerance_too(change):
+    """The order in space, which the tolerance asks for, is of three coordinates."""
+    case = dict(zip(("points", "means", "cholesky", "weights"), make_case(5, 7), strict=True))
+    case[change] = case[change][:, :2]
+    with pytest.raises(RuntimeError, match=f"gaussian_field: {change} must be "):
+        gaussian_field(**case, tolerance=1e-3)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_bad_diagonal_on_cuda_yields_nan(value):

@@ -58,7 +58,7 @@ def gaussian_field(
     point_order = gaussian_order = torch.empty(0, dtype=torch.int64, device=points.device)
     # On CUDA only the kernels of float32 leave out pairs. Those of the CPU take the points as they come.
     on_cpu = points.device.type == "cpu"
-    has_pairs = points.dim() == means.dim() == 2 and len(points) > 0 and len(means) > 0
+    has_pairs = all(one.dim() == 2 and one.shape[1] == 3 and len(one) > 0 for one in (points, means))
     if tolerance > 0 and has_pairs and (on_cpu or points.dtype == torch.float32):
         gaussian_order = _space_order(means.detach())
         if not on_cpu:
