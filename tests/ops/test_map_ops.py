@@ -199,6 +199,16 @@ def test_simple_roi_align_keeps_the_order_of_regions():
     assert SimpleRoIAlign(2, 1.0)(x, rois[:0]).shape == (0, 1, 2, 2)
 
 
+@pytest.mark.parametrize("images, regions", [(2, 0), (0, 3), (0, 0), (1, 3)])
+def test_simple_roi_align_without_samples_has_a_gradient(images, regions):
+    x = torch.full((images, 2, 4, 4), torch.inf, requires_grad=True)
+    rois = torch.tensor([[5.0, 0, 0, 4, 4]]).repeat(regions, 1)
+    output = SimpleRoIAlign(2, 1.0)(x, rois)
+    assert output.shape == (regions, 2, 2, 2) and not output.any()
+    output.sum().backward()
+    assert torch.equal(x.grad, torch.zeros(images, 2, 4, 4))
+
+
 def test_regions_and_points_of_other_shapes_are_refused():
     features, points = torch.zeros(2, 3, 4, 4), torch.zeros(2, 5, 2)
     align = SimpleRoIAlign(2, 1.0)

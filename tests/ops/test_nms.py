@@ -314,6 +314,13 @@ def test_overlaps_by_hand():
     assert bbox_overlaps(torch.zeros(0, 4), torch.zeros(0, 4), aligned=True).shape == (0,)
 
 
+@pytest.mark.parametrize("M, N, aligned", [(0, 2, False), (2, 0, False), (0, 0, False), (0, 0, True)])
+def test_overlaps_of_no_boxes_have_a_gradient(M, N, aligned):
+    boxes = [torch.full((count, 4), torch.nan, requires_grad=True) for count in (M, N)]
+    bbox_overlaps(*boxes, aligned=aligned).sum().backward()
+    assert all(torch.equal(given.grad, torch.zeros_like(given)) for given in boxes)
+
+
 @pytest.mark.cuda
 def test_cuda_agrees_with_the_cpu():
     boxes, scores = random_boxes(500)

@@ -215,9 +215,8 @@ class SimpleRoIAlign(nn.Module):
         check_rois("SimpleRoIAlign", features, rois, self.output_size, self.spatial_scale)
         N, C = len(rois), features.shape[1]
         cells = generate_grid(N, self.output_size, rois.device)
-        output = features.new_zeros(N, C, *self.output_size)
-        if N == 0:
-            return output + 0 * features.sum()  # differentiable, as any other result
+        # The sum of no numbers makes a result without samples differentiable, too.
+        output = features.new_zeros(N, C, *self.output_size) + features[:0].sum()
         for image in range(len(features)):
             members = (rois[:, 0].long() == image).nonzero().squeeze(1)
             if len(members):
