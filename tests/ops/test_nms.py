@@ -70,6 +70,18 @@ def test_arrays_come_back_as_arrays():
     assert [group.tolist() for group in groups] == [[0, 2], [1], [3]]
 
 
+@pytest.mark.parametrize("suppress", [nms, soft_nms, batched_nms])
+def test_integer_boxes_keep_their_scores(suppress):
+    boxes, scores = torch.tensor([[0, 0, 4, 4], [0, 0, 4, 3], [9, 9, 12, 12]]), torch.tensor([0.5, 0.9, 0.7])
+    rest = (torch.zeros(3).long(), dict(iou_threshold=0.5)) if suppress is batched_nms else (0.5,)
+    dets, keep = suppress(boxes, scores, *rest)
+    expected, expected_keep = suppress(boxes.float(), scores, *rest)
+    assert torch.equal(dets, expected) and torch.equal(keep, expected_keep)
+    if suppress is soft_nms:
+        arrays = soft_nms(boxes.numpy(), scores.numpy(), 0.5)
+        assert torch.equal(torch.from_numpy(arrays[0]), expected)
+
+
 def test_no_boxes(backend):
     for function in (nms, soft_nms):
         dets, keep = function(torch.zeros(0, 4), torch.zeros(0), 0.5)

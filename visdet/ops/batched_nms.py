@@ -24,7 +24,8 @@ def batched_nms(
     """Return the boxes that suppression within each class leaves, best score first, and their indices in ``boxes``.
 
     Args:
-        boxes: [N, 4] or [N, 5]. Axis-aligned boxes (x1, y1, x2, y2), or rotated ones, in any unit.
+        boxes: [N, 4] or [N, 5]. Axis-aligned boxes (x1, y1, x2, y2), or rotated ones, in any unit. Integers are
+            converted to float32.
         scores: [N]. The score of each box.
         idxs: [N]. The class of each box.
         nms_cfg: ``type``, which is 'nms' (the default), 'soft_nms', a name given to ``register_nms`` or a function, and
@@ -57,6 +58,7 @@ def batched_nms(
     for name, given in (("scores", scores), ("idxs", idxs)):
         if not is_traced() and given.shape != boxes.shape[:1]:  # numbers of a trace may be unknown
             raise ValueError(f"batched_nms: {name} must be [{boxes.shape[0]}], got {list(given.shape)}")
+    boxes = boxes if boxes.is_floating_point() else boxes.float()
     if nms_cfg is None:
         ordered, keep = scores.sort(descending=True, stable=True)
         return torch.cat([boxes[keep], ordered[:, None]], -1), keep

@@ -25,8 +25,8 @@ def nms(
     """Return the boxes that no better box overlaps by more than ``iou_threshold``, best score first, and their indices.
 
     Args:
-        boxes: [N, 4] (x1, y1, x2, y2). Floating-point boxes in any unit, a tensor or a NumPy array. 16-bit types are
-            compared in float32.
+        boxes: [N, 4] (x1, y1, x2, y2). Boxes in any unit, a tensor or a NumPy array. 16-bit types are compared in
+            float32. Integers are converted to float32.
         scores: [N]. The score of each box. Of equal scores the lower index comes first on the CPU. NaN scores come
             first, as in ``torch.sort``.
         iou_threshold: A box is suppressed if its IoU with a kept one is greater.
@@ -77,7 +77,7 @@ def soft_nms(
 
     Args:
         boxes: [N, 4] (x1, y1, x2, y2). Boxes in any unit, a tensor or a NumPy array. 16-bit types are computed in
-            float32.
+            float32. Integers are converted to float32.
         scores: [N]. The score of each box. NaN scores come last.
         iou_threshold: The overlap from which ``naive`` and ``linear`` lower a score.
         sigma: The width of ``gaussian``, for which it must be positive.
@@ -227,7 +227,8 @@ def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, T
         raise ValueError(f"{op}: scores must be [{boxes.shape[0]}], got {list(scores.shape)}")
     if offset not in (0, 1):
         raise ValueError(f"{op}: offset must be 0 or 1, got {offset!r}")
-    return boxes, scores, is_numpy
+    # A score in a tensor with integer boxes would be cut to a whole number.
+    return boxes if boxes.is_floating_point() else boxes.float(), scores, is_numpy
 
 
 def _overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
