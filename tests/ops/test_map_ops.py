@@ -199,6 +199,17 @@ def test_simple_roi_align_keeps_the_order_of_regions():
     assert SimpleRoIAlign(2, 1.0)(x, rois[:0]).shape == (0, 1, 2, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_simple_roi_align_places_samples_in_float32(dtype):
+    """The map counts columns from column 240, where positions in bfloat16 are off by up to half a pixel."""
+    x = (torch.arange(256.0) - 240).expand(1, 1, 8, 256).to(dtype)
+    rois = torch.tensor([[0, 229.4, 1, 249.4, 5], [0, 233.3, 1, 244.3, 7]])
+    output = SimpleRoIAlign(7, 1.0)(x, rois)
+    expected = SimpleRoIAlign(7, 1.0)(x.double(), rois.double())
+    assert output.dtype == dtype
+    torch.testing.assert_close(output, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
 @pytest.mark.parametrize("images, regions", [(2, 0), (0, 3), (0, 0), (1, 3)])
 def test_simple_roi_align_without_samples_has_a_gradient(images, regions):
     x = torch.full((images, 2, 4, 4), torch.inf, requires_grad=True)

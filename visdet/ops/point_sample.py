@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._arguments import pair
+from ._arguments import computation_dtype, pair
 from ._roi_sampling import check_rois
 from .tracing import is_traced
 
@@ -198,7 +198,8 @@ class SimpleRoIAlign(nn.Module):
     """Takes one sample at the centre of each bin, as PointRend's cheap RoIAlign does.
 
     The regions keep their order, whereas mmcv sorts them by image. ``aligned=False`` samples with align_corners=True. A
-    region of no image of the batch gives 0, and so does a point that is no number. It raises a ValueError unless
+    region of no image of the batch gives 0, and so does a point that is no number. float16 and bfloat16 are computed in
+    float32. It raises a ValueError unless
     ``features`` are [B, C, H, W] and ``rois`` [N, 5].
     """
 
@@ -213,6 +214,8 @@ class SimpleRoIAlign(nn.Module):
 
     def forward(self, features: Tensor, rois: Tensor) -> Tensor:
         check_rois("SimpleRoIAlign", features, rois, self.output_size, self.spatial_scale)
+        dtype = features.dtype
+        features = features.to(computation_dtype(features))  # 16 bits do not hold a position in a map
         N, C = len(rois), features.shape[1]
         cells = generate_grid(N, self.output_size, rois.device)
         # The sum of no numbers makes a result without samples differentiable, too.
@@ -229,7 +232,7 @@ class SimpleRoIAlign(nn.Module):
                 )
                 sampled = sampled[0].transpose(0, 1).reshape(len(members), C, *self.output_size)
                 output = output.index_copy(0, members, sampled)
-        return output
+        return output.to(dtype)
 
     def extra_repr(self) -> str:
         return f"output_size={self.output_size}, spatial_scale={self.spatial_scale}"
