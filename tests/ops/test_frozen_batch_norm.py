@@ -100,3 +100,16 @@ def test_compiled_it_is_torchs_operators():
     input, statistics = problem((2, 8, 4, 4), "cuda", torch.bfloat16)
     found = torch.compile(frozen_batch_norm, fullgraph=True, backend="eager")(input, *statistics)
     torch.testing.assert_close(found, composed(input, *statistics), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_shapes_are_refused(dtype):
+    """Statistics were broadcast along other dimensions of an input without rows or columns."""
+    input, statistics = problem((5, 5, 3, 2), "cpu", dtype)
+    for shape in [(5, 5, 6), (5, 5)]:
+        with pytest.raises(ValueError, match=r"input must be \[B, C, H, W\], got \[5, 5"):
+            frozen_batch_norm(torch.zeros(shape, dtype=dtype), *statistics)
+    for index, name in enumerate(("weight", "bias", "running_mean", "running_var")):
+        given = [vector[:1] if i == index else vector for i, vector in enumerate(statistics)]
+        with pytest.raises(ValueError, match=rf"{name} must be \[C\] = \[5\], got \[1\]"):
+            frozen_batch_norm(input, *given)

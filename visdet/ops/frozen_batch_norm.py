@@ -32,9 +32,18 @@ def frozen_batch_norm(
 
     Returns:
         A tensor of the shape of ``input``, in the wider type of input and statistics.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
     """
-    # In its gradient, torch's batch_norm on the CPU reads wrong numbers of strided tensors. It is used forward alone.
+    if input.dim() != 4:
+        raise ValueError(f"frozen_batch_norm: input must be [B, C, H, W], got {list(input.shape)}")
     vectors = (weight, bias, running_mean, running_var)
+    for name, vector in zip(("weight", "bias", "running_mean", "running_var"), vectors, strict=True):
+        if vector.shape != input.shape[1:2]:
+            expected = list(input.shape[1:2])
+            raise ValueError(f"frozen_batch_norm: {name} must be [C] = {expected}, got {list(vector.shape)}")
+    # In its gradient, torch's batch_norm on the CPU reads wrong numbers of strided tensors. It is used forward alone.
     weight, bias, running_mean, running_var = (vector.contiguous() for vector in vectors)
     if input.dtype != weight.dtype and not _serves(input, weight):
         scale = weight * (running_var + eps).rsqrt()
