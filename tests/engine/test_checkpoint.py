@@ -14,7 +14,7 @@ from toy_run import toy_config, toy_runner, train
 
 import visdet.engine.checkpoint as checkpoint_module
 from visdet.engine import CheckpointError, newest_readable_checkpoint, read_checkpoint, write_checkpoint
-from visdet.engine.errors import DamagedCheckpointError
+from visdet.engine.errors import DamagedCheckpointError, explain
 from visdet.engine.plain_state import restore_message_hub, to_plain
 from visdet.engine.weights import load_weights
 from visdet.registry import MODELS
@@ -249,9 +249,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as caught:
         write_checkpoint({"w": 2}, path)
     assert read_checkpoint(path) == {"w": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["w.pth"], "the incomplete file takes no space"
+    assert f"file {path} (" in explain(caught.value)
 
 
 def test_newest_readable_checkpoint_prefers_the_pointer_and_passes_over_weights(tmp_path):

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import zipfile
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,13 @@ import torch
 from mmengine.runner import CheckpointLoader
 
 from .allowed_pickle import AllowedPickle, DisallowedGlobalError
-from .errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, nearest_names
+from .errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    UnwrittenFileError,
+    nearest_names,
+)
 from .plain_state import to_plain
 
 __all__ = ["read_checkpoint", "register_checkpoint_readers", "write_checkpoint"]
@@ -33,6 +40,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
 
     Raises:
         InvalidTypeError: the checkpoint holds a value of another type (see :func:`to_plain`). Nothing is written then.
+        UnwrittenFileError: the file cannot be written, for example because the disk is full.
     """
     buffer = io.BytesIO()
     torch.save(to_plain(checkpoint, "checkpoint"), buffer)
@@ -40,14 +48,27 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 
 def write_atomically(path: str | Path, content: bytes | memoryview) -> None:
-    """Replace the file at ``path`` in one step. The content has reached the disk when the call returns."""
+    """Replace the file at ``path`` in one step. The content has reached the disk when the call returns.
+
+    Raises:
+        UnwrittenFileError: the file cannot be written. An old file at ``path`` stays, and nothing else is left behind.
+    """
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise UnwrittenFileError(
+            f"file {path} ({len(content)} bytes) cannot be written: {error.strerror or error}. Files that were written "
+            "before are unchanged"
+        ) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
