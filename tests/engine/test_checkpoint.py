@@ -4,16 +4,23 @@ import errno
 import os
 import pathlib
 import pickle
+import shutil
 from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
 import torch
 from mmengine.logging import HistoryBuffer
-from toy_run import toy_config, toy_runner, train
+from toy_run import losses, toy_config, toy_runner, train
 
 import visdet.engine.checkpoint as checkpoint_module
-from visdet.engine import CheckpointError, newest_readable_checkpoint, read_checkpoint, write_checkpoint
+from visdet.engine import (
+    CheckpointError,
+    UserError,
+    newest_readable_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
 from visdet.engine.errors import DamagedCheckpointError, explain
 from visdet.engine.plain_state import restore_message_hub, to_plain
 from visdet.engine.weights import load_weights
@@ -309,6 +316,44 @@ def test_the_best_checkpoint_stays_until_a_better_one_is_written(tmp_path):
     five, ten, twenty = (f"best_toy_accuracy_iter_{i}.pth" for i in (5, 10, 20))
     assert seen == [(five, []), (ten, [five]), (twenty, [ten])]
     assert [path.name for path in tmp_path.glob("best_*")] == [twenty]
+
+
+def train_with_accuracy(accuracy: float, work_dir, **options) -> None:
+    runner = toy_runner(work_dir, **options)
+    evaluate = runner.val_loop.evaluator.evaluate
+    runner.val_loop.evaluator.evaluate = lambda size: {**evaluate(size), "toy/accuracy": accuracy}
+    runner.train()
+
+
+@pytest.mark.parametrize("where", ["another", "copy", "moved"])
+def test_the_best_checkpoint_of_another_folder_stays(tmp_path, where):
+    """A resumed run finds a better one in a folder of its own."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    train_with_accuracy(0.1, first, train_cfg__max_iters=10)
+    if where != "another":
+        shutil.copytree(first, second)
+    if where == "moved":
+        shutil.rmtree(first)
+    resume = str(first) if where == "another" else "auto"
+    train_with_accuracy(0.2, second, resume=resume, train_cfg__max_iters=20)
+    if where != "moved":
+        assert [path.name for path in first.glob("best_*")] == ["best_toy_accuracy_iter_10.pth"]
+    assert [path.name for path in second.glob("best_*")] == ["best_toy_accuracy_iter_20.pth"]
+
+
+def test_checkpoints_in_a_folder_of_their_own_are_resumed(tmp_path):
+    options = {"default_hooks__checkpoint__out_dir": str(tmp_path / "store")}
+    train(tmp_path / "run", train_cfg__max_iters=10, **options)
+    assert (tmp_path / "store" / "run" / "iter_10.pth").is_file()
+    again = train(tmp_path / "run", resume="auto", load_from="gone.pth", **options)
+    assert next(iter(losses(again))) == 11
+    file = tmp_path / "file"
+    file.touch()
+    options["default_hooks__checkpoint__out_dir"] = str(file)
+    with pytest.raises(
+        UserError, match=r"file/third cannot be written: .* with default_hooks\.checkpoint\.out_dir"
+    ):
+        train(tmp_path / "third", **options)
 
 
 def test_a_wrong_architecture_is_refused_and_counted(tmp_path):

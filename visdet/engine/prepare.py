@@ -8,7 +8,7 @@ from mmengine.runner import Runner
 
 from visdet.registry import RUNNERS
 
-from .checkpoint import check_checkpoint_exists
+from .checkpoint import LAST_CHECKPOINT, check_checkpoint_exists
 from .config import check_work_dir
 from .errors import ConfigError
 from .resume import AUTO
@@ -34,7 +34,8 @@ def build_runner(cfg: Config) -> Runner:
     resume, load_from = cfg.get("resume") or False, cfg.get("load_from")
     if isinstance(resume, str) and resume != AUTO:
         check_checkpoint_exists(resume, folder_is_fine=True)
-    may_resume = resume == AUTO and any(Path(cfg.work_dir).glob("*.pth"))
+    has_run = any(Path(cfg.work_dir).glob("*.pth")) or Path(cfg.work_dir, LAST_CHECKPOINT).is_file()
+    may_resume = resume == AUTO and has_run
     if load_from and not may_resume:
         check_checkpoint_exists(load_from, folder_is_fine=resume is True)
     cfg.setdefault("runner_type", "DetRunner")

@@ -26,8 +26,9 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
     """Return the newest intact checkpoint of a run, or None, and a remark on each newer one that is passed over.
 
     The first candidate is the file that ``last_checkpoint`` names. The others are the other ``*.pth`` files of the
-    folder, the newest first. A file with weights but no training state is passed over. There is a remark on such a
-    file only if ``last_checkpoint`` names it.
+    folder, the newest first. If the folder has none, they are those of the folder that ``last_checkpoint`` names, which
+    is another one if the checkpoint hook has an ``out_dir``. A file with weights but no training state is passed over.
+    There is a remark on such a file only if ``last_checkpoint`` names it.
 
     Args:
         work_dir: the folder of the run.
@@ -37,13 +38,16 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
         CheckpointError: a file that may be intact cannot be read now, or can be read only with ``trust``. It is not
             passed over, because that could lose work.
     """
-    work_dir = Path(work_dir)
-    candidates = sorted(work_dir.glob("*.pth"), key=lambda path: path.stat().st_mtime, reverse=True)
+    folder = Path(work_dir)
+    pointer = folder / LAST_CHECKPOINT
+    named = pointer.read_text().strip() if pointer.is_file() else ""
+    if named and not any(folder.glob("*.pth")) and Path(named).is_file():
+        folder = Path(named).parent
+    candidates = sorted(folder.glob("*.pth"), key=lambda path: path.stat().st_mtime, reverse=True)
     last, remarks = None, []
-    pointer = work_dir / LAST_CHECKPOINT
-    if pointer.is_file() and (named := pointer.read_text().strip()):
+    if named:
         # Only the name counts, because the folder may have been moved or copied since.
-        last = work_dir / Path(named).name
+        last = folder / Path(named).name
         if last.is_file():
             candidates = [last, *(path for path in candidates if path != last)]
         else:

@@ -4,11 +4,13 @@ import os
 from typing import Any
 
 from mmengine.dist import is_main_process
+from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook as _CheckpointHook
 
 from visdet.registry import HOOKS
 
 from ..checkpoint import LAST_CHECKPOINT, write_atomically
+from ..config import check_work_dir
 from ..random_state import gather_random_states
 from ..temporal_state import gather_temporal_states
 
@@ -31,6 +33,27 @@ class CheckpointHook(_CheckpointHook):
             raise TypeError(
                 f"CheckpointHook.__init__() got an unexpected keyword argument {next(iter(self.args))!r}"
             )
+
+    def before_train(self, runner: Any) -> None:
+        """Create the folder of the checkpoints, and look there for the best checkpoint of the run that is resumed.
+
+        If that run has another folder, its best checkpoint stays, even if a better one is found.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        super().before_train(runner)
+        if isinstance(self.file_backend, LocalBackend) and is_main_process():
+            check_work_dir(self.out_dir, "default_hooks.checkpoint.out_dir")
+        if self.save_best is not None:
+            # Only the name counts, because the folder may have been moved or copied since.
+            found = {key: path and self._existing(path) for key, path in self._best_paths().items()}
+            self._set_best_paths(found)
+
+    def _existing(self, path: str) -> str | None:
+        """Return the path of the file in the folder of this run that has the name of ``path``, or None."""
+        here = os.path.join(self.out_dir, os.path.basename(path))
+        return here if os.path.isfile(here) else None
 
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
         meta["random_states"] = gather_random_states()
