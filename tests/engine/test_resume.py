@@ -265,6 +265,31 @@ def test_auto_without_a_checkpoint_starts_from_scratch(tmp_path, capsys):
     assert f"resume: {tmp_path} " in printed and "starts from scratch" in printed
 
 
+@pytest.mark.parametrize(
+    ("at", "batch_size", "first", "count"),
+    [
+        pytest.param(6, 8, 4, 9, id="6-to-3-after-an-epoch"),
+        pytest.param(6, 6, 5, 12, id="6-to-4-after-an-epoch"),
+        pytest.param(6, 3, 9, 24, id="6-to-8-after-an-epoch"),
+        pytest.param(9, 12, 4, 5, id="6-to-2-inside-an-epoch"),
+        pytest.param(9, 2, 19, 30, id="6-to-12-inside-an-epoch"),
+    ],
+)
+def test_epochs_of_another_length_leave_nothing_out(tmp_path, at, batch_size, first, count, capsys):
+    """24 images in batches of 4 are six iterations an epoch, of which four epochs are to be run."""
+    options = {
+        **EPOCHS,
+        "default_hooks__checkpoint__by_epoch": False,
+        "default_hooks__checkpoint__interval": 3,
+        "optim_wrapper__accumulative_counts": 2,
+    }
+    interrupted(tmp_path, at=at, **options)
+    resumed = train(tmp_path, resume="auto", train_dataloader__batch_size=batch_size, **options)
+    assert sorted(losses(resumed)) == list(range(first, first + count))
+    assert resumed.epoch == 4 and resumed.iter == resumed.max_iters
+    assert "with 6 iterations per epoch, but this run has" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("loop", [{}, {**EPOCHS, "train_cfg__max_epochs": 1}], ids=["iterations", "epochs"])
 def test_resume_of_a_finished_run_validates_and_trains_nothing(tmp_path, loop, capsys):
     """The run may have been killed after its last checkpoint and before its last validation."""

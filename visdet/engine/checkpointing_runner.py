@@ -9,7 +9,7 @@ import mmengine
 from mmengine.dist import master_only
 from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.model import is_model_wrapper
-from mmengine.runner import Runner
+from mmengine.runner import EpochBasedTrainLoop, Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
 from .checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
@@ -153,6 +153,28 @@ class CheckpointingRunner(Runner):
         if to_plain(dataset_meta) == to_plain(meta.get("dataset_meta")):
             meta["dataset_meta"] = dataset_meta
         super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
+        self._adapt_to_epoch_length(filename, meta.get("iterations_per_epoch"))
+
+    def _adapt_to_epoch_length(self, filename: str, before: int | None) -> None:
+        """Count the iterations anew if an epoch had another number of them in the run that is resumed.
+
+        The run would otherwise leave out batches of an epoch, or the whole epoch.
+
+        Args:
+            filename: the checkpoint.
+            before: the number of iterations per epoch of that run, or None if the checkpoint does not say.
+        """
+        loop: Any = self.train_loop
+        now = len(self.train_dataloader)
+        if not isinstance(loop, EpochBasedTrainLoop) or before in (None, now):
+            return
+        done = loop._iter - loop._epoch * before
+        loop._iter = loop._epoch * now + done * now // before
+        self.logger.warning(
+            f"{filename} comes from a run with {before} iterations per epoch, but this run has {now}. It goes on after "
+            f"{loop._epoch} epochs and {done * now // before} iterations. Schedules of the learning rate keep the "
+            "lengths in iterations that they had"
+        )
 
     def restore_random_state(self) -> None:
         """Set the random state that the resumed checkpoint holds. Later calls, and those of a new run, do nothing."""
@@ -206,6 +228,7 @@ class CheckpointingRunner(Runner):
                 "time": time.strftime("%Y%m%d_%H%M%S"),
                 "mmengine_version": mmengine.__version__,
                 "dataset_meta": getattr(self.train_dataloader.dataset, "metainfo", None),
+                "iterations_per_epoch": len(self.train_dataloader),
             },
             "state_dict": weights_to_cpu(model.state_dict()),
             "message_hub": self.message_hub.state_dict(),
