@@ -1,6 +1,7 @@
 """Training loops and the batches of indices they iterate."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -9,7 +10,13 @@ from mmengine.hooks import Hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from toy_run import losses, toy_config, toy_runner, train
 
-from visdet.engine import ConfigError, EpochBasedTrainLoop, IterBasedTrainLoop, enable_auto_scale_lr
+from visdet.engine import (
+    ConfigError,
+    EpochBasedTrainLoop,
+    IterBasedTrainLoop,
+    UserError,
+    enable_auto_scale_lr,
+)
 from visdet.engine.prepare import build_runner
 from visdet.engine.resumable_batches import ResumableBatches
 
@@ -111,9 +118,30 @@ def test_the_backward_runs_in_the_training_thread(tmp_path):
     assert torch._C._is_multithreading_enabled()
 
 
-def test_an_odd_max_iters_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"max_iters must be a whole number, got 2\.5"):
-        train(tmp_path, train_cfg__max_iters=2.5)
+@pytest.mark.parametrize("value", [2.5, float("inf"), -1, "many", None, [3]])
+@pytest.mark.parametrize("name", ["max_iters", "max_epochs"])
+def test_an_odd_length_is_refused(tmp_path, name, value):
+    loop = {"_delete_": True, "by_epoch": name == "max_epochs", name: value}
+    with pytest.raises(
+        UserError, match=rf"{name} must be a whole number, 0 or more, got {re.escape(repr(value))}"
+    ):
+        train(tmp_path, train_cfg=loop)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, None, "never"])
+@pytest.mark.parametrize("loop", [{"max_epochs": 1}, {"by_epoch": False, "max_iters": 2}])
+def test_an_odd_interval_of_validations_is_refused(tmp_path, loop, value):
+    train_cfg = {"_delete_": True, **loop, "val_interval": value}
+    with pytest.raises(UserError, match=f"val_interval must be a whole number, 1 or more, got {value!r}"):
+        train(tmp_path, train_cfg=train_cfg, param_scheduler=[])
+
+
+@pytest.mark.parametrize("part", ["train", "val", "test"])
+def test_a_data_set_without_samples_is_refused_before_training(tmp_path, part):
+    runner = toy_runner(tmp_path, **{f"{part}_dataloader__dataset__count": 0})
+    with pytest.raises(ConfigError, match=rf"{part}_dataloader\.dataset \(ToyBoxes\) has no samples"):
+        runner.test() if part == "test" else runner.train()
+    assert losses(runner) == {}
 
 
 def test_epochs_validate_and_save_when_due(tmp_path):

@@ -272,7 +272,7 @@ def complete_config(cfg: Config) -> None:
         # mmengine ends a schedule without an end when training ends, and refuses one that ends before it begins.
         if isinstance(schedule, dict) and schedule.get("by_epoch", True) == by_epoch:
             begin = schedule.get("begin", 0)
-            if length is not None and begin >= length:
+            if isinstance(length, int | float) and begin >= length:
                 schedule.setdefault("end", begin + 1)
 
 

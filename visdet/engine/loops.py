@@ -1,7 +1,7 @@
 """mmengine's two training loops, which can be resumed at any iteration without reading data again."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -93,6 +93,8 @@ class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
         val_interval: int = 1,
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
+        max_epochs = _whole_number(self, "max_epochs", max_epochs, least=0)
+        val_interval = _whole_number(self, "val_interval", val_interval, least=1)
         super().__init__(runner, dataloader, max_epochs, val_begin, val_interval, dynamic_intervals)
         _check_epochs_end(self.dataloader)
         self.dataloader = ResumableBatches.install(self.dataloader, endless=False)
@@ -165,14 +167,12 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
     ) -> None:
         # The constructor of mmengine's loop would start the workers on batches that a resumed run has seen.
         BaseLoop.__init__(self, runner, dataloader)
-        if int(max_iters) != max_iters:
-            raise InvalidInputError(f"IterBasedTrainLoop: max_iters must be a whole number, got {max_iters}")
-        self._max_iters = int(max_iters)
+        self._max_iters = _whole_number(self, "max_iters", max_iters, least=0)
         self._max_epochs = 1
         self._epoch = 0
         self._iter = 0
         self.val_begin = val_begin
-        self.val_interval = val_interval
+        self.val_interval = val_interval = _whole_number(self, "val_interval", val_interval, least=1)
         self.stop_training = False
         self.dynamic_milestones, self.dynamic_intervals = calc_dynamic_intervals(
             val_interval, dynamic_intervals
@@ -211,6 +211,19 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
         return self._iter, self._max_iters
 
 
+def _whole_number(loop: Any, name: str, value: Any, least: int) -> int:
+    """Return the number that a config gives for an argument of a loop.
+
+    Raises:
+        InvalidInputError: the value is not a whole number, or it is below ``least``.
+    """
+    if not isinstance(value, int | float) or value % 1 != 0 or value < least:
+        raise InvalidInputError(
+            f"{type(loop).__name__}: {name} must be a whole number, {least} or more, got {value!r}"
+        )
+    return int(value)
+
+
 def _check_epochs_end(dataloader: DataLoader) -> None:
     """Refuse a sampler without an end, because an epoch ends when its sampler does.
 
@@ -235,11 +248,25 @@ def _check_there_are_batches(dataloader: DataLoader) -> None:
     """
     batches: Any = dataloader.batch_sampler
     dataset: Any = dataloader.dataset
+    check_there_are_samples(dataset, "train_dataloader")
     if len(batches) == 0:
         raise ConfigError(
             f"train_dataloader gives no batch: its data set has {len(dataset)} samples, "
             f"{type(batches.batch_sampler).__name__} makes batches of {batches.batch_size} and drops incomplete ones. "
             "Set batch_size to at most the number of samples of a process, or set drop_last=False"
+        )
+
+
+def check_there_are_samples(dataset: Any, loader: str) -> None:
+    """Refuse a data set without a sample, such as one whose samples are all filtered out.
+
+    Raises:
+        ConfigError: the data set has no sample. The message names it.
+    """
+    if isinstance(dataset, Sized) and len(dataset) == 0:
+        raise ConfigError(
+            f"{loader}.dataset ({type(dataset).__name__}) has no samples. Look at its annotation file and at what "
+            "leaves samples out (filter_cfg, indices, metainfo.classes)"
         )
 
 

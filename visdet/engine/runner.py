@@ -29,7 +29,7 @@ from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
 from .errors import log_fatal_error
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
-from .loops import weights_cast_once
+from .loops import check_there_are_samples, weights_cast_once
 from .run_config import RunConfig
 
 __all__ = ["DetRunner"]
@@ -144,13 +144,17 @@ class DetRunner(CheckpointingRunner):
         """Build the validation loop."""
         defaults = {"val_cfg": ValLoop, "val_dataloader": DataLoader}
         with building(self.cfg, "val_cfg", "val_dataloader", "val_evaluator", defaults=defaults):
-            return super().build_val_loop(loop)
+            built = super().build_val_loop(loop)
+            check_there_are_samples(built.dataloader.dataset, "val_dataloader")
+            return built
 
     def build_test_loop(self, loop: BaseLoop | dict) -> BaseLoop:
         """Build the test loop."""
         defaults = {"test_cfg": TestLoop, "test_dataloader": DataLoader}
         with building(self.cfg, "test_cfg", "test_dataloader", "test_evaluator", defaults=defaults):
-            return super().build_test_loop(loop)
+            built = super().build_test_loop(loop)
+            check_there_are_samples(built.dataloader.dataset, "test_dataloader")
+            return built
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
         """Build the optimizer and its wrapper."""
