@@ -226,6 +226,11 @@ def test_required_keys():
         check_required_keys(cfg, for_training=True)
     with pytest.raises(ConfigError, match="lacks test_dataloader, test_cfg, test_evaluator"):
         check_required_keys(cfg, for_training=False)
+    given = ("model", "train_dataloader", "train_cfg", "optim_wrapper", "val_dataloader")
+    with pytest.raises(
+        ConfigError, match=r"val_cfg and val_evaluator are None\. To leave out validation, set all of"
+    ):
+        check_required_keys(Config({key: {} for key in given}), for_training=True)
     with pytest.raises(ConfigError, match="mmdetection 2"):
         check_required_keys(Config({"data": {}, "model": {}}), for_training=True)
 

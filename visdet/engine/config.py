@@ -72,6 +72,7 @@ _OTHER_KEYS = {
 _KNOWN_KEYS = _RUNNER_KEYS | _OTHER_KEYS
 _TRAINING_KEYS = ("model", "train_dataloader", "train_cfg", "optim_wrapper")
 _CUSTOM_IMPORTS = {"imports", "allow_failed_imports"}
+_STAGES = {"val": "validation", "test": "testing"}
 _TEST_KEYS = ("model", "test_dataloader", "test_cfg", "test_evaluator")
 
 
@@ -292,7 +293,8 @@ def check_required_keys(cfg: Config, for_training: bool) -> None:
     """Check that a config has all parts that training or testing needs.
 
     Raises:
-        ConfigError: parts are missing, which the message names, or the config is one of mmdetection 2.
+        ConfigError: parts are missing, which the message names; only some of the keys of validation or of testing are
+            None; or the config is one of mmdetection 2.
     """
     if for_training and "data" in cfg and "train_dataloader" not in cfg:
         raise ConfigError(
@@ -301,6 +303,14 @@ def check_required_keys(cfg: Config, for_training: bool) -> None:
     missing = [key for key in (_TRAINING_KEYS if for_training else _TEST_KEYS) if cfg.get(key) is None]
     if missing:
         raise ConfigError(f"config {cfg.filename} lacks {', '.join(missing)}")
+    for part in ("val", "test"):
+        keys = [f"{part}_dataloader", f"{part}_cfg", f"{part}_evaluator"]
+        none = [key for key in keys if cfg.get(key) is None]
+        if 0 < len(none) < len(keys):
+            raise ConfigError(
+                f"config {cfg.filename}: {' and '.join(none)} {'is' if len(none) == 1 else 'are'} None. To leave out "
+                f"{_STAGES[part]}, set all of {', '.join(keys)} to None"
+            )
 
 
 def dataset_config(cfg: Config, split: str) -> dict:
