@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import os
+import re
 import sys
 from typing import Any
 
@@ -63,9 +64,28 @@ class CfgOptions(argparse.Action):
 
         args, kwargs = self._arguments
         try:
-            DictAction(*args, **kwargs)(parser, namespace, values, option_string)
+            DictAction(*args, **kwargs)(parser, namespace, list(map(_protected, values or ())), option_string)
         except AssertionError as error:  # mmengine raises this if brackets do not match.
-            raise argparse.ArgumentError(self, f"cannot read {' '.join(values)}: {error}") from error
+            reason = _with_spaces(str(error))
+            raise argparse.ArgumentError(self, f"cannot read {' '.join(values)}: {reason}") from error
+        options = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, {key: _with_spaces(value) for key, value in options.items()})
+
+
+# mmengine drops all spaces of a value. Those that stand inside a word, as in the name of a folder, are hidden from it
+# as characters that an argument of a program cannot contain.
+_SPACES_IN_A_WORD = re.compile(r"(?<![\s,(\[]) +(?![\s,)\]])")
+
+
+def _protected(pair: str) -> str:
+    key, _, value = pair.partition("=")
+    return f"{key}={_SPACES_IN_A_WORD.sub(lambda spaces: chr(0) * len(spaces[0]), value.strip())}"
+
+
+def _with_spaces(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_with_spaces, value))
+    return value.replace(chr(0), " ") if isinstance(value, str) else value
 
 
 def positive_int(text: str) -> int:

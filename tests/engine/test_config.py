@@ -1,5 +1,6 @@
 """Configs: clear errors before anything is built, and what is filled in."""
 
+import argparse
 import inspect
 import os
 import sys
@@ -11,6 +12,7 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 from toy_run import CONFIG, toy_config
 
+from visdet.command_line import CfgOptions
 from visdet.engine import (
     ConfigError,
     UserError,
@@ -183,6 +185,25 @@ def test_options_reach_lists_and_new_keys_of_known_sections():
     cfg, remarks = load_config(CONFIG, options)
     assert cfg.param_scheduler[1].eta_min_ratio == 0.5 and cfg.train_cfg.max_iters == 7
     assert cfg.randomness == {"seed": 5, "deterministic": True} and remarks == []
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("/my data/the  set (1)/x", "/my data/the  set (1)/x"),
+        ("['a b', c , (1, 2)]", ["a b", "c", (1, 2)]),
+        (" [ (1, 2), [3 , None] ] ", [(1, 2), [3, None]]),
+        ("a b, c", ["a b", "c"]),
+        (" 1e-3 ", 0.001),
+        ("a = b", "a = b"),
+        ("", ""),
+    ],
+)
+def test_options_keep_the_spaces_inside_a_word(text, value):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cfg-options", nargs="+", action=CfgOptions)
+    options = parser.parse_args(["--cfg-options", f"data_root={text}", "x.y=True"]).cfg_options
+    assert options == {"data_root": value, "x.y": True}
 
 
 @pytest.mark.parametrize(
