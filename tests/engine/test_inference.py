@@ -107,7 +107,8 @@ def test_detections_are_sorted_rounded_and_cut():
 
 
 def test_images_of_a_folder(tmp_path):
-    (tmp_path / "b").mkdir()
+    for folder in ("b", "c.png"):
+        (tmp_path / folder).mkdir()
     for name in ("2.JPG", "1.png", "b/3.webp", "notes.txt"):
         (tmp_path / name).write_bytes(b"")
     names = ["1.png", "2.JPG", "b/3.webp"]

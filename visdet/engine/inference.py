@@ -142,7 +142,8 @@ def find_images(path: str) -> list[str]:
         return [path]
     if not os.path.isdir(path):
         raise UserError(f"{path} is neither an image file nor a folder")
-    found = sorted(str(file) for file in Path(path).rglob("*") if file.suffix.lower() in _IMAGE_SUFFIXES)
+    files = (file for file in Path(path).rglob("*") if file.suffix.lower() in _IMAGE_SUFFIXES)
+    found = sorted(str(file) for file in files if not file.is_dir())
     if not found:
         raise UserError(f"folder {path} has no image ({', '.join(sorted(_IMAGE_SUFFIXES))})")
     return found
