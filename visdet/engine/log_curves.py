@@ -29,11 +29,11 @@ def read_scalars(path: str) -> dict[str, Curve]:
     curves: dict[str, Curve] = defaultdict(dict)
     for file in files:
         first_step_of_file: dict[str, int] = {}
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), start=1):
             try:
                 record = json.loads(line)
                 step = int(record.pop("step"))
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            except (ValueError, OverflowError, KeyError, TypeError, AttributeError):
                 if number == 1:
                     raise UserError(f"{file}: line 1 is not a record of scalars: {line[:80]!r}") from None
                 continue  # A run that was killed may leave an incomplete line.
