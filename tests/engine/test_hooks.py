@@ -83,6 +83,8 @@ def test_the_summary_says_what_is_trained_on_what(tmp_path, capsys):
     assert re.search(r"^start      from scratch$", printed, re.M)
     assert re.search(rf"last checkpoint +{tmp_path}/iter_20\.pth$", printed, re.M)
     assert f"tensorboard --logdir {tmp_path}" in printed
+    train(tmp_path / "a run", train_cfg__max_iters=1)
+    assert f"tensorboard --logdir '{tmp_path}/a run'\n" in capsys.readouterr().out, "a command for a shell"
 
 
 def test_warnings_reach_the_terminal_and_remarks_of_mmengine_do_not(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """A hook that describes a run at its start and reports its results at its end."""
 
 import os
+import shlex
 from typing import Any
 
 import torch
@@ -81,8 +82,9 @@ class RunReportHook(Hook):
             if path:
                 say(f"  {label:<16} {_short(path)}")
         say("look at it:")
-        say(f"  tensorboard --logdir {_short(runner.work_dir)}")
-        say(f"  python tools/analyze_logs.py {_short(runner.work_dir)}")
+        folder = shlex.quote(_short(runner.work_dir))
+        say(f"  tensorboard --logdir {folder}")
+        say(f"  python tools/analyze_logs.py {folder}")
 
     def after_test(self, runner: Any) -> None:
         """Print the AP of each class."""
