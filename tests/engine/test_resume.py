@@ -92,6 +92,42 @@ class ToyTracker(ToyDetector):
         self.memory = plain["memory"]
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"type": "OneCycleLR", "eta_max": 0.02, "total_steps": 20, "by_epoch": False},
+        {
+            "type": "OneCycleLR",
+            "eta_max": 0.02,
+            "total_steps": 20,
+            "by_epoch": False,
+            "anneal_strategy": "linear",
+        },
+        {"type": "ReduceOnPlateauLR", "monitor": "toy/accuracy", "rule": "greater", "patience": 0},
+        {
+            "type": "CosineRestartLR",
+            "periods": [8, 12],
+            "restart_weights": [1, 0.5],
+            "eta_min": 0,
+            "by_epoch": False,
+        },
+        {"type": "PolyLR", "power": 0.9, "by_epoch": False},
+    ],
+    ids=lambda schedule: "-".join([schedule["type"], schedule.get("anneal_strategy", "")]).rstrip("-"),
+)
+def test_a_schedule_goes_on(tmp_path, schedule):
+    options = {
+        "param_scheduler": [schedule],
+        "train_cfg__val_interval": 3,
+        "default_hooks__checkpoint__interval": 3,
+    }
+    whole = train(tmp_path / "whole", **options)
+    interrupted(tmp_path / "halves", at=9, **options)
+    rest = train(tmp_path / "halves", resume="auto", **options)
+    assert losses(rest) == {i: loss for i, loss in losses(whole).items() if i > 9}
+    assert rest.optim_wrapper.get_lr() == whole.optim_wrapper.get_lr()
+
+
 def test_a_model_of_sequences_remembers(tmp_path):
     options = {"model": {"type": "ToyTracker"}, "train_cfg__max_iters": 14}
     options["default_hooks__checkpoint"] = {"type": "CheckpointHook", "by_epoch": False, "interval": 9}

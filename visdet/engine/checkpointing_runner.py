@@ -242,7 +242,13 @@ class CheckpointingRunner(Runner):
 
 
 def _states(schedulers: list | dict) -> list | dict:
-    """Return the states of schedulers, which are given as a list or as a dict of lists by the names of optimizers."""
+    """Return the states of schedulers, which are given as a list or as a dict of lists by the names of optimizers.
+
+    A function, which a checkpoint cannot hold, is left out: OneCycleLR has one, which a new scheduler has, too.
+    """
     if isinstance(schedulers, dict):
         return {name: _states(of_one_optimizer) for name, of_one_optimizer in schedulers.items()}
-    return [scheduler.state_dict() for scheduler in schedulers]
+    return [
+        {name: value for name, value in scheduler.state_dict().items() if not callable(value)}
+        for scheduler in schedulers
+    ]
