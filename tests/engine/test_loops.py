@@ -16,6 +16,7 @@ from visdet.engine import (
     IterBasedTrainLoop,
     UserError,
     enable_auto_scale_lr,
+    loops,
 )
 from visdet.engine.prepare import build_runner
 from visdet.engine.resumable_batches import ResumableBatches
@@ -204,3 +205,12 @@ def test_a_batch_larger_than_the_data_set_is_refused_where_nothing_is_left(tmp_p
     with pytest.raises(ConfigError, match="24 samples, BatchSampler makes batches of 25 and drops"):
         train(tmp_path, train_dataloader__batch_size=25, train_dataloader__drop_last=True, **options)
     assert train(tmp_path / "small_batch", train_dataloader__batch_size=25, **options).iter == 2
+
+
+def test_processes_with_unequal_epochs_are_refused(tmp_path, monkeypatch):
+    """A stand-in for the second of two processes, whose sampler does not round up."""
+    monkeypatch.setattr(loops, "all_gather_object", lambda length: [length, length - 1])
+    with pytest.raises(
+        ConfigError, match=r"an epoch has 6, 5 batches in the processes.*sampler\.round_up=True"
+    ):
+        train(tmp_path, train_cfg={"_delete_": True, "max_epochs": 2}, param_scheduler=[])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from mmengine.dataset import InfiniteSampler
 from mmengine.device import get_device
+from mmengine.dist import all_gather_object
 from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
 from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
@@ -99,6 +100,7 @@ class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
         _check_epochs_end(self.dataloader)
         self.dataloader = ResumableBatches.install(self.dataloader, endless=False)
         _check_there_are_batches(self.dataloader)
+        _check_epochs_are_equal(self.dataloader)
 
     def run(self) -> nn.Module:
         """Train to the last epoch, validate when it is due, and return the model.
@@ -238,6 +240,20 @@ def _check_epochs_end(dataloader: DataLoader) -> None:
                 "would never end its first epoch. Use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler "
                 "whose epochs end, such as DefaultSampler"
             )
+
+
+def _check_epochs_are_equal(dataloader: DataLoader) -> None:
+    """Refuse epochs that have more batches in some processes. These would wait for the others.
+
+    Raises:
+        ConfigError: the numbers of batches differ. Every process raises it.
+    """
+    lengths = all_gather_object(len(dataloader))
+    if len(set(lengths)) > 1:
+        raise ConfigError(
+            f"train_dataloader: an epoch has {', '.join(map(str, lengths))} batches in the processes, but they must be "
+            "equally many. Set train_dataloader.sampler.round_up=True"
+        )
 
 
 def _check_there_are_batches(dataloader: DataLoader) -> None:
