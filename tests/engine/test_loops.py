@@ -183,6 +183,21 @@ def test_a_run_shorter_than_the_warm_up_is_possible(tmp_path):
     assert train(tmp_path, train_cfg__max_iters=3).iter == 3
 
 
+@pytest.mark.parametrize(
+    ("schedule", "warns"),
+    [
+        ({"type": "MultiStepLR", "milestones": [2]}, True),
+        ({"type": "MultiStepLR", "milestones": [2], "by_epoch": False}, False),
+        ({"type": "MultiStepLR", "milestones": [2], "convert_to_iter_based": True}, False),
+        ({"type": "ReduceOnPlateauLR", "monitor": "toy/accuracy"}, False),
+    ],
+)
+def test_a_schedule_that_counts_epochs_where_there_are_none_is_warned_of(tmp_path, schedule, warns, capsys):
+    train(tmp_path, param_scheduler=[schedule], train_cfg__max_iters=4)
+    expected = "warning: param_scheduler: MultiStepLR counts epochs, but the training loop counts iterations"
+    assert (expected in capsys.readouterr().out) == warns
+
+
 def test_equal_seeds_give_equal_runs(tmp_path):
     first_run, second_run = train(tmp_path / "a"), train(tmp_path / "b")
     assert losses(first_run) == losses(second_run)

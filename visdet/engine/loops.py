@@ -188,6 +188,7 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
 
         A run that was finished before it was resumed is validated once.
         """
+        _warn_of_schedules_by_epoch(self.runner)
         self.runner.call_hook("before_train")
         self.runner.call_hook("before_train_epoch")  # The whole training counts as one epoch.
         was_finished = self._iter >= self._max_iters
@@ -211,6 +212,22 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
 
     def _progress(self) -> tuple[int, int]:
         return self._iter, self._max_iters
+
+
+def _warn_of_schedules_by_epoch(runner: Any) -> None:
+    """Warn of schedules that count epochs, which is mmengine's default, because iteration-based training has only one.
+
+    ReduceOnPlateauLR counts validations, in spite of its ``by_epoch=True``.
+    """
+    given = runner.param_schedulers or []
+    for schedules in given.values() if isinstance(given, dict) else [given]:
+        for schedule in schedules:
+            if schedule.by_epoch and not getattr(schedule, "need_val_args", False):
+                runner.logger.warning(
+                    f"param_scheduler: {type(schedule).__name__} counts epochs, but the training loop counts "
+                    f"iterations, so that it never changes {schedule.param_name!r}. Set by_epoch=False and give its "
+                    "lengths in iterations"
+                )
 
 
 def _whole_number(loop: Any, name: str, value: Any, least: int) -> int:
