@@ -54,6 +54,7 @@ def main() -> None:
 
     from visdet.datasets import FieldDataset
     from visdet.engine import check_work_dir, dataset_config, load_config, say, tool_session
+    from visdet.engine.loops import check_there_are_samples
     from visdet.engine.sample_images import image_of_inputs, is_bgr
     from visdet.registry import DATASETS, VISUALIZERS
 
@@ -62,6 +63,7 @@ def main() -> None:
         init_default_scope(cfg.get("default_scope", "visdet"))
         torch.manual_seed(args.seed)
         dataset = DATASETS.build(dataset_config(cfg, args.split))
+        check_there_are_samples(dataset, f"{args.split}_dataloader")
         drawing = {**(cfg.get("visualizer") or {"type": "visdet.DetLocalVisualizer"}), "vis_backends": None}
         visualizer = VISUALIZERS.build({**drawing, "name": "browse_dataset"})
         visualizer.dataset_meta = dataset.metainfo

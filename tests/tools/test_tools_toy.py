@@ -137,6 +137,11 @@ def test_two_processes_on_the_cpu(tmp_path):
         ("test", [TOY_CONFIG, "iter_1.pth", "--show-dir", "/proc/nowhere"], "another one with --show-dir"),
         ("browse_dataset", [TOY_CONFIG, "--output-dir", "/proc/nowhere"], "another one with --output-dir"),
         ("visualize_driving", [TOY_CONFIG, "--out-dir", "/proc/nowhere"], "another one with --out-dir"),
+        (
+            "browse_dataset",
+            [TOY_CONFIG, "--cfg-options", "train_dataloader.dataset.count=0"],
+            "train_dataloader.dataset (ToyBoxes) has no samples",
+        ),
         ("visualize_driving", [TOY_CONFIG], "is a ToyBoxes, which has no scenes of several cameras"),
         ("make_shapes", ["shapes", "--num-train", "-1"], "num_train must be positive, got -1"),
         ("make_shapes", ["/proc/nowhere"], "make_shapes: folder /proc/nowhere cannot be written"),
