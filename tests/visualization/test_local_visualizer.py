@@ -59,6 +59,16 @@ def test_a_box_is_drawn_where_it_is():
     assert extent(drawn, (0, 0, 0)) == [9, 19, 51, 46]  # the dark line around it
 
 
+def test_boxes_that_are_not_finite_do_not_end_a_run():
+    boxes = np.array([[10.0, 20, np.inf, 1e30], [np.nan, 0, 5, 5], [-np.inf, -1e30, 30, 40]])
+    drawn = draw_boxes(GREY, boxes, ["a", "b", "c"], [(255, 0, 0), (0, 255, 0), (0, 0, 255)])
+    assert [(drawn == colour).all(2).any() for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255))] == [
+        True,
+        False,
+        True,
+    ]
+
+
 def test_labels_stay_on_the_image_and_apart():
     canvas = np.full((300, 400, 3), 128, dtype=np.uint8)
     boxes = np.array([[0.0, 0, 400, 300], [2, 2, 150, 120], [350, 250, 400, 300]])

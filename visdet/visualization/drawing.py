@@ -11,6 +11,8 @@ __all__ = ["contact_sheet", "draw_boxes", "enlarge", "side_by_side"]
 
 _BACKGROUND = (24, 26, 30)
 _CAPTION_COLOUR = (225, 228, 232)
+# A place outside of every picture, in pixels. Pillow draws no numbers that are infinite or do not fit a C int.
+_FAR = 1e6
 
 
 def enlarge(image: np.ndarray, min_side: int = 480) -> tuple[np.ndarray, int]:
@@ -39,7 +41,7 @@ def draw_boxes(
 
     Args:
         image: RGB, uint8 [H, W, 3].
-        boxes: [N, 4] (x1, y1, x2, y2) in pixels of ``image``.
+        boxes: [N, 4] (x1, y1, x2, y2) in pixels of ``image``. A box with a NaN is left out.
         texts: N labels. An empty label is not drawn.
         colours: N RGB colours.
         line_width: the width of lines in pixels. By default it grows with the image.
@@ -49,8 +51,9 @@ def draw_boxes(
     scale = (max(canvas.size) / 512) ** 0.5
     line_width = line_width or max(2, round(3 * scale))
     font = _font(max(11, round(14 * scale)))
+    boxes = boxes.clip(-_FAR, _FAR)
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    order = np.argsort(-areas, kind="stable")
+    order = [i for i in np.argsort(-areas, kind="stable") if not np.isnan(boxes[i]).any()]
     for i in order:
         x1, y1, x2, y2 = (round(float(side)) for side in boxes[i])
         x2, y2 = max(x2 - 1, x1), max(y2 - 1, y1)  # Pillow paints the last row and column, too.
