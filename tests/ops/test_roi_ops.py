@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,18 @@ ROIS = torch.tensor(
 
 def maps(dtype=torch.float32, B=2, C=3, H=7, W=9):
     return torch.randn(B, C, H, W, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("size", [2.5, (1.5, 1.5), (2,), (1, 2, 3), "7", None])
+@pytest.mark.parametrize("pool", [roi_align, roi_pool])
+def test_sizes_that_are_no_integers_are_refused(pool, size):
+    with pytest.raises(TypeError, match=r"must be an integer or \(height, width\) of integers, got "):
+        pool(MAP, WHOLE, size)
+
+
+def test_sizes_of_numpy():
+    for size in (np.int64(2), np.array([2, 2]), [np.int32(2), 2], torch.Size([2, 2])):
+        torch.testing.assert_close(roi_align(MAP, WHOLE, size), roi_align(MAP, WHOLE, 2))
 
 
 def test_roi_align_by_hand():

@@ -185,6 +185,14 @@ def test_contact_sheet(tmp_path):
         contact_sheet([])
 
 
+def test_large_pictures_are_shrunk_on_a_sheet(tmp_path):
+    photos = [np.zeros((1500, 3000, 3), np.uint8)] * 3
+    samples = [sample([(0, [100, 100, 1400, 1400])], [(1, [5, 5, 900, 40], 0.9)]) for _ in photos]
+    visualizer().add_contact_sheet("sheet", photos, samples, columns=1, out_file=tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as image:
+        assert 2 * 1024 < image.width < 2 * 1024 + 100 and 3 * 512 < image.height < 3 * 512 + 120
+
+
 def test_palette():
     colours = class_palette(80)
     assert colours[:6] == class_palette(6)

@@ -1,6 +1,7 @@
 """Checks and conversions of arguments that several operators share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -44,6 +45,14 @@ def integer_table(operator: str, name: str, table: Tensor | Sequence[Any], expec
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width), given one number for both or two numbers."""
-    height, width = (size, size) if isinstance(size, int) else size
-    return int(height), int(width)
+    """Return (height, width), given one integer for both or two integers.
+
+    Raises:
+        TypeError: ``size`` is something else, such as a number with a fraction.
+    """
+    numbers: Any = size if isinstance(size, Iterable) else (size, size)
+    try:
+        height, width = numbers
+        return index(height), index(width)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a size must be an integer or (height, width) of integers, got {size!r}") from error

@@ -136,7 +136,7 @@ def pool_samples(
     N, _, PH, PW = origin.shape
     output = input.new_zeros(N, PH * PW, C)
     # The sum of no numbers makes a result without samples differentiable, with a gradient of zero for any numbers.
-    empty_sum = input.flatten()[:0].sum() + origin.flatten()[:0].sum()
+    empty_sum = input[:0].sum() + origin[:0].sum()
     if output.numel() == 0 or input.numel() == 0:
         return output.transpose(1, 2).reshape(N, C, PH, PW) + empty_sum
     rows = input.permute(0, 2, 3, 1).reshape(B * H * W, C)

@@ -15,6 +15,8 @@ from .drawing import contact_sheet, side_by_side
 
 __all__ = ["SampleVisualizer"]
 
+_LONGEST_SIDE_ON_A_SHEET = 1024  # pixels; eight photos of 3 megapixels in full size took 1.4 GB
+
 
 class _FigureToCome:
     """Stands for the matplotlib figure of a visualizer that has no picture yet."""
@@ -110,7 +112,7 @@ class SampleVisualizer(Visualizer):
         out_file: str | None = None,
         step: int = 0,
     ) -> None:
-        """Draw several samples on one sheet.
+        """Draw several samples on one sheet, on which a picture has at most 1024 pixels a side.
 
         Args:
             name, out_file, step: see :meth:`add_datasample`.
@@ -120,8 +122,10 @@ class SampleVisualizer(Visualizer):
             pred_score_thr: predictions with a lower score are not drawn.
         """
         columns = self.sheet_columns if columns is None else columns
-        samples = zip(images, data_samples, strict=True)
-        drawn = [self.draw_sample(image, sample, pred_score_thr=pred_score_thr) for image, sample in samples]
+        drawn = []
+        for image, sample in zip(images, data_samples, strict=True):
+            pictures = self.draw_sample(image, sample, pred_score_thr=pred_score_thr)
+            drawn.append([_shrunk(picture) for picture in pictures])
         groups = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
         rows = [[picture for pictures in group for picture in pictures] for group in groups]
         has_all = all(len(pictures) == len(self.captions) for pictures in drawn)
@@ -147,3 +151,13 @@ class SampleVisualizer(Visualizer):
         else:
             # LocalVisBackend loses a picture whose name has a slash, because it makes no folders.
             self.add_image(name.replace("/", "_"), drawn, step)
+
+
+def _shrunk(picture: np.ndarray) -> np.ndarray:
+    """Return a picture as it is drawn on a sheet, with its longer side shortened if it is too long."""
+    height, width = picture.shape[:2]
+    scale = _LONGEST_SIDE_ON_A_SHEET / max(height, width)
+    if scale >= 1:
+        return picture
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    return np.asarray(Image.fromarray(picture).resize(size))
