@@ -48,10 +48,16 @@ AMP ?= $(shell grep -qsw avx512_bf16 /proc/cpuinfo && echo --amp)
 # Threads that wait spin for a moment before they sleep. To wake a thread that sleeps takes as long as many of the demos'
 # operators, and a thread that spins takes its core from other processes. The demos' threads therefore spin for longer
 # than those of the tools only where at least 1.7 cores are idle within a second. GOMP_SPINCOUNT=N sets another number.
+# With less than 1.3 idle cores, two threads would wait for each other, in convolutions above all: one thread takes half
+# the time. OMP_NUM_THREADS=N sets another number.
 ifneq ($(filter demo demo-drive,$(MAKECMDGOALS)),)
+# In hundredths of a core; nothing where the system does not say.
+IDLE := $(shell idle() { awk '/^cpu /{print $$5}' /proc/stat; }; before=$$(idle) && sleep 1 && echo $$(($$(idle) - before)))
 ifeq ($(GOMP_SPINCOUNT)$(OMP_WAIT_POLICY),)
-export GOMP_SPINCOUNT := $(shell idle() { awk '/^cpu /{print $$5}' /proc/stat; }; before=$$(idle) && sleep 1 && \
-	test $$(($$(idle) - before)) -ge 170 && echo 4000 || echo 1000)
+export GOMP_SPINCOUNT := $(shell test "$(IDLE)" -ge 170 2> /dev/null && echo 4000 || echo 1000)
+endif
+ifeq ($(origin OMP_NUM_THREADS),file)
+OMP_NUM_THREADS := $(shell test "$(IDLE)" -lt 130 2> /dev/null && echo 1 || echo 2)
 endif
 endif
 demo: setup
