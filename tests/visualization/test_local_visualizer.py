@@ -190,7 +190,7 @@ def test_large_pictures_are_shrunk_on_a_sheet(tmp_path):
     samples = [sample([(0, [100, 100, 1400, 1400])], [(1, [5, 5, 900, 40], 0.9)]) for _ in photos]
     visualizer().add_contact_sheet("sheet", photos, samples, columns=1, out_file=tmp_path / "sheet.png")
     with Image.open(tmp_path / "sheet.png") as image:
-        assert 2 * 1024 < image.width < 2 * 1024 + 100 and 3 * 512 < image.height < 3 * 512 + 120
+        assert 2 * 1200 < image.width < 2 * 1200 + 100 and 3 * 600 < image.height < 3 * 600 + 120
 
 
 def test_palette():

@@ -15,7 +15,7 @@ from .drawing import contact_sheet, side_by_side
 
 __all__ = ["SampleVisualizer"]
 
-_LONGEST_SIDE_ON_A_SHEET = 1024  # pixels; eight photos of 3 megapixels in full size took 1.4 GB
+_LONGEST_SIDE_ON_A_SHEET = 1200  # pixels; eight photos of 3 megapixels in full size took 1.4 GB
 
 
 class _FigureToCome:
@@ -112,7 +112,7 @@ class SampleVisualizer(Visualizer):
         out_file: str | None = None,
         step: int = 0,
     ) -> None:
-        """Draw several samples on one sheet, on which a picture has at most 1024 pixels a side.
+        """Draw several samples on one sheet, on which a picture has at most 1200 pixels a side.
 
         Args:
             name, out_file, step: see :meth:`add_datasample`.
