@@ -78,9 +78,37 @@ def test_detection_has_the_same_numbers(seed, name):
             assert tp_error(ours, error) == pytest.approx(algo.calc_tp(theirs, 0.1, error), abs=1e-9), error
 
 
+# The devkit takes the names of its classes from this call, before it makes boxes.
+TRACKING = config_factory("tracking_nips_2019")
+
+
+def tracking_boxes(token, ids, places, names, scores):
+    return [
+        TrackingBox(
+            sample_token=token,
+            translation=(*place, 0.0),
+            size=(1, 1, 1),
+            rotation=(1, 0, 0, 0),
+            velocity=(0, 0),
+            tracking_id=str(identity),
+            tracking_name=name,
+            tracking_score=float(score),
+        )
+        for identity, place, name, score in zip(ids, places, names, scores, strict=True)
+    ]
+
+
+def devkit_curve(truths, predictions, name):
+    """Return the devkit's numbers of a class over its thresholds."""
+    worst = TRACKING.metric_worst
+    evaluation = TrackingEvaluation(
+        truths, predictions, name, center_distance, 2.0, 0.1, 40, worst, verbose=False
+    )
+    return evaluation.accumulate()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_tracking_has_the_same_numbers(seed):
-    config = config_factory("tracking_nips_2019")
     rng = np.random.default_rng(seed)
     scenes = []
     for _ in range(2):
@@ -103,31 +131,13 @@ def test_tracking_has_the_same_numbers(seed):
 
     def boxes(frame, number):
         scores = frame.scores if frame.scores is not None else np.zeros(len(frame.ids))
-        return [
-            TrackingBox(
-                sample_token=str(number),
-                translation=(*place, 0.0),
-                size=(1, 1, 1),
-                rotation=(1, 0, 0, 0),
-                velocity=(0, 0),
-                tracking_id=str(identity),
-                tracking_name="car",
-                tracking_score=float(score),
-            )
-            for identity, place, score in zip(frame.ids, frame.places, scores, strict=True)
-        ]
+        return tracking_boxes(str(number), frame.ids, frame.places, ["car"] * len(frame.ids), scores)
 
-    theirs = TrackingEvaluation(
+    theirs = devkit_curve(
         {str(s): {f: boxes(t, f) for f, (t, _) in enumerate(scene)} for s, scene in enumerate(scenes)},
         {str(s): {f: boxes(p, f) for f, (_, p) in enumerate(scene)} for s, scene in enumerate(scenes)},
         "car",
-        center_distance,
-        2.0,
-        0.1,
-        40,
-        config.metric_worst,
-        verbose=False,
-    ).accumulate()
+    )
     ours = motar_curve(scenes, 2.0)
     for name, value in (
         ("motar", lambda c: c.motar),
@@ -172,19 +182,7 @@ def test_tracks_that_change_their_class_have_the_same_numbers(seed, monkeypatch)
         scores = rng.uniform(0.2, 1, num_objects)
 
         def rows(ids, places, labels, scores, token=str(frame)):
-            return [
-                TrackingBox(
-                    sample_token=token,
-                    translation=(*place, 0.0),
-                    size=(1, 1, 1),
-                    rotation=(1, 0, 0, 0),
-                    velocity=(0, 0),
-                    tracking_id=str(identity),
-                    tracking_name=names[label],
-                    tracking_score=float(score),
-                )
-                for identity, place, label, score in zip(ids, places, labels, scores, strict=True)
-            ]
+            return tracking_boxes(token, ids, places, [names[label] for label in labels], scores)
 
         ids = np.arange(num_objects)
         true_boxes.add_boxes(str(frame), rows(ids[seen], places[seen], labels[seen], -np.ones(seen.sum())))
@@ -214,19 +212,8 @@ def test_tracks_that_change_their_class_have_the_same_numbers(seed, monkeypatch)
         loaders.create_tracks(boxes, OneScene(num_frames), "val", gt)
         for boxes, gt in ((true_boxes, True), (predicted_boxes, False))
     )
-    config = config_factory("tracking_nips_2019")
     for name in names:
-        theirs = TrackingEvaluation(
-            true_tracks,
-            predicted_tracks,
-            name,
-            center_distance,
-            2.0,
-            0.1,
-            40,
-            config.metric_worst,
-            verbose=False,
-        ).accumulate()
+        theirs = devkit_curve(true_tracks, predicted_tracks, name)
         amota = np.nan_to_num(np.array(theirs.get_metric("motar"), dtype=float)).mean()
         assert ours[f"Tracking/{name}_AMOTA"] == pytest.approx(amota, abs=1e-9)
         assert amota > 0

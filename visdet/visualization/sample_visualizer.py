@@ -155,9 +155,8 @@ class SampleVisualizer(Visualizer):
 
 def _shrunk(picture: np.ndarray) -> np.ndarray:
     """Return a picture as it is drawn on a sheet, with its longer side shortened if it is too long."""
-    height, width = picture.shape[:2]
-    scale = _LONGEST_SIDE_ON_A_SHEET / max(height, width)
-    if scale >= 1:
+    if max(picture.shape[:2]) <= _LONGEST_SIDE_ON_A_SHEET:
         return picture
-    size = max(1, round(width * scale)), max(1, round(height * scale))
-    return np.asarray(Image.fromarray(picture).resize(size))
+    image = Image.fromarray(picture)
+    image.thumbnail((_LONGEST_SIDE_ON_A_SHEET, _LONGEST_SIDE_ON_A_SHEET))
+    return np.asarray(image)
