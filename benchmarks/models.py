@@ -3,21 +3,23 @@
 The command is ``python -m benchmarks.models``. A training step is the forward pass, the backward pass in the calling
 thread (as in the runner), clipping, and AdamW. Wall times are medians of steps after a warm-up, each of which begins
 and ends with an idle GPU. The pace is the time of a step of several that follow one another, as in training: the host
-prepares a step while the GPU is still busy with the one before. One more step is profiled on a GPU. Its busy time is
-the time in which at least one kernel runs. This needs the extra ``train``. Without a GPU the models are tiny, so that
-everything runs but the figures mean nothing.
+prepares a step while the GPU is still busy with the one before. On a GPU, a step of each case is profiled after all of
+these times are known. Its busy time is the time in which at least one kernel runs. This needs the extra ``train``.
+Without a GPU the models are tiny, so that everything runs but the figures mean nothing.
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from .case import dtype_name
 from .environment import describe
 from .model_inputs import Batches, deformable_detr, sparsedrive
 
-__all__ = ["CASES", "ModelCase", "main", "measure"]
+__all__ = ["CASES", "ModelCase", "main", "measure", "measure_gpu"]
 
 WARM_UP = 4
 MAX_NORM = {"deformable_detr": 0.1, "sparsedrive": 25.0}
@@ -74,7 +76,7 @@ def measure(
     steps: int = 10,
     graph: bool = False,
 ) -> dict[str, Any]:
-    """Return the figures of a case.
+    """Return the times of a case and, on a GPU, its peak memory.
 
     Args:
         case: the case.
@@ -84,50 +86,70 @@ def measure(
         steps: number of timed steps.
         graph: run as under a config with ``graph=True``.
     """
-    torch.manual_seed(0)
-    # A temporal model gets a new frame at each step, including the profiled one.
-    model, batches = case.make(case.batch_size, WARM_UP + 2 * steps + 1, folder, device.type == "cpu")
-    model = model.to(device).train(case.trains)
-    prepared = [model.data_preprocessor(batch, case.trains) for batch in batches]
-    run = training_step(model, MAX_NORM[case.model]) if case.trains else prediction(model)
-
-    def new_autocast() -> (
-        torch.autocast
-    ):  # An object of its own for each level: it keeps the state to restore.
-        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
-
-    autocast = new_autocast()
     result: dict[str, Any] = {"case": case.name, "dtype": dtype_name(dtype)}
     milliseconds = []
-    graphed = GraphedLoss if case.trains else GraphedPrediction
-    graphs = graphed(model).installed() if graph else nullcontext()
-    as_in_the_runner = ExitStack()
-    if case.trains:
-        as_in_the_runner.enter_context(living_objects_not_collected())
-    else:
-        as_in_the_runner.enter_context(new_autocast())
-        as_in_the_runner.enter_context(weights_are_constant())
-    with graphs, as_in_the_runner, torch.autograd.set_multithreading_enabled(False):
-        for index, batch in enumerate(prepared[: WARM_UP + steps]):
+    with _steps_of(case, dtype, device, folder, WARM_UP + 2 * steps, graph) as runs:
+        for index, run in enumerate(runs[: WARM_UP + steps]):
             if index == WARM_UP and device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             _synchronize(device)
             start = time.perf_counter()
-            loss = run(batch, autocast)
+            loss = run()
             _synchronize(device)
             milliseconds.append(1e3 * (time.perf_counter() - start))
         result["wall_ms"] = statistics.median(milliseconds[WARM_UP:])
         start = time.perf_counter()
-        for batch in prepared[WARM_UP + steps : -1]:
-            loss = run(batch, autocast)
+        for run in runs[WARM_UP + steps :]:
+            loss = run()
         _synchronize(device)
         result["pace_ms"] = 1e3 * (time.perf_counter() - start) / steps
         if case.trains:
             result["loss"] = float(loss)
         if device.type == "cuda":
             result["peak_GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
-            result |= _profile(lambda: run(prepared[-1], autocast))
     return result
+
+
+def measure_gpu(
+    case: ModelCase, dtype: torch.dtype, device: torch.device, folder: Path, graph: bool = False
+) -> dict[str, Any]:
+    """Return what the profiler records of one step on a GPU. Once it has been used, launches take longer."""
+    with _steps_of(case, dtype, device, folder, WARM_UP + 1, graph) as runs:
+        for run in runs[:-1]:
+            run()
+        return _profile(runs[-1])
+
+
+@contextmanager
+def _steps_of(
+    case: ModelCase, dtype: torch.dtype, device: torch.device, folder: Path, count: int, graph: bool
+) -> Iterator[list[Callable[[], Any]]]:
+    """Give functions that take the steps of a case one by one, under the conditions of the runner.
+
+    A temporal model gets a new frame in each of them.
+    """
+    torch.manual_seed(0)
+    model, batches = case.make(case.batch_size, count, folder, device.type == "cpu")
+    model = model.to(device).train(case.trains)
+    prepared = [model.data_preprocessor(batch, case.trains) for batch in batches]
+    step = training_step(model, MAX_NORM[case.model]) if case.trains else prediction(model)
+
+    def new_autocast() -> torch.autocast:
+        # An object of its own for each level: it keeps the state to restore.
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+    autocast = new_autocast()
+    graphed = GraphedLoss if case.trains else GraphedPrediction
+    with ExitStack() as as_in_the_runner:
+        if graph:
+            as_in_the_runner.enter_context(graphed(model).installed())
+        if case.trains:
+            as_in_the_runner.enter_context(living_objects_not_collected())
+        else:
+            as_in_the_runner.enter_context(new_autocast())
+            as_in_the_runner.enter_context(weights_are_constant())
+        as_in_the_runner.enter_context(torch.autograd.set_multithreading_enabled(False))
+        yield [partial(step, batch, autocast) for batch in prepared]
 
 
 def training_step(model: nn.Module, max_norm: float) -> Callable[[dict[str, Any], Any], torch.Tensor]:
@@ -252,13 +274,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {"environment": describe(device), "results": []}
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for case in chosen:
-            for name in options.dtypes:
-                result = measure(
-                    case, getattr(torch, name), device, Path(folder), options.steps, options.graph
-                )
-                report["results"].append(result)
-                print({key: value for key, value in result.items() if key != "top"}, flush=True)
+        runs = list(itertools.product(chosen, options.dtypes))
+        for case, name in runs:
+            dtype = getattr(torch, name)
+            result = measure(case, dtype, device, Path(folder), options.steps, options.graph)
+            report["results"].append(result)
+            print(result, flush=True)
+            (options.out / "models.json").write_text(json.dumps(report, indent=1) + "\n")
+        if device.type == "cuda":
+            for (case, name), result in zip(runs, report["results"], strict=True):
+                result |= measure_gpu(case, getattr(torch, name), device, Path(folder), options.graph)
                 (options.out / "models.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(report["results"])
     environment = ", ".join(f"{label} {value}" for label, value in report["environment"].items())

@@ -14,6 +14,7 @@ from visdet.compat import transformers as bridge
 from visdet.compat.transformers import installed
 
 SHAPES = [(40, 33), (20, 17), (10, 9), (5, 5)]
+LARGE_SHAPES = [(72, 60), (36, 30), (18, 15), (9, 8)]  # more than 8192 rows in two images
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -125,7 +126,7 @@ def encoder_layer(device="cpu", activation="relu"):
     if activation != "relu":
         del layer.activation_fn
         layer.activation_fn = activation
-    shapes = SHAPES[: layer.self_attn.n_levels]
+    shapes = (SHAPES if device == "cpu" else LARGE_SHAPES)[: layer.self_attn.n_levels]
     rows, generator = sum(height * width for height, width in shapes), torch.Generator().manual_seed(2)
     hidden, positions = torch.randn(2, 2, rows, layer.embed_dim, generator=generator)
     points = torch.rand(2, rows, len(shapes), 2, generator=generator)

@@ -27,8 +27,10 @@ __all__ = ["layer_classes", "view_layers"]
 _PARTS = re.compile(r"norm|fc\d|linear|proj|layers")
 _ACTIVATED = re.compile(r"self\.activation_fn\(\s*self\.fc1\(")
 _ATTENTION_FUNCTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_MIN_ROWS = 1024
-_MIN_ROWS_ON_CUDA = 8192  # of predictions: below, torch's kernels for norms take as little time
+_MIN_ROWS = 1024  # of linear layers on the CPU
+_MIN_ROWS_ON_CUDA = (
+    8192  # of norms: below, a call of visdet's kernel takes the host longer than it saves on the GPU
+)
 
 
 def layer_classes(module: ModuleType) -> list[type[nn.Module]]:
@@ -101,9 +103,11 @@ def _pays(first: Any = None, *others: Any) -> bool:
     if type(first) is not Tensor or first.dim() < 2 or torch.compiler.is_compiling():
         return False
     rows = first.numel() // max(first.shape[-1], 1)
-    if not torch.is_grad_enabled():
-        return rows >= (_MIN_ROWS_ON_CUDA if first.is_cuda else _MIN_ROWS)
-    return first.is_cuda and (rows >= _MIN_ROWS or torch.is_autocast_enabled("cuda"))
+    if not first.is_cuda:
+        return rows >= _MIN_ROWS and not torch.is_grad_enabled()
+    if rows >= _MIN_ROWS_ON_CUDA:
+        return True
+    return torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")
 
 
 def _is_given_away(layer: nn.Module) -> bool:
@@ -222,5 +226,5 @@ def _suits_kernel(norm: Any, input: Any) -> bool:
         type(norm.weight) is type(norm.bias) is nn.Parameter
         and len(norm.normalized_shape) == 1
         and input.shape[-1] == norm.normalized_shape[0]
-        and input.numel() >= _MIN_ROWS * input.shape[-1]
+        and input.numel() >= _MIN_ROWS_ON_CUDA * input.shape[-1]
     )
