@@ -346,6 +346,32 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
         train(tmp_path, resume=str(weights_only))
 
 
+def test_another_optimizer_cannot_be_resumed(tmp_path):
+    train(tmp_path, train_cfg__max_iters=5)
+    sgd = dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=0.01, momentum=0.9))
+    kind = toy_config(tmp_path).optim_wrapper.optimizer.type
+    assert kind != "SGD"
+    with pytest.raises(
+        CheckpointError, match=rf"cannot be resumed: it has the state of {kind}, but the config has SGD"
+    ):
+        train(tmp_path, resume="auto", optim_wrapper=sgd)
+
+
+@pytest.mark.parametrize("says_optimizer", [True, False])
+def test_an_optimizer_with_other_groups_cannot_be_resumed(tmp_path, says_optimizer):
+    train(tmp_path, train_cfg__max_iters=5)
+    path = tmp_path / "iter_5.pth"
+    checkpoint = read_checkpoint(path)
+    if not says_optimizer:  # as mmengine's
+        del checkpoint["meta"]["optimizers"]
+    checkpoint["optimizer"]["param_groups"][0]["params"].pop()
+    torch.save(checkpoint, path)
+    with pytest.raises(
+        CheckpointError, match=r"groups of parameters have the sizes \[.*\], but those of the config"
+    ):
+        train(tmp_path, resume=str(path))
+
+
 def test_ema_and_its_counter_are_resumed(tmp_path):
     options = {
         "custom_hooks": [{"type": "EMAHook", "momentum": 0.05}],

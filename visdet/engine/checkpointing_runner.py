@@ -9,6 +9,7 @@ import mmengine
 from mmengine.dist import master_only
 from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
@@ -131,7 +132,8 @@ class CheckpointingRunner(Runner):
             map_location: the device that mmengine passes on to :meth:`load_checkpoint`, where it has no effect.
 
         Raises:
-            CheckpointError: the file is missing or damaged, or its weights do not fit the model.
+            CheckpointError: the file is missing or damaged, or its weights do not fit the model, or its state is that
+                of another optimizer.
         """
         if self._checkpoint is None:
             self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
@@ -152,8 +154,33 @@ class CheckpointingRunner(Runner):
         dataset_meta = getattr(self.train_dataloader.dataset, "metainfo", None)
         if to_plain(dataset_meta) == to_plain(meta.get("dataset_meta")):
             meta["dataset_meta"] = dataset_meta
+        if resume_optimizer:
+            self.optim_wrapper: Any = self.build_optim_wrapper(self.optim_wrapper)
+            self._check_optimizers(filename, meta.get("optimizers"), self._checkpoint[1]["optimizer"])
         super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
         self._adapt_to_epoch_length(filename, meta.get("iterations_per_epoch"))
+
+    def _check_optimizers(self, filename: str, before: dict[str, str] | None, state: dict) -> None:
+        """Raise CheckpointError if a checkpoint's state is that of another optimizer or of other groups of parameters.
+
+        Checkpoints of mmengine do not say which optimizer wrote them.
+        """
+        now = _optimizers(self.optim_wrapper)
+        problem = None
+        if before is not None and before != now:
+            problem = f"it has the state of {_text(before)}, but the config has {_text(now)}"
+        else:
+            sizes, expected = _group_sizes(state), _group_sizes(self.optim_wrapper.state_dict())
+            if sizes != expected:
+                problem = (
+                    f"the optimizer's groups of parameters have the sizes {sizes}, but those of the config have "
+                    f"{expected}"
+                )
+        if problem:
+            raise CheckpointError(
+                f"checkpoint {filename} cannot be resumed: {problem}. To start training from its weights, drop "
+                f"--resume and use --cfg-options load_from={filename}"
+            )
 
     def _adapt_to_epoch_length(self, filename: str, before: int | None) -> None:
         """Count the iterations anew if an epoch had another number of them in the run that is resumed.
@@ -229,6 +256,7 @@ class CheckpointingRunner(Runner):
                 "mmengine_version": mmengine.__version__,
                 "dataset_meta": getattr(self.train_dataloader.dataset, "metainfo", None),
                 "iterations_per_epoch": len(self.train_dataloader),
+                "optimizers": _optimizers(self.optim_wrapper),
             },
             "state_dict": weights_to_cpu(model.state_dict()),
             "message_hub": self.message_hub.state_dict(),
@@ -239,6 +267,28 @@ class CheckpointingRunner(Runner):
             checkpoint["param_schedulers"] = _states(self.param_schedulers)
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         write_checkpoint(checkpoint, os.path.join(out_dir, filename))
+
+
+def _optimizers(wrapper: Any) -> dict[str, str]:
+    """Return {name: class} of the optimizers of a wrapper. A single optimizer has the name ""."""
+    if isinstance(wrapper, OptimWrapperDict):
+        return {name: type(one.optimizer).__name__ for name, one in wrapper.items()}
+    return {"": type(wrapper.optimizer).__name__}
+
+
+def _text(optimizers: dict[str, str]) -> str:
+    return ", ".join(f"{kind} ({name})" if name else kind for name, kind in optimizers.items())
+
+
+def _group_sizes(state: dict) -> list[int] | dict[str, list[int]]:
+    """Return the number of parameters in each group of a wrapper's state, or a dict of that by names of optimizers."""
+    if "param_groups" in state:
+        return [len(group["params"]) for group in state["param_groups"]]
+    return {
+        name: [len(group["params"]) for group in one["param_groups"]]
+        for name, one in state.items()
+        if isinstance(one, dict) and "param_groups" in one
+    }
 
 
 def _states(schedulers: list | dict) -> list | dict:
