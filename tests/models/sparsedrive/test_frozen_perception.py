@@ -90,3 +90,16 @@ def test_a_plan_is_what_differs_from_going_on():
 def test_frozen_perception_needs_motion():
     with pytest.raises(ValueError, match="freeze_perception needs with_motion_plan"):
         MODELS.build(tiny_config(freeze_perception=True))
+
+
+@pytest.mark.parametrize("name", ["gt_ego_fut_cmd", "gt_ego_fut_trajs", "gt_ego_fut_masks", "ego_status"])
+def test_a_sample_without_what_the_planner_needs_is_refused(name):
+    images, samples = motion_frame([0.0, 0.0])
+    for sample in samples:
+        delattr(sample, name)
+    model = tiny_stage2()
+    with pytest.raises(ValueError, match=f"data_samples must have {name}, which the planner needs"):
+        model.train()(images, samples, mode="loss")
+    if name == "gt_ego_fut_cmd":
+        with pytest.raises(ValueError, match=f"data_samples must have {name}, which the planner needs"):
+            model.eval()(images, samples, mode="predict")

@@ -12,6 +12,7 @@ from visdet.registry import TASK_UTILS
 
 from .box3d import COS_YAW, SIN_YAW, L, W, decode_box
 from .box3d_decoder import ResultDecoder, select_best
+from .sample_batch import field_of
 
 __all__ = ["HierarchicalPlanningDecoder", "SparseBox3DMotionDecoder"]
 
@@ -124,7 +125,7 @@ class HierarchicalPlanningDecoder(ResultDecoder):
         plans = planning_output["prediction"][-1].float()
         plans = plans.reshape(B, 3, self.ego_fut_mode, self.ego_fut_ts, 2).cumsum(-2)
         batch = torch.arange(B, device=scores.device)
-        command = data["gt_ego_fut_cmd"].argmax(-1)
+        command = field_of(data, "gt_ego_fut_cmd").argmax(-1)
         chosen, plan = scores[batch, command], plans[batch, command]
         if self.use_rescore:
             chosen = chosen + _COLLISION * self._collides(plan, det_output, motion_output)

@@ -17,6 +17,7 @@ from .instance_bank import topk
 from .instance_operations import InstanceOperations
 from .mlp import Perceptron, linear_relu_ln
 from .motion_target import best_modes
+from .sample_batch import field_of
 from .sine_embedding import gen_sineembed_for_position
 
 __all__ = ["MotionPlanningHead"]
@@ -310,11 +311,12 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
 
     def _planning_loss(self, outs: dict[str, Any], data: dict[str, Any]) -> dict[str, Tensor]:
         losses = {}
+        future, known = field_of(data, "gt_ego_fut_trajs"), field_of(data, "gt_ego_fut_masks")
         for i, (cls, reg, status) in enumerate(
             zip(outs["classification"], outs["prediction"], outs["status"], strict=True)
         ):
             cls, mode, counts, best, target, weight = self.planning_sampler.sample(
-                cls.float(), reg.float(), data["gt_ego_fut_trajs"], data["gt_ego_fut_masks"], data
+                cls.float(), reg.float(), future, known, data
             )
             cls, mode, counts = (x.flatten(end_dim=1) for x in (cls, mode, counts.float()))
             losses[f"planning_loss_cls_{i}"] = self.plan_loss_cls(cls, mode, weight=counts)
@@ -323,7 +325,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
                 target.flatten(end_dim=1),
                 weight=weight.flatten(end_dim=1).unsqueeze(-1),
             )
-            given = data["ego_status"].to(status.device, torch.float32)
+            given = field_of(data, "ego_status").to(status.device, torch.float32)
             losses[f"planning_loss_status_{i}"] = self.plan_loss_status(status.float().squeeze(1), given)
         return losses
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from visdet.registry import TASK_UTILS
 
 from .padded_instances import padded_rows, rows_or_zeros
+from .sample_batch import field_of
 
 __all__ = ["MotionTarget", "PlanningTarget", "best_modes"]
 
@@ -115,7 +116,7 @@ class PlanningTarget:
             gt_reg_mask.unsqueeze(1).to(reg_pred.dtype),
         )
         batch = torch.arange(B, device=reg_pred.device)
-        command = data["gt_ego_fut_cmd"].argmax(-1)
+        command = field_of(data, "gt_ego_fut_cmd").argmax(-1)
         cls = cls_pred.reshape(B, 3, 1, M)[batch, command]
         reg = reg_pred.reshape(B, 3, 1, M, T, 2)[batch, command]
         mode, best = best_modes(reg, target, mask)

@@ -14,7 +14,7 @@ from visdet.structures.tensor_tree import ON_HOST
 from ..driving_data_preprocessor import stack_equal
 from .denoising import DenoisingQueries
 
-__all__ = ["DrivingBatch", "batch_of"]
+__all__ = ["DrivingBatch", "batch_of", "field_of"]
 
 # These fields become one tensor for the batch. Other tensors stay lists with one tensor per sample.
 _STACKED = (
@@ -92,3 +92,16 @@ def batch_of(data_samples: Sequence[DrivingDataSample], evaluates: bool = False)
         batch["timestamp"] = torch.tensor([sample.timestamp for sample in data_samples], dtype=torch.float64)
     batch["img_metas"] = [sample.metainfo for sample in data_samples]
     return batch
+
+
+def field_of(data: dict[str, Any], name: str) -> Any:
+    """Return a field of a batch that the planner needs.
+
+    Raises:
+        InvalidInputError: the samples do not have it.
+    """
+    if name not in data:
+        raise InvalidInputError(
+            f"data_samples must have {name}, which the planner needs; they have {sorted(data)}"
+        )
+    return data[name]
