@@ -32,19 +32,25 @@ REJECTIONS = {
         "features must be float64, float32",
     ),
     "shapes-2d": (
-        dict(level_shapes=torch.ones(3, 2)),
+        dict(level_shapes=torch.ones(3, 2, dtype=torch.int64)),
         r"level_shapes must be \[V, L, 2\] \(height, width\), got",
     ),
-    "shapes-zero": (dict(level_shapes=torch.zeros(3, 2, 2)), r"level_shapes\[0, 0\] must be a positive"),
+    "shapes-zero": (
+        dict(level_shapes=torch.zeros(3, 2, 2, dtype=torch.int64)),
+        r"level_shapes\[0, 0\] must be a positive",
+    ),
     "shapes-huge": (
         dict(level_shapes=torch.full((3, 2, 2), 2**40)),
         r"level_shapes\[0, 0\] must be a positive",
     ),
     "starts-shape": (
-        dict(level_starts=torch.zeros(3)),
+        dict(level_starts=torch.zeros(3, dtype=torch.int64)),
         r"level_starts must be \[V, L\] = \[3, 2\], got \[3\]",
     ),
-    "starts-overlap": (dict(level_starts=torch.zeros(3, 2)), "level_starts must not let maps overlap"),
+    "starts-overlap": (
+        dict(level_starts=torch.zeros(3, 2, dtype=torch.int64)),
+        "level_starts must not let maps overlap",
+    ),
     "starts-outside": (
         dict(level_starts=torch.full((3, 2), 500)),
         "camera 0, level 0 .35 rows from row 500. must lie",

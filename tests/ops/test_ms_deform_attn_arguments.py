@@ -180,6 +180,17 @@ def test_rejects_levels_that_are_no_integers(name, table):
         ms_deform_attn(**(rejection_case() | {name: table}))
 
 
+@pytest.mark.parametrize("name", ["level_shapes", "level_starts"])
+def test_rejects_tensors_that_are_no_integers(name):
+    tables = {
+        "level_shapes": torch.tensor([(3.0, 2.0), (2.0, 2.5)]),
+        "level_starts": torch.tensor([0.0, 6.0]),
+    }
+    message = f"{name} must be an integer tensor or a sequence of integers, got a tensor of torch.float32"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        ms_deform_attn(**(rejection_case() | {name: tables[name]}))
+
+
 @pytest.mark.parametrize(("table", "shape"), [([], "[0]"), (3, "[]"), ([3, 2, 2, 2], "[4]")])
 @pytest.mark.parametrize("starts", [None, [0, 6]], ids=["no starts", "starts"])
 def test_rejects_shapes_of_other_dimensions(table, shape, starts):

@@ -29,9 +29,14 @@ def integer_table(operator: str, name: str, table: Tensor | Sequence[Any], expec
         expected: what the error says besides "an integer tensor", such as "a sequence of integers".
 
     Raises:
-        TypeError: ``table`` is neither a tensor nor such a sequence.
+        TypeError: ``table`` is neither a tensor of integers nor such a sequence.
     """
     if isinstance(table, Tensor):
+        # A tensor of no numbers is mostly made from an empty list and has float32.
+        if (table.is_floating_point() or table.is_complex()) and table.numel() > 0:
+            raise TypeError(
+                f"{operator}: {name} must be an integer tensor or {expected}, got a tensor of {table.dtype}"
+            )
         return table.to(torch.int64)
     problem: Exception | None = None
     try:
