@@ -14,7 +14,6 @@ from visdet.compat import transformers as bridge
 from visdet.compat.transformers import installed
 
 SHAPES = [(40, 33), (20, 17), (10, 9), (5, 5)]
-LARGE_SHAPES = [(72, 60), (36, 30), (18, 15), (9, 8)]  # more than 8192 rows in two images
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -126,7 +125,7 @@ def encoder_layer(device="cpu", activation="relu"):
     if activation != "relu":
         del layer.activation_fn
         layer.activation_fn = activation
-    shapes = (SHAPES if device == "cpu" else LARGE_SHAPES)[: layer.self_attn.n_levels]
+    shapes = SHAPES[: layer.self_attn.n_levels]
     rows, generator = sum(height * width for height, width in shapes), torch.Generator().manual_seed(2)
     hidden, positions = torch.randn(2, 2, rows, layer.embed_dim, generator=generator)
     points = torch.rand(2, rows, len(shapes), 2, generator=generator)
@@ -136,7 +135,8 @@ def encoder_layer(device="cpu", activation="relu"):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_encoder_layers_are_those_of_stock(device):
+def test_encoder_layers_are_those_of_stock(device, monkeypatch):
+    monkeypatch.setattr(_layers, "_MIN_ROWS_ON_CUDA", 1024)
     layer, arguments = encoder_layer(device)
     expected = outputs_and_gradients(layer, arguments, 0)
     with installed(), Recorder() as recorder:
@@ -268,14 +268,16 @@ def test_views_have_the_attributes_of_their_layers():
 def test_linear_layers_under_autocast_are_one_node(dtype):
     linear = nn.Linear(64, 32, device="cuda")
     with Recorder() as recorder, torch.autocast("cuda", dtype):
-        output = _projection.project(linear, torch.randn(2, 30, 64, device="cuda"))
+        output = _projection.project(linear, torch.randn(2, 4096, 64, device="cuda"))
         output.sum().backward()
     assert output.dtype == dtype and linear.weight.grad.dtype == torch.float32
     assert recorder.calls == ["autocast_linear", "autocast_linear_backward"]
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("change", ["frozen", "no bias", "hook", "halves", "no gradients", "no autocast"])
+@pytest.mark.parametrize(
+    "change", ["frozen", "no bias", "hook", "halves", "no gradients", "no autocast", "few rows"]
+)
 def test_linear_layers_that_are_called(change):
     linear = nn.Linear(16, 8, bias=change != "no bias", device="cuda")
     seen = []
@@ -285,7 +287,8 @@ def test_linear_layers_that_are_called(change):
         linear.register_forward_hook(lambda *_: seen.append(None))
     if change == "halves":
         linear.bfloat16()
-    input = torch.randn(2, 16, device="cuda", dtype=linear.weight.dtype)
+    rows = 8191 if change == "few rows" else 8192
+    input = torch.randn(rows, 16, device="cuda", dtype=linear.weight.dtype)
     with (
         torch.set_grad_enabled(change != "no gradients"),
         torch.autocast("cuda", torch.bfloat16, enabled=change != "no autocast"),
@@ -294,6 +297,11 @@ def test_linear_layers_that_are_called(change):
         torch.testing.assert_close(output, linear(input), rtol=0, atol=0)
     assert "_AutocastLinear" not in str(output.grad_fn)
     assert len(seen) == 2 * (change == "hook")
+
+
+@pytest.mark.parametrize(("shape", "many"), [((2, 4096, 8), True), ((8191, 8), False), ((2, 4096, 0), False)])
+def test_rows_that_pay_on_a_gpu(shape, many):
+    assert _projection.has_many_rows(torch.empty(shape, device="meta")) == many
 
 
 @pytest.mark.parametrize("call", ["long prediction", "short prediction", "training", "strange arguments"])

@@ -20,7 +20,7 @@ from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm
 
 from ._attention import is_recorded
 from ._bridge import Bridge
-from ._projection import is_untouched, project, project_by_onednn, suits_onednn
+from ._projection import has_many_rows, is_untouched, project, project_by_onednn, suits_onednn
 
 __all__ = ["layer_classes", "view_layers"]
 
@@ -102,12 +102,9 @@ def _pays(first: Any = None, *others: Any) -> bool:
     """Return whether parts of a layer are computed faster for this first argument by more than a view costs."""
     if type(first) is not Tensor or first.dim() < 2 or torch.compiler.is_compiling():
         return False
-    rows = first.numel() // max(first.shape[-1], 1)
-    if not first.is_cuda:
-        return rows >= _MIN_ROWS and not torch.is_grad_enabled()
-    if rows >= _MIN_ROWS_ON_CUDA:
-        return True
-    return torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")
+    if first.is_cuda:
+        return has_many_rows(first)
+    return first.numel() >= _MIN_ROWS * max(first.shape[-1], 1) and not torch.is_grad_enabled()
 
 
 def _is_given_away(layer: nn.Module) -> bool:
@@ -226,5 +223,5 @@ def _suits_kernel(norm: Any, input: Any) -> bool:
         type(norm.weight) is type(norm.bias) is nn.Parameter
         and len(norm.normalized_shape) == 1
         and input.shape[-1] == norm.normalized_shape[0]
-        and input.numel() >= _MIN_ROWS_ON_CUDA * input.shape[-1]
+        and has_many_rows(input)
     )

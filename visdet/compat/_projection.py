@@ -4,7 +4,8 @@ In predictions on the CPU, ``torch.nn.functional.linear`` of float32 tensors fir
 then adds the product, so that the output travels to memory twice. oneDNN adds the bias while it writes the product.
 
 In training under autocast on CUDA, torch rounds the gradients of a float32 layer to 16 bits and then converts them, by
-kernels of their own. ``autocast_linear`` writes them in float32.
+kernels of their own. ``autocast_linear`` writes them in float32. As an ``autograd.Function``, it takes the host longer
+than torch's linear layer, which only pays where the rows are many.
 """
 
 from typing import Any
@@ -15,9 +16,23 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from visdet.ops.autocast_linear import autocast_linear, is_built
 
-__all__ = ["is_plain", "is_untouched", "project", "project_by_onednn", "project_masked", "suits_onednn"]
+__all__ = [
+    "has_many_rows",
+    "is_plain",
+    "is_untouched",
+    "project",
+    "project_by_onednn",
+    "project_masked",
+    "suits_onednn",
+]
 
-_MIN_ROWS = 1024  # Below, the output stays in the cache, and both ways take the same time.
+_MIN_ROWS = 1024  # on the CPU: below, the output stays in the cache, and both ways take the same time
+_MIN_ROWS_ON_CUDA = 8192
+
+
+def has_many_rows(input: Tensor) -> bool:
+    """Return whether visdet's kernels save a GPU more time on these rows than their calls from Python cost the host."""
+    return 0 < _MIN_ROWS_ON_CUDA * input.shape[-1] <= input.numel()
 
 
 def is_untouched(layer: nn.Module, kind: type[nn.Module] | None = None) -> bool:
@@ -84,8 +99,8 @@ def suits_onednn(layer: Any, input: Tensor) -> bool:
 
 
 def _suits_node(layer: Any, input: Any) -> bool:
-    """Return whether a layer is trained in float32 under autocast on CUDA."""
-    if type(input) is not Tensor or not input.is_cuda or input.dim() < 2 or input.numel() == 0:
+    """Return whether a layer is trained on many rows in float32 under autocast on CUDA."""
+    if type(input) is not Tensor or not input.is_cuda or input.dim() < 2 or not has_many_rows(input):
         return False
     if not torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
         return False
