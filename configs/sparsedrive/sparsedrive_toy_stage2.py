@@ -48,5 +48,5 @@ test_evaluator = val_evaluator
 
 visualizer = dict(type="DrivingVisualizer")
 randomness = dict(seed=0)
-load_from = "work_dirs/sparsedrive_toy_stage1/iter_2200.pth"
+load_from = "work_dirs/sparsedrive_toy_stage1/iter_1800.pth"
 strict_load = False  # The first stage has no motion and planning.

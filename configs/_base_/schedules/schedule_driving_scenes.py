@@ -1,6 +1,6 @@
 # A short schedule for the driving scenes. The cosine ends with training, so that
 # `--cfg-options train_cfg.max_iters=400` is a whole schedule of 400 iterations.
-train_cfg = dict(type="IterBasedTrainLoop", max_iters=2200, val_interval=2200)
+train_cfg = dict(type="IterBasedTrainLoop", max_iters=1800, val_interval=1800)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
 
