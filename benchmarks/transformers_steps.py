@@ -173,7 +173,7 @@ def race(family: Family, options: argparse.Namespace, device: torch.device) -> d
 
 
 def add_gpu_figures(result: dict[str, Any], options: argparse.Namespace, device: torch.device) -> None:
-    """Add to the result of a family what the profiler says. Once it has been used, launches take longer."""
+    """Add to the result of a family what the profiler says. Once it has been used, launches may take longer."""
     family = FAMILIES[result["family"]]
     model = make_model(family, device)
     inputs = make_inputs(family, options.batch, device)
