@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mmengine
+import torch
 from mmengine.dist import master_only
 from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.model import is_model_wrapper
@@ -166,16 +167,18 @@ class CheckpointingRunner(Runner):
         Checkpoints of mmengine do not say which optimizer wrote them.
         """
         now = _optimizers(self.optim_wrapper)
+        kinds = {name: type(optimizer).__name__ for name, optimizer in now.items()}
+        states = {"": state} if set(now) == {""} else state
+        sizes = {name: _group_sizes(states.get(name, {}).get("param_groups", ())) for name in now}
+        expected = {name: _group_sizes(optimizer.param_groups) for name, optimizer in now.items()}
         problem = None
-        if before is not None and before != now:
-            problem = f"it has the state of {_text(before)}, but the config has {_text(now)}"
-        else:
-            sizes, expected = _group_sizes(state), _group_sizes(self.optim_wrapper.state_dict())
-            if sizes != expected:
-                problem = (
-                    f"the optimizer's groups of parameters have the sizes {sizes}, but those of the config have "
-                    f"{expected}"
-                )
+        if before is not None and before != kinds:
+            problem = f"it has the state of {_text(before)}, but the config has {_text(kinds)}"
+        elif sizes != expected:
+            problem = (
+                f"the optimizer's groups of parameters have the sizes {_text(sizes)}, but those of the config have "
+                f"{_text(expected)}"
+            )
         if problem:
             raise CheckpointError(
                 f"checkpoint {filename} cannot be resumed: {problem}. To start training from its weights, drop "
@@ -256,7 +259,10 @@ class CheckpointingRunner(Runner):
                 "mmengine_version": mmengine.__version__,
                 "dataset_meta": getattr(self.train_dataloader.dataset, "metainfo", None),
                 "iterations_per_epoch": len(self.train_dataloader),
-                "optimizers": _optimizers(self.optim_wrapper),
+                "optimizers": {
+                    name: type(optimizer).__name__
+                    for name, optimizer in _optimizers(self.optim_wrapper).items()
+                },
             },
             "state_dict": weights_to_cpu(model.state_dict()),
             "message_hub": self.message_hub.state_dict(),
@@ -269,26 +275,19 @@ class CheckpointingRunner(Runner):
         write_checkpoint(checkpoint, os.path.join(out_dir, filename))
 
 
-def _optimizers(wrapper: Any) -> dict[str, str]:
-    """Return {name: class} of the optimizers of a wrapper. A single optimizer has the name ""."""
+def _optimizers(wrapper: Any) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers of a wrapper by their names. A single optimizer has the name ""."""
     if isinstance(wrapper, OptimWrapperDict):
-        return {name: type(one.optimizer).__name__ for name, one in wrapper.items()}
-    return {"": type(wrapper.optimizer).__name__}
+        return {name: one.optimizer for name, one in wrapper.items()}
+    return {"": wrapper.optimizer}
 
 
-def _text(optimizers: dict[str, str]) -> str:
-    return ", ".join(f"{kind} ({name})" if name else kind for name, kind in optimizers.items())
+def _group_sizes(groups: Sequence[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
-def _group_sizes(state: dict) -> list[int] | dict[str, list[int]]:
-    """Return the number of parameters in each group of a wrapper's state, or a dict of that by names of optimizers."""
-    if "param_groups" in state:
-        return [len(group["params"]) for group in state["param_groups"]]
-    return {
-        name: [len(group["params"]) for group in one["param_groups"]]
-        for name, one in state.items()
-        if isinstance(one, dict) and "param_groups" in one
-    }
+def _text(by_name: dict[str, Any]) -> str:
+    return ", ".join(f"{value} ({name})" if name else str(value) for name, value in by_name.items())
 
 
 def _states(schedulers: list | dict) -> list | dict:
