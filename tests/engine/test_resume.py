@@ -4,17 +4,20 @@ import itertools
 import multiprocessing
 import random
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from mmengine.dataset import DefaultSampler
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from toy_detection import ToyDetector
 from toy_run import losses, toy_config, toy_runner, train, weights
 
 import visdet.engine.resume as resume_module
 from visdet.engine import CheckpointError, build_runner, read_checkpoint
+from visdet.engine.checkpointing_runner import CheckpointingRunner
 from visdet.engine.resumable_batches import ResumableBatches
 from visdet.engine.resume import decided_by_the_main_process
 from visdet.registry import MODELS
@@ -370,6 +373,26 @@ def test_an_optimizer_with_other_groups_cannot_be_resumed(tmp_path, says_optimiz
         CheckpointError, match=r"groups of parameters have the sizes \[.*\], but those of the config"
     ):
         train(tmp_path, resume=str(path))
+
+
+def test_several_optimizers_are_compared_by_name():
+    def wrappers(**kinds):
+        models = {name: torch.nn.Linear(2, 2) for name in kinds}
+        return OptimWrapperDict(
+            **{name: OptimWrapper(kind(models[name].parameters(), lr=0.1)) for name, kind in kinds.items()}
+        )
+
+    saved = wrappers(body=torch.optim.SGD, head=torch.optim.Adam)
+    before = {"body": "SGD", "head": "Adam"}
+    runner = SimpleNamespace(optim_wrapper=wrappers(body=torch.optim.SGD, head=torch.optim.Adam))
+    CheckpointingRunner._check_optimizers(runner, "a.pth", before, saved.state_dict())
+    runner.optim_wrapper = wrappers(body=torch.optim.Adam, head=torch.optim.Adam)
+    message = r"has the state of SGD \(body\), Adam \(head\), but the config has Adam \(body\), Adam \(head\)"
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointingRunner._check_optimizers(runner, "a.pth", before, saved.state_dict())
+    runner.optim_wrapper = wrappers(body=torch.optim.SGD)["body"]
+    with pytest.raises(CheckpointError, match=r"sizes \[\], but those of the config have \[2\]"):
+        CheckpointingRunner._check_optimizers(runner, "a.pth", None, saved.state_dict())
 
 
 def test_ema_and_its_counter_are_resumed(tmp_path):
