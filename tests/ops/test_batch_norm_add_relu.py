@@ -1,12 +1,16 @@
 """Batch normalisation in training, with a residual sum and ReLU in the same kernels."""
 
+import importlib
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
+
+module = importlib.import_module("visdet.ops.batch_norm_add_relu")
 
 HALVES = [torch.float16, torch.bfloat16]
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
@@ -122,6 +126,41 @@ def test_the_layout_of_gradients_and_residuals_does_not_matter(layout):
     output = batch_norm_add_relu(x, other, weight, bias)
     assert is_ours(output) and torch.equal(output, expected)
     assert all(map(torch.equal, gradients(output, (x, other, weight, bias), grad_output), expected_grads))
+
+
+def torch_instead_of_the_kernel(monkeypatch):
+    """Let torch compute on the CPU what the operator's kernels do on a GPU."""
+
+    def forward(rows, residual, weight, bias, mean, var, count, momentum, eps, relu):
+        center, spread = rows.mean((0, 1, 2)), (rows.var((0, 1, 2), unbiased=False) + eps).rsqrt()
+        y = (rows - center) * spread * weight + bias
+        y = y if residual is None else y + residual
+        return F.relu(y) if relu else y, torch.stack([center, spread])
+
+    def backward(grad, rows, mask, weight, bias, statistics, relu):
+        passed = grad if mask is None else grad * (mask > 0)
+        return passed, passed, torch.zeros(2, len(weight))
+
+    monkeypatch.setattr(torch.ops.visdet, "batch_norm_add_relu", SimpleNamespace(default=forward))
+    monkeypatch.setattr(torch.ops.visdet, "batch_norm_add_relu_backward", SimpleNamespace(default=backward))
+    monkeypatch.setattr(module, "has_kernel", lambda *_: True)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_the_result_may_be_changed_in_place(device, monkeypatch):
+    if device == "cpu":
+        torch_instead_of_the_kernel(monkeypatch)
+    x, residual, weight, bias = draw((2, 16, 6, 4), torch.float32, device)
+    output = batch_norm_add_relu(x, None, weight, bias, relu=False)
+    assert is_ours(output) and output.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(output.relu_(), composed(x, None, weight, bias), rtol=1e-5, atol=1e-5)
+    output.sum().backward()
+    assert x.grad is not None
+    # The gradient of this result is computed from the result itself.
+    kept = batch_norm_add_relu(x, residual, weight, bias, relu=True)
+    kept.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

@@ -176,6 +176,16 @@ def _images(rows: Tensor) -> Tensor:
     return rows.permute(0, 3, 1, 2)
 
 
+def _own_images(rows: Tensor) -> Tensor:
+    """Return the images that packed rows hold, as a tensor of its own.
+
+    A view that an ``autograd.Function`` returns may not be changed in place, as a ReLU after the normalisation does.
+    """
+    images = _images(rows)
+    own = torch.empty(0, dtype=rows.dtype, device=rows.device)
+    return own.set_(rows.untyped_storage(), rows.storage_offset(), images.shape, images.stride())
+
+
 class _BatchNormAddReLU(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -192,7 +202,7 @@ class _BatchNormAddReLU(torch.autograd.Function):
         relu: bool,
     ) -> Tensor:
         rows = _rows(input)
-        output, statistics = torch.ops.visdet.batch_norm_add_relu.default(
+        output_rows, statistics = torch.ops.visdet.batch_norm_add_relu.default(
             rows,
             None if residual is None else _rows(residual),
             weight,
@@ -204,18 +214,20 @@ class _BatchNormAddReLU(torch.autograd.Function):
             eps,
             relu,
         )
+        output = _own_images(output_rows)
         # Without a residual, the sign of the output follows from the input.
         mask = output if relu and residual is not None else None
         ctx.save_for_backward(rows, mask, weight, bias, statistics)
         ctx.relu = relu
         ctx.has_residual = residual is not None
-        return _images(output)
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         rows, mask, weight, bias, statistics = ctx.saved_tensors
         grads = _rows(grad_output.to(rows.dtype))
+        mask = None if mask is None else _rows(mask)
         grad_input, grad_residual, sums = torch.ops.visdet.batch_norm_add_relu_backward.default(
             grads, rows, mask, weight, bias, statistics, ctx.relu
         )
