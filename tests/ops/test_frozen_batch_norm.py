@@ -33,6 +33,31 @@ def composed(input, weight, bias, mean, variance, eps=1e-5):
     return input * scale + (bias - mean * scale)
 
 
+def one_image(images):
+    """The stride of the batch is then not that of a tensor of one image."""
+    return images.contiguous(memory_format=torch.channels_last)[0][None]
+
+
+def tokens(images):
+    return images.contiguous(memory_format=torch.channels_last).flatten(2)[..., None]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", [one_image, tokens])
+def test_dimensions_of_size_one_may_have_any_stride(layout, device):
+    input, statistics = problem((2, 64, 8, 8), device, torch.float16)
+    input = layout(input)
+    assert input.is_contiguous(memory_format=torch.channels_last)
+    expected = composed(input, *statistics)
+    torch.testing.assert_close(frozen_batch_norm(input, *statistics), expected, rtol=1e-5, atol=1e-5)
+    leaf = input.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(
+        frozen_batch_norm(leaf, *statistics), leaf, layout(torch.ones_like(expected))
+    )
+    (of_composed,) = torch.autograd.grad(composed(leaf, *statistics).sum(), leaf)
+    torch.testing.assert_close(grad, of_composed, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels last", "strided", "not aligned"])

@@ -1,12 +1,13 @@
 """Kernels at the ends of their limits, and each path of an operator that has several, against one another."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
 from test_sample_ops import OPS, SIZES, gradients, make_case, relative_error
 
-from visdet.ops import carafe, roi_pool, sample_dot, sample_dot_reference
+from visdet.ops import carafe, ms_deform_attn, roi_pool, sample_dot, sample_dot_reference
 from visdet.ops.roi_pool import roi_pool_with_argmax
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
@@ -144,3 +145,19 @@ def test_deform_conv2d_gives_the_same_by_every_path(dtype):
     for path in results:
         *_, of_weight, of_weight_alone = results[path]
         assert relative_error(of_weight_alone, of_weight) < tolerance
+
+
+@pytest.mark.cuda
+def test_threads_do_not_take_shared_memory_from_one_another():
+    """The limit of a kernel holds for all threads, each of which knows what it has asked for."""
+    value = torch.randn(2, 21760, 8, 32, device="cuda", dtype=torch.bfloat16)
+    shapes = [(128, 128), (64, 64), (32, 32), (16, 16)]
+
+    def attend(queries):
+        locations = torch.rand(2, queries, 8, 4, 4, 2, device="cuda")
+        return ms_deform_attn(value, shapes, None, locations, torch.rand(locations.shape[:-1], device="cuda"))
+
+    # On an H200 or H100, the numbers of queries need 10, 68, 53 and 68 KB.
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for pool, queries in ((one, 300), (other, 2000), (one, 1600), (other, 2000)):
+            assert pool.submit(attend, queries).result(timeout=60).isfinite().all()

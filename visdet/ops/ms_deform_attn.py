@@ -30,8 +30,9 @@ def ms_deform_attn(
     ``-1 < y < H``, and a corner outside the map counts as zero: this is ``grid_sample`` of ``2 * loc - 1``, bilinear,
     with zeros and align_corners=False. A sample with a NaN or infinite coordinate contributes nothing, whatever its
     weight, and has zero gradients. On CUDA a texel inside with weight zero stands for a corner outside. A NaN or an
-    infinite number of ``value`` may therefore reach samples beside the map, and one in the output's gradient or in a
-    weight may reach the gradients of texels beside its own. The CPU does not read these texels.
+    infinite number of ``value`` may therefore reach samples beside the map, and from the first texel of a level all
+    queries, if L * P is no multiple of a kernel's group of lanes. One in the output's gradient or in a weight may reach
+    the gradients of texels beside its own. The CPU does not read these texels.
 
     Args:
         value: [B, S, G, C]. The maps, float64, float32, float16 or bfloat16, channels last. The levels stand one after
@@ -57,9 +58,10 @@ def ms_deform_attn(
     are never rounded to 16 bits here.
 
     On CUDA an image's Q * G * L * P must be under 2^31, G * C under 2^28, S and B * G under 2^31, and in the backward
-    Q times P rounded up to a power of two under 2^31. The backward takes 32 bytes of scratch memory a sample (64 in
-    float64). Calls with few samples and encoders' (Q = S) take a float32 copy of a 16-bit gradient of ``value``
-    instead, those of an encoder also 4 bytes a query; not in deterministic mode.
+    Q times P rounded up to a power of two under 2^31. The scratch memory of the backward depends on its path, which
+    ``explain`` tells: ``sorted`` takes 32 bytes a sample (64 in float64) and 4 a texel, or 8 L a texel if a level table
+    is on the GPU; ``direct`` and ``encoder`` take a float32 copy of a 16-bit gradient of ``value``, the latter also 4
+    bytes a query; ``strips`` takes none.
 
     Raises:
         RuntimeError: A shape, type, size or device does not fit. The message names the argument.

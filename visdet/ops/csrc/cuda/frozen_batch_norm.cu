@@ -72,11 +72,9 @@ __global__ void __launch_bounds__(kThreads)
 Layout layout_of(const Tensor& values, const Tensor& weight) {
   VISDET_CHECK(kOp, values.dim() == 4 && weight.dim() == 1 && weight.size(0) == values.size(1),
                "input must be [B, C, H, W] and weight [C], got ", shape_text(values), " and ", shape_text(weight));
-  const int64_t C = values.size(1), W = values.size(3), area = values.size(2) * W;
+  const int64_t C = values.size(1), area = values.size(2) * values.size(3);
   const bool is_contiguous = values.is_contiguous();
-  const bool is_channels_last =
-      values.stride(0) == area * C && values.stride(1) == 1 && values.stride(2) == W * C && values.stride(3) == C;
-  VISDET_CHECK(kOp, (is_contiguous || is_channels_last) && aligned(values, kVectorBytes),
+  VISDET_CHECK(kOp, (is_contiguous || is_channels_last(values)) && aligned(values, kVectorBytes),
                "input must be contiguous or channels-last, and aligned to 16 bytes");
   return {values.numel(), is_contiguous ? area : 1, C};
 }

@@ -1,6 +1,7 @@
 // What common/launch.h and common/paths.h promise: device properties, the checks of a launch, and plans.
 #include <algorithm>
 #include <array>
+#include <map>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -106,6 +107,23 @@ std::string sizes_text(const Launch& launch, int64_t static_shared) {
          std::to_string(launch.dynamic_shared) + " bytes of dynamic shared memory";
 }
 
+// Allows a kernel the dynamic shared memory of a launch, and returns how much it has been allowed. The limit holds for
+// all threads of the process, each of which keeps what this function returned. It is therefore never lowered.
+int64_t allow_dynamic_shared(const Launch& launch, const void* kernel, int64_t static_shared) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int64_t>, int64_t> allowed;
+  const std::lock_guard<std::mutex> lock(mutex);
+  int64_t& most = allowed[{kernel, launch.scope.device().index}];
+  if (launch.dynamic_shared > most) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   static_cast<int>(launch.dynamic_shared));
+    VISDET_CHECK(launch.op, error == cudaSuccess, "the CUDA kernel ", launch.kernel, " may not have ",
+                 sizes_text(launch, static_shared), ": ", explain_cuda_error(error));
+    most = launch.dynamic_shared;
+  }
+  return most;
+}
+
 void check_limits(const Launch& launch, int64_t static_shared, int64_t max_threads) {
   const Grid& grid = launch.grid;
   const int64_t shared = static_shared + launch.dynamic_shared, most = launch.scope.device().shared_block;
@@ -164,11 +182,7 @@ bool prepare(const Launch& launch, const void* kernel) {
   if (launch.dynamic_shared > compiled.allowed_dynamic ||
       (launch.dynamic_shared + compiled.static_shared > kSharedWithoutOptIn &&
        compiled.allowed_dynamic <= kSharedWithoutOptIn)) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(launch.dynamic_shared));
-    VISDET_CHECK(launch.op, error == cudaSuccess, "the CUDA kernel ", launch.kernel, " may not have ",
-                 sizes_text(launch, compiled.static_shared), ": ", explain_cuda_error(error));
-    compiled.allowed_dynamic = launch.dynamic_shared;
+    compiled.allowed_dynamic = allow_dynamic_shared(launch, kernel, compiled.static_shared);
   }
   return true;
 }

@@ -187,6 +187,14 @@ __device__ __forceinline__ void walk_slots(const TileWork<T, A>& work, const Slo
 constexpr int kMmaRecords = 16;
 constexpr int kMmaChannels = 32;
 
+// Whether the code that is compiled has these products. The host chooses a kernel by the GPU, which may be newer than
+// its code: the driver compiles PTX of 7.5 for an A100.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr bool kHasProducts = false;
+#else
+constexpr bool kHasProducts = true;
+#endif
+
 // Adds a product of matrices of 16 x 16 and 16 x 8 numbers to `sums`.
 __device__ __forceinline__ void multiply_add(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                              uint32_t b0, uint32_t b1) {
@@ -334,7 +342,8 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // as m
                   const SampleGrads<A> grads, const MsDeformAttnProblem problem, int64_t head_cell_starts,
                   int point_bits) {
   constexpr int kChannels = kGatherChannels<T, A>, kGroups = kGatherThreads / kGatherLanes<T, A>;
-  constexpr int kBatch = TENSOR_CORES ? kMmaRecords : kGroupBatch;
+  constexpr bool kMultiplies = TENSOR_CORES && kHasProducts;
+  constexpr int kBatch = kMultiplies ? kMmaRecords : kGroupBatch;
   extern __shared__ __align__(16) char shared[];
   auto* sums = reinterpret_cast<A*>(shared);                                        // [4, kSlots, kChannels]
   auto* weights = sums + static_cast<size_t>(4) * kSlots * kChannels;               // [kGroups, kGroupBatch, 4]
@@ -391,7 +400,7 @@ __global__ void __launch_bounds__(kGatherThreads, TENSOR_CORES ? 4 : 2)  // as m
     __syncthreads();  // the slots' records are known
     const Slots slots{slot_begin, slot_end};
     for (int32_t c0 = 0; c0 < C; c0 += kChannels) {
-      if constexpr (TENSOR_CORES) {
+      if constexpr (kMultiplies) {
         multiply_slots(work, slots, c0, sums, reinterpret_cast<uint16_t*>(weights));
       } else {
         walk_slots(work, slots, c0, sums, weights, queries);

@@ -24,7 +24,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const DeviceScope& scope, con
                const Form& form) {
   Tensor output = new_empty(value, {problem.B, problem.Q, problem.G * problem.C});
   if (output.numel() == 0) return output;
-  if (problem.S == 0) return zero_(output);
+  if (problem.S == 0 || problem.K == 0) return zero_(output);
   if (const int64_t channels = filled_channels(problem, value); channels > problem.C) {
     MsDeformAttnProblem filled = problem;
     filled.C = channels;

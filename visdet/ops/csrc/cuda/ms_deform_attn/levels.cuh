@@ -42,7 +42,7 @@ __device__ __forceinline__ Level read_level(const Levels& levels, int l, int64_t
   const int64_t H = levels.shapes ? levels.shapes[2 * l] : levels.H[l],
                 W = levels.shapes ? levels.shapes[2 * l + 1] : levels.W[l],
                 start = levels.starts ? levels.starts[l] : levels.start[l];
-  const bool fits = H > 0 && W > 0 && start >= 0 && H <= S && W <= S && start + H * W <= S;
+  const bool fits = H > 0 && W > 0 && start >= 0 && H <= S && W <= S && start <= S - H * W;
   return fits ? Level{static_cast<int32_t>(start), static_cast<int32_t>(H), static_cast<int32_t>(W), end}
               : Level{0, 0, 0, end};
 }
