@@ -18,7 +18,7 @@ env_cfg = dict(
     dist_cfg=dict(backend="nccl"),
 )
 
-# With graph=True, training steps and predictions are replayed as CUDA graphs. Each size of a batch is captured once.
+# With graph=True, training steps and predictions are replayed as CUDA graphs. Each size of a batch has its own graphs.
 # With model.data_preprocessor.pad_size_divisor=128 there are few sizes.
 graph = False
 

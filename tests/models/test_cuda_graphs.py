@@ -3,6 +3,7 @@
 import copy
 import re
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from mmengine.optim import OptimWrapper
 from test_deformable_detr import BATCH, batch, build, config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from visdet.engine import AmpOptimWrapper
+from visdet.engine import AmpOptimWrapper, cuda_graphs
 from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
 from visdet.engine.parameter_leaves import leaves_in_place_of, with_leaves
 from visdet.structures import DetDataSample
@@ -20,8 +21,9 @@ from visdet.structures.tensor_tree import map_tensors
 STEPS = 12
 
 
-def model_with_dropout(variant):
+def model_with_dropout(variant, num_cp=-1):
     encoder, decoder = (copy.deepcopy(config()[name]) for name in ("encoder", "decoder"))
+    encoder["num_cp"] = num_cp
     for part in (encoder, decoder):
         part["layer_cfg"]["ffn_cfg"]["ffn_drop"] = 0.1
     return build(variant, encoder=encoder, decoder=decoder).cuda().train()
@@ -89,9 +91,93 @@ def test_shapes_in_turns_with_room_for_one():
     graphs = GraphedLoss(model, max_shapes=1)
     assert train(model, OptimWrapper, graphs).isfinite().all()
     assert len(graphs._graphs) == 1
-    assert graphs.counts["replayed"] == STEPS - 2
+    assert graphs.counts == {"of a new shape": 2, "replayed": 7, "of a replaced shape": 3}, graphs.report()
     # A pool has segments of 2 MiB at least.
     assert int(re.search(r"1 shapes hold (\d+) MiB", graphs.report())[1]) >= 2, graphs.report()
+
+
+@pytest.mark.cuda
+def test_dropout_of_recomputed_layers_is_that_of_the_forward_pass():
+    eager, graphed = model_with_dropout("base", num_cp=2), model_with_dropout("base", num_cp=2)
+    expected = train(eager, OptimWrapper)
+    graphs = GraphedLoss(graphed)
+    torch.testing.assert_close(train(graphed, OptimWrapper, graphs), expected, rtol=1e-3, atol=1e-3)
+    assert graphs.counts["replayed"] == STEPS - 2, graphs.report()
+    for a, b in zip(graphed.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+class FakeGraphs(GraphedLoss):
+    """Graphs of any shapes without a GPU. ``fails`` names where a capture fails."""
+
+    fails = None
+
+    def __init__(self, monkeypatch, **options):
+        generator = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=self.states_put_back)
+        self.put_back, self.alive_while_eager = [], []
+        monkeypatch.setattr(torch.cuda, "default_generators", [generator])
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(cuda_graphs, "GraphMemory", lambda: SimpleNamespace(reserved_bytes=lambda: 0))
+        self.said = []
+        super().__init__(torch.nn.Linear(1, 1), say=self.said.append, **options)
+
+    def states_put_back(self, state):
+        self.put_back.append(state)
+
+    def run(self, shapes):
+        for shape in shapes:
+            assert self._compute(SimpleNamespace(images=torch.zeros(1, 3)), shape) == "losses"
+        return dict(self.counts)
+
+    def _compute_eagerly(self, batch):
+        held = getattr(self, "activations", None)
+        self.alive_while_eager.append(held is not None and held() is not None)
+        return "losses", None
+
+    def _new_step(self, batch, example, memory):
+        if self.fails == "trial":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return FakeStep(self)
+
+
+class FakeStep:
+    def __init__(self, owner):
+        self.owner = owner
+
+    def capture(self):
+        activations = torch.nn.Identity()
+        self.owner.activations = weakref.ref(activations)
+        if self.owner.fails == "capture":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def __call__(self, batch):
+        return "losses"
+
+
+def test_more_shapes_than_are_kept_do_not_make_each_step_a_capture(monkeypatch):
+    counts = FakeGraphs(monkeypatch, max_shapes=1).run("ABABABABABAB")
+    assert counts == {"of a new shape": 2, "replayed": 7, "of a replaced shape": 3}
+    graphs = FakeGraphs(monkeypatch, max_shapes=2)
+    counts = graphs.run("ABC" * 400)
+    captures = sum("captured batches" in text for text in graphs.said)
+    assert captures < 60 and counts["replayed"] > 500, (captures, counts)
+
+
+@pytest.mark.parametrize("where", ["trial", "capture"])
+def test_nothing_is_left_of_an_attempt_that_needs_too_much_memory(where, monkeypatch):
+    others, graphs = FakeGraphs(monkeypatch), FakeGraphs(monkeypatch)
+    others.run("AA")
+    graphs.run("AA")
+    assert len(graphs._graphs) == len(others._graphs) == 1
+    graphs.fails = where
+    counts = graphs.run("BBBA")
+    assert counts == {"of a new shape": 2, "replayed": 1, "after a failed capture": 3}
+    assert graphs._memory is None and not graphs._graphs and not any(graphs.alive_while_eager)
+    assert "cannot be captured, so that all batches run eagerly: CUDA out of memory" in graphs.said[-1]
+    # Graphs of other methods hold the state of the generator that the failed capture has left.
+    failed_in_capture = where == "capture"
+    assert graphs.put_back == ["before"] * failed_in_capture
+    assert len(others._graphs) == (0 if failed_in_capture else 1)
 
 
 @pytest.mark.cuda

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from mmengine.model import is_model_wrapper
@@ -21,6 +22,7 @@ from .graphed_steps import GraphedDetections, GraphedFeatures, GraphedStep
 __all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
 
 _LEARNS = attrgetter("requires_grad")
+_living: "WeakSet[GraphedMethod]" = WeakSet()
 
 
 def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logger) -> "list[GraphedMethod]":
@@ -56,8 +58,10 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
 class GraphedMethod(ABC):
     """A method of a detector that is computed by CUDA graphs for batches of captured shapes.
 
-    A shape runs eagerly the first time and is captured the second time. After a capture that fails, all batches run
-    eagerly. ``report`` counts the batches.
+    A shape runs eagerly the first time and is captured the second time. A shape whose graphs were replaced by those of
+    another one is captured again after it has run eagerly once, then twice, four times and so on, so that more shapes
+    than are kept do not make each step a capture. After a capture that fails, all batches run eagerly. ``report``
+    counts the batches.
 
     Args:
         model: the detector. Without the methods named in ``stages`` it runs eagerly. Its parameters and buffers may
@@ -77,10 +81,13 @@ class GraphedMethod(ABC):
         self._say = say
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
         self._examples: dict[Hashable, Any] = {}  # the examples of the shapes that have run eagerly
+        self._replacements: Counter[Hashable] = Counter()  # how often the graphs of a shape were replaced
+        self._waits: Counter[Hashable] = Counter()  # how often a replaced shape still runs eagerly
         self._has_failed = False
         self._memory: GraphMemory | None = None
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
         self.counts: Counter[str] = Counter()
+        _living.add(self)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -94,7 +101,8 @@ class GraphedMethod(ABC):
     def __call__(self, inputs: Tensor, data_samples: Sequence[Any]) -> Any:
         """Return the result of the model's method."""
         if inputs.is_cuda and self._serves() and all(hasattr(self.model, name) for name in self.stages):
-            return self._run(inputs, data_samples)
+            with torch.cuda.device(inputs.device):
+                return self._run(inputs, data_samples)
         self.counts["without a GPU or stages"] += 1
         return getattr(type(self.model), self.method)(self.model, inputs, data_samples)
 
@@ -134,38 +142,58 @@ class GraphedMethod(ABC):
             self.counts["replayed"] += 1
             return self._graphs[key](batch, *begun)
         if key in self._examples and not self._has_failed:
-            return self._first_replay(key, batch)
+            if self._waits[key] == 0:
+                return self._first_replay(key, batch)
+            self._waits[key] -= 1
+            self.counts["of a replaced shape"] += 1
+            return self._compute_eagerly(batch)[0]
         self.counts["after a failed capture" if self._has_failed else "of a new shape"] += 1
         result, self._examples[key] = self._compute_eagerly(batch)
         return result
 
     def _first_replay(self, key: Hashable, batch: Any) -> Any:
         """Capture the graphs for a batch and return their result, or compute it eagerly if the capture fails."""
-        while len(self._graphs) >= self.max_shapes:
-            self._graphs.popitem(last=False)
-        if self._memory is None:
-            self._memory = GraphMemory()
-        shape = " x ".join(str(size) for size in batch.images.shape)
-        step = self._new_step(batch, self._examples[key], self._memory)
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        random_state = generator.clone_state()
-        try:
-            step.capture()
-        except RuntimeError as error:  # Something cannot be captured, or the memory does not suffice.
-            # The generator's current state regards the capture as unfinished.
-            generator.graphsafe_set_state(random_state)
-            self._forget_graphs()
-            self._has_failed = True
+        step = self._captured(key, batch)
+        if step is None:
             self.counts["after a failed capture"] += 1
-            self._say(
-                f"graphs of {self.method}: a batch of {shape} cannot be captured, so that all batches run eagerly: "
-                f"{error}"
-            )
             return self._compute_eagerly(batch)[0]
         self._graphs[key] = step
         self.counts["replayed"] += 1
+        shape = " x ".join(str(size) for size in batch.images.shape)
         self._say(f"{self.report()}; captured batches of {shape}")
         return step(batch)
+
+    def _captured(self, key: Hashable, batch: Any) -> Any:
+        """Return the graphs for a batch, or None if they cannot be captured. Nothing of the attempt is left then."""
+        while len(self._graphs) >= self.max_shapes:
+            replaced, _ = self._graphs.popitem(last=False)
+            self._waits[replaced] = 1 << self._replacements[replaced]
+            self._replacements[replaced] += 1
+        if self._memory is None:
+            self._memory = GraphMemory()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random_state = None
+        try:
+            step = self._new_step(batch, self._examples[key], self._memory)
+            random_state = generator.clone_state()
+            step.capture()
+            return step
+        except RuntimeError as error:  # Something cannot be captured, or the memory does not suffice.
+            reason = str(error)  # The error itself holds all that the step has computed.
+        if random_state is not None:
+            # The generator's current state regards the capture as unfinished. Graphs keep the state with which they
+            # were captured, so that those of other methods would no longer draw from the generator.
+            generator.graphsafe_set_state(random_state)
+            for method in _living:
+                method._forget_graphs()
+        self._forget_graphs()
+        self._memory = None
+        self._has_failed = True
+        shape = " x ".join(str(size) for size in batch.images.shape)
+        self._say(
+            f"graphs of {self.method}: a batch of {shape} cannot be captured, so that all batches run eagerly: {reason}"
+        )
+        return None
 
     def _forget_graphs(self) -> None:
         self._graphs.clear()
@@ -198,7 +226,7 @@ class GraphedLoss(GraphedMethod):
 
     method = "loss"
     stages = ("training_batch", "predictions_and_costs", "assign", "losses")
-    # Deformable DETR's multi-scale pipeline makes batches of so many shapes with pad_size_divisor=128.
+    # Deformable DETR's multi-scale pipeline mostly makes batches of so many shapes with pad_size_divisor=128.
     default_max_shapes = 24
 
     def _serves(self) -> bool:
@@ -241,6 +269,7 @@ class GraphedPrediction(GraphedMethod):
         self._last_features: GraphedFeatures | None = None
         self._last_key: tuple[Hashable, Hashable] | None = None
         self._last_detections: Any = None
+        self._last_modes: Hashable = None
         names = getattr(model, "image_feature_parts", None)
         parts = [model] if names is None else [getattr(model, name) for name in names]
         self._read_by_features = [
@@ -251,6 +280,10 @@ class GraphedPrediction(GraphedMethod):
         return not torch.is_grad_enabled()
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> list[Any]:
+        modes = self._modes()
+        if modes != self._last_modes:  # In training mode, a graph changes the statistics of normalisations.
+            self._last_features = self._last_key = None
+            self._last_modes = modes
         features = self._begun_features(inputs)
         self._last_detections = None
         batch = self.model.prediction_batch(inputs, data_samples)

@@ -32,13 +32,15 @@ class GraphMemory:
         Backward passes in the block run in this thread.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
-        with (
-            torch.cuda.stream(self.stream),
-            side_stream(self.side),
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            yield
-        torch.cuda.current_stream().wait_stream(self.stream)
+        try:
+            with (
+                torch.cuda.stream(self.stream),
+                side_stream(self.side),
+                torch.autograd.set_multithreading_enabled(False),
+            ):
+                yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the tensor to which graphs write the gradient of a parameter."""

@@ -26,7 +26,8 @@ from .transformer import DeformableDetrTransformerDecoder, DeformableDetrTransfo
 
 __all__ = ["DecoderStart", "DeformableDETR", "PredictionBatch", "TrainingBatch"]
 
-_LEAST_ROOM = 8  # least number of boxes per image after padding
+# Least number of boxes per image after padding. Each number is a shape of its own for CUDA graphs.
+_LEAST_ROOM, _LEAST_ROOM_ON_GPU = 8, 64
 
 
 class DecoderStart(NamedTuple):
@@ -206,10 +207,14 @@ class DeformableDETR(BaseDetector):
         return self.losses(predictions, batch, self.assign(costs, batch))
 
     def training_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> TrainingBatch:
-        """Return images and targets as tensors. The boxes of each image are padded to a power of two, at least 8."""
+        """Return images and targets as tensors.
+
+        The boxes of each image are padded to a power of two, which is at least 8, and at least 64 on a GPU.
+        """
         sizes = image_sizes(inputs, data_samples)
         targets = PaddedTargets.from_samples(data_samples, sizes, inputs.device)
-        room = 1 << max(max(targets.counts) - 1, _LEAST_ROOM - 1).bit_length()
+        least = _LEAST_ROOM_ON_GPU if inputs.is_cuda else _LEAST_ROOM
+        room = 1 << max(max(targets.counts) - 1, least - 1).bit_length()
         targets = targets.padded_to(room).with_labels_below(self.bbox_head.num_classes)
         return TrainingBatch(inputs, padded_sizes(inputs, sizes), targets)
 
@@ -224,7 +229,7 @@ class DeformableDETR(BaseDetector):
         return predictions, self.bbox_head.costs(predictions, batch.targets)
 
     def assign(self, costs: dict[str, Tensor], batch: TrainingBatch) -> dict[str, Tensor]:
-        """Return the assignment of least cost as tensors. The host computes it."""
+        """Return the assignment of least cost as tensors, which a kernel computes for costs on a GPU."""
         return self.bbox_head.assign(costs, batch.targets)
 
     def losses(

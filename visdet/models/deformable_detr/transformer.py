@@ -14,6 +14,7 @@ from ..layers.ms_deform_attn import MultiScaleDeformableAttention
 from ..layers.multihead_attention import MultiheadAttention
 from ..layers.normalization import build_norm_layer
 from ..layers.precision import in_full_precision
+from ..layers.residual import drops
 from .flat_pyramid import FlatPyramid
 
 __all__ = [
@@ -136,11 +137,22 @@ class DeformableDetrTransformerEncoder(BaseModule):
         """Return the memory [B, S, C], the features of the last layer."""
         memory, reference_points = pyramid.features, pyramid.reference_points
         for index, layer in enumerate(self.layers):
-            if index < self.num_cp and torch.is_grad_enabled():
+            recomputes = index < self.num_cp and torch.is_grad_enabled()
+            if recomputes and not _draws_in_a_capture(layer, memory):
                 memory = checkpoint(layer, memory, reference_points, pyramid, use_reentrant=False)
             else:
                 memory = layer(memory, reference_points, pyramid)
         return memory
+
+
+def _draws_in_a_capture(layer: nn.Module, input: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured of a layer that drops anything.
+
+    The backward pass is another graph, in which a recomputation would draw other numbers.
+    """
+    if not input.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return False
+    return any(isinstance(part, nn.Dropout) and drops(part) for part in layer.modules())
 
 
 class DeformableDetrTransformerDecoderLayer(BaseModule):
