@@ -113,10 +113,11 @@ class EpochBasedTrainLoop(_Training, _EpochBasedTrainLoop):
         if was_finished or (self._iter == self._epoch * len(self.dataloader) and self._must_catch_up()):
             _validate(self.runner)
         try:
-            while self._epoch < self._max_epochs and not self.stop_training:
-                self.run_epoch()
-                if self._is_validation_due():
-                    _validate(self.runner)
+            with living_objects_not_collected():
+                while self._epoch < self._max_epochs and not self.stop_training:
+                    self.run_epoch()
+                    if self._is_validation_due():
+                        _validate(self.runner)
         finally:
             self._stop_workers()
         self.runner.call_hook("after_train")

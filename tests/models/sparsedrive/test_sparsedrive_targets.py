@@ -250,6 +250,29 @@ def test_denoising_without_temporal_groups_keeps_nothing():
     assert sampler.cache_dn(torch.zeros(1, 4, 8), anchor, cls_target, valid, ids) is None
 
 
+@pytest.mark.parametrize("add_neg_dn", [False, True])
+@pytest.mark.parametrize(("count", "max_dn_gt", "room"), [(3, 32, 16), (17, 24, 24), (3, 8, 8), (40, 0, 64)])
+def test_denoising_queries_of_a_gpu_have_few_shapes(add_neg_dn, count, max_dn_gt, room):
+    options = dict(num_dn_groups=2, num_temp_dn_groups=1, max_dn_gt=max_dn_gt, add_neg_dn=add_neg_dn)
+    sampler = SparseBox3DTarget(dn_noise_scale=[1e-3] * 10, **options)
+    generator = torch.Generator().manual_seed(0)
+    labels = [torch.arange(count) % 4, torch.tensor([2])]
+    boxes = [torch.rand(len(row), 9, generator=generator) * 5 + 1 for row in labels]
+    ids = [torch.arange(len(row)) for row in labels]
+    found = sampler.get_dn_anchors(labels, boxes, ids, pads=True)
+    expected = sampler.get_dn_anchors(labels, boxes, ids)
+    copies = 1 + add_neg_dn
+    assert found.anchor.shape == (2, 2 * copies * room, 10)
+    # With noise this small, each box is matched with its own query.
+    for one, other in zip(found[1:3], expected[1:3], strict=True):
+        near = [x.unflatten(1, (2, copies, -1))[:, :, 0] for x in (one, other)]
+        kept = near[1].shape[2]
+        torch.testing.assert_close(near[0][:, :, :kept], near[1], rtol=0, atol=0)
+    assert torch.equal(found.valid_mask.sum(1), expected.valid_mask.sum(1))
+    in_padding = found.cls_target.unflatten(1, (2, copies, -1))[:, :, 0, min(count, room) :]
+    assert (in_padding < 0).all()
+
+
 def test_denoising_queries_stay_within_their_noise_and_never_hold_nan():
     torch.manual_seed(0)
     sampler = SparseBox3DTarget(num_dn_groups=3, dn_noise_scale=[2.0] * 3 + [0.5] * 7, add_neg_dn=False)

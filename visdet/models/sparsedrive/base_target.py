@@ -174,6 +174,7 @@ class BaseTargetWithDenoising(ABC):
         cls_target: Sequence[Tensor],
         box_target: Sequence[Tensor],
         gt_instance_id: Sequence[Tensor] | None = None,
+        pads: bool = False,
     ) -> tuple[Any, ...] | None:
         """Return denoising queries, or None if there are none."""
         return None

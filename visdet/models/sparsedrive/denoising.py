@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..matching.assignment import for_solver, solve_padded
 from ..transfer import to_device
+from .padded_instances import room_for
 
 __all__ = ["BoxDenoising", "DenoisingQueries"]
 
@@ -73,10 +74,12 @@ class BoxDenoising:
         cls_target: Sequence[Tensor],
         box_target: Sequence[Tensor],
         gt_instance_id: Sequence[Tensor] | None = None,
+        pads: bool = False,
     ) -> DenoisingQueries | None:
         """Return the queries of a batch, or None if there are no groups or no boxes.
 
-        A group has as many queries as the sample with most boxes has boxes, and twice as many with ``add_neg_dn``.
+        A group has as many queries as the sample with most boxes has boxes, and twice as many with ``add_neg_dn``. With
+        ``pads``, that number of boxes is rounded up as that of the ground truth on a GPU, so that there are few shapes.
 
         Args:
             cls_target: [N] of each sample.
@@ -87,7 +90,7 @@ class BoxDenoising:
             return None
         if self.num_temp_dn_groups <= 0:
             gt_instance_id = None
-        labels, boxes, ids = self._padded_boxes(cls_target, box_target, gt_instance_id)
+        labels, boxes, ids = self._padded_boxes(cls_target, box_target, gt_instance_id, pads)
         G, B = self.num_dn_groups, len(labels)
         labels, boxes = labels.repeat(G, 1), boxes.repeat(G, 1, 1)  # [G·B, N], group by group
         ids = None if ids is None else ids.repeat(G, 1)
@@ -119,9 +122,11 @@ class BoxDenoising:
         cls_target: Sequence[Tensor],
         box_target: Sequence[Tensor],
         gt_instance_id: Sequence[Tensor] | None,
+        pads: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return labels [B, N] (-1 in the padding), encoded boxes [B, N, 10] (0) and ids [B, N] (-1) or None."""
         most = max(len(labels) for labels in cls_target)
+        most = room_for(most) if pads else most
         most = min(most, self.max_dn_gt) if self.max_dn_gt > 0 else most
 
         def padded(values: Sequence[Tensor], filler: int) -> Tensor:

@@ -12,7 +12,7 @@ from visdet.structures.tensor_tree import ON_HOST
 
 from ..transfer import to_device
 
-__all__ = ["PaddedInstances", "padded_rows", "rows_or_zeros"]
+__all__ = ["PaddedInstances", "padded_rows", "room_for", "rows_or_zeros"]
 
 _LEAST_ROOM = 16
 
@@ -58,14 +58,17 @@ class PaddedInstances:
         )
 
 
+def room_for(count: int) -> int:
+    """Return the number of rows to which ``count`` are padded for a GPU: a power of two, at least 16."""
+    return 1 << max(count - 1, _LEAST_ROOM - 1).bit_length()
+
+
 def padded_rows(rows: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return tensors [N_i, ...] of all samples on ``device`` as one tensor [B, N, ...], padded with zeros."""
     padded = pad_sequence(list(rows), batch_first=True)
     if device.type != "cpu":
-        room = 1 << max(padded.shape[1] - 1, _LEAST_ROOM - 1).bit_length()
-        padded = torch.cat(
-            [padded, padded.new_zeros(len(rows), room - padded.shape[1], *padded.shape[2:])], 1
-        )
+        missing = room_for(padded.shape[1]) - padded.shape[1]
+        padded = torch.cat([padded, padded.new_zeros(len(rows), missing, *padded.shape[2:])], 1)
     return to_device(padded, device)
 
 

@@ -178,7 +178,8 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             ids = [torch.as_tensor(sample[self.gt_id_key]).cpu() for sample in metas["img_metas"]]
         labels, boxes = ([row.cpu() for row in metas[key]] for key in (self.gt_cls_key, self.gt_reg_key))
         device = self.instance_bank.anchor.device
-        return map_tensors(lambda x: to_device(x, device), self.sampler.get_dn_anchors(labels, boxes, ids))
+        queries = self.sampler.get_dn_anchors(labels, boxes, ids, pads=device.type != "cpu")
+        return map_tensors(lambda x: to_device(x, device), queries)
 
     def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
         """Take in when and where a frame was taken. This is all work on the host that ``forward`` needs.
