@@ -136,7 +136,7 @@ def encoder_layer(device="cpu", activation="relu"):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_encoder_layers_are_those_of_stock(device, monkeypatch):
-    monkeypatch.setattr(_layers, "_MIN_ROWS_ON_CUDA", 1024)
+    monkeypatch.setattr(_projection, "_MIN_ROWS_ON_CUDA", 1024)
     layer, arguments = encoder_layer(device)
     expected = outputs_and_gradients(layer, arguments, 0)
     with installed(), Recorder() as recorder:

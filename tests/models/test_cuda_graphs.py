@@ -178,6 +178,7 @@ def test_nothing_is_left_of_an_attempt_that_needs_too_much_memory(where, monkeyp
     failed_in_capture = where == "capture"
     assert graphs.put_back == ["before"] * failed_in_capture
     assert len(others._graphs) == (0 if failed_in_capture else 1)
+    assert (others._memory is None) == failed_in_capture
 
 
 @pytest.mark.cuda

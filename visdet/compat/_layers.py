@@ -27,10 +27,7 @@ __all__ = ["layer_classes", "view_layers"]
 _PARTS = re.compile(r"norm|fc\d|linear|proj|layers")
 _ACTIVATED = re.compile(r"self\.activation_fn\(\s*self\.fc1\(")
 _ATTENTION_FUNCTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_MIN_ROWS = 1024  # of linear layers on the CPU
-_MIN_ROWS_ON_CUDA = (
-    8192  # of norms: below, a call of visdet's kernel takes the host longer than it saves on the GPU
-)
+_MIN_ROWS = 1024  # on the CPU
 
 
 def layer_classes(module: ModuleType) -> list[type[nn.Module]]:

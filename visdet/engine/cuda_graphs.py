@@ -164,7 +164,7 @@ class GraphedMethod(ABC):
         return step(batch)
 
     def _captured(self, key: Hashable, batch: Any) -> Any:
-        """Return the graphs for a batch, or None if they cannot be captured. Nothing of the attempt is left then."""
+        """Return the graphs for a batch, or None, with all that was computed freed, if they cannot be captured."""
         while len(self._graphs) >= self.max_shapes:
             replaced, _ = self._graphs.popitem(last=False)
             self._waits[replaced] = 1 << self._replacements[replaced]
@@ -187,7 +187,6 @@ class GraphedMethod(ABC):
             for method in _living:
                 method._forget_graphs()
         self._forget_graphs()
-        self._memory = None
         self._has_failed = True
         shape = " x ".join(str(size) for size in batch.images.shape)
         self._say(
@@ -196,7 +195,9 @@ class GraphedMethod(ABC):
         return None
 
     def _forget_graphs(self) -> None:
+        """Forget the graphs and their pool. torch makes no graphs in a pool that all graphs have left."""
         self._graphs.clear()
+        self._memory = None
 
     def _key_of_model(self) -> Hashable:
         """Return all that a captured graph depends on besides the batch: modes, and the addresses of the weights."""

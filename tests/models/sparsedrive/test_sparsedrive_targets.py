@@ -269,6 +269,11 @@ def test_denoising_queries_of_a_gpu_have_few_shapes(add_neg_dn, count, max_dn_gt
         kept = near[1].shape[2]
         torch.testing.assert_close(near[0][:, :, :kept], near[1], rtol=0, atol=0)
     assert torch.equal(found.valid_mask.sum(1), expected.valid_mask.sum(1))
+    # Nothing but itself attends to a query that is there for the shape alone.
+    kept = min(count, max_dn_gt or count)
+    is_added = (torch.arange(2 * copies * room) % room) >= kept
+    assert torch.equal(found.attn_mask[~is_added][:, ~is_added], expected.attn_mask)
+    assert torch.equal(found.attn_mask[:, is_added], ~torch.eye(len(is_added), dtype=torch.bool)[:, is_added])
     in_padding = found.cls_target.unflatten(1, (2, copies, -1))[:, :, 0, min(count, room) :]
     assert (in_padding < 0).all()
 

@@ -209,11 +209,12 @@ class DeformableDETR(BaseDetector):
     def training_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> TrainingBatch:
         """Return images and targets as tensors.
 
-        The boxes of each image are padded to a power of two, which is at least 8, and at least 64 on a GPU.
+        The boxes of each image are padded to a power of two. It is at least 8, and at least 64 on a GPU unless the
+        proposals of all texels are assigned, too (``as_two_stage``).
         """
         sizes = image_sizes(inputs, data_samples)
         targets = PaddedTargets.from_samples(data_samples, sizes, inputs.device)
-        least = _LEAST_ROOM_ON_GPU if inputs.is_cuda else _LEAST_ROOM
+        least = _LEAST_ROOM_ON_GPU if inputs.is_cuda and not self.as_two_stage else _LEAST_ROOM
         room = 1 << max(max(targets.counts) - 1, least - 1).bit_length()
         targets = targets.padded_to(room).with_labels_below(self.bbox_head.num_classes)
         return TrainingBatch(inputs, padded_sizes(inputs, sizes), targets)

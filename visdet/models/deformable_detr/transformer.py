@@ -14,7 +14,6 @@ from ..layers.ms_deform_attn import MultiScaleDeformableAttention
 from ..layers.multihead_attention import MultiheadAttention
 from ..layers.normalization import build_norm_layer
 from ..layers.precision import in_full_precision
-from ..layers.residual import drops
 from .flat_pyramid import FlatPyramid
 
 __all__ = [
@@ -152,7 +151,10 @@ def _draws_in_a_capture(layer: nn.Module, input: Tensor) -> bool:
     """
     if not input.is_cuda or not torch.cuda.is_current_stream_capturing():
         return False
-    return any(isinstance(part, nn.Dropout) and drops(part) for part in layer.modules())
+    rates = [
+        getattr(part, name, 0) for part in layer.modules() if part.training for name in ("p", "drop_prob")
+    ]
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
 class DeformableDetrTransformerDecoderLayer(BaseModule):

@@ -35,7 +35,8 @@ class DenoisingQueries(NamedTuple):
         anchor: [B, G·n, 10].
         reg_target: [B, G·n, 10], the encoded boxes that the queries belong to, and zeros for background.
         cls_target: [B, G·n] int64, less than 0 for background.
-        attn_mask: [G·n, G·n] bool, True where a query must not attend to another.
+        attn_mask: [G·n, G·n] bool, True where a query must not attend to another: to those of other groups, and to
+            padding that is there for the shape alone.
         valid_mask: [B, G·n] bool, False for queries that were made from padding.
         id_target: [B, G·n] int64, the track ids, or None.
     """
@@ -79,7 +80,8 @@ class BoxDenoising:
         """Return the queries of a batch, or None if there are no groups or no boxes.
 
         A group has as many queries as the sample with most boxes has boxes, and twice as many with ``add_neg_dn``. With
-        ``pads``, that number of boxes is rounded up as that of the ground truth on a GPU, so that there are few shapes.
+        ``pads``, that number of boxes is rounded up as that of the ground truth on a GPU, but not above ``max_dn_gt``,
+        so that there are few shapes.
 
         Args:
             cls_target: [N] of each sample.
@@ -107,15 +109,26 @@ class BoxDenoising:
         dn_labels = of_matched(labels, _BACKGROUND)
         copies = anchors.shape[1] // labels.shape[1]
         is_box = (labels >= 0).repeat(1, copies).view(G, B, -1).transpose(0, 1).flatten(1)
-        group = torch.arange(G, device=anchors.device).repeat_interleave(anchors.shape[1])
+        n = anchors.shape[1]
+        group = torch.arange(G, device=anchors.device).repeat_interleave(n)
+        # Nothing attends to the rows that ``pads`` has added, so that they change no other query.
+        added = (torch.arange(n, device=anchors.device) % labels.shape[1] >= self._most(cls_target)).repeat(G)
+        apart = (group[:, None] != group) | (
+            added & ~torch.eye(G * n, dtype=torch.bool, device=anchors.device)
+        )
         return DenoisingQueries(
             anchors.unflatten(0, (G, B)).transpose(0, 1).flatten(1, 2),
             of_matched(boxes, 0),
             dn_labels,
-            group[:, None] != group,
+            apart,
             (dn_labels >= 0) | (is_box & (dn_labels == _BACKGROUND)),
             None if ids is None else of_matched(ids, -1),
         )
+
+    def _most(self, cls_target: Sequence[Tensor]) -> int:
+        """Return the number of boxes of the sample that has most, of which ``max_dn_gt`` count."""
+        most = max(len(labels) for labels in cls_target)
+        return min(most, self.max_dn_gt) if self.max_dn_gt > 0 else most
 
     def _padded_boxes(
         self,
@@ -125,9 +138,9 @@ class BoxDenoising:
         pads: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return labels [B, N] (-1 in the padding), encoded boxes [B, N, 10] (0) and ids [B, N] (-1) or None."""
-        most = max(len(labels) for labels in cls_target)
-        most = room_for(most) if pads else most
-        most = min(most, self.max_dn_gt) if self.max_dn_gt > 0 else most
+        most = self._most(cls_target)
+        if pads:
+            most = min(room_for(most), self.max_dn_gt) if self.max_dn_gt > 0 else room_for(most)
 
         def padded(values: Sequence[Tensor], filler: int) -> Tensor:
             rows = [value[:most] for value in values]
