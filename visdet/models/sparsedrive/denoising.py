@@ -113,9 +113,7 @@ class BoxDenoising:
         group = torch.arange(G, device=anchors.device).repeat_interleave(n)
         # Nothing attends to the rows that ``pads`` has added, so that they change no other query.
         added = (torch.arange(n, device=anchors.device) % labels.shape[1] >= self._most(cls_target)).repeat(G)
-        apart = (group[:, None] != group) | (
-            added & ~torch.eye(G * n, dtype=torch.bool, device=anchors.device)
-        )
+        apart = ((group[:, None] != group) | added).fill_diagonal_(False)
         return DenoisingQueries(
             anchors.unflatten(0, (G, B)).transpose(0, 1).flatten(1, 2),
             of_matched(boxes, 0),
