@@ -5,7 +5,9 @@ Derivatives that no operator has, and tensors without data beside others, are re
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from visdet.ops import (
     box_key_points,
@@ -22,7 +24,13 @@ from visdet.ops import (
     sample_sum,
     sigmoid_focal_loss,
 )
+from visdet.ops.autocast_linear import autocast_linear
+from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
+from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm, relu_dropout
+from visdet.ops.frozen_batch_norm import frozen_batch_norm
 from visdet.ops.ms_deform_attn import level_starts_of
+from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
+from visdet.ops.perceptrons import PerceptronLayer, perceptrons
 
 LEVELS = [(4, 5)]
 SHAPES = torch.tensor(LEVELS)
@@ -89,6 +97,75 @@ def test_a_gradient_of_a_plain_sum_is_not_differentiated_either(op):
     (grad,) = torch.autograd.grad(op(first, *rest).sum(), first, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         (grad.square().sum() + first.sum()).backward()
+
+
+def moved(argument, device):
+    return argument.to(device) if isinstance(argument, torch.Tensor) else argument
+
+
+def assert_recomputed_gradients_are_equal(function, leaf, **options):
+    """A checkpoint lets each node read its saved tensors once, and then computes the function again."""
+    recomputed = checkpoint(function, leaf, use_reentrant=False)
+    (found,) = torch.autograd.grad(recomputed.square().sum(), leaf, **options)
+    (expected,) = torch.autograd.grad(function(leaf).square().sum(), leaf, **options)
+    assert expected.abs().sum() > 0
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)
+def test_operators_under_activation_checkpointing(op, create_graph, device):
+    torch.manual_seed(0)
+    first, *rest = (moved(argument, device) for argument in CALLS[op]())
+    assert_recomputed_gradients_are_equal(
+        lambda x: op(x, *rest), first.requires_grad_(), create_graph=create_graph
+    )
+
+
+def channels(count, device):
+    return torch.rand(count, device=device) + 0.5
+
+
+def attend(x):
+    rows = torch.ones(1, 20, 8, device=x.device)
+    layers = [nn.Linear(8, width, device=x.device) for width in (8, 4, 8, 8)]
+    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+    references = torch.rand(1, 3, 1, 2, device=x.device)
+    return ms_deform_attn_projected(x, rows, None, None, SHAPES, STARTS, references, [2], 2, parameters)
+
+
+NODES = {
+    "dropout_add_layer_norm": lambda x: dropout_add_layer_norm(x, x, channels(8, x.device), channels(8, x.device)),
+    "dropout_layer_norm": lambda x: dropout_add_layer_norm(
+        x, None, channels(8, x.device), channels(8, x.device), 0.5
+    ),
+    "relu_dropout": lambda x: relu_dropout(x, 0.5),
+    "batch_norm_add_relu": lambda x: batch_norm_add_relu(
+        x.view(3, 8, 1, 1), None, channels(8, x.device), channels(8, x.device)
+    ),
+    "frozen_batch_norm": lambda x: frozen_batch_norm(
+        x.bfloat16().view(1, 8, 3, 1), *(channels(8, x.device) for _ in range(4))
+    ),
+    "autocast_linear": lambda x: autocast_linear(
+        x, torch.rand(8, 8, device=x.device), channels(8, x.device), torch.bfloat16
+    ),
+    "perceptrons": lambda x: perceptrons(
+        x, [[PerceptronLayer(torch.rand(4, 8, device=x.device), channels(4, x.device))]]
+    ),
+    "ms_deform_attn_projected": attend,
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", NODES)
+def test_nodes_of_a_gpu_under_activation_checkpointing(name):
+    def function(x):
+        torch.manual_seed(0)
+        return NODES[name](x)
+
+    leaf = torch.randn(1, 3, 8, device="cuda", requires_grad=True)
+    assert_recomputed_gradients_are_equal(function, leaf)
 
 
 @pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)

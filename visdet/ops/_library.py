@@ -189,9 +189,11 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grad_outputs)
             # once_differentiable looks at its arguments alone, but the gradient depends on the saved tensors, too.
-            saved = ctx.saved_tensors if torch.is_grad_enabled() else ()
-            return backward_once(ctx, len(grad_outputs), *grad_outputs, *saved)
+            read = _ReadContext(ctx)
+            return backward_once(read, len(grad_outputs), *grad_outputs, *read.saved_tensors)
 
     @torch.autograd.function.once_differentiable
     def backward_once(ctx: Any, count: int, *tensors: Any) -> Any:
@@ -208,6 +210,17 @@ def differentiable(
             return operator(*inputs)
 
     return call
+
+
+class _ReadContext:
+    """A node's context whose saved tensors have been read, which activation checkpointing allows only once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+        self.saved_tensors = ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 def _refuse_missing_data(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -161,13 +161,13 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        residual = ctx.saved_tensors[1]
+        saved = ctx.saved_tensors  # Activation checkpointing lets a node read them only once.
         grad_input, grad_residual, block_sums = torch.ops.visdet.dropout_add_layer_norm_backward.default(
-            packed(grad_output), *ctx.saved_tensors, *ctx.options
+            packed(grad_output), *saved, *ctx.options
         )
         grad_weight, grad_bias = block_sums.sum(0).unbind()
-        grad_residual = None if residual is None else grad_residual
-        return grad_input, grad_residual, grad_weight, grad_bias, None, None, None
+        has_residual = saved[1] is not None
+        return grad_input, grad_residual if has_residual else None, grad_weight, grad_bias, None, None, None
 
 
 class _ReluDropout(torch.autograd.Function):
