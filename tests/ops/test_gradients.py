@@ -128,7 +128,7 @@ def channels(count, device):
 
 
 def attend(x):
-    rows = torch.ones(1, 20, 8, device=x.device)
+    rows = torch.rand(1, 20, 8, device=x.device)
     layers = [nn.Linear(8, width, device=x.device) for width in (8, 4, 8, 8)]
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
     references = torch.rand(1, 3, 1, 2, device=x.device)
@@ -136,7 +136,9 @@ def attend(x):
 
 
 NODES = {
-    "dropout_add_layer_norm": lambda x: dropout_add_layer_norm(x, x, channels(8, x.device), channels(8, x.device)),
+    "dropout_add_layer_norm": lambda x: dropout_add_layer_norm(
+        x, x, channels(8, x.device), channels(8, x.device)
+    ),
     "dropout_layer_norm": lambda x: dropout_add_layer_norm(
         x, None, channels(8, x.device), channels(8, x.device), 0.5
     ),
