@@ -9,6 +9,7 @@ from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
 
 from .base import BaseTransform
+from .interleaved import split_channels
 
 __all__ = ["PackDetInputs"]
 
@@ -55,4 +56,4 @@ class PackDetInputs(BaseTransform):
                 fields = {key: value[~is_ignored] for key, value in fields.items()}
             sample.gt_instances = InstanceData(**fields)
             sample.ignored_instances = InstanceData(**ignored)
-        return {"inputs": results["img"].as_subclass(torch.Tensor).contiguous(), "data_samples": sample}
+        return {"inputs": split_channels(results["img"].as_subclass(torch.Tensor)), "data_samples": sample}

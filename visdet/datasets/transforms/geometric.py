@@ -11,6 +11,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, choose, uniform, uniform_int
+from .interleaved import mirrored
 from .tv_results import set_boxes, set_image
 
 __all__ = ["Pad", "RandomChoiceResize", "RandomCrop", "RandomFlip", "RandomResize", "Resize"]
@@ -204,13 +205,13 @@ class RandomFlip(BaseTransform):
         direction = self._directions[choose(self._probs)]
         results["flip"] = direction is not None
         results["flip_direction"] = direction
-        for flip, directions in (
-            (F.horizontal_flip, "horizontal diagonal"),
-            (F.vertical_flip, "vertical diagonal"),
+        for dim, flip, directions in (
+            (2, F.horizontal_flip, "horizontal diagonal"),
+            (1, F.vertical_flip, "vertical diagonal"),
         ):
             if direction is None or direction not in directions.split():
                 continue
-            set_image(results, flip(results["img"]))
+            set_image(results, mirrored(results["img"], dim))
             if "gt_bboxes" in results:
                 set_boxes(results, flip(results["gt_bboxes"]))
         return results

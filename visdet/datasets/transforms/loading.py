@@ -2,6 +2,7 @@
 
 import io
 
+import cv2
 import numpy as np
 import torch
 from mmengine import fileio
@@ -75,7 +76,7 @@ class LoadImageFromFile(BaseTransform):
             if self.ignore_empty:
                 return None
             raise
-        pixels = rgb[..., ::-1].copy() if self.channel_order == "bgr" else rgb
+        pixels = cv2.cvtColor(rgb, cv2.COLOR_RGB2BGR) if self.channel_order == "bgr" else rgb
         # This view is in channels-last order, on which resizing is faster. PackDetInputs makes it contiguous.
         image = torch.from_numpy(pixels).permute(2, 0, 1)
         set_image(results, image.float() if self.to_float32 else image)

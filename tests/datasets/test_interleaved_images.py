@@ -1,0 +1,51 @@
+"""Mirroring and splitting images by OpenCV where their channels lie side by side, and by torch elsewhere."""
+
+import pytest
+import torch
+
+from visdet.datasets.transforms import interleaved
+from visdet.datasets.transforms.interleaved import mirrored, split_channels
+
+
+def image(shape, dtype, layout):
+    """Return random values [C, H, W] with the strides of a layout."""
+    C, H, W = shape
+    values = torch.randint(0, 256, (C, H + 2, W + 3), generator=torch.Generator().manual_seed(0)).to(dtype)
+    if layout != "planar":
+        values = values.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    if layout == "every second column":
+        values = values.repeat_interleave(2, 2)[..., ::2]
+    return (
+        values[:, 1 : H + 1, 2 : W + 2]
+        if layout == "crop"
+        else values[:, :H, :W].clone(memory_format=torch.preserve_format)
+    )
+
+
+@pytest.mark.parametrize("layout", ["planar", "interleaved", "crop", "every second column"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64, torch.int16])
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 7), (1, 4, 4), (4, 3, 2), (5, 6, 3), (3, 1, 1), (3, 0, 4), (3, 33, 40)]
+)
+def test_values_are_those_of_torch(shape, dtype, layout):
+    given = image(shape, dtype, layout)
+    before = given.clone()
+    for dim in (1, 2):
+        found = mirrored(given, dim)
+        assert found.shape == shape and torch.equal(found, given.flip(dim))
+    split = split_channels(given)
+    assert split.is_contiguous() and torch.equal(split, given) and split.dtype == dtype
+    assert torch.equal(given, before)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "crop"])
+def test_opencv_serves_images_whose_channels_lie_side_by_side(layout, monkeypatch):
+    calls = []
+    for name in ("flip", "split"):
+        original = getattr(interleaved.cv2, name)
+        monkeypatch.setattr(
+            interleaved.cv2, name, lambda *args, name=name, of=original: (calls.append(name), of(*args))[1]
+        )
+    given = image((3, 6, 8), torch.uint8, layout)
+    split_channels(mirrored(given, 2))
+    assert calls == ["flip", "split"]
