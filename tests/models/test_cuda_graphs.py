@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper, cuda_graphs
 from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.engine.graphed_steps import GraphedStep
 from visdet.engine.parameter_leaves import leaves_in_place_of, with_leaves
 from visdet.structures import DetDataSample
 from visdet.structures.kept_tables import keeps_tables, tables_read
@@ -333,6 +334,52 @@ def test_nothing_in_a_prediction_waits_for_the_device(variant):
     assert {k: (t.shape, t.dtype) for k, t in found.items()} == {
         k: (t.shape, t.dtype) for k, t in expected.items()
     }
+
+
+class RecordedStep(GraphedStep):
+    """A step whose graphs are Python functions that keep activations in one place, as CUDA graphs do."""
+
+    def __init__(self, weight, memory):
+        self.memory, self.model = memory, SimpleNamespace(assign=lambda costs, batch: torch.zeros(1))
+        self.batch, self.assignment, self.costs = torch.zeros(2), torch.zeros(1), None
+        self.names, self.parameters = ["a", "b"], [weight]
+        self.values, self.grad_of_losses, self.static_gradients = (
+            torch.zeros(2),
+            torch.zeros(2),
+            [torch.zeros(2)],
+        )
+
+        def forward():
+            memory.activation = weight.detach() * self.batch
+
+        def losses():
+            self.values.copy_(memory.activation.square())
+
+        def backward():
+            self.static_gradients[0].copy_(2 * memory.activation * self.batch * self.grad_of_losses)
+            memory.activation = torch.full((2,), float("nan"))
+
+        self.graphs = [SimpleNamespace(replay=replay) for replay in (forward, losses, backward)]
+
+
+def test_a_backward_after_another_replay_is_refused():
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    memory = SimpleNamespace(replays=0)
+    one, other = RecordedStep(weight, memory), RecordedStep(weight, memory)
+    x = torch.tensor([3.0, 4.0])
+    sum(one(x).values()).backward()
+    torch.testing.assert_close(weight.grad, 2 * weight.detach() * x.square())
+    for next_step in (one, other):
+        before, after = one(x), next_step(2 * x)
+        with pytest.raises(RuntimeError, match="must run once, and before the next step"):
+            sum(before.values()).backward()
+        sum(after.values()).backward()
+    losses = one(x)
+    torch.autograd.grad(losses["a"], weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match="must run once"):
+        torch.autograd.grad(losses["b"], weight)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(one(x)["a"], weight, create_graph=True)
 
 
 def test_predictions_without_a_gpu_are_eager_and_counted():

@@ -426,3 +426,27 @@ def test_compile_traces_from_images_to_raw_outputs_without_a_break(device):
     outs, expected = compiled(images, samples, mode="tensor"), model(images, samples, mode="tensor")
     for out, right in zip(outs, expected, strict=True):
         torch.testing.assert_close(out, right, rtol=1e-3, atol=1e-3 if device == "cuda" else 1e-5)
+
+
+class RawOutputs(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return self.model(images, None, mode="tensor")
+
+
+def test_an_export_leaves_no_tables_without_numbers():
+    """Tables of a size are kept for later calls, but not those that an export has made."""
+    model = build("base").eval()
+    images, samples = batch(sizes=((64, 72), (64, 72)))
+    images = images[:, :, :64, :72].contiguous()  # no other test has this size
+    with torch.no_grad():
+        program = torch.export.export(RawOutputs(model), (images,))
+        expected = model(images, None, mode="tensor")
+        found = program.module()(images)
+    for one, other in zip(found, expected, strict=True):
+        assert type(other) is torch.Tensor
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert all(loss.isfinite() for loss in model.train()(images, samples, mode="loss").values())

@@ -1,16 +1,19 @@
 """ResNet: torchvision's names and numbers, freezing, and where pretrained weights come from."""
 
+import copy
 from urllib.error import URLError
 
 import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.nn.utils import prune
 
 from visdet.models.backbones import ResNet
 from visdet.models.backbones import pretrained as pretrained_page
 from visdet.models.layers.frozen_norm import fold_frozen_norms
 from visdet.registry import MODELS
+from visdet.structures.constant_weights import weights_are_constant
 
 
 def tiny(**options):
@@ -164,20 +167,63 @@ def test_norms_that_learn_or_count_are_not_folded():
             }
 
 
+def test_weights_that_a_hook_makes_are_not_folded():
+    backbone = tiny(norm_cfg=dict(type="BN", requires_grad=False)).eval()
+    x = torch.randn(1, 3, 32, 32)
+    conv = backbone.layer1[0].conv1
+    expected = backbone(x)[-1]
+    prune.identity(conv, "weight")
+    torch.testing.assert_close(backbone(x)[-1], expected)
+    with torch.no_grad():
+        conv.weight_orig.mul_(3)
+        assert not torch.allclose(backbone(x)[-1], expected)
+    for _ in range(2):
+        backbone.train()(x)[-1].sum().backward()
+    assert conv.weight_orig.grad.abs().sum() > 0
+
+
+def test_weights_of_another_class_are_not_folded():
+    class Shard(torch.Tensor):
+        pass
+
+    layers = tiny().eval().layer1[0].layers
+    conv, _ = layers[0]
+    conv.weight = nn.Parameter(conv.weight.detach().as_subclass(Shard), requires_grad=True)
+    assert isinstance(conv.weight, Shard)
+    with torch.no_grad():
+        assert set(fold_frozen_norms(layers)) == {other for other, _ in layers[1:]}
+
+
+def test_what_is_kept_of_constant_weights_is_kept_for_a_mode():
+    backbone = tiny(norm_eval=False)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        other = copy.deepcopy(backbone)
+        expected = [backbone.eval()(x)[-1], backbone.train()(x)[-1]]
+        with weights_are_constant():
+            found = [other.eval()(x)[-1], other.train()(x)[-1]]
+    torch.testing.assert_close(found, expected)
+
+
 def test_norm_without_gradient_and_group_norm_names():
     backbone = tiny(norm_cfg={"type": "BN", "requires_grad": False})
     assert not backbone.layer4[1].bn2.weight.requires_grad
     assert "layer4.1.gn2.weight" in tiny(norm_cfg={"type": "GN", "num_groups": 2}).state_dict()
 
 
-def test_checkpointing_changes_nothing():
-    plain, saving = tiny(norm_eval=True), tiny(norm_eval=True, with_cp=True)
+@pytest.mark.parametrize("norm", ["BN", "SyncBN"])
+@pytest.mark.parametrize("norm_eval", [True, False])
+def test_checkpointing_changes_nothing(norm, norm_eval):
+    options = dict(norm_cfg=dict(type=norm), norm_eval=norm_eval)
+    plain, saving = tiny(**options), tiny(**options, with_cp=True)
     saving.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 3, 32, 32)
+    x = torch.randn(2, 3, 64, 64)
     for backbone in (plain, saving):
         backbone.train()(x)[-1].square().sum().backward()
     for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+    for a, b in zip(plain.buffers(), saving.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_blocks_start_as_the_identity():

@@ -146,6 +146,24 @@ def torch_instead_of_the_kernel(monkeypatch):
     monkeypatch.setattr(module, "has_kernel", lambda *_: True)
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("function", [module._batch_norm, module._batch_norm_of_torch_on_cuda])
+def test_a_result_without_a_gradient(function, device):
+    x, _, weight, bias = draw((2, 16, 6, 4), torch.float32, device)
+    NoGradient.apply(function(x, None, None, weight, bias, 0.1, 1e-5)).sum().backward()
+    assert x.grad is None or not x.grad.any()
+
+
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_the_result_may_be_changed_in_place(device, monkeypatch):
     if device == "cpu":

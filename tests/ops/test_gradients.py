@@ -159,6 +159,28 @@ NODES = {
 }
 
 
+ON_CPU = ("ms_deform_attn_projected", "autocast_linear")
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [(name, "cpu") for name in ON_CPU]
+    # The gradients of these two do not depend on their inputs, or only on where those are positive.
+    + [
+        pytest.param(name, "cuda", marks=pytest.mark.cuda)
+        for name in NODES
+        if name not in ("relu_dropout", "frozen_batch_norm")
+    ],
+)
+def test_nodes_are_not_differentiated_twice_either(name, device):
+    torch.manual_seed(0)
+    leaf = torch.randn(1, 3, 8, device=device, requires_grad=True)
+    output = NODES[name](leaf)
+    (grad,) = torch.autograd.grad((output * torch.rand_like(output)).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (grad.square().sum() + leaf.sum()).backward()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", NODES)
 def test_nodes_of_a_gpu_under_activation_checkpointing(name):

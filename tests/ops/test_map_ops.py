@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from visdet.ops import (
     CARAFE,
     CARAFEPack,
+    ConvAWS2d,
     CornerPool,
     MaskedConv2d,
     SimpleRoIAlign,
@@ -240,6 +242,26 @@ def test_regions_and_points_of_maps_without_pixels_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_weights_of_a_plain_convolution_that_are_assigned_to_a_model_without_data():
+    plain = nn.Conv2d(3, 4, 3)
+    with torch.device("meta"):
+        layer = ConvAWS2d(3, 4, 3)
+    layer.load_state_dict(plain.state_dict(), assign=True)
+    x = torch.rand(1, 3, 5, 5)
+    torch.testing.assert_close(layer(x), plain(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_of_other_layers_leaves_a_standardised_convolution_alone():
+    layer = ConvAWS2d(3, 4, 3)
+    with torch.no_grad():
+        layer.weight.mul_(5)
+    before = layer.state_dict()
+    expected = {name: tensor.clone() for name, tensor in before.items()}
+    found = layer.load_state_dict({}, strict=False)
+    assert set(found.missing_keys) == set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in layer.state_dict().items())
 
 
 def test_names_in_the_registries():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_cases import CASES, DEVICES, gradients, make_case
 
-from visdet.ops import ms_deform_attn, ms_deform_attn_reference
+from visdet.ops import feature_maps_format, ms_deform_attn, ms_deform_attn_reference
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -232,3 +232,17 @@ def test_autocast_keeps_every_type(device):
     with torch.autocast(device, dtype=torch.bfloat16):
         assert torch.equal(ms_deform_attn(value, shapes, starts, locations, weights), expected)
         assert ms_deform_attn(value.bfloat16(), shapes, starts, locations, weights).dtype == torch.bfloat16
+
+
+def test_sequences_are_tables_on_the_cpu_whatever_the_default_device():
+    value, locations, weights = (
+        torch.rand(1, 12, 1, 2),
+        torch.rand(1, 3, 1, 1, 2, 2),
+        torch.rand(1, 3, 1, 1, 2),
+    )
+    expected = ms_deform_attn(value, [(3, 4)], None, locations, weights)
+    with torch.device("meta"):
+        assert torch.equal(ms_deform_attn(value, [(3, 4)], None, locations, weights), expected)
+        assert all(
+            table.device.type == "cpu" for table in feature_maps_format([[torch.rand(1, 2, 4, 3, 5)]])[1:]
+        )

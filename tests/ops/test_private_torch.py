@@ -23,6 +23,10 @@ USES = {
         "Under torch.func, the operators keep to what its transforms see through.",
         ("torch.func", "active"),
     ),
+    "torch._C._len_torch_dispatch_stack": (
+        "Tables that were made under a mode, such as an export's, are not kept.",
+        ("torch.utils._python_dispatch", "^(len|has)_.*(stack|modes)"),
+    ),
     "torch._C._dispatch_has_kernel_for_dispatch_key": (
         "Whether an operator has a kernel for a device is asked without calling it.",
         ("torch.library", "has_kernel"),

@@ -16,9 +16,13 @@ class GraphMemory:
 
     Graphs run one after another on one stream, so that what one of them left in the pool may be overwritten by the
     next. Gradients are copied out of it. Each graph that reads 16-bit weights begins by writing them.
+
+    Attributes:
+        replays: how many replays have begun that overwrite the activations of the ones before.
     """
 
     def __init__(self) -> None:
+        self.replays = 0
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.side = torch.cuda.Stream()

@@ -108,6 +108,7 @@ class GraphedStep:
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Return the losses of a batch of this shape, by name."""
+        self.memory.replays += 1
         _copy(self.batch, batch)
         self.graphs[0].replay()
         _copy(self.assignment, self.model.assign(self.costs, batch))
@@ -244,12 +245,23 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: GraphedStep, *parameters: Tensor) -> Tensor:
-        ctx.step = step
+        ctx.step, ctx.replays = step, step.memory.replays
         return step.values.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_of_losses: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of a training step by CUDA graphs cannot be differentiated (create_graph=True): train with "
+                "--no-graph"
+            )
+        memory = ctx.step.memory
+        if ctx.replays != memory.replays:
+            raise RuntimeError(
+                "the backward pass of a training step by CUDA graphs must run once, and before the next step: what it "
+                "needs has been overwritten. Add the losses up and call backward once, or train with --no-graph"
+            )
+        memory.replays += 1
         return None, *ctx.step.gradients(grad_of_losses)
 
 

@@ -40,7 +40,7 @@ def integer_table(operator: str, name: str, table: Tensor | Sequence[Any], expec
         return table.to(torch.int64)
     problem: Exception | None = None
     try:
-        numbers = torch.tensor(table)
+        numbers = torch.tensor(table, device="cpu")
         # A list of no numbers makes a tensor of float32.
         if not numbers.is_floating_point() or numbers.numel() == 0:
             return numbers.to(torch.int64)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ._arguments import check_device
 from ._library import declares, is_loaded
@@ -19,6 +20,8 @@ def has_kernel(operator: str, input: Tensor) -> bool:
     """Return whether the kernels of ``operator`` can take ``input``, as far as its device and its type say."""
     return (
         input.is_cuda
+        and type(input)
+        in (Tensor, Parameter)  # Subclasses, such as shards of a tensor, have rules for torch's alone.
         and input.dtype in _TYPES
         and input.numel() > 0
         and not is_traced()

@@ -21,6 +21,7 @@ __all__ = [
     "build_info",
     "declares",
     "differentiable",
+    "differentiable_once",
     "explain_missing_cuda",
     "is_loaded",
     "kernel_device",
@@ -160,10 +161,11 @@ def differentiable(
 ) -> Callable[..., Any]:
     """Register the shapes and the gradient of ``visdet::<name>``, and return the function that Python code calls.
 
-    The registered gradient serves ``torch.compile``, exports, traces, ``torch.func`` and callers of
-    ``torch.ops.visdet``. An eager call of the returned function uses an ``autograd.Function`` instead. That takes less
-    time on the host than torch's wrapper of a registered gradient, and differentiating it twice raises an error. The
-    returned function refuses tensors with a tangent, because torch would return a tangent of zeros.
+    The registered gradient serves ``torch.compile``, exports, traces, ``torch.func.vmap`` and callers of
+    ``torch.ops.visdet``. The transforms of ``torch.func`` that differentiate refuse it. An eager call of the returned
+    function uses an ``autograd.Function`` instead. That takes less time on the host than torch's wrapper of a
+    registered gradient, and differentiating it twice raises an error. The returned function refuses tensors with a
+    tangent, because torch would return a tangent of zeros.
 
     Args:
         fake: a function that returns results of the right shapes and types, given the operator's arguments.
@@ -210,6 +212,26 @@ def differentiable(
             return operator(*inputs)
 
     return call
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the backward of an ``autograd.Function`` such that differentiating its results raises an error.
+
+    torch's ``once_differentiable`` raises it only if the gradients of the outputs have gradients themselves. Most
+    results depend on the inputs, too, and that part of a second derivative would be missing without a word.
+    """
+
+    @torch.autograd.function.once_differentiable
+    def backward_once(ctx: Any, _: Tensor, *grad_outputs: Any) -> Any:
+        return backward(ctx, *grad_outputs)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grad_outputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grad_outputs)
+        return backward_once(ctx, torch.empty(0, requires_grad=True), *grad_outputs)
+
+    return checked
 
 
 class _ReadContext:

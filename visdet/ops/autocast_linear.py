@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import declares
+from ._library import declares, differentiable_once
 
 __all__ = ["autocast_linear", "is_built"]
 
@@ -54,7 +54,7 @@ class _AutocastLinear(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grads = torch.ops.visdet.autocast_linear_backward.default(
             grad_output, *ctx.saved_tensors, ctx.needs_input_grad[0], ctx.input_dtype

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._gpu_rows import check_floating, check_like, has_kernel, packed
+from ._library import differentiable_once
 from .tracing import is_traced
 
 __all__ = ["batch_norm_add_relu"]
@@ -147,7 +148,7 @@ def _batch_norm_of_torch_on_cuda(
         if original is not None and updated is not None and updated is not original:
             original.copy_(updated)
     if output.requires_grad:
-        output.register_hook(lambda grad: grad if grad.data_ptr() % 16 == 0 else grad.clone())
+        output.register_hook(lambda grad: grad if grad is None or grad.data_ptr() % 16 == 0 else grad.clone())
     return output
 
 
@@ -223,7 +224,7 @@ class _BatchNormAddReLU(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         rows, mask, weight, bias, statistics = ctx.saved_tensors
         grads = _rows(grad_output.to(rows.dtype))

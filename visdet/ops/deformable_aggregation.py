@@ -161,7 +161,7 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
         # Maps that have their channels last in memory are read and written in the order in which they lie there.
         flat.append(torch.cat([level.flatten(-2).transpose(-1, -2) for level in maps], -2).flatten(1, 2))
         shapes += [[list(level.shape[-2:]) for level in maps]] * V
-    level_shapes = torch.tensor(shapes, dtype=torch.int64)
+    level_shapes = torch.tensor(shapes, dtype=torch.int64, device="cpu")
     level_shapes = level_shapes.view(-1, len(groups[0]), 2)
     areas = level_shapes.prod(-1).flatten()
     level_starts = (areas.cumsum(0) - areas).view(level_shapes.shape[:2])

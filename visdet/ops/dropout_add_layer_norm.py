@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._gpu_rows import check_floating, check_like, has_kernel, packed
+from ._library import differentiable_once
 from .tracing import is_traced
 
 __all__ = ["dropout_add_layer_norm", "relu_dropout"]
@@ -159,7 +160,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # Activation checkpointing lets a node read them only once.
         grad_input, grad_residual, block_sums = torch.ops.visdet.dropout_add_layer_norm_backward.default(

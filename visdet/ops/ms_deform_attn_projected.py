@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._library import declares
+from ._library import declares, differentiable_once
 from .ms_deform_attn_fused import fused_geometry, has_fused_kernel
 from .tracing import is_traced
 
@@ -159,7 +159,7 @@ class _Projected(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         mask, shapes, starts, reference_points, *saved = ctx.saved_tensors
         of_identity, *needs = ctx.needs_input_grad[6:]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._gpu_rows import check_floating, check_like, has_kernel
+from ._library import differentiable_once
 from .tracing import is_traced
 
 __all__ = ["PerceptronLayer", "perceptrons", "perceptrons_reference"]
@@ -200,7 +201,7 @@ class _Perceptrons(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, saved, *parameters = ctx.saved_tensors
         grad_input, grads = torch.ops.visdet.perceptrons_backward.default(

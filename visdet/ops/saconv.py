@@ -60,14 +60,17 @@ class ConvAWS2d(nn.Conv2d):
         error_msgs: list[str],
     ) -> None:
         names = [f"{prefix}weight_gamma", f"{prefix}weight_beta"]
-        is_standardised = names[0] in state_dict
+        is_plain = f"{prefix}weight" in state_dict and names[0] not in state_dict
         missing: list[str] = []
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
         )
-        if not is_standardised:
+        if is_plain:
             with torch.no_grad():
                 mean, deviation = self._statistics(self.weight)
+            if self.weight_beta.is_meta:  # The weight was assigned to a model without data.
+                self.weight_beta, self.weight_gamma = mean, deviation
+            else:
                 self.weight_beta.copy_(mean)
                 self.weight_gamma.copy_(deviation)
             missing = [name for name in missing if name not in names]

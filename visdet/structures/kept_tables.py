@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 __all__ = ["keeps_tables", "tables_read"]
 
 _readers: list[list[Any]] = []
@@ -14,7 +16,8 @@ def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[...,
     """Return a decorator that keeps the results of a function for its ``max_sizes`` most recent arguments.
 
     A CUDA graph reads the tables at the addresses that they had at its capture. Their memory must not be reused while
-    the graph exists, so the graph holds the tables that ``tables_read`` has collected.
+    the graph exists, so the graph holds the tables that ``tables_read`` has collected. What is made while torch traces
+    or transforms a call is not kept, because it may be a stand-in without numbers.
     """
 
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,7 +25,7 @@ def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[...,
 
         @functools.wraps(make)
         def tables_of(*arguments: Any) -> Any:
-            tables = kept(*arguments)
+            tables = make(*arguments) if _is_transformed() else kept(*arguments)
             for reader in _readers:
                 reader.append(tables)
             return tables
@@ -30,6 +33,14 @@ def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[...,
         return tables_of
 
     return decorate
+
+
+def _is_transformed() -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 @contextmanager

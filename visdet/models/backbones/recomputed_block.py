@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visdet.ops._gpu_rows import has_kernel, packed
+from visdet.ops._library import differentiable_once
 
 from ..layers.normalization import BatchNorm2d
 from ..layers.precision import as_autocast_input
@@ -119,8 +120,9 @@ def statistics_kept(module: nn.Module) -> Iterator[None]:
     norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.training]
     try:
-        for norm, _, _ in before:
-            norm.momentum, norm.num_batches_tracked = 0.0, None
+        for norm, _, count in before:
+            needs_count = isinstance(norm, nn.SyncBatchNorm) and count is not None
+            norm.momentum, norm.num_batches_tracked = 0.0, count.clone() if needs_count else None
         yield
     finally:
         for norm, momentum, count in before:
@@ -171,7 +173,7 @@ class _Block(torch.autograd.Function):
         return activation
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         layers, num_main = ctx.layers, ctx.num_main
         x, output, *saved = ctx.saved_tensors

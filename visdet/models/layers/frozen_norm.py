@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visdet.ops._library import differentiable_once
 from visdet.ops.tracing import is_traced
 
 from .precision import as_autocast_input, autocast_dtype
@@ -88,7 +89,13 @@ def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
         return False
     if norm.running_mean is None or norm.weight is None:
         return False
+    if not all(_is_plain_parameter(layer._parameters.get("weight")) for layer in (conv, norm)):
+        return False  # A hook makes the weight before each call (pruning), or processes share it (FSDP).
     return not (torch.is_grad_enabled() and (norm.weight.requires_grad or norm.bias.requires_grad))
+
+
+def _is_plain_parameter(weight: Tensor | None) -> bool:
+    return weight is not None and (is_traced() or type(weight) in (Tensor, nn.Parameter))
 
 
 class _ScaledWeights(torch.autograd.Function):
@@ -148,7 +155,7 @@ class _ConvBiasReLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, out = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
