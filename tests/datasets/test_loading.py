@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngImageFile
 
 from visdet.datasets.transforms import FilterAnnotations, LoadAnnotations, LoadImageFromFile
 
@@ -91,7 +92,11 @@ def test_a_size_that_contradicts_the_annotation_file(tmp_path):
         load(tmp_path / "a.png", 6, 10)
 
 
-def test_damaged_and_missing_files_are_named(tmp_path):
+def _raise(error):
+    raise error
+
+
+def test_damaged_and_missing_files_are_named(tmp_path, monkeypatch):
     buffer = io.BytesIO()
     Image.fromarray(np.random.default_rng(3).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(
         buffer, "jpeg"
@@ -103,6 +108,11 @@ def test_damaged_and_missing_files_are_named(tmp_path):
         with pytest.raises(ValueError, match=rf"cannot read image {tmp_path}/{name} \(\d+ bytes\)"):
             load(tmp_path / name)
         assert load(tmp_path / name, ignore_empty=True) is None
+    Image.fromarray(RGB).save(tmp_path / "damaged.png")
+    error = RuntimeError("Failed to decode frame 0")  # as Pillow answers to damaged AVIF
+    monkeypatch.setattr(PngImageFile, "load", lambda self: _raise(error))
+    with pytest.raises(ValueError, match=r"cannot read image .*damaged\.png .*Failed to decode frame 0"):
+        load(tmp_path / "damaged.png")
     with pytest.raises(FileNotFoundError, match=r"image .*gone\.jpg does not exist"):
         load(tmp_path / "gone.jpg")
 

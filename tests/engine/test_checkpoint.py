@@ -299,6 +299,31 @@ def test_old_checkpoints_go_after_the_new_one_is_written(tmp_path):
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "iter_20.pth")
 
 
+@pytest.mark.parametrize("kept", [1, 3])
+def test_checkpoints_of_one_name_keep_the_newest(tmp_path, kept):
+    checkpoint = dict(filename_tmpl="last.pth", interval=5, max_keep_ckpts=kept)
+    train(tmp_path, **{f"default_hooks__checkpoint__{key}": value for key, value in checkpoint.items()})
+    assert read_checkpoint(tmp_path / "last.pth")["meta"]["iter"] == 20
+    assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "last.pth")
+
+
+def test_a_checkpoint_that_was_not_written_is_not_the_last(tmp_path):
+    runner = toy_runner(tmp_path, default_hooks__checkpoint__interval=5)
+    save = runner.save_checkpoint
+
+    def fail_at_the_second(out_dir, filename, *args, **kwargs):
+        if filename == "iter_10.pth":
+            raise OSError("the disk is full")
+        save(out_dir, filename, *args, **kwargs)
+
+    runner.save_checkpoint = fail_at_the_second
+    with pytest.raises(OSError, match="full"):
+        runner.train()
+    last = str(tmp_path / "iter_5.pth")
+    assert runner.message_hub.get_info("last_ckpt") == last
+    assert (tmp_path / "last_checkpoint").read_text() == last
+
+
 def test_the_best_checkpoint_stays_until_a_better_one_is_written(tmp_path):
     runner = toy_runner(tmp_path, train_cfg__val_interval=5)
     accuracies, evaluate = iter((0.1, 0.3, 0.2, 0.4)), runner.val_loop.evaluator.evaluate
@@ -438,3 +463,18 @@ def test_trust_holds_for_pretrained_backbones_too(tmp_path, monkeypatch, trusted
         with pytest.raises(CheckpointError, match="trust_checkpoint=True"):
             model.init_weights()
         assert not os.path.exists("ran")
+
+
+def test_an_average_of_weights_begins_with_weights_whose_keys_are_revised(tmp_path):
+    """EMAHook loads them as the model does, although their keys begin with "module."."""
+    runner = train(tmp_path / "a", train_cfg__max_iters=5)
+    state = {f"module.{key}": value for key, value in runner.model.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "wrapped.pth")
+    ema = [dict(type="EMAHook")]
+    tested = toy_runner(tmp_path / "b", custom_hooks=ema, load_from=str(tmp_path / "wrapped.pth"))
+    found = tested.test()
+    plain = toy_runner(tmp_path / "c", load_from=str(tmp_path / "wrapped.pth"))
+    assert found == plain.test()
+    averaged = next(hook for hook in tested.hooks if type(hook).__name__ == "EMAHook").ema_model.module
+    for key, value in averaged.state_dict().items():
+        assert torch.equal(value, state[f"module.{key}"]), key

@@ -1,6 +1,8 @@
 """A trained model on files, and the detections of a test as a file."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,6 +136,24 @@ def test_pictures_of_images_of_equal_names_do_not_overwrite_each_other(tmp_path,
     pictures = tmp_path / "out" / "pictures"
     written = sorted(str(path.relative_to(pictures)) for path in pictures.rglob("*.png"))
     assert not failures and written == ["a.png", "a.png.png", "sub/a.png", "sub/a.png.png"]
+
+
+def test_what_was_found_before_an_error_is_written(tmp_path, trained, image):
+    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    visualizer = VISUALIZERS.build({"type": "DetLocalVisualizer", "vis_backends": None, "name": "pictures"})
+
+    def fail_at_the_second(name, *args, **kwargs):
+        if name == "b.png":
+            raise KeyboardInterrupt
+
+    visualizer.add_datasample = fail_at_the_second
+    for name in ("a.png", "b.png", "c.png"):
+        shutil.copy(image, tmp_path / name)
+    files = [str(tmp_path / name) for name in ("a.png", "b.png", "c.png")]
+    with pytest.raises(KeyboardInterrupt):
+        detect_files(detector, visualizer, files, str(tmp_path / "out"), 0.0)
+    found = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    assert [Path(entry["file"]).name for entry in found] == ["a.png", "b.png"]
 
 
 def test_picture_paths():

@@ -198,6 +198,15 @@ def test_a_schedule_that_counts_epochs_where_there_are_none_is_warned_of(tmp_pat
     assert (expected in capsys.readouterr().out) == warns
 
 
+def test_a_schedule_of_iterations_may_begin_after_a_short_run_of_epochs(tmp_path):
+    epochs = {"_delete_": True, "type": "EpochBasedTrainLoop", "max_epochs": 1}
+    schedules = [
+        {"type": "LinearLR", "start_factor": 0.5, "begin": 0, "end": 50, "by_epoch": False},
+        {"type": "CosineAnnealingLR", "begin": 50, "by_epoch": False},
+    ]
+    assert train(tmp_path, train_cfg=epochs, param_scheduler=schedules).iter > 0
+
+
 def test_equal_seeds_give_equal_runs(tmp_path):
     first_run, second_run = train(tmp_path / "a"), train(tmp_path / "b")
     assert losses(first_run) == losses(second_run)

@@ -375,6 +375,32 @@ def test_an_optimizer_with_other_groups_cannot_be_resumed(tmp_path, says_optimiz
         train(tmp_path, resume=str(path))
 
 
+def test_groups_as_mmengine_builds_them_are_resumed(tmp_path):
+    """mmengine makes a group of each parameter, where our wrapper joins those with the same options."""
+    options = dict(paramwise_cfg=dict(bias_lr_mult=0.5))
+    wrapper = {**toy_config(tmp_path).optim_wrapper, **options}
+    train(tmp_path, train_cfg__max_iters=10, optim_wrapper={**wrapper, "type": "mmengine.OptimWrapper"})
+    groups = read_checkpoint(tmp_path / "iter_10.pth")["optimizer"]["param_groups"]
+    resumed = train(tmp_path, resume="auto", optim_wrapper=wrapper)
+    assert resumed.iter == 20 and len(resumed.optim_wrapper.optimizer.param_groups) == len(groups)
+    fresh = toy_runner(tmp_path / "fresh", optim_wrapper=wrapper)
+    assert len(fresh.build_optim_wrapper(fresh.optim_wrapper).optimizer.param_groups) < len(groups)
+
+
+def test_schedules_that_keep_their_end_are_reported(tmp_path, capsys):
+    cosine = [dict(type="CosineAnnealingLR", by_epoch=False)]
+    train(tmp_path, train_cfg__max_iters=10, param_scheduler=cosine)
+    train(tmp_path, resume="auto", param_scheduler=cosine)
+    expected = "whose schedules end at [10]. They are kept, although those of the config end at [20]"
+    assert expected in capsys.readouterr().out
+
+
+def test_a_link_to_a_checkpoint_that_is_gone_is_passed_over(tmp_path):
+    train(tmp_path, train_cfg__max_iters=10)
+    (tmp_path / "latest.pth").symlink_to(tmp_path / "gone.pth")
+    assert train(tmp_path, resume="auto").iter == 20
+
+
 def test_several_optimizers_are_compared_by_name():
     def wrappers(**kinds):
         models = {name: torch.nn.Linear(2, 2) for name in kinds}

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -206,6 +207,35 @@ def test_ground_truth_from_the_samples():
     assert [row["num_boxes"] for row in metric.classwise_results] == [0, 1]
     with pytest.raises(ValueError, match="without an ann_file the data samples must hold gt_instances"):
         metric.process({}, [sample(6, [])])
+
+
+def test_data_sets_that_use_the_same_ids():
+    """Several data sets together have no ann_file, and each may count its images from 0 on."""
+    metric = METRICS.build(dict(type="CocoMetric"))
+    metric.dataset_meta = dict(classes=CLASSES)
+    for folder, label in (("wrong", 0), ("right", 1)):
+        for image_id in (0, 1, 1):  # A sampler repeats the last image.
+            item = sample(image_id, [(label, [10, 10, 60, 60], 0.9)])
+            item["img_path"] = f"{folder}/{image_id}.jpg"
+            item["gt_instances"] = dict(bboxes=torch.tensor([[10.0, 10, 60, 60]]), labels=torch.tensor([1]))
+            metric.process({}, [item])
+    assert metric.evaluate(6)["coco/bbox_mAP"] == pytest.approx(0.5, abs=0.01)
+    assert [row["num_boxes"] for row in metric.classwise_results] == [0, 4]
+
+
+def test_ids_of_images_may_be_texts(tmp_path, backend):
+    ann_file = Path(
+        truth(tmp_path / "a.json", [(0, 1, [10, 20, 30, 5], 0), (1, 1, [10, 20, 30, 5], 0)], num_images=2)
+    )
+    content = json.loads(ann_file.read_text())
+    for image in content["images"]:
+        image["id"] = f"image {image['id']}"
+    for annotation in content["annotations"]:
+        annotation["image_id"] = f"image {annotation['image_id']}"
+    ann_file.write_text(json.dumps(content))
+    box = (1, [10, 20, 40, 25], 0.75)
+    metrics, _ = evaluate(str(ann_file), {"image 0": [box], "image 1": []}, backend=backend)
+    assert metrics["coco/bbox_mAP"] == pytest.approx(51 / 101, abs=1e-6)
 
 
 def test_writing_detections(tmp_path):

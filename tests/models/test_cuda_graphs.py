@@ -1,6 +1,7 @@
 """Training steps and predictions by CUDA graphs: the numbers of eager ones, whatever the batch, and what falls back."""
 
 import copy
+import logging
 import re
 import weakref
 from types import SimpleNamespace
@@ -391,6 +392,20 @@ def test_predictions_without_a_gpu_are_eager_and_counted():
         with graphs.installed():
             assert_same_boxes(predictions(model, data), expected, 0)
     assert graphs.report() == "graphs of predict: 1 batches, 1 without a GPU or stages; 0 shapes hold 0 MiB"
+
+
+def test_a_copy_of_a_model_with_graphs_runs_eagerly():
+    """EMAHook copies the model where its method is replaced already."""
+    model = build("base").eval()
+    graphs = GraphedPrediction(model, say=logging.getLogger("graphs").info)
+    data = images_without_boxes(1)
+    with torch.no_grad():
+        expected = predictions(model, data)
+        with graphs.installed():
+            copied = copy.deepcopy(model)
+            assert_same_boxes(predictions(copied, data), expected, 0)
+    assert copied.predict.__self__ is copied and copied.predict.__func__ is type(model).predict
+    assert not graphs.counts
 
 
 def test_tables_live_as_long_as_what_has_read_them():

@@ -22,7 +22,7 @@ from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
 from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_every_process
 from .temporal_state import restore_temporal_state
-from .weights import load_weights, weights_of
+from .weights import load_weights, revised, weights_of
 
 __all__ = ["CheckpointingRunner"]
 
@@ -107,12 +107,13 @@ class CheckpointingRunner(Runner):
             checkpoint = read_checkpoint(filename, trust=self._trusts_checkpoints)
         if strict is None:
             strict = self._resume or self.cfg.get("strict_load", True)
-        checkpoint = {**checkpoint, "state_dict": weights_of(checkpoint, filename)}
+        # Hooks load these weights, too.
+        checkpoint = {**checkpoint, "state_dict": revised(weights_of(checkpoint, filename), revise_keys)}
         if "message_hub" in checkpoint:
             checkpoint["message_hub"] = restore_message_hub(checkpoint["message_hub"])
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         model = self.model.module if is_model_wrapper(self.model) else self.model
-        load_weights(model, checkpoint["state_dict"], filename, strict, revise_keys)
+        load_weights(model, checkpoint["state_dict"], filename, strict, ())
         self._has_loaded = True
         self.logger.info(f"weights loaded from {filename}")
         return checkpoint
@@ -158,7 +159,15 @@ class CheckpointingRunner(Runner):
         if resume_optimizer:
             self.optim_wrapper: Any = self.build_optim_wrapper(self.optim_wrapper)
             self._check_optimizers(filename, meta.get("optimizers"), self._checkpoint[1]["optimizer"])
+        self.param_schedulers: Any = self.build_param_scheduler(self.param_schedulers or [])
+        ends = _ends(self.param_schedulers)
         super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
+        kept = _ends(self.param_schedulers)
+        if kept != ends:
+            self.logger.warning(
+                f"{filename} comes from a run whose schedules end at {kept}. They are kept, although those of the "
+                f"config end at {ends}. After its end, a schedule changes nothing"
+            )
         self._adapt_to_epoch_length(filename, meta.get("iterations_per_epoch"))
 
     def _check_optimizers(self, filename: str, before: dict[str, str] | None, state: dict) -> None:
@@ -171,10 +180,15 @@ class CheckpointingRunner(Runner):
         states = {"": state} if set(now) == {""} else state
         sizes = {name: _group_sizes(states.get(name, {}).get("param_groups", ())) for name in now}
         expected = {name: _group_sizes(optimizer.param_groups) for name, optimizer in now.items()}
+        # mmengine saves the groups as the optimizer was built, and our wrapper goes back to them.
+        as_built = {
+            name: _group_sizes(getattr(wrapper, "groups_as_built", wrapper.optimizer.param_groups))
+            for name, wrapper in _wrappers(self.optim_wrapper).items()
+        }
         problem = None
         if before is not None and before != kinds:
             problem = f"it has the state of {_text(before)}, but the config has {_text(kinds)}"
-        elif sizes != expected:
+        elif any(size not in (expected[name], as_built[name]) for name, size in sizes.items()):
             problem = (
                 f"the optimizer's groups of parameters have the sizes {_text(sizes)}, but those of the config have "
                 f"{_text(expected)}"
@@ -275,11 +289,20 @@ class CheckpointingRunner(Runner):
         write_checkpoint(checkpoint, os.path.join(out_dir, filename))
 
 
+def _wrappers(wrapper: Any) -> dict[str, Any]:
+    """Return the wrappers of single optimizers by their names. A single one has the name ""."""
+    return dict(wrapper.items()) if isinstance(wrapper, OptimWrapperDict) else {"": wrapper}
+
+
 def _optimizers(wrapper: Any) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizers of a wrapper by their names. A single optimizer has the name ""."""
-    if isinstance(wrapper, OptimWrapperDict):
-        return {name: one.optimizer for name, one in wrapper.items()}
-    return {"": wrapper.optimizer}
+    return {name: one.optimizer for name, one in _wrappers(wrapper).items()}
+
+
+def _ends(schedulers: list | dict) -> list[int]:
+    """Return where schedules end, in epochs or iterations."""
+    lists = schedulers.values() if isinstance(schedulers, dict) else [schedulers]
+    return [schedule.end for schedules in lists for schedule in schedules]
 
 
 def _group_sizes(groups: Sequence[dict[str, Any]]) -> list[int]:

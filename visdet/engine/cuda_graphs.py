@@ -1,11 +1,13 @@
 """Training steps and predictions replayed as CUDA graphs, so that the GPU does not wait for Python."""
 
+import copy
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from types import MethodType
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -88,6 +90,10 @@ class GraphedMethod(ABC):
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
         self.counts: Counter[str] = Counter()
         _living.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the method that this object replaces, of the copy of the model. A copy of a model runs eagerly."""
+        return MethodType(getattr(type(self.model), self.method), copy.deepcopy(self.model, memo))
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -111,24 +111,26 @@ def detect_files(
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in images])
     pictures = PicturePaths(os.path.join(out_dir, "pictures"))
     found, failures = [], []
-    for path in images:
-        try:
-            sample = detector(path)
-        except UserError as error:
-            failures.append(str(error))
-            continue
-        found.append(detections_of(sample, detector.dataset_meta["classes"], score_thr))
-        picture = pictures.path_of(os.path.relpath(path, root))
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        visualizer.add_datasample(
-            picture.name,
-            image_file_of(sample),
-            sample,
-            draw_gt=False,
-            out_file=str(picture),
-            pred_score_thr=score_thr,
-        )
-    write_detections_file(Path(out_dir, "predictions.json"), found)
+    try:
+        for path in images:
+            try:
+                sample = detector(path)
+            except UserError as error:
+                failures.append(str(error))
+                continue
+            found.append(detections_of(sample, detector.dataset_meta["classes"], score_thr))
+            picture = pictures.path_of(os.path.relpath(path, root))
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            visualizer.add_datasample(
+                picture.name,
+                image_file_of(sample),
+                sample,
+                draw_gt=False,
+                out_file=str(picture),
+                pred_score_thr=score_thr,
+            )
+    finally:  # Whatever ends the loop early, what was found until then is kept.
+        write_detections_file(Path(out_dir, "predictions.json"), found)
     return found, failures
 
 

@@ -41,7 +41,7 @@ class OptimWrapper(_OptimWrapper):
     def __init__(
         self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: dict | None = None
     ) -> None:
-        self._groups_as_built = optimizer.param_groups
+        self.groups_as_built = optimizer.param_groups
         optimizer.param_groups = _merged(optimizer.param_groups)
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
 
@@ -52,8 +52,8 @@ class OptimWrapper(_OptimWrapper):
         goes back to those groups, because the saved schedules have a value for each of them.
         """
         saved = len(state_dict.get("param_groups", ()))
-        if saved == len(self._groups_as_built) != len(self.optimizer.param_groups):
-            self.optimizer.param_groups = self._groups_as_built
+        if saved == len(self.groups_as_built) != len(self.optimizer.param_groups):
+            self.optimizer.param_groups = self.groups_as_built
         super().load_state_dict(state_dict)
 
     def backward(self, loss: Tensor, **backward_args: Any) -> None:

@@ -43,7 +43,9 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
     named = pointer.read_text().strip() if pointer.is_file() else ""
     if named and not any(folder.glob("*.pth")) and Path(named).is_file():
         folder = Path(named).parent
-    candidates = sorted(folder.glob("*.pth"), key=lambda path: path.stat().st_mtime, reverse=True)
+    # A link may point at a file that has been removed.
+    files = [path for path in folder.glob("*.pth") if path.is_file()]
+    candidates = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
     last, remarks = None, []
     if named:
         # Only the name counts, because the folder may have been moved or copied since.

@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -164,6 +164,12 @@ class DetRunner(CheckpointingRunner):
     def build_param_scheduler(self, scheduler: Any) -> Any:
         """Build the schedules."""
         with building(self.cfg, "param_scheduler"):
+            for schedule in _schedules(scheduler):
+                # mmengine ends a schedule without an end when training ends, and refuses one that ends before it
+                # begins. ``complete_config`` sees to those that count what the training loop counts.
+                begin = schedule.get("begin", 0)
+                if not schedule.get("by_epoch", True) and 0 < self.max_iters <= begin:
+                    schedule.setdefault("end", begin + 1)
             return super().build_param_scheduler(scheduler)
 
     def build_log_processor(self, log_processor: Any) -> Any:
@@ -273,6 +279,19 @@ class DetRunner(CheckpointingRunner):
             if getattr(self, "logger", None) is not None:
                 log_fatal_error(self.logger, error, self.logger.log_file)
             raise
+
+
+def _schedules(scheduler: Any) -> Iterator[dict]:
+    """Yield the configs of schedules, which are given as one, as a list, or as lists by the names of optimizers."""
+    if isinstance(scheduler, dict):
+        if "type" in scheduler:
+            yield scheduler
+        else:
+            for one in scheduler.values():
+                yield from _schedules(one)
+    elif isinstance(scheduler, Sequence):
+        for one in scheduler:
+            yield from _schedules(one)
 
 
 def _type_of(hook: Any) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .errors import CheckpointError
 
-__all__ = ["load_weights", "weights_of"]
+__all__ = ["load_weights", "revised", "weights_of"]
 
 _SHOWN = 4
 
@@ -43,6 +43,16 @@ def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     return found
 
 
+def revised(state_dict: dict[str, Tensor], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
+    """Return the weights with other keys: each regular expression is replaced in all keys, in turn."""
+    weights: Any = state_dict
+    for pattern, replacement in revise_keys:
+        weights = OrderedDict((re.sub(pattern, replacement, key), value) for key, value in weights.items())
+    if hasattr(state_dict, "_metadata"):
+        weights._metadata = state_dict._metadata
+    return weights
+
+
 def load_weights(
     model: nn.Module,
     state_dict: dict[str, Tensor],
@@ -66,9 +76,7 @@ def load_weights(
         CheckpointError: ``strict`` is True, and a key is missing or unexpected or a tensor has another shape. With
             ``strict=False``, this is raised only if no weight fits.
     """
-    weights = state_dict
-    for pattern, replacement in revise_keys:
-        weights = OrderedDict((re.sub(pattern, replacement, key), value) for key, value in weights.items())
+    weights = revised(state_dict, revise_keys)
     expected = model.state_dict()
     differing = {
         key: f"{key} {list(value.shape)} for {list(expected[key].shape)}"
@@ -76,9 +84,9 @@ def load_weights(
         if key in expected and value.shape != expected[key].shape
     }
     fitting: Any = OrderedDict((key, value) for key, value in weights.items() if key not in differing)
-    if hasattr(state_dict, "_metadata"):
+    if hasattr(weights, "_metadata"):
         # The metadata has the versions by which modules migrate old weights.
-        fitting._metadata = state_dict._metadata
+        fitting._metadata = weights._metadata
     before = {key: value.detach().clone() for key, value in expected.items() if isinstance(value, Tensor)}
     missing, unexpected = model.load_state_dict(fitting, strict=False)
     missing = [key for key in missing if key not in differing and not key.endswith("num_batches_tracked")]

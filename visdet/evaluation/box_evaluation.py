@@ -5,6 +5,7 @@ import importlib
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +90,7 @@ def _mean_of_defined(values: np.ndarray) -> float:
 def evaluate_boxes(
     truth: dict,
     detections: Sequence[dict],
-    image_ids: Iterable[int],
+    image_ids: Iterable[Any],
     num_classes: int,
     iou_thrs: np.ndarray,
     max_dets: Iterable[int],
@@ -107,6 +108,15 @@ def evaluate_boxes(
         max_dets: the numbers of detections per image to evaluate. 100 is always added.
         backend: the result of :func:`import_backend`.
     """
+    order = {image_id: number for number, image_id in enumerate(sorted(image_ids))}
+    if not all(isinstance(image_id, int) for image_id in order):  # The libraries take numbers alone.
+        images, annotations = (
+            [{**row, key: order[row[key]]} for row in rows if row[key] in order]
+            for rows, key in ((truth["images"], "id"), (truth["annotations"], "image_id"))
+        )
+        truth = {"images": images, "annotations": annotations}
+        detections = [{**row, "image_id": order[row["image_id"]]} for row in detections]
+        image_ids = order.values()
     boxes = [
         {**row, "id": i, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0}
         for i, row in enumerate(detections, start=1)

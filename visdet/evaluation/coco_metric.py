@@ -146,7 +146,7 @@ class CocoMetric(BaseMetric):
                 "labels": _numpy(predicted["labels"]).astype(int),
             }
             if self._ann_file is None:
-                result["truth"] = _truth_of_sample(sample)
+                result["truth"], result["img_path"] = _truth_of_sample(sample), sample.get("img_path")
             self.results.append(result)
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
@@ -157,7 +157,7 @@ class CocoMetric(BaseMetric):
             )
         classes = self._dataset_meta["classes"]
         self.classwise_results = []
-        results = list({result["img_id"]: result for result in results}.values())
+        results = _without_repetitions(results)
         detections = _detections(results)
         if self.outfile_prefix is not None:
             self._write(detections)
@@ -217,6 +217,20 @@ class CocoMetric(BaseMetric):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows))
         print_log(f"wrote {len(rows)} detections to {path}", logger="current")
+
+
+def _without_repetitions(results: list[dict]) -> list[dict]:
+    """Return one result of each image, because samplers repeat images to fill batches.
+
+    Without an ``ann_file``, several data sets may be evaluated together. If they use the same ids, images get new ones.
+    """
+    distinct = list({(result["img_id"], result.get("img_path")): result for result in results}.values())
+    if len({result["img_id"] for result in distinct}) == len(distinct):
+        return distinct
+    return [
+        {**result, "img_id": number, "truth": [{**row, "image_id": number} for row in result["truth"]]}
+        for number, result in enumerate(distinct)
+    ]
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -29,8 +29,8 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is not JSON, a key is missing, a size or a box does not consist of numbers, or ids repeat.
-            The message names the file and the mistake.
+        ValueError: the file is not JSON, a key is missing, a value has another type than COCO's, or ids repeat. The
+            message names the file and the mistake.
 
     Source: the format is https://cocodataset.org/#format-data.
     """
@@ -61,11 +61,24 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
             raise InvalidInputError(
                 f"annotation file {path}: width and height must be positive numbers: {image!r:.200}"
             )
+        if not isinstance(image["file_name"], str):
+            raise InvalidInputError(f"annotation file {path}: file_name must be a text: {image!r:.200}")
+    for category in content["categories"]:
+        if not isinstance(category["name"], str):
+            raise InvalidInputError(
+                f"annotation file {path}: the name of a category must be a text: {category!r:.200}"
+            )
     for annotation in content["annotations"]:
         if not _are_numbers(annotation["bbox"], 4):
             raise InvalidInputError(
                 f"annotation file {path}: bbox must be four finite numbers: {annotation!r:.200}"
             )
+        area = annotation.get("area")
+        if area is not None and not _are_numbers([area], 1):
+            raise InvalidInputError(f"annotation file {path}: area must be a number: {annotation!r:.200}")
+        for key in ("iscrowd", "ignore"):
+            if annotation.get(key) not in (None, 0, 1):
+                raise InvalidInputError(f"annotation file {path}: {key} must be 0 or 1: {annotation!r:.200}")
     return content
 
 

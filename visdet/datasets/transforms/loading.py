@@ -104,6 +104,7 @@ class LoadImageFromFile(BaseTransform):
             OSError,
             SyntaxError,
             ValueError,
+            RuntimeError,
             Image.DecompressionBombError,
         ) as error:
             # Pillow's own message names the buffer that the file was read into.

@@ -58,24 +58,36 @@ class CheckpointHook(_CheckpointHook):
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
         meta["random_states"] = gather_random_states()
         meta["temporal_states"] = gather_temporal_states(runner.model)
-        name = self.filename_tmpl.format(step)
-        self.last_ckpt = os.path.join(self.out_dir, name)
-        runner.message_hub.update_info("last_ckpt", self.last_ckpt)
+        name, previous = self.filename_tmpl.format(step), self.last_ckpt
+        path = os.path.join(self.out_dir, name)
+        self._set_last(runner, path)
         outdated = self._keep(runner, step) if self.max_keep_ckpts > 0 else []
-        runner.save_checkpoint(
-            self.out_dir,
-            name,
-            self.file_client_args,
-            save_optimizer=self.save_optimizer,
-            save_param_scheduler=self.save_param_scheduler,
-            meta=meta,
-            by_epoch=self.by_epoch,
-            backend_args=self.backend_args,
-        )
+        try:
+            runner.save_checkpoint(
+                self.out_dir,
+                name,
+                self.file_client_args,
+                save_optimizer=self.save_optimizer,
+                save_param_scheduler=self.save_param_scheduler,
+                meta=meta,
+                by_epoch=self.by_epoch,
+                backend_args=self.backend_args,
+            )
+        except BaseException:
+            self._set_last(runner, previous)
+            raise
         if is_main_process():
-            write_atomically(os.path.join(runner.work_dir, LAST_CHECKPOINT), self.last_ckpt.encode())
+            write_atomically(os.path.join(runner.work_dir, LAST_CHECKPOINT), path.encode())
+            # A template without the step gives all checkpoints one name.
+            kept = {name, *(self.filename_tmpl.format(kept_step) for kept_step in self.keep_ckpt_ids)}
             for old_step in outdated:
-                _remove(os.path.join(self.out_dir, self.filename_tmpl.format(old_step)))
+                old_name = self.filename_tmpl.format(old_step)
+                if old_name not in kept:
+                    _remove(os.path.join(self.out_dir, old_name))
+
+    def _set_last(self, runner: Any, path: str | None) -> None:
+        self.last_ckpt = path
+        runner.message_hub.update_info("last_ckpt", path)
 
     def _keep(self, runner: Any, step: int) -> list[int]:
         """Add ``step`` to the steps whose checkpoints are kept, and return the steps that are no longer kept."""

@@ -121,8 +121,9 @@ def statistics_kept(module: nn.Module) -> Iterator[None]:
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.training]
     try:
         for norm, _, count in before:
-            needs_count = isinstance(norm, nn.SyncBatchNorm) and count is not None
-            norm.momentum, norm.num_batches_tracked = 0.0, count.clone() if needs_count else None
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+            if isinstance(norm, nn.SyncBatchNorm) and count is not None:  # It asks for a counter.
+                norm.num_batches_tracked = count.clone()
         yield
     finally:
         for norm, momentum, count in before:
