@@ -139,6 +139,16 @@ def test_depth_maps_by_hand():
     np.testing.assert_array_equal(four[0], expected)
 
 
+def test_depth_maps_have_the_sizes_of_feature_maps():
+    """A backbone rounds up where a stride does not divide the size of an image."""
+    point = np.array([[0.0, 0.0, 1.0]])
+    projection = np.eye(4)
+    projection[:2, 2] = 9, 17  # the pixel of the point
+    results = {"points": point, "lidar2img": [projection], "img_shape": [(18, 10)]}
+    (coarse,) = T.MultiScaleDepthMapGenerator([4])(results)["gt_depth"]
+    assert coarse.shape == (1, 5, 3) and coarse[0, 4, 2] == 1
+
+
 def test_loading_errors(tmp_path):
     record = dataset()[0]
     missing = record | {
@@ -211,7 +221,8 @@ def test_orders_of_map_lines():
 
 def test_vectors_and_normalisation():
     line = np.array([[-15.0, -30.0], [0.0, 0.05], [15.0, 30.0]])
-    results = T.VectorizeMap((30, 60), True, simplify=True)({"map_annos": {1: [line]}})
+    results = T.VectorizeMap((30, 60), True, simplify=True)({"map_annos": {1: [line, line[:1]]}})
+    assert len(results["vectors"]) == 1  # A line of one point is none.
     np.testing.assert_allclose(results["vectors"][0], [[0, 0], [1, 1]], atol=1e-5)
     results = T.VectorizeMap((30, 60), False, sample_dist=1.0)({"map_annos": {1: [line[:, :2] * [1, 0]]}})
     assert results["vectors"][0].shape == (31, 2) and results["vector_labels"].tolist() == [1]

@@ -180,6 +180,51 @@ def test_frames_without_boxes_or_map(dataset_of, infos):
     assert record["gt_bboxes_3d"].shape == (0, 9) and record["gt_agent_fut_trajs"].shape == (0, 12, 2)
 
 
+def test_a_frame_without_boxes_may_have_arrays_of_any_shape(dataset_of, infos):
+    keys = ("gt_boxes", "gt_names", "gt_velocity", "num_lidar_pts", "valid_flag", "instance_inds")
+    none = {key: np.zeros(0) for key in (*keys, "gt_agent_fut_trajs", "gt_agent_fut_masks")}
+    record = dataset_of(changed(infos, 0, **none))[0]
+    assert record["gt_agent_fut_trajs"].shape == (0, 12, 2)
+    assert record["gt_agent_fut_masks"].shape == (0, 12)
+
+
+def test_recordings_without_sweeps_keep_their_scenes(dataset_of, infos):
+    expected = dataset_of(infos, with_seq_flag=True)
+    without = copy.deepcopy(infos)
+    for info in without:
+        info["sweeps"] = []
+    found = dataset_of(without, with_seq_flag=True)
+    assert found.scene_starts.tolist() == expected.scene_starts.tolist()
+    assert found.flag.tolist() == expected.flag.tolist()
+
+
+def test_boxes_without_a_track_are_told_apart(dataset_of, infos):
+    """Denoising queries are followed from frame to frame by these numbers."""
+    untracked = copy.deepcopy(infos)
+    for info in untracked[:2]:
+        info["instance_inds"] = np.full(len(info["gt_boxes"]), -1)
+    dataset = dataset_of(untracked)
+    first, second = dataset[0]["instance_inds"], dataset[1]["instance_inds"]
+    assert len(first) > 1 and (first < -1).all() and (second < -1).all()
+    assert len({*first.tolist(), *second.tolist()}) == len(first) + len(second)
+
+
+def test_a_track_has_one_box_in_a_frame(dataset_of, infos):
+    tracks = infos[0]["instance_inds"].copy()
+    seen = np.flatnonzero(infos[0]["num_lidar_pts"])
+    tracks[seen[0]] = tracks[seen[1]]
+    with pytest.raises(ValueError, match=rf"several boxes of the tracks \[{tracks[seen[1]]}\]"):
+        dataset_of(changed(infos, 0, instance_inds=tracks))[0]
+
+
+def test_cameras_have_one_order(dataset_of, infos):
+    cameras = dict(reversed(infos[1]["cams"].items()))
+    dataset = dataset_of(changed(infos, 1, cams=cameras))
+    dataset[0]
+    with pytest.raises(ValueError, match=r"in the order of other frames, CAM_FRONT, .*, got "):
+        dataset[1]
+
+
 def test_published_paths(dataset_of, infos):
     cameras = copy.deepcopy(infos[0]["cams"])
     for camera in cameras.values():

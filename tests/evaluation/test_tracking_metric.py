@@ -156,6 +156,13 @@ def test_a_track_that_changes_its_class():
     assert metrics["recall"] == pytest.approx(1) and metrics["AMOTP"] == pytest.approx((0 + 1 + 1 + 0) / 4)
 
 
+def test_true_boxes_without_a_track_do_not_count():
+    untracked = ([(20, 5.0), (30, 5.0)], [-1, -1])
+    frames = [(([(k, 5.0)], [3]), ([(k, 5.0)], [8], [0.9])) for k in range(6)]
+    more = [(([*boxes, *untracked[0]], [*ids, *untracked[1]]), found) for (boxes, ids), found in frames]
+    assert metric_over(more) == metric_over(frames) and metric_over(more)["AMOTA"] == pytest.approx(1)
+
+
 def test_what_does_not_count():
     frames = [
         (([(k, 5.0)], [3]), ([(k, 5.0), (k, 9.0), (k, 9.5)], [8, -1, 7], [0.9, 0.9, 0.1])) for k in range(4)

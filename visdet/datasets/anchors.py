@@ -104,6 +104,8 @@ def motion_anchors(
     num_steps = 12
     for info in infos:
         boxes = np.asarray(info["gt_boxes"]).reshape(-1, 7)
+        if not len(boxes):
+            continue
         futures, masks = np.asarray(info["gt_agent_fut_trajs"]), np.asarray(info["gt_agent_fut_masks"])
         num_steps = futures.shape[1]
         usable = (masks.sum(axis=1) == num_steps) & (np.hypot(boxes[:, 0], boxes[:, 1]) < max_distance)

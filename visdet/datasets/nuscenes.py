@@ -1,6 +1,7 @@
 """nuScenes with tracks, futures and maps. Key frames come one at a time, in the order of their scenes."""
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -113,6 +114,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.CLASSES = tuple(classes or self.METAINFO["classes"])
         self.MAP_CLASSES = tuple(map_classes or self.METAINFO["map_classes"])
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
+        self._camera_names: tuple[str, ...] = ()  # those of the first frame that is read
         self._infos, self.metadata = load_infos(self._resolve(ann_file))
         self._all_frames, self._all_scenes = _sort_frames(self._infos, str(ann_file))
         self._interval = load_interval
@@ -228,6 +230,12 @@ class NuScenes3DDetTrackDataset(Dataset):
                 f"frame {info['token']} of {self.ann_file} must have {self.num_cameras} cameras "
                 f"(num_cameras), got {len(info['cams'])}: {', '.join(info['cams'])}"
             )
+        self._camera_names = self._camera_names or tuple(info["cams"])
+        if tuple(info["cams"]) != self._camera_names:
+            raise InvalidInputError(
+                f"frame {info['token']} of {self.ann_file} must have its cameras in the order of other frames, "
+                f"{', '.join(self._camera_names)}, got {', '.join(info['cams'])}"
+            )
         names, projections, to_cameras, intrinsics = [], [], [], []
         for camera, values in info["cams"].items():
             to_lidar = np.eye(4)
@@ -273,9 +281,21 @@ class NuScenes3DDetTrackDataset(Dataset):
         if "gt_attributes" in info:
             annotations["gt_attributes"] = np.asarray(info["gt_attributes"])[mask]
         if "instance_inds" in info:
-            annotations["instance_inds"] = np.asarray(info["instance_inds"], dtype=np.int64).reshape(-1)[mask]
+            tracks = np.asarray(info["instance_inds"], dtype=np.int64).reshape(-1)[mask]
+            numbers, counts = np.unique(tracks[tracks >= 0], return_counts=True)
+            if (counts > 1).any():
+                raise InvalidInputError(
+                    f"frame {info['token']} of {self.ann_file} has several boxes of the tracks "
+                    f"{numbers[counts > 1].tolist()} (instance_inds)"
+                )
+            # Denoising queries are followed by these numbers. A box without a track gets one that no other box has.
+            untracked = np.flatnonzero(tracks < 0)
+            tracks[untracked] = (
+                -2 - (zlib.crc32(str(info["token"]).encode()) << 16) - np.arange(len(untracked))
+            )
+            annotations["instance_inds"] = tracks
         if "gt_agent_fut_trajs" in info:
-            for key in ("gt_agent_fut_trajs", "gt_agent_fut_masks"):
+            for key in _AGENT_SHAPES:
                 annotations[key] = self._finite(info, key, mask)
         return annotations
 
@@ -285,7 +305,10 @@ class NuScenes3DDetTrackDataset(Dataset):
         Raises:
             ValueError: the array holds NaN or infinity.
         """
-        values = np.array(info[key], dtype=np.float32)[mask]
+        values = np.array(info[key], dtype=np.float32)
+        if key in _AGENT_SHAPES:  # An empty array may have any shape.
+            values = values.reshape(-1, *_AGENT_SHAPES[key]) if values.size == 0 else values
+        values = values[mask]
         if not np.isfinite(values).all():
             raise InvalidInputError(f"frame {info['token']} of {self.ann_file} has NaN or infinite {key}")
         return values
@@ -337,6 +360,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         return str(inside if inside.exists() or not Path(path).exists() else path)
 
 
+_AGENT_SHAPES = {"gt_agent_fut_trajs": (12, 2), "gt_agent_fut_masks": (12,)}  # of a box, in published files
 _EGO_KEYS = ("gt_ego_fut_trajs", "gt_ego_fut_masks", "gt_ego_fut_cmd")
 
 
@@ -363,6 +387,8 @@ def _sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarr
     keys = frame_keys(infos)
     if not keys:
         raise InvalidInputError(f"info file {file} holds no frames")
+    # Files without sweeps of points have empty lists in all frames of a scene.
+    with_sweeps = {scene for _, scene, has_none in keys if not has_none}
     scene_starts: dict[str, int] = {}
     for time, scene, _ in keys:
         scene_starts[scene] = min(time, scene_starts.get(scene, time))
@@ -370,10 +396,11 @@ def _sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarr
     order = sorted(range(len(keys)), key=lambda i: (scene_starts[keys[i][1]], keys[i][1], keys[i][0]))
     scenes = np.zeros(len(order), dtype=np.int64)
     for position, (before, here) in enumerate(pairwise(order), start=1):
-        (time_before, scene_before, _), (time, scene, is_first) = keys[before], keys[here]
+        (time_before, scene_before, _), (time, scene, has_no_sweeps) = keys[before], keys[here]
         if scene == scene_before and time == time_before:
             raise InvalidInputError(f"info file {file}: two frames of scene {scene} have the time {time}")
-        scenes[position] = scenes[position - 1] + (scene != scene_before or is_first)
+        is_first = scene != scene_before or (has_no_sweeps and scene in with_sweeps)
+        scenes[position] = scenes[position - 1] + is_first
     return np.array(order, dtype=np.int64), scenes
 
 

@@ -39,8 +39,8 @@ class TrackingMetric(DrivingBoxMetric):
 
     Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d``, ``instance_id``, ``token``, ``scene_token``, ``timestamp``,
     ``T_global`` and, optionally, ``ego2global_translation``. Predictions: ``boxes_3d``, ``scores_3d``, ``labels_3d``,
-    ``instance_ids`` (boxes with a negative id belong to no track) and, optionally, ``cls_scores``, to which the
-    threshold then applies.
+    ``instance_ids`` and, optionally, ``cls_scores``, to which the threshold then applies. Boxes with a negative id
+    belong to no track, in either.
 
     Args:
         classes: names of the labels. The default is those of the data set.
@@ -76,6 +76,8 @@ class TrackingMetric(DrivingBoxMetric):
                     f"TrackingMetric: the prediction of frame {sample['token']} has no instance_ids"
                 )
             pose = np.asarray(sample["T_global"], dtype=np.float64)
+            true_ids = as_array(sample["instance_id"]).reshape(-1)
+            is_tracked = true_ids >= 0
             scores, ids = as_array(prediction["scores_3d"]), as_array(prediction["instance_ids"])
             confidence = as_array(prediction.get("cls_scores", prediction["scores_3d"])).reshape(-1)
             kept = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
@@ -86,9 +88,9 @@ class TrackingMetric(DrivingBoxMetric):
                     "scene": sample["scene_token"],
                     "time": float(sample["timestamp"]),
                     "vehicle": vehicle_in_world(sample, pose),
-                    "gt_ids": as_array(sample["instance_id"]),
-                    "gt_places": places_in_world(sample["gt_bboxes_3d"], pose),
-                    "gt_labels": as_array(sample["gt_labels_3d"]),
+                    "gt_ids": true_ids[is_tracked],
+                    "gt_places": places_in_world(sample["gt_bboxes_3d"], pose)[is_tracked],
+                    "gt_labels": as_array(sample["gt_labels_3d"]).reshape(-1)[is_tracked],
                     "ids": ids[kept],
                     "places": places_in_world(prediction["boxes_3d"], pose)[kept],
                     "labels": as_array(prediction["labels_3d"])[kept],

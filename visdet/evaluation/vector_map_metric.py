@@ -71,14 +71,14 @@ class VectorMapMetric(DrivingMetric):
                 raise InvalidInputError(
                     f"VectorMapMetric: frame {sample['token']} has no vectors; the test pipeline must make them"
                 )
-            lines = [as_array(line) for line in prediction["vectors"]]
-            usable = np.array([len(line) > 1 for line in lines], dtype=bool)
+            lines, usable = _longer_than_a_point(prediction["vectors"])
+            truth, is_line = _longer_than_a_point(sample["vectors"])
             self.results.append(
                 {
                     "token": sample["token"],
-                    "gt_lines": [as_array(line) for line in sample["vectors"]],
-                    "gt_labels": as_array(sample["vector_labels"]),
-                    "lines": [line for line, keep in zip(lines, usable, strict=True) if keep],
+                    "gt_lines": truth,
+                    "gt_labels": as_array(sample["vector_labels"]).reshape(-1)[is_line],
+                    "lines": lines,
                     "scores": as_array(prediction["scores"]).reshape(-1)[usable],
                     "labels": as_array(prediction["labels"]).reshape(-1)[usable],
                 }
@@ -133,6 +133,13 @@ class VectorMapMetric(DrivingMetric):
         return text + summary_line(
             {name: metrics[name] for name in ("mAP", "anchors_mAP") if name in metrics}
         )
+
+
+def _longer_than_a_point(lines: Sequence[Any]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the lines of at least two points as arrays, and the mask of these lines among all."""
+    arrays = [as_array(line) for line in lines]
+    is_line = np.array([len(line) > 1 for line in arrays], dtype=bool)
+    return [line for line, keep in zip(arrays, is_line, strict=True) if keep], is_line
 
 
 def match_lines(

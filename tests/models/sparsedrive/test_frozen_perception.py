@@ -13,8 +13,8 @@ from visdet.registry import MODELS
 STAGE2 = Path(__file__).resolve().parents[3] / "configs" / "sparsedrive" / "sparsedrive_toy_stage2.py"
 
 
-def tiny_stage2(**overrides):
-    """Return the toy's second stage, tiny."""
+def tiny_stage2(edit=lambda head: None, **overrides):
+    """Return the toy's second stage, tiny. ``edit`` may change the config of its head."""
     generator = np.random.default_rng(0)
     head = Config.fromfile(STAGE2).model.head.motion_plan_head
     head.motion_anchor = generator.normal(0, 3, (5, 6, 12, 2)).tolist()
@@ -23,6 +23,7 @@ def tiny_stage2(**overrides):
     config.head.motion_plan_head = head
     config.head.task_config.with_motion_plan = True
     config.update(overrides)
+    edit(config.head)
     torch.manual_seed(0)
     model = MODELS.build(config)
     model.init_weights()
@@ -103,3 +104,25 @@ def test_a_sample_without_what_the_planner_needs_is_refused(name):
     if name == "gt_ego_fut_cmd":
         with pytest.raises(ValueError, match=f"data_samples must have {name}, which the planner needs"):
             model.eval()(images, samples, mode="predict")
+
+
+@pytest.mark.parametrize("quantile", [0.5, 2])
+def test_a_threshold_of_boxes_is_that_of_their_motion(quantile):
+    scores = tiny_stage2().eval()(*motion_frame([0.0]), mode="predict")[0].pred_instances_3d.cls_scores
+    threshold = float(scores.quantile(quantile)) if quantile < 1 else 2.0  # above all scores
+
+    def limit(head):
+        head.det_head.decoder.score_threshold = threshold
+
+    (sample,) = tiny_stage2(limit).eval()(*motion_frame([0.0]), mode="predict")
+    found = sample.pred_instances_3d
+    assert len(found.boxes_3d) == len(found.trajs_3d) == (scores >= threshold).sum() < len(scores)
+
+
+def test_motion_starts_from_trajectories_of_each_class():
+    def drop_a_class(head):
+        head.motion_plan_head.update(num_classes=4, motion_anchor=head.motion_plan_head.motion_anchor[:4])
+
+    message = r"motion_anchor of motion_plan_head must have the \[5\] classes of det_head, got 4"
+    with pytest.raises(ValueError, match=message):
+        tiny_stage2(drop_a_class)

@@ -192,6 +192,8 @@ class VectorizeMap(BaseTransform):
                     raise InvalidInputError(
                         f"frame {results.get('token')}: a line of map class {label} {problem}"
                     )
+                if len(line) == 1:  # what a map's border has left of a line
+                    continue
                 labels.append(int(label))
                 lines.append(self._vectorize(np.asarray(line, dtype=np.float64)[:, : self.coords_dim]))
         if self.permute:

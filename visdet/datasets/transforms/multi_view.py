@@ -1,5 +1,6 @@
 """Transforms of the images of several cameras, and of the depth maps that lidar points give."""
 
+import math
 from collections.abc import Sequence
 
 import cv2
@@ -166,7 +167,8 @@ class MultiScaleDepthMapGenerator(BaseTransform):
             u, v = u[inside].astype(np.int64), v[inside].astype(np.int64)
             depth = np.clip(depth[inside], 0.1, self.max_depth)
             for level, stride in zip(maps, self.downsample, strict=True):
-                size = (int(height / stride), int(width / stride))
+                # A backbone rounds up, and so does this.
+                size = (math.ceil(height / stride), math.ceil(width / stride))
                 rows, columns = v // stride, u // stride
                 fits = (rows < size[0]) & (columns < size[1])
                 level.append(np.full(size, -1, np.float32))

@@ -65,9 +65,25 @@ class SparseDriveHead(BaseModule):
             self.map_head = MODELS.build(map_head)
         if self.with_motion_plan:
             self.motion_plan_head = MODELS.build(motion_plan_head)
-            decoder = self.motion_plan_head.motion_decoder
-            if decoder.num_output is None:  # Each box of the results gets its trajectories.
-                decoder.num_output = self.det_head.decoder.num_output
+            # Each box of the results gets its trajectories.
+            decoder, boxes = self.motion_plan_head.motion_decoder, self.det_head.decoder
+            if decoder.num_output is None:
+                decoder.num_output = boxes.num_output
+            if decoder.score_threshold is None:
+                decoder.score_threshold = boxes.score_threshold
+            self._check_motion_anchor()
+
+    def _check_motion_anchor(self) -> None:
+        """Raise InvalidInputError if a class of boxes has no trajectories that motion starts from."""
+        numbers = {
+            layer.num_cls for layer in self.det_head.layers if getattr(layer, "cls_layers", None) is not None
+        }
+        anchors = len(self.motion_plan_head.motion_anchor)
+        if numbers and numbers != {anchors}:
+            raise InvalidInputError(
+                f"SparseDriveHead: motion_anchor of motion_plan_head must have the {sorted(numbers)} classes of "
+                f"det_head, got {anchors}"
+            )
 
     @property
     def with_det(self) -> bool:
