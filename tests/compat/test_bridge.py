@@ -343,6 +343,31 @@ def test_a_script_finds_the_modules_that_it_finds_without_visdet(script, tmp_pat
     assert (code, out) == (0, "__main__ ['x'] visdet\n"), error
 
 
+def test_a_script_is_the_main_program_until_its_process_ends(tmp_path):
+    """Its path is absolute, its source can be read, and threads and exit handlers find its classes."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, inspect, os, pickle, threading, time\n"
+        "class Result:\n"
+        "    pass\n"
+        "def save(when):\n"
+        "    assert type(pickle.loads(pickle.dumps(Result()))) is Result\n"
+        "    print(when)\n"
+        "os.chdir('/')\n"
+        "assert os.path.isabs(__file__) and os.path.exists(__file__) and __name__ == '__main__'\n"
+        "assert 'pickle' in inspect.getsource(save)\n"
+        "atexit.register(save, 'at exit')\n"
+        "def later():\n"
+        "    time.sleep(0.5)\n"
+        "    save('in a thread')\n"
+        "threading.Thread(target=later).start()\n"
+    )
+    for program in ([script], ["-m", "script"]):
+        arguments = ["-m", "visdet.compat", "run", "--only", "extensions", *program]
+        code, out, error = run_python(*arguments, cwd=tmp_path)
+        assert (code, out) == (0, "in a thread\nat exit\n"), error
+
+
 def test_a_script_that_does_not_exist_is_named_in_one_line(tmp_path):
     code, _, error = run_python("-m", "visdet.compat", "run", tmp_path / "absent.py")
     assert code == 2 and len(error.splitlines()) == 1 and "absent.py': there is no such file" in error

@@ -45,6 +45,14 @@ def test_install_provides_what_is_missing(tmp_path, monkeypatch):
     assert importlib.import_module("mmcv._ext") is mmcv_ext
 
 
+def test_the_extension_is_an_attribute_of_a_package_that_is_imported_later(tmp_path, monkeypatch):
+    fake_mmcv(tmp_path, monkeypatch, with_ext=False)
+    assert mmcv_ops.install() and "mmcv" not in sys.modules
+    import mmcv._ext
+
+    assert mmcv._ext is mmcv_ext
+
+
 def test_install_leaves_a_compiled_mmcv_alone(tmp_path, monkeypatch):
     fake_mmcv(tmp_path, monkeypatch, with_ext=True)
     assert not mmcv_ops.install()

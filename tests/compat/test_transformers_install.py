@@ -293,8 +293,9 @@ def test_another_computation_is_reported_and_left_alone(monkeypatch):
     assert module.multi_scale_deformable_attention is doubled
 
 
+@pytest.mark.parametrize("is_foreign", [True, False])
 @pytest.mark.parametrize("name", FORMS)
-def test_another_attention_module_is_reported_and_uses_the_operator_alone(name, monkeypatch):
+def test_another_attention_module_is_reported_and_uses_the_operator_alone(name, is_foreign, monkeypatch):
     module = modeling(name)
     (owner,) = _fused_attention.attention_classes(module)
     stock = owner.forward
@@ -305,8 +306,11 @@ def test_another_attention_module_is_reported_and_uses_the_operator_alone(name, 
         return 2 * output, weights
 
     monkeypatch.setattr(owner, "forward", doubled)
+    if not is_foreign:  # as if transformers had wrapped it
+        monkeypatch.setattr(bridge, "_is_foreign", lambda function: False)
+    problem = "is wrapped by another package" if is_foreign else "computes some"
     with pytest.warns(
-        bridge.CompatWarning, match=rf"in transformers \d.*{owner.__name__}\.forward computes some"
+        bridge.CompatWarning, match=rf"in transformers \d.*{owner.__name__}\.forward {problem}"
     ):
         bridge.install()
     lines = bridge.patched()[module.__name__]
@@ -315,6 +319,135 @@ def test_another_attention_module_is_reported_and_uses_the_operator_alone(name, 
     with torch.no_grad(), Recorder() as recorder:
         layer(**arguments)
     assert recorder.calls == ["ms_deform_attn"]
+
+
+class Recording(torch.nn.Module):
+    """An operator of somebody else, which notes its calls."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator, self.calls = operator, 0
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        return self.operator(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["deformable_detr", "grounding_dino", "d_fine"])
+def test_an_operator_in_the_place_of_an_instances_own_is_called(name):
+    layer, arguments = attention_calls(name)[0]
+    attribute = "ms_deformable_attn_core" if name == "d_fine" else "attn"
+    recording = Recording(getattr(layer, attribute))
+    if name == "d_fine":
+        vars(layer)[attribute] = recording.forward
+    else:
+        setattr(layer, attribute, recording)
+    with torch.no_grad():
+        expected = layer(**arguments)[0]
+        with bridge.installed():
+            found = layer(**arguments)[0]
+    assert recording.calls == 2
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["deformable_detr", "mask2former", "rt_detr_v2"])
+def test_a_patch_of_the_operator_is_kept(name, when, monkeypatch):
+    module = modeling(name)
+    layer, arguments = attention_calls(name)[0]
+    owner, attribute = next(
+        (getattr(module, names[0]), names[1]) if names[1] else (module, names[0])
+        for names in (
+            ("MultiScaleDeformableAttention", "forward"),
+            ("multi_scale_deformable_attention_v2", None),
+            ("multi_scale_deformable_attention", None),
+        )
+        if hasattr(module, names[0])
+    )
+    calls = []
+
+    def patch():
+        original = getattr(owner, attribute)
+
+        @functools.wraps(original)
+        def recorder(*args, **kwargs):
+            calls.append(args)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, attribute, recorder)
+
+    if when == "before":
+        patch()
+        with pytest.warns(bridge.CompatWarning, match="is wrapped by another package or program"):
+            bridge.install()
+    else:
+        bridge.install()
+        patch()
+    calls.clear()  # Small examples have been compared.
+    with torch.no_grad():
+        layer(**arguments)
+    assert len(calls) == 1
+    monkeypatch.undo()
+
+
+def test_a_later_patch_survives_the_uninstallation(monkeypatch):
+    owner = _fused_attention.attention_classes(modeling("deformable_detr"))[0]
+    stock = owner.forward
+    bridge.install()
+    ours = owner.forward
+
+    def later(self, *args, **kwargs):
+        return ours(self, *args, **kwargs)
+
+    owner.forward = later
+    try:
+        with pytest.warns(
+            bridge.CompatWarning, match=r"forward was replaced after install\(\), and uninstall"
+        ):
+            bridge.uninstall()
+        assert owner.forward is later
+    finally:
+        owner.forward = stock
+
+
+def test_families_are_found_while_tensors_have_no_data():
+    code = (
+        "import warnings, visdet.compat.transformers as bridge\n"
+        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
+        "warnings.simplefilter('error', bridge.CompatWarning)\n"
+        "bridge.install()\n"
+        "with FakeTensorMode():\n"
+        "    from transformers.models.deformable_detr import modeling_deformable_detr\n"
+        "    from transformers.models.d_fine import modeling_d_fine\n"
+        "assert sum(line.endswith('fused') for lines in bridge.patched().values() for line in lines) == 2\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_hooks_of_layers_get_the_attention_weights():
+    model, inputs, _ = tiny_transformers.build("grounding_dino")
+    shapes = []
+    for layer in (model.model.encoder.layers[0], model.model.encoder.layers[0].deformable_layer):
+        layer.register_forward_hook(lambda module, given, output: shapes.append(_shapes(output)))
+    with torch.no_grad():
+        model.eval()(**inputs)
+        expected, shapes[:] = list(shapes), []
+        with bridge.installed():
+            model(**inputs)
+    assert shapes == expected and len(shapes) == 2
+
+
+def _shapes(output):
+    return [_shapes(part) for part in output] if isinstance(output, tuple) else getattr(output, "shape", None)
+
+
+def test_d_fine_ignores_position_embeddings_as_stock_does():
+    layer, arguments = attention_calls("d_fine")[0]
+    arguments = {**arguments, "position_embeddings": torch.randn_like(arguments["hidden_states"])}
+    with torch.no_grad():
+        expected = layer(**arguments)[0]
+        with bridge.installed():
+            torch.testing.assert_close(layer(**arguments)[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_random_state_is_left_alone():

@@ -225,7 +225,7 @@ def test_predictions_leave_nothing_behind(monkeypatch):
         gc.enable()
 
 
-@pytest.mark.parametrize("name", ["sdpa", "of_a_user"])
+@pytest.mark.parametrize("name", ["sdpa", "of_a_user"])  # in the place of another, and under a new name
 def test_attention_functions_of_users_get_the_layer_itself(name, monkeypatch):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -244,7 +244,7 @@ def test_attention_functions_of_users_get_the_layer_itself(name, monkeypatch):
         expected = layer(rows)[0]
         with installed():
             torch.testing.assert_close(layer(rows)[0], expected, rtol=1e-4, atol=1e-4)
-    assert given[0] is layer and (given[1] is layer) == (name == "of_a_user")
+    assert given == [layer, layer]
 
 
 def test_views_have_the_attributes_of_their_layers():

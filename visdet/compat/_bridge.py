@@ -136,18 +136,35 @@ class Bridge:
         )
 
     def patch_module(self, module: ModuleType) -> None:
-        """Patch a module and remember its replacements."""
-        reached = list(self._patch(module, self))
+        """Patch a module and remember its replacements.
+
+        Whatever mode the import happens in, such as that of tensors without data, small examples are compared outside.
+        """
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            reached = list(self._patch(module, self))
         if reached:
             self.reached[module.__name__] = reached
 
     def replace(self, owner: Any, attribute: str, value: Any) -> None:
         """Set an attribute of a module or class, and keep its old value for ``uninstall``."""
         original = vars(owner).get(attribute, _MISSING)
-        if original is _MISSING:
-            self.at_uninstall(lambda: delattr(owner, attribute))
-        else:
-            self.at_uninstall(lambda: setattr(owner, attribute, original))
+
+        def undo() -> None:
+            if vars(owner).get(attribute) is not value:  # Somebody else has replaced it since.
+                warnings.warn(
+                    f"visdet.compat.{self.name}: {owner.__name__}.{attribute} was replaced after install(), and "
+                    "uninstall() leaves that as it is",
+                    CompatWarning,
+                    stacklevel=4,
+                )
+            elif original is _MISSING:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, original)
+
+        self.at_uninstall(undo)
         setattr(owner, attribute, value)
 
     def at_uninstall(self, undo: Callable[[], Any]) -> None:

@@ -80,13 +80,23 @@ def find_form(owner: type[nn.Module], module: ModuleType) -> Form | None:
     return next((form for form in _FORMS if _computes(owner, module, form)), None)
 
 
-def fused_forward(original: Callable[..., Any], form: Form) -> Callable[..., Any]:
-    """Return a forward of this form that uses visdet's fused operator where it can, and otherwise the original."""
+def fused_forward(
+    original: Callable[..., Any], form: Form, uses_visdet: Callable[[Any], bool]
+) -> Callable[..., Any]:
+    """Return a forward of this form that uses visdet's fused operator where it can, and otherwise the original.
+
+    Args:
+        original: the forward. form: its form.
+        uses_visdet: a function that tells whether a module would call visdet's operator, and not another one that was
+            put in its place.
+    """
     names = list(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        attended = _attend(self, form, {**dict(zip(names, args, strict=False)), **kwargs})
+        attended = None
+        if uses_visdet(self):
+            attended = _attend(self, form, {**dict(zip(names, args, strict=False)), **kwargs})
         return original(self, *args, **kwargs) if attended is None else attended
 
     return forward
@@ -108,7 +118,9 @@ def _attend(
     mask = given.get("attention_mask")
     if not _fits(module, form, query, references, shapes, memory, mask):
         return None
-    if given.get("position_embeddings") is not None:
+    if (
+        form.is_projected and given.get("position_embeddings") is not None
+    ):  # D-FINE's own forward ignores them.
         query = query + given["position_embeddings"]
     if mask is not None and not form.mask_is_padding:
         mask = ~mask

@@ -8,6 +8,7 @@ other attributes are the layer's own. So are these parts if they have hooks or a
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from ._attention import is_recorded
 from ._bridge import Bridge
 from ._projection import has_many_rows, is_untouched, project, project_by_onednn, suits_onednn
+from ._requests import asking
 
 __all__ = ["layer_classes", "view_layers"]
 
@@ -52,12 +54,15 @@ def layer_classes(module: ModuleType) -> list[type[nn.Module]]:
 
 def view_layers(owner: type[nn.Module], bridge: Bridge) -> None:
     """Let the forward of a class run on a view of its layer, until the bridge is uninstalled."""
-    wraps_itself = _is_checkpointed(vars(owner)["forward"])
-    own = _own_forward(owner)
+    original, own = vars(owner)["forward"], _own_forward(owner)
     assert own is not None, owner
-    bridge.replace(owner, "forward", _viewed_forward(own))
-    if wraps_itself:
+    forward = _viewed_forward(own)
+    if _is_checkpointed(original):  # Then the class wraps it.
+        owner.forward = forward  # type: ignore[method-assign]
         super(owner, owner).__init_subclass__()  # type: ignore[misc]
+        forward = vars(owner)["forward"]
+        owner.forward = original  # type: ignore[method-assign]
+    bridge.replace(owner, "forward", forward)
 
 
 def _own_forward(owner: type[nn.Module]) -> Callable[..., Any] | None:
@@ -83,6 +88,9 @@ def _viewed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if vars(self)["_forward_hooks"]:  # They may read the attention weights in the layer's result.
+            with asking():
+                return original(self, *args, **kwargs)
         if (
             not _pays(*args, *kwargs.values())
             or is_recorded()
@@ -107,10 +115,16 @@ def _pays(first: Any = None, *others: Any) -> bool:
 def _is_given_away(layer: nn.Module) -> bool:
     """Return whether a layer's forward gives the layer to an attention function that ``transformers`` does not have.
 
-    Users register such functions, which may need the layer itself, as a key for what they record.
+    Users register such functions, under names of their own or in the place of others. They may need the layer itself,
+    as a key for what they record.
     """
-    config = vars(layer).get("config")
-    return getattr(config, "_attn_implementation", None) not in _ATTENTION_FUNCTIONS
+    name = getattr(vars(layer).get("config"), "_attn_implementation", None)
+    if name not in _ATTENTION_FUNCTIONS:
+        return True
+    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    if name is None or name not in functions:
+        return False
+    return not getattr(functions[name], "__module__", "").startswith("transformers.")
 
 
 def _activates_at_once(forward: Callable[..., Any]) -> bool:

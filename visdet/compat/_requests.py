@@ -7,14 +7,15 @@ wrapped, so that they note whether attentions were asked for.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["asking_models", "is_asked", "noting_forward"]
+__all__ = ["asking", "asking_models", "is_asked", "noting_forward"]
 
 _OPTION = "output_attentions"
 _noted: ContextVar[bool | None] = ContextVar("visdet_output_attentions", default=None)
@@ -53,6 +54,16 @@ def noting_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             _noted.reset(token)
 
     return forward
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Let attention weights be returned within the block."""
+    token = _noted.set(True)
+    try:
+        yield
+    finally:
+        _noted.reset(token)
 
 
 def is_asked() -> bool:

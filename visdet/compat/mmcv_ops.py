@@ -8,12 +8,14 @@ part of it calls ``install()``.
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 from visdet.errors import MissingPackageError
 
 from . import mmcv_ext
+from ._bridge import Bridge
 from ._run import run_program
 
 __all__ = ["install", "main"]
@@ -51,7 +53,15 @@ def install() -> bool:
     sys.modules["mmcv._ext"] = provided
     if "mmcv" in sys.modules:
         sys.modules["mmcv"]._ext = provided  # type: ignore[attr-defined]
+    else:
+        Bridge("mmcv_ops", "mmcv", "mmcv".__eq__, _attach).watch()
     return True
+
+
+def _attach(mmcv: ModuleType, bridge: Bridge) -> Iterator[str]:
+    """Give mmcv the attribute that Python sets only for a module that it has imported itself."""
+    mmcv._ext = mmcv_ext  # type: ignore[attr-defined]
+    yield "_ext"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -57,6 +57,9 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         owner: _fused_attention.find_form(owner, module)
         for owner in _fused_attention.attention_classes(module)
     }
+    operators: list[
+        tuple[Any, str, Any]
+    ] = []  # what was replaced: in which class or module, under which name, by what
     for name, replacement_of in (
         (_CLASS, _operators.class_forward),
         (_FUNCTION, _operators.function),
@@ -70,21 +73,33 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
             return
         replacement = replacement_of(original)
         binding = [owner for owner in forms if name == _RAGGED and _binds(owner)]
-        for owner in binding:
-            bridge.replace(owner, _BOUND, _operators.BoundFunction(_BOUND, original, replacement))
+        placed: list[tuple[Any, str, Any]] = [
+            (owner, _BOUND, _operators.BoundFunction(_BOUND, original, replacement)) for owner in binding
+        ]
         if name == _CLASS:
-            bridge.replace(owned, "forward", replacement)
+            placed.append((owned, "forward", replacement))
         elif not binding:
             # A function that instances store must stay in its module, where pickle looks for it.
-            bridge.replace(module, name, replacement)
+            placed.append((module, name, replacement))
+        for place in placed:
+            bridge.replace(*place)
+        operators += placed
         yield name
     for owner, form in forms.items():
+        if _is_foreign(vars(owner)["forward"]):
+            bridge.warn(module, f"{owner.__name__}.forward is wrapped by another package or program")
+            continue
         if form is None:
             bridge.warn(
                 module, f"{owner.__name__}.forward computes something else than visdet's fused operator"
             )
             continue
-        bridge.replace(owner, "forward", _fused_attention.fused_forward(vars(owner)["forward"], form))
+        uses_visdet = _user_of_operators(
+            [place for place in operators if place[1] != _BOUND or place[0] is owner]
+        )
+        bridge.replace(
+            owner, "forward", _fused_attention.fused_forward(vars(owner)["forward"], form, uses_visdet)
+        )
         yield f"{owner.__name__}.forward, fused"
     for owner in _layers.layer_classes(module):
         if owner not in forms:
@@ -96,6 +111,36 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     if any(form is not None for form in forms.values()):
         for model in _requests.asking_models(module):
             bridge.replace(model, "forward", _requests.noting_forward(vars(model)["forward"]))
+
+
+def _user_of_operators(operators: list[tuple[Any, str, Any]]) -> Callable[[Any], bool]:
+    """Return a function that tells whether an attention module would call visdet's operator.
+
+    It does not where somebody has replaced the operator since, in the package or in this instance.
+    """
+    kinds = {holder for holder, attribute, _ in operators if attribute == "forward"}
+
+    def uses_visdet(instance: Any) -> bool:
+        core = vars(instance)["_modules"].get("attn")
+        if core is not None and type(core) not in kinds:
+            return False
+        for holder, attribute, value in operators:
+            if vars(holder).get(attribute) is not value:
+                return False
+            if attribute == _BOUND and vars(instance).get(_BOUND, value.original) is not value.original:
+                return False
+        return True
+
+    return uses_visdet
+
+
+def _is_foreign(function: Any) -> bool:
+    """Return whether something outside the package has wrapped a function, which has to be called as before."""
+    while hasattr(function, "__wrapped__"):
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return True
+        function = function.__wrapped__
+    return False
 
 
 def _is_known(
@@ -114,6 +159,9 @@ def _is_known(
     """
     from ._attention import disagreement
 
+    if _is_foreign(original):
+        bridge.warn(module, f"{name} is wrapped by another package or program")
+        return False
     found = tuple(inspect.signature(original).parameters) if original is not None else ()
     if original is None or found != _PARAMETERS[name]:
         bridge.warn(module, f"{name} takes {found}, where {_PARAMETERS[name]} was expected")
