@@ -88,19 +88,31 @@ def _viewed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if vars(self)["_forward_hooks"]:  # They may read the attention weights in the layer's result.
-            with asking():
-                return original(self, *args, **kwargs)
+        layer: Any = self
         if (
-            not _pays(*args, *kwargs.values())
-            or is_recorded()
-            or _has_any_global_hook()
-            or _is_given_away(self)
+            _pays(*args, *kwargs.values())
+            and not is_recorded()
+            and not _has_any_global_hook()
+            and not _is_given_away(self)
         ):
-            return original(self, *args, **kwargs)
-        return original(_View(self, activates), *args, **kwargs)
+            layer = _View(self, activates)
+        if torch.compiler.is_compiling() or not _is_read(self):
+            return original(layer, *args, **kwargs)
+        with asking():
+            return original(layer, *args, **kwargs)
 
     return forward
+
+
+def _is_read(layer: nn.Module) -> bool:
+    """Return whether a hook may read the attention weights in a layer's result.
+
+    The hooks by which ``transformers`` records outputs stay after their first use. They need no weights by themselves.
+    """
+    hooks = vars(layer)["_forward_hooks"]
+    return bool(hooks) and any(
+        not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks.values()
+    )
 
 
 def _pays(first: Any = None, *others: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from mmengine.dist import master_only
 from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.model import is_model_wrapper
-from mmengine.optim import OptimWrapperDict
+from mmengine.optim import OptimWrapperDict, _ParamScheduler
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
@@ -159,11 +159,10 @@ class CheckpointingRunner(Runner):
         if resume_optimizer:
             self.optim_wrapper: Any = self.build_optim_wrapper(self.optim_wrapper)
             self._check_optimizers(filename, meta.get("optimizers"), self._checkpoint[1]["optimizer"])
-        self.param_schedulers: Any = self.build_param_scheduler(self.param_schedulers or [])
         ends = _ends(self.param_schedulers)
         super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
         kept = _ends(self.param_schedulers)
-        if kept != ends:
+        if ends and kept != ends:
             self.logger.warning(
                 f"{filename} comes from a run whose schedules end at {kept}. They are kept, although those of the "
                 f"config end at {ends}. After its end, a schedule changes nothing"
@@ -299,10 +298,12 @@ def _optimizers(wrapper: Any) -> dict[str, torch.optim.Optimizer]:
     return {name: one.optimizer for name, one in _wrappers(wrapper).items()}
 
 
-def _ends(schedulers: list | dict) -> list[int]:
-    """Return where schedules end, in epochs or iterations."""
-    lists = schedulers.values() if isinstance(schedulers, dict) else [schedulers]
-    return [schedule.end for schedules in lists for schedule in schedules]
+def _ends(schedulers: Any) -> list[int]:
+    """Return where schedules end, in epochs or iterations. The list is empty if they have not been built."""
+    lists = schedulers.values() if isinstance(schedulers, dict) else [schedulers or []]
+    return [
+        schedule.end for schedules in lists for schedule in schedules if isinstance(schedule, _ParamScheduler)
+    ]
 
 
 def _group_sizes(groups: Sequence[dict[str, Any]]) -> list[int]:
