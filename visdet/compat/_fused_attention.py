@@ -21,7 +21,7 @@ from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 
 from ._attention import level_tables, takes
 from ._projection import is_plain, is_untouched, project, project_masked
-from ._requests import is_asked
+from ._requests import is_asked, is_read
 
 __all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "module_disagreement"]
 
@@ -230,7 +230,7 @@ def _wants_weights(module: nn.Module) -> bool:
     segment with activation checkpointing runs twice, the second time outside its model, and must save the same tensors
     both times. A compiler removes unused weights by itself.
     """
-    if torch.compiler.is_compiling() or vars(module)["_forward_hooks"] or _has_any_global_hook():
+    if torch.compiler.is_compiling() or is_read(module) or _has_any_global_hook():
         return True
     if torch.is_grad_enabled() and _has_saved_tensor_hooks():
         return True

@@ -22,7 +22,7 @@ from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from ._attention import is_recorded
 from ._bridge import Bridge
 from ._projection import has_many_rows, is_untouched, project, project_by_onednn, suits_onednn
-from ._requests import asking
+from ._requests import asking, is_read
 
 __all__ = ["layer_classes", "view_layers"]
 
@@ -96,23 +96,12 @@ def _viewed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             and not _is_given_away(self)
         ):
             layer = _View(self, activates)
-        if torch.compiler.is_compiling() or not _is_read(self):
+        if torch.compiler.is_compiling() or not is_read(self):
             return original(layer, *args, **kwargs)
         with asking():
             return original(layer, *args, **kwargs)
 
     return forward
-
-
-def _is_read(layer: nn.Module) -> bool:
-    """Return whether a hook may read the attention weights in a layer's result.
-
-    The hooks by which ``transformers`` records outputs stay after their first use. They need no weights by themselves.
-    """
-    hooks = vars(layer)["_forward_hooks"]
-    return bool(hooks) and any(
-        not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks.values()
-    )
 
 
 def _pays(first: Any = None, *others: Any) -> bool:

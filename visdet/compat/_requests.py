@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["asking", "asking_models", "is_asked", "noting_forward"]
+__all__ = ["asking", "asking_models", "is_asked", "is_read", "noting_forward"]
 
 _OPTION = "output_attentions"
 _noted: ContextVar[bool | None] = ContextVar("visdet_output_attentions", default=None)
@@ -54,6 +54,17 @@ def noting_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             _noted.reset(token)
 
     return forward
+
+
+def is_read(module: Any) -> bool:
+    """Return whether a hook may read the attention weights in a module's result.
+
+    The hooks by which ``transformers`` records outputs stay after their first use. ``is_asked`` tells what they need.
+    """
+    hooks = vars(module)["_forward_hooks"]
+    return bool(hooks) and any(
+        not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks.values()
+    )
 
 
 @contextmanager
