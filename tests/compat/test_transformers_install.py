@@ -265,6 +265,7 @@ def test_gradient_checkpointing(use_reentrant, device, monkeypatch):
 
 
 def test_a_changed_signature_is_reported_and_left_alone(monkeypatch):
+    monkeypatch.setattr(bridge, "_is_foreign", lambda function: False)  # as if transformers had changed it
     module = modeling("deformable_detr")
     owner = module.MultiScaleDeformableAttention
 
@@ -280,6 +281,7 @@ def test_a_changed_signature_is_reported_and_left_alone(monkeypatch):
 
 
 def test_another_computation_is_reported_and_left_alone(monkeypatch):
+    monkeypatch.setattr(bridge, "_is_foreign", lambda function: False)  # as if transformers had changed it
     module = modeling("mask2former")
     stock = module.multi_scale_deformable_attention
 
@@ -308,7 +310,7 @@ def test_another_attention_module_is_reported_and_uses_the_operator_alone(name, 
     monkeypatch.setattr(owner, "forward", doubled)
     if not is_foreign:  # as if transformers had wrapped it
         monkeypatch.setattr(bridge, "_is_foreign", lambda function: False)
-    problem = "is wrapped by another package" if is_foreign else "computes some"
+    problem = "was wrapped or replaced" if is_foreign else "computes some"
     with pytest.warns(
         bridge.CompatWarning, match=rf"in transformers \d.*{owner.__name__}\.forward {problem}"
     ):
@@ -350,9 +352,10 @@ def test_an_operator_in_the_place_of_an_instances_own_is_called(name):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("wraps", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", ["deformable_detr", "mask2former", "rt_detr_v2"])
-def test_a_patch_of_the_operator_is_kept(name, when, monkeypatch):
+def test_a_patch_of_the_operator_is_kept(name, when, wraps, monkeypatch):
     module = modeling(name)
     layer, arguments = attention_calls(name)[0]
     owner, attribute = next(
@@ -369,16 +372,17 @@ def test_a_patch_of_the_operator_is_kept(name, when, monkeypatch):
     def patch():
         original = getattr(owner, attribute)
 
-        @functools.wraps(original)
         def recorder(*args, **kwargs):
             calls.append(args)
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(owner, attribute, recorder)
+        monkeypatch.setattr(owner, attribute, functools.wraps(original)(recorder) if wraps else recorder)
 
     if when == "before":
         patch()
-        with pytest.warns(bridge.CompatWarning, match="is wrapped by another package or program"):
+        with pytest.warns(
+            bridge.CompatWarning, match="was wrapped or replaced by another package or program"
+        ):
             bridge.install()
     else:
         bridge.install()

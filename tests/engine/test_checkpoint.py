@@ -299,12 +299,16 @@ def test_old_checkpoints_go_after_the_new_one_is_written(tmp_path):
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "iter_20.pth")
 
 
-@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize("kept", [-1, 1, 3])
 def test_checkpoints_of_one_name_keep_the_newest(tmp_path, kept):
     checkpoint = dict(filename_tmpl="last.pth", interval=5, max_keep_ckpts=kept)
     train(tmp_path, **{f"default_hooks__checkpoint__{key}": value for key, value in checkpoint.items()})
     assert read_checkpoint(tmp_path / "last.pth")["meta"]["iter"] == 20
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "last.pth")
+    checkpoint |= dict(max_keep_ckpts=1, interval=100, save_last=False)
+    options = {f"default_hooks__checkpoint__{key}": value for key, value in checkpoint.items()}
+    train(tmp_path, resume="auto", train_cfg__max_iters=25, **options)
+    assert (tmp_path / "last.pth").exists()
 
 
 def test_a_checkpoint_that_was_not_written_is_not_the_last(tmp_path):

@@ -198,6 +198,16 @@ def test_a_schedule_that_counts_epochs_where_there_are_none_is_warned_of(tmp_pat
     assert (expected in capsys.readouterr().out) == warns
 
 
+@pytest.mark.parametrize("loader", ["val_dataloader", "test_dataloader"])
+def test_scenes_are_played_one_frame_at_a_time(tmp_path, loader):
+    options = {f"{loader}__sampler__type": "SceneSampler", f"{loader}__batch_size": 5}
+    runner = toy_runner(tmp_path, **options)
+    with pytest.raises(ConfigError, match=rf"{loader}\.batch_size must be 1 with SceneSampler, .* got 5"):
+        (runner.train if loader == "val_dataloader" else runner.test)()
+    one = toy_runner(tmp_path, **{**options, f"{loader}__batch_size": 1})
+    (one.train if loader == "val_dataloader" else one.test)()
+
+
 def test_a_schedule_of_iterations_may_begin_after_a_short_run_of_epochs(tmp_path):
     epochs = {"_delete_": True, "type": "EpochBasedTrainLoop", "max_epochs": 1}
     schedules = [

@@ -11,6 +11,7 @@ import torch
 from mmengine.optim import OptimWrapper
 from test_deformable_detr import BATCH, batch, build, config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from visdet.engine import AmpOptimWrapper, cuda_graphs
 from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
@@ -406,6 +407,16 @@ def test_a_copy_of_a_model_with_graphs_runs_eagerly():
             assert_same_boxes(predictions(copied, data), expected, 0)
     assert copied.predict.__self__ is copied and copied.predict.__func__ is type(model).predict
     assert not graphs.counts
+
+
+def test_tables_are_kept_under_modes_that_compute():
+    makes = []
+    make = keeps_tables(max_sizes=2)(lambda size: makes.append(size) or torch.arange(size))
+    with FlopCounterMode(display=False):
+        assert make(3) is make(3)
+    with FakeTensorMode():
+        assert make(4) is not make(4)
+    assert makes == [3, 4, 4] and type(make(4)) is torch.Tensor
 
 
 def test_tables_live_as_long_as_what_has_read_them():

@@ -182,6 +182,13 @@ def test_weights_that_a_hook_makes_are_not_folded():
     assert conv.weight_orig.grad.abs().sum() > 0
 
 
+def test_a_shift_that_a_hook_makes_is_not_folded():
+    backbone = tiny().eval()
+    prune.identity(backbone.layer1[0].bn1, "bias")
+    with torch.no_grad():
+        assert backbone.layer1[0].conv1 not in fold_frozen_norms(backbone.layer1[0].layers)
+
+
 def test_weights_of_another_class_are_not_folded():
     class Shard(torch.Tensor):
         pass

@@ -23,9 +23,13 @@ USES = {
         "Under torch.func, the operators keep to what its transforms see through.",
         ("torch.func", "active"),
     ),
-    "torch._C._len_torch_dispatch_stack": (
-        "Tables that were made under a mode, such as an export's, are not kept.",
-        ("torch.utils._python_dispatch", "^(len|has)_.*(stack|modes)"),
+    "torch._C._get_dispatch_mode": (
+        "Tables that were made under a mode of tensors without numbers, such as an export's, are not kept.",
+        ("torch.utils._python_dispatch", "^get_.*mode"),
+    ),
+    "torch._C._TorchDispatchModeKey": (
+        "It names those modes.",
+        ("torch.utils._python_dispatch", "ModeKey$"),
     ),
     "torch._C._dispatch_has_kernel_for_dispatch_key": (
         "Whether an operator has a kernel for a device is asked without calling it.",

@@ -50,6 +50,7 @@ class Bridge:
         self.reached: dict[str, list[str]] = {}
         self._patch = patch
         self._undo: list[Callable[[], Any]] = []
+        self._left: list[str] = []  # what uninstall() did not restore, because somebody else has replaced it
         self._finder = _Finder(self)
 
     @property
@@ -97,9 +98,17 @@ class Bridge:
         """Undo everything that ``install`` has done. If the bridge is not installed, nothing changes."""
         if self.is_installed:
             sys.meta_path.remove(self._finder)
+        self._left = []
         while self._undo:
             self._undo.pop()()
         self.reached.clear()
+        if self._left:
+            warnings.warn(
+                f"visdet.compat.{self.name}: {', '.join(self._left)} was replaced after install(), and uninstall() "
+                "leaves that as it is",
+                CompatWarning,
+                stacklevel=2,
+            )
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -153,12 +162,7 @@ class Bridge:
 
         def undo() -> None:
             if vars(owner).get(attribute) is not value:  # Somebody else has replaced it since.
-                warnings.warn(
-                    f"visdet.compat.{self.name}: {owner.__name__}.{attribute} was replaced after install(), and "
-                    "uninstall() leaves that as it is",
-                    CompatWarning,
-                    stacklevel=4,
-                )
+                self._left.append(f"{owner.__name__}.{attribute}")
             elif original is _MISSING:
                 delattr(owner, attribute)
             else:

@@ -22,7 +22,7 @@ from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from ._attention import is_recorded
 from ._bridge import Bridge
 from ._projection import has_many_rows, is_untouched, project, project_by_onednn, suits_onednn
-from ._requests import asking, is_read
+from ._requests import asking, is_read, source_of
 
 __all__ = ["layer_classes", "view_layers"]
 
@@ -52,11 +52,16 @@ def layer_classes(module: ModuleType) -> list[type[nn.Module]]:
     return found
 
 
-def view_layers(owner: type[nn.Module], bridge: Bridge) -> None:
-    """Let the forward of a class run on a view of its layer, until the bridge is uninstalled."""
+def view_layers(owner: type[nn.Module], bridge: Bridge, returns_weights: bool) -> None:
+    """Let the forward of a class run on a view of its layer, until the bridge is uninstalled.
+
+    Args:
+        owner: the class. bridge: the bridge.
+        returns_weights: whether layers of its module return attention weights, which hooks may read.
+    """
     original, own = vars(owner)["forward"], _own_forward(owner)
     assert own is not None, owner
-    forward = _viewed_forward(own)
+    forward = _viewed_forward(own, returns_weights)
     if _is_checkpointed(original):  # Then the class wraps it.
         owner.forward = forward  # type: ignore[method-assign]
         super(owner, owner).__init_subclass__()  # type: ignore[misc]
@@ -82,7 +87,7 @@ def _is_checkpointed(forward: Any) -> bool:
     return getattr(code, "co_name", "") == "forward_with_checkpointing" and hasattr(forward, "__wrapped__")
 
 
-def _viewed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _viewed_forward(original: Callable[..., Any], returns_weights: bool = False) -> Callable[..., Any]:
     """Return a forward that runs the original on a view of its layer."""
     activates = _activates_at_once(original)
 
@@ -96,7 +101,7 @@ def _viewed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             and not _is_given_away(self)
         ):
             layer = _View(self, activates)
-        if torch.compiler.is_compiling() or not is_read(self):
+        if not returns_weights or torch.compiler.is_compiling() or not is_read(self):
             return original(layer, *args, **kwargs)
         with asking():
             return original(layer, *args, **kwargs)
@@ -125,7 +130,7 @@ def _is_given_away(layer: nn.Module) -> bool:
     functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
     if name is None or name not in functions:
         return False
-    return not getattr(functions[name], "__module__", "").startswith("transformers.")
+    return not source_of(functions[name]).startswith("transformers.")
 
 
 def _activates_at_once(forward: Callable[..., Any]) -> bool:

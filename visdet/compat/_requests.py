@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["asking", "asking_models", "is_asked", "is_read", "noting_forward"]
+__all__ = ["asking", "asking_models", "is_asked", "is_read", "noting_forward", "source_of"]
 
 _OPTION = "output_attentions"
 _noted: ContextVar[bool | None] = ContextVar("visdet_output_attentions", default=None)
@@ -60,11 +60,18 @@ def is_read(module: Any) -> bool:
     """Return whether a hook may read the attention weights in a module's result.
 
     The hooks by which ``transformers`` records outputs stay after their first use. ``is_asked`` tells what they need.
+    Those of ``torch.distributed`` (FSDP) read nothing.
     """
     hooks = vars(module)["_forward_hooks"]
     return bool(hooks) and any(
-        not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks.values()
+        not source_of(hook).startswith(("transformers.", "torch.distributed.")) for hook in hooks.values()
     )
+
+
+def source_of(function: Any) -> str:
+    """Return the name of the module in which a function was written. A wrapper's is not that of what it wraps."""
+    written_in = getattr(function, "__globals__", {}).get("__name__")
+    return written_in or getattr(function, "__module__", None) or ""
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import builtins
 import io
 import os
+import pkgutil
 import runpy
 import sys
 import zipfile
@@ -35,7 +36,10 @@ def run_program(arguments: list[str]) -> None:
         runpy.run_path(path, run_name="__main__")
         return
     with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec")
+        code = pkgutil.read_code(file)  # of a compiled file
+    if code is None:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
     namespace = vars(_become_main())
     namespace["__file__"] = path
     exec(code, namespace)

@@ -66,9 +66,14 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         (_RAGGED, _operators.ragged_function),
     ):
         owned = vars(module).get(name)
-        if owned is None or owned.__module__ != module.__name__:
+        if owned is None:
             continue
         original = vars(owned).get("forward") if name == _CLASS else owned
+        if _is_foreign(original):
+            bridge.warn(module, f"{name} was wrapped or replaced by another package or program")
+            return
+        if owned.__module__ != module.__name__:
+            continue
         if not _is_known(module, name, original, replacement_of):
             return
         replacement = replacement_of(original)
@@ -87,7 +92,9 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         yield name
     for owner, form in forms.items():
         if _is_foreign(vars(owner)["forward"]):
-            bridge.warn(module, f"{owner.__name__}.forward is wrapped by another package or program")
+            bridge.warn(
+                module, f"{owner.__name__}.forward was wrapped or replaced by another package or program"
+            )
             continue
         if form is None:
             bridge.warn(
@@ -101,15 +108,16 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
             owner, "forward", _fused_attention.fused_forward(vars(owner)["forward"], form, uses_visdet)
         )
         yield f"{owner.__name__}.forward, fused"
+    asking = _requests.asking_models(module)
     for owner in _layers.layer_classes(module):
         if owner not in forms:
-            _layers.view_layers(owner, bridge)
+            _layers.view_layers(owner, bridge, bool(asking))
             yield f"{owner.__name__}.forward, on a view"
     for owner in _frozen_norm.norm_classes(module):
         bridge.replace(owner, "forward", _frozen_norm.frozen_forward(vars(owner)["forward"]))
         yield f"{owner.__name__}.forward"
     if any(form is not None for form in forms.values()):
-        for model in _requests.asking_models(module):
+        for model in asking:
             bridge.replace(model, "forward", _requests.noting_forward(vars(model)["forward"]))
 
 
@@ -135,11 +143,13 @@ def _user_of_operators(operators: list[tuple[Any, str, Any]]) -> Callable[[Any],
 
 
 def _is_foreign(function: Any) -> bool:
-    """Return whether something outside the package has wrapped a function, which has to be called as before."""
-    while hasattr(function, "__wrapped__"):
-        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+    """Return whether a function, or a wrapper of it, is not the package's own and has to be called as before."""
+    from ._requests import source_of
+
+    while function is not None:
+        if not source_of(function).startswith("transformers."):
             return True
-        function = function.__wrapped__
+        function = getattr(function, "__wrapped__", None)
     return False
 
 
@@ -159,9 +169,6 @@ def _is_known(
     """
     from ._attention import disagreement
 
-    if _is_foreign(original):
-        bridge.warn(module, f"{name} is wrapped by another package or program")
-        return False
     found = tuple(inspect.signature(original).parameters) if original is not None else ()
     if original is None or found != _PARAMETERS[name]:
         bridge.warn(module, f"{name} takes {found}, where {_PARAMETERS[name]} was expected")

@@ -1,5 +1,6 @@
 """nuScenes with tracks, futures and maps. Key frames come one at a time, in the order of their scenes."""
 
+import logging
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from mmengine.dataset import Compose
+from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
 from visdet.errors import InvalidInputError
@@ -114,6 +116,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.CLASSES = tuple(classes or self.METAINFO["classes"])
         self.MAP_CLASSES = tuple(map_classes or self.METAINFO["map_classes"])
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
+        self._has_warned = False
         self._camera_names: tuple[str, ...] = ()  # those of the first frame that is read
         self._infos, self.metadata = load_infos(self._resolve(ann_file))
         self._all_frames, self._all_scenes = _sort_frames(self._infos, str(ann_file))
@@ -284,10 +287,9 @@ class NuScenes3DDetTrackDataset(Dataset):
             tracks = np.asarray(info["instance_inds"], dtype=np.int64).reshape(-1)[mask]
             numbers, counts = np.unique(tracks[tracks >= 0], return_counts=True)
             if (counts > 1).any():
-                raise InvalidInputError(
-                    f"frame {info['token']} of {self.ann_file} has several boxes of the tracks "
-                    f"{numbers[counts > 1].tolist()} (instance_inds)"
-                )
+                repeated = numbers[counts > 1]
+                self._warn_of_repeated_tracks(info["token"], repeated.tolist())
+                tracks[np.isin(tracks, repeated)] = -1
             # Denoising queries are followed by these numbers. A box without a track gets one that no other box has.
             untracked = np.flatnonzero(tracks < 0)
             tracks[untracked] = (
@@ -298,6 +300,16 @@ class NuScenes3DDetTrackDataset(Dataset):
             for key in _AGENT_SHAPES:
                 annotations[key] = self._finite(info, key, mask)
         return annotations
+
+    def _warn_of_repeated_tracks(self, token: str, numbers: list[int]) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            print_log(
+                f"frame {token} of {self.ann_file} has several boxes of the tracks {numbers} (instance_inds). Such "
+                "boxes count as boxes without a track, here and in other frames",
+                logger="current",
+                level=logging.WARNING,
+            )
 
     def _finite(self, info: dict, key: str, mask: np.ndarray | slice = slice(None)) -> np.ndarray:
         """Return an array of a record as float32.

@@ -1,5 +1,6 @@
 """Running a trained model on image files."""
 
+import contextlib
 import copy
 import json
 import os
@@ -129,8 +130,12 @@ def detect_files(
                 out_file=str(picture),
                 pred_score_thr=score_thr,
             )
-    finally:  # Whatever ends the loop early, what was found until then is kept.
-        write_detections_file(Path(out_dir, "predictions.json"), found)
+    except BaseException:  # What was found until then is kept.
+        if found:
+            with contextlib.suppress(OSError):
+                write_detections_file(Path(out_dir, "predictions.json"), found)
+        raise
+    write_detections_file(Path(out_dir, "predictions.json"), found)
     return found, failures
 
 

@@ -304,6 +304,20 @@ def check_there_are_samples(dataset: Any, loader: str) -> None:
         )
 
 
+def check_frames_come_one_by_one(dataloader: Any, loader: str) -> None:
+    """Refuse batches of several frames of a sampler that plays one scene after another.
+
+    Raises:
+        ConfigError: a batch has several frames. The model would go on from each with frames of its own.
+    """
+    batch_size = getattr(dataloader, "batch_size", None)
+    if getattr(dataloader.sampler, "batches_have_one", False) and batch_size not in (None, 1):
+        raise ConfigError(
+            f"{loader}.batch_size must be 1 with {type(dataloader.sampler).__name__}, which plays the frames of a "
+            f"scene one after another, got {batch_size}"
+        )
+
+
 def _graphs_installed(runner: Any) -> AbstractContextManager[None]:
     """Let the model run with CUDA graphs inside the block if the runner has them. mmengine's own runner has none."""
     return runner.graphs_installed() if hasattr(runner, "graphs_installed") else nullcontext()

@@ -29,7 +29,7 @@ from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
 from .errors import log_fatal_error
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
-from .loops import check_there_are_samples, weights_cast_once
+from .loops import check_frames_come_one_by_one, check_there_are_samples, weights_cast_once
 from .run_config import RunConfig
 
 __all__ = ["DetRunner"]
@@ -146,6 +146,7 @@ class DetRunner(CheckpointingRunner):
         with building(self.cfg, "val_cfg", "val_dataloader", "val_evaluator", defaults=defaults):
             built = super().build_val_loop(loop)
             check_there_are_samples(built.dataloader.dataset, "val_dataloader")
+            check_frames_come_one_by_one(built.dataloader, "val_dataloader")
             return built
 
     def build_test_loop(self, loop: BaseLoop | dict) -> BaseLoop:
@@ -154,6 +155,7 @@ class DetRunner(CheckpointingRunner):
         with building(self.cfg, "test_cfg", "test_dataloader", "test_evaluator", defaults=defaults):
             built = super().build_test_loop(loop)
             check_there_are_samples(built.dataloader.dataset, "test_dataloader")
+            check_frames_come_one_by_one(built.dataloader, "test_dataloader")
             return built
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:

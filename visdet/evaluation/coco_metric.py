@@ -158,9 +158,10 @@ class CocoMetric(BaseMetric):
         classes = self._dataset_meta["classes"]
         self.classwise_results = []
         results = _without_repetitions(results)
-        detections = _detections(results)
         if self.outfile_prefix is not None:
-            self._write(detections)
+            self._write(_detections(results))
+        results = _with_ids_of_their_own(results)
+        detections = _detections(results)
         if self.format_only:
             return {}
         truth = _truth_of_results(results) if self._ann_file is None else self._truth_of_file()
@@ -220,16 +221,17 @@ class CocoMetric(BaseMetric):
 
 
 def _without_repetitions(results: list[dict]) -> list[dict]:
-    """Return one result of each image, because samplers repeat images to fill batches.
+    """Return one result of each image, because samplers repeat images to fill batches."""
+    return list({(result["img_id"], result.get("img_path")): result for result in results}.values())
 
-    Without an ``ann_file``, several data sets may be evaluated together. If they use the same ids, images get new ones.
-    """
-    distinct = list({(result["img_id"], result.get("img_path")): result for result in results}.values())
-    if len({result["img_id"] for result in distinct}) == len(distinct):
-        return distinct
+
+def _with_ids_of_their_own(results: list[dict]) -> list[dict]:
+    """Return the results with new ids if several data sets, which have no ``ann_file``, use the same ones."""
+    if len({result["img_id"] for result in results}) == len(results):
+        return results
     return [
         {**result, "img_id": number, "truth": [{**row, "image_id": number} for row in result["truth"]]}
-        for number, result in enumerate(distinct)
+        for number, result in enumerate(results)
     ]
 
 

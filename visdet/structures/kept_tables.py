@@ -10,6 +10,8 @@ import torch
 __all__ = ["keeps_tables", "tables_read"]
 
 _readers: list[list[Any]] = []
+_MODES = torch._C._TorchDispatchModeKey
+_STAND_INS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)  # modes whose tensors have no numbers
 
 
 def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -39,7 +41,7 @@ def _is_transformed() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or any(torch._C._get_dispatch_mode(kind) is not None for kind in _STAND_INS)
     )
 
 

@@ -123,6 +123,6 @@ def test_motion_starts_from_trajectories_of_each_class():
     def drop_a_class(head):
         head.motion_plan_head.update(num_classes=4, motion_anchor=head.motion_plan_head.motion_anchor[:4])
 
-    message = r"motion_anchor of motion_plan_head must have the \[5\] classes of det_head, got 4"
+    message = r"motion_anchor of motion_plan_head must have the 5 classes of det_head, got 4"
     with pytest.raises(ValueError, match=message):
         tiny_stage2(drop_a_class)

@@ -402,11 +402,3 @@ def test_a_training_step_waits_for_the_device_nowhere():
     waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
     # The GPU solves the assignments. The denoising queries are matched with annotations on the host.
     assert waits == []
-
-
-def test_a_batch_has_one_frame_of_a_scene_in_predictions():
-    model = tiny_model().eval()
-    message = r"data_samples\[0\] and data_samples\[2\] are frames of the scene a\. .*batch_size=1"
-    with pytest.raises(ValueError, match=message):
-        model(*frame([0.0, 0.5, 1.0], scenes=("a", "b", "a")), mode="predict")
-    model(*frame([0.0, 0.5]), mode="predict")

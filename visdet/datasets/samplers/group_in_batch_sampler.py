@@ -124,8 +124,8 @@ class SceneSampler(Sampler[int]):
     """Yields every frame once, scene after scene. Each rank has scenes of its own.
 
     It is meant for the evaluation of temporal models, because mmengine's DefaultSampler distributes the frames of a
-    scene over the ranks. Ranks may have different numbers of frames, because the driving metrics gather results by
-    token.
+    scene over the ranks. Batches must have one frame, since each slot of a batch goes on with frames of its own. Ranks
+    may have different numbers of frames, because the driving metrics gather results by token.
 
     Args:
         dataset: the data set. If it has no ``scene_starts``, it is taken as one scene.
@@ -134,6 +134,8 @@ class SceneSampler(Sampler[int]):
     Raises:
         ValueError: ``shuffle`` is True.
     """
+
+    batches_have_one = True  # which the runner checks
 
     def __init__(self, dataset: Any, shuffle: bool = False, seed: int | None = None) -> None:
         if shuffle:

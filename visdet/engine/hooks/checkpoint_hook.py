@@ -42,6 +42,10 @@ class CheckpointHook(_CheckpointHook):
         Raises:
             UserError: the folder cannot be written.
         """
+        steps = runner.message_hub.get_info("keep_ckpt_ids")
+        if steps and self.max_keep_ckpts > 0 and self.filename_tmpl is not None and not self._names_differ():
+            # mmengine would remove the checkpoints that are too many, which have the name of the one to keep.
+            runner.message_hub.update_info("keep_ckpt_ids", steps[-self.max_keep_ckpts :])
         super().before_train(runner)
         if isinstance(self.file_backend, LocalBackend) and is_main_process():
             check_work_dir(self.out_dir, "default_hooks.checkpoint.out_dir")
@@ -58,7 +62,7 @@ class CheckpointHook(_CheckpointHook):
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
         meta["random_states"] = gather_random_states()
         meta["temporal_states"] = gather_temporal_states(runner.model)
-        name, previous = self.filename_tmpl.format(step), self.last_ckpt
+        name, previous = self.filename_tmpl.format(step), runner.message_hub.get_info("last_ckpt")
         path = os.path.join(self.out_dir, name)
         self._set_last(runner, path)
         outdated = self._keep(runner, step) if self.max_keep_ckpts > 0 else []
@@ -78,12 +82,12 @@ class CheckpointHook(_CheckpointHook):
             raise
         if is_main_process():
             write_atomically(os.path.join(runner.work_dir, LAST_CHECKPOINT), path.encode())
-            # A template without the step gives all checkpoints one name.
-            kept = {name, *(self.filename_tmpl.format(kept_step) for kept_step in self.keep_ckpt_ids)}
-            for old_step in outdated:
-                old_name = self.filename_tmpl.format(old_step)
-                if old_name not in kept:
-                    _remove(os.path.join(self.out_dir, old_name))
+            for old_step in outdated if self._names_differ() else []:
+                _remove(os.path.join(self.out_dir, self.filename_tmpl.format(old_step)))
+
+    def _names_differ(self) -> bool:
+        """Return whether checkpoints of different steps have different names."""
+        return self.filename_tmpl.format(0) != self.filename_tmpl.format(1)
 
     def _set_last(self, runner: Any, path: str | None) -> None:
         self.last_ckpt = path

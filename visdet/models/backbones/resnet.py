@@ -279,9 +279,15 @@ class ResNet(BaseModule):
         """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W]."""
         stem = self.conv1, getattr(self, self.norm1_name)
         stages = [getattr(self, name) for name in self.stage_names]
-        layers = [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
-        modes = tuple(norm.training for _, norm in layers)
-        folded = computed_once((self, modes), lambda: fold_frozen_norms(layers))
+
+        def fold() -> tuple[dict[nn.Module, FoldedConv], list[nn.Module]]:
+            layers = [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
+            folded = fold_frozen_norms(layers)
+            return folded, [norm for conv, norm in layers if conv in folded]
+
+        folded, norms = computed_once(self, fold)
+        if any(norm.training for norm in norms):  # The mode has changed since.
+            folded, _ = fold()
         if _is_faster_with_channels_last(x, bool(folded)):
             x = x.contiguous(memory_format=torch.channels_last)
         if x.is_cuda:

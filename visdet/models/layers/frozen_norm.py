@@ -89,13 +89,18 @@ def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
         return False
     if norm.running_mean is None or norm.weight is None:
         return False
-    if not all(_is_plain_parameter(layer._parameters.get("weight")) for layer in (conv, norm)):
+    parameters = (
+        conv._parameters.get("weight"),
+        norm._parameters.get("weight"),
+        norm._parameters.get("bias"),
+    )
+    if not all(map(_is_plain_parameter, parameters)):
         return False  # A hook makes the weight before each call (pruning), or processes share it (FSDP).
     return not (torch.is_grad_enabled() and (norm.weight.requires_grad or norm.bias.requires_grad))
 
 
 def _is_plain_parameter(weight: Tensor | None) -> bool:
-    return weight is not None and (is_traced() or type(weight) in (Tensor, nn.Parameter))
+    return weight is not None and (type(weight) in (Tensor, nn.Parameter) or is_traced())
 
 
 class _ScaledWeights(torch.autograd.Function):

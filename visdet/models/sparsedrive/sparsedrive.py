@@ -265,7 +265,6 @@ class SparseDrive(BaseDetector):
     def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
         """Return the next frame of each sample's sequence. The host does this."""
         data = batch_of(data_samples, evaluates=True)
-        _check_scenes(data_samples)
         self.head.enter(len(inputs), functools.cache(lambda: FrameClock.of(data)))
         return DrivingBatch.of(inputs, data, self.head.state)
 
@@ -308,19 +307,6 @@ class SparseDrive(BaseDetector):
 
     def _selected(self, outs: Any, data: dict[str, Any]) -> dict[str, Any]:
         return self.head.select(outs, data)
-
-
-def _check_scenes(samples: Sequence[DrivingDataSample]) -> None:
-    """Raise InvalidInputError if two samples are frames of one scene, whose order would be lost."""
-    scenes: dict[str, int] = {}
-    for index, sample in enumerate(samples):
-        scene = sample.metainfo.get("scene_token")
-        if scene is not None and scenes.setdefault(scene, index) != index:
-            raise InvalidInputError(
-                f"data_samples[{scenes[scene]}] and data_samples[{index}] are frames of the scene {scene}. The model "
-                "goes on from frame to frame, so that a batch must have one frame of a scene: use "
-                "val_dataloader.batch_size=1 and test_dataloader.batch_size=1"
-            )
 
 
 @MODELS.register_module()

@@ -79,9 +79,9 @@ class SparseDriveHead(BaseModule):
             layer.num_cls for layer in self.det_head.layers if getattr(layer, "cls_layers", None) is not None
         }
         anchors = len(self.motion_plan_head.motion_anchor)
-        if numbers and numbers != {anchors}:
+        if numbers and max(numbers) > anchors:
             raise InvalidInputError(
-                f"SparseDriveHead: motion_anchor of motion_plan_head must have the {sorted(numbers)} classes of "
+                f"SparseDriveHead: motion_anchor of motion_plan_head must have the {max(numbers)} classes of "
                 f"det_head, got {anchors}"
             )
 
