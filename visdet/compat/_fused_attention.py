@@ -118,9 +118,8 @@ def _attend(
     mask = given.get("attention_mask")
     if not _fits(module, form, query, references, shapes, memory, mask):
         return None
-    if (
-        form.is_projected and given.get("position_embeddings") is not None
-    ):  # D-FINE's own forward ignores them.
+    # D-FINE's own forward ignores position embeddings.
+    if form.is_projected and given.get("position_embeddings") is not None:
         query = query + given["position_embeddings"]
     if mask is not None and not form.mask_is_padding:
         mask = ~mask

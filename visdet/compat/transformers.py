@@ -57,9 +57,8 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         owner: _fused_attention.find_form(owner, module)
         for owner in _fused_attention.attention_classes(module)
     }
-    operators: list[
-        tuple[Any, str, Any]
-    ] = []  # what was replaced: in which class or module, under which name, by what
+    # What was replaced: in which class or module, under which name, by what.
+    operators: list[tuple[Any, str, Any]] = []
     for name, replacement_of in (
         (_CLASS, _operators.class_forward),
         (_FUNCTION, _operators.function),

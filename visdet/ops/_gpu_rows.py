@@ -17,11 +17,13 @@ _TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def has_kernel(operator: str, input: Tensor) -> bool:
-    """Return whether the kernels of ``operator`` can take ``input``, as far as its device and its type say."""
+    """Return whether the kernels of ``operator`` can take ``input``, as far as its device and its types say.
+
+    Subclasses of tensors, such as shards, have rules for torch's operators alone.
+    """
     return (
         input.is_cuda
-        and type(input)
-        in (Tensor, Parameter)  # Subclasses, such as shards of a tensor, have rules for torch's alone.
+        and type(input) in (Tensor, Parameter)
         and input.dtype in _TYPES
         and input.numel() > 0
         and not is_traced()
