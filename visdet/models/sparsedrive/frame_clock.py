@@ -40,10 +40,10 @@ class FrameStep:
     def velocity(self) -> np.ndarray:
         """Return the velocity [B, 2] of the vehicle since the previous frame in its own coordinates, float64."""
         seconds = np.array(self.seconds, dtype=np.float64)[:, None]
-        moved = -self.previous_to_current.numpy()[
-            :, :2, 3
-        ]  # The translation is the place of the previous origin.
-        return np.divide(moved, seconds, out=np.zeros_like(moved), where=seconds != 0)
+        # The translation is the place of the previous origin.
+        moved = -self.previous_to_current.numpy()[:, :2, 3]
+        is_later = seconds != 0
+        return np.where(is_later, moved / np.where(is_later, seconds, 1.0), 0.0)
 
 
 @temporal_value

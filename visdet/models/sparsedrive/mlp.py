@@ -154,7 +154,8 @@ def side_by_side(modules: Sequence[Perceptron], x: Tensor, first_columns: Sequen
     Args:
         first_columns: the column of x with which each perceptron begins. It reads as many as its first layer takes.
     """
-    plans = [plan for module in modules if (plan := module.kernel_plan(x)) is not None]
+    found = [module.kernel_plan(x) for module in modules]
+    plans = [plan for plan in found if plan is not None]
     kinds = [kind for plan in plans for kind in plan.kinds]
     if len(plans) == len(modules) <= MAX_PERCEPTRONS and len(kinds) <= MAX_LAYERS:
         tensors = [tensor for plan in plans for tensor in plan.tensors()]

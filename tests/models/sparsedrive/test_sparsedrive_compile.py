@@ -1,0 +1,37 @@
+"""SparseDrive under torch.compile: what runs on the device is one graph, and the host's work before it is none."""
+
+import copy
+
+import torch
+from test_frozen_perception import motion_frame, tiny_stage2
+from tiny_driving import frame, tiny_model
+
+from visdet.structures.tensor_tree import tensors_of
+
+
+def test_from_images_to_results_there_is_one_graph():
+    model = tiny_stage2().eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda batch: model.detections(batch), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for time in (0.0, 0.5):  # without and with a frame before
+            batch = model.prediction_batch(*motion_frame([time, time], seed=int(2 * time)))
+            found, _ = compiled(batch)
+            expected = model.detections(batch)
+            for one, other in zip(tensors_of(found), tensors_of(expected[0]), strict=True):
+                torch.testing.assert_close(one, other)
+            model.with_detections(expected, motion_frame([time, time])[1])
+
+
+def test_frames_of_a_compiled_model_are_those_of_the_model():
+    model = tiny_model().eval()
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for time in (0.0, 0.5):
+            images, data = frame([time, time], seed=int(2 * time))
+            found = compiled(images, data, mode="tensor")
+            for one, other in zip(
+                tensors_of(found), tensors_of(model(images, data, mode="tensor")), strict=True
+            ):
+                torch.testing.assert_close(one, other)
