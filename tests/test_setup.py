@@ -329,8 +329,6 @@ def test_missing_libraries_raise_one_clear_error(tmp_path):
         "except ops.NotBuiltError as error:\n"
         "    print(error)\n"
         "print(ops.box_key_points(torch.zeros(1, 2, 11), torch.zeros(3, 3)).shape)\n"
-        "from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected\n"
-        "print('separate layers:', ms_deform_attn_projected(*[value] * 10))\n"
     )
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
@@ -339,5 +337,4 @@ def test_missing_libraries_raise_one_clear_error(tmp_path):
         "the CPU library is not loaded" in done.stdout
         and "pip install --no-build-isolation -e ." in done.stdout
         and "torch.Size([1, 2, 3, 3])" in done.stdout
-        and "separate layers: None" in done.stdout
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
-from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
+from visdet.ops.autocast_linear import autocast_linear, suits_autocast_linear
 
 from ..case import Call, Case, Peer, Work, dtype_name
 from .ms_deform_attn import COORDINATE_TOLERANCE, PYRAMID, VALUE_TOLERANCE, grid_sample_path, work_of
@@ -20,7 +20,7 @@ ENCODER = dict(B=2, Q=sum(H * W for H, W in PYRAMID), G=8, C=32, P=4, levels=PYR
 # Offsets are multiples of 1/64 pixel, and references lie between two of them. No position is therefore at a texel
 # centre, where the gradient of a location jumps, whatever dtype the offsets have.
 GRID = 64
-# The output features of the module's layers, in the order of ms_deform_attn_projected.
+# The output features of the module's layers.
 LAYERS = {"sampling_offsets": 8 * 16 * 2, "attention_weights": 8 * 16, "value_proj": 256, "output_proj": 256}
 MODULE_INPUTS = {
     name: position
@@ -102,26 +102,28 @@ def in_autocast(query: Tensor, dtype: torch.dtype) -> torch.autocast:
 
 def module(query: Tensor, memory: Tensor, *arguments: Any) -> Tensor:
     """Return the output of MultiScaleDeformableAttention for ``make_module_arguments``, under autocast for 16 bits."""
-    *parameters, level_shapes, level_starts, reference_points, dtype = arguments
-    with in_autocast(query, dtype):
-        out = ms_deform_attn_projected(
-            query, memory, query, None, level_shapes, level_starts, reference_points, [4] * 4, 8, parameters
-        )
-        if out is not None:
-            return out
-    return composed_module(query, memory, *arguments, sample=ms_deform_attn_fused)
+    return composed_module(query, memory, *arguments, sample=ms_deform_attn_fused, linear=_linear)
 
 
-def composed_module(query: Tensor, memory: Tensor, *arguments: Any, sample: Any) -> Tensor:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return what the linear layers of visdet's models compute in steps by graphs."""
+    if suits_autocast_linear(input, weight, bias):
+        return autocast_linear(input, weight, bias, torch.get_autocast_dtype("cuda"))
+    return F.linear(input, weight, bias)
+
+
+def composed_module(
+    query: Tensor, memory: Tensor, *arguments: Any, sample: Any, linear: Any = F.linear
+) -> Tensor:
     """Return the same result by separate layers around ``sample``."""
     *parameters, level_shapes, level_starts, reference_points, dtype = arguments
     layers = dict(zip(LAYERS, zip(parameters[::2], parameters[1::2], strict=True), strict=True))
     with in_autocast(query, dtype):
-        value = F.linear(memory, *layers["value_proj"]).unflatten(-1, (8, -1))
-        offsets = F.linear(query, *layers["sampling_offsets"]).unflatten(-1, (8, 16, 2))
-        logits = F.linear(query, *layers["attention_weights"]).unflatten(-1, (8, 16))
+        value = linear(memory, *layers["value_proj"]).unflatten(-1, (8, -1))
+        offsets = linear(query, *layers["sampling_offsets"]).unflatten(-1, (8, 16, 2))
+        logits = linear(query, *layers["attention_weights"]).unflatten(-1, (8, 16))
         out = sample(value, level_shapes, level_starts, reference_points, offsets, logits, [4] * 4)
-        return F.linear(out, *layers["output_proj"]) + query
+        return linear(out, *layers["output_proj"]) + query
 
 
 def module_work(dtype: torch.dtype) -> dict[str, Work]:

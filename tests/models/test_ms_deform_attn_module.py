@@ -5,13 +5,37 @@ import math
 
 import pytest
 import torch
-from attention_module_cases import SHAPES, S, inputs, module
 from golden import golden, under
 from mmengine.registry import MODELS as ROOT_MODELS
 
 from visdet.models.layers import MultiScaleDeformableAttention
 from visdet.ops import ms_deform_attn_reference
 from visdet.registry import MODELS
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+SHAPES = torch.tensor([[5, 7], [3, 4]])
+S = 5 * 7 + 3 * 4
+
+
+def module(**options):
+    torch.manual_seed(0)
+    attention = MultiScaleDeformableAttention(
+        **{"embed_dims": 12, "num_heads": 3, "num_levels": 2, "num_points": 2, "batch_first": True, **options}
+    ).eval()
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return attention
+
+
+def inputs(reference_size=2):
+    torch.manual_seed(1)
+    return {
+        "query": torch.randn(2, 6, 12),
+        "value": torch.randn(2, S, 12),
+        "query_pos": torch.randn(2, 6, 12),
+        "reference_points": torch.rand(2, 6, 2, reference_size),
+        "spatial_shapes": SHAPES,
+    }
 
 
 @pytest.mark.parametrize("name", ["MultiScaleDeformableAttention", "MultiScaleDeformableAttention_box_refs"])
@@ -206,3 +230,117 @@ def test_shapes_without_numbers():
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def replace_by_subclass(attention):
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    attention.output_proj.__class__ = Doubled
+
+
+def replace_forward(attention):
+    attention.output_proj.forward = lambda x: 2 * torch.nn.Linear.forward(attention.output_proj, x)
+
+
+def watch_output(attention):
+    attention.output_proj.register_forward_hook(lambda _, __, out: 2 * out)
+
+
+def watch_input(attention):
+    attention.output_proj.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0],))
+
+
+def replace_weight(attention):
+    class Doubling(torch.nn.Parameter):
+        """A parameter that a linear layer takes for twice its numbers."""
+
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), options=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                out = function(*arguments, **(options or {}))
+                return 2 * out if function is torch.nn.functional.linear else out
+
+    attention.output_proj.weight = Doubling(attention.output_proj.weight.detach())
+
+
+@pytest.mark.parametrize(
+    "change", [replace_by_subclass, replace_forward, replace_weight, watch_output, watch_input]
+)
+def test_changed_layers_are_called(change):
+    attention, given = module(), inputs()
+    attention.output_proj.bias.data.zero_()
+    before = attention(**given) - given["query"]
+    change(attention)
+    torch.testing.assert_close(attention(**given) - given["query"], 2 * before)
+
+
+def test_a_layer_without_bias_and_one_of_another_type():
+    attention, given = module(), inputs()
+    expected = attention(**given) - attention.output_proj.bias
+    attention.output_proj.bias = None
+    torch.testing.assert_close(attention(**given), expected)
+    attention.value_proj.double()
+    given["value"] = given["value"].double()
+    with pytest.raises(RuntimeError, match=r"the same dtype"):
+        attention(**given)
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("query", lambda query: query[..., :8], "12x8 and 12x"),
+        ("value", lambda value: value[:, :-1], "must lie within the S = 46 rows of value"),
+        (
+            "value",
+            lambda value: value[:1],
+            r"reference_points must be .* B = 1 as in value and L = 2, got \(2, 6, 2, 2\)",
+        ),
+        (
+            "key_padding_mask",
+            lambda _: torch.zeros(2, 5) > 0,
+            r"must be \[B, S\] of value, \(2, 47\), got \(2, 5\)",
+        ),
+    ],
+)
+def test_bad_inputs_are_named(with_gradients, name, change, message):
+    given = inputs()
+    given[name] = change(given.get(name))
+    with torch.set_grad_enabled(with_gradients), pytest.raises((RuntimeError, ValueError), match=message):
+        module()(**{**given, "query_pos": None})
+
+
+def test_layers_of_another_width_are_refused():
+    attention, given = module(), inputs()
+    attention.sampling_offsets = torch.nn.Linear(12, 30)
+    with pytest.raises(RuntimeError, match=r"shape '\[2, 6, 3, 4, 2\]' is invalid"):
+        attention(**given)
+
+
+def test_a_compiled_module_has_the_same_gradients():
+    attention, given = module(), inputs()
+    attention(**given).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in attention.named_parameters()}
+    attention.zero_grad(set_to_none=True)
+    torch.compile(attention, fullgraph=True, backend="aot_eager")(**given).square().sum().backward()
+    for name, parameter in attention.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_output_may_be_changed_in_place(device):
+    attention = module(batch_first=True).to(device, torch.float64)
+    given = {
+        name: tensor.to(device, torch.float64)
+        for name, tensor in inputs(4).items()
+        if name != "spatial_shapes"
+    }
+    grads = []
+    for changes in (lambda out: out.add_(1).mul_(2), lambda out: 2 * (out + 1)):
+        attention.zero_grad()
+        changes(attention(**given, spatial_shapes=SHAPES)).square().sum().backward()
+        grads.append([parameter.grad.clone() for parameter in attention.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from visdet.ops.autocast_linear import autocast_linear
+from visdet.ops.autocast_linear import autocast_linear, suits_autocast_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 HALVES = [torch.float16, torch.bfloat16]
@@ -134,3 +134,65 @@ def test_shapes_that_do_not_fit_are_refused():
     ):
         with pytest.raises(RuntimeError, match=r"autocast_linear: input must be \[..., C\]"):
             autocast_linear(*given, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(3000, 96), (7, 3), (0, 5), (9, 16), (100, 2500), (65, 31), (4, 0), (70000, 8)]
+)
+def test_column_sums(shape, dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(shape, generator=generator).to(dtype)
+    expected, size = matrix.double().sum(0), matrix.double().norm(dim=0)
+    matrix = matrix.to(device)
+    for out in {dtype, torch.promote_types(dtype, torch.float32)}:
+        sums = torch.ops.visdet.column_sums(matrix, out)
+        # A product on the CPU sums one by one, and rounds to the matrix's type.
+        error = 32 * torch.finfo(dtype).eps if device == "cpu" else 4 * torch.finfo(out).eps
+        assert sums.dtype == out
+        assert ((sums.cpu() - expected).abs() <= error * (size + expected.abs())).all()
+        assert torch.equal(sums, torch.ops.visdet.column_sums(matrix, out))
+
+
+@pytest.mark.parametrize(
+    ("change", "suits"),
+    [
+        ("none", True),
+        ("given in halves", True),
+        ("no gradients", False),
+        ("no autocast", False),
+        ("no bias", False),
+        ("frozen bias", False),
+        ("weight in halves", False),
+        ("weight of another width", False),
+        ("a subclass", False),
+        ("on the CPU", False),
+        ("a vector", False),
+    ],
+)
+@pytest.mark.cuda
+def test_what_suits(change, suits):
+    layer = torch.nn.Linear(16, 8, device="cuda")
+    weight, bias, input = layer.weight, layer.bias, torch.ones(4, 16, device="cuda")
+    if change == "given in halves":
+        input = input.bfloat16()
+    elif change == "no bias":
+        bias = None
+    elif change == "frozen bias":
+        bias.requires_grad_(False)
+    elif change == "weight in halves":
+        weight = torch.nn.Parameter(weight.detach().bfloat16())
+    elif change == "weight of another width":
+        weight = torch.nn.Parameter(weight.detach()[:, 1:])
+    elif change == "a subclass":
+        weight = weight.detach().as_subclass(type("Own", (torch.Tensor,), {})).requires_grad_()
+    elif change == "on the CPU":
+        input = input.cpu()
+    elif change == "a vector":
+        input = input[0]
+    with (
+        torch.set_grad_enabled(change != "no gradients"),
+        torch.autocast("cuda", torch.bfloat16, enabled=change != "no autocast"),
+    ):
+        assert suits_autocast_linear(input, weight, bias) == suits

@@ -251,29 +251,6 @@ def test_gradients_of_an_encoders_many_rows(of, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "types", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
-)
-@pytest.mark.parametrize("references", [2, 4])
-@pytest.mark.parametrize("name", [*CASES, "B2-Q63-G1-C32-P3-4"])
-def test_gradients_side_by_side(name, references, types, device):
-    """The attention module's node wants a query's offsets and logits in one row: the same numbers as apart."""
-    sizes = CASES.get(name, (2, 63, 1, 32, [3, 4], [(8, 7), (1, 7)]))  # else an encoder with odd rows
-    *case, num_points = make_case(*sizes, references, *types, device)
-    value, offsets = case[0], case[4]
-    grad_output = torch.randn(*offsets.shape[:2], value.shape[2] * value.shape[3]).to(value)
-    for needs_reference in (False, True):
-        options = grad_output, *case, num_points, needs_reference, True
-        of_value, of_reference, of_offsets, of_logits = torch.ops.visdet.ms_deform_attn_fused_backward(
-            *options
-        )
-        together = torch.cat((of_offsets.flatten(2), of_logits.flatten(2)), dim=2)
-        joined = torch.ops.visdet.ms_deform_attn_fused_backward_joined(*options)
-        for ours, theirs in zip(joined, (of_value, of_reference, together), strict=True):
-            assert ours.is_contiguous() and torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_levels_as_list_and_as_tensor_on_the_device(device):
     value, shapes, starts, *others = make_case(
         *CASES["B2-Q9-G2-C71-P3-6-3"], dtype=torch.float32, device=device

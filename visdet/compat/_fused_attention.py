@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from visdet import ops
-from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 
 from ._attention import level_tables, takes
-from ._projection import is_plain, is_untouched, project, project_masked
+from ._projection import is_untouched, project, project_masked
 from ._requests import is_asked, is_read
 
 __all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "module_disagreement"]
@@ -157,10 +156,6 @@ def attend_fused(
         is_projected: whether the module projects the memory and the output.
         wants_logits: whether to return the logits. Otherwise, the second result is None.
     """
-    if is_projected and not wants_logits:
-        output = _attend_as_one(module, query, memory, mask, references, shapes, points)
-        if output is not None:
-            return output, None
     value = project_masked(module.value_proj, memory, mask) if is_projected else memory
     offsets = project(module.sampling_offsets, query).unflatten(-1, (module.n_heads, -1, 2))
     logits = project(module.attention_weights, query).unflatten(-1, (module.n_heads, -1))
@@ -194,32 +189,6 @@ def _fits(
     core = vars(module)["_modules"].get("attn")
     is_own = core is None or is_untouched(core)
     return is_own and references.shape[2] in (1, levels) and references.shape[3] in (2, 4)
-
-
-def _attend_as_one(
-    module: Any,
-    query: Tensor,
-    memory: Tensor,
-    mask: Tensor | None,
-    references: Tensor,
-    shapes: Any,
-    points: int | Sequence[int],
-) -> Tensor | None:
-    """Return the output as one node of the autograd graph.
-
-    The result is None if a layer has to be called by itself, because it has hooks or is not a plain linear layer.
-    """
-    parameters = []
-    for name in ("sampling_offsets", "attention_weights", "value_proj", "output_proj"):
-        layer = vars(module)["_modules"].get(name)
-        if not is_plain(layer):
-            return None
-        parameters += [layer._parameters["weight"], layer._parameters["bias"]]
-    tables = level_tables(shapes)
-    counts = [points] * len(shapes) if isinstance(points, int) else list(points)
-    return ms_deform_attn_projected(
-        query, memory, None, mask, *tables, references, counts, module.n_heads, parameters
-    )
 
 
 def _wants_weights(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from visdet.ops.autocast_linear import autocast_linear, is_built
+from visdet.ops.autocast_linear import autocast_linear, suits_autocast_linear
 
 __all__ = [
     "has_many_rows",
@@ -54,9 +54,12 @@ def is_plain(layer: nn.Module | None) -> bool:
 
 def project(layer: Any, input: Tensor) -> Tensor:
     """Return the output of a layer, computed in the fastest way. The order of the sums may then differ."""
-    if _suits_node(layer, input):
-        weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-        return autocast_linear(input, weight, bias, torch.get_autocast_dtype("cuda"))
+    if (
+        torch.is_grad_enabled()
+        and is_plain(layer)
+        and suits_autocast_linear(input, layer.weight, layer.bias, _MIN_ROWS_ON_CUDA)
+    ):
+        return autocast_linear(input, layer.weight, layer.bias, torch.get_autocast_dtype("cuda"))
     return project_by_onednn(layer, input) if suits_onednn(layer, input) else layer(input)
 
 
@@ -77,7 +80,7 @@ def project_masked(layer: nn.Module, memory: Tensor, mask: Tensor | None) -> Ten
     if mask is None:
         return value
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain(layer):
-        return value.masked_fill(mask[..., None], 0.0)
+        return torch.where(mask[..., None], 0.0, value)  # by one kernel, where masked_fill takes two
     if mask.device.type == "cpu" and not mask.any():
         return value
     return value.masked_fill_(mask[..., None], 0.0)
@@ -98,23 +101,4 @@ def suits_onednn(layer: Any, input: Tensor) -> bool:
     return are_alike and weight.shape[1] == input.shape[2]
 
 
-def _suits_node(layer: Any, input: Any) -> bool:
-    """Return whether a layer is trained on many rows in float32 under autocast on CUDA."""
-    if type(input) is not Tensor or not input.is_cuda or input.dim() < 2 or not has_many_rows(input):
-        return False
-    if not torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
-        return False
-    dtype = torch.get_autocast_dtype("cuda")
-    if input.dtype not in (torch.float32, dtype) or dtype not in _HALVES or not is_built():
-        return False
-    if not is_plain(layer):
-        return False
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    are_trained = weight.requires_grad and bias.requires_grad
-    if not are_trained or weight.dtype != torch.float32 or bias.dtype != torch.float32:
-        return False
-    return weight.device == bias.device == input.device and weight.shape[1] == input.shape[-1]
-
-
-_HALVES = (torch.float16, torch.bfloat16)
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -16,6 +16,7 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from visdet.structures.replayed_launches import launches_are_replayed
 from visdet.structures.tensor_tree import layout_of, map_tensors
 
 from .graph_memory import GraphMemory
@@ -100,7 +101,8 @@ class GraphedMethod(ABC):
         """Replace the method of the model by this object within the block."""
         setattr(self.model, self.method, self)
         try:
-            yield
+            with launches_are_replayed():
+                yield
         finally:
             delattr(self.model, self.method)
 

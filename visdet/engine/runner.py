@@ -212,8 +212,9 @@ class DetRunner(CheckpointingRunner):
 
     def _train(self) -> nn.Module:
         self._find_checkpoint_to_resume()
-        # A process trains on one device, so that a separate thread for the backward pass gains nothing. Waking that
-        # thread costs time: a step that is bound by kernel launches is about 5 % shorter without it.
+        # A process trains on one device, so that a separate thread for the backward pass gains nothing, and eager steps
+        # take longer with it: on an H200's host 65 ms instead of 46 (Deformable DETR, 2 images), and 180 instead of 128
+        # (SparseDrive, 4 frames). docs/training_speed.md has the conditions.
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 model = super().train()

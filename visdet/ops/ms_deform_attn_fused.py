@@ -64,12 +64,12 @@ def ms_deform_attn_fused(
     """
     for name, tensor in (("offsets", offsets), ("logits", logits)):
         check_device("ms_deform_attn_fused", name, tensor, "value", value)
-    shapes, starts, reference_points, points = fused_geometry(
+    shapes, starts, reference_points, points = _geometry(
         value, level_shapes, level_starts, reference_points, num_points
     )
     if not offsets.dtype == logits.dtype == value.dtype:
         offsets, logits = offsets.to(reference_points.dtype), logits.to(reference_points.dtype)
-    if not has_fused_kernel(value, shapes):
+    if not _has_kernel(value, shapes):
         return ms_deform_attn(
             value, shapes, starts, *_compose(shapes, reference_points, offsets, logits, points)
         )
@@ -120,7 +120,7 @@ def _compose(
     return torch.stack(level_locations, 3), torch.stack(level_weights, 3)
 
 
-def fused_geometry(
+def _geometry(
     value: Tensor,  # [B, ...]
     level_shapes: Tensor | Sequence[Sequence[int]],
     level_starts: Tensor | Sequence[int] | None,
@@ -145,7 +145,7 @@ def fused_geometry(
     return shapes, starts, reference_points, points
 
 
-def has_fused_kernel(value: Tensor, level_shapes: Tensor) -> bool:
+def _has_kernel(value: Tensor, level_shapes: Tensor) -> bool:
     """Return whether ``ms_deform_attn_fused`` has a kernel for the device of ``value`` and so many levels."""
     if value.is_cuda:
         return level_shapes.shape[:1].numel() <= MAX_HOST_LEVELS

@@ -11,6 +11,7 @@ from visdet.registry import MODELS
 
 from .activation import build_activation_layer
 from .dropout import build_dropout
+from .linear import Linear
 from .residual import add_and_norm, drops, is_plain
 from .root_registration import register_in_root
 
@@ -56,14 +57,14 @@ def feed_forward_layers(
     widths = [in_channels] + [hidden_channels] * (num_fcs - 1)
     hidden = [
         HiddenLayer(
-            nn.Linear(width, hidden_channels),
+            Linear(width, hidden_channels),
             # The output of a linear layer is a view. If it were overwritten, autograd would copy the gradient.
             build_activation_layer(act_cfg, inplace=False),
             nn.Dropout(ffn_drop),
         )
         for width in widths[:-1]
     ]
-    return nn.Sequential(*hidden, nn.Linear(widths[-1], out_channels), nn.Dropout(ffn_drop))
+    return nn.Sequential(*hidden, Linear(widths[-1], out_channels), nn.Dropout(ffn_drop))
 
 
 @register_in_root

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from visdet.errors import InvalidInputError
 from visdet.ops import ms_deform_attn_fused
-from visdet.ops.ms_deform_attn_projected import ms_deform_attn_projected
 from visdet.registry import MODELS
 
+from .linear import Linear
 from .precision import as_autocast_input
-from .residual import add_and_norm, drops, is_plain
+from .residual import add_and_norm
 from .root_registration import register_in_root
 
 __all__ = ["MultiScaleDeformableAttention"]
@@ -85,10 +84,10 @@ class MultiScaleDeformableAttention(BaseModule):
         self.num_points = num_points
         self.batch_first = batch_first
         self.points_per_level = points
-        self.sampling_offsets = nn.Linear(embed_dims, num_heads * sum(points) * 2)
-        self.attention_weights = nn.Linear(embed_dims, num_heads * sum(points))
-        self.value_proj = nn.Linear(embed_dims, value_dims)
-        self.output_proj = nn.Linear(value_dims, embed_dims)
+        self.sampling_offsets = Linear(embed_dims, num_heads * sum(points) * 2)
+        self.attention_weights = Linear(embed_dims, num_heads * sum(points))
+        self.value_proj = Linear(embed_dims, value_dims)
+        self.output_proj = Linear(value_dims, embed_dims)
         self.dropout = nn.Dropout(dropout)
         self.init_weights()
 
@@ -156,10 +155,8 @@ class MultiScaleDeformableAttention(BaseModule):
         identity = query if identity is None else identity
         if query_pos is not None:
             query = query + query_pos
-        summed = identity if identity.shape == query.shape and not drops(self.dropout) else None
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
-            summed = None if summed is None else summed.transpose(0, 1)
 
         if key_padding_mask is not None and key_padding_mask.shape != value.shape[:2]:
             raise ValueError(
@@ -167,69 +164,22 @@ class MultiScaleDeformableAttention(BaseModule):
                 f"{tuple(value.shape[:2])}, got {tuple(key_padding_mask.shape)}"
             )
 
-        out = self._attend_as_one(
-            query, value, summed, key_padding_mask, spatial_shapes, level_start_index, reference_points
-        )
-        if out is None:
-            summed = None
-            query = as_autocast_input(query)
-            value = self.value_proj(value)
-            if key_padding_mask is not None:
-                value = value.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-            rows = (*query.shape[:2], self.num_heads, sum(self.points_per_level))
-            out = ms_deform_attn_fused(
-                value.unflatten(-1, (self.num_heads, -1)),
-                spatial_shapes,
-                level_start_index,
-                reference_points,
-                self.sampling_offsets(query).view(*rows, 2),
-                self.attention_weights(query).view(rows),
-                self.points_per_level,
-            )
-            out = self.output_proj(out)
-        if not self.batch_first:
-            out = out.transpose(0, 1)
-        if summed is None:
-            return add_and_norm(norm, out, identity, self.dropout)
-        return out if norm is None else norm(out)
-
-    def _attend_as_one(
-        self,
-        query: Tensor,  # [B, Q, C]
-        value: Tensor,  # [B, S, C]
-        identity: Tensor | None,  # [B, Q, C]
-        key_padding_mask: Tensor | None,
-        spatial_shapes: Tensor,
-        level_start_index: Tensor | None,
-        reference_points: Tensor,
-    ) -> Tensor | None:
-        """Return the attended queries plus ``identity`` by one node of the autograd graph, or None if that cannot be.
-
-        It cannot be if ``ms_deform_attn_projected`` does not take the input, or if one of the linear layers has been
-        replaced, changed or given hooks. Such a layer has to be called.
-        """
-        parameters = _plain_parameters(
-            self.sampling_offsets, self.attention_weights, self.value_proj, self.output_proj
-        )
-        if parameters is None:
-            return None
-        return ms_deform_attn_projected(
-            query,
-            value,
-            identity,
-            key_padding_mask,
+        query = as_autocast_input(query)
+        value = self.value_proj(value)
+        if key_padding_mask is not None:
+            # By one kernel each way, where masked_fill takes two.
+            value = torch.where(key_padding_mask.unsqueeze(-1), 0.0, value)
+        rows = (*query.shape[:2], self.num_heads, sum(self.points_per_level))
+        out = ms_deform_attn_fused(
+            value.unflatten(-1, (self.num_heads, -1)),
             spatial_shapes,
             level_start_index,
             reference_points,
+            self.sampling_offsets(query).view(*rows, 2),
+            self.attention_weights(query).view(rows),
             self.points_per_level,
-            self.num_heads,
-            parameters,
         )
-
-
-def _plain_parameters(*layers: nn.Module) -> list[Tensor] | None:
-    """Return the weight and the bias of each layer, or None if calling a layer does more than ``F.linear``."""
-    if _has_any_global_hook() or not all(is_plain(layer, nn.Linear) for layer in layers):
-        return None
-    parameters = [getattr(layer, name) for layer in layers for name in ("weight", "bias")]
-    return parameters if all(type(tensor) in (Tensor, nn.Parameter) for tensor in parameters) else None
+        out = self.output_proj(out)
+        if not self.batch_first:
+            out = out.transpose(0, 1)
+        return add_and_norm(norm, out, identity, self.dropout)

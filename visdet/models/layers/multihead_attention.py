@@ -13,6 +13,7 @@ from visdet.registry import MODELS
 from visdet.structures.constant_weights import computed_once
 
 from .dropout import build_dropout
+from .linear import cast_weight
 from .precision import as_autocast_input, at_least_float32
 from .residual import add_and_norm
 from .root_registration import register_in_root
@@ -141,8 +142,8 @@ class MultiheadAttention(BaseModule):
         Args:
             is_joint: whether queries and keys have one projection for both.
         """
-        weight, given = as_autocast_input(self.attn.in_proj_weight), self.attn.in_proj_bias
-        bias = weight.new_zeros(len(weight)) if given is None else as_autocast_input(given)
+        weight, given = as_autocast_input(cast_weight(self.attn.in_proj_weight)), self.attn.in_proj_bias
+        bias = weight.new_zeros(len(weight)) if given is None else as_autocast_input(cast_weight(given))
         sizes = [self.embed_dims * count for count in ((2, 1) if is_joint else (1, 1, 1))]
         return list(zip(weight.split(sizes), bias.split(sizes), strict=True))
 

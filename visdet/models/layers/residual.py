@@ -17,17 +17,16 @@ _Layer = TypeVar("_Layer", bound=nn.Module)
 def is_plain(layer: nn.Module, kind: type[_Layer]) -> TypeGuard[_Layer]:
     """Return whether calling a layer does exactly what its class does. Global hooks of all modules are not checked.
 
-    torch 2.10 to 2.14 have no public way to ask a module for its hooks, or whether its ``forward`` has been replaced.
+    torch 2.10 to 2.14 have no public way to ask a module for its hooks.
     """
-    own = vars(layer)
     return (
         type(layer) is kind
-        and "forward" not in own
+        and getattr(layer.forward, "__func__", None) is kind.forward
         and not (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
+            layer._forward_hooks
+            or layer._forward_pre_hooks
+            or layer._backward_hooks
+            or layer._backward_pre_hooks
         )
     )
 

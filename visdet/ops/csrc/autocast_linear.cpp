@@ -27,10 +27,18 @@ std::vector<Tensor> autocast_linear_backward(const Tensor& grad_output, const Te
   const Tensor grad = as_matrix(dense(grad_output));
   std::vector<Tensor> grads{
       product(transposed(grad), as_matrix(input), ScalarType::Float),
-      call("visdet::column_sums", "", std::vector<Tensor>{grad}, ScalarType::Float),
+      call("visdet::column_sums", "", grad, ScalarType::Float),
   };
   if (needs_input) grads.push_back(shaped(product(grad, weight, type), sizes_of(input)));
   return grads;
+}
+
+// Returns the sums of a matrix's columns in this type: the matrix's own, or float32 for 16 bits. CUDA has a kernel;
+// elsewhere a product with ones takes no longer than torch's sum, and a tenth of its time where 16 bits are summed in
+// float32.
+Tensor column_sums(const Tensor& matrix, ScalarType type) {
+  const Tensor ones = torch::stable::fill_(torch::stable::new_empty(matrix, {1, matrix.size(0)}), 1.0);
+  return shaped(product(ones, matrix, type), {matrix.size(1)});
 }
 
 }  // namespace
@@ -41,9 +49,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
       "autocast_linear_backward(Tensor grad_output, Tensor input, Tensor weight, bool needs_input, ScalarType dtype)"
       " -> Tensor[]");
+  m.def("column_sums(Tensor matrix, ScalarType dtype) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CompositeExplicitAutograd, m) {
   m.impl("autocast_linear", TORCH_BOX(&visdet::autocast_linear));
   m.impl("autocast_linear_backward", TORCH_BOX(&visdet::autocast_linear_backward));
+  m.impl("column_sums", TORCH_BOX(&visdet::column_sums));
 }

@@ -1,10 +1,9 @@
-// Sums of the columns of several tall matrices, in float32 or float64 and always in the same order: the gradients of
-// biases. The contract is in ../ms_deform_attn_projected.cpp.
+// The sums of a tall matrix's columns, in float32 or float64 and always in the same order: the gradient of a bias. The
+// contract is in ../autocast_linear.cpp.
 //
-// One launch sums the rows of all matrices: a block owns some rows of one of them, and a thread adds VEC neighbouring
-// columns of every few of these rows. A second, small launch adds the sums of the blocks.
+// A block of the first kernel owns some rows, and a thread adds VEC neighbouring columns of every few of these rows. The
+// second, small kernel adds the sums of the blocks.
 #include <algorithm>
-#include <vector>
 
 #include "common/launch.h"
 #include "common/values.cuh"
@@ -12,36 +11,21 @@
 namespace visdet::column_sums {
 namespace {
 
-constexpr int kMaxMatrices = 4;  // of a launch
-constexpr int kThreads = 256;    // of either kernel
-constexpr int kMinRows = 64;     // of a block
-constexpr int kColumns = 32;     // of a block of the second kernel
-constexpr int kInFlight = 4;     // loads of a thread
+constexpr int kThreads = 256;  // of either kernel
+constexpr int kMinRows = 64;   // of a block
+constexpr int kColumns = 32;   // of a block of the second kernel
+constexpr int kInFlight = 4;   // loads of a thread
 
-struct Matrix {
-  const void* data;  // [rows, columns]
-  int64_t rows;
-  int64_t first_sum;    // where the sums of its blocks begin, [blocks, columns]
-  int64_t first_total;  // where its columns begin in the result
-  int32_t columns, first_block, blocks;
-};
-struct Matrices {
-  Matrix at[kMaxMatrices];
-  int32_t count, rows;  // rows: of a block
-};
-
-// A block sums some rows of a matrix. Its threads form n groups, each with a thread for each pack of columns. Group g
-// adds every n-th row, from row g on.
+// A block sums block_rows rows of data [rows, columns]. Its threads form n groups, each with a thread for each pack of
+// columns. Group g adds every n-th row, from row g on.
 template <typename T, typename A, int VEC>
-__global__ void __launch_bounds__(kThreads) block_sums_kernel(const Matrices matrices, A* __restrict__ block_sums) {
+__global__ void __launch_bounds__(kThreads)
+    block_sums_kernel(const T* __restrict__ data, int64_t rows, int columns, int64_t block_rows,
+                      A* __restrict__ block_sums /* [blocks, columns] */) {
   __shared__ A shared[kThreads * VEC];
-  int m = 0;
-  while (m + 1 < matrices.count && static_cast<int>(blockIdx.x) >= matrices.at[m + 1].first_block) ++m;
-  const Matrix matrix = matrices.at[m];
-  const int block = blockIdx.x - matrix.first_block, packs = matrix.columns / VEC;
-  const int64_t first = static_cast<int64_t>(block) * matrices.rows, end = min(first + matrices.rows, matrix.rows);
-  const T* data = static_cast<const T*>(matrix.data);
-  A* const sums = block_sums + matrix.first_sum + static_cast<int64_t>(block) * matrix.columns;
+  const int packs = columns / VEC;
+  const int64_t first = blockIdx.x * block_rows, end = min(first + block_rows, rows);
+  A* const sums = block_sums + static_cast<int64_t>(blockIdx.x) * columns;
   for (int pack0 = 0; pack0 < packs; pack0 += kThreads) {
     const int width = min(packs - pack0, kThreads), groups = kThreads / width;
     const int group = threadIdx.x / width, pack = threadIdx.x - group * width;
@@ -54,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) block_sums_kernel(const Matrices mat
         for (int i = 0; i < kInFlight; ++i) {
           const int64_t at = row + i * groups;
           values[i] = {};
-          if (at < end) values[i] = *reinterpret_cast<const Pack<T, VEC>*>(column + at * matrix.columns);
+          if (at < end) values[i] = *reinterpret_cast<const Pack<T, VEC>*>(column + at * columns);
         }
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
@@ -77,94 +61,59 @@ __global__ void __launch_bounds__(kThreads) block_sums_kernel(const Matrices mat
   }
 }
 
-// A block adds the sums of all blocks for kColumns columns of a matrix.
+// A block adds the sums of all blocks for kColumns columns.
 template <typename A, typename O>
 __global__ void __launch_bounds__(kThreads)
-    total_kernel(const Matrices matrices, const A* __restrict__ block_sums, O* __restrict__ totals) {
+    total_kernel(const A* __restrict__ block_sums, int blocks, int columns, O* __restrict__ totals) {
   constexpr int kGroups = kThreads / kColumns;
   __shared__ A shared[kThreads];
-  const Matrix matrix = matrices.at[blockIdx.y];
   const int group = threadIdx.x / kColumns, c = blockIdx.x * kColumns + threadIdx.x % kColumns;
   A sum = 0;
-  if (c < matrix.columns) {
+  if (c < columns) {
 #pragma unroll 4
-    for (int b = group; b < matrix.blocks; b += kGroups) {
-      sum += block_sums[matrix.first_sum + static_cast<int64_t>(b) * matrix.columns + c];
-    }
+    for (int b = group; b < blocks; b += kGroups) sum += block_sums[static_cast<int64_t>(b) * columns + c];
   }
   shared[threadIdx.x] = sum;
   __syncthreads();  // the sums of the groups are complete
-  if (group > 0 || c >= matrix.columns) return;
+  if (group > 0 || c >= columns) return;
   for (int g = 1; g < kGroups; ++g) sum += shared[g * kColumns + threadIdx.x];
-  totals[matrix.first_total + c] = from_accumulate<O>(sum);
+  totals[c] = from_accumulate<O>(sum);
 }
 
-Tensor forward(std::vector<Tensor> matrices, ScalarType type) {
-  VISDET_CHECK("column_sums", !matrices.empty(), "matrices must not be empty");
-  const ScalarType from = matrices[0].scalar_type();
+Tensor forward(const Tensor& matrix_in, ScalarType type) {
+  const ScalarType from = matrix_in.scalar_type();
   VISDET_CHECK("column_sums", is_value_dtype(from) && (type == from || type == accumulate_dtype(from)),
-               "dtype must be that of matrices or of their sums, got ", torch::headeronly::toString(type), " for ",
-               dtype_text(matrices[0]));
-  int64_t columns = 0;
-  bool are_packs = true;
-  const int64_t vec = from == ScalarType::Double ? 1 : vector_values(matrices[0]);
-  for (Tensor& matrix : matrices) {
-    VISDET_CHECK("column_sums",
-                 matrix.dim() == 2 && matrix.scalar_type() == from && on_device_of(matrices[0], matrix) &&
-                     matrix.size(1) < (int64_t{1} << 30),
-                 "matrices must be [rows, columns], of one type, on one device, of fewer than 2^30 columns, got ",
-                 shape_text(matrix), " of ", dtype_text(matrix), " beside ", dtype_text(matrices[0]));
-    matrix = dense(matrix);
-    columns += matrix.size(1);
-    are_packs = are_packs && matrix.size(1) % vec == 0 && aligned(matrix, kVectorBytes);
-  }
-  const DeviceScope scope(matrices[0]);
-  Tensor totals = new_empty(matrices[0], {columns}, type);
-  const int64_t wanted_blocks = 4 * scope.device().multiprocessors;
-  int64_t first_total = 0;
-  for (size_t first = 0; first < matrices.size(); first += kMaxMatrices) {
-    const size_t count = std::min<size_t>(matrices.size() - first, kMaxMatrices);
-    int64_t rows = 0, blocks = 0, numbers = 0, most_columns = 0;
-    for (size_t m = 0; m < count; ++m) rows += matrices[first + m].size(0);
-    Matrices some{};
-    some.count = static_cast<int32_t>(count);
-    const int64_t block_rows = std::max<int64_t>(ceil_div(rows, wanted_blocks), kMinRows);
-    VISDET_CHECK("column_sums", block_rows < (int64_t{1} << 31), "too many rows: ", rows);
-    some.rows = static_cast<int32_t>(block_rows);
-    for (size_t m = 0; m < count; ++m) {
-      const Tensor& matrix = matrices[first + m];
-      const int64_t its_blocks = ceil_div(matrix.size(0), block_rows);
-      some.at[m] = {matrix.const_data_ptr(),
-                    matrix.size(0),
-                    numbers,
-                    first_total,
-                    static_cast<int32_t>(matrix.size(1)),
-                    static_cast<int32_t>(blocks),
-                    static_cast<int32_t>(its_blocks)};
-      blocks += its_blocks, numbers += its_blocks * matrix.size(1), first_total += matrix.size(1);
-      most_columns = std::max(most_columns, matrix.size(1));
+               "dtype must be that of matrix or of its sums, got ", torch::headeronly::toString(type), " for ",
+               dtype_text(matrix_in));
+  VISDET_CHECK("column_sums", matrix_in.dim() == 2 && matrix_in.size(1) < (int64_t{1} << 30),
+               "matrix must be [rows, columns], of fewer than 2^30 columns, got ", shape_text(matrix_in));
+  const DeviceScope scope(matrix_in);
+  const Tensor matrix = dense(matrix_in);
+  const int64_t rows = matrix.size(0), columns = matrix.size(1);
+  Tensor totals = new_empty(matrix, {columns}, type);
+  if (columns == 0) return totals;
+  const int64_t block_rows = std::max<int64_t>(ceil_div(rows, 4 * scope.device().multiprocessors), kMinRows);
+  const int64_t blocks = ceil_div(rows, block_rows);
+  const Tensor sums = new_empty(totals, {blocks, columns}, accumulate_dtype(from));
+  const bool are_packs =
+      from != ScalarType::Double && columns % vector_values(matrix) == 0 && aligned(matrix, kVectorBytes);
+  dispatch_value_type(from, [&](auto value_tag, auto accumulate_tag) {
+    using T = decltype(value_tag);
+    using A = decltype(accumulate_tag);
+    auto* of_blocks = mutable_data_of<A>(sums);
+    constexpr int kVec = sizeof(T) == 8 ? 1 : kVectorValues<T>;
+    launch({"column_sums", "block_sums_kernel", scope, blocks, kThreads},
+           are_packs ? block_sums_kernel<T, A, kVec> : block_sums_kernel<T, A, 1>,
+           static_cast<const T*>(matrix.const_data_ptr()), rows, static_cast<int>(columns), block_rows, of_blocks);
+    const Launch last{"column_sums", "total_kernel", scope, ceil_div(columns, kColumns), kThreads};
+    if (type == from) {
+      launch(last, total_kernel<A, T>, of_blocks, static_cast<int>(blocks), static_cast<int>(columns),
+             mutable_data_of<T>(totals));
+    } else {
+      launch(last, total_kernel<A, A>, of_blocks, static_cast<int>(blocks), static_cast<int>(columns),
+             mutable_data_of<A>(totals));
     }
-    if (most_columns == 0) continue;
-    const Tensor sums = new_empty(totals, {numbers}, accumulate_dtype(from));
-    dispatch_value_type(from, [&](auto value_tag, auto accumulate_tag) {
-      using T = decltype(value_tag);
-      using A = decltype(accumulate_tag);
-      auto* of_blocks = mutable_data_of<A>(sums);
-      constexpr int kVec = sizeof(T) == 8 ? 1 : kVectorValues<T>;
-      launch({"column_sums", "block_sums_kernel", scope, blocks, kThreads},
-             are_packs ? block_sums_kernel<T, A, kVec> : block_sums_kernel<T, A, 1>, some, of_blocks);
-      const Launch last{"column_sums",
-                        "total_kernel",
-                        scope,
-                        {ceil_div(most_columns, kColumns), static_cast<int64_t>(count)},
-                        kThreads};
-      if (type == from) {
-        launch(last, total_kernel<A, T>, some, of_blocks, mutable_data_of<T>(totals));
-      } else {
-        launch(last, total_kernel<A, A>, some, of_blocks, mutable_data_of<A>(totals));
-      }
-    });
-  }
+  });
   return totals;
 }
 

@@ -62,7 +62,7 @@ struct GivenBackward {
   }
   template <typename A>
   SampleGrads<A> grads() const {
-    return {mutable_data_of<A>(grad_locations), mutable_data_of<A>(grad_weights), nullptr, nullptr, 0};
+    return {mutable_data_of<A>(grad_locations), mutable_data_of<A>(grad_weights), nullptr, nullptr};
   }
   template <typename A>
   SampleGrads<A> final_grads() const {
@@ -93,12 +93,11 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
   return {grad_value, grad_locations, grad_weights};
 }
 
-// The gradients of value, reference points, offsets and logits; joined: as in FusedBackward.
-std::array<Tensor, 4> fused_backward(const Tensor& grad_output_in, const Tensor& value_in,
-                                     const Tensor& level_shapes_in, const Tensor& level_starts_in,
-                                     const Tensor& reference_in, const Tensor& offsets_in, const Tensor& logits_in,
-                                     const std::vector<int64_t>& num_points, bool needs_reference, bool deterministic,
-                                     bool joined) {
+// The gradients of value, reference points, offsets and logits.
+std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
+    const Tensor& grad_output_in, const Tensor& value_in, const Tensor& level_shapes_in, const Tensor& level_starts_in,
+    const Tensor& reference_in, const Tensor& offsets_in, const Tensor& logits_in, std::vector<int64_t> num_points,
+    bool needs_reference, bool deterministic) {
   const auto problem = check_ms_deform_attn_fused(value_in, level_shapes_in, level_starts_in, reference_in, offsets_in,
                                                   logits_in, num_points);
   check_ms_deform_attn_grad(problem, grad_output_in, value_in);
@@ -110,7 +109,7 @@ std::array<Tensor, 4> fused_backward(const Tensor& grad_output_in, const Tensor&
   const Levels levels = levels_of(problem, level_shapes, level_starts, num_points.data());
   Tensor grad_value = new_like(value);
   const FusedForm samples{reference, offsets, logits};
-  FusedBackward form(problem, scope, samples, needs_reference, joined);
+  FusedBackward form(problem, scope, samples, needs_reference);
   if (problem.C == 0 || problem.S == 0 || logits.numel() == 0) {
     zero_(grad_value), zero_(form.grad_reference), zero_(form.grad_offsets), zero_(form.grad_logits);
     return {grad_value, form.grad_reference, form.grad_offsets, form.grad_logits};
@@ -122,28 +121,10 @@ std::array<Tensor, 4> fused_backward(const Tensor& grad_output_in, const Tensor&
   return {grad_value, form.grad_reference, form.grad_offsets, form.grad_logits};
 }
 
-// fused_backward() as the operators return it.
-template <bool JOINED>
-auto ms_deform_attn_fused_backward(const Tensor& grad_output, const Tensor& value, const Tensor& level_shapes,
-                                   const Tensor& level_starts, const Tensor& reference_points, const Tensor& offsets,
-                                   const Tensor& logits, std::vector<int64_t> num_points, bool needs_reference,
-                                   bool deterministic) {
-  const auto [of_value, of_reference, of_offsets, of_logits] =
-      fused_backward(grad_output, value, level_shapes, level_starts, reference_points, offsets, logits, num_points,
-                     needs_reference, deterministic, JOINED);
-  if constexpr (JOINED) {
-    return std::tuple{of_value, of_reference, of_offsets};
-  } else {
-    return std::tuple{of_value, of_reference, of_offsets, of_logits};
-  }
-}
-
 }  // namespace
 }  // namespace visdet::ms_deform_attn
 
 VISDET_CUDA_OPERATORS(ms_deform_attn_backward, m) {
   m.impl("ms_deform_attn_backward", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_backward));
-  m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_fused_backward<false>));
-  m.impl("ms_deform_attn_fused_backward_joined",
-         TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_fused_backward<true>));
+  m.impl("ms_deform_attn_fused_backward", TORCH_BOX(&visdet::ms_deform_attn::ms_deform_attn_fused_backward));
 }

@@ -43,7 +43,6 @@ struct SampleGrads {
   A* weights;          // [B, Q, G, K]
   Pack<A, 4>* packed;  // [B, Q, G, K] (weight, gradients of the weight, of x and of y), or null
   char* offsets;       // [B, Q, G, K, 2] of the type of the fused form's offsets, or null
-  int64_t offset_gap;  // the elements between the last offset of a query and the first of the next
 
   // Writes the gradients of the sample at `index`, or adds them to those that are there.
   __device__ __forceinline__ void put(int64_t index, A weight, SampleGradient<A> grad, bool add = false) const {
@@ -58,16 +57,6 @@ struct SampleGrads {
     }
   }
 };
-
-// Writes the gradient of an offset. Gaps of an odd number of elements leave pairs at odd addresses.
-template <typename I, typename A>
-__device__ __forceinline__ void put_pair(I* to, const A (&pair)[2], int64_t gap) {
-  if (gap % 2 == 0) {
-    store_pack<I, 2>(to, pair);
-  } else {
-    to[0] = from_accumulate<I>(pair[0]), to[1] = from_accumulate<I>(pair[1]);
-  }
-}
 
 // Writes the gradients of a sample to which no others will be added. In the fused form the gradient of the offset may
 // then be written at once, so that softmax_grad_kernel reads 4 bytes of the sample instead of 16.
@@ -85,11 +74,10 @@ __device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t i
   if (to.offsets == nullptr) return to.put(index, weight, grad);
   to.weights[index] = grad.weight;
   const Pack<float, 2> of_offset = source.grad_offset(raw, level, points, grad.x, grad.y);
-  const int64_t element = 2 * index + query * to.offset_gap;
   if (source.full_precision) {
-    put_pair(reinterpret_cast<float*>(to.offsets) + element, of_offset.at, to.offset_gap);
+    store_pack<float, 2>(reinterpret_cast<float*>(to.offsets) + 2 * index, of_offset.at);
   } else {
-    put_pair(reinterpret_cast<T*>(to.offsets) + element, of_offset.at, to.offset_gap);
+    store_pack<T, 2>(reinterpret_cast<T*>(to.offsets) + 2 * index, of_offset.at);
   }
 }
 

@@ -34,20 +34,12 @@ __global__ void __launch_bounds__(kRowThreads)
   if (row < count && lane == 0) rows[row] = softmax;
 }
 
-// Where the gradients of offsets and logits go: to two tensors, or to one that has the offsets of a query and then its
-// logits.
-template <typename I>
-struct PredictionGrads {
-  I *offsets, *logits;                    // [B, Q, G, K, 2] and [B, Q, G, K]
-  int64_t offset_gap = 0, logit_gap = 0;  // the elements between the last one of a query and the first of the next
-};
-
 // From the gradients of locations and weights to those of offsets and logits. `lanes` threads own a row.
 template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
     fused_grad_kernel(const LevelPlan* __restrict__ plan, const FusedSamples<I, A> source,
-                      const Pack<A, 4>* __restrict__ sample_grads, const PredictionGrads<I> grads, int64_t count, int G,
-                      int L, int K, int lanes) {
+                      const Pack<A, 4>* __restrict__ sample_grads, I* __restrict__ grad_offsets,
+                      I* __restrict__ grad_logits, int64_t count, int G, int L, int K, int lanes) {
   extern __shared__ __align__(16) char shared[];
   auto* table = reinterpret_cast<LevelPlan*>(shared);  // [L]
   load_plan(plan, L, table);
@@ -66,8 +58,8 @@ __global__ void __launch_bounds__(kRowThreads)
     typename FusedSamples<I, A>::Raw raw;
     if (source.boxes) source.fetch_reference(query * L + l, raw);
     const Pack<A, 2> of_offset = source.grad_offset(raw, table[l].level, table[l].points, grad.at[2], grad.at[3]);
-    put_pair(grads.offsets + 2 * (row * K + k) + query * grads.offset_gap, of_offset.at, grads.offset_gap);
-    grads.logits[row * K + k + query * grads.logit_gap] = from_accumulate<I>(grad.at[0] * (grad.at[1] - mean));
+    store_pack<I, 2>(grad_offsets + 2 * (row * K + k), of_offset.at);
+    grad_logits[row * K + k] = from_accumulate<I>(grad.at[0] * (grad.at[1] - mean));
   }
 }
 
@@ -75,7 +67,7 @@ __global__ void __launch_bounds__(kRowThreads)
 template <typename I, typename A>
 __global__ void __launch_bounds__(kRowThreads)
     softmax_grad_kernel(const FusedSamples<I, A> source, const A* __restrict__ grad_weights,
-                        const PredictionGrads<I> grads, int64_t count, int G, int K) {
+                        I* __restrict__ grad_logits, int64_t count, int K) {
   constexpr int kEach = 4, kStep = kEach * kSoftmaxLanes;  // kEach: the loads that a thread has in flight
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / kSoftmaxLanes, first = row * K;
   const int lane = threadIdx.x % kSoftmaxLanes;
@@ -103,7 +95,6 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int i = 0; i < kEach; ++i) mean += has(k0, i) ? of_row.weight(raw[i], softmax) * grad[i] : A(0);
   }
   mean = sum_lanes(mean, 1, kSoftmaxLanes);
-  I* const grad_logits = grads.logits + (grads.logit_gap > 0 ? row / G * grads.logit_gap : 0);
   for (int k0 = 0; k0 < K; k0 += kStep) {
     if (K > kStep) fetch(k0);
 #pragma unroll
@@ -149,20 +140,16 @@ class FusedBackward {
  public:
   static constexpr bool kHasSoftmax = true;
 
-  // joined: the gradients of offsets and logits are one tensor [B, Q, G * K * 3], and grad_logits is empty.
   FusedBackward(const MsDeformAttnProblem& problem, const DeviceScope& scope, const FusedForm& form,
-                bool needs_reference, bool joined)
+                bool needs_reference)
       : problem_(problem),
         scope_(scope),
         form_(form),
         rows_(problem.B * problem.Q * problem.G),
-        needs_reference_(needs_reference),
-        joined_(joined) {
-    const int64_t samples = problem.G * problem.K;
-    const Tensor &offsets = form.offsets, &logits = form.logits, &reference = form.reference;
-    grad_offsets = joined ? new_empty(offsets, {problem.B, problem.Q, 3 * samples}) : new_like(offsets);
-    grad_logits = joined ? new_empty(logits, {0}) : new_like(logits);
-    grad_reference = needs_reference ? new_like(reference) : new_empty(reference, {0});
+        needs_reference_(needs_reference) {
+    grad_offsets = new_like(form.offsets);
+    grad_logits = new_like(form.logits);
+    grad_reference = needs_reference ? new_like(form.reference) : new_empty(form.reference, {0});
   }
 
   Tensor grad_reference, grad_offsets, grad_logits;
@@ -185,14 +172,13 @@ class FusedBackward {
   template <typename A>
   SampleGrads<A> grads() {
     has_offsets_ = false;
-    return {nullptr, nullptr, new_sample_grads<Pack<A, 4>>(), nullptr, 0};
+    return {nullptr, nullptr, new_sample_grads<Pack<A, 4>>(), nullptr};
   }
   template <typename A>
   SampleGrads<A> final_grads() {
     if (needs_reference_) return grads<A>();  // a reference point's gradient is summed from those of locations
     has_offsets_ = true;
-    return {nullptr, new_sample_grads<A>(), nullptr, mutable_data_of<char>(grad_offsets),
-            joined_ ? problem_.G * problem_.K : 0};
+    return {nullptr, new_sample_grads<A>(), nullptr, mutable_data_of<char>(grad_offsets)};
   }
 
   // After backward().
@@ -234,16 +220,13 @@ class FusedBackward {
   template <typename I, typename A>
   void finish_predictions(Plans& plans) {
     const int G = static_cast<int>(problem_.G), L = static_cast<int>(problem_.L), K = static_cast<int>(problem_.K);
-    const int64_t samples = problem_.G * problem_.K;
-    auto* of_offsets = mutable_data_of<I>(grad_offsets);
-    const auto predictions = joined_ ? PredictionGrads<I>{of_offsets, of_offsets + 2 * samples, samples, 2 * samples}
-                                     : PredictionGrads<I>{of_offsets, mutable_data_of<I>(grad_logits)};
+    auto* of_logits = mutable_data_of<I>(grad_logits);
     const FusedSamples<I, A> samples_of = source<I, A>();
     const void* grads = sample_grads_->const_data_ptr();
     if constexpr (sizeof(A) == 4) {  // the path that writes offsets serves no float64
       if (has_offsets_) {
         launch({kOp, "softmax_grad_kernel", scope_, ceil_div(rows_ * kSoftmaxLanes, kRowThreads), kRowThreads},
-               softmax_grad_kernel<I, A>, samples_of, static_cast<const A*>(grads), predictions, rows_, G, K);
+               softmax_grad_kernel<I, A>, samples_of, static_cast<const A*>(grads), of_logits, rows_, K);
         return;
       }
     }
@@ -251,7 +234,8 @@ class FusedBackward {
     const int lanes = row_lanes_of(problem_.K);
     launch({kOp, "fused_grad_kernel", scope_, ceil_div(rows_ * lanes, kRowThreads), kRowThreads,
             static_cast<int64_t>(sizeof(LevelPlan)) * L},
-           fused_grad_kernel<I, A>, plans.get(), samples_of, packed, predictions, rows_, G, L, K, lanes);
+           fused_grad_kernel<I, A>, plans.get(), samples_of, packed, mutable_data_of<I>(grad_offsets), of_logits, rows_,
+           G, L, K, lanes);
     if (!needs_reference_) return;
     const int64_t count = problem_.B * problem_.Q * problem_.L;
     launch({kOp, "reference_grad_kernel", scope_, ceil_div(count, kRowThreads), kRowThreads},
@@ -263,7 +247,7 @@ class FusedBackward {
   const DeviceScope& scope_;
   const FusedForm& form_;
   const int64_t rows_;
-  const bool needs_reference_, joined_;
+  const bool needs_reference_;
   bool has_offsets_ = false;  // grad_offsets is written by put_once(), and sample_grads_ are the weights' alone
   std::optional<Tensor> sample_grads_, softmax_;
 };

@@ -1,0 +1,158 @@
+"""The linear layer of models: torch's, or visdet's operator where rows are many."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from visdet.models.layers import FFN, MultiheadAttention
+from visdet.models.layers.linear import Linear, cast_weight, weights_cast_together
+from visdet.structures.replayed_launches import are_launches_replayed, launches_are_replayed
+
+
+def test_it_is_torchs_layer():
+    torch.manual_seed(0)
+    layer = Linear(6, 4)
+    stock = nn.Linear(6, 4)
+    stock.load_state_dict(layer.state_dict())
+    input = torch.randn(3, 5, 6)
+    assert isinstance(layer, nn.Linear) and repr(layer) == repr(stock)
+    assert torch.equal(layer(input), stock(input))
+    assert torch.equal(Linear(6, 4, bias=False)(input[:0]), input[:0, :, :4])
+
+
+def test_blocks_of_replayed_launches_may_be_nested():
+    assert not are_launches_replayed()
+    with launches_are_replayed():
+        with launches_are_replayed():
+            assert are_launches_replayed()
+        assert are_launches_replayed()
+    assert not are_launches_replayed()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("rows", "replayed", "by_the_operator"),
+    [
+        (8191, True, False),
+        (8192, True, True),
+        (8192, False, False),
+        (65535, False, False),
+        (65536, False, True),
+    ],
+)
+def test_many_rows_are_computed_by_the_operator(rows, replayed, by_the_operator):
+    torch.manual_seed(0)
+    layer = Linear(16, 8).cuda()
+    stock = copy.deepcopy(layer)
+    stock.__class__ = nn.Linear
+    input = torch.randn(1, rows, 16, device="cuda")
+    grads = []
+    for each in (layer, stock):
+        with launches_are_replayed() if replayed else nullcontext(), torch.autocast("cuda", torch.bfloat16):
+            output = each(input)
+        assert ("_AutocastLinear" in str(output.grad_fn)) == (by_the_operator and each is layer)
+        output.float().square().sum().backward()
+        grads.append([parameter.grad for parameter in each.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert one.dtype == other.dtype == torch.float32
+        assert (one - other).norm() <= 2e-2 * other.norm()
+
+
+class Block(nn.Module):
+    """A self-attention and a feed-forward block that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = MultiheadAttention(8, 2, batch_first=True)
+        self.ffn = FFN(8, 16)
+
+    def forward(self, x):
+        return self.ffn(self.ffn(self.attention(x)))
+
+
+def gradients(block, together, dtype=torch.bfloat16, recomputes=False):
+    torch.manual_seed(1)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    block.zero_grad()
+    with torch.autocast("cpu", dtype), weights_cast_together(block) if together else nullcontext():
+        out = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
+    out.square().sum().backward()
+    return [out, x.grad, *(parameter.grad for parameter in block.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_weights_that_are_cast_together_have_the_gradients_of_autocast(dtype, recomputes):
+    torch.manual_seed(0)
+    block = Block()
+    expected = gradients(block, False, dtype, recomputes)
+    for one, other in zip(gradients(block, True, dtype, recomputes), expected, strict=True):
+        assert one.dtype == other.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
+def test_weights_are_cast_by_one_call():
+    block = Block()
+    with torch.profiler.profile() as profile:
+        gradients(block, True)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::_foreach_copy_"] == 2  # one for the weights, one for their gradients
+
+
+def test_frozen_and_unused_weights_get_no_gradients():
+    block = Block()
+    unused = Linear(8, 8)
+    block.add_module("unused", unused)
+    block.ffn.layers[0][0].weight.requires_grad_(False)
+    *_, of_unused_weight, of_unused_bias = gradients(block, True)
+    assert of_unused_weight is of_unused_bias is block.ffn.layers[0][0].weight.grad is None
+    assert all(
+        parameter.grad is not None
+        for name, parameter in block.named_parameters()
+        if "unused" not in name and name != "ffn.layers.0.0.weight"
+    )
+
+
+def test_copies_serve_the_block_and_autocast_of_its_type_alone():
+    layer = Linear(4, 3)
+    other = nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        with weights_cast_together(layer, other):
+            assert cast_weight(layer.weight).dtype == torch.bfloat16
+            assert cast_weight(other.weight) is other.weight
+            with torch.autocast("cpu", enabled=False):
+                assert cast_weight(layer.weight) is layer.weight
+                assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+            with torch.autocast("cpu", torch.float16):
+                assert layer(x).dtype == torch.float16
+            with weights_cast_together():
+                assert cast_weight(layer.weight) is layer.weight
+        assert cast_weight(layer.weight) is layer.weight
+        for context in (torch.no_grad(), launches_are_replayed()):
+            with context, weights_cast_together(layer):
+                assert cast_weight(layer.weight) is layer.weight
+    with weights_cast_together(layer):
+        assert cast_weight(layer.weight) is layer.weight
+    with pytest.raises(KeyError), torch.autocast("cpu", torch.bfloat16), weights_cast_together(layer):
+        raise KeyError
+    assert cast_weight(layer.weight) is layer.weight
+
+
+def test_copies_may_be_differentiated_twice():
+    layer = Linear(3, 2).double().float()
+    x = torch.randn(4, 3, requires_grad=True)
+    seconds = []
+    for together in (False, True):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            weights_cast_together(layer) if together else nullcontext(),
+        ):
+            out = layer(x)
+        (first,) = torch.autograd.grad(out.float().pow(3).sum(), layer.weight, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), layer.weight))
+    torch.testing.assert_close(*seconds, rtol=2e-2, atol=2e-2)
