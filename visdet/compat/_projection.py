@@ -54,12 +54,10 @@ def is_plain(layer: nn.Module | None) -> bool:
 
 def project(layer: Any, input: Tensor) -> Tensor:
     """Return the output of a layer, computed in the fastest way. The order of the sums may then differ."""
-    if (
-        torch.is_grad_enabled()
-        and is_plain(layer)
-        and suits_autocast_linear(input, layer.weight, layer.bias, _MIN_ROWS_ON_CUDA)
-    ):
-        return autocast_linear(input, layer.weight, layer.bias, torch.get_autocast_dtype("cuda"))
+    weight: Any = getattr(layer, "weight", None)
+    bias: Any = getattr(layer, "bias", None)
+    if suits_autocast_linear(input, weight, bias, _MIN_ROWS_ON_CUDA) and is_plain(layer):
+        return autocast_linear(input, weight, bias, torch.get_autocast_dtype("cuda"))
     return project_by_onednn(layer, input) if suits_onednn(layer, input) else layer(input)
 
 

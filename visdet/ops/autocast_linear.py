@@ -13,14 +13,14 @@ __all__ = ["autocast_linear", "is_built", "suits_autocast_linear"]
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None, least_rows: int = 1) -> bool:
+def suits_autocast_linear(input: Tensor, weight: Any, bias: Any, least_rows: int = 1) -> bool:
     """Return whether ``autocast_linear`` computes a layer: one that is trained in float32 under autocast on CUDA.
 
     Args:
-        input: [..., C]. weight: [D, C]. bias: [D] or None.
-        least_rows: how many rows ``input`` must have. This is not looked at in a traced call, which has no numbers.
+        input: [..., C]. weight, bias: [D, C] and [D], or None or anything else that the layer has instead.
+        least_rows: how many rows ``input`` must have.
     """
-    if type(input) is not Tensor or not input.is_cuda or input.dim() < 2 or bias is None or is_traced():
+    if type(input) is not Tensor or not input.is_cuda or input.dim() < 2 or is_traced():
         return False
     if not 0 < least_rows * input.shape[-1] <= input.numel():
         return False
@@ -29,16 +29,19 @@ def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None, le
     dtype = torch.get_autocast_dtype("cuda")
     if dtype not in _HALVES or input.dtype not in (torch.float32, dtype) or not is_built():
         return False
-    for parameter in (weight, bias):
-        if type(parameter) not in (Tensor, torch.nn.Parameter) or parameter.layout != torch.strided:
-            return False
-        if (
-            not parameter.requires_grad
-            or parameter.dtype != torch.float32
-            or parameter.device != input.device
-        ):
-            return False
+    if not all(_is_trained_in_float32(parameter, input.device) for parameter in (weight, bias)):
+        return False
     return weight.dim() == 2 and weight.shape[1] == input.shape[-1] and bias.shape == weight.shape[:1]
+
+
+def _is_trained_in_float32(parameter: Any, device: torch.device) -> bool:
+    return (
+        type(parameter) in (Tensor, torch.nn.Parameter)
+        and parameter.layout == torch.strided
+        and parameter.requires_grad
+        and parameter.dtype == torch.float32
+        and parameter.device == device
+    )
 
 
 def autocast_linear(
