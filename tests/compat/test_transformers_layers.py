@@ -299,6 +299,24 @@ def test_linear_layers_that_are_called(change):
     assert len(seen) == 2 * (change == "hook")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [8, 8192])
+def test_a_weight_that_is_computed_is_computed_once_a_call(rows, device):
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, weight):
+            self.calls += 1
+            return 2 * weight
+
+    linear, counting = nn.Linear(16, 8, device=device), Counting()
+    nn.utils.parametrize.register_parametrization(linear, "weight", counting)
+    counting.calls = 0
+    with torch.autocast(device, torch.bfloat16):
+        _projection.project(linear, torch.randn(1, rows, 16, device=device))
+    assert counting.calls == 1
+
+
 @pytest.mark.parametrize(("shape", "many"), [((2, 4096, 8), True), ((8191, 8), False), ((2, 4096, 0), False)])
 def test_rows_that_pay_on_a_gpu(shape, many):
     assert _projection.has_many_rows(torch.empty(shape, device="meta")) == many

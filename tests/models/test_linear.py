@@ -122,7 +122,7 @@ def test_copies_serve_the_block_and_autocast_of_its_type_alone():
     other = nn.Linear(4, 3)
     x = torch.randn(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        with weights_cast_together(layer, other):
+        with weights_cast_together(nn.ModuleList([layer, other])):
             assert cast_weight(layer.weight).dtype == torch.bfloat16
             assert cast_weight(other.weight) is other.weight
             with torch.autocast("cpu", enabled=False):
@@ -130,8 +130,8 @@ def test_copies_serve_the_block_and_autocast_of_its_type_alone():
                 assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
             with torch.autocast("cpu", torch.float16):
                 assert layer(x).dtype == torch.float16
-            with weights_cast_together():
-                assert cast_weight(layer.weight) is layer.weight
+            with weights_cast_together(other):
+                assert cast_weight(layer.weight).dtype == torch.bfloat16
         assert cast_weight(layer.weight) is layer.weight
         for context in (torch.no_grad(), launches_are_replayed()):
             with context, weights_cast_together(layer):
@@ -156,3 +156,53 @@ def test_copies_may_be_differentiated_twice():
         (first,) = torch.autograd.grad(out.float().pow(3).sum(), layer.weight, create_graph=True)
         seconds.append(torch.autograd.grad(first.square().sum(), layer.weight))
     torch.testing.assert_close(*seconds, rtol=2e-2, atol=2e-2)
+
+
+def test_compiled_layers_have_weights_of_their_own():
+    """The second layer may run the code that was compiled for the first one."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Linear(4, 4), Linear(4, 4)])
+    x = torch.randn(3, 4)
+
+    def run():
+        layers.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16), weights_cast_together(layers):
+            out = layers[1](layers[0](x))
+        out.float().square().sum().backward()
+        return [out, *(parameter.grad for parameter in layers.parameters())]
+
+    expected = run()
+    for layer in layers:
+        layer.compile(backend="aot_eager")
+    torch.testing.assert_close(run(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("watched", ["the module", "a part"])
+def test_hooks_before_the_forward_of_a_part_see_its_weights_used(watched):
+    """Such a hook may change the weights, as pruning does, or gather them from other processes."""
+    layers = nn.Sequential(Linear(4, 3), Linear(3, 2))
+
+    def clear(module, _):
+        module[0].weight.data.zero_() if module is layers else module.weight.data.zero_()
+
+    (layers if watched == "the module" else layers[0]).register_forward_pre_hook(clear)
+    layers[0].bias.data.zero_()
+    forward = layers.forward
+
+    def cast(x):
+        with weights_cast_together(layers):
+            assert (cast_weight(layers[1].weight) is layers[1].weight) == (watched == "a part")
+            return forward(x)
+
+    layers.forward = cast
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layers(torch.randn(5, 4))
+    assert torch.equal(out, layers[1].bias.bfloat16().expand(5, 2))
+
+
+def test_launches_are_replayed_as_long_as_the_condition_holds():
+    holds = [True]
+    with launches_are_replayed(lambda: holds[0]):
+        assert are_launches_replayed()
+        holds[0] = False
+        assert not are_launches_replayed()

@@ -1,5 +1,6 @@
 """MultiScaleDeformableAttention: against a peer, its start, its layouts, its types."""
 
+import copy
 import json
 import math
 
@@ -344,3 +345,52 @@ def test_the_output_may_be_changed_in_place(device):
         grads.append([parameter.grad.clone() for parameter in attention.parameters()])
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other)
+
+
+# Autocast's type or None, the type of everything that has one, and how far gradients may be from those in float64. A
+# rounded position may be on the other side of a texel's centre, where the gradient of a location jumps.
+PRECISIONS = {
+    "float64": (None, torch.float64, 1e-10),
+    "float32": (None, torch.float32, 1e-4),
+    "bfloat16": (None, torch.bfloat16, 0.3),
+    "autocast to bfloat16": (torch.bfloat16, torch.float32, 0.3),
+    "autocast to float16": (torch.float16, torch.float32, 5e-2),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("reference_size", [2, 4])
+def test_gradients_with_masked_values(reference_size, batch_first, precision, device):
+    autocast, dtype, tolerance = PRECISIONS[precision]
+    attention = module(batch_first=batch_first).to(dtype)
+    given = inputs(reference_size)
+    del given["spatial_shapes"]
+    masked = torch.rand(2, S) < 0.3
+    given["value"][masked] = math.inf  # What padding holds counts for nothing.
+    weight = torch.randn(2, 6, 12).to(dtype)
+    if not batch_first:
+        given.update({name: given[name].transpose(0, 1) for name in ("query", "value", "query_pos")})
+        weight = weight.transpose(0, 1)
+    computed = torch.promote_types(dtype, torch.float32)
+    given = {
+        name: tensor.to(computed if name == "reference_points" else dtype) for name, tensor in given.items()
+    }
+
+    def gradients(attention, given, autocast, device):
+        leaves = {name: tensor.detach().to(device).requires_grad_() for name, tensor in given.items()}
+        with torch.autocast(device, autocast, enabled=autocast is not None):
+            out = attention(**leaves, key_padding_mask=masked.to(device), spatial_shapes=SHAPES)
+        total = (out * weight.to(out)).sum()
+        wanted = [leaf for name, leaf in leaves.items() if name != "value"]
+        return out, torch.autograd.grad(total, [*wanted, *list(attention.parameters())[:4]])
+
+    exact = {name: tensor.double() for name, tensor in given.items()}
+    reference = copy.deepcopy(attention).double()
+    expected, expected_grads = gradients(reference, exact, None, "cpu")
+    out, grads = gradients(attention.to(device), given, autocast, device)
+    assert out.isfinite().all()
+    assert (out.cpu() - expected).norm() <= tolerance * expected.norm()
+    for one, other in zip(grads, expected_grads, strict=True):
+        assert (one.cpu() - other).norm() <= tolerance * other.norm() + 1e-9

@@ -1,5 +1,7 @@
 """A linear layer under autocast, against torch's."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,3 +198,24 @@ def test_what_suits(change, suits):
         torch.autocast("cuda", torch.bfloat16, enabled=change != "no autocast"),
     ):
         assert suits_autocast_linear(input, weight, bias) == suits
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("aten::mm: CUDA out of memory. Tried to allocate 2.00 GiB", torch.OutOfMemoryError),
+        ("column_sums: the CUDA kernel total_kernel did not start", RuntimeError),
+    ],
+    ids=["out-of-memory", "launch"],
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_errors_of_the_gpu_reach_the_caller(monkeypatch, message, kind, direction):
+    def fails(*_):
+        raise RuntimeError(message)
+
+    name = "autocast_linear" + ("_backward" if direction == "backward" else "")
+    monkeypatch.setattr(torch.ops.visdet, name, types.SimpleNamespace(default=fails))
+    input, weight, bias = problem((5, 16), 4, "cpu")
+    with pytest.raises(kind, match=r"out of memory|did not start") as caught:
+        autocast_linear(input.requires_grad_(), weight, bias, torch.bfloat16).sum().backward()
+    assert type(caught.value) is kind

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from visdet.ops.autocast_linear import autocast_linear, suits_autocast_linear
+from visdet.ops.autocast_linear import (
+    autocast_linear,
+    is_trained_under_autocast,
+    suits_autocast_linear,
+)
 
 __all__ = [
     "has_many_rows",
@@ -54,10 +58,12 @@ def is_plain(layer: nn.Module | None) -> bool:
 
 def project(layer: Any, input: Tensor) -> Tensor:
     """Return the output of a layer, computed in the fastest way. The order of the sums may then differ."""
-    weight: Any = getattr(layer, "weight", None)
-    bias: Any = getattr(layer, "bias", None)
-    if suits_autocast_linear(input, weight, bias, _MIN_ROWS_ON_CUDA) and is_plain(layer):
-        return autocast_linear(input, weight, bias, torch.get_autocast_dtype("cuda"))
+    if (
+        is_trained_under_autocast(input, _MIN_ROWS_ON_CUDA)
+        and is_plain(layer)
+        and suits_autocast_linear(input, layer.weight, layer.bias)
+    ):
+        return autocast_linear(input, layer.weight, layer.bias, torch.get_autocast_dtype("cuda"))
     return project_by_onednn(layer, input) if suits_onednn(layer, input) else layer(input)
 
 
@@ -78,7 +84,7 @@ def project_masked(layer: nn.Module, memory: Tensor, mask: Tensor | None) -> Ten
     if mask is None:
         return value
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain(layer):
-        return torch.where(mask[..., None], 0.0, value)  # by one kernel, where masked_fill takes two
+        return torch.where(mask[..., None], 0.0, value)  # masked_fill would copy the values first
     if mask.device.type == "cpu" and not mask.any():
         return value
     return value.masked_fill_(mask[..., None], 0.0)

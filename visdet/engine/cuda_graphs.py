@@ -98,11 +98,10 @@ class GraphedMethod(ABC):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace the method of the model by this object within the block."""
+        """Replace the method of the model by this object within the block, which holds the backward passes, too."""
         setattr(self.model, self.method, self)
         try:
-            with launches_are_replayed():
-                yield
+            yield
         finally:
             delattr(self.model, self.method)
 
@@ -237,6 +236,13 @@ class GraphedLoss(GraphedMethod):
     stages = ("training_batch", "predictions_and_costs", "assign", "losses")
     # Deformable DETR's multi-scale pipeline mostly makes batches of so many shapes with pad_size_divisor=128.
     default_max_shapes = 24
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace the method of the model by this object within the block, which holds the backward passes, too."""
+        has_stages = all(hasattr(self.model, name) for name in self.stages)
+        with launches_are_replayed(lambda: has_stages and not self._has_failed), super().installed():
+            yield
 
     def _serves(self) -> bool:
         return torch.is_grad_enabled()

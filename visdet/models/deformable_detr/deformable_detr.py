@@ -14,7 +14,6 @@ from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
 from ..base_detector import BaseDetector, image_sizes
-from ..layers.linear import weights_cast_together
 from ..layers.normalization import LayerNorm
 from ..layers.positional_encoding import SinePositionalEncoding
 from ..layers.precision import in_full_precision
@@ -297,19 +296,16 @@ class DeformableDETR(BaseDetector):
         pyramid = flatten_pyramid(
             self.extract_feat(inputs), sizes, (height, width), self.positional_encoding, self.level_embed
         )
-        with weights_cast_together(self.encoder, self.decoder):
-            memory = self.encoder(pyramid)
-            start = (
-                self.proposals(memory, pyramid) if self.as_two_stage else self.learned_queries(len(inputs))
-            )
-            hidden_states, references = self.decoder(
-                start.query,
-                start.query_pos,
-                memory,
-                start.references,
-                pyramid,
-                reg_branches=self.bbox_head.reg_branches if self.with_box_refine else None,
-            )
+        memory = self.encoder(pyramid)
+        start = self.proposals(memory, pyramid) if self.as_two_stage else self.learned_queries(len(inputs))
+        hidden_states, references = self.decoder(
+            start.query,
+            start.query_pos,
+            memory,
+            start.references,
+            pyramid,
+            reg_branches=self.bbox_head.reg_branches if self.with_box_refine else None,
+        )
         return hidden_states, references, start
 
     def extract_feat(self, inputs: Tensor) -> tuple[Tensor, ...]:

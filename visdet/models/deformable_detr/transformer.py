@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from visdet.errors import InvalidInputError
 
 from ..layers.feed_forward import FFN
+from ..layers.linear import weights_cast_together
 from ..layers.ms_deform_attn import MultiScaleDeformableAttention
 from ..layers.multihead_attention import MultiheadAttention
 from ..layers.normalization import build_norm_layer
@@ -86,16 +87,17 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
             reference_points: [B or 1, S, L, 2].
             pyramid: the pyramid, of which all but the features is used.
         """
-        query = self.self_attn(
-            query,
-            query_pos=pyramid.positions,
-            key_padding_mask=pyramid.padding_mask,
-            reference_points=reference_points,
-            spatial_shapes=pyramid.level_shapes,
-            level_start_index=pyramid.level_starts,
-            norm=self.norms[0],
-        )
-        return self.ffn(query, norm=self.norms[1])
+        with weights_cast_together(self):
+            query = self.self_attn(
+                query,
+                query_pos=pyramid.positions,
+                key_padding_mask=pyramid.padding_mask,
+                reference_points=reference_points,
+                spatial_shapes=pyramid.level_shapes,
+                level_start_index=pyramid.level_starts,
+                norm=self.norms[0],
+            )
+            return self.ffn(query, norm=self.norms[1])
 
 
 class DeformableDetrTransformerEncoder(BaseModule):
@@ -202,18 +204,19 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
             pyramid: the pyramid of the memory.
             self_attn_mask: [Q, Q] bool, True where a query must not attend to another.
         """
-        query = self.self_attn(query, query_pos=query_pos, attn_mask=self_attn_mask, norm=self.norms[0])
-        query = self.cross_attn(
-            query,
-            value=memory,
-            query_pos=query_pos,
-            key_padding_mask=pyramid.padding_mask,
-            reference_points=reference_points,
-            spatial_shapes=pyramid.level_shapes,
-            level_start_index=pyramid.level_starts,
-            norm=self.norms[1],
-        )
-        return self.ffn(query, norm=self.norms[2])
+        with weights_cast_together(self):
+            query = self.self_attn(query, query_pos=query_pos, attn_mask=self_attn_mask, norm=self.norms[0])
+            query = self.cross_attn(
+                query,
+                value=memory,
+                query_pos=query_pos,
+                key_padding_mask=pyramid.padding_mask,
+                reference_points=reference_points,
+                spatial_shapes=pyramid.level_shapes,
+                level_start_index=pyramid.level_starts,
+                norm=self.norms[1],
+            )
+            return self.ffn(query, norm=self.norms[2])
 
 
 class DeformableDetrTransformerDecoder(BaseModule):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,16 @@ __all__ = ["Linear", "cast_weight", "weights_cast_together"]
 _MIN_ROWS_OF_AN_EAGER_STEP = 65536
 _MIN_ROWS = 8192
 
-_copies: list[dict[Tensor, Tensor]] = [{}]
+_copies: list[dict[Tensor, Tensor]] = []
 
 
 class Linear(nn.Linear):
     """The linear layer of torch. ``autocast_linear`` computes it for many rows, in training under autocast on CUDA.
 
     The kernels of ``autocast_linear`` take the GPU less time than torch's, but its calls take the host longer.
+
+    ``torch.ao.quantization.quantize_dynamic`` leaves this layer as it is, because it looks for torch's own class.
+    torchao quantises it.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -39,15 +42,23 @@ class Linear(nn.Linear):
 
 
 @contextmanager
-def weights_cast_together(*modules: nn.Module) -> Iterator[None]:
-    """Let ``cast_weight`` return copies of the modules' weights within the block, in the type that autocast gives them.
+def weights_cast_together(module: nn.Module) -> Iterator[None]:
+    """Let ``cast_weight`` return copies of a module's weights within the block, in the type that autocast gives them.
 
     Autocast launches a kernel for each weight that it casts and for each gradient. Here, all weights take one launch,
     and so do all gradients. As with autocast's own casts, the gradients of several uses of a weight are summed in its
-    type. The block does nothing without autocast, without gradients, in a traced call, and where launches are replayed,
-    because the graphs of a model cast its weights themselves.
+    type. The gradients come when those of all weights are known, which is why the block is the forward of one layer of
+    a transformer.
+
+    The block does nothing without autocast, without gradients, in a traced call, and where launches are replayed,
+    because the graphs of a model cast its weights themselves. Nor does it if a part of the module has a hook that runs
+    before its forward, since such a hook may change the weights, or gather them from other processes.
     """
-    _copies.append(_cast_all(modules) if _has_casts() else {})
+    copies = _cast_all(module) if _has_casts() else {}
+    if not copies:
+        yield
+        return
+    _copies.append(copies)
     try:
         yield
     finally:
@@ -57,8 +68,11 @@ def weights_cast_together(*modules: nn.Module) -> Iterator[None]:
 def cast_weight(weight: Tensor) -> Tensor:
     """Return the copy of a weight that ``weights_cast_together`` has made, or the weight itself.
 
-    It is the weight if there is no copy, or if autocast is off here or has another type.
+    It is the weight if there is no copy, if autocast is off here or has another type, and in a compiled part of the
+    module, which would read the copies of other layers when it is used again.
     """
+    if not _copies or torch.compiler.is_compiling():
+        return weight
     copy = _copies[-1].get(weight)
     return weight if copy is None or autocast_dtype(weight) != copy.dtype else copy
 
@@ -67,19 +81,22 @@ def _has_casts() -> bool:
     return torch.is_grad_enabled() and not is_traced() and not are_launches_replayed()
 
 
-def _cast_all(modules: tuple[nn.Module, ...]) -> dict[Tensor, Tensor]:
-    weights = [
-        weight
-        for module in modules
-        for part in module.modules()
-        if isinstance(part, Linear | nn.MultiheadAttention)
-        for weight in part.parameters(recurse=False)
-        if type(weight) is nn.Parameter and weight.requires_grad and autocast_dtype(weight) != weight.dtype
-    ]
+def _cast_all(module: nn.Module) -> dict[Tensor, Tensor]:
+    weights: list[Tensor] = []
+    for part in module.modules():
+        if part._forward_pre_hooks and part is not module:
+            return {}
+        if isinstance(part, Linear | nn.MultiheadAttention):
+            weights += filter(_is_cast, part._parameters.values())
     weights = [weight for weight in dict.fromkeys(weights) if weight.device == weights[0].device]
     if not weights:
         return {}
     return dict(zip(weights, _Casts.apply(autocast_dtype(weights[0]), *weights), strict=True))
+
+
+def _is_cast(weight: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether autocast casts a weight, and its gradient."""
+    return type(weight) is nn.Parameter and weight.requires_grad and autocast_dtype(weight) != weight.dtype
 
 
 class _Casts(torch.autograd.Function):

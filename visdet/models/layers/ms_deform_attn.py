@@ -167,7 +167,7 @@ class MultiScaleDeformableAttention(BaseModule):
         query = as_autocast_input(query)
         value = self.value_proj(value)
         if key_padding_mask is not None:
-            # By one kernel each way, where masked_fill takes two.
+            # masked_fill would copy the values first, and their gradient, too.
             value = torch.where(key_padding_mask.unsqueeze(-1), 0.0, value)
         rows = (*query.shape[:2], self.num_heads, sum(self.points_per_level))
         out = ms_deform_attn_fused(

@@ -22,6 +22,7 @@ def is_plain(layer: nn.Module, kind: type[_Layer]) -> TypeGuard[_Layer]:
     return (
         type(layer) is kind
         and getattr(layer.forward, "__func__", None) is kind.forward
+        and getattr(layer.forward, "__self__", None) is layer
         and not (
             layer._forward_hooks
             or layer._forward_pre_hooks

@@ -1,8 +1,8 @@
 // The sums of a tall matrix's columns, in float32 or float64 and always in the same order: the gradient of a bias. The
 // contract is in ../autocast_linear.cpp.
 //
-// A block of the first kernel owns some rows, and a thread adds VEC neighbouring columns of every few of these rows. The
-// second, small kernel adds the sums of the blocks.
+// A block of the first kernel owns some rows, and a thread adds VEC neighbouring columns of every few of these rows.
+// The second, small kernel adds the sums of the blocks.
 #include <algorithm>
 
 #include "common/launch.h"

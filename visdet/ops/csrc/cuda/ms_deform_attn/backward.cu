@@ -1,5 +1,4 @@
 // Backward of ms_deform_attn on CUDA. The contract is in csrc/ms_deform_attn.h.
-#include <array>
 #include <tuple>
 
 #include "common/torch.h"

@@ -61,16 +61,15 @@ struct SampleGrads {
 // Writes the gradients of a sample to which no others will be added. In the fused form the gradient of the offset may
 // then be written at once, so that softmax_grad_kernel reads 4 bytes of the sample instead of 16.
 __device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t index, const GivenSamples<float>&,
-                                         const GivenSamples<float>::Raw&, int64_t /*query*/, const Level&,
-                                         int /*points*/, float weight, const SampleGradient<float>& grad) {
+                                         const GivenSamples<float>::Raw&, const Level&, int /*points*/, float weight,
+                                         const SampleGradient<float>& grad) {
   to.put(index, weight, grad);
 }
 template <typename T>
 __device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t index,
                                          const FusedSamples<T, float>& source,
-                                         const typename FusedSamples<T, float>::Raw& raw, int64_t query,
-                                         const Level& level, int points, float weight,
-                                         const SampleGradient<float>& grad) {
+                                         const typename FusedSamples<T, float>::Raw& raw, const Level& level,
+                                         int points, float weight, const SampleGradient<float>& grad) {
   if (to.offsets == nullptr) return to.put(index, weight, grad);
   to.weights[index] = grad.weight;
   const Pack<float, 2> of_offset = source.grad_offset(raw, level, points, grad.x, grad.y);

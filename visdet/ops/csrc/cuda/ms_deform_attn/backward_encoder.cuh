@@ -326,8 +326,7 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
         SampleGradient<float> grad = gradient_of_uncounted<float>(level);
         float x, y;
         if (position(j, x, y)) grad = gradient_of_dots(memory.samples[id_of(j)], x, y, weight, level);
-        put_once(grads, row * K + first_point + id_of(j) % kPassPoints, source, raw[j],
-                 static_cast<int64_t>(b) * Q + queries[id_of(j) / kPassPoints], level, points, weight, grad);
+        put_once(grads, row * K + first_point + id_of(j) % kPassPoints, source, raw[j], level, points, weight, grad);
       }
     }
     remaining -= count, ++head, first = 0;
