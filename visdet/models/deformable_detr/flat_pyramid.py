@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,15 @@ class FlatPyramid:
     def reference_points(self) -> Tensor:
         """The centre of each pixel in every level, [B or 1, S, L, 2] (x, y) in 0..1 of the padded level."""
         return self.on_levels(self.centers)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The arguments of ``MultiScaleDeformableAttention`` that say where the levels and their padding lie."""
+        return {
+            "key_padding_mask": self.padding_mask,
+            "spatial_shapes": self.level_shapes,
+            "level_start_index": self.level_starts,
+        }
 
     def on_levels(self, coordinates: Tensor) -> Tensor:
         """Return coordinates [B, Q, 2 or 4] in 0..1 of the image as [B, Q, L, 2 or 4] in 0..1 of each padded level."""

@@ -91,11 +91,9 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
             query = self.self_attn(
                 query,
                 query_pos=pyramid.positions,
-                key_padding_mask=pyramid.padding_mask,
                 reference_points=reference_points,
-                spatial_shapes=pyramid.level_shapes,
-                level_start_index=pyramid.level_starts,
                 norm=self.norms[0],
+                **pyramid.layout,
             )
             return self.ffn(query, norm=self.norms[1])
 
@@ -210,11 +208,9 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
                 query,
                 value=memory,
                 query_pos=query_pos,
-                key_padding_mask=pyramid.padding_mask,
                 reference_points=reference_points,
-                spatial_shapes=pyramid.level_shapes,
-                level_start_index=pyramid.level_starts,
                 norm=self.norms[1],
+                **pyramid.layout,
             )
             return self.ffn(query, norm=self.norms[2])
 
