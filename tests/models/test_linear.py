@@ -1,6 +1,7 @@
 """The linear layer of models: torch's, or visdet's operator where rows are many."""
 
 import copy
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -119,12 +120,14 @@ def test_frozen_and_unused_weights_get_no_gradients():
 
 def test_copies_serve_the_block_and_autocast_of_its_type_alone():
     layer = Linear(4, 3)
-    other = nn.Linear(4, 3)
+    other, attention = nn.Linear(4, 3), nn.MultiheadAttention(4, 2)
     x = torch.randn(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        with weights_cast_together(nn.ModuleList([layer, other])):
+        with weights_cast_together(nn.ModuleList([layer, other, attention])):
             assert cast_weight(layer.weight).dtype == torch.bfloat16
-            assert cast_weight(other.weight) is other.weight
+            assert cast_weight(attention.in_proj_weight).dtype == torch.bfloat16
+            for weight in (other.weight, attention.out_proj.weight):  # Layers of torch are left to autocast.
+                assert cast_weight(weight) is weight
             with torch.autocast("cpu", enabled=False):
                 assert cast_weight(layer.weight) is layer.weight
                 assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
@@ -144,7 +147,7 @@ def test_copies_serve_the_block_and_autocast_of_its_type_alone():
 
 
 def test_copies_may_be_differentiated_twice():
-    layer = Linear(3, 2).double().float()
+    layer = Linear(3, 2)
     x = torch.randn(4, 3, requires_grad=True)
     seconds = []
     for together in (False, True):
@@ -159,22 +162,26 @@ def test_copies_may_be_differentiated_twice():
 
 
 def test_compiled_layers_have_weights_of_their_own():
-    """The second layer may run the code that was compiled for the first one."""
+    """The third layer may run the code that was compiled for the second one."""
     torch.manual_seed(0)
-    layers = nn.ModuleList([Linear(4, 4), Linear(4, 4)])
+    layers = nn.ModuleList([Linear(4, 4) for _ in range(4)])
     x = torch.randn(3, 4)
 
     def run():
         layers.zero_grad()
         with torch.autocast("cpu", torch.bfloat16), weights_cast_together(layers):
-            out = layers[1](layers[0](x))
+            out = x
+            for layer in layers:
+                out = layer(out)
         out.float().square().sum().backward()
         return [out, *(parameter.grad for parameter in layers.parameters())]
 
     expected = run()
     for layer in layers:
         layer.compile(backend="aot_eager")
-    torch.testing.assert_close(run(), expected, rtol=2e-2, atol=2e-2)
+    found = run()
+    assert all(one is not None for one in found)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("watched", ["the module", "a part"])
@@ -206,3 +213,61 @@ def test_launches_are_replayed_as_long_as_the_condition_holds():
         assert are_launches_replayed()
         holds[0] = False
         assert not are_launches_replayed()
+
+
+class Masked(Linear):
+    """A layer that changes its weight in its forward."""
+
+    def forward(self, x):
+        self.weight.data.zero_()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "change", ["subclass", "forward", "forward of a container", "global hook", "hooked weight"]
+)
+def test_parts_that_may_change_their_weights_are_left_to_autocast(change):
+    first = Masked(4, 3) if change == "subclass" else Linear(4, 3)
+    nn.init.zeros_(first.bias)
+    layers = nn.Sequential(nn.Sequential(first), Linear(3, 2))
+    handle, called = None, []
+    if change in ("forward", "forward of a container"):
+        part = first if change == "forward" else layers[0]
+        original = part.forward
+        part.forward = lambda x: (first.weight.data.zero_(), original(x))[1]
+    if change == "global hook":
+
+        def clear(part, _):
+            if part is first:
+                part.weight.data.zero_()
+
+        handle = nn.modules.module.register_module_forward_pre_hook(clear)
+    if change == "hooked weight":
+        first.weight.data.zero_()
+        first.weight.register_hook(lambda grad: called.append(grad.dtype))
+    try:
+        with torch.autocast("cpu", torch.bfloat16), weights_cast_together(layers):
+            assert cast_weight(first.weight) is first.weight
+            out = layers(torch.randn(5, 4))
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert torch.equal(out, layers[1].bias.bfloat16().expand(5, 2))
+    out.sum().backward()
+    assert called == [torch.float32] * (change == "hooked weight")
+
+
+def test_threads_have_copies_of_their_own():
+    layer = Linear(4, 3)
+    seen = []
+
+    def look():
+        with torch.autocast("cpu", torch.bfloat16):
+            seen.append(cast_weight(layer.weight))
+
+    with torch.autocast("cpu", torch.bfloat16), weights_cast_together(layer):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert cast_weight(layer.weight).dtype == torch.bfloat16
+    assert seen[0] is layer.weight

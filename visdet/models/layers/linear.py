@@ -1,5 +1,6 @@
 """Linear layers, and their weights, which one launch casts for autocast."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -7,6 +8,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_pre_hooks
 
 from visdet.ops.autocast_linear import autocast_linear, suits_autocast_linear
 from visdet.ops.tracing import is_traced
@@ -20,7 +22,15 @@ __all__ = ["Linear", "cast_weight", "weights_cast_together"]
 _MIN_ROWS_OF_AN_EAGER_STEP = 65536
 _MIN_ROWS = 8192
 
-_copies: list[dict[Tensor, Tensor]] = []
+
+class _Copies(threading.local):
+    """The copies of the blocks that the thread is in."""
+
+    def __init__(self) -> None:
+        self.blocks: list[dict[Tensor, Tensor]] = []
+
+
+_copies = _Copies()
 
 
 class Linear(nn.Linear):
@@ -46,23 +56,25 @@ def weights_cast_together(module: nn.Module) -> Iterator[None]:
     """Let ``cast_weight`` return copies of a module's weights within the block, in the type that autocast gives them.
 
     Autocast launches a kernel for each weight that it casts and for each gradient. Here, all weights take one launch,
-    and so do all gradients. As with autocast's own casts, the gradients of several uses of a weight are summed in its
-    type. The gradients come when those of all weights are known, which is why the block is the forward of one layer of
-    a transformer.
+    and so do all gradients. These are the weights of each ``Linear``, and those by which ``nn.MultiheadAttention``
+    projects queries, keys and values. As with autocast's own casts, the gradients of several uses of a weight are
+    summed in its type. The gradients come when those of all weights are known, which is why the block is the forward of
+    one layer of a transformer. With ``DistributedDataParallel``, a weight that is not used gets a gradient of zeros.
 
     The block does nothing without autocast, without gradients, in a traced call, and where launches are replayed,
     because the graphs of a model cast its weights themselves. Nor does it if a part of the module has a hook that runs
-    before its forward, since such a hook may change the weights, or gather them from other processes.
+    before its forward, or another forward than its class, since these may change the weights, or gather them from other
+    processes. Weights that have hooks themselves are left to autocast.
     """
     copies = _cast_all(module) if _has_casts() else {}
     if not copies:
         yield
         return
-    _copies.append(copies)
+    _copies.blocks.append(copies)
     try:
         yield
     finally:
-        _copies.pop()
+        _copies.blocks.pop()
 
 
 def cast_weight(weight: Tensor) -> Tensor:
@@ -71,22 +83,25 @@ def cast_weight(weight: Tensor) -> Tensor:
     It is the weight if there is no copy, if autocast is off here or has another type, and in a compiled part of the
     module, which would read the copies of other layers when it is used again.
     """
-    if not _copies or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _copies.blocks:
         return weight
-    copy = _copies[-1].get(weight)
+    copy = _copies.blocks[-1].get(weight)
     return weight if copy is None or autocast_dtype(weight) != copy.dtype else copy
 
 
 def _has_casts() -> bool:
-    return torch.is_grad_enabled() and not is_traced() and not are_launches_replayed()
+    if _global_forward_pre_hooks or not torch.is_grad_enabled():
+        return False
+    return not is_traced() and not are_launches_replayed()
 
 
 def _cast_all(module: nn.Module) -> dict[Tensor, Tensor]:
     weights: list[Tensor] = []
     for part in module.modules():
-        if part._forward_pre_hooks and part is not module:
+        has_its_forward = getattr(part.forward, "__func__", None) is type(part).forward
+        if part is not module and (part._forward_pre_hooks or not has_its_forward):
             return {}
-        if isinstance(part, Linear | nn.MultiheadAttention):
+        if type(part) in (Linear, nn.MultiheadAttention):
             weights += filter(_is_cast, part._parameters.values())
     weights = [weight for weight in dict.fromkeys(weights) if weight.device == weights[0].device]
     if not weights:
@@ -95,8 +110,14 @@ def _cast_all(module: nn.Module) -> dict[Tensor, Tensor]:
 
 
 def _is_cast(weight: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether autocast casts a weight, and its gradient."""
-    return type(weight) is nn.Parameter and weight.requires_grad and autocast_dtype(weight) != weight.dtype
+    """Return whether autocast casts a weight, and its gradient, of which nobody else knows."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.requires_grad
+        and autocast_dtype(weight) != weight.dtype
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+    )
 
 
 class _Casts(torch.autograd.Function):

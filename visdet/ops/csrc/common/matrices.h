@@ -1,4 +1,4 @@
-// What operators that call torch's products of matrices share: conversions, products and shapes.
+// Conversions, products and shapes of matrices, by torch's operators.
 #pragma once
 
 #include <optional>
