@@ -7,6 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from visdet.models.layers import FFN, MultiheadAttention
@@ -271,3 +273,36 @@ def test_threads_have_copies_of_their_own():
         thread.join()
         assert cast_weight(layer.weight).dtype == torch.bfloat16
     assert seen[0] is layer.weight
+
+
+@pytest.mark.parametrize("sharded", ["each block", "parts of blocks"])
+def test_gradients_of_shards_are_complete(sharded, tmp_path):
+    """FSDP takes the gradients of what it has gathered when the backward pass of the sharded module ends."""
+
+    class Layer(Block):
+        def forward(self, x):
+            with weights_cast_together(self):
+                return super().forward(x)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Layer(), Layer())
+    model = copy.deepcopy(plain)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parts = model if sharded == "each block" else [part for layer in model for part in layer.children()]
+        for part in parts:
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh)
+        x = torch.randn(2, 5, 8)
+        for each in (plain, model):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                each(x)  # Without resharding, this leaves the weights gathered.
+            with torch.autocast("cpu", torch.bfloat16):
+                out = each(x)
+            out.square().sum().backward()
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None, name
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-2, atol=1e-2)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -48,9 +48,9 @@ def is_untouched(layer: nn.Module, kind: type[nn.Module] | None = None) -> bool:
     return not (is_watched or own["_backward_hooks"] or own["_backward_pre_hooks"])
 
 
-def is_plain(layer: nn.Module | None) -> bool:
+def is_plain(layer: nn.Module) -> bool:
     """Return whether calling a layer is ``torch.nn.functional.linear`` of a dense weight and bias and nothing else."""
-    if layer is None or not is_untouched(layer, nn.Linear) or _has_any_global_hook():
+    if not is_untouched(layer, nn.Linear) or _has_any_global_hook():
         return False
     pair = layer._parameters.get("weight"), layer._parameters.get("bias")
     return all(type(parameter) is nn.Parameter and parameter.layout == torch.strided for parameter in pair)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ._library import declares, differentiable_once
 from .tracing import is_traced
 
-__all__ = ["autocast_linear", "is_built", "is_trained_under_autocast", "suits_autocast_linear"]
+__all__ = ["autocast_linear", "is_trained_under_autocast", "suits_autocast_linear"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -23,7 +23,7 @@ def is_trained_under_autocast(input: Tensor, least_rows: int = 1) -> bool:
     if not torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda"):
         return False
     dtype = torch.get_autocast_dtype("cuda")
-    return dtype in _HALVES and input.dtype in (torch.float32, dtype) and is_built()
+    return dtype in _HALVES and input.dtype in (torch.float32, dtype) and declares("autocast_linear")
 
 
 def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None, least_rows: int = 1) -> bool:
@@ -74,15 +74,6 @@ def autocast_linear(
         RuntimeError: The shapes do not fit.
     """
     return _AutocastLinear.apply(input, weight, bias, dtype)
-
-
-def is_built() -> bool:
-    """Return whether the library has the operator.
-
-    Raises:
-        NotBuiltError: the library was built from an older source.
-    """
-    return declares("autocast_linear")
 
 
 def _run(operator: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
