@@ -90,7 +90,8 @@ class LoadPointsFromFile(BaseTransform):
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: an argument is not valid, or the size of the file is not a multiple of ``load_dim`` numbers.
+        ValueError: an argument is not valid, the frame has no ``lidar_path``, or the size of the file is not a multiple
+            of ``load_dim`` numbers.
 
     Source: the name and keywords are mmdet3d's, without its shift_height and use_color.
     """
@@ -122,6 +123,12 @@ class LoadPointsFromFile(BaseTransform):
 
     def transform(self, results: dict) -> dict:
         path = results["pts_filename"]
+        if path is None:
+            raise InvalidInputError(
+                f"LoadPointsFromFile: frame {results.get('token')} has no lidar_path. Without lidar, leave "
+                "LoadPointsFromFile and MultiScaleDepthMapGenerator out of the pipeline, and set depth_branch=None in "
+                "the model"
+            )
         try:
             content = fileio.get(path, backend_args=self.backend_args)
         except FileNotFoundError as error:
@@ -192,6 +199,7 @@ class ResizeCropFlipImage(BaseTransform):
         if config is None:
             return results
         for index, image in enumerate(results["img"]):
+            _check_size(image, config, index, results)
             image, matrix = _warp(image, config)
             results["img"][index] = image
             results["lidar2img"][index] = matrix @ results["lidar2img"][index]
@@ -199,6 +207,18 @@ class ResizeCropFlipImage(BaseTransform):
                 results["cam_intrinsic"][index][:2] *= config.get("resize", 1)
         results["img_shape"] = [image.shape[:2] for image in results["img"]]
         return results
+
+
+def _check_size(image: np.ndarray, config: dict, index: int, results: dict) -> None:
+    """Raise an error if the image does not have the size that the crop was computed for."""
+    factor, expected = config.get("resize", 1), config.get("resize_dims")
+    height, width = image.shape[:2]
+    if expected is not None and (int(width * factor), int(height * factor)) != tuple(expected):
+        H, W = (round(size / factor) for size in reversed(expected))
+        raise InvalidInputError(
+            f"ResizeCropFlipImage: frame {results.get('token')}: image {index} is {width} x {height} pixels, but "
+            f"data_aug_conf of the data set says W = {W}, H = {H}. Images of all cameras must have one size"
+        )
 
 
 def _warp(image: np.ndarray, config: dict) -> tuple[np.ndarray, np.ndarray]:
