@@ -115,10 +115,19 @@ def check_frame(info: Mapping[str, Any], file: str, index: int) -> dict[str, Any
         value = boxes if name == "gt_boxes" else value_of(info, name, where, num_boxes)
         if value is not None:
             record[name] = value
+    for path in ("gt_agent_fut", "gt_ego_fut"):
+        steps, masks = record.get(f"{path}_trajs"), record.get(f"{path}_masks")
+        if steps is not None and steps.shape[:-1] != masks.shape:
+            raise InvalidInputError(
+                f"{where}: {path}_masks must be {_shown(steps.shape[:-1])} for {path}_trajs {_shown(steps.shape)}, got "
+                f"{_shown(masks.shape)}"
+            )
     if boxes is not None:
         record["gt_boxes"] = boxes[:, :7]
         if "gt_velocity" not in record:
             record["gt_velocity"] = boxes[:, 7:] if boxes.shape[1] == 9 else np.full((len(boxes), 2), np.nan)
+        if np.isinf(record["gt_velocity"]).any():
+            raise InvalidInputError(f"{where} has infinite gt_velocity; it is NaN where it is unknown")
     return record
 
 
@@ -172,22 +181,22 @@ def _array(key: Key, value: Any) -> np.ndarray | None:
     except ValueError:  # lists of unequal lengths
         return None
     if key.kind == "text":
-        array = np.array([str(item) for item in array.flat], dtype=str) if array.dtype == object else array
+        if array.dtype == object and all(isinstance(item, str) for item in array.flat):
+            array = array.astype(str)
         return array.astype(str) if array.dtype.kind in "US" or not array.size else None
-    if array.dtype == object and not all(isinstance(item, (int, float, np.number)) for item in array.flat):
+    if array.dtype == object and all(isinstance(item, (int, float, np.number)) for item in array.flat):
+        array = np.array(array.tolist())
+    if array.dtype.kind not in "biuf" and array.size:
         return None
-    if array.size and array.dtype.kind not in "biufO":
+    if key.kind in ("number", "rotation"):
+        return array.astype(np.float64)
+    if array.dtype.kind in "uf" and (np.abs(array) < 2**63).all() and (array == np.round(array)).all():
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "bi" and array.size:
         return None
-    numbers = array.astype(np.float64)
-    if key.kind in ("integer", "flag"):
-        if array.dtype.kind == "i":
-            numbers = array.astype(np.int64)  # without a detour through float64, which has 53 bits
-        elif not np.isfinite(numbers).all() or (numbers != np.round(numbers)).any():
-            return None
-        if key.kind == "integer":
-            return numbers.astype(np.int64)
-        return numbers.astype(bool) if np.isin(numbers, (0, 1)).all() else None
-    return numbers
+    if key.kind == "flag":
+        return array.astype(bool) if np.isin(array, (0, 1)).all() else None
+    return array.astype(np.int64)
 
 
 def _fitting_shape(key: Key, array: np.ndarray, num_boxes: int | None) -> tuple[int, ...] | None:
@@ -230,8 +239,8 @@ def _check_invertible(name: str, matrix: np.ndarray, where: str) -> None:
 
 def _time(key: Key, value: Any, where: str) -> int:
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    is_whole = is_number and np.isfinite(value) and value == int(value)
-    if not is_whole or value > _MAX_TIMESTAMP_US:
+    is_whole = isinstance(value, (int, np.integer)) or (is_number and float(value).is_integer())
+    if not is_number or not is_whole or value > _MAX_TIMESTAMP_US:
         unit = "; are these nanoseconds?" if is_whole else "; are these seconds?" if is_number else ""
         raise InvalidInputError(
             f"{where}: {key.name} must be {key.expected()}, got {_described(value)}{unit}"
@@ -253,7 +262,9 @@ def _cameras(key: Key, value: Any, where: str) -> dict[str, dict]:
 
 def _lines(key: Key, value: Any, where: str) -> dict[int, list[np.ndarray]]:
     if not isinstance(value, Mapping) or not all(
-        isinstance(label, (int, np.integer)) and isinstance(lines, (list, tuple, np.ndarray))
+        isinstance(label, (int, np.integer))
+        and label is not True
+        and isinstance(lines, (list, tuple, np.ndarray))
         for label, lines in value.items()
     ):
         raise InvalidInputError(f"{where}: map_annos must be {key.expected()}, got {_described(value)}")

@@ -53,18 +53,23 @@ class InfoTable(Sequence):
         self.frame_keys, self.tokens = frame_keys, tokens
 
     @classmethod
-    def from_infos(cls, infos: Iterable[dict]) -> "InfoTable":
-        """Return the table of these infos.
+    def from_infos(cls, infos: Iterable[dict], file: str = "the infos") -> "InfoTable":
+        """Return the table of these infos, which are those of a file in messages.
 
         Raises:
             TypeError: an info holds a value of a type that the file cannot hold.
-            ValueError: an info has no ``timestamp`` or ``scene_token``, or one that cannot be used.
+            ValueError: an info has no usable ``timestamp`` or ``scene_token``.
         """
         infos = list(infos)
         pools: dict[str, list[np.ndarray]] = {name: [] for name in _POOL_TYPES}
         sizes = dict.fromkeys(_POOL_TYPES, 0)
-        keys = frame_keys(infos, "the infos to save")
-        texts = [json.dumps(_encode(info, pools, sizes), separators=(",", ":")).encode() for info in infos]
+        keys = frame_keys(infos, file)
+        texts = []
+        for index, info in enumerate(infos):
+            try:
+                texts.append(json.dumps(_encode(info, pools, sizes), separators=(",", ":")).encode())
+            except InvalidTypeError as error:
+                raise InvalidTypeError(f"frame {info.get('token') or index} of {file}: {error}") from error
         ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         text = np.frombuffer(b"".join(texts), dtype=np.uint8)
         joined = {name: np.concatenate([np.zeros(0, name), *parts]) for name, parts in pools.items()}
@@ -127,15 +132,20 @@ def _encode(value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int
     """Return ``value`` in types of JSON, after putting its arrays into the pools."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and _ARRAY not in value:
-            return {key: _encode(item, pools, sizes) for key, item in value.items()}
+            return {key: _encode_named(key, item, pools, sizes) for key, item in value.items()}
         # This is a dict such as map_annos, whose keys are class numbers.
         pairs = [[_plain(key), _encode(item, pools, sizes)] for key, item in value.items()]
         return {_ARRAY: "dict", "items": pairs}
     if isinstance(value, (list, tuple)):
         return [_encode(item, pools, sizes) for item in value]
     if isinstance(value, np.ndarray):
-        if value.dtype.kind in "US":
+        if value.dtype.kind in "US" or (
+            value.dtype == object and all(isinstance(x, str) for x in value.flat)
+        ):
             return {_ARRAY: "text", "items": value.astype(str).tolist()}
+        if value.dtype.name not in pools and value.dtype.kind in "iuf":
+            smallest = np.float32 if value.dtype.kind == "f" else np.int64
+            value = value.astype(smallest) if np.can_cast(value.dtype, smallest) else value
         name = value.dtype.name
         if name not in pools:
             raise InvalidTypeError(
@@ -146,6 +156,13 @@ def _encode(value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int
         sizes[name] += value.size
         return reference
     return _plain(value)
+
+
+def _encode_named(key: str, value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int]) -> Any:
+    try:
+        return _encode(value, pools, sizes)
+    except InvalidTypeError as error:
+        raise InvalidTypeError(f"{key}: {error}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -182,15 +199,15 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
         metadata: information on the data set, such as ``version``, in types of JSON.
 
     Raises:
-        ValueError: ``path`` does not end with ``.npz``.
         TypeError: an info holds a value of a type that the file cannot hold.
+        ValueError: ``path`` does not end with ``.npz``, or an info has no usable ``timestamp`` or ``scene_token``.
     """
     path = Path(path)
     if path.suffix != ".npz":
         raise InvalidInputError(f"save_infos: path must end with .npz, got {path}")
     header = json.dumps({"format": _FORMAT, "metadata": metadata})
     with open(path, "wb") as file:
-        arrays: dict[str, Any] = InfoTable.from_infos(infos).arrays()
+        arrays: dict[str, Any] = InfoTable.from_infos(infos, str(path)).arrays()
         np.savez(file, header=np.array(header), **arrays)
 
 

@@ -1,6 +1,6 @@
-# A recording of one's own, with any cameras and classes, and without lidar. docs/driving_data.md says how its info files
-# are written. A config that is based on this one names the folder, the files, the classes, the number of cameras and the
-# size of the images.
+# A recording of one's own, with any cameras and classes, and without lidar. docs/driving_data.md says how its info
+# files are written, and shows a config that is based on this one. That config names the folder, the files, the classes,
+# the number of cameras and the size of the images.
 dataset_type = "NuScenes3DDetTrackDataset"
 roi_size = (30, 60)
 detection_range = 50

@@ -58,8 +58,12 @@ def _numbers(model: nn.Module, dataset: Any) -> Iterator[tuple[str, int, int, st
                 yield f"{name}.refine_layer.num_cls", layer.num_cls, len(classes), kind
         if hasattr(head.sampler, "num_cls"):
             yield f"{name}.sampler.num_cls", head.sampler.num_cls, len(classes), kind
+    info = dataset.get_info(0)
     for name, module in model.named_modules():
         if hasattr(module, "motion_anchor"):
+            for key, of in (("fut_ts", "gt_agent_fut_trajs"), ("ego_fut_ts", "gt_ego_fut_trajs")):
+                if of in info:
+                    yield f"{name}.{key}", getattr(module, key), info[of].shape[-2], f"steps of {of}"
             yield f"{name}.motion_anchor", len(module.motion_anchor), len(dataset.CLASSES), "classes"
 
 
