@@ -188,6 +188,17 @@ def test_recordings_that_are_joined_stay_apart(dataset_of, infos):
         ValueError, match=r"infos.npz: two frames have the token train-drive-0-0000, in the scenes"
     ):
         dataset_of(joined)
+    later = [
+        info | {"token": info["token"] + "x", "timestamp": info["timestamp"] + 10**9} for info in infos[:4]
+    ]
+    with pytest.raises(
+        ValueError, match=r"infos.npz: two frames of scene train-drive-0 are 998 s apart.*different"
+    ):
+        dataset_of([*infos[:4], *later])
+    with pytest.raises(
+        ValueError, match=r"ann_file must be the path of one info file.*, got \['a.npz', 'b.npz'\]"
+    ):
+        NuScenes3DDetTrackDataset(["a.npz", "b.npz"])
 
 
 def test_files_of_two_recordings_are_not_confused(dataset_of, infos, tmp_path):

@@ -7,6 +7,8 @@ from datasets.own_recording import CAMERAS, NAMES, code_blocks, write_recording
 from PIL import Image
 from toolbox import ROOT, fail_here, succeed_here
 
+from visdet.datasets import load_infos, save_infos
+
 SHORT = (
     "train_cfg.max_iters=2",
     "train_cfg.val_interval=2",
@@ -67,6 +69,7 @@ def test_the_page_leads_to_a_trained_model(recording, monkeypatch, capsys):
         assert picture.width == 3 * 384  # five cameras in two rows
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_the_recording_is_one_message(recording, monkeypatch, capsys):
     config = "configs/sparsedrive/my_recording.py"
     page = recording.read_text()
@@ -92,3 +95,34 @@ def test_a_model_that_does_not_fit_the_recording_is_one_message(recording, monke
     assert "NuScenesMetric has no class_range for deer, lorry" in message(
         "visualizer =", "val_evaluator = [dict(type='NuScenesMetric')]\nvisualizer ="
     )
+
+
+def test_the_check_names_what_is_wrong_in_a_file(recording, monkeypatch, capsys):
+    folder = recording.parents[2] / "data/mine"
+    arguments = ("--check", "data/mine/infos_train.npz", "--data-root", "data/mine")
+    picture = folder / "pictures/train/1-2-left.png"
+    Image.new("RGB", (128, 96)).save(picture)
+    message = fail_here(monkeypatch, capsys, "prepare_nuscenes", *arguments)
+    assert (
+        "frame train-drive-1-0002" in message
+        and "is 128 x 96 pixels, but other images are 256 x 96" in message
+    )
+    picture.write_bytes(b"no image")
+    assert "1-2-left.png is not an image" in fail_here(monkeypatch, capsys, "prepare_nuscenes", *arguments)
+    picture.unlink()
+    assert "data_path of left: data/mine/pictures/train/1-2-left.png does not exist" in fail_here(
+        monkeypatch, capsys, "prepare_nuscenes", *arguments
+    )
+
+
+def test_anchors_of_nothing_are_not_made(recording, monkeypatch, capsys):
+    config = "configs/sparsedrive/my_recording.py"
+    infos = list(load_infos("data/mine/infos_train.npz")[0])
+    for change, expected in (
+        ({"map_annos": {1: []}}, "none of 8 frames has a line in map_annos"),
+        ({"gt_boxes": [], "gt_names": [], "instance_inds": []}, "none of 8 frames has a box within 55.0 m"),
+        ({"gt_boxes": None, "gt_names": None}, "frame train-drive-0-0000: gt_boxes is missing"),
+    ):
+        save_infos("data/mine/infos_train.npz", [info | change for info in infos], {})
+        message = fail_here(monkeypatch, capsys, "make_anchors", config)
+        assert expected in message and "infos_train.npz" in message

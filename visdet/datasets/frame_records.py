@@ -1,6 +1,6 @@
 """The keys of a frame's record in an info file, in one table, and the check of records against it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,7 @@ def check_frame(info: Mapping[str, Any], file: str, index: int) -> dict[str, Any
             record[name] = value
     for path in ("gt_agent_fut", "gt_ego_fut"):
         steps, masks = record.get(f"{path}_trajs"), record.get(f"{path}_masks")
-        if steps is not None and steps.shape[:-1] != masks.shape:
+        if steps is not None and masks is not None and steps.shape[:-1] != masks.shape:
             raise InvalidInputError(
                 f"{where}: {path}_masks must be {_shown(steps.shape[:-1])} for {path}_trajs {_shown(steps.shape)}, got "
                 f"{_shown(masks.shape)}"
@@ -284,7 +284,7 @@ def _lines(key: Key, value: Any, where: str) -> dict[int, list[np.ndarray]]:
     return checked
 
 
-def _list(key: Key, value: Any, where: str) -> Sequence[Any]:
+def _list(key: Key, value: Any, where: str) -> Any:
     if not isinstance(value, (list, tuple, np.ndarray)):
         raise InvalidInputError(f"{where}: {key.name} must be a list, got {_described(value)}")
     return value

@@ -109,6 +109,10 @@ class NuScenes3DDetTrackDataset(Dataset):
         num_cameras: int = 6,
         metainfo: dict | None = None,
     ) -> None:
+        if not isinstance(ann_file, (str, Path)):
+            raise InvalidInputError(
+                f"ann_file must be the path of one info file, which may hold several recordings, got {ann_file!r}"
+            )
         self.data_root = data_root
         self.ann_file = ann_file
         self.with_velocity = with_velocity
@@ -413,6 +417,7 @@ class NuScenes3DDetTrackDataset(Dataset):
 
 
 _MIN_INTERVAL_US = 1000  # Frames of a recording are farther apart, unless the time is in other units.
+_MAX_INTERVAL_US = 60_000_000  # Frames that are farther apart belong to two recordings of one name.
 _EGO_KEYS = ("gt_ego_fut_trajs", "gt_ego_fut_masks", "gt_ego_fut_cmd")
 
 
@@ -458,6 +463,11 @@ def _sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarr
             raise InvalidInputError(
                 f"info file {file}: timestamp must be in microseconds, but two frames of scene {scene} are "
                 f"{time - time_before} apart, at {time_before} and {time}"
+            )
+        if scene == scene_before and time - time_before > _MAX_INTERVAL_US:
+            raise InvalidInputError(
+                f"info file {file}: two frames of scene {scene} are {(time - time_before) / 1e6:.0f} s apart, at "
+                f"{time_before} and {time}. Give scenes of different recordings different scene tokens"
             )
         is_first = scene != scene_before or (has_no_sweeps and scene in with_sweeps)
         scenes[position] = scenes[position - 1] + is_first

@@ -91,8 +91,9 @@ class CircleObjectRangeFilter(BaseTransform):
     def __init__(
         self, class_dist_thred: Sequence[float] | float = (52.5,) * 5 + (31.5,) + (42,) * 3 + (31.5,)
     ) -> None:
-        is_one = isinstance(class_dist_thred, (int, float))
-        self.class_dist_thred = class_dist_thred if is_one else list(class_dist_thred)
+        self.class_dist_thred = (
+            class_dist_thred if isinstance(class_dist_thred, (int, float)) else list(class_dist_thred)
+        )
 
     def transform(self, results: dict) -> dict:
         if "gt_labels_3d" not in results:
