@@ -9,7 +9,7 @@ from datasets.own_recording import CAMERAS, NAMES, PAGE, write_recording
 
 from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, save_infos
 from visdet.datasets.frame_records import CAMERA_KEYS, FRAME_KEYS
-from visdet.datasets.transforms import LoadPointsFromFile, ResizeCropFlipImage
+from visdet.datasets.transforms import LoadPointsFromFile, ResizeCropFlipImage, multi_view
 from visdet.errors import UserError
 
 
@@ -300,15 +300,13 @@ def test_points_are_not_read_without_lidar():
         LoadPointsFromFile("LIDAR")({"pts_filename": None, "token": "a"})
 
 
-def test_images_of_another_size_than_the_config_says_are_told():
+def test_images_of_another_size_than_the_config_says_are_told(monkeypatch):
+    said = []
+    monkeypatch.setattr(multi_view, "print_log", lambda text, **options: said.append(text))
     augmentation = {"resize": 0.5, "resize_dims": (800, 450), "crop": (0, 194, 800, 450), "flip": False}
-    results = {
-        "img": [np.zeros((1080, 1920, 3), np.uint8)],
-        "lidar2img": [np.eye(4)],
-        "aug_config": augmentation,
-        "token": "a",
-    }
-    with pytest.raises(
-        ValueError, match=r"frame a: image 0 is 1920 x 1080 pixels, .* says W = 1600, H = 900"
-    ):
-        ResizeCropFlipImage()(results)
+    resize = ResizeCropFlipImage()
+    for size, number in (((900, 1600), 0), ((1080, 1920), 1), ((1080, 1920), 1)):
+        image = np.zeros((*size, 3), np.uint8)
+        resize({"img": [image], "lidar2img": [np.eye(4)], "aug_config": augmentation, "token": "a"})
+        assert len(said) == number
+    assert "frame a has an image of 1920 x 1080 pixels" in said[0] and "says W = 1600, H = 900" in said[0]
