@@ -1,11 +1,9 @@
 """nuScenes with tracks, futures and maps. Key frames come one at a time, in the order of their scenes."""
 
 import logging
-import math
 import unicodedata
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.poses import inverse_pose, pose_matrix, wrap_angle
 
+from .frame_order import sequence_flags, sort_frames
 from .frame_records import check_frame
-from .info_files import frame_keys, frame_tokens, load_infos
+from .info_files import load_infos
 from .nuscenes_tables import NUSCENES_CLASSES
 
 __all__ = ["NuScenes3DDetTrackDataset"]
@@ -127,7 +126,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         self._class_like = {_folded(name): name for name in self.CLASSES}
         self._warned_about: set[str] = set()
         self._infos, self.metadata = load_infos(self._resolve(ann_file))
-        self._all_frames, self._all_scenes = _sort_frames(self._infos, str(ann_file))
+        self._all_frames, self._all_scenes = sort_frames(self._infos, str(ann_file))
         self._interval = load_interval
         self._order, self._scenes = self._all_frames[::load_interval], self._all_scenes[::load_interval]
         self._camera_names: tuple[str, ...] = ()
@@ -142,7 +141,7 @@ class NuScenes3DDetTrackDataset(Dataset):
             [TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline or []]
         )
         if with_seq_flag:
-            self.flag = _sequence_flags(self._scenes, sequences_split_num)
+            self.flag = sequence_flags(self._scenes, sequences_split_num)
 
     def full_init(self) -> None:
         """Do nothing, because the constructor has read the file. mmengine calls this method."""
@@ -416,8 +415,6 @@ class NuScenes3DDetTrackDataset(Dataset):
         return str(path if Path(path).exists() else inside)
 
 
-_MIN_INTERVAL_US = 1000  # Frames of a recording are farther apart, unless the time is in other units.
-_MAX_INTERVAL_US = 60_000_000  # Frames that are farther apart belong to two recordings of one name.
 _EGO_KEYS = ("gt_ego_fut_trajs", "gt_ego_fut_masks", "gt_ego_fut_cmd")
 
 
@@ -434,70 +431,3 @@ def _folded(name: str) -> str:
 def _lidar_to_global(info: dict) -> np.ndarray:
     lidar_to_ego = pose_matrix(info["lidar2ego_translation"], info["lidar2ego_rotation"])
     return pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ lidar_to_ego
-
-
-def _sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of the frames, scene after scene and each in order of time, and the scene number of each.
-
-    Raises:
-        ValueError: the file is empty, a frame has no token, scene or time, two frames have one token or one scene and
-            time, or the times are not in microseconds.
-    """
-    keys = frame_keys(infos, file)
-    if not keys:
-        raise InvalidInputError(f"info file {file} holds no frames")
-    _check_tokens(frame_tokens(infos), [scene for _, scene, _ in keys], file)
-    # Files without sweeps of points have empty lists in all frames of a scene.
-    with_sweeps = {scene for _, scene, has_none in keys if not has_none}
-    scene_starts: dict[str, int] = {}
-    for time, scene, _ in keys:
-        scene_starts[scene] = min(time, scene_starts.get(scene, time))
-    # Scenes that two vehicles have recorded at the same time must not be interleaved.
-    order = sorted(range(len(keys)), key=lambda i: (scene_starts[keys[i][1]], keys[i][1], keys[i][0]))
-    scenes = np.zeros(len(order), dtype=np.int64)
-    for position, (before, here) in enumerate(pairwise(order), start=1):
-        (time_before, scene_before, _), (time, scene, has_no_sweeps) = keys[before], keys[here]
-        if scene == scene_before and time == time_before:
-            raise InvalidInputError(f"info file {file}: two frames of scene {scene} have the time {time}")
-        if scene == scene_before and time - time_before < _MIN_INTERVAL_US:
-            raise InvalidInputError(
-                f"info file {file}: timestamp must be in microseconds, but two frames of scene {scene} are "
-                f"{time - time_before} apart, at {time_before} and {time}"
-            )
-        if scene == scene_before and time - time_before > _MAX_INTERVAL_US:
-            raise InvalidInputError(
-                f"info file {file}: two frames of scene {scene} are {(time - time_before) / 1e6:.0f} s apart, at "
-                f"{time_before} and {time}. Give scenes of different recordings different scene tokens"
-            )
-        is_first = scene != scene_before or (has_no_sweeps and scene in with_sweeps)
-        scenes[position] = scenes[position - 1] + is_first
-    return np.array(order, dtype=np.int64), scenes
-
-
-def _check_tokens(tokens: Sequence[str], scenes: Sequence[str], file: str) -> None:
-    """Raise an error if two frames have the same token, by which metrics tell frames apart."""
-    scene_of: dict[str, str] = {}
-    for token, scene in zip(tokens, scenes, strict=False):
-        if token in scene_of:
-            raise InvalidInputError(
-                f"info file {file}: two frames have the token {token}, in the scenes {scene_of[token]} and {scene}. "
-                "Recordings that are joined must have different tokens and scene tokens"
-            )
-        scene_of[token] = scene
-
-
-def _sequence_flags(scenes: np.ndarray, split_num: int | str) -> np.ndarray:
-    """Return the number of the sequence of each frame, int64, counted from 0 without gaps."""
-    if split_num in (-1, "all"):
-        return np.arange(len(scenes))
-    if not isinstance(split_num, int) or split_num < 1:
-        raise InvalidInputError(
-            f"sequences_split_num must be a positive number, -1 or 'all', got {split_num!r}"
-        )
-    flags, number = np.empty_like(scenes), 0
-    for frames in np.split(np.arange(len(scenes)), np.flatnonzero(np.diff(scenes)) + 1):
-        length = math.ceil(len(frames) / split_num)
-        for start in range(0, len(frames), length):
-            flags[frames[start : start + length]] = number
-            number += 1
-    return flags
