@@ -10,6 +10,7 @@ import multiprocessing.queues
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -97,6 +98,7 @@ def worker_failures_explained() -> Iterator[None]:
             yield
         except (ConnectionError, EOFError):  # The other end may have been a worker that died.
             _error_if_any_worker_fails()
+            time.sleep(1)  # The signal of a worker's death, if it is still to come, raises an error here.
             raise
     except (RuntimeError, OSError, EOFError, MemoryError) as error:
         if message := _explanation(error, f"{error.__cause__} {error}"):
