@@ -14,6 +14,7 @@ from mmengine.optim import OptimWrapperDict, _ParamScheduler
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
+from .accumulated_gradients import restore_gradients
 from .checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
 from .console import say
 from .errors import CheckpointError
@@ -161,6 +162,7 @@ class CheckpointingRunner(Runner):
             self._check_optimizers(filename, meta.get("optimizers"), self._checkpoint[1]["optimizer"])
         ends = _ends(self.param_schedulers)
         super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
+        self._resume_accumulation(filename, meta)
         kept = _ends(self.param_schedulers)
         if ends and kept != ends:
             self.logger.warning(
@@ -168,6 +170,17 @@ class CheckpointingRunner(Runner):
                 f"config end at {ends}. After its end, a schedule changes nothing"
             )
         self._adapt_to_epoch_length(filename, meta.get("iterations_per_epoch"))
+
+    def _resume_accumulation(self, filename: str, meta: dict[str, Any]) -> None:
+        """Restore the gradients that the next update needs, and warn if they are lost."""
+        counts = [wrapper._accumulative_counts for wrapper in _wrappers(self.optim_wrapper).values()]
+        needed = any(self.train_loop.iter % count for count in counts)
+        saved = meta.pop("accumulated_gradients", {} if needed else None)
+        if saved is not None and not restore_gradients(self.model, self.optim_wrapper, saved):
+            self.logger.warning(
+                f"{filename} was saved between two updates, and the gradients that were accumulated since the first "
+                "are lost: it holds none for this accumulative_counts and number of processes"
+            )
 
     def _check_optimizers(self, filename: str, before: dict[str, str] | None, state: dict) -> None:
         """Raise CheckpointError if a checkpoint's state is that of another optimizer or of other groups of parameters.
@@ -224,6 +237,16 @@ class CheckpointingRunner(Runner):
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
+
+    def scale_lr(self, optim_wrapper: Any, auto_scale_lr: dict | None = None) -> None:
+        """Scale the learning rate by the images of an update, divided by ``auto_scale_lr['base_batch_size']``.
+
+        An update has the batches of all processes and of all iterations whose gradients are accumulated.
+        """
+        if auto_scale_lr and auto_scale_lr.get("enable"):
+            for wrapper in _wrappers(optim_wrapper).values():
+                base = auto_scale_lr["base_batch_size"] / wrapper._accumulative_counts
+                super().scale_lr(wrapper, {**auto_scale_lr, "base_batch_size": base})
 
     @master_only
     def save_checkpoint(
