@@ -241,22 +241,19 @@ _loading = threading.Lock()
 def _safe_globals() -> Iterator[None]:
     """Let ``torch.load`` read our names, and no others of the same name that the process has registered."""
     with _loading:
-        registered = torch.serialization.get_safe_globals()
-        others = [
-            known
-            for known in registered
-            if (known[1] if isinstance(known, tuple) else f"{known.__module__}.{known.__qualname__}")
-            not in _SAFE_GLOBALS
-        ]
+        registered = set(torch.serialization.get_safe_globals())
+        hidden = {known for known in registered if _name(known) in _SAFE_GLOBALS}
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(
-            [*others, *((value, name) for name, value in _SAFE_GLOBALS.items())]
-        )
+        torch.serialization.add_safe_globals([*(registered - hidden)])
         try:
-            yield
+            with torch.serialization.safe_globals([(value, name) for name, value in _SAFE_GLOBALS.items()]):
+                yield
         finally:
-            torch.serialization.clear_safe_globals()
-            torch.serialization.add_safe_globals(registered)
+            torch.serialization.add_safe_globals([*hidden])
+
+
+def _name(known: Any) -> str:
+    return known[1] if isinstance(known, tuple) else f"{known.__module__}.{known.__qualname__}"
 
 
 def _downloaded(path: str) -> str:

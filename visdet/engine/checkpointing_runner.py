@@ -14,6 +14,8 @@ from mmengine.optim import OptimWrapperDict, _ParamScheduler
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
+from visdet.structures.state_dicts import nonfinite_names
+
 from .checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
 from .console import say
 from .errors import CheckpointError
@@ -147,9 +149,10 @@ class CheckpointingRunner(Runner):
             self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
         meta = self._checkpoint[1]["meta"]
         meta.pop("config", None)  # mmengine would run it as a config.
-        for part in ("optimizer", "ema_state_dict"):
-            state = tensors_of(self._checkpoint[1].get(part), part)
-            check_finite(state, filename, self._allows_nonfinite)
+        masks = tuple(nonfinite_names(self.model.state_dict()))
+        parts = {key: self._checkpoint[1].get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
+        state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
+        check_finite(state, filename, self._allows_nonfinite)
         states = meta.pop("random_states", None)
         if states is not None and len(states) == self.world_size:
             self._random_state = states[self.rank]

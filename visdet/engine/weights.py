@@ -48,7 +48,9 @@ def tensors_of(state: Any, name: str) -> dict[str, Tensor]:
         return {name: state}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
     return {
-        place: tensor for key, item in items for place, tensor in tensors_of(item, f"{name}.{key}").items()
+        place: tensor
+        for key, item in items
+        for place, tensor in tensors_of(item, f"{name}.{key}".lstrip(".")).items()
     }
 
 

@@ -78,7 +78,7 @@ class _Array(Unfinished):
 def _array(shape: Any, dtype: Any, order: Any, content: Any) -> np.ndarray:
     """Return a new array of ``content``: the bytes, or a list for an array of Python objects."""
     if not isinstance(dtype, _DType) or not all(type(size) is int and size >= 0 for size in shape):
-        raise pickle.UnpicklingError(f"one of its arrays has the shape {shape!r} and the type {dtype!r}")
+        raise pickle.UnpicklingError("one of its arrays has no plain shape and type")
     kind = list if dtype.dtype.hasobject else (bytes, bytearray)
     size = math.prod(shape) * (1 if dtype.dtype.hasobject else dtype.dtype.itemsize)
     if not isinstance(content, kind) or len(content) != size:
@@ -125,6 +125,7 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
 
 # The keys are the names in the pickle. numpy 2 renamed its package ``core`` to ``_core``.
 NUMPY_GLOBALS: dict[str, Callable] = {
+    **{f"{module}.bytes": lambda: b"" for module in ("builtins", "__builtin__")},
     "numpy.dtype": _DType,
     "numpy.ndarray": _Array,
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
