@@ -27,6 +27,9 @@ _OTHER_FILES = {
 }
 
 
+_PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
 class Unfinished:
     """An object of a pickle whose state the pickle gives after its creation."""
 
@@ -90,7 +93,7 @@ def _array(shape: Any, dtype: Any, order: Any, content: Any) -> np.ndarray:
         return array.reshape(shape, order=order)
     array = np.ndarray(shape, dtype.dtype, content, order=order).copy(order="K")
     if array.dtype.kind == "U":  # numpy takes numbers that are no character.
-        codes = np.frombuffer(content, np.dtype("u4").newbyteorder(dtype.dtype.byteorder))
+        codes = np.frombuffer(bytes(content), np.dtype("u4").newbyteorder(dtype.dtype.byteorder))
         if codes.size and codes.max() > 0x10FFFF:
             raise pickle.UnpicklingError("one of its arrays of text holds what is no character")
     return array
@@ -170,14 +173,14 @@ class _Sealed:
         raise pickle.UnpicklingError("it sets the state of a name")
 
 
-class _NumpyUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _NumpyUnpickler(_PythonUnpickler):
     """A restricted form of Python's own unpickler.
 
     The one in C allocates as much memory as the file says. Sets and the keys of dicts cannot be tuples, as Python ends
     when it hashes a deeply nested one.
     """
 
-    dispatch: ClassVar[dict] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict] = dict(_PythonUnpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
