@@ -82,7 +82,7 @@ def _array(shape: Any, dtype: Any, order: Any, content: Any) -> np.ndarray:
     """Return a new array of ``content``: the bytes, or a list for an array of Python objects."""
     if not isinstance(dtype, _DType) or not all(type(size) is int and size >= 0 for size in shape):
         raise pickle.UnpicklingError("one of its arrays has no plain shape and type")
-    kind = list if dtype.dtype.hasobject else (bytes, bytearray)
+    kind: Any = list if dtype.dtype.hasobject else (bytes, bytearray)
     size = math.prod(shape) * (1 if dtype.dtype.hasobject else dtype.dtype.itemsize)
     if not isinstance(content, kind) or len(content) != size:
         raise pickle.UnpicklingError(f"one of its arrays has no content for the shape {shape!r}")
