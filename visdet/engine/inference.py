@@ -52,13 +52,20 @@ class Detector:
         complete_config(cfg)
         init_default_scope(cfg.default_scope)
         trust = bool(cfg.get("trust_checkpoint", False))
-        register_checkpoint_readers(trust)
+        allow_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
+        register_checkpoint_readers(trust, allow_nonfinite)
         self.device = _checked_device(device)
         content = read_checkpoint(checkpoint, trust=trust)
         self.model: nn.Module = MODELS.build(cfg.model)
         _check_takes_images(self.model)
         self.dataset_meta = _dataset_meta(cfg, content)
-        load_weights(self.model, weights_of(content, checkpoint), checkpoint, cfg.get("strict_load", True))
+        load_weights(
+            self.model,
+            weights_of(content, checkpoint),
+            checkpoint,
+            cfg.get("strict_load", True),
+            allow_nonfinite=allow_nonfinite,
+        )
         self.model.to(self.device).eval()
         self._pipeline = Compose(_test_pipeline(cfg))
 

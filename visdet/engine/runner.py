@@ -59,7 +59,8 @@ class DetRunner(CheckpointingRunner):
     * A resumed run continues with the seed, the data order and the random state of the earlier run, in its data
       workers, too. If the newest checkpoint is damaged, the run resumes from the one before it. ``resume`` is 'auto',
       a path, or True as in mmengine.
-    * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``.
+    * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``. Weights with NaN
+      or infinite numbers are refused, unless it says ``allow_nonfinite_weights=True``.
     * ``launcher='pytorch'`` works on machines without GPUs, where it uses gloo.
     * The backward pass runs in the training thread, on GPUs, too.
     * ``graph=True`` in the config replays training steps and predictions as CUDA graphs; see :class:`GraphedLoss` and
