@@ -53,9 +53,9 @@ def converted_arguments(target: Callable, arguments: Mapping[str, Any]) -> dict[
 def _hints(target: Any) -> dict[str, Any]:
     """Return the annotations of all arguments, including those that ``**kwargs`` passes on to the bases."""
     hints: dict[str, Any] = {}
-    for function in (
-        [kind.__init__ for kind in reversed(target.__mro__)] if inspect.isclass(target) else [target]
-    ):
+    bases = reversed(target.__mro__) if inspect.isclass(target) else ()
+    functions = [init for kind in bases if (init := vars(kind).get("__init__"))] or [target]
+    for function in functions:
         if getattr(function, "__module__", "").startswith("visdet."):
             try:
                 hints |= get_type_hints(function)

@@ -191,7 +191,7 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
         )
     if not matched:
         by_lower_case = {name.lower(): name for name in names}
-        hint = [
+        near_misses = [
             f"{name!r} (did you mean {by_lower_case[near[0]]!r}?)"
             for name in classes
             if (near := get_close_matches(name.lower(), by_lower_case, n=1))
@@ -199,7 +199,7 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
         raise InvalidInputError(
             f"annotation file {path}: none of its {len(names)} categories ({listed(names)}) is among the "
             f"{len(classes)} classes ({listed(classes)}). "
-            + (f"Near misses: {listed(hint)}. " if hint else "")
+            + (f"Near misses: {listed(near_misses)}. " if near_misses else "")
             + "Name the file's categories in the config: metainfo=dict(classes=(...))."
         )
     return matched
