@@ -168,7 +168,8 @@ def read_anchors(anchors: str | Path | np.ndarray) -> np.ndarray:
     Raises:
         ValueError: they are NaN or infinite.
     """
-    is_file = isinstance(anchors, (str, Path))
-    values = np.load(anchors, allow_pickle=False) if is_file else np.asarray(anchors)
-    check_finite(str(anchors) if is_file else "the metric", anchors=values)
-    return values
+    name = "the metric"
+    if isinstance(anchors, (str, Path)):
+        name, anchors = str(anchors), np.load(anchors, allow_pickle=False)
+    check_finite(name, anchors=anchors)
+    return np.asarray(anchors)

@@ -65,7 +65,7 @@ class Resize(BaseTransform):
         self.scale_factor = (
             None if scale_factor is None else _positive_pair("Resize: scale_factor", scale_factor)
         )
-        sizes = self.scale or self.scale_factor
+        sizes: Any = self.scale or self.scale_factor
         if math.isinf(min(sizes) if keep_ratio else max(sizes)):
             raise InvalidInputError(f"Resize: scale must be finite (keep_ratio={keep_ratio}), got {sizes}")
         self.keep_ratio = keep_ratio
@@ -116,8 +116,11 @@ class RandomChoiceResize(BaseTransform):
     """
 
     def __init__(self, scales: Sequence | int, resize_type: str = "Resize", **resize_kwargs: Any) -> None:
-        are_pairs = isinstance(scales, tuple) and all(isinstance(scale, (list, tuple)) for scale in scales)
-        self.scales: list = list(scales) if isinstance(scales, list) or are_pairs else [scales]
+        are_several = isinstance(scales, list) or (
+            isinstance(scales, tuple) and all(isinstance(scale, (list, tuple)) for scale in scales)
+        )
+        given: Any = scales
+        self.scales = list(given) if are_several else [given]
         if not self.scales:
             raise InvalidInputError("RandomChoiceResize: scales must not be empty")
         self._resizes = [
