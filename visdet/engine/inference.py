@@ -16,6 +16,7 @@ from torch import nn
 
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
+from visdet.structures.finite import DIVERGED, check_finite
 
 from .checkpoint import read_checkpoint, register_checkpoint_readers
 from .config import complete_config
@@ -167,6 +168,9 @@ def detections_of(sample: Any, classes: tuple[str, ...], score_thr: float = 0.0)
     """
     fields = sample.to_dict() if isinstance(sample, DetDataSample) else sample
     predicted = fields["pred_instances"]
+    check_finite(
+        f"image {fields.get('img_path')}", DIVERGED, scores=predicted["scores"], bboxes=predicted["bboxes"]
+    )
     height, width = (int(size) for size in fields["ori_shape"][:2])
     order = torch.argsort(predicted["scores"], descending=True, stable=True)
     return {

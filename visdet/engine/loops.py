@@ -1,7 +1,8 @@
 """mmengine's two training loops, which can be resumed at any iteration without reading data again."""
 
 import gc
-from collections.abc import Callable, Iterator, Sized
+import os
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -302,6 +303,29 @@ def check_there_are_samples(dataset: Any, loader: str) -> None:
             f"{loader}.dataset ({type(dataset).__name__}) has no samples. Look at its annotation file and at what "
             "leaves samples out (filter_cfg, indices, metainfo.classes)"
         )
+
+
+def check_metrics_are_apart(metrics: Sequence[Any], section: str) -> None:
+    """Refuse metrics of an evaluator that write to one file, or whose values have the same names.
+
+    Raises:
+        ConfigError: two metrics have the same ``outfile_prefix`` or ``out_file``, or are of one class with the same
+            ``prefix`` and ``metric_items``.
+    """
+    seen: set[tuple] = set()
+    for metric in metrics:
+        paths = {key: getattr(metric, key, None) for key in ("outfile_prefix", "out_file")}
+        claims: set[tuple] = {(key, os.path.abspath(path), "") for key, path in paths.items() if path}
+        if not (getattr(metric, "format_only", False) or paths["out_file"]):
+            items = getattr(metric, "metric_items", [""])
+            claims |= {("prefix", metric.prefix, f"{type(metric).__name__} {item}") for item in items}
+        if clash := seen & claims:
+            key, value, _ = min(clash)
+            raise ConfigError(
+                f"{section}: two metrics, of which one is a {type(metric).__name__}, have {key}={value!r}, so that "
+                f"the results of one would replace those of the other. Give each a {key} of its own"
+            )
+        seen |= claims
 
 
 def check_frames_come_one_by_one(dataloader: Any, loader: str) -> None:

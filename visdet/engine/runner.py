@@ -31,7 +31,12 @@ from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
 from .errors import log_fatal_error
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
-from .loops import check_frames_come_one_by_one, check_there_are_samples, weights_cast_once
+from .loops import (
+    check_frames_come_one_by_one,
+    check_metrics_are_apart,
+    check_there_are_samples,
+    weights_cast_once,
+)
 from .run_config import RunConfig
 
 __all__ = ["DetRunner"]
@@ -152,6 +157,7 @@ class DetRunner(CheckpointingRunner):
             built = super().build_val_loop(loop)
             check_there_are_samples(built.dataloader.dataset, "val_dataloader")
             check_frames_come_one_by_one(built.dataloader, "val_dataloader")
+            check_metrics_are_apart(built.evaluator.metrics, "val_evaluator")
             return built
 
     def build_test_loop(self, loop: BaseLoop | dict) -> BaseLoop:
@@ -161,6 +167,7 @@ class DetRunner(CheckpointingRunner):
             built = super().build_test_loop(loop)
             check_there_are_samples(built.dataloader.dataset, "test_dataloader")
             check_frames_come_one_by_one(built.dataloader, "test_dataloader")
+            check_metrics_are_apart(built.evaluator.metrics, "test_evaluator")
             return built
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:

@@ -229,7 +229,7 @@ def test_rejections():
     with pytest.raises(ValueError, match="num_learnable_pts of at least 1, got 0"):
         MODELS.build({"type": "SparsePoint3DKeyPointsGenerator"})(torch.zeros(1, 2, 40), None)
     with pytest.raises(ValueError, match="fix_scale must hold triples"):
-        MODELS.build({"type": "SparseBox3DKeyPointsGenerator", "fix_scale": [0.0, 1.0]})
+        MODELS.build({"type": "SparseBox3DKeyPointsGenerator", "fix_scale": [[0.0, 1.0]]})
     with pytest.warns(UserWarning, match="temporal_fusion_module is never called"):
         make_module(temporal_fusion_module={"type": "anything"})
     inputs = list(make_inputs())
