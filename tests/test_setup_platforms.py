@@ -188,6 +188,18 @@ def test_with_an_old_driver_everything_on_the_cpu_works(driver):
     assert done.stdout.split() == ["1.0"], done.stderr
 
 
+def test_the_doctor_notices_the_other_project_with_the_name(tmp_path, monkeypatch):
+    assert "ANOTHER PROJECT" not in "\n".join(doctor._packages([]))
+    (tmp_path / "visdet-1.2.dist-info").mkdir()
+    (tmp_path / "visdet-1.2.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: visdet\nVersion: 1.2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    advice = []
+    assert "1.2  (ANOTHER PROJECT" in "\n".join(doctor._packages(advice))
+    assert any("pip uninstall visdet" in line for line in advice)
+
+
 def test_the_doctor_names_what_the_cuda_library_is_compiled_for():
     info = {
         "cpu": {"loaded": True, "path": "", "problem": None},

@@ -1,6 +1,6 @@
 """Detect objects in image files. The detections are written to a JSON file and drawn into a copy of each image.
 
-python tools/infer.py CONFIG CHECKPOINT IMAGE|FOLDER
+python tools/infer.py CONFIG CHECKPOINT IMAGE|FOLDER ...
 """
 
 import argparse
@@ -15,7 +15,11 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("config", help="the config that the checkpoint was trained with")
     parser.add_argument("checkpoint", help="a checkpoint file or its http(s) address")
-    parser.add_argument("images", help="an image file, or a folder of image files")
+    parser.add_argument(
+        "images",
+        nargs="+",
+        help="image files, or folders that are searched for image files with their subfolders",
+    )
     parser.add_argument(
         "--out-dir", default="work_dirs/detections", help="folder to write (default: %(default)s)"
     )
@@ -50,7 +54,7 @@ def main() -> None:
 
     with tool_session():
         cfg, _ = load_config(args.config, args.cfg_options)
-        images = find_images(args.images)
+        images, left_out = find_images(args.images, args.out_dir)
         check_work_dir(args.out_dir, "--out-dir")
         detector = Detector(cfg, args.checkpoint, args.device)
         drawing = {**cfg.get("visualizer", {"type": "DetLocalVisualizer"}), "vis_backends": None}
@@ -62,9 +66,12 @@ def main() -> None:
             f"wrote {total} detections in {len(found)} images to {args.out_dir}/predictions.json and "
             f"{args.out_dir}/pictures"
         )
+        for remark in left_out:
+            say(remark)
         for failure in failures:
             print(f"error: {failure}", file=sys.stderr)
         if failures:
+            print(f"{len(failures)} of {len(images)} images could not be read", file=sys.stderr)
             sys.exit(1)
 
 

@@ -1,7 +1,8 @@
-"""Make info files from the raw nuScenes data set, or convert a published info file to a safe format.
+"""Make info files from raw nuScenes data, convert a published info file to a safe format, or check an info file.
 
 python tools/prepare_nuscenes.py data/nuscenes --version v1.0-trainval --can-bus data/nuscenes --out-dir data/infos
 python tools/prepare_nuscenes.py --convert data/infos/nuscenes_infos_train.pkl
+python tools/prepare_nuscenes.py --check data/mine/infos_train.npz --data-root data/mine
 
 The tool needs nuScenes' tables, samples and map expansion (maps/expansion/*.json), and the package shapely for the map.
 With --no-map, it needs neither the map expansion nor shapely. The status of the vehicle comes from the CAN bus
@@ -29,9 +30,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--convert", metavar="PKL", help="convert this published info file to an .npz file beside it"
     )
+    parser.add_argument(
+        "--check",
+        metavar="INFOS",
+        help="check every frame of this info file and every image, and print what a config must say about it",
+    )
+    parser.add_argument(
+        "--data-root", help="for --check: the folder that the paths in the file are relative to"
+    )
     args = parser.parse_args()
-    if (args.root is None) == (args.convert is None):
-        parser.error("either the root folder of nuScenes or --convert must be given, and not both")
+    if [args.root, args.convert, args.check].count(None) != 2:
+        parser.error("exactly one of the root folder of nuScenes, --convert and --check must be given")
     return args
 
 
@@ -45,6 +54,11 @@ def main() -> None:
     from visdet.engine import check_work_dir, tool_session
 
     with tool_session():
+        if args.check:
+            from visdet.datasets.recording_report import recording_report
+
+            print("\n".join(recording_report(args.check, args.data_root)))
+            return
         if args.convert:
             infos, metadata = load_infos(args.convert)
             write(Path(args.convert).with_suffix(".npz"), infos, metadata)

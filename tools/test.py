@@ -70,6 +70,9 @@ def main() -> None:
         for remark in remarks:
             say(remark)
         build_runner(cfg).test()
+        for path, what in ((args.out, "predictions"), (args.show_dir, "pictures")):
+            if path:
+                say(f"{what}: {path}")
 
 
 if __name__ == "__main__":

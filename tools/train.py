@@ -63,7 +63,7 @@ def main() -> None:
         tool_session,
     )
 
-    with tool_session("`--resume` continues from the newest checkpoint"):
+    with tool_session():
         launcher = checked_launcher(args.launcher)
         cfg, remarks = load_config(args.config, args.cfg_options, args.work_dir)
         check_required_keys(cfg, for_training=True)

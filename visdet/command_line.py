@@ -2,6 +2,7 @@
 
 import argparse
 import ctypes
+import io
 import os
 import re
 import sys
@@ -40,6 +41,9 @@ def _keep_freed_memory() -> None:
 
 
 _keep_freed_memory()
+
+if isinstance(sys.stdout, io.TextIOWrapper):  # A name that the terminal cannot show must not end a program.
+    sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class CfgOptions(argparse.Action):

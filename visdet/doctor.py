@@ -46,6 +46,12 @@ def _packages(advice: list[str]) -> list[str]:
         advice.append(
             f"for models, data sets and training: pip install 'visdet-ops[train]' (missing: {', '.join(missing)})"
         )
+    if other := _version("visdet"):
+        lines.append(f"  {'visdet':18} {other}  (ANOTHER PROJECT with the same import name)")
+        advice.append(
+            "the distribution visdet is another project, which overwrites files of visdet-ops: pip uninstall visdet, "
+            "and then install visdet-ops again"
+        )
     if "opencv-python" not in missing:
         try:
             import cv2  # noqa: F401

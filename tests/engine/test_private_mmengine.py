@@ -42,6 +42,7 @@ USES = {
         "The norm stays on the device until it is logged.",
         "^clip_grad",
     ),
+    "OptimWrapper._inner_count": ("``inner_count`` cannot be set.", "^set_inner"),
     "Registry._locations": ("The modules are imported until one has the name.", "^locations"),
     "Runner._has_loaded": ("A checkpoint that was loaded is not loaded again.", "^(has|is)_loaded"),
     "Runner._load_from": ("The run decides and says which checkpoint it starts from.", "^load_from"),

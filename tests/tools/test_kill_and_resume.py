@@ -2,6 +2,7 @@
 
 import random
 import re
+import signal
 import time
 from collections.abc import Mapping
 
@@ -70,3 +71,22 @@ def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path):
     for scalar in ("train/loss", "val/toy/accuracy"):
         histories = [run["message_hub"]["log_scalars"][scalar] for run in (whole, killed)]
         assert_equal(*histories, scalar)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "number"), [(0, signal.SIGTERM), (0, signal.SIGINT), (2, signal.SIGTERM)]
+)
+def test_a_signal_ends_a_run_with_what_resumes_it(tmp_path, processes, number):
+    process = start(
+        "train", TOY_CONFIG, "--work-dir", tmp_path, "--cfg-options", *_OPTIONS, processes=processes
+    )
+    while not (tmp_path / "last_checkpoint").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    word = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+    [message] = [line for line in err.splitlines() if line.startswith(word)]
+    path = re.fullmatch(rf"{word}; `--resume (.*\.pth)` continues the run", message)[1]
+    assert path.startswith(str(tmp_path)) and read_checkpoint(path)
+    assert processes or process.returncode == 128 + number

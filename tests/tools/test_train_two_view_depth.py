@@ -40,6 +40,7 @@ def test_trains_draws_and_tests(tmp_path, monkeypatch, capsys):
         "--out", tmp_path / "depth.json", "--show-dir", tmp_path / "pictures", "--cfg-options", *SMALL,
     )  # fmt: skip
     assert f"two_view/abs_rel {last:.4f}" in printed
+    assert f"pictures: {tmp_path}/pictures" in printed
     assert len(list((tmp_path / "pictures").glob("*.png"))) == 4
     records = json.loads((tmp_path / "depth.json").read_text())
     assert [record["pair"] for record in records] == [0, 1, 2, 3]

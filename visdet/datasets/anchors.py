@@ -2,9 +2,14 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy.cluster.vq import kmeans2
+
+from visdet.errors import InvalidInputError
+
+from .frame_records import value_of
 
 __all__ = ["cluster", "detection_anchors", "map_anchors", "motion_anchors", "planning_anchors"]
 
@@ -69,10 +74,17 @@ def detection_anchors(
         num_anchors: number of anchors.
         max_distance: boxes farther away in x and y are left out, in metres.
         seed: seed of the random numbers.
+
+    Raises:
+        ValueError: a frame has no ``gt_boxes``, or no frame has a box within ``max_distance``.
     """
-    centers = [np.asarray(info["gt_boxes"]).reshape(-1, 7)[:, :3] for info in infos]
+    centers = [boxes[:, :3] for boxes in _values(infos, "gt_boxes")]
     points = np.concatenate([np.zeros((0, 3)), *centers])
     points = points[np.hypot(points[:, 0], points[:, 1]) < max_distance]
+    if not len(points):
+        raise InvalidInputError(
+            f"none of {len(infos)} frames has a box within {max_distance} m (max_distance)"
+        )
     rest = np.tile([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], (num_anchors, 1))
     return np.concatenate([cluster(points, num_anchors, seed), rest], axis=1)
 
@@ -81,13 +93,18 @@ def map_anchors(infos: Sequence[dict], num_anchors: int, num_points: int = 20, s
     """Return polyline anchors [num_anchors, num_points, 2] in metres.
 
     Each is a line of 8 m that points straight ahead. The centres of the lines are those of clustered map lines.
+
+    Raises:
+        ValueError: a frame has no ``map_annos``, or no frame has a line.
     """
     means = [
-        np.asarray(line)[:, :2].mean(axis=0)
-        for info in infos
-        for lines in info["map_annos"].values()
+        line[:, :2].mean(axis=0)
+        for annotated in _values(infos, "map_annos")
+        for lines in annotated.values()
         for line in lines
     ]
+    if not means:
+        raise InvalidInputError(f"none of {len(infos)} frames has a line in map_annos")
     ahead = np.linspace(-_MAP_ANCHOR_LENGTH_M / 2, _MAP_ANCHOR_LENGTH_M / 2, num_points)
     offsets = np.stack([np.zeros(num_points), ahead], axis=-1)
     return cluster(np.array(means).reshape(-1, 2), num_anchors, seed)[:, None] + offsets
@@ -98,22 +115,27 @@ def motion_anchors(
 ) -> np.ndarray:
     """Return the clustered future paths [num classes, num_modes, T, 2] of agents.
 
-    They are positions in metres in the frame of the agent, with x along its heading.
+    They are positions in metres in the frame of the agent, with x along its heading. Those of a class without a whole
+    path are 0.
+
+    Raises:
+        ValueError: a frame has no ``gt_boxes`` or ``gt_agent_fut_trajs``.
     """
     paths: dict[str, list[np.ndarray]] = {name: [] for name in classes}
     num_steps = 12
-    for info in infos:
-        boxes = np.asarray(info["gt_boxes"]).reshape(-1, 7)
+    for info, boxes in zip(infos, _values(infos, "gt_boxes"), strict=True):
         if not len(boxes):
             continue
-        futures, masks = np.asarray(info["gt_agent_fut_trajs"]), np.asarray(info["gt_agent_fut_masks"])
+        futures, masks, names = (
+            _value(info, key, len(boxes)) for key in ("gt_agent_fut_trajs", "gt_agent_fut_masks", "gt_names")
+        )
         num_steps = futures.shape[1]
         usable = (masks.sum(axis=1) == num_steps) & (np.hypot(boxes[:, 0], boxes[:, 1]) < max_distance)
         cos, sin = np.cos(boxes[:, 6]), np.sin(boxes[:, 6])
         to_agent = np.stack([np.stack([cos, sin], -1), np.stack([-sin, cos], -1)], axis=1)  # [n, 2, 2]
         local = np.einsum("nij,ntj->nti", to_agent, futures.cumsum(axis=1))
         for row in np.flatnonzero(usable):
-            name = str(info["gt_names"][row])
+            name = str(names[row])
             if name in paths:
                 paths[name].append(local[row].reshape(-1))
     centers = [
@@ -125,14 +147,31 @@ def motion_anchors(
 def planning_anchors(infos: Sequence[dict], num_modes: int, seed: int = 0) -> np.ndarray:
     """Return the clustered future paths [3, num_modes, T, 2] of the vehicle for the commands right, left and straight.
 
-    They are positions in metres in the lidar frame.
+    They are positions in metres in the lidar frame. Those of a command without a whole path are 0.
+
+    Raises:
+        ValueError: a frame has no ``gt_ego_fut_trajs``.
     """
     paths: list[list[np.ndarray]] = [[], [], []]
     num_steps = 6
     for info in infos:
-        future = np.asarray(info["gt_ego_fut_trajs"])
+        future, masks, command = (_value(info, f"gt_ego_fut_{key}") for key in ("trajs", "masks", "cmd"))
         num_steps = len(future)
-        if np.sum(info["gt_ego_fut_masks"]) == num_steps:
-            paths[int(np.argmax(info["gt_ego_fut_cmd"]))].append(future.cumsum(axis=0).reshape(-1))
+        if masks.sum() == num_steps:
+            paths[int(np.argmax(command))].append(future.cumsum(axis=0).reshape(-1))
     centers = [cluster(np.array(found).reshape(-1, 2 * num_steps), num_modes, seed) for found in paths]
     return np.stack(centers).reshape(3, num_modes, num_steps, 2)
+
+
+def _values(infos: Sequence[dict], key: str) -> list:
+    return [_value(info, key) for info in infos]
+
+
+def _value(info: dict, key: str, num_boxes: int | None = None) -> Any:
+    """Return the checked value of a key that the frame must have. Boxes have seven columns."""
+    where = f"frame {info.get('token', 'without a token')}"
+    # Here, boxes may come without names.
+    value = value_of({key: info.get(key)}, key, where, num_boxes)
+    if value is None:
+        raise InvalidInputError(f"{where}: {key} is missing")
+    return value[:, :7] if key == "gt_boxes" else value

@@ -18,9 +18,11 @@ import numpy as np
 from mmengine import fileio
 
 from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError
-from visdet.structures.numpy_pickle import NUMPY_GLOBALS
+from visdet.structures.restricted_pickle import load_numpy_pickle
 
-__all__ = ["InfoTable", "frame_keys", "load_infos", "save_infos"]
+from .frame_records import value_of
+
+__all__ = ["InfoTable", "frame_keys", "frame_tokens", "load_infos", "save_infos"]
 
 _FORMAT = "visdet-infos-1"
 _ARRAY = "__array__"
@@ -36,31 +38,42 @@ class InfoTable(Sequence):
         ends: int64 [n], the position at which the JSON of each info ends.
         pools: the numbers of all arrays of a dtype, by the name of the dtype.
         frame_keys: the key of each info, so that frames can be sorted without decoding them.
+        tokens: the token of each info. It is empty for files of earlier versions.
     """
 
     def __init__(
-        self, text: np.ndarray, ends: np.ndarray, pools: dict[str, np.ndarray], frame_keys: list[FrameKey]
+        self,
+        text: np.ndarray,
+        ends: np.ndarray,
+        pools: dict[str, np.ndarray],
+        frame_keys: list[FrameKey],
+        tokens: Sequence[str] = (),
     ) -> None:
         self._text, self._ends, self._pools = text, ends, pools
-        self.frame_keys = frame_keys
+        self.frame_keys, self.tokens = frame_keys, tokens
 
     @classmethod
-    def from_infos(cls, infos: Iterable[dict]) -> "InfoTable":
-        """Return the table of these infos.
+    def from_infos(cls, infos: Iterable[dict], file: str = "the infos") -> "InfoTable":
+        """Return the table of these infos, which are those of a file in messages.
 
         Raises:
             TypeError: an info holds a value of a type that the file cannot hold.
+            ValueError: an info has no usable ``timestamp`` or ``scene_token``.
         """
+        infos = list(infos)
         pools: dict[str, list[np.ndarray]] = {name: [] for name in _POOL_TYPES}
         sizes = dict.fromkeys(_POOL_TYPES, 0)
-        texts, keys = [], []
-        for info in infos:
-            texts.append(json.dumps(_encode(info, pools, sizes), separators=(",", ":")).encode())
-            keys.append(_frame_key(info))
+        keys = frame_keys(infos, file)
+        texts = []
+        for index, info in enumerate(infos):
+            try:
+                texts.append(json.dumps(_encode(info, pools, sizes), separators=(",", ":")).encode())
+            except InvalidTypeError as error:
+                raise InvalidTypeError(f"frame {info.get('token') or index} of {file}: {error}") from error
         ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         text = np.frombuffer(b"".join(texts), dtype=np.uint8)
         joined = {name: np.concatenate([np.zeros(0, name), *parts]) for name, parts in pools.items()}
-        return cls(text, ends, joined, keys)
+        return cls(text, ends, joined, keys, frame_tokens(infos))
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -79,35 +92,60 @@ class InfoTable(Sequence):
         """Return the arrays to write to a file."""
         keys = np.array(json.dumps(self.frame_keys))
         pools = {f"pool_{name}": numbers for name, numbers in self._pools.items()}
-        return {"text": self._text, "ends": self._ends, "frame_keys": keys} | pools
+        tokens = np.array(json.dumps(list(self.tokens)))
+        return {"text": self._text, "ends": self._ends, "frame_keys": keys, "tokens": tokens} | pools
 
 
-def frame_keys(infos: Sequence[dict]) -> list[FrameKey]:
+def frame_keys(infos: Sequence[dict], file: str = "the infos") -> list[FrameKey]:
     """Return the (timestamp in us, scene token, whether there are no sweeps) of each info.
 
     The first frame of a scene has no sweeps.
+
+    Args:
+        infos: the frames.
+        file: the file that they come from, for messages.
+
+    Raises:
+        ValueError: an info has no timestamp or scene token, or one that cannot be used.
     """
-    return infos.frame_keys if isinstance(infos, InfoTable) else [_frame_key(info) for info in infos]
+    if isinstance(infos, InfoTable):
+        return infos.frame_keys
+    keys = []
+    for index, info in enumerate(infos):
+        if not isinstance(info, dict):
+            raise InvalidInputError(f"frame {index} of {file} must be a dict, got {type(info).__name__}")
+        where = f"frame {info.get('token') or index} of {file}"
+        time, scene, sweeps = (value_of(info, name, where) for name in ("timestamp", "scene_token", "sweeps"))
+        keys.append((time, scene, sweeps is not None and len(sweeps) == 0))
+    return keys
 
 
-def _frame_key(info: dict) -> FrameKey:
-    has_sweeps = "sweeps" not in info or len(info["sweeps"]) > 0
-    return _plain(info["timestamp"]), _plain(info["scene_token"]), not has_sweeps
+def frame_tokens(infos: Sequence[dict]) -> list[str]:
+    """Return the tokens of the infos, or nothing for a file of an earlier version and for infos without tokens."""
+    if isinstance(infos, InfoTable):
+        return list(infos.tokens)
+    tokens = [info.get("token") for info in infos]
+    return [str(token) for token in tokens] if all(tokens) else []
 
 
 def _encode(value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int]) -> Any:
     """Return ``value`` in types of JSON, after putting its arrays into the pools."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and _ARRAY not in value:
-            return {key: _encode(item, pools, sizes) for key, item in value.items()}
+            return {key: _encode_named(key, item, pools, sizes) for key, item in value.items()}
         # This is a dict such as map_annos, whose keys are class numbers.
         pairs = [[_plain(key), _encode(item, pools, sizes)] for key, item in value.items()]
         return {_ARRAY: "dict", "items": pairs}
     if isinstance(value, (list, tuple)):
         return [_encode(item, pools, sizes) for item in value]
     if isinstance(value, np.ndarray):
-        if value.dtype.kind in "US":
+        if value.dtype.kind in "US" or (
+            value.dtype == object and all(isinstance(x, str) for x in value.flat)
+        ):
             return {_ARRAY: "text", "items": value.astype(str).tolist()}
+        if value.dtype.name not in pools and value.dtype.kind in "iuf":
+            smallest = np.float32 if value.dtype.kind == "f" else np.int64
+            value = value.astype(smallest) if np.can_cast(value.dtype, smallest) else value
         name = value.dtype.name
         if name not in pools:
             raise InvalidTypeError(
@@ -118,6 +156,13 @@ def _encode(value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int
         sizes[name] += value.size
         return reference
     return _plain(value)
+
+
+def _encode_named(key: str, value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int]) -> Any:
+    try:
+        return _encode(value, pools, sizes)
+    except InvalidTypeError as error:
+        raise InvalidTypeError(f"{key}: {error}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -154,15 +199,15 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
         metadata: information on the data set, such as ``version``, in types of JSON.
 
     Raises:
-        ValueError: ``path`` does not end with ``.npz``.
         TypeError: an info holds a value of a type that the file cannot hold.
+        ValueError: ``path`` does not end with ``.npz``, or an info has no usable ``timestamp`` or ``scene_token``.
     """
     path = Path(path)
     if path.suffix != ".npz":
         raise InvalidInputError(f"save_infos: path must end with .npz, got {path}")
     header = json.dumps({"format": _FORMAT, "metadata": metadata})
     with open(path, "wb") as file:
-        arrays: dict[str, Any] = InfoTable.from_infos(infos).arrays()
+        arrays: dict[str, Any] = InfoTable.from_infos(infos, str(path)).arrays()
         np.savez(file, header=np.array(header), **arrays)
 
 
@@ -185,12 +230,27 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
         if not str(path).endswith((".pkl", ".pickle")):
             raise InvalidInputError(f"info file {path} must end with .npz or .pkl")
         try:
-            loaded = _NumpyUnpickler(file).load()
+            loaded = load_numpy_pickle(file)
         except pickle.UnpicklingError as error:
             raise InvalidInputError(f"info file {path} cannot be read: {error}") from error
-    if not isinstance(loaded, dict) or not {"infos", "metadata"} <= set(loaded):
-        raise InvalidInputError(f"info file {path} must hold a dict of infos and metadata")
-    return list(loaded["infos"]), dict(loaded["metadata"])
+    return _infos_and_metadata(loaded, path)
+
+
+def _infos_and_metadata(loaded: Any, path: str | Path) -> tuple[list[dict], dict]:
+    expected = f"info file {path} must hold a dict of infos and metadata"
+    if not isinstance(loaded, dict):
+        raise InvalidInputError(f"{expected}, got {type(loaded).__name__}")
+    if not {"infos", "metadata"} <= set(loaded):
+        layout = ", the layout of mmdet3d 1.x" if "data_list" in loaded else ""
+        raise InvalidInputError(
+            f"{expected}, got a dict of {', '.join(map(str, loaded)) or 'nothing'}{layout}"
+        )
+    infos, metadata = loaded["infos"], loaded["metadata"]
+    for name, value, kinds in (("infos", infos, (list, tuple)), ("metadata", metadata, dict)):
+        if not isinstance(value, kinds):
+            kind = "dict" if kinds is dict else "list"
+            raise InvalidInputError(f"info file {path}: {name} must be a {kind}, got {type(value).__name__}")
+    return list(infos), dict(metadata)
 
 
 def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
@@ -201,13 +261,7 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
                 raise ValueError(f"its format is {header['format']!r}, but this version reads {_FORMAT!r}")
             pools = {name: file[f"pool_{name}"] for name in _POOL_TYPES}
             keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
-            return InfoTable(file["text"], file["ends"], pools, keys), header["metadata"]
+            tokens = json.loads(str(file["tokens"])) if "tokens" in file else ()
+            return InfoTable(file["text"], file["ends"], pools, keys, tokens), header["metadata"]
     except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise InvalidInputError(f"info file {path} is not one of visdet's: {error}") from error
-
-
-class _NumpyUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in NUMPY_GLOBALS:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is none of numpy's array types")
-        return NUMPY_GLOBALS[module, name]

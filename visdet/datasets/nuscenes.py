@@ -1,10 +1,9 @@
 """nuScenes with tracks, futures and maps. Key frames come one at a time, in the order of their scenes."""
 
 import logging
-import math
+import unicodedata
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.poses import inverse_pose, pose_matrix, wrap_angle
 
-from .info_files import frame_keys, load_infos
+from .frame_order import sequence_flags, sort_frames
+from .frame_records import check_frame
+from .info_files import load_infos
 from .nuscenes_tables import NUSCENES_CLASSES
 
 __all__ = ["NuScenes3DDetTrackDataset"]
@@ -46,13 +47,14 @@ class NuScenes3DDetTrackDataset(Dataset):
         ann_file: the info file, which is an ``.npz`` of visdet or a published ``.pkl``. If the path does not exist, it
             is looked up in ``data_root``.
         pipeline: transforms.
-        data_root: the folder that contains ``samples/``.
+        data_root: the folder that the paths of the file are relative to.
         classes, map_classes: the names of the labels. Map classes are those of ``map_annos`` 0, 1, 2 and so on.
         load_interval: use every n-th frame only.
         with_velocity: append the velocity to the boxes.
         test_mode: use no random augmentation. Unknown velocities stay NaN for the metrics instead of becoming 0.
-        use_valid_flag: train on boxes with a lidar or radar point instead of those with a lidar point. In test mode the
-            boxes of a frame are always the former, as in nuScenes' evaluation.
+        use_valid_flag: train on the boxes of ``valid_flag``, which have a lidar or radar point, instead of those with a
+            lidar point. In test mode the boxes of a frame are always the former, as in nuScenes' evaluation. Frames
+            without ``lidar_path`` have the boxes of ``valid_flag`` in both cases, or all boxes without it.
         num_cameras: the number of cameras that a frame must have.
         data_aug_conf: ``H, W`` of the files, ``final_dim`` (height, width), ``resize_lim, bot_pct_lim, rot_lim``
             (degrees), ``rand_flip, rot3d_range`` (radians).
@@ -66,8 +68,9 @@ class NuScenes3DDetTrackDataset(Dataset):
 
     Raises:
         FileNotFoundError: the info file does not exist.
-        ValueError: the file is empty, two frames of a scene have the same time, or a frame has a wrong number of
-            cameras, or a calibration or boxes that are not usable. The message names the frame.
+        ValueError: the file is empty, two frames have one token or one scene and time, times are not in microseconds,
+            or a frame does not have the keys and cameras that it must have. The message names key, frame and file. The
+            first frame is checked at once, and every frame when it is read.
 
     Source: names, keywords and record keys are those of SparseDrive's NuScenes3DDataset and Sparse4D's
     NuScenes3DDetTrackDataset. Differences: records of the file are never changed, a new token also starts a new scene,
@@ -105,6 +108,10 @@ class NuScenes3DDetTrackDataset(Dataset):
         num_cameras: int = 6,
         metainfo: dict | None = None,
     ) -> None:
+        if not isinstance(ann_file, (str, Path)):
+            raise InvalidInputError(
+                f"ann_file must be the path of one info file, which may hold several recordings, got {ann_file!r}"
+            )
         self.data_root = data_root
         self.ann_file = ann_file
         self.with_velocity = with_velocity
@@ -113,15 +120,17 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.data_aug_conf = data_aug_conf
         self.keep_consistent_seq_aug = keep_consistent_seq_aug
         self.num_cameras = num_cameras
-        self.CLASSES = tuple(classes or self.METAINFO["classes"])
-        self.MAP_CLASSES = tuple(map_classes or self.METAINFO["map_classes"])
+        self.CLASSES = _class_names("classes", classes or self.METAINFO["classes"])
+        self.MAP_CLASSES = _class_names("map_classes", map_classes or self.METAINFO["map_classes"])
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
-        self._has_warned = False
-        self._camera_names: tuple[str, ...] = ()  # those of the first frame that is read
+        self._class_like = {_folded(name): name for name in self.CLASSES}
+        self._warned_about: set[str] = set()
         self._infos, self.metadata = load_infos(self._resolve(ann_file))
-        self._all_frames, self._all_scenes = _sort_frames(self._infos, str(ann_file))
+        self._all_frames, self._all_scenes = sort_frames(self._infos, str(ann_file))
         self._interval = load_interval
         self._order, self._scenes = self._all_frames[::load_interval], self._all_scenes[::load_interval]
+        self._camera_names: tuple[str, ...] = ()
+        self._camera_names = self._cameras(self.get_info(0))["cam_names"]
         self.metainfo = {
             "classes": self.CLASSES,
             "map_classes": self.MAP_CLASSES,
@@ -132,7 +141,7 @@ class NuScenes3DDetTrackDataset(Dataset):
             [TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline or []]
         )
         if with_seq_flag:
-            self.flag = _sequence_flags(self._scenes, sequences_split_num)
+            self.flag = sequence_flags(self._scenes, sequences_split_num)
 
     def full_init(self) -> None:
         """Do nothing, because the constructor has read the file. mmengine calls this method."""
@@ -155,8 +164,12 @@ class NuScenes3DDetTrackDataset(Dataset):
         return np.flatnonzero(np.diff(self._scenes, prepend=-1))
 
     def get_info(self, index: int) -> dict:
-        """Return the stored record of frame ``index``, in the order of the data set."""
-        return self._infos[int(self._order[index])]
+        """Return the checked record of frame ``index``, in the order of the data set."""
+        return self._info(self._order[index])
+
+    def _info(self, position: int) -> dict:
+        """Return the checked record at a position in the file."""
+        return check_frame(self._infos[int(position)], self.ann_file, int(position))
 
     def get_augmentation(self, rng: np.random.Generator | None = None) -> dict | None:
         """Return the resize factor, crop, flip and rotations of a frame, or ``None`` without ``data_aug_conf``.
@@ -204,18 +217,24 @@ class NuScenes3DDetTrackDataset(Dataset):
             "scene_token": info["scene_token"],
             "sample_idx": index,
             "timestamp": info["timestamp"] / 1e6,
-            "pts_filename": self._resolve(info["lidar_path"]),
+            "pts_filename": self._resolve(info["lidar_path"]) if "lidar_path" in info else None,
             "sweeps": info.get("sweeps", []),
             "map_location": info.get("map_location"),
             "lidar2ego_translation": info["lidar2ego_translation"],
             "lidar2ego_rotation": info["lidar2ego_rotation"],
-            "ego2global_translation": np.asarray(info["ego2global_translation"], dtype=np.float64),
+            "ego2global_translation": info["ego2global_translation"],
             "ego2global_rotation": info["ego2global_rotation"],
             "lidar2global": _lidar_to_global(info),
         }
         if "ego_status" in info:
             record["ego_status"] = self._finite(info, "ego_status")
         if "map_annos" in info:
+            unknown = sorted(set(info["map_annos"]) - set(range(len(self.MAP_CLASSES))))
+            if unknown:
+                raise InvalidInputError(
+                    f"frame {info['token']} of {self.ann_file}: map_annos has the classes {unknown}, but map_classes "
+                    f"are 0 to {len(self.MAP_CLASSES) - 1} ({', '.join(self.MAP_CLASSES)})"
+                )
             record["map_annos"] = info["map_annos"]
         record.update(self._cameras(info))
         if "gt_boxes" in info:
@@ -233,26 +252,22 @@ class NuScenes3DDetTrackDataset(Dataset):
                 f"frame {info['token']} of {self.ann_file} must have {self.num_cameras} cameras "
                 f"(num_cameras), got {len(info['cams'])}: {', '.join(info['cams'])}"
             )
-        self._camera_names = self._camera_names or tuple(info["cams"])
-        if tuple(info["cams"]) != self._camera_names:
+        if self._camera_names and tuple(info["cams"]) != self._camera_names:
             raise InvalidInputError(
                 f"frame {info['token']} of {self.ann_file} must have its cameras in the order of other frames, "
                 f"{', '.join(self._camera_names)}, got {', '.join(info['cams'])}"
             )
         names, projections, to_cameras, intrinsics = [], [], [], []
-        for camera, values in info["cams"].items():
-            to_lidar = np.eye(4)
-            to_lidar[:3, :3] = values["sensor2lidar_rotation"]
-            to_lidar[:3, 3] = values["sensor2lidar_translation"]
+        for values in info["cams"].values():
+            to_lidar = pose_matrix(values["sensor2lidar_translation"], values["sensor2lidar_rotation"])
             intrinsic = np.eye(4)
-            given = np.asarray(values["cam_intrinsic"], dtype=np.float64)
+            given = values["cam_intrinsic"]
             intrinsic[: given.shape[0], : given.shape[1]] = given
-            _check_calibration(info["token"], camera, to_lidar, intrinsic)
             from_lidar = np.linalg.inv(to_lidar)
             names.append(self._resolve(values["data_path"]))
             projections.append(intrinsic @ from_lidar)
             to_cameras.append(from_lidar)
-            intrinsics.append(given.copy())
+            intrinsics.append(given[:3, :3].copy())
         return {
             "cam_names": tuple(info["cams"]),
             "img_filename": names,
@@ -263,32 +278,47 @@ class NuScenes3DDetTrackDataset(Dataset):
 
     def _annotations(self, info: dict) -> dict:
         mask = self._measured(info) if self.test_mode else self._valid(info)
-        boxes = np.asarray(info["gt_boxes"], dtype=np.float64).reshape(-1, 7)[mask]
-        if not np.isfinite(boxes).all():
-            wrong = np.flatnonzero(mask)[~np.isfinite(boxes).all(axis=1)]
-            raise InvalidInputError(
-                f"frame {info['token']} of {self.ann_file} has boxes that are NaN or infinite: {wrong.tolist()}"
+        if len(mask) and not mask.any():
+            self._warn_once(
+                "valid_flag",
+                f"frame {info['token']} of {self.ann_file}: none of its {len(mask)} boxes is used, because "
+                "num_lidar_pts or valid_flag says that no sensor has measured them. Leave out these keys if they are "
+                "not known",
             )
-        names = np.asarray(info["gt_names"])[mask]
+        boxes = info["gt_boxes"][mask]
+        for problem, is_right in (
+            ("are NaN or infinite", np.isfinite(boxes)),
+            ("have no positive size", boxes[:, 3:6] > 0),
+        ):
+            wrong = np.flatnonzero(mask)[~is_right.all(axis=1)]
+            if len(wrong):
+                raise InvalidInputError(
+                    f"frame {info['token']} of {self.ann_file} has boxes that {problem}: {wrong.tolist()} (gt_boxes)"
+                )
+        names = info["gt_names"][mask]
         if self.with_velocity:
-            velocity = np.array(info["gt_velocity"], dtype=np.float64).reshape(-1, 2)[mask]
+            velocity = info["gt_velocity"][mask]
             if not self.test_mode:
                 velocity = np.nan_to_num(velocity)
             boxes = np.concatenate([boxes, velocity], axis=1)
-        labels = [self._label_of_class.get(str(name), -1) for name in names]
+        labels = [self._label(name, info) for name in names.tolist()]
         annotations = {
             "gt_bboxes_3d": boxes,
             "gt_labels_3d": np.array(labels, dtype=np.int64),
             "gt_names": names,
         }
         if "gt_attributes" in info:
-            annotations["gt_attributes"] = np.asarray(info["gt_attributes"])[mask]
+            annotations["gt_attributes"] = info["gt_attributes"][mask]
         if "instance_inds" in info:
-            tracks = np.asarray(info["instance_inds"], dtype=np.int64).reshape(-1)[mask]
+            tracks = info["instance_inds"][mask]
             numbers, counts = np.unique(tracks[tracks >= 0], return_counts=True)
             if (counts > 1).any():
                 repeated = numbers[counts > 1]
-                self._warn_of_repeated_tracks(info["token"], repeated.tolist())
+                self._warn_once(
+                    "instance_inds",
+                    f"frame {info['token']} of {self.ann_file} has several boxes of the tracks {repeated.tolist()} "
+                    "(instance_inds). Such boxes count as boxes without a track, here and in other frames",
+                )
                 tracks[np.isin(tracks, repeated)] = -1
             # Denoising queries are followed by these numbers. A box without a track gets one that no other box has.
             untracked = np.flatnonzero(tracks < 0)
@@ -297,19 +327,25 @@ class NuScenes3DDetTrackDataset(Dataset):
             )
             annotations["instance_inds"] = tracks
         if "gt_agent_fut_trajs" in info:
-            for key in _AGENT_SHAPES:
+            for key in ("gt_agent_fut_trajs", "gt_agent_fut_masks"):
                 annotations[key] = self._finite(info, key, mask)
         return annotations
 
-    def _warn_of_repeated_tracks(self, token: str, numbers: list[int]) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            print_log(
-                f"frame {token} of {self.ann_file} has several boxes of the tracks {numbers} (instance_inds). Such "
-                "boxes count as boxes without a track, here and in other frames",
-                logger="current",
-                level=logging.WARNING,
+    def _label(self, name: str, info: dict) -> int:
+        """Return the label of a class, or -1 if it is not used."""
+        label = self._label_of_class.get(name, -1)
+        if label < 0 and (like := self._class_like.get(_folded(name))):
+            raise InvalidInputError(
+                f"frame {info['token']} of {self.ann_file}: gt_names has {name!r}, which differs only in case, blanks "
+                f"or Unicode form from the class {like!r}"
             )
+        return label
+
+    def _warn_once(self, about: str, text: str) -> None:
+        """Log a warning, unless there has been one about the same key."""
+        if about not in self._warned_about:
+            self._warned_about.add(about)
+            print_log(text, logger="current", level=logging.WARNING)
 
     def _finite(self, info: dict, key: str, mask: np.ndarray | slice = slice(None)) -> np.ndarray:
         """Return an array of a record as float32.
@@ -317,25 +353,28 @@ class NuScenes3DDetTrackDataset(Dataset):
         Raises:
             ValueError: the array holds NaN or infinity.
         """
-        values = np.array(info[key], dtype=np.float32)
-        if key in _AGENT_SHAPES:  # An empty array may have any shape.
-            values = values.reshape(-1, *_AGENT_SHAPES[key]) if values.size == 0 else values
-        values = values[mask]
+        values = info[key][mask].astype(np.float32)
         if not np.isfinite(values).all():
             raise InvalidInputError(f"frame {info['token']} of {self.ann_file} has NaN or infinite {key}")
         return values
 
     def _valid(self, info: dict) -> np.ndarray:
-        valid = info["valid_flag"] if self.use_valid_flag else np.asarray(info["num_lidar_pts"]) > 0
-        return np.asarray(valid, dtype=bool).reshape(-1)
+        """Return the mask of the boxes to train on, bool [n]."""
+        flag = info.get("valid_flag")
+        if self.use_valid_flag and flag is None:
+            raise InvalidInputError(
+                f"frame {info['token']} of {self.ann_file}: valid_flag is missing, which use_valid_flag=True needs"
+            )
+        counts = info.get("num_lidar_pts") if "lidar_path" in info else None
+        if counts is not None and not self.use_valid_flag:
+            return counts > 0
+        return np.ones(len(info["gt_boxes"]), dtype=bool) if flag is None else flag
 
     def _measured(self, info: dict) -> np.ndarray:
         """Return the mask of boxes that nuScenes' evaluation counts, which have a lidar or a radar point."""
-        if "num_lidar_pts" not in info:
+        if "num_lidar_pts" not in info or "lidar_path" not in info:
             return self._valid(info)
-        points = np.asarray(info["num_lidar_pts"]).reshape(-1)
-        radar = info.get("num_radar_pts")
-        return (points if radar is None else points + np.asarray(radar).reshape(-1)) > 0
+        return info["num_lidar_pts"] + info.get("num_radar_pts", 0) > 0
 
     def _future_boxes(self, index: int, num_steps: int) -> list[np.ndarray]:
         """Return the boxes [m, 7] of each of the following frames of the scene, in the lidar frame of this frame.
@@ -348,9 +387,11 @@ class NuScenes3DDetTrackDataset(Dataset):
         for later in range(here + 1, here + num_steps + 1):
             if later >= len(self._all_frames) or self._all_scenes[later] != self._all_scenes[here]:
                 break
-            info = self._infos[int(self._all_frames[later])]
+            info = self._info(self._all_frames[later])
+            if "gt_boxes" not in info:
+                break
             to_current = from_global @ _lidar_to_global(info)
-            boxes = np.array(info["gt_boxes"], dtype=np.float64).reshape(-1, 7)[self._valid(info)]
+            boxes = info["gt_boxes"][self._valid(info)]
             boxes[:, :3] = boxes[:, :3] @ to_current[:3, :3].T + to_current[:3, 3]
             heading = np.stack([np.cos(boxes[:, 6]), np.sin(boxes[:, 6])], axis=-1) @ to_current[:2, :2].T
             boxes[:, 6] = wrap_angle(np.arctan2(heading[:, 1], heading[:, 0]))
@@ -364,70 +405,29 @@ class NuScenes3DDetTrackDataset(Dataset):
         """
         if self.data_root is None or Path(path).is_absolute():
             return str(path)
+        inside = Path(self.data_root, path)
+        if inside.exists():
+            return str(inside)
         for folder in ("samples", "sweeps"):
             parts = Path(path).parts
             if folder in parts:
                 return str(Path(self.data_root, *parts[parts.index(folder) :]))
-        inside = Path(self.data_root, path)
-        return str(inside if inside.exists() or not Path(path).exists() else path)
+        return str(path if Path(path).exists() else inside)
 
 
-_AGENT_SHAPES = {"gt_agent_fut_trajs": (12, 2), "gt_agent_fut_masks": (12,)}  # of a box, in published files
 _EGO_KEYS = ("gt_ego_fut_trajs", "gt_ego_fut_masks", "gt_ego_fut_cmd")
+
+
+def _class_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or len(set(names)) != len(names):
+        raise InvalidInputError(f"{argument} must be a list of different names, got {names!r}")
+    return tuple(names)
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFKC", name).casefold().strip()
 
 
 def _lidar_to_global(info: dict) -> np.ndarray:
     lidar_to_ego = pose_matrix(info["lidar2ego_translation"], info["lidar2ego_rotation"])
-    pose = pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ lidar_to_ego
-    if not np.isfinite(pose).all():
-        raise InvalidInputError(f"frame {info['token']} has a pose that is NaN or infinite")
-    return pose
-
-
-def _check_calibration(token: str, camera: str, to_lidar: np.ndarray, intrinsic: np.ndarray) -> None:
-    for name, matrix in (("sensor2lidar", to_lidar), ("cam_intrinsic", intrinsic)):
-        if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-9:
-            raise InvalidInputError(f"frame {token}: {name} of {camera} must be invertible, got\n{matrix}")
-
-
-def _sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of the frames, scene after scene and each in order of time, and the scene number of each.
-
-    Raises:
-        ValueError: the file is empty, or two frames of a scene have the same time.
-    """
-    keys = frame_keys(infos)
-    if not keys:
-        raise InvalidInputError(f"info file {file} holds no frames")
-    # Files without sweeps of points have empty lists in all frames of a scene.
-    with_sweeps = {scene for _, scene, has_none in keys if not has_none}
-    scene_starts: dict[str, int] = {}
-    for time, scene, _ in keys:
-        scene_starts[scene] = min(time, scene_starts.get(scene, time))
-    # Scenes that two vehicles have recorded at the same time must not be interleaved.
-    order = sorted(range(len(keys)), key=lambda i: (scene_starts[keys[i][1]], keys[i][1], keys[i][0]))
-    scenes = np.zeros(len(order), dtype=np.int64)
-    for position, (before, here) in enumerate(pairwise(order), start=1):
-        (time_before, scene_before, _), (time, scene, has_no_sweeps) = keys[before], keys[here]
-        if scene == scene_before and time == time_before:
-            raise InvalidInputError(f"info file {file}: two frames of scene {scene} have the time {time}")
-        is_first = scene != scene_before or (has_no_sweeps and scene in with_sweeps)
-        scenes[position] = scenes[position - 1] + is_first
-    return np.array(order, dtype=np.int64), scenes
-
-
-def _sequence_flags(scenes: np.ndarray, split_num: int | str) -> np.ndarray:
-    """Return the number of the sequence of each frame, int64, counted from 0 without gaps."""
-    if split_num in (-1, "all"):
-        return np.arange(len(scenes))
-    if not isinstance(split_num, int) or split_num < 1:
-        raise InvalidInputError(
-            f"sequences_split_num must be a positive number, -1 or 'all', got {split_num!r}"
-        )
-    flags, number = np.empty_like(scenes), 0
-    for frames in np.split(np.arange(len(scenes)), np.flatnonzero(np.diff(scenes)) + 1):
-        length = math.ceil(len(frames) / split_num)
-        for start in range(0, len(frames), length):
-            flags[frames[start : start + length]] = number
-            number += 1
-    return flags
+    return pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ lidar_to_ego

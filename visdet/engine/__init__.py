@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         RunReportHook,
         RuntimeInfoHook,
     )
-    from .inference import Detector, detect_files, find_images
+    from .image_files import find_images
+    from .inference import Detector, detect_files
     from .log_curves import draw_curves, read_scalars
     from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
     from .optim_wrapper import AmpOptimWrapper, OptimWrapper
@@ -72,7 +73,8 @@ else:
                 "RunReportHook",
                 "RuntimeInfoHook",
             ],
-            "inference": ["Detector", "detect_files", "find_images"],
+            "image_files": ["find_images"],
+            "inference": ["Detector", "detect_files"],
             "log_curves": ["draw_curves", "read_scalars"],
             "loops": ["EpochBasedTrainLoop", "IterBasedTrainLoop"],
             "optim_wrapper": ["AmpOptimWrapper", "OptimWrapper"],

@@ -14,6 +14,9 @@ from mmengine.optim import OptimWrapperDict, _ParamScheduler
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
+from visdet.structures.state_dicts import nonfinite_names
+
+from .accumulated_gradients import restore_gradients
 from .checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
 from .console import say
 from .errors import CheckpointError
@@ -22,7 +25,7 @@ from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
 from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_every_process
 from .temporal_state import restore_temporal_state
-from .weights import load_weights, revised, weights_of
+from .weights import check_finite, load_weights, revised, tensors_of, weights_of
 
 __all__ = ["CheckpointingRunner"]
 
@@ -39,7 +42,7 @@ class CheckpointingRunner(Runner):
 
     def setup_env(self, env_cfg: dict) -> None:
         """Set up the environment by ``env_cfg``, and let no checkpoint run code that the config does not trust."""
-        register_checkpoint_readers(trust=self._trusts_checkpoints)
+        register_checkpoint_readers(self._trusts_checkpoints, self._allows_nonfinite)
         self._random_state: dict[str, Any] | None = None
         self._checkpoint: tuple[str, dict] | None = None
         super().setup_env(env_cfg)
@@ -65,7 +68,9 @@ class CheckpointingRunner(Runner):
             return
         self._load_from = found
         checkpoint = read_on_every_process(found, self._trusts_checkpoints)
-        lacking = [key for key in ("optimizer", "message_hub", "meta") if key not in checkpoint]
+        lacking = [
+            key for key in ("optimizer", "message_hub", "meta") if not isinstance(checkpoint.get(key), dict)
+        ]
         if lacking:
             raise CheckpointError(
                 f"checkpoint {self._load_from} cannot be resumed: it has no {', '.join(lacking)}. To start training "
@@ -80,6 +85,10 @@ class CheckpointingRunner(Runner):
     @property
     def _trusts_checkpoints(self) -> bool:
         return bool(self.cfg.get("trust_checkpoint", False))
+
+    @property
+    def _allows_nonfinite(self) -> bool:
+        return bool(self.cfg.get("allow_nonfinite_weights", False))
 
     def load_checkpoint(
         self,
@@ -113,7 +122,7 @@ class CheckpointingRunner(Runner):
             checkpoint["message_hub"] = restore_message_hub(checkpoint["message_hub"])
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         model = self.model.module if is_model_wrapper(self.model) else self.model
-        load_weights(model, checkpoint["state_dict"], filename, strict, ())
+        load_weights(model, checkpoint["state_dict"], filename, strict, (), self._allows_nonfinite)
         self._has_loaded = True
         self.logger.info(f"weights loaded from {filename}")
         return checkpoint
@@ -140,6 +149,11 @@ class CheckpointingRunner(Runner):
         if self._checkpoint is None:
             self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
         meta = self._checkpoint[1]["meta"]
+        meta.pop("config", None)  # mmengine would run it as a config.
+        masks = tuple(nonfinite_names(self.model.state_dict()))
+        parts = {key: self._checkpoint[1].get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
+        state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
+        check_finite(state, filename, self._allows_nonfinite)
         states = meta.pop("random_states", None)
         if states is not None and len(states) == self.world_size:
             self._random_state = states[self.rank]
@@ -161,6 +175,7 @@ class CheckpointingRunner(Runner):
             self._check_optimizers(filename, meta.get("optimizers"), self._checkpoint[1]["optimizer"])
         ends = _ends(self.param_schedulers)
         super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
+        self._resume_accumulation(filename, meta)
         kept = _ends(self.param_schedulers)
         if ends and kept != ends:
             self.logger.warning(
@@ -168,6 +183,17 @@ class CheckpointingRunner(Runner):
                 f"config end at {ends}. After its end, a schedule changes nothing"
             )
         self._adapt_to_epoch_length(filename, meta.get("iterations_per_epoch"))
+
+    def _resume_accumulation(self, filename: str, meta: dict[str, Any]) -> None:
+        """Restore the gradients that the next update needs, and warn if they are lost."""
+        counts = [wrapper._accumulative_counts for wrapper in _wrappers(self.optim_wrapper).values()]
+        needed = any(self.train_loop.iter % count for count in counts)
+        saved = meta.pop("accumulated_gradients", {} if needed else None)
+        if saved is not None and not restore_gradients(self.model, self.optim_wrapper, saved):
+            self.logger.warning(
+                f"{filename} was saved between two updates, and the gradients that were accumulated since the first "
+                "are lost: it holds none for this accumulative_counts and number of processes"
+            )
 
     def _check_optimizers(self, filename: str, before: dict[str, str] | None, state: dict) -> None:
         """Raise CheckpointError if a checkpoint's state is that of another optimizer or of other groups of parameters.
@@ -224,6 +250,16 @@ class CheckpointingRunner(Runner):
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
+
+    def scale_lr(self, optim_wrapper: Any, auto_scale_lr: dict | None = None) -> None:
+        """Scale the learning rate by the images of an update, divided by ``auto_scale_lr['base_batch_size']``.
+
+        An update has the batches of all processes and of all iterations whose gradients are accumulated.
+        """
+        if auto_scale_lr and auto_scale_lr.get("enable"):
+            for wrapper in _wrappers(optim_wrapper).values():
+                base = auto_scale_lr["base_batch_size"] / wrapper._accumulative_counts
+                super().scale_lr(wrapper, {**auto_scale_lr, "base_batch_size": base})
 
     @master_only
     def save_checkpoint(

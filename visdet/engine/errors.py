@@ -4,13 +4,16 @@ import difflib
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from visdet.errors import ConfigError, UserError, hints_of
 
+from .interrupts import Interrupted, signals_interrupt
 from .process_group import leave_process_group
 
 __all__ = [
@@ -45,34 +48,39 @@ class UnwrittenFileError(CheckpointError, OSError):
 
 
 @contextmanager
-def tool_session(on_interrupt: str | None = None) -> Iterator[None]:
+def tool_session() -> Iterator[None]:
     """Report the errors of the block, which is the body of a command-line tool.
 
-    A :class:`UserError` ends the tool with one message on stderr and exit status 1. An interrupt from the keyboard
-    ends it with exit status 130. Any other error keeps its traceback, and ``VISDET_TRACEBACK=1`` in the environment
-    shows the traceback of a :class:`UserError`, too.
+    A :class:`UserError` ends the tool with one message on stderr and exit status 1. Ctrl-C, SIGTERM and SIGHUP end it
+    with a message and exit status 128 plus the number of the signal. Any other error keeps its traceback, and
+    ``VISDET_TRACEBACK=1`` in the environment shows the traceback of a :class:`UserError`, too.
 
     The processes of a distributed run wait for each other at the end of the body and then leave their group. After
     an error, torchrun ends them.
-
-    Args:
-        on_interrupt: what to tell a user who has interrupted the tool.
     """
-    try:
-        yield
-        leave_process_group()
-    except KeyboardInterrupt:
-        print(f"interrupted{f'; {on_interrupt}' if on_interrupt else ''}", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
-        message = explain(error)
-        if message is None or os.environ.get(SHOW_TRACEBACK):
-            if sys.version_info < (3, 11):  # Later versions print the hints below the traceback.
-                print("\n".join(hints_of(error)), file=sys.stderr)
-            raise
-        rank = os.environ.get("RANK")
-        print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
-        sys.exit(1)
+    with signals_interrupt() as received:
+        try:
+            yield
+            leave_process_group()
+        except (KeyboardInterrupt, Exception) as error:
+            # An error after a signal is a consequence of the signal, which data workers and other processes get, too.
+            if received or isinstance(error, KeyboardInterrupt):
+                _report_interrupt(error, received[0] if received else signal.SIGINT)
+            message = explain(error)
+            if message is None or os.environ.get(SHOW_TRACEBACK):
+                if sys.version_info < (3, 11):  # Later versions print the hints below the traceback.
+                    print("\n".join(hints_of(error)), file=sys.stderr)
+                raise
+            rank = os.environ.get("RANK")
+            print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
+            sys.exit(1)
+
+
+def _report_interrupt(error: BaseException, number: int) -> NoReturn:
+    """End the program with a message, which the main process alone prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print("; ".join([str(Interrupted(number)), *hints_of(error)]), file=sys.stderr, flush=True)
+    sys.exit(128 + number)
 
 
 def explain(error: BaseException) -> str | None:
@@ -96,7 +104,7 @@ def log_fatal_error(logger: logging.Logger, error: BaseException, log_file: str 
     """
     message = explain(error)
     if isinstance(error, KeyboardInterrupt):
-        message = "interrupted from the keyboard"
+        message = str(error) or "interrupted from the keyboard"
     elif message is None:
         message = "".join(traceback.format_exception(error)).rstrip()
     if rank := os.environ.get("RANK"):

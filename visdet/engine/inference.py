@@ -20,13 +20,12 @@ from visdet.structures import DetDataSample
 from .checkpoint import read_checkpoint, register_checkpoint_readers
 from .config import complete_config
 from .errors import ConfigError, UserError
+from .image_files import pictures_folder
 from .picture_paths import PicturePaths
 from .sample_images import image_file_of
 from .weights import load_weights, weights_of
 
-__all__ = ["Detector", "detect_files", "detections_of", "find_images", "write_detections_file"]
-
-_IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif"}
+__all__ = ["Detector", "detect_files", "detections_of", "write_detections_file"]
 
 
 class Detector:
@@ -53,13 +52,20 @@ class Detector:
         complete_config(cfg)
         init_default_scope(cfg.default_scope)
         trust = bool(cfg.get("trust_checkpoint", False))
-        register_checkpoint_readers(trust)
+        allow_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
+        register_checkpoint_readers(trust, allow_nonfinite)
         self.device = _checked_device(device)
         content = read_checkpoint(checkpoint, trust=trust)
         self.model: nn.Module = MODELS.build(cfg.model)
         _check_takes_images(self.model)
         self.dataset_meta = _dataset_meta(cfg, content)
-        load_weights(self.model, weights_of(content, checkpoint), checkpoint, cfg.get("strict_load", True))
+        load_weights(
+            self.model,
+            weights_of(content, checkpoint),
+            checkpoint,
+            cfg.get("strict_load", True),
+            allow_nonfinite=allow_nonfinite,
+        )
         self.model.to(self.device).eval()
         self._pipeline = Compose(_test_pipeline(cfg))
 
@@ -95,7 +101,7 @@ def detect_files(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Detect objects in image files, and write ``predictions.json`` and a picture of each image below ``out_dir``.
 
-    The pictures are in the folder ``pictures``. Their subfolders are those of the images below the deepest folder that
+    The pictures are in :func:`pictures_folder`. Their subfolders are those of the images below the deepest folder that
     contains all images; see also :class:`PicturePaths`.
 
     Args:
@@ -110,7 +116,7 @@ def detect_files(
     """
     visualizer.dataset_meta = detector.dataset_meta
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in images])
-    pictures = PicturePaths(os.path.join(out_dir, "pictures"))
+    pictures = PicturePaths(pictures_folder(out_dir))
     found, failures = [], []
     try:
         for path in images:
@@ -119,17 +125,24 @@ def detect_files(
             except UserError as error:
                 failures.append(str(error))
                 continue
+            except OSError as error:  # The file may not be read, or has gone.
+                failures.append(f"cannot read image {path}: {error.strerror or error}")
+                continue
             found.append(detections_of(sample, detector.dataset_meta["classes"], score_thr))
             picture = pictures.path_of(os.path.relpath(path, root))
-            picture.parent.mkdir(parents=True, exist_ok=True)
-            visualizer.add_datasample(
-                picture.name,
-                image_file_of(sample),
-                sample,
-                draw_gt=False,
-                out_file=str(picture),
-                pred_score_thr=score_thr,
-            )
+            image = image_file_of(sample)
+            try:
+                picture.parent.mkdir(parents=True, exist_ok=True)
+                visualizer.add_datasample(
+                    picture.name,
+                    image,
+                    sample,
+                    draw_gt=False,
+                    out_file=str(picture),
+                    pred_score_thr=score_thr,
+                )
+            except OSError as error:
+                raise UserError(f"cannot write {picture}: {error.strerror or error}") from error
     except BaseException:  # What was found until then is kept.
         if found:
             with contextlib.suppress(OSError):
@@ -137,23 +150,6 @@ def detect_files(
         raise
     write_detections_file(Path(out_dir, "predictions.json"), found)
     return found, failures
-
-
-def find_images(path: str) -> list[str]:
-    """Return the sorted paths of all image files in and below a folder. The result for a file is that file alone.
-
-    Raises:
-        UserError: the path does not exist, or the folder holds no image.
-    """
-    if os.path.isfile(path):
-        return [path]
-    if not os.path.isdir(path):
-        raise UserError(f"{path} is neither an image file nor a folder")
-    files = (file for file in Path(path).rglob("*") if file.suffix.lower() in _IMAGE_SUFFIXES)
-    found = sorted(str(file) for file in files if not file.is_dir())
-    if not found:
-        raise UserError(f"folder {path} has no image ({', '.join(sorted(_IMAGE_SUFFIXES))})")
-    return found
 
 
 def detections_of(sample: Any, classes: tuple[str, ...], score_thr: float = 0.0) -> dict[str, Any]:

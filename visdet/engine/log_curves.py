@@ -4,6 +4,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+from visdet.structures.fonts import legible
+
 from .errors import UserError
 
 __all__ = ["draw_curves", "read_scalars"]
@@ -61,7 +63,11 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
         UserError: no panel has a curve, or matplotlib does not know the format of the file.
     """
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties
 
+    labels, file = legible(*runs)
+    font = FontProperties(fname=None if all(map(str.isascii, labels)) else file, size=8)
+    runs = dict(zip(labels, runs.values(), strict=True))
     panels = {title: names for title, names in _panels(runs).items() if names}
     if not panels:
         raise UserError(f"{', '.join(runs)}: the log holds neither a loss nor a learning rate nor an AP")
@@ -86,7 +92,7 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
         axis.set_title(title)
         axis.set_xlabel("iteration" if title != "AP" else "iteration or epoch of validation")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(prop=font)
         if title == "loss":
             axis.set_yscale("log")
     Path(out_file).parent.mkdir(parents=True, exist_ok=True)

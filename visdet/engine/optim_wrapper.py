@@ -45,6 +45,11 @@ class OptimWrapper(_OptimWrapper):
         optimizer.param_groups = _merged(optimizer.param_groups)
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
 
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Say which iterations are counted. Unlike mmengine's, this does not say that a resumed run loses gradients."""
+        super().initialize_count_status(model, 0, max_counts)
+        self._inner_count = init_counts
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this wrapper or of mmengine's.
 

@@ -20,11 +20,13 @@ from torch.utils.data import DataLoader
 from visdet.errors import build_step
 from visdet.registry import RUNNERS
 
+from .advice import advice_for_training
 from .build_errors import building
 from .checkpointing_runner import CheckpointingRunner
 from .config import complete_config
 from .console import ConsoleHandler, WorkerStart
 from .cuda_graphs import GraphedMethod, graphs_for
+from .data_workers import check_shared_memory, report_lost_batches, worker_failures_explained
 from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
 from .errors import log_fatal_error
@@ -57,7 +59,8 @@ class DetRunner(CheckpointingRunner):
     * A resumed run continues with the seed, the data order and the random state of the earlier run, in its data
       workers, too. If the newest checkpoint is damaged, the run resumes from the one before it. ``resume`` is 'auto',
       a path, or True as in mmengine.
-    * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``.
+    * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``. Weights with NaN
+      or infinite numbers are refused, unless it says ``allow_nonfinite_weights=True``.
     * ``launcher='pytorch'`` works on machines without GPUs, where it uses gloo.
     * The backward pass runs in the training thread, on GPUs, too.
     * ``graph=True`` in the config replays training steps and predictions as CUDA graphs; see :class:`GraphedLoss` and
@@ -129,6 +132,8 @@ class DetRunner(CheckpointingRunner):
             loader.pin_memory = (
                 False  # A config serves machines with and without a GPU, and torch would warn.
             )
+        report_lost_batches(loader)
+        check_shared_memory(loader)
         return loader
 
     def build_train_loop(self, loop: BaseLoop | dict) -> BaseLoop:
@@ -193,7 +198,8 @@ class DetRunner(CheckpointingRunner):
 
     def train(self) -> nn.Module:
         """Train the model and return it. Training continues from a checkpoint if there is one to resume."""
-        return self._announcing_the_end(self._train)
+        with advice_for_training(self):
+            return self._announcing_the_end(self._train)
 
     def _log_env(self, env_cfg: dict) -> None:
         """Write the environment, the settings and the config to the log. ``Runner.__init__`` calls this."""
@@ -269,7 +275,8 @@ class DetRunner(CheckpointingRunner):
         """Run a stage, and call the ``on_exit`` of the hooks even if it fails. Hooks release the terminal there."""
         with self._logging_fatal_errors():
             try:
-                return stage()
+                with worker_failures_explained():
+                    return stage()
             finally:
                 self.call_hook("on_exit")
 

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-__all__ = ["contact_sheet", "draw_boxes", "enlarge", "side_by_side"]
+from visdet.structures.fonts import legible
+
+__all__ = ["contact_sheet", "draw_boxes", "enlarge", "side_by_side", "text_width", "write_text"]
 
 _BACKGROUND = (24, 26, 30)
 _CAPTION_COLOUR = (225, 228, 232)
@@ -50,7 +51,7 @@ def draw_boxes(
     draw = ImageDraw.Draw(canvas)
     scale = (max(canvas.size) / 512) ** 0.5
     line_width = line_width or max(2, round(3 * scale))
-    font = _font(max(11, round(14 * scale)))
+    size = max(11, round(14 * scale))
     boxes = boxes.clip(-_FAR, _FAR)
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     order = [i for i in np.argsort(-areas, kind="stable") if not np.isnan(boxes[i]).any()]
@@ -63,7 +64,8 @@ def draw_boxes(
     taken: list[tuple[int, int, int, int]] = []
     for i in order:
         if texts[i]:
-            taken.append(_draw_label(draw, canvas.size, boxes[i], texts[i], tuple(colours[i]), font, taken))
+            text, font = _text_and_font(texts[i], size)
+            taken.append(_draw_label(draw, canvas.size, boxes[i], text, tuple(colours[i]), font, taken))
     return np.asarray(canvas)
 
 
@@ -124,13 +126,14 @@ def contact_sheet(
         raise ValueError("contact_sheet: rows must hold at least one image")
     cell_h, cell_w = (max(image.shape[axis] for image in images) for axis in (0, 1))
     num_columns = max(len(row) for row in rows)
-    font = _font(max(13, round(cell_h / 30)))
+    shown, file = legible(*(captions or ()))
+    font = _font(file, max(13, round(cell_h / 30)))
     top = sum(font.getmetrics()) + gap if captions else 0
     width = num_columns * (cell_w + gap) + gap
     height = top + len(rows) * (cell_h + gap) + gap
     sheet = Image.new("RGB", (width, height), _BACKGROUND)
     draw = ImageDraw.Draw(sheet)
-    for column, caption in enumerate(captions or ()):
+    for column, caption in enumerate(shown):
         center = gap + column * (cell_w + gap) + cell_w / 2
         draw.text((center, gap + top / 2 - gap / 2), caption, fill=_CAPTION_COLOUR, font=font, anchor="mm")
     for r, row in enumerate(rows):
@@ -141,9 +144,42 @@ def contact_sheet(
     return np.asarray(sheet)
 
 
-@functools.lru_cache(maxsize=32)
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    import matplotlib  # slow to import, and not needed before the first picture
+def write_text(
+    canvas: np.ndarray, text: str, place: tuple[int, int], size: int, colour: tuple[int, int, int]
+) -> None:
+    """Write a text with a dark rim into an RGB image, uint8 [H, W, 3].
 
-    # This font is part of matplotlib. The system may not have any.
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans-Bold.ttf"), size)
+    Args:
+        canvas: the image, which is changed.
+        text: the text, in any script.
+        place: the left end of the base line, (x, y) in pixels.
+        size: the size of the font in pixels.
+        colour: the RGB colour.
+    """
+    text, font = _text_and_font(text, size)
+    left, top, right, bottom = font.getbbox(text, anchor="ls", stroke_width=1)
+    x, y = (max(0, round(place[0] + left)), max(0, round(place[1] + top)))
+    patch = canvas[y : max(y, round(place[1] + bottom) + 1), x : max(x, round(place[0] + right) + 1)]
+    if patch.size:
+        image, start = Image.fromarray(patch), (place[0] - x, place[1] - y)
+        ImageDraw.Draw(image).text(
+            start, text, colour, font, anchor="ls", stroke_width=1, stroke_fill=(0, 0, 0)
+        )
+        patch[:] = np.asarray(image)
+
+
+def text_width(text: str, size: int) -> int:
+    """Return the width in pixels of a text of :func:`write_text`."""
+    text, font = _text_and_font(text, size)
+    return round(font.getlength(text))
+
+
+def _text_and_font(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
+    """Return a text as it can be drawn, and a font of ``size`` pixels that has its characters."""
+    [shown], file = legible(text)
+    return shown, _font(file, size)
+
+
+@functools.lru_cache(maxsize=32)
+def _font(file: str, size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(file, size)

@@ -14,6 +14,8 @@ from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.palette import class_palette
 from visdet.structures.poses import box_corners
 
+from .drawing import text_width, write_text
+
 __all__ = ["Scene", "draw_frame", "scene_of_prediction", "scene_of_truth", "write_gif"]
 
 MAP_COLORS = ((70, 130, 255), (255, 170, 40), (60, 200, 90))  # crossing, divider, boundary
@@ -219,7 +221,7 @@ def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: 
             and (top > 0).all()
             and (top < view.shape[1::-1]).all()
         ):
-            _write(view, str(int(scene.ids[index])), (int(top[0]), int(top[1]) - 2), 0.35, color)
+            _write(view, str(int(scene.ids[index])), (int(top[0]), int(top[1]) - 2), 10, color)
 
 
 def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color: Color, thickness: int) -> None:
@@ -278,7 +280,7 @@ def _draw_from_above(
         path(np.stack([box[:2], corners[:2, :2].mean(axis=0)]), color.tolist())
         if scene.ids is not None and scene.ids[index] >= 0:
             x, y = pixels(corners[0]) // 16
-            _write(canvas, str(int(scene.ids[index])), (int(x) + 2, int(y)), 0.33)
+            _write(canvas, str(int(scene.ids[index])), (int(x) + 2, int(y)), 10)
     ego = box_corners(np.array([[0, 0, 0, _EGO_LENGTH, _EGO_WIDTH, 1.5, np.pi / 2]]))[0, :4]
     cv2.fillConvexPoly(canvas, pixels(ego), _EGO_COLOR, cv2.LINE_AA, 4)
     for plan, plan_color, thickness in ((true_plan, TRUTH_COLOR, 4), (scene.plan, PLAN_COLOR, 2)):
@@ -291,26 +293,20 @@ def _draw_from_above(
 
 
 def _write(
-    canvas: np.ndarray, text: str, place: tuple[int, int], size: float = 0.42, color: Color = _TEXT_COLOR
+    canvas: np.ndarray, text: str, place: tuple[int, int], size: int = 13, color: Color = _TEXT_COLOR
 ) -> None:
-    shadow = (place[0] + 1, place[1] + 1)
-    for corner, shade in ((shadow, (0, 0, 0)), (place, tuple(int(c) for c in color))):
-        cv2.putText(canvas, text, corner, cv2.FONT_HERSHEY_SIMPLEX, size, shade, 1, cv2.LINE_AA)
+    write_text(canvas, text, place, size, tuple(int(c) for c in color))
 
 
 def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> None:
     """Write the names of classes and lines, in their colours, into the lower right corner."""
-    entries = [*zip(classes, colors, strict=True)]
+    entries = [(name.replace("_", " "), color) for name, color in zip(classes, colors, strict=True)]
     entries += zip(("crossing", "divider", "boundary"), MAP_COLORS, strict=True)
     entries += [("plan", PLAN_COLOR), ("true path", TRUTH_COLOR)]
+    width = max(88, *(text_width(name, 11) for name, _ in entries))
+    left = max(0, picture.shape[1] - width - 8)
     for row, (name, color) in enumerate(reversed(entries)):
-        _write(
-            picture,
-            name.replace("_", " "),
-            (picture.shape[1] - 96, picture.shape[0] - 8 - 15 * row),
-            0.38,
-            color,
-        )
+        _write(picture, name, (left, picture.shape[0] - 8 - 15 * row), 11, color)
 
 
 def write_gif(

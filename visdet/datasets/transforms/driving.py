@@ -85,21 +85,25 @@ class CircleObjectRangeFilter(BaseTransform):
     it is.
 
     Args:
-        class_dist_thred: the distance of each class in metres.
+        class_dist_thred: the distance in metres of each class, or one for all classes.
     """
 
     def __init__(
-        self, class_dist_thred: Sequence[float] = (52.5,) * 5 + (31.5,) + (42,) * 3 + (31.5,)
+        self, class_dist_thred: Sequence[float] | float = (52.5,) * 5 + (31.5,) + (42,) * 3 + (31.5,)
     ) -> None:
-        self.class_dist_thred = list(class_dist_thred)
+        self.class_dist_thred = (
+            class_dist_thred if isinstance(class_dist_thred, (int, float)) else list(class_dist_thred)
+        )
 
     def transform(self, results: dict) -> dict:
         if "gt_labels_3d" not in results:
             return results
         labels = results["gt_labels_3d"]
+        distance = np.hypot(results["gt_bboxes_3d"][:, 0], results["gt_bboxes_3d"][:, 1])
+        if not isinstance(self.class_dist_thred, list):
+            return _keep_boxes(results, (labels >= 0) & (distance <= self.class_dist_thred))
         reach = np.array([*self.class_dist_thred, -1.0])  # -1 for unknown classes
         known = (labels >= 0) & (labels < len(self.class_dist_thred))
-        distance = np.hypot(results["gt_bboxes_3d"][:, 0], results["gt_bboxes_3d"][:, 1])
         return _keep_boxes(results, distance <= reach[np.where(known, labels, -1)])
 
 
@@ -109,17 +113,20 @@ class InstanceNameFilter(BaseTransform):
 
     Args:
         classes: the names of the classes in the order of the labels. Only their number is used, because the data set
-            has set the label of other classes to -1.
+            has set the label of other classes to -1. By default they are all classes of the data set.
     """
 
-    def __init__(self, classes: Sequence[str]) -> None:
-        self.classes = list(classes)
+    def __init__(self, classes: Sequence[str] | None = None) -> None:
+        self.classes = None if classes is None else list(classes)
 
     def transform(self, results: dict) -> dict:
         if "gt_labels_3d" not in results:
             return results
         labels = results["gt_labels_3d"]
-        return _keep_boxes(results, (labels >= 0) & (labels < len(self.classes)))
+        is_used = labels >= 0
+        return _keep_boxes(
+            results, is_used if self.classes is None else is_used & (labels < len(self.classes))
+        )
 
 
 def _keep_boxes(results: dict, mask: np.ndarray) -> dict:

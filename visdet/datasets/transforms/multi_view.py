@@ -1,11 +1,13 @@
 """Transforms of the images of several cameras, and of the depth maps that lidar points give."""
 
+import logging
 import math
 from collections.abc import Sequence
 
 import cv2
 import numpy as np
 from mmengine import fileio
+from mmengine.logging import print_log
 from PIL import Image
 
 from visdet.errors import InvalidInputError, MissingFileError
@@ -90,7 +92,8 @@ class LoadPointsFromFile(BaseTransform):
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: an argument is not valid, or the size of the file is not a multiple of ``load_dim`` numbers.
+        ValueError: an argument is not valid, the frame has no ``lidar_path``, or the size of the file is not a multiple
+            of ``load_dim`` numbers.
 
     Source: the name and keywords are mmdet3d's, without its shift_height and use_color.
     """
@@ -122,6 +125,12 @@ class LoadPointsFromFile(BaseTransform):
 
     def transform(self, results: dict) -> dict:
         path = results["pts_filename"]
+        if path is None:
+            raise InvalidInputError(
+                f"LoadPointsFromFile: frame {results.get('token')} has no lidar_path. Without lidar, leave "
+                "LoadPointsFromFile and MultiScaleDepthMapGenerator out of the pipeline, and set depth_branch=None in "
+                "the model"
+            )
         try:
             content = fileio.get(path, backend_args=self.backend_args)
         except FileNotFoundError as error:
@@ -187,11 +196,14 @@ class ResizeCropFlipImage(BaseTransform):
     Source: the name and the geometry are Sparse4D's. Difference: images are rotated with bilinear interpolation.
     """
 
+    _has_warned = False
+
     def transform(self, results: dict) -> dict:
         config = results.get("aug_config")
         if config is None:
             return results
         for index, image in enumerate(results["img"]):
+            self._compare_size(image, config, results)
             image, matrix = _warp(image, config)
             results["img"][index] = image
             results["lidar2img"][index] = matrix @ results["lidar2img"][index]
@@ -199,6 +211,23 @@ class ResizeCropFlipImage(BaseTransform):
                 results["cam_intrinsic"][index][:2] *= config.get("resize", 1)
         results["img_shape"] = [image.shape[:2] for image in results["img"]]
         return results
+
+    def _compare_size(self, image: np.ndarray, config: dict, results: dict) -> None:
+        """Warn once if an image does not have the size that the crop was computed for."""
+        factor, expected = config.get("resize", 1), config.get("resize_dims")
+        height, width = image.shape[:2]
+        if expected is None or (int(width * factor), int(height * factor)) == tuple(expected):
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            H, W = (round(size / factor) for size in reversed(expected))
+            print_log(
+                f"ResizeCropFlipImage: frame {results.get('token')} has an image of {width} x {height} pixels, but "
+                f"data_aug_conf of the data set says W = {W}, H = {H}. The crop may lie outside the image, where it is "
+                "black",
+                logger="current",
+                level=logging.WARNING,
+            )
 
 
 def _warp(image: np.ndarray, config: dict) -> tuple[np.ndarray, np.ndarray]:

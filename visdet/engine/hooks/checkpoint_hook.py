@@ -9,6 +9,7 @@ from mmengine.hooks import CheckpointHook as _CheckpointHook
 
 from visdet.registry import HOOKS
 
+from ..accumulated_gradients import gather_gradients
 from ..checkpoint import LAST_CHECKPOINT, write_atomically
 from ..config import check_work_dir
 from ..random_state import gather_random_states
@@ -19,7 +20,7 @@ __all__ = ["CheckpointHook"]
 
 @HOOKS.register_module()
 class CheckpointHook(_CheckpointHook):
-    """Saves checkpoints with the random and the temporal state of every process.
+    """Saves checkpoints with the random and the temporal state and the accumulated gradients of every process.
 
     An old checkpoint is removed only after the new one has been written completely.
 
@@ -62,6 +63,7 @@ class CheckpointHook(_CheckpointHook):
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
         meta["random_states"] = gather_random_states()
         meta["temporal_states"] = gather_temporal_states(runner.model)
+        meta["accumulated_gradients"] = gather_gradients(runner.model, runner.optim_wrapper)
         name, previous = self.filename_tmpl.format(step), runner.message_hub.get_info("last_ckpt")
         path = os.path.join(self.out_dir, name)
         self._set_last(runner, path)

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from visdet.registry import HOOKS
 
 from ..errors import ConfigError
+from .driving_data_check import check_driving_data
 
 __all__ = ["NumClassCheckHook"]
 
@@ -18,7 +19,8 @@ __all__ = ["NumClassCheckHook"]
 class NumClassCheckHook(Hook):
     """Compares the ``num_classes`` of the model's heads with the classes of every data set before a run starts.
 
-    The data sets of one run must also have the same classes in the same order.
+    The data sets of one run must also have the same classes in the same order. Driving models must also fit the cameras
+    and the keys of the data sets; see :func:`check_driving_data`.
 
     Raises:
         ConfigError: the number of classes of a head and a data set differ, or the classes of two data sets differ. The
@@ -41,6 +43,7 @@ class NumClassCheckHook(Hook):
             loop = getattr(runner, f"_{loader_name}_loop")
             if hasattr(loop, "dataloader"):
                 datasets[loader_name] = loop.dataloader.dataset
+                check_driving_data(model, f"{loader_name}_dataloader", loop.dataloader.dataset, loop)
                 for head_name, head in heads.items():
                     _compare(
                         head_name, head.num_classes, f"{loader_name}_dataloader", loop.dataloader.dataset

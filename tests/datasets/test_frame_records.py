@@ -1,0 +1,312 @@
+"""Records of frames: what is read, what is refused by one message, and that the documentation says the same."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+from datasets.own_recording import CAMERAS, NAMES, PAGE, write_recording
+
+from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, save_infos
+from visdet.datasets.frame_records import CAMERA_KEYS, FRAME_KEYS
+from visdet.datasets.transforms import LoadPointsFromFile, ResizeCropFlipImage, multi_view
+from visdet.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def infos(tmp_path_factory):
+    return write_recording(tmp_path_factory.mktemp("recording"), {"train": 2}, save=False)["train"]
+
+
+@pytest.fixture
+def dataset_of(tmp_path):
+    def build(infos, **arguments):
+        save_infos(tmp_path / "infos.npz", infos, {})
+        arguments = dict(classes=NAMES, num_cameras=len(CAMERAS)) | arguments
+        return NuScenes3DDetTrackDataset(str(tmp_path / "infos.npz"), **arguments)
+
+    return build
+
+
+def with_values(infos, index=1, **values):
+    """Return the records with other values in one of them. None removes a key."""
+    infos = copy.deepcopy(infos)
+    for key, value in values.items():
+        if value is None:
+            infos[index].pop(key, None)
+        else:
+            infos[index][key] = value
+    return infos
+
+
+def with_camera(infos, name="left", **values):
+    cameras = copy.deepcopy(infos[1]["cams"])
+    cameras[name].update(values)
+    return with_values(infos, cams={key: value for key, value in cameras.items() if value})
+
+
+def test_the_page_lists_the_keys_of_the_table():
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \| (.*?) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    expected = [(key.name, key.expected(), key.beside is None) for key in (*FRAME_KEYS, *CAMERA_KEYS)]
+    assert [(name, kind, without == "error") for name, kind, without in rows] == expected
+    beside = {name: re.findall(r"error beside `(\w+)`", without) for name, _, without in rows}
+    for key in FRAME_KEYS:
+        assert not beside[key.name] or beside[key.name] == [key.beside], key.name
+
+
+FRAME_FAULTS = {
+    "token": 7,
+    "scene_token": 3,
+    "cams": [],
+    "lidar_path": 5,
+    "sweeps": "none",
+    "lidar2ego_translation": [0.0, 1.0],
+    "lidar2ego_rotation": [1.0, 0.0, 0.0],
+    "ego2global_translation": [np.nan, 0.0, 0.0],
+    "ego2global_rotation": np.diag([1.0, 1.0, -1.0]),
+    "gt_boxes": np.ones((2, 8)),
+    "gt_names": np.array(["car"]),
+    "gt_velocity": np.zeros((2, 3)),
+    "instance_inds": np.array([1.5, 2.0]),
+    "num_lidar_pts": np.array(["3", "4"]),
+    "num_radar_pts": np.array([1, 2, 3]),
+    "valid_flag": np.array([2, 1]),
+    "gt_agent_fut_masks": np.ones((2, 12)),
+    "gt_ego_fut_trajs": np.ones((6, 2)),
+    "ego_status": np.zeros(9),
+    "map_annos": {"divider": [np.eye(2)]},
+}
+
+
+@pytest.mark.parametrize("key", FRAME_FAULTS)
+def test_a_wrong_value_is_one_message_with_key_frame_and_file(dataset_of, infos, key):
+    with pytest.raises(UserError) as caught:
+        dataset_of(with_values(infos, **{key: FRAME_FAULTS[key]}))[1]
+    message = str(caught.value)
+    # The masks of agents and of the vehicle stand for what is missing beside them.
+    named = {"gt_agent_fut_masks": "gt_agent_fut_trajs", "gt_ego_fut_trajs": "gt_ego_fut_"}.get(key, key)
+    assert named in message and "\n" not in message.partition(", got")[0]
+    assert "infos.npz" in message
+    assert ("train-drive-0-0001" if key != "token" else "frame 1") in message
+
+
+@pytest.mark.parametrize("key", [key.name for key in FRAME_KEYS if key.beside is None])
+def test_a_missing_key_is_one_message(tmp_path, infos, key):
+    with pytest.raises(ValueError, match=rf"frame (1|train-drive-0-0001) of .*: {key} is missing"):
+        save_infos(tmp_path / "infos.npz", with_values(infos, **{key: None}), {})
+        NuScenes3DDetTrackDataset(str(tmp_path / "infos.npz"), classes=NAMES, num_cameras=5)[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"cam_intrinsic": np.ones((3, 3))}, "cam_intrinsic of left must be invertible"),
+        ({"cam_intrinsic": np.eye(2)}, r"cam_intrinsic of left must be numbers .*, got \[2, 2\]"),
+        ({"sensor2lidar_rotation": 2 * np.eye(3)}, "sensor2lidar_rotation of left must be a rotation"),
+        ({"sensor2lidar_rotation": None}, "sensor2lidar_rotation of left is missing"),
+        ({"sensor2lidar_translation": "0 0 0"}, "sensor2lidar_translation of left must be numbers"),
+        ({"data_path": ""}, "data_path of left must be text"),
+    ],
+)
+def test_a_wrong_camera_is_one_message(dataset_of, infos, values, message):
+    with pytest.raises(ValueError, match=rf"frame train-drive-0-0001 of .*infos.npz: {message}"):
+        dataset_of(with_camera(infos, **values))[1]
+
+
+def test_rotations_of_any_form_are_one_rotation(dataset_of, infos):
+    expected = dataset_of(infos)[1]
+    quaternion = [3.0, 0.0, 0.0, 0.0]  # as long as no other
+    found = dataset_of(with_values(infos, ego2global_rotation=quaternion))[1]
+    np.testing.assert_array_equal(found["lidar2global"], expected["lidar2global"])
+    matrix = np.concatenate([infos[1]["cams"]["left"]["cam_intrinsic"], np.zeros((3, 1))], axis=1)
+    found = dataset_of(with_camera(infos, cam_intrinsic=matrix))[1]
+    np.testing.assert_array_equal(found["lidar2img"], expected["lidar2img"])
+    np.testing.assert_array_equal(found["cam_intrinsic"], expected["cam_intrinsic"])
+
+
+def test_the_velocity_of_boxes_with_nine_columns_is_theirs(dataset_of, infos):
+    assert infos[1]["gt_boxes"].shape == (2, 9)
+    expected = dataset_of(infos)[1]["gt_bboxes_3d"]
+    np.testing.assert_array_equal(expected, infos[1]["gt_boxes"])
+    seven = dict(gt_boxes=infos[1]["gt_boxes"][:, :7])
+    given = dataset_of(with_values(infos, **seven, gt_velocity=infos[1]["gt_boxes"][:, 7:]))
+    np.testing.assert_array_equal(given[1]["gt_bboxes_3d"], expected)
+    # An unknown velocity is 0 in training and NaN for the metrics.
+    unknown = with_values(infos, **seven)
+    assert not dataset_of(unknown)[1]["gt_bboxes_3d"][:, 7:].any()
+    assert np.isnan(dataset_of(unknown, test_mode=True)[1]["gt_bboxes_3d"][:, 7:]).all()
+
+
+@pytest.mark.parametrize("test_mode", [False, True])
+def test_without_lidar_no_box_is_left_out_for_lack_of_points(dataset_of, infos, test_mode):
+    none = dict(num_lidar_pts=np.zeros(2, int), num_radar_pts=np.zeros(2, int))
+    for path in (None, ""):
+        record = dataset_of(with_values(infos, lidar_path=path, **none), test_mode=test_mode)[1]
+        assert len(record["gt_bboxes_3d"]) == 2 and record["pts_filename"] is None
+    flagged = with_values(infos, valid_flag=np.array([True, False]), **none)
+    assert len(dataset_of(flagged, test_mode=test_mode)[1]["gt_bboxes_3d"]) == 1
+
+
+def test_frames_whose_boxes_are_all_left_out_are_told(dataset_of, infos, monkeypatch):
+    said = []
+    monkeypatch.setattr("visdet.datasets.nuscenes.print_log", lambda text, **options: said.append(text))
+    dataset = dataset_of(with_values(infos, lidar_path="x.bin", num_lidar_pts=np.zeros(2, int)))
+    for _ in range(2):
+        assert len(dataset[1]["gt_bboxes_3d"]) == 0
+    assert len(said) == 1 and "none of its 2 boxes is used, because num_lidar_pts or valid_flag" in said[0]
+
+
+def test_valid_flag_must_be_there_if_it_is_asked_for(dataset_of, infos):
+    with pytest.raises(
+        ValueError, match=r"train-drive-0-0001 of .*valid_flag is missing, which use_valid_flag"
+    ):
+        dataset_of(infos, use_valid_flag=True)[1]
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ([1_700_000_000.0, 1_700_000_000.5], r"got 1700000000.5 \(float\); are these seconds"),
+        ([1_700_000_000, 1_700_000_001], r"in microseconds, but two frames of scene .* are 1 apart"),
+        ([1_700_000_000_000, 1_700_000_000_500], "are 500 apart"),  # milliseconds
+        ([1_700_000_000 * 10**9, 1_700_000_001 * 10**9], "are these nanoseconds"),
+        (["0", "1"], r"timestamp must be a whole number of microseconds, got '0' \(str\)"),
+        ([0, np.nan], "timestamp must be a whole number"),
+        ([True, False], "timestamp must be a whole number"),
+        ([5_000_000, 5_000_000], "two frames of scene train-drive-0 have the time 5000000"),
+    ],
+)
+def test_times_in_other_units_are_noticed(dataset_of, infos, times, message):
+    infos = [info | {"timestamp": time} for info, time in zip(infos[:2], times, strict=True)]
+    with pytest.raises(ValueError, match=message):
+        dataset_of(infos)
+
+
+def test_recordings_that_are_joined_stay_apart(dataset_of, infos):
+    joined = [*infos[:4], *(info | {"scene_token": "another"} for info in infos[:4])]
+    with pytest.raises(
+        ValueError, match=r"infos.npz: two frames have the token train-drive-0-0000, in the scenes"
+    ):
+        dataset_of(joined)
+    later = [
+        info | {"token": info["token"] + "x", "timestamp": info["timestamp"] + 10**9} for info in infos[:4]
+    ]
+    with pytest.raises(
+        ValueError, match=r"infos.npz: two frames of scene train-drive-0 are 998 s apart.*different"
+    ):
+        dataset_of([*infos[:4], *later])
+    with pytest.raises(
+        ValueError, match=r"ann_file must be the path of one info file.*, got \['a.npz', 'b.npz'\]"
+    ):
+        NuScenes3DDetTrackDataset(["a.npz", "b.npz"])
+
+
+def test_files_of_two_recordings_are_not_confused(dataset_of, infos, tmp_path):
+    for name in ("one", "two", "."):
+        (tmp_path / name / "samples").mkdir(parents=True)
+        (tmp_path / name / "samples" / "0.png").touch()
+    for name in ("one", "two"):
+        dataset = dataset_of(with_camera(infos, data_path=f"{name}/samples/0.png"), data_root=str(tmp_path))
+        assert dataset[1]["img_filename"][-1] == str(tmp_path / name / "samples" / "0.png")
+    # A folder that is not there is that of the publisher.
+    dataset = dataset_of(
+        with_camera(infos, data_path="./data/nuscenes/samples/0.png"), data_root=str(tmp_path)
+    )
+    assert dataset[1]["img_filename"][-1] == str(tmp_path / "samples" / "0.png")
+
+
+def test_classes_that_differ_in_case_or_form_are_told(dataset_of, infos):
+    for name in ("Car", "DEER ", "ｌｏｒｒｙ"):
+        names = np.array([name, "deer"])
+        with pytest.raises(ValueError, match=rf"gt_names has '{name}', which differs only in case, blanks"):
+            dataset_of(with_values(infos, gt_names=names))[1]
+    assert dataset_of(with_values(infos, gt_names=np.array(["tram", "deer"])))[1]["gt_labels_3d"][0] == -1
+    with pytest.raises(ValueError, match="classes must be a list of different names, got 'car'"):
+        dataset_of(infos, classes="car")
+
+
+def test_map_classes_that_are_not_named_are_told(dataset_of, infos):
+    with pytest.raises(
+        ValueError, match=r"train-drive-0-0001 of .*: map_annos has the classes \[3\], but map_cl"
+    ):
+        dataset_of(with_values(infos, map_annos={3: [np.eye(2)]}))[1]
+
+
+@pytest.mark.parametrize("line", [np.zeros((2, 4)), np.full((2, 2), np.nan), np.zeros((0, 2)), [[0, 1], [2]]])
+def test_lines_that_are_none_are_told(dataset_of, infos, line):
+    with pytest.raises(ValueError, match=r"train-drive-0-0001 of .*: line 0 of map class 1 in map_annos"):
+        dataset_of(with_values(infos, map_annos={1: [line]}))[1]
+
+
+def test_boxes_without_a_size_are_told(dataset_of, infos):
+    boxes = infos[1]["gt_boxes"].copy()
+    boxes[1, 4] = 0
+    with pytest.raises(ValueError, match=r"boxes that have no positive size: \[1\] \(gt_boxes\)"):
+        dataset_of(with_values(infos, gt_boxes=boxes))[1]
+
+
+def test_a_frame_without_any_box_may_have_arrays_of_any_shape(dataset_of, infos):
+    for empty in (np.zeros(0), np.zeros((0, 9)), []):
+        record = dataset_of(with_values(infos, gt_boxes=empty, gt_names=[], instance_inds=[]))[1]
+        assert record["gt_bboxes_3d"].shape == (0, 9)
+    with pytest.raises(ValueError, match=r"gt_names must be text \[n\] for n = 0 boxes, got \[2\]"):
+        dataset_of(with_values(infos, gt_boxes=np.zeros((0, 7))))[1]
+
+
+def test_the_first_frame_is_checked_at_once(dataset_of, infos):
+    with pytest.raises(ValueError, match=r"must have 6 cameras \(num_cameras\), got 5: front, right"):
+        dataset_of(infos, num_cameras=6)
+    with pytest.raises(ValueError, match="gt_names is missing"):
+        dataset_of(with_values(infos, 0, gt_names=None))
+
+
+def test_steps_and_masks_have_one_length(dataset_of, infos):
+    futures = dict(gt_agent_fut_trajs=np.zeros((2, 12, 2)), gt_agent_fut_masks=np.ones((2, 6)))
+    with pytest.raises(ValueError, match=r"gt_agent_fut_masks must be \[2, 12\] for .*, got \[2, 6\]"):
+        dataset_of(with_values(infos, **futures))[1]
+
+
+def test_an_infinite_velocity_is_told(dataset_of, infos):
+    with pytest.raises(ValueError, match=r"0001 of .*infos.npz has infinite gt_velocity"):
+        dataset_of(with_values(infos, gt_velocity=np.full((2, 2), np.inf)))[1]
+
+
+def test_arrays_of_other_types_are_saved(dataset_of, infos):
+    found = dataset_of(
+        with_values(
+            infos,
+            gt_names=np.array(["car", "deer"], dtype=object),
+            instance_inds=np.array([1, 2], dtype=np.uint8),
+            gt_velocity=np.ones((2, 2), dtype=np.float16),
+        )
+    )[1]
+    assert found["gt_names"].tolist() == ["car", "deer"] and found["instance_inds"].tolist() == [1, 2]
+    with pytest.raises(
+        TypeError, match=r"train-drive-0-0001 of .*infos.npz: cams: left: data_path: .* got PosixPath"
+    ):
+        dataset_of(with_camera(infos, data_path=PAGE))
+
+
+def test_a_record_in_the_file_is_not_changed(tmp_path, infos):
+    dataset_infos = copy.deepcopy(infos)
+    save_infos(tmp_path / "infos.npz", dataset_infos, {})
+    np.testing.assert_equal(dataset_infos, infos)
+    loaded = list(load_infos(tmp_path / "infos.npz")[0])
+    assert loaded[1]["gt_boxes"].shape == (2, 9)
+
+
+def test_points_are_not_read_without_lidar():
+    with pytest.raises(ValueError, match=r"frame a has no lidar_path. .* set depth_branch=None in the model"):
+        LoadPointsFromFile("LIDAR")({"pts_filename": None, "token": "a"})
+
+
+def test_images_of_another_size_than_the_config_says_are_told(monkeypatch):
+    said = []
+    monkeypatch.setattr(multi_view, "print_log", lambda text, **options: said.append(text))
+    augmentation = {"resize": 0.5, "resize_dims": (800, 450), "crop": (0, 194, 800, 450), "flip": False}
+    resize = ResizeCropFlipImage()
+    for size, number in (((900, 1600), 0), ((1080, 1920), 1), ((1080, 1920), 1)):
+        image = np.zeros((*size, 3), np.uint8)
+        resize({"img": [image], "lidar2img": [np.eye(4)], "aug_config": augmentation, "token": "a"})
+        assert len(said) == number
+    assert "frame a has an image of 1920 x 1080 pixels" in said[0] and "says W = 1600, H = 900" in said[0]

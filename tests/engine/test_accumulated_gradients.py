@@ -1,0 +1,98 @@
+"""Updates of several iterations: where a run is interrupted between them, and what the learning rate counts."""
+
+import os
+import socket
+
+import pytest
+import torch
+from test_resume import EPOCHS
+from toy_run import losses, toy_runner, train, weights
+
+from visdet.engine import enable_auto_scale_lr
+from visdet.engine.process_group import leave_process_group
+
+AT = 8  # Updates follow iterations 5, 10, 15 and so on, and an epoch has six iterations.
+OPTIONS = {
+    "optim_wrapper__accumulative_counts": 5,
+    "default_hooks__checkpoint": {"by_epoch": False, "interval": AT, "max_keep_ckpts": 10},
+}
+EMA = [{"type": "EMAHook"}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"train_cfg__max_iters": 24}, id="iterations"),
+        pytest.param(EPOCHS, id="epochs"),
+        pytest.param({"train_cfg__max_iters": 24, "optim_wrapper__type": "AmpOptimWrapper"}, id="bfloat16"),
+        pytest.param({"train_cfg__max_iters": 24, "custom_hooks": EMA}, id="ema"),
+    ],
+)
+def test_a_run_interrupted_between_two_updates_goes_on_as_if_it_had_not_been(tmp_path, options, capsys):
+    whole = train(tmp_path / "whole", **OPTIONS, **options)
+    capsys.readouterr()
+    rest = train(tmp_path / "rest", resume=str(tmp_path / "whole" / f"iter_{AT}.pth"), **OPTIONS, **options)
+    assert " lost" not in capsys.readouterr().out
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > AT}
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(rest)[name]), name
+
+
+def test_gradients_are_saved_between_updates_only(tmp_path):
+    options = {**OPTIONS, "default_hooks__checkpoint": {"by_epoch": False, "interval": 5}}
+    train(tmp_path, train_cfg__max_iters=12, **options)  # The last iteration updates in any case.
+    saved = {
+        step: torch.load(tmp_path / f"iter_{step}.pth")["meta"]["accumulated_gradients"]
+        for step in (5, 10, 12)
+    }
+    assert saved == {5: None, 10: None, 12: None}
+    longer = toy_runner(tmp_path, resume="auto", train_cfg__max_iters=14, **options)
+    longer.train()
+    assert list(losses(longer)) == [13, 14]
+
+
+@pytest.mark.parametrize("counts", [1, 3])
+def test_gradients_of_other_updates_are_reported_as_lost(tmp_path, counts, capsys):
+    train(tmp_path, train_cfg__max_iters=AT + 1, **OPTIONS)
+    options = {**OPTIONS, "optim_wrapper__accumulative_counts": counts, "train_cfg__max_iters": AT + 2}
+    train(tmp_path / "rest", resume=str(tmp_path / f"iter_{AT}.pth"), **options)
+    assert "between two updates" in capsys.readouterr().out
+
+
+def test_the_learning_rate_counts_the_images_of_an_update(tmp_path):
+    """Batches of 4 and updates of 5 iterations are 20 images."""
+    runner = toy_runner(
+        tmp_path,
+        auto_scale_lr={"base_batch_size": 40},
+        param_scheduler=None,
+        train_cfg__max_iters=1,
+        **OPTIONS,
+    )
+    enable_auto_scale_lr(runner.cfg)
+    runner.auto_scale_lr = runner.cfg.auto_scale_lr
+    runner.train()
+    assert runner.optim_wrapper.get_lr()["lr"] == [pytest.approx(1e-2 / 2)]
+
+
+def run_process(rank, port, folder):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    options = {**OPTIONS, "train_cfg__max_iters": 12, "launcher": "pytorch"}
+    whole = train(folder / "whole", **options)
+    rest = train(folder / "rest", resume=str(folder / "whole" / f"iter_{AT}.pth"), **options)
+    torch.save([weights(whole), weights(rest)], folder / f"result{rank}.pt")
+    leave_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_two_processes_go_on_with_the_gradients_of_each(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run_process, args=(port, tmp_path), nprocs=2)
+    for rank in (0, 1):
+        whole, rest = torch.load(tmp_path / f"result{rank}.pt")
+        for name, value in whole.items():
+            if "running" not in name:  # Checkpoints hold the batch statistics of the main process alone.
+                assert torch.equal(value, rest[name]), name

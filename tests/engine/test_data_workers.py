@@ -1,0 +1,171 @@
+"""What data workers need is said before they start, and a worker that fails ends the run with its cause."""
+
+import os
+import shutil
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.hooks import Hook
+from PIL import Image
+from toy_detection import ToyBoxes
+from toy_run import losses, toy_config, toy_runner, train
+
+from visdet.engine import UserError, build_runner, set_resume
+from visdet.engine.data_workers import WorkerError, _explanation
+from visdet.errors import hints_of
+from visdet.registry import DATASETS, TRANSFORMS
+
+WORKERS = {"train_dataloader__num_workers": 2, "val_dataloader": None, "val_cfg": None, "val_evaluator": None}
+
+
+@DATASETS.register_module()
+class FailingBoxes(ToyBoxes):
+    """Fails in a worker that reads the image with the index ``at``."""
+
+    def __init__(self, how: str, at: int = 9, **base) -> None:
+        self.how, self.at = how, at
+        super().__init__(**base)
+
+    def prepare_data(self, idx):
+        item = super().prepare_data(idx)
+        if idx == self.at and self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if idx == self.at and self.how == "memory":
+            raise MemoryError
+        if idx == self.at and self.how == "not sent":
+            item["data_samples"].set_metainfo({"function": lambda: None})
+        return item
+
+
+def failing(how: str, **options) -> dict:
+    options = {**WORKERS, "default_hooks__checkpoint__save_best": None, **options}
+    return {**options, "train_dataloader__dataset": {"type": "FailingBoxes", "how": how}}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("killed", r"data worker \d+ died, as it does if memory runs out.*lower num_workers"),
+        ("memory", "a data worker has no memory left"),
+    ],
+)
+def test_a_worker_without_memory_is_explained(tmp_path, how, message):
+    with pytest.raises(WorkerError, match=message) as caught:
+        train(tmp_path, **failing(how))
+    assert hints_of(caught.value) == ["no checkpoint has been written yet"]
+
+
+@pytest.mark.timeout(60)
+def test_a_batch_that_cannot_be_sent_ends_the_run(tmp_path):
+    """The loader of torch would wait for it for ever."""
+    with pytest.raises(RuntimeError, match=r"sending a batch(.|\n)*pickle"):
+        train(tmp_path, **failing("not sent"))
+
+
+def test_a_run_that_was_killed_says_how_it_goes_on(tmp_path):
+    options = failing("killed", default_hooks__checkpoint__interval=1, train_dataloader__num_workers=0)
+    options["train_dataloader__dataset"]["at"] = -1
+    train(tmp_path, train_cfg__max_iters=2, **options)
+    options |= failing("killed")
+    with pytest.raises(WorkerError) as caught:
+        train(tmp_path, resume="auto", **options)
+    assert (
+        hints_of(caught.value)[0].startswith("`--resume ") and ".pth` continues" in hints_of(caught.value)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out "
+        "of shared memory. Please try to raise your shared memory limit.",
+        "Caught RuntimeError in DataLoader worker process 0.\n...RuntimeError: unable to write to file </torch_1>: "
+        "No space left on device (28)",
+    ],
+)
+def test_full_shared_memory_is_explained(text):
+    assert "/dev/shm" in _explanation(RuntimeError(text), text)
+    assert _explanation(RuntimeError("another error"), "another error") is None
+    text = "DataLoader worker (pid 7) is killed by signal: Segmentation fault. "
+    assert _explanation(RuntimeError(text), text) == "data worker 7 died of signal Segmentation fault"
+
+
+@pytest.mark.parametrize(("free", "warns"), [(64 << 10, True), (8 << 30, False)])
+def test_shared_memory_is_compared_with_what_workers_need(tmp_path, monkeypatch, free, warns, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    runner = toy_runner(tmp_path, train_dataloader__num_workers=8)
+    before = torch.get_rng_state()
+    runner.build_dataloader(runner._train_dataloader)
+    assert torch.equal(before, torch.get_rng_state()), "the sample that is measured draws from the generator"
+    out = capsys.readouterr().out
+    assert ("8 data workers of ToyBoxes prepare up to 16 batches of about" in out) == warns
+    assert ("--shm-size" in out) == warns
+
+
+@TRANSFORMS.register_module()
+class PathOfToy:
+    """Makes the path of a toy image one that LoadImageFromFile reads."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self, results):
+        return {**results, "img_path": f"{self.folder}/{results['index']}.png"}
+
+
+@DATASETS.register_module()
+class ImagesOfToy(ToyBoxes):
+    """Toy images that are read from files by the pipeline."""
+
+    def prepare_data(self, idx):
+        item = super().prepare_data(idx)
+        return item if self.pipeline(self.get_data_info(idx)) is not None else None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("missing", [False, True])
+def test_an_unreadable_image_says_how_to_go_on_without_it(tmp_path, workers, missing):
+    for index in range(24):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{index}.png")
+    (tmp_path / "7.png").unlink() if missing else (tmp_path / "7.png").write_bytes(b"cut")
+    pipeline = [{"type": "PathOfToy", "folder": str(tmp_path)}, {"type": "LoadImageFromFile"}]
+    options = {
+        **WORKERS,
+        "train_dataloader__num_workers": workers,
+        "train_dataloader__dataset": {"type": "ImagesOfToy", "pipeline": pipeline},
+        "default_hooks__checkpoint": {"interval": 1, "save_best": None},
+        "train_cfg__max_iters": 6,
+    }
+    with pytest.raises(UserError, match=r"7\.png") as caught:
+        train(tmp_path / "run", **options)
+    [hint] = hints_of(caught.value)
+    option = "train_dataloader.dataset.pipeline.1.ignore_empty=True"
+    assert "without images" in hint and hint.endswith(f" --cfg-options {option}")
+    cfg = toy_config(tmp_path / "run", **options)
+    cfg.merge_from_dict(dict([option.split("=")]))
+    set_resume(cfg, "auto")
+    build_runner(cfg).train()
+
+
+class Interrupt(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == 4:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("interval", "promised"), [(3, True), (5, False)])
+def test_an_interrupt_promises_a_checkpoint_that_exists(tmp_path, interval, promised):
+    runner = toy_runner(tmp_path, default_hooks__checkpoint__interval=interval)
+    runner.register_hook(Interrupt(), "LOWEST")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        runner.train()
+    [hint] = hints_of(caught.value)
+    assert hint == (
+        f"`--resume {tmp_path}/iter_3.pth` continues the run"
+        if promised
+        else "no checkpoint has been written yet"
+    )
+    assert len(losses(runner)) >= 3

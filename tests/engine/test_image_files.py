@@ -1,0 +1,144 @@
+"""Which files of a folder are images, and that the others are counted and named."""
+
+import os
+import socket
+
+import pytest
+from PIL import Image
+
+from visdet.engine import UserError, find_images
+from visdet.engine.image_files import pictures_folder
+
+
+def save(path, form=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (4, 4)).save(path, form)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "in"
+
+
+def found(folder, out_dir="out"):
+    """Return the names of the images below a folder, and the remarks."""
+    images, remarks = find_images([str(folder)], str(out_dir))
+    return [os.path.relpath(image, folder) for image in images], remarks
+
+
+def test_images_are_known_by_suffix_or_content(folder):
+    forms = {
+        "a.jfif": "JPEG",
+        "b.jpe": "JPEG",
+        "c.jp2": "JPEG2000",
+        "d.AVIF": "AVIF",
+        "e.webp": "WEBP",
+        "f.tif": "TIFF",
+    }
+    forms |= {"sub/none": "PNG", "wrong.dat": "JPEG", ".hidden": "PNG", "name with spaces.png": "PNG"}
+    for name, form in forms.items():
+        if form == "AVIF" and "AVIF" not in Image.SAVE:
+            (folder / name).write_bytes(b"")
+        else:
+            save(folder / name, form)
+    assert found(folder) == (sorted(forms), [])
+
+
+def test_a_file_with_the_suffix_of_an_image_is_taken_at_its_word(folder):
+    folder.mkdir()
+    (folder / "empty.jpg").write_bytes(b"")
+    assert found(folder) == (["empty.jpg"], []), "the detector reports it"
+    assert find_images([str(folder / "empty.jpg")], "out")[0] == [str(folder / "empty.jpg")]
+
+
+@pytest.mark.timeout(20)
+def test_what_is_left_out_is_counted_and_named(folder, tmp_path):
+    save(folder / "a.png")
+    for number in range(7):
+        (folder / f"{number}.txt").write_text("text")
+    os.mkfifo(folder / "pipe.jpg")
+    with socket.socket(socket.AF_UNIX) as server:
+        here = os.getcwd()
+        os.chdir(folder)  # The path of a socket must be short.
+        server.bind("socket.png")
+        os.chdir(here)
+    (folder / "lost.png").symlink_to("nothing")
+    images, remarks = found(folder)
+    assert images == ["a.png"]
+    text = "\n".join(remarks).replace(f"{folder}/", "")
+    assert "left out 7 (no images): 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more" in text
+    assert "left out 2 (no files, but devices, pipes or sockets): pipe.jpg, socket.png" in text
+    assert "left out 1 (links that lead nowhere): lost.png" in text
+    with pytest.raises(UserError, match="neither an image file nor a folder"):
+        find_images([str(folder / "pipe.jpg")], "out")
+
+
+@pytest.mark.timeout(20)
+def test_links_to_folders_are_followed_once(folder, tmp_path):
+    save(folder / "a.png")
+    save(tmp_path / "elsewhere" / "b.png")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "again").symlink_to(tmp_path / "elsewhere")
+    (folder / "loop").symlink_to(folder)
+    (tmp_path / "elsewhere" / "up").symlink_to(folder)
+    assert found(folder)[0] == ["a.png", "again/b.png"]
+
+
+def test_pictures_of_earlier_runs_are_not_read(folder):
+    save(folder / "a.png")
+    for out_dir in (folder, folder / "out"):
+        save(folder / os.path.relpath(pictures_folder(out_dir), folder) / "a.png")
+        images, remarks = found(folder, out_dir)
+        assert images[-1] == "a.png" and not any(name.startswith("out") for name in images)
+        assert [remark for remark in remarks if "pictures of earlier runs" in remark]
+        (folder / "pictures" / "a.png").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("given", ["pictures", "pictures/a.png", "pictures/sub"])
+def test_images_are_not_overwritten(tmp_path, given):
+    save(tmp_path / "pictures" / "a.png")
+    save(tmp_path / "pictures" / "sub" / "b.png")
+    with pytest.raises(UserError, match="going to be written: choose another --out-dir"):
+        find_images([str(tmp_path / given)], str(tmp_path))
+
+
+def test_files_folders_and_patterns(folder):
+    for name in ("a.png", "b.jpg", "sub/c.png", "[d].png"):
+        save(folder / name)
+    names = [str(folder / name) for name in ("*.png", "b.jpg", "sub", "[d].png")]
+    assert find_images(names, "out")[0] == sorted(
+        str(folder / name) for name in ("a.png", "b.jpg", "sub/c.png", "[d].png")
+    )
+    for nothing in ("*.bmp", "nowhere", "http://localhost/a.jpg"):
+        with pytest.raises(UserError, match="neither an image file nor a folder"):
+            find_images([nothing], "out")
+
+
+def test_a_folder_without_images_names_what_it_has(folder):
+    folder.mkdir()
+    (folder / "notes.txt").write_text("")
+    with pytest.raises(UserError, match=r"has no image\nleft out 1 \(no images\): .*notes\.txt"):
+        found(folder)
+
+
+def test_videos_and_further_frames_are_named(folder):
+    folder.mkdir()
+    (folder / "a.mp4").write_bytes(b"")
+    with pytest.raises(UserError, match=r"a\.mp4 is a video.*ffmpeg -i"):
+        find_images([str(folder / "a.mp4")], "out")
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    frames[0].save(folder / "moving.gif", save_all=True, append_images=frames[1:])
+    frames[0].save(folder / "still.gif")
+    images, remarks = found(folder)
+    assert images == ["moving.gif", "still.gif"]
+    assert any(
+        "several frames, whose first is read): " in remark and "moving" in remark for remark in remarks
+    )
+
+
+def test_a_name_that_is_no_text_is_read(folder):
+    folder.mkdir()
+    name = os.fsencode(folder) + b"/\xff.png"
+    Image.new("RGB", (4, 4)).save(folder / "a.png")
+    os.rename(folder / "a.png", name)
+    assert find_images([str(folder)], "out")[0] == [os.fsdecode(name)]

@@ -1,0 +1,101 @@
+"""The check of a whole info file, and its description in a few lines."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from visdet.errors import InvalidInputError, MissingFileError
+
+from .frame_records import FRAME_KEYS
+from .info_files import load_infos
+from .nuscenes import NuScenes3DDetTrackDataset
+
+__all__ = ["recording_report"]
+
+
+def recording_report(path: str, data_root: str | None = None) -> list[str]:
+    """Return what an info file holds, in lines that end with those to copy into a config.
+
+    Every record is read as in training, and every image is opened.
+
+    Args:
+        path: the info file.
+        data_root: the folder that the paths in the file are relative to.
+
+    Raises:
+        UserError: a record, or a file that it names, cannot be used. The message names it.
+    """
+    found = [info for info in load_infos(path)[0] if isinstance(info, dict)]
+    cameras = next((info["cams"] for info in found if info.get("cams")), ())
+    labels = [label for info in found for label in info.get("map_annos") or () if isinstance(label, int)]
+    names = sorted({str(name) for info in found for name in np.ravel(info.get("gt_names", ()))})
+    dataset = NuScenes3DDetTrackDataset(
+        path,
+        data_root=data_root,
+        classes=names or None,
+        map_classes=[str(label) for label in range(max(labels, default=2) + 1)],
+        num_cameras=len(cameras),
+    )
+    boxes: Counter[str] = Counter()
+    used: Counter[str] = Counter()
+    size: tuple[int, int] | None = None
+    for index in range(len(dataset)):
+        info, record = dataset.get_info(index), dataset.get_data_info(index)
+        boxes.update(info.get("gt_names", np.zeros(0, str)).tolist())
+        used.update(record.get("gt_names", np.zeros(0, str)).tolist())
+        for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
+            where = f"frame {info['token']} of {path}, data_path of {camera}"
+            here = _image_size(name, where)
+            size = size or here
+            if here != size:
+                raise InvalidInputError(
+                    f"{where}: {name} is {here[0]} x {here[1]} pixels, but other images are {size[0]} x {size[1]}"
+                )
+        if record["pts_filename"] is not None and not Path(record["pts_filename"]).exists():
+            raise MissingFileError(
+                f"frame {info['token']} of {path}: lidar_path {record['pts_filename']} does not exist"
+            )
+    return _lines(dataset, boxes, used, size or (0, 0), _absent(dataset))
+
+
+def _image_size(name: str, where: str) -> tuple[int, int]:
+    try:
+        with Image.open(name) as image:
+            return image.size
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{where}: {name} does not exist") from error
+    except (OSError, UnidentifiedImageError) as error:
+        raise InvalidInputError(f"{where}: {name} is not an image that can be read") from error
+
+
+def _absent(dataset: NuScenes3DDetTrackDataset) -> list[str]:
+    """Return the optional keys that some frames do not have."""
+    infos: list[Any] = [dataset.get_info(index) for index in range(len(dataset))]
+    return [key.name for key in FRAME_KEYS if any(key.name not in info for info in infos)]
+
+
+def _lines(
+    dataset: NuScenes3DDetTrackDataset,
+    boxes: Counter[str],
+    used: Counter[str],
+    size: tuple[int, int],
+    absent: list[str],
+) -> list[str]:
+    times = [dataset.get_info(index)["timestamp"] for index in range(len(dataset))]
+    gaps = [np.diff(part) for part in np.split(times, dataset.scene_starts[1:])]
+    seconds = np.concatenate([np.zeros(0), *gaps]) / 1e6
+    rate = f", {np.median(seconds):.2g} s apart" if len(seconds) else ""
+    counts = ", ".join(f"{name} {boxes[name]} ({used[name]} used)" for name in sorted(boxes))
+    return [
+        f"{len(dataset)} frames in {len(dataset.scene_starts)} scenes{rate}",
+        f"cameras: {', '.join(dataset.get_info(0)['cams'])}",
+        f"boxes: {counts or 'none'}",
+        f"keys that not every frame has: {', '.join(absent) or 'none'}",
+        "for the config:",
+        f"class_names = {sorted(boxes)}",
+        f"num_cameras = {dataset.num_cameras}",
+        f"image_width, image_height = {size[0]}, {size[1]}",
+    ]

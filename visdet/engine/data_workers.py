@@ -1,0 +1,124 @@
+"""Failures of data workers: what they need is said before they start, and a failure ends the run with its cause."""
+
+import contextlib
+import copy
+import functools
+import io
+import logging
+import multiprocessing
+import multiprocessing.queues
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mmengine.logging import print_log
+from torch._C import _error_if_any_worker_fails
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader
+
+from visdet.errors import UserError
+
+from .random_state import preserved_random_state
+
+__all__ = ["WorkerError", "check_shared_memory", "report_lost_batches", "worker_failures_explained"]
+
+SHARED_MEMORY = "/dev/shm"
+_PLENTY = 4 << 30
+_MIB = 1 << 20
+_DIED = re.compile(
+    r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)"
+)
+_NO_SPACE = ("No space left on device", "insufficient shared memory", "out of shared memory")
+_MORE = "give it more (`docker run --shm-size=8g` or `--ipc=host`), or lower num_workers, prefetch_factor or batch_size"
+
+
+class WorkerError(UserError):
+    """A data worker that has died, or that cannot pass its batches on."""
+
+
+class _Results(multiprocessing.queues.Queue):
+    """A queue that passes on the error of a batch that cannot be sent.
+
+    Without it, the worker prints a traceback, and the loader waits for that batch for ever.
+    """
+
+    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:  # multiprocessing's hook for this
+        cause = (RuntimeError, error, error.__traceback__)
+        self.put((item[0], ExceptionWrapper(cause, where="in DataLoader worker process, sending a batch")))
+
+
+def report_lost_batches(loader: DataLoader) -> None:
+    """Make a loader raise the error of a batch that a worker has read but cannot send."""
+    if loader.num_workers == 0:
+        return
+    context: Any = copy.copy(loader.multiprocessing_context or multiprocessing.get_context())
+    context.Queue = functools.partial(_Results, ctx=context)
+    loader.multiprocessing_context = context
+
+
+def check_shared_memory(loader: DataLoader) -> None:
+    """Warn if the batches that data workers prepare do not fit the shared memory. The first sample gives the size.
+
+    Nothing is read where 4 GiB are free.
+    """
+    if loader.num_workers == 0 or not os.path.isdir(SHARED_MEMORY):
+        return
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free >= _PLENTY:
+        return
+    written = io.BytesIO()
+    with preserved_random_state(), contextlib.suppress(Exception):  # The workers will report this error.
+        torch.save(loader.dataset[0], written)
+    count = loader.num_workers * (loader.prefetch_factor or 2) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    size = written.tell() * (loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1))
+    if count * size > free:
+        print_log(
+            f"{loader.num_workers} data workers of {type(loader.dataset).__name__} prepare up to {count} batches of "
+            f"about {size / _MIB:.1f} MiB, {count * size / _MIB:.0f} MiB together, but {SHARED_MEMORY} has "
+            f"{free / _MIB:.0f} MiB: {_MORE}",
+            logger="current",
+            level=logging.WARNING,
+        )
+
+
+@contextmanager
+def worker_failures_explained() -> Iterator[None]:
+    """Raise a WorkerError that names the cause if a data worker is killed in the block, or has no memory.
+
+    Raises:
+        WorkerError: see above.
+    """
+    try:
+        try:
+            yield
+        except (ConnectionError, EOFError):  # The other end may have been a worker that died.
+            _error_if_any_worker_fails()
+            time.sleep(1)  # The signal of a worker's death, if it is still to come, raises an error here.
+            raise
+    except (RuntimeError, OSError, EOFError, MemoryError) as error:
+        if message := _explanation(error, f"{error.__cause__} {error}"):
+            raise WorkerError(message) from error
+        raise
+
+
+def _explanation(error: Exception, text: str) -> str | None:
+    if "DataLoader worker" not in text:
+        return None
+    died = _DIED.search(text)
+    if any(part in text for part in _NO_SPACE) or (died and died[2] == "Bus error"):
+        return f"a data worker has no shared memory left for its batch ({SHARED_MEMORY}): {_MORE}"
+    if isinstance(error, MemoryError):
+        return "a data worker has no memory left: lower num_workers, prefetch_factor or batch_size"
+    if died is None:
+        return None
+    if died[2] not in (None, "Killed"):
+        return f"data worker {died[1]} died of signal {died[2]}"
+    return (
+        f"data worker {died[1]} died, as it does if memory runs out (`dmesg` then says so): lower num_workers, "
+        "prefetch_factor or batch_size, or give the machine or the container more memory"
+    )

@@ -1,0 +1,82 @@
+"""The check that a driving model fits the cameras, classes and keys of a data set of driving frames."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+
+__all__ = ["check_driving_data"]
+
+_NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")  # TrackingMetric needs no range of these.
+
+
+def check_driving_data(model: nn.Module, loader_name: str, dataset: Any, loop: Any) -> None:
+    """Raise an error if the model, or a metric of the loop, does not fit the data set of a loop.
+
+    Data sets without cameras are left to others.
+
+    Raises:
+        ConfigError: the message names the key of the config, and what the model and the data set have.
+    """
+    if not hasattr(dataset, "num_cameras") or not hasattr(dataset, "get_info"):
+        return
+    data = f"{loader_name}.dataset"
+    for key, found, expected, things in _numbers(model, dataset):
+        if found != expected:
+            raise ConfigError(f"model.{key} is for {found} {things}, but {data} has {expected}")
+    if loader_name == "train_dataloader":
+        info = dataset.get_info(0)
+        for head, keys in _needed_keys(model):
+            missing = [key for key in keys if key not in info]
+            if missing:
+                raise ConfigError(
+                    f"model.{head} learns from {', '.join(missing)}, but frame {info['token']} of {dataset.ann_file} "
+                    f"does not have it. Without it, leave out the head by model.head.task_config"
+                )
+    for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):
+        ranges = getattr(metric, "class_range", None)
+        if isinstance(ranges, Mapping) and not hasattr(metric, "class_mapping"):
+            names = set(metric.classes or dataset.CLASSES) - set(ranges) - set(_NOT_TRACKED)
+            if names:
+                raise ConfigError(
+                    f"{type(metric).__name__} has no class_range for {', '.join(sorted(names))}; set "
+                    f"{loader_name.split('_')[0]}_evaluator's class_range to a distance in metres, or to one per class"
+                )
+
+
+def _numbers(model: nn.Module, dataset: Any) -> Iterator[tuple[str, int, int, str]]:
+    """Yield the key of a number of the model, the number, that of the data set, and what is counted."""
+    for name, head in _heads(model):
+        is_map = head.gt_cls_key == "gt_map_labels"
+        classes, kind = (dataset.MAP_CLASSES, "map classes") if is_map else (dataset.CLASSES, "classes")
+        for layer in head.layers:
+            if hasattr(layer, "num_cams"):
+                yield f"{name}.deformable_model.num_cams", layer.num_cams, dataset.num_cameras, "cameras"
+            if getattr(layer, "cls_layers", None) is not None:
+                yield f"{name}.refine_layer.num_cls", layer.num_cls, len(classes), kind
+        if hasattr(head.sampler, "num_cls"):
+            yield f"{name}.sampler.num_cls", head.sampler.num_cls, len(classes), kind
+    info = dataset.get_info(0)
+    for name, module in model.named_modules():
+        if hasattr(module, "motion_anchor"):
+            for key, of in (("fut_ts", "gt_agent_fut_trajs"), ("ego_fut_ts", "gt_ego_fut_trajs")):
+                if of in info:
+                    yield f"{name}.{key}", getattr(module, key), info[of].shape[-2], f"steps of {of}"
+            yield f"{name}.motion_anchor", len(module.motion_anchor), len(dataset.CLASSES), "classes"
+
+
+def _needed_keys(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each head and the keys of a frame's record that it learns from."""
+    for name, head in _heads(model):
+        yield name, ("map_annos",) if head.gt_cls_key == "gt_map_labels" else ("gt_boxes",)
+    for name, module in model.named_modules():
+        if hasattr(module, "motion_anchor"):
+            yield name, ("gt_agent_fut_trajs", "gt_ego_fut_trajs", "ego_status")
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if hasattr(module, "gt_cls_key") and hasattr(module, "layers"):
+            yield name, module

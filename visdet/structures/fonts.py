@@ -1,0 +1,94 @@
+"""Fonts for names in any script."""
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+from mmengine.logging import print_log
+
+__all__ = ["legible"]
+
+
+@functools.lru_cache(maxsize=4096)
+def legible(*texts: str) -> tuple[list[str], str]:
+    """Return texts as they can be drawn, and the file of a font that has all their characters.
+
+    The font is matplotlib's DejaVu Sans Bold, or else one of the system. If none has a character, the character becomes
+    its code point, such as ``U+87BA``, so that different texts look different. So does a line break or another
+    character without a picture. The first time, a warning says which fonts to install.
+    """
+    needed = {ord(character) for text in texts for character in text if character.isprintable()}
+    for file in (_own_font(), *_used):
+        if _has_all(file, needed):
+            return [_with_code_points(text, needed) for text in texts], file
+    if needed <= _characters_of_the_system():
+        for file in _system_fonts():
+            if _has_all(file, needed):
+                _used.append(file)
+                return [_with_code_points(text, needed) for text in texts], file
+    own = set(_opened(_own_font()).get_charmap())
+    _warn_once(next(text for text in texts if not {ord(c) for c in text if c.isprintable()} <= own))
+    return [_with_code_points(text, own) for text in texts], _own_font()
+
+
+_used: list[str] = []  # the system's fonts that have been used
+
+
+def _with_code_points(text: str, drawn: set[int]) -> str:
+    if text.isprintable() and drawn.issuperset(map(ord, text)):
+        return text
+    shown = (c if c.isprintable() and ord(c) in drawn else f" U+{ord(c):04X} " for c in text)
+    return " ".join("".join(shown).split())
+
+
+@functools.cache
+def _own_font() -> str:
+    import matplotlib  # slow to import, and not needed before the first picture
+
+    return str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans-Bold.ttf")
+
+
+def _opened(file: str) -> Any:
+    from matplotlib.ft2font import FT2Font
+
+    return FT2Font(file)
+
+
+def _has_all(file: str, needed: set[int]) -> bool:
+    font = _opened(file)
+    return all(font.get_char_index(code) for code in needed)
+
+
+@functools.cache
+def _system_fonts() -> list[str]:
+    """Return the fonts of the system in outlines. Those of bitmaps have one size, and draw in colour alone."""
+    from matplotlib.font_manager import findSystemFonts
+
+    found = []
+    for file in sorted(findSystemFonts()):
+        try:
+            if _opened(file).scalable and "lastresort" not in Path(file).name.lower():
+                found.append(file)
+        except (RuntimeError, OSError):  # a damaged file
+            continue
+    return found
+
+
+@functools.cache
+def _characters_of_the_system() -> set[int]:
+    return {code for file in _system_fonts() for code in _opened(file).get_charmap()}
+
+
+def _warn_once(text: str) -> None:
+    if not _warned:
+        _warned.append(text)
+        print_log(
+            f"no installed font has all characters of {text!r}, so that pictures show code points (U+...) instead. "
+            "Install one that does, on Debian and Ubuntu for example fonts-noto-cjk, fonts-noto-core or fonts-symbola",
+            logger="current",
+            level=logging.WARNING,
+        )
+
+
+_warned: list[str] = []  # the text that the warning was about
