@@ -1,6 +1,5 @@
 """ResNet: torchvision's names and numbers, freezing, and where pretrained weights come from."""
 
-import copy
 from urllib.error import URLError
 
 import pytest
@@ -13,7 +12,6 @@ from visdet.models.backbones import ResNet
 from visdet.models.backbones import pretrained as pretrained_page
 from visdet.models.layers.frozen_norm import fold_frozen_norms
 from visdet.registry import MODELS
-from visdet.structures.constant_weights import weights_are_constant
 
 
 def tiny(**options):
@@ -199,17 +197,6 @@ def test_weights_of_another_class_are_not_folded():
     assert isinstance(conv.weight, Shard)
     with torch.no_grad():
         assert set(fold_frozen_norms(layers)) == {other for other, _ in layers[1:]}
-
-
-def test_what_is_kept_of_constant_weights_is_kept_for_a_mode():
-    backbone = tiny(norm_eval=False)
-    x = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        other = copy.deepcopy(backbone)
-        expected = [backbone.eval()(x)[-1], backbone.train()(x)[-1]]
-        with weights_are_constant():
-            found = [other.eval()(x)[-1], other.train()(x)[-1]]
-    torch.testing.assert_close(found, expected)
 
 
 def test_norm_without_gradient_and_group_norm_names():

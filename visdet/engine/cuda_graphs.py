@@ -16,7 +16,6 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from visdet.structures.replayed_launches import launches_are_replayed
 from visdet.structures.tensor_tree import layout_of, map_tensors
 
 from .graph_memory import GraphMemory
@@ -98,7 +97,7 @@ class GraphedMethod(ABC):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace the method of the model by this object within the block, which holds the backward passes, too."""
+        """Replace the method of the model by this object within the block."""
         setattr(self.model, self.method, self)
         try:
             yield
@@ -236,13 +235,6 @@ class GraphedLoss(GraphedMethod):
     stages = ("training_batch", "predictions_and_costs", "assign", "losses")
     # Deformable DETR's multi-scale pipeline mostly makes batches of so many shapes with pad_size_divisor=128.
     default_max_shapes = 24
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Replace the method of the model by this object within the block, which holds the backward passes, too."""
-        has_stages = all(hasattr(self.model, name) for name in self.stages)
-        with launches_are_replayed(lambda: has_stages and not self._has_failed), super().installed():
-            yield
 
     def _serves(self) -> bool:
         return torch.is_grad_enabled()

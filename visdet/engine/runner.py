@@ -29,7 +29,7 @@ from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
 from .errors import log_fatal_error
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
-from .loops import check_frames_come_one_by_one, check_there_are_samples, weights_cast_once
+from .loops import check_frames_come_one_by_one, check_there_are_samples
 from .run_config import RunConfig
 
 __all__ = ["DetRunner"]
@@ -212,9 +212,7 @@ class DetRunner(CheckpointingRunner):
 
     def _train(self) -> nn.Module:
         self._find_checkpoint_to_resume()
-        # A process trains on one device, so that a separate thread for the backward pass gains nothing, and eager steps
-        # take longer with it: on an H200's host 65 ms instead of 46 (Deformable DETR, 2 images), and 180 instead of 128
-        # (SparseDrive, 4 frames). docs/training_speed.md has the conditions.
+        # A process trains on one device, so that a separate thread for the backward pass would only take time.
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 model = super().train()
@@ -260,7 +258,7 @@ class DetRunner(CheckpointingRunner):
         return self._announcing_the_end(functools.partial(self._evaluate, super().test))
 
     def _evaluate(self, stage: Callable[[], dict]) -> dict:
-        with self.graphs_installed(), weights_cast_once():
+        with self.graphs_installed():
             metrics = stage()
         self._report_graphs()
         return metrics

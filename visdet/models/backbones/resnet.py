@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from visdet.errors import InvalidInputError
 from visdet.ops.tracing import is_traced
 from visdet.registry import MODELS
-from visdet.structures.constant_weights import computed_once
 
 from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
 from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
@@ -279,15 +278,9 @@ class ResNet(BaseModule):
         """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W]."""
         stem = self.conv1, getattr(self, self.norm1_name)
         stages = [getattr(self, name) for name in self.stage_names]
-
-        def fold() -> tuple[dict[nn.Module, FoldedConv], list[nn.Module]]:
-            layers = [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
-            folded = fold_frozen_norms(layers)
-            return folded, [norm for conv, norm in layers if conv in folded]
-
-        folded, norms = computed_once(self, fold)
-        if any(norm.training for norm in norms):  # The mode has changed since.
-            folded, _ = fold()
+        folded = fold_frozen_norms(
+            [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
+        )
         if _is_faster_with_channels_last(x, bool(folded)):
             x = x.contiguous(memory_format=torch.channels_last)
         if x.is_cuda:

@@ -18,7 +18,6 @@ from visdet.ops.perceptrons import (
     SCALE,
     run_kernels,
 )
-from visdet.structures.constant_weights import computed_once
 
 from ..layers.normalization import ReLULayerNorm
 from ..layers.precision import in_full_precision
@@ -135,7 +134,7 @@ class _Plan:
 
     def tensors(self) -> list[Tensor]:
         """Return the parameters in the order of the kernel."""
-        return computed_once(self, lambda: [getattr(layer, name) for layer, name in self._places])
+        return [getattr(layer, name) for layer, name in self._places]
 
     def run(self, x: Tensor) -> Tensor:
         return run_kernels(x.float(), self.tensors(), self.kinds, (0,), _EPS)
