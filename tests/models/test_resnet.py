@@ -205,6 +205,21 @@ def test_norm_without_gradient_and_group_norm_names():
     assert "layer4.1.gn2.weight" in tiny(norm_cfg={"type": "GN", "num_groups": 2}).state_dict()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpointing_changes_nothing_on_a_gpu(dtype):
+    plain, saving = (tiny(base_channels=16, norm_eval=False, with_cp=with_cp) for with_cp in (False, True))
+    x = torch.randn(2, 3, 64, 64).cuda()
+    for backbone in (plain, saving):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            out = backbone.cuda().train()(x)[-1]
+        out.float().square().sum().backward()
+    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 1e-3 * b.grad.norm() + 1e-6
+    for a, b in zip(plain.buffers(), saving.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("norm", ["BN", "SyncBN"])
 @pytest.mark.parametrize("norm_eval", [True, False])
 def test_checkpointing_changes_nothing(norm, norm_eval):
