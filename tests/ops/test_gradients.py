@@ -27,7 +27,6 @@ from visdet.ops.autocast_linear import autocast_linear
 from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
 from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm, relu_dropout
 from visdet.ops.ms_deform_attn import level_starts_of
-from visdet.ops.perceptrons import PerceptronLayer, perceptrons
 
 LEVELS = [(4, 5)]
 SHAPES = torch.tensor(LEVELS)
@@ -137,9 +136,6 @@ NODES = {
     ),
     "autocast_linear": lambda x: autocast_linear(
         x, torch.rand(8, 8, device=x.device), channels(8, x.device), torch.bfloat16
-    ),
-    "perceptrons": lambda x: perceptrons(
-        x, [[PerceptronLayer(torch.rand(4, 8, device=x.device), channels(4, x.device))]]
     ),
 }
 
