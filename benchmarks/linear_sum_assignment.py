@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visdet.models.matching.assignment import solve_on_host
-from visdet.ops.linear_sum_assignment import linear_sum_assignment
+from visdet.ops.fused import linear_sum_assignment
 
 __all__ = ["CASES", "costs_of", "main"]
 

@@ -23,9 +23,7 @@ from visdet.ops import (
     sample_sum,
     sigmoid_focal_loss,
 )
-from visdet.ops.autocast_linear import autocast_linear
-from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
-from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm, relu_dropout
+from visdet.ops.fused import autocast_linear, batch_norm_add_relu, dropout_add_layer_norm, relu_dropout
 from visdet.ops.ms_deform_attn import level_starts_of
 
 LEVELS = [(4, 5)]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from visdet.ops.autocast_linear import autocast_linear, suits_autocast_linear
+from visdet.ops.fused import autocast_linear, suits_autocast_linear
 
 __all__ = ["Linear"]
 

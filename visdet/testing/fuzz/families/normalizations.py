@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
-from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm, relu_dropout
+from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm, relu_dropout
 
 from ..problem import Draw, Family, Problem
 from .attention import HALVES, wide_of
