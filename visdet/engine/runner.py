@@ -60,8 +60,8 @@ class DetRunner(CheckpointingRunner):
     * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``.
     * ``launcher='pytorch'`` works on machines without GPUs, where it uses gloo.
     * The backward pass runs in the training thread, on GPUs, too.
-    * ``graph=True`` in the config replays training steps and predictions as CUDA graphs; see :class:`GraphedLoss` and
-      :class:`GraphedPrediction`.
+    * On a GPU, training steps and predictions are replayed as CUDA graphs, unless the config says ``graph=False``; see
+      :class:`GraphedLoss` and :class:`GraphedPrediction`.
     * The terminal shows warnings, progress and results. The environment, the config and every log line go to the log
       file.
 
@@ -238,7 +238,7 @@ class DetRunner(CheckpointingRunner):
 
     @contextmanager
     def graphs_installed(self) -> Iterator[None]:
-        """Let the model run with CUDA graphs inside the block if the config asks for them."""
+        """Let the model run with CUDA graphs inside the block, unless the config says otherwise."""
         with ExitStack() as stack:
             for graphs in self.graphs:
                 stack.enter_context(graphs.installed())
