@@ -46,7 +46,7 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
             obstacle = f"graphs need the whole model in each process, but {type(model).__name__} may split it"
         elif any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
             obstacle = "SyncBatchNorm exchanges statistics within the forward pass"
-    module = model.module if is_model_wrapper(model) else model
+    module: Any = model.module if is_model_wrapper(model) else model
     kinds: list[type[GraphedMethod]] = [
         kind for kind in (GraphedLoss, GraphedPrediction) if kind.is_method_of(module)
     ]
