@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
+from ..layers.precision import in_full_precision
 from .box3d import VX, VY
 from .frame_clock import DeviceStep, FrameStep
-from .mlp import Perceptron, linear_relu_ln
+from .mlp import linear_relu_ln
 from .temporal_state import temporal_value
 
 __all__ = ["InstanceQueue", "InstanceQueueState"]
@@ -101,10 +102,10 @@ class InstanceQueue(BaseModule):
         sizes = [math.log(size) for size in _EGO_SIZE_M]
         ego_anchor = [0.0, 0.5, _GROUND_M + _EGO_SIZE_M[2] / 2, *sizes, 1.0, 0.0, 0.0, 0.0, 0.0]
         self.ego_anchor = nn.Parameter(torch.tensor([ego_anchor]), requires_grad=False)
-        self.ego_motion_encoder: Perceptron | None = None
+        self.ego_motion_encoder: nn.Sequential | None = None
         if ego_motion_from_poses:
             waves = 2 * 2 * 2 * _NUM_WAVES  # velocity and change, two axes, sine and cosine
-            self.ego_motion_encoder = Perceptron(*linear_relu_ln(embed_dims, 2, 1, waves))
+            self.ego_motion_encoder = nn.Sequential(*linear_relu_ln(embed_dims, 2, 1, waves))
 
     def enter(self, state: InstanceQueueState, batch_size: int, step: FrameStep | None) -> InstanceQueueState:
         """Return the state with which a frame starts. This is all work on the host that a frame needs.
@@ -236,7 +237,7 @@ class InstanceQueue(BaseModule):
             (state.ego_period[..., None] > frames) * _waves(motion, shortest)
             for frames, motion, shortest in ((1, velocity, 5.0), (2, velocity - before, 2.5))
         ]
-        return self.ego_motion_encoder.in_full_precision(torch.cat(waves, -1))
+        return in_full_precision(self.ego_motion_encoder, torch.cat(waves, -1))
 
     def cache(
         self, state: InstanceQueueState, det_output: dict[str, Any], ego_feature: Tensor, ego_status: Tensor

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
+from ..layers.precision import in_full_precision
 from .anchor_files import ModuleWithAnchors
 from .box3d import COS_YAW, SIN_YAW, VX, VY
 from .frame_clock import FrameStep
 from .instance_bank import topk
 from .instance_operations import InstanceOperations
 from .instance_queue import InstanceQueueState
-from .mlp import Perceptron, linear_relu_ln
+from .mlp import linear_relu_ln
 from .motion_target import best_modes
 from .sample_batch import field_of
 from .sine_embedding import gen_sineembed_for_position
@@ -121,8 +122,8 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         self.motion_anchor = self._anchors("motion_anchor", motion_anchor, (num_classes, fut_mode, fut_ts, 2))
         self.plan_anchor = self._anchors("plan_anchor", plan_anchor, (3, ego_fut_mode, ego_fut_ts, 2))
         C = embed_dims
-        self.motion_anchor_encoder = Perceptron(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
-        self.plan_anchor_encoder = Perceptron(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
+        self.motion_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
+        self.plan_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
 
     def _anchors(self, name: str, given: Any, shape: tuple[Any, ...]) -> nn.Parameter:
         """Return anchors of a shape, from numbers or a .npy file. They do not learn.
@@ -257,9 +258,9 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         x, y = modes.unbind(-1)
         ends = torch.stack([cos * x - sin * y, sin * x + cos * y], -1)
         C = self.embed_dims
-        motion = self.motion_anchor_encoder.in_full_precision(gen_sineembed_for_position(ends, C))
+        motion = in_full_precision(self.motion_anchor_encoder, gen_sineembed_for_position(ends, C))
         plan = gen_sineembed_for_position(self.plan_anchor[..., -1, :], C).flatten(0, 1)
-        return motion, self.plan_anchor_encoder.in_full_precision(plan)[None, None]
+        return motion, in_full_precision(self.plan_anchor_encoder, plan)[None, None]
 
     def loss(
         self,

@@ -13,7 +13,6 @@ from visdet.structures.tensor_tree import map_tensors
 
 from ..layers.precision import as_autocast_input, autocast_dtype
 from ..transfer import constants_on, to_device
-from .deformable_feature_aggregation import camera_embeddings
 from .denoising import DenoisingQueries
 from .frame_clock import FrameStep
 from .instance_bank import InstanceBankState
@@ -218,7 +217,6 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             feature, anchor, attn_mask = self._join(feature, anchor, denoising)
         embed = self.anchor_encoder(anchor)
         embed_of_attention = as_autocast_input(embed)
-        cameras = camera_embeddings(self.layers, metas.get("projection_mat"))
         classification, prediction, quality = [], [], []
         for op, layer, norm in self.steps():
             if op == "temp_gnn":
@@ -232,8 +230,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             elif op == "ffn":
                 feature = layer(feature) if norm is None else layer(feature, norm=norm)
             elif op == "deformable":
-                given = {"camera_embed": cameras[layer]} if layer in cameras else {}
-                feature = layer(feature, anchor, embed, feature_maps, metas, **given)
+                feature = layer(feature, anchor, embed, feature_maps, metas)
             else:
                 anchor, cls, qt = layer(feature, anchor, embed, time_interval=time_interval)
                 classification.append(cls)
