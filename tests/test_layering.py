@@ -71,6 +71,16 @@ def test_imports_follow_the_direction(part):
         )
 
 
+def test_models_import_what_the_operators_publish():
+    private = re.compile(r"visdet\.ops\.(\w+\.)*_|from visdet\.ops(\.\w+)* import .*\b_")
+    assert private.search("from visdet.ops._library import x") and private.search(
+        "from visdet.ops.fused import _rows"
+    )
+    for path in (ROOT / "models").rglob("*.py"):
+        found = private.search(path.read_text())
+        assert not found, f"{path.relative_to(ROOT)}: {found[0]}"
+
+
 def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "ops").mkdir()

@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from visdet.structures.finite import DIVERGED, check_finite
 
 from .checkpoint import read_checkpoint, register_checkpoint_readers
 from .config import complete_config
+from .cuda_graphs import graphs_for
 from .errors import ConfigError, UserError
 from .image_files import pictures_folder
 from .picture_paths import PicturePaths
@@ -69,6 +73,7 @@ class Detector:
         )
         self.model.to(self.device).eval()
         self._pipeline = Compose(_test_pipeline(cfg))
+        self._graphs = graphs_for(cfg, self.model, logging.getLogger(__name__))
 
     @torch.no_grad()
     def __call__(self, path: str | Path) -> DetDataSample:
@@ -81,6 +86,17 @@ class Detector:
         item = self._pipeline({"img_path": str(path), "img_id": 0})
         model: Any = self.model
         return model.test_step(pseudo_collate([item]))[0].to("cpu")
+
+    @contextmanager
+    def graphs_installed(self) -> Iterator[None]:
+        """Let the model run with CUDA graphs inside the block, unless the config says ``graph=False``.
+
+        Only one thread at a time may call a detector within the block.
+        """
+        with ExitStack() as stack:
+            for graphs in self._graphs:
+                stack.enter_context(graphs.installed())
+            yield
 
 
 def _check_takes_images(model: nn.Module) -> None:

@@ -31,12 +31,7 @@ from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
 from .errors import log_fatal_error
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
-from .loops import (
-    check_frames_come_one_by_one,
-    check_metrics_are_apart,
-    check_there_are_samples,
-    weights_cast_once,
-)
+from .loops import check_frames_come_one_by_one, check_metrics_are_apart, check_there_are_samples
 from .run_config import RunConfig
 
 __all__ = ["DetRunner"]
@@ -68,8 +63,8 @@ class DetRunner(CheckpointingRunner):
       or infinite numbers are refused, unless it says ``allow_nonfinite_weights=True``.
     * ``launcher='pytorch'`` works on machines without GPUs, where it uses gloo.
     * The backward pass runs in the training thread, on GPUs, too.
-    * ``graph=True`` in the config replays training steps and predictions as CUDA graphs; see :class:`GraphedLoss` and
-      :class:`GraphedPrediction`.
+    * On a GPU, training steps and predictions are replayed as CUDA graphs, unless the config says ``graph=False``; see
+      :class:`GraphedLoss` and :class:`GraphedPrediction`.
     * The terminal shows warnings, progress and results. The environment, the config and every log line go to the log
       file.
 
@@ -225,9 +220,7 @@ class DetRunner(CheckpointingRunner):
 
     def _train(self) -> nn.Module:
         self._find_checkpoint_to_resume()
-        # A process trains on one device, so that a separate thread for the backward pass gains nothing, and eager steps
-        # take longer with it: on an H200's host 65 ms instead of 46 (Deformable DETR, 2 images), and 180 instead of 128
-        # (SparseDrive, 4 frames). docs/training_speed.md has the conditions.
+        # A process trains on one device, so that a separate thread for the backward pass would only take time.
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 model = super().train()
@@ -253,7 +246,7 @@ class DetRunner(CheckpointingRunner):
 
     @contextmanager
     def graphs_installed(self) -> Iterator[None]:
-        """Let the model run with CUDA graphs inside the block if the config asks for them."""
+        """Let the model run with CUDA graphs inside the block, unless the config says otherwise."""
         with ExitStack() as stack:
             for graphs in self.graphs:
                 stack.enter_context(graphs.installed())
@@ -273,7 +266,7 @@ class DetRunner(CheckpointingRunner):
         return self._announcing_the_end(functools.partial(self._evaluate, super().test))
 
     def _evaluate(self, stage: Callable[[], dict]) -> dict:
-        with self.graphs_installed(), weights_cast_once():
+        with self.graphs_installed():
             metrics = stage()
         self._report_graphs()
         return metrics
