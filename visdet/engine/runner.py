@@ -221,7 +221,7 @@ class DetRunner(CheckpointingRunner):
     def _train(self) -> nn.Module:
         self._find_checkpoint_to_resume()
         # A process trains on one device, so that a separate thread for the backward pass would only take time.
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), self.graphs_installed():
             try:
                 model = super().train()
             except Exception:
