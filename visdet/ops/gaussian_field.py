@@ -37,7 +37,8 @@ def gaussian_field(
 
     Returns:
         [B]. The field, summed in float32 (float64 for float64 points), in the type of ``points``. A NaN point has a NaN
-        value.
+        value. A term whose distance is infinite, such as that of a Gaussian with an infinite mean, is 0 and has no
+        gradient.
 
     It is differentiable once with respect to everything but ``tolerance``, all six entries of each factor included
     (zero above the diagonal). It is deterministic, forward and backward.
@@ -58,7 +59,7 @@ def gaussian_field(
     point_order = gaussian_order = torch.empty(0, dtype=torch.int64, device=points.device)
     # On CUDA only the kernels of float32 leave out pairs. Those of the CPU take the points as they come.
     on_cpu = points.device.type == "cpu"
-    has_pairs = all(one.dim() == 2 and one.shape[1] == 3 and len(one) > 0 for one in (points, means))
+    has_pairs = all(one.dim() == 2 and one.shape[1] == 3 and one.shape[0] > 0 for one in (points, means))
     if tolerance > 0 and has_pairs and (on_cpu or points.dtype == torch.float32):
         gaussian_order = _space_order(means.detach())
         if not on_cpu:
@@ -74,6 +75,7 @@ def gaussian_field_reference(points: Tensor, means: Tensor, cholesky: Tensor, we
 
 def _space_order(positions: Tensor) -> Tensor:
     """Return the permutation of positions [M, 3] along a Z-order curve through their box."""
+    positions = positions.nan_to_num(0.0, 0.0, 0.0)
     low, high = positions.amin(0), positions.amax(0)
     cells = (positions - low) / (high - low).clamp(min=1e-30) * (2**_ORDER_BITS - 1)
     cells = cells.nan_to_num(0.0).clamp(0, 2**_ORDER_BITS - 1).to(torch.int64)
