@@ -121,6 +121,12 @@ def cases():
         layer,
         lambda n: (rand(2, 18, 4), rand(2, n, 3, 2, 2), rand(2, n, 3, 2, 1, 2)),
     )
+    layer = Function(lambda f, d, l, w: ops.deformable_aggregation_with_depth(f, d, *TABLES, l, w))
+    yield (
+        "deformable_aggregation_with_depth",
+        layer,
+        lambda n: (*(rand(n, 18, 4), rand(n, 18, 3), rand(n, 5, 3, 2, 3), rand(n, 5, 3, 2, 1, 2)),),
+    )
     layer = Function(fused_aggregation)
     yield (
         "deformable_aggregation_fused",

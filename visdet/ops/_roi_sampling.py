@@ -79,9 +79,9 @@ def bounded_rois(
     """Return the regions after invalid and huge numbers have been replaced, by tensor arithmetic alone.
 
     A region whose batch index is not one of the whole numbers 0..B-1, or one that has a NaN, is moved off the map,
-    where all samples are 0 and have no gradient. Other regions are cut if they end more than ``FURTHEST`` pixels outside
-    the map. If the number of samples grows with the region, they are cut closer to it. A negative extent, which has no
-    samples, then becomes 0, because torchvision on the CPU allocates memory by the product of both extents.
+    where all samples are 0 and have no gradient. Other regions are cut if they end more than ``FURTHEST`` pixels
+    outside the map. If the number of samples grows with the region, they are cut closer to it. A negative extent, which
+    has no samples, then becomes 0, because torchvision on the CPU allocates memory by the product of both extents.
     """
     converted = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
     side = _larger(input.shape[2], input.shape[3])
