@@ -114,7 +114,7 @@ def _draw(draw: Draw) -> Problem:
 
 def _draw_with_depth(draw: Draw) -> Problem:
     problem = _draw(draw)
-    given, D = problem.arguments, draw.pick(0, 1, 2, 3, 8, 64)
+    given, D = problem.arguments, draw.pick(1 if draw.has_bad_numbers else 0, 1, 2, 3, 8, 64)
     features, locations = given["features"], given["locations"]
     depths = draw.uniform(-2, D + 1, *locations.shape[:-1], 1)
     if draw.chance(0.2):
