@@ -20,17 +20,6 @@ from .aggregation_ext import tables_of_cameras
 
 __all__ = ["install", "uninstall"]
 
-_PARAMETERS = (
-    *(
-        "mc_ms_feat",
-        "spatial_shape",
-        "scale_start_index",
-        "sampling_location",
-        "weights",
-        "depth_prob",
-        "depth",
-    ),
-)
 _replaced: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
@@ -43,19 +32,19 @@ def install(model: nn.Module) -> list[str]:
     Raises:
         ValueError: no module of the model's classes has such a function.
     """
-    names = []
+    names, parameters = [], tuple(inspect.signature(_points).parameters)
     for module in sorted({type(part).__module__ for part in model.modules()}):
         space = vars(sys.modules[module]) if module in sys.modules else {}
         for name, value in list(space.items()):
-            if _replaced.get((module, name)) is None:
-                if not inspect.isfunction(value) or tuple(inspect.signature(value).parameters) != _PARAMETERS:
+            if value is not _points:
+                if not inspect.isfunction(value) or tuple(inspect.signature(value).parameters) != parameters:
                     continue
                 _replaced[module, name] = value
                 space[name] = _points
             names.append(f"{module}.{name}")
     if not names:
         raise ValueError(
-            f"summed_points: no module of {type(model).__name__} has a function of ({', '.join(_PARAMETERS)})"
+            f"summed_points: no module of {type(model).__name__} has a function of ({', '.join(parameters)})"
         )
     return names
 
