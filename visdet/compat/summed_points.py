@@ -85,7 +85,8 @@ class _Points:
     def _aggregate(self, points: int) -> Tensor:
         """Return the sums over runs of neighbouring points."""
         *inputs, locations, weights = self._tensors
-        run = ops.deformable_aggregation if len(inputs) == 3 else ops.deformable_aggregation_with_depth
+        has_depth = len(inputs) == 4
+        run: Any = ops.deformable_aggregation_with_depth if has_depth else ops.deformable_aggregation
         return run(*inputs, locations.unflatten(1, (-1, points)), weights.unflatten(1, (-1, points)))
 
     def _tensor(self) -> Tensor:

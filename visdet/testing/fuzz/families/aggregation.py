@@ -135,7 +135,7 @@ def _draw_with_depth(draw: Draw) -> Problem:
         arguments={name: arguments[name] for name in order},
         differentiable=("features", "depth_probs", "locations", "weights"),
         error_factor=4 * problem.error_factor,
-        skip={"locations": torch.cat([problem.skip["locations"], near], -1)},
+        skip={"locations": torch.cat([torch.as_tensor(problem.skip["locations"]), near], -1)},
     )
 
 
