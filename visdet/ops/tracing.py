@@ -36,9 +36,9 @@ def recorded_as_one(
 
     def backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
         # Unlike torch.autograd.grad, this also differentiates within an operator, where torch records nothing.
-        _, gradients_of = torch.func.vjp(
+        gradients_of = torch.func.vjp(
             lambda *tensors: function(*tensors, *arguments[leaves:]), *arguments[:leaves]
-        )
+        )[1]
         return [grad.contiguous() for grad in gradients_of(grad_output)]
 
     def fake_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
