@@ -12,9 +12,10 @@ from visdet import ops
 from visdet.ops.carafe import carafe_reference
 from visdet.ops.deform_conv2d import deform_conv2d_reference
 from visdet.ops.focal_loss import sigmoid_focal_loss_reference
-from visdet.ops.nms import kept_by_plain_torch, soft_nms_reference
+from visdet.ops.nms import kept_by_plain_torch
 from visdet.ops.roi_align import roi_align_reference
 from visdet.ops.roi_pool import roi_pool_reference
+from visdet.ops.soft_nms import soft_nms_reference
 
 from ..case import Call, Case, Peer, Work
 

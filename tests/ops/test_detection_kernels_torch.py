@@ -6,7 +6,7 @@ from detection_cases import CASES, DEVICES, draw, first_of, make_carafe, make_fo
 from torch.library import opcheck
 
 from visdet.ops import _library, carafe, nms, roi_pool, sigmoid_focal_loss, soft_nms
-from visdet.ops.nms import SOFT_METHODS, soft_nms_reference
+from visdet.ops.soft_nms import SOFT_METHODS, soft_nms_reference
 
 ROIS = rois_of(5, 2, 9, 11)
 PUBLIC = {

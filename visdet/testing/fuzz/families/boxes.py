@@ -14,7 +14,7 @@ from visdet.ops import (
     nms,
     soft_nms,
 )
-from visdet.ops.nms import SOFT_METHODS, soft_nms_reference
+from visdet.ops.soft_nms import SOFT_METHODS, soft_nms_reference
 
 from ..problem import EXTREME, Draw, Family, Problem
 from .attention import HALVES, largest
