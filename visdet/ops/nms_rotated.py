@@ -30,8 +30,9 @@ def nms_rotated(
         clockwise: As of ``box_iou_rotated``.
 
     Returns:
-        [M, 6] and [M]. The boxes with their scores, best first, and int64 indices. No boxes give an empty [0, 6] and empty
-        indices, where mmcv returns None for the indices. A box with a NaN or infinite number suppresses no other and is kept.
+        [M, 6] and [M]. The boxes with their scores, best first, and int64 indices. No boxes give an empty [0, 6] and
+        empty indices, where mmcv returns None for the indices. A box with a NaN or infinite number suppresses no other
+        and is kept.
 
     The result [M, 6] is differentiable with respect to boxes and scores, because it is a selection. The indices are
     not. It is deterministic. On a GPU, the host waits once, for the number of boxes.

@@ -14,6 +14,7 @@ from . import (
     normalizations,
     perceptron_layers,
     regions,
+    rotated_boxes,
 )
 
 __all__ = ["FAMILIES"]
@@ -28,6 +29,7 @@ FAMILIES: dict[str, Family] = {
         gaussians,
         convolutions,
         regions,
+        rotated_boxes,
         losses,
         linear_layers,
         perceptron_layers,
