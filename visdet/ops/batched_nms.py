@@ -81,16 +81,16 @@ def batched_nms(
     split_threshold, max_num = arguments.pop("split_thr", 10000), arguments.pop("max_num", -1)
     # In an exported program, len() would fix the number of boxes.
     is_joint = class_agnostic and boxes.shape[0] < max(split_threshold, 1)
-    given = (boxes.to(widened(boxes)), scores.to(widened(boxes)))
+    wide, wide_scores = boxes.to(widened(boxes)), scores.to(widened(boxes))
     classes = None if is_joint else check_classes("batched_nms", "idxs", idxs, boxes)
     if classes is None:
-        detections, kept = suppress(*given, **arguments)
+        detections, kept = suppress(wide, wide_scores, **arguments)
     elif suppress in _CLASSES_OF:
-        detections, kept = suppress(*given, **arguments, **{_CLASSES_OF[suppress]: classes})
+        detections, kept = suppress(wide, wide_scores, **arguments, **{_CLASSES_OF[suppress]: classes})
         if boxes.dtype == widened(boxes):  # The detections hold the boxes as they were given.
             return (detections[:max_num], kept[:max_num]) if max_num > 0 else (detections, kept)
     else:
-        detections, kept = class_by_class(suppress, *given, classes, **arguments)
+        detections, kept = class_by_class(suppress, wide, wide_scores, classes, **arguments)
     kept_scores = detections[:, -1]
     if max_num > 0:
         kept, kept_scores = kept[:max_num], kept_scores[:max_num]

@@ -61,19 +61,22 @@ def soft_nms(
         raise ValueError(f"soft_nms: method must be one of {SOFT_METHODS}, got {method!r}")
     if method == "gaussian" and not sigma > 0:
         raise ValueError(f"soft_nms: sigma must be positive, got {sigma!r}")
-    host = [boxes.detach().to("cpu", widened(boxes)), scores.detach().to("cpu", widened(boxes))]
-    classes = None if classes is None else check_classes("soft_nms", "classes", classes, host[0])
+    on_host = boxes.detach().to("cpu", widened(boxes))
+    host_scores = scores.detach().to("cpu", widened(boxes))
+    classes = None if classes is None else check_classes("soft_nms", "classes", classes, on_host)
     settings = (float(iou_threshold), float(sigma), float(min_score), SOFT_METHODS.index(method), offset)
+
+    def run_reference(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return soft_nms_reference(boxes, scores, *settings)
+
     if _library.is_loaded("cpu"):
-        detections, keep = torch.ops.visdet.soft_nms(*host, classes, *settings)
+        detections, keep = torch.ops.visdet.soft_nms(on_host, host_scores, classes, *settings)
         if classes is not None:
             keep, detections, _ = highest_first(keep, detections, detections[:, -1])
     elif classes is None:
-        detections, keep = soft_nms_reference(*host, *settings)
+        detections, keep = run_reference(on_host, host_scores)
     else:
-        detections, keep = class_by_class(
-            lambda *given: soft_nms_reference(*given, *settings), *host, classes
-        )
+        detections, keep = class_by_class(run_reference, on_host, host_scores, classes)
     if is_numpy:
         return detections.to(boxes.dtype).numpy(), keep.numpy()
     return detections.to(boxes), keep.to(boxes.device)
