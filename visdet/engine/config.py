@@ -3,7 +3,6 @@
 import copy
 import importlib
 import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,14 @@ from mmengine.config import Config, ConfigDict
 from visdet.command_line import CfgOptions
 from visdet.errors import add_hint
 
+from .config_checks import check_counting, check_sections, is_iteration_based, schedules_of
 from .config_file import read_config
-from .errors import ConfigError, UserError, nearest_names
+from .errors import ConfigError, nearest_names
 from .foreign_scope import adopt_mmdet_scope
 
 __all__ = [
     "CfgOptions",
     "check_required_keys",
-    "check_work_dir",
     "complete_config",
     "dataset_config",
     "load_config",
@@ -100,6 +99,7 @@ def load_config(
         _set_option(cfg, option, value)
     remarks = _check_options(options or {}, known_before, path)
     _check_top_level_keys(cfg, path)
+    check_sections(cfg)
     cfg.work_dir = work_dir or cfg.get("work_dir") or os.path.join("work_dirs", Path(path).stem)
     return cfg, remarks + adopt_mmdet_scope(cfg)
 
@@ -207,7 +207,11 @@ def complete_config(cfg: Config) -> None:
     * A schedule may begin after the end of training, so that a run can be shortened for a trial.
 
     Except for ``persistent_workers``, a value that the config gives stays.
+
+    Raises:
+        ConfigError: see :func:`check_sections` and :func:`check_counting`.
     """
+    check_sections(cfg)
     if cfg.get("default_scope") is None:
         cfg.default_scope = "visdet"
     for part in ("train", "val", "test"):
@@ -218,7 +222,7 @@ def complete_config(cfg: Config) -> None:
     train_cfg = cfg.get("train_cfg")
     if not train_cfg:
         return
-    by_epoch = not _is_iteration_based(train_cfg)
+    by_epoch = not is_iteration_based(train_cfg)
     length = train_cfg.get("max_epochs" if by_epoch else "max_iters")
     if hooks.get("checkpoint", {}) is not None:
         checkpoint = _section(hooks, "checkpoint")
@@ -232,18 +236,13 @@ def complete_config(cfg: Config) -> None:
         logger.setdefault("type", "LoggerHook")
         logger.setdefault("log_metric_by_epoch", by_epoch)
     _section(cfg, "log_processor").setdefault("by_epoch", by_epoch)
-    schedules = cfg.get("param_scheduler") or []
-    for schedule in [schedules] if isinstance(schedules, dict) else schedules:
+    check_counting(cfg)
+    for schedule in schedules_of(cfg.get("param_scheduler")):
         # mmengine ends a schedule without an end when training ends, and refuses one that ends before it begins.
-        if isinstance(schedule, dict) and schedule.get("by_epoch", True) == by_epoch:
+        if schedule.get("by_epoch", True) == by_epoch:
             begin = schedule.get("begin", 0)
-            if isinstance(length, int | float) and begin >= length:
+            if isinstance(begin, int) and isinstance(length, int) and begin >= length:
                 schedule.setdefault("end", begin + 1)
-
-
-def _is_iteration_based(train_cfg: dict) -> bool:
-    """Return whether a ``train_cfg`` counts iterations rather than epochs."""
-    return "max_iters" in train_cfg or train_cfg.get("by_epoch") is False
 
 
 def _section(parent: Any, key: str) -> Any:
@@ -291,23 +290,3 @@ def dataset_config(cfg: Config, split: str) -> dict:
     if dataset is None:
         raise ConfigError(f"config {cfg.filename} has no {split}_dataloader.dataset")
     return dataset
-
-
-def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
-    """Create ``work_dir`` and write a temporary file in it, so that a run fails early and not at its first checkpoint.
-
-    Args:
-        work_dir: the folder.
-        option: the option of the command line by which the user chooses the folder, for the message.
-
-    Raises:
-        UserError: the folder cannot be written. The message names the folder and the reason.
-    """
-    try:
-        os.makedirs(work_dir, exist_ok=True)
-        with tempfile.TemporaryFile(dir=work_dir) as file:
-            file.write(b"\0")
-    except OSError as error:
-        raise UserError(
-            f"folder {work_dir} cannot be written: {error.strerror or error}; choose another one with {option}"
-        ) from error

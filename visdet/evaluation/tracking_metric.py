@@ -55,6 +55,7 @@ class TrackingMetric(DrivingBoxMetric):
     """
 
     default_prefix = "Tracking"
+    metric_names = ("AMOTA", "AMOTP", "MOTA", "recall", "IDS", "*_AMOTA")
 
     def __init__(
         self,
