@@ -65,6 +65,8 @@ def make(args: argparse.Namespace) -> None:
     from visdet.datasets.nuscenes_tables import NUSCENES_CLASSES
     from visdet.engine import check_work_dir
 
+    out_dir = Path(args.out_dir)
+    check_work_dir(out_dir, "--out-dir")
     path, classes = Path(args.infos), args.classes or NUSCENES_CLASSES
     if path.suffix not in (".npz", ".pkl", ".pickle"):
         from visdet.datasets import make_driving_scenes
@@ -73,8 +75,6 @@ def make(args: argparse.Namespace) -> None:
         path = make_driving_scenes(path) / "driving_infos_train.npz"
         classes = args.classes or DRIVING_CLASSES
     infos = list(load_infos(path)[0])
-    out_dir = Path(args.out_dir)
-    check_work_dir(out_dir, "--out-dir")
     makers = {
         "det": lambda n: detection_anchors(infos, n, args.max_distance, args.seed),
         "map": lambda n: map_anchors(infos, n, args.points, args.seed),
