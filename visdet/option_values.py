@@ -97,7 +97,8 @@ def _bracketed(text: str) -> bool:
 
 def _split(text: str, sign: str, count: int = -1) -> list[str]:
     """Return the parts of a text between the signs that stand outside of brackets and quotes."""
-    parts, begin = [], 0
+    parts: list[str] = []
+    begin = 0
     for place, depth, character in _walk(text):
         if character == sign and depth == 0 and len(parts) != count:
             parts.append(text[begin:place])

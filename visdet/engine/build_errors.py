@@ -41,7 +41,7 @@ _REGISTRIES = {
     ),
 }
 # The packages whose constructors refuse values by errors that are not a UserError.
-_LIBRARIES = tuple(os.path.dirname(package.__file__) + os.sep for package in (mmengine, torch))
+_LIBRARIES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (mmengine, torch))
 _OURS = os.path.dirname(registry.__file__) + os.sep
 _REFUSALS = (ValueError, TypeError, AssertionError, KeyError)
 

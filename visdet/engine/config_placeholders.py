@@ -98,7 +98,7 @@ class Placeholders(ast.NodeTransformer):
             return ast.Constant(pieces[0])
         if pieces[0] == pieces[2] == "" and len(pieces) == 3:
             return _expression(pieces[1])
-        values = [
+        values: list[ast.expr] = [
             ast.FormattedValue(_expression(piece), -1) if number % 2 else ast.Constant(piece)
             for number, piece in enumerate(pieces)
         ]
@@ -108,7 +108,7 @@ class Placeholders(ast.NodeTransformer):
         """Replace the placeholders in an f-string."""
         for part in node.values:
             if isinstance(part, ast.Constant):
-                part.value = self.text(part.value, _IN_F_STRING)
+                part.value = self.text(str(part.value), _IN_F_STRING)
             else:
                 self.visit(part)
         return node
@@ -118,7 +118,7 @@ class Placeholders(ast.NodeTransformer):
         inner = node.elts[0]
         content = inner.elts[0] if isinstance(inner, ast.Set) and len(inner.elts) == 1 else None
         if len(node.elts) == 1 and isinstance(content, ast.Constant) and str(content.value).startswith("$"):
-            return _literal(self._value_of(content.value, ast.unparse(node)))[1]
+            return _literal(self._value_of(str(content.value), ast.unparse(node)))[1]
         if len(node.elts) == 1 and content is not None and ast.unparse(content).startswith(f"{BASE}."):
             return content
         return self.generic_visit(node)

@@ -185,10 +185,9 @@ class DetRunner(CheckpointingRunner):
             with building(self.cfg, "param_scheduler"):
                 for schedule in schedules_of(self.param_schedulers):
                     PARAM_SCHEDULERS.get(schedule["type"])
-        if "val" in stages and self._val_evaluator is not None:
-            self._val_evaluator = self.build_evaluator(self._val_evaluator)
-        if "test" in stages and self._test_evaluator is not None:
-            self._test_evaluator = self.build_evaluator(self._test_evaluator)
+        for name in (f"_{stage}_evaluator" for stage in stages if stage != "train"):
+            if getattr(self, name) is not None:
+                setattr(self, name, self.build_evaluator(getattr(self, name)))
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
         """Build the optimizer and its wrapper."""
