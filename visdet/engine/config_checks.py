@@ -38,8 +38,8 @@ _SHAPES = {
 }
 _NEVER_NONE = ("env_cfg", "randomness")
 _LEAST = {
-    "train_cfg.max_iters": 1,
-    "train_cfg.max_epochs": 1,
+    "train_cfg.max_iters": 0,
+    "train_cfg.max_epochs": 0,
     "train_cfg.val_interval": 1,
     "train_cfg.val_begin": 0,
     "*_dataloader.batch_size": 1,
@@ -64,9 +64,13 @@ def check_sections(cfg: Any) -> None:
             _check_shape(path, value, shape)
     for pattern, least in _LEAST.items():
         for path, value in _found(cfg, pattern):
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            # The loops make whole numbers of 1e4 and the like.
+            kinds = int | float if path.startswith("train_cfg.") else int
+            is_count = (
+                isinstance(value, kinds) and not isinstance(value, bool) and value % 1 == 0 and value >= least
+            )
             if not is_count and not (value is None and pattern in _MAY_BE_NONE):
-                raise ConfigError(f"{path} must be a whole number of at least {least}, got {value!r}")
+                raise ConfigError(f"{path} must be a whole number, {least} or more, got {value!r}")
 
 
 def check_parts(cfg: Any) -> None:
@@ -135,7 +139,11 @@ def check_counting(cfg: Any) -> None:
         or train_cfg.get("type") not in (None, "IterBasedTrainLoop")
     ):
         return
-    parts = [("param_scheduler", part) for part in schedules_of(cfg.get("param_scheduler"))]
+    schedules = schedules_of(cfg.get("param_scheduler"))
+    # A plateau is looked for after each validation.
+    parts = [
+        ("param_scheduler", part) for part in schedules if "ReduceOnPlateau" not in str(part.get("type"))
+    ]
     checkpoint = (cfg.get("default_hooks") or {}).get("checkpoint") or {"by_epoch": False}
     for name, part in [*parts, ("default_hooks.checkpoint", checkpoint)]:
         if part.get("type") and part.get("by_epoch", True) is True and not part.get("convert_to_iter_based"):
