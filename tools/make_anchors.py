@@ -93,6 +93,8 @@ def frames_of_file(args: argparse.Namespace) -> "tuple[Path, list[dict], list[tu
     from visdet.datasets import load_infos
     from visdet.datasets.nuscenes_tables import NUSCENES_CLASSES
 
+    out_dir = Path(args.out_dir)
+    check_work_dir(out_dir, "--out-dir")
     path, classes = Path(args.infos), args.classes or NUSCENES_CLASSES
     if path.suffix not in (".npz", ".pkl", ".pickle"):
         from visdet.datasets import make_driving_scenes
