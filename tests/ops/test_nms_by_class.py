@@ -47,6 +47,8 @@ def test_random_problems_have_torchvisions_result(library, monkeypatch):
 def test_the_gpu_keeps_what_the_cpu_keeps(columns, N):
     for seed in range(60 if N <= 1000 else 8):
         boxes, scores, classes, chosen, threshold = of_random_problem(seed, N, columns)
+        # The compilers round the overlap of polygons differently, so that it may lie on either side of an equal number.
+        threshold += 0 if columns == 4 else 1e-4
         expected = kept_indices(boxes, scores, threshold, classes, chosen)
         given = (None if one is None else one.cuda() for one in (classes, chosen))
         assert torch.equal(kept_indices(boxes.cuda(), scores.cuda(), threshold, *given).cpu(), expected), seed
