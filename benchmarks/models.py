@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 
-from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.engine.loops import living_objects_not_collected
 
 from .case import dtype_name

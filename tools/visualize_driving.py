@@ -121,8 +121,8 @@ def load_model(cfg, checkpoint: str) -> "torch.nn.Module":
     """Return the config's model with the weights of the checkpoint, in evaluation mode."""
     import torch
 
-    from visdet.engine.checkpoint import read_checkpoint, register_checkpoint_readers
-    from visdet.engine.weights import load_weights, weights_of
+    from visdet.engine.checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
+    from visdet.engine.checkpoints.weights import load_weights, weights_of
     from visdet.registry import MODELS
 
     trust, allow_nonfinite = (

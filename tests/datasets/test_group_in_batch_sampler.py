@@ -9,7 +9,7 @@ from mmengine.dataset import DefaultSampler
 from torch.utils.data import DataLoader
 
 from visdet.datasets.samplers import GroupInBatchSampler, SceneSampler
-from visdet.engine.resumable_batches import ResumableBatches
+from visdet.engine.checkpoints.resumable_batches import ResumableBatches
 
 LENGTHS = [3, 5, 4, 2, 6, 3]
 

@@ -13,7 +13,7 @@ import torch
 from mmengine.logging import HistoryBuffer
 from toy_run import losses, toy_config, toy_runner, train
 
-import visdet.engine.checkpoint as checkpoint_module
+import visdet.engine.checkpoints.checkpoint as checkpoint_module
 from visdet.engine import (
     CheckpointError,
     UserError,
@@ -21,9 +21,9 @@ from visdet.engine import (
     read_checkpoint,
     write_checkpoint,
 )
+from visdet.engine.checkpoints.plain_state import restore_message_hub, to_plain
+from visdet.engine.checkpoints.weights import load_weights
 from visdet.engine.errors import DamagedCheckpointError, explain
-from visdet.engine.plain_state import restore_message_hub, to_plain
-from visdet.engine.weights import load_weights
 from visdet.registry import MODELS
 
 

@@ -17,7 +17,7 @@ from toy_run import toy_config
 
 import visdet
 from visdet.engine import ConfigError, UserError, build_runner, tool_session
-from visdet.engine.checkpoint import register_checkpoint_readers
+from visdet.engine.checkpoints.checkpoint import register_checkpoint_readers
 from visdet.engine.errors import explain, nearest_names
 from visdet.errors import hints_of
 from visdet.registry import MODELS, TRANSFORMS

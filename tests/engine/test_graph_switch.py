@@ -7,7 +7,7 @@ import torch
 from mmengine.registry import MODEL_WRAPPERS
 from toy_run import losses, train
 
-from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction, graphs_for
+from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction, graphs_for
 from visdet.models import DeformableDETR
 from visdet.models.sparsedrive.sparsedrive import SparseDrive
 

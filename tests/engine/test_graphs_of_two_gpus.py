@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from visdet.engine.cuda_graphs import GraphedLoss
+from visdet.engine.graphs.methods import GraphedLoss
 
 sys.path[:0] = [
     str(Path(__file__).parents[1] / "models"),

@@ -13,7 +13,7 @@ from toy_detection import ToyBoxes
 from toy_run import toy_config
 
 from visdet.engine import UserError, build_runner, check_out_file, write_detections
-from visdet.engine.checkpoint import os as os_of_checkpoint
+from visdet.engine.checkpoints.checkpoint import os as os_of_checkpoint
 from visdet.engine.errors import explain
 from visdet.engine.places import only_training_in
 from visdet.registry import METRICS

@@ -19,9 +19,9 @@ from visdet.engine import (
     enable_auto_scale_lr,
     loops,
 )
+from visdet.engine.checkpoints.resumable_batches import ResumableBatches
 from visdet.engine.loops import check_metrics_are_apart
 from visdet.engine.prepare import build_runner
-from visdet.engine.resumable_batches import ResumableBatches
 from visdet.registry import METRICS
 
 

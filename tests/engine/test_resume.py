@@ -15,11 +15,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 from toy_detection import ToyDetector
 from toy_run import losses, toy_config, toy_runner, train, weights
 
-import visdet.engine.resume as resume_module
+import visdet.engine.checkpoints.resume as resume_module
 from visdet.engine import CheckpointError, build_runner, read_checkpoint
-from visdet.engine.checkpointing_runner import CheckpointingRunner
-from visdet.engine.resumable_batches import ResumableBatches
-from visdet.engine.resume import decided_by_the_main_process
+from visdet.engine.checkpoints.checkpointing_runner import CheckpointingRunner
+from visdet.engine.checkpoints.resumable_batches import ResumableBatches
+from visdet.engine.checkpoints.resume import decided_by_the_main_process
 from visdet.registry import MODELS
 
 EPOCHS = {

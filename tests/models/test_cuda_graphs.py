@@ -12,10 +12,11 @@ from mmengine.optim import OptimWrapper
 from test_deformable_detr import BATCH, batch, build, config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from visdet.engine import AmpOptimWrapper, cuda_graphs
-from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
-from visdet.engine.graphed_steps import GraphedStep
-from visdet.engine.parameter_leaves import leaves_in_place_of, with_leaves
+from visdet.engine import AmpOptimWrapper
+from visdet.engine.graphs import methods as cuda_graphs
+from visdet.engine.graphs.leaves import leaves_in_place_of, with_leaves
+from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
+from visdet.engine.graphs.steps import GraphedStep
 from visdet.models.layers import linear
 from visdet.structures import DetDataSample
 from visdet.structures.tensor_tree import map_tensors

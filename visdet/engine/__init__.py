@@ -8,7 +8,8 @@ from visdet.train_extra import require_train_extra
 require_train_extra(__name__)
 
 if TYPE_CHECKING:
-    from .checkpoint import read_checkpoint, write_checkpoint
+    from .checkpoints.checkpoint import read_checkpoint, write_checkpoint
+    from .checkpoints.resume import newest_readable_checkpoint
     from .config import (
         CfgOptions,
         check_required_keys,
@@ -44,13 +45,12 @@ if TYPE_CHECKING:
         set_resume,
         write_detections,
     )
-    from .resume import newest_readable_checkpoint
     from .runner import DetRunner
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "checkpoint": ["read_checkpoint", "write_checkpoint"],
+            "checkpoints.checkpoint": ["read_checkpoint", "write_checkpoint"],
             "config": [
                 "CfgOptions",
                 "check_required_keys",
@@ -86,7 +86,7 @@ else:
                 "set_resume",
                 "write_detections",
             ],
-            "resume": ["newest_readable_checkpoint"],
+            "checkpoints.resume": ["newest_readable_checkpoint"],
             "runner": ["DetRunner"],
         },
     )

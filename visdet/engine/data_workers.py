@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from visdet.errors import UserError
 
-from .random_state import preserved_random_state
+from .checkpoints.random_state import preserved_random_state
 
 __all__ = ["WorkerError", "check_shared_memory", "report_lost_batches", "worker_failures_explained"]
 

@@ -21,14 +21,14 @@ from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 from visdet.structures.finite import DIVERGED, check_finite
 
-from .checkpoint import read_checkpoint, register_checkpoint_readers
+from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
+from .checkpoints.weights import load_weights, weights_of
 from .config import complete_config
-from .cuda_graphs import graphs_for
 from .errors import ConfigError, UserError
+from .graphs.methods import graphs_for
 from .image_files import pictures_folder
 from .picture_paths import PicturePaths
 from .sample_images import image_file_of
-from .weights import load_weights, weights_of
 
 __all__ = ["Detector", "detect_files", "detections_of", "write_detections_file"]
 

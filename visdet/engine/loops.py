@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from visdet.errors import InvalidInputError
 from visdet.registry import LOOPS
 
+from .checkpoints.random_state import preserved_random_state
+from .checkpoints.resumable_batches import ResumableBatches, new_loader
 from .errors import ConfigError
-from .random_state import preserved_random_state
-from .resumable_batches import ResumableBatches, new_loader
 
 __all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop", "living_objects_not_collected"]
 

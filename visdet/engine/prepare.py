@@ -9,10 +9,10 @@ from mmengine.runner import Runner
 
 from visdet.registry import RUNNERS
 
-from .checkpoint import LAST_CHECKPOINT, check_checkpoint_exists
+from .checkpoints.checkpoint import LAST_CHECKPOINT, check_checkpoint_exists
+from .checkpoints.resume import AUTO
 from .errors import ConfigError
 from .places import check_out_file, check_work_dir
-from .resume import AUTO
 
 __all__ = [
     "build_runner",

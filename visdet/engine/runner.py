@@ -22,16 +22,16 @@ from visdet.registry import PARAM_SCHEDULERS, RUNNERS
 
 from .advice import advice_for_training
 from .build_errors import building, check_texts
-from .checkpointing_runner import CheckpointingRunner
+from .checkpoints.checkpointing_runner import CheckpointingRunner
 from .config import complete_config
 from .config_checks import check_parts, schedules_of
 from .config_text import values_without_code
 from .console import ConsoleHandler, WorkerStart
-from .cuda_graphs import GraphedMethod, graphs_for
 from .data_workers import check_shared_memory, report_lost_batches, worker_failures_explained
 from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
 from .errors import log_fatal_error
+from .graphs.methods import GraphedMethod, graphs_for
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
 from .loops import check_frames_come_one_by_one, check_metrics_are_apart, check_there_are_samples
 from .monitored_metrics import check_monitored

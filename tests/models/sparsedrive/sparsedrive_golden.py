@@ -9,7 +9,7 @@ from driving_samples import samples_of
 from golden import golden, golden_state, under
 
 from visdet.models.sparsedrive.base_target import assigned_instances
-from visdet.models.sparsedrive.box3d_decoder import of_samples
+from visdet.models.sparsedrive.boxes.box3d_decoder import of_samples
 from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS, TASK_UTILS
 

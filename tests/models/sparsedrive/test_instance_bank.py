@@ -6,8 +6,8 @@ import torch
 from sparsedrive_golden import close, module_case
 
 from visdet.models.sparsedrive import InstanceBank, InstanceBankState
-from visdet.models.sparsedrive.frame_clock import FrameClock
-from visdet.models.sparsedrive.instance_bank import topk
+from visdet.models.sparsedrive.temporal.frame_clock import FrameClock
+from visdet.models.sparsedrive.temporal.instance_bank import topk
 from visdet.registry import MODELS
 
 

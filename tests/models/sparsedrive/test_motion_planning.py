@@ -15,9 +15,9 @@ from visdet.models.sparsedrive import (
     PlanningTarget,
     SparseBox3DKeyPointsGenerator,
 )
-from visdet.models.sparsedrive.frame_clock import FrameClock
-from visdet.models.sparsedrive.motion_planning_head import MotionPlanningHead
-from visdet.models.sparsedrive.sine_embedding import gen_sineembed_for_position
+from visdet.models.sparsedrive.motion.motion_planning_head import MotionPlanningHead
+from visdet.models.sparsedrive.motion.sine_embedding import gen_sineembed_for_position
+from visdet.models.sparsedrive.temporal.frame_clock import FrameClock
 
 
 def per_sample(values, prefix):

@@ -11,7 +11,7 @@ from tiny_driving import frame, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
-from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.models.sparsedrive.base_target import assigned_instances
 from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.tensor_tree import layout_of, map_tensors

@@ -14,7 +14,7 @@ from visdet.models.sparsedrive import (
     SparseBox3DRefinementModule,
     SparsePoint3DRefinementModule,
 )
-from visdet.models.sparsedrive.box3d import decode_box, encode_box
+from visdet.models.sparsedrive.boxes.box3d import decode_box, encode_box
 from visdet.models.sparsedrive.mlp import linear_relu_ln
 
 

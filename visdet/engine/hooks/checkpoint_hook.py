@@ -9,12 +9,12 @@ from mmengine.hooks import CheckpointHook as _CheckpointHook
 
 from visdet.registry import HOOKS
 
-from ..accumulated_gradients import gather_gradients
-from ..checkpoint import LAST_CHECKPOINT, write_atomically
+from ..checkpoints.accumulated_gradients import gather_gradients
+from ..checkpoints.checkpoint import LAST_CHECKPOINT, write_atomically
+from ..checkpoints.random_state import gather_random_states
+from ..checkpoints.temporal_states import gather_temporal_states
 from ..errors import ConfigError
 from ..places import check_free_space, check_work_dir
-from ..random_state import gather_random_states
-from ..temporal_state import gather_temporal_states
 
 __all__ = ["CheckpointHook"]
 

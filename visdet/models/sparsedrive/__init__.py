@@ -1,30 +1,30 @@
 """SparseDrive: detection, tracking, vector map, motion and planning from cameras, and Sparse4D's detector."""
 
 from .attention import MultiheadFlashAttention
-from .box3d_decoder import ResultDecoder, SparseBox3DDecoder
-from .box3d_losses import SparseBox3DLoss
-from .box3d_target import SparseBox3DTarget
+from .boxes.box3d_decoder import ResultDecoder, SparseBox3DDecoder
+from .boxes.box3d_losses import SparseBox3DLoss
+from .boxes.box3d_target import SparseBox3DTarget
 from .deformable_feature_aggregation import DeformableFeatureAggregation
 from .depth_net import DenseDepthNet
 from .encoders import SparseBox3DEncoder, SparsePoint3DEncoder
 from .ffn import AsymmetricFFN
 from .grid_mask import GridMask
-from .instance_bank import InstanceBank, InstanceBankState
-from .instance_queue import InstanceQueue, InstanceQueueState
 from .key_points import SparseBox3DKeyPointsGenerator, SparsePoint3DKeyPointsGenerator
-from .map_assigner import HungarianLinesAssigner, LinesL1Cost, MapQueriesCost
-from .map_decoder import SparsePoint3DDecoder
-from .map_losses import LinesL1Loss, SparseLineLoss
-from .map_target import SparsePoint3DTarget
-from .motion_decoder import HierarchicalPlanningDecoder, SparseBox3DMotionDecoder
-from .motion_planning_head import MotionPlanningHead
-from .motion_refinement import MotionPlanningRefinementModule
-from .motion_target import MotionTarget, PlanningTarget
+from .map.map_assigner import HungarianLinesAssigner, LinesL1Cost, MapQueriesCost
+from .map.map_decoder import SparsePoint3DDecoder
+from .map.map_losses import LinesL1Loss, SparseLineLoss
+from .map.map_target import SparsePoint3DTarget
+from .motion.motion_decoder import HierarchicalPlanningDecoder, SparseBox3DMotionDecoder
+from .motion.motion_planning_head import MotionPlanningHead
+from .motion.motion_refinement import MotionPlanningRefinementModule
+from .motion.motion_target import MotionTarget, PlanningTarget
 from .refinement import SparseBox3DRefinementModule, SparsePoint3DRefinementModule
 from .sparse4d_head import Sparse4DHead, Sparse4DState
 from .sparsedrive import Sparse4D, SparseDrive, TemporalState
 from .sparsedrive_head import SparseDriveHead
-from .temporal_state import temporal_value
+from .temporal.instance_bank import InstanceBank, InstanceBankState
+from .temporal.instance_queue import InstanceQueue, InstanceQueueState
+from .temporal.plain_values import temporal_value
 
 __all__ = [
     "AsymmetricFFN",

@@ -10,7 +10,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.precision import in_full_precision
-from .box3d import SIN_YAW, VX, W, X
+from .boxes.box3d import SIN_YAW, VX, W, X
 from .mlp import linear_relu_ln
 from .side_by_side import SideBySide
 

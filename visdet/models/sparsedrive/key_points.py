@@ -11,7 +11,7 @@ from visdet.ops import box_key_points, box_key_points_reference
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32, in_full_precision
-from .box3d import MAX_LOG_SIZE, SIN_YAW, VX, W, X
+from .boxes.box3d import MAX_LOG_SIZE, SIN_YAW, VX, W, X
 
 __all__ = ["SparseBox3DKeyPointsGenerator", "SparsePoint3DKeyPointsGenerator"]
 

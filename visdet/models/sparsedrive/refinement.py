@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from visdet.registry import MODELS
 
 from ..layers.precision import in_full_precision
-from .box3d import SIN_YAW, VX
+from .boxes.box3d import SIN_YAW, VX
 from .mlp import Scale, linear_relu_ln
 
 __all__ = ["SparseBox3DRefinementModule", "SparsePoint3DRefinementModule"]

@@ -12,8 +12,8 @@ from visdet.structures import DrivingDataSample
 from visdet.structures.tensor_tree import ON_HOST
 
 from ..driving_data_preprocessor import stack_equal
-from .denoising import DenoisingQueries
-from .frame_clock import FrameClock
+from .boxes.denoising import DenoisingQueries
+from .temporal.frame_clock import FrameClock
 
 __all__ = ["DrivingBatch", "batch_of", "field_of"]
 

@@ -13,12 +13,12 @@ from visdet.structures.tensor_tree import map_tensors
 
 from ..layers.precision import as_autocast_input, autocast_dtype
 from ..transfer import constants_on, to_device
-from .denoising import DenoisingQueries
-from .frame_clock import FrameStep
-from .instance_bank import InstanceBankState
+from .boxes.denoising import DenoisingQueries
 from .instance_operations import InstanceOperations
 from .sparse4d_loss import Sparse4DLoss
-from .temporal_state import temporal_value
+from .temporal.frame_clock import FrameStep
+from .temporal.instance_bank import InstanceBankState
+from .temporal.plain_values import temporal_value
 
 __all__ = ["Sparse4DHead", "Sparse4DState"]
 

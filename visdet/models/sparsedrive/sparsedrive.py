@@ -15,11 +15,11 @@ from visdet.structures.tensor_tree import ON_HOST, map_tensors
 
 from ..base_detector import BaseDetector
 from .base_target import Assignment, PairCosts, assigned_instances
-from .box3d_decoder import of_samples
-from .frame_clock import FrameClock
+from .boxes.box3d_decoder import of_samples
 from .grid_mask import GridMask
 from .sample_batch import DrivingBatch, batch_of
-from .temporal_state import from_plain, temporal_value, to_plain
+from .temporal.frame_clock import FrameClock
+from .temporal.plain_values import from_plain_values, temporal_value, to_plain_values
 
 __all__ = ["Sparse4D", "SparseDrive", "TemporalState"]
 
@@ -138,11 +138,11 @@ class SparseDrive(BaseDetector):
 
     def temporal_state_dict(self) -> Any:
         """Return the training's temporal state as plain types, for a checkpoint."""
-        return to_plain(self._kept[True])
+        return to_plain_values(self._kept[True])
 
     def load_temporal_state_dict(self, plain: Any) -> None:
         """Let training continue from a result of ``temporal_state_dict``."""
-        self._kept[True] = from_plain(_with_one_clock(plain), next(self.parameters()).device)
+        self._kept[True] = from_plain_values(_with_one_clock(plain), next(self.parameters()).device)
 
     def step(
         self,

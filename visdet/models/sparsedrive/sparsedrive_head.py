@@ -12,9 +12,9 @@ from visdet.registry import MODELS
 from visdet.structures.capture import in_parallel
 
 from .base_target import Assignment, PairCosts
-from .denoising import DenoisingQueries
-from .frame_clock import FrameStep
+from .boxes.denoising import DenoisingQueries
 from .padded_instances import padded_rows
+from .temporal.frame_clock import FrameStep
 
 __all__ = ["SparseDriveHead"]
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
-from ..layers.precision import in_full_precision
-from .box3d import VX, VY
+from ...layers.precision import in_full_precision
+from ..boxes.box3d import VX, VY
+from ..mlp import linear_relu_ln
 from .frame_clock import DeviceStep, FrameStep
-from .mlp import linear_relu_ln
-from .temporal_state import temporal_value
+from .plain_values import temporal_value
 
 __all__ = ["InstanceQueue", "InstanceQueueState"]
 

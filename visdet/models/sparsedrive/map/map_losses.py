@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-from ..layers.precision import at_least_float32
-from ..losses.reduced_loss import ReducedLoss
+from ...layers.precision import at_least_float32
+from ...losses.reduced_loss import ReducedLoss
 from .map_target import normalize_line
 
 __all__ = ["LinesL1Loss", "SparseLineLoss"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from ..transfer import SamplesOnHost
+from ...transfer import SamplesOnHost
 from .box3d import CNS, decode_box
 
 __all__ = ["BestPredictions", "ResultDecoder", "SparseBox3DDecoder", "of_samples", "select_best"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-from ..layers.precision import at_least_float32
+from ...layers.precision import at_least_float32
 from .box3d import CNS, COS_YAW, SIN_YAW, YNS, W, X
 
 __all__ = ["SparseBox3DLoss"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from visdet.structures.state_dicts import common_prefix, is_dense, named, nonfinite_names
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 __all__ = ["check_finite", "load_weights", "revised", "tensors_of", "weights_of"]
 

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from visdet.structures.tensor_tree import layout_of, map_tensors
 
-from .graph_memory import GraphMemory
-from .graphed_steps import GraphedDetections, GraphedFeatures, GraphedStep
+from .memory import GraphMemory
+from .steps import GraphedDetections, GraphedFeatures, GraphedStep
 
 __all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
 

@@ -11,8 +11,8 @@ from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.ops.tracing import is_traced
 from visdet.registry import TASK_UTILS
 
-from ..matching.assignment import solve_assignment
-from ..matching.match_costs import FocalLossCost
+from ...matching.assignment import solve_assignment
+from ...matching.match_costs import FocalLossCost
 
 __all__ = ["HungarianLinesAssigner", "LinesL1Cost", "MapQueriesCost"]
 

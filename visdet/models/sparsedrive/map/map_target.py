@@ -9,10 +9,10 @@ from torch import Tensor
 from visdet.errors import InvalidTypeError
 from visdet.registry import TASK_UTILS
 
-from ..matching.assignment import for_solver
-from .base_target import BaseTargetWithDenoising, PairCosts
+from ...matching.assignment import for_solver
+from ..base_target import BaseTargetWithDenoising, PairCosts
+from ..padded_instances import PaddedInstances
 from .map_assigner import HungarianLinesAssigner
-from .padded_instances import PaddedInstances
 
 __all__ = ["SparsePoint3DTarget", "normalize_line"]
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-from ..layers.precision import in_full_precision
-from .mlp import linear_relu_ln
+from ...layers.precision import in_full_precision
+from ..mlp import linear_relu_ln
 
 __all__ = ["MotionPlanningRefinementModule"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from visdet.structures.tensor_tree import layout_of, map_tensors, tensors_of
 
-from .graph_memory import GraphMemory
-from .parameter_leaves import leaves_in_place_of, with_leaves
+from .leaves import leaves_in_place_of, with_leaves
+from .memory import GraphMemory
 
 __all__ = ["GraphedDetections", "GraphedFeatures", "GraphedStep"]
 

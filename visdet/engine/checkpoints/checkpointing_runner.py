@@ -16,15 +16,15 @@ from mmengine.runner.checkpoint import weights_to_cpu
 
 from visdet.structures.state_dicts import nonfinite_names
 
+from ..console import say
+from ..errors import CheckpointError
+from ..hooks.runtime_info_hook import RuntimeInfoHook
 from .accumulated_gradients import restore_gradients
 from .checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
-from .console import say
-from .errors import CheckpointError
-from .hooks.runtime_info_hook import RuntimeInfoHook
 from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
 from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_every_process
-from .temporal_state import restore_temporal_state
+from .temporal_states import restore_temporal_state
 from .weights import check_finite, load_weights, revised, tensors_of, weights_of
 
 __all__ = ["CheckpointingRunner"]

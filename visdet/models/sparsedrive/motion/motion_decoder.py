@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from visdet.models.transfer import constants_on
 from visdet.registry import TASK_UTILS
 
-from .box3d import COS_YAW, SIN_YAW, L, W, decode_box
-from .box3d_decoder import ResultDecoder, select_best
-from .sample_batch import field_of
+from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box
+from ..boxes.box3d_decoder import ResultDecoder, select_best
+from ..sample_batch import field_of
 
 __all__ = ["HierarchicalPlanningDecoder", "SparseBox3DMotionDecoder"]
 

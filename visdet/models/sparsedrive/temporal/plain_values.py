@@ -9,19 +9,19 @@ from torch import Tensor
 from visdet.errors import InvalidInputError
 from visdet.structures.tensor_tree import is_on_host
 
-__all__ = ["from_plain", "temporal_value", "to_plain"]
+__all__ = ["from_plain_values", "temporal_value", "to_plain_values"]
 
 _KIND = "kind"
 _VALUES: dict[str, type] = {}
 
 
 def temporal_value(cls: type) -> type:
-    """Register a dataclass as part of a temporal state, so that ``from_plain`` can make it again."""
+    """Register a dataclass as part of a temporal state, so that ``from_plain_values`` can make it again."""
     _VALUES[cls.__name__] = cls
     return cls
 
 
-def to_plain(state: Any) -> Any:
+def to_plain_values(state: Any) -> Any:
     """Return a state as dicts, lists and tuples of CPU tensors, numbers, strings and None.
 
     Raises:
@@ -32,17 +32,17 @@ def to_plain(state: Any) -> Any:
     if state is None or isinstance(state, (bool, int, float, str)):
         return state
     if isinstance(state, dict):
-        return {key: to_plain(value) for key, value in state.items()}
+        return {key: to_plain_values(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(to_plain(value) for value in state)
+        return type(state)(to_plain_values(value) for value in state)
     if is_dataclass(state) and type(state).__name__ in _VALUES:
-        values = {field.name: to_plain(getattr(state, field.name)) for field in fields(state)}
+        values = {field.name: to_plain_values(getattr(state, field.name)) for field in fields(state)}
         return {_KIND: type(state).__name__, **values}
-    raise TypeError(f"to_plain: a temporal state must not hold a {type(state).__name__}")
+    raise TypeError(f"to_plain_values: a temporal state must not hold a {type(state).__name__}")
 
 
-def from_plain(plain: Any, device: torch.device | str) -> Any:
-    """Return the state that ``to_plain`` was given, with its tensors on ``device``.
+def from_plain_values(plain: Any, device: torch.device | str) -> Any:
+    """Return the state that ``to_plain_values`` was given, with its tensors on ``device``.
 
     Tensors of fields that are marked as ``ON_HOST`` stay on the CPU.
 
@@ -52,18 +52,18 @@ def from_plain(plain: Any, device: torch.device | str) -> Any:
     if isinstance(plain, Tensor):
         return plain.to(device)
     if isinstance(plain, (list, tuple)):
-        return type(plain)(from_plain(value, device) for value in plain)
+        return type(plain)(from_plain_values(value, device) for value in plain)
     if not isinstance(plain, dict):
         return plain
     if _KIND not in plain:
-        return {key: from_plain(value, device) for key, value in plain.items()}
+        return {key: from_plain_values(value, device) for key, value in plain.items()}
     kind = _VALUES.get(plain[_KIND])
     if kind is None:
-        raise InvalidInputError(f"from_plain: a temporal state holds an unknown {plain[_KIND]!r}")
+        raise InvalidInputError(f"from_plain_values: a temporal state holds an unknown {plain[_KIND]!r}")
     host = {member.name for member in fields(kind) if is_on_host(member)}
     return kind(
         **{
-            key: from_plain(value, "cpu" if key in host else device)
+            key: from_plain_values(value, "cpu" if key in host else device)
             for key, value in plain.items()
             if key != _KIND
         }

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from .box3d_decoder import ResultDecoder, select_best
+from ..boxes.box3d_decoder import ResultDecoder, select_best
 
 __all__ = ["SparsePoint3DDecoder"]
 

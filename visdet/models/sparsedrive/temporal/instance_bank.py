@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import MODELS
 
-from .anchor_files import ModuleWithAnchors
+from ..anchor_files import ModuleWithAnchors
 from .frame_clock import DeviceStep, FrameStep
-from .temporal_state import temporal_value
+from .plain_values import temporal_value
 
 __all__ = ["InstanceBank", "InstanceBankState", "select_rows", "topk"]
 

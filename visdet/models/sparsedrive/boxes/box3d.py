@@ -8,7 +8,7 @@ x, y, z and the three sizes in metres, the yaw in radians, and the velocity.
 import torch
 from torch import Tensor
 
-from ..layers.precision import at_least_float32
+from ...layers.precision import at_least_float32
 
 __all__ = [
     "CNS",

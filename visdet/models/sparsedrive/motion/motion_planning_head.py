@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
-from ..layers.precision import in_full_precision
-from .anchor_files import ModuleWithAnchors
-from .box3d import COS_YAW, SIN_YAW, VX, VY
-from .frame_clock import FrameStep
-from .instance_bank import topk
-from .instance_operations import InstanceOperations
-from .instance_queue import InstanceQueueState
-from .mlp import linear_relu_ln
+from ...layers.precision import in_full_precision
+from ..anchor_files import ModuleWithAnchors
+from ..boxes.box3d import COS_YAW, SIN_YAW, VX, VY
+from ..instance_operations import InstanceOperations
+from ..mlp import linear_relu_ln
+from ..sample_batch import field_of
+from ..temporal.frame_clock import FrameStep
+from ..temporal.instance_bank import topk
+from ..temporal.instance_queue import InstanceQueueState
 from .motion_target import best_modes
-from .sample_batch import field_of
 from .sine_embedding import gen_sineembed_for_position
 
 __all__ = ["MotionPlanningHead"]

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
 
+from ..errors import CheckpointError, DamagedCheckpointError
 from .checkpoint import LAST_CHECKPOINT, read_checkpoint
-from .errors import CheckpointError, DamagedCheckpointError
 
 __all__ = [
     "AUTO",

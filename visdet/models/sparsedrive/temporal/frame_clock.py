@@ -10,8 +10,8 @@ from torch import Tensor
 
 from visdet.errors import InvalidInputError
 
-from ..transfer import to_device
-from .temporal_state import temporal_value
+from ...transfer import to_device
+from .plain_values import temporal_value
 
 __all__ = ["DeviceStep", "FrameClock", "FrameStep"]
 

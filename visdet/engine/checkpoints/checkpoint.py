@@ -21,7 +21,7 @@ from mmengine.runner import CheckpointLoader
 
 from visdet.structures.restricted_pickle import NUMPY_GLOBALS, Unfinished, finished, start_of_other_file
 
-from .errors import (
+from ..errors import (
     CheckpointError,
     DamagedCheckpointError,
     MissingCheckpointError,
@@ -176,7 +176,7 @@ def register_checkpoint_readers(trust: bool = False, allow_nonfinite: bool = Fal
 
     Args:
         trust: the config's ``trust_checkpoint``; see :func:`read_checkpoint`.
-        allow_nonfinite: the config's ``allow_nonfinite_weights``; see :func:`visdet.engine.weights.check_finite`.
+        allow_nonfinite: the config's ``allow_nonfinite_weights``; see ``check_finite`` of ``weights``.
     """
 
     def load_from_file_or_url(filename: str, map_location: Any = None) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..matching.assignment import for_solver, solve_padded
-from ..transfer import to_device
-from .padded_instances import room_for
+from ...matching.assignment import for_solver, solve_padded
+from ...transfer import to_device
+from ..padded_instances import room_for
 
 __all__ = ["BoxDenoising", "DenoisingQueries"]
 

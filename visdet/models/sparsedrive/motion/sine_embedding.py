@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from ..layers.positional_encoding import sine_embedding
+from ...layers.positional_encoding import sine_embedding
 
 __all__ = ["gen_sineembed_for_position"]
 

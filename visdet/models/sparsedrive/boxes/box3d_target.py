@@ -7,13 +7,13 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from ..matching.assignment import for_solver
-from ..matching.match_costs import FocalLossCost
-from ..transfer import constants_on
-from .base_target import BaseTargetWithDenoising, PairCosts
+from ...matching.assignment import for_solver
+from ...matching.match_costs import FocalLossCost
+from ...transfer import constants_on
+from ..base_target import BaseTargetWithDenoising, PairCosts
+from ..padded_instances import PaddedInstances
 from .box3d import encode_box
 from .denoising import BoxDenoising
-from .padded_instances import PaddedInstances
 
 __all__ = ["SparseBox3DTarget"]
 

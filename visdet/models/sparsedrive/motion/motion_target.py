@@ -8,8 +8,8 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from .padded_instances import padded_rows, rows_or_zeros
-from .sample_batch import field_of
+from ..padded_instances import padded_rows, rows_or_zeros
+from ..sample_batch import field_of
 
 __all__ = ["MotionTarget", "PlanningTarget", "best_modes"]
 

@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold, and how a run is saved and resumed."""

@@ -1,0 +1,1 @@
+"""Boxes in space: how they are coded, decoded, matched and learned."""

@@ -1,0 +1,1 @@
+"""The motion of agents and the plan of the ego vehicle."""
