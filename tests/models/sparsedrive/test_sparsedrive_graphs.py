@@ -147,10 +147,10 @@ def test_predictions_by_graphs_are_those_of_eager_ones_along_a_sequence():
     model = tiny_model().cuda().eval()
     graphs = GraphedPrediction(model, say=lambda text: None)
     with torch.no_grad():
-        expected = [[predictions_of(s) for s in model.predict(*data)] for data in frames("cuda")]
+        expected = [[predictions_of(s) for s in model(*data, mode="predict")] for data in frames("cuda")]
         model.reset_temporal_state()
         with graphs.installed():
-            found = [[predictions_of(s) for s in model.predict(*data)] for data in frames("cuda")]
+            found = [[predictions_of(s) for s in model(*data, mode="predict")] for data in frames("cuda")]
     assert_same_predictions(found, expected)
     assert graphs.counts["replayed"] >= len(SCENES) - 3
 
@@ -171,7 +171,7 @@ def test_predictions_by_graphs_follow_weights_that_move_and_return(moving):
             for index, data in enumerate(frames("cuda") * 2):
                 for parameter, values in zip(parameters, of_turn[index // 3 % 2], strict=True):
                     parameter.data = values
-                found.append([predictions_of(s) for s in model.predict(*data)])
+                found.append([predictions_of(s) for s in model(*data, mode="predict")])
         return found
 
     assert_same_predictions(run(graphs.installed()), run(contextlib.nullcontext()))
