@@ -373,6 +373,21 @@ def test_a_script_that_does_not_exist_is_named_in_one_line(tmp_path):
     assert code == 2 and len(error.splitlines()) == 1 and "absent.py': there is no such file" in error
 
 
+def test_a_package_and_a_module_run_as_python_runs_them(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    for name in ("__main__", "module"):
+        (tmp_path / "package" / f"{name}.py").write_text(
+            "import sys; print(__name__, __package__, __spec__.name, __file__, sys.argv)"
+        )
+    for name in ("package", "package.module"):
+        expected = run_python("-m", name, "x", cwd=tmp_path)
+        assert expected[0] == 0
+        assert run_python("-m", "visdet.compat", "run", "-m", name, "x", cwd=tmp_path) == expected
+    code, _, error = run_python("-m", "visdet.compat", "run", "-m", "package.absent", cwd=tmp_path)
+    assert code == 1 and error.startswith("can't run -m package.absent: there is no such module")
+
+
 def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path):
     folder = run_python("-m", "visdet.compat", "startup")[1].strip()
     other = tmp_path / "other"

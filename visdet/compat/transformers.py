@@ -119,7 +119,7 @@ def _user_of_operators(operators: list[tuple[Any, str, Any]]) -> Callable[[Any],
     kinds = {holder for holder, attribute, _ in operators if attribute == "forward"}
 
     def uses_visdet(instance: Any) -> bool:
-        core = vars(instance)["_modules"].get("attn")
+        core = getattr(instance, "attn", None)
         if core is not None and type(core) not in kinds:
             return False
         for holder, attribute, value in operators:
