@@ -252,7 +252,7 @@ def test_deformable_attention_as_a_repository_writes_it(device, no_extensions):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("all_of_it", [False, True], ids=["features", "everything"])
 def test_aggregation_adds_its_gradients(device, dtype, all_of_it, no_extensions):
-    """``dtype`` is that of the features or, with ``all_of_it``, also that of the locations and the weights."""
+    """The features have the ``dtype``, and with ``all_of_it`` the locations and the weights have it, too."""
     extensions.install()
     extension = importlib.import_module("deformable_aggregation_ext")
     generator = torch.Generator().manual_seed(0)
@@ -328,7 +328,7 @@ def test_a_script_and_its_children_run_under_the_bridges(script):
 
 
 def test_a_script_finds_the_modules_that_it_finds_without_visdet(script, tmp_path):
-    """They are those of its own folder and not those of the current one, where the command ``-m`` was given."""
+    """It finds the modules in its own folder, and none in the folder in which the command was given."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "neighbour.py").write_text("raise AssertionError('a module of the current folder')\n")

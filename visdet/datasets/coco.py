@@ -73,7 +73,7 @@ class CocoDataset(BaseDataset):
             left to train on.
 
     Source: names and filtering rules are those of mmdet's CocoDataset. Differences: labels follow the order of
-    ``classes`` and not that of the file, boxes are clipped, and mistakes are reported.
+    ``classes`` and not of the file, boxes are clipped, and mistakes are reported.
     """
 
     METAINFO = {"classes": COCO_CLASSES}

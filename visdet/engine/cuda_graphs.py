@@ -239,7 +239,7 @@ class GraphedLoss(GraphedMethod):
     each step. It may wait for the device and exchange numbers with other processes. The graphs may not.
     The losses are ordinary nodes of the autograd graph, from which the parameters get their gradients. Gradient
     accumulation, loss scaling, clipping and the optimizer therefore work as without graphs. Random numbers, including
-    those of dropout, are those of eager steps.
+    dropout's, are the same as in eager steps.
     """
 
     method = "loss"

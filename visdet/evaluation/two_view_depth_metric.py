@@ -1,4 +1,4 @@
-"""The errors of predicted depth maps, compared with those of a constant depth."""
+"""The errors of predicted depth maps, beside the errors of a constant depth."""
 
 from collections.abc import Sequence
 
