@@ -193,7 +193,7 @@ def _import_custom_modules(cfg: Config, path: str) -> None:
 
 
 def _named_like(path: str, folder: Path) -> list[str]:
-    """Return the Python files in and below ``folder`` whose names are like that of ``path``."""
+    """Return the Python files in and below ``folder`` whose names are like the name of ``path``."""
     files = {str(file): file.name for file in folder.rglob("*.py") if "site-packages" not in file.parts}
     near = nearest_names(Path(path).name, files.values())
     return [file for name in near for file, its_name in files.items() if its_name == name]

@@ -268,7 +268,7 @@ def _nothing_changes(model: nn.Module) -> Iterator[None]:
 
 
 def _copy(into: Any, values: Any) -> None:
-    """Copy the tensors of a tree into those of another one. All dense tensors of a dtype are one kernel."""
+    """Copy the tensors of a tree into another tree. All dense tensors of a dtype are one kernel."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, value in zip(tensors_of(into), tensors_of(values), strict=True):
         is_dense = target.is_contiguous() and value.is_contiguous()

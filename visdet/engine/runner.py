@@ -192,7 +192,7 @@ class DetRunner(CheckpointingRunner):
             super().register_hook(hook, priority)
 
     def register_default_hooks(self, hooks: dict | None = None) -> None:
-        """Register mmengine's default hooks, this package's, and those of the config."""
+        """Register the default hooks of mmengine, of this package and of the config."""
         merged = {**copy.deepcopy(_DEFAULT_HOOKS), **(hooks or {})}
         # None removes any default hook. mmengine does that for its own hooks only.
         ours = {name: hook for name, hook in merged.items() if hook is not None or name in _MMENGINE_HOOKS}

@@ -99,7 +99,7 @@ def _kind(kind: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _shifted_apart(boxes: Tensor, idxs: Tensor) -> Tensor:
-    """Return the boxes moved so far that those of different classes cannot overlap."""
+    """Return the boxes, moved so far that boxes of different classes cannot overlap."""
     if boxes.numel() == 0:
         return boxes
     # A box with a NaN or infinite corner must not change how far others are moved.
