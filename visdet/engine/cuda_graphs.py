@@ -59,10 +59,10 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
 class GraphedMethod(ABC):
     """A method of a detector that is computed by CUDA graphs for batches of captured shapes.
 
-    A shape runs eagerly the first time and is captured the second time. Another shape may
-    replace its graphs. It is then captured again after it has run eagerly once, the next time twice, then four times
-    and so on. Otherwise, more shapes than are kept would make each step a capture. After a capture that fails, all batches run eagerly. ``report``
-    counts the batches.
+    A shape runs eagerly the first time and is captured the second time. Another shape may replace its graphs. It is
+    then captured again after it has run eagerly once, the next time twice, then four times and so on. Otherwise,
+    more shapes than are kept would make each step a capture. After a capture that fails, all batches run eagerly.
+    ``report`` counts the batches.
 
     Args:
         model: the detector. Without the methods named in ``stages`` it runs eagerly. Its parameters and buffers may
