@@ -55,6 +55,12 @@ REASONS = {
     # mmengine
     "_ParamScheduler": "mmengine exports it as the base of all schedules.",
     "_accumulative_counts": "The report says how many iterations make a step.",
+    "_cfg_dict": "A config's keys are looked at without ``Config``'s own attributes.",
+    "_dict_to_config_dict": "A config file is read as mmengine reads it, but by a parser that names its mistakes.",
+    "_get_cfg_path": "See _dict_to_config_dict.",
+    "_merge_a_into_b": "See _dict_to_config_dict.",
+    "_parse_scope": "See _dict_to_config_dict.",
+    "_val_evaluator": "The loop that would build the evaluator does not exist yet.",
     "_clip_grad": "The norm stays on the device until it is logged.",
     "_dataset_meta": "The metric reads its file when it gets the classes.",
     "_dump_init_info": "mmengine would log two lines for each parameter.",
